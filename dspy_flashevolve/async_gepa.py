@@ -1,0 +1,476 @@
+"""AsyncGEPA: dspy.GEPA on an asynchronous engine. The one place where GEPA's parts meet."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import pickle
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import dspy
+from dspy.clients.lm import LM
+from dspy.primitives import Example, Module, Prediction
+from dspy.teleprompt.gepa.gepa import AUTO_RUN_SETTINGS, GEPA, DspyGEPAResult, GEPAFeedbackMetric
+from dspy.teleprompt.gepa.gepa_flex_utils import enumerate_flex_submodules
+from dspy.teleprompt.gepa.gepa_utils import CodeProposalFn, DspyAdapter, LoggerAdapter
+from gepa import GEPAResult
+from gepa.core.adapter import ProposalFn
+from gepa.core.data_loader import ensure_loader
+from gepa.proposer.reflective_mutation.base import ReflectionComponentSelector
+
+from dspy_flashevolve.engine.admission import LiveTickets, default_live_limit
+from dspy_flashevolve.engine.errors import ConfigurationError, DataError
+from dspy_flashevolve.engine.events import EventBus
+from dspy_flashevolve.engine.loop import run_to_end
+from dspy_flashevolve.engine.staleness import Full
+from dspy_flashevolve.engine.threads import Threads
+from dspy_flashevolve.gepa.options import GepaOptions, check_options
+from dspy_flashevolve.gepa.parts import build_parts
+from dspy_flashevolve.gepa.pool import Pool
+from dspy_flashevolve.gepa.run import GepaRun, RunSettings
+from dspy_flashevolve.observe.progress import Progress
+from dspy_flashevolve.observe.statistics import AsyncStats, Recorder
+from dspy_flashevolve.programs.dspy_program import DspyProgram, settings_snapshot
+from dspy_flashevolve.programs.metric import Metric, check_metric
+
+logger = logging.getLogger(__name__)
+gepa_logger = logging.getLogger("dspy.teleprompt.gepa.gepa")
+"""gepa's own log lines go where ``dspy.GEPA`` sends them."""
+
+Schedule = Literal["async", "lockstep"]
+GENERATIONS = 8.0
+"""A limited budget is spread over at least this many generations; see ``engine.admission.LiveTickets``."""
+CHECKPOINT_SECONDS = 5.0
+"""With ``log_dir``, the least time between two checkpoints of an asynchronous run."""
+
+
+@dataclass(frozen=True)
+class AsyncGEPAResult(DspyGEPAResult):
+    """``dspy.GEPA``'s detailed results, with the figures of the asynchronous run beside them.
+
+    Args:
+        async_stats: throughput, occupancy, gaps and commits; see :class:`AsyncStats`.
+    """
+
+    async_stats: AsyncStats | None = None
+
+
+class AsyncGEPA(GEPA):
+    """A drop-in replacement for ``dspy.GEPA`` whose stages overlap.
+
+    Every argument of ``dspy.GEPA`` has the same default and the same meaning; only the new ones are
+    described here. ``max_metric_calls`` is never exceeded (``dspy.GEPA`` may, by a validation set).
+
+    Args:
+        num_threads: requests in flight at most, over all stages. Default: ``max_concurrency``, else
+            ``dspy.settings.num_threads``.
+        schedule: "async" (default), or "lockstep": one step at a time, with the candidates, parents,
+            scores and metric calls of ``dspy.GEPA`` for the same seed, its way of overshooting the
+            budget included.
+        staleness: what happens to a candidate whose parent's pool has moved on. "full" (default)
+            admits it; gaps are recorded in ``async_stats``.
+        max_concurrency: the most requests in flight when ``num_threads`` is None.
+        max_seconds: no step starts after this many seconds; those that run are finished. Default: no limit.
+        max_live_tickets: steps that run at once. Default: as many as keep the slots busy, and fewer
+            where the budget is small, so that steps can build on each other.
+
+    Raises:
+        ConfigurationError: an argument that cannot work, with the reason.
+        TypeError: a metric with the wrong signature (as ``dspy.GEPA``).
+        AssertionError: no budget or more than one, or no reflection LM (as ``dspy.GEPA``).
+
+    Example:
+        >>> import dspy
+        >>> from dspy_flashevolve import AsyncGEPA
+        >>> def metric(gold, pred, trace=None, pred_name=None, pred_trace=None):
+        ...     return dspy.Prediction(score=float(gold.answer == pred.answer), feedback="...")
+        >>> optimizer = AsyncGEPA(metric, auto="light", num_threads=64, reflection_lm=dspy.LM("openai/gpt-5"))
+        >>> # optimized = optimizer.compile(program, trainset=trainset, valset=valset)
+
+    Source: FlashEvolve (arXiv 2605.08520) for the asynchronous stages, GEPA (arXiv 2507.19457) for the loop.
+    """
+
+    def __init__(
+        self,
+        metric: GEPAFeedbackMetric | Callable[..., Any],
+        *,
+        # Budget configuration
+        auto: Literal["light", "medium", "heavy"] | None = None,
+        max_full_evals: int | None = None,
+        max_metric_calls: int | None = None,
+        # Reflection configuration
+        reflection_minibatch_size: int = 3,
+        candidate_selection_strategy: Literal["pareto", "current_best"] = "pareto",
+        reflection_lm: LM | None = None,
+        skip_perfect_score: bool = True,
+        add_format_failure_as_feedback: bool = False,
+        instruction_proposer: ProposalFn | None = None,
+        code_proposer: CodeProposalFn | None = None,
+        component_selector: ReflectionComponentSelector | str = "round_robin",
+        # Merge-based configuration
+        use_merge: bool = True,
+        max_merge_invocations: int | None = 5,
+        # Evaluation configuration
+        num_threads: int | None = None,
+        failure_score: float = 0.0,
+        perfect_score: float = 1.0,
+        # Logging
+        log_dir: str | None = None,
+        track_stats: bool = False,
+        use_wandb: bool = False,
+        wandb_api_key: str | None = None,
+        wandb_init_kwargs: dict[str, Any] | None = None,
+        track_best_outputs: bool = False,
+        warn_on_score_mismatch: bool = True,
+        use_mlflow: bool = False,
+        # Reproducibility
+        seed: int | None = 0,
+        # GEPA passthrough kwargs
+        gepa_kwargs: dict[str, Any] | None = None,
+        # The asynchronous engine
+        schedule: Schedule = "async",
+        staleness: Literal["full"] | Full = "full",
+        max_concurrency: int | None = None,
+        max_seconds: float | None = None,
+        max_live_tickets: int | None = None,
+    ) -> None:
+        check_metric(metric)
+        super().__init__(
+            metric,  # pyright: ignore[reportArgumentType]
+            auto=auto,
+            max_full_evals=max_full_evals,
+            max_metric_calls=max_metric_calls,
+            reflection_minibatch_size=reflection_minibatch_size,
+            candidate_selection_strategy=candidate_selection_strategy,
+            reflection_lm=reflection_lm,
+            skip_perfect_score=skip_perfect_score,
+            add_format_failure_as_feedback=add_format_failure_as_feedback,
+            instruction_proposer=instruction_proposer,
+            code_proposer=code_proposer,
+            component_selector=component_selector,
+            use_merge=use_merge,
+            max_merge_invocations=max_merge_invocations,
+            num_threads=num_threads,
+            failure_score=failure_score,
+            perfect_score=perfect_score,
+            log_dir=log_dir,
+            track_stats=track_stats,
+            use_wandb=use_wandb,
+            wandb_api_key=wandb_api_key,
+            wandb_init_kwargs=wandb_init_kwargs,
+            track_best_outputs=track_best_outputs,
+            warn_on_score_mismatch=warn_on_score_mismatch,
+            use_mlflow=use_mlflow,
+            seed=seed,
+            gepa_kwargs=gepa_kwargs,
+        )
+        self.schedule: Schedule = schedule
+        self.staleness = staleness
+        self.max_concurrency = max_concurrency
+        self.max_seconds = max_seconds
+        self.max_live_tickets = max_live_tickets
+        self._check_schedule()
+        check_options(self._options())
+        self._check_callbacks()
+
+    def compile(
+        self,
+        student: Module,
+        *,
+        trainset: list[Example],
+        teacher: Module | None = None,
+        valset: list[Example] | None = None,
+    ) -> Module:
+        """Optimize ``student``; the arguments and the result are those of ``dspy.GEPA.compile``.
+
+        It may be called from a script, a thread, or a notebook cell. Ctrl-C once ends the run early with
+        the best program so far; twice raises KeyboardInterrupt.
+
+        Args:
+            student: the program; it is not changed.
+            trainset: examples to reflect on.
+            teacher: not supported, as in ``dspy.GEPA``.
+            valset: examples that decide which candidates are kept. Default: the trainset.
+
+        Returns:
+            The best program that was validated on every validation example. With ``track_stats=True`` it has
+            ``detailed_results`` (an :class:`AsyncGEPAResult`) and ``async_stats``.
+
+        Raises:
+            ConfigurationError: the data, the program or the budget cannot work; raised before any LM call.
+            RunAbortedError: the LM provider refused for good.
+        """
+        compilation = self._prepare(student, trainset, teacher, valset)
+        return run_to_end(compilation.run, lambda: compilation.stop("interrupted by Ctrl-C"))
+
+    async def acompile(
+        self,
+        student: Module,
+        *,
+        trainset: list[Example],
+        teacher: Module | None = None,
+        valset: list[Example] | None = None,
+    ) -> Module:
+        """The awaitable twin of :meth:`compile`. It runs on the caller's loop; cancelling it ends the run."""
+        return await self._prepare(student, trainset, teacher, valset).run()
+
+    def _prepare(self, student: Module, trainset: Any, teacher: Module | None, valset: Any) -> Compilation:
+        _check_data(student, trainset, teacher, valset)
+        components = len(student.named_predictors()) + len(enumerate_flex_submodules(student))
+        if not components:
+            raise ConfigurationError(
+                f"{type(student).__name__} has no predictor and no dspy.Flex submodule: there is no text to evolve."
+            )
+        self._set_budget(components, trainset, valset)
+        size = len(trainset if valset is None else valset)
+        if self.schedule == "async" and self.max_metric_calls is not None and self.max_metric_calls < size:
+            raise ConfigurationError(
+                f"The budget is {self.max_metric_calls} metric calls, expected at least {size}: the seed program is "
+                "validated first, on every validation example. Give a larger budget or a smaller valset."
+            )
+        return Compilation(self, student, trainset, valset)
+
+    def _set_budget(self, components: int, trainset: Any, valset: Any) -> None:
+        """As ``dspy.GEPA.compile``: every way to give a budget ends in ``max_metric_calls``."""
+        if self.auto is not None:
+            self.max_metric_calls = self.auto_budget(
+                num_preds=components,
+                num_candidates=AUTO_RUN_SETTINGS[self.auto]["n"],
+                valset_size=len(valset) if valset is not None else len(trainset),
+            )
+        elif self.max_full_evals is not None:
+            self.max_metric_calls = self.max_full_evals * (len(trainset) + (len(valset) if valset is not None else 0))
+        logger.info("Running AsyncGEPA for at most %s metric calls.", self.max_metric_calls)
+        if valset is None:
+            logger.warning(
+                "No valset given: the trainset is used for both, and prompts may overfit to it. Pass a separate valset "
+                "to find prompts that generalize."
+            )
+
+    def _options(self) -> GepaOptions:
+        return GepaOptions(
+            candidate_selection_strategy=self.candidate_selection_strategy,
+            component_selector=self.component_selector,
+            reflection_minibatch_size=self.reflection_minibatch_size,
+            skip_perfect_score=self.skip_perfect_score,
+            perfect_score=self.perfect_score,
+            use_merge=self.use_merge,
+            max_merge_invocations=self.max_merge_invocations,
+            max_metric_calls=self.max_metric_calls,
+            run_dir=self.log_dir,
+            use_wandb=self.use_wandb,
+            wandb_api_key=self.wandb_api_key,
+            wandb_init_kwargs=self.wandb_init_kwargs,
+            use_mlflow=self.use_mlflow,
+            track_best_outputs=self.track_best_outputs,
+            seed=self.seed,
+            extra=self.gepa_kwargs,
+        )
+
+    def _settings(self, same_data: bool) -> RunSettings:
+        """The schedule of a run."""
+        lockstep = self.schedule == "lockstep"
+        slots: int = self.num_threads or self.max_concurrency or dspy.settings.num_threads
+        minibatch = self.reflection_minibatch_size or 3
+        live = 1 if lockstep else self.max_live_tickets or default_live_limit(slots, minibatch)
+        return RunSettings(
+            slots=slots,
+            live_limit=live,
+            admission=LiveTickets(live, 0.0 if lockstep or self.max_live_tickets else GENERATIONS),
+            budget_calls=None if lockstep else self.max_metric_calls,
+            minibatch=minibatch,
+            lockstep=lockstep,
+            max_seconds=self.max_seconds,
+            same_data=same_data,
+        )
+
+    def _check_schedule(self) -> None:
+        if self.schedule not in ("async", "lockstep"):
+            raise ConfigurationError(f"schedule is {self.schedule!r}, expected 'async' or 'lockstep'.")
+        if self.staleness != "full" and not isinstance(self.staleness, Full):
+            raise ConfigurationError(f"staleness is {self.staleness!r}, expected 'full'.")
+        for name in ("num_threads", "max_concurrency", "max_live_tickets"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise ConfigurationError(f"{name} is {value!r}, expected a whole number of at least 1, or None.")
+        if self.num_threads and self.max_concurrency and self.num_threads > self.max_concurrency:
+            raise ConfigurationError(
+                f"num_threads is {self.num_threads}, above max_concurrency={self.max_concurrency}. Give one of them."
+            )
+        seconds = self.max_seconds
+        if seconds is not None and (not isinstance(seconds, int | float) or not seconds > 0):
+            raise ConfigurationError(f"max_seconds is {seconds!r}, expected a number above 0, or None.")
+        if self.schedule == "lockstep" and self.max_live_tickets not in (None, 1):
+            raise ConfigurationError(
+                f"max_live_tickets is {self.max_live_tickets}, but schedule='lockstep' runs one step at a time."
+            )
+
+    def _check_callbacks(self) -> None:
+        """A run with ``log_dir`` is checkpointed to be resumed elsewhere; its observers must be able to follow."""
+        callbacks = self.gepa_kwargs.get("callbacks")
+        if callbacks is not None and not isinstance(callbacks, list | tuple):
+            raise ConfigurationError(f"gepa_kwargs['callbacks'] is {callbacks!r}, expected a list of callback objects.")
+        for callback in callbacks or [] if self.log_dir is not None else []:
+            try:
+                pickle.dumps(callback)
+            except Exception as error:
+                raise ConfigurationError(
+                    f"The callback {callback!r} cannot be pickled ({error}), which a run with log_dir={self.log_dir!r} "
+                    "needs. Leave what cannot be pickled out of its state (define __getstate__), or run without log_dir."
+                ) from error
+
+
+class Compilation:
+    """One run of one optimizer: everything that belongs to it and to no other."""
+
+    def __init__(self, optimizer: AsyncGEPA, student: Module, trainset: Any, valset: Any) -> None:
+        self._optimizer = optimizer
+        self._same_data = valset is None or valset is trainset
+        self._trainset = ensure_loader(trainset)
+        self._valset = self._trainset if self._same_data else ensure_loader(valset)
+        self._snapshot = settings_snapshot()
+        self._settings = optimizer._settings(self._same_data)  # pyright: ignore[reportPrivateUsage]
+        workers = self._settings.slots + self._settings.live_limit + 1
+        self._threads = Threads(workers, "work")
+        self._metric = Metric(optimizer.metric_fn, self._threads)
+        self._adapter = _adapter(optimizer, student, self._metric)
+        self._seed_candidate: dict[str, str] = {n: p.signature.instructions for n, p in student.named_predictors()}
+        for path, flex in enumerate_flex_submodules(student).items():
+            self._seed_candidate[path] = flex.module_src
+        self._run: GepaRun | None = None
+        self._stopped: str | None = None
+
+    def stop(self, reason: str) -> None:
+        """Start no more steps and finish those that run. Call it on the run's loop."""
+        self._stopped = reason
+        if self._run is not None:
+            self._run.stop(reason)
+
+    async def run(self) -> Module:
+        """Run to the end and build the best program."""
+        finished = False
+        try:
+            with dspy.context(**self._snapshot):
+                program = await self._evolve()
+            finished = True
+            return program
+        finally:
+            self._threads.close(wait=finished)
+
+    async def _evolve(self) -> Module:
+        optimizer, bus = self._optimizer, EventBus()
+        pool = self._pool()
+        program = DspyProgram(self._adapter, self._metric, self._threads)
+        program.attach(asyncio.get_running_loop())
+        run = self._run = GepaRun(pool, program, self._settings, bus)
+        if self._stopped is not None:
+            run.stop(self._stopped)
+        began = time.monotonic()
+        recorder, progress = Recorder(began), Progress(optimizer.max_metric_calls, run.slots)
+        bus.subscribe(recorder)
+        bus.subscribe(progress)
+        try:
+            await run.run()
+        finally:
+            progress.close()
+            await asyncio.shield(pool.write(pool.finish))
+            pool.close()
+        return self._result(pool, run, self._stats(run, recorder, time.monotonic() - began))
+
+    def _pool(self) -> Pool:
+        options = self._optimizer._options()  # pyright: ignore[reportPrivateUsage]
+        log = LoggerAdapter(gepa_logger)
+        lockstep = self._settings.lockstep
+        return Pool(
+            parts=build_parts(options, self._valset, log),
+            options=options,
+            adapter=self._adapter,
+            seed_candidate=self._seed_candidate,
+            trainset=self._trainset,
+            valset=self._valset,
+            logger=log,
+            checkpoint_seconds=0.0 if lockstep else CHECKPOINT_SECONDS,
+            caches_minibatches=lockstep or self._same_data,
+        )
+
+    def _stats(self, run: GepaRun, recorder: Recorder, seconds: float) -> AsyncStats:
+        return recorder.stats(
+            schedule=self._optimizer.schedule,
+            seconds=seconds,
+            stop_reason=run.stop_reason,
+            proposals=run.counts.proposals,
+            metric_calls=run.pool.state.total_num_evals,
+            max_metric_calls=self._optimizer.max_metric_calls,
+            slots=run.slots.statistics(),
+            gaps=run.gaps.as_dict(),
+            shared_rollouts=run.rollouts.shared,
+            retried_requests=run.rollouts.retried,
+            task_tokens=run.counts.task_tokens,
+            reflection_tokens=run.counts.reflection_tokens,
+        )
+
+    def _result(self, pool: Pool, run: GepaRun, stats: AsyncStats) -> Module:
+        optimizer = self._optimizer
+        result: Any = GEPAResult.from_state(pool.state, run_dir=optimizer.log_dir, seed=optimizer.seed)
+        program: Any = self._adapter.build_program(result.best_candidate)
+        if optimizer.track_stats:
+            detailed = DspyGEPAResult.from_gepa_result(result, self._adapter)
+            program.detailed_results = AsyncGEPAResult(**vars(detailed), async_stats=stats)
+            program.async_stats = stats
+        return program
+
+
+def _check_data(student: Module, trainset: Any, teacher: Module | None, valset: Any) -> None:
+    if not isinstance(student, Module):
+        raise DataError(f"student is {student!r}, expected a dspy.Module.")
+    if teacher is not None:
+        raise DataError("teacher is given, but GEPA has no use for one: leave it out.")
+    for name, data in (("trainset", trainset), ("valset", valset)):
+        if data is None and name == "valset":
+            continue
+        if data is None or len(data) < 1:
+            raise DataError(f"{name} is empty, expected at least one dspy.Example.")
+        first = data[0] if isinstance(data, list | tuple) else None
+        if isinstance(first, Example) and not isinstance(first, Prediction) and first._input_keys is None:  # pyright: ignore[reportPrivateUsage]
+            raise DataError(
+                f"{name}[0] does not say which fields are inputs: build it by dspy.Example(...).with_inputs(...)."
+            )
+
+
+def _adapter(optimizer: AsyncGEPA, student: Module, metric: Metric) -> DspyAdapter:
+    """dspy's adapter, set up as ``dspy.GEPA.compile`` sets it up."""
+    return DspyAdapter(
+        student_module=student,
+        metric_fn=optimizer.metric_fn,
+        feedback_map={name: _feedback(name, predictor, metric) for name, predictor in student.named_predictors()},
+        failure_score=optimizer.failure_score,
+        num_threads=optimizer.num_threads,
+        add_format_failure_as_feedback=optimizer.add_format_failure_as_feedback,
+        rng=random.Random(optimizer.seed),
+        reflection_lm=optimizer.reflection_lm,
+        custom_instruction_proposer=optimizer.custom_instruction_proposer,
+        custom_code_proposer=optimizer.custom_code_proposer,
+        warn_on_score_mismatch=optimizer.warn_on_score_mismatch,
+        reflection_minibatch_size=optimizer.reflection_minibatch_size,
+    )
+
+
+def _feedback(name: str, predictor: Any, metric: Metric) -> Callable[..., Any]:
+    """What the metric says of one predictor, with a default where it says nothing."""
+
+    def feedback(
+        predictor_output: Any, predictor_inputs: Any, module_inputs: Any, module_outputs: Any, captured_trace: Any
+    ) -> Any:
+        trace = [(predictor, predictor_inputs, predictor_output)]
+        result = metric.blocking(module_inputs, module_outputs, captured_trace, name, trace)
+        if not hasattr(result, "feedback"):
+            return {"score": result, "feedback": f"This trajectory got a score of {result}."}
+        if result["feedback"] is None:
+            result["feedback"] = f"This trajectory got a score of {result['score']}."
+        return result
+
+    return feedback

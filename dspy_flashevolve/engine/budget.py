@@ -1,0 +1,87 @@
+"""The budget of metric calls: reserve before, settle after, refund the rest.
+
+``spent + reserved <= limit`` holds at every moment, so a run never exceeds its limit, whatever is in
+flight (DESIGN section 4, invariant 2).
+"""
+
+from __future__ import annotations
+
+from dspy_flashevolve.engine.errors import BudgetError, ConfigurationError
+
+
+class Budget:
+    """Counts calls against a limit.
+
+    Args:
+        limit: calls that may be made; None for no limit.
+        spent: calls made before (a resumed run).
+
+    Raises:
+        ConfigurationError: a negative limit.
+
+    >>> budget = Budget(10)
+    >>> reservation = budget.reserve(6)
+    >>> reservation.settle(2); reservation.refund()
+    >>> budget.spent, budget.reserved, budget.left
+    (2, 0, 8)
+    """
+
+    def __init__(self, limit: int | None, spent: int = 0) -> None:
+        if limit is not None and limit < 0:
+            raise ConfigurationError(f"budget: the limit is {limit}, expected 0 or more, or None.")
+        self.limit = limit
+        self.spent = spent
+        self.reserved = 0
+
+    @property
+    def left(self) -> int | None:
+        """Calls that are neither spent nor reserved; None without a limit."""
+        return None if self.limit is None else max(0, self.limit - self.spent - self.reserved)
+
+    def reserve(self, calls: int) -> Reservation | None:
+        """Set ``calls`` aside, or return None when they do not fit.
+
+        Raises:
+            BudgetError: a negative number of calls.
+        """
+        if calls < 0:
+            raise BudgetError(f"cannot reserve {calls} calls.")
+        if self.limit is not None and self.spent + self.reserved + calls > self.limit:
+            return None
+        self.reserved += calls
+        return Reservation(self, calls)
+
+
+class Reservation:
+    """Calls set aside for one ticket. Made by :meth:`Budget.reserve`."""
+
+    def __init__(self, budget: Budget, calls: int) -> None:
+        self._budget = budget
+        self.open = calls
+        self.settled = 0
+
+    def settle(self, calls: int = 1) -> None:
+        """Count ``calls`` of the reservation as spent.
+
+        Raises:
+            BudgetError: more than are still open.
+        """
+        if calls < 0 or calls > self.open:
+            raise BudgetError(f"cannot settle {calls} calls: {self.open} are reserved.")
+        self.open -= calls
+        self.settled += calls
+        self._budget.reserved -= calls
+        self._budget.spent += calls
+
+    def extend(self, calls: int) -> bool:
+        """Set more calls aside; False (and nothing changes) when they do not fit."""
+        more = self._budget.reserve(calls)
+        if more is None:
+            return False
+        self.open += more.open
+        return True
+
+    def refund(self) -> None:
+        """Give back what is still open. Calling it again does nothing."""
+        self._budget.reserved -= self.open
+        self.open = 0

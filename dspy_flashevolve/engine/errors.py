@@ -1,0 +1,59 @@
+"""The errors that this package raises, as a tree.
+
+.. code-block:: text
+
+    FlashEvolveError
+    ├── ConfigurationError (also a ValueError)   a bad argument, found before any LM call
+    │   └── DataError (also an AssertionError)   data that compile() cannot use, as dspy.GEPA asserts
+    ├── BudgetError                              more settled than was reserved: a bug of the caller
+    ├── QueueClosedError                         put on, or get from, a queue that is closed (and empty)
+    ├── TransientError                           the provider asks to come back later; retried
+    ├── RolloutUnresolvedError                   the provider gave no answer; never a score
+    └── RunAbortedError                          the run could not go on (a rejected API key, say)
+"""
+
+from __future__ import annotations
+
+
+class FlashEvolveError(Exception):
+    """Base class of every error that dspy-flashevolve raises on purpose."""
+
+
+class ConfigurationError(FlashEvolveError, ValueError):
+    """An argument is wrong. Raised before any LM call, with what was given and what was expected."""
+
+
+class DataError(ConfigurationError, AssertionError):
+    """What ``compile`` was given cannot be used. An AssertionError too, since ``dspy.GEPA`` asserts it."""
+
+
+class BudgetError(FlashEvolveError):
+    """A reservation was settled beyond its size."""
+
+
+class QueueClosedError(FlashEvolveError):
+    """The queue takes no more items, or is closed and empty."""
+
+
+class TransientError(FlashEvolveError):
+    """A request failed in a way that a later one may not: a rate limit, a timeout, a 5xx.
+
+    Args:
+        message: what the provider said.
+        retry_after_seconds: when the provider wants to be asked again; None when it did not say.
+    """
+
+    def __init__(self, message: str, retry_after_seconds: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_seconds = retry_after_seconds
+
+
+class RolloutUnresolvedError(FlashEvolveError):
+    """The provider gave no answer to a request after every retry.
+
+    It says nothing of the candidate: the ticket ends as failed, and nothing is scored, cached or pooled.
+    """
+
+
+class RunAbortedError(FlashEvolveError):
+    """The provider refused in a way that no retry mends; every further request would fail the same."""

@@ -1,0 +1,128 @@
+"""Bounded, closable queues between stages."""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import anyio
+
+from dspy_flashevolve.engine.errors import ConfigurationError, QueueClosedError
+from dspy_flashevolve.engine.item import Item
+
+P = TypeVar("P")
+
+
+@dataclass(frozen=True, slots=True)
+class QueueStatistics:
+    """What a queue has seen.
+
+    Args:
+        size: items in it now.
+        capacity: the most it holds.
+        largest: the most it ever held.
+        put: items that came in.
+        taken: items that went out.
+        waiting_getters: workers that wait for an item now.
+        waiting_putters: producers that wait for room now.
+        waited_seconds: summed over the items taken, between put and get.
+    """
+
+    size: int
+    capacity: int
+    largest: int
+    put: int
+    taken: int
+    waiting_getters: int
+    waiting_putters: int
+    waited_seconds: float
+
+
+class StageQueue(Generic[P]):
+    """The input of a stage: the freshest item first, then the oldest ticket.
+
+    Args:
+        name: for messages.
+        capacity: items it holds before ``put`` waits; at least 1.
+        clock: seconds; injected so that tests need no real time.
+
+    Raises:
+        ConfigurationError: capacity under 1.
+    """
+
+    def __init__(self, name: str, capacity: int, clock: Callable[[], float] = time.monotonic) -> None:
+        if capacity < 1:
+            raise ConfigurationError(f"queue {name!r}: capacity is {capacity}, expected at least 1.")
+        self.name = name
+        self._capacity = capacity
+        self._clock = clock
+        self._heap: list[tuple[int, float, int, int, float, Item[P]]] = []
+        self._changed = anyio.Condition()
+        self._closed = False
+        self._sequence = self._largest = self._taken = self._getters = self._putters = 0
+        self._waited_seconds = 0.0
+
+    async def put(self, item: Item[P]) -> None:
+        """Add an item, waiting for room.
+
+        Raises:
+            QueueClosedError: the queue is closed, before or while waiting.
+        """
+        async with self._changed:
+            self._putters += 1
+            try:
+                while len(self._heap) >= self._capacity and not self._closed:
+                    await self._changed.wait()
+            finally:
+                self._putters -= 1
+            if self._closed:
+                raise QueueClosedError(f"queue {self.name!r} is closed; ticket {item.ticket.number} cannot enter.")
+            key = (-item.version, -item.value, item.ticket.number, self._sequence)
+            heapq.heappush(self._heap, (*key, self._clock(), item))
+            self._sequence += 1
+            self._largest = max(self._largest, len(self._heap))
+            self._changed.notify_all()
+
+    async def get(self) -> tuple[Item[P], float]:
+        """The freshest item, and the seconds that it waited here.
+
+        Raises:
+            QueueClosedError: the queue is closed and empty.
+        """
+        async with self._changed:
+            self._getters += 1
+            try:
+                while not self._heap and not self._closed:
+                    await self._changed.wait()
+            finally:
+                self._getters -= 1
+            if not self._heap:
+                raise QueueClosedError(f"queue {self.name!r} is closed and empty.")
+            *_, put_at, item = heapq.heappop(self._heap)
+            waited = self._clock() - put_at
+            self._taken += 1
+            self._waited_seconds += waited
+            self._changed.notify_all()
+            return item, waited
+
+    async def close(self) -> None:
+        """Take no more items; those inside can still be taken."""
+        async with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def statistics(self) -> QueueStatistics:
+        """What the queue has seen so far."""
+        return QueueStatistics(
+            size=len(self._heap),
+            capacity=self._capacity,
+            largest=self._largest,
+            put=self._sequence,
+            taken=self._taken,
+            waiting_getters=self._getters,
+            waiting_putters=self._putters,
+            waited_seconds=self._waited_seconds,
+        )

@@ -1,0 +1,40 @@
+"""Threads that end with the run, for code that blocks."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, ParamSpec, TypeVar
+
+A = ParamSpec("A")
+T = TypeVar("T")
+
+
+class Threads:
+    """A pool of threads that one run owns.
+
+    Calls see the caller's context variables. With one worker, calls run one at a time in the order in
+    which they were made: that is how the pool's single writer is built.
+
+    Args:
+        workers: threads at most; they start when they are needed.
+        name: prefix of the threads' names.
+    """
+
+    def __init__(self, workers: int, name: str) -> None:
+        self._executor = ThreadPoolExecutor(max_workers=workers, thread_name_prefix=f"flashevolve-{name}")
+
+    async def run(self, call: Callable[A, T], *args: A.args, **kwargs: A.kwargs) -> T:
+        """Run ``call`` in a thread and wait for its result on the loop."""
+        context = contextvars.copy_context()
+
+        def in_context() -> Any:
+            return context.run(call, *args, **kwargs)
+
+        return await asyncio.get_running_loop().run_in_executor(self._executor, in_context)
+
+    def close(self, wait: bool = True) -> None:
+        """End the threads; with ``wait`` after the calls that were made, without it those not begun are dropped."""
+        self._executor.shutdown(wait=wait, cancel_futures=not wait)

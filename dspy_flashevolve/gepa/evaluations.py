@@ -1,0 +1,149 @@
+"""Evaluating candidates example by example, in the run's slots."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import anyio
+from gepa import EvaluationBatch
+from gepa.core.data_loader import DataLoader
+from gepa.core.state import ValsetEvaluation
+
+from dspy_flashevolve.engine.budget import Reservation
+from dspy_flashevolve.engine.errors import RolloutUnresolvedError
+from dspy_flashevolve.engine.rollouts import Rollout, Rollouts
+from dspy_flashevolve.engine.slots import Claim
+from dspy_flashevolve.gepa.payloads import Batch, Candidate, EvolvingProgram
+
+T = TypeVar("T")
+
+
+async def gather(calls: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
+    """Run all at once and return their results in order.
+
+    A rollout that stays unresolved does not stop the others, which may be paid already; the first such
+    error is raised when all have ended. Any other error cancels the rest and is raised as it is.
+    """
+    results: dict[int, T] = {}
+    unresolved: list[RolloutUnresolvedError] = []
+    failures: list[Exception] = []
+
+    async def one(index: int, call: Callable[[], Awaitable[T]], scope: anyio.CancelScope) -> None:
+        try:
+            results[index] = await call()
+        except RolloutUnresolvedError as error:
+            unresolved.append(error)
+        except Exception as error:
+            failures.append(error)
+            scope.cancel()
+
+    async with anyio.create_task_group() as group:
+        for index, call in enumerate(calls):
+            group.start_soon(one, index, call, group.cancel_scope)
+    for error in (*failures, *unresolved):
+        raise error
+    return [results[index] for index in range(len(calls))]
+
+
+class Evaluations:
+    """Runs candidates on minibatches and on the validation set.
+
+    Args:
+        program: runs a candidate on one example.
+        rollouts: slots, retries, single flight.
+        valset: gepa's loader.
+        same_data: the training set is the validation set, so that equal ids mean equal examples.
+    """
+
+    def __init__(
+        self, program: EvolvingProgram, rollouts: Rollouts, valset: DataLoader[Any, Any], same_data: bool
+    ) -> None:
+        self._program = program
+        self._rollouts = rollouts
+        self._valset = valset
+        self._train_split = "val" if same_data else "train"
+
+    async def minibatch(
+        self, claim: Claim, reservation: Reservation, candidate: Candidate, ids: Sequence[Any], examples: Sequence[Any]
+    ) -> tuple[Batch, int]:
+        """Evaluate on training examples, with traces.
+
+        Returns:
+            gepa's batch, and the metric calls that it cost.
+
+        Raises:
+            RolloutUnresolvedError: the provider gave no answer for an example.
+        """
+        return as_batch(await self._run(claim, reservation, candidate, self._train_split, ids, examples, True))
+
+    async def validation(
+        self,
+        claim: Claim,
+        reservation: Reservation,
+        candidate: Candidate,
+        ids: Sequence[Any],
+        *,
+        capture_traces: bool = True,
+    ) -> tuple[ValsetEvaluation[Any, Any], int]:
+        """Evaluate on validation examples. The traces are dropped: a validation may be long, and nobody reads them.
+
+        Args:
+            capture_traces: as dspy.GEPA does: False for the seed and for merges, where a failed example's output is
+                an empty prediction instead of None.
+
+        Raises:
+            RolloutUnresolvedError: the provider gave no answer for an example.
+        """
+        examples = self._valset.fetch(list(ids))
+        results = await self._run(claim, reservation, candidate, "val", ids, examples, capture_traces)
+        batch, paid = as_batch(results)
+        objectives = batch.objective_scores
+        evaluation = ValsetEvaluation[Any, Any](
+            outputs_by_val_id=dict(zip(ids, batch.outputs, strict=True)),
+            scores_by_val_id=dict(zip(ids, batch.scores, strict=True)),
+            objective_scores_by_val_id=None if objectives is None else dict(zip(ids, objectives, strict=True)),
+        )
+        return evaluation, paid
+
+    async def _run(
+        self,
+        claim: Claim,
+        reservation: Reservation,
+        candidate: Candidate,
+        split: str,
+        ids: Sequence[Any],
+        examples: Sequence[Any],
+        capture_traces: bool,
+    ) -> list[tuple[Rollout, bool]]:
+        content = tuple(sorted(candidate.items()))
+        keep_trace = split != "val" or self._train_split == "val"
+
+        async def one(example_id: Any, example: Any) -> tuple[Rollout, bool]:
+            async def call() -> Rollout:
+                rollout = await self._program.rollout(candidate, example, capture_traces=capture_traces)
+                return rollout if keep_trace else replace(rollout, trajectory=None)
+
+            key = (content, split, example_id, capture_traces)
+            return await self._rollouts.rollout(key, claim, reservation, call)
+
+        return await gather([lambda i=i, e=e: one(i, e) for i, e in zip(ids, examples, strict=True)])
+
+
+def as_batch(results: Sequence[tuple[Rollout, bool]]) -> tuple[Batch, int]:
+    """Put rollouts together as dspy's adapter does, and count those that were paid here."""
+    rollouts = [rollout for rollout, _ in results]
+    trajectories = [
+        {**rollout.trajectory, "example_ind": index}
+        for index, rollout in enumerate(rollouts)
+        if rollout.trajectory is not None
+    ]
+    objectives = [dict(rollout.objective_scores) for rollout in rollouts]
+    batch: Batch = EvaluationBatch(
+        outputs=[rollout.output for rollout in rollouts],
+        scores=[rollout.score for rollout in rollouts],
+        trajectories=trajectories,
+        objective_scores=objectives if any(objectives) else None,
+    )
+    return batch, sum(paid for _, paid in results)

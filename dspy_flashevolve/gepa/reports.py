@@ -1,0 +1,382 @@
+"""What each step of a ticket tells gepa's callbacks, caches, counts, logs and trackers.
+
+Every function runs in the pool's writer. Names, order and contents of events, log entries and metrics
+are those of gepa 0.1.4 (``ReflectiveMutationProposer.propose``, ``MergeProposer.propose`` and
+``GEPAEngine``); the iteration is the ticket's, so that tickets may overlap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gepa.core.state import CachedEvaluation, ValsetEvaluation
+from gepa.proposer.base import CandidateProposal, SubsampleEvaluation
+from gepa.strategies.proposal_sampling import ProposalTask
+
+from dspy_flashevolve.engine.item import Ticket
+from dspy_flashevolve.gepa.payloads import Batch, Candidate, Child, Commit, MergePlan, Validated
+from dspy_flashevolve.gepa.pool import Pool
+
+Task = ProposalTask[Any, Any]
+Proposal = CandidateProposal[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ValidationPlan:
+    """Which validation examples are to be run for a candidate, and what the cache has of the others."""
+
+    candidate: Candidate
+    cached: dict[Any, CachedEvaluation[Any]]
+    missing: list[Any]
+
+
+def task_key(task: Task) -> tuple[Any, ...]:
+    """Equal keys mean the same parent on the same minibatch."""
+    return (tuple(sorted(task.parent_candidate.items())), tuple(task.minibatch_ids))
+
+
+def gain(proposal: Proposal) -> float:
+    """By how much a proposal's screen beat its parent's, summed over the minibatch."""
+    return sum(proposal.subsample_scores_after or []) - sum(proposal.subsample_scores_before or [])
+
+
+def log_entry(pool: Pool, ticket: Ticket) -> dict[str, Any]:
+    """The ticket's entry of gepa's run log."""
+    return next(entry for entry in reversed(pool.state.full_program_trace) if entry["i"] == ticket.number)
+
+
+def parents_start(pool: Pool, ticket: Ticket, tasks: Sequence[Task]) -> None:
+    """The parents are about to be evaluated."""
+    for task in tasks:
+        _evaluation_start(pool, ticket, task, task.parent_idx, _parents_of(pool, task))
+
+
+def parents_end(pool: Pool, ticket: Ticket, tasks: Sequence[Task], evaluations: Sequence[Batch], paid: int) -> None:
+    """The parents are evaluated."""
+    for task, batch in zip(tasks, evaluations, strict=True):
+        _evaluation_end(pool, ticket, batch, task.parent_idx, _parents_of(pool, task))
+    pool.count_calls(paid)
+    for task, batch in zip(tasks, evaluations, strict=True):
+        _remember(pool, task.parent_candidate, task, batch)
+    first, iteration = tasks[0], ticket.number + 1
+    log_entry(pool, ticket).update(
+        selected_program_candidate=first.parent_idx,
+        subsample_ids=first.minibatch_ids,
+        n_tasks=len(tasks),
+        tasks=[{"parent_idx": task.parent_idx, "subsample_ids": list(task.minibatch_ids)} for task in tasks],
+    )
+    score = pool.state.program_full_scores_val_set[first.parent_idx]
+    pool.logger.log(f"Iteration {iteration}: Selected program {first.parent_idx} score: {score}")
+    pool.experiment_tracker.log_metrics(
+        {
+            "iteration": iteration,
+            "selected_program_candidate": first.parent_idx,
+            "total_metric_calls": pool.state.total_num_evals,
+        },
+        step=iteration,
+    )
+
+
+def nothing_to_improve(pool: Pool, ticket: Ticket, task: Task, evaluation: Batch) -> str | None:
+    """Why a parent's minibatch is not reflected on; None when it is."""
+    perfect, reason = pool.options.perfect_score, None
+    if not evaluation.trajectories:
+        reason = "no_trajectories"
+    elif pool.options.skip_perfect_score and perfect is not None and all(s >= perfect for s in evaluation.scores):
+        reason = "all_scores_perfect"
+    if reason is not None:
+        pool.logger.log(f"Iteration {ticket.number + 1}: {reason} for parent {task.parent_idx}. Skipping.")
+        pool.notify(
+            "on_evaluation_skipped",
+            iteration=ticket.number + 1,
+            candidate_idx=task.parent_idx,
+            reason=reason,
+            scores=evaluation.scores,
+            is_seed_candidate=task.parent_idx == 0,
+        )
+    return reason
+
+
+def choose_components(pool: Pool, ticket: Ticket, task: Task, evaluation: Batch) -> list[str]:
+    """Ask the component selector which texts to rewrite."""
+    with pool.acting_for(ticket):
+        return pool.parts.component_selector(
+            pool.state, evaluation.trajectories, evaluation.scores, task.parent_idx, task.parent_candidate
+        )
+
+
+def reflection_starts(
+    pool: Pool,
+    ticket: Ticket,
+    task: Task,
+    components: list[str],
+    dataset: Mapping[str, Sequence[Mapping[str, Any]]],
+) -> None:
+    """The reflective dataset is there."""
+    records = {name: [dict(record) for record in rows] for name, rows in dataset.items()}
+    iteration = ticket.number + 1
+    pool.notify(
+        "on_reflective_dataset_built",
+        iteration=iteration,
+        candidate_idx=task.parent_idx,
+        components=components,
+        dataset=records,
+    )
+    pool.notify(
+        "on_proposal_start",
+        iteration=iteration,
+        parent_candidate=task.parent_candidate,
+        components=components,
+        reflective_dataset=records,
+    )
+
+
+def proposed(pool: Pool, ticket: Ticket, texts: dict[str, str]) -> None:
+    """The reflection has written new texts."""
+    iteration = ticket.number + 1
+    pool.notify("on_proposal_end", iteration=iteration, new_instructions=texts, prompts={}, raw_lm_outputs={})
+    for name, text in texts.items():
+        pool.logger.log(f"Iteration {iteration}: Proposed new text for {name}: {text}")
+
+
+def children_start(pool: Pool, ticket: Ticket, children: Sequence[Child]) -> None:
+    """The children are about to be screened."""
+    for child in children:
+        _evaluation_start(pool, ticket, child.task, None, [child.task.parent_idx])
+
+
+def children_end(
+    pool: Pool, ticket: Ticket, children: Sequence[Child], batches: Sequence[Batch], paid: int
+) -> list[Proposal]:
+    """The children are screened: gepa's proposals, for its criterion."""
+    for child, batch in zip(children, batches, strict=True):
+        _evaluation_end(pool, ticket, batch, None, [child.task.parent_idx])
+    pool.count_calls(paid)
+    trace = log_entry(pool, ticket)
+    for child, batch in zip(children, batches, strict=True):
+        _remember(pool, child.candidate, child.task, batch)
+        trace["tasks"][child.index]["subsample_scores"] = list(child.parent_evaluation.scores)
+        trace["tasks"][child.index]["new_subsample_scores"] = list(batch.scores)
+    before, after = children[0].parent_evaluation.scores, batches[0].scores
+    trace["subsample_scores"], trace["new_subsample_scores"] = before, after
+    pool.experiment_tracker.log_metrics(
+        {
+            "subsample_score": sum(before),
+            "new_subsample_score": sum(after),
+            "subsample/before": sum(before),
+            "subsample/after": sum(after),
+            "total_metric_calls": pool.state.total_num_evals,
+        },
+        step=ticket.number + 1,
+    )
+    return [_proposal(child, batch) for child, batch in zip(children, batches, strict=True)]
+
+
+def cached_validation(pool: Pool, candidate: Candidate) -> ValidationPlan:
+    """Ask the evaluation policy for the examples, and the cache for what is known."""
+    ids = list(pool.val_evaluation_policy.get_eval_batch(pool.loader, pool.state))
+    return _lookup(pool, candidate, ids)
+
+
+def cached_subsample(pool: Pool, plan: MergePlan) -> ValidationPlan:
+    """Ask the cache for what is known of a merge's subsample."""
+    return _lookup(pool, plan.candidate, list(plan.ids))
+
+
+def complete_validation(
+    pool: Pool, plan: ValidationPlan, fresh: ValsetEvaluation[Any, Any]
+) -> ValsetEvaluation[Any, Any]:
+    """Put fresh results into the cache, and together with the cached ones."""
+    cache = pool.state.evaluation_cache
+    objectives = fresh.objective_scores_by_val_id
+    if cache is not None and plan.missing:
+        cache.put_batch(
+            plan.candidate,
+            plan.missing,
+            [fresh.outputs_by_val_id[i] for i in plan.missing],
+            [fresh.scores_by_val_id[i] for i in plan.missing],
+            None if objectives is None else [objectives[i] for i in plan.missing],
+        )
+    known = {i: entry.objective_scores for i, entry in plan.cached.items() if entry.objective_scores is not None}
+    return ValsetEvaluation(
+        outputs_by_val_id={**{i: e.output for i, e in plan.cached.items()}, **fresh.outputs_by_val_id},
+        scores_by_val_id={**{i: e.score for i, e in plan.cached.items()}, **fresh.scores_by_val_id},
+        objective_scores_by_val_id={**known, **(objectives or {})} or None,
+    )
+
+
+def commit(pool: Pool, ticket: Ticket, work: Validated) -> list[Commit]:
+    """Add the validated proposals to the pool, in order."""
+    commits: list[Commit] = []
+    for proposal, evaluation, paid in zip(work.proposals, work.evaluations, work.paid, strict=True):
+        before, after = sum(proposal.subsample_scores_before or []), sum(proposal.subsample_scores_after or [])
+        pool.logger.log(f"Iteration {ticket.number + 1}: Accepted candidate (subsample score {before} -> {after})")
+        done = pool.add(ticket, proposal, evaluation, paid)
+        if work.merge:
+            _merge_accepted(pool, ticket, proposal, done.candidate)
+        else:
+            pool.log_proposal(ticket, proposal, done.candidate)
+        pool.notify(
+            "on_candidate_accepted",
+            iteration=ticket.number + 1,
+            new_candidate_idx=done.candidate,
+            new_score=after,
+            parent_ids=proposal.parent_program_ids,
+        )
+        if not work.merge and pool.parts.merge is not None:
+            pool.parts.merge.last_iter_found_new_program = True
+            pool.parts.merge.schedule_if_needed()
+        commits.append(done)
+    return commits
+
+
+def merge_start(pool: Pool, ticket: Ticket, plan: MergePlan) -> None:
+    """A merged candidate is about to be screened."""
+    pool.notify(
+        "on_evaluation_start",
+        iteration=ticket.number + 1,
+        candidate_idx=None,
+        batch_size=len(plan.ids),
+        capture_traces=False,
+        parent_ids=list(plan.parents),
+        inputs=pool.loader.fetch(list(plan.ids)),
+        is_seed_candidate=False,
+    )
+
+
+def merge_end(
+    pool: Pool,
+    ticket: Ticket,
+    plan: MergePlan,
+    lookup: ValidationPlan,
+    fresh: ValsetEvaluation[Any, Any],
+    paid: int,
+) -> Proposal | None:
+    """Judge a merge as gepa does: not worse than the better of its parents. None when it is."""
+    result = complete_validation(pool, lookup, fresh)
+    scores = [result.scores_by_val_id[i] for i in plan.ids]
+    objectives = result.objective_scores_by_val_id
+    iteration = ticket.number + 1
+    pool.notify(
+        "on_evaluation_end",
+        iteration=iteration,
+        candidate_idx=None,
+        scores=scores,
+        has_trajectories=False,
+        parent_ids=list(plan.parents),
+        outputs=[result.outputs_by_val_id[i] for i in plan.ids],
+        trajectories=None,
+        objective_scores=[objectives[i] for i in plan.ids] if objectives else None,
+        is_seed_candidate=False,
+    )
+    log_entry(pool, ticket).update(
+        id1_subsample_scores=list(plan.parent_scores[0]),
+        id2_subsample_scores=list(plan.parent_scores[1]),
+        new_program_subsample_scores=scores,
+    )
+    pool.count_calls(paid)
+    pool.notify(
+        "on_merge_attempted", iteration=iteration, parent_ids=list(plan.parents), merged_candidate=plan.candidate
+    )
+    sums = [sum(of_parent) for of_parent in plan.parent_scores]
+    if sum(scores) < max(sums):
+        reason = f"Merged score {sum(scores)} worse than both parents {sums}"
+        pool.logger.log(f"Iteration {iteration}: {reason}, skipping merge")
+        pool.notify("on_merge_rejected", iteration=iteration, parent_ids=list(plan.parents), reason=reason)
+        return None
+    return CandidateProposal(
+        candidate=plan.candidate,
+        parent_program_ids=list(plan.parents),
+        subsample_indices=list(plan.ids),
+        subsample_scores_before=[float(one) for one in sums],
+        subsample_scores_after=scores,
+        tag="merge",
+        metadata={"ancestor": plan.ancestor},
+    )
+
+
+def _merge_accepted(pool: Pool, ticket: Ticket, proposal: Proposal, index: int) -> None:
+    merge = pool.parts.merge
+    assert merge is not None, "a merge was committed without a merge proposer"
+    merge.merges_due -= 1
+    merge.total_merges_tested += 1
+    pool.notify(
+        "on_merge_accepted",
+        iteration=ticket.number + 1,
+        new_candidate_idx=index,
+        parent_ids=proposal.parent_program_ids,
+    )
+
+
+def _proposal(child: Child, batch: Batch) -> Proposal:
+    before = child.parent_evaluation
+    return CandidateProposal(
+        candidate=child.candidate,
+        parent_program_ids=[child.task.parent_idx],
+        subsample_indices=child.task.minibatch_ids,
+        subsample_scores_before=before.scores,
+        subsample_scores_after=batch.scores,
+        eval_before=_subsample(before),
+        eval_after=_subsample(batch),
+        tag="reflective_mutation",
+        metadata=child.metadata,
+    )
+
+
+def _subsample(batch: Batch) -> SubsampleEvaluation:
+    return SubsampleEvaluation(
+        scores=batch.scores,
+        outputs=batch.outputs,
+        objective_scores=list(batch.objective_scores) if batch.objective_scores else None,
+        trajectories=batch.trajectories,
+    )
+
+
+def _lookup(pool: Pool, candidate: Candidate, ids: list[Any]) -> ValidationPlan:
+    cache = pool.state.evaluation_cache
+    if cache is None:
+        return ValidationPlan(candidate, {}, ids)
+    cached, missing = cache.get_batch(candidate, ids)
+    return ValidationPlan(candidate, cached, missing)
+
+
+def _remember(pool: Pool, candidate: Candidate, task: Task, batch: Batch) -> None:
+    """gepa's cache has one key for a training and a validation example of equal id; only lockstep keeps that."""
+    cache = pool.state.evaluation_cache
+    if cache is not None and pool.caches_minibatches:
+        objectives = list(batch.objective_scores) if batch.objective_scores else None
+        cache.put_batch(candidate, task.minibatch_ids, batch.outputs, batch.scores, objectives)
+
+
+def _parents_of(pool: Pool, task: Task) -> list[int]:
+    return [parent for parent in pool.state.parent_program_for_candidate[task.parent_idx] if parent is not None]
+
+
+def _evaluation_start(pool: Pool, ticket: Ticket, task: Task, index: int | None, parents: list[int]) -> None:
+    pool.notify(
+        "on_evaluation_start",
+        iteration=ticket.number + 1,
+        candidate_idx=index,
+        batch_size=len(task.minibatch),
+        capture_traces=True,
+        parent_ids=parents,
+        inputs=task.minibatch,
+        is_seed_candidate=index == 0,
+    )
+
+
+def _evaluation_end(pool: Pool, ticket: Ticket, batch: Batch, index: int | None, parents: list[int]) -> None:
+    pool.notify(
+        "on_evaluation_end",
+        iteration=ticket.number + 1,
+        candidate_idx=index,
+        scores=batch.scores,
+        has_trajectories=bool(batch.trajectories),
+        parent_ids=parents,
+        outputs=batch.outputs,
+        trajectories=batch.trajectories,
+        objective_scores=batch.objective_scores,
+        is_seed_candidate=index == 0,
+    )

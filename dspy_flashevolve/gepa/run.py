@@ -1,0 +1,213 @@
+"""One run of GEPA on the engine: the parts put together, from the seed's validation to the last checkpoint."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import anyio
+
+from dspy_flashevolve.engine.admission import Admission
+from dspy_flashevolve.engine.budget import Budget, Reservation
+from dspy_flashevolve.engine.errors import RolloutUnresolvedError, RunAbortedError
+from dspy_flashevolve.engine.events import Event, EventBus, RolloutFinished
+from dspy_flashevolve.engine.pipeline import Pipeline
+from dspy_flashevolve.engine.rollouts import RetryPolicy, Rollouts
+from dspy_flashevolve.engine.slots import Claim, SlotOrder, Slots
+from dspy_flashevolve.engine.stages import Stage
+from dspy_flashevolve.engine.staleness import GapHistogram
+from dspy_flashevolve.gepa.evaluations import Evaluations
+from dspy_flashevolve.gepa.payloads import Counts, EvolvingProgram
+from dspy_flashevolve.gepa.pool import Pool
+from dspy_flashevolve.gepa.source import GepaSource
+from dspy_flashevolve.gepa.stages import DEPTHS, GepaStages, Services
+
+SEED_TICKET = -1
+"""The seed's validation belongs to no ticket; this number stands for it in claims and events."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunSettings:
+    """How a run is scheduled.
+
+    Args:
+        slots: requests in flight at most, over all stages.
+        live_limit: tickets that live at once at most; sizes the stages' workers and queues.
+        admission: decides when a ticket may start.
+        budget_calls: metric calls that are never exceeded; None for no limit of the engine's own.
+        minibatch: training examples a task, for the estimate of a ticket's cost.
+        lockstep: one ticket at a time, the seed first, exactly as gepa.
+        max_seconds: no ticket starts after it; None for no limit.
+        same_data: the training set is the validation set.
+        order: who gets the next free slot; None for the default.
+        retry: what happens when the provider asks to come back later.
+        clock: seconds.
+    """
+
+    slots: int
+    live_limit: int
+    admission: Admission
+    budget_calls: int | None
+    minibatch: int
+    lockstep: bool = False
+    max_seconds: float | None = None
+    same_data: bool = False
+    order: SlotOrder | None = None
+    retry: RetryPolicy | None = None
+    clock: Callable[[], float] = time.monotonic
+
+
+class GepaRun:
+    """Runs GEPA's stages over a pool.
+
+    Args:
+        pool: gepa's state and strategies.
+        program: the program under optimization.
+        settings: the schedule.
+        bus: gets the events.
+    """
+
+    def __init__(self, pool: Pool, program: EvolvingProgram, settings: RunSettings, bus: EventBus) -> None:
+        self.pool = pool
+        self.settings = settings
+        self.bus = bus
+        self.counts = Counts()
+        self.gaps = GapHistogram()
+        self.slots = Slots(settings.slots, settings.order, settings.clock)
+        self.rollouts = Rollouts(
+            self.slots,
+            bus,
+            settings.clock,
+            settings.retry,
+            single_flight=not settings.lockstep,
+            rng=random.Random(pool.options.seed),
+        )
+        self._evaluations = Evaluations(program, self.rollouts, pool.loader, settings.same_data)
+        self._program = program
+        self.pipeline: Pipeline | None = None
+        self.budget = Budget(settings.budget_calls)
+        self._stop_reason: str | None = None
+        bus.subscribe(self._count_tokens)
+
+    def stop(self, reason: str) -> None:
+        """Admit no more tickets; what is admitted drains. Call it on the run's loop."""
+        self._stop_reason = self._stop_reason or reason
+        if self.pipeline is not None:
+            self.pipeline.stop(reason)
+
+    @property
+    def stop_reason(self) -> str:
+        """Why the run ended."""
+        pipeline = None if self.pipeline is None else self.pipeline.stop_reason
+        return self._source_reason or self._stop_reason or pipeline or ""
+
+    async def run(self) -> None:
+        """Run to the end; the pool holds the result.
+
+        Raises:
+            RunAbortedError: the provider refused for good, or the seed could not be validated.
+            Exception: what a selector, a stopper or a user's strategy raised.
+        """
+        self._source_reason: str | None = None
+        seeded = anyio.Event()
+        resumed = await self.pool.write(self.pool.start)
+        if resumed:
+            self.budget.spent = self.pool.state.total_num_evals
+            seeded.set()
+        source = GepaSource(
+            self.pool, self.budget, self.settings.admission, self.settings.minibatch, self.settings.lockstep
+        )
+        self.pipeline = Pipeline(self._stages(source, seeded), source, self.bus, self.settings.clock)
+        if self._stop_reason:
+            self.pipeline.stop(self._stop_reason)
+        await self._run_with_seed(source, seeded)
+        self._source_reason = source.stop_requested
+
+    async def _run_with_seed(self, source: GepaSource, seeded: anyio.Event) -> None:
+        """In lockstep the seed comes first, as in gepa; else tickets start beside its validation."""
+        assert self.pipeline is not None
+        reservation = None if seeded.is_set() else self.budget.reserve(len(self.pool.loader))
+        failures: list[Exception] = []
+        async with anyio.create_task_group() as group:
+            if self.settings.max_seconds is not None:
+                group.start_soon(self._stop_after, self.settings.max_seconds)
+            try:
+                if not seeded.is_set() and self.settings.lockstep:
+                    await self._validate_seed(reservation, source, seeded)
+                elif not seeded.is_set():
+                    group.start_soon(self._guarded_seed, reservation, source, seeded, failures, group.cancel_scope)
+                elif await self.pool.write(self.pool.should_stop):
+                    source.stop_requested = "a stopper said stop"
+                await self.pipeline.run()
+                await seeded.wait()
+            except Exception as error:
+                failures.append(error)
+            group.cancel_scope.cancel()
+        for failure in failures:
+            raise failure
+
+    async def _guarded_seed(
+        self,
+        reservation: Reservation | None,
+        source: GepaSource,
+        seeded: anyio.Event,
+        failures: list[Exception],
+        scope: anyio.CancelScope,
+    ) -> None:
+        try:
+            await self._validate_seed(reservation, source, seeded)
+        except Exception as error:
+            failures.append(error)
+            scope.cancel()
+
+    async def _validate_seed(self, reservation: Reservation | None, source: GepaSource, seeded: anyio.Event) -> None:
+        if reservation is None:
+            raise RunAbortedError(
+                f"The budget of {self.budget.limit} metric calls cannot hold the seed's validation of "
+                f"{len(self.pool.loader)} examples."
+            )
+        policy = self.pool.val_evaluation_policy
+        seed_batch = getattr(policy, "get_seed_eval_batch", None)
+        ids = list(seed_batch(self.pool.loader) if seed_batch is not None else self.pool.loader.all_ids())
+        claim = Claim(SEED_TICKET, "validate", DEPTHS["validate"])
+        try:
+            evaluation, _ = await self._evaluations.validation(
+                claim, reservation, self.pool.seed_candidate, ids, capture_traces=False
+            )
+        except RolloutUnresolvedError as error:
+            raise RunAbortedError(f"The seed program could not be validated: {error}") from error
+        reservation.refund()
+        await self.pool.write(self.pool.confirm_seed, evaluation)
+        if await self.pool.write(self.pool.should_stop):
+            source.stop_requested = "a stopper said stop"
+        seeded.set()
+
+    async def _stop_after(self, seconds: float) -> None:
+        await anyio.sleep(seconds)
+        self.stop(f"max_seconds={seconds:g} is over")
+
+    def _stages(self, source: GepaSource, seeded: anyio.Event) -> list[Stage]:
+        services = Services(
+            pool=self.pool,
+            program=self._program,
+            evaluations=self._evaluations,
+            rollouts=self.rollouts,
+            accounts=source.accounts,
+            bus=self.bus,
+            gaps=self.gaps,
+            counts=self.counts,
+            seeded=seeded,
+            lockstep=self.settings.lockstep,
+            clock=self.settings.clock,
+        )
+        width = self.settings.live_limit
+        workers = {name: 1 if name == "commit" else width for name in DEPTHS}
+        handlers: dict[str, Any] = GepaStages(services).handlers()
+        return [Stage(name, handlers[name], workers[name], queue_capacity=width) for name in DEPTHS]
+
+    def _count_tokens(self, event: Event) -> None:
+        if isinstance(event, RolloutFinished):
+            self.counts.task_tokens += event.tokens

@@ -1,0 +1,173 @@
+"""Opens tickets: reserves their budget, selects parents and minibatches, or plans a merge."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from gepa.core.state import GEPAState
+
+from dspy_flashevolve.engine.admission import Admission, Load
+from dspy_flashevolve.engine.budget import Budget, Reservation
+from dspy_flashevolve.engine.item import End, EndKind, Item, Ticket
+from dspy_flashevolve.engine.pipeline import NotNow, Opened
+from dspy_flashevolve.gepa.merging import plan_merge
+from dspy_flashevolve.gepa.payloads import MergePlan, Selected
+from dspy_flashevolve.gepa.pool import Pool
+
+MERGE_SUBSAMPLE = 5
+"""Validation examples on which gepa screens a merge."""
+
+
+@dataclass
+class Account:
+    """What one live ticket has reserved, and how much of it gepa's count knows."""
+
+    reservation: Reservation
+    merge: bool = False
+    counted: int = 0
+
+    def cover(self, calls: int) -> bool:
+        """Make sure that ``calls`` more are reserved; False when the budget has no room for them."""
+        missing = calls - self.reservation.open
+        return missing <= 0 or self.reservation.extend(missing)
+
+
+class SeedOnly:
+    """Selects the seed: while it is being validated there is nothing else."""
+
+    def select_candidate_idx(self, state: GEPAState[Any, Any]) -> int:
+        """gepa's CandidateSelector."""
+        del state
+        return 0
+
+
+class GepaSource:
+    """The pipeline's source of tickets.
+
+    Args:
+        pool: selects.
+        budget: pays.
+        admission: bounds the live tickets.
+        minibatch: training examples a task, for the estimate of a ticket's cost.
+        lockstep: draw from the strategies' shared randomness, as gepa does, instead of the ticket's.
+    """
+
+    def __init__(self, pool: Pool, budget: Budget, admission: Admission, minibatch: int, lockstep: bool) -> None:
+        self._pool = pool
+        self._budget = budget
+        self._admission = admission
+        self._minibatch = minibatch
+        self._lockstep = lockstep
+        self._tasks = 1
+        self._merges_in_flight = 0
+        self._ended = self._calls_of_ended = 0
+        self._first: int | None = None
+        self.accounts: dict[int, Account] = {}
+        self.stop_requested: str | None = None
+
+    @property
+    def most_calls(self) -> int:
+        """The most metric calls that the next ticket can cost: rollouts, screens and validations of all its tasks."""
+        return self._tasks * (2 * self._minibatch + len(self._pool.loader))
+
+    async def open(self, number: int, live: int) -> Opened | NotNow:
+        """See :class:`dspy_flashevolve.engine.pipeline.Source`."""
+        if self.stop_requested is not None:
+            return NotNow.EXHAUSTED
+        if not self._admission.admits(self._load(live)):
+            return NotNow.FULL
+        reservation = self._budget.reserve(self.most_calls)
+        if reservation is None:
+            return NotNow.FULL
+        if self._first is None:
+            self._first = self._pool.state.i + 1
+        ticket = Ticket.create(self._first + number, self._pool.options.seed)
+        self.accounts[ticket.number] = account = Account(reservation)
+        version = self._pool.version
+        payload = await self._pool.write(self._select, ticket)
+        if isinstance(payload, MergePlan):
+            account.merge = True
+            return Opened("screen", Item(payload, ticket, version))
+        return Opened("rollout", Item(self._within_budget(payload, account), ticket, version))
+
+    async def close(self, ticket: Ticket, end: End) -> None:
+        """See :class:`dspy_flashevolve.engine.pipeline.Source`."""
+        account = self.accounts.pop(ticket.number)
+        account.reservation.refund()
+        self._ended += 1
+        self._calls_of_ended += account.reservation.settled
+        if account.merge:
+            self._merges_in_flight -= 1
+        uncounted = account.reservation.settled - account.counted
+        if uncounted:
+            await self._pool.write(self._pool.count_calls, uncounted)
+        if await self._pool.write(self._pool.end_ticket, ticket, end.kind is EndKind.COMMITTED):
+            self.stop_requested = self.stop_requested or "a stopper said stop"
+
+    def _load(self, live: int) -> Load:
+        estimate = 2 * self._minibatch + len(self._pool.loader) / 2
+        return Load(
+            live=live,
+            calls_left=self._budget.left,
+            calls_reserved=self._budget.reserved,
+            calls_per_ticket=self._calls_of_ended / self._ended if self._ended else estimate,
+        )
+
+    def _within_budget(self, selected: Selected, account: Account) -> Selected:
+        """Drop tasks of a sampling strategy that asked for more than the budget holds."""
+        self._tasks = max(1, len(selected.tasks))
+        self._minibatch = max([self._minibatch, *(len(task.minibatch_ids) for task in selected.tasks)])
+        tasks = list(selected.tasks)
+        cost = 2 * self._minibatch + len(self._pool.loader)
+        while tasks and not account.cover(len(tasks) * cost):
+            tasks.pop()
+        return Selected(tuple(tasks))
+
+    # The methods below run in the pool's writer.
+
+    def _select(self, ticket: Ticket) -> Selected | MergePlan:
+        pool = self._pool
+        trace = pool.begin_ticket(ticket)
+        if not self._lockstep:
+            pool.parts.rng.seed(ticket.rng.getrandbits(64))
+        plan = self._merge(ticket, trace)
+        return plan or self._sample(ticket)
+
+    def _merge(self, ticket: Ticket, trace: dict[str, Any]) -> MergePlan | None:
+        merge = self._pool.parts.merge
+        if merge is None or not self._pool.seed_confirmed:
+            return None
+        plan = None
+        if merge.last_iter_found_new_program and merge.merges_due > self._merges_in_flight and self._may_merge():
+            plan = plan_merge(merge, self._pool.state, trace, ticket.number + 1)
+        merge.last_iter_found_new_program = False
+        self._merges_in_flight += plan is not None
+        return plan
+
+    def _may_merge(self) -> bool:
+        """gepa checks ``max_merge_invocations`` only when it schedules; with several in flight that is too early."""
+        merge = self._pool.parts.merge
+        assert merge is not None
+        return self._lockstep or merge.total_merges_tested + self._merges_in_flight < merge.max_merge_invocations
+
+    def _sample(self, ticket: Ticket) -> Selected:
+        pool, parts = self._pool, self._pool.parts
+        selector = parts.candidate_selector if pool.seed_confirmed else SeedOnly()
+        tasks = parts.sampling_strategy.sample_tasks(pool.state, selector, parts.batch_sampler, pool.trainset)
+        iteration = ticket.number + 1
+        for task in tasks:
+            pool.notify(
+                "on_candidate_selected",
+                iteration=iteration,
+                candidate_idx=task.parent_idx,
+                candidate=task.parent_candidate,
+                score=pool.state.program_full_scores_val_set[task.parent_idx],
+            )
+            pool.notify(
+                "on_minibatch_sampled",
+                iteration=iteration,
+                minibatch_ids=task.minibatch_ids,
+                trainset_size=len(pool.trainset),
+            )
+        return Selected(tuple(tasks))

@@ -1,0 +1,1 @@
+"""Running DSPy programs: the only dspy code below the optimizers."""

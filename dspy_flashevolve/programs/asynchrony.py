@@ -1,0 +1,62 @@
+"""May a program run on the event loop, or does it need a thread?"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import dspy
+from dspy.clients.base_lm import BaseLM
+from dspy.primitives.module import Module
+from dspy.utils.dummies import DummyLM
+
+
+def runs_on_loop(program: Module) -> bool:
+    """True when ``program`` can be awaited and does the same as when it is called.
+
+    It needs an ``aforward`` that is at least as specific as its ``forward``: a subclass that overrides
+    only ``forward`` inherits an ``aforward`` that would skip its code. And every LM that it may call
+    (its predictors' own, else the configured one) must answer asynchronously.
+    """
+    return _own_aforward(program) and all(answers_asynchronously(lm) for lm in _language_models(program))
+
+
+def _own_aforward(program: Module) -> bool:
+    if "forward" in vars(program) and "aforward" not in vars(program):
+        return False
+    for kind in type(program).__mro__:
+        if "aforward" in vars(kind):
+            return True
+        if "forward" in vars(kind):
+            return False
+    return False
+
+
+def _language_models(program: Module) -> list[Any]:
+    own = [getattr(predictor, "lm", None) for predictor in program.predictors()]
+    return [lm for lm in [*own, dspy.settings.lm] if lm is not None]
+
+
+def answers_asynchronously(lm: Any) -> bool:
+    """True when ``await lm.acall(...)`` works and does not block the loop for the length of a request."""
+    if isinstance(lm, DummyLM):
+        return True
+    if not isinstance(lm, BaseLM):
+        return inspect.iscoroutinefunction(getattr(lm, "acall", None))
+    engine = getattr(lm, "_engine_spec", "auto")
+    if not isinstance(engine, str) and getattr(lm, "_async_engine_spec", None) is None:
+        return False
+    return _overrides_aforward_last(type(lm))
+
+
+def _overrides_aforward_last(kind: type) -> bool:
+    """Whether ``aforward`` is real, and no subclass changed ``forward`` or ``__call__`` alone."""
+    for base in kind.__mro__:
+        if base is BaseLM:
+            return False
+        names = vars(base)
+        if "aforward" in names or "acall" in names:
+            return True
+        if "forward" in names or "__call__" in names:
+            return False
+    return False

@@ -1,0 +1,110 @@
+"""A DSPy program as the evolution loop sees it: roll out, build reflective data, propose texts."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import dspy
+from dspy.teleprompt.gepa.gepa_utils import DspyAdapter
+from dspy.utils.usage_tracker import track_usage
+from gepa import EvaluationBatch
+
+from dspy_flashevolve.engine.rollouts import Rollout
+from dspy_flashevolve.engine.threads import Threads
+from dspy_flashevolve.programs.faults import raise_provider_fault
+from dspy_flashevolve.programs.metric import Metric
+from dspy_flashevolve.programs.runner import ProgramRunner
+from dspy_flashevolve.programs.usage import tokens_of
+
+ReflectiveDataset = Mapping[str, Sequence[Mapping[str, Any]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Reflection:
+    """What a reflection proposed.
+
+    Args:
+        texts: component -> new text.
+        tokens: prompt and completion tokens that the LMs reported.
+    """
+
+    texts: dict[str, str]
+    tokens: int
+
+
+class DspyProgram:
+    """Runs candidates of a student and reflects on them, through dspy's own GEPA adapter.
+
+    Args:
+        adapter: dspy's adapter; builds programs, reflective datasets and proposals.
+        metric: scores predictions.
+        threads: for programs without a usable ``aforward``, sync metrics and reflection.
+    """
+
+    def __init__(self, adapter: DspyAdapter, metric: Metric, threads: Threads) -> None:
+        self.adapter = adapter
+        self._metric = metric
+        self._threads = threads
+        self._runner = ProgramRunner(adapter, metric, threads)
+
+    def attach(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Say on which loop the run lives."""
+        self._metric.attach(loop)
+
+    async def rollout(self, candidate: dict[str, str], example: Any, *, capture_traces: bool) -> Rollout:
+        """See :meth:`ProgramRunner.rollout`."""
+        return await self._runner.rollout(candidate, example, capture_traces=capture_traces)
+
+    async def reflective_dataset(
+        self,
+        candidate: dict[str, str],
+        evaluation: EvaluationBatch[Any, Any],
+        components: list[str],
+        rng: random.Random | None,
+    ) -> ReflectiveDataset:
+        """The records that reflection reads, one list a component.
+
+        Args:
+            rng: picks one of several calls of a predictor; None for the adapter's own, shared one.
+
+        Raises:
+            Exception: what the metric raised while it gave feedback, or that there was nothing to reflect on.
+        """
+        adapter = self.adapter
+        if rng is not None:
+            adapter = copy.copy(adapter)
+            adapter.rng = rng
+        dataset = await self._threads.run(adapter.make_reflective_dataset, candidate, evaluation, components)
+        # The adapter warns once of scores that differ; its copies must not warn again.
+        self.adapter.warn_on_score_mismatch &= adapter.warn_on_score_mismatch
+        return dataset
+
+    async def propose(self, candidate: dict[str, str], dataset: ReflectiveDataset, components: list[str]) -> Reflection:
+        """Ask the reflection LM, or the user's proposer, for new texts.
+
+        Raises:
+            TransientError: the provider asks to come back later.
+            RunAbortedError: the provider refuses for good.
+            Exception: what the proposer raised.
+        """
+
+        def call() -> Reflection:
+            with track_usage() as usage:
+                texts: dict[str, str] = self.adapter.propose_new_texts(candidate, dict(dataset), components)  # pyright: ignore[reportArgumentType]
+            return Reflection(texts, tokens_of(usage))
+
+        try:
+            return await self._threads.run(call)
+        except Exception as error:
+            raise_provider_fault(error)
+            raise
+
+
+def settings_snapshot() -> dict[str, Any]:
+    """Every dspy setting as it is now, so that a later ``dspy.configure`` does not reach a run."""
+    return dict(dspy.settings.copy())

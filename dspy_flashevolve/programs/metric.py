@@ -1,0 +1,108 @@
+"""Calling a metric as dspy.GEPA calls it, on the loop or off it."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from dspy_flashevolve.engine.errors import ConfigurationError
+from dspy_flashevolve.engine.threads import Threads
+
+MetricFn = Callable[..., Any]
+
+
+def check_metric(metric: MetricFn) -> None:
+    """Refuse what can never score an example.
+
+    Raises:
+        ConfigurationError: not callable.
+        TypeError: it does not take (gold, pred, trace, pred_name, pred_trace), as dspy.GEPA asks.
+    """
+    if not callable(metric):
+        raise ConfigurationError(
+            f"metric is {metric!r}, expected a function (gold, pred, trace=None, pred_name=None, pred_trace=None)."
+        )
+    try:
+        inspect.signature(metric).bind(None, None, None, None, None)
+    except TypeError as error:
+        raise TypeError(
+            "GEPA metric must accept five arguments: (gold, pred, trace, pred_name, pred_trace). "
+            f"{getattr(metric, '__name__', metric)!s}{inspect.signature(metric)} does not: {error}."
+        ) from error
+
+
+def is_coroutine_metric(metric: MetricFn) -> bool:
+    """True for ``async def`` functions and objects whose ``__call__`` is one."""
+    return inspect.iscoroutinefunction(metric) or inspect.iscoroutinefunction(getattr(metric, "__call__", None))  # noqa: B004
+
+
+class Metric:
+    """A user's metric, sync or coroutine.
+
+    Args:
+        function: the metric.
+        threads: where a sync metric runs, so that a slow one does not hold up the loop.
+    """
+
+    def __init__(self, function: MetricFn, threads: Threads) -> None:
+        self._function = function
+        self._threads = threads
+        self._coroutine = is_coroutine_metric(function)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._declared = _declared_names(function)
+        self._padding = _required_beyond(function, 2)
+
+    def attach(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Say on which loop coroutine metrics are awaited."""
+        self._loop = loop
+
+    async def score(self, example: Any, prediction: Any, *, scoring_trace: Any = None, flex: bool = False) -> Any:
+        """What the metric returns for scoring; user errors pass through.
+
+        Args:
+            scoring_trace: handed over as ``program_trace`` where the metric declares it.
+            flex: score as dspy.GEPA does with a dspy.Flex submodule, by the declared names.
+        """
+        if flex:
+            values = {"trace": None, "pred_name": None, "pred_trace": None, "program_trace": scoring_trace}
+            kwargs = {name: value for name, value in values.items() if name in self._declared}
+            args: tuple[Any, ...] = (example, prediction)
+        else:
+            kwargs, args = {}, (example, prediction, *[None] * self._padding)
+        if self._coroutine:
+            return await self._function(*args, **kwargs)
+        result = await self._threads.run(self._function, *args, **kwargs)
+        return await result if inspect.isawaitable(result) else result
+
+    def blocking(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the metric from a thread, and wait for it; coroutines run on the loop."""
+        result = self._function(*args, **kwargs)
+        if not inspect.isawaitable(result):
+            return result
+        if self._loop is None:
+            raise RuntimeError("a coroutine metric was called before the run's loop was attached")
+        return asyncio.run_coroutine_threadsafe(_awaited(result), self._loop).result()
+
+
+async def _awaited(result: Awaitable[Any]) -> Any:
+    return await result
+
+
+def _declared_names(function: MetricFn) -> frozenset[str]:
+    try:
+        return frozenset(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return frozenset()
+
+
+def _required_beyond(function: MetricFn, given: int) -> int:
+    """Positional arguments without a default beyond the first ``given``; they are filled with None."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return 0
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    required = [p for p in parameters if p.kind in positional and p.default is inspect.Parameter.empty]
+    return max(0, len(required) - given)

@@ -1,0 +1,162 @@
+"""Run a program with a candidate on one example: output, score, trace.
+
+What counts as a failure, and what it scores, is what ``dspy.teleprompt.bootstrap_trace_data`` and
+``dspy.Evaluate`` make of it inside dspy.GEPA, one example at a time. The one difference: an error of the
+provider is not a score (see :mod:`dspy_flashevolve.programs.faults`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+import dspy
+from dspy.primitives.code_interpreter import CodeInterpreterError
+from dspy.primitives.module import Module
+from dspy.teleprompt.bootstrap_trace import FailedPrediction
+from dspy.teleprompt.gepa.gepa_utils import DspyAdapter
+from dspy.utils.exceptions import AdapterParseError
+from dspy.utils.usage_tracker import UsageTracker, track_usage
+
+from dspy_flashevolve.engine.rollouts import Rollout
+from dspy_flashevolve.engine.threads import Threads
+from dspy_flashevolve.programs.asynchrony import runs_on_loop
+from dspy_flashevolve.programs.copies import isolated_copy
+from dspy_flashevolve.programs.faults import raise_provider_fault
+from dspy_flashevolve.programs.metric import Metric
+from dspy_flashevolve.programs.usage import tokens_of
+
+logger = logging.getLogger(__name__)
+
+PROTOTYPES = 64
+"""Programs that are kept ready; older ones are built again when they are needed."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """A finished run: the prediction and its trace, or the error that ended it."""
+
+    prediction: Any
+    trace: list[Any]
+    error: Exception | None = None
+
+
+class ProgramRunner:
+    """Runs candidates of one student program.
+
+    Args:
+        adapter: builds programs from candidates.
+        metric: scores predictions.
+        threads: where programs without a usable ``aforward`` run.
+    """
+
+    def __init__(self, adapter: DspyAdapter, metric: Metric, threads: Threads) -> None:
+        self._adapter = adapter
+        self._metric = metric
+        self._threads = threads
+        self._flex = bool(adapter._flex_paths)  # pyright: ignore[reportPrivateUsage]
+        self._prototypes: OrderedDict[tuple[tuple[str, str], ...], Module | Exception] = OrderedDict()
+        self._on_loop: bool | None = None
+
+    async def rollout(self, candidate: dict[str, str], example: dspy.Example, *, capture_traces: bool) -> Rollout:
+        """Run ``candidate`` on ``example``.
+
+        Raises:
+            TransientError: the provider asks to come back later.
+            RunAbortedError: the provider refuses for good.
+        """
+        prototype = await self._prototype(candidate)
+        if isinstance(prototype, Exception):
+            return Rollout(None, self._adapter.failure_score)
+        with track_usage() as usage:
+            run = await self._run(isolated_copy(prototype), example)
+            if run.error is not None:
+                raise_provider_fault(run.error)
+            if dspy.settings.track_usage and isinstance(run.prediction, dspy.Prediction):
+                run.prediction.set_lm_usage(usage.get_total_tokens())
+            return await self._score(example, run, usage, capture_traces)
+
+    async def _prototype(self, candidate: dict[str, str]) -> Module | Exception:
+        key = tuple(sorted(candidate.items()))
+        if key not in self._prototypes:
+            self._prototypes[key] = await self._threads.run(self._build, candidate)
+            while len(self._prototypes) > PROTOTYPES:
+                self._prototypes.popitem(last=False)
+        self._prototypes.move_to_end(key)
+        return self._prototypes[key]
+
+    def _build(self, candidate: dict[str, str]) -> Module | Exception:
+        try:
+            program: Module = self._adapter.build_program(candidate)
+        except (SyntaxError, CodeInterpreterError) as error:
+            logger.warning("Candidate failed to build (%s); its rollouts score as failures.", error)
+            return error
+        return program
+
+    async def _run(self, program: Module, example: dspy.Example) -> _Run:
+        if self._on_loop is None:
+            self._on_loop = runs_on_loop(program)
+        inputs: dict[str, Any] = {}
+        trace: list[Any] = []
+        with dspy.context(trace=trace):
+            try:
+                inputs = dict(example.inputs())
+                if self._on_loop:
+                    prediction = await program.acall(**inputs)
+                else:
+                    prediction = await self._threads.run(program, **inputs)
+            except AdapterParseError as error:
+                return self._parse_failure(program, inputs, trace, error)
+            except Exception as error:
+                return self._crash(trace, error)
+        return _Run(prediction, list(trace))
+
+    def _parse_failure(
+        self, program: Module, inputs: dict[str, Any], trace: list[Any], error: AdapterParseError
+    ) -> _Run:
+        """A reply that did not fit the format is worth reflecting on; dspy.GEPA drops half-parsed ones."""
+        predictor = next((p for p in program.predictors() if p.signature == error.signature), None)
+        if error.parsed_result or predictor is None:
+            return _Run(None, [], error)
+        failed = FailedPrediction(error.lm_response or "", format_reward=self._adapter.failure_score)
+        return _Run(failed, [*trace, (predictor, inputs, failed)])
+
+    def _crash(self, trace: list[Any], error: Exception) -> _Run:
+        raise_provider_fault(error)
+        if not self._flex:
+            return _Run(None, [], error)
+        logger.warning("Program raised on an example: %s: %s", type(error).__name__, error)
+        return _Run(FailedPrediction(f"{type(error).__name__}: {error}"), list(trace))
+
+    async def _score(self, example: Any, run: _Run, usage: UsageTracker, capture_traces: bool) -> Rollout:
+        failure = self._adapter.failure_score
+        if run.error is not None:
+            logger.warning("Example scored as a failure: %s: %s", type(run.error).__name__, run.error)
+            return Rollout(None if capture_traces else dspy.Prediction(), failure, tokens=tokens_of(usage))
+        if isinstance(run.prediction, FailedPrediction):
+            if not (capture_traces or self._flex):
+                return Rollout(dspy.Prediction(), failure, tokens=tokens_of(usage))
+            return self._rollout(example, run, failure, usage)
+        try:
+            raw = await self._metric.score(example, run.prediction, scoring_trace=run.trace, flex=self._flex)
+        except Exception as error:
+            raise_provider_fault(error)
+            logger.warning("Metric raised on an example: %s: %s", type(error).__name__, error)
+            if self._flex:
+                return self._rollout(example, run, failure, usage)
+            return Rollout(None if capture_traces else dspy.Prediction(), failure, tokens=tokens_of(usage))
+        return self._rollout(example, run, raw, usage)
+
+    def _rollout(self, example: Any, run: _Run, raw: Any, usage: UsageTracker) -> Rollout:
+        score, objectives = raw, dict[str, float]()
+        if isinstance(raw, dspy.Prediction):
+            score, objectives = raw.score, dict(raw.get("objective_scores") or {})
+        return Rollout(
+            output=run.prediction,
+            score=self._adapter.failure_score if score is None else score,
+            objective_scores=objectives,
+            trajectory={"example": example, "prediction": run.prediction, "trace": run.trace, "score": raw},
+            tokens=tokens_of(usage),
+        )
