@@ -14,10 +14,10 @@ from typing import Any, Literal
 import dspy
 from dspy.clients.lm import LM
 from dspy.primitives import Example, Module, Prediction
-from dspy.teleprompt.gepa.gepa import AUTO_RUN_SETTINGS, GEPA, DspyGEPAResult, GEPAFeedbackMetric
+from dspy.teleprompt.gepa.gepa import AUTO_RUN_SETTINGS, GEPA, DspyGEPAResult
 from dspy.teleprompt.gepa.gepa_flex_utils import enumerate_flex_submodules
 from dspy.teleprompt.gepa.gepa_utils import CodeProposalFn, DspyAdapter, LoggerAdapter
-from gepa import GEPAResult
+from gepa.core.result import GEPAResult
 from gepa.core.adapter import ProposalFn
 from gepa.core.data_loader import ensure_loader
 from gepa.proposer.reflective_mutation.base import ReflectionComponentSelector
@@ -49,7 +49,7 @@ CHECKPOINT_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
-class AsyncGEPAResult(DspyGEPAResult):
+class AsyncGEPAResult(DspyGEPAResult):  # pyright: ignore[reportGeneralTypeIssues, reportUntypedBaseClass]
     """``dspy.GEPA``'s detailed results, with the figures of the asynchronous run beside them.
 
     Args:
@@ -59,7 +59,7 @@ class AsyncGEPAResult(DspyGEPAResult):
     async_stats: AsyncStats | None = None
 
 
-class AsyncGEPA(GEPA):
+class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntypedBaseClass]  # dspy's @experimental hides the type
     """A drop-in replacement for ``dspy.GEPA`` whose stages overlap.
 
     Every argument of ``dspy.GEPA`` has the same default and the same meaning; only the new ones are
@@ -96,7 +96,7 @@ class AsyncGEPA(GEPA):
 
     def __init__(
         self,
-        metric: GEPAFeedbackMetric | Callable[..., Any],
+        metric: Callable[..., Any],
         *,
         # Budget configuration
         auto: Literal["light", "medium", "heavy"] | None = None,
@@ -140,7 +140,7 @@ class AsyncGEPA(GEPA):
     ) -> None:
         check_metric(metric)
         super().__init__(
-            metric,  # pyright: ignore[reportArgumentType]
+            metric,
             auto=auto,
             max_full_evals=max_full_evals,
             max_metric_calls=max_metric_calls,
@@ -302,7 +302,7 @@ class AsyncGEPA(GEPA):
                 f"num_threads is {self.num_threads}, above max_concurrency={self.max_concurrency}. Give one of them."
             )
         seconds = self.max_seconds
-        if seconds is not None and (not isinstance(seconds, int | float) or not seconds > 0):
+        if seconds is not None and (not isinstance(seconds, int | float) or not seconds > 0):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigurationError(f"max_seconds is {seconds!r}, expected a number above 0, or None.")
         if self.schedule == "lockstep" and self.max_live_tickets not in (None, 1):
             raise ConfigurationError(
@@ -320,7 +320,7 @@ class AsyncGEPA(GEPA):
             except Exception as error:
                 raise ConfigurationError(
                     f"The callback {callback!r} cannot be pickled ({error}), which a run with log_dir={self.log_dir!r} "
-                    "needs. Leave what cannot be pickled out of its state (define __getstate__), or run without log_dir."
+                    "needs. Leave out what cannot be pickled (define __getstate__), or run without log_dir."
                 ) from error
 
 
@@ -329,16 +329,18 @@ class Compilation:
 
     def __init__(self, optimizer: AsyncGEPA, student: Module, trainset: Any, valset: Any) -> None:
         self._optimizer = optimizer
-        self._same_data = valset is None or valset is trainset
-        self._trainset = ensure_loader(trainset)
-        self._valset = self._trainset if self._same_data else ensure_loader(valset)
+        valset = trainset if valset is None else valset
+        self._same_data = valset is trainset
+        self._trainset: Any = ensure_loader(trainset)
+        self._valset: Any = self._trainset if self._same_data else ensure_loader(valset)
         self._snapshot = settings_snapshot()
         self._settings = optimizer._settings(self._same_data)  # pyright: ignore[reportPrivateUsage]
         workers = self._settings.slots + self._settings.live_limit + 1
         self._threads = Threads(workers, "work")
         self._metric = Metric(optimizer.metric_fn, self._threads)
         self._adapter = _adapter(optimizer, student, self._metric)
-        self._seed_candidate: dict[str, str] = {n: p.signature.instructions for n, p in student.named_predictors()}
+        predictors: list[tuple[str, Any]] = student.named_predictors()
+        self._seed_candidate: dict[str, str] = {name: one.signature.instructions for name, one in predictors}
         for path, flex in enumerate_flex_submodules(student).items():
             self._seed_candidate[path] = flex.module_src
         self._run: GepaRun | None = None
@@ -418,14 +420,14 @@ class Compilation:
         result: Any = GEPAResult.from_state(pool.state, run_dir=optimizer.log_dir, seed=optimizer.seed)
         program: Any = self._adapter.build_program(result.best_candidate)
         if optimizer.track_stats:
-            detailed = DspyGEPAResult.from_gepa_result(result, self._adapter)
+            detailed = AsyncGEPAResult.from_gepa_result(result, self._adapter)
             program.detailed_results = AsyncGEPAResult(**vars(detailed), async_stats=stats)
             program.async_stats = stats
         return program
 
 
 def _check_data(student: Module, trainset: Any, teacher: Module | None, valset: Any) -> None:
-    if not isinstance(student, Module):
+    if not isinstance(student, Module):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise DataError(f"student is {student!r}, expected a dspy.Module.")
     if teacher is not None:
         raise DataError("teacher is given, but GEPA has no use for one: leave it out.")

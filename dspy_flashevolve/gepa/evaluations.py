@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import anyio
-from gepa import EvaluationBatch
+from gepa.core.adapter import EvaluationBatch
 from gepa.core.data_loader import DataLoader
 from gepa.core.state import ValsetEvaluation
 

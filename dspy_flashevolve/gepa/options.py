@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import gepa
+from gepa.api import optimize
 from gepa.proposer.reflective_mutation.base import CandidateSelector
 from gepa.strategies.acceptance import AcceptanceCriterion
 from gepa.strategies.eval_policy import EvaluationPolicy
@@ -42,7 +42,7 @@ REFUSED = {
     "task_lm": "the student's LM runs the task: dspy.configure(lm=...) or student.set_lm(...)",
     "evaluator": "the metric evaluates",
     "reflection_lm_kwargs": "set them on the dspy.LM that is passed as reflection_lm",
-    "reflection_prompt_template": "dspy's adapter writes the prompt; pass instruction_proposer=InstructionProposer(...)",
+    "reflection_prompt_template": "dspy's adapter writes the prompt; pass instruction_proposer=",
     "custom_candidate_proposer": "dspy's adapter owns the proposals; pass instruction_proposer=",
     "reflection_strategy": "dspy's adapter owns the proposals; pass instruction_proposer=",
     "max_reflection_cost": "dspy.LM does not tell gepa its cost; bound the run by max_metric_calls or max_seconds",
@@ -94,7 +94,7 @@ def check_options(options: GepaOptions) -> None:
         ConfigurationError: an unknown or refused key of ``gepa_kwargs``, an unknown strategy, a minibatch size
             under 1, or a combination that gepa does not take.
     """
-    known = set(inspect.signature(gepa.optimize).parameters)
+    known = set(inspect.signature(optimize).parameters)
     for name in options.extra:
         _check_key(name, known)
     _check_choice(

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from gepa import EvaluationBatch
+from gepa.core.adapter import EvaluationBatch
 from gepa.core.state import ValsetEvaluation
 from gepa.proposer.base import CandidateProposal
 from gepa.strategies.proposal_sampling import ProposalTask

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, ParamSpec, TypeVar
@@ -236,7 +236,7 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
             self.experiment_tracker.__exit__(None, None, None)
 
     @contextmanager
-    def acting_for(self, ticket: Ticket) -> Iterator[None]:
+    def acting_for(self, ticket: Ticket) -> Generator[None, None, None]:
         """Let gepa's code, which reads the iteration and the newest log entry from the state, act for ``ticket``."""
         state = self.state
         newest, log = state.i, state.full_program_trace

@@ -90,6 +90,7 @@ class GepaRun:
         self.pipeline: Pipeline | None = None
         self.budget = Budget(settings.budget_calls)
         self._stop_reason: str | None = None
+        self._source_reason: str | None = None
         bus.subscribe(self._count_tokens)
 
     def stop(self, reason: str) -> None:
@@ -102,7 +103,7 @@ class GepaRun:
     def stop_reason(self) -> str:
         """Why the run ended."""
         pipeline = None if self.pipeline is None else self.pipeline.stop_reason
-        return self._source_reason or self._stop_reason or pipeline or ""
+        return self._stop_reason or self._source_reason or pipeline or ""
 
     async def run(self) -> None:
         """Run to the end; the pool holds the result.
@@ -111,7 +112,6 @@ class GepaRun:
             RunAbortedError: the provider refused for good, or the seed could not be validated.
             Exception: what a selector, a stopper or a user's strategy raised.
         """
-        self._source_reason: str | None = None
         seeded = anyio.Event()
         resumed = await self.pool.write(self.pool.start)
         if resumed:

@@ -79,7 +79,7 @@ class GepaSource:
             return NotNow.FULL
         reservation = self._budget.reserve(self.most_calls)
         if reservation is None:
-            return NotNow.FULL
+            return NotNow.FULL if live else self._out_of_budget()
         if self._first is None:
             self._first = self._pool.state.i + 1
         ticket = Ticket.create(self._first + number, self._pool.options.seed)
@@ -104,6 +104,13 @@ class GepaSource:
             await self._pool.write(self._pool.count_calls, uncounted)
         if await self._pool.write(self._pool.end_ticket, ticket, end.kind is EndKind.COMMITTED):
             self.stop_requested = self.stop_requested or "a stopper said stop"
+
+    def _out_of_budget(self) -> NotNow:
+        self.stop_requested = (
+            f"max_metric_calls={self._budget.limit}: the {self._budget.left} calls left cannot pay a ticket, which may "
+            f"cost {self.most_calls}"
+        )
+        return NotNow.EXHAUSTED
 
     def _load(self, live: int) -> Load:
         estimate = 2 * self._minibatch + len(self._pool.loader) / 2

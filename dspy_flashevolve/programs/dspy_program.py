@@ -12,7 +12,7 @@ from typing import Any
 import dspy
 from dspy.teleprompt.gepa.gepa_utils import DspyAdapter
 from dspy.utils.usage_tracker import track_usage
-from gepa import EvaluationBatch
+from gepa.core.adapter import EvaluationBatch
 
 from dspy_flashevolve.engine.rollouts import Rollout
 from dspy_flashevolve.engine.threads import Threads

@@ -1,0 +1,113 @@
+"""The command `flashevolve`.
+
+flashevolve sim-server --profile h100-qwen3-8b --port 8000
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import signal
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from dspy_flashevolve.sim.process import require_aiohttp
+from dspy_flashevolve.sim.profiles import PROFILES, profile_named
+
+if TYPE_CHECKING:
+    from dspy_flashevolve.sim.server import ServerConfig
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        argv: The arguments without the program's name; None for those of the process.
+
+    Returns:
+        0 when all went well, 1 when the command failed; its message is on stderr.
+
+    Raises:
+        SystemExit: With status 2 when the arguments are wrong (argparse), 0 for `--help`.
+    """
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    try:
+        require_aiohttp()
+        return _sim_server(arguments)
+    except (ImportError, OSError) as error:
+        print(f"flashevolve: {error}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="flashevolve", description="Tools of dspy-flashevolve.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    server = commands.add_parser(
+        "sim-server",
+        help="a simulated LLM server with OpenAI's chat API",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    server.add_argument("--profile", type=_profile_name, default="h100-qwen3-8b", help=" | ".join(sorted(PROFILES)))
+    server.add_argument("--host", default="127.0.0.1", help="address to bind; there is no authentication")
+    server.add_argument("--port", type=_port, default=8000, help="port to bind; 0 for any free one")
+    server.add_argument("--seed", type=int, default=0, help="part of every random choice")
+    server.add_argument("--time-scale", type=_positive, default=1.0, help="model seconds a wall second")
+    return parser
+
+
+def _profile_name(text: str) -> str:
+    try:
+        return profile_named(text).name
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _port(text: str) -> int:
+    with contextlib.suppress(ValueError):
+        if 0 <= int(text) <= 65535:
+            return int(text)
+    raise argparse.ArgumentTypeError(f"must be a whole number between 0 and 65535, got {text!r}")
+
+
+def _positive(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) < float("inf"):
+            return float(text)
+    raise argparse.ArgumentTypeError(f"must be a positive number, got {text!r}")
+
+
+def _sim_server(arguments: argparse.Namespace) -> int:
+    from dspy_flashevolve.sim.server import ServerConfig
+
+    config = ServerConfig(
+        profile=profile_named(arguments.profile),
+        seed=arguments.seed,
+        time_scale=arguments.time_scale,
+        host=arguments.host,
+        port=arguments.port,
+    )
+    # Where the loop takes no signal handlers (Windows), Ctrl-C arrives as this exception.
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(_serve_until_signal(config))
+    return 0
+
+
+async def _serve_until_signal(config: ServerConfig) -> None:
+    from dspy_flashevolve.sim.server import serve
+
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        with contextlib.suppress(NotImplementedError):
+            loop.add_signal_handler(number, stop.set)
+
+    def announce(port: int) -> None:
+        print(f"{config.profile.name} at http://{config.host}:{port}/v1 (Ctrl-C ends it)", flush=True)
+
+    await serve(config, on_ready=announce, stop=stop)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
