@@ -84,7 +84,7 @@ class LiveTickets:
         if load.calls_left is None or not self.generations:
             return self.limit
         tickets = (load.calls_left + load.calls_reserved) / max(load.calls_per_ticket, 1.0)
-        return min(self.limit, max(1, math.ceil(tickets / self.generations)))
+        return max(1, math.ceil(min(self.limit, tickets / self.generations)))
 
 
 def default_live_limit(slots: int, calls_per_minibatch: int) -> int:

@@ -1,0 +1,22 @@
+"""Settings of dspy must not leak from one test into the next."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+
+import dspy
+import pytest
+
+from tests.fakes import task_lm
+
+os.environ["TQDM_DISABLE"] = "1"  # read by tqdm when a bar is made
+
+
+@pytest.fixture(autouse=True)
+def settings() -> Iterator[None]:
+    """Every test runs under its own dspy context, with a task LM that needs no network."""
+    logging.getLogger("dspy").setLevel(logging.ERROR)
+    with dspy.context(lm=task_lm(), num_threads=4):
+        yield

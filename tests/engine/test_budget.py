@@ -1,0 +1,73 @@
+"""DESIGN section 4, invariant 2: spent + reserved never exceeds the limit."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dspy_flashevolve.engine.budget import Budget, Reservation
+from dspy_flashevolve.engine.errors import BudgetError, ConfigurationError
+
+STEPS = st.lists(
+    st.tuples(st.sampled_from(["reserve", "settle", "extend", "refund"]), st.integers(0, 12), st.integers(0, 5)),
+    max_size=60,
+)
+
+
+@given(st.integers(0, 50), STEPS)
+def test_spent_and_reserved_never_exceed_the_limit_and_nothing_is_lost(
+    limit: int, steps: list[tuple[str, int, int]]
+) -> None:
+    budget, held = Budget(limit), list[Reservation]()
+    for action, calls, which in steps:
+        if action == "reserve":
+            reservation = budget.reserve(calls)
+            assert (reservation is None) == (calls > (budget.left or 0) and reservation is None)
+            held.extend([reservation] if reservation is not None else [])
+        elif held and action == "settle":
+            one = held[which % len(held)]
+            one.settle(min(calls, one.open))
+        elif held and action == "extend":
+            held[which % len(held)].extend(calls)
+        elif held:
+            held[which % len(held)].refund()
+        assert budget.spent + budget.reserved <= limit
+        assert budget.reserved == sum(one.open for one in held)
+        assert budget.spent == sum(one.settled for one in held)
+        assert budget.left == limit - budget.spent - budget.reserved
+
+
+def test_a_reservation_that_does_not_fit_is_refused_and_changes_nothing() -> None:
+    budget = Budget(5)
+    assert budget.reserve(6) is None
+    assert (budget.spent, budget.reserved) == (0, 0)
+    assert budget.reserve(5) is not None
+
+
+def test_settling_more_than_is_reserved_is_an_error() -> None:
+    reservation = Budget(5).reserve(2)
+    assert reservation is not None
+    with pytest.raises(BudgetError, match="cannot settle 3 calls: 2 are reserved"):
+        reservation.settle(3)
+
+
+def test_refunding_twice_gives_back_once() -> None:
+    budget = Budget(5)
+    reservation = budget.reserve(4)
+    assert reservation is not None
+    reservation.settle(1)
+    reservation.refund()
+    reservation.refund()
+    assert (budget.spent, budget.reserved, budget.left) == (1, 0, 4)
+
+
+def test_without_a_limit_everything_fits() -> None:
+    budget = Budget(None)
+    assert budget.reserve(10**9) is not None
+    assert budget.left is None
+
+
+def test_a_negative_limit_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="limit is -1"):
+        Budget(-1)

@@ -1,0 +1,191 @@
+"""Admission, staleness, tickets, events, threads, the loop of one's own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import anyio
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dspy_flashevolve.engine.admission import LiveTickets, Load, default_live_limit
+from dspy_flashevolve.engine.errors import ConfigurationError
+from dspy_flashevolve.engine.events import Event, EventBus
+from dspy_flashevolve.engine.item import Ticket
+from dspy_flashevolve.engine.loop import run_to_end
+from dspy_flashevolve.engine.staleness import Admit, Full, GapHistogram, gap
+from dspy_flashevolve.engine.threads import Threads
+
+VARIABLE = contextvars.ContextVar("VARIABLE", default="outside")
+
+
+@given(st.integers(1, 64), st.floats(0, 30), st.integers(0, 5000) | st.none(), st.integers(0, 5000), st.floats(0, 200))
+def test_the_bound_on_live_tickets_is_at_least_one_and_never_above_its_limit(
+    limit: int, generations: float, left: int | None, reserved: int, cost: float
+) -> None:
+    rule = LiveTickets(limit, generations)
+    bound = rule.bound(Load(0, left, reserved, cost))
+    assert 1 <= bound <= limit
+    assert rule.admits(Load(bound - 1, left, reserved, cost))
+    assert not rule.admits(Load(bound, left, reserved, cost))
+
+
+def test_a_small_budget_is_spread_over_the_generations_asked_for() -> None:
+    rule = LiveTickets(16, generations=10)
+    assert rule.bound(Load(0, calls_left=900, calls_reserved=0, calls_per_ticket=30)) == 3
+    assert rule.bound(Load(0, calls_left=600, calls_reserved=300, calls_per_ticket=30)) == 3
+    assert rule.bound(Load(0, calls_left=None, calls_reserved=0, calls_per_ticket=30)) == 16
+
+
+def test_the_default_bound_grows_with_the_slots() -> None:
+    assert [default_live_limit(slots, 3) for slots in (1, 8, 64)] == [2, 3, 22]
+
+
+@pytest.mark.parametrize(("limit", "generations"), [(0, 1.0), (1, -1.0)])
+def test_a_bound_that_cannot_be_is_refused(limit: int, generations: float) -> None:
+    with pytest.raises(ConfigurationError, match="live tickets"):
+        LiveTickets(limit, generations)
+
+
+def test_full_admits_whatever_the_gap() -> None:
+    assert {Full().decide(gap(version, 3)) for version in (3, 10**6)} == {Admit()}
+
+
+def test_the_gap_histogram_counts_looks_by_place() -> None:
+    seen = GapHistogram()
+    for where, behind in (("commit", 2), ("screen", 0), ("commit", 0), ("commit", 2)):
+        seen.record(where, behind)
+    assert seen.as_dict() == {"commit": {0: 1, 2: 2}, "screen": {0: 1}}
+
+
+def test_what_a_ticket_draws_depends_on_the_seed_and_its_number_alone() -> None:
+    first, again = Ticket.create(5, seed=1), Ticket.create(5, seed=1)
+    Ticket.create(4, seed=1).rng.random()
+    assert first.rng.random() == again.rng.random()
+    draws = {Ticket.create(number, seed).rng.random() for number in range(20) for seed in range(3)}
+    assert len(draws) == 60
+
+
+def test_a_subscriber_that_raises_is_dropped_with_a_warning_and_the_others_go_on() -> None:
+    bus, seen = EventBus(), list[Event]()
+
+    def broken(event: Event) -> None:
+        raise ValueError("broken observer")
+
+    bus.subscribe(broken)
+    bus.subscribe(seen.append)
+    with pytest.warns(UserWarning, match="broken observer"):
+        bus.emit(Event(0.0))
+    bus.emit(Event(1.0))
+    assert [event.seconds for event in seen] == [0.0, 1.0]
+
+
+def test_one_worker_runs_calls_in_order_and_they_see_the_callers_context() -> None:
+    async def main() -> list[tuple[int, str]]:
+        threads, order = Threads(1, "test"), list[tuple[int, str]]()
+        VARIABLE.set("inside")
+        async with anyio.create_task_group() as group:
+            for number in range(20):
+                group.start_soon(threads.run, lambda n=number: order.append((n, VARIABLE.get())))
+        threads.close()
+        return order
+
+    assert anyio.run(main) == [(number, "inside") for number in range(20)]
+
+
+def test_closing_the_threads_ends_them() -> None:
+    async def main() -> None:
+        threads = Threads(3, "ending")
+        await threads.run(lambda: None)
+        assert any(thread.name.startswith("flashevolve-ending") for thread in threading.enumerate())
+        threads.close()
+
+    anyio.run(main)
+    assert not any(thread.name.startswith("flashevolve-ending") for thread in threading.enumerate())
+
+
+async def answer() -> tuple[str, str, bool]:
+    await asyncio.sleep(0)
+    return VARIABLE.get(), threading.current_thread().name, asyncio.get_running_loop().is_running()
+
+
+def never() -> None:
+    raise AssertionError("nobody asked for a stop")
+
+
+def test_run_to_end_works_in_a_script_in_a_thread_and_inside_a_running_loop() -> None:
+    async def cell() -> tuple[str, str, bool]:
+        return run_to_end(answer, never)
+
+    before = threading.active_count()
+    with ThreadPoolExecutor(1) as pool:
+        in_thread = pool.submit(run_to_end, answer, never).result()
+    for seen in (run_to_end(answer, never), in_thread, asyncio.run(cell())):
+        assert seen[2]
+        assert seen[1] != threading.main_thread().name
+    assert threading.active_count() <= before, "no thread outlives the run"
+
+
+def test_run_to_end_hands_the_callers_context_variables_on() -> None:
+    token = VARIABLE.set("caller")
+    try:
+        assert run_to_end(answer, never)[0] == "caller"
+    finally:
+        VARIABLE.reset(token)
+
+
+def test_the_first_ctrl_c_asks_for_a_stop_and_the_result_is_returned() -> None:
+    stopped = threading.Event()
+    inside = threading.Event()
+
+    async def main() -> str:
+        inside.set()
+        while not stopped.is_set():
+            await asyncio.sleep(0.001)
+        return "drained"
+
+    def interrupt() -> None:
+        inside.wait(5)
+        signal.raise_signal(signal.SIGINT) if threading.current_thread() is threading.main_thread() else _kill()
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    assert run_to_end(main, stopped.set) == "drained"
+    thread.join()
+
+
+def test_the_second_ctrl_c_cancels_and_raises() -> None:
+    inside, cancelled = threading.Event(), threading.Event()
+    stops = threading.Event()
+
+    async def main() -> None:
+        inside.set()
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+
+    def interrupt_twice() -> None:
+        inside.wait(5)
+        _kill()
+        stops.wait(5)
+        _kill()
+
+    thread = threading.Thread(target=interrupt_twice)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        run_to_end(main, stops.set)
+    thread.join()
+    assert cancelled.is_set()
+
+
+def _kill() -> None:
+    import os
+
+    os.kill(os.getpid(), signal.SIGINT)

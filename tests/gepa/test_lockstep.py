@@ -1,0 +1,123 @@
+"""DESIGN section 4, invariant 5: lockstep is dspy.GEPA again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import dspy
+import pytest
+from gepa.strategies.acceptance import ImprovementOrEqualAcceptance
+from gepa.strategies.proposal_sampling import IndependentSampling, PxNSampling
+from gepa.strategies.proposal_selection import BestImprovement, TopKImprovements
+
+from dspy_flashevolve import AsyncGEPA
+from tests.fakes import Chain, digits, examples, reflection_lm, task_lm
+
+NEVER_SAME = ("log_dir",)
+
+
+def result_of(kind: Any, seed: int, predictors: int = 1, calls: int = 150, **options: Any) -> dict[str, Any]:
+    """Compile with ``kind`` and return the detailed results as data."""
+    settings: dict[str, Any] = {"max_metric_calls": calls, "num_threads": 4, "track_stats": True, "seed": seed}
+    optimizer = kind(digits, reflection_lm=reflection_lm(seed), **(settings | options))
+    with dspy.context(lm=task_lm(seed)):
+        program = optimizer.compile(Chain(predictors), trainset=examples("t", 7), valset=examples("v", 9))
+    result = program.detailed_results.to_dict()
+    return {name: value for name, value in result.items() if name not in NEVER_SAME}
+
+
+def assert_same(seed: int, predictors: int = 1, **options: Any) -> dict[str, Any]:
+    expected = result_of(dspy.GEPA, seed, predictors, **options)
+    assert result_of(AsyncGEPA, seed, predictors, schedule="lockstep", **options) == expected
+    return expected
+
+
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize("merge", [False, True])
+@pytest.mark.parametrize("predictors", [1, 3])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_lockstep_gives_the_candidates_parents_scores_and_calls_of_gepa(
+    seed: int, predictors: int, merge: bool, cached: bool
+) -> None:
+    expected = assert_same(seed, predictors, use_merge=merge, gepa_kwargs={"cache_evaluation": cached})
+    assert len(expected["candidates"]) > 2, "the comparison must see accepted candidates"
+
+
+def test_lockstep_equals_gepa_where_a_merge_was_accepted() -> None:
+    expected = assert_same(7, 3, calls=400, use_merge=True)
+    assert any(len(parents) == 2 for parents in expected["parents"]), "this seed is here because it merges"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"gepa_kwargs": {"sampling_strategy": IndependentSampling(3)}},
+        {"gepa_kwargs": {"sampling_strategy": PxNSampling(2, 2), "selection_strategy": BestImprovement()}},
+        {"gepa_kwargs": {"sampling_strategy": IndependentSampling(4), "selection_strategy": TopKImprovements(2)}},
+        {"gepa_kwargs": {"acceptance_criterion": "improvement_or_equal"}},
+        {"gepa_kwargs": {"acceptance_criterion": ImprovementOrEqualAcceptance()}},
+        {"candidate_selection_strategy": "current_best"},
+        {"candidate_selection_strategy": "epsilon_greedy"},
+        {"component_selector": "all"},
+        {"reflection_minibatch_size": 4},
+        {"skip_perfect_score": False, "perfect_score": 0.5},
+        {"max_full_evals": 8, "max_metric_calls": None},
+    ],
+)
+def test_lockstep_equals_gepa_with_each_strategy_that_a_user_can_pass(options: dict[str, Any]) -> None:
+    assert_same(1, 2, **options)
+
+
+class Log:
+    """Records the names, iterations and payloads of every gepa callback."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[Any, ...]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("on_"):
+            raise AttributeError(name)
+
+        def record(event: dict[str, Any]) -> None:
+            scores = event.get("scores"), event.get("new_score"), event.get("metric_calls_used")
+            texts = event.get("candidate"), event.get("new_instructions"), event.get("new_candidate_idx")
+            self.events.append((name, event.get("iteration"), *scores, *texts, event.get("parent_ids")))
+
+        return record
+
+
+@pytest.mark.parametrize("seed", [0, 7])
+def test_lockstep_calls_the_callbacks_of_gepa_in_its_order(seed: int) -> None:
+    logs = []
+    for kind, options in ((dspy.GEPA, {}), (AsyncGEPA, {"schedule": "lockstep"})):
+        log = Log()
+        result_of(kind, seed, 3, 300, gepa_kwargs={"callbacks": [log]}, **options)
+        logs.append(log.events)
+    assert logs[1] == logs[0]
+    seen = {name for name, *_ in logs[0]}
+    assert seen >= {"on_candidate_accepted", "on_candidate_rejected"} | ({"on_merge_attempted"} if seed == 7 else set())
+
+
+def test_lockstep_equals_gepa_on_data_whose_replies_fail_to_parse() -> None:
+    from tests.fakes import fake_lm, hashed, reply_for
+
+    def answer(prompt: str) -> str:
+        number = hashed(prompt) % 10
+        return "no format at all" if number < 3 else reply_for(prompt, answer=str(number % 7))
+
+    results = []
+    for kind, options in ((dspy.GEPA, {}), (AsyncGEPA, {"schedule": "lockstep"})):
+        optimizer = kind(
+            digits,
+            max_metric_calls=120,
+            reflection_lm=reflection_lm(),
+            num_threads=1,
+            track_stats=True,
+            add_format_failure_as_feedback=True,
+            **options,
+        )
+        with dspy.context(lm=fake_lm(answer)):
+            program = optimizer.compile(Chain(), trainset=examples("t", 7), valset=examples("v", 9))
+        results.append(program.detailed_results.to_dict())
+    assert results[1] == results[0]
+    assert 0.0 in results[0]["val_subscores"][0].values(), "some replies must have failed"

@@ -1,0 +1,48 @@
+"""What users may import, and that AsyncGEPA takes what dspy.GEPA takes."""
+
+from __future__ import annotations
+
+import inspect
+
+import dspy
+
+import dspy_flashevolve
+from dspy_flashevolve import AsyncGEPA
+
+NEW = {"schedule", "staleness", "max_concurrency", "max_seconds", "max_live_tickets"}
+
+
+def test_every_public_name_exists_and_is_documented() -> None:
+    for name in dspy_flashevolve.__all__:
+        assert inspect.getdoc(getattr(dspy_flashevolve, name)), name
+    assert sorted(dspy_flashevolve.__all__) == dspy_flashevolve.__all__
+
+
+def test_every_argument_of_gepa_has_the_same_default_and_kind() -> None:
+    theirs = inspect.signature(dspy.GEPA.__init__).parameters
+    ours = inspect.signature(AsyncGEPA.__init__).parameters
+    assert {name: (p.default, p.kind) for name, p in theirs.items()} == {
+        name: (p.default, p.kind) for name, p in ours.items() if name not in NEW
+    }
+
+
+def test_the_new_arguments_are_keyword_only_and_have_defaults() -> None:
+    ours = inspect.signature(AsyncGEPA.__init__).parameters
+    for name in NEW:
+        assert ours[name].kind is inspect.Parameter.KEYWORD_ONLY
+        assert ours[name].default is not inspect.Parameter.empty
+
+
+def test_compile_has_the_signature_of_gepas_and_acompile_is_its_twin() -> None:
+    theirs = inspect.signature(dspy.GEPA.compile).parameters
+    for method in (AsyncGEPA.compile, AsyncGEPA.acompile):
+        ours = inspect.signature(method).parameters
+        assert {n: (p.default, p.kind) for n, p in ours.items()} == {n: (p.default, p.kind) for n, p in theirs.items()}
+    assert inspect.iscoroutinefunction(AsyncGEPA.acompile)
+
+
+def test_it_is_a_gepa_to_whoever_asks() -> None:
+    from dspy.teleprompt import Teleprompter
+
+    assert issubclass(AsyncGEPA, dspy.GEPA)
+    assert issubclass(AsyncGEPA, Teleprompter)
