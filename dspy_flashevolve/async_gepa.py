@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import pickle
 import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import cloudpickle
 import dspy
 from dspy.clients.lm import LM
 from dspy.primitives import Example, Module, Prediction
 from dspy.teleprompt.gepa.gepa import AUTO_RUN_SETTINGS, GEPA, DspyGEPAResult
 from dspy.teleprompt.gepa.gepa_flex_utils import enumerate_flex_submodules
 from dspy.teleprompt.gepa.gepa_utils import CodeProposalFn, DspyAdapter, LoggerAdapter
-from gepa.core.result import GEPAResult
 from gepa.core.adapter import ProposalFn
 from gepa.core.data_loader import ensure_loader
+from gepa.core.result import GEPAResult
 from gepa.proposer.reflective_mutation.base import ReflectionComponentSelector
 
 from dspy_flashevolve.engine.admission import LiveTickets, default_live_limit
@@ -232,7 +232,22 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
                 f"The budget is {self.max_metric_calls} metric calls, expected at least {size}: the seed program is "
                 "validated first, on every validation example. Give a larger budget or a smaller valset."
             )
+        self._warn_of_small_budget(size)
         return Compilation(self, student, trainset, valset)
+
+    def _warn_of_small_budget(self, valset_size: int) -> None:
+        """A budget that pays for the seed's validation alone returns the seed."""
+        needed = 2 * valset_size + 2 * (self.reflection_minibatch_size or 3)
+        if self.schedule == "async" and self.max_metric_calls is not None and self.max_metric_calls < needed:
+            logger.warning(
+                "The budget of %d metric calls pays for the seed's validation (%d) but not for one more step, which "
+                "may cost %d; the seed will be returned. Give at least %d, or use schedule='lockstep', which overshoots "
+                "the budget as dspy.GEPA does.",
+                self.max_metric_calls,
+                valset_size,
+                needed - valset_size,
+                needed,
+            )
 
     def _set_budget(self, components: int, trainset: Any, valset: Any) -> None:
         """As ``dspy.GEPA.compile``: every way to give a budget ends in ``max_metric_calls``."""
@@ -316,7 +331,7 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
             raise ConfigurationError(f"gepa_kwargs['callbacks'] is {callbacks!r}, expected a list of callback objects.")
         for callback in callbacks or [] if self.log_dir is not None else []:
             try:
-                pickle.dumps(callback)
+                cloudpickle.dumps(callback)
             except Exception as error:
                 raise ConfigurationError(
                     f"The callback {callback!r} cannot be pickled ({error}), which a run with log_dir={self.log_dir!r} "

@@ -95,8 +95,9 @@ def check_options(options: GepaOptions) -> None:
             under 1, or a combination that gepa does not take.
     """
     known = set(inspect.signature(optimize).parameters)
-    for name in options.extra:
-        _check_key(name, known)
+    for name, value in options.extra.items():
+        if name not in REFUSED or value is not None:  # None is gepa's own default: nothing was asked for
+            _check_key(name, known)
     _check_choice(
         "candidate_selection_strategy", options.candidate_selection_strategy, CANDIDATE_SELECTORS, CandidateSelector
     )

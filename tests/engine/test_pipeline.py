@@ -80,7 +80,10 @@ def recorded() -> tuple[EventBus, list[Event]]:
 KINDS = [EndKind.COMMITTED, EndKind.REJECTED, EndKind.DISCARDED, EndKind.FAILED]
 
 
-@given(st.lists(st.tuples(st.sampled_from(["first", "second", "third"]), st.sampled_from(KINDS)), max_size=30), st.integers(1, 5))
+@given(
+    st.lists(st.tuples(st.sampled_from(["first", "second", "third"]), st.sampled_from(KINDS)), max_size=30),
+    st.integers(1, 5),
+)
 def test_every_ticket_ends_in_exactly_one_way(plan: list[tuple[str, EndKind]], live: int) -> None:
     source = Tickets(len(plan), live)
     bus, events = recorded()

@@ -1,0 +1,161 @@
+"""Measuring one run: the server's meter, the reading at the limit, and the result.
+
+Every method gets the same workload, slots, seed and limits, and a run of its own on the same server, whose counters
+are set to zero before it. dspy.GEPA looks at the time between its iterations and AsyncGEPA drains what it has
+admitted, so figures of a run with a time limit are read by a timer at the limit, not when `compile` returns.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import dspy
+
+from benchmarks.methods import Limits, Method, Workload
+from benchmarks.results import Result
+from benchmarks.trajectory import Recorder
+
+
+@dataclass(frozen=True)
+class Figures:
+    """A server's counters since they were set to zero; see `Result` for the fields."""
+
+    prompt_tokens: float = 0.0
+    completion_tokens: float = 0.0
+    requests: int = 0
+    refused: int = 0
+    mean_running: float | None = None
+    reflections: int | None = None
+
+
+class Meter(Protocol):
+    """Reads a server's counters."""
+
+    def reset(self) -> None:
+        """Set the counters to zero; called when no request is in flight."""
+
+    def read(self) -> Figures:
+        """What was counted since."""
+        ...
+
+
+class NoMeter:
+    """For programs that call no server."""
+
+    def reset(self) -> None:
+        """Nothing to set."""
+
+    def read(self) -> Figures:
+        """Nothing counted."""
+        return Figures()
+
+
+class CountedMetric:
+    """Counts the rollouts that reach a metric; a call for one predictor's feedback is not one."""
+
+    def __init__(self, metric: Callable[..., Any]) -> None:
+        self._metric = metric
+        self._counter = itertools.count()
+        self.count = 0
+
+    def __call__(
+        self, gold: Any, pred: Any, trace: Any = None, pred_name: str | None = None, pred_trace: Any = None
+    ) -> Any:
+        """The metric's own answer."""
+        if pred_name is None:
+            self.count = next(self._counter) + 1
+        return self._metric(gold, pred, trace, pred_name, pred_trace)
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    """Drop what is printed: dspy.GEPA draws a progress bar a minibatch and cannot be told not to."""
+    with open(os.devnull, "w", encoding="utf-8") as nothing, redirect_stdout(nothing):
+        yield
+
+
+@dataclass
+class _Reading:
+    """The server's figures at the limit, taken once by whichever comes first: the timer or the run's end."""
+
+    meter: Meter
+    recorder: Recorder
+    figures: Figures = field(default_factory=Figures)
+    seconds: float | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def take(self) -> None:
+        """Read the meter, unless it was read before."""
+        with self.lock:
+            if self.seconds is None:
+                self.seconds = self.recorder.seconds
+                self.figures = self.meter.read()
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Where runs take place: the benchmark's name for the results, the backend and its meter."""
+
+    name: str
+    backend: str
+    meter: Meter
+
+    def run(self, chosen: Method, workload: Workload, limits: Limits) -> Result:
+        """One method, measured; an exception ends up in the result's `error`, with its traceback on stderr."""
+        logging.getLogger("dspy").setLevel(logging.CRITICAL)
+        metric = CountedMetric(workload.metric)
+        counted = replace(workload, metric=metric)
+        recorder = Recorder(limits.time_scale)
+        reading = _Reading(self.meter, recorder)
+        timer = threading.Timer(limits.wall_seconds or threading.TIMEOUT_MAX, reading.take)
+        timer.daemon = True
+        error = ""
+        self.meter.reset()
+        recorder.start()
+        timer.start()
+        try:
+            optimizer = chosen.build(counted, limits, recorder)
+            with _silence(), dspy.context(lm=workload.task_lm, adapter=workload.adapter):
+                optimizer.compile(workload.program(), trainset=workload.trainset, valset=workload.valset)
+        except Exception as raised:
+            traceback.print_exc()
+            error = f"{type(raised).__name__}: {raised}"
+        finally:
+            timer.cancel()
+            reading.take()
+        return self._result(chosen, limits, reading, metric.count, error)
+
+    def _result(self, chosen: Method, limits: Limits, reading: _Reading, scored: int, error: str) -> Result:
+        total_seconds, trajectory = reading.recorder.seconds, reading.recorder.trajectory
+        seconds = total_seconds if reading.seconds is None else reading.seconds
+        point = trajectory.at(seconds)
+        plain = chosen.name == "evaluate"
+        return Result(
+            benchmark=self.name,
+            method=chosen.name,
+            backend=self.backend,
+            seed=limits.seed,
+            slots=limits.slots,
+            seconds=seconds,
+            total_seconds=total_seconds,
+            proposals=point.proposals,
+            metric_calls=scored if plain else point.metric_calls,
+            total_metric_calls=scored if plain else trajectory.end.metric_calls,
+            scored=scored,
+            call_limit=limits.metric_calls,
+            best_score=point.best_score,
+            seed_score=trajectory.seed_score,
+            depth=point.depth,
+            accepted=point.accepted,
+            error=error,
+            trajectory=trajectory.compact(),
+            **vars(reading.figures),
+        )

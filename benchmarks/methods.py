@@ -1,0 +1,184 @@
+"""The methods that are compared, by name: how to build each optimizer for a workload and its limits.
+
+AsyncGEPA is imported when it is first built, so that the other methods run without it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import dspy
+from gepa.strategies.proposal_sampling import IndependentSampling
+from gepa.utils import TimeoutStopCondition
+
+from benchmarks.trajectory import Recorder
+
+UNLIMITED_CALLS = 10**9
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is optimized and the language models that serve it; every model must have its cache off."""
+
+    program: Callable[[], dspy.Module]
+    trainset: list[dspy.Example]
+    valset: list[dspy.Example]
+    metric: Callable[..., Any]
+    task_lm: dspy.LM
+    reflection_lm: dspy.LM
+    adapter: dspy.Adapter | None = None
+
+
+@dataclass(frozen=True)
+class Limits:
+    """When a run ends and how wide it may be.
+
+    Attributes:
+        slots: Requests in flight at most.
+        seed: Seed of the optimizer.
+        seconds: Time limit in the server's time, or `None`.
+        metric_calls: Budget, or `None` for no budget.
+        time_scale: Seconds of the server's clock that pass in one real second.
+    """
+
+    slots: int
+    seed: int
+    seconds: float | None = None
+    metric_calls: int | None = None
+    time_scale: float = 1.0
+
+    @property
+    def wall_seconds(self) -> float | None:
+        """The time limit in real seconds."""
+        return None if self.seconds is None else self.seconds / self.time_scale
+
+
+class Optimizer(Protocol):
+    """What dspy.GEPA, AsyncGEPA and `PlainEvaluation` have in common."""
+
+    def compile(self, student: dspy.Module, *, trainset: list[Any], valset: list[Any]) -> dspy.Module:
+        """Run until a limit; give back the best program."""
+        ...
+
+
+Build = Callable[[Workload, Limits, Recorder], Optimizer]
+
+
+@dataclass(frozen=True)
+class Method:
+    """A name for the tables and how to build the optimizer; `build` is called when its clock may start."""
+
+    name: str
+    build: Build
+
+
+class _Gate(dspy.Module):
+    """Runs a program until the gate is shut, and then answers at once without it."""
+
+    def __init__(self, program: dspy.Module, is_open: Callable[[], bool]) -> None:
+        super().__init__()
+        self.program = program
+        self._is_open = is_open
+
+    def forward(self, **inputs: Any) -> dspy.Prediction:
+        """The program's answer, or an empty one."""
+        return self.program(**inputs) if self._is_open() else dspy.Prediction()
+
+
+@dataclass(frozen=True)
+class PlainEvaluation:
+    """dspy.Evaluate over the validation set, again and again: as fast as this backend answers with these threads.
+
+    The rounds are joined into long lists, so that there is a barrier only every 100 waves, and the gate drops what
+    is left of a list when the time is over.
+    """
+
+    metric: Callable[..., Any]
+    limits: Limits
+
+    def compile(self, student: dspy.Module, *, trainset: list[Any], valset: list[Any]) -> dspy.Module:
+        """Evaluate until the limit; gives the student back as it was."""
+        wall = self.limits.wall_seconds
+        deadline = None if wall is None else time.monotonic() + wall
+        left = UNLIMITED_CALLS if self.limits.metric_calls is None else self.limits.metric_calls
+        examples = itertools.cycle(valset)
+
+        def is_open() -> bool:
+            return deadline is None or time.monotonic() < deadline
+
+        def score(gold: Any, pred: Any, trace: Any = None) -> float:
+            return float(self.metric(gold, pred, trace)) if len(pred.keys()) else 0.0
+
+        gate = _Gate(student, is_open)
+        while left > 0 and is_open():
+            share = list(itertools.islice(examples, min(left, 100 * self.limits.slots)))
+            dspy.Evaluate(devset=share, metric=score, num_threads=self.limits.slots, max_errors=len(share) + 1)(gate)
+            left -= len(share)
+        return student
+
+
+def gepa_arguments(workload: Workload, limits: Limits, recorder: Recorder) -> dict[str, Any]:
+    """The constructor's arguments that dspy.GEPA and AsyncGEPA share."""
+    return {
+        "metric": workload.metric,
+        "max_metric_calls": limits.metric_calls or UNLIMITED_CALLS,
+        "reflection_lm": workload.reflection_lm,
+        "num_threads": limits.slots,
+        "seed": limits.seed,
+        "gepa_kwargs": {"callbacks": [recorder]},
+    }
+
+
+def _gepa(independent: int | None = None) -> Build:
+    def build(workload: Workload, limits: Limits, recorder: Recorder) -> Optimizer:
+        arguments = gepa_arguments(workload, limits, recorder)
+        if independent is not None:
+            arguments["gepa_kwargs"]["sampling_strategy"] = IndependentSampling(independent)
+        if limits.wall_seconds is not None:
+            arguments["gepa_kwargs"]["stop_callbacks"] = [TimeoutStopCondition(limits.wall_seconds)]
+        return dspy.GEPA(**arguments)
+
+    return build
+
+
+def _async(**options: Any) -> Build:
+    def build(workload: Workload, limits: Limits, recorder: Recorder) -> Optimizer:
+        from dspy_flashevolve import AsyncGEPA
+
+        arguments = gepa_arguments(workload, limits, recorder)
+        return AsyncGEPA(**arguments, max_seconds=limits.wall_seconds, **options)
+
+    return build
+
+
+def _evaluate(workload: Workload, limits: Limits, recorder: Recorder) -> Optimizer:
+    return PlainEvaluation(workload.metric, limits)
+
+
+def method(name: str) -> Method:
+    """The method of that name; raises `ValueError` for a name that is none.
+
+    Example:
+        >>> method("gepa-independent-10").name
+        'gepa-independent-10'
+    """
+    plain: dict[str, Build] = {
+        "evaluate": _evaluate,
+        "gepa": _gepa(),
+        "async": _async(),
+        "async-lockstep": _async(schedule="lockstep"),
+    }
+    if name in plain:
+        return Method(name, plain[name])
+    if found := re.fullmatch(r"gepa-independent-([1-9]\d*)", name):
+        return Method(name, _gepa(int(found[1])))
+    if found := re.fullmatch(r"async-live-([1-9]\d*)", name):
+        return Method(name, _async(max_live_tickets=int(found[1])))
+    raise ValueError(
+        f"unknown method {name!r}; there are evaluate, gepa, gepa-independent-N, async, async-live-N, async-lockstep"
+    )

@@ -1,0 +1,192 @@
+"""What a run leaves: the `Result` record, JSON lines with their provenance, medians with spread, tables."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import statistics
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+RESULTS = Path(__file__).parent / "results"
+PACKAGES = ("dspy-flashevolve", "dspy", "gepa", "litellm")
+
+
+@dataclass(frozen=True)
+class Result:
+    """One method's run. Figures are taken at the limit, before the drain, unless their name says otherwise.
+
+    Attributes:
+        benchmark: The command's short name.
+        method: What ran: `gepa`, `gepa-independent-10`, `async`, `evaluate`...
+        backend: The simulated profile, or the real model.
+        seed: Seed of the task, the server and the optimizer.
+        slots: Requests in flight at most.
+        seconds: Span of the figures, in the server's time.
+        total_seconds: Until the run had drained and returned, in the server's time.
+        proposals: New texts by that moment.
+        reflections: Reflection requests the server saw, where it can tell; `None` where not.
+        metric_calls: Counted by the optimizer at the limit.
+        total_metric_calls: Counted by the optimizer when it had drained.
+        scored: Rollouts that reached the metric, counted by us, drained.
+        call_limit: `max_metric_calls`, or `None`.
+        best_score: Best fully validated score at the limit.
+        seed_score: The seed program's.
+        depth: Generations at the limit.
+        accepted: Candidates accepted at the limit.
+        prompt_tokens: Read by the server.
+        completion_tokens: Written by the server.
+        requests: Answered by the server.
+        refused: Turned away by the server (429).
+        mean_running: Mean of the requests being served.
+        error: What ended the run early; empty when nothing did.
+        trajectory: Rows of `Point`'s fields where score or depth changed.
+    """
+
+    benchmark: str
+    method: str
+    backend: str
+    seed: int
+    slots: int
+    seconds: float
+    total_seconds: float
+    proposals: int = 0
+    reflections: int | None = None
+    metric_calls: int = 0
+    total_metric_calls: int = 0
+    scored: int = 0
+    call_limit: int | None = None
+    best_score: float | None = None
+    seed_score: float | None = None
+    depth: int = 0
+    accepted: int = 0
+    prompt_tokens: float = 0.0
+    completion_tokens: float = 0.0
+    requests: int = 0
+    refused: int = 0
+    mean_running: float | None = None
+    error: str = ""
+    trajectory: list[list[float | int | None]] = field(default_factory=list)
+
+    @property
+    def proposals_per_minute(self) -> float:
+        """Proposals a minute of the server's time."""
+        return 60.0 * self.proposals / self.seconds if self.seconds else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens written a second of the server's time."""
+        return self.completion_tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def overshoot(self) -> int:
+        """Metric calls past the limit, drained; by the optimizer's count or by ours, whichever is more."""
+        if self.call_limit is None:
+            return 0
+        return max(0, max(self.total_metric_calls, self.scored) - self.call_limit)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The median of some figures and their range.
+
+    Example:
+        >>> str(Spread.of([3.0, 1.0, 2.0]))
+        '2.00 (1.00-3.00)'
+    """
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> Spread:
+        """The spread of at least one figure; raises `ValueError` for none."""
+        known = sorted(values)
+        if not known:
+            raise ValueError("a spread needs at least one figure, got none")
+        return cls(statistics.median(known), known[0], known[-1])
+
+    def __str__(self) -> str:
+        if self.low == self.high:
+            return f"{self.median:.2f}"
+        return f"{self.median:.2f} ({self.low:.2f}-{self.high:.2f})"
+
+
+def ratio(figure: float | None, reference: float | None) -> float | None:
+    """`figure / reference`, or `None` where either is missing or the reference is not above 0."""
+    if figure is None or reference is None or reference <= 0:
+        return None
+    return figure / reference
+
+
+def shown(figure: float | None, form: str = ".2f", unit: str = "") -> str:
+    """A figure for a table; a dash for a missing one."""
+    return "-" if figure is None else f"{figure:{form}}{unit}"
+
+
+def versions() -> dict[str, str]:
+    """Installed versions of what was measured."""
+    found: dict[str, str] = {}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "missing"
+    return found
+
+
+def provenance() -> dict[str, object]:
+    """Command, date, versions and machine, as they stand in every line of a results file."""
+    spec = sys.modules["__main__"].__spec__ if hasattr(sys.modules["__main__"], "__spec__") else None
+    program = ["python", "-m", spec.name] if spec else ["python", *sys.argv[:1]]
+    return {
+        "command": shlex.join([*program, *sys.argv[1:]]),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "versions": versions(),
+        "machine": {
+            "cores": os.cpu_count(),
+            "architecture": platform.machine(),
+            "system": platform.system(),
+            "python": platform.python_version(),
+        },
+    }
+
+
+def append_json_lines(path: Path, records: Iterable[dict[str, object]]) -> None:
+    """Append one JSON line a record, each with the provenance of this command."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    source = provenance()
+    with path.open("a", encoding="utf-8") as file:
+        for record in records:
+            file.write(json.dumps({**record, **source}) + "\n")
+
+
+def write_result(path: Path, result: Result) -> None:
+    """Append one run to a results file, with the rates that follow from its figures."""
+    rates = {
+        "proposals_per_minute": result.proposals_per_minute,
+        "tokens_per_second": result.tokens_per_second,
+        "overshoot": result.overshoot,
+    }
+    append_json_lines(path, [{**asdict(result), **rates}])
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Rows under a header, in columns as wide as their widest cell.
+
+    Example:
+        >>> print(table(["method", "score"], [["gepa", "0.34"]]))
+        method  score
+        ------  -----
+        gepa    0.34
+    """
+    widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
+    lines = [header, ["-" * width for width in widths], *rows]
+    return "\n".join("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines)

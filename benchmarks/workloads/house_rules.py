@@ -1,0 +1,85 @@
+"""The simulated workload: house rules on a simulated server, as a bench, a workload and a meter."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import dspy
+
+from benchmarks.measure import Bench, Figures
+from benchmarks.methods import Workload
+from dspy_flashevolve.sim import HouseRules, SimServer
+
+
+@dataclass(frozen=True)
+class SimMeter:
+    """Reads the counters of a `SimServer`, whose seconds are the server's own."""
+
+    server: SimServer
+
+    def reset(self) -> None:
+        """Set the counters to zero."""
+        self.server.reset_stats()
+
+    def read(self) -> Figures:
+        """What was counted since; tokens pro rata for replies that are being written."""
+        stats = self.server.stats()
+        return Figures(
+            prompt_tokens=stats.prompt_tokens,
+            completion_tokens=stats.generated_tokens,
+            requests=stats.requests,
+            refused=stats.refused,
+            mean_running=stats.mean_running,
+            reflections=stats.by_kind["reflection"].requests,
+        )
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a simulated run is made of; see `add_arguments` for the options that fill it."""
+
+    profile: str
+    time_scale: float
+    train: int
+    val: int
+    rules: int
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options that the simulated benchmarks share."""
+    parser.add_argument("--profile", default="h100-qwen3-8b", help="the simulated backend")
+    parser.add_argument("--slots", type=int, default=64, help="requests in flight at most")
+    parser.add_argument("--train", type=int, default=60, help="training examples")
+    parser.add_argument("--val", type=int, default=60, help="validation examples")
+    parser.add_argument("--rules", type=int, default=24, help="house rules to discover")
+    parser.add_argument(
+        "--time-scale",
+        type=float,
+        default=1.0,
+        help="the server's seconds that pass in a real one; above 1 only for smoke runs: the client is no faster",
+    )
+
+
+def setting(options: argparse.Namespace) -> Setting:
+    """The setting that the options ask for."""
+    return Setting(options.profile, options.time_scale, options.train, options.val, options.rules)
+
+
+@contextmanager
+def simulated(benchmark: str, chosen: Setting, seed: int) -> Iterator[tuple[Bench, Workload]]:
+    """A running server with its bench and workload, both of the same seed."""
+    task = HouseRules(rules=chosen.rules, seed=seed)
+    with SimServer(profile=chosen.profile, seed=seed, time_scale=chosen.time_scale) as server:
+        language_model = dspy.LM("openai/simulated", api_base=server.api_base, api_key="none", cache=False)
+        workload = Workload(
+            program=task.program,
+            trainset=task.trainset(chosen.train),
+            valset=task.valset(chosen.val),
+            metric=task.metric,
+            task_lm=language_model,
+            reflection_lm=language_model.copy(),
+        )
+        yield Bench(benchmark, chosen.profile, SimMeter(server)), workload

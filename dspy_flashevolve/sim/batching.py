@@ -1,0 +1,262 @@
+"""Continuous batching as arithmetic: which sequences run, how fast, and when each one ends.
+
+A sequence goes through these states; nothing here sleeps, and time comes from an injected clock:
+
+    submit -> waiting -> starting -> prefilling -> decoding -> finished
+              (FIFO,     (fixed      (one at a     (all at the same rate,
+              no place)  delay)      time, FIFO)   processor sharing)
+
+The arithmetic of decoding is in `decoding`; an event is O(log n).
+This is the processor-sharing view of iteration-level scheduling (Orca, Yu et al., OSDI 2022; vLLM, Kwon et al.,
+SOSP 2023).
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from dspy_flashevolve.sim.decoding import DecodingPool
+from dspy_flashevolve.sim.profiles import Profile
+
+EventKind = Literal["first_token", "finished"]
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened to a sequence: its prefill is over, or its last token is written.
+
+    Attributes:
+        kind: "first_token" or "finished"; every sequence that is not cancelled has one of each, in this order.
+        sequence: The number that `submit` gave.
+        time: When, in model seconds on the injected clock.
+    """
+
+    kind: EventKind
+    sequence: int
+    time: float
+
+
+@dataclass(frozen=True)
+class Load:
+    """The state and the totals of the batch at one moment.
+
+    Attributes:
+        running: Sequences that hold a place (starting, prefilling or decoding).
+        waiting: Sequences that wait for a place.
+        generated_tokens: Tokens written since the beginning, pro rata for sequences not finished.
+        running_seconds: The integral of `running` over time, in model seconds.
+        kv_tokens: Prompt and output tokens that running sequences hold.
+    """
+
+    running: int
+    waiting: int
+    generated_tokens: float
+    running_seconds: float
+    kv_tokens: float
+
+
+@dataclass
+class _Sequence:
+    number: int
+    prompt_tokens: int
+    output_tokens: int
+    state: Literal["waiting", "starting", "prefilling", "decoding"] = "waiting"
+
+
+class ContinuousBatching:
+    """A batch of sequences under one profile.
+
+    `submit`, `cancel` and `advance` first bring the model up to the clock's time. The clock may jump any distance:
+    places that come free in between are given at the moment they came free.
+
+    Args:
+        profile: Rates and limits.
+        clock: Returns the model time in seconds; must not go back.
+
+    Example:
+        >>> from dspy_flashevolve.sim.profiles import PROFILES
+        >>> now = 0.0
+        >>> batch = ContinuousBatching(PROFILES["h100-qwen3-8b"], clock=lambda: now)
+        >>> batch.submit(prompt_tokens=350, output_tokens=1000)
+        0
+        >>> now = 60.0
+        >>> [(event.kind, round(event.time, 2)) for event in batch.advance()]
+        [('first_token', 0.02), ('finished', 6.88)]
+    """
+
+    def __init__(self, profile: Profile, clock: Callable[[], float]) -> None:
+        self._profile = profile
+        self._clock = clock
+        self._now = clock()
+        self._next_number = 0
+        self._sequences: dict[int, _Sequence] = {}
+        self._waiting: OrderedDict[int, None] = OrderedDict()
+        self._starting: list[tuple[float, int]] = []
+        self._prefills: deque[int] = deque()
+        self._queued_prompt_tokens = 0
+        self._prefill_left_seconds = 0.0
+        self._pool = DecodingPool(profile)
+        self._undecoded_prompt_tokens = 0
+        self._running_seconds = 0.0
+        self._events: list[Event] = []
+
+    def submit(self, prompt_tokens: int, output_tokens: int) -> int:
+        """Add a sequence now and return its number (0, 1, 2, ... in order of arrival).
+
+        Args:
+            prompt_tokens: Tokens to prefill, at least 0.
+            output_tokens: Tokens to write, at least 1.
+
+        Raises:
+            ValueError: If either is below its minimum.
+        """
+        if prompt_tokens < 0 or output_tokens < 1:
+            raise ValueError(
+                f"a sequence needs prompt_tokens >= 0 and output_tokens >= 1, got {prompt_tokens} and {output_tokens}"
+            )
+        self._catch_up(self._clock())
+        sequence = _Sequence(self._next_number, prompt_tokens, output_tokens)
+        self._next_number += 1
+        self._sequences[sequence.number] = sequence
+        self._waiting[sequence.number] = None
+        self._fill_places()
+        return sequence.number
+
+    def cancel(self, number: int) -> None:
+        """Take a sequence out now and give its place to the next one; a finished or unknown number does nothing."""
+        self._catch_up(self._clock())
+        sequence = self._sequences.pop(number, None)
+        if sequence is None:
+            return
+        if sequence.state == "waiting":
+            del self._waiting[number]
+            return
+        if sequence.state == "decoding":
+            self._pool.leave(number)
+        else:
+            self._undecoded_prompt_tokens -= sequence.prompt_tokens
+        if sequence.state == "prefilling":
+            self._leave_prefills(sequence)
+        self._fill_places()
+
+    def advance(self) -> list[Event]:
+        """Bring the model up to the clock's time; return what happened since the last call, in order of time."""
+        self._catch_up(self._clock())
+        events, self._events = self._events, []
+        return events
+
+    def next_change(self) -> float | None:
+        """When, in model seconds, the next thing happens by itself; None when nothing is under way."""
+        time = min(self._start_time(), self._prefill_time(), self._finish_time())
+        return None if math.isinf(time) else time
+
+    def load(self) -> Load:
+        """State and totals at the clock's time."""
+        self._catch_up(self._clock())
+        return Load(
+            running=self._running,
+            waiting=len(self._waiting),
+            generated_tokens=self._pool.written_tokens,
+            running_seconds=self._running_seconds,
+            kv_tokens=self._undecoded_prompt_tokens + self._pool.cached_tokens,
+        )
+
+    @property
+    def in_flight(self) -> int:
+        """Sequences that run or wait."""
+        return len(self._sequences)
+
+    @property
+    def _running(self) -> int:
+        return len(self._sequences) - len(self._waiting)
+
+    def _start_time(self) -> float:
+        while self._starting and self._starting[0][1] not in self._sequences:
+            heapq.heappop(self._starting)
+        return self._starting[0][0] if self._starting else math.inf
+
+    def _prefill_time(self) -> float:
+        return self._now + self._prefill_left_seconds if self._prefills else math.inf
+
+    def _finish_time(self) -> float:
+        return self._now + self._pool.seconds_to_next_end()
+
+    def _catch_up(self, target: float) -> None:
+        while True:
+            finish, prefill, start = self._finish_time(), self._prefill_time(), self._start_time()
+            soonest = min(finish, prefill, start)
+            if soonest > target:
+                break
+            self._pass_time(soonest)
+            if soonest == finish:
+                self._finish_one()
+            elif soonest == prefill:
+                self._join_decoding(self._leave_prefills(self._sequences[self._prefills[0]]))
+            else:
+                self._leave_starting()
+        self._pass_time(target)
+
+    def _pass_time(self, target: float) -> None:
+        elapsed = target - self._now
+        if elapsed <= 0:
+            return
+        self._pool.pass_seconds(elapsed)
+        self._running_seconds += elapsed * self._running
+        self._prefill_left_seconds = max(0.0, self._prefill_left_seconds - elapsed)
+        self._now = target
+
+    def _fill_places(self) -> None:
+        while self._waiting and self._running < self._profile.max_running:
+            number, _ = self._waiting.popitem(last=False)
+            sequence = self._sequences[number]
+            sequence.state = "starting"
+            self._undecoded_prompt_tokens += sequence.prompt_tokens
+            delay = self._profile.time_to_first_token_seconds
+            if not self._profile.prefill_is_shared:
+                delay += sequence.prompt_tokens / self._profile.prefill_tokens_per_second
+            heapq.heappush(self._starting, (self._now + delay, number))
+
+    def _leave_starting(self) -> None:
+        _, number = heapq.heappop(self._starting)
+        sequence = self._sequences[number]
+        if not self._profile.prefill_is_shared:
+            self._join_decoding(sequence)
+            return
+        sequence.state = "prefilling"
+        self._prefills.append(number)
+        self._queue_prompt_tokens(sequence.prompt_tokens)
+        if len(self._prefills) == 1:
+            self._begin_prefill()
+
+    def _leave_prefills(self, sequence: _Sequence) -> _Sequence:
+        was_first = self._prefills[0] == sequence.number
+        self._prefills.remove(sequence.number)
+        self._queue_prompt_tokens(-sequence.prompt_tokens)
+        if was_first and self._prefills:
+            self._begin_prefill()
+        return sequence
+
+    def _begin_prefill(self) -> None:
+        prompt_tokens = self._sequences[self._prefills[0]].prompt_tokens
+        self._prefill_left_seconds = prompt_tokens / self._profile.prefill_tokens_per_second
+
+    def _queue_prompt_tokens(self, change: int) -> None:
+        self._queued_prompt_tokens += change
+        self._pool.set_queued_prompt_tokens(self._queued_prompt_tokens)
+
+    def _join_decoding(self, sequence: _Sequence) -> None:
+        sequence.state = "decoding"
+        self._undecoded_prompt_tokens -= sequence.prompt_tokens
+        self._pool.join(sequence.number, sequence.prompt_tokens, sequence.output_tokens)
+        self._events.append(Event("first_token", sequence.number, self._now))
+
+    def _finish_one(self) -> None:
+        number = self._pool.end_next()
+        del self._sequences[number]
+        self._events.append(Event("finished", number, self._now))
+        self._fill_places()

@@ -1,0 +1,150 @@
+"""What the simulated server counts, as `/stats` (JSON, over a window) and `/metrics` (Prometheus, since the start)."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from dspy_flashevolve.sim.batching import Load
+from dspy_flashevolve.sim.profiles import Profile
+from dspy_flashevolve.sim.prompts import PromptKind
+
+KINDS: tuple[PromptKind, ...] = ("task", "reflection", "other")
+FinishedReason = Literal["stop", "length", "abort"]
+# vLLM's buckets of vllm:e2e_request_latency_seconds (vllm/v1/metrics/loggers.py).
+_BUCKETS = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+
+
+@dataclass(frozen=True)
+class KindStats:
+    """Finished requests of one kind of prompt, and their tokens."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class ServerStats:
+    """`/stats`: what happened since the start or the last reset.
+
+    Attributes:
+        profile: The profile's name.
+        seed: The server's seed.
+        time_scale: Model seconds a wall second.
+        seconds: Wall seconds of the window.
+        model_seconds: Model seconds of the window.
+        requests: Requests accepted.
+        finished: Requests answered in full.
+        cancelled: Requests whose client went away.
+        refused: Requests answered with status 429.
+        running: Sequences that run now.
+        waiting: Sequences that wait now.
+        prompt_tokens: Prompt tokens of the finished requests.
+        completion_tokens: Completion tokens of the finished requests.
+        generated_tokens: Tokens written in the window, pro rata for requests that are not finished.
+        mean_running: Mean number of running sequences over the window.
+        by_kind: Finished requests by kind: "task", "reflection", "other".
+    """
+
+    profile: str
+    seed: int
+    time_scale: float
+    seconds: float
+    model_seconds: float
+    requests: int
+    finished: int
+    cancelled: int
+    refused: int
+    running: int
+    waiting: int
+    prompt_tokens: int
+    completion_tokens: int
+    generated_tokens: float
+    mean_running: float
+    by_kind: Mapping[str, KindStats]
+
+    def to_json(self) -> dict[str, Any]:
+        """As `/stats` sends it."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, payload: Mapping[str, Any]) -> ServerStats:
+        """From what `/stats` sent."""
+        values = dict(payload)
+        values["by_kind"] = {kind: KindStats(**stats) for kind, stats in payload["by_kind"].items()}
+        return cls(**values)
+
+
+@dataclass
+class Counters:
+    """Running totals of requests; `of_kind` holds (requests, prompt tokens, completion tokens)."""
+
+    requests: int = 0
+    refused: int = 0
+    of_kind: dict[PromptKind, list[int]] = field(default_factory=lambda: {kind: [0, 0, 0] for kind in KINDS})
+    of_reason: dict[FinishedReason, int] = field(default_factory=lambda: {"stop": 0, "length": 0, "abort": 0})
+    latency_buckets: list[int] = field(default_factory=lambda: [0] * (len(_BUCKETS) + 1))
+    latency_seconds: float = 0.0
+
+    def finish(
+        self, kind: PromptKind, reason: FinishedReason, prompt_tokens: int, completion_tokens: int, latency: float
+    ) -> None:
+        """Count an answered request; `latency` is in model seconds."""
+        totals = self.of_kind[kind]
+        totals[0] += 1
+        totals[1] += prompt_tokens
+        totals[2] += completion_tokens
+        self.of_reason[reason] += 1
+        self.latency_buckets[bisect_left(_BUCKETS, latency)] += 1
+        self.latency_seconds += latency
+
+    def abort(self) -> None:
+        """Count a request whose client went away."""
+        self.of_reason["abort"] += 1
+
+    def total(self, column: Literal[0, 1, 2]) -> int:
+        """The sum over the kinds of requests (0), prompt tokens (1) or completion tokens (2)."""
+        return sum(totals[column] for totals in self.of_kind.values())
+
+    def kind_stats(self) -> dict[str, KindStats]:
+        """`by_kind` of `/stats`."""
+        return {kind: KindStats(*totals) for kind, totals in self.of_kind.items()}
+
+
+def prometheus_text(profile: Profile, load: Load, counters: Counters) -> str:
+    """`/metrics` under vLLM's names.
+
+    Args:
+        profile: Gives the model's name and the size of the KV cache.
+        load: State and totals since the start of the server.
+        counters: Totals since the start of the server.
+    """
+    labels = f'engine="0",model_name="{profile.model}"'
+    usage = min(1.0, load.kv_tokens / profile.kv_cache_tokens)
+    lines: list[str] = []
+    for name, kind, value in (
+        ("num_requests_running", "gauge", load.running),
+        ("num_requests_waiting", "gauge", load.waiting),
+        ("gpu_cache_usage_perc", "gauge", usage),
+        ("kv_cache_usage_perc", "gauge", usage),
+        ("prompt_tokens_total", "counter", counters.total(1)),
+        ("generation_tokens_total", "counter", int(load.generated_tokens)),
+    ):
+        lines += [f"# TYPE vllm:{name} {kind}", f"vllm:{name}{{{labels}}} {value}"]
+    lines.append("# TYPE vllm:request_success_total counter")
+    for reason, count in counters.of_reason.items():
+        lines.append(f'vllm:request_success_total{{finished_reason="{reason}",{labels}}} {count}')
+    return "\n".join([*lines, *_latency_lines(labels, counters), ""])
+
+
+def _latency_lines(labels: str, counters: Counters) -> list[str]:
+    name = "vllm:e2e_request_latency_seconds"
+    lines = [f"# TYPE {name} histogram"]
+    below = 0
+    for bound, count in zip((*map(float, _BUCKETS), "+Inf"), counters.latency_buckets, strict=True):
+        below += count
+        lines.append(f'{name}_bucket{{{labels},le="{bound}"}} {below}')
+    return [*lines, f"{name}_count{{{labels}}} {below}", f"{name}_sum{{{labels}}} {counters.latency_seconds}"]

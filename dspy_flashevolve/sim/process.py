@@ -1,0 +1,211 @@
+"""The simulated server in a process of its own, so that it takes no CPU time of the client's interpreter."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import threading
+import urllib.request
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import IO, TYPE_CHECKING, Any
+
+from dspy_flashevolve.sim.counters import ServerStats
+from dspy_flashevolve.sim.profiles import LengthLaw, Profile, profile_named
+from dspy_flashevolve.sim.replies import ReplyModel
+
+if TYPE_CHECKING:
+    from dspy_flashevolve.sim.server import ServerConfig
+
+_PACKAGE_PARENT = Path(__file__).resolve().parents[2]
+_CHILD = "from dspy_flashevolve.sim.process import child_main; child_main()"
+_EXIT_SECONDS = 5.0
+_HTTP_SECONDS = 30.0
+
+
+class SimServer:
+    """A simulated server in a process of its own, for the length of a `with` block.
+
+    It accepts requests when `with` is entered, and is ended and reaped on exit. It also ends when this process
+    dies, and it ignores Ctrl-C, so that an interrupted run can still drain. Binds to 127.0.0.1 only.
+
+    Args:
+        profile: A profile, or the name of one.
+        seed: Part of every random choice of the server.
+        port: Port to bind; 0 for any free one.
+        time_scale: Model seconds a wall second; 50 makes everything 50 times faster.
+        reply_model: How well the simulated model obeys and reflects.
+
+    Raises:
+        ValueError: If the profile is unknown or a number is out of range.
+        ImportError: On entry, if aiohttp is not installed.
+        RuntimeError: On entry, if the server cannot start; the message says why (such as a port in use).
+
+    Example:
+        >>> with SimServer(profile="h100-qwen3-8b", seed=0, time_scale=50) as server:
+        ...     server.stats().requests
+        0
+    """
+
+    def __init__(
+        self,
+        profile: str | Profile = "h100-qwen3-8b",
+        *,
+        seed: int = 0,
+        port: int = 0,
+        time_scale: float = 1.0,
+        reply_model: ReplyModel | None = None,
+    ) -> None:
+        self._config: dict[str, Any] = {
+            "profile": asdict(profile_named(profile) if isinstance(profile, str) else profile),
+            "seed": seed,
+            "time_scale": time_scale,
+            "reply_model": asdict(reply_model or ReplyModel()),
+            "port": port,
+        }
+        self._process: subprocess.Popen[str] | None = None
+        self._port = 0
+
+    @property
+    def url(self) -> str:
+        """The server's root, such as "http://127.0.0.1:8000".
+
+        Raises:
+            RuntimeError: Outside the `with` block.
+        """
+        if self._process is None:
+            raise RuntimeError("the simulated server runs only inside its `with` block")
+        return f"http://127.0.0.1:{self._port}"
+
+    @property
+    def api_base(self) -> str:
+        """What `dspy.LM("openai/...", api_base=...)` takes.
+
+        Raises:
+            RuntimeError: Outside the `with` block.
+        """
+        return f"{self.url}/v1"
+
+    @property
+    def pid(self) -> int:
+        """The process id of the server.
+
+        Raises:
+            RuntimeError: Outside the `with` block.
+        """
+        if self._process is None:
+            raise RuntimeError("the simulated server runs only inside its `with` block")
+        return self._process.pid
+
+    def stats(self) -> ServerStats:
+        """What happened since the start or the last reset."""
+        with urllib.request.urlopen(f"{self.url}/stats", timeout=_HTTP_SECONDS) as response:
+            return ServerStats.from_json(json.load(response))
+
+    def reset_stats(self) -> None:
+        """Begin a new window of `stats`; `/metrics` goes on counting from the start."""
+        request = urllib.request.Request(f"{self.url}/stats/reset", method="POST")
+        urllib.request.urlopen(request, timeout=_HTTP_SECONDS).close()
+
+    def __enter__(self) -> SimServer:
+        require_aiohttp()
+        paths = [str(_PACKAGE_PARENT), os.environ.get("PYTHONPATH", "")]
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _CHILD],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+        )
+        try:
+            self._port = self._hand_over(self._process)
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._end()
+
+    def _hand_over(self, process: subprocess.Popen[str]) -> int:
+        stdin, stdout = _pipes(process)
+        stdin.write(json.dumps(self._config) + "\n")
+        stdin.flush()
+        line = stdout.readline()
+        if not line:
+            raise RuntimeError("the simulated server ended before it was ready; its error is on stderr")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise RuntimeError(f"the simulated server could not start: {answer['error']}")
+        return int(answer["port"])
+
+    def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        stdin, stdout = _pipes(process)
+        try:
+            # The child takes the end of its input as its own end.
+            stdin.close()
+            process.wait(_EXIT_SECONDS)
+        except (subprocess.TimeoutExpired, BrokenPipeError):
+            process.kill()
+            process.wait()
+        stdout.close()
+
+
+def _pipes(process: subprocess.Popen[str]) -> tuple[IO[str], IO[str]]:
+    if process.stdin is None or process.stdout is None:
+        raise RuntimeError("the server's process was started without pipes")
+    return process.stdin, process.stdout
+
+
+def require_aiohttp() -> None:
+    """Check that the server's one dependency is there.
+
+    Raises:
+        ImportError: If it is not; the message names the extra to install.
+    """
+    if importlib.util.find_spec("aiohttp") is None:
+        raise ImportError("the simulated server needs aiohttp: pip install 'dspy-flashevolve[sim]'")
+
+
+def child_main() -> None:
+    """The server's process: a configuration on stdin, a port on stdout, then serve until stdin ends."""
+    from dspy_flashevolve.sim.server import ServerConfig
+
+    raw = json.loads(sys.stdin.readline())
+    for law in ("task_length", "reflection_length"):
+        raw["profile"][law] = LengthLaw(**raw["profile"][law])
+    try:
+        config = ServerConfig(
+            profile=Profile(**raw["profile"]),
+            seed=raw["seed"],
+            time_scale=raw["time_scale"],
+            reply_model=ReplyModel(**raw["reply_model"]),
+            port=raw["port"],
+        )
+        asyncio.run(_serve_until_stdin_ends(config))
+    except (OSError, ValueError) as error:
+        print(json.dumps({"error": str(error)}), flush=True)
+
+
+async def _serve_until_stdin_ends(config: ServerConfig) -> None:
+    from dspy_flashevolve.sim.server import serve
+
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+
+    def watch() -> None:
+        sys.stdin.read()
+        loop.call_soon_threadsafe(stop.set)
+
+    threading.Thread(target=watch, name="stdin", daemon=True).start()
+    await serve(config, on_ready=lambda port: print(json.dumps({"port": port}), flush=True), stop=stop)

@@ -1,0 +1,212 @@
+"""The user's side of the house rules task: data, program, metric, and the optimum that is known beforehand.
+
+An answer must mention certain words. Which ones, no question tells: only the metric's feedback names the rules that
+an answer missed, so an optimizer has to collect them in the instruction. The simulated server obeys each rule that
+an instruction states with a known probability, which makes the best possible score known too.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import dspy
+
+from dspy_flashevolve.sim.replies import ReplyModel
+from dspy_flashevolve.sim.words import WORDS, Rule, words_present
+
+_TEMPLATES = (
+    "What should a beginner know about {topic}?",
+    "Why do people enjoy {topic}?",
+    "How has {topic} changed over the last fifty years?",
+    "What makes {topic} hard to do well?",
+    "Which mistakes are common in {topic}?",
+    "How would you explain {topic} to a child?",
+    "What does a good day of {topic} look like?",
+    "Which tools does one need for {topic}?",
+)
+_TOPICS = (
+    "baking bread", "keeping bees", "learning to sail", "restoring old chairs", "running a small library",
+    "planting trees", "writing letters", "watching birds", "fixing bicycles", "teaching chess", "making cheese",
+    "reading maps", "night photography", "mending clothes", "building bridges", "cold water swimming",
+    "singing in a choir", "drawing faces", "growing tomatoes", "collecting stamps", "training for a marathon",
+    "painting houses", "repairing clocks", "cooking for a crowd",
+)  # fmt: skip
+_OUTPUTS = ("answer", "draft", "outline")
+
+
+@dataclass(frozen=True)
+class HouseRules:
+    """A task whose optimum is known.
+
+    Rule i belongs to predictor i modulo the number of predictors, and counts when its word is in that predictor's
+    output; with one predictor every rule counts in the answer.
+
+    Attributes:
+        rules: How many rules there are, 1 to 128.
+        rules_per_example: How many of them the metric asks of one example; at most `rules`.
+        seed: Decides which words the rules use, which rules an example asks for, and the order of the questions.
+        prompts: Questions to use instead of the built-in 192 (such as IFBench's prompts); used in turn when there
+            are fewer than examples.
+        seed_rules: How many rules the seed program's instruction already holds.
+        reply_model: What the server's replies follow; `optimum` is derived from it.
+
+    Raises:
+        ValueError: If a count is out of its range or `prompts` is empty.
+
+    Example:
+        >>> task = HouseRules(rules=24, seed=0)
+        >>> task.optimum
+        0.9
+        >>> example = task.trainset(1)[0]
+        >>> len(example.required), sorted(example.inputs().keys())
+        (6, ['question'])
+    """
+
+    rules: int = 24
+    rules_per_example: int = 6
+    seed: int = 0
+    prompts: Sequence[str] | None = None
+    seed_rules: int = 2
+    reply_model: ReplyModel = field(default_factory=ReplyModel)
+
+    def __post_init__(self) -> None:
+        for name, low, high in (
+            ("rules", 1, len(WORDS)),
+            ("rules_per_example", 1, self.rules),
+            ("seed_rules", 0, self.rules),
+        ):
+            if not low <= getattr(self, name) <= high:
+                raise ValueError(f"{name} must be between {low} and {high}, got {getattr(self, name)!r}")
+        if self.prompts is not None and not self.prompts:
+            raise ValueError("prompts must hold at least one question, got an empty sequence")
+
+    def all_rules(self) -> list[Rule]:
+        """The rules, numbered from 1."""
+        words = random.Random(f"words {self.seed}").sample(WORDS, self.rules)
+        return [Rule(number, word) for number, word in enumerate(words, start=1)]
+
+    def trainset(self, n: int) -> list[dspy.Example]:
+        """The first `n` training examples: input `question`, and `required`, the list of rules that the metric asks."""
+        return [self._example("train", index) for index in range(n)]
+
+    def valset(self, n: int) -> list[dspy.Example]:
+        """The first `n` validation examples; no question is in both sets while the questions last."""
+        return [self._example("val", index) for index in range(n)]
+
+    def program(self, predictors: Literal[1, 2, 3] = 1) -> dspy.Module:
+        """A fresh program with the seed instruction: `predictors` calls in a chain, the last one writes `answer`.
+
+        Raises:
+            ValueError: If `predictors` is not 1, 2 or 3.
+        """
+        return self._program(predictors, self.all_rules()[: self.seed_rules])
+
+    def optimal_program(self, predictors: Literal[1, 2, 3] = 1) -> dspy.Module:
+        """The program whose instructions hold all the rules.
+
+        Raises:
+            ValueError: If `predictors` is not 1, 2 or 3.
+        """
+        return self._program(predictors, self.all_rules())
+
+    def optimal_instruction(self) -> str:
+        """The instruction that holds all the rules, for the program of one predictor."""
+        return _instruction("answer", self.all_rules())
+
+    @property
+    def optimum(self) -> float:
+        """The expected score of `optimal_instruction()`: each word is there with the model's obedience."""
+        return self.reply_model.obedience_with(self.rules)
+
+    def metric(
+        self,
+        gold: dspy.Example,
+        pred: dspy.Prediction,
+        trace: Any = None,
+        pred_name: str | None = None,
+        pred_trace: Any = None,
+    ) -> dspy.Prediction:
+        """Score and feedback, in the form that dspy.GEPA asks for.
+
+        Args:
+            gold: An example of `trainset` or `valset`.
+            pred: The program's outputs.
+            trace: Not used.
+            pred_name: The predictor that the feedback is for; None for all of them.
+            pred_trace: Not used.
+
+        Returns:
+            `score`, the share of the required words that are there (over all predictors, whatever `pred_name`), and
+            `feedback`, which names the missed rules of the predictor.
+        """
+        required: list[Rule] = list(gold["required"])
+        outputs = [name for name in _OUTPUTS if name in pred]
+        missed = [rule for rule in required if not _kept(rule, outputs, pred)]
+        concerned = [rule for rule in missed if pred_name not in outputs or _owner(rule, outputs) == pred_name]
+        text = "Missed: " + " ".join(map(str, concerned)) if concerned else "All rules were kept."
+        return dspy.Prediction(score=1 - len(missed) / len(required), feedback=text)
+
+    def _questions(self) -> list[str]:
+        if self.prompts is not None:
+            return list(self.prompts)
+        questions = [template.format(topic=topic) for template in _TEMPLATES for topic in _TOPICS]
+        random.Random(f"questions {self.seed}").shuffle(questions)
+        return questions
+
+    def _example(self, split: Literal["train", "val"], index: int) -> dspy.Example:
+        questions = self._questions()
+        question = questions[(2 * index + (split == "val")) % len(questions)]
+        chosen = random.Random(f"{split} {self.seed} {index}").sample(self.all_rules(), self.rules_per_example)
+        return dspy.Example(question=question, required=sorted(chosen)).with_inputs("question")
+
+    def _program(self, predictors: int, rules: Sequence[Rule]) -> dspy.Module:
+        if predictors not in (1, 2, 3):
+            raise ValueError(f"predictors must be 1, 2 or 3, got {predictors!r}")
+        outputs = _OUTPUTS[:predictors]
+        return _Chain({name: [rule for rule in rules if _owner(rule, outputs) == name] for name in outputs})
+
+
+def _owner(rule: Rule, outputs: Sequence[str]) -> str:
+    """The output that a rule belongs to, which is also the name of the predictor that writes it."""
+    return outputs[(rule.number - 1) % len(outputs)]
+
+
+def _kept(rule: Rule, outputs: Sequence[str], pred: dspy.Prediction) -> bool:
+    return bool(outputs) and bool(words_present(str(pred[_owner(rule, outputs)]), [rule.word]))
+
+
+def _instruction(output: str, rules: Sequence[Rule]) -> str:
+    verb = {"answer": "Answer the question.", "draft": "Write a draft.", "outline": "Write an outline."}[output]
+    return "\n".join([f"{verb} Follow the house rules.", *map(str, rules)])
+
+
+class _Chain(dspy.Module):
+    """question -> outline -> draft -> answer, or the last one or two of these steps."""
+
+    def __init__(self, rules: dict[str, list[Rule]]) -> None:
+        super().__init__()
+        self.steps = list(reversed(rules))
+        sources = ["question"]
+        for name in self.steps:
+            signature = dspy.make_signature(f"{', '.join(sources)} -> {name}", _instruction(name, rules[name]))
+            setattr(self, name, dspy.Predict(signature))
+            sources = ["question", name]
+
+    def forward(self, question: str) -> dspy.Prediction:
+        fields: dict[str, Any] = {}
+        for name in self.steps:
+            fields[name] = getattr(self, name)(question=question, **_previous(fields))[name]
+        return dspy.Prediction(**fields)
+
+    async def aforward(self, question: str) -> dspy.Prediction:
+        fields: dict[str, Any] = {}
+        for name in self.steps:
+            fields[name] = (await getattr(self, name).acall(question=question, **_previous(fields)))[name]
+        return dspy.Prediction(**fields)
+
+
+def _previous(fields: dict[str, Any]) -> dict[str, Any]:
+    return dict(list(fields.items())[-1:])

@@ -1,0 +1,111 @@
+"""One measured run: the methods, the count of rollouts, the plain evaluation, and errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import dspy
+import pytest
+
+from benchmarks.engine_cost import NoOp, checksum_score, run, workload
+from benchmarks.measure import Bench, CountedMetric, Figures, NoMeter
+from benchmarks.methods import UNLIMITED_CALLS, Limits, Method, PlainEvaluation, Workload, method
+from benchmarks.trajectory import Recorder
+from benchmarks.vllm_cpu import counter
+from tests.fakes import reflection_lm, task_lm
+
+BENCH = Bench("test", "fake", NoMeter())
+
+
+def _workload(examples: int = 6) -> Workload:
+    base = workload(checksum_score, examples)
+    return Workload(NoOp, base.trainset, base.valset, checksum_score, task_lm(), reflection_lm())
+
+
+@pytest.mark.parametrize("name", ["gepa", "gepa-independent-4"])
+def test_a_run_of_dspy_gepa_ends_with_its_figures(name: str) -> None:
+    result = BENCH.run(method(name), _workload(), Limits(slots=4, seed=0, metric_calls=60))
+    assert result.error == ""
+    assert result.method == name
+    assert result.total_metric_calls >= 60
+    assert result.scored == result.total_metric_calls
+    assert result.overshoot == result.total_metric_calls - 60
+    assert result.proposals > 0
+    assert result.best_score is not None
+    assert result.best_score >= (result.seed_score or 0.0) > 0
+
+
+def test_a_run_of_async_gepa_never_overshoots() -> None:
+    result = BENCH.run(method("async"), _workload(), Limits(slots=4, seed=0, metric_calls=60))
+    assert result.error == ""
+    assert 0 < result.scored <= result.total_metric_calls <= 60
+    assert result.overshoot == 0
+    assert result.proposals > 0
+
+
+def test_the_plain_evaluation_runs_as_many_rollouts_as_it_was_given() -> None:
+    result = BENCH.run(method("evaluate"), _workload(), Limits(slots=4, seed=0, metric_calls=23))
+    assert (result.error, result.scored, result.metric_calls) == ("", 23, 23)
+
+
+def test_the_plain_evaluation_stops_at_its_time_and_runs_nothing_after_it() -> None:
+    metric = CountedMetric(checksum_score)
+    limits = Limits(slots=2, seed=0, seconds=0.0)
+    task = _workload()
+    PlainEvaluation(metric, limits).compile(NoOp(), trainset=task.trainset, valset=task.valset)
+    assert metric.count == 0
+
+
+def test_a_time_limit_replaces_the_budget() -> None:
+    optimizer: Any = method("gepa").build(_workload(), Limits(4, 0, seconds=30.0, time_scale=10.0), Recorder())
+    assert optimizer.max_metric_calls == UNLIMITED_CALLS
+    assert [stopper.timeout_seconds for stopper in optimizer.gepa_kwargs["stop_callbacks"]] == [3.0]
+
+
+def test_an_unknown_method_is_named_in_the_error() -> None:
+    with pytest.raises(ValueError, match="'gepa-independent-0'"):
+        method("gepa-independent-0")
+
+
+def test_a_call_for_a_predictors_feedback_is_not_a_rollout() -> None:
+    metric = CountedMetric(lambda gold, pred, trace, pred_name, pred_trace: 1.0)
+    metric(None, None)
+    metric(None, None, [], "answer", [])
+    assert metric.count == 1
+
+
+def test_what_ended_a_run_stands_in_its_result(capsys: pytest.CaptureFixture[str]) -> None:
+    def build(task: Workload, limits: Limits, recorder: Recorder) -> Any:
+        raise RuntimeError("no such model")
+
+    result = BENCH.run(Method("broken", build), _workload(), Limits(slots=1, seed=0, seconds=5.0))
+    assert result.error == "RuntimeError: no such model"
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_the_servers_figures_are_read_once() -> None:
+    class Meter(NoMeter):
+        reads = 0
+
+        def read(self) -> Figures:
+            self.reads += 1
+            return Figures(completion_tokens=12.0, requests=3)
+
+    meter = Meter()
+    result = Bench("test", "fake", meter).run(method("evaluate"), _workload(), Limits(2, 0, seconds=5, metric_calls=8))
+    assert (meter.reads, result.completion_tokens, result.requests) == (1, 12.0, 3)
+
+
+@pytest.mark.parametrize("name", ["evaluate", "gepa", "async"])
+def test_the_engines_cost_is_measured_without_a_language_model(name: str) -> None:
+    with dspy.context(lm=None):
+        cost = run(name, 200, 8, checksum_score, examples=10)
+    assert cost.error == ""
+    assert cost.rollouts >= (200 if name != "async" else 150)
+    assert cost.cpu_milliseconds_per_rollout > 0
+
+
+def test_a_counter_of_prometheus_is_summed_over_its_labels() -> None:
+    text = 'a_total{engine="0",reason="stop"} 2.0\na_total{engine="0",reason="length"} 1e1\na_total_x 5\n'
+    assert counter(text, "a_total") == 12.0
+    assert counter("", "a_total") == 0.0

@@ -1,0 +1,100 @@
+"""Medians with spread, ratios, tables, and the lines of a results file."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks import score, throughput
+from benchmarks.results import Result, Spread, ratio, table, write_result
+
+
+def _result(method: str, seed: int = 0, **fields: object) -> Result:
+    return Result("throughput", method, "simulated", seed, 4, **{"seconds": 60.0, "total_seconds": 70.0, **fields})  # type: ignore[arg-type]
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1))
+def test_a_spread_is_the_median_within_its_range(values: list[float]) -> None:
+    spread = Spread.of(values)
+    assert spread.median == statistics.median(values)
+    assert spread.low == min(values) <= spread.median <= max(values) == spread.high
+
+
+def test_a_spread_of_nothing_says_so() -> None:
+    with pytest.raises(ValueError, match="at least one"):
+        Spread.of([])
+
+
+def test_a_ratio_to_nothing_is_missing() -> None:
+    assert ratio(3.0, 2.0) == 1.5
+    assert ratio(3.0, 0.0) is ratio(None, 2.0) is ratio(3.0, None) is None
+
+
+def test_rates_are_per_minute_and_second_of_the_span() -> None:
+    result = _result("async", seconds=30.0, proposals=5, completion_tokens=600.0)
+    assert result.proposals_per_minute == 10.0
+    assert result.tokens_per_second == 20.0
+
+
+@pytest.mark.parametrize(
+    ("counted", "scored", "limit", "over"), [(80, 80, 80, 0), (90, 84, 80, 10), (80, 83, 80, 3), (500, 500, None, 0)]
+)
+def test_overshoot_goes_by_the_larger_count(counted: int, scored: int, limit: int | None, over: int) -> None:
+    assert _result("async", total_metric_calls=counted, scored=scored, call_limit=limit).overshoot == over
+
+
+def test_a_results_file_grows_by_a_line_a_run_with_its_provenance(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "runs.jsonl"
+    for seed in range(2):
+        write_result(path, _result("async", seed, best_score=0.5, trajectory=[[1.0, 5, 0, 0, 0, 0.5, 0]]))
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["seed"] for line in lines] == [0, 1]
+    assert lines[0]["trajectory"] == [[1.0, 5, 0, 0, 0, 0.5, 0]]
+    assert {"command", "date", "versions", "machine", "proposals_per_minute", "overshoot"} <= lines[0].keys()
+    assert lines[0]["machine"].keys() == {"cores", "architecture", "system", "python"}
+    assert lines[0]["versions"]["dspy"] != "missing"
+
+
+def test_a_table_is_as_wide_as_its_widest_cells() -> None:
+    lines = table(["a", "long head"], [["longer cell", "1"], ["b", "2"]]).splitlines()
+    assert lines == [
+        "a            long head",
+        "-----------  ---------",
+        "longer cell  1",
+        "b            2",
+    ]
+
+
+def test_the_best_independent_sampling_is_the_one_with_the_highest_median() -> None:
+    results = [
+        *(_result("gepa-independent-4", seed, proposals=count) for seed, count in enumerate([1, 5, 9])),
+        *(_result("gepa-independent-10", seed, proposals=count) for seed, count in enumerate([1, 6, 2])),
+        _result("async", proposals=100),
+    ]
+    assert throughput.best_independent(results, throughput.pace) == "gepa-independent-4"
+    assert throughput.best_independent(results[-1:], throughput.pace) is None
+
+
+def test_reflections_that_a_batch_has_not_announced_count_for_dspy_gepa_only() -> None:
+    cut = {"proposals": 10, "reflections": 15}
+    assert throughput.pace(_result("gepa-independent-10", **cut)) == 15.0
+    assert throughput.pace(_result("async", **cut)) == 10.0
+
+
+def test_the_verdict_compares_medians_and_counts_the_seeds() -> None:
+    results = [
+        *(_result("gepa", seed, best_score=value) for seed, value in enumerate([0.2, 0.5, 0.3])),
+        *(_result("async", seed, best_score=value) for seed, value in enumerate([0.4, 0.4, 0.4])),
+    ]
+    assert score.verdicts(results, "at 9 s") == ["at 9 s: async 0.400 is ahead of gepa 0.300; 2 of 3 seeds"]
+
+
+def test_an_overshoot_of_async_is_a_problem_and_one_of_gepa_is_not() -> None:
+    over = {"call_limit": 100, "total_metric_calls": 130}
+    assert score.overshoots([_result("gepa", **over), _result("async", call_limit=100, total_metric_calls=100)]) == []
+    assert score.overshoots([_result("async", 3, **over)]) == ["seed 3: async spent 30 metric calls more than 100"]

@@ -1,0 +1,141 @@
+"""The arithmetic of trajectories, and what the recorder makes of dspy.GEPA's events."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import dspy
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.trajectory import Point, Recorder, Trajectory
+from tests.fakes import Chain, hashed, reflection_lm, task_lm
+
+STEPS = st.lists(
+    st.tuples(st.floats(0.01, 5.0), st.integers(0, 9), st.one_of(st.none(), st.floats(0, 1))), min_size=1, max_size=20
+)
+
+
+def built(steps: Sequence[tuple[float, int, float | None]]) -> Trajectory:
+    """A trajectory that goes on by each step's seconds, calls and score."""
+    points: list[Point] = []
+    seconds, calls, best = 0.0, 0, None
+    for passed, spent, score in steps:
+        seconds, calls = seconds + passed, calls + spent
+        if score is not None:
+            best = score if best is None else max(best, score)
+        points.append(Point(seconds, calls, best_score=best))
+    return Trajectory(tuple(points))
+
+
+@given(steps=STEPS, seconds=st.floats(0, 120))
+def test_the_score_at_a_time_is_the_best_of_what_was_scored_by_then(
+    steps: list[tuple[float, int, float | None]], seconds: float
+) -> None:
+    run = built(steps)
+    scored = [
+        score
+        for (_, _, score), point in zip(steps, run.points, strict=True)
+        if score is not None and point.seconds <= seconds
+    ]
+    assert run.at(seconds).best_score == max(scored, default=None)
+
+
+@given(steps=STEPS, calls=st.integers(0, 200))
+def test_the_score_at_a_number_of_calls_spends_no_more_than_that(
+    steps: list[tuple[float, int, float | None]], calls: int
+) -> None:
+    run = built(steps)
+    found = run.at_calls(calls)
+    assert found.metric_calls <= calls
+    assert all(point.metric_calls > calls or point.seconds <= found.seconds for point in run.points)
+
+
+@given(steps=STEPS, score=st.floats(0, 1))
+def test_the_time_to_a_score_is_the_first_moment_that_has_it(
+    steps: list[tuple[float, int, float | None]], score: float
+) -> None:
+    run = built(steps)
+    seconds = run.seconds_to(score)
+    if seconds is None:
+        assert run.end.best_score is None or run.end.best_score < score
+        return
+    assert (run.at(seconds).best_score or 0) >= score
+    before = [point for point in run.points if point.seconds < seconds]
+    assert all(point.best_score is None or point.best_score < score for point in before)
+
+
+def test_an_empty_trajectory_is_at_nothing() -> None:
+    assert Trajectory().at(5.0) == Trajectory().end == Point()
+    assert Trajectory().seed_score is None
+    assert Trajectory().compact() == []
+
+
+def test_the_compact_form_keeps_changes_of_the_score_and_the_end() -> None:
+    run = Trajectory((Point(1, 5), Point(2, 6, best_score=0.1), Point(3, 7, best_score=0.1), Point(4, 8, 1, 0, 0, 0.1)))
+    assert run.compact() == [[2, 6, 0, 0, 0, 0.1, 0], [4, 8, 1, 0, 0, 0.1, 0]]
+
+
+def _validated(candidate: int, parents: list[int], score: float, examples: int, of: int) -> Any:
+    return {
+        "candidate_idx": candidate,
+        "parent_ids": parents,
+        "average_score": score,
+        "num_examples_evaluated": examples,
+        "total_valset_size": of,
+    }
+
+
+def test_a_partly_validated_candidate_does_not_count_for_the_best_score() -> None:
+    recorder = Recorder(clock=iter(range(9)).__next__)
+    recorder.on_valset_evaluated(_validated(0, [], 0.2, 10, 10))
+    recorder.on_valset_evaluated(_validated(1, [0], 0.9, 3, 10))
+    assert recorder.trajectory.end.best_score == 0.2
+    recorder.on_valset_evaluated(_validated(1, [0], 0.3, 10, 10))
+    assert recorder.trajectory.end.best_score == 0.3
+    assert recorder.trajectory.seed_score == 0.2
+
+
+def test_depth_is_the_longest_line_of_descent_and_the_clock_is_the_servers() -> None:
+    recorder = Recorder(time_scale=10.0, clock=iter(range(9)).__next__)
+    for candidate, parents in enumerate([[], [0], [1], [0], [2, 3]]):
+        recorder.on_valset_evaluated(_validated(candidate, parents, 0.1, 4, 4))
+    assert [point.depth for point in recorder.trajectory.points] == [0, 1, 2, 2, 3]
+    assert [point.seconds for point in recorder.trajectory.points] == [10, 20, 30, 40, 50]
+
+
+def _metric(gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None) -> Any:
+    return dspy.Prediction(score=hashed(gold.question, pred.answer) % 10 / 10, feedback="Try another digit.")
+
+
+def _examples(name: str, count: int) -> list[dspy.Example]:
+    return [dspy.Example(question=f"{name} {number}?").with_inputs("question") for number in range(count)]
+
+
+def test_the_recorder_agrees_with_the_results_of_dspy_gepa() -> None:
+    recorder = Recorder()
+    optimizer = dspy.GEPA(
+        metric=_metric,
+        max_metric_calls=120,
+        reflection_lm=reflection_lm(),
+        track_stats=True,
+        num_threads=2,
+        gepa_kwargs={"callbacks": [recorder]},
+    )
+    with dspy.context(lm=task_lm()):
+        found = optimizer.compile(Chain(), trainset=_examples("train", 9), valset=_examples("val", 8))
+    details, end = found.detailed_results, recorder.trajectory.end
+    assert len(details.val_aggregate_scores) > 1
+    assert end.best_score == pytest.approx(max(details.val_aggregate_scores))
+    assert recorder.trajectory.seed_score == pytest.approx(details.val_aggregate_scores[0])
+    assert end.accepted == len(details.candidates) - 1
+    assert end.metric_calls == details.total_metric_calls
+    assert end.proposals >= end.accepted > 0
+    assert recorder.trajectory.points[0].metric_calls == 8
+    depths: list[int] = []
+    for parents in details.parents:
+        known = [depths[parent] for parent in parents if parent is not None]
+        depths.append(1 + max(known) if known else 0)
+    assert end.depth == max(depths)

@@ -1,0 +1,67 @@
+"""`flashevolve sim-server`: it serves, it ends on a signal, and it says what is wrong."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+
+import pytest
+
+from dspy_flashevolve.cli import main
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="ends by signal")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_server_serves_and_a_signal_ends_it_cleanly(number: signal.Signals) -> None:
+    command = [sys.executable, "-m", "dspy_flashevolve.cli", "sim-server", "--profile", "api-gpt-4o-mini"]
+    command += ["--port", "0", "--seed", "3", "--time-scale", "50"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    assert line.startswith("api-gpt-4o-mini at http://127.0.0.1:")
+    base = line.split()[2].removesuffix("/v1")
+    with urllib.request.urlopen(f"{base}/stats") as response:
+        stats = json.load(response)
+    assert (stats["profile"], stats["seed"], stats["time_scale"]) == ("api-gpt-4o-mini", 3, 50)
+    process.send_signal(number)
+    _, errors = process.communicate()
+    assert (process.returncode, errors) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--profile", "h200", "unknown profile 'h200'"),
+        ("--port", "70000", "between 0 and 65535, got '70000'"),
+        ("--port", "x", "between 0 and 65535, got 'x'"),
+        ("--time-scale", "0", "must be a positive number, got '0'"),
+        ("--time-scale", "nan", "must be a positive number, got 'nan'"),
+        ("--seed", "x", "invalid int value: 'x'"),
+    ],
+)
+def test_a_wrong_option_is_named_with_its_value(
+    option: str, value: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["sim-server", option, value])
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_port_in_use_is_a_clear_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["sim-server", "--port", str(port)]) == 1
+    assert str(port) in capsys.readouterr().err
+
+
+def test_a_missing_aiohttp_names_the_extra(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "aiohttp" else find(name))
+    assert main(["sim-server"]) == 1
+    assert "pip install 'dspy-flashevolve[sim]'" in capsys.readouterr().err

@@ -1,0 +1,166 @@
+"""The server in its own process, used as a user would: by dspy, over real HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+
+import dspy
+import pytest
+from gepa.utils import TimeoutStopCondition
+
+from dspy_flashevolve.sim import HouseRules, SimServer
+
+PARENT = """
+import os, time
+from dspy_flashevolve.sim import SimServer
+server = SimServer().__enter__()
+print(server.pid, server.url, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[SimServer]:
+    with SimServer(profile="h100-qwen3-8b", seed=0, time_scale=200) as server:
+        yield server
+
+
+def lm(server: SimServer) -> dspy.LM:
+    return dspy.LM("openai/sim", api_base=server.api_base, api_key="none", cache=False)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("adapter", [dspy.ChatAdapter(), dspy.JSONAdapter()])
+def test_the_seed_scores_low_and_all_the_rules_score_the_optimum(server: SimServer, adapter: dspy.ChatAdapter) -> None:
+    task = HouseRules()
+    evaluate = dspy.Evaluate(devset=task.valset(60), metric=task.metric, num_threads=16)
+    with dspy.context(lm=lm(server), adapter=adapter):
+        assert evaluate(task.program()).score / 100 == pytest.approx(0.9 * 2 / 24, abs=0.04)
+        assert evaluate(task.optimal_program()).score / 100 == pytest.approx(task.optimum, abs=0.04)
+        assert evaluate(task.optimal_program(3)).score / 100 == pytest.approx(task.optimum, abs=0.06)
+
+
+def test_a_rate_limit_reaches_dspy_as_an_error_with_retry_after() -> None:
+    with SimServer(profile="api-gpt-4o-mini", time_scale=1e-9) as slow:
+        waiting = [socket.create_connection(("127.0.0.1", int(slow.url.rsplit(":", 1)[1]))) for _ in range(100)]
+        body = b'{"messages": [{"role": "user", "content": "x"}]}'
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
+        for connection in waiting:
+            connection.sendall(head + body)
+        while slow.stats().running < 100:
+            pass
+        model = dspy.LM("openai/sim", api_base=slow.api_base, api_key="none", cache=False, num_retries=0)
+        with pytest.raises(Exception, match=r"(?i)rate.?limit"):
+            model("Hello")
+        assert slow.stats().refused >= 1
+        for connection in waiting:
+            connection.close()
+
+
+def test_the_async_calls_of_dspy_work_too(server: SimServer) -> None:
+    task = HouseRules()
+    with dspy.context(lm=lm(server)):
+        result = asyncio.run(task.optimal_program().acall(question="Why?"))
+    assert task.metric(task.trainset(1)[0], result).score > 0.5
+
+
+def test_dspy_gepa_improves_the_seed() -> None:
+    task = HouseRules()
+    with SimServer(seed=0, time_scale=50) as server:
+        with dspy.context(lm=lm(server)):
+            optimizer = dspy.GEPA(
+                metric=task.metric,
+                max_metric_calls=260,
+                num_threads=16,
+                reflection_lm=lm(server),
+                track_stats=True,
+                seed=0,
+                gepa_kwargs={"stop_callbacks": [TimeoutStopCondition(40)]},
+            )
+            result = optimizer.compile(task.program(), trainset=task.trainset(20), valset=task.valset(20))
+        scores = result.detailed_results.val_aggregate_scores
+        assert max(scores) > scores[0] + 0.05
+        assert server.stats().by_kind["reflection"].requests >= 3
+
+
+def test_stats_can_be_read_and_begun_again(server: SimServer) -> None:
+    server.reset_stats()
+    lm(server)("Hello")
+    now = server.stats()
+    assert (now.requests, now.finished, now.by_kind["other"].requests) == (1, 1, 1)
+    server.reset_stats()
+    assert server.stats().requests == 0
+
+
+def test_the_process_is_gone_when_the_block_ends() -> None:
+    with SimServer() as server:
+        pid = server.pid
+        assert is_alive(pid)
+    assert not is_alive(pid)
+    with pytest.raises(RuntimeError, match="with"):
+        _ = server.api_base
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="kills by signal")
+def test_the_process_ends_when_its_parent_is_killed() -> None:
+    pipe = subprocess.PIPE
+    parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=pipe, stderr=pipe, text=True)
+    assert parent.stdout is not None
+    assert parent.stderr is not None
+    _, url = parent.stdout.readline().split()
+    urllib.request.urlopen(f"{url}/health").close()
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    # The server has inherited stderr, so that this pipe ends when the server does.
+    assert parent.stderr.read() == ""
+    with pytest.raises(urllib.error.URLError):
+        urllib.request.urlopen(f"{url}/health")
+    parent.stdout.close()
+    parent.stderr.close()
+
+
+def test_ctrl_c_does_not_reach_the_server() -> None:
+    with SimServer() as server:
+        assert os.getpgid(server.pid) != os.getpgid(0)
+
+
+def test_a_port_in_use_is_a_clear_error() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(RuntimeError, match=str(port)), SimServer(port=port):
+            pass
+
+
+def test_bad_arguments_are_refused_before_or_on_entry() -> None:
+    with pytest.raises(ValueError, match="unknown profile"):
+        SimServer("h200")
+    with pytest.raises(RuntimeError, match="time_scale"), SimServer(time_scale=-1):
+        pass
+
+
+def test_the_server_side_imports_no_dspy() -> None:
+    code = (
+        "import sys, types, importlib.util, pathlib\n"
+        "root = pathlib.Path(importlib.util.find_spec('dspy_flashevolve').origin).parent\n"
+        # The package itself may import dspy; what is under test is `sim`.
+        "package = types.ModuleType('dspy_flashevolve'); package.__path__ = [str(root)]\n"
+        "sys.modules['dspy_flashevolve'] = package\n"
+        "import dspy_flashevolve.sim, dspy_flashevolve.sim.server\n"
+        "sys.exit('dspy' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,238 @@
+"""The server over real HTTP, in the loop of the test."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import aiohttp
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dspy_flashevolve.sim.profiles import API_GPT_4O_MINI, H100_QWEN3_8B, Profile
+from dspy_flashevolve.sim.server import ServerConfig, serve
+
+Client = aiohttp.ClientSession
+# Replies that take no time, and replies that never end on their own.
+SOON = 1e5
+NEVER = 1e-9
+
+
+@asynccontextmanager
+async def client(profile: Profile = H100_QWEN3_8B, time_scale: float = SOON) -> AsyncIterator[Client]:
+    loop = asyncio.get_running_loop()
+    port: asyncio.Future[int] = loop.create_future()
+    stop = asyncio.Event()
+    config = ServerConfig(profile=profile, time_scale=time_scale)
+    server = asyncio.create_task(serve(config, on_ready=port.set_result, stop=stop))
+    async with aiohttp.ClientSession(f"http://127.0.0.1:{await port}") as session:
+        yield session
+    stop.set()
+    await server
+
+
+def run(test: Callable[[Client], Awaitable[None]], profile: Profile = H100_QWEN3_8B, time_scale: float = SOON) -> None:
+    async def main() -> None:
+        async with client(profile, time_scale) as session:
+            await test(session)
+
+    # A guard against hanging; no test here comes near it.
+    asyncio.run(asyncio.wait_for(main(), timeout=60))
+
+
+def body(text: str, **extra: Any) -> dict[str, Any]:
+    return {"model": "sim", "messages": [{"role": "user", "content": text}], **extra}
+
+
+async def chat(session: Client, text: str, **extra: Any) -> dict[str, Any]:
+    async with session.post("/v1/chat/completions", json=body(text, **extra)) as response:
+        assert response.status == 200
+        return await response.json()
+
+
+async def stats(session: Client) -> dict[str, Any]:
+    async with session.get("/stats") as response:
+        return await response.json()
+
+
+async def until_running(session: Client, running: int) -> dict[str, Any]:
+    """Ask until the server has seen what was sent to it; each question is a round trip of its own."""
+    while (now := await stats(session))["running"] != running:
+        pass
+    return now
+
+
+def test_a_completion_has_openais_shape_and_its_usage_adds_up() -> None:
+    async def test(session: Client) -> None:
+        reply = await chat(session, "Hello " * 100)
+        assert reply["object"] == "chat.completion"
+        assert reply["choices"][0]["message"]["role"] == "assistant"
+        assert reply["choices"][0]["finish_reason"] == "stop"
+        usage = reply["usage"]
+        assert usage["prompt_tokens"] == 150
+        assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+
+    run(test)
+
+
+def test_a_stream_spells_the_same_reply() -> None:
+    async def test(session: Client) -> None:
+        whole = await chat(session, "Hello")
+        payload = body("Hello", stream=True, stream_options={"include_usage": True})
+        async with session.post("/v1/chat/completions", json=payload) as response:
+            assert response.content_type == "text/event-stream"
+            lines = [line for line in (await response.text()).split("\n\n") if line]
+        assert lines.pop() == "data: [DONE]"
+        chunks = [json.loads(line.removeprefix("data: ")) for line in lines]
+        assert chunks.pop()["usage"] == whole["usage"]
+        deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+        assert deltas[0]["role"] == "assistant"
+        assert "".join(delta.get("content", "") for delta in deltas) == whole["choices"][0]["message"]["content"]
+        assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
+
+    run(test)
+
+
+def test_the_order_of_requests_changes_no_reply() -> None:
+    texts = [f"Question {index}" for index in range(40)]
+
+    async def ask(session: Client, order: list[str]) -> dict[str, Any]:
+        replies = await asyncio.gather(*(chat(session, text) for text in order))
+        return {text: (reply["choices"], reply["usage"]) for text, reply in zip(order, replies, strict=True)}
+
+    async def test(session: Client) -> None:
+        assert await ask(session, texts) == await ask(session, texts[::-1])
+
+    run(test)
+
+
+def test_the_api_refuses_what_is_over_its_limit_and_says_when_to_come_back() -> None:
+    async def test(session: Client) -> None:
+        tasks = [asyncio.create_task(chat(session, str(index))) for index in range(2)]
+        await until_running(session, 2)
+        async with session.post("/v1/chat/completions", json=body("one more")) as response:
+            assert response.status == 429
+            assert int(response.headers["Retry-After"]) >= 1
+            error = (await response.json())["error"]
+        assert (error["type"], error["code"]) == ("rate_limit_error", "rate_limit_exceeded")
+        now = await stats(session)
+        assert (now["requests"], now["refused"]) == (2, 1)
+        for task in tasks:
+            task.cancel()
+        await until_running(session, 0)
+
+    run(test, replace(API_GPT_4O_MINI, concurrency_limit=2), NEVER)
+
+
+def test_what_is_over_the_maximum_of_running_sequences_waits() -> None:
+    async def test(session: Client) -> None:
+        tasks = [asyncio.create_task(chat(session, str(index))) for index in range(5)]
+        while (now := await stats(session))["requests"] != 5:
+            pass
+        assert (now["running"], now["waiting"]) == (3, 2)
+        for task in tasks:
+            task.cancel()
+
+    run(test, replace(H100_QWEN3_8B, max_running=3), NEVER)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_away_frees_its_place(stream: bool) -> None:
+    async def test(session: Client) -> None:
+        task = asyncio.create_task(chat(session, "gone", stream=stream))
+        await until_running(session, 1)
+        task.cancel()
+        now = await until_running(session, 0)
+        assert (now["requests"], now["finished"], now["cancelled"]) == (1, 0, 1)
+
+    run(test, time_scale=NEVER)
+
+
+def test_stats_count_by_kind_and_begin_again_after_a_reset() -> None:
+    async def test(session: Client) -> None:
+        reply = await chat(session, "Hello")
+        now = await stats(session)
+        assert now["by_kind"]["other"] == {
+            "requests": 1,
+            "prompt_tokens": reply["usage"]["prompt_tokens"],
+            "completion_tokens": reply["usage"]["completion_tokens"],
+        }
+        assert set(now["by_kind"]) == {"task", "reflection", "other"}
+        assert now["generated_tokens"] == pytest.approx(now["completion_tokens"])
+        assert now["mean_running"] > 0
+        assert now["model_seconds"] == pytest.approx(now["seconds"] * SOON)
+        async with session.post("/stats/reset") as response:
+            assert response.status == 200
+        now = await stats(session)
+        assert (now["requests"], now["completion_tokens"], now["generated_tokens"]) == (0, 0, 0)
+
+    run(test)
+
+
+def test_metrics_have_vllms_names() -> None:
+    async def test(session: Client) -> None:
+        reply = await chat(session, "Hello")
+        async with session.get("/metrics") as response:
+            text = await response.text()
+        samples = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+        labels = 'engine="0",model_name="Qwen/Qwen3-8B"'
+        for name in ("num_requests_running", "num_requests_waiting", "gpu_cache_usage_perc", "kv_cache_usage_perc"):
+            assert float(samples[f"vllm:{name}{{{labels}}}"]) == 0
+        assert int(samples[f"vllm:prompt_tokens_total{{{labels}}}"]) == reply["usage"]["prompt_tokens"]
+        assert int(samples[f"vllm:generation_tokens_total{{{labels}}}"]) == reply["usage"]["completion_tokens"]
+        assert samples[f'vllm:request_success_total{{finished_reason="stop",{labels}}}'] == "1"
+        assert samples[f'vllm:e2e_request_latency_seconds_bucket{{{labels},le="+Inf"}}'] == "1"
+        assert samples[f"vllm:e2e_request_latency_seconds_count{{{labels}}}"] == "1"
+
+    run(test)
+
+
+def test_models_and_health_answer() -> None:
+    async def test(session: Client) -> None:
+        async with session.get("/v1/models") as response:
+            assert (await response.json())["data"][0]["id"] == "Qwen/Qwen3-8B"
+        async with session.get("/health") as response:
+            assert response.status == 200
+
+    run(test)
+
+
+def test_no_body_gives_a_server_error() -> None:
+    @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(
+        data=st.binary(max_size=60)
+        | st.recursive(
+            st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+            lambda inner: (
+                st.lists(inner, max_size=3)
+                | st.dictionaries(st.sampled_from(["messages", "role", "content", "n", "stream"]), inner, max_size=4)
+            ),
+        ).map(lambda value: json.dumps(value).encode())
+    )
+    def fuzz(data: bytes) -> None:
+        async def ask() -> None:
+            async with session.post("/v1/chat/completions", data=data) as response:
+                assert response.status in (200, 400)
+                if response.status == 400:
+                    error = (await response.json())["error"]
+                    assert error["type"] == "invalid_request_error"
+                    assert error["message"]
+
+        loop.run_until_complete(ask())
+
+    loop, server = asyncio.new_event_loop(), client()
+    session = loop.run_until_complete(server.__aenter__())
+    fuzz()
+    loop.run_until_complete(server.__aexit__(None, None, None))
+    loop.close()
+
+
+@pytest.mark.parametrize("bad", [{"time_scale": 0}, {"time_scale": float("nan")}, {"port": 70_000}])
+def test_a_config_refuses_impossible_numbers(bad: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        ServerConfig(**bad)

@@ -1,0 +1,614 @@
+"""AsyncGEPA as a user meets it: data, programs, contexts, budgets, stops, faults, results."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import dspy
+import pytest
+from dspy.primitives.local_interpreter import LocalInterpreter
+from dspy.teleprompt.gepa.gepa import DspyGEPAResult
+from dspy.utils.exceptions import LMAuthError, LMRateLimitError
+from gepa.utils import MaxCandidateProposalsStopper
+
+from dspy_flashevolve import AsyncGEPA, ConfigurationError, RunAbortedError
+from tests.fakes import Chain, digits, examples, fake_lm, hashed, reflection_lm, reply_for, task_lm
+
+TRAIN, VAL = examples("t", 7), examples("v", 9)
+
+
+def optimizer(calls: int | None = 150, **options: Any) -> AsyncGEPA:
+    settings: dict[str, Any] = {"max_metric_calls": calls, "num_threads": 4, "track_stats": True}
+    settings |= {"reflection_lm": reflection_lm()} | options
+    metric = settings.pop("metric", digits)
+    return AsyncGEPA(metric, **settings)
+
+
+def compiled(calls: int | None = 150, predictors: int = 1, **options: Any) -> Any:
+    return optimizer(calls, **options).compile(Chain(predictors), trainset=TRAIN, valset=VAL)
+
+
+# What comes back
+
+
+def test_the_result_is_dspys_with_async_stats_beside_it() -> None:
+    program = compiled(predictors=2)
+    details = program.detailed_results
+    assert isinstance(details, DspyGEPAResult)
+    assert details.async_stats is program.async_stats
+    assert details.async_stats.metric_calls == details.total_metric_calls
+    assert details.async_stats.to_dict()["schedule"] == "async"
+    assert {"candidates", "parents", "best_idx"} <= details.to_dict().keys()
+
+
+def test_the_winner_is_fully_validated_and_never_worse_than_the_seed() -> None:
+    details = compiled(300, 2).detailed_results
+    assert len(details.candidates) > 3
+    assert set(details.val_subscores[details.best_idx]) == set(range(len(VAL)))
+    assert details.val_aggregate_scores[details.best_idx] == max(details.val_aggregate_scores)
+    assert max(details.val_aggregate_scores) >= details.val_aggregate_scores[0]
+
+
+def test_the_returned_program_is_the_best_candidate_and_the_student_is_unchanged() -> None:
+    student = Chain()
+    before = student.steps[0].signature.instructions
+    program: Any = optimizer(300).compile(student, trainset=TRAIN, valset=VAL)
+    best = program.detailed_results.best_candidate
+    assert program.steps[0].signature.instructions == best.steps[0].signature.instructions != before
+    assert student.steps[0].signature.instructions == before
+
+
+def test_without_track_stats_the_program_comes_back_alone() -> None:
+    assert not hasattr(compiled(track_stats=False), "detailed_results")
+
+
+def test_stats_account_for_every_ticket_and_every_commit() -> None:
+    details = compiled(300).detailed_results
+    stats = details.async_stats
+    assert sum(stats.ended.values()) == stats.tickets
+    assert stats.ended["committed"] == len(stats.commits) == len(details.candidates) - 1
+    assert [commit.candidate for commit in stats.commits] == list(range(1, len(details.candidates)))
+    assert sum(stats.gaps["commit"].values()) == len(stats.commits)
+    assert 0 < stats.occupancy <= 1
+    assert stats.peak_slots <= stats.slots == 4
+    assert stats.task_tokens == 7 * stats.metric_calls
+    assert stats.reflection_tokens == 7 * stats.proposals
+
+
+def test_best_outputs_are_tracked() -> None:
+    details = compiled(track_best_outputs=True).detailed_results
+    assert set(details.best_outputs_valset) == set(range(len(VAL)))
+
+
+# Programs and metrics
+
+
+def test_programs_without_a_usable_aforward_run_in_threads_with_the_same_result() -> None:
+    class Overridden(dspy.Predict):
+        def forward(self, **inputs: Any) -> Any:
+            return super().forward(**inputs)
+
+    results = []
+    for student in (dspy.Predict("question -> answer"), Overridden("question -> answer")):
+        program: Any = optimizer(schedule="lockstep").compile(student, trainset=TRAIN, valset=VAL)
+        results.append(program.detailed_results.val_aggregate_scores)
+    assert results[0] == results[1]
+
+
+def test_coroutine_metrics_are_awaited_for_scores_and_feedback() -> None:
+    feedback: list[str] = []
+
+    async def metric(gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None) -> Any:
+        await asyncio.sleep(0)
+        if pred_name:
+            feedback.append(pred_name)
+        return digits(gold, pred)
+
+    assert compiled(metric=metric, schedule="lockstep").detailed_results.val_subscores == (
+        compiled(schedule="lockstep").detailed_results.val_subscores
+    )
+    assert feedback
+
+
+def code_lm() -> Any:
+    """Rewrites code by a harmless comment, so that every proposal is a new candidate."""
+
+    def answer(prompt: str) -> str:
+        source = prompt.split("[[ ## current_source ## ]]")[-1].split("[[ ##")[0].strip()
+        return reply_for(prompt, revised_source=f"# {hashed(prompt) % 1000}\n{source}")
+
+    return fake_lm(answer)
+
+
+def test_flex_code_evolves_as_in_gepa() -> None:
+    results = []
+    for kind, options in ((dspy.GEPA, {}), (AsyncGEPA, {"schedule": "lockstep"}), (AsyncGEPA, {})):
+        student = dspy.Flex("question -> answer", interpreter_factory=LocalInterpreter)
+        one = kind(
+            digits,
+            max_metric_calls=40,
+            num_threads=2,
+            reflection_lm=code_lm(),
+            track_stats=True,
+            gepa_kwargs={"acceptance_criterion": "improvement_or_equal"},
+            **options,
+        )
+        with dspy.context(lm=fake_lm(lambda prompt: reply_for(prompt, answer="3"))):
+            results.append(one.compile(student, trainset=TRAIN[:3], valset=VAL[:3]).detailed_results.to_dict())
+    assert results[1] == results[0]
+    assert len(results[2]["candidates"]) > 1
+    assert all(
+        "module_src" not in name and "class" in text for c in results[2]["candidates"] for name, text in c.items()
+    )
+
+
+def objectives(gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None) -> Any:
+    result = digits(gold, pred)
+    parts = {"digits": result.score, "even": float(int(pred.answer.split()[0]) % 2 == 0)}
+    return dspy.Prediction(score=result.score, feedback=result.feedback, objective_scores=parts)
+
+
+@pytest.mark.parametrize("schedule", ["async", "lockstep"])
+@pytest.mark.parametrize("frontier", ["instance", "objective", "hybrid", "cartesian"])
+def test_multi_objective_scores_and_all_four_frontiers(frontier: str, schedule: Any) -> None:
+    gepa_kwargs = {"frontier_type": frontier}
+    details = compiled(metric=objectives, gepa_kwargs=gepa_kwargs, schedule=schedule).detailed_results
+    assert set(details.objective_pareto_front) == {"digits", "even"}
+    assert len(details.candidates) > 1
+    if schedule == "lockstep":
+        theirs = dspy.GEPA(
+            objectives,
+            max_metric_calls=150,
+            num_threads=4,
+            track_stats=True,
+            reflection_lm=reflection_lm(),
+            gepa_kwargs=gepa_kwargs,
+        ).compile(Chain(), trainset=TRAIN, valset=VAL)
+        assert details.to_dict() == theirs.detailed_results.to_dict()
+
+
+def test_a_custom_proposer_needs_no_reflection_lm() -> None:
+    def proposer(candidate: Any, reflective_dataset: Any, components_to_update: list[str]) -> dict[str, str]:
+        return {name: f"{candidate[name]} {len(reflective_dataset[name])}" for name in components_to_update}
+
+    details = compiled(reflection_lm=None, instruction_proposer=proposer).detailed_results
+    assert details.async_stats.proposals > 0
+
+
+# Contexts
+
+
+def test_it_runs_in_a_notebook_cell() -> None:
+    async def cell() -> Any:
+        return compiled()
+
+    assert asyncio.run(cell()).detailed_results.total_metric_calls > 9
+
+
+def test_it_runs_in_a_thread_under_the_threads_own_context() -> None:
+    def work() -> Any:
+        with dspy.context(lm=task_lm(5)):
+            return compiled(schedule="lockstep")
+
+    with ThreadPoolExecutor(1) as pool:
+        inside = pool.submit(work).result()
+    assert inside.detailed_results.val_subscores == work().detailed_results.val_subscores
+
+
+def test_acompile_is_awaited_on_the_callers_loop_and_others_run_beside_it() -> None:
+    async def main() -> tuple[Any, int, bool]:
+        ticks, done, seen = 0, asyncio.Event(), set[int]()
+
+        async def tick() -> None:
+            nonlocal ticks
+            while not done.is_set():
+                ticks += 1
+                await asyncio.sleep(0)
+
+        class Where(Chain):
+            async def aforward(self, question: str) -> dspy.Prediction:
+                seen.add(threading.get_ident())
+                return await super().aforward(question)
+
+        ticking = asyncio.create_task(tick())
+        program = await optimizer().acompile(Where(), trainset=TRAIN, valset=VAL)
+        done.set()
+        await ticking
+        return program, ticks, seen == {threading.get_ident()}
+
+    program, ticks, on_my_loop = asyncio.run(main())
+    assert program.detailed_results.total_metric_calls > 9
+    assert ticks > 10
+    assert on_my_loop
+
+
+def test_cancelling_acompile_ends_the_run_and_its_threads() -> None:
+    async def main() -> None:
+        started = asyncio.Event()
+
+        class Slow(Chain):
+            async def aforward(self, question: str) -> dspy.Prediction:
+                started.set()
+                await asyncio.Event().wait()
+                raise AssertionError
+
+        task = asyncio.create_task(optimizer().acompile(Slow(), trainset=TRAIN, valset=VAL))
+        await started.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(main())
+    for thread in [one for one in threading.enumerate() if one.name.startswith("flashevolve")]:
+        thread.join(timeout=5)  # they were told to end; one may still be on its way out
+        assert not thread.is_alive()
+
+
+def test_two_compiles_at_once_do_not_mix() -> None:
+    def work(seed: int) -> Any:
+        with dspy.context(lm=task_lm(seed)):
+            return compiled(
+                seed=seed, reflection_lm=reflection_lm(seed), schedule="lockstep"
+            ).detailed_results.to_dict()
+
+    with ThreadPoolExecutor(3) as pool:
+        together = list(pool.map(work, range(3)))
+    assert together == [work(seed) for seed in range(3)]
+
+
+def test_no_thread_outlives_the_run() -> None:
+    before = set(threading.enumerate())
+    compiled()
+    assert set(threading.enumerate()) <= before
+
+
+# Budget and stops
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("calls", [9, 24, 60, 151, 400])
+def test_metric_calls_never_exceed_the_budget(calls: int, seed: int) -> None:
+    counted: list[int] = []
+
+    def metric(gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None) -> Any:
+        if pred_name is None:
+            counted.append(1)
+        return digits(gold, pred)
+
+    with dspy.context(lm=task_lm(seed)):
+        details = compiled(calls, 3, seed=seed, metric=metric).detailed_results
+    assert len(counted) == details.total_metric_calls <= calls
+
+
+@pytest.mark.parametrize("budget", [{"auto": "light"}, {"max_full_evals": 4}])
+def test_every_way_to_give_a_budget_means_what_it_means_in_gepa(budget: dict[str, Any]) -> None:
+    def proposer(candidate: Any, reflective_dataset: Any, components_to_update: list[str]) -> dict[str, str]:
+        return {}
+
+    theirs = dspy.GEPA(digits, instruction_proposer=proposer, num_threads=4, **budget)
+    ours = AsyncGEPA(digits, instruction_proposer=proposer, num_threads=4, **budget)
+    for one in (theirs, ours):
+        one.compile(Chain(2), trainset=TRAIN, valset=VAL)
+    assert ours.max_metric_calls == theirs.max_metric_calls
+
+
+def test_a_budget_for_the_seed_alone_returns_the_seed_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="dspy_flashevolve"):
+        details = compiled(12).detailed_results
+    assert len(details.candidates) == 1
+    assert "the seed will be returned. Give at least 24" in caplog.text
+
+
+def test_max_seconds_admits_no_ticket_after_it() -> None:
+    stats = compiled(10**6, max_seconds=1e-9).detailed_results.async_stats
+    assert stats.stop_reason == "max_seconds=1e-09 is over"
+    assert stats.metric_calls < 1000
+
+
+def test_a_stopper_of_gepa_is_asked_once_a_finished_ticket() -> None:
+    asked: list[int] = []
+
+    def stopper(state: Any) -> bool:
+        asked.append(state.total_num_evals)
+        return len(asked) > 5
+
+    stats = compiled(10**6, gepa_kwargs={"stop_callbacks": stopper}, max_live_tickets=1).async_stats
+    assert stats.stop_reason == "a stopper said stop"
+    assert len(asked) - 1 <= stats.tickets <= len(asked)
+    assert compiled(10**6, gepa_kwargs={"stop_callbacks": [MaxCandidateProposalsStopper(4)]}).async_stats.tickets < 12
+
+
+def test_the_file_gepa_stop_ends_the_run(tmp_path: Any) -> None:
+    class Stop:
+        def on_iteration_end(self, event: Any) -> None:
+            (tmp_path / "gepa.stop").touch()
+
+    stats = compiled(10**6, log_dir=str(tmp_path), gepa_kwargs={"callbacks": [Stop()]}).async_stats
+    assert stats.stop_reason == "a stopper said stop"
+
+
+def test_live_tickets_are_bounded() -> None:
+    live: list[int] = []
+
+    class Watch:
+        def on_iteration_start(self, event: Any) -> None:
+            live.append(1)
+
+        def on_iteration_end(self, event: Any) -> None:
+            live.append(-1)
+
+    compiled(400, max_live_tickets=3, gepa_kwargs={"callbacks": [Watch()]})
+    levels = [sum(live[: n + 1]) for n in range(len(live))]
+    assert max(levels) <= 3
+    assert levels[-1] == 0
+
+
+# The asynchronous schedule
+
+
+def test_the_first_tickets_do_not_wait_for_the_seeds_validation() -> None:
+    asked: list[str] = []
+
+    class Order(Chain):
+        async def aforward(self, question: str) -> dspy.Prediction:
+            asked.append(question)
+            await asyncio.sleep(0)
+            return await super().aforward(question)
+
+    optimizer(300).compile(Order(), trainset=TRAIN, valset=examples("v", 60))
+    seed_validation = [n for n, question in enumerate(asked) if question.startswith("v")][:60]
+    assert min(n for n, question in enumerate(asked) if question.startswith("t")) < seed_validation[-1]
+
+
+def test_lockstep_validates_the_seed_before_anything_else() -> None:
+    asked: list[str] = []
+
+    def answer(prompt: str) -> str:
+        asked.append("t" if "\nt " in prompt else "v")
+        return reply_for(prompt, answer="1")
+
+    with dspy.context(lm=fake_lm(answer)):
+        compiled(60, schedule="lockstep")
+    assert asked[:9] == ["v"] * 9
+
+
+def test_callbacks_run_one_at_a_time_in_one_thread_and_every_iteration_begins_and_ends_once() -> None:
+    threads, starts, ends, commits = set[int](), list[int](), list[int](), list[int]()
+    inside = 0
+
+    class Watch:
+        def __getattr__(self, name: str) -> Any:
+            if not name.startswith("on_"):
+                raise AttributeError(name)
+
+            def seen(event: dict[str, Any]) -> None:
+                nonlocal inside
+                inside += 1
+                assert inside == 1, "two callbacks at once"
+                threads.add(threading.get_ident())
+                if name == "on_iteration_start":
+                    starts.append(event["iteration"])
+                elif name == "on_iteration_end":
+                    ends.append(event["iteration"])
+                elif name == "on_candidate_accepted":
+                    commits.append(event["new_candidate_idx"])
+                inside -= 1
+
+            return seen
+
+    details = compiled(400, 2, gepa_kwargs={"callbacks": [Watch()]}).detailed_results
+    assert len(threads) == 1
+    assert starts == list(range(1, len(starts) + 1))
+    assert sorted(ends) == starts
+    assert commits == list(range(1, len(details.candidates)))
+
+
+def test_no_minibatch_score_is_taken_for_a_validation_score() -> None:
+    """Training example 3 and validation example 3 share an id in gepa's cache; only lockstep repeats that."""
+    details = compiled(400, gepa_kwargs={"cache_evaluation": True}).detailed_results
+    for candidate, scores in zip(details.candidates, details.val_subscores, strict=True):
+        for number, score in scores.items():
+            assert digits(VAL[number], candidate(question=VAL[number].question)).score == score
+
+
+# Faults
+
+
+def flaky(share: int, error: Exception) -> Any:
+    """Fails for a share (in percent) of the requests, decided by their number."""
+    count = 0
+
+    def answer(prompt: str) -> str:
+        nonlocal count
+        count += 1
+        if hashed(count) % 100 < share:
+            raise error
+        return reply_for(prompt, answer=str(1 + hashed(prompt) % 6))
+
+    return fake_lm(answer)
+
+
+@pytest.fixture
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def sleep(seconds: float) -> None:
+        await asyncio.sleep(0)
+
+    monkeypatch.setattr("dspy_flashevolve.engine.rollouts.anyio.sleep", sleep)
+
+
+@pytest.mark.usefixtures("no_waiting")
+def test_a_rate_limit_is_never_a_score() -> None:
+    with dspy.context(lm=flaky(30, LMRateLimitError("429"))):
+        details = compiled(200).detailed_results
+    scores = [score for candidate in details.val_subscores for score in candidate.values()]
+    assert min(scores) > 0, "every answer that came scores above 0; a 0 would be a fault"
+    assert details.async_stats.retried_requests > 10
+
+
+@pytest.mark.usefixtures("no_waiting")
+def test_tickets_whose_rollouts_stay_unresolved_fail_and_the_run_goes_on() -> None:
+    def answer(prompt: str) -> str:
+        if "\nt 3" in prompt:
+            raise LMRateLimitError("429")
+        return reply_for(prompt, answer=str(1 + hashed(prompt) % 6))
+
+    with dspy.context(lm=fake_lm(answer)):
+        stats = compiled(200).async_stats
+    assert stats.ended["failed"] > 0
+    assert stats.ended["committed"] > 0
+    assert any("no answer after 6 attempts" in reason for reason in stats.end_reasons)
+    assert stats.metric_calls <= 200
+
+
+def test_a_rejected_key_ends_the_run_with_one_clear_error() -> None:
+    with dspy.context(lm=flaky(100, LMAuthError("invalid key"))), pytest.raises(RunAbortedError, match="API key"):
+        compiled()
+
+
+def test_a_seed_that_cannot_be_validated_ends_the_run(no_waiting: None) -> None:
+    with dspy.context(lm=flaky(100, LMRateLimitError("429"))), pytest.raises(RunAbortedError, match="seed program"):
+        compiled()
+
+
+def test_a_selector_that_raises_ends_the_run_with_its_error() -> None:
+    def selector(*args: Any) -> list[str]:
+        raise LookupError("my selector broke")
+
+    with pytest.raises(LookupError, match="my selector broke"):
+        compiled(component_selector=selector)
+
+
+def test_a_reflection_that_raises_fails_its_tickets_and_the_run_goes_on() -> None:
+    def proposer(candidate: Any, reflective_dataset: Any, components_to_update: list[str]) -> dict[str, str]:
+        raise ValueError("no idea")
+
+    stats = compiled(60, instruction_proposer=proposer).async_stats
+    assert stats.ended["committed"] == 0
+    assert stats.ended["failed"] == stats.end_reasons["reflection failed: no idea"] > 3
+
+
+# Checkpoints
+
+
+def test_a_checkpoint_is_read_by_gepa_and_a_run_goes_on_from_it(tmp_path: Any) -> None:
+    first = compiled(100, log_dir=str(tmp_path)).detailed_results
+    engine = task_lm()
+    with dspy.context(lm=engine):
+        second = compiled(200, log_dir=str(tmp_path)).detailed_results
+    assert second.to_dict()["candidates"][: len(first.candidates)] == first.to_dict()["candidates"]
+    assert second.total_metric_calls <= 200
+    assert engine._engine_spec.calls == second.total_metric_calls - first.total_metric_calls, "nothing is paid twice"
+    theirs = dspy.GEPA(
+        digits,
+        max_metric_calls=230,
+        num_threads=4,
+        track_stats=True,
+        reflection_lm=reflection_lm(),
+        log_dir=str(tmp_path),
+    ).compile(Chain(), trainset=TRAIN, valset=VAL)
+    assert len(theirs.detailed_results.candidates) >= len(second.candidates)
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"schedule": "later"}, ConfigurationError, "schedule is 'later', expected 'async' or 'lockstep'"),
+        ({"staleness": "stale"}, ConfigurationError, "staleness is 'stale', expected 'full'"),
+        ({"num_threads": 0}, ConfigurationError, "num_threads is 0"),
+        ({"num_threads": 8, "max_concurrency": 4}, ConfigurationError, "above max_concurrency=4"),
+        ({"max_concurrency": True}, ConfigurationError, "max_concurrency is True"),
+        ({"max_seconds": 0}, ConfigurationError, "max_seconds is 0"),
+        ({"max_live_tickets": -1}, ConfigurationError, "max_live_tickets is -1"),
+        ({"max_live_tickets": 2, "schedule": "lockstep"}, ConfigurationError, "one step at a time"),
+        ({"reflection_minibatch_size": 0}, ConfigurationError, "reflection_minibatch_size is 0"),
+        ({"candidate_selection_strategy": "best"}, ConfigurationError, "candidate_selection_strategy is 'best'"),
+        ({"component_selector": "some"}, ConfigurationError, "component_selector is 'some'"),
+        ({"gepa_kwargs": {"frontier_type": "flat"}}, ConfigurationError, "frontier_type is 'flat'"),
+        ({"gepa_kwargs": {"seed": 1}}, ConfigurationError, "pass it as the argument seed="),
+        ({"gepa_kwargs": {"module_selector": "all"}}, ConfigurationError, "argument component_selector="),
+        ({"gepa_kwargs": {"reflection_strategy": object()}}, ConfigurationError, "cannot be passed through"),
+        ({"gepa_kwargs": {"sampling": 3}}, ConfigurationError, "which gepa does not know"),
+        ({"gepa_kwargs": {"callbacks": object()}}, ConfigurationError, "expected a list of callback objects"),
+        ({"gepa_kwargs": {"batch_sampler": object()}}, ConfigurationError, "batch_sampler of its own"),
+        ({"gepa_kwargs": {"reflection_prompt_template": "x"}}, ValueError, "reflection_prompt_template"),
+        ({"gepa_kwargs": {"max_reflection_cost": 1.0}}, ValueError, "max_reflection_cost"),
+        ({"perfect_score": None}, ConfigurationError, "perfect_score is None"),
+        ({"reflection_lm": None}, AssertionError, "reflection language model"),
+        ({"auto": "light"}, AssertionError, "Exactly one of max_metric_calls"),
+        ({"metric": lambda gold, pred: 1}, TypeError, "must accept five arguments"),
+        ({"metric": 5}, ConfigurationError, "metric is 5"),
+        ({"track_best_outputs": True, "track_stats": False}, AssertionError, "track_stats must be True"),
+    ],
+)
+def test_an_argument_that_cannot_work_is_refused_at_construction(
+    options: dict[str, Any], kind: type[Exception], message: str
+) -> None:
+    with pytest.raises(kind, match=message):
+        optimizer(**options)
+
+
+class NoPredictor(dspy.Module):
+    def forward(self, question: str) -> dspy.Prediction:
+        return dspy.Prediction(answer="1")
+
+
+@pytest.mark.parametrize(
+    ("student", "data", "calls", "message"),
+    [
+        (Chain(), {"trainset": []}, 150, "trainset is empty"),
+        (Chain(), {"trainset": None}, 150, "trainset is empty"),
+        (Chain(), {"trainset": TRAIN, "valset": []}, 150, "valset is empty"),
+        (Chain(), {"trainset": [dspy.Example(question="q")]}, 150, "with_inputs"),
+        (Chain(), {"trainset": TRAIN, "teacher": Chain()}, 150, "teacher"),
+        (NoPredictor(), {"trainset": TRAIN}, 150, "NoPredictor has no predictor"),
+        ("program", {"trainset": TRAIN}, 150, "student is 'program', expected a dspy.Module"),
+        (Chain(), {"trainset": TRAIN, "valset": VAL}, 8, "budget is 8 metric calls, expected at least 9"),
+    ],
+)
+def test_data_that_cannot_work_is_refused_before_any_lm_call(
+    student: Any, data: dict[str, Any], calls: int, message: str
+) -> None:
+    task, reflection = task_lm(), reflection_lm()
+    with dspy.context(lm=task), pytest.raises(ConfigurationError, match=message):
+        optimizer(calls, reflection_lm=reflection).compile(student, **data)
+    assert task._engine_spec.calls == reflection._engine_spec.calls == 0
+
+
+def test_empty_data_is_an_assertion_error_too_as_in_gepa() -> None:
+    with pytest.raises(AssertionError, match="trainset"):
+        optimizer().compile(Chain(), trainset=[])
+
+
+class Unpicklable:
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+
+def test_an_unpicklable_callback_is_refused_where_the_run_is_checkpointed(tmp_path: Any) -> None:
+    with pytest.raises(ConfigurationError, match="cannot be pickled"):
+        optimizer(log_dir=str(tmp_path), gepa_kwargs={"callbacks": [Unpicklable()]})
+    optimizer(gepa_kwargs={"callbacks": [Unpicklable()]})
+
+
+def test_settings_of_dspy_changed_during_a_run_do_not_reach_it() -> None:
+    seen: list[Any] = []
+
+    class Watch:
+        def on_iteration_start(self, event: Any) -> None:
+            seen.append(dspy.settings.lm)
+
+    with dspy.context(lm=task_lm(3)):
+        mine = dspy.settings.lm
+        compiled(60, gepa_kwargs={"callbacks": [Watch()]})
+    assert set(map(id, seen)) == {id(mine)}
+
+
+def test_none_in_gepa_kwargs_asks_for_nothing() -> None:
+    optimizer(gepa_kwargs={"max_reflection_cost": None, "reflection_strategy": None})
