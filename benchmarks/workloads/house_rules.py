@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -69,9 +69,15 @@ def setting(options: argparse.Namespace) -> Setting:
 
 
 @contextmanager
-def simulated(benchmark: str, chosen: Setting, seed: int) -> Iterator[tuple[Bench, Workload]]:
-    """A running server with its bench and workload, both of the same seed."""
-    task = HouseRules(rules=chosen.rules, seed=seed)
+def simulated(
+    benchmark: str, chosen: Setting, seed: int, prompts: Sequence[str] | None = None
+) -> Iterator[tuple[Bench, Workload]]:
+    """A running server with its bench and workload, both of the same seed.
+
+    Args:
+        prompts: The questions of the examples; None for the task's own.
+    """
+    task = HouseRules(rules=chosen.rules, seed=seed, prompts=prompts)
     with SimServer(profile=chosen.profile, seed=seed, time_scale=chosen.time_scale) as server:
         language_model = dspy.LM("openai/simulated", api_base=server.api_base, api_key="none", cache=False)
         workload = Workload(

@@ -1,0 +1,33 @@
+# Everything that needs an environment makes it first: a machine with Python 3.10 to 3.14 and make is enough.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test test-slow lint types doctest check clean
+
+$(VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	touch $@
+
+demo: $(VENV)/.installed  ## AsyncGEPA beside dspy.GEPA on the embedded server, in under two minutes
+	$(BIN)/python -m benchmarks.demo
+
+test: $(VENV)/.installed  ## the test suite and the examples in the docstrings
+	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --quiet --doctest-modules dspy_flashevolve
+
+test-slow: $(VENV)/.installed  ## the slow suites; see tests/dspy_suite and FLASHEVOLVE_VLLM_BASE
+	$(BIN)/python -m pytest -m "slow or vllm"
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.installed
+	$(BIN)/pyright
+
+check: test lint types  ## all that CI runs
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis
