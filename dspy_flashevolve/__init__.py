@@ -3,7 +3,8 @@
 >>> from dspy_flashevolve import AsyncGEPA
 """
 
-from dspy_flashevolve.async_gepa import AsyncGEPA, AsyncGEPAResult
+from dspy_flashevolve.async_gepa import AsyncGEPA
+from dspy_flashevolve.compilation import AsyncGEPAResult
 from dspy_flashevolve.engine.errors import (
     BudgetError,
     ConfigurationError,

@@ -1,62 +1,35 @@
-"""AsyncGEPA: dspy.GEPA on an asynchronous engine. The one place where GEPA's parts meet."""
+"""AsyncGEPA: dspy.GEPA on an asynchronous engine; its arguments, and what compile and acompile promise."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import random
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import cloudpickle
 import dspy
 from dspy.clients.lm import LM
-from dspy.primitives import Example, Module, Prediction
-from dspy.teleprompt.gepa.gepa import AUTO_RUN_SETTINGS, GEPA, DspyGEPAResult
+from dspy.primitives import Example, Module
+from dspy.teleprompt.gepa.gepa import AUTO_RUN_SETTINGS, GEPA
 from dspy.teleprompt.gepa.gepa_flex_utils import enumerate_flex_submodules
-from dspy.teleprompt.gepa.gepa_utils import CodeProposalFn, DspyAdapter, LoggerAdapter
+from dspy.teleprompt.gepa.gepa_utils import CodeProposalFn
 from gepa.core.adapter import ProposalFn
-from gepa.core.data_loader import ensure_loader
-from gepa.core.result import GEPAResult
 from gepa.proposer.reflective_mutation.base import ReflectionComponentSelector
 
-from dspy_flashevolve.engine.admission import LiveTickets, default_live_limit
-from dspy_flashevolve.engine.errors import ConfigurationError, DataError
-from dspy_flashevolve.engine.events import EventBus
+from dspy_flashevolve.compilation import Compilation, check_data
+from dspy_flashevolve.engine.admission import LiveTickets, for_slots
+from dspy_flashevolve.engine.errors import ConfigurationError
 from dspy_flashevolve.engine.loop import run_to_end
 from dspy_flashevolve.engine.staleness import Full
-from dspy_flashevolve.engine.threads import Threads
 from dspy_flashevolve.gepa.options import GepaOptions, check_options
-from dspy_flashevolve.gepa.parts import build_parts
-from dspy_flashevolve.gepa.pool import Pool
-from dspy_flashevolve.gepa.run import GepaRun, RunSettings
-from dspy_flashevolve.observe.progress import Progress
-from dspy_flashevolve.observe.statistics import AsyncStats, Recorder
-from dspy_flashevolve.programs.dspy_program import DspyProgram, settings_snapshot
-from dspy_flashevolve.programs.metric import Metric, check_metric
+from dspy_flashevolve.gepa.run import RunSettings
+from dspy_flashevolve.programs.metric import check_metric
 
 logger = logging.getLogger(__name__)
-gepa_logger = logging.getLogger("dspy.teleprompt.gepa.gepa")
-"""gepa's own log lines go where ``dspy.GEPA`` sends them."""
 
 Schedule = Literal["async", "lockstep"]
 GENERATIONS = 8.0
 """A limited budget is spread over at least this many generations; see ``engine.admission.LiveTickets``."""
-CHECKPOINT_SECONDS = 5.0
-"""With ``log_dir``, the least time between two checkpoints of an asynchronous run."""
-
-
-@dataclass(frozen=True)
-class AsyncGEPAResult(DspyGEPAResult):  # pyright: ignore[reportGeneralTypeIssues, reportUntypedBaseClass]
-    """``dspy.GEPA``'s detailed results, with the figures of the asynchronous run beside them.
-
-    Args:
-        async_stats: throughput, occupancy, gaps and commits; see :class:`AsyncStats`.
-    """
-
-    async_stats: AsyncStats | None = None
 
 
 class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntypedBaseClass]  # dspy's @experimental hides the type
@@ -219,7 +192,7 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
         return await self._prepare(student, trainset, teacher, valset).run()
 
     def _prepare(self, student: Module, trainset: Any, teacher: Module | None, valset: Any) -> Compilation:
-        _check_data(student, trainset, teacher, valset)
+        check_data(student, trainset, teacher, valset)
         components = len(student.named_predictors()) + len(enumerate_flex_submodules(student))
         if not components:
             raise ConfigurationError(
@@ -233,7 +206,8 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
                 "validated first, on every validation example. Give a larger budget or a smaller valset."
             )
         self._warn_of_small_budget(size)
-        return Compilation(self, student, trainset, valset)
+        same_data = valset is None or valset is trainset
+        return Compilation(self, self._options(), self._settings(same_data), student, trainset, valset)
 
     def _warn_of_small_budget(self, valset_size: int) -> None:
         """A budget that pays for the seed's validation alone returns the seed."""
@@ -241,8 +215,8 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
         if self.schedule == "async" and self.max_metric_calls is not None and self.max_metric_calls < needed:
             logger.warning(
                 "The budget of %d metric calls pays for the seed's validation (%d) but not for one more step, which "
-                "may cost %d; the seed will be returned. Give at least %d, or use schedule='lockstep', which overshoots "
-                "the budget as dspy.GEPA does.",
+                "may cost %d; the seed will be returned. Give at least %d, or use schedule='lockstep', which "
+                "overshoots the budget as dspy.GEPA does.",
                 self.max_metric_calls,
                 valset_size,
                 needed - valset_size,
@@ -291,11 +265,12 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
         lockstep = self.schedule == "lockstep"
         slots: int = self.num_threads or self.max_concurrency or dspy.settings.num_threads
         minibatch = self.reflection_minibatch_size or 3
-        live = 1 if lockstep else self.max_live_tickets or default_live_limit(slots, minibatch)
+        fixed = 1 if lockstep else self.max_live_tickets
+        rule = for_slots(slots, minibatch, GENERATIONS) if fixed is None else LiveTickets(fixed)
         return RunSettings(
             slots=slots,
-            live_limit=live,
-            admission=LiveTickets(live, 0.0 if lockstep or self.max_live_tickets else GENERATIONS),
+            live_limit=rule.limit,
+            admission=rule,
             budget_calls=None if lockstep else self.max_metric_calls,
             minibatch=minibatch,
             lockstep=lockstep,
@@ -337,157 +312,3 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
                     f"The callback {callback!r} cannot be pickled ({error}), which a run with log_dir={self.log_dir!r} "
                     "needs. Leave out what cannot be pickled (define __getstate__), or run without log_dir."
                 ) from error
-
-
-class Compilation:
-    """One run of one optimizer: everything that belongs to it and to no other."""
-
-    def __init__(self, optimizer: AsyncGEPA, student: Module, trainset: Any, valset: Any) -> None:
-        self._optimizer = optimizer
-        valset = trainset if valset is None else valset
-        self._same_data = valset is trainset
-        self._trainset: Any = ensure_loader(trainset)
-        self._valset: Any = self._trainset if self._same_data else ensure_loader(valset)
-        self._snapshot = settings_snapshot()
-        self._settings = optimizer._settings(self._same_data)  # pyright: ignore[reportPrivateUsage]
-        workers = self._settings.slots + self._settings.live_limit + 1
-        self._threads = Threads(workers, "work")
-        self._metric = Metric(optimizer.metric_fn, self._threads)
-        self._adapter = _adapter(optimizer, student, self._metric)
-        predictors: list[tuple[str, Any]] = student.named_predictors()
-        self._seed_candidate: dict[str, str] = {name: one.signature.instructions for name, one in predictors}
-        for path, flex in enumerate_flex_submodules(student).items():
-            self._seed_candidate[path] = flex.module_src
-        self._run: GepaRun | None = None
-        self._stopped: str | None = None
-
-    def stop(self, reason: str) -> None:
-        """Start no more steps and finish those that run. Call it on the run's loop."""
-        self._stopped = reason
-        if self._run is not None:
-            self._run.stop(reason)
-
-    async def run(self) -> Module:
-        """Run to the end and build the best program."""
-        finished = False
-        try:
-            with dspy.context(**self._snapshot):
-                program = await self._evolve()
-            finished = True
-            return program
-        finally:
-            self._threads.close(wait=finished)
-
-    async def _evolve(self) -> Module:
-        optimizer, bus = self._optimizer, EventBus()
-        pool = self._pool()
-        program = DspyProgram(self._adapter, self._metric, self._threads)
-        program.attach(asyncio.get_running_loop())
-        run = self._run = GepaRun(pool, program, self._settings, bus)
-        if self._stopped is not None:
-            run.stop(self._stopped)
-        began = time.monotonic()
-        recorder, progress = Recorder(began), Progress(optimizer.max_metric_calls, run.slots)
-        bus.subscribe(recorder)
-        bus.subscribe(progress)
-        try:
-            await run.run()
-        finally:
-            progress.close()
-            await asyncio.shield(pool.write(pool.finish))
-            pool.close()
-        return self._result(pool, run, self._stats(run, recorder, time.monotonic() - began))
-
-    def _pool(self) -> Pool:
-        options = self._optimizer._options()  # pyright: ignore[reportPrivateUsage]
-        log = LoggerAdapter(gepa_logger)
-        lockstep = self._settings.lockstep
-        return Pool(
-            parts=build_parts(options, self._valset, log),
-            options=options,
-            adapter=self._adapter,
-            seed_candidate=self._seed_candidate,
-            trainset=self._trainset,
-            valset=self._valset,
-            logger=log,
-            checkpoint_seconds=0.0 if lockstep else CHECKPOINT_SECONDS,
-            caches_minibatches=lockstep or self._same_data,
-        )
-
-    def _stats(self, run: GepaRun, recorder: Recorder, seconds: float) -> AsyncStats:
-        return recorder.stats(
-            schedule=self._optimizer.schedule,
-            seconds=seconds,
-            stop_reason=run.stop_reason,
-            proposals=run.counts.proposals,
-            metric_calls=run.pool.state.total_num_evals,
-            max_metric_calls=self._optimizer.max_metric_calls,
-            slots=run.slots.statistics(),
-            gaps=run.gaps.as_dict(),
-            shared_rollouts=run.rollouts.shared,
-            retried_requests=run.rollouts.retried,
-            task_tokens=run.counts.task_tokens,
-            reflection_tokens=run.counts.reflection_tokens,
-        )
-
-    def _result(self, pool: Pool, run: GepaRun, stats: AsyncStats) -> Module:
-        optimizer = self._optimizer
-        result: Any = GEPAResult.from_state(pool.state, run_dir=optimizer.log_dir, seed=optimizer.seed)
-        program: Any = self._adapter.build_program(result.best_candidate)
-        if optimizer.track_stats:
-            detailed = AsyncGEPAResult.from_gepa_result(result, self._adapter)
-            program.detailed_results = AsyncGEPAResult(**vars(detailed), async_stats=stats)
-            program.async_stats = stats
-        return program
-
-
-def _check_data(student: Module, trainset: Any, teacher: Module | None, valset: Any) -> None:
-    if not isinstance(student, Module):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise DataError(f"student is {student!r}, expected a dspy.Module.")
-    if teacher is not None:
-        raise DataError("teacher is given, but GEPA has no use for one: leave it out.")
-    for name, data in (("trainset", trainset), ("valset", valset)):
-        if data is None and name == "valset":
-            continue
-        if data is None or len(data) < 1:
-            raise DataError(f"{name} is empty, expected at least one dspy.Example.")
-        first = data[0] if isinstance(data, list | tuple) else None
-        if isinstance(first, Example) and not isinstance(first, Prediction) and first._input_keys is None:  # pyright: ignore[reportPrivateUsage]
-            raise DataError(
-                f"{name}[0] does not say which fields are inputs: build it by dspy.Example(...).with_inputs(...)."
-            )
-
-
-def _adapter(optimizer: AsyncGEPA, student: Module, metric: Metric) -> DspyAdapter:
-    """dspy's adapter, set up as ``dspy.GEPA.compile`` sets it up."""
-    return DspyAdapter(
-        student_module=student,
-        metric_fn=optimizer.metric_fn,
-        feedback_map={name: _feedback(name, predictor, metric) for name, predictor in student.named_predictors()},
-        failure_score=optimizer.failure_score,
-        num_threads=optimizer.num_threads,
-        add_format_failure_as_feedback=optimizer.add_format_failure_as_feedback,
-        rng=random.Random(optimizer.seed),
-        reflection_lm=optimizer.reflection_lm,
-        custom_instruction_proposer=optimizer.custom_instruction_proposer,
-        custom_code_proposer=optimizer.custom_code_proposer,
-        warn_on_score_mismatch=optimizer.warn_on_score_mismatch,
-        reflection_minibatch_size=optimizer.reflection_minibatch_size,
-    )
-
-
-def _feedback(name: str, predictor: Any, metric: Metric) -> Callable[..., Any]:
-    """What the metric says of one predictor, with a default where it says nothing."""
-
-    def feedback(
-        predictor_output: Any, predictor_inputs: Any, module_inputs: Any, module_outputs: Any, captured_trace: Any
-    ) -> Any:
-        trace = [(predictor, predictor_inputs, predictor_output)]
-        result = metric.blocking(module_inputs, module_outputs, captured_trace, name, trace)
-        if not hasattr(result, "feedback"):
-            return {"score": result, "feedback": f"This trajectory got a score of {result}."}
-        if result["feedback"] is None:
-            result["feedback"] = f"This trajectory got a score of {result['score']}."
-        return result
-
-    return feedback

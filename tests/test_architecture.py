@@ -89,5 +89,5 @@ def test_the_engine_names_no_algorithm(module: str) -> None:
 @pytest.mark.parametrize("module", MODULES)
 def test_no_module_is_longer_than_a_reader_can_hold(module: str) -> None:
     lines = (ROOT / module).read_text(encoding="utf-8").count("\n")
-    longest = 480 if module in ("async_gepa.py", "gepa/reports.py", "gepa/pool.py") else 300
+    longest = 400 if module in ("async_gepa.py", "gepa/reports.py", "gepa/pool.py") else 300
     assert lines <= longest

@@ -44,7 +44,7 @@ class NotNow(Enum):
     """Why the source opened no ticket."""
 
     FULL = auto()
-    """Ask again when a live ticket has ended."""
+    """Ask again when a live ticket has ended, or at :meth:`Pipeline.wake`."""
     EXHAUSTED = auto()
     """There will be none; drain."""
 
@@ -128,6 +128,10 @@ class Pipeline:
     def stop(self, reason: str) -> None:
         """Admit no more tickets; what is live drains. The first reason stays. Call it on the loop."""
         self._stopping = self._stopping or reason
+        self._wake.set()
+
+    def wake(self) -> None:
+        """Ask the source again whether a ticket may start. Call it on the loop."""
         self._wake.set()
 
     async def run(self) -> None:

@@ -109,6 +109,8 @@ class Slots:
         self._limit = limit
         self._order: SlotOrder = order or DeepestFirst()
         self._clock = clock
+        self.on_idle: Callable[[], None] | None = None
+        """Called whenever a slot comes free and nobody waits for it."""
         self._waiting: dict[Claim, deque[anyio.Event]] = {}
         self._held: dict[Claim, int] = {}
         self._busy = self._peak = self._granted = 0
@@ -136,6 +138,11 @@ class Slots:
             busy_seconds=sum(self._busy_seconds.values()),
             busy_seconds_by_stage=dict(self._busy_seconds),
         )
+
+    @property
+    def idle(self) -> int:
+        """Slots that are free and that nobody waits for."""
+        return self._limit - self._busy
 
     async def _acquire(self, claim: Claim) -> None:
         if self._busy < self._limit:  # free slots mean that nobody waits: releases hand slots on at once
@@ -175,6 +182,8 @@ class Slots:
             self._forget(chosen, event)
             self._grant(chosen)
             event.set()
+        if self._busy < self._limit and self.on_idle is not None:
+            self.on_idle()
 
     def _next(self) -> Claim:
         share = max(1, self._limit // len(self._waiting.keys() | self._held.keys()))

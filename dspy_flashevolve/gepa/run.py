@@ -118,9 +118,10 @@ class GepaRun:
             self.budget.spent = self.pool.state.total_num_evals
             seeded.set()
         source = GepaSource(
-            self.pool, self.budget, self.settings.admission, self.settings.minibatch, self.settings.lockstep
+            self.pool, self.budget, self.slots, self.settings.admission, self.settings.minibatch, self.settings.lockstep
         )
         self.pipeline = Pipeline(self._stages(source, seeded), source, self.bus, self.settings.clock)
+        self.slots.on_idle = self.pipeline.wake
         if self._stop_reason:
             self.pipeline.stop(self._stop_reason)
         await self._run_with_seed(source, seeded)
@@ -196,6 +197,7 @@ class GepaRun:
             evaluations=self._evaluations,
             rollouts=self.rollouts,
             accounts=source.accounts,
+            starting=source.starting,
             bus=self.bus,
             gaps=self.gaps,
             counts=self.counts,

@@ -49,6 +49,7 @@ class Services:
 
     Args:
         accounts: ticket number -> its budget; the source keeps it.
+        starting: ticket number -> slots that it is about to take; a ticket leaves it when it takes them.
         lockstep: one ticket at a time, exactly as gepa.
         seeded: set when the seed is confirmed.
     """
@@ -58,6 +59,7 @@ class Services:
     evaluations: Evaluations
     rollouts: Rollouts
     accounts: dict[int, Account]
+    starting: dict[int, int]
     bus: EventBus
     gaps: GapHistogram
     counts: Counts
@@ -106,6 +108,7 @@ class GepaStages:
             return Finish(End(EndKind.DISCARDED, "there is nothing to work on within the budget"))
         await self._pool.write(reports.parents_start, self._pool, item.ticket, tasks)
         unique = {reports.task_key(task): task for task in tasks}
+        self._on.starting.pop(item.ticket.number, None)
         results = await gather(
             [lambda t=task: self._minibatch(item, "rollout", t.parent_candidate, t) for task in unique.values()]
         )
@@ -184,6 +187,7 @@ class GepaStages:
         account = self._on.accounts[item.ticket.number]
         lookup = await self._pool.write(reports.cached_subsample, self._pool, plan)
         account.cover(len(lookup.missing))
+        self._on.starting.pop(item.ticket.number, None)
         fresh, paid = await self._on.evaluations.validation(
             self._claim(item, "screen"), account.reservation, plan.candidate, lookup.missing, capture_traces=False
         )

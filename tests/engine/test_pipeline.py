@@ -198,6 +198,27 @@ async def test_a_source_that_is_full_with_nothing_live_ends_the_run_instead_of_h
     assert pipeline.statistics().opened == 0
 
 
+async def test_waking_asks_a_full_source_again() -> None:
+    gate = anyio.Event()
+
+    async def wait(item: Item[int]) -> Outcome:
+        await gate.wait()
+        return Finish(End(EndKind.COMMITTED))
+
+    source = Tickets(3, live=1)
+    pipeline = Pipeline([stage("first", wait)], source, EventBus())
+    async with anyio.create_task_group() as group:
+        group.start_soon(pipeline.run)
+        await settle()
+        source.limit = 2
+        await settle()
+        assert pipeline.live == 1
+        pipeline.wake()
+        await settle()
+        assert pipeline.live == 2
+        gate.set()
+
+
 async def test_no_more_items_than_workers_are_in_a_stage() -> None:
     inside = most = 0
 

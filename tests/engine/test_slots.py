@@ -180,6 +180,19 @@ async def test_a_slot_granted_to_a_waiter_that_is_cancelled_at_once_goes_to_the_
         await requests.end_all()
 
 
+async def test_idle_slots_are_announced_when_nobody_waits_for_them() -> None:
+    told: list[int] = []
+    slots = Slots(2)
+    slots.on_idle = lambda: told.append(slots.idle)
+    async with anyio.create_task_group() as group:
+        requests = Requests(slots, group)
+        await requests.ask(VALIDATION, 3)
+        await requests.end_oldest()
+        assert told == [], "the third request took the slot"
+        await requests.end_all()
+    assert told == [1, 2]
+
+
 async def test_statistics_measure_busy_seconds_by_stage() -> None:
     now = 0.0
     slots = Slots(2, clock=lambda: now)

@@ -7,13 +7,14 @@ import contextvars
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import anyio
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dspy_flashevolve.engine.admission import LiveTickets, Load, default_live_limit
+from dspy_flashevolve.engine.admission import LiveTickets, Load, for_slots
 from dspy_flashevolve.engine.errors import ConfigurationError
 from dspy_flashevolve.engine.events import Event, EventBus
 from dspy_flashevolve.engine.item import Ticket
@@ -24,32 +25,54 @@ from dspy_flashevolve.engine.threads import Threads
 VARIABLE = contextvars.ContextVar("VARIABLE", default="outside")
 
 
-@given(st.integers(1, 64), st.floats(0, 30), st.integers(0, 5000) | st.none(), st.integers(0, 5000), st.floats(0, 200))
-def test_the_bound_on_live_tickets_is_at_least_one_and_never_above_its_limit(
-    limit: int, generations: float, left: int | None, reserved: int, cost: float
+RULES = st.builds(
+    LiveTickets, st.integers(1, 64), st.none() | st.integers(1, 64), st.integers(1, 8), generations=st.floats(0, 30)
+)
+LOADS = st.tuples(st.integers(-8, 64), st.integers(0, 5000) | st.none(), st.integers(0, 5000), st.floats(0, 200))
+
+
+@given(RULES, LOADS)
+def test_one_ticket_may_always_live_and_never_more_than_the_bound(
+    rule: LiveTickets, load: tuple[int, int | None, int, float]
 ) -> None:
-    rule = LiveTickets(limit, generations)
-    bound = rule.bound(Load(0, left, reserved, cost))
-    assert 1 <= bound <= limit
-    assert rule.admits(Load(bound - 1, left, reserved, cost))
-    assert not rule.admits(Load(bound, left, reserved, cost))
+    bound = rule.bound(Load(0, *load))
+    assert 1 <= bound <= rule.limit
+    assert rule.admits(Load(0, *load))
+    assert not rule.admits(Load(bound, *load))
+
+
+@given(RULES, LOADS, st.integers(0, 64))
+def test_beyond_the_base_a_ticket_starts_only_where_slots_would_stay_idle(
+    rule: LiveTickets, load: tuple[int, int | None, int, float], live: int
+) -> None:
+    admitted = rule.admits(Load(live, *load))
+    if rule.base is not None and live >= rule.base and load[0] < rule.burst:
+        assert not admitted
+    elif live < rule.bound(Load(live, *load)):
+        assert admitted
 
 
 def test_a_small_budget_is_spread_over_the_generations_asked_for() -> None:
     rule = LiveTickets(16, generations=10)
-    assert rule.bound(Load(0, calls_left=900, calls_reserved=0, calls_per_ticket=30)) == 3
-    assert rule.bound(Load(0, calls_left=600, calls_reserved=300, calls_per_ticket=30)) == 3
-    assert rule.bound(Load(0, calls_left=None, calls_reserved=0, calls_per_ticket=30)) == 16
+    assert rule.bound(Load(0, 0, calls_left=900, calls_reserved=0, calls_per_ticket=30)) == 3
+    assert rule.bound(Load(0, 0, calls_left=600, calls_reserved=300, calls_per_ticket=30)) == 3
+    assert rule.bound(Load(0, 0, calls_left=None, calls_reserved=0, calls_per_ticket=30)) == 16
 
 
-def test_the_default_bound_grows_with_the_slots() -> None:
-    assert [default_live_limit(slots, 3) for slots in (1, 8, 64)] == [2, 3, 22]
+@pytest.mark.parametrize("slots", [1, 2, 8, 64, 1000])
+def test_the_default_rule_fits_any_number_of_slots(slots: int) -> None:
+    rule = for_slots(slots, 3, 8.0)
+    assert rule.base is not None
+    assert rule.base <= rule.limit
+    assert rule.burst <= slots, "a burst that never fits would never start a ticket"
 
 
-@pytest.mark.parametrize(("limit", "generations"), [(0, 1.0), (1, -1.0)])
-def test_a_bound_that_cannot_be_is_refused(limit: int, generations: float) -> None:
+@pytest.mark.parametrize(
+    "rule", [{"limit": 0}, {"limit": 1, "base": 0}, {"limit": 1, "burst": 0}, {"limit": 1, "generations": -1.0}]
+)
+def test_a_bound_that_cannot_be_is_refused(rule: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match="live tickets"):
-        LiveTickets(limit, generations)
+        LiveTickets(**rule)
 
 
 def test_full_admits_whatever_the_gap() -> None:
@@ -145,8 +168,7 @@ def test_the_first_ctrl_c_asks_for_a_stop_and_the_result_is_returned() -> None:
 
     async def main() -> str:
         inside.set()
-        while not stopped.is_set():
-            await asyncio.sleep(0.001)
+        await asyncio.to_thread(stopped.wait, 5)
         return "drained"
 
     def interrupt() -> None:

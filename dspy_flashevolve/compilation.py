@@ -1,0 +1,212 @@
+"""One compile of AsyncGEPA: the student, the data and the settings of dspy, turned into one run.
+
+This is where GEPA's parts meet: the pool and its strategies, the program, the schedule, what is shown.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import dspy
+from dspy.primitives import Example, Module, Prediction
+from dspy.teleprompt.gepa.gepa import DspyGEPAResult
+from dspy.teleprompt.gepa.gepa_flex_utils import enumerate_flex_submodules
+from dspy.teleprompt.gepa.gepa_utils import DspyAdapter, LoggerAdapter
+from gepa.core.data_loader import ensure_loader
+from gepa.core.result import GEPAResult
+
+from dspy_flashevolve.engine.errors import DataError
+from dspy_flashevolve.engine.events import EventBus
+from dspy_flashevolve.engine.threads import Threads
+from dspy_flashevolve.gepa.options import GepaOptions
+from dspy_flashevolve.gepa.parts import build_parts
+from dspy_flashevolve.gepa.pool import Pool
+from dspy_flashevolve.gepa.run import GepaRun, RunSettings
+from dspy_flashevolve.observe.progress import Progress
+from dspy_flashevolve.observe.statistics import AsyncStats, Recorder
+from dspy_flashevolve.programs.dspy_program import DspyProgram, settings_snapshot
+from dspy_flashevolve.programs.metric import Metric
+
+gepa_logger = logging.getLogger("dspy.teleprompt.gepa.gepa")
+"""gepa's own log lines go where ``dspy.GEPA`` sends them."""
+CHECKPOINT_SECONDS = 5.0
+"""With ``log_dir``, the least time between two checkpoints of an asynchronous run."""
+
+
+@dataclass(frozen=True)
+class AsyncGEPAResult(DspyGEPAResult):  # pyright: ignore[reportGeneralTypeIssues, reportUntypedBaseClass]
+    """``dspy.GEPA``'s detailed results, with the figures of the asynchronous run beside them.
+
+    Args:
+        async_stats: throughput, occupancy, gaps and commits; see :class:`AsyncStats`.
+    """
+
+    async_stats: AsyncStats | None = None
+
+
+class Compilation:
+    """One run of one optimizer: everything that belongs to it and to no other.
+
+    Args:
+        optimizer: an AsyncGEPA; only what dspy.GEPA's constructor stores is read from it.
+        options: gepa's configuration.
+        settings: the schedule.
+        student: the program; it is not changed.
+        trainset, valset: examples or gepa's loaders; valset None means the trainset.
+    """
+
+    def __init__(
+        self, optimizer: Any, options: GepaOptions, settings: RunSettings, student: Module, trainset: Any, valset: Any
+    ) -> None:
+        self._optimizer = optimizer
+        self._trainset: Any = ensure_loader(trainset)
+        self._valset: Any = self._trainset if settings.same_data else ensure_loader(valset)
+        self._snapshot = settings_snapshot()
+        self._options = options
+        self._settings = settings
+        workers = self._settings.slots + self._settings.live_limit + 1
+        self._threads = Threads(workers, "work")
+        self._metric = Metric(optimizer.metric_fn, self._threads)
+        self._adapter = _adapter(optimizer, student, self._metric)
+        predictors: list[tuple[str, Any]] = student.named_predictors()
+        self._seed_candidate: dict[str, str] = {name: one.signature.instructions for name, one in predictors}
+        for path, flex in enumerate_flex_submodules(student).items():
+            self._seed_candidate[path] = flex.module_src
+        self._run: GepaRun | None = None
+        self._stopped: str | None = None
+
+    def stop(self, reason: str) -> None:
+        """Start no more steps and finish those that run. Call it on the run's loop."""
+        self._stopped = reason
+        if self._run is not None:
+            self._run.stop(reason)
+
+    async def run(self) -> Module:
+        """Run to the end and build the best program."""
+        finished = False
+        try:
+            with dspy.context(**self._snapshot):
+                program = await self._evolve()
+            finished = True
+            return program
+        finally:
+            self._threads.close(wait=finished)
+
+    async def _evolve(self) -> Module:
+        optimizer, bus = self._optimizer, EventBus()
+        pool = self._pool()
+        program = DspyProgram(self._adapter, self._metric, self._threads)
+        program.attach(asyncio.get_running_loop())
+        run = self._run = GepaRun(pool, program, self._settings, bus)
+        if self._stopped is not None:
+            run.stop(self._stopped)
+        began = time.monotonic()
+        recorder, progress = Recorder(began), Progress(optimizer.max_metric_calls, run.slots)
+        bus.subscribe(recorder)
+        bus.subscribe(progress)
+        try:
+            await run.run()
+        finally:
+            progress.close()
+            await asyncio.shield(pool.write(pool.finish))
+            pool.close()
+        return self._result(pool, run, self._stats(run, recorder, time.monotonic() - began))
+
+    def _pool(self) -> Pool:
+        log = LoggerAdapter(gepa_logger)
+        lockstep = self._settings.lockstep
+        return Pool(
+            parts=build_parts(self._options, self._valset, log),
+            options=self._options,
+            adapter=self._adapter,
+            seed_candidate=self._seed_candidate,
+            trainset=self._trainset,
+            valset=self._valset,
+            logger=log,
+            checkpoint_seconds=0.0 if lockstep else CHECKPOINT_SECONDS,
+            caches_minibatches=lockstep or self._settings.same_data,
+        )
+
+    def _stats(self, run: GepaRun, recorder: Recorder, seconds: float) -> AsyncStats:
+        return recorder.stats(
+            schedule=self._optimizer.schedule,
+            seconds=seconds,
+            stop_reason=run.stop_reason,
+            proposals=run.counts.proposals,
+            metric_calls=run.pool.state.total_num_evals,
+            max_metric_calls=self._optimizer.max_metric_calls,
+            slots=run.slots.statistics(),
+            gaps=run.gaps.as_dict(),
+            shared_rollouts=run.rollouts.shared,
+            retried_requests=run.rollouts.retried,
+            task_tokens=run.counts.task_tokens,
+            reflection_tokens=run.counts.reflection_tokens,
+        )
+
+    def _result(self, pool: Pool, run: GepaRun, stats: AsyncStats) -> Module:
+        optimizer = self._optimizer
+        result: Any = GEPAResult.from_state(pool.state, run_dir=optimizer.log_dir, seed=optimizer.seed)
+        program: Any = self._adapter.build_program(result.best_candidate)
+        if optimizer.track_stats:
+            detailed = AsyncGEPAResult.from_gepa_result(result, self._adapter)
+            program.detailed_results = AsyncGEPAResult(**vars(detailed), async_stats=stats)
+            program.async_stats = stats
+        return program
+
+
+def check_data(student: Module, trainset: Any, teacher: Module | None, valset: Any) -> None:
+    if not isinstance(student, Module):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise DataError(f"student is {student!r}, expected a dspy.Module.")
+    if teacher is not None:
+        raise DataError("teacher is given, but GEPA has no use for one: leave it out.")
+    for name, data in (("trainset", trainset), ("valset", valset)):
+        if data is None and name == "valset":
+            continue
+        if data is None or len(data) < 1:
+            raise DataError(f"{name} is empty, expected at least one dspy.Example.")
+        first = data[0] if isinstance(data, list | tuple) else None
+        if isinstance(first, Example) and not isinstance(first, Prediction) and first._input_keys is None:  # pyright: ignore[reportPrivateUsage]
+            raise DataError(
+                f"{name}[0] does not say which fields are inputs: build it by dspy.Example(...).with_inputs(...)."
+            )
+
+
+def _adapter(optimizer: Any, student: Module, metric: Metric) -> DspyAdapter:
+    """dspy's adapter, set up as ``dspy.GEPA.compile`` sets it up."""
+    return DspyAdapter(
+        student_module=student,
+        metric_fn=optimizer.metric_fn,
+        feedback_map={name: _feedback(name, predictor, metric) for name, predictor in student.named_predictors()},
+        failure_score=optimizer.failure_score,
+        num_threads=optimizer.num_threads,
+        add_format_failure_as_feedback=optimizer.add_format_failure_as_feedback,
+        rng=random.Random(optimizer.seed),
+        reflection_lm=optimizer.reflection_lm,
+        custom_instruction_proposer=optimizer.custom_instruction_proposer,
+        custom_code_proposer=optimizer.custom_code_proposer,
+        warn_on_score_mismatch=optimizer.warn_on_score_mismatch,
+        reflection_minibatch_size=optimizer.reflection_minibatch_size,
+    )
+
+
+def _feedback(name: str, predictor: Any, metric: Metric) -> Callable[..., Any]:
+    """What the metric says of one predictor, with a default where it says nothing."""
+
+    def feedback(
+        predictor_output: Any, predictor_inputs: Any, module_inputs: Any, module_outputs: Any, captured_trace: Any
+    ) -> Any:
+        trace = [(predictor, predictor_inputs, predictor_output)]
+        result = metric.blocking(module_inputs, module_outputs, captured_trace, name, trace)
+        if not hasattr(result, "feedback"):
+            return {"score": result, "feedback": f"This trajectory got a score of {result}."}
+        if result["feedback"] is None:
+            result["feedback"] = f"This trajectory got a score of {result['score']}."
+        return result
+
+    return feedback
