@@ -8,6 +8,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from itertools import chain
+from multiprocessing import get_context
 from pathlib import Path
 
 from benchmarks.methods import Limits, method
@@ -28,7 +32,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add_arguments(parser)
     parser.add_argument("--seconds", type=float, default=120.0, help="the fixed time, in the server's time; 0 to skip")
     parser.add_argument("--calls", type=int, default=600, help="the equal number of metric calls; 0 to skip")
-    parser.add_argument("--seeds", type=int, default=5, help="how many seeds, from 0")
+    parser.add_argument("--seeds", type=int, default=5, help="how many seeds")
+    parser.add_argument("--jobs", type=int, default=1, help="seeds that run side by side, each on a server of its own")
     parser.add_argument("--methods", nargs="+", default=list(METHODS))
     parser.add_argument("--out", type=Path, default=RESULTS / "score.jsonl")
     return parser.parse_args(arguments)
@@ -124,9 +129,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not (seconds or calls):
             continue
         results: list[Result] = []
-        for seed in range(options.seeds):
-            limits = Limits(options.slots, seed, seconds, calls, options.time_scale)
-            results += measure(options.methods, chosen, limits, options.out)
+        limits = [Limits(options.slots, seed, seconds, calls, options.time_scale) for seed in range(options.seeds)]
+        run = partial(measure, options.methods, chosen, out=options.out)
+        if options.jobs > 1:
+            with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
+                results += chain.from_iterable(pool.map(run, limits))
+        else:
+            results += chain.from_iterable(map(run, limits))
         _report(results, f"at {seconds:.0f} seconds" if seconds else f"at {calls} metric calls")
         every_result += results
     problems = overshoots(every_result) + [f"{r.method}, seed {r.seed}: {r.error}" for r in every_result if r.error]

@@ -266,7 +266,7 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
         slots: int = self.num_threads or self.max_concurrency or dspy.settings.num_threads
         minibatch = self.reflection_minibatch_size or 3
         fixed = 1 if lockstep else self.max_live_tickets
-        rule = for_slots(slots, minibatch, GENERATIONS) if fixed is None else LiveTickets(fixed)
+        rule = for_slots(slots, GENERATIONS) if fixed is None else LiveTickets(fixed)
         return RunSettings(
             slots=slots,
             live_limit=rule.limit,

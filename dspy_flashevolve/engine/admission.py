@@ -20,14 +20,14 @@ class Load:
 
     Args:
         live: tickets that have started and not ended.
-        idle_slots: slots that are free and that no live ticket is about to take.
+        working: live tickets that still work towards a child; the others wait for its validation or commit.
         calls_left: metric calls neither spent nor reserved; None without a limit.
         calls_reserved: metric calls set aside for live tickets.
         calls_per_ticket: metric calls that an ended ticket has cost on average (an estimate before).
     """
 
     live: int
-    idle_slots: int
+    working: int
     calls_left: int | None
     calls_reserved: int
     calls_per_ticket: float
@@ -43,46 +43,41 @@ class Admission(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LiveTickets:
-    """As few live tickets as keep the slots busy, and fewer where the budget is what runs out.
+    """A bound on live tickets, one on those that work, and fewer where the budget is what runs out.
 
-    Up to ``base`` tickets always start. Beyond them a ticket starts only where ``burst`` slots, what its
-    first requests need, would stay idle: what is live goes first, so that a ticket starts from as new a
-    pool as the slots allow. At most ``limit`` live at all.
+    A child that waits for its validation keeps slots busy but makes nothing new; a ticket that works
+    towards a child starts from the pool as it is. Bounding the second kind apart keeps new children
+    coming from a pool that has moved on, whatever waits to be validated.
 
     With ``calls_left + calls_reserved`` calls to go, ``n = calls_to_go / calls_per_ticket`` tickets can
     still be paid. If all of them ran at once, all would start from the same pool: one generation. To
     spend them over at least ``generations`` generations, at most ``n / generations`` may live at once:
 
-        live < min(limit, max(1, ceil(n / generations)))
-
-    Where the budget is large, the slots rule; where it is small, the run narrows and every ticket builds
-    on more of what was learnt before it.
+        live < min(limit, max(1, ceil(n / generations)))  and  working < working_limit
 
     Args:
         limit: live tickets at most; at least 1.
-        base: live tickets that never wait for idle slots; None for all of ``limit``: a fixed bound.
-        burst: slots that a new ticket's first requests need.
+        working_limit: live tickets that work towards a child at most; None for no bound of their own.
         generations: see the formula; 0 turns it off.
 
     Raises:
-        ConfigurationError: limit, base or burst under 1, or negative generations.
+        ConfigurationError: a limit under 1, or negative generations.
 
-    >>> rule = LiveTickets(limit=64, base=8, burst=3, generations=10)
-    >>> rule.admits(Load(live=7, idle_slots=0, calls_left=None, calls_reserved=0, calls_per_ticket=30.0))
+    >>> rule = LiveTickets(limit=32, working_limit=12, generations=8)
+    >>> rule.admits(Load(live=20, working=11, calls_left=None, calls_reserved=0, calls_per_ticket=30.0))
     True
-    >>> rule.admits(Load(live=8, idle_slots=2, calls_left=None, calls_reserved=0, calls_per_ticket=30.0))
+    >>> rule.admits(Load(live=20, working=12, calls_left=None, calls_reserved=0, calls_per_ticket=30.0))
     False
-    >>> rule.admits(Load(live=3, idle_slots=64, calls_left=600, calls_reserved=0, calls_per_ticket=30.0))
+    >>> rule.admits(Load(live=3, working=0, calls_left=600, calls_reserved=0, calls_per_ticket=30.0))
     False
     """
 
     limit: int
-    base: int | None = None
-    burst: int = 1
+    working_limit: int | None = None
     generations: float = 0.0
 
     def __post_init__(self) -> None:
-        for name, value in (("limit", self.limit), ("base", self.base), ("burst", self.burst)):
+        for name, value in (("limit", self.limit), ("working_limit", self.working_limit)):
             if value is not None and value < 1:
                 raise ConfigurationError(f"live tickets: {name} is {value}, expected at least 1.")
         if self.generations < 0:
@@ -92,7 +87,7 @@ class LiveTickets:
         """See :meth:`Admission.admits`."""
         if load.live >= self.bound(load):
             return False
-        return self.base is None or load.live < self.base or load.idle_slots >= self.burst
+        return self.working_limit is None or load.working < self.working_limit
 
     def bound(self, load: Load) -> int:
         """Live tickets that the budget allows."""
@@ -102,15 +97,17 @@ class LiveTickets:
         return max(1, math.ceil(min(self.limit, tickets / self.generations)))
 
 
-def for_slots(slots: int, burst: int, generations: float) -> LiveTickets:
-    """The rule for a number of slots: half of them are the base's, and one ticket a slot is the most.
+def for_slots(slots: int, generations: float) -> LiveTickets:
+    """The rule for a number of slots: half of them live tickets, three in sixteen at work.
+
+    A working ticket keeps one to three slots busy, a validation as many as it has examples. More tickets
+    make more proposals a minute and fewer generations (docs/architecture.md has the figures).
 
     Args:
         slots: requests in flight at most.
-        burst: slots that a new ticket's first requests need (a minibatch).
         generations: see :class:`LiveTickets`.
 
-    >>> for_slots(64, 3, 8.0)
-    LiveTickets(limit=64, base=11, burst=3, generations=8.0)
+    >>> for_slots(64, 8.0)
+    LiveTickets(limit=32, working_limit=12, generations=8.0)
     """
-    return LiveTickets(max(2, slots), max(1, math.ceil(slots / (2 * burst))), min(burst, slots), generations)
+    return LiveTickets(max(2, math.ceil(slots / 2)), max(2, math.ceil(3 * slots / 16)), generations)

@@ -183,7 +183,7 @@ class Pipeline:
             if self._live:
                 await self._wake.wait()
         for queue in self._queues.values():
-            await queue.close()
+            queue.close()
 
     async def _open_one(self) -> bool:
         answer = await self._source.open(self._opened, len(self._live))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -59,10 +60,11 @@ class StageQueue(Generic[P]):
         self.name = name
         self._capacity = capacity
         self._clock = clock
-        self._heap: list[tuple[int, float, int, int, float, Item[P]]] = []
-        self._changed = anyio.Condition()
+        self._heap: list[tuple[float, float, int, int, float, Item[P]]] = []
+        self._getters: deque[anyio.Event] = deque()
+        self._putters: deque[anyio.Event] = deque()
         self._closed = False
-        self._sequence = self._largest = self._taken = self._getters = self._putters = 0
+        self._sequence = self._largest = self._taken = 0
         self._waited_seconds = 0.0
 
     async def put(self, item: Item[P]) -> None:
@@ -71,20 +73,15 @@ class StageQueue(Generic[P]):
         Raises:
             QueueClosedError: the queue is closed, before or while waiting.
         """
-        async with self._changed:
-            self._putters += 1
-            try:
-                while len(self._heap) >= self._capacity and not self._closed:
-                    await self._changed.wait()
-            finally:
-                self._putters -= 1
-            if self._closed:
-                raise QueueClosedError(f"queue {self.name!r} is closed; ticket {item.ticket.number} cannot enter.")
-            key = (-item.version, -item.value, item.ticket.number, self._sequence)
-            heapq.heappush(self._heap, (*key, self._clock(), item))
-            self._sequence += 1
-            self._largest = max(self._largest, len(self._heap))
-            self._changed.notify_all()
+        while len(self._heap) >= self._capacity and not self._closed:
+            await self._wait_in(self._putters)
+        if self._closed:
+            raise QueueClosedError(f"queue {self.name!r} is closed; ticket {item.ticket.number} cannot enter.")
+        key = (-float(item.version), -item.value, item.ticket.number, self._sequence)
+        heapq.heappush(self._heap, (*key, self._clock(), item))
+        self._sequence += 1
+        self._largest = max(self._largest, len(self._heap))
+        self._wake_one(self._getters)
 
     async def get(self) -> tuple[Item[P], float]:
         """The freshest item, and the seconds that it waited here.
@@ -92,27 +89,42 @@ class StageQueue(Generic[P]):
         Raises:
             QueueClosedError: the queue is closed and empty.
         """
-        async with self._changed:
-            self._getters += 1
-            try:
-                while not self._heap and not self._closed:
-                    await self._changed.wait()
-            finally:
-                self._getters -= 1
-            if not self._heap:
-                raise QueueClosedError(f"queue {self.name!r} is closed and empty.")
-            *_, put_at, item = heapq.heappop(self._heap)
-            waited = self._clock() - put_at
-            self._taken += 1
-            self._waited_seconds += waited
-            self._changed.notify_all()
-            return item, waited
+        while not self._heap and not self._closed:
+            await self._wait_in(self._getters)
+        if not self._heap:
+            raise QueueClosedError(f"queue {self.name!r} is closed and empty.")
+        *_, put_at, item = heapq.heappop(self._heap)
+        waited = self._clock() - put_at
+        self._taken += 1
+        self._waited_seconds += waited
+        self._wake_one(self._putters)
+        return item, waited
 
-    async def close(self) -> None:
+    def close(self) -> None:
         """Take no more items; those inside can still be taken."""
-        async with self._changed:
-            self._closed = True
-            self._changed.notify_all()
+        self._closed = True
+        for line in (self._getters, self._putters):
+            for event in line:
+                event.set()
+
+    async def _wait_in(self, line: deque[anyio.Event]) -> None:
+        """Wait to be woken. One item wakes one worker: a queue may have many that wait."""
+        event = anyio.Event()
+        line.append(event)
+        try:
+            await event.wait()
+        except BaseException:
+            if event.is_set():
+                self._wake_one(line)
+            raise
+        finally:
+            if event in line:
+                line.remove(event)
+
+    @staticmethod
+    def _wake_one(line: deque[anyio.Event]) -> None:
+        if line:
+            line.popleft().set()
 
     def statistics(self) -> QueueStatistics:
         """What the queue has seen so far."""
@@ -122,7 +134,7 @@ class StageQueue(Generic[P]):
             largest=self._largest,
             put=self._sequence,
             taken=self._taken,
-            waiting_getters=self._getters,
-            waiting_putters=self._putters,
+            waiting_getters=len(self._getters),
+            waiting_putters=len(self._putters),
             waited_seconds=self._waited_seconds,
         )

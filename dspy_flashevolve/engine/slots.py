@@ -44,28 +44,36 @@ SlotKey = tuple[float, ...]
 class SlotOrder(Protocol):
     """Decides which waiting claim gets the next free slot."""
 
-    def key(self, claim: Claim, held: int, share: int) -> SlotKey:
+    def key(self, claim: Claim, held: int, waiting: int) -> SlotKey:
         """The claim with the smallest key goes first; of equal claims the one that asked first.
 
         Args:
             claim: who asks.
             held: slots that the claim holds now.
-            share: slots over the number of claims that wait or hold one, at least 1.
+            waiting: requests of the claim that wait for one.
         """
         ...
 
 
 class DeepestFirst:
-    """Deepest stage first within a fair share, then value, then the freshest version.
+    """Small claims first; then the deepest stage, the highest value, the freshest version.
 
-    A claim that holds its share of the slots stands behind all that do not. So a validation of 300
-    examples, deep as it is, leaves room for a screen of 3 as soon as the next slot comes free, and
-    still takes every slot that nobody else wants.
+    A claim with few requests left delays a large one by little, and a large one delays it by much. So a
+    validation of 300 examples, deep as it is, leaves the next slots to a screen of 3, and still takes
+    every slot that nobody else wants. Large claims of one stage do not share: the most valuable one gets
+    all it can use, so that it ends soon, instead of all ending late.
+
+    Args:
+        small: requests, held and waiting, up to which a claim is small.
     """
 
-    def key(self, claim: Claim, held: int, share: int) -> SlotKey:
+    def __init__(self, small: int = 8) -> None:
+        self._small = small
+
+    def key(self, claim: Claim, held: int, waiting: int) -> SlotKey:
         """See :meth:`SlotOrder.key`."""
-        return (float(held >= share), -float(claim.depth), -claim.value, -float(claim.version), float(claim.ticket))
+        large = held + waiting > self._small
+        return (float(large), -float(claim.depth), -claim.value, -float(claim.version), float(claim.ticket))
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +117,6 @@ class Slots:
         self._limit = limit
         self._order: SlotOrder = order or DeepestFirst()
         self._clock = clock
-        self.on_idle: Callable[[], None] | None = None
-        """Called whenever a slot comes free and nobody waits for it."""
         self._waiting: dict[Claim, deque[anyio.Event]] = {}
         self._held: dict[Claim, int] = {}
         self._busy = self._peak = self._granted = 0
@@ -138,11 +144,6 @@ class Slots:
             busy_seconds=sum(self._busy_seconds.values()),
             busy_seconds_by_stage=dict(self._busy_seconds),
         )
-
-    @property
-    def idle(self) -> int:
-        """Slots that are free and that nobody waits for."""
-        return self._limit - self._busy
 
     async def _acquire(self, claim: Claim) -> None:
         if self._busy < self._limit:  # free slots mean that nobody waits: releases hand slots on at once
@@ -182,9 +183,9 @@ class Slots:
             self._forget(chosen, event)
             self._grant(chosen)
             event.set()
-        if self._busy < self._limit and self.on_idle is not None:
-            self.on_idle()
 
     def _next(self) -> Claim:
-        share = max(1, self._limit // len(self._waiting.keys() | self._held.keys()))
-        return min(self._waiting, key=lambda claim: self._order.key(claim, self._held.get(claim, 0), share))
+        return min(
+            self._waiting,
+            key=lambda claim: self._order.key(claim, self._held.get(claim, 0), len(self._waiting[claim])),
+        )

@@ -37,9 +37,13 @@ def task_key(task: Task) -> tuple[Any, ...]:
     return (tuple(sorted(task.parent_candidate.items())), tuple(task.minibatch_ids))
 
 
-def gain(proposal: Proposal) -> float:
-    """By how much a proposal's screen beat its parent's, summed over the minibatch."""
-    return sum(proposal.subsample_scores_after or []) - sum(proposal.subsample_scores_before or [])
+def expected_score(pool: Pool, proposals: Sequence[Proposal]) -> float:
+    """What the best of the proposals may reach on the validation set: its parent's score and its gain on the screen.
+
+    It orders validations: the child that is likely to be the next parent is validated first.
+    """
+    scores = pool.state.program_full_scores_val_set if pool.seed_confirmed else [0.0]
+    return max(scores[proposal.parent_program_ids[0]] + _mean_gain(proposal) for proposal in proposals)
 
 
 def log_entry(pool: Pool, ticket: Ticket) -> dict[str, Any]:
@@ -207,6 +211,11 @@ def complete_validation(
     )
 
 
+def merged_score(pool: Pool, plan: MergePlan) -> float:
+    """What a merge that passed its screen may reach: at least the better of its parents."""
+    return max(pool.state.program_full_scores_val_set[parent] for parent in plan.parents)
+
+
 def commit(pool: Pool, ticket: Ticket, work: Validated) -> list[Commit]:
     """Add the validated proposals to the pool, in order."""
     commits: list[Commit] = []
@@ -295,6 +304,11 @@ def merge_end(
         tag="merge",
         metadata={"ancestor": plan.ancestor},
     )
+
+
+def _mean_gain(proposal: Proposal) -> float:
+    after, before = proposal.subsample_scores_after or [], proposal.subsample_scores_before or []
+    return (sum(after) - sum(before)) / max(1, len(after))
 
 
 def _merge_accepted(pool: Pool, ticket: Ticket, proposal: Proposal, index: int) -> None:

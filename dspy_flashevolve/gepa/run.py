@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable
@@ -118,10 +119,9 @@ class GepaRun:
             self.budget.spent = self.pool.state.total_num_evals
             seeded.set()
         source = GepaSource(
-            self.pool, self.budget, self.slots, self.settings.admission, self.settings.minibatch, self.settings.lockstep
+            self.pool, self.budget, self.settings.admission, self.settings.minibatch, self.settings.lockstep
         )
         self.pipeline = Pipeline(self._stages(source, seeded), source, self.bus, self.settings.clock)
-        self.slots.on_idle = self.pipeline.wake
         if self._stop_reason:
             self.pipeline.stop(self._stop_reason)
         await self._run_with_seed(source, seeded)
@@ -173,7 +173,8 @@ class GepaRun:
         policy = self.pool.val_evaluation_policy
         seed_batch = getattr(policy, "get_seed_eval_batch", None)
         ids = list(seed_batch(self.pool.loader) if seed_batch is not None else self.pool.loader.all_ids())
-        claim = Claim(SEED_TICKET, "validate", DEPTHS["validate"])
+        # Nothing can be compared before the seed is validated: no validation goes before it.
+        claim = Claim(SEED_TICKET, "validate", DEPTHS["validate"], value=math.inf)
         try:
             evaluation, _ = await self._evaluations.validation(
                 claim, reservation, self.pool.seed_candidate, ids, capture_traces=False
@@ -197,7 +198,8 @@ class GepaRun:
             evaluations=self._evaluations,
             rollouts=self.rollouts,
             accounts=source.accounts,
-            starting=source.starting,
+            working=source.working,
+            wake=self._wake,
             bus=self.bus,
             gaps=self.gaps,
             counts=self.counts,
@@ -209,6 +211,10 @@ class GepaRun:
         workers = {name: 1 if name == "commit" else width for name in DEPTHS}
         handlers: dict[str, Any] = GepaStages(services).handlers()
         return [Stage(name, handlers[name], workers[name], queue_capacity=width) for name in DEPTHS]
+
+    def _wake(self) -> None:
+        if self.pipeline is not None:
+            self.pipeline.wake()
 
     def _count_tokens(self, event: Event) -> None:
         if isinstance(event, RolloutFinished):

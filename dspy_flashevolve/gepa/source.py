@@ -11,7 +11,6 @@ from dspy_flashevolve.engine.admission import Admission, Load
 from dspy_flashevolve.engine.budget import Budget, Reservation
 from dspy_flashevolve.engine.item import End, EndKind, Item, Ticket
 from dspy_flashevolve.engine.pipeline import NotNow, Opened
-from dspy_flashevolve.engine.slots import Slots
 from dspy_flashevolve.gepa.merging import plan_merge
 from dspy_flashevolve.gepa.payloads import MergePlan, Selected
 from dspy_flashevolve.gepa.pool import Pool
@@ -49,25 +48,21 @@ class GepaSource:
     Args:
         pool: selects.
         budget: pays.
-        slots: how many are idle.
         admission: bounds the live tickets.
         minibatch: training examples a task, for the estimate of a ticket's cost.
         lockstep: draw from the strategies' shared randomness, as gepa does, instead of the ticket's.
     """
 
-    def __init__(
-        self, pool: Pool, budget: Budget, slots: Slots, admission: Admission, minibatch: int, lockstep: bool
-    ) -> None:
+    def __init__(self, pool: Pool, budget: Budget, admission: Admission, minibatch: int, lockstep: bool) -> None:
         self._pool = pool
         self._budget = budget
-        self._slots = slots
         self._admission = admission
         self._minibatch = minibatch
         self._lockstep = lockstep
         self._tasks = 1
         self._merges_in_flight = 0
-        self.starting: dict[int, int] = {}
-        """Ticket -> slots that its first requests are about to take."""
+        self.working: set[int] = set()
+        """Tickets that have no child to be validated yet; a stage takes a ticket out when it has."""
         self._ended = self._calls_of_ended = 0
         self._first: int | None = None
         self.accounts: dict[int, Account] = {}
@@ -91,7 +86,7 @@ class GepaSource:
             self._first = self._pool.state.i + 1
         ticket = Ticket.create(self._first + number, self._pool.options.seed)
         self.accounts[ticket.number] = account = Account(reservation)
-        self.starting[ticket.number] = self._tasks * self._minibatch
+        self.working.add(ticket.number)
         version = self._pool.version
         payload = await self._pool.write(self._select, ticket)
         if isinstance(payload, MergePlan):
@@ -102,7 +97,7 @@ class GepaSource:
     async def close(self, ticket: Ticket, end: End) -> None:
         """See :class:`dspy_flashevolve.engine.pipeline.Source`."""
         account = self.accounts.pop(ticket.number)
-        self.starting.pop(ticket.number, None)
+        self.working.discard(ticket.number)
         account.reservation.refund()
         self._ended += 1
         self._calls_of_ended += account.reservation.settled
@@ -125,7 +120,7 @@ class GepaSource:
         estimate = 2 * self._minibatch + len(self._pool.loader) / 2
         return Load(
             live=live,
-            idle_slots=self._slots.idle - sum(self.starting.values()),
+            working=len(self.working),
             calls_left=self._budget.left,
             calls_reserved=self._budget.reserved,
             calls_per_ticket=self._calls_of_ended / self._ended if self._ended else estimate,

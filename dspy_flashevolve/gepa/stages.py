@@ -49,7 +49,8 @@ class Services:
 
     Args:
         accounts: ticket number -> its budget; the source keeps it.
-        starting: ticket number -> slots that it is about to take; a ticket leaves it when it takes them.
+        working: tickets that have no child to be validated yet.
+        wake: asks the source whether a ticket may start.
         lockstep: one ticket at a time, exactly as gepa.
         seeded: set when the seed is confirmed.
     """
@@ -59,7 +60,8 @@ class Services:
     evaluations: Evaluations
     rollouts: Rollouts
     accounts: dict[int, Account]
-    starting: dict[int, int]
+    working: set[int]
+    wake: Callable[[], None]
     bus: EventBus
     gaps: GapHistogram
     counts: Counts
@@ -108,7 +110,6 @@ class GepaStages:
             return Finish(End(EndKind.DISCARDED, "there is nothing to work on within the budget"))
         await self._pool.write(reports.parents_start, self._pool, item.ticket, tasks)
         unique = {reports.task_key(task): task for task in tasks}
-        self._on.starting.pop(item.ticket.number, None)
         results = await gather(
             [lambda t=task: self._minibatch(item, "rollout", t.parent_candidate, t) for task in unique.values()]
         )
@@ -147,7 +148,8 @@ class GepaStages:
         self._look(item, "screen")
         if not kept:
             return Finish(End(EndKind.REJECTED, "no child passed its screen"))
-        return Forward("validate", Screened(tuple(kept)), value=max(map(reports.gain, kept)))
+        value = await self._pool.write(reports.expected_score, self._pool, kept)
+        return self._to_validation(item, Screened(tuple(kept)), value)
 
     async def validate(self, item: Item[Screened]) -> Outcome:
         """Run each child on the validation examples that gepa's evaluation policy names."""
@@ -187,7 +189,6 @@ class GepaStages:
         account = self._on.accounts[item.ticket.number]
         lookup = await self._pool.write(reports.cached_subsample, self._pool, plan)
         account.cover(len(lookup.missing))
-        self._on.starting.pop(item.ticket.number, None)
         fresh, paid = await self._on.evaluations.validation(
             self._claim(item, "screen"), account.reservation, plan.candidate, lookup.missing, capture_traces=False
         )
@@ -195,7 +196,14 @@ class GepaStages:
         account.counted += paid
         if proposal is None:
             return Finish(End(EndKind.REJECTED, "the merge is worse than one of its parents"))
-        return Forward("validate", Screened((proposal,), merge=True), value=item.value)
+        value = await self._pool.write(reports.merged_score, self._pool, plan)
+        return self._to_validation(item, Screened((proposal,), merge=True), value)
+
+    def _to_validation(self, item: Item[Any], screened: Screened, value: float) -> Forward:
+        """The ticket has a child: another may start its work."""
+        self._on.working.discard(item.ticket.number)
+        self._on.wake()
+        return Forward("validate", screened, value=value)
 
     async def _minibatch(self, item: Item[Any], stage: str, candidate: dict[str, str], task: Any) -> tuple[Batch, int]:
         account = self._on.accounts[item.ticket.number]

@@ -61,7 +61,7 @@ async def test_put_waits_while_the_queue_is_full() -> None:
 async def test_closing_lets_the_rest_out_and_then_ends_every_getter() -> None:
     queue = StageQueue[int]("q", capacity=2)
     await queue.put(item(7))
-    await queue.close()
+    queue.close()
     assert (await queue.get())[0].payload == 7
     with pytest.raises(QueueClosedError, match="closed and empty"):
         await queue.get()
@@ -88,9 +88,31 @@ async def test_closing_wakes_those_who_wait_on_either_side() -> None:
         group.start_soon(get)
         group.start_soon(put)
         await settle()
-        await empty.close()
-        await full.close()
+        empty.close()
+        full.close()
     assert sorted(ended) == ["getter", "putter"]
+
+
+async def test_one_item_wakes_one_worker_and_a_cancelled_one_passes_it_on() -> None:
+    queue = StageQueue[int]("q", capacity=4)
+    got: list[int] = []
+
+    async def get() -> None:
+        got.append((await queue.get())[0].payload)
+
+    async with anyio.create_task_group() as outer:
+        async with anyio.create_task_group() as inner:
+            inner.start_soon(queue.get)
+            await settle()
+            outer.start_soon(get)
+            outer.start_soon(get)
+            await settle()
+            inner.cancel_scope.cancel()
+            await queue.put(item(1))  # it wakes the first in line, which is being cancelled
+        await settle()
+        assert got == [1]
+        await queue.put(item(2))
+    assert got == [1, 2]
 
 
 async def test_statistics_count_items_and_the_time_they_waited() -> None:

@@ -108,7 +108,20 @@ async def test_a_validation_takes_every_slot_that_nobody_else_wants() -> None:
         group.cancel_scope.cancel()
 
 
-async def test_within_its_share_the_deepest_stage_goes_first() -> None:
+async def test_validations_do_not_share_the_more_valuable_one_ends_first() -> None:
+    poor, rich = Claim(1, "validate", 4, value=0.2), Claim(2, "validate", 4, value=0.9)
+    slots = Slots(4)
+    async with anyio.create_task_group() as group:
+        requests = Requests(slots, group)
+        await requests.ask(poor, 40)
+        await requests.ask(rich, 20)
+        for _ in range(20):
+            await requests.end_oldest()
+        assert requests.granted == [poor] * 4 + [rich] * 20
+        group.cancel_scope.cancel()
+
+
+async def test_of_small_claims_the_deepest_stage_goes_first() -> None:
     slots = Slots(1)
     async with anyio.create_task_group() as group:
         requests = Requests(slots, group)
@@ -134,7 +147,7 @@ async def test_of_equal_depth_the_more_valuable_and_then_the_fresher_goes_first(
 
 async def test_the_order_can_be_replaced() -> None:
     class OldestTicket:
-        def key(self, claim: Claim, held: int, share: int) -> tuple[float, ...]:
+        def key(self, claim: Claim, held: int, waiting: int) -> tuple[float, ...]:
             return (float(claim.ticket),)
 
     slots = Slots(1, OldestTicket())
@@ -178,19 +191,6 @@ async def test_a_slot_granted_to_a_waiter_that_is_cancelled_at_once_goes_to_the_
         await settle()
         assert requests.granted == [VALIDATION, ROLLOUT]
         await requests.end_all()
-
-
-async def test_idle_slots_are_announced_when_nobody_waits_for_them() -> None:
-    told: list[int] = []
-    slots = Slots(2)
-    slots.on_idle = lambda: told.append(slots.idle)
-    async with anyio.create_task_group() as group:
-        requests = Requests(slots, group)
-        await requests.ask(VALIDATION, 3)
-        await requests.end_oldest()
-        assert told == [], "the third request took the slot"
-        await requests.end_all()
-    assert told == [1, 2]
 
 
 async def test_statistics_measure_busy_seconds_by_stage() -> None:
