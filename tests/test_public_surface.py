@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import subprocess
+import sys
 
 import dspy
+import pytest
 
 import dspy_flashevolve
 from dspy_flashevolve import AsyncGEPA
@@ -46,3 +49,14 @@ def test_it_is_a_gepa_to_whoever_asks() -> None:
 
     assert issubclass(AsyncGEPA, dspy.GEPA)
     assert issubclass(AsyncGEPA, Teleprompter)
+
+
+def test_importing_the_package_alone_does_not_import_dspy() -> None:
+    """The simulated server's process starts in a fraction of the time."""
+    code = "import sys, dspy_flashevolve.sim.process; sys.exit('dspy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
+        dspy_flashevolve.Nothing  # noqa: B018
