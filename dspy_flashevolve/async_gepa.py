@@ -175,10 +175,11 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
 
         Raises:
             ConfigurationError: the data, the program or the budget cannot work; raised before any LM call.
-            RunAbortedError: the LM provider refused for good.
+            RunAbortedError: the LM provider refused for good; its ``best_program`` is the best so far.
         """
         compilation = self._prepare(student, trainset, teacher, valset)
-        return run_to_end(compilation.run, lambda: compilation.stop("interrupted by Ctrl-C"))
+        with compilation.tracker:
+            return run_to_end(compilation.run, lambda: compilation.stop("interrupted by Ctrl-C"))
 
     async def acompile(
         self,
@@ -189,7 +190,9 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
         valset: list[Example] | None = None,
     ) -> Module:
         """The awaitable twin of :meth:`compile`. It runs on the caller's loop; cancelling it ends the run."""
-        return await self._prepare(student, trainset, teacher, valset).run()
+        compilation = self._prepare(student, trainset, teacher, valset)
+        with compilation.tracker:
+            return await compilation.run()
 
     def _prepare(self, student: Module, trainset: Any, teacher: Module | None, valset: Any) -> Compilation:
         check_data(student, trainset, teacher, valset)
@@ -200,7 +203,9 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
             )
         self._set_budget(components, trainset, valset)
         size = len(trainset if valset is None else valset)
-        if self.schedule == "async" and self.max_metric_calls is not None and self.max_metric_calls < size:
+        narrow = hasattr(self.gepa_kwargs.get("val_evaluation_policy"), "get_seed_eval_batch")
+        limited = self.schedule == "async" and self.max_metric_calls is not None and not narrow
+        if limited and self.max_metric_calls < size:  # pyright: ignore[reportOptionalOperand]
             raise ConfigurationError(
                 f"The budget is {self.max_metric_calls} metric calls, expected at least {size}: the seed program is "
                 "validated first, on every validation example. Give a larger budget or a smaller valset."
@@ -274,6 +279,7 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
             budget_calls=None if lockstep else self.max_metric_calls,
             minibatch=minibatch,
             lockstep=lockstep,
+            staleness=Full() if isinstance(self.staleness, str) else self.staleness,
             max_seconds=self.max_seconds,
             same_data=same_data,
         )

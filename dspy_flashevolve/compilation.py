@@ -10,9 +10,10 @@ import logging
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import anyio
 import dspy
 from dspy.primitives import Example, Module, Prediction
 from dspy.teleprompt.gepa.gepa import DspyGEPAResult
@@ -21,11 +22,11 @@ from dspy.teleprompt.gepa.gepa_utils import DspyAdapter, LoggerAdapter
 from gepa.core.data_loader import ensure_loader
 from gepa.core.result import GEPAResult
 
-from dspy_flashevolve.engine.errors import DataError
+from dspy_flashevolve.engine.errors import DataError, RunAbortedError
 from dspy_flashevolve.engine.events import EventBus
 from dspy_flashevolve.engine.threads import Threads
 from dspy_flashevolve.gepa.options import GepaOptions
-from dspy_flashevolve.gepa.parts import build_parts
+from dspy_flashevolve.gepa.parts import build_parts, has_foreign
 from dspy_flashevolve.gepa.pool import Pool
 from dspy_flashevolve.gepa.run import GepaRun, RunSettings
 from dspy_flashevolve.observe.progress import Progress
@@ -33,6 +34,7 @@ from dspy_flashevolve.observe.statistics import AsyncStats, Recorder
 from dspy_flashevolve.programs.dspy_program import DspyProgram, settings_snapshot
 from dspy_flashevolve.programs.metric import Metric
 
+logger = logging.getLogger(__name__)
 gepa_logger = logging.getLogger("dspy.teleprompt.gepa.gepa")
 """gepa's own log lines go where ``dspy.GEPA`` sends them."""
 CHECKPOINT_SECONDS = 5.0
@@ -78,8 +80,17 @@ class Compilation:
         self._seed_candidate: dict[str, str] = {name: one.signature.instructions for name, one in predictors}
         for path, flex in enumerate_flex_submodules(student).items():
             self._seed_candidate[path] = flex.module_src
+        self._log = LoggerAdapter(gepa_logger)
+        self._parts = build_parts(options, self._valset, self._log)
+        if has_foreign(self._parts):
+            self._settings = replace(settings, seed_first=True)
         self._run: GepaRun | None = None
         self._stopped: str | None = None
+
+    @property
+    def tracker(self) -> Any:
+        """The experiment tracker. Enter it in the caller's thread: mlflow's active run belongs to a thread."""
+        return self._parts.tracker
 
     def stop(self, reason: str) -> None:
         """Start no more steps and finish those that run. Call it on the run's loop."""
@@ -112,23 +123,30 @@ class Compilation:
         bus.subscribe(progress)
         try:
             await run.run()
+            await pool.write(pool.finish)
+        except BaseException as error:
+            with anyio.CancelScope(shield=True):
+                await pool.write(pool.fail, error, run.live)
+            if isinstance(error, RunAbortedError) and pool.seed_confirmed:
+                error.best_program = self._result(pool, self._stats(run, recorder, time.monotonic() - began))
+            raise
         finally:
             progress.close()
-            await asyncio.shield(pool.write(pool.finish))
             pool.close()
-        return self._result(pool, run, self._stats(run, recorder, time.monotonic() - began))
+        if run.failed is not None:
+            logger.error("AsyncGEPA gave up: %s. The best program so far is returned.", run.failed)
+        return self._result(pool, self._stats(run, recorder, time.monotonic() - began))
 
     def _pool(self) -> Pool:
-        log = LoggerAdapter(gepa_logger)
         lockstep = self._settings.lockstep
         return Pool(
-            parts=build_parts(self._options, self._valset, log),
+            parts=self._parts,
             options=self._options,
             adapter=self._adapter,
             seed_candidate=self._seed_candidate,
             trainset=self._trainset,
             valset=self._valset,
-            logger=log,
+            logger=self._log,
             checkpoint_seconds=0.0 if lockstep else CHECKPOINT_SECONDS,
             caches_minibatches=lockstep or self._settings.same_data,
         )
@@ -138,6 +156,7 @@ class Compilation:
             schedule=self._optimizer.schedule,
             seconds=seconds,
             stop_reason=run.stop_reason,
+            failed=run.failed is not None,
             proposals=run.counts.proposals,
             metric_calls=run.pool.state.total_num_evals,
             max_metric_calls=self._optimizer.max_metric_calls,
@@ -149,7 +168,7 @@ class Compilation:
             reflection_tokens=run.counts.reflection_tokens,
         )
 
-    def _result(self, pool: Pool, run: GepaRun, stats: AsyncStats) -> Module:
+    def _result(self, pool: Pool, stats: AsyncStats) -> Module:
         optimizer = self._optimizer
         result: Any = GEPAResult.from_state(pool.state, run_dir=optimizer.log_dir, seed=optimizer.seed)
         program: Any = self._adapter.build_program(result.best_candidate)

@@ -23,9 +23,9 @@ MAY_IMPORT = {
 """Package -> packages of ours that it may import; modules at the top may import all."""
 
 THIRD_PARTY = {
-    "engine": {"anyio"},
+    "engine": {"anyio", "sniffio"},
     "gepa": {"anyio", "gepa"},
-    "programs": {"dspy", "gepa"},
+    "programs": {"anyio", "dspy", "gepa"},
     "observe": {"tqdm"},
     "sim": {"aiohttp", "dspy"},
 }

@@ -14,6 +14,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class FlashEvolveError(Exception):
     """Base class of every error that dspy-flashevolve raises on purpose."""
@@ -56,4 +58,11 @@ class RolloutUnresolvedError(FlashEvolveError):
 
 
 class RunAbortedError(FlashEvolveError):
-    """The provider refused in a way that no retry mends; every further request would fail the same."""
+    """The provider refused in a way that no retry mends; every further request would fail the same.
+
+    Attributes:
+        best_program: the best program so far, as ``compile`` would have returned it; None when the seed was not
+            validated yet.
+    """
+
+    best_program: Any = None

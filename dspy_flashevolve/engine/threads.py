@@ -8,8 +8,20 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ParamSpec, TypeVar
 
+try:  # anyio uses it where it is installed
+    import sniffio
+except ImportError:
+    sniffio = None
+
 A = ParamSpec("A")
 T = TypeVar("T")
+
+
+def _off_the_loop(call: Callable[A, T], *args: A.args, **kwargs: A.kwargs) -> T:
+    """The copied context says that asyncio runs here, which keeps ``anyio.run`` from working: take it back."""
+    if sniffio is not None:
+        sniffio.current_async_library_cvar.set(None)
+    return call(*args, **kwargs)
 
 
 class Threads:
@@ -31,7 +43,7 @@ class Threads:
         context = contextvars.copy_context()
 
         def in_context() -> Any:
-            return context.run(call, *args, **kwargs)
+            return context.run(_off_the_loop, call, *args, **kwargs)
 
         return await asyncio.get_running_loop().run_in_executor(self._executor, in_context)
 

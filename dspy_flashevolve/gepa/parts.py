@@ -25,8 +25,13 @@ from gepa.strategies.component_selector import (
     RoundRobinReflectionComponentSelector,
 )
 from gepa.strategies.eval_policy import FullEvaluationPolicy
-from gepa.strategies.proposal_sampling import SingleMutationSampling
-from gepa.strategies.proposal_selection import AllImprovements
+from gepa.strategies.proposal_sampling import (
+    IndependentSampling,
+    PxNSampling,
+    SameParentSampling,
+    SingleMutationSampling,
+)
+from gepa.strategies.proposal_selection import AllImprovements, BestImprovement, TopKImprovements
 from gepa.utils import CompositeStopper, FileStopper, MaxMetricCallsStopper
 
 from dspy_flashevolve.gepa.options import GepaOptions
@@ -49,6 +54,42 @@ class Parts:
     tracker: Any
     cache: EvaluationCache[Any, Any] | None
     callbacks: list[Any] | None
+
+
+BUILT_IN = (
+    ParetoCandidateSelector,
+    CurrentBestCandidateSelector,
+    EpsilonGreedyCandidateSelector,
+    TopKParetoCandidateSelector,
+    RoundRobinReflectionComponentSelector,
+    AllReflectionComponentSelector,
+    EpochShuffledBatchSampler,
+    SingleMutationSampling,
+    SameParentSampling,
+    IndependentSampling,
+    PxNSampling,
+    AllImprovements,
+    BestImprovement,
+    TopKImprovements,
+    StrictImprovementAcceptance,
+    ImprovementOrEqualAcceptance,
+    FullEvaluationPolicy,
+)
+"""gepa's strategies that do without the seed's scores while the seed is the only candidate."""
+
+
+def has_foreign(parts: Parts) -> bool:
+    """Whether a strategy is not gepa's own: it may look at scores, and must not see a pool without any."""
+    strategies = (
+        parts.candidate_selector,
+        parts.component_selector,
+        parts.batch_sampler,
+        parts.sampling_strategy,
+        parts.selection_strategy,
+        parts.acceptance,
+        parts.evaluation_policy,
+    )
+    return any(type(one) not in BUILT_IN for one in strategies)
 
 
 def build_parts(options: GepaOptions, valset: DataLoader[Any, Any], logger: Any) -> Parts:

@@ -93,6 +93,8 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
         self._seed_key = self.speculative.add(seed_candidate).key
         self._checkpoint_seconds = checkpoint_seconds
         self._saved_at = float("-inf")
+        self.calls_made: Callable[[], int] | None = None
+        """Metric calls made so far, those of live tickets included; a checkpoint records them."""
         self._writer = Threads(1, "pool")
 
     async def write(self, call: Callable[A, T], *args: A.args, **kwargs: A.kwargs) -> T:
@@ -113,7 +115,6 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
         """Begin the run; True when a checkpoint in the run directory was loaded, so that the seed is confirmed."""
         if self.run_dir is not None:
             os.makedirs(self.run_dir, exist_ok=True)
-        self.experiment_tracker.__enter__()
         config = {
             "perfect_score": self.perfect_score,
             "seed": self.seed,
@@ -163,7 +164,14 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
         if not self.seed_confirmed or (not force and time.monotonic() - self._saved_at < self._checkpoint_seconds):
             return
         self._sync_adapter_state_to_state(self.state)
-        self.state.save(self.run_dir, use_cloudpickle=self.use_cloudpickle)
+        counted = self.state.total_num_evals
+        if self.calls_made is not None:
+            # What live tickets have spent is spent, even if the run is killed before they end.
+            self.state.total_num_evals = max(counted, self.calls_made())
+        try:
+            self.state.save(self.run_dir, use_cloudpickle=self.use_cloudpickle)
+        finally:
+            self.state.total_num_evals = counted
         self._saved_at = time.monotonic()
 
     def begin_ticket(self, ticket: Ticket) -> dict[str, Any]:
@@ -227,13 +235,18 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
         return policy.get_valset_score(policy.get_best_program(self.state), self.state)
 
     def finish(self) -> None:
-        """Save, tell the callbacks, close the trackers."""
-        try:
-            if self.seed_confirmed:
-                self.save(force=True)
-                self._report_end()
-        finally:
-            self.experiment_tracker.__exit__(None, None, None)
+        """Save and tell the callbacks: the run came to its end."""
+        if self.seed_confirmed:
+            self.save(force=True)
+            self._report_end()
+
+    def fail(self, error: BaseException, live: list[int]) -> None:
+        """Save and tell the callbacks: the run ended by ``error`` while the tickets ``live`` were on their way."""
+        if isinstance(error, Exception):
+            self.notify("on_error", iteration=self.state.i + 1, exception=error, will_continue=False)
+        for number in live:
+            self.notify("on_iteration_end", iteration=number + 1, state=self.state, proposal_accepted=False)
+        self.save(force=True)
 
     @contextmanager
     def acting_for(self, ticket: Ticket) -> Generator[None, None, None]:

@@ -238,6 +238,7 @@ def commit(pool: Pool, ticket: Ticket, work: Validated) -> list[Commit]:
             pool.parts.merge.last_iter_found_new_program = True
             pool.parts.merge.schedule_if_needed()
         commits.append(done)
+    pool.save(force=True)
     return commits
 
 

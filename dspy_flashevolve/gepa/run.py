@@ -6,7 +6,7 @@ import math
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import anyio
@@ -19,7 +19,7 @@ from dspy_flashevolve.engine.pipeline import Pipeline
 from dspy_flashevolve.engine.rollouts import RetryPolicy, Rollouts
 from dspy_flashevolve.engine.slots import Claim, SlotOrder, Slots
 from dspy_flashevolve.engine.stages import Stage
-from dspy_flashevolve.engine.staleness import GapHistogram
+from dspy_flashevolve.engine.staleness import Full, GapHistogram, StalenessPolicy
 from dspy_flashevolve.gepa.evaluations import Evaluations
 from dspy_flashevolve.gepa.payloads import Counts, EvolvingProgram
 from dspy_flashevolve.gepa.pool import Pool
@@ -41,6 +41,8 @@ class RunSettings:
         budget_calls: metric calls that are never exceeded; None for no limit of the engine's own.
         minibatch: training examples a task, for the estimate of a ticket's cost.
         lockstep: one ticket at a time, the seed first, exactly as gepa.
+        seed_first: no ticket starts before the seed is validated: a strategy of the user's may look at its scores.
+        staleness: looks at every child after its screen and before its commit.
         max_seconds: no ticket starts after it; None for no limit.
         same_data: the training set is the validation set.
         order: who gets the next free slot; None for the default.
@@ -54,6 +56,8 @@ class RunSettings:
     budget_calls: int | None
     minibatch: int
     lockstep: bool = False
+    seed_first: bool = False
+    staleness: StalenessPolicy = field(default_factory=Full)
     max_seconds: float | None = None
     same_data: bool = False
     order: SlotOrder | None = None
@@ -91,7 +95,7 @@ class GepaRun:
         self.pipeline: Pipeline | None = None
         self.budget = Budget(settings.budget_calls)
         self._stop_reason: str | None = None
-        self._source_reason: str | None = None
+        self._source: GepaSource | None = None
         bus.subscribe(self._count_tokens)
 
     def stop(self, reason: str) -> None:
@@ -104,7 +108,18 @@ class GepaRun:
     def stop_reason(self) -> str:
         """Why the run ended."""
         pipeline = None if self.pipeline is None else self.pipeline.stop_reason
-        return self._stop_reason or self._source_reason or pipeline or ""
+        source = None if self._source is None else self._source.stop_requested
+        return self._stop_reason or source or pipeline or ""
+
+    @property
+    def failed(self) -> str | None:
+        """Why the run was given up; None when it was not."""
+        return None if self._source is None else self._source.failed
+
+    @property
+    def live(self) -> list[int]:
+        """Numbers of the tickets that have not ended."""
+        return [] if self._source is None else sorted(self._source.accounts)
 
     async def run(self) -> None:
         """Run to the end; the pool holds the result.
@@ -118,28 +133,35 @@ class GepaRun:
         if resumed:
             self.budget.spent = self.pool.state.total_num_evals
             seeded.set()
-        source = GepaSource(
-            self.pool, self.budget, self.settings.admission, self.settings.minibatch, self.settings.lockstep
+        source = self._source = GepaSource(
+            self.pool,
+            self.budget,
+            self.settings.admission,
+            self.settings.minibatch,
+            self.settings.lockstep,
+            most_failures=max(10, 2 * self.settings.live_limit),
         )
+        if not self.settings.lockstep:
+            self.pool.calls_made = lambda: self.budget.spent
         self.pipeline = Pipeline(self._stages(source, seeded), source, self.bus, self.settings.clock)
         if self._stop_reason:
             self.pipeline.stop(self._stop_reason)
         await self._run_with_seed(source, seeded)
-        self._source_reason = source.stop_requested
 
     async def _run_with_seed(self, source: GepaSource, seeded: anyio.Event) -> None:
         """In lockstep the seed comes first, as in gepa; else tickets start beside its validation."""
         assert self.pipeline is not None
-        reservation = None if seeded.is_set() else self.budget.reserve(len(self.pool.loader))
+        ids = self._seed_examples()
+        reservation = None if seeded.is_set() else self.budget.reserve(len(ids))
         failures: list[Exception] = []
         async with anyio.create_task_group() as group:
             if self.settings.max_seconds is not None:
                 group.start_soon(self._stop_after, self.settings.max_seconds)
             try:
-                if not seeded.is_set() and self.settings.lockstep:
-                    await self._validate_seed(reservation, source, seeded)
+                if not seeded.is_set() and (self.settings.lockstep or self.settings.seed_first):
+                    await self._validate_seed(ids, reservation, source, seeded)
                 elif not seeded.is_set():
-                    group.start_soon(self._guarded_seed, reservation, source, seeded, failures, group.cancel_scope)
+                    group.start_soon(self._guarded_seed, ids, reservation, source, seeded, failures, group.cancel_scope)
                 elif await self.pool.write(self.pool.should_stop):
                     source.stop_requested = "a stopper said stop"
                 await self.pipeline.run()
@@ -150,8 +172,14 @@ class GepaRun:
         for failure in failures:
             raise failure
 
+    def _seed_examples(self) -> list[Any]:
+        """The validation examples of the seed: all, unless the evaluation policy wants fewer."""
+        narrow = getattr(self.pool.val_evaluation_policy, "get_seed_eval_batch", None)
+        return list(self.pool.loader.all_ids() if narrow is None else narrow(self.pool.loader))
+
     async def _guarded_seed(
         self,
+        ids: list[Any],
         reservation: Reservation | None,
         source: GepaSource,
         seeded: anyio.Event,
@@ -159,20 +187,19 @@ class GepaRun:
         scope: anyio.CancelScope,
     ) -> None:
         try:
-            await self._validate_seed(reservation, source, seeded)
+            await self._validate_seed(ids, reservation, source, seeded)
         except Exception as error:
             failures.append(error)
             scope.cancel()
 
-    async def _validate_seed(self, reservation: Reservation | None, source: GepaSource, seeded: anyio.Event) -> None:
+    async def _validate_seed(
+        self, ids: list[Any], reservation: Reservation | None, source: GepaSource, seeded: anyio.Event
+    ) -> None:
         if reservation is None:
             raise RunAbortedError(
                 f"The budget of {self.budget.limit} metric calls cannot hold the seed's validation of "
-                f"{len(self.pool.loader)} examples."
+                f"{len(ids)} examples."
             )
-        policy = self.pool.val_evaluation_policy
-        seed_batch = getattr(policy, "get_seed_eval_batch", None)
-        ids = list(seed_batch(self.pool.loader) if seed_batch is not None else self.pool.loader.all_ids())
         # Nothing can be compared before the seed is validated: no validation goes before it.
         claim = Claim(SEED_TICKET, "validate", DEPTHS["validate"], value=math.inf)
         try:
@@ -186,6 +213,7 @@ class GepaRun:
         if await self.pool.write(self.pool.should_stop):
             source.stop_requested = "a stopper said stop"
         seeded.set()
+        self._wake()
 
     async def _stop_after(self, seconds: float) -> None:
         await anyio.sleep(seconds)
@@ -205,6 +233,7 @@ class GepaRun:
             counts=self.counts,
             seeded=seeded,
             lockstep=self.settings.lockstep,
+            staleness=self.settings.staleness,
             clock=self.settings.clock,
         )
         width = self.settings.live_limit

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,28 +51,42 @@ class GepaSource:
         budget: pays.
         admission: bounds the live tickets.
         minibatch: training examples a task, for the estimate of a ticket's cost.
+        most_failures: tickets that may fail in a row before the run is given up.
         lockstep: draw from the strategies' shared randomness, as gepa does, instead of the ticket's.
     """
 
-    def __init__(self, pool: Pool, budget: Budget, admission: Admission, minibatch: int, lockstep: bool) -> None:
+    def __init__(
+        self,
+        pool: Pool,
+        budget: Budget,
+        admission: Admission,
+        minibatch: int,
+        lockstep: bool,
+        most_failures: int,
+    ) -> None:
         self._pool = pool
         self._budget = budget
         self._admission = admission
         self._minibatch = minibatch
         self._lockstep = lockstep
-        self._tasks = 1
+        self._most_failures = most_failures
         self._merges_in_flight = 0
         self.working: set[int] = set()
         """Tickets that have no child to be validated yet; a stage takes a ticket out when it has."""
         self._ended = self._calls_of_ended = 0
         self._first: int | None = None
+        seed = pool.options.seed
+        self._seed = random.SystemRandom().getrandbits(64) if seed is None else seed
+        self._failures = 0
         self.accounts: dict[int, Account] = {}
         self.stop_requested: str | None = None
+        self.failed: str | None = None
+        """Why the run was given up; None while it was not."""
 
     @property
     def most_calls(self) -> int:
-        """The most metric calls that the next ticket can cost: rollouts, screens and validations of all its tasks."""
-        return self._tasks * (2 * self._minibatch + len(self._pool.loader))
+        """The most metric calls that one task can cost: its rollouts, its screen and its validation."""
+        return 2 * self._minibatch + len(self._pool.loader)
 
     async def open(self, number: int, live: int) -> Opened | NotNow:
         """See :class:`dspy_flashevolve.engine.pipeline.Source`."""
@@ -81,14 +96,14 @@ class GepaSource:
             return NotNow.FULL
         reservation = self._budget.reserve(self.most_calls)
         if reservation is None:
-            return NotNow.FULL if live else self._out_of_budget()
+            waits = live or not self._pool.seed_confirmed  # the seed may give back some of what it reserved
+            return NotNow.FULL if waits else self._out_of_budget()
         if self._first is None:
             self._first = self._pool.state.i + 1
-        ticket = Ticket.create(self._first + number, self._pool.options.seed)
+        ticket = Ticket.create(self._first + number, self._seed)
         self.accounts[ticket.number] = account = Account(reservation)
         self.working.add(ticket.number)
-        version = self._pool.version
-        payload = await self._pool.write(self._select, ticket)
+        version, payload = await self._pool.write(self._select, ticket)
         if isinstance(payload, MergePlan):
             account.merge = True
             return Opened("screen", Item(payload, ticket, version))
@@ -102,12 +117,20 @@ class GepaSource:
         self._ended += 1
         self._calls_of_ended += account.reservation.settled
         if account.merge:
-            self._merges_in_flight -= 1
+            await self._pool.write(self._merge_ended)
+        self._count_failure(end)
         uncounted = account.reservation.settled - account.counted
         if uncounted:
             await self._pool.write(self._pool.count_calls, uncounted)
         if await self._pool.write(self._pool.end_ticket, ticket, end.kind is EndKind.COMMITTED):
             self.stop_requested = self.stop_requested or "a stopper said stop"
+
+    def _count_failure(self, end: End) -> None:
+        """A provider that is down must not be asked for ever: tickets that fail cost no budget."""
+        self._failures = self._failures + 1 if end.kind is EndKind.FAILED else 0
+        if self._failures >= self._most_failures and self.stop_requested is None:
+            self.failed = f"{self._failures} tickets in a row failed; the last: {end.reason}"
+            self.stop_requested = self.failed
 
     def _out_of_budget(self) -> NotNow:
         self.stop_requested = (
@@ -128,23 +151,25 @@ class GepaSource:
 
     def _within_budget(self, selected: Selected, account: Account) -> Selected:
         """Drop tasks of a sampling strategy that asked for more than the budget holds."""
-        self._tasks = max(1, len(selected.tasks))
         self._minibatch = max([self._minibatch, *(len(task.minibatch_ids) for task in selected.tasks)])
         tasks = list(selected.tasks)
-        cost = 2 * self._minibatch + len(self._pool.loader)
-        while tasks and not account.cover(len(tasks) * cost):
+        while tasks and not account.cover(len(tasks) * self.most_calls):
             tasks.pop()
         return Selected(tuple(tasks))
 
     # The methods below run in the pool's writer.
 
-    def _select(self, ticket: Ticket) -> Selected | MergePlan:
+    def _select(self, ticket: Ticket) -> tuple[int, Selected | MergePlan]:
+        """What the ticket works on, and the version that it saw."""
         pool = self._pool
         trace = pool.begin_ticket(ticket)
         if not self._lockstep:
             pool.parts.rng.seed(ticket.rng.getrandbits(64))
         plan = self._merge(ticket, trace)
-        return plan or self._sample(ticket)
+        return pool.version, plan or self._sample(ticket)
+
+    def _merge_ended(self) -> None:
+        self._merges_in_flight -= 1
 
     def _merge(self, ticket: Ticket, trace: dict[str, Any]) -> MergePlan | None:
         merge = self._pool.parts.merge

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import anyio
-from gepa.strategies.acceptance import ImprovementOrEqualAcceptance, StrictImprovementAcceptance
 
 from dspy_flashevolve.engine.errors import RolloutUnresolvedError
 from dspy_flashevolve.engine.events import Committed, EventBus
@@ -20,7 +19,7 @@ from dspy_flashevolve.engine.item import End, EndKind, Item
 from dspy_flashevolve.engine.rollouts import Rollouts
 from dspy_flashevolve.engine.slots import Claim
 from dspy_flashevolve.engine.stages import Finish, Forward, Handler, Outcome
-from dspy_flashevolve.engine.staleness import GapHistogram, gap
+from dspy_flashevolve.engine.staleness import Admit, GapHistogram, StalenessPolicy, gap
 from dspy_flashevolve.gepa import reports
 from dspy_flashevolve.gepa.acceptance import choose
 from dspy_flashevolve.gepa.evaluations import Evaluations, gather
@@ -52,6 +51,7 @@ class Services:
         working: tickets that have no child to be validated yet.
         wake: asks the source whether a ticket may start.
         lockstep: one ticket at a time, exactly as gepa.
+        staleness: looks at every child after its screen and before it is committed.
         seeded: set when the seed is confirmed.
     """
 
@@ -67,6 +67,7 @@ class Services:
     counts: Counts
     seeded: anyio.Event
     lockstep: bool
+    staleness: StalenessPolicy
     clock: Callable[[], float] = time.monotonic
 
 
@@ -142,8 +143,6 @@ class GepaStages:
         paid = sum(calls for _, calls in results)
         proposals = await self._pool.write(reports.children_end, self._pool, item.ticket, children, batches, paid)
         self._on.accounts[item.ticket.number].counted += paid
-        if not isinstance(self._pool.acceptance_criterion, StrictImprovementAcceptance | ImprovementOrEqualAcceptance):
-            await self._on.seeded.wait()  # a criterion of the user's may compare with the pool's scores
         kept = await self._pool.write(choose, self._pool, item.ticket, proposals)
         self._look(item, "screen")
         if not kept:
@@ -218,6 +217,8 @@ class GepaStages:
     def _look(self, item: Item[Any], where: str) -> int:
         behind = gap(self._pool.version, item.version)
         self._on.gaps.record(where, behind)
+        decision = self._on.staleness.decide(behind)
+        assert isinstance(decision, Admit), f"{decision!r} is not a decision that a stage can carry out"
         return behind
 
     def _committed(self, item: Item[Any], behind: int, commit: Commit) -> Committed:

@@ -39,6 +39,7 @@ class AsyncStats:
         schedule: "async" or "lockstep".
         seconds: from the first rollout to the last commit.
         stop_reason: why no more tickets were admitted.
+        failed: the run was given up, because tickets failed one after the other.
         tickets: evolution steps opened.
         ended: way -> tickets (committed, rejected, discarded, failed, cancelled).
         end_reasons: reason -> tickets, for all that did not commit.
@@ -64,6 +65,7 @@ class AsyncStats:
     schedule: str
     seconds: float
     stop_reason: str
+    failed: bool
     tickets: int
     ended: dict[str, int]
     end_reasons: dict[str, int]
@@ -141,6 +143,7 @@ class Recorder:
         schedule: str,
         seconds: float,
         stop_reason: str,
+        failed: bool,
         proposals: int,
         metric_calls: int,
         max_metric_calls: int | None,
@@ -157,6 +160,7 @@ class Recorder:
             schedule=schedule,
             seconds=seconds,
             stop_reason=stop_reason,
+            failed=failed,
             tickets=self.tickets,
             ended=dict(self.ended),
             end_reasons=dict(self.end_reasons),

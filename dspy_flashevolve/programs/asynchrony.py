@@ -6,6 +6,7 @@ import inspect
 from typing import Any
 
 import dspy
+from dspy.adapters.types.tool import Tool
 from dspy.clients.base_lm import BaseLM
 from dspy.primitives.module import Module
 from dspy.utils.dummies import DummyLM
@@ -15,10 +16,33 @@ def runs_on_loop(program: Module) -> bool:
     """True when ``program`` can be awaited and does the same as when it is called.
 
     It needs an ``aforward`` that is at least as specific as its ``forward``: a subclass that overrides
-    only ``forward`` inherits an ``aforward`` that would skip its code. And every LM that it may call
-    (its predictors' own, else the configured one) must answer asynchronously.
+    only ``forward`` inherits an ``aforward`` that would skip its code. Every LM that it may call (its
+    predictors' own, else the configured one) must answer asynchronously. And what is known to block must
+    not be in it: dspy calls a tool that is no coroutine function on the loop, and code interpreters wait.
     """
-    return _own_aforward(program) and all(answers_asynchronously(lm) for lm in _language_models(program))
+    return (
+        _own_aforward(program)
+        and all(answers_asynchronously(lm) for lm in _language_models(program))
+        and not any(_blocks(module) for _, module in program.named_sub_modules())
+    )
+
+
+BLOCKING = ("CodeAct", "Flex", "ProgramOfThought", "RLM")
+"""dspy's modules that run code in an interpreter and wait for it."""
+
+
+def _blocks(module: Any) -> bool:
+    if any(kind.__name__ in BLOCKING and kind.__module__.startswith("dspy.") for kind in type(module).__mro__):
+        return True
+    tools = getattr(module, "tools", None)
+    listed = list(tools.values()) if isinstance(tools, dict) else tools if isinstance(tools, list | tuple) else []
+    return any(_blocking_tool(tool) for tool in listed)
+
+
+def _blocking_tool(tool: Any) -> bool:
+    function = tool.func if isinstance(tool, Tool) else tool
+    call = getattr(function, "__call__", None)  # noqa: B004
+    return callable(function) and not (inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call))
 
 
 def _own_aforward(program: Module) -> bool:

@@ -73,13 +73,19 @@ class DspyProgram:
             rng: picks one of several calls of a predictor; None for the adapter's own, shared one.
 
         Raises:
+            TransientError: the provider of an LM judge asks to come back later.
+            RunAbortedError: it refuses for good.
             Exception: what the metric raised while it gave feedback, or that there was nothing to reflect on.
         """
         adapter = self.adapter
         if rng is not None:
             adapter = copy.copy(adapter)
             adapter.rng = rng
-        dataset = await self._threads.run(adapter.make_reflective_dataset, candidate, evaluation, components)
+        try:
+            dataset = await self._threads.run(adapter.make_reflective_dataset, candidate, evaluation, components)
+        except Exception as error:
+            raise_provider_fault(error)
+            raise
         # The adapter warns once of scores that differ; its copies must not warn again.
         self.adapter.warn_on_score_mismatch &= adapter.warn_on_score_mismatch
         return dataset

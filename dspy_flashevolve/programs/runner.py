@@ -7,11 +7,14 @@ provider is not a score (see :mod:`dspy_flashevolve.programs.faults`).
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import math
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
+import anyio
 import dspy
 from dspy.primitives.code_interpreter import CodeInterpreterError
 from dspy.primitives.module import Module
@@ -58,6 +61,7 @@ class ProgramRunner:
         self._threads = threads
         self._flex = bool(adapter._flex_paths)  # pyright: ignore[reportPrivateUsage]
         self._prototypes: OrderedDict[tuple[tuple[str, str], ...], Module | Exception] = OrderedDict()
+        self._building = anyio.Lock()
         self._on_loop: bool | None = None
 
     async def rollout(self, candidate: dict[str, str], example: dspy.Example, *, capture_traces: bool) -> Rollout:
@@ -79,21 +83,31 @@ class ProgramRunner:
             return await self._score(example, run, usage, capture_traces)
 
     async def _prototype(self, candidate: dict[str, str]) -> Module | Exception:
+        """The program of a candidate; rollouts run copies of it. One is built at a time, each once."""
         key = tuple(sorted(candidate.items()))
         if key not in self._prototypes:
-            self._prototypes[key] = await self._threads.run(self._build, candidate)
-            while len(self._prototypes) > PROTOTYPES:
-                self._prototypes.popitem(last=False)
+            async with self._building:
+                if key not in self._prototypes:
+                    self._prototypes[key] = await self._threads.run(self._build, candidate)
+                while len(self._prototypes) > PROTOTYPES:
+                    self._prototypes.popitem(last=False)
         self._prototypes.move_to_end(key)
         return self._prototypes[key]
 
     def _build(self, candidate: dict[str, str]) -> Module | Exception:
+        if not self._flex:
+            # As dspy's adapter, but the data that a student carries is shared, not copied a candidate.
+            program = isolated_copy(self._adapter.student)
+            for name, predictor in program.named_predictors():
+                if name in candidate:
+                    signature: Any = predictor.signature
+                    predictor.signature = signature.with_instructions(candidate[name])
+            return program
         try:
-            program: Module = self._adapter.build_program(candidate)
+            return self._adapter.build_program(candidate)
         except (SyntaxError, CodeInterpreterError) as error:
             logger.warning("Candidate failed to build (%s); its rollouts score as failures.", error)
             return error
-        return program
 
     async def _run(self, program: Module, example: dspy.Example) -> _Run:
         if self._on_loop is None:
@@ -107,6 +121,10 @@ class ProgramRunner:
                     prediction = await program.acall(**inputs)
                 else:
                     prediction = await self._threads.run(program, **inputs)
+            except asyncio.CancelledError as error:
+                if anyio.current_effective_deadline() == -math.inf:
+                    raise  # the run is being cancelled, not the program by itself
+                return self._crash(trace, RuntimeError(f"the program was cancelled: {error}"))
             except AdapterParseError as error:
                 return self._parse_failure(program, inputs, trace, error)
             except Exception as error:
