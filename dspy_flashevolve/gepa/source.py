@@ -16,8 +16,8 @@ from dspy_flashevolve.gepa.merging import plan_merge
 from dspy_flashevolve.gepa.payloads import MergePlan, Selected
 from dspy_flashevolve.gepa.pool import Pool
 
-MERGE_SUBSAMPLE = 5
-"""Validation examples on which gepa screens a merge."""
+PRIOR_TICKETS = 4
+"""The estimate of a ticket's cost begins as if this many had cost the most that one can."""
 
 
 @dataclass
@@ -140,13 +140,14 @@ class GepaSource:
         return NotNow.EXHAUSTED
 
     def _load(self, live: int) -> Load:
-        estimate = 2 * self._minibatch + len(self._pool.loader) / 2
+        # Tickets without a good child end first and cost least: alone they would make every ticket look cheap.
+        prior = PRIOR_TICKETS * self.most_calls
         return Load(
             live=live,
             working=len(self.working),
             calls_left=self._budget.left,
             calls_reserved=self._budget.reserved,
-            calls_per_ticket=self._calls_of_ended / self._ended if self._ended else estimate,
+            calls_per_ticket=(prior + self._calls_of_ended) / (PRIOR_TICKETS + self._ended),
         )
 
     def _within_budget(self, selected: Selected, account: Account) -> Selected:
