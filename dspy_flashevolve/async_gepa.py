@@ -28,7 +28,7 @@ from dspy_flashevolve.programs.metric import check_metric
 logger = logging.getLogger(__name__)
 
 Schedule = Literal["async", "lockstep"]
-GENERATIONS = 8.0
+GENERATIONS = 12.0
 """A limited budget is spread over at least this many generations; see ``engine.admission.LiveTickets``."""
 
 

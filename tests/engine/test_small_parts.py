@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import signal
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -148,54 +150,51 @@ def test_run_to_end_hands_the_callers_context_variables_on() -> None:
         VARIABLE.reset(token)
 
 
-def test_the_first_ctrl_c_asks_for_a_stop_and_the_result_is_returned() -> None:
-    stopped = threading.Event()
-    inside = threading.Event()
+SCRIPT = """
+import asyncio, sys, threading
+from dspy_flashevolve.engine.loop import run_to_end
 
-    async def main() -> str:
-        inside.set()
-        await asyncio.to_thread(stopped.wait, 5)
+stopping = threading.Event()
+
+def stop():
+    print("stopping", flush=True)
+    if sys.argv[1] == "drains":
+        stopping.set()
+
+async def main():
+    await asyncio.sleep(0.3)  # the caller is waiting by now, as it is when a person presses Ctrl-C
+    print("running", flush=True)
+    try:
+        await asyncio.to_thread(stopping.wait, 60)
         return "drained"
+    except asyncio.CancelledError:
+        print("cancelled", flush=True)
+        stopping.set()
+        raise
 
-    def interrupt() -> None:
-        inside.wait(5)
-        signal.raise_signal(signal.SIGINT) if threading.current_thread() is threading.main_thread() else _kill()
+try:
+    print(run_to_end(main, stop), flush=True)
+except KeyboardInterrupt:
+    print("KeyboardInterrupt", flush=True)
+"""
 
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    assert run_to_end(main, stopped.set) == "drained"
-    thread.join()
+
+def interrupted(mode: str, presses: int) -> list[str]:
+    """What a script in a process of its own prints when Ctrl-C is pressed ``presses`` times."""
+    process = subprocess.Popen([sys.executable, "-c", SCRIPT, mode], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    lines = [process.stdout.readline().strip()]
+    for _ in range(presses):
+        process.send_signal(signal.SIGINT)
+        lines.append(process.stdout.readline().strip())
+    rest = process.stdout.read().split()
+    assert process.wait(30) == 0
+    return lines + rest
+
+
+def test_the_first_ctrl_c_asks_for_a_stop_and_the_result_is_returned() -> None:
+    assert interrupted("drains", 1) == ["running", "stopping", "drained"]
 
 
 def test_the_second_ctrl_c_cancels_and_raises() -> None:
-    inside, cancelled = threading.Event(), threading.Event()
-    stops = threading.Event()
-
-    async def main() -> None:
-        inside.set()
-        try:
-            await asyncio.sleep(60)
-        except asyncio.CancelledError:
-            cancelled.set()
-            raise
-
-    def interrupt_twice() -> None:
-        inside.wait(5)
-        _kill()
-        stops.wait(5)
-        _kill()
-        while not cancelled.wait(3):  # Python may lose a KeyboardInterrupt inside a finalizer; a user presses again
-            _kill()
-
-    thread = threading.Thread(target=interrupt_twice)
-    thread.start()
-    with pytest.raises(KeyboardInterrupt):
-        run_to_end(main, stops.set)
-    thread.join()
-    assert cancelled.is_set()
-
-
-def _kill() -> None:
-    import os
-
-    os.kill(os.getpid(), signal.SIGINT)
+    assert interrupted("hangs", 2) == ["running", "stopping", "cancelled", "KeyboardInterrupt"]
