@@ -7,8 +7,10 @@ metric calls. AsyncGEPA must never spend more calls than it was given.
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import fields
 from functools import partial
 from itertools import chain
 from multiprocessing import get_context
@@ -17,6 +19,7 @@ from pathlib import Path
 from benchmarks.methods import Limits, method
 from benchmarks.results import RESULTS, Result, Spread, ratio, shown, table, write_result
 from benchmarks.throughput import best_independent, median_of
+from benchmarks.trajectory import Point
 from benchmarks.workloads.house_rules import Setting, add_arguments, setting, simulated
 
 METHODS = ("gepa", "gepa-independent-4", "gepa-independent-10", "gepa-independent-40", "async")
@@ -35,20 +38,35 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=5, help="how many seeds")
     parser.add_argument("--jobs", type=int, default=1, help="seeds that run side by side, each on a server of its own")
     parser.add_argument("--methods", nargs="+", default=list(METHODS))
+    parser.add_argument("--report", type=Path, help="print the tables of an earlier file; run nothing")
     parser.add_argument("--out", type=Path, default=RESULTS / "score.jsonl")
     return parser.parse_args(arguments)
 
 
 def best(result: Result) -> float | None:
-    """The best fully validated score."""
-    return result.best_score
+    """The best fully validated score; with a budget, of the candidates that it paid for: an overshoot buys nothing."""
+    if result.call_limit is None:
+        return result.best_score
+    points = [Point(*row) for row in result.trajectory]  # pyright: ignore[reportArgumentType]
+    scores = [p.best_score for p in points if p.metric_calls <= result.call_limit and p.best_score is not None]
+    return max(scores, default=result.seed_score)
+
+
+def recorded(path: Path, condition: str) -> list[Result]:
+    """The results of a file that an earlier run of this command wrote, for `condition` ("time" or "calls")."""
+    known = {field.name for field in fields(Result)}
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [
+        Result(**{name: value for name, value in row.items() if name in known})
+        for row in rows
+        if row["benchmark"] == f"score-{condition}"
+    ]
 
 
 def gain(result: Result) -> float | None:
     """How far the best score lies above the seed program's in the same run."""
-    if result.best_score is None or result.seed_score is None:
-        return None
-    return result.best_score - result.seed_score
+    reached = best(result)
+    return None if reached is None or result.seed_score is None else reached - result.seed_score
 
 
 def measure(names: Sequence[str], chosen: Setting, limits: Limits, out: Path) -> list[Result]:
@@ -61,7 +79,7 @@ def measure(names: Sequence[str], chosen: Setting, limits: Limits, out: Path) ->
             write_result(out, result)
             results.append(result)
             spent = f"{result.total_metric_calls} calls, {result.total_seconds:.0f} s"
-            score = shown(result.best_score, ".3f")
+            score = shown(best(result), ".3f")
             print(f"seed {limits.seed}, fixed {kind}: {name}: {score} after {spent} {result.error}", flush=True)
     return results
 
@@ -72,7 +90,7 @@ def rows(results: Sequence[Result]) -> list[list[str]]:
     cells: list[list[str]] = []
     for name in dict.fromkeys(result.method for result in results):
         mine = [result for result in results if result.method == name]
-        scores = [result.best_score for result in mine if result.best_score is not None]
+        scores = [score for score in map(best, mine) if score is not None]
         mine_gain = median_of(mine, name, gain)
         cells.append([
             name,
@@ -91,10 +109,10 @@ def rows(results: Sequence[Result]) -> list[list[str]]:
 def verdicts(results: Sequence[Result], condition: str) -> list[str]:
     """A line for each rival of AsyncGEPA: medians, and in how many seeds it was at least as good."""
     rivals = [name for name in ("gepa", best_independent(results, best)) if name]
-    ours = {result.seed: result.best_score for result in results if result.method == "async"}
+    ours = {result.seed: best(result) for result in results if result.method == "async"}
     lines: list[str] = []
     for rival in rivals:
-        theirs = {result.seed: result.best_score for result in results if result.method == rival}
+        theirs = {result.seed: best(result) for result in results if result.method == rival}
         mine, other = median_of(results, "async", best), median_of(results, rival, best)
         if mine is None or other is None:
             continue
@@ -124,6 +142,11 @@ def _report(results: Sequence[Result], condition: str) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print; 1 when a run ended in an error or AsyncGEPA overshot its budget."""
     options = parse(arguments)
+    if options.report is not None:
+        for condition, words in (("time", "at the fixed time"), ("calls", "at the equal number of metric calls")):
+            if results := recorded(options.report, condition):
+                _report(results, words)
+        return 0
     chosen, every_result = setting(options), []
     for seconds, calls in ((options.seconds, None), (None, options.calls)):
         if not (seconds or calls):
