@@ -84,6 +84,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--api-base", default="http://127.0.0.1:8111/v1")
     parser.add_argument("--model", default="qwen05", help="the model's name on the server")
     parser.add_argument("--calls", type=int, default=200, help="metric calls of each method")
+    parser.add_argument("--seconds", type=float, help="a time limit instead: the pace while the run is in full swing")
     parser.add_argument("--slots", type=int, default=32)
     parser.add_argument("--train", type=int, default=20)
     parser.add_argument("--val", type=int, default=20)
@@ -143,7 +144,8 @@ def rows(results: Sequence[Result]) -> list[list[str]]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print; 1 when a run ended in an error."""
     options = parse(arguments)
-    task, limits = workload(options), Limits(options.slots, options.seed, metric_calls=options.calls)
+    calls = None if options.seconds else options.calls
+    task, limits = workload(options), Limits(options.slots, options.seed, options.seconds, calls)
     bench = Bench("vllm_cpu", options.model, VllmMeter(options.api_base))
     results: list[Result] = []
     for name in options.methods:
