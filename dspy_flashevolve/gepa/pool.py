@@ -227,6 +227,10 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
             proposal, ticket.number + 1, self.state, dropped_by_selection=passed, reason_override=reason
         )
 
+    def score_of(self, candidate: int) -> float:
+        """A candidate's aggregate validation score; gepa's list of all of them costs a pass over the whole pool."""
+        return self.state.get_program_average_val_subset(candidate)[0]
+
     def best_score(self) -> float | None:
         """The best aggregate validation score; None before the seed is confirmed."""
         if not self.seed_confirmed:
@@ -259,6 +263,11 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
             yield
         finally:
             state.i, state.full_program_trace = newest, log
+
+    def _log_candidate_tree(self, state: State) -> None:
+        """gepa draws the whole tree at every commit; only where somebody gets to see it."""
+        if self.run_dir is not None or self.options.use_wandb or self.options.use_mlflow:
+            super()._log_candidate_tree(state)
 
     def _provisional_state(self) -> State:
         """A state in which the seed has no scores yet: tickets may start, nothing can be compared."""

@@ -42,8 +42,8 @@ def expected_score(pool: Pool, proposals: Sequence[Proposal]) -> float:
 
     It orders validations: the child that is likely to be the next parent is validated first.
     """
-    scores = pool.state.program_full_scores_val_set if pool.seed_confirmed else [0.0]
-    return max(scores[proposal.parent_program_ids[0]] + _mean_gain(proposal) for proposal in proposals)
+    parents = [pool.score_of(one.parent_program_ids[0]) if pool.seed_confirmed else 0.0 for one in proposals]
+    return max(score + _mean_gain(proposal) for score, proposal in zip(parents, proposals, strict=True))
 
 
 def log_entry(pool: Pool, ticket: Ticket) -> dict[str, Any]:
@@ -71,7 +71,7 @@ def parents_end(pool: Pool, ticket: Ticket, tasks: Sequence[Task], evaluations: 
         n_tasks=len(tasks),
         tasks=[{"parent_idx": task.parent_idx, "subsample_ids": list(task.minibatch_ids)} for task in tasks],
     )
-    score = pool.state.program_full_scores_val_set[first.parent_idx]
+    score = pool.score_of(first.parent_idx)
     pool.logger.log(f"Iteration {iteration}: Selected program {first.parent_idx} score: {score}")
     pool.experiment_tracker.log_metrics(
         {
@@ -213,7 +213,7 @@ def complete_validation(
 
 def merged_score(pool: Pool, plan: MergePlan) -> float:
     """What a merge that passed its screen may reach: at least the better of its parents."""
-    return max(pool.state.program_full_scores_val_set[parent] for parent in plan.parents)
+    return max(map(pool.score_of, plan.parents))
 
 
 def commit(pool: Pool, ticket: Ticket, work: Validated) -> list[Commit]:

@@ -200,7 +200,7 @@ class GepaSource:
                 iteration=iteration,
                 candidate_idx=task.parent_idx,
                 candidate=task.parent_candidate,
-                score=pool.state.program_full_scores_val_set[task.parent_idx],
+                score=pool.score_of(task.parent_idx),
             )
             pool.notify(
                 "on_minibatch_sampled",
