@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -185,6 +186,7 @@ def interrupted(mode: str, presses: int) -> list[str]:
     assert process.stdout is not None
     lines = [process.stdout.readline().strip()]
     for _ in range(presses):
+        time.sleep(0.5)  # as a person: an interrupt in the middle of handing over the one before may get lost in anyio
         process.send_signal(signal.SIGINT)
         lines.append(process.stdout.readline().strip())
     rest = process.stdout.read().split()
