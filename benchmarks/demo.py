@@ -47,8 +47,8 @@ def row(result: Result) -> list[str]:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command's options."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.demo", description=__doc__)
-    parser.add_argument("--seconds", type=float, default=70.0, help="time limit of each run, in the server's time")
-    parser.add_argument("--time-scale", type=float, default=2.0, help="the server's seconds in a real one")
+    parser.add_argument("--seconds", type=float, default=75.0, help="time limit of each run, in the server's time")
+    parser.add_argument("--time-scale", type=float, default=3.0, help="the server's seconds in a real one")
     parser.add_argument("--slots", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=RESULTS / "demo.jsonl")
