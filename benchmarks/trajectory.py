@@ -66,11 +66,10 @@ class Trajectory:
 
     def at_calls(self, metric_calls: int) -> Point:
         """The last state that had spent no more than `metric_calls`."""
-        return max(
-            (point for point in self.points if point.metric_calls <= metric_calls),
-            key=lambda point: (point.metric_calls, point.seconds),
-            default=Point(),
-        )
+        paid = [
+            (point.metric_calls, index) for index, point in enumerate(self.points) if point.metric_calls <= metric_calls
+        ]
+        return self.points[max(paid)[1]] if paid else Point()
 
     def seconds_to(self, score: float) -> float | None:
         """Seconds until the best validated score was at least `score`; `None` if it never was."""

@@ -24,28 +24,47 @@ if TYPE_CHECKING:
         RunAbortedError,
         TransientError,
     )
-    from dspy_flashevolve.observe.statistics import AsyncStats, CommitRecord
+    from dspy_flashevolve.engine.staleness import Full, Guarded, Reflective, StalenessPolicy
+    from dspy_flashevolve.observe.records import AsyncStats, CommitRecord, HeadRecord, IntegrationRecord
+    from dspy_flashevolve.reflection.combee import CombeeReflection
+    from dspy_flashevolve.reflection.stale_candidates import StaleCandidateReflection
 
 __all__ = [
     "AsyncGEPA",
     "AsyncGEPAResult",
     "AsyncStats",
     "BudgetError",
+    "CombeeReflection",
     "CommitRecord",
     "ConfigurationError",
     "DataError",
     "FlashEvolveError",
+    "Full",
+    "Guarded",
+    "HeadRecord",
+    "IntegrationRecord",
     "QueueClosedError",
+    "Reflective",
     "RolloutUnresolvedError",
     "RunAbortedError",
+    "StaleCandidateReflection",
+    "StalenessPolicy",
     "TransientError",
 ]
 
 _HOMES = {
     "AsyncGEPA": "async_gepa",
     "AsyncGEPAResult": "compilation",
-    "AsyncStats": "observe.statistics",
-    "CommitRecord": "observe.statistics",
+    "AsyncStats": "observe.records",
+    "CombeeReflection": "reflection.combee",
+    "CommitRecord": "observe.records",
+    "Full": "engine.staleness",
+    "Guarded": "engine.staleness",
+    "HeadRecord": "observe.records",
+    "IntegrationRecord": "observe.records",
+    "Reflective": "engine.staleness",
+    "StaleCandidateReflection": "reflection.stale_candidates",
+    "StalenessPolicy": "engine.staleness",
 }
 """Public name -> its module; all others are errors."""
 

@@ -20,16 +20,45 @@ from dspy_flashevolve.compilation import Compilation, check_data
 from dspy_flashevolve.engine.admission import LiveTickets, for_slots
 from dspy_flashevolve.engine.errors import ConfigurationError
 from dspy_flashevolve.engine.loop import run_to_end
-from dspy_flashevolve.engine.staleness import Full
+from dspy_flashevolve.engine.staleness import PLACES, Full, Guarded, Reflective, StalenessPolicy, check_looks
 from dspy_flashevolve.gepa.options import GepaOptions, check_options
-from dspy_flashevolve.gepa.run import RunSettings
+from dspy_flashevolve.gepa.settings import RunSettings
 from dspy_flashevolve.programs.metric import check_metric
+from dspy_flashevolve.programs.usage import rates_of
+from dspy_flashevolve.reflection.stale_candidates import StaleCandidateReflection
 
 logger = logging.getLogger(__name__)
 
 Schedule = Literal["async", "lockstep"]
-GENERATIONS = 12.0
-"""A limited budget is spread over at least this many generations; see ``engine.admission.LiveTickets``."""
+GENERATIONS, GENERATIONS_BY_TRAIN = 12.0, 6.0
+"""A limited budget is spread over at least this many generations (``engine.admission.LiveTickets``); fewer where trains
+bring the work of many tickets together."""
+POLICIES: dict[str, StalenessPolicy] = {
+    "full": Full(),
+    "guarded": Guarded(max_gap=8),
+    "patch": Reflective(batch=1),
+    "reflective": Reflective(batch=12),
+}
+"""What the names of ``staleness`` stand for."""
+
+
+def policy_named(staleness: Any) -> StalenessPolicy:
+    """The policy that a name stands for, or the policy itself.
+
+    Raises:
+        ConfigurationError: no such name, or no policy.
+    """
+    if isinstance(staleness, str):
+        if staleness in POLICIES:
+            return POLICIES[staleness]
+    elif callable(getattr(staleness, "decide", None)) and isinstance(getattr(staleness, "looks", None), tuple):
+        check_looks(staleness.looks, PLACES, type(staleness).__name__)
+        return staleness
+    names = ", ".join(repr(name) for name in POLICIES)
+    raise ConfigurationError(
+        f"staleness is {staleness!r}, expected one of {names}, or a policy: an object with looks, a tuple of places, "
+        "and decide(look, history)."
+    )
 
 
 class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntypedBaseClass]  # dspy's @experimental hides the type
@@ -44,8 +73,15 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
         schedule: "async" (default), or "lockstep": one step at a time, with the candidates, parents,
             scores and metric calls of ``dspy.GEPA`` for the same seed, its way of overshooting the
             budget included.
-        staleness: what happens to a candidate whose parent's pool has moved on. "full" (default)
-            admits it; gaps are recorded in ``async_stats``.
+        staleness: what happens to a candidate whose parent's pool has moved on. "full" admits it, "guarded" discards
+            what is more than 8 commits behind, "patch" lets the reflection LM repair what is behind, one by one, and
+            "reflective" (default) integrates many proposals at once onto the newest head (a train). Or a policy:
+            :class:`Full`, :class:`Guarded`, :class:`Reflective`, or an object of your own; docs/staleness.md.
+        stale_candidate_reflection: the module that integrates; default :class:`StaleCandidateReflection`. It asks
+            ``reflection_lm`` unless its predictors have LMs of their own.
+        max_reflection_calls: no step starts after this many reflections and integrations. Default: no limit.
+        max_cost: no step starts after this many dollars, by litellm's cost map; what runs is finished, so a run may
+            end a little above it. Default: no limit.
         max_concurrency: the most requests in flight when ``num_threads`` is None.
         max_seconds: no step starts after this many seconds; those that run are finished. Default: no limit.
         max_live_tickets: steps that run at once. Default: as many as keep the slots busy, and fewer
@@ -106,7 +142,10 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
         gepa_kwargs: dict[str, Any] | None = None,
         # The asynchronous engine
         schedule: Schedule = "async",
-        staleness: Literal["full"] | Full = "full",
+        staleness: Literal["full", "guarded", "patch", "reflective"] | StalenessPolicy = "reflective",
+        stale_candidate_reflection: Module | None = None,
+        max_reflection_calls: int | None = None,
+        max_cost: float | None = None,
         max_concurrency: int | None = None,
         max_seconds: float | None = None,
         max_live_tickets: int | None = None,
@@ -143,6 +182,9 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
         )
         self.schedule: Schedule = schedule
         self.staleness = staleness
+        self.stale_candidate_reflection = stale_candidate_reflection
+        self.max_reflection_calls = max_reflection_calls
+        self.max_cost = max_cost
         self.max_concurrency = max_concurrency
         self.max_seconds = max_seconds
         self.max_live_tickets = max_live_tickets
@@ -201,6 +243,7 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
             raise ConfigurationError(
                 f"{type(student).__name__} has no predictor and no dspy.Flex submodule: there is no text to evolve."
             )
+        self._check_prices(student)
         self._set_budget(components, trainset, valset)
         size = len(trainset if valset is None else valset)
         narrow = hasattr(self.gepa_kwargs.get("val_evaluation_policy"), "get_seed_eval_batch")
@@ -214,9 +257,26 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
         same_data = valset is None or valset is trainset
         return Compilation(self, self._options(), self._settings(same_data), student, trainset, valset)
 
+    def _check_prices(self, student: Module) -> None:
+        """A limit in dollars needs a price for every LM that the run may ask."""
+        if self.max_cost is None:
+            return
+        own = [getattr(predictor, "lm", None) for predictor in student.predictors()]
+        lms: list[Any] = [*own, dspy.settings.lm, self.reflection_lm]
+        models = {str(lm.model) for lm in lms if hasattr(lm, "model")}
+        unknown = sorted(model for model in models if rates_of(model) is None)
+        if unknown:
+            raise ConfigurationError(
+                f"max_cost is {self.max_cost:g}, but litellm's cost map has no price for {', '.join(unknown)}. "
+                "Register one by litellm.register_model({...}), or bound the run by max_metric_calls, "
+                "max_reflection_calls or max_seconds."
+            )
+
     def _warn_of_small_budget(self, valset_size: int) -> None:
         """A budget that pays for the seed's validation alone returns the seed."""
-        needed = 2 * valset_size + 2 * (self.reflection_minibatch_size or 3)
+        policy = policy_named(self.staleness)
+        screens = 3 if isinstance(policy, Reflective) and policy.train else 2  # a train runs its base as well
+        needed = 2 * valset_size + screens * (self.reflection_minibatch_size or 3)
         if self.schedule == "async" and self.max_metric_calls is not None and self.max_metric_calls < needed:
             logger.warning(
                 "The budget of %d metric calls pays for the seed's validation (%d) but not for one more step, which "
@@ -271,7 +331,10 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
         slots: int = self.num_threads or self.max_concurrency or dspy.settings.num_threads
         minibatch = self.reflection_minibatch_size or 3
         fixed = 1 if lockstep else self.max_live_tickets
-        rule = for_slots(slots, GENERATIONS) if fixed is None else LiveTickets(fixed)
+        policy = Full() if lockstep else self._policy()
+        trains = isinstance(policy, Reflective) and policy.train
+        generations = GENERATIONS_BY_TRAIN if trains else GENERATIONS
+        rule = for_slots(slots, generations, burst=min(minibatch, slots)) if fixed is None else LiveTickets(fixed)
         return RunSettings(
             slots=slots,
             live_limit=rule.limit,
@@ -279,17 +342,32 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
             budget_calls=None if lockstep else self.max_metric_calls,
             minibatch=minibatch,
             lockstep=lockstep,
-            staleness=Full() if isinstance(self.staleness, str) else self.staleness,
+            staleness=policy,
             max_seconds=self.max_seconds,
             same_data=same_data,
+            strict_live=fixed is not None,
+            max_reflection_calls=self.max_reflection_calls,
+            max_cost=self.max_cost,
         )
+
+    def _policy(self) -> StalenessPolicy:
+        """The policy; one that integrates needs an LM to do it."""
+        policy = policy_named(self.staleness)
+        module = self.stale_candidate_reflection or StaleCandidateReflection()
+        silent = [one for one in module.predictors() if getattr(one, "lm", None) is None]
+        if isinstance(policy, Reflective) and silent and self.reflection_lm is None and dspy.settings.lm is None:
+            logger.warning("There is no LM that could integrate stale candidates: they are admitted as they are.")
+            return Full()
+        return policy
 
     def _check_schedule(self) -> None:
         if self.schedule not in ("async", "lockstep"):
             raise ConfigurationError(f"schedule is {self.schedule!r}, expected 'async' or 'lockstep'.")
-        if self.staleness != "full" and not isinstance(self.staleness, Full):
-            raise ConfigurationError(f"staleness is {self.staleness!r}, expected 'full'.")
-        for name in ("num_threads", "max_concurrency", "max_live_tickets"):
+        policy_named(self.staleness)
+        module = self.stale_candidate_reflection
+        if module is not None and not isinstance(module, Module):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigurationError(f"stale_candidate_reflection is {module!r}, expected a dspy.Module.")
+        for name in ("num_threads", "max_concurrency", "max_live_tickets", "max_reflection_calls"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ConfigurationError(f"{name} is {value!r}, expected a whole number of at least 1, or None.")
@@ -297,9 +375,10 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
             raise ConfigurationError(
                 f"num_threads is {self.num_threads}, above max_concurrency={self.max_concurrency}. Give one of them."
             )
-        seconds = self.max_seconds
-        if seconds is not None and (not isinstance(seconds, int | float) or not seconds > 0):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ConfigurationError(f"max_seconds is {seconds!r}, expected a number above 0, or None.")
+        for name in ("max_seconds", "max_cost"):
+            limit = getattr(self, name)
+            if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int | float) or not limit > 0):
+                raise ConfigurationError(f"{name} is {limit!r}, expected a number above 0, or None.")
         if self.schedule == "lockstep" and self.max_live_tickets not in (None, 1):
             raise ConfigurationError(
                 f"max_live_tickets is {self.max_live_tickets}, but schedule='lockstep' runs one step at a time."

@@ -1,6 +1,7 @@
 """The command `flashevolve`.
 
 flashevolve sim-server --profile h100-qwen3-8b --port 8000
+flashevolve lineage RUN_DIR
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from dspy_flashevolve.engine.errors import DataError
+from dspy_flashevolve.observe.lineage import read, tree
 from dspy_flashevolve.sim.process import require_aiohttp
 from dspy_flashevolve.sim.profiles import PROFILES, profile_named
 
@@ -35,9 +38,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     arguments = parser.parse_args(argv)
     try:
+        if arguments.command == "lineage":
+            return _lineage(arguments)
         require_aiohttp()
         return _sim_server(arguments)
-    except (ImportError, OSError) as error:
+    except (ImportError, OSError, DataError) as error:
         print(f"flashevolve: {error}", file=sys.stderr)
         return 1
 
@@ -55,7 +60,14 @@ def _parser() -> argparse.ArgumentParser:
     server.add_argument("--port", type=_port, default=8000, help="port to bind; 0 for any free one")
     server.add_argument("--seed", type=int, default=0, help="part of every random choice")
     server.add_argument("--time-scale", type=_positive, default=1.0, help="model seconds a wall second")
+    lineage = commands.add_parser("lineage", help="the family tree of a run: candidates, gaps, trains and verdicts")
+    lineage.add_argument("run_dir", metavar="RUN_DIR", help="the log_dir of an AsyncGEPA")
     return parser
+
+
+def _lineage(arguments: argparse.Namespace) -> int:
+    print(tree(read(arguments.run_dir)))
+    return 0
 
 
 def _profile_name(text: str) -> str:

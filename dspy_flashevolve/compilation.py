@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,15 +27,22 @@ from dspy_flashevolve.engine.threads import Threads
 from dspy_flashevolve.gepa.options import GepaOptions
 from dspy_flashevolve.gepa.parts import build_parts, has_foreign
 from dspy_flashevolve.gepa.pool import Pool
-from dspy_flashevolve.gepa.run import GepaRun, RunSettings
+from dspy_flashevolve.gepa.run import GepaRun
+from dspy_flashevolve.gepa.settings import RunSettings
+from dspy_flashevolve.observe.lineage import LineageWriter
 from dspy_flashevolve.observe.progress import Progress
-from dspy_flashevolve.observe.statistics import AsyncStats, Recorder
+from dspy_flashevolve.observe.records import AsyncStats
+from dspy_flashevolve.observe.statistics import Recorder
 from dspy_flashevolve.programs.dspy_program import DspyProgram, settings_snapshot
+from dspy_flashevolve.programs.integrating import DspyIntegrator
 from dspy_flashevolve.programs.metric import Metric
+from dspy_flashevolve.reflection.stale_candidates import StaleCandidateReflection
 
 logger = logging.getLogger(__name__)
 gepa_logger = logging.getLogger("dspy.teleprompt.gepa.gepa")
 """gepa's own log lines go where ``dspy.GEPA`` sends them."""
+MUCH_DISCARDED = 0.5
+"""Share of the children from which a run says that its staleness policy discards too much."""
 CHECKPOINT_SECONDS = 5.0
 """With ``log_dir``, the least time between two checkpoints of an asynchronous run."""
 
@@ -72,6 +78,7 @@ class Compilation:
         self._snapshot = settings_snapshot()
         self._options = options
         self._settings = settings
+        self._priced = settings.max_cost is not None
         workers = self._settings.slots + self._settings.live_limit + 1
         self._threads = Threads(workers, "work")
         self._metric = Metric(optimizer.metric_fn, self._threads)
@@ -112,14 +119,17 @@ class Compilation:
     async def _evolve(self) -> Module:
         optimizer, bus = self._optimizer, EventBus()
         pool = self._pool()
-        program = DspyProgram(self._adapter, self._metric, self._threads)
+        program = DspyProgram(self._adapter, self._metric, self._threads, self._priced)
         program.attach(asyncio.get_running_loop())
-        run = self._run = GepaRun(pool, program, self._settings, bus)
+        run = self._run = GepaRun(pool, program, self._settings, bus, self._integrator())
         if self._stopped is not None:
             run.stop(self._stopped)
-        began = time.monotonic()
+        began = anyio.current_time()
         recorder, progress = Recorder(began), Progress(optimizer.max_metric_calls, run.slots)
         bus.subscribe(recorder)
+        lineage = None if optimizer.log_dir is None else LineageWriter(optimizer.log_dir)
+        if lineage is not None:
+            bus.subscribe(lineage)
         bus.subscribe(progress)
         try:
             await run.run()
@@ -128,14 +138,27 @@ class Compilation:
             with anyio.CancelScope(shield=True):
                 await pool.write(pool.fail, error, run.live)
             if isinstance(error, RunAbortedError) and pool.seed_confirmed:
-                error.best_program = self._result(pool, self._stats(run, recorder, time.monotonic() - began))
+                error.best_program = self._result(pool, self._stats(run, recorder, anyio.current_time() - began))
             raise
         finally:
             progress.close()
+            if lineage is not None:
+                lineage.close()
             pool.close()
         if run.failed is not None:
             logger.error("AsyncGEPA gave up: %s. The best program so far is returned.", run.failed)
-        return self._result(pool, self._stats(run, recorder, time.monotonic() - began))
+        if run.discarded_share > MUCH_DISCARDED:
+            logger.warning(
+                "The staleness policy discarded %.0f%% of the children that it looked at: their work was for nothing. "
+                "Raise max_gap, lower max_live_tickets, or use staleness='reflective'.",
+                100 * run.discarded_share,
+            )
+        return self._result(pool, self._stats(run, recorder, anyio.current_time() - began))
+
+    def _integrator(self) -> DspyIntegrator:
+        module = self._optimizer.stale_candidate_reflection or StaleCandidateReflection()
+        lm = self._optimizer.reflection_lm or dspy.settings.lm
+        return DspyIntegrator(module, lm, tuple(self._adapter._flex_paths), self._threads, self._priced)  # pyright: ignore[reportPrivateUsage]
 
     def _pool(self) -> Pool:
         lockstep = self._settings.lockstep
@@ -166,6 +189,9 @@ class Compilation:
             retried_requests=run.rollouts.retried,
             task_tokens=run.counts.task_tokens,
             reflection_tokens=run.counts.reflection_tokens,
+            reflection_calls=run.counts.reflection_calls,
+            integration_calls=run.counts.integration_calls,
+            cost_dollars=run.counts.cost_dollars,
         )
 
     def _result(self, pool: Pool, stats: AsyncStats) -> Module:

@@ -7,11 +7,14 @@ import os
 from collections.abc import Iterator
 
 import dspy
+import hypothesis
 import pytest
 
 from tests.fakes import task_lm
 
 os.environ["TQDM_DISABLE"] = "1"  # read by tqdm when a bar is made
+hypothesis.settings.register_profile("untimed", deadline=None)  # no test is a measurement of time
+hypothesis.settings.load_profile("untimed")
 
 
 @pytest.fixture(autouse=True)

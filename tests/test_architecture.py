@@ -17,6 +17,7 @@ MAY_IMPORT = {
     "engine": {"engine"},
     "gepa": {"engine", "gepa"},
     "programs": {"engine", "programs"},
+    "reflection": {"engine", "reflection"},
     "observe": {"engine", "observe"},
     "sim": {"sim"},
 }
@@ -25,7 +26,8 @@ MAY_IMPORT = {
 THIRD_PARTY = {
     "engine": {"anyio", "sniffio"},
     "gepa": {"anyio", "gepa"},
-    "programs": {"anyio", "dspy", "gepa"},
+    "programs": {"anyio", "dspy", "gepa", "litellm"},
+    "reflection": {"dspy", "pydantic"},
     "observe": {"tqdm"},
     "sim": {"aiohttp", "dspy"},
 }

@@ -12,7 +12,16 @@ import pytest
 import dspy_flashevolve
 from dspy_flashevolve import AsyncGEPA
 
-NEW = {"schedule", "staleness", "max_concurrency", "max_seconds", "max_live_tickets"}
+NEW = {
+    "max_concurrency",
+    "max_cost",
+    "max_live_tickets",
+    "max_reflection_calls",
+    "max_seconds",
+    "schedule",
+    "stale_candidate_reflection",
+    "staleness",
+}
 
 
 def test_every_public_name_exists_and_is_documented() -> None:

@@ -21,6 +21,7 @@ class Load:
     Args:
         live: tickets that have started and not ended.
         working: live tickets that still work towards a child; the others wait for its validation or commit.
+        idle_slots: slots that are free and that no ticket which has just started is about to take.
         calls_left: metric calls neither spent nor reserved; None without a limit.
         calls_reserved: metric calls set aside for live tickets.
         calls_per_ticket: metric calls that an ended ticket has cost on average (an estimate before).
@@ -28,6 +29,7 @@ class Load:
 
     live: int
     working: int
+    idle_slots: int
     calls_left: int | None
     calls_reserved: int
     calls_per_ticket: float
@@ -38,6 +40,10 @@ class Admission(Protocol):
 
     def admits(self, load: Load) -> bool:
         """A pure function of the load."""
+        ...
+
+    def is_narrowed(self, load: Load) -> bool:
+        """Whether the budget of metric calls is what bounds the live tickets."""
         ...
 
 
@@ -53,31 +59,38 @@ class LiveTickets:
     still be paid. If all of them ran at once, all would start from the same pool: one generation. To
     spend them over at least ``generations`` generations, at most ``n / generations`` may live at once:
 
-        live < min(limit, max(1, ceil(n / generations)))  and  working < working_limit
+        live < min(limit, max(1, ceil(n / generations)))  and  (working < working_limit  or  idle_slots >= burst)
+
+    The last term keeps the slots busy: where few children are worth a validation, ``working_limit`` tickets
+    cannot fill them, and a ticket that starts in an idle slot delays nobody.
 
     Args:
         limit: live tickets at most; at least 1.
-        working_limit: live tickets that work towards a child at most; None for no bound of their own.
+        working_limit: live tickets that work towards a child and compete for slots; None for no bound of their own.
+        burst: idle slots, what a ticket's first requests need, from which one more may start beyond ``working_limit``.
         generations: see the formula; 0 turns it off.
 
     Raises:
         ConfigurationError: a limit under 1, or negative generations.
 
     >>> rule = LiveTickets(limit=32, working_limit=12, generations=8)
-    >>> rule.admits(Load(live=20, working=11, calls_left=None, calls_reserved=0, calls_per_ticket=30.0))
+    >>> rule.admits(Load(live=20, working=11, idle_slots=0, calls_left=None, calls_reserved=0, calls_per_ticket=30.0))
     True
-    >>> rule.admits(Load(live=20, working=12, calls_left=None, calls_reserved=0, calls_per_ticket=30.0))
+    >>> rule.admits(Load(live=20, working=12, idle_slots=2, calls_left=None, calls_reserved=0, calls_per_ticket=30.0))
     False
-    >>> rule.admits(Load(live=3, working=0, calls_left=600, calls_reserved=0, calls_per_ticket=30.0))
+    >>> rule.admits(Load(live=20, working=12, idle_slots=3, calls_left=None, calls_reserved=0, calls_per_ticket=30.0))
+    True
+    >>> rule.admits(Load(live=3, working=0, idle_slots=64, calls_left=600, calls_reserved=0, calls_per_ticket=30.0))
     False
     """
 
     limit: int
     working_limit: int | None = None
     generations: float = 0.0
+    burst: int = 3
 
     def __post_init__(self) -> None:
-        for name, value in (("limit", self.limit), ("working_limit", self.working_limit)):
+        for name, value in (("limit", self.limit), ("working_limit", self.working_limit), ("burst", self.burst)):
             if value is not None and value < 1:
                 raise ConfigurationError(f"live tickets: {name} is {value}, expected at least 1.")
         if self.generations < 0:
@@ -87,7 +100,13 @@ class LiveTickets:
         """See :meth:`Admission.admits`."""
         if load.live >= self.bound(load):
             return False
-        return self.working_limit is None or load.working < self.working_limit
+        if self.working_limit is None or load.working < self.working_limit:
+            return True
+        return load.idle_slots >= self.burst
+
+    def is_narrowed(self, load: Load) -> bool:
+        """See :meth:`Admission.is_narrowed`."""
+        return self.bound(load) < self.limit
 
     def bound(self, load: Load) -> int:
         """Live tickets that the budget allows."""
@@ -97,17 +116,17 @@ class LiveTickets:
         return max(1, math.ceil(min(self.limit, tickets / self.generations)))
 
 
-def for_slots(slots: int, generations: float) -> LiveTickets:
-    """The rule for a number of slots: half of them live tickets, three in sixteen at work.
+def for_slots(slots: int, generations: float, burst: int = 3) -> LiveTickets:
+    """The rule for a number of slots: three quarters of them live tickets, three in sixteen at work.
 
     A working ticket keeps one to three slots busy, a validation as many as it has examples. More tickets
     make more proposals a minute and fewer generations (docs/architecture.md has the figures).
 
     Args:
         slots: requests in flight at most.
-        generations: see :class:`LiveTickets`.
+        generations, burst: see :class:`LiveTickets`.
 
     >>> for_slots(64, 8.0)
-    LiveTickets(limit=32, working_limit=12, generations=8.0)
+    LiveTickets(limit=48, working_limit=12, generations=8.0, burst=3)
     """
-    return LiveTickets(max(2, math.ceil(slots / 2)), max(2, math.ceil(3 * slots / 16)), generations)
+    return LiveTickets(max(2, math.ceil(3 * slots / 4)), max(2, math.ceil(3 * slots / 16)), generations, burst)

@@ -81,6 +81,14 @@ class Reservation:
         self.open += more.open
         return True
 
+    def lend(self, other: Reservation, calls: int) -> bool:
+        """Hand ``calls`` that are still open to another reservation of the same budget; False when there are fewer."""
+        if calls > self.open:
+            return False
+        self.open -= calls
+        other.open += calls
+        return True
+
     def refund(self) -> None:
         """Give back what is still open. Calling it again does nothing."""
         self._budget.reserved -= self.open

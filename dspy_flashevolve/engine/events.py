@@ -65,6 +65,7 @@ class RolloutFinished(Event):
     Args:
         latency_seconds: from the grant of its slot to its result.
         tokens: prompt and completion tokens that the LMs reported; 0 when they report none.
+        cost_dollars: of these tokens; 0 where a price is not known.
     """
 
     ticket: int
@@ -72,6 +73,7 @@ class RolloutFinished(Event):
     score: float
     latency_seconds: float
     tokens: int
+    cost_dollars: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +87,7 @@ class Committed(Event):
         score: aggregate validation score.
         best_score: the pool's best, after the change.
         generation: steps from the seed along the longest line of parents.
+        parents: indices in the pool; the first one is what it was built on.
     """
 
     ticket: int
@@ -94,6 +97,86 @@ class Committed(Event):
     score: float
     best_score: float
     generation: int
+    parents: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Looked(Event):
+    """A staleness policy looked at an item.
+
+    Args:
+        place: where.
+        gap: commits that the ticket has not seen.
+        decision: "admit", "discard" or "integrate".
+        reason: of a discard.
+    """
+
+    ticket: int
+    place: str
+    gap: int
+    decision: str
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Integrated(Event):
+    """Children were read together with what they are to be built on.
+
+    Args:
+        ticket: the one that carries the result.
+        base: handle of the head below; None where it is a confirmed candidate.
+        base_candidate: index in the pool, of the head's nearest confirmed ancestor where it is one.
+        members: tickets whose children were read.
+        verdicts: (ticket, orthogonal | subsumed | conflicting, reason), one a child and component.
+        failed: why no reply could be read; empty when one was.
+    """
+
+    ticket: int
+    base: int | None
+    base_candidate: int
+    members: tuple[int, ...]
+    verdicts: tuple[tuple[int, str, str], ...]
+    failed: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadLanded(Event):
+    """An integrated candidate was screened against its base.
+
+    Args:
+        head: its handle.
+        members: tickets whose children are in it.
+        passed: it is the head now.
+        before, after: summed scores of the base and of the candidate on the same examples.
+    """
+
+    ticket: int
+    head: int
+    base: int | None
+    base_candidate: int
+    members: tuple[int, ...]
+    passed: bool
+    before: float
+    after: float
+
+
+@dataclass(frozen=True, slots=True)
+class HeadEnded(Event):
+    """A head is speculative no more.
+
+    Args:
+        end: "confirmed", "superseded" or "rolled back".
+        score: its score on the validation examples that decided; None where none did.
+        best: the pool's best on the same examples; None where none decided.
+        candidate: index in the pool; None unless it was confirmed.
+    """
+
+    ticket: int
+    head: int
+    end: str
+    score: float | None = None
+    best: float | None = None
+    candidate: int | None = None
 
 
 Subscriber = Callable[[Event], None]

@@ -11,9 +11,13 @@ P = TypeVar("P")
 
 
 class EndKind(str, Enum):
-    """The one way in which a ticket ends (DESIGN section 4, invariant 3)."""
+    """The one way in which a ticket ends.
+
+    An integrated ticket's change lives on in a head, which another ticket carries; the reason names it.
+    """
 
     COMMITTED = "committed"
+    INTEGRATED = "integrated"
     REJECTED = "rejected"
     DISCARDED = "discarded"
     FAILED = "failed"
@@ -25,7 +29,7 @@ class End:
     """How a ticket ended, and why.
 
     Args:
-        kind: one of the five ways.
+        kind: one of the six ways.
         reason: a sentence for people; empty when the kind says it all.
     """
 

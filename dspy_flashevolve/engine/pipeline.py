@@ -29,7 +29,7 @@ from dspy_flashevolve.engine.errors import ConfigurationError, QueueClosedError
 from dspy_flashevolve.engine.events import EventBus, StageFinished, TicketClosed, TicketOpened
 from dspy_flashevolve.engine.item import End, EndKind, Item, Ticket
 from dspy_flashevolve.engine.queues import QueueStatistics, StageQueue
-from dspy_flashevolve.engine.stages import Finish, Outcome, Stage
+from dspy_flashevolve.engine.stages import Carried, Finish, Forward, Outcome, Stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +69,11 @@ class PipelineStatistics:
         opened: tickets admitted.
         ended: way -> tickets that ended so.
         queues: stage -> what its queue saw.
-        worked_seconds: stage -> summed over workers.
     """
 
     opened: int
     ended: dict[str, int]
     queues: dict[str, QueueStatistics]
-    worked_seconds: dict[str, float]
 
 
 class Pipeline:
@@ -109,7 +107,6 @@ class Pipeline:
         self._live: dict[int, Ticket] = {}
         self._opened = 0
         self._ended: dict[str, int] = {kind.value: 0 for kind in EndKind}
-        self._worked: dict[str, float] = dict.fromkeys(names, 0.0)
         self._stopping: str | None = None
         self._wake = anyio.Event()
         self._scope: anyio.CancelScope | None = None
@@ -131,8 +128,15 @@ class Pipeline:
         self._wake.set()
 
     def wake(self) -> None:
-        """Ask the source again whether a ticket may start. Call it on the loop."""
+        """Ask the source again whether a ticket may start, and batches whether they may begin. Call it on the loop."""
         self._wake.set()
+        for stage in self._stages:
+            if stage.ready is not None:
+                self._queues[stage.name].poke()
+
+    def waiting(self, stage: str) -> int:
+        """Items that wait in the queue of a stage."""
+        return len(self._queues[stage])
 
     async def run(self) -> None:
         """Run to the end.
@@ -158,7 +162,6 @@ class Pipeline:
             opened=self._opened,
             ended=dict(self._ended),
             queues={name: queue.statistics() for name, queue in self._queues.items()},
-            worked_seconds=dict(self._worked),
         )
 
     def _start_workers(self, group: TaskGroup) -> None:
@@ -201,17 +204,33 @@ class Pipeline:
         queue = self._queues[stage.name]
         while True:
             try:
-                item, waited = await queue.get()
+                taken = [await queue.get(stage.ready)]
             except QueueClosedError:
                 return
             started = self._clock()
-            outcome = await stage.handler(item)
+            first, waited = taken[0]
+            if stage.batch is None:
+                outcomes = await stage.handler(first)  # pyright: ignore[reportArgumentType]
+            else:
+                taken += queue.get_more(stage.batch - 1)
+                outcomes = await stage.handler([item for item, _ in taken])  # pyright: ignore[reportArgumentType]
             worked = self._clock() - started
-            self._worked[stage.name] += worked
-            self._bus.emit(StageFinished(self._clock(), item.ticket.number, stage.name, waited, worked))
-            await self._pass_on(item, outcome)
+            for item, waited in taken:
+                self._bus.emit(
+                    StageFinished(self._clock(), item.ticket.number, stage.name, waited, worked / len(taken))
+                )
+            pairs = [(first, outcomes)] if isinstance(outcomes, Forward | Finish) else list(outcomes)
+            forgotten = {item.ticket.number for item, _ in taken} - {item.ticket.number for item, _ in pairs}
+            if forgotten:
+                raise ConfigurationError(
+                    f"stage {stage.name!r} did not say what becomes of tickets {sorted(forgotten)}."
+                )
+            for item, outcome in pairs:
+                await self._pass_on(item, outcome)
 
-    async def _pass_on(self, item: Item[Any], outcome: Outcome) -> None:
+    async def _pass_on(self, item: Item[Any], outcome: Outcome | Carried) -> None:
+        if isinstance(outcome, Carried):
+            return
         if isinstance(outcome, Finish):
             await self._end(item.ticket, outcome.end)
             return
@@ -221,7 +240,7 @@ class Pipeline:
     async def _end(self, ticket: Ticket, end: End) -> None:
         await self._source.close(ticket, end)
         self._count_end(ticket, end)
-        self._wake.set()
+        self.wake()
 
     def _count_end(self, ticket: Ticket, end: End) -> None:
         del self._live[ticket.number]

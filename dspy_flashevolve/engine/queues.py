@@ -83,22 +83,41 @@ class StageQueue(Generic[P]):
         self._largest = max(self._largest, len(self._heap))
         self._wake_one(self._getters)
 
-    async def get(self) -> tuple[Item[P], float]:
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    async def get(self, ready: Callable[[int], bool] | None = None) -> tuple[Item[P], float]:
         """The freshest item, and the seconds that it waited here.
+
+        Args:
+            ready: asked with the number of items; nothing is taken before it says yes. It is asked again when an item
+                comes in, at :meth:`poke`, and never once the queue is closed.
 
         Raises:
             QueueClosedError: the queue is closed and empty.
         """
-        while not self._heap and not self._closed:
+        while not self._closed and not (self._heap and (ready is None or ready(len(self._heap)))):
             await self._wait_in(self._getters)
         if not self._heap:
             raise QueueClosedError(f"queue {self.name!r} is closed and empty.")
+        return self._take()
+
+    def get_more(self, most: int) -> list[tuple[Item[P], float]]:
+        """Up to ``most`` items that are there now, freshest first; none when the queue is empty."""
+        return [self._take() for _ in range(min(most, len(self._heap)))]
+
+    def _take(self) -> tuple[Item[P], float]:
         *_, put_at, item = heapq.heappop(self._heap)
         waited = self._clock() - put_at
         self._taken += 1
         self._waited_seconds += waited
         self._wake_one(self._putters)
         return item, waited
+
+    def poke(self) -> None:
+        """Ask the getters that wait to look again."""
+        for event in self._getters:
+            event.set()
 
     def close(self) -> None:
         """Take no more items; those inside can still be taken."""

@@ -28,6 +28,7 @@ class Rollout:
         objective_scores: objective name -> score; empty when the metric has one objective.
         trajectory: what reflection reads; None when no trace was asked for or none could be taken.
         tokens: prompt and completion tokens that the LMs reported.
+        cost_dollars: of these tokens; 0 where a price is not known.
     """
 
     output: Any
@@ -35,6 +36,7 @@ class Rollout:
     objective_scores: dict[str, float] = field(default_factory=dict[str, float])
     trajectory: Any = None
     tokens: int = 0
+    cost_dollars: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,5 +179,8 @@ class Rollouts:
         rollout = await self.request(claim, timed)
         reservation.settle()
         now = self._clock()
-        self._bus.emit(RolloutFinished(now, claim.ticket, claim.stage, rollout.score, now - granted_at, rollout.tokens))
+        cost = rollout.cost_dollars
+        self._bus.emit(
+            RolloutFinished(now, claim.ticket, claim.stage, rollout.score, now - granted_at, rollout.tokens, cost)
+        )
         return rollout

@@ -121,6 +121,13 @@ class Slots:
         self._held: dict[Claim, int] = {}
         self._busy = self._peak = self._granted = 0
         self._busy_seconds: dict[str, float] = {}
+        self.on_idle: Callable[[], None] | None = None
+        """Called each time a slot comes free that nobody waits for."""
+
+    @property
+    def idle(self) -> int:
+        """Slots that are free. None is while somebody waits."""
+        return self._limit - self._busy
 
     @asynccontextmanager
     async def hold(self, claim: Claim) -> AsyncGenerator[None, None]:
@@ -183,6 +190,8 @@ class Slots:
             self._forget(chosen, event)
             self._grant(chosen)
             event.set()
+        if self.on_idle is not None and self.idle:
+            self.on_idle()
 
     def _next(self) -> Claim:
         return min(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,8 +34,22 @@ class Finish:
     end: End
 
 
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """The item rides in the payload of another one, whose outcome will name what becomes of it.
+
+    Args:
+        by: number of the ticket whose item carries it.
+    """
+
+    by: int
+
+
 Outcome = Forward | Finish
-Handler = Callable[[Item[Any]], Awaitable[Outcome]]
+Outcomes = Outcome | Sequence[tuple[Item[Any], Outcome | Carried]]
+"""What becomes of the item; or of each of several items: those of a batch, or those that the item carried."""
+Handler = Callable[[Item[Any]], Awaitable[Outcomes]]
+BatchHandler = Callable[[list[Item[Any]]], Awaitable[Outcomes]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,20 +58,28 @@ class Stage:
 
     Args:
         name: unique in a pipeline.
-        handler: an async function from an item to its outcome. What it raises ends the run.
-        workers: items that the stage works on at once; at least 1.
+        handler: an async function from an item to its outcome, or from a list of items where ``batch`` is given.
+            What it raises ends the run.
+        workers: items, or batches, that the stage works on at once; at least 1.
         queue_capacity: items that may wait; at least 1. Producers wait beyond it.
+        batch: items that one call of the handler gets at most: those that wait when a worker is free. None for one
+            item a call.
+        ready: asked with the number of items that wait whether a batch may begin; asked again when one comes in and
+            when the pipeline is woken. None begins at once.
 
     Raises:
-        ConfigurationError: workers or capacity under 1.
+        ConfigurationError: workers, capacity or batch under 1.
     """
 
     name: str
-    handler: Handler
+    handler: Handler | BatchHandler
     workers: int
     queue_capacity: int
+    batch: int | None = None
+    ready: Callable[[int], bool] | None = None
 
     def __post_init__(self) -> None:
-        for field, value in (("workers", self.workers), ("queue_capacity", self.queue_capacity)):
-            if value < 1:
+        bounds = (("workers", self.workers), ("queue_capacity", self.queue_capacity), ("batch", self.batch))
+        for field, value in bounds:
+            if value is not None and value < 1:
                 raise ConfigurationError(f"stage {self.name!r}: {field} is {value}, expected at least 1.")

@@ -1,14 +1,24 @@
 """How far the pool has moved on since a ticket looked, and what to do about it.
 
-Source: FlashEvolve (arXiv 2605.08520) section 3.2. The pool's version counts its commits; a ticket
-remembers the version that it saw; the difference is its gap.
+The pool's version counts its commits; a ticket remembers the version that it saw; the difference is its
+gap. A policy looks at an item at the places that it names and says what becomes of it; it is a pure
+function of the look and of the history, so that the same history gives the same decision whatever the
+order in which items arrive.
+
+Source: FlashEvolve (arXiv 2605.08520) section 3.2; the train is this project's own.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from dspy_flashevolve.engine.errors import ConfigurationError
+
+Place = Literal["before_propose", "after_propose", "after_screen", "before_commit"]
+"""Where a policy may look: before a proposal is paid, when it is there, when it beat its parent, at the pool's door."""
+PLACES: tuple[Place, ...] = ("before_propose", "after_propose", "after_screen", "before_commit")
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +26,23 @@ class Admit:
     """The item goes on as it is."""
 
 
-Decision = Admit
+@dataclass(frozen=True, slots=True)
+class Discard:
+    """The item's ticket ends here.
+
+    Args:
+        reason: a sentence for people.
+    """
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Integrate:
+    """The item goes to where it is integrated with what was committed meanwhile."""
+
+
+Decision = Admit | Discard | Integrate
 
 
 def gap(version: int, seen: int) -> int:
@@ -28,21 +54,198 @@ def gap(version: int, seen: int) -> int:
     return version - seen
 
 
-class StalenessPolicy(Protocol):
-    """Looks at an item before it may go on. A pure function of its arguments."""
+@dataclass(frozen=True, slots=True)
+class Look:
+    """One item at one place.
 
-    def decide(self, gap: int) -> Decision:
-        """What happens to an item that is ``gap`` commits behind."""
+    Args:
+        place: where.
+        seen: the version that its ticket saw.
+    """
+
+    place: Place
+    seen: int
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """What has happened to the pool and to the items looked at.
+
+    Args:
+        version: commits so far.
+        discarded: items that were discarded so far.
+        passed: items that were not.
+    """
+
+    version: int
+    discarded: int = 0
+    passed: int = 0
+
+
+class StalenessPolicy(Protocol):
+    """Decides what becomes of an item.
+
+    Attributes:
+        looks: the places where it is asked.
+    """
+
+    @property
+    def looks(self) -> tuple[Place, ...]: ...
+
+    def decide(self, look: Look, history: History) -> Decision:
+        """A pure function of its arguments."""
         ...
 
 
-class Full:
-    """Admit everything: the fastest, and the widest pool. Gaps are still recorded and reported."""
+def check_looks(looks: tuple[Place, ...], allowed: tuple[Place, ...], policy: str) -> None:
+    """Raise ConfigurationError unless ``looks`` names at least one of the allowed places, each once."""
+    if not looks or len(set(looks)) != len(looks) or any(place not in allowed for place in looks):
+        raise ConfigurationError(f"{policy}: looks is {looks!r}, expected one or more of {allowed}, each once.")
 
-    def decide(self, gap: int) -> Decision:
+
+@dataclass(frozen=True, slots=True)
+class Full:
+    """Admit everything: the most proposals, and the widest pool. Gaps are recorded and reported.
+
+    Args:
+        looks: where gaps are recorded.
+    """
+
+    looks: tuple[Place, ...] = ("after_screen", "before_commit")
+
+    def __post_init__(self) -> None:
+        check_looks(self.looks, PLACES, "Full")
+
+    def decide(self, look: Look, history: History) -> Decision:
         """See :meth:`StalenessPolicy.decide`."""
-        del gap
+        del look, history
         return Admit()
+
+
+@dataclass(frozen=True, slots=True)
+class Guarded:
+    """Discard what is more than ``max_gap`` commits behind.
+
+    A discard cannot stall the run for ever: the version moves by commits only, so once everything that is
+    too old is gone, what starts next has a gap of 0. ``max_gap`` under the number of tickets that live at
+    once discards much; where more than half is discarded the run says so.
+
+    Args:
+        max_gap: commits, at least 0.
+        looks: where it is asked; the default, after the screen, spares children that did not beat their parent.
+
+    Raises:
+        ConfigurationError: a negative gap, or a place that does not exist.
+
+    >>> Guarded(2).decide(Look("after_screen", seen=3), History(version=6))
+    Discard(reason='3 commits behind, more than max_gap=2')
+    """
+
+    max_gap: int
+    looks: tuple[Place, ...] = ("after_screen",)
+
+    def __post_init__(self) -> None:
+        if self.max_gap < 0:
+            raise ConfigurationError(f"Guarded: max_gap is {self.max_gap}, expected 0 or more.")
+        check_looks(self.looks, PLACES, "Guarded")
+
+    def decide(self, look: Look, history: History) -> Decision:
+        """See :meth:`StalenessPolicy.decide`."""
+        behind = gap(history.version, look.seen)
+        if behind > self.max_gap:
+            return Discard(f"{behind} commits behind, more than max_gap={self.max_gap}")
+        return Admit()
+
+
+Untaken = Literal["alone", "retry", "drop"]
+FATES: tuple[Untaken, ...] = ("alone", "retry", "drop")
+
+
+@dataclass(frozen=True, slots=True)
+class Reflective:
+    """Let a language model read what is stale and integrate it with what was committed meanwhile.
+
+    With ``batch=1`` a stale child is patched: one call reads the child, its parent and what was committed
+    since, and writes a text that stands on the pool's best candidate. With a larger batch, children ride a
+    train: up to ``batch`` of them are integrated at once onto the head, the newest integrated candidate; the
+    result becomes the head when it beats the one before on the union of the children's minibatches, and
+    tickets start from it before its validation has confirmed it.
+
+    Args:
+        batch: children that one integration takes at most; 1 patches.
+        min_gap: commits behind from which an item is integrated. Default: 1 for a patch; 0 for a train, which takes
+            everything.
+        take: "screened" children, which beat their parent, or "proposals" as they are, which saves their screens.
+            Default: screened for a patch, proposals for a train.
+        integrators: integrations that may run at once; trains of one component follow each other all the same.
+        untaken: what becomes of a child that no head took in: it is validated "alone", it may "retry" with the next
+            train (once; after that it is dropped), or it is a "drop". Default: alone for a patch, retry for a train.
+        unreadable: the same for children of an integration whose reply could not be read twice.
+        frontier_share: share of the tickets that start from the Pareto frontier instead of the head, 0 to 1.
+        prefix: share of the validation set, above 0 and up to 1, that a head has to pass before the rest is spent.
+        rollback_margin: how far a head may lie under the pool's best, in score, before it is rolled back.
+        heads: whether integrated candidates become heads, which tickets start from before they are validated.
+            Default: for batches of more than one child.
+
+    Raises:
+        ConfigurationError: a value that cannot work.
+
+    >>> Reflective().decide(Look("after_screen", seen=3), History(version=4))
+    Integrate()
+    >>> Reflective(batch=8).looks
+    ('after_propose',)
+    """
+
+    batch: int = 1
+    min_gap: int | None = None
+    take: Literal["proposals", "screened"] | None = None
+    integrators: int = 2
+    untaken: Untaken | None = None
+    unreadable: Untaken = "alone"
+    frontier_share: float = 0.25
+    prefix: float = 0.25
+    rollback_margin: float = 0.0
+    heads: bool | None = None
+    looks: tuple[Place, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        if self.heads is None:
+            object.__setattr__(self, "heads", self.batch > 1)
+        train = self.train
+        defaults = {
+            "min_gap": 0 if train else 1,
+            "take": "proposals" if train else "screened",
+            "untaken": "retry" if train else "alone",
+        }
+        for name, value in defaults.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
+        self._check()
+        object.__setattr__(self, "looks", ("after_propose" if self.take == "proposals" else "after_screen",))
+
+    @property
+    def train(self) -> bool:
+        """Whether integrated candidates become heads."""
+        return bool(self.heads)
+
+    def _check(self) -> None:
+        for name, low in (("batch", 1), ("min_gap", 0), ("integrators", 1)):
+            if getattr(self, name) < low:
+                raise ConfigurationError(f"Reflective: {name} is {getattr(self, name)}, expected at least {low}.")
+        for name, choices in (("take", ("proposals", "screened")), ("untaken", FATES), ("unreadable", FATES)):
+            if getattr(self, name) not in choices:
+                raise ConfigurationError(f"Reflective: {name} is {getattr(self, name)!r}, expected one of {choices}.")
+        if not 0 <= self.frontier_share <= 1:
+            raise ConfigurationError(f"Reflective: frontier_share is {self.frontier_share}, expected 0 to 1.")
+        if not 0 < self.prefix <= 1:
+            raise ConfigurationError(f"Reflective: prefix is {self.prefix}, expected above 0 and up to 1.")
+        if self.rollback_margin < 0:
+            raise ConfigurationError(f"Reflective: rollback_margin is {self.rollback_margin}, expected 0 or more.")
+
+    def decide(self, look: Look, history: History) -> Decision:
+        """See :meth:`StalenessPolicy.decide`."""
+        assert self.min_gap is not None
+        return Integrate() if gap(history.version, look.seen) >= self.min_gap else Admit()
 
 
 class GapHistogram:

@@ -12,7 +12,7 @@ from gepa.core.data_loader import DataLoader
 from gepa.core.state import ValsetEvaluation
 
 from dspy_flashevolve.engine.budget import Reservation
-from dspy_flashevolve.engine.errors import RolloutUnresolvedError
+from dspy_flashevolve.engine.errors import FlashEvolveError, RolloutUnresolvedError
 from dspy_flashevolve.engine.rollouts import Rollout, Rollouts
 from dspy_flashevolve.engine.slots import Claim
 from dspy_flashevolve.gepa.payloads import Batch, Candidate, EvolvingProgram
@@ -20,20 +20,24 @@ from dspy_flashevolve.gepa.payloads import Batch, Candidate, EvolvingProgram
 T = TypeVar("T")
 
 
+class NoLongerWantedError(FlashEvolveError):
+    """An evaluation was given up before its next rollout began: nobody needs it any more."""
+
+
 async def gather(calls: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
     """Run all at once and return their results in order.
 
-    A rollout that stays unresolved does not stop the others, which may be paid already; the first such
-    error is raised when all have ended. Any other error cancels the rest and is raised as it is.
+    A rollout that stays unresolved, or is no longer wanted, does not stop the others, which may be paid already; the
+    first such error is raised when all have ended. Any other error cancels the rest and is raised as it is.
     """
     results: dict[int, T] = {}
-    unresolved: list[RolloutUnresolvedError] = []
+    unresolved: list[FlashEvolveError] = []
     failures: list[Exception] = []
 
     async def one(index: int, call: Callable[[], Awaitable[T]], scope: anyio.CancelScope) -> None:
         try:
             results[index] = await call()
-        except RolloutUnresolvedError as error:
+        except (RolloutUnresolvedError, NoLongerWantedError) as error:
             unresolved.append(error)
         except Exception as error:
             failures.append(error)
@@ -86,18 +90,21 @@ class Evaluations:
         ids: Sequence[Any],
         *,
         capture_traces: bool = True,
+        wanted: Callable[[], bool] | None = None,
     ) -> tuple[ValsetEvaluation[Any, Any], int]:
         """Evaluate on validation examples. The traces are dropped: a validation may be long, and nobody reads them.
 
         Args:
             capture_traces: as dspy.GEPA does: False for the seed and for merges, where a failed example's output is
                 an empty prediction instead of None.
+            wanted: asked before each rollout; False gives up those that have not begun.
 
         Raises:
+            NoLongerWantedError: ``wanted`` said no.
             RolloutUnresolvedError: the provider gave no answer for an example.
         """
         examples = self._valset.fetch(list(ids))
-        results = await self._run(claim, reservation, candidate, "val", ids, examples, capture_traces)
+        results = await self._run(claim, reservation, candidate, "val", ids, examples, capture_traces, wanted)
         batch, paid = as_batch(results)
         objectives = batch.objective_scores
         evaluation = ValsetEvaluation[Any, Any](
@@ -116,12 +123,15 @@ class Evaluations:
         ids: Sequence[Any],
         examples: Sequence[Any],
         capture_traces: bool,
+        wanted: Callable[[], bool] | None = None,
     ) -> list[tuple[Rollout, bool]]:
         content = tuple(sorted(candidate.items()))
         keep_trace = split != "val" or self._train_split == "val"
 
         async def one(example_id: Any, example: Any) -> tuple[Rollout, bool]:
             async def call() -> Rollout:
+                if wanted is not None and not wanted():
+                    raise NoLongerWantedError("it was superseded, or went with the one under it")
                 rollout = await self._program.rollout(candidate, example, capture_traces=capture_traces)
                 return rollout if keep_trace else replace(rollout, trajectory=None)
 

@@ -11,6 +11,7 @@ from gepa.core.state import ValsetEvaluation
 from gepa.proposer.base import CandidateProposal
 from gepa.strategies.proposal_sampling import ProposalTask
 
+from dspy_flashevolve.engine.item import Item
 from dspy_flashevolve.engine.rollouts import Rollout
 
 Candidate = dict[str, str]
@@ -18,12 +19,14 @@ Batch = EvaluationBatch[Any, Any]
 
 
 class Proposed(Protocol):
-    """What a reflection proposed: component -> text, and the tokens that it took."""
+    """What a reflection proposed: component -> text, and the tokens and dollars that it took."""
 
     @property
     def texts(self) -> dict[str, str]: ...
     @property
     def tokens(self) -> int: ...
+    @property
+    def cost_dollars(self) -> float: ...
 
 
 class EvolvingProgram(Protocol):
@@ -48,9 +51,15 @@ class EvolvingProgram(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Selected:
-    """One or more (parent, minibatch) pairs; more than one where the user's sampling strategy says so."""
+    """One or more (parent, minibatch) pairs; more than one where the user's sampling strategy says so.
+
+    Args:
+        head: handle of the speculative head that the tasks start from; None where they start from gepa's pool. Their
+            ``parent_idx`` is the head's nearest confirmed ancestor then.
+    """
 
     tasks: tuple[ProposalTask[Any, Any], ...]
+    head: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +68,7 @@ class RolledOut:
 
     tasks: tuple[ProposalTask[Any, Any], ...]
     evaluations: tuple[Batch, ...]
+    head: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +77,7 @@ class Child:
 
     Args:
         index: position of its task in the ticket.
+        feedback: what the metric said of the parent's rollouts.
     """
 
     index: int
@@ -74,6 +85,7 @@ class Child:
     candidate: Candidate
     parent_evaluation: Batch
     metadata: dict[str, Any]
+    feedback: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +93,62 @@ class Children:
     """The children of a ticket; at least one."""
 
     children: tuple[Child, ...]
+    head: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """Children of one ticket that wait to be integrated.
+
+    Args:
+        children: as proposed.
+        proposals: those of them that passed their screen; empty where they were not screened.
+        attempts: integrations that did not take them.
+    """
+
+    children: tuple[Child, ...]
+    proposals: tuple[CandidateProposal[Any], ...] = ()
+    head: int | None = None
+    attempts: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """What an integration stands on.
+
+    Args:
+        index: its place in gepa's pool; of its nearest confirmed ancestor where it is a head.
+        key: its handle; None where it is confirmed.
+        generation: steps from the seed.
+    """
+
+    candidate: Candidate
+    index: int
+    key: int | None
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Train:
+    """An integrated candidate and the tickets whose children ride in it; the first one carries it.
+
+    Args:
+        key: its handle as a head; None for a patch, which becomes no head.
+        members: with their children.
+    """
+
+    candidate: Candidate
+    base: Base
+    key: int | None
+    members: tuple[Item[Waiting], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """A head to be validated."""
+
+    key: int
+    proposal: CandidateProposal[Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,12 +181,14 @@ class Validated:
 
     Args:
         paid: metric calls that each validation cost (cached examples cost none).
+        head: handle of the head that is confirmed; None for an ordinary candidate.
     """
 
     proposals: tuple[CandidateProposal[Any], ...]
     evaluations: tuple[ValsetEvaluation[Any, Any], ...]
     paid: tuple[int, ...]
     merge: bool = False
+    head: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +200,7 @@ class Commit:
     score: float
     best_score: float
     generation: int
+    parents: tuple[int, ...] = ()
 
 
 @dataclass
@@ -139,9 +210,15 @@ class Counts:
     Args:
         proposals: children that the reflection wrote.
         task_tokens: prompt and completion tokens of rollouts.
-        reflection_tokens: the same of reflections.
+        reflection_tokens: the same of reflections and integrations.
+        reflection_calls: reflections asked for, integrations included.
+        integration_calls: LM calls of integrations.
+        cost_dollars: of all LM calls whose price is known.
     """
 
     proposals: int = 0
     task_tokens: int = 0
     reflection_tokens: int = 0
+    reflection_calls: int = 0
+    integration_calls: int = 0
+    cost_dollars: float = 0.0

@@ -20,6 +20,7 @@ from gepa.core.engine import GEPAEngine
 from gepa.core.state import GEPAState, ValsetEvaluation, initialize_gepa_state
 from gepa.proposer.base import CandidateProposal
 
+from dspy_flashevolve.engine.integration import PastCommit
 from dspy_flashevolve.engine.item import Ticket
 from dspy_flashevolve.engine.threads import Threads
 from dspy_flashevolve.gepa.options import GepaOptions
@@ -213,7 +214,32 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
         self.version += 1
         self.generations.append(1 + max(self.generations[parent] for parent in proposal.parent_program_ids))
         score = self.val_evaluation_policy.get_valset_score
-        return Commit(index, self.version, score(index, self.state), score(best, self.state), self.generations[index])
+        return Commit(
+            index,
+            self.version,
+            score(index, self.state),
+            score(best, self.state),
+            self.generations[index],
+            tuple(proposal.parent_program_ids),
+        )
+
+    def commits_since(self, version: int) -> list[PastCommit]:
+        """What was committed after ``version``, oldest first."""
+        state, found = self.state, list[PastCommit]()
+        first = len(state.program_candidates) - (self.version - version)
+        for index in range(max(1, first), len(state.program_candidates)):
+            parents = [one for one in state.parent_program_for_candidate[index] if one is not None]
+            parent = max(parents, key=self.score_of)
+            texts, before = state.program_candidates[index], state.program_candidates[parent]
+            names = [name for name in texts if texts[name] != before[name]]
+            found.append(
+                PastCommit(
+                    {name: texts[name] for name in names},
+                    {name: before[name] for name in names},
+                    self.score_of(index) - self.score_of(parent),
+                )
+            )
+        return found
 
     def log_proposal(self, ticket: Ticket, proposal: CandidateProposal[Any], candidate: int) -> None:
         """Log a proposal's LM calls; ``candidate`` is -1 for a rejected one."""

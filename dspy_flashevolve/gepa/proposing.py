@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,6 +104,7 @@ class Proposer:
             return await self._program.propose(one.task.parent_candidate, one.dataset, one.components)
 
         for attempt in range(ATTEMPTS):
+            self._counts.reflection_calls += 1
             try:
                 proposed = await self._rollouts.request(claim, call)
             except FlashEvolveError:
@@ -112,6 +114,7 @@ class Proposer:
                 reason = f"reflection failed: {error}"
                 continue
             self._counts.reflection_tokens += proposed.tokens
+            self._counts.cost_dollars += proposed.cost_dollars
             return proposed.texts or Skipped("reflection returned no text")
         return Skipped(reason, failed=True)  # pyright: ignore[reportPossiblyUnboundVariable]
 
@@ -132,4 +135,10 @@ def child_of(one: Prepared, texts: dict[str, str], iteration: int) -> Child:
         assert name in candidate, f"{name} missing in candidate"
         candidate[name] = text
         metadata[f"prompt:{name}"] = metadata[f"raw_lm_output:{name}"] = ""
-    return Child(one.index, one.task, candidate, one.evaluation, metadata)
+    return Child(one.index, one.task, candidate, one.evaluation, metadata, feedback_in(one.dataset))
+
+
+def feedback_in(dataset: Mapping[str, Sequence[Mapping[str, Any]]]) -> tuple[str, ...]:
+    """What the metric said, one text an example; dspy's adapter keeps it under "Feedback"."""
+    texts = [str(record["Feedback"]) for rows in dataset.values() for record in rows if record.get("Feedback")]
+    return tuple(dict.fromkeys(texts))

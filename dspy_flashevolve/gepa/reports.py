@@ -16,7 +16,14 @@ from gepa.proposer.base import CandidateProposal, SubsampleEvaluation
 from gepa.strategies.proposal_sampling import ProposalTask
 
 from dspy_flashevolve.engine.item import Ticket
-from dspy_flashevolve.gepa.payloads import Batch, Candidate, Child, Commit, MergePlan, Validated
+from dspy_flashevolve.gepa.payloads import (
+    Batch,
+    Candidate,
+    Child,
+    Commit,
+    MergePlan,
+    Validated,
+)
 from dspy_flashevolve.gepa.pool import Pool
 
 Task = ProposalTask[Any, Any]
@@ -181,12 +188,12 @@ def children_end(
 def cached_validation(pool: Pool, candidate: Candidate) -> ValidationPlan:
     """Ask the evaluation policy for the examples, and the cache for what is known."""
     ids = list(pool.val_evaluation_policy.get_eval_batch(pool.loader, pool.state))
-    return _lookup(pool, candidate, ids)
+    return lookup(pool, candidate, ids)
 
 
 def cached_subsample(pool: Pool, plan: MergePlan) -> ValidationPlan:
     """Ask the cache for what is known of a merge's subsample."""
-    return _lookup(pool, plan.candidate, list(plan.ids))
+    return lookup(pool, plan.candidate, list(plan.ids))
 
 
 def complete_validation(
@@ -209,11 +216,6 @@ def complete_validation(
         scores_by_val_id={**{i: e.score for i, e in plan.cached.items()}, **fresh.scores_by_val_id},
         objective_scores_by_val_id={**known, **(objectives or {})} or None,
     )
-
-
-def merged_score(pool: Pool, plan: MergePlan) -> float:
-    """What a merge that passed its screen may reach: at least the better of its parents."""
-    return max(map(pool.score_of, plan.parents))
 
 
 def commit(pool: Pool, ticket: Ticket, work: Validated) -> list[Commit]:
@@ -240,71 +242,6 @@ def commit(pool: Pool, ticket: Ticket, work: Validated) -> list[Commit]:
         commits.append(done)
     pool.save(force=True)
     return commits
-
-
-def merge_start(pool: Pool, ticket: Ticket, plan: MergePlan) -> None:
-    """A merged candidate is about to be screened."""
-    pool.notify(
-        "on_evaluation_start",
-        iteration=ticket.number + 1,
-        candidate_idx=None,
-        batch_size=len(plan.ids),
-        capture_traces=False,
-        parent_ids=list(plan.parents),
-        inputs=pool.loader.fetch(list(plan.ids)),
-        is_seed_candidate=False,
-    )
-
-
-def merge_end(
-    pool: Pool,
-    ticket: Ticket,
-    plan: MergePlan,
-    lookup: ValidationPlan,
-    fresh: ValsetEvaluation[Any, Any],
-    paid: int,
-) -> Proposal | None:
-    """Judge a merge as gepa does: not worse than the better of its parents. None when it is."""
-    result = complete_validation(pool, lookup, fresh)
-    scores = [result.scores_by_val_id[i] for i in plan.ids]
-    objectives = result.objective_scores_by_val_id
-    iteration = ticket.number + 1
-    pool.notify(
-        "on_evaluation_end",
-        iteration=iteration,
-        candidate_idx=None,
-        scores=scores,
-        has_trajectories=False,
-        parent_ids=list(plan.parents),
-        outputs=[result.outputs_by_val_id[i] for i in plan.ids],
-        trajectories=None,
-        objective_scores=[objectives[i] for i in plan.ids] if objectives else None,
-        is_seed_candidate=False,
-    )
-    log_entry(pool, ticket).update(
-        id1_subsample_scores=list(plan.parent_scores[0]),
-        id2_subsample_scores=list(plan.parent_scores[1]),
-        new_program_subsample_scores=scores,
-    )
-    pool.count_calls(paid)
-    pool.notify(
-        "on_merge_attempted", iteration=iteration, parent_ids=list(plan.parents), merged_candidate=plan.candidate
-    )
-    sums = [sum(of_parent) for of_parent in plan.parent_scores]
-    if sum(scores) < max(sums):
-        reason = f"Merged score {sum(scores)} worse than both parents {sums}"
-        pool.logger.log(f"Iteration {iteration}: {reason}, skipping merge")
-        pool.notify("on_merge_rejected", iteration=iteration, parent_ids=list(plan.parents), reason=reason)
-        return None
-    return CandidateProposal(
-        candidate=plan.candidate,
-        parent_program_ids=list(plan.parents),
-        subsample_indices=list(plan.ids),
-        subsample_scores_before=[float(one) for one in sums],
-        subsample_scores_after=scores,
-        tag="merge",
-        metadata={"ancestor": plan.ancestor},
-    )
 
 
 def _mean_gain(proposal: Proposal) -> float:
@@ -349,7 +286,7 @@ def _subsample(batch: Batch) -> SubsampleEvaluation:
     )
 
 
-def _lookup(pool: Pool, candidate: Candidate, ids: list[Any]) -> ValidationPlan:
+def lookup(pool: Pool, candidate: Candidate, ids: list[Any]) -> ValidationPlan:
     cache = pool.state.evaluation_cache
     if cache is None:
         return ValidationPlan(candidate, {}, ids)

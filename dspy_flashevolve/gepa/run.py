@@ -4,65 +4,31 @@ from __future__ import annotations
 
 import math
 import random
-import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import anyio
 
-from dspy_flashevolve.engine.admission import Admission
 from dspy_flashevolve.engine.budget import Budget, Reservation
 from dspy_flashevolve.engine.errors import RolloutUnresolvedError, RunAbortedError
 from dspy_flashevolve.engine.events import Event, EventBus, RolloutFinished
+from dspy_flashevolve.engine.integration import Integrator
 from dspy_flashevolve.engine.pipeline import Pipeline
-from dspy_flashevolve.engine.rollouts import RetryPolicy, Rollouts
-from dspy_flashevolve.engine.slots import Claim, SlotOrder, Slots
+from dspy_flashevolve.engine.rollouts import Rollouts
+from dspy_flashevolve.engine.slots import Claim, Slots
 from dspy_flashevolve.engine.stages import Stage
-from dspy_flashevolve.engine.staleness import Full, GapHistogram, StalenessPolicy
+from dspy_flashevolve.engine.staleness import GapHistogram, Reflective
 from dspy_flashevolve.gepa.evaluations import Evaluations
+from dspy_flashevolve.gepa.heads import Heads
 from dspy_flashevolve.gepa.payloads import Counts, EvolvingProgram
 from dspy_flashevolve.gepa.pool import Pool
+from dspy_flashevolve.gepa.services import DEPTHS, Services
+from dspy_flashevolve.gepa.settings import RunSettings
 from dspy_flashevolve.gepa.source import GepaSource
-from dspy_flashevolve.gepa.stages import DEPTHS, GepaStages, Services
+from dspy_flashevolve.gepa.stages import GepaStages
+from dspy_flashevolve.gepa.train_yard import TrainYard
 
 SEED_TICKET = -1
 """The seed's validation belongs to no ticket; this number stands for it in claims and events."""
-
-
-@dataclass(frozen=True, slots=True)
-class RunSettings:
-    """How a run is scheduled.
-
-    Args:
-        slots: requests in flight at most, over all stages.
-        live_limit: tickets that live at once at most; sizes the stages' workers and queues.
-        admission: decides when a ticket may start.
-        budget_calls: metric calls that are never exceeded; None for no limit of the engine's own.
-        minibatch: training examples a task, for the estimate of a ticket's cost.
-        lockstep: one ticket at a time, the seed first, exactly as gepa.
-        seed_first: no ticket starts before the seed is validated: a strategy of the user's may look at its scores.
-        staleness: looks at every child after its screen and before its commit.
-        max_seconds: no ticket starts after it; None for no limit.
-        same_data: the training set is the validation set.
-        order: who gets the next free slot; None for the default.
-        retry: what happens when the provider asks to come back later.
-        clock: seconds.
-    """
-
-    slots: int
-    live_limit: int
-    admission: Admission
-    budget_calls: int | None
-    minibatch: int
-    lockstep: bool = False
-    seed_first: bool = False
-    staleness: StalenessPolicy = field(default_factory=Full)
-    max_seconds: float | None = None
-    same_data: bool = False
-    order: SlotOrder | None = None
-    retry: RetryPolicy | None = None
-    clock: Callable[[], float] = time.monotonic
 
 
 class GepaRun:
@@ -73,10 +39,19 @@ class GepaRun:
         program: the program under optimization.
         settings: the schedule.
         bus: gets the events.
+        integrator: reads stale children; needed by a policy that integrates.
     """
 
-    def __init__(self, pool: Pool, program: EvolvingProgram, settings: RunSettings, bus: EventBus) -> None:
+    def __init__(
+        self,
+        pool: Pool,
+        program: EvolvingProgram,
+        settings: RunSettings,
+        bus: EventBus,
+        integrator: Integrator | None = None,
+    ) -> None:
         self.pool = pool
+        self._integrator = integrator
         self.settings = settings
         self.bus = bus
         self.counts = Counts()
@@ -96,6 +71,11 @@ class GepaRun:
         self.budget = Budget(settings.budget_calls)
         self._stop_reason: str | None = None
         self._source: GepaSource | None = None
+        self._stages_of_gepa: GepaStages | None = None
+        self._yard: TrainYard | None = None
+        policy = settings.staleness
+        self._reflective = policy if isinstance(policy, Reflective) and not settings.lockstep else None
+        self.heads = None if self._reflective is None else Heads(pool, self._reflective.rollback_margin)
         bus.subscribe(self._count_tokens)
 
     def stop(self, reason: str) -> None:
@@ -103,6 +83,12 @@ class GepaRun:
         self._stop_reason = self._stop_reason or reason
         if self.pipeline is not None:
             self.pipeline.stop(reason)
+        self._finish_resting()
+
+    @property
+    def discarded_share(self) -> float:
+        """Of the items that the staleness policy looked at, the share that it discarded."""
+        return 0.0 if self._stages_of_gepa is None else self._stages_of_gepa.discarded_share
 
     @property
     def stop_reason(self) -> str:
@@ -140,10 +126,16 @@ class GepaRun:
             self.settings.minibatch,
             self.settings.lockstep,
             most_failures=max(10, 2 * self.settings.live_limit),
+            slots=self.slots,
+            heads=self.heads if self._reflective is not None and self._reflective.train else None,
+            frontier_share=1.0 if self._reflective is None else self._reflective.frontier_share,
         )
+        source.spent_up = self._spent_up
+        source.closed = self._finish_resting
         if not self.settings.lockstep:
             self.pool.calls_made = lambda: self.budget.spent
         self.pipeline = Pipeline(self._stages(source, seeded), source, self.bus, self.settings.clock)
+        self.slots.on_idle = self._wake
         if self._stop_reason:
             self.pipeline.stop(self._stop_reason)
         await self._run_with_seed(source, seeded)
@@ -234,17 +226,45 @@ class GepaRun:
             seeded=seeded,
             lockstep=self.settings.lockstep,
             staleness=self.settings.staleness,
+            saves_calls=source.saves_calls,
             clock=self.settings.clock,
         )
-        width = self.settings.live_limit
-        workers = {name: 1 if name == "commit" else width for name in DEPTHS}
-        handlers: dict[str, Any] = GepaStages(services).handlers()
-        return [Stage(name, handlers[name], workers[name], queue_capacity=width) for name in DEPTHS]
+        yard = None
+        if self._reflective is not None:
+            assert self._integrator is not None, "a policy that integrates needs an integrator"
+            assert self.heads is not None
+            strict = self.settings.strict_live
+            yard = TrainYard(services, self._reflective, self._integrator, self.heads, source, self.budget, strict)
+            yard.queued = lambda: 0 if self.pipeline is None else self.pipeline.waiting("integrate")
+        self._yard = yard
+        self._stages_of_gepa = GepaStages(services, yard)
+        # Tickets that only wait make room for further ones: there may be more than the limit.
+        width = self.settings.live_limit * (1 if yard is None else 4)
+        handlers: dict[str, Any] = self._stages_of_gepa.handlers()
+        stages = [Stage(name, handlers[name], 1 if name == "commit" else width, width) for name in handlers]
+        return stages if yard is None else [*stages, yard.stage(width)]
+
+    def _finish_resting(self) -> None:
+        stopping = self._stop_reason is not None or (self.pipeline is not None and bool(self.pipeline.stop_reason))
+        if self._yard is not None:
+            self._yard.finish_resting(stopping)
+
+    def _spent_up(self) -> str | None:
+        """Why no further ticket may start, by what reflections and requests have cost; None while one may."""
+        calls, cost = self.settings.max_reflection_calls, self.settings.max_cost
+        if calls is not None and self.counts.reflection_calls >= calls:
+            return f"max_reflection_calls={calls} is spent"
+        if cost is not None and self.counts.cost_dollars >= cost:
+            return f"max_cost={cost:g} dollars is spent"
+        return None
 
     def _wake(self) -> None:
         if self.pipeline is not None:
             self.pipeline.wake()
+            if self.pipeline.stop_reason is not None:  # the source is not asked any more
+                self._finish_resting()
 
     def _count_tokens(self, event: Event) -> None:
         if isinstance(event, RolloutFinished):
             self.counts.task_tokens += event.tokens
+            self.counts.cost_dollars += event.cost_dollars

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gepa.core.state import GEPAState
@@ -12,8 +13,10 @@ from dspy_flashevolve.engine.admission import Admission, Load
 from dspy_flashevolve.engine.budget import Budget, Reservation
 from dspy_flashevolve.engine.item import End, EndKind, Item, Ticket
 from dspy_flashevolve.engine.pipeline import NotNow, Opened
+from dspy_flashevolve.engine.slots import Slots
+from dspy_flashevolve.gepa.heads import Heads
 from dspy_flashevolve.gepa.merging import plan_merge
-from dspy_flashevolve.gepa.payloads import MergePlan, Selected
+from dspy_flashevolve.gepa.payloads import Base, MergePlan, Selected
 from dspy_flashevolve.gepa.pool import Pool
 
 PRIOR_TICKETS = 4
@@ -22,11 +25,12 @@ PRIOR_TICKETS = 4
 
 @dataclass
 class Account:
-    """What one live ticket has reserved, and how much of it gepa's count knows."""
+    """What one live ticket has reserved, how much of it gepa's count knows, and whether it asked for slots yet."""
 
     reservation: Reservation
     merge: bool = False
     counted: int = 0
+    started: bool = False
 
     def cover(self, calls: int) -> bool:
         """Make sure that ``calls`` more are reserved; False when the budget has no room for them."""
@@ -34,13 +38,16 @@ class Account:
         return missing <= 0 or self.reservation.extend(missing)
 
 
-class SeedOnly:
-    """Selects the seed: while it is being validated there is nothing else."""
+class Fixed:
+    """Selects one candidate: the seed while there is nothing else, or the one that stands for a head."""
+
+    def __init__(self, index: int) -> None:
+        self._index = index
 
     def select_candidate_idx(self, state: GEPAState[Any, Any]) -> int:
         """gepa's CandidateSelector."""
         del state
-        return 0
+        return self._index
 
 
 class GepaSource:
@@ -52,6 +59,9 @@ class GepaSource:
         admission: bounds the live tickets.
         minibatch: training examples a task, for the estimate of a ticket's cost.
         most_failures: tickets that may fail in a row before the run is given up.
+        slots: the run's; one more ticket may start where they are idle.
+        heads: where tickets start from besides the Pareto frontier; None where there are no heads.
+        frontier_share: share of the tickets that start from the Pareto frontier all the same.
         lockstep: draw from the strategies' shared randomness, as gepa does, instead of the ticket's.
     """
 
@@ -63,6 +73,9 @@ class GepaSource:
         minibatch: int,
         lockstep: bool,
         most_failures: int,
+        slots: Slots,
+        heads: Heads | None = None,
+        frontier_share: float = 1.0,
     ) -> None:
         self._pool = pool
         self._budget = budget
@@ -70,6 +83,18 @@ class GepaSource:
         self._minibatch = minibatch
         self._lockstep = lockstep
         self._most_failures = most_failures
+        self._slots = slots
+        self._heads = heads
+        self._purse: Reservation | None = None
+        self._frontier_share = frontier_share
+        self.resting: Callable[[], int] = lambda: 0
+        """Tickets that wait for nothing but the end: they make no room scarce."""
+        self.starved = False
+        """The last ticket that asked was not let in."""
+        self.spent_up: Callable[[], str | None] = lambda: None
+        """Why no further ticket may start, besides metric calls; None while one may."""
+        self.closed: Callable[[], None] = lambda: None
+        """Called after each ticket's end, and where none may start."""
         self._merges_in_flight = 0
         self.working: set[int] = set()
         """Tickets that have no child to be validated yet; a stage takes a ticket out when it has."""
@@ -85,17 +110,37 @@ class GepaSource:
 
     @property
     def most_calls(self) -> int:
-        """The most metric calls that one task can cost: its rollouts, its screen and its validation."""
-        return 2 * self._minibatch + len(self._pool.loader)
+        """Metric calls that are set aside for one task.
+
+        The most that it can cost: its rollouts, its screen and its validation. Where children ride in trains, a
+        ticket sets aside its rollouts and its share of a screen, of the base too; validations are paid apart.
+        """
+        return 3 * self._minibatch if self._purse is not None else 2 * self._minibatch + len(self._pool.loader)
+
+    def keep_purse(self) -> Reservation:
+        """Set a validation aside for the last head, for as long as tickets are opened."""
+        self._purse = Reservation(self._budget, 0)
+        return self._purse
+
+    def _purse_is_full(self) -> bool:
+        return self._purse is None or self._purse.extend(max(0, len(self._pool.loader) - self._purse.open))
 
     async def open(self, number: int, live: int) -> Opened | NotNow:
         """See :class:`dspy_flashevolve.engine.pipeline.Source`."""
         if self.stop_requested is not None:
             return NotNow.EXHAUSTED
+        if (reason := self.spent_up()) is not None:
+            self.stop_requested = reason
+            self.closed()
+            return NotNow.EXHAUSTED
         if not self._admission.admits(self._load(live)):
+            self.starved = True
+            self.closed()
             return NotNow.FULL
-        reservation = self._budget.reserve(self.most_calls)
+        reservation = self._budget.reserve(self.most_calls) if self._purse_is_full() else None
+        self.starved = reservation is None
         if reservation is None:
+            self.closed()
             waits = live or not self._pool.seed_confirmed  # the seed may give back some of what it reserved
             return NotNow.FULL if waits else self._out_of_budget()
         if self._first is None:
@@ -124,6 +169,7 @@ class GepaSource:
             await self._pool.write(self._pool.count_calls, uncounted)
         if await self._pool.write(self._pool.end_ticket, ticket, end.kind is EndKind.COMMITTED):
             self.stop_requested = self.stop_requested or "a stopper said stop"
+        self.closed()
 
     def _count_failure(self, end: End) -> None:
         """A provider that is down must not be asked for ever: tickets that fail cost no budget."""
@@ -139,12 +185,17 @@ class GepaSource:
         )
         return NotNow.EXHAUSTED
 
+    def saves_calls(self) -> bool:
+        """Whether the budget of metric calls, not the slots, bounds the live tickets."""
+        return self._admission.is_narrowed(self._load(len(self.accounts)))
+
     def _load(self, live: int) -> Load:
         # Tickets without a good child end first and cost least: alone they would make every ticket look cheap.
         prior = PRIOR_TICKETS * self.most_calls
         return Load(
-            live=live,
+            live=live - self.resting(),
             working=len(self.working),
+            idle_slots=self._slots.idle - self._minibatch * sum(not one.started for one in self.accounts.values()),
             calls_left=self._budget.left,
             calls_reserved=self._budget.reserved,
             calls_per_ticket=(prior + self._calls_of_ended) / (PRIOR_TICKETS + self._ended),
@@ -156,7 +207,7 @@ class GepaSource:
         tasks = list(selected.tasks)
         while tasks and not account.cover(len(tasks) * self.most_calls):
             tasks.pop()
-        return Selected(tuple(tasks))
+        return Selected(tuple(tasks), selected.head)
 
     # The methods below run in the pool's writer.
 
@@ -191,8 +242,16 @@ class GepaSource:
 
     def _sample(self, ticket: Ticket) -> Selected:
         pool, parts = self._pool, self._pool.parts
-        selector = parts.candidate_selector if pool.seed_confirmed else SeedOnly()
+        selector = parts.candidate_selector if pool.seed_confirmed else Fixed(0)
+        head = self._head(ticket)
+        if head is not None:
+            selector = Fixed(head.index)
         tasks = parts.sampling_strategy.sample_tasks(pool.state, selector, parts.batch_sampler, pool.trainset)
+        if head is not None and head.key is not None:
+            tasks = [
+                replace(task, parent_candidate=dict(head.candidate)) if task.parent_idx == head.index else task
+                for task in tasks  # a strategy of the user's may choose parents by itself
+            ]
         iteration = ticket.number + 1
         for task in tasks:
             pool.notify(
@@ -208,4 +267,10 @@ class GepaSource:
                 minibatch_ids=task.minibatch_ids,
                 trainset_size=len(pool.trainset),
             )
-        return Selected(tuple(tasks))
+        return Selected(tuple(tasks), None if head is None else head.key)
+
+    def _head(self, ticket: Ticket) -> Base | None:
+        """The head that the ticket starts from; None for the frontier."""
+        if self._heads is None or ticket.rng.random() < self._frontier_share:
+            return None
+        return self._heads.newest(visible=True)

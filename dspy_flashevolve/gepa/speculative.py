@@ -1,12 +1,13 @@
 """Candidates that tickets may build on before their validation has confirmed them.
 
 They stand beside gepa's state, which only ever holds confirmed candidates and stays readable by gepa.
-The first is the seed itself: tickets start from it while it is being validated.
+The first is the seed itself: tickets start from it while it is being validated. Heads of the train follow.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 
 from dspy_flashevolve.engine.errors import ConfigurationError
 from dspy_flashevolve.gepa.payloads import Candidate
@@ -19,12 +20,18 @@ class Speculative:
     Args:
         key: its handle.
         candidate: component -> text.
-        parents: handles of speculative parents; a confirmed parent needs none.
+        parents: handles of speculative parents.
+        indices: confirmed parents, as indices of gepa's pool.
+        generation: steps from the seed.
+        visible: whether selection may pick it; a head that is still being screened may not be.
     """
 
     key: int
     candidate: Candidate
     parents: tuple[int, ...] = ()
+    indices: tuple[int, ...] = ()
+    generation: int = 0
+    visible: bool = True
 
 
 class SpeculativeCandidates:
@@ -41,6 +48,8 @@ class SpeculativeCandidates:
 
     def __init__(self) -> None:
         self._waiting: dict[int, Speculative] = {}
+        self._settled: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+        """Key of one that left -> confirmed indices, and parents, that stand for it."""
         self._next = 0
 
     def __len__(self) -> int:
@@ -49,11 +58,21 @@ class SpeculativeCandidates:
     def __contains__(self, key: int) -> bool:
         return key in self._waiting
 
+    def __getitem__(self, key: int) -> Speculative:
+        return self._waiting[key]
+
     def all(self) -> list[Speculative]:
         """All that wait, oldest first."""
         return list(self._waiting.values())
 
-    def add(self, candidate: Candidate, parents: tuple[int, ...] = ()) -> Speculative:
+    def add(
+        self,
+        candidate: Candidate,
+        parents: tuple[int, ...] = (),
+        indices: tuple[int, ...] = (),
+        generation: int = 0,
+        visible: bool = True,
+    ) -> Speculative:
         """Put a candidate up for speculation.
 
         Raises:
@@ -62,36 +81,93 @@ class SpeculativeCandidates:
         unknown = [parent for parent in parents if parent not in self._waiting]
         if unknown:
             raise ConfigurationError(f"speculative parents {unknown} are not waiting; waiting: {list(self._waiting)}.")
-        entry = Speculative(self._next, dict(candidate), parents)
+        entry = Speculative(self._next, dict(candidate), parents, indices, generation, visible)
         self._waiting[entry.key] = entry
         self._next += 1
         return entry
 
-    def confirm(self, key: int) -> Speculative:
-        """Its validation is done: it is an ordinary candidate now, and its children stand on firm ground.
+    def show(self, key: int) -> Speculative:
+        """Let selection pick it from now on.
 
         Raises:
             ConfigurationError: it does not wait.
         """
-        entry = self._take(key)
-        for child in [other for other in self._waiting.values() if key in other.parents]:
-            parents = tuple(parent for parent in child.parents if parent != key)
-            self._waiting[child.key] = Speculative(child.key, child.candidate, parents)
+        entry = replace(self._known(key), visible=True)
+        self._waiting[key] = entry
         return entry
 
-    def remove(self, key: int) -> list[Speculative]:
-        """Take it back with all its descendants, as if they had never been there; returns them, it first.
+    def confirm(self, key: int, index: int | None = None) -> Speculative:
+        """Its validation is done: it is an ordinary candidate now, and its children stand on firm ground.
+
+        Args:
+            index: its place in gepa's pool; None leaves its children without it as a parent.
 
         Raises:
             ConfigurationError: it does not wait.
         """
-        gone = [self._take(key)]
+        entry = self._known(key)
+        self._leave(entry, () if index is None else (index,))
+        return entry
+
+    def supersede(self, key: int) -> Speculative:
+        """A descendant was confirmed first: it goes without a validation of its own; its children keep its parents.
+
+        Raises:
+            ConfigurationError: it does not wait.
+        """
+        entry = self._known(key)
+        self._leave(entry, entry.indices, heirs=entry.parents)
+        return entry
+
+    def ancestors(self, key: int) -> list[int]:
+        """Those of its ancestors that wait, nearest first."""
+        found: list[int] = []
+        line = list(self._waiting[key].parents) if key in self._waiting else []
+        while line:
+            parent = line.pop(0)
+            if parent in self._waiting and parent not in found:
+                found.append(parent)
+                line += self._waiting[parent].parents
+        return found
+
+    def remove(self, key: int, spare: Collection[int] = ()) -> list[Speculative]:
+        """Take it back with its descendants, as if they had never been there; returns them, it first.
+
+        Args:
+            spare: descendants with evidence of their own; they stay, and stand on its parents instead.
+
+        Raises:
+            ConfigurationError: it does not wait.
+        """
+        gone = [self._known(key)]
         for entry in list(self._waiting.values()):  # children always come after their parents
-            if any(parent.key in entry.parents for parent in gone):
-                gone.append(self._waiting.pop(entry.key))
+            if entry.key not in spare and any(parent.key in entry.parents for parent in gone):
+                gone.append(entry)
+        for key in [entry.key for entry in gone]:
+            entry = self._waiting[key]  # as it is now: the one under it has left
+            self._leave(entry, entry.indices, heirs=entry.parents)
         return gone
 
-    def _take(self, key: int) -> Speculative:
+    def resolve(self, keys: tuple[int, ...]) -> tuple[int, ...]:
+        """The confirmed candidates that stand for ``keys``: themselves, or where they did not last their parents."""
+        found: list[int] = []
+        for key in keys:
+            entry = self._waiting.get(key)
+            indices, parents = self._settled.get(key, ((), ())) if entry is None else (entry.indices, entry.parents)
+            found += [*self.resolve(parents), *indices]
+        return tuple(dict.fromkeys(found))
+
+    def _known(self, key: int) -> Speculative:
         if key not in self._waiting:
             raise ConfigurationError(f"candidate {key} is not speculative; waiting: {list(self._waiting)}.")
-        return self._waiting.pop(key)
+        return self._waiting[key]
+
+    def _leave(self, entry: Speculative, indices: tuple[int, ...], heirs: tuple[int, ...] = ()) -> None:
+        """Take it out; its children get ``indices`` and ``heirs`` for parents in its place."""
+        self._settled[entry.key] = indices, heirs
+        del self._waiting[entry.key]
+        for child in [other for other in self._waiting.values() if entry.key in other.parents]:
+            parents = [parent for parent in child.parents if parent != entry.key]
+            parents += [heir for heir in heirs if heir not in parents and heir in self._waiting]
+            firm = tuple(dict.fromkeys((*indices, *child.indices)))
+            self._waiting[child.key] = replace(child, parents=tuple(parents), indices=firm)

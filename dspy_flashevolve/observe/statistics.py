@@ -1,95 +1,23 @@
-"""The figures of a run, in one frozen record."""
+"""Gathers the figures of a run from its events."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import replace
 
-from dspy_flashevolve.engine.events import Committed, Event, StageFinished, TicketClosed, TicketOpened
+from dspy_flashevolve.engine.events import (
+    Committed,
+    Event,
+    HeadEnded,
+    HeadLanded,
+    Integrated,
+    Looked,
+    StageFinished,
+    TicketClosed,
+    TicketOpened,
+)
 from dspy_flashevolve.engine.item import EndKind
 from dspy_flashevolve.engine.slots import SlotStatistics
-
-
-@dataclass(frozen=True, slots=True)
-class CommitRecord:
-    """One change of the pool.
-
-    Args:
-        seconds: since the run began.
-        candidate: its index.
-        score: its aggregate validation score.
-        best_score: the pool's best after it.
-        gap: commits that its ticket had not seen.
-        generation: steps from the seed.
-    """
-
-    seconds: float
-    candidate: int
-    score: float
-    best_score: float
-    gap: int
-    generation: int
-
-
-@dataclass(frozen=True, slots=True)
-class AsyncStats:
-    """What an AsyncGEPA run did, beside ``DspyGEPAResult``.
-
-    Args:
-        schedule: "async" or "lockstep".
-        seconds: from the first rollout to the last commit.
-        stop_reason: why no more tickets were admitted.
-        failed: the run was given up, because tickets failed one after the other.
-        tickets: evolution steps opened.
-        ended: way -> tickets (committed, rejected, discarded, failed, cancelled).
-        end_reasons: reason -> tickets, for all that did not commit.
-        proposals: children that the reflection wrote.
-        proposals_per_minute: the same over time.
-        metric_calls: paid rollouts, the seed's validation included.
-        max_metric_calls: the budget; None without one.
-        slots: slots there are, at most this many requests in flight.
-        peak_slots: the most that were in use at once.
-        occupancy: share of slot-seconds in use, 0 to 1.
-        busy_seconds_by_stage: slot-seconds.
-        worked_seconds_by_stage: summed over a stage's workers, waiting for slots included.
-        waited_seconds_by_stage: summed over items, in the stage's queue.
-        gaps: place -> gap -> looks (DESIGN: gap = version now less version seen).
-        shared_rollouts: rollouts that joined one in flight instead of being paid.
-        retried_requests: requests that the provider asked to come back later.
-        task_tokens: prompt and completion tokens of rollouts, as the LMs report them.
-        reflection_tokens: the same of reflections.
-        generations: the most steps from the seed to a candidate.
-        commits: every change of the pool, in order.
-    """
-
-    schedule: str
-    seconds: float
-    stop_reason: str
-    failed: bool
-    tickets: int
-    ended: dict[str, int]
-    end_reasons: dict[str, int]
-    proposals: int
-    proposals_per_minute: float
-    metric_calls: int
-    max_metric_calls: int | None
-    slots: int
-    peak_slots: int
-    occupancy: float
-    busy_seconds_by_stage: dict[str, float]
-    worked_seconds_by_stage: dict[str, float]
-    waited_seconds_by_stage: dict[str, float]
-    gaps: dict[str, dict[int, int]]
-    shared_rollouts: int
-    retried_requests: int
-    task_tokens: int
-    reflection_tokens: int
-    generations: int
-    commits: list[CommitRecord] = field(default_factory=list[CommitRecord])
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data, ready for JSON."""
-        return asdict(self)
+from dspy_flashevolve.observe.records import AsyncStats, CommitRecord, HeadRecord, IntegrationRecord
 
 
 class Recorder:
@@ -108,6 +36,9 @@ class Recorder:
         self.worked: dict[str, float] = {}
         self.waited: dict[str, float] = {}
         self.commits: list[CommitRecord] = []
+        self.looks: dict[str, int] = {}
+        self.integrations: list[IntegrationRecord] = []
+        self.heads: dict[int, HeadRecord] = {}
 
     def __call__(self, event: Event) -> None:
         """Take one event."""
@@ -131,6 +62,39 @@ class Recorder:
                 )
             )
 
+        elif isinstance(event, Looked):
+            self.looks[event.decision] = self.looks.get(event.decision, 0) + 1
+        elif isinstance(event, Integrated):
+            seconds = event.seconds - self._began
+            self.integrations.append(
+                IntegrationRecord(seconds, event.ticket, event.members, event.verdicts, event.failed)
+            )
+        elif isinstance(event, HeadLanded):
+            self._landed(event)
+        elif isinstance(event, HeadEnded) and event.head in self.heads:
+            self.heads[event.head] = replace(
+                self.heads[event.head], end=event.end, score=event.score, best=event.best, candidate=event.candidate
+            )
+
+    def _landed(self, event: HeadLanded) -> None:
+        self.heads[event.head] = HeadRecord(
+            seconds=event.seconds - self._began,
+            head=event.head,
+            base=event.base,
+            base_candidate=event.base_candidate,
+            members=event.members,
+            before=event.before,
+            after=event.after,
+            end="unfinished" if event.passed else "failed its screen",
+        )
+
+    def _verdicts(self) -> dict[str, int]:
+        counts: dict[str, int] = {}
+        for integration in self.integrations:
+            for _, verdict, _ in integration.verdicts:
+                counts[verdict] = counts.get(verdict, 0) + 1
+        return counts
+
     def _closed(self, event: TicketClosed) -> None:
         self.live = event.live
         self.ended[event.end.kind.value] += 1
@@ -153,6 +117,9 @@ class Recorder:
         retried_requests: int,
         task_tokens: int,
         reflection_tokens: int,
+        reflection_calls: int,
+        integration_calls: int,
+        cost_dollars: float,
     ) -> AsyncStats:
         """The record of the run so far."""
         minutes = seconds / 60
@@ -179,6 +146,13 @@ class Recorder:
             retried_requests=retried_requests,
             task_tokens=task_tokens,
             reflection_tokens=reflection_tokens,
+            reflection_calls=reflection_calls,
+            integration_calls=integration_calls,
+            cost_dollars=cost_dollars,
             generations=max((commit.generation for commit in self.commits), default=0),
             commits=list(self.commits),
+            looks=dict(self.looks),
+            verdicts=self._verdicts(),
+            integrations=list(self.integrations),
+            heads=list(self.heads.values()),
         )

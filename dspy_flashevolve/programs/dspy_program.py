@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import inspect
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from dspy_flashevolve.engine.threads import Threads
 from dspy_flashevolve.programs.faults import raise_provider_fault
 from dspy_flashevolve.programs.metric import Metric
 from dspy_flashevolve.programs.runner import ProgramRunner
-from dspy_flashevolve.programs.usage import tokens_of
+from dspy_flashevolve.programs.usage import cost_of, tokens_of
 
 ReflectiveDataset = Mapping[str, Sequence[Mapping[str, Any]]]
 
@@ -31,10 +32,12 @@ class Reflection:
     Args:
         texts: component -> new text.
         tokens: prompt and completion tokens that the LMs reported.
+        cost_dollars: of these tokens; 0 where a price is not known.
     """
 
     texts: dict[str, str]
     tokens: int
+    cost_dollars: float = 0.0
 
 
 class DspyProgram:
@@ -44,13 +47,15 @@ class DspyProgram:
         adapter: dspy's adapter; builds programs, reflective datasets and proposals.
         metric: scores predictions.
         threads: for programs without a usable ``aforward``, sync metrics and reflection.
+        priced: work out what the calls cost.
     """
 
-    def __init__(self, adapter: DspyAdapter, metric: Metric, threads: Threads) -> None:
+    def __init__(self, adapter: DspyAdapter, metric: Metric, threads: Threads, priced: bool = False) -> None:
         self.adapter = adapter
+        self._priced = priced
         self._metric = metric
         self._threads = threads
-        self._runner = ProgramRunner(adapter, metric, threads)
+        self._runner = ProgramRunner(adapter, metric, threads, priced)
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
         """Say on which loop the run lives."""
@@ -91,7 +96,7 @@ class DspyProgram:
         return dataset
 
     async def propose(self, candidate: dict[str, str], dataset: ReflectiveDataset, components: list[str]) -> Reflection:
-        """Ask the reflection LM, or the user's proposer, for new texts.
+        """Ask the reflection LM, or the user's proposer, for new texts; a proposer with an async ``acall`` is awaited.
 
         Raises:
             TransientError: the provider asks to come back later.
@@ -99,16 +104,34 @@ class DspyProgram:
             Exception: what the proposer raised.
         """
 
+        acall = getattr(self.adapter.custom_instruction_proposer, "acall", None)
+        if inspect.iscoroutinefunction(acall) and not any(name in self.adapter._flex_paths for name in components):  # pyright: ignore[reportPrivateUsage]
+            return await self._proposed_on_loop(acall, candidate, dataset, components)
+
         def call() -> Reflection:
             with track_usage() as usage:
                 texts: dict[str, str] = self.adapter.propose_new_texts(candidate, dict(dataset), components)  # pyright: ignore[reportArgumentType]
-            return Reflection(texts, tokens_of(usage))
+            return Reflection(texts, tokens_of(usage), cost_of(usage) if self._priced else 0.0)
 
         try:
             return await self._threads.run(call)
         except Exception as error:
             raise_provider_fault(error)
             raise
+
+    async def _proposed_on_loop(
+        self, acall: Any, candidate: dict[str, str], dataset: ReflectiveDataset, components: list[str]
+    ) -> Reflection:
+        lm = self.adapter.reflection_lm or dspy.settings.lm
+        try:
+            with track_usage() as usage, dspy.context(lm=lm):
+                texts = await acall(
+                    candidate=candidate, reflective_dataset=dict(dataset), components_to_update=components
+                )
+        except Exception as error:
+            raise_provider_fault(error)
+            raise
+        return Reflection(dict(texts), tokens_of(usage), cost_of(usage) if self._priced else 0.0)
 
 
 def settings_snapshot() -> dict[str, Any]:

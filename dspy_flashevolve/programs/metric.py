@@ -7,6 +7,8 @@ import inspect
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import anyio
+
 from dspy_flashevolve.engine.errors import ConfigurationError
 from dspy_flashevolve.engine.threads import Threads
 
@@ -73,7 +75,10 @@ class Metric:
             kwargs, args = {}, (example, prediction, *[None] * self._padding)
         if self._coroutine:
             return await self._function(*args, **kwargs)
-        result = await self._threads.run(self._function, *args, **kwargs)
+        # A metric that has begun in a thread cannot be called back: its rollout is paid, and must be counted.
+        result: Any = None
+        with anyio.CancelScope(shield=True):
+            result = await self._threads.run(self._function, *args, **kwargs)
         return await result if inspect.isawaitable(result) else result
 
     def blocking(self, *args: Any, **kwargs: Any) -> Any:

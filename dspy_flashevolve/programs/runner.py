@@ -29,7 +29,7 @@ from dspy_flashevolve.programs.asynchrony import runs_on_loop
 from dspy_flashevolve.programs.copies import isolated_copy
 from dspy_flashevolve.programs.faults import raise_provider_fault
 from dspy_flashevolve.programs.metric import Metric
-from dspy_flashevolve.programs.usage import tokens_of
+from dspy_flashevolve.programs.usage import cost_of, tokens_of
 
 logger = logging.getLogger(__name__)
 
@@ -53,10 +53,12 @@ class ProgramRunner:
         adapter: builds programs from candidates.
         metric: scores predictions.
         threads: where programs without a usable ``aforward`` run.
+        priced: work out what the calls cost.
     """
 
-    def __init__(self, adapter: DspyAdapter, metric: Metric, threads: Threads) -> None:
+    def __init__(self, adapter: DspyAdapter, metric: Metric, threads: Threads, priced: bool = False) -> None:
         self._adapter = adapter
+        self._priced = priced
         self._metric = metric
         self._threads = threads
         self._flex = bool(adapter._flex_paths)  # pyright: ignore[reportPrivateUsage]
@@ -152,10 +154,20 @@ class ProgramRunner:
         failure = self._adapter.failure_score
         if run.error is not None:
             logger.warning("Example scored as a failure: %s: %s", type(run.error).__name__, run.error)
-            return Rollout(None if capture_traces else dspy.Prediction(), failure, tokens=tokens_of(usage))
+            return Rollout(
+                None if capture_traces else dspy.Prediction(),
+                failure,
+                tokens=tokens_of(usage),
+                cost_dollars=cost_of(usage) if self._priced else 0.0,
+            )
         if isinstance(run.prediction, FailedPrediction):
             if not (capture_traces or self._flex):
-                return Rollout(dspy.Prediction(), failure, tokens=tokens_of(usage))
+                return Rollout(
+                    dspy.Prediction(),
+                    failure,
+                    tokens=tokens_of(usage),
+                    cost_dollars=cost_of(usage) if self._priced else 0.0,
+                )
             return self._rollout(example, run, failure, usage)
         try:
             raw = await self._metric.score(example, run.prediction, scoring_trace=run.trace, flex=self._flex)
@@ -164,7 +176,12 @@ class ProgramRunner:
             logger.warning("Metric raised on an example: %s: %s", type(error).__name__, error)
             if self._flex:
                 return self._rollout(example, run, failure, usage)
-            return Rollout(None if capture_traces else dspy.Prediction(), failure, tokens=tokens_of(usage))
+            return Rollout(
+                None if capture_traces else dspy.Prediction(),
+                failure,
+                tokens=tokens_of(usage),
+                cost_dollars=cost_of(usage) if self._priced else 0.0,
+            )
         return self._rollout(example, run, raw, usage)
 
     def _rollout(self, example: Any, run: _Run, raw: Any, usage: UsageTracker) -> Rollout:
@@ -177,4 +194,5 @@ class ProgramRunner:
             objective_scores=objectives,
             trajectory={"example": example, "prediction": run.prediction, "trace": run.trace, "score": raw},
             tokens=tokens_of(usage),
+            cost_dollars=cost_of(usage) if self._priced else 0.0,
         )

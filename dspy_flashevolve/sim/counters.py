@@ -5,13 +5,13 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from dspy_flashevolve.sim.batching import Load
 from dspy_flashevolve.sim.profiles import Profile
 from dspy_flashevolve.sim.prompts import PromptKind
 
-KINDS: tuple[PromptKind, ...] = ("task", "reflection", "other")
+KINDS: tuple[PromptKind, ...] = get_args(PromptKind)
 FinishedReason = Literal["stop", "length", "abort"]
 # vLLM's buckets of vllm:e2e_request_latency_seconds (vllm/v1/metrics/loggers.py).
 _BUCKETS = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
@@ -46,7 +46,7 @@ class ServerStats:
         completion_tokens: Completion tokens of the finished requests.
         generated_tokens: Tokens written in the window, pro rata for requests that are not finished.
         mean_running: Mean number of running sequences over the window.
-        by_kind: Finished requests by kind: "task", "reflection", "other".
+        by_kind: Finished requests by kind: "task", "reflection", "integration", "other".
     """
 
     profile: str

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from dspy_flashevolve.sim.batching import ContinuousBatching, Load
 from dspy_flashevolve.sim.profiles import Profile
 
+LATE_SECONDS = 1e-6
+"""The timer is set this much after a change, so that by rounding it never fires before the change is due."""
+
 
 @dataclass(frozen=True)
 class Generation:
@@ -87,5 +90,5 @@ class BatchDriver:
         if self._timer is not None:
             self._timer.cancel()
         change = self._model.next_change()
-        due = None if change is None else self._origin + change / self._time_scale
+        due = None if change is None else self._origin + change / self._time_scale + LATE_SECONDS
         self._timer = None if due is None else self._loop.call_at(due, self._pump)

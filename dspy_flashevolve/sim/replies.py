@@ -11,15 +11,16 @@ Every random choice is a hash of (seed, content, what is decided): equal request
 from __future__ import annotations
 
 import ast
-import hashlib
 import json
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from dspy_flashevolve.sim.profiles import Profile
 from dspy_flashevolve.sim.prompts import ChatRequest, OutputField
+from dspy_flashevolve.sim.reply_model import Choices, ReplyModel
 from dspy_flashevolve.sim.words import (
     FILLER_CLOSING,
     FILLER_OPENING,
@@ -39,48 +40,6 @@ _USELESS_ADDITIONS = (
 
 
 @dataclass(frozen=True)
-class ReplyModel:
-    """How well the simulated model obeys and how well it reflects. All probabilities are between 0 and 1.
-
-    Attributes:
-        obedience: Probability that a reply follows a rule of its instruction, drawn for each rule and request.
-        crowding: How obedience falls with the number of rules n in an instruction: it is multiplied by
-            exp(-crowding * n). 0 means never.
-        rules_added: The most rules that one reflection adds; it adds 1 to this many, equally likely.
-        forgets: Probability that a reflection drops one of the rules it had.
-        useless: Probability that a reflection adds no rule, only a general sentence.
-
-    Raises:
-        ValueError: If a probability is outside [0, 1], `crowding` is negative or `rules_added` is below 1.
-
-    Example:
-        >>> ReplyModel().obedience_with(24)
-        0.9
-        >>> round(ReplyModel(crowding=0.01).obedience_with(24), 3)
-        0.708
-    """
-
-    obedience: float = 0.9
-    crowding: float = 0.0
-    rules_added: int = 2
-    forgets: float = 0.1
-    useless: float = 0.15
-
-    def __post_init__(self) -> None:
-        for name in ("obedience", "forgets", "useless"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} must be between 0 and 1, got {getattr(self, name)!r}")
-        if not self.crowding >= 0:
-            raise ValueError(f"crowding must not be negative, got {self.crowding!r}")
-        if self.rules_added < 1:
-            raise ValueError(f"rules_added must be at least 1, got {self.rules_added!r}")
-
-    def obedience_with(self, rules: int) -> float:
-        """Probability that a rule is followed when the instruction holds `rules` rules."""
-        return self.obedience * math.exp(-self.crowding * rules)
-
-
-@dataclass(frozen=True)
 class Reply:
     """A reply and what it costs.
 
@@ -95,29 +54,6 @@ class Reply:
     finish_reason: Literal["stop", "length"]
 
 
-class Choices:
-    """Random choices that depend on a seed, a content and the name of the choice only.
-
-    Example:
-        >>> Choices(0, "abc").uniform("x") == Choices(0, "abc").uniform("x")
-        True
-    """
-
-    def __init__(self, seed: int, content: str) -> None:
-        text = f"{seed}\0{content}".encode("utf-8", "surrogatepass")
-        self._state = hashlib.blake2b(text, digest_size=16).digest()
-
-    def uniform(self, name: str) -> float:
-        """A number strictly between 0 and 1."""
-        digest = hashlib.blake2b(name.encode("utf-8", "surrogatepass"), key=self._state, digest_size=8).digest()
-        # 52 bits and a half fit a float's 53 exactly, so that 0 and 1 cannot come out by rounding.
-        return ((int.from_bytes(digest, "big") >> 12) + 0.5) / 2.0**52
-
-    def index(self, name: str, size: int) -> int:
-        """A whole number from 0 to size - 1; `size` is at least 1."""
-        return min(size - 1, int(self.uniform(name) * size))
-
-
 def reply_to(request: ChatRequest, profile: Profile, model: ReplyModel, seed: int) -> Reply:
     """The simulated model's reply.
 
@@ -128,11 +64,14 @@ def reply_to(request: ChatRequest, profile: Profile, model: ReplyModel, seed: in
         seed: The server's seed.
     """
     choices = Choices(seed, request.content)
-    law = profile.reflection_length if request.kind == "reflection" else profile.task_length
+    writes_instructions = request.kind in ("reflection", "integration")
+    law = profile.reflection_length if writes_instructions else profile.task_length
     wanted = law.tokens(choices.uniform("length"))
     limit = min(request.max_tokens or profile.max_output_tokens, profile.max_output_tokens)
     return Reply(
-        text=_format(request, _body(request, model, choices)),
+        text=_integration(request, model, choices)
+        if request.kind == "integration"
+        else _format(request, _body(request, model, choices)),
         completion_tokens=min(wanted, limit),
         finish_reason="length" if wanted > limit else "stop",
     )
@@ -149,9 +88,68 @@ def answer(instruction: str, model: ReplyModel, choices: Choices) -> str:
     """A task reply: filler sentences around those instructed words that the model obeys this time."""
     words = instructed_words(instruction)
     obedience = model.obedience_with(len(words))
-    obeyed = [word for word in words if choices.uniform(f"obey {word}") < obedience]
+    ignored = _ignored_rivals(instruction, choices) if model.rivals else set[str]()
+    obeyed = [word for word in words if word not in ignored and choices.uniform(f"obey {word}") < obedience]
     sentences = [FILLER_SENTENCES[i % len(FILLER_SENTENCES)].format(word=word) for i, word in enumerate(obeyed)]
     return " ".join([FILLER_OPENING, *sentences, FILLER_CLOSING])
+
+
+def _ignored_rivals(instruction: str, choices: Choices) -> set[str]:
+    """Of each pair of rules that contradict each other, the word of one."""
+    pairs: dict[int, list[Rule]] = {}
+    for rule in rules_in(instruction):
+        pairs.setdefault((rule.number + 1) // 2, []).append(rule)
+    return {pair[choices.index(f"rival {number}", 2)].word for number, pair in sorted(pairs.items()) if len(pair) == 2}
+
+
+_CHILD = re.compile(r"^### Child (\d{1,9})$", re.MULTILINE)
+
+
+def integrate(head: str, children: str, model: ReplyModel, choices: Choices) -> tuple[list[dict[str, object]], str]:
+    """An integration: the head with the rules that the children add, minus what it overlooks.
+
+    Args:
+        head: The newest text.
+        children: The children's changes, as `StaleCandidateReflection` shows them.
+        model: How well it integrates.
+        choices: The random choices of this request.
+
+    Returns:
+        A verdict for each child, and the new text.
+    """
+    rules, base = rules_in(head), without_rules(head)
+    known = {rule.word for rule in rules}
+    pairs = {(rule.number + 1) // 2 for rule in rules}
+    added: list[Rule] = []
+    verdicts: list[dict[str, object]] = []
+    marks = list(_CHILD.finditer(children))
+    for mark, end in zip(marks, [*(one.start() for one in marks[1:]), len(children)], strict=False):
+        number, text = int(mark[1]), children[mark.end() : end]
+        put_in = "\n".join(line[2:] for line in text.splitlines() if line.startswith("+ "))
+        fresh = [rule for rule in rules_in(put_in) if rule.word not in known]
+        rivals = [rule for rule in fresh if model.rivals and (rule.number + 1) // 2 in pairs]
+        if rivals and choices.uniform(f"conflict {number}") < model.spots_conflicts:
+            verdicts.append({"child": number, "verdict": "conflicting", "reason": f"Contradicts: {rivals[0]}"})
+            continue
+        verdict = "orthogonal" if fresh else "subsumed"
+        verdicts.append({"child": number, "verdict": verdict, "reason": f"Adds {len(fresh)} rules."})
+        added += fresh
+        known |= {rule.word for rule in fresh}
+        pairs |= {(rule.number + 1) // 2 for rule in fresh}
+    lost = 1 - math.exp(-model.overload * len(added))
+    kept = [rule for rule in added if choices.uniform(f"lose {rule.word}") >= lost]
+    if rules and choices.uniform("forget") < model.forgets:
+        del rules[choices.index("forget which", len(rules))]
+    return verdicts, "\n".join([base, *map(str, sorted([*rules, *kept]))]).strip()
+
+
+def _integration(request: ChatRequest, model: ReplyModel, choices: Choices) -> str:
+    verdicts, text = integrate(request.inputs["head_text"], request.inputs["children"], model, choices)
+    values: dict[str, object] = {}
+    for field in request.output_fields:
+        is_list = field.type_name.strip().startswith("list")
+        values[field.name] = verdicts if is_list else FILLER_OPENING if field.name == "reasoning" else text
+    return _written(request, values)
 
 
 def new_instruction(current: str, feedback: str, model: ReplyModel, choices: Choices) -> str:
@@ -186,7 +184,10 @@ def _format(request: ChatRequest, body: str) -> str:
     """The body in the format that the request asks for; unknown prompts get it plain."""
     if not request.output_fields:
         return json.dumps({"reply": body}) if request.json_reply else body
-    values = {field.name: _value(field, body) for field in request.output_fields}
+    return _written(request, {field.name: _value(field, body) for field in request.output_fields})
+
+
+def _written(request: ChatRequest, values: dict[str, object]) -> str:
     if request.json_reply:
         return json.dumps(values, indent=2)
     sections = [f"[[ ## {name} ## ]]\n{_chat_text(value)}" for name, value in values.items()]

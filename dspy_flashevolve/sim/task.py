@@ -51,6 +51,8 @@ class HouseRules:
         prompts: Questions to use instead of the built-in 192 (such as IFBench's prompts); used in turn when there
             are fewer than examples.
         seed_rules: How many rules the seed program's instruction already holds.
+        favoured: Where the reply model has rivals: probability that an example which asks for one rule of a pair asks
+            for the first of it.
         reply_model: What the server's replies follow; `optimum` is derived from it.
 
     Raises:
@@ -70,6 +72,7 @@ class HouseRules:
     seed: int = 0
     prompts: Sequence[str] | None = None
     seed_rules: int = 2
+    favoured: float = 0.75
     reply_model: ReplyModel = field(default_factory=ReplyModel)
 
     def __post_init__(self) -> None:
@@ -80,6 +83,13 @@ class HouseRules:
         ):
             if not low <= getattr(self, name) <= high:
                 raise ValueError(f"{name} must be between {low} and {high}, got {getattr(self, name)!r}")
+        if not 0.5 <= self.favoured <= 1:
+            raise ValueError(f"favoured must be between 0.5 and 1, got {self.favoured!r}")
+        if self.reply_model.rivals and (self.rules % 2 or self.rules_per_example > self.rules // 2):
+            raise ValueError(
+                "rivals come in pairs: rules must be even and rules_per_example at most half of it, got "
+                f"{self.rules!r} and {self.rules_per_example!r}"
+            )
         if self.prompts is not None and not self.prompts:
             raise ValueError("prompts must hold at least one question, got an empty sequence")
 
@@ -110,15 +120,21 @@ class HouseRules:
         Raises:
             ValueError: If `predictors` is not 1, 2 or 3.
         """
-        return self._program(predictors, self.all_rules())
+        return self._program(predictors, self._best_rules())
 
     def optimal_instruction(self) -> str:
         """The instruction that holds all the rules, for the program of one predictor."""
-        return _instruction("answer", self.all_rules())
+        return _instruction("answer", self._best_rules())
+
+    def _best_rules(self) -> list[Rule]:
+        """All the rules; of two that contradict each other the favoured one."""
+        return self.all_rules()[:: 2 if self.reply_model.rivals else 1]
 
     @property
     def optimum(self) -> float:
         """The expected score of `optimal_instruction()`: each word is there with the model's obedience."""
+        if self.reply_model.rivals:
+            return self.favoured * self.reply_model.obedience_with(self.rules // 2)
         return self.reply_model.obedience_with(self.rules)
 
     def metric(
@@ -159,7 +175,13 @@ class HouseRules:
     def _example(self, split: Literal["train", "val"], index: int) -> dspy.Example:
         questions = self._questions()
         question = questions[(2 * index + (split == "val")) % len(questions)]
-        chosen = random.Random(f"{split} {self.seed} {index}").sample(self.all_rules(), self.rules_per_example)
+        rng = random.Random(f"{split} {self.seed} {index}")
+        if self.reply_model.rivals:
+            pairs = rng.sample(range(self.rules // 2), self.rules_per_example)
+            rules = self.all_rules()
+            chosen = [rules[2 * pair + (rng.random() >= self.favoured)] for pair in pairs]
+        else:
+            chosen = rng.sample(self.all_rules(), self.rules_per_example)
         return dspy.Example(question=question, required=sorted(chosen)).with_inputs("question")
 
     def _program(self, predictors: int, rules: Sequence[Rule]) -> dspy.Module:

@@ -207,3 +207,18 @@ async def test_statistics_measure_busy_seconds_by_stage() -> None:
 def test_a_limit_under_one_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="limit is 0, expected at least 1"):
         Slots(0)
+
+
+async def test_an_idle_slot_is_announced_only_when_nobody_takes_it() -> None:
+    slots, idle = Slots(2), []
+    slots.on_idle = lambda: idle.append(slots.idle)
+    async with anyio.create_task_group() as group:
+        requests = Requests(slots, group)
+        await requests.ask(SCREEN, 3)
+        await requests.end_oldest()
+        assert idle == []
+        await requests.end_oldest()
+        assert idle == [1]
+        await requests.end_all()
+    assert idle == [1, 2]
+    assert slots.idle == 2

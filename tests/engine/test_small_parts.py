@@ -22,13 +22,13 @@ from dspy_flashevolve.engine.errors import ConfigurationError
 from dspy_flashevolve.engine.events import Event, EventBus
 from dspy_flashevolve.engine.item import Ticket
 from dspy_flashevolve.engine.loop import run_to_end
-from dspy_flashevolve.engine.staleness import Admit, Full, GapHistogram, gap
+from dspy_flashevolve.engine.staleness import GapHistogram
 from dspy_flashevolve.engine.threads import Threads
 
 VARIABLE = contextvars.ContextVar("VARIABLE", default="outside")
 
 
-RULES = st.builds(LiveTickets, st.integers(1, 64), st.none() | st.integers(1, 64), st.floats(0, 30))
+RULES = st.builds(LiveTickets, st.integers(1, 64), st.none() | st.integers(1, 64), st.floats(0, 30), st.integers(1, 8))
 LOADS = st.tuples(st.integers(0, 5000) | st.none(), st.integers(0, 5000), st.floats(0, 200))
 
 
@@ -36,36 +36,36 @@ LOADS = st.tuples(st.integers(0, 5000) | st.none(), st.integers(0, 5000), st.flo
 def test_one_ticket_may_always_live_and_never_more_than_the_bound(
     rule: LiveTickets, load: tuple[int | None, int, float]
 ) -> None:
-    bound = rule.bound(Load(0, 0, *load))
+    bound = rule.bound(Load(0, 0, 0, *load))
     assert 1 <= bound <= rule.limit
-    assert rule.admits(Load(0, 0, *load))
-    assert not rule.admits(Load(bound, 0, *load))
+    assert rule.admits(Load(0, 0, 0, *load))
+    assert not rule.admits(Load(bound, 0, 64, *load))
 
 
-@given(RULES, LOADS, st.integers(0, 64), st.integers(0, 64))
-def test_no_more_tickets_work_than_their_own_bound(
-    rule: LiveTickets, load: tuple[int | None, int, float], live: int, working: int
+@given(RULES, LOADS, st.integers(0, 64), st.integers(0, 64), st.integers(-8, 64))
+def test_beyond_the_working_bound_a_ticket_starts_only_in_idle_slots(
+    rule: LiveTickets, load: tuple[int | None, int, float], live: int, working: int, idle: int
 ) -> None:
-    admitted = rule.admits(Load(live, working, *load))
-    room = live < rule.bound(Load(live, working, *load))
-    assert admitted == (room and (rule.working_limit is None or working < rule.working_limit))
+    admitted = rule.admits(Load(live, working, idle, *load))
+    room = live < rule.bound(Load(live, working, idle, *load))
+    competes = rule.working_limit is None or working < rule.working_limit
+    assert admitted == (room and (competes or idle >= rule.burst))
 
 
 def test_a_small_budget_is_spread_over_the_generations_asked_for() -> None:
     rule = LiveTickets(16, generations=10)
-    assert rule.bound(Load(0, 0, calls_left=900, calls_reserved=0, calls_per_ticket=30)) == 3
-    assert rule.bound(Load(0, 0, calls_left=600, calls_reserved=300, calls_per_ticket=30)) == 3
-    assert rule.bound(Load(0, 0, calls_left=None, calls_reserved=0, calls_per_ticket=30)) == 16
+    assert rule.bound(Load(0, 0, 0, calls_left=900, calls_reserved=0, calls_per_ticket=30)) == 3
+    assert rule.bound(Load(0, 0, 0, calls_left=600, calls_reserved=300, calls_per_ticket=30)) == 3
+    assert rule.bound(Load(0, 0, 0, calls_left=None, calls_reserved=0, calls_per_ticket=30)) == 16
 
 
-@pytest.mark.parametrize("rule", [{"limit": 0}, {"limit": 1, "working_limit": 0}, {"limit": 1, "generations": -1.0}])
+@pytest.mark.parametrize(
+    "rule",
+    [{"limit": 0}, {"limit": 1, "working_limit": 0}, {"limit": 1, "generations": -1.0}, {"limit": 1, "burst": 0}],
+)
 def test_a_bound_that_cannot_be_is_refused(rule: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match="live tickets"):
         LiveTickets(**rule)
-
-
-def test_full_admits_whatever_the_gap() -> None:
-    assert {Full().decide(gap(version, 3)) for version in (3, 10**6)} == {Admit()}
 
 
 def test_the_gap_histogram_counts_looks_by_place() -> None:

@@ -1,0 +1,216 @@
+"""One run in virtual time: a method, a task and a simulated model of one seed, without a server.
+
+A run takes seconds of CPU, however long it is for the model, and the same run gives the same trajectory. Only
+AsyncGEPA runs here, with any of its schedules: dspy.GEPA waits in threads of its own.
+
+A run with a time limit is given it as `max_seconds` and drains what it has admitted; trajectory, tokens and heads are
+read at the limit, and what came after it counts for nothing. Only what the policy decided (`looks`) is a total of the
+drained run, and a head that was superseded or rolled back counts even where that was later: AsyncGEPA does not say
+when.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import dspy
+
+from benchmarks.methods import Limits, Method, Workload
+from benchmarks.trajectory import Point, Recorder, Trajectory
+from dspy_flashevolve import AsyncGEPA, AsyncStats
+from dspy_flashevolve.sim import HouseRules, ReplyModel
+from dspy_flashevolve.sim.virtual import SimulatedModel, run
+
+
+@dataclass(frozen=True)
+class TaskKind:
+    """A kind of house rules task; see `HouseRules` and `ReplyModel` for the fields."""
+
+    rules: int = 24
+    rules_per_example: int = 6
+    rivals: bool = False
+    crowding: float = 0.0
+
+    def task(self, seed: int) -> HouseRules:
+        """The task of that seed."""
+        model = ReplyModel(rivals=self.rivals, crowding=self.crowding)
+        return HouseRules(rules=self.rules, rules_per_example=self.rules_per_example, seed=seed, reply_model=model)
+
+
+TASKS = {
+    "few": TaskKind(),
+    "many": TaskKind(rules=72, rules_per_example=8),
+    "rivals": TaskKind(rivals=True, crowding=0.01),
+}
+"""Few improvements that add up; many of them; rules that contradict each other, and long instructions that lose."""
+
+
+def task_kind(name: str) -> TaskKind:
+    """A kind by its name, with changes after a colon; raises `ValueError` for what is none.
+
+    Example:
+        >>> task_kind("many:rules=96,crowding=0.02")
+        TaskKind(rules=96, rules_per_example=8, rivals=False, crowding=0.02)
+    """
+    base, _, changes = name.partition(":")
+    numbers = {one.name: int if one.type == "int" else float for one in fields(TaskKind) if one.type != "bool"}
+    try:
+        pairs = [change.split("=") for change in changes.split(",") if change]
+        return replace(TASKS[base], **{key: numbers[key](value) for key, value in pairs})
+    except (KeyError, ValueError) as error:
+        raise ValueError(
+            f"unknown task {name!r}; there are {', '.join(TASKS)}, each alone or with changes of {', '.join(numbers)}, "
+            "as in many:rules=96,crowding=0.02"
+        ) from error
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the runs of a command have in common: the profile of the model, and the numbers of examples."""
+
+    profile: str = "h100-qwen3-8b"
+    train: int = 60
+    val: int = 60
+
+
+@dataclass(frozen=True)
+class Heads:
+    """What became of the heads that were screened within the limit."""
+
+    confirmed: int = 0
+    superseded: int = 0
+    rolled_back: int = 0
+    failed: int = 0
+    unfinished: int = 0
+
+    @classmethod
+    def of(cls, ends: Sequence[str]) -> Heads:
+        """Counts of `HeadRecord.end`."""
+        return cls(
+            ends.count("confirmed"),
+            ends.count("superseded"),
+            ends.count("rolled back"),
+            ends.count("failed its screen"),
+            ends.count("unfinished"),
+        )
+
+
+@dataclass(frozen=True)
+class VirtualRun:
+    """What a run left.
+
+    Attributes:
+        limits: Its limits.
+        trajectory: Until it had drained.
+        tokens: Written by the model by the limit, pro rata for replies under way.
+        seconds: Virtual seconds until it had drained.
+        stats: AsyncGEPA's own; `None` after an error.
+        error: What ended the run early; empty when nothing did.
+    """
+
+    limits: Limits
+    trajectory: Trajectory = field(default_factory=Trajectory)
+    tokens: float = 0.0
+    seconds: float = 0.0
+    stats: AsyncStats | None = None
+    error: str = ""
+
+    def at(self, share: float = 1.0) -> Point:
+        """The state at a share of the limit: of the time, or of the metric calls; at 1 no call beyond it counts."""
+        limits = self.limits
+        if limits.metric_calls is not None:  # at_calls does not order what happens at the same virtual moment
+            paid = [point for point in self.trajectory.points if point.metric_calls <= share * limits.metric_calls]
+            return paid[-1] if paid else Point()
+        return self.trajectory.at(share * (self.seconds if limits.seconds is None else limits.seconds))
+
+    @property
+    def span(self) -> float:
+        """Virtual seconds until the limit, or until the run's end where that came first."""
+        return self.seconds if self.limits.seconds is None else min(self.seconds, self.limits.seconds)
+
+    @property
+    def overshoot(self) -> int:
+        """Metric calls past the limit."""
+        limit = self.limits.metric_calls
+        return 0 if limit is None else max(0, self.trajectory.end.metric_calls - limit)
+
+    @property
+    def heads(self) -> Heads:
+        """What became of the heads that were screened by the limit.
+
+        One that was confirmed later is unfinished; when one was superseded or rolled back, AsyncGEPA does not say.
+        """
+        if self.stats is None:
+            return Heads()
+        committed = {commit.candidate: commit.seconds for commit in self.stats.commits}
+        ends: list[str] = []
+        for head in self.stats.heads:
+            late = head.candidate is not None and committed.get(head.candidate, 0.0) > self.span
+            if head.seconds <= self.span:
+                ends.append("unfinished" if late else head.end)
+        return Heads.of(ends)
+
+    def share(self, decision: str) -> float | None:
+        """Of all that the policy looked at, the share that it decided so; `None` where it looked at nothing."""
+        looks = {} if self.stats is None else self.stats.looks
+        return looks.get(decision, 0) / sum(looks.values()) if looks else None
+
+
+def run_virtually(chosen: Method, task: HouseRules, limits: Limits, setting: Setting) -> VirtualRun:
+    """One method on one task; the seed of the limits is the model's and the optimizer's.
+
+    An exception ends up in `error`, with its traceback on stderr.
+
+    Raises:
+        ValueError: The limits scale time, or the method is not one of AsyncGEPA's.
+    """
+    if limits.time_scale != 1.0:
+        raise ValueError(f"virtual time needs no scale, got time_scale={limits.time_scale!r}")
+    logging.getLogger("dspy").setLevel(logging.CRITICAL)
+    model = SimulatedModel(setting.profile, seed=limits.seed, reply_model=task.reply_model)
+
+    async def main() -> VirtualRun:
+        loop = asyncio.get_running_loop()
+        recorder = Recorder(clock=loop.time)
+        workload = Workload(
+            program=task.program,
+            trainset=task.trainset(setting.train),
+            valset=task.valset(setting.val),
+            metric=task.metric,
+            task_lm=model.lm(),
+            reflection_lm=model.lm(),
+        )
+        optimizer = chosen.build(workload, limits, recorder)
+        if not isinstance(optimizer, AsyncGEPA):
+            raise ValueError(f"{chosen.name} cannot run in virtual time: only AsyncGEPA can")
+        optimizer.track_stats = True
+        tokens: list[float] = []
+        error, stats = "", None
+        with dspy.context(lm=workload.task_lm, adapter=workload.adapter):
+            reading = asyncio.ensure_future(_read_at(limits.seconds, model, tokens))
+            try:
+                program: Any = await optimizer.acompile(
+                    workload.program(), trainset=workload.trainset, valset=workload.valset
+                )
+                stats = program.async_stats
+            except Exception as raised:
+                traceback.print_exc()
+                error = f"{type(raised).__name__}: {raised}"
+            finally:
+                reading.cancel()
+        written = tokens[0] if tokens else model.generated_tokens()
+        return VirtualRun(limits, recorder.trajectory, written, recorder.seconds, stats, error)
+
+    return run(main)
+
+
+async def _read_at(seconds: float | None, model: SimulatedModel, tokens: list[float]) -> None:
+    """Read the model's counter at the limit."""
+    if seconds is not None:
+        await asyncio.sleep(seconds)
+        tokens.append(model.generated_tokens())

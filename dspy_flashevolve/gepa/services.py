@@ -1,0 +1,60 @@
+"""What GEPA's stages share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import anyio
+
+from dspy_flashevolve.engine.events import EventBus
+from dspy_flashevolve.engine.rollouts import Rollouts
+from dspy_flashevolve.engine.staleness import GapHistogram, StalenessPolicy
+from dspy_flashevolve.gepa.evaluations import Evaluations
+from dspy_flashevolve.gepa.payloads import Counts, EvolvingProgram
+from dspy_flashevolve.gepa.pool import Pool
+from dspy_flashevolve.gepa.source import Account
+
+DEPTHS = {"rollout": 1, "propose": 2, "integrate": 3, "validate": 4, "screen": 5, "prefix": 6, "commit": 7}
+"""What goes first among requests of equal size: what is nearer to a commit, but the long rest of a validation, on which
+nobody waits, after the screen and the prefix of a head, on which every later ticket waits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """What the stages share.
+
+    Args:
+        accounts: ticket number -> its budget; the source keeps it.
+        working: tickets that have no child to be validated yet.
+        wake: asks the source whether a ticket may start.
+        lockstep: one ticket at a time, exactly as gepa.
+        staleness: looks at every child where it says.
+        seeded: set when the seed is confirmed.
+        saves_calls: whether metric calls are scarcer than slots, so that none is spent which a later head may make
+            needless.
+    """
+
+    pool: Pool
+    program: EvolvingProgram
+    evaluations: Evaluations
+    rollouts: Rollouts
+    accounts: dict[int, Account]
+    working: set[int]
+    wake: Callable[[], None]
+    bus: EventBus
+    gaps: GapHistogram
+    counts: Counts
+    seeded: anyio.Event
+    lockstep: bool
+    staleness: StalenessPolicy
+    saves_calls: Callable[[], bool]
+    clock: Callable[[], float] = anyio.current_time
+
+    async def count(self, ticket: int) -> None:
+        """Let gepa count the metric calls that a ticket has paid since it was last counted."""
+        account = self.accounts[ticket]
+        calls = account.reservation.settled - account.counted
+        if calls:
+            account.counted += calls
+            await self.pool.write(self.pool.count_calls, calls)

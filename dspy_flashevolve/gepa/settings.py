@@ -1,0 +1,54 @@
+"""How a run is scheduled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import anyio
+
+from dspy_flashevolve.engine.admission import Admission
+from dspy_flashevolve.engine.rollouts import RetryPolicy
+from dspy_flashevolve.engine.slots import SlotOrder
+from dspy_flashevolve.engine.staleness import Full, StalenessPolicy
+
+
+@dataclass(frozen=True, slots=True)
+class RunSettings:
+    """How a run is scheduled.
+
+    Args:
+        slots: requests in flight at most, over all stages.
+        live_limit: tickets that live at once at most; sizes the stages' workers and queues.
+        admission: decides when a ticket may start.
+        budget_calls: metric calls that are never exceeded; None for no limit of the engine's own.
+        minibatch: training examples a task, for the estimate of a ticket's cost.
+        lockstep: one ticket at a time, the seed first, exactly as gepa.
+        seed_first: no ticket starts before the seed is validated: a strategy of the user's may look at its scores.
+        staleness: looks at every child after its screen and before its commit.
+        max_seconds: no ticket starts after it; None for no limit.
+        same_data: the training set is the validation set.
+        strict_live: tickets that only wait count as live too, so that the bound holds to the letter.
+        max_reflection_calls: reflections and integrations after which no ticket starts; None for no limit.
+        max_cost: dollars after which no ticket starts; None for no limit.
+        order: who gets the next free slot; None for the default.
+        retry: what happens when the provider asks to come back later.
+        clock: seconds.
+    """
+
+    slots: int
+    live_limit: int
+    admission: Admission
+    budget_calls: int | None
+    minibatch: int
+    lockstep: bool = False
+    seed_first: bool = False
+    staleness: StalenessPolicy = field(default_factory=Full)
+    max_seconds: float | None = None
+    same_data: bool = False
+    strict_live: bool = False
+    max_reflection_calls: int | None = None
+    max_cost: float | None = None
+    order: SlotOrder | None = None
+    retry: RetryPolicy | None = None
+    clock: Callable[[], float] = anyio.current_time

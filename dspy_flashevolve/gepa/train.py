@@ -1,0 +1,292 @@
+"""The train: stale children are integrated onto the head, screened together, and validated as heads.
+
+    proposals or screened children -> [q] -> integrate -> screen (union of minibatches, against the base)
+        -> head, visible to selection -> validation prefix -> the rest -> commit
+
+A patch is a train of one child that becomes no head: it is screened on its child's minibatch and validated like any
+other candidate.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import anyio
+from gepa.proposer.base import CandidateProposal
+
+from dspy_flashevolve.engine.errors import RolloutUnresolvedError
+from dspy_flashevolve.engine.events import HeadLanded, Integrated
+from dspy_flashevolve.engine.integration import Integration, IntegrationRequest, Integrator, Texts
+from dspy_flashevolve.engine.item import End, EndKind, Item
+from dspy_flashevolve.engine.slots import Claim
+from dspy_flashevolve.engine.stages import Carried, Finish, Forward, Outcome
+from dspy_flashevolve.engine.staleness import Reflective, Untaken
+from dspy_flashevolve.gepa import reports, train_reports
+from dspy_flashevolve.gepa.evaluations import gather
+from dspy_flashevolve.gepa.head_stages import HeadStages
+from dspy_flashevolve.gepa.heads import Heads
+from dspy_flashevolve.gepa.known_scores import KnownScores
+from dspy_flashevolve.gepa.payloads import (
+    Base,
+    Batch,
+    Candidate,
+    Child,
+    Children,
+    Head,
+    Screened,
+    Train,
+    Waiting,
+)
+from dspy_flashevolve.gepa.riding import all_of, changed_components, stale_child, sums
+from dspy_flashevolve.gepa.services import DEPTHS, Services
+
+Pairs = list[tuple[Item[Any], Outcome | Carried]]
+
+
+class TrainStages:
+    """The handlers of integration, and of the screen of what was integrated.
+
+    Args:
+        services: shared with the other stages.
+        policy: how trains are made.
+        integrator: reads the children.
+        heads: the line of heads.
+        known: scores of rollouts made by the other stages.
+        validating: hears of heads that are taken back.
+    """
+
+    def __init__(
+        self,
+        services: Services,
+        policy: Reflective,
+        integrator: Integrator,
+        heads: Heads,
+        known: KnownScores,
+        validating: HeadStages,
+    ) -> None:
+        self._on = services
+        self._pool = services.pool
+        self._policy = policy
+        self._integrator = integrator
+        self._heads = heads
+        self._known = known
+        self._validating = validating
+        self._lines = {name: anyio.Lock() for name in services.pool.seed_candidate}
+
+    async def integrate(self, items: list[Item[Waiting]]) -> Pairs:
+        """Integrate what waits: one train for each set of components that its children changed."""
+        groups: dict[tuple[str, ...], list[Item[Waiting]]] = {}
+        for item in items:
+            groups.setdefault(changed_components(item.payload.children), []).append(item)
+        outcomes = await gather(
+            [lambda names=names, group=group: self._guarded(names, group) for names, group in groups.items()]
+        )
+        return [pair for pairs in outcomes for pair in pairs]
+
+    async def screen(self, item: Item[Train]) -> Pairs:
+        """Run the integrated candidate on the union of its children's minibatches, beside its base."""
+        train = item.payload
+        try:
+            proposal = await self._screened(item, train)
+        except RolloutUnresolvedError:
+            if train.key is not None:
+                await self._validating.drop(item.ticket.number, train.key)
+            raise
+        passed = await self._pool.write(train_reports.passes, self._pool, item.ticket, proposal)
+        if not passed:
+            await self._pool.write(self._pool.reject, item.ticket, proposal)
+        if train.key is None:
+            return await self._patch_screened(item, train, proposal, passed)
+        landed = passed and await self._pool.write(self._heads.land, train.key)
+        self._on.bus.emit(
+            HeadLanded(
+                self._on.clock(),
+                item.ticket.number,
+                train.key,
+                train.base.key,
+                train.base.index,
+                tuple(one.ticket.number for one in train.members),
+                landed,
+                *sums(proposal),
+            )
+        )
+        if not landed:
+            reason = "its screen" if not passed else "the head under it"
+            await self._validating.drop(item.ticket.number, train.key, landed=False)
+            return [(one, self._untaken(one, f"the train failed with {reason}")) for one in train.members]
+        ridden = Finish(End(EndKind.INTEGRATED, f"in head {train.key}, carried by ticket {item.ticket.number}"))
+        value = await self._pool.write(reports.expected_score, self._pool, [proposal])
+        forward = Forward("validate", Head(train.key, proposal), value=value)
+        self._on.wake()
+        return [(item, forward), *((one, ridden) for one in train.members[1:])]
+
+    async def _guarded(self, components: tuple[str, ...], group: list[Item[Waiting]]) -> Pairs:
+        """One train; a call that got no answer fails its tickets."""
+        try:
+            if not self._policy.train:  # a patch makes no head: there is no line to keep in order
+                return await self._train(group)
+            async with all_of([self._lines[name] for name in components]):
+                return await self._train(group)
+        except RolloutUnresolvedError as error:
+            return [(item, Finish(End(EndKind.FAILED, f"integration: {error}"))) for item in group]
+
+    async def _train(self, group: list[Item[Waiting]]) -> Pairs:
+        base, version = await self._pool.write(self._base)
+        numbered = [(item, child) for item in group for child in item.payload.children]
+        request = IntegrationRequest(
+            head=base.candidate,
+            children=[stale_child(number, *pair, version) for number, pair in enumerate(numbered, start=1)],
+            commits=await self._pool.write(self._pool.commits_since, min(item.version for item in group)),
+        )
+        lead = group[0]
+        claim = Claim(lead.ticket.number, "integrate", DEPTHS["integrate"], lead.value, lead.version)
+        integration = await self._on.rollouts.request(claim, lambda: self._integrator.integrate(request))
+        self._on.counts.reflection_calls += integration.calls
+        self._on.counts.integration_calls += integration.calls
+        self._on.counts.reflection_tokens += integration.tokens
+        self._on.counts.cost_dollars += integration.cost_dollars or 0.0
+        tickets = {number: item.ticket.number for number, (item, _) in enumerate(numbered, start=1)}
+        self._on.bus.emit(
+            Integrated(
+                self._on.clock(),
+                lead.ticket.number,
+                base.key,
+                base.index,
+                tuple(item.ticket.number for item in group),
+                tuple((tickets[one.child], one.verdict, one.reason) for one in integration.judgements),
+                integration.failed,
+            )
+        )
+        if integration.failed:
+            reason = f"the integration could not be read: {integration.failed}"
+            return [(item, self._left(item, self._policy.unreadable, reason)) for item in group]
+        return await self._composed(group, numbered, base, version, integration)
+
+    async def _composed(
+        self,
+        group: list[Item[Waiting]],
+        numbered: list[tuple[Item[Waiting], Child]],
+        base: Base,
+        version: int,
+        integration: Integration,
+    ) -> Pairs:
+        """Sort the children by verdict, and put the train of those that were taken on its way."""
+        left: Pairs = []
+        members: list[Item[Waiting]] = []
+        taken = integration.of("orthogonal")
+        for item in group:
+            mine = {number for number, (owner, _) in enumerate(numbered, start=1) if owner is item}
+            reason = {one.verdict: one.reason for one in integration.judgements if one.child in mine}
+            if mine & taken:
+                members.append(item)
+            elif "conflicting" in reason:
+                left.append((item, self._untaken(item, f"conflicting: {reason['conflicting']}")))
+            elif "subsumed" in reason:
+                left.append((item, Finish(End(EndKind.DISCARDED, f"subsumed: {reason['subsumed']}"))))
+            else:
+                left.append((item, self._untaken(item, "the integration did not judge it")))
+        if not members:
+            return left
+        texts = {name: text for name, text in integration.texts.items() if text != base.candidate[name]}
+        if await self._pool.write(self._heads.is_known, {**base.candidate, **texts}):
+            same = Finish(End(EndKind.DISCARDED, "the integrated text is a candidate already"))
+            return [*left, *((item, same) for item in members)]
+        return [*left, *await self._departed(members, texts, base, version)]
+
+    async def _departed(self, members: list[Item[Waiting]], texts: Texts, base: Base, version: int) -> Pairs:
+        lead, key = members[0], None
+        candidate = {**base.candidate, **texts}
+        if self._policy.train:
+            others = tuple(dict.fromkeys(child.task.parent_idx for item in members for child in item.payload.children))
+            begun = await self._pool.write(self._heads.begin, texts, base, others)
+            if begun is None:  # another train left from the same head: its change must not be lost
+                return [(item, self._left(item, "retry", "the line has moved on twice")) for item in members]
+            key, candidate, base = begun
+        for item in members[1:]:
+            self._on.accounts[item.ticket.number].reservation.refund()
+        train = Train(candidate, base, key, tuple(members))
+        stamp = version if key is None else None  # a patch has read what was committed until then
+        carried: Pairs = [(item, Carried(lead.ticket.number)) for item in members[1:]]
+        return [(lead, Forward("screen", train, stamp, lead.value)), *carried]
+
+    def _base(self) -> tuple[Base, int]:
+        """What the integration stands on, and the pool's version that it reads."""
+        base = self._heads.newest(visible=False) if self._policy.train else self._heads.confirmed_base()
+        return base, self._pool.version
+
+    async def _screened(self, item: Item[Train], train: Train) -> CandidateProposal[Any]:
+        """The integrated candidate and its base on the union of the minibatches, as gepa's proposal."""
+        examples = {
+            i: example
+            for one in train.members
+            for child in one.payload.children
+            for i, example in zip(child.task.minibatch_ids, child.task.minibatch, strict=True)
+        }
+        account = self._on.accounts[item.ticket.number]
+        known = dict(self._known.of(train.base.candidate))
+        missing = [i for i in examples if i not in known]
+        if not account.cover(len(examples) + len(missing)):
+            # What the budget cannot pay twice is compared where the base was run already.
+            examples = {i: example for i, example in examples.items() if i in known}
+            missing = []
+            if not examples or not account.cover(len(examples)):
+                examples = {}
+        ids = list(examples)
+        await self._pool.write(train_reports.train_starts, self._pool, item.ticket, train, list(examples.values()))
+        pairs = ((train.base.candidate, missing), (train.candidate, ids))
+        fresh, new = await gather([lambda c=c, w=w: self._evaluate(item, c, w, examples) for c, w in pairs])
+        known = known | fresh
+        before, after = [known[i] for i in ids], [new[i] for i in ids]
+        await self._on.count(item.ticket.number)
+        parents = await self._pool.write(self._parents, train)
+        return await self._pool.write(
+            train_reports.train_ended, self._pool, item.ticket, train, ids, before, after, parents
+        )
+
+    async def _evaluate(
+        self, item: Item[Train], candidate: Candidate, ids: list[Any], examples: dict[Any, Any]
+    ) -> dict[Any, float]:
+        if not ids:
+            return {}
+        claim = Claim(item.ticket.number, "screen", DEPTHS["screen"], item.value, item.version)
+        reservation = self._on.accounts[item.ticket.number].reservation
+        batch: Batch
+        batch, _ = await self._on.evaluations.minibatch(claim, reservation, candidate, ids, [examples[i] for i in ids])
+        self._known.put(candidate, ids, batch.scores)
+        return dict(zip(ids, batch.scores, strict=True))
+
+    def _parents(self, train: Train) -> list[int]:
+        """The base first, then the children's parents, as far as they are in gepa's pool."""
+        if train.key is not None and train.key in self._pool.speculative:
+            return self._heads.parents_of(train.key)
+        theirs = [child.task.parent_idx for one in train.members for child in one.payload.children]
+        return list(dict.fromkeys([train.base.index, *theirs]))
+
+    async def _patch_screened(
+        self, item: Item[Train], train: Train, proposal: CandidateProposal[Any], passed: bool
+    ) -> Pairs:
+        if not passed:
+            return [(one, self._untaken(one, "the patch failed its screen")) for one in train.members]
+        value = await self._pool.write(reports.expected_score, self._pool, [proposal])
+        ridden = Finish(End(EndKind.INTEGRATED, f"in the candidate of ticket {item.ticket.number}"))
+        rest = [(one, ridden) for one in train.members[1:]]
+        return [(item, Forward("validate", Screened((proposal,)), value=value)), *rest]
+
+    def _untaken(self, item: Item[Waiting], reason: str) -> Outcome:
+        """What the policy says of a child that no head took in."""
+        assert self._policy.untaken is not None
+        return self._left(item, self._policy.untaken, reason)
+
+    def _left(self, item: Item[Waiting], fate: Untaken, reason: str) -> Outcome:
+        waiting = item.payload
+        if fate == "retry" and waiting.attempts == 0:
+            return Forward("integrate", replace(waiting, attempts=1), item.version, item.value)
+        return self._alone(item) if fate == "alone" else Finish(End(EndKind.REJECTED, reason))
+
+    def _alone(self, item: Item[Waiting]) -> Outcome:
+        """The children go on as if there were no train."""
+        waiting = item.payload
+        if waiting.proposals:
+            return Forward("validate", Screened(waiting.proposals), value=item.value)
+        return Forward("screen", Children(waiting.children, waiting.head), value=item.value)

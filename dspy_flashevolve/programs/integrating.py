@@ -1,0 +1,93 @@
+"""The module that reads stale children, as the evolution loop sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import anyio
+import dspy
+from dspy.primitives.module import Module
+from dspy.utils.usage_tracker import track_usage
+
+from dspy_flashevolve.engine.integration import VERDICTS, Integration, IntegrationRequest, Judgement
+from dspy_flashevolve.engine.threads import Threads
+from dspy_flashevolve.programs.asynchrony import runs_on_loop
+from dspy_flashevolve.programs.copies import isolated_copy
+from dspy_flashevolve.programs.faults import raise_provider_fault
+from dspy_flashevolve.programs.usage import calls_of, cost_of, tokens_of
+
+
+class DspyIntegrator:
+    """Runs a module with the signature of ``StaleCandidateReflection``.
+
+    Args:
+        module: the user's, or the default one; each integration runs a copy.
+        lm: what it asks, unless its predictors have LMs of their own.
+        code_components: components that hold Python source.
+        threads: for modules without a usable ``aforward``.
+        priced: work out what the calls cost.
+    """
+
+    def __init__(
+        self, module: Module, lm: Any, code_components: Sequence[str], threads: Threads, priced: bool = False
+    ) -> None:
+        self._module = module
+        self._lm = lm
+        self._code = tuple(code_components)
+        self._threads = threads
+        self._priced = priced
+
+    async def integrate(self, request: IntegrationRequest) -> Integration:
+        """Run the module.
+
+        Raises:
+            TransientError: the provider asks to come back later.
+            RunAbortedError: the provider refuses for good.
+        """
+        module = isolated_copy(self._module)
+        inputs: dict[str, Any] = {
+            "head": dict(request.head),
+            "children": list(request.children),
+            "commits": list(request.commits),
+            "code_components": list(self._code),
+        }
+        with track_usage() as usage, dspy.context(lm=self._lm):
+            try:
+                if runs_on_loop(module):
+                    answer = await module.acall(**inputs)
+                else:
+                    answer = await self._threads.run(module, **inputs)
+                texts, judgements, problem = _read(answer, request)
+            except asyncio.CancelledError as error:
+                if anyio.current_effective_deadline() == -math.inf:
+                    raise  # the run is being cancelled, not the module by itself
+                texts, judgements, problem = {}, (), f"the module was cancelled: {error}"
+            except Exception as error:
+                raise_provider_fault(error)
+                texts, judgements, problem = {}, (), f"{type(error).__name__}: {error}"
+        return Integration(
+            texts,
+            judgements,
+            max(1, calls_of(usage)),
+            tokens_of(usage),
+            cost_of(usage) if self._priced else None,
+            problem[:300],
+        )
+
+
+def _read(answer: Any, request: IntegrationRequest) -> tuple[dict[str, str], tuple[Judgement, ...], str]:
+    """What the module said; a component whose text could not be read is left as it is in the head."""
+    changed = {name for child in request.children for name in child.texts}
+    texts = {name: str(text) for name, text in dict(answer.texts).items() if name in changed and text}
+    numbers = {child.number for child in request.children}
+    judgements = tuple(
+        Judgement(one.child, one.verdict, str(one.reason))
+        for one in answer.verdicts
+        if one.child in numbers and one.verdict in VERDICTS
+    )
+    failed = dict(getattr(answer, "failed", None) or {})
+    problem = "; ".join(f"{name}: {why}" for name, why in failed.items())  # a part of it would lose the rest
+    return texts, judgements, problem or ("" if texts or judgements else "the module returned neither text nor verdict")

@@ -1,0 +1,1 @@
+"""DSPy modules that read stale work: replaceable, and optimizable like any other program."""

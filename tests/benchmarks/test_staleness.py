@@ -1,0 +1,181 @@
+"""The comparison of staleness policies: names, runs in virtual time, tables, targets."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from benchmarks import staleness
+from benchmarks.methods import Limits, async_options, method
+from benchmarks.staleness import Row
+from benchmarks.trajectory import Point, Trajectory
+from benchmarks.virtual import TASKS, Heads, Setting, VirtualRun, run_virtually, task_kind
+from dspy_flashevolve import AsyncGEPA, CombeeReflection, CommitRecord, Guarded, HeadRecord, Reflective
+
+SMALL = Setting(train=12, val=12)
+
+
+def _row(name: str, gain: float, task: str = "few", condition: str = "time", seed: int = 0, **more: Any) -> Row:
+    return Row(task, name, seed, condition, 120.0, "simulated", 64, best_score=0.1 + gain, seed_score=0.1, **more)
+
+
+@pytest.mark.parametrize("name", staleness.METHODS)
+def test_every_default_method_is_one(name: str) -> None:
+    assert method(name).name == name
+
+
+def test_a_name_says_what_asyncgepa_is_given() -> None:
+    assert async_options("async") == {}
+    assert async_options("lockstep") == async_options("async-lockstep") == {"schedule": "lockstep"}
+    assert async_options("async-full") == {"staleness": "full"}
+    assert async_options("async-patch") == {"staleness": "patch"}
+    assert async_options("async-guarded-8") == {"staleness": Guarded(8)}
+    assert async_options("async-train-4") == {"staleness": Reflective(batch=4)}
+    assert async_options("async-live-3") == {"max_live_tickets": 3}
+    combee, again = async_options("combee-9"), async_options("combee-9")
+    assert (combee["schedule"], combee["reflection_minibatch_size"]) == ("lockstep", 9)
+    assert isinstance(combee["instruction_proposer"], CombeeReflection)
+    assert combee["instruction_proposer"] is not again["instruction_proposer"], "it shuffles: a run needs its own"
+
+
+@pytest.mark.parametrize(
+    "name", ["async-train-0", "async-train", "async-guarded--1", "combee-0", "async-live-0", "x-3"]
+)
+def test_what_is_no_method_is_named_in_the_error(name: str) -> None:
+    with pytest.raises(ValueError, match=f"unknown method '{name}'"):
+        method(name)
+
+
+def test_a_task_is_a_kind_with_changes() -> None:
+    assert task_kind("many") is not None
+    changed = task_kind("rivals:rules=30,crowding=0.5")
+    assert (changed.rules, changed.rules_per_example, changed.rivals, changed.crowding) == (30, 6, True, 0.5)
+    assert changed.task(3).reply_model.crowding == 0.5
+    for wrong in ("none", "few:rules", "few:colour=3", "few:rules=many"):
+        with pytest.raises(ValueError, match="unknown task"):
+            task_kind(wrong)
+
+
+@pytest.mark.parametrize("arguments", [["--methods", "gepa"], ["--tasks", "none"]])
+def test_what_cannot_run_is_refused_before_anything_runs(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        staleness.parse(arguments)
+    assert arguments[1] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["async", "combee-4"])
+@pytest.mark.parametrize("limits", [Limits(8, 1, seconds=40.0), Limits(8, 1, metric_calls=80)], ids=["time", "calls"])
+def test_the_same_run_gives_the_same_trajectory(name: str, limits: Limits) -> None:
+    first, second = (run_virtually(method(name), TASKS["few"].task(1), limits, SMALL) for _ in range(2))
+    assert first.error == ""
+    assert first.trajectory == second.trajectory
+    assert (first.tokens, first.seconds, first.heads) == (second.tokens, second.seconds, second.heads)
+    assert first.at().best_score is not None
+    assert first.at().proposals > 0
+
+
+def test_an_error_of_a_run_stands_in_its_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def broken(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no such model")
+
+    monkeypatch.setattr(AsyncGEPA, "acompile", broken)
+    out = tmp_path / "runs.jsonl"
+    arguments = ["--jobs", "1", "--seeds", "1", "--tasks", "few", "--methods", "async", "--calls", "0"]
+    assert staleness.main([*arguments, "--out", str(out)]) == 1
+    assert json.loads(out.read_text())["error"] == "RuntimeError: no such model"
+    assert staleness.main(["--report", str(out)]) == 0
+    assert "async" in capsys.readouterr().out
+
+
+def test_only_what_was_paid_within_the_limit_counts() -> None:
+    points = (
+        Point(1.0, 60, best_score=0.1),
+        Point(9.0, 590, proposals=4, best_score=0.4, depth=1),
+        Point(9.0, 590, proposals=4, best_score=0.5, depth=2),
+        Point(12.0, 630, proposals=5, best_score=0.9, depth=3),
+    )
+    run = VirtualRun(Limits(64, 0, metric_calls=600), Trajectory(points), seconds=12.0)
+    assert run.at() == points[2], "the last of what happened at one moment"
+    assert run.at(0.5) == points[0]
+    assert run.overshoot == 30
+    timed = VirtualRun(Limits(64, 0, seconds=10.0), Trajectory(points), seconds=12.0)
+    assert (timed.at(), timed.at(0.5), timed.span, timed.overshoot) == (points[2], points[0], 10.0, 0)
+
+
+def test_heads_and_commits_after_the_limit_do_not_count() -> None:
+    ends = [(2.0, "confirmed", 1), (3.0, "rolled back", None), (4.0, "confirmed", 2), (11.0, "confirmed", 3)]
+    heads = [
+        HeadRecord(seconds, number, None, 0, (number,), 1.0, 2.0, end, candidate=candidate)
+        for number, (seconds, end, candidate) in enumerate(ends)
+    ]
+    commits = [CommitRecord(seconds, i, 0.5, 0.5, 0, 1) for i, seconds in ((1, 6.0), (2, 10.5), (3, 12.0))]
+    stats: Any = SimpleNamespace(heads=heads, commits=commits)
+    run = VirtualRun(Limits(64, 0, seconds=10.0), seconds=12.0, stats=stats)
+    assert run.heads == Heads(confirmed=1, rolled_back=1, unfinished=1)
+
+
+def test_a_table_compares_medians_and_leaves_failed_runs_out() -> None:
+    heads = {"confirmed": 3, "superseded": 2, "rolled_back": 1}
+    rows = [
+        *(_row("lockstep", gain, seed=seed) for seed, gain in enumerate([0.1, 0.2, 0.3])),
+        _row("combee-9", 0.3),
+        _row("combee-25", 0.4),
+        _row("async", 0.6, metric_calls=600, proposals=40, generations=5, discarded=0.0, integrated=1.0, heads=heads),
+        _row("async", 9.0, seed=1, error="RuntimeError: no"),
+    ]
+    lines = {line[0]: line[1:] for line in staleness.cells(rows)}
+    assert lines["lockstep"][:4] == ["0.300 (0.200-0.400)", "+0.200", "1.00", "0.50"]
+    assert lines["async"] == [
+        "0.700 (0.700-0.700)", "+0.600", "3.00", "1.50", "600", "40", "5", "0%", "100%", "3/2/1",
+    ]  # fmt: skip
+    assert lines["combee-9"][-3:] == ["-", "-", "-"]
+    assert "few, at 120 virtual seconds" in staleness.report(rows)
+
+
+def test_the_targets_at_a_fixed_time() -> None:
+    rivals = {"lockstep": 0.1, "combee-9": 0.3, "combee-25": 0.2, "async-full": 0.5}
+    for task, words in (
+        ("many", ["lockstep's +0.100, target 3 x: met", "combee-9's +0.300, target 1.5 x: MISSED"]),
+        (
+            "few",
+            [
+                "lockstep's +0.100, target 1 x: met",
+                "combee-9's +0.300, target 1 x: met",
+                "async-full's +0.500, target 1 x: MISSED",
+            ],
+        ),
+    ):
+        rows = [_row(name, gain, task) for name, gain in {**rivals, "async": 0.4}.items()]
+        lines = staleness.verdicts(rows)
+        assert [line.endswith(word) for line, word in zip(lines, words, strict=True)] == [True] * len(words)
+    assert staleness.verdicts([_row("lockstep", 0.1)]) == []
+
+
+@pytest.mark.parametrize(("ours", "verdict"), [(0.35, "met"), (0.25, "MISSED")])
+def test_at_equal_calls_the_spread_between_seeds_is_allowed(ours: float, verdict: str) -> None:
+    rows = [
+        *(_row("combee-9", gain, condition="calls", seed=seed) for seed, gain in enumerate([0.35, 0.4, 0.45])),
+        _row("lockstep", 0.1, condition="calls"),
+        _row("async", ours, condition="calls"),
+    ]
+    assert staleness.verdicts(rows) == [
+        f"few, at 120 metric calls: async {ours:+.3f} against combee-9 +0.400, less its spread of 0.100: {verdict}"
+    ]
+
+
+def test_a_file_of_two_commands_gives_the_later_run(tmp_path: Path) -> None:
+    out = tmp_path / "runs.jsonl"
+    run = ["--jobs", "1", "--seeds", "1", "--tasks", "few", "--methods", "lockstep", "--seconds", "20", "--calls", "0"]
+    for _ in range(2):
+        assert staleness.main([*run, "--train", "6", "--val", "6", "--out", str(out)]) == 0
+    assert len(out.read_text().splitlines()) == 2
+    (row,) = staleness.recorded(out)
+    assert (row.task, row.method, row.limit) == ("few", "lockstep", 20.0)

@@ -1,0 +1,179 @@
+"""Staleness policies: pure decisions, what is discarded, no livelock, refused values."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dspy_flashevolve.engine.errors import ConfigurationError
+from dspy_flashevolve.engine.staleness import (
+    PLACES,
+    Admit,
+    Discard,
+    Full,
+    GapHistogram,
+    Guarded,
+    History,
+    Integrate,
+    Look,
+    Reflective,
+    StalenessPolicy,
+    check_looks,
+    gap,
+)
+
+POLICIES = st.one_of(
+    st.just(Full()),
+    st.builds(Guarded, st.integers(0, 6)),
+    st.builds(Reflective, batch=st.integers(1, 9), min_gap=st.none() | st.integers(0, 4)),
+)
+VERSION = 20
+LOOKS = st.lists(st.builds(Look, st.sampled_from(PLACES), st.integers(0, VERSION)), max_size=6)
+HISTORIES = st.builds(History, st.just(VERSION), st.integers(0, 99), st.integers(0, 99))
+
+
+@given(POLICIES, LOOKS, HISTORIES, st.randoms(use_true_random=False))
+def test_equal_looks_get_equal_decisions_whatever_the_order_in_which_they_arrive(
+    policy: StalenessPolicy, looks: list[Look], history: History, shuffler: random.Random
+) -> None:
+    order = list(range(len(looks)))
+    first = {index: policy.decide(looks[index], history) for index in order}
+    shuffler.shuffle(order)
+    second = {index: policy.decide(looks[index], history) for index in order}
+    assert first == second
+    by_look: dict[Look, Any] = {}
+    for index, look in enumerate(looks):
+        assert by_look.setdefault(look, first[index]) == first[index]
+
+
+@given(POLICIES, LOOKS, HISTORIES, HISTORIES)
+def test_a_decision_depends_on_the_gap_and_not_on_how_much_was_discarded_before(
+    policy: StalenessPolicy, looks: list[Look], one: History, other: History
+) -> None:
+    for look in looks:
+        assert policy.decide(look, one) == policy.decide(look, other)
+
+
+@given(LOOKS)
+def test_full_admits_everything(looks: list[Look]) -> None:
+    assert all(Full().decide(look, History(VERSION)) == Admit() for look in looks)
+
+
+@given(st.integers(0, 8), LOOKS)
+def test_guarded_discards_exactly_what_is_more_than_max_gap_behind(max_gap: int, looks: list[Look]) -> None:
+    for look in looks:
+        decision = Guarded(max_gap).decide(look, History(VERSION))
+        behind = gap(VERSION, look.seen)
+        if behind > max_gap:
+            assert decision == Discard(f"{behind} commits behind, more than max_gap={max_gap}")
+        else:
+            assert decision == Admit()
+
+
+@given(
+    st.integers(0, 5),
+    st.lists(st.tuples(st.integers(0, 5), st.booleans()), min_size=1, max_size=8),
+    st.lists(st.integers(0, 100), min_size=20, max_size=60),
+)
+def test_guarded_never_livelocks(max_gap: int, seeds: list[tuple[int, bool]], schedule: list[int]) -> None:
+    """Whatever item is looked at next: between two commits at most as many items are discarded as live at once."""
+    policy = Guarded(max_gap)
+    version, discarded, commits = 5, 0, 0
+    live = [seen for seen, _ in seeds]
+    for draw in schedule:
+        which = draw % len(live)
+        if isinstance(policy.decide(Look("before_commit", live[which]), History(version)), Discard):
+            discarded += 1
+            assert discarded <= len(live), "more discards in a row than items that could be too old"
+        else:
+            version, discarded, commits = version + 1, 0, commits + 1
+        live[which] = version
+    assert commits >= len(schedule) // (len(live) + 1)
+
+
+@given(st.integers(0, 4), st.integers(0, 9))
+def test_a_fresh_item_passes_every_guard(max_gap: int, version: int) -> None:
+    assert Guarded(max_gap).decide(Look("after_screen", version), History(version)) == Admit()
+
+
+@given(st.integers(1, 9), st.integers(0, 6), LOOKS)
+def test_reflective_integrates_from_min_gap_on_and_discards_nothing(
+    batch: int, min_gap: int, looks: list[Look]
+) -> None:
+    policy = Reflective(batch=batch, min_gap=min_gap)
+    for look in looks:
+        expected = Integrate() if gap(VERSION, look.seen) >= min_gap else Admit()
+        assert policy.decide(look, History(VERSION)) == expected
+
+
+def test_a_patch_and_a_train_have_defaults_of_their_own() -> None:
+    patch, train = Reflective(), Reflective(batch=2)
+    assert (patch.train, patch.min_gap, patch.take, patch.untaken) == (False, 1, "screened", "alone")
+    assert (train.train, train.min_gap, train.take, train.untaken) == (True, 0, "proposals", "retry")
+    assert (patch.looks, train.looks) == (("after_screen",), ("after_propose",))
+
+
+def test_what_was_asked_for_is_not_overruled_by_a_default() -> None:
+    policy = Reflective(batch=4, min_gap=2, take="screened", untaken="drop")
+    assert (policy.min_gap, policy.take, policy.untaken, policy.looks) == (2, "screened", "drop", ("after_screen",))
+
+
+def test_a_policy_can_be_hashed_and_compared() -> None:
+    assert {Guarded(1), Guarded(1), Guarded(2)} == {Guarded(1), Guarded(2)}
+    assert Reflective(batch=8) == Reflective(batch=8, min_gap=0, take="proposals", untaken="retry")
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ({"batch": 0}, "batch is 0, expected at least 1"),
+        ({"batch": -3}, "batch is -3, expected at least 1"),
+        ({"min_gap": -1}, "min_gap is -1, expected at least 0"),
+        ({"integrators": 0}, "integrators is 0, expected at least 1"),
+        ({"take": "all"}, "take is 'all', expected one of"),
+        ({"untaken": "keep"}, "untaken is 'keep', expected one of"),
+        ({"frontier_share": 1.5}, "frontier_share is 1.5, expected 0 to 1"),
+        ({"frontier_share": -0.1}, "frontier_share is -0.1, expected 0 to 1"),
+        ({"frontier_share": float("nan")}, "frontier_share is nan"),
+        ({"prefix": 0.0}, "prefix is 0.0, expected above 0"),
+        ({"prefix": 1.1}, "prefix is 1.1, expected above 0"),
+        ({"rollback_margin": -0.5}, "rollback_margin is -0.5, expected 0 or more"),
+    ],
+)
+def test_reflective_refuses_what_cannot_work(bad: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"Reflective: {message}"):
+        Reflective(**bad)
+
+
+def test_guarded_refuses_a_negative_gap() -> None:
+    with pytest.raises(ConfigurationError, match="Guarded: max_gap is -1, expected 0 or more"):
+        Guarded(-1)
+
+
+@pytest.mark.parametrize("looks", [(), ("after_screen", "after_screen"), ("before_lunch",)])
+def test_looks_name_places_each_once(looks: tuple[Any, ...]) -> None:
+    for make in (lambda: Full(looks), lambda: Guarded(1, looks), lambda: check_looks(looks, PLACES, "Mine")):
+        with pytest.raises(ConfigurationError, match=r"(Full|Guarded|Mine): looks is .*, expected one or more of"):
+            make()
+
+
+def test_looks_may_be_restricted_to_some_places() -> None:
+    check_looks(("after_screen",), ("after_screen",), "Mine")
+    with pytest.raises(ConfigurationError, match="Mine: looks is"):
+        check_looks(("before_commit",), ("after_screen",), "Mine")
+
+
+@given(st.lists(st.tuples(st.sampled_from(PLACES), st.integers(0, 5)), max_size=30))
+def test_the_histogram_counts_each_gap_by_place_in_order(seen: list[tuple[str, int]]) -> None:
+    histogram = GapHistogram()
+    for where, behind in seen:
+        histogram.record(where, behind)
+    counted = histogram.as_dict()
+    assert sum(count for counts in counted.values() for count in counts.values()) == len(seen)
+    for where, counts in counted.items():
+        assert list(counts) == sorted(counts)
+        assert all(count == seen.count((where, behind)) for behind, count in counts.items())

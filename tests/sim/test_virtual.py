@@ -1,0 +1,298 @@
+"""Virtual time: the clock jumps, threads and loop take turns, and equal runs are equal."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import dspy
+import pytest
+from dspy.utils.usage_tracker import track_usage
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from dspy_flashevolve.sim.virtual import SimulatedModel, run
+
+PREDICT = dspy.Predict("question -> answer")
+OPENING = "Here is a short and plain reply"
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def test_an_hour_of_sleep_is_an_hour_on_the_clock_and_starts_at_zero() -> None:
+    async def main() -> tuple[float, float]:
+        start = now()
+        await asyncio.sleep(3600)
+        return start, now()
+
+    assert run(main) == (0.0, 3600.0)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(0, 10**6), min_size=1, max_size=12))
+def test_sleepers_wake_in_the_order_of_their_times_each_at_its_own(times: list[int]) -> None:
+    async def main() -> list[tuple[float, int]]:
+        woken: list[tuple[float, int]] = []
+
+        async def sleeper(number: int, seconds: int) -> None:
+            await asyncio.sleep(seconds)
+            woken.append((now(), number))
+
+        await asyncio.gather(*(sleeper(number, seconds) for number, seconds in enumerate(times)))
+        return woken
+
+    woken = run(main)
+    assert [time for time, _ in woken] == pytest.approx(sorted(times))
+    assert [times[number] for _, number in woken] == sorted(times)
+
+
+def test_a_timeout_comes_in_virtual_time() -> None:
+    async def main() -> float:
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(asyncio.sleep(10_000), timeout=60)
+        return now()
+
+    assert run(main) == pytest.approx(60.0)
+
+
+def test_what_main_raises_leaves_run_as_it_was() -> None:
+    async def main() -> None:
+        await asyncio.sleep(5)
+        raise ZeroDivisionError("boom")
+
+    with pytest.raises(ZeroDivisionError, match="boom"):
+        run(main)
+
+
+def test_threads_run_one_at_a_time_in_the_order_of_the_calls_and_the_loop_waits() -> None:
+    log: list[str] = []
+    inside = 0
+
+    def work(number: int) -> int:
+        nonlocal inside
+        inside += 1
+        assert inside == 1, "another thread works at the same time"
+        log.append(f"begin {number} {threading.current_thread() is not threading.main_thread()}")
+        for _ in range(1000):
+            pass
+        log.append(f"end {number}")
+        inside -= 1
+        return number
+
+    async def main() -> list[int]:
+        loop = asyncio.get_running_loop()
+        jobs = [loop.run_in_executor(None, work, number) for number in range(5)]
+        assert log[-1] == "end 4", "they were done when the calls returned"
+        return list(await asyncio.gather(*jobs))
+
+    assert run(main) == list(range(5))
+    assert log == [line for number in range(5) for line in (f"begin {number} True", f"end {number}")]
+
+
+def test_what_a_thread_raises_is_raised_where_it_is_awaited() -> None:
+    def fail() -> None:
+        raise KeyError("gone")
+
+    async def main() -> None:
+        with pytest.raises(KeyError, match="gone"):
+            await asyncio.to_thread(fail)
+
+    run(main)
+
+
+def asking(model: SimulatedModel, question: str) -> Callable[[], Any]:
+    def ask() -> Any:
+        with dspy.context(lm=model.lm(), adapter=dspy.ChatAdapter()):
+            return PREDICT(question=question)
+
+    return ask
+
+
+async def ask(model: SimulatedModel, question: str) -> Any:
+    with dspy.context(lm=model.lm()):
+        return await PREDICT.acall(question=question)
+
+
+def test_a_synchronous_call_from_a_thread_waits_in_virtual_time_while_others_go_on() -> None:
+    model, ticks = SimulatedModel(), list[float]()
+
+    async def main() -> tuple[float, Any]:
+        async def tick() -> None:
+            while True:
+                await asyncio.sleep(0.25)
+                ticks.append(now())
+
+        ticking = asyncio.create_task(tick())
+        answer = await asyncio.to_thread(asking(model, "sync"))
+        took = now()
+        ticking.cancel()
+        return took, answer
+
+    took, answer = run(main)
+    assert took > 0.5
+    assert answer.answer.startswith(OPENING)
+    assert len(ticks) >= int(took / 0.25) - 1
+    assert model.requests == {"task": 1}
+
+
+def test_many_threads_wait_for_the_model_at_once() -> None:
+    model = SimulatedModel()
+
+    async def main() -> float:
+        await asyncio.gather(*(asyncio.to_thread(asking(model, f"question {number}")) for number in range(8)))
+        return now()
+
+    async def one() -> float:
+        await asyncio.to_thread(asking(SimulatedModel(), "question 0"))
+        return now()
+
+    assert run(main) < 8 * run(one)
+    assert model.requests == {"task": 8}
+
+
+def test_awaited_and_synchronous_calls_get_the_same_answer_in_the_same_time_with_usage() -> None:
+    async def main(thread: bool) -> tuple[str, float, dict[str, Any], int]:
+        model = SimulatedModel()
+        with track_usage() as usage:
+            answer = await (asyncio.to_thread(asking(model, "why?")) if thread else ask(model, "why?"))
+        return answer.answer, now(), usage.get_total_tokens(), model.completion_tokens
+
+    awaited, threaded = run(lambda: main(False)), run(lambda: main(True))
+    assert awaited == threaded
+    (used,) = awaited[2].values()
+    assert used["completion_tokens"] == awaited[3] > 0
+    assert used["prompt_tokens"] > 0
+
+
+def cause_of(error: BaseException) -> str:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__}: {error}"
+
+
+REFUSED = "RuntimeError: a simulated model was called synchronously from a thread that no virtual loop has started"
+
+
+def test_a_synchronous_call_from_a_foreign_thread_is_refused() -> None:
+    caught: list[str] = []
+
+    def foreign() -> None:
+        try:
+            asking(SimulatedModel(), "x")()
+        except Exception as error:
+            caught.append(cause_of(error))
+
+    foreign()
+    thread = threading.Thread(target=foreign)
+    thread.start()
+    thread.join()
+    assert len(caught) == 2
+    assert all(text.startswith(REFUSED) for text in caught)
+
+
+def test_a_synchronous_call_on_the_loop_itself_is_refused_instead_of_hanging() -> None:
+    async def main() -> None:
+        with pytest.raises(Exception, match="no virtual loop has started") as caught:
+            asking(SimulatedModel(), "x")()
+        assert cause_of(caught.value).startswith(REFUSED)
+
+    run(main)
+
+
+def ended(thread_ended: threading.Event) -> bool:
+    return thread_ended.wait(timeout=10)
+
+
+@pytest.mark.parametrize("how", ["raises", "returns", "cancelled"])
+def test_a_thread_that_waits_for_the_model_at_the_end_hangs_nothing(how: str) -> None:
+    thread_ended, model = threading.Event(), SimulatedModel()
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            asking(model, "never answered")()
+        except BaseException as error:
+            errors.append(error)
+            raise
+        finally:
+            thread_ended.set()
+
+    async def main() -> str:
+        waiting = asyncio.create_task(asyncio.to_thread(work))
+        await asyncio.sleep(0.001)
+        assert not thread_ended.is_set()
+        if how == "raises":
+            raise ZeroDivisionError("boom")
+        if how == "cancelled":
+            waiting.cancel()
+            current = asyncio.current_task()
+            assert current is not None
+            current.cancel()
+            await asyncio.sleep(1)
+        return "done"
+
+    if how == "returns":
+        assert run(main) == "done"
+    else:
+        with pytest.raises(ZeroDivisionError if how == "raises" else asyncio.CancelledError):
+            run(main)
+    assert ended(thread_ended)
+    assert len(errors) == 1
+
+
+class StandsStillError(Exception):
+    """The loop is busy and its clock does not move."""
+
+
+async def moving(main: Callable[[], Any]) -> Any:
+    """Run ``main``; where timer after timer is set without any time passing, end it instead of hanging."""
+    loop, task = asyncio.get_running_loop(), asyncio.ensure_future(main())
+    call_at, seen, stands_still = loop.call_at, [loop.time(), 0.0], False
+
+    def counted(when: float, *args: Any, **options: Any) -> asyncio.TimerHandle:
+        nonlocal stands_still
+        seen[:] = [loop.time(), seen[1] + 1 if loop.time() == seen[0] else 0]
+        if seen[1] > 2000 and not stands_still:
+            stands_still = True
+            task.cancel()
+        return call_at(when + 1.0 if stands_still else when, *args, **options)
+
+    loop.call_at = counted  # type: ignore[method-assign]
+    try:
+        return await task
+    except asyncio.CancelledError:
+        raise StandsStillError(f"at {loop.time()!r}") from None
+
+
+STOOD_STILL = [(True, 1), (False, 1)]
+
+
+@settings(max_examples=8, deadline=None)
+@example(STOOD_STILL)
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 3)), min_size=1, max_size=8))
+def test_two_equal_runs_give_equal_latencies(plan: list[tuple[bool, int]]) -> None:
+    def measured() -> Any:
+        model = SimulatedModel(seed=3)
+
+        async def main() -> Any:
+            async def one(number: int, thread: bool, delay: int) -> tuple[int, float, str]:
+                await asyncio.sleep(delay / 4)
+                began, text = now(), f"question {number}"
+                answer = await (asyncio.to_thread(asking(model, text)) if thread else ask(model, text))
+                return number, now() - began, answer.answer
+
+            return await moving(lambda: asyncio.gather(*(one(number, *step) for number, step in enumerate(plan))))
+
+        return run(main), model.completion_tokens, model.generated_tokens()
+
+    assert measured() == measured()
+
+
+def test_a_model_serves_a_second_run() -> None:
+    model = SimulatedModel()
+    first = run(lambda: ask(model, "one"))
+    assert run(lambda: ask(model, "one")).answer == first.answer
