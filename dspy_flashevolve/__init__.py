@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dspy_flashevolve.async_gepa import AsyncGEPA
     from dspy_flashevolve.compilation import AsyncGEPAResult
+    from dspy_flashevolve.engine.admission import GapBound, LiveTickets
     from dspy_flashevolve.engine.errors import (
         BudgetError,
         ConfigurationError,
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
         RunAbortedError,
         TransientError,
     )
+    from dspy_flashevolve.engine.orders import ValueFirst
+    from dspy_flashevolve.engine.slots import DeepestFirst
+    from dspy_flashevolve.engine.speculation import Speculation
     from dspy_flashevolve.engine.staleness import Full, Guarded, Reflective, StalenessPolicy
     from dspy_flashevolve.observe.records import AsyncStats, CommitRecord, HeadRecord, IntegrationRecord
     from dspy_flashevolve.reflection.combee import CombeeReflection
@@ -38,21 +42,31 @@ __all__ = [
     "CommitRecord",
     "ConfigurationError",
     "DataError",
+    "DeepestFirst",
     "FlashEvolveError",
     "Full",
+    "GapBound",
     "Guarded",
     "HeadRecord",
     "IntegrationRecord",
+    "LiveTickets",
     "QueueClosedError",
     "Reflective",
     "RolloutUnresolvedError",
     "RunAbortedError",
+    "Speculation",
     "StaleCandidateReflection",
     "StalenessPolicy",
     "TransientError",
+    "ValueFirst",
 ]
 
 _HOMES = {
+    "Speculation": "engine.speculation",
+    "DeepestFirst": "engine.slots",
+    "ValueFirst": "engine.orders",
+    "LiveTickets": "engine.admission",
+    "GapBound": "engine.admission",
     "AsyncGEPA": "async_gepa",
     "AsyncGEPAResult": "compilation",
     "AsyncStats": "observe.records",

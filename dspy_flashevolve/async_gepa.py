@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import cloudpickle
-import dspy
 from dspy.clients.lm import LM
 from dspy.primitives import Example, Module
 from dspy.teleprompt.gepa.gepa import AUTO_RUN_SETTINGS, GEPA
@@ -17,48 +16,24 @@ from gepa.core.adapter import ProposalFn
 from gepa.proposer.reflective_mutation.base import ReflectionComponentSelector
 
 from dspy_flashevolve.compilation import Compilation, check_data
-from dspy_flashevolve.engine.admission import LiveTickets, for_slots
+from dspy_flashevolve.engine.admission import Admission
 from dspy_flashevolve.engine.errors import ConfigurationError
 from dspy_flashevolve.engine.loop import run_to_end
-from dspy_flashevolve.engine.staleness import PLACES, Full, Guarded, Reflective, StalenessPolicy, check_looks
+from dspy_flashevolve.engine.slots import SlotOrder
+from dspy_flashevolve.engine.speculation import Speculation
+from dspy_flashevolve.engine.staleness import Reflective, StalenessPolicy
 from dspy_flashevolve.gepa.options import GepaOptions, check_options
-from dspy_flashevolve.gepa.settings import RunSettings
 from dspy_flashevolve.programs.metric import check_metric
-from dspy_flashevolve.programs.usage import rates_of
-from dspy_flashevolve.reflection.stale_candidates import StaleCandidateReflection
+from dspy_flashevolve.scheduling import (
+    DEFAULT_SPECULATION,
+    Schedule,
+    check_prices,
+    check_schedule,
+    policy_named,
+    settings_of,
+)
 
 logger = logging.getLogger(__name__)
-
-Schedule = Literal["async", "lockstep"]
-GENERATIONS, GENERATIONS_BY_TRAIN = 12.0, 6.0
-"""A limited budget is spread over at least this many generations (``engine.admission.LiveTickets``); fewer where trains
-bring the work of many tickets together."""
-POLICIES: dict[str, StalenessPolicy] = {
-    "full": Full(),
-    "guarded": Guarded(max_gap=8),
-    "patch": Reflective(batch=1),
-    "reflective": Reflective(batch=12),
-}
-"""What the names of ``staleness`` stand for."""
-
-
-def policy_named(staleness: Any) -> StalenessPolicy:
-    """The policy that a name stands for, or the policy itself.
-
-    Raises:
-        ConfigurationError: no such name, or no policy.
-    """
-    if isinstance(staleness, str):
-        if staleness in POLICIES:
-            return POLICIES[staleness]
-    elif callable(getattr(staleness, "decide", None)) and isinstance(getattr(staleness, "looks", None), tuple):
-        check_looks(staleness.looks, PLACES, type(staleness).__name__)
-        return staleness
-    names = ", ".join(repr(name) for name in POLICIES)
-    raise ConfigurationError(
-        f"staleness is {staleness!r}, expected one of {names}, or a policy: an object with looks, a tuple of places, "
-        "and decide(look, history)."
-    )
 
 
 class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntypedBaseClass]  # dspy's @experimental hides the type
@@ -86,6 +61,12 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
         max_seconds: no step starts after this many seconds; those that run are finished. Default: no limit.
         max_live_tickets: steps that run at once. Default: as many as keep the slots busy, and fewer
             where the budget is small, so that steps can build on each other.
+        speculation: how early stages release their output, a :class:`Speculation`, or None for never;
+            docs/scheduling.md.
+        admission: when a step may start: :class:`LiveTickets`, :class:`GapBound` or an object of your own. Default: a
+            bound that follows from the slots, the budget and the policy.
+        slot_order: who gets the next free slot: "deepest" (default) is the step nearest to a commit, small requests
+            first; "value" is what is worth most a request; or an object with ``key(claim, held, waiting)``.
 
     Raises:
         ConfigurationError: an argument that cannot work, with the reason.
@@ -149,6 +130,9 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
         max_concurrency: int | None = None,
         max_seconds: float | None = None,
         max_live_tickets: int | None = None,
+        speculation: Speculation | None = DEFAULT_SPECULATION,
+        admission: Admission | None = None,
+        slot_order: Literal["deepest", "value"] | SlotOrder = "deepest",
     ) -> None:
         check_metric(metric)
         super().__init__(
@@ -188,7 +172,10 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
         self.max_concurrency = max_concurrency
         self.max_seconds = max_seconds
         self.max_live_tickets = max_live_tickets
-        self._check_schedule()
+        self.speculation = speculation
+        self.admission = admission
+        self.slot_order = slot_order
+        check_schedule(self)
         check_options(self._options())
         self._check_callbacks()
 
@@ -243,7 +230,7 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
             raise ConfigurationError(
                 f"{type(student).__name__} has no predictor and no dspy.Flex submodule: there is no text to evolve."
             )
-        self._check_prices(student)
+        check_prices(self, student)
         self._set_budget(components, trainset, valset)
         size = len(trainset if valset is None else valset)
         narrow = hasattr(self.gepa_kwargs.get("val_evaluation_policy"), "get_seed_eval_batch")
@@ -255,22 +242,7 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
             )
         self._warn_of_small_budget(size)
         same_data = valset is None or valset is trainset
-        return Compilation(self, self._options(), self._settings(same_data), student, trainset, valset)
-
-    def _check_prices(self, student: Module) -> None:
-        """A limit in dollars needs a price for every LM that the run may ask."""
-        if self.max_cost is None:
-            return
-        own = [getattr(predictor, "lm", None) for predictor in student.predictors()]
-        lms: list[Any] = [*own, dspy.settings.lm, self.reflection_lm]
-        models = {str(lm.model) for lm in lms if hasattr(lm, "model")}
-        unknown = sorted(model for model in models if rates_of(model) is None)
-        if unknown:
-            raise ConfigurationError(
-                f"max_cost is {self.max_cost:g}, but litellm's cost map has no price for {', '.join(unknown)}. "
-                "Register one by litellm.register_model({...}), or bound the run by max_metric_calls, "
-                "max_reflection_calls or max_seconds."
-            )
+        return Compilation(self, self._options(), settings_of(self, same_data), student, trainset, valset)
 
     def _warn_of_small_budget(self, valset_size: int) -> None:
         """A budget that pays for the seed's validation alone returns the seed."""
@@ -324,65 +296,6 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
             seed=self.seed,
             extra=self.gepa_kwargs,
         )
-
-    def _settings(self, same_data: bool) -> RunSettings:
-        """The schedule of a run."""
-        lockstep = self.schedule == "lockstep"
-        slots: int = self.num_threads or self.max_concurrency or dspy.settings.num_threads
-        minibatch = self.reflection_minibatch_size or 3
-        fixed = 1 if lockstep else self.max_live_tickets
-        policy = Full() if lockstep else self._policy()
-        trains = isinstance(policy, Reflective) and policy.train
-        generations = GENERATIONS_BY_TRAIN if trains else GENERATIONS
-        rule = for_slots(slots, generations, burst=min(minibatch, slots)) if fixed is None else LiveTickets(fixed)
-        return RunSettings(
-            slots=slots,
-            live_limit=rule.limit,
-            admission=rule,
-            budget_calls=None if lockstep else self.max_metric_calls,
-            minibatch=minibatch,
-            lockstep=lockstep,
-            staleness=policy,
-            max_seconds=self.max_seconds,
-            same_data=same_data,
-            strict_live=fixed is not None,
-            max_reflection_calls=self.max_reflection_calls,
-            max_cost=self.max_cost,
-        )
-
-    def _policy(self) -> StalenessPolicy:
-        """The policy; one that integrates needs an LM to do it."""
-        policy = policy_named(self.staleness)
-        module = self.stale_candidate_reflection or StaleCandidateReflection()
-        silent = [one for one in module.predictors() if getattr(one, "lm", None) is None]
-        if isinstance(policy, Reflective) and silent and self.reflection_lm is None and dspy.settings.lm is None:
-            logger.warning("There is no LM that could integrate stale candidates: they are admitted as they are.")
-            return Full()
-        return policy
-
-    def _check_schedule(self) -> None:
-        if self.schedule not in ("async", "lockstep"):
-            raise ConfigurationError(f"schedule is {self.schedule!r}, expected 'async' or 'lockstep'.")
-        policy_named(self.staleness)
-        module = self.stale_candidate_reflection
-        if module is not None and not isinstance(module, Module):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ConfigurationError(f"stale_candidate_reflection is {module!r}, expected a dspy.Module.")
-        for name in ("num_threads", "max_concurrency", "max_live_tickets", "max_reflection_calls"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise ConfigurationError(f"{name} is {value!r}, expected a whole number of at least 1, or None.")
-        if self.num_threads and self.max_concurrency and self.num_threads > self.max_concurrency:
-            raise ConfigurationError(
-                f"num_threads is {self.num_threads}, above max_concurrency={self.max_concurrency}. Give one of them."
-            )
-        for name in ("max_seconds", "max_cost"):
-            limit = getattr(self, name)
-            if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int | float) or not limit > 0):
-                raise ConfigurationError(f"{name} is {limit!r}, expected a number above 0, or None.")
-        if self.schedule == "lockstep" and self.max_live_tickets not in (None, 1):
-            raise ConfigurationError(
-                f"max_live_tickets is {self.max_live_tickets}, but schedule='lockstep' runs one step at a time."
-            )
 
     def _check_callbacks(self) -> None:
         """A run with ``log_dir`` is checkpointed to be resumed elsewhere; its observers must be able to follow."""

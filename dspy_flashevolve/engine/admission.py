@@ -25,6 +25,9 @@ class Load:
         calls_left: metric calls neither spent nor reserved; None without a limit.
         calls_reserved: metric calls set aside for live tickets.
         calls_per_ticket: metric calls that an ended ticket has cost on average (an estimate before).
+        ended: tickets that have ended.
+        commits: versions that the pool has gone through since the first ticket.
+        mean_gap: of the tickets that were about to be committed lately; None before there was one.
     """
 
     live: int
@@ -33,10 +36,20 @@ class Load:
     calls_left: int | None
     calls_reserved: int
     calls_per_ticket: float
+    ended: int = 0
+    commits: int = 0
+    mean_gap: float | None = None
 
 
 class Admission(Protocol):
-    """Decides whether one more ticket may start."""
+    """Decides whether one more ticket may start.
+
+    Attributes:
+        limit: live tickets at most, whatever the load; it sizes the run.
+    """
+
+    @property
+    def limit(self) -> int: ...
 
     def admits(self, load: Load) -> bool:
         """A pure function of the load."""
@@ -114,6 +127,75 @@ class LiveTickets:
             return self.limit
         tickets = (load.calls_left + load.calls_reserved) / max(load.calls_per_ticket, 1.0)
         return max(1, math.ceil(min(self.limit, tickets / self.generations)))
+
+
+PRIOR_ENDED = 4
+"""The acceptance seen counts as if this many tickets had ended before the first, half of them committed."""
+
+
+@dataclass(frozen=True, slots=True)
+class GapBound:
+    """A bound on live tickets from the gap that the staleness policy tolerates.
+
+    Let L tickets live at a time, each for a time T, and let a of every ended ticket be commits. Tickets end at a rate
+    of L / T, so the pool's version rises by a L / T a second, and a ticket sees the commits of the L - 1 others go by
+    while it lives:
+
+        E[gap] = a (L - 1),  and so  E[gap] <= gap  holds for  L <= 1 + gap / a.
+
+    It is AReaL's rule (arXiv 2505.24298, section 5.1: rollouts in flight <= (gap + 1) batch size) with a batch of 1 / a
+    tickets a version. It bounds the mean; single gaps lie around it.
+
+    Args:
+        gap: commits that may go by while a ticket lives, on average; at least 0.
+        within: a further bound, which holds as well.
+        acceptance: a, commits an ended ticket, above 0 and up to 1. None adapts it to what is seen: to the commits and
+            the ended tickets, and, where the gaps seen are larger than the formula says, to these.
+
+    Raises:
+        ConfigurationError: a negative gap, or an acceptance outside of (0, 1].
+
+    >>> wide = LiveTickets(limit=48)
+    >>> rule = GapBound(gap=2.0, within=wide, acceptance=0.25)
+    >>> load = Load(live=8, working=8, idle_slots=9, calls_left=None, calls_reserved=0, calls_per_ticket=30.0)
+    >>> rule.bound(load), rule.admits(load)
+    (9, True)
+    """
+
+    gap: float
+    within: LiveTickets
+    acceptance: float | None = None
+
+    def __post_init__(self) -> None:
+        if not self.gap >= 0:
+            raise ConfigurationError(f"gap bound: gap is {self.gap}, expected 0 or more.")
+        if self.acceptance is not None and not 0 < self.acceptance <= 1:
+            raise ConfigurationError(f"gap bound: acceptance is {self.acceptance}, expected above 0 and up to 1.")
+
+    @property
+    def limit(self) -> int:
+        """Live tickets at most, whatever is seen."""
+        return self.within.limit
+
+    def admits(self, load: Load) -> bool:
+        """See :meth:`Admission.admits`."""
+        return load.live < self.bound(load) and self.within.admits(load)
+
+    def is_narrowed(self, load: Load) -> bool:
+        """See :meth:`Admission.is_narrowed`."""
+        return self.within.is_narrowed(load)
+
+    def bound(self, load: Load) -> int:
+        """Live tickets that keep the mean gap in bounds."""
+        return min(self.limit, 1 + math.floor(self.gap / self._accepted(load) + 1e-9))
+
+    def _accepted(self, load: Load) -> float:
+        if self.acceptance is not None:
+            return self.acceptance
+        seen = (load.commits + PRIOR_ENDED / 2) / (load.ended + PRIOR_ENDED)
+        if load.mean_gap is not None and load.live > 1:
+            seen = max(seen, load.mean_gap / (load.live - 1))
+        return min(1.0, seen)
 
 
 def for_slots(slots: int, generations: float, burst: int = 3) -> LiveTickets:

@@ -89,6 +89,17 @@ class Reservation:
         other.open += calls
         return True
 
+    def split(self, calls: int) -> Reservation:
+        """A reservation of its own for ``calls`` that are still open.
+
+        Raises:
+            BudgetError: more than are open.
+        """
+        other = Reservation(self._budget, 0)
+        if not self.lend(other, calls):
+            raise BudgetError(f"cannot split {calls} calls off: {self.open} are reserved.")
+        return other
+
     def refund(self) -> None:
         """Give back what is still open. Calling it again does nothing."""
         self._budget.reserved -= self.open

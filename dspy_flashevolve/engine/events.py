@@ -35,6 +35,41 @@ class TicketOpened(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class Speculated(Event):
+    """A candidate may be selected before its validation is done: its prefix is above the pool's best.
+
+    Args:
+        key: its handle.
+        score: mean on its prefix.
+        best: of the pool's best on the same examples.
+    """
+
+    ticket: int
+    key: int
+    score: float
+    best: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationEnded(Event):
+    """The rest of the validation has decided.
+
+    Args:
+        key: its handle.
+        end: "confirmed"; "fell behind", when it is in the pool, under the best, and what was made from it is stale; or
+            "removed" and why.
+        score: its validation score; None when it was removed.
+        candidate: its place in the pool; None when it was removed.
+    """
+
+    ticket: int
+    key: int
+    end: str
+    score: float | None
+    candidate: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class StageFinished(Event):
     """A stage is done with an item.
 

@@ -29,6 +29,7 @@ class Claim:
         depth: position of the stage in the pipeline; deeper is nearer to a commit.
         value: what finishing the item is thought to be worth.
         version: the pool's version that the ticket saw.
+        rank: goes before the value among claims of one stage; higher goes first.
     """
 
     ticket: int
@@ -36,6 +37,7 @@ class Claim:
     depth: int
     value: float = 0.0
     version: int = 0
+    rank: float = 0.0
 
 
 SlotKey = tuple[float, ...]
@@ -73,7 +75,14 @@ class DeepestFirst:
     def key(self, claim: Claim, held: int, waiting: int) -> SlotKey:
         """See :meth:`SlotOrder.key`."""
         large = held + waiting > self._small
-        return (float(large), -float(claim.depth), -claim.value, -float(claim.version), float(claim.ticket))
+        return (
+            float(large),
+            -float(claim.depth),
+            -claim.rank,
+            -claim.value,
+            -float(claim.version),
+            float(claim.ticket),
+        )
 
 
 @dataclass(frozen=True, slots=True)

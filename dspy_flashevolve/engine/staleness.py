@@ -10,7 +10,7 @@ Source: FlashEvolve (arXiv 2605.08520) section 3.2; the train is this project's 
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -61,10 +61,12 @@ class Look:
     Args:
         place: where.
         seen: the version that its ticket saw.
+        orphaned: it was made from a speculative candidate that did not last.
     """
 
     place: Place
     seen: int
+    orphaned: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +126,7 @@ class Full:
 
 @dataclass(frozen=True, slots=True)
 class Guarded:
-    """Discard what is more than ``max_gap`` commits behind.
+    """Discard what is more than ``max_gap`` commits behind, or was made from a speculative candidate that did not last.
 
     A discard cannot stall the run for ever: the version moves by commits only, so once everything that is
     too old is gone, what starts next has a gap of 0. ``max_gap`` under the number of tickets that live at
@@ -151,6 +153,8 @@ class Guarded:
 
     def decide(self, look: Look, history: History) -> Decision:
         """See :meth:`StalenessPolicy.decide`."""
+        if look.orphaned:
+            return Discard("its parent was speculative and did not last")
         behind = gap(history.version, look.seen)
         if behind > self.max_gap:
             return Discard(f"{behind} commits behind, more than max_gap={self.max_gap}")
@@ -182,7 +186,6 @@ class Reflective:
             train (once; after that it is dropped), or it is a "drop". Default: alone for a patch, retry for a train.
         unreadable: the same for children of an integration whose reply could not be read twice.
         frontier_share: share of the tickets that start from the Pareto frontier instead of the head, 0 to 1.
-        prefix: share of the validation set, above 0 and up to 1, that a head has to pass before the rest is spent.
         rollback_margin: how far a head may lie under the pool's best, in score, before it is rolled back.
         heads: whether integrated candidates become heads, which tickets start from before they are validated.
             Default: for batches of more than one child.
@@ -203,7 +206,6 @@ class Reflective:
     untaken: Untaken | None = None
     unreadable: Untaken = "alone"
     frontier_share: float = 0.25
-    prefix: float = 0.25
     rollback_margin: float = 0.0
     heads: bool | None = None
     looks: tuple[Place, ...] = field(init=False)
@@ -237,15 +239,18 @@ class Reflective:
                 raise ConfigurationError(f"Reflective: {name} is {getattr(self, name)!r}, expected one of {choices}.")
         if not 0 <= self.frontier_share <= 1:
             raise ConfigurationError(f"Reflective: frontier_share is {self.frontier_share}, expected 0 to 1.")
-        if not 0 < self.prefix <= 1:
-            raise ConfigurationError(f"Reflective: prefix is {self.prefix}, expected above 0 and up to 1.")
         if self.rollback_margin < 0:
             raise ConfigurationError(f"Reflective: rollback_margin is {self.rollback_margin}, expected 0 or more.")
 
     def decide(self, look: Look, history: History) -> Decision:
         """See :meth:`StalenessPolicy.decide`."""
         assert self.min_gap is not None
-        return Integrate() if gap(history.version, look.seen) >= self.min_gap else Admit()
+        stale = look.orphaned or gap(history.version, look.seen) >= self.min_gap
+        return Integrate() if stale else Admit()
+
+
+LATELY = 16
+"""Looks that count as the last ones."""
 
 
 class GapHistogram:
@@ -253,10 +258,17 @@ class GapHistogram:
 
     def __init__(self) -> None:
         self._seen: dict[str, Counter[int]] = {}
+        self._last: dict[str, deque[int]] = {}
 
     def record(self, where: str, gap: int) -> None:
         """Count one look."""
         self._seen.setdefault(where, Counter())[gap] += 1
+        self._last.setdefault(where, deque(maxlen=LATELY)).append(gap)
+
+    def mean_lately(self, where: str) -> float | None:
+        """The mean of the last looks at one place; None before there was one."""
+        last = self._last.get(where)
+        return sum(last) / len(last) if last else None
 
     def as_dict(self) -> dict[str, dict[int, int]]:
         """Place -> gap -> count, gaps ascending."""

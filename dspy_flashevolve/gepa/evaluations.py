@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -18,6 +19,7 @@ from dspy_flashevolve.engine.slots import Claim
 from dspy_flashevolve.gepa.payloads import Batch, Candidate, EvolvingProgram
 
 T = TypeVar("T")
+Watch = Callable[[int, float], bool]
 
 
 class NoLongerWantedError(FlashEvolveError):
@@ -59,28 +61,58 @@ class Evaluations:
         rollouts: slots, retries, single flight.
         valset: gepa's loader.
         same_data: the training set is the validation set, so that equal ids mean equal examples.
+        highest: the highest score of an example.
     """
 
     def __init__(
-        self, program: EvolvingProgram, rollouts: Rollouts, valset: DataLoader[Any, Any], same_data: bool
+        self,
+        program: EvolvingProgram,
+        rollouts: Rollouts,
+        valset: DataLoader[Any, Any],
+        same_data: bool,
+        highest: float = math.inf,
     ) -> None:
+        self.highest = highest
+        """No score above it was seen."""
         self._program = program
         self._rollouts = rollouts
         self._valset = valset
         self._train_split = "val" if same_data else "train"
 
     async def minibatch(
-        self, claim: Claim, reservation: Reservation, candidate: Candidate, ids: Sequence[Any], examples: Sequence[Any]
+        self,
+        claim: Claim,
+        reservation: Reservation,
+        candidate: Candidate,
+        ids: Sequence[Any],
+        examples: Sequence[Any],
+        watch: Watch | None = None,
     ) -> tuple[Batch, int]:
         """Evaluate on training examples, with traces.
+
+        Args:
+            watch: told the position and the score of each example that has finished; False gives up the others.
 
         Returns:
             gepa's batch, and the metric calls that it cost.
 
         Raises:
+            NoLongerWantedError: ``watch`` said no.
             RolloutUnresolvedError: the provider gave no answer for an example.
         """
-        return as_batch(await self._run(claim, reservation, candidate, self._train_split, ids, examples, True))
+        return as_batch(await self.training(claim, reservation, candidate, ids, examples, watch))
+
+    async def training(
+        self,
+        claim: Claim,
+        reservation: Reservation,
+        candidate: Candidate,
+        ids: Sequence[Any],
+        examples: Sequence[Any],
+        watch: Watch | None = None,
+    ) -> list[tuple[Rollout, bool]]:
+        """As :meth:`minibatch`: each rollout, and whether it was paid here."""
+        return await self._run(claim, reservation, candidate, self._train_split, ids, examples, True, watch=watch)
 
     async def validation(
         self,
@@ -91,6 +123,7 @@ class Evaluations:
         *,
         capture_traces: bool = True,
         wanted: Callable[[], bool] | None = None,
+        watch: Watch | None = None,
     ) -> tuple[ValsetEvaluation[Any, Any], int]:
         """Evaluate on validation examples. The traces are dropped: a validation may be long, and nobody reads them.
 
@@ -98,13 +131,14 @@ class Evaluations:
             capture_traces: as dspy.GEPA does: False for the seed and for merges, where a failed example's output is
                 an empty prediction instead of None.
             wanted: asked before each rollout; False gives up those that have not begun.
+            watch: see :meth:`minibatch`.
 
         Raises:
-            NoLongerWantedError: ``wanted`` said no.
+            NoLongerWantedError: ``wanted`` or ``watch`` said no.
             RolloutUnresolvedError: the provider gave no answer for an example.
         """
         examples = self._valset.fetch(list(ids))
-        results = await self._run(claim, reservation, candidate, "val", ids, examples, capture_traces, wanted)
+        results = await self._run(claim, reservation, candidate, "val", ids, examples, capture_traces, wanted, watch)
         batch, paid = as_batch(results)
         objectives = batch.objective_scores
         evaluation = ValsetEvaluation[Any, Any](
@@ -124,11 +158,16 @@ class Evaluations:
         examples: Sequence[Any],
         capture_traces: bool,
         wanted: Callable[[], bool] | None = None,
+        watch: Watch | None = None,
     ) -> list[tuple[Rollout, bool]]:
         content = tuple(sorted(candidate.items()))
         keep_trace = split != "val" or self._train_split == "val"
 
-        async def one(example_id: Any, example: Any) -> tuple[Rollout, bool]:
+        scope, left = anyio.CancelScope(), len(ids)
+
+        async def one(index: int, example_id: Any, example: Any) -> tuple[Rollout, bool]:
+            nonlocal left
+
             async def call() -> Rollout:
                 if wanted is not None and not wanted():
                     raise NoLongerWantedError("it was superseded, or went with the one under it")
@@ -136,9 +175,18 @@ class Evaluations:
                 return rollout if keep_trace else replace(rollout, trajectory=None)
 
             key = (content, split, example_id, capture_traces)
-            return await self._rollouts.rollout(key, claim, reservation, call)
+            result = await self._rollouts.rollout(key, claim, reservation, call)
+            if result[0].score > self.highest:
+                self.highest = math.inf  # the metric does not keep to its bound: nothing can be told early
+            left -= 1
+            if watch is not None and not watch(index, result[0].score) and left:
+                scope.cancel()
+            return result
 
-        return await gather([lambda i=i, e=e: one(i, e) for i, e in zip(ids, examples, strict=True)])
+        with scope:
+            pairs = list(zip(ids, examples, strict=True))
+            return await gather([lambda n=n, i=i, e=e: one(n, i, e) for n, (i, e) in enumerate(pairs)])
+        raise NoLongerWantedError("its outcome is known")
 
 
 def as_batch(results: Sequence[tuple[Rollout, bool]]) -> tuple[Batch, int]:

@@ -5,7 +5,6 @@ A later head, once it is confirmed, makes the validations under it needless.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,12 +17,15 @@ from dspy_flashevolve.engine.errors import RolloutUnresolvedError
 from dspy_flashevolve.engine.events import HeadEnded
 from dspy_flashevolve.engine.item import End, EndKind, Item, Ticket
 from dspy_flashevolve.engine.slots import Claim
+from dspy_flashevolve.engine.speculation import released_at
 from dspy_flashevolve.engine.stages import Finish, Forward, Outcome
 from dspy_flashevolve.engine.staleness import Reflective
 from dspy_flashevolve.gepa import reports, train_reports
 from dspy_flashevolve.gepa.evaluations import NoLongerWantedError, gather
+from dspy_flashevolve.gepa.gates import Gate
 from dspy_flashevolve.gepa.heads import Heads, PrefixVerdict
 from dspy_flashevolve.gepa.payloads import Candidate, Commit, Head, Validated
+from dspy_flashevolve.gepa.races import Race, best_scores
 from dspy_flashevolve.gepa.services import DEPTHS, Services
 
 GONE = "it was superseded, or went with the one under it"
@@ -66,6 +68,7 @@ class HeadStages:
         done: list[tuple[ValsetEvaluation[Any, Any], int] | None] = [None, None]
         ended: list[Outcome] = []
         borrowed = 0
+        race = Race(self._pool, self._on.speculation.racing, len(parts[0]))
 
         def pay(calls: int) -> None:
             nonlocal borrowed
@@ -81,7 +84,15 @@ class HeadStages:
             if short:
                 await self._rest_allowed(item, key)
                 pay(len(parts[0]))
-            done[0] = await self._run(item, key, plan.candidate, parts[0], urgent=True)
+            gate = self._gate(plan, parts[0])
+            try:
+                done[0] = await self._run(item, key, plan.candidate, parts[0], "prefix", race, gate)
+            except NoLongerWantedError:
+                if gate is None or not gate.closed or key not in self._pool.speculative:
+                    raise
+                removed = await self._pool.write(self._heads.drop, key)
+                ended.append(self._rolled_back(item, PrefixVerdict(None, self._prefix_best(parts[0]), removed)))
+                return
             known = await self._pool.write(
                 reports.complete_validation, self._pool, replace(plan, missing=parts[0]), done[0][0]
             )
@@ -95,7 +106,7 @@ class HeadStages:
 
         async def rest() -> None:
             pay(len(parts[1]))
-            done[1] = await self._run(item, key, plan.candidate, parts[1], urgent=False)
+            done[1] = await self._run(item, key, plan.candidate, parts[1], "validate", race)
 
         try:
             if saves:
@@ -109,8 +120,12 @@ class HeadStages:
         except OutOfBudgetError as error:
             await self.drop(item.ticket.number, key)
             ended.append(Finish(End(EndKind.DISCARDED, str(error))))
-        except NoLongerWantedError as error:
-            ended.append(Finish(End(EndKind.INTEGRATED, f"head {key} is validated no further: {error}")))
+        except NoLongerWantedError:
+            if key in self._pool.speculative:  # it gave up itself
+                await self.drop(item.ticket.number, key)
+                ended.append(Finish(End(EndKind.REJECTED, f"head {key} fell behind the pool's best")))
+            else:
+                ended.append(Finish(End(EndKind.INTEGRATED, f"head {key} is validated no further: {GONE}")))
         finally:
             self._resting.pop(key, None)
             account.reservation.lend(self._purse, min(borrowed, account.reservation.open))
@@ -121,7 +136,8 @@ class HeadStages:
         known = await self._pool.write(
             reports.complete_validation, self._pool, plan, train_reports.joined(first[0], last[0])
         )
-        payload = Validated((proposal,), (known,), (first[1] + last[1],), head=key)
+        self._on.order.record(known.scores_by_val_id)
+        payload = Validated((proposal,), (known,), (first[1] + last[1],), (None,), (None,), head=key)
         return Forward("commit", payload, value=item.value)
 
     async def commit(self, item: Item[Validated]) -> list[Commit]:
@@ -181,24 +197,48 @@ class HeadStages:
             self._resting[max(key for key, event in self._resting.items() if not event.is_set())].set()
 
     def _split(self, ids: list[Any]) -> tuple[list[Any], list[Any]]:
-        """The prefix, the same for all heads, and the rest."""
-        size = max(1, round(self._policy.prefix * len(ids)))
-        order = sorted(ids, key=self._rank)
+        """The prefix, and the rest."""
+        size = released_at(self._on.speculation.validate, len(ids)) if ids else 0
+        order = self._on.order.sort(ids)
         return order[:size], order[size:]
 
-    def _rank(self, example_id: Any) -> float:
-        """The place of a validation example in the order of prefixes: by chance, and the same for all heads."""
-        return random.Random(f"{self._pool.options.seed}/prefix/{example_id}").random()
-
     async def _run(
-        self, item: Item[Head], key: int, candidate: Candidate, ids: list[Any], *, urgent: bool
+        self,
+        item: Item[Head],
+        key: int,
+        candidate: Candidate,
+        ids: list[Any],
+        stage: str,
+        race: Race,
+        gate: Gate | None = None,
     ) -> tuple[Any, int]:
         account = self._on.accounts[item.ticket.number]
-        stage = "prefix" if urgent else "validate"
-        claim = Claim(item.ticket.number, stage, DEPTHS[stage], float(key), item.version)  # the newest head first
+        newest_first = float(key)
+        claim = Claim(item.ticket.number, stage, DEPTHS[stage], item.value, item.version, newest_first)
+        runs = race.watch(ids)
+
+        def watch(index: int, score: float) -> bool:
+            return (gate is None or gate(index, score)) and (runs is None or runs(index, score))
+
         return await self._on.evaluations.validation(
-            claim, account.reservation, candidate, ids, wanted=lambda: key in self._pool.speculative
+            claim, account.reservation, candidate, ids, wanted=lambda: key in self._pool.speculative, watch=watch
         )
+
+    def _gate(self, plan: reports.ValidationPlan, prefix: list[Any]) -> Gate | None:
+        """Closes when the prefix can no longer reach what it has to; None where its sum alone does not decide."""
+        if plan.cached or not prefix:
+            return None
+
+        def passes(total: float) -> bool:
+            best = self._prefix_best(prefix)
+            return best is None or total / len(prefix) >= best - self._policy.rollback_margin
+
+        return Gate(len(prefix), passes, lambda: self._on.evaluations.highest)
+
+    def _prefix_best(self, prefix: list[Any]) -> float | None:
+        """The mean of the pool's best on the prefix; None where it was not run on all of it."""
+        theirs = best_scores(self._pool)
+        return sum(theirs[i] for i in prefix) / len(prefix) if all(i in theirs for i in prefix) else None
 
     async def _rest_allowed(self, item: Item[Head], key: int) -> None:
         """The rest of a validation waits until nothing else is left to do, or a later head makes it needless."""
@@ -229,5 +269,5 @@ class HeadStages:
         score, best = verdict.score, verdict.best
         self._on.bus.emit(HeadEnded(self._on.clock(), item.ticket.number, key, "rolled back", score, best))
         self.settle(item.ticket.number, others, "rolled back")
-        shown = "-" if best is None else f"{best:.3f}"
-        return Finish(End(EndKind.REJECTED, f"head {key} rolled back: {score:.3f} on its prefix, under {shown}"))
+        mine, theirs = ("-" if one is None else f"{one:.3f}" for one in (score, best))
+        return Finish(End(EndKind.REJECTED, f"head {key} rolled back: {mine} on its prefix, under {theirs}"))

@@ -11,6 +11,7 @@ from typing import Any
 from dspy_flashevolve.engine.integration import Texts
 from dspy_flashevolve.gepa.payloads import Base, Candidate
 from dspy_flashevolve.gepa.pool import Pool
+from dspy_flashevolve.gepa.races import against_best
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,12 +19,12 @@ class PrefixVerdict:
     """What a head's validation prefix says.
 
     Args:
-        score: the head's mean on the prefix.
+        score: the head's mean on the prefix; None where the rest of it was not needed to say no.
         best: of the pool's best on the same examples; None before there is one.
         removed: heads that go because of it, it first; empty when it stays.
     """
 
-    score: float
+    score: float | None
     best: float | None
     removed: tuple[int, ...] = ()
 
@@ -106,14 +107,7 @@ class Heads:
 
     def judge_prefix(self, key: int, scores: dict[Any, float]) -> PrefixVerdict:
         """Compare a head with the pool's best on the same validation examples, and roll it back where it is worse."""
-        pool, mean = self._pool, _mean(list(scores.values()))
-        best = None
-        if pool.seed_confirmed:
-            index = pool.val_evaluation_policy.get_best_program(pool.state)
-            theirs = pool.state.prog_candidate_val_subscores[index]
-            common = [i for i in scores if i in theirs]
-            if common:
-                mean, best = _mean([scores[i] for i in common]), _mean([theirs[i] for i in common])
+        mean, best = against_best(self._pool, scores)
         if best is not None and mean < best - self._margin:
             return PrefixVerdict(mean, best, self.drop(key))
         self._passed.add(key)
@@ -138,7 +132,3 @@ class Heads:
         entry = self._pool.speculative[key]
         nearest = self.parents_of(key)
         return Base(entry.candidate, nearest[0], key, entry.generation)
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values) if values else 0.0

@@ -18,6 +18,18 @@ Candidate = dict[str, str]
 Batch = EvaluationBatch[Any, Any]
 
 
+class Late(Protocol):
+    """The rest of an evaluation whose output was released early."""
+
+    async def complete(self) -> Batch:
+        """The whole evaluation, when it is there.
+
+        Raises:
+            RolloutUnresolvedError: the provider gave no answer for a part of it.
+        """
+        ...
+
+
 class Proposed(Protocol):
     """What a reflection proposed: component -> text, and the tokens and dollars that it took."""
 
@@ -54,21 +66,28 @@ class Selected:
     """One or more (parent, minibatch) pairs; more than one where the user's sampling strategy says so.
 
     Args:
-        head: handle of the speculative head that the tasks start from; None where they start from gepa's pool. Their
-            ``parent_idx`` is the head's nearest confirmed ancestor then.
+        bases: for each task the handle of the speculative candidate that it starts from; None where it starts from
+            gepa's pool. Its ``parent_idx`` is the nearest confirmed ancestor then.
     """
 
     tasks: tuple[ProposalTask[Any, Any], ...]
-    head: int | None = None
+    bases: tuple[int | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class RolledOut:
-    """The parents' evaluations on their minibatches, one a task."""
+    """The parents' evaluations on their minibatches, one a task.
+
+    Args:
+        evaluations: on the part of each minibatch that has finished.
+        bases: see :class:`Selected`.
+        late: for each task the evaluation on the whole minibatch; None where nothing is missing.
+    """
 
     tasks: tuple[ProposalTask[Any, Any], ...]
     evaluations: tuple[Batch, ...]
-    head: int | None = None
+    bases: tuple[int | None, ...]
+    late: tuple[Late | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +97,8 @@ class Child:
     Args:
         index: position of its task in the ticket.
         feedback: what the metric said of the parent's rollouts.
+        base: handle of the speculative candidate that its parent is; None for one of gepa's pool.
+        late: the parent's evaluation on the whole minibatch, where ``parent_evaluation`` is of a part.
     """
 
     index: int
@@ -86,6 +107,8 @@ class Child:
     parent_evaluation: Batch
     metadata: dict[str, Any]
     feedback: tuple[str, ...] = ()
+    base: int | None = None
+    late: Late | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +116,6 @@ class Children:
     """The children of a ticket; at least one."""
 
     children: tuple[Child, ...]
-    head: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +130,6 @@ class Waiting:
 
     children: tuple[Child, ...]
     proposals: tuple[CandidateProposal[Any], ...] = ()
-    head: int | None = None
     attempts: int = 0
 
 
@@ -169,9 +190,14 @@ class MergePlan:
 
 @dataclass(frozen=True, slots=True)
 class Screened:
-    """Proposals that passed their screen, to be validated."""
+    """Proposals that passed their screen, to be validated.
+
+    Args:
+        bases: handles of the speculative candidates that their parents are; see :class:`Selected`.
+    """
 
     proposals: tuple[CandidateProposal[Any], ...]
+    bases: tuple[int | None, ...]
     merge: bool = False
 
 
@@ -181,12 +207,16 @@ class Validated:
 
     Args:
         paid: metric calls that each validation cost (cached examples cost none).
+        bases: see :class:`Screened`.
+        keys: for each the handle under which it could be selected while it was validated; None where it could not.
         head: handle of the head that is confirmed; None for an ordinary candidate.
     """
 
     proposals: tuple[CandidateProposal[Any], ...]
     evaluations: tuple[ValsetEvaluation[Any, Any], ...]
     paid: tuple[int, ...]
+    bases: tuple[int | None, ...] = ()
+    keys: tuple[int | None, ...] = ()
     merge: bool = False
     head: int | None = None
 

@@ -15,7 +15,7 @@ from dspy_flashevolve.engine.rollouts import Rollouts
 from dspy_flashevolve.engine.slots import Claim
 from dspy_flashevolve.gepa import reports
 from dspy_flashevolve.gepa.evaluations import gather
-from dspy_flashevolve.gepa.payloads import Batch, Child, Counts, EvolvingProgram, RolledOut
+from dspy_flashevolve.gepa.payloads import Batch, Child, Counts, EvolvingProgram, Late, RolledOut
 from dspy_flashevolve.gepa.pool import Pool
 
 ATTEMPTS = 2
@@ -43,6 +43,8 @@ class Prepared:
     evaluation: Batch
     components: list[str]
     dataset: Any
+    base: int | None
+    late: Late | None
 
 
 class Proposer:
@@ -97,7 +99,7 @@ class Proposer:
             self._log(f"Iteration {ticket.number + 1}: Exception building reflective dataset: {error}")
             return Skipped(f"no reflective dataset: {error}", failed=True)
         await self._pool.write(reports.reflection_starts, self._pool, ticket, task, components, dataset)
-        return Prepared(index, task, evaluation, components, dataset)
+        return Prepared(index, task, evaluation, components, dataset, work.bases[index], work.late[index])
 
     async def _reflect(self, claim: Claim, one: Prepared) -> dict[str, str] | Skipped:
         async def call() -> Any:
@@ -135,7 +137,8 @@ def child_of(one: Prepared, texts: dict[str, str], iteration: int) -> Child:
         assert name in candidate, f"{name} missing in candidate"
         candidate[name] = text
         metadata[f"prompt:{name}"] = metadata[f"raw_lm_output:{name}"] = ""
-    return Child(one.index, one.task, candidate, one.evaluation, metadata, feedback_in(one.dataset))
+    feedback = feedback_in(one.dataset)
+    return Child(one.index, one.task, candidate, one.evaluation, metadata, feedback, one.base, one.late)
 
 
 def feedback_in(dataset: Mapping[str, Sequence[Mapping[str, Any]]]) -> tuple[str, ...]:

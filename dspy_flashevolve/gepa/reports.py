@@ -8,9 +8,10 @@ are those of gepa 0.1.4 (``ReflectiveMutationProposer.propose``, ``MergeProposer
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from gepa.core.adapter import EvaluationBatch
 from gepa.core.state import CachedEvaluation, ValsetEvaluation
 from gepa.proposer.base import CandidateProposal, SubsampleEvaluation
 from gepa.strategies.proposal_sampling import ProposalTask
@@ -70,7 +71,7 @@ def parents_end(pool: Pool, ticket: Ticket, tasks: Sequence[Task], evaluations: 
         _evaluation_end(pool, ticket, batch, task.parent_idx, _parents_of(pool, task))
     pool.count_calls(paid)
     for task, batch in zip(tasks, evaluations, strict=True):
-        _remember(pool, task.parent_candidate, task, batch)
+        remember(pool, task.parent_candidate, task, batch)
     first, iteration = tasks[0], ticket.number + 1
     log_entry(pool, ticket).update(
         selected_program_candidate=first.parent_idx,
@@ -158,6 +159,14 @@ def children_start(pool: Pool, ticket: Ticket, children: Sequence[Child]) -> Non
         _evaluation_start(pool, ticket, child.task, None, [child.task.parent_idx])
 
 
+def given_up(pool: Pool, ticket: Ticket, child: Child, scores: list[float]) -> None:
+    """A child could not pass its screen any more: it is reported with the scores that there are, and none is stored."""
+    _evaluation_end(pool, ticket, EvaluationBatch([None] * len(scores), scores), None, [child.task.parent_idx])
+    proposal = replace(_proposal(child, EvaluationBatch([], [])), eval_after=None, subsample_scores_after=scores)
+    reason = f"it cannot pass its screen any more, after {len(scores)} of {len(child.task.minibatch_ids)} examples"
+    pool.reject(ticket, proposal, reason=reason)
+
+
 def children_end(
     pool: Pool, ticket: Ticket, children: Sequence[Child], batches: Sequence[Batch], paid: int
 ) -> list[Proposal]:
@@ -167,7 +176,7 @@ def children_end(
     pool.count_calls(paid)
     trace = log_entry(pool, ticket)
     for child, batch in zip(children, batches, strict=True):
-        _remember(pool, child.candidate, child.task, batch)
+        remember(pool, child.candidate, child.task, batch)
         trace["tasks"][child.index]["subsample_scores"] = list(child.parent_evaluation.scores)
         trace["tasks"][child.index]["new_subsample_scores"] = list(batch.scores)
     before, after = children[0].parent_evaluation.scores, batches[0].scores
@@ -294,10 +303,10 @@ def lookup(pool: Pool, candidate: Candidate, ids: list[Any]) -> ValidationPlan:
     return ValidationPlan(candidate, cached, missing)
 
 
-def _remember(pool: Pool, candidate: Candidate, task: Task, batch: Batch) -> None:
+def remember(pool: Pool, candidate: Candidate, task: Task, batch: Batch) -> None:
     """gepa's cache has one key for a training and a validation example of equal id; only lockstep keeps that."""
     cache = pool.state.evaluation_cache
-    if cache is not None and pool.caches_minibatches:
+    if cache is not None and pool.caches_minibatches and len(batch.scores) == len(task.minibatch_ids):
         objectives = list(batch.objective_scores) if batch.objective_scores else None
         cache.put_batch(candidate, task.minibatch_ids, batch.outputs, batch.scores, objectives)
 

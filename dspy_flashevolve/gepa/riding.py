@@ -45,6 +45,11 @@ def changed_components(children: Sequence[Child]) -> tuple[str, ...]:
     )
 
 
+def bases_of(children: Sequence[Child]) -> tuple[int | None, ...]:
+    """The speculative candidates that children were made from."""
+    return tuple(child.base for child in children)
+
+
 def sums(proposal: CandidateProposal[Any]) -> tuple[float, float]:
     """Summed scores of the base and of the candidate."""
     return sum(proposal.subsample_scores_before or []), sum(proposal.subsample_scores_after or [])

@@ -8,6 +8,7 @@ from typing import Any
 
 import anyio
 
+from dspy_flashevolve.engine.background import Background
 from dspy_flashevolve.engine.budget import Budget, Reservation
 from dspy_flashevolve.engine.errors import RolloutUnresolvedError, RunAbortedError
 from dspy_flashevolve.engine.events import Event, EventBus, RolloutFinished
@@ -15,6 +16,7 @@ from dspy_flashevolve.engine.integration import Integrator
 from dspy_flashevolve.engine.pipeline import Pipeline
 from dspy_flashevolve.engine.rollouts import Rollouts
 from dspy_flashevolve.engine.slots import Claim, Slots
+from dspy_flashevolve.engine.speculation import NOT_SPECULATIVE, ValidationOrder
 from dspy_flashevolve.engine.stages import Stage
 from dspy_flashevolve.engine.staleness import GapHistogram, Reflective
 from dspy_flashevolve.gepa.evaluations import Evaluations
@@ -65,7 +67,15 @@ class GepaRun:
             single_flight=not settings.lockstep,
             rng=random.Random(pool.options.seed),
         )
-        self._evaluations = Evaluations(program, self.rollouts, pool.loader, settings.same_data)
+        highest = pool.options.perfect_score
+        self._evaluations = Evaluations(
+            program, self.rollouts, pool.loader, settings.same_data, math.inf if highest is None else highest
+        )
+        self._speculation = NOT_SPECULATIVE if settings.lockstep else settings.speculation or NOT_SPECULATIVE
+        self._order = ValidationOrder(
+            math.inf if highest is None else highest, self._speculation.rounds, pool.options.seed
+        )
+        self._background = Background()
         self._program = program
         self.pipeline: Pipeline | None = None
         self.budget = Budget(settings.budget_calls)
@@ -88,7 +98,7 @@ class GepaRun:
     @property
     def discarded_share(self) -> float:
         """Of the items that the staleness policy looked at, the share that it discarded."""
-        return 0.0 if self._stages_of_gepa is None else self._stages_of_gepa.discarded_share
+        return 0.0 if self._stages_of_gepa is None else self._stages_of_gepa.looks.discarded_share
 
     @property
     def stop_reason(self) -> str:
@@ -118,6 +128,8 @@ class GepaRun:
         resumed = await self.pool.write(self.pool.start)
         if resumed:
             self.budget.spent = self.pool.state.total_num_evals
+            for scores in self.pool.state.prog_candidate_val_subscores:
+                self._order.record(scores)
             seeded.set()
         source = self._source = GepaSource(
             self.pool,
@@ -131,6 +143,7 @@ class GepaRun:
             frontier_share=1.0 if self._reflective is None else self._reflective.frontier_share,
         )
         source.spent_up = self._spent_up
+        source.mean_gap = lambda: self.gaps.mean_lately("before_commit")
         source.closed = self._finish_resting
         if not self.settings.lockstep:
             self.pool.calls_made = lambda: self.budget.spent
@@ -156,13 +169,15 @@ class GepaRun:
                     group.start_soon(self._guarded_seed, ids, reservation, source, seeded, failures, group.cancel_scope)
                 elif await self.pool.write(self.pool.should_stop):
                     source.stop_requested = "a stopper said stop"
-                await self.pipeline.run()
-                await seeded.wait()
+                async with self._background:
+                    await self.pipeline.run()
+                    await seeded.wait()
             except Exception as error:
                 failures.append(error)
             group.cancel_scope.cancel()
-        for failure in failures:
-            raise failure
+        for failure in (self._background.failure, *failures):
+            if failure is not None:
+                raise failure
 
     def _seed_examples(self) -> list[Any]:
         """The validation examples of the seed: all, unless the evaluation policy wants fewer."""
@@ -202,6 +217,7 @@ class GepaRun:
             raise RunAbortedError(f"The seed program could not be validated: {error}") from error
         reservation.refund()
         await self.pool.write(self.pool.confirm_seed, evaluation)
+        self._order.record(evaluation.scores_by_val_id)
         if await self.pool.write(self.pool.should_stop):
             source.stop_requested = "a stopper said stop"
         seeded.set()
@@ -227,6 +243,9 @@ class GepaRun:
             lockstep=self.settings.lockstep,
             staleness=self.settings.staleness,
             saves_calls=source.saves_calls,
+            speculation=self._speculation,
+            order=self._order,
+            background=self._background,
             clock=self.settings.clock,
         )
         yard = None

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 import anyio
 
+from dspy_flashevolve.engine.background import Background
 from dspy_flashevolve.engine.events import EventBus
 from dspy_flashevolve.engine.rollouts import Rollouts
+from dspy_flashevolve.engine.speculation import Speculation, ValidationOrder
 from dspy_flashevolve.engine.staleness import GapHistogram, StalenessPolicy
 from dspy_flashevolve.gepa.evaluations import Evaluations
 from dspy_flashevolve.gepa.payloads import Counts, EvolvingProgram
@@ -33,6 +35,9 @@ class Services:
         seeded: set when the seed is confirmed.
         saves_calls: whether metric calls are scarcer than slots, so that none is spent which a later head may make
             needless.
+        speculation: how early stages release their output.
+        order: of the examples of a validation.
+        background: runs what may outlive its ticket.
     """
 
     pool: Pool
@@ -49,7 +54,17 @@ class Services:
     lockstep: bool
     staleness: StalenessPolicy
     saves_calls: Callable[[], bool]
+    speculation: Speculation
+    order: ValidationOrder
+    background: Background
     clock: Callable[[], float] = anyio.current_time
+
+    async def count_all_but(self, ticket: int, calls: int) -> None:
+        """As :meth:`count`, but ``calls`` of them, which gepa counts itself when a candidate is added."""
+        account = self.accounts[ticket]
+        account.counted += calls
+        await self.count(ticket)
+        account.counted -= calls
 
     async def count(self, ticket: int) -> None:
         """Let gepa count the metric calls that a ticket has paid since it was last counted."""

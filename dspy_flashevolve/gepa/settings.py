@@ -10,6 +10,7 @@ import anyio
 from dspy_flashevolve.engine.admission import Admission
 from dspy_flashevolve.engine.rollouts import RetryPolicy
 from dspy_flashevolve.engine.slots import SlotOrder
+from dspy_flashevolve.engine.speculation import Speculation
 from dspy_flashevolve.engine.staleness import Full, StalenessPolicy
 
 
@@ -31,6 +32,7 @@ class RunSettings:
         strict_live: tickets that only wait count as live too, so that the bound holds to the letter.
         max_reflection_calls: reflections and integrations after which no ticket starts; None for no limit.
         max_cost: dollars after which no ticket starts; None for no limit.
+        speculation: how early stages release their output; None for never.
         order: who gets the next free slot; None for the default.
         retry: what happens when the provider asks to come back later.
         clock: seconds.
@@ -49,6 +51,7 @@ class RunSettings:
     strict_live: bool = False
     max_reflection_calls: int | None = None
     max_cost: float | None = None
+    speculation: Speculation | None = None
     order: SlotOrder | None = None
     retry: RetryPolicy | None = None
     clock: Callable[[], float] = anyio.current_time

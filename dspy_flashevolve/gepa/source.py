@@ -18,6 +18,7 @@ from dspy_flashevolve.gepa.heads import Heads
 from dspy_flashevolve.gepa.merging import plan_merge
 from dspy_flashevolve.gepa.payloads import Base, MergePlan, Selected
 from dspy_flashevolve.gepa.pool import Pool
+from dspy_flashevolve.gepa.selection import sample
 
 PRIOR_TICKETS = 4
 """The estimate of a ticket's cost begins as if this many had cost the most that one can."""
@@ -25,12 +26,17 @@ PRIOR_TICKETS = 4
 
 @dataclass
 class Account:
-    """What one live ticket has reserved, how much of it gepa's count knows, and whether it asked for slots yet."""
+    """What one live ticket has reserved, how much of it gepa's count knows, and whether it asked for slots yet.
+
+    Args:
+        elsewhere: calls that were split off for work which may outlive the ticket; it counts them itself.
+    """
 
     reservation: Reservation
     merge: bool = False
     counted: int = 0
     started: bool = False
+    elsewhere: int = 0
 
     def cover(self, calls: int) -> bool:
         """Make sure that ``calls`` more are reserved; False when the budget has no room for them."""
@@ -89,6 +95,9 @@ class GepaSource:
         self._frontier_share = frontier_share
         self.resting: Callable[[], int] = lambda: 0
         """Tickets that wait for nothing but the end: they make no room scarce."""
+        self.mean_gap: Callable[[], float | None] = lambda: None
+        """Commits that tickets had not seen when they were about to be committed, lately."""
+        self._first_version = 0
         self.starved = False
         """The last ticket that asked was not let in."""
         self.spent_up: Callable[[], str | None] = lambda: None
@@ -145,6 +154,7 @@ class GepaSource:
             return NotNow.FULL if waits else self._out_of_budget()
         if self._first is None:
             self._first = self._pool.state.i + 1
+            self._first_version = self._pool.version
         ticket = Ticket.create(self._first + number, self._seed)
         self.accounts[ticket.number] = account = Account(reservation)
         self.working.add(ticket.number)
@@ -152,7 +162,8 @@ class GepaSource:
         if isinstance(payload, MergePlan):
             account.merge = True
             return Opened("screen", Item(payload, ticket, version))
-        return Opened("rollout", Item(self._within_budget(payload, account), ticket, version))
+        value = 0.0 if self._lockstep else await self._pool.write(self._parent_score, payload)
+        return Opened("rollout", Item(self._within_budget(payload, account), ticket, version, value))
 
     async def close(self, ticket: Ticket, end: End) -> None:
         """See :class:`dspy_flashevolve.engine.pipeline.Source`."""
@@ -160,7 +171,7 @@ class GepaSource:
         self.working.discard(ticket.number)
         account.reservation.refund()
         self._ended += 1
-        self._calls_of_ended += account.reservation.settled
+        self._calls_of_ended += account.reservation.settled + account.elsewhere
         if account.merge:
             await self._pool.write(self._merge_ended)
         self._count_failure(end)
@@ -198,6 +209,9 @@ class GepaSource:
             idle_slots=self._slots.idle - self._minibatch * sum(not one.started for one in self.accounts.values()),
             calls_left=self._budget.left,
             calls_reserved=self._budget.reserved,
+            ended=self._ended,
+            commits=self._pool.version - self._first_version,
+            mean_gap=self.mean_gap(),
             calls_per_ticket=(prior + self._calls_of_ended) / (PRIOR_TICKETS + self._ended),
         )
 
@@ -207,7 +221,7 @@ class GepaSource:
         tasks = list(selected.tasks)
         while tasks and not account.cover(len(tasks) * self.most_calls):
             tasks.pop()
-        return Selected(tuple(tasks), selected.head)
+        return Selected(tuple(tasks), selected.bases[: len(tasks)])
 
     # The methods below run in the pool's writer.
 
@@ -219,6 +233,12 @@ class GepaSource:
             pool.parts.rng.seed(ticket.rng.getrandbits(64))
         plan = self._merge(ticket, trace)
         return pool.version, plan or self._sample(ticket)
+
+    def _parent_score(self, selected: Selected) -> float:
+        """The best validation score among the parents; 0 before the seed is confirmed."""
+        if not self._pool.seed_confirmed:
+            return 0.0
+        return max((self._pool.score_of(task.parent_idx) for task in selected.tasks), default=0.0)
 
     def _merge_ended(self) -> None:
         self._merges_in_flight -= 1
@@ -246,12 +266,15 @@ class GepaSource:
         head = self._head(ticket)
         if head is not None:
             selector = Fixed(head.index)
-        tasks = parts.sampling_strategy.sample_tasks(pool.state, selector, parts.batch_sampler, pool.trainset)
+        tasks, bases = sample(
+            pool,
+            lambda state: parts.sampling_strategy.sample_tasks(state, selector, parts.batch_sampler, pool.trainset),
+        )
         if head is not None and head.key is not None:
-            tasks = [
-                replace(task, parent_candidate=dict(head.candidate)) if task.parent_idx == head.index else task
-                for task in tasks  # a strategy of the user's may choose parents by itself
-            ]
+            for place, task in enumerate(tasks):  # a strategy of the user's may choose parents by itself
+                if task.parent_idx == head.index and bases[place] is None:
+                    tasks[place] = replace(task, parent_candidate=dict(head.candidate))
+                    bases[place] = head.key
         iteration = ticket.number + 1
         for task in tasks:
             pool.notify(
@@ -267,7 +290,7 @@ class GepaSource:
                 minibatch_ids=task.minibatch_ids,
                 trainset_size=len(pool.trainset),
             )
-        return Selected(tuple(tasks), None if head is None else head.key)
+        return Selected(tuple(tasks), tuple(bases))
 
     def _head(self, ticket: Ticket) -> Base | None:
         """The head that the ticket starts from; None for the frontier."""

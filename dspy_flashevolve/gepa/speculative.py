@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from typing import Any
+
+from gepa.core.state import ValsetEvaluation
 
 from dspy_flashevolve.engine.errors import ConfigurationError
 from dspy_flashevolve.gepa.payloads import Candidate
@@ -24,6 +27,7 @@ class Speculative:
         indices: confirmed parents, as indices of gepa's pool.
         generation: steps from the seed.
         visible: whether selection may pick it; a head that is still being screened may not be.
+        evaluation: what is known of its validation; None for a head, which selection picks for being the newest.
     """
 
     key: int
@@ -32,6 +36,7 @@ class Speculative:
     indices: tuple[int, ...] = ()
     generation: int = 0
     visible: bool = True
+    evaluation: ValsetEvaluation[Any, Any] | None = None
 
 
 class SpeculativeCandidates:
@@ -51,6 +56,8 @@ class SpeculativeCandidates:
         self._settled: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
         """Key of one that left -> confirmed indices, and parents, that stand for it."""
         self._next = 0
+        self.fallen: set[int] = set()
+        """Those that did not hold what they promised: what was made from them is stale."""
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -72,6 +79,7 @@ class SpeculativeCandidates:
         indices: tuple[int, ...] = (),
         generation: int = 0,
         visible: bool = True,
+        evaluation: ValsetEvaluation[Any, Any] | None = None,
     ) -> Speculative:
         """Put a candidate up for speculation.
 
@@ -81,7 +89,7 @@ class SpeculativeCandidates:
         unknown = [parent for parent in parents if parent not in self._waiting]
         if unknown:
             raise ConfigurationError(f"speculative parents {unknown} are not waiting; waiting: {list(self._waiting)}.")
-        entry = Speculative(self._next, dict(candidate), parents, indices, generation, visible)
+        entry = Speculative(self._next, dict(candidate), parents, indices, generation, visible, evaluation)
         self._waiting[entry.key] = entry
         self._next += 1
         return entry
@@ -146,6 +154,7 @@ class SpeculativeCandidates:
         for key in [entry.key for entry in gone]:
             entry = self._waiting[key]  # as it is now: the one under it has left
             self._leave(entry, entry.indices, heirs=entry.parents)
+            self.fallen.add(key)
         return gone
 
     def resolve(self, keys: tuple[int, ...]) -> tuple[int, ...]:

@@ -6,22 +6,27 @@ The order of callbacks, log entries, metrics and counts within a ticket is that 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from dspy_flashevolve.engine.errors import ConfigurationError, RolloutUnresolvedError
-from dspy_flashevolve.engine.events import Committed, Looked
+from dspy_flashevolve.engine.errors import RolloutUnresolvedError
+from dspy_flashevolve.engine.events import Committed
 from dspy_flashevolve.engine.item import End, EndKind, Item
 from dspy_flashevolve.engine.slots import Claim
 from dspy_flashevolve.engine.stages import Finish, Forward, Handler, Outcome, Outcomes
-from dspy_flashevolve.engine.staleness import Admit, Decision, Discard, History, Integrate, Look, Place, gap
+from dspy_flashevolve.engine.staleness import Discard, Integrate, gap
 from dspy_flashevolve.gepa import merge_reports, reports
 from dspy_flashevolve.gepa.acceptance import choose
-from dspy_flashevolve.gepa.evaluations import gather
+from dspy_flashevolve.gepa.evaluations import NoLongerWantedError, gather
+from dspy_flashevolve.gepa.gates import Gate, passes_screen, rejects_by_sum
+from dspy_flashevolve.gepa.looking import Lookout
 from dspy_flashevolve.gepa.payloads import (
     Batch,
+    Child,
     Children,
     Commit,
     Head,
+    Late,
     MergePlan,
     RolledOut,
     Screened,
@@ -31,9 +36,11 @@ from dspy_flashevolve.gepa.payloads import (
     Waiting,
 )
 from dspy_flashevolve.gepa.proposing import Proposer
+from dspy_flashevolve.gepa.riding import bases_of
+from dspy_flashevolve.gepa.rolling import ParentRollouts
 from dspy_flashevolve.gepa.services import DEPTHS, Services
-from dspy_flashevolve.gepa.source import Account
 from dspy_flashevolve.gepa.train_yard import TrainYard
+from dspy_flashevolve.gepa.validating import Validating
 
 
 def unresolved_fails(handler: Handler) -> Handler:
@@ -63,8 +70,10 @@ class GepaStages:
         self._train = None if yard is None else yard.train
         self._heads = None if yard is None else yard.heads
         self._known = None if yard is None else yard.known
-        self._passed = self._discarded = 0
         self._pool = services.pool
+        self.looks = Lookout(services, integrates=yard is not None)
+        self._parents = ParentRollouts(services, self._remember)
+        self._validating = Validating(services, self._heads)
         self._proposer = Proposer(
             services.pool, services.program, services.rollouts, services.counts, services.lockstep
         )
@@ -80,11 +89,6 @@ class GepaStages:
         }
         return {name: unresolved_fails(handler) for name, handler in stages.items()}
 
-    @property
-    def discarded_share(self) -> float:
-        """Of the items that the policy looked at, the share that it discarded."""
-        return self._discarded / max(1, self._discarded + self._passed)
-
     async def rollout(self, item: Item[Selected]) -> Outcome:
         """Run each task's parent on its minibatch, with traces."""
         tasks = item.payload.tasks
@@ -92,21 +96,19 @@ class GepaStages:
             return Finish(End(EndKind.DISCARDED, "there is nothing to work on within the budget"))
         await self._pool.write(reports.parents_start, self._pool, item.ticket, tasks)
         unique = {reports.task_key(task): task for task in tasks}
-        results = await gather(
-            [lambda t=task: self._minibatch(item, "rollout", t.parent_candidate, t) for task in unique.values()]
-        )
+        results = await gather([lambda t=task: self._parent(item, t) for task in unique.values()])
         by_key = dict(zip(unique, results, strict=True))
-        paid = sum(calls for _, calls in results)
+        paid = sum(calls for _, calls, _ in results)
         evaluations = tuple(by_key[reports.task_key(task)][0] for task in tasks)
+        late = tuple(by_key[reports.task_key(task)][2] for task in tasks)
         await self._pool.write(reports.parents_end, self._pool, item.ticket, tasks, evaluations, paid)
         self._on.accounts[item.ticket.number].counted += paid
-        if self._known is not None:
-            for task, evaluation in zip(tasks, evaluations, strict=True):
-                self._known.put(task.parent_candidate, task.minibatch_ids, evaluation.scores)
-        decision = self._look(item, "before_propose")
+        for task, evaluation in zip(tasks, evaluations, strict=True):
+            self._remember(task, evaluation)
+        decision = self.looks.at(item, "before_propose", item.payload.bases)
         if isinstance(decision, Discard):
             return self._discard(decision)
-        return Forward("propose", RolledOut(tasks, evaluations, item.payload.head))
+        return Forward("propose", RolledOut(tasks, evaluations, item.payload.bases, late))
 
     async def propose(self, item: Item[RolledOut]) -> Outcome:
         """Let the reflection LM write a child for each task that leaves something to improve."""
@@ -115,17 +117,16 @@ class GepaStages:
         if not children:
             kind = EndKind.FAILED if any(reason.failed for reason in reasons) else EndKind.REJECTED
             return Finish(End(kind, "; ".join(dict.fromkeys(reason.text for reason in reasons))))
-        head = item.payload.head
         if self._train is not None:
             children = [child for child in children if child.candidate != child.task.parent_candidate]
             if not children:
                 return Finish(End(EndKind.REJECTED, "the reflection changed nothing"))
-        decision = self._look(item, "after_propose")
+        decision = self.looks.at(item, "after_propose", bases_of(children))
         if isinstance(decision, Discard):
             return self._discard(decision)
         if isinstance(decision, Integrate):
-            return self._to_integration(item, Waiting(tuple(children), head=head))
-        return Forward("screen", Children(tuple(children), head))
+            return self._to_integration(item, Waiting(tuple(children)))
+        return Forward("screen", Children(tuple(children)))
 
     async def screen(self, item: Item[Any]) -> Outcomes:
         """Run the children on their parents' minibatches, and let gepa's criterion decide."""
@@ -139,64 +140,47 @@ class GepaStages:
         if not account.cover(calls := sum(len(child.task.minibatch_ids) for child in children)):
             return Finish(End(EndKind.DISCARDED, f"no budget is left for a screen of {calls}"))
         await self._pool.write(reports.children_start, self._pool, item.ticket, children)
-        results = await gather(
-            [lambda c=child: self._minibatch(item, "screen", c.candidate, c.task) for child in children]
-        )
-        batches = [batch for batch, _ in results]
-        paid = sum(calls for _, calls in results)
+        screened = [one for one in await gather([lambda c=child: self._screened(item, c) for child in children]) if one]
+        if not screened:
+            await self._on.count(item.ticket.number)
+            return Finish(End(EndKind.REJECTED, "no child could pass its screen any more"))
+        batches = [batch for _, batch in screened]
+        children = [child for child, _ in screened]
+        paid = account.reservation.settled - account.counted
+        account.counted += paid
         proposals = await self._pool.write(reports.children_end, self._pool, item.ticket, children, batches, paid)
-        self._on.accounts[item.ticket.number].counted += paid
         kept = await self._pool.write(choose, self._pool, item.ticket, proposals)
         if not kept:
             return Finish(End(EndKind.REJECTED, "no child passed its screen"))
-        decision = self._look(item, "after_screen")
+        passed = [child for child, one in zip(children, proposals, strict=True) if any(one is kept for kept in kept)]
+        bases = bases_of(passed)
+        decision = self.looks.at(item, "after_screen", bases)
         if isinstance(decision, Discard):
             return self._discard(decision)
         if isinstance(decision, Integrate):
-            passed = [child for child in children if any(child.candidate == one.candidate for one in kept)]
-            return self._to_integration(item, Waiting(tuple(passed), tuple(kept), item.payload.head))
+            return self._to_integration(item, Waiting(tuple(passed), tuple(kept)))
         value = await self._pool.write(reports.expected_score, self._pool, kept)
-        return self._to_validation(item, Screened(tuple(kept)), value)
+        return self._to_validation(item, Screened(tuple(kept), bases), value)
 
     async def validate(self, item: Item[Any]) -> Outcome:
         """Run each child on the validation examples that gepa's evaluation policy names."""
         if isinstance(item.payload, Head):
             assert self._heads is not None
             return await self._heads.validate(item)
-        proposals = list(item.payload.proposals)
-        claim = self._claim(item, "validate")
-        account = self._on.accounts[item.ticket.number]
-        plans = await self._pool.write(
-            lambda: [reports.cached_validation(self._pool, proposal.candidate) for proposal in proposals]
-        )
-        while not self._affords(account, missing := sum(len(plan.missing) for plan in plans)):
-            await self._pool.write(self._pool.reject, item.ticket, proposals.pop(), reason="no budget is left for it")
-            plans.pop()
-            if not plans:
-                return Finish(End(EndKind.DISCARDED, f"no budget is left for {missing} validation examples"))
-
-        async def one(plan: reports.ValidationPlan) -> tuple[Any, int]:
-            fresh, paid = await self._on.evaluations.validation(
-                claim, account.reservation, plan.candidate, plan.missing
-            )
-            return await self._pool.write(reports.complete_validation, self._pool, plan, fresh), paid
-
-        results = await gather([lambda plan=plan: one(plan) for plan in plans])
-        evaluations = tuple(evaluation for evaluation, _ in results)
-        paid = tuple(calls for _, calls in results)
-        return Forward("commit", Validated(tuple(proposals), evaluations, paid, item.payload.merge), value=item.value)
+        return await self._validating.validate(item)
 
     async def commit(self, item: Item[Validated]) -> Outcome:
         """Add the children to the pool, one after the other."""
         await self._on.seeded.wait()
-        decision = self._look(item, "before_commit")
+        decision = self.looks.at(item, "before_commit", item.payload.bases)
         if isinstance(decision, Discard):
+            await self._validating.withdraw(item.ticket.number, item.payload.keys, decision.reason)
             return self._discard(decision)
         behind = gap(self._pool.version, item.version)
         if self._heads is not None and item.payload.head is not None:
             commits = await self._heads.commit(item)
         else:
-            commits = await self._pool.write(reports.commit, self._pool, item.ticket, item.payload)
+            commits = await self._validating.commit(item)
         self._on.accounts[item.ticket.number].counted += sum(item.payload.paid)
         for commit in commits:
             self._on.bus.emit(self._committed(item, behind, commit))
@@ -216,11 +200,11 @@ class GepaStages:
         account.counted += paid
         if proposal is None:
             return Finish(End(EndKind.REJECTED, "the merge is worse than one of its parents"))
-        decision = self._look(item, "after_screen", integrates=False)
+        decision = self.looks.at(item, "after_screen", (), integrates=False)
         if isinstance(decision, Discard):
             return self._discard(decision)
         value = await self._pool.write(merge_reports.merged_score, self._pool, plan)
-        return self._to_validation(item, Screened((proposal,), merge=True), value)
+        return self._to_validation(item, Screened((proposal,), (None,), merge=True), value)
 
     def _to_integration(self, item: Item[Any], waiting: Waiting) -> Forward:
         """The ticket's child waits for others: another may start its work."""
@@ -234,47 +218,63 @@ class GepaStages:
         self._on.wake()
         return Forward("validate", screened, value=value)
 
-    def _affords(self, account: Account, calls: int) -> bool:
-        """Whether the validations can be paid: by the budget, or by what is set aside for a head when there is none."""
-        if account.cover(calls):
-            return True
-        return self._heads is not None and self._heads.lend(account.reservation, calls - account.reservation.open)
+    async def _parent(self, item: Item[Any], task: Any) -> tuple[Batch, int, Late | None]:
+        """The parent's evaluation on its minibatch, what it has cost so far, and what is still to come."""
+        account = self._on.accounts[item.ticket.number]
+        account.started = True
+        account.cover(len(task.minibatch_ids))
+        if self._parents.releases(task):
+            batch, late = await self._parents.run(self._claim(item, "rollout"), task)
+            return batch, 0, late  # the background counts its calls
+        batch, paid = await self._minibatch(item, "rollout", task.parent_candidate, task)
+        return batch, paid, None
 
-    async def _minibatch(self, item: Item[Any], stage: str, candidate: dict[str, str], task: Any) -> tuple[Batch, int]:
+    async def _screened(self, item: Item[Any], child: Child) -> tuple[Child, Batch] | None:
+        """A child on its parent's minibatch; None where it was given up, since it could not pass any more."""
+        before: list[float] | None = None if child.late is not None else child.parent_evaluation.scores
+        gate: Gate | None = None
+        if not self._on.lockstep and rejects_by_sum(self._pool.parts):
+            passes = passes_screen(self._pool.parts.acceptance, lambda: None if before is None else sum(before))
+            gate = Gate(len(child.task.minibatch_ids), passes, lambda: self._on.evaluations.highest)
+
+        async def parent() -> Batch:
+            nonlocal before
+            full = child.parent_evaluation if child.late is None else await child.late.complete()
+            before = full.scores
+            return full
+
+        async def evaluated() -> Batch:
+            batch, _ = await self._minibatch(item, "screen", child.candidate, child.task, gate)
+            return batch
+
+        async def both() -> Any:
+            return await gather([parent, evaluated])
+
+        try:
+            full, batch = await both()
+        except NoLongerWantedError:
+            assert gate is not None
+            await self._pool.write(reports.given_up, self._pool, item.ticket, child, gate.seen)
+            return None
+        return replace(child, parent_evaluation=full, late=None), batch
+
+    def _remember(self, task: Any, evaluation: Batch) -> None:
+        """Keep scores of training examples, of a whole minibatch or of the part that is there."""
+        if self._known is not None and len(evaluation.scores) == len(task.minibatch_ids):
+            self._known.put(task.parent_candidate, task.minibatch_ids, evaluation.scores)
+
+    async def _minibatch(
+        self, item: Item[Any], stage: str, candidate: dict[str, str], task: Any, gate: Gate | None = None
+    ) -> tuple[Batch, int]:
         account = self._on.accounts[item.ticket.number]
         account.started = True
         account.cover(len(task.minibatch_ids))
         return await self._on.evaluations.minibatch(
-            self._claim(item, stage), account.reservation, candidate, task.minibatch_ids, task.minibatch
+            self._claim(item, stage), account.reservation, candidate, task.minibatch_ids, task.minibatch, gate
         )
 
     def _claim(self, item: Item[Any], stage: str) -> Claim:
         return Claim(item.ticket.number, stage, DEPTHS[stage], item.value, item.version)
-
-    def _look(self, item: Item[Any], place: Place, *, integrates: bool = True) -> Decision:
-        """Ask the policy, where it wants to be asked; gaps are recorded at every place.
-
-        Args:
-            integrates: False for merges, which stand on two validated candidates: they are admitted instead.
-        """
-        behind = gap(self._pool.version, item.version)
-        self._on.gaps.record(place, behind)
-        if place not in self._on.staleness.looks:
-            return Admit()
-        history = History(self._pool.version, self._discarded, self._passed)
-        decision = self._on.staleness.decide(Look(place, item.version), history)
-        if isinstance(decision, Integrate) and not integrates:
-            decision = Admit()
-        if isinstance(decision, Integrate) and (self._train is None or place not in ("after_propose", "after_screen")):
-            raise ConfigurationError(
-                f"{self._on.staleness!r} wants to integrate {place}, where there is no integration."
-            )
-        self._discarded += isinstance(decision, Discard)
-        self._passed += not isinstance(decision, Discard)
-        reason = decision.reason if isinstance(decision, Discard) else ""
-        word = type(decision).__name__.lower()
-        self._on.bus.emit(Looked(self._on.clock(), item.ticket.number, place, behind, word, reason))
-        return decision
 
     @staticmethod
     def _discard(decision: Discard) -> Finish:

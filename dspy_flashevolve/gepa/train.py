@@ -29,8 +29,6 @@ from dspy_flashevolve.gepa.heads import Heads
 from dspy_flashevolve.gepa.known_scores import KnownScores
 from dspy_flashevolve.gepa.payloads import (
     Base,
-    Batch,
-    Candidate,
     Child,
     Children,
     Head,
@@ -38,8 +36,9 @@ from dspy_flashevolve.gepa.payloads import (
     Train,
     Waiting,
 )
-from dspy_flashevolve.gepa.riding import all_of, changed_components, stale_child, sums
+from dspy_flashevolve.gepa.riding import all_of, bases_of, changed_components, stale_child, sums
 from dspy_flashevolve.gepa.services import DEPTHS, Services
+from dspy_flashevolve.gepa.train_screen import TrainScreen
 
 Pairs = list[tuple[Item[Any], Outcome | Carried]]
 
@@ -70,7 +69,7 @@ class TrainStages:
         self._policy = policy
         self._integrator = integrator
         self._heads = heads
-        self._known = known
+        self._screen = TrainScreen(services, heads, known)
         self._validating = validating
         self._lines = {name: anyio.Lock() for name in services.pool.seed_candidate}
 
@@ -88,13 +87,15 @@ class TrainStages:
         """Run the integrated candidate on the union of its children's minibatches, beside its base."""
         train = item.payload
         try:
-            proposal = await self._screened(item, train)
+            proposal = await self._screen.run(item)
         except RolloutUnresolvedError:
             if train.key is not None:
                 await self._validating.drop(item.ticket.number, train.key)
             raise
-        passed = await self._pool.write(train_reports.passes, self._pool, item.ticket, proposal)
-        if not passed:
+        passed = proposal is not None and await self._pool.write(
+            train_reports.passes, self._pool, item.ticket, proposal
+        )
+        if proposal is not None and not passed:
             await self._pool.write(self._pool.reject, item.ticket, proposal)
         if train.key is None:
             return await self._patch_screened(item, train, proposal, passed)
@@ -108,10 +109,10 @@ class TrainStages:
                 train.base.index,
                 tuple(one.ticket.number for one in train.members),
                 landed,
-                *sums(proposal),
+                *((0.0, 0.0) if proposal is None else sums(proposal)),
             )
         )
-        if not landed:
+        if proposal is None or not landed:
             reason = "its screen" if not passed else "the head under it"
             await self._validating.drop(item.ticket.number, train.key, landed=False)
             return [(one, self._untaken(one, f"the train failed with {reason}")) for one in train.members]
@@ -215,63 +216,15 @@ class TrainStages:
         base = self._heads.newest(visible=False) if self._policy.train else self._heads.confirmed_base()
         return base, self._pool.version
 
-    async def _screened(self, item: Item[Train], train: Train) -> CandidateProposal[Any]:
-        """The integrated candidate and its base on the union of the minibatches, as gepa's proposal."""
-        examples = {
-            i: example
-            for one in train.members
-            for child in one.payload.children
-            for i, example in zip(child.task.minibatch_ids, child.task.minibatch, strict=True)
-        }
-        account = self._on.accounts[item.ticket.number]
-        known = dict(self._known.of(train.base.candidate))
-        missing = [i for i in examples if i not in known]
-        if not account.cover(len(examples) + len(missing)):
-            # What the budget cannot pay twice is compared where the base was run already.
-            examples = {i: example for i, example in examples.items() if i in known}
-            missing = []
-            if not examples or not account.cover(len(examples)):
-                examples = {}
-        ids = list(examples)
-        await self._pool.write(train_reports.train_starts, self._pool, item.ticket, train, list(examples.values()))
-        pairs = ((train.base.candidate, missing), (train.candidate, ids))
-        fresh, new = await gather([lambda c=c, w=w: self._evaluate(item, c, w, examples) for c, w in pairs])
-        known = known | fresh
-        before, after = [known[i] for i in ids], [new[i] for i in ids]
-        await self._on.count(item.ticket.number)
-        parents = await self._pool.write(self._parents, train)
-        return await self._pool.write(
-            train_reports.train_ended, self._pool, item.ticket, train, ids, before, after, parents
-        )
-
-    async def _evaluate(
-        self, item: Item[Train], candidate: Candidate, ids: list[Any], examples: dict[Any, Any]
-    ) -> dict[Any, float]:
-        if not ids:
-            return {}
-        claim = Claim(item.ticket.number, "screen", DEPTHS["screen"], item.value, item.version)
-        reservation = self._on.accounts[item.ticket.number].reservation
-        batch: Batch
-        batch, _ = await self._on.evaluations.minibatch(claim, reservation, candidate, ids, [examples[i] for i in ids])
-        self._known.put(candidate, ids, batch.scores)
-        return dict(zip(ids, batch.scores, strict=True))
-
-    def _parents(self, train: Train) -> list[int]:
-        """The base first, then the children's parents, as far as they are in gepa's pool."""
-        if train.key is not None and train.key in self._pool.speculative:
-            return self._heads.parents_of(train.key)
-        theirs = [child.task.parent_idx for one in train.members for child in one.payload.children]
-        return list(dict.fromkeys([train.base.index, *theirs]))
-
     async def _patch_screened(
-        self, item: Item[Train], train: Train, proposal: CandidateProposal[Any], passed: bool
+        self, item: Item[Train], train: Train, proposal: CandidateProposal[Any] | None, passed: bool
     ) -> Pairs:
-        if not passed:
+        if proposal is None or not passed:
             return [(one, self._untaken(one, "the patch failed its screen")) for one in train.members]
         value = await self._pool.write(reports.expected_score, self._pool, [proposal])
         ridden = Finish(End(EndKind.INTEGRATED, f"in the candidate of ticket {item.ticket.number}"))
         rest = [(one, ridden) for one in train.members[1:]]
-        return [(item, Forward("validate", Screened((proposal,)), value=value)), *rest]
+        return [(item, Forward("validate", Screened((proposal,), (None,)), value=value)), *rest]
 
     def _untaken(self, item: Item[Waiting], reason: str) -> Outcome:
         """What the policy says of a child that no head took in."""
@@ -288,5 +241,5 @@ class TrainStages:
         """The children go on as if there were no train."""
         waiting = item.payload
         if waiting.proposals:
-            return Forward("validate", Screened(waiting.proposals), value=item.value)
-        return Forward("screen", Children(waiting.children, waiting.head), value=item.value)
+            return Forward("validate", Screened(waiting.proposals, bases_of(waiting.children)), value=item.value)
+        return Forward("screen", Children(waiting.children), value=item.value)

@@ -76,6 +76,29 @@ def train_ended(
     )
 
 
+def given_up(pool: Pool, ticket: Ticket, train: Train, scores: list[float]) -> None:
+    """An integrated candidate could not pass its screen any more; the scores that there are are stored nowhere."""
+    proposal: Proposal = CandidateProposal(
+        candidate=train.candidate,
+        parent_program_ids=[train.base.index],
+        subsample_scores_after=scores,
+        tag="patch" if train.key is None else "train",
+    )
+    pool.notify(
+        "on_evaluation_end",
+        iteration=ticket.number + 1,
+        candidate_idx=None,
+        scores=scores,
+        has_trajectories=False,
+        parent_ids=[train.base.index],
+        outputs=[None] * len(scores),
+        trajectories=None,
+        objective_scores=None,
+        is_seed_candidate=False,
+    )
+    pool.reject(ticket, proposal, reason=f"it cannot pass its screen any more, after {len(scores)} examples")
+
+
 def joined(first: ValsetEvaluation[Any, Any], last: ValsetEvaluation[Any, Any]) -> ValsetEvaluation[Any, Any]:
     """Two parts of one validation."""
     objectives = {**(first.objective_scores_by_val_id or {}), **(last.objective_scores_by_val_id or {})}

@@ -1,0 +1,44 @@
+"""Work that outlives the handler that began it, but not the run."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+import anyio
+from anyio.abc import TaskGroup
+
+
+class Background:
+    """Runs what stages have begun and do not wait for.
+
+    Use it as an async context manager around the run: leaving it normally waits for what still runs. An exception of
+    the block, or of a piece of work, cancels the rest; the first one of the work is kept as ``failure``, as it is.
+    """
+
+    def __init__(self) -> None:
+        self.failure: Exception | None = None
+        self._group: TaskGroup | None = None
+
+    async def __aenter__(self) -> Background:
+        self._group = anyio.create_task_group()
+        await self._group.__aenter__()
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        assert self._group is not None
+        if exception[0] is not None:
+            self._group.cancel_scope.cancel()
+        await self._group.__aexit__(None, None, None)
+
+    def start(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Begin ``work``."""
+        assert self._group is not None, "work was begun outside of the run"
+        self._group.start_soon(self._guarded, work)
+
+    async def _guarded(self, work: Callable[[], Awaitable[None]]) -> None:
+        try:
+            await work()
+        except Exception as error:
+            self.failure = self.failure or error
+            assert self._group is not None
+            self._group.cancel_scope.cancel()

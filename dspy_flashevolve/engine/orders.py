@@ -1,0 +1,38 @@
+"""Orders of slots besides the default (:class:`~dspy_flashevolve.engine.slots.DeepestFirst`)."""
+
+from __future__ import annotations
+
+from dspy_flashevolve.engine.errors import ConfigurationError
+from dspy_flashevolve.engine.slots import Claim, SlotKey
+
+
+class ValueFirst:
+    """What is worth most a request goes first.
+
+    A claim's worth is what its item is thought to reach (the score of its parent, and the child's gain on the screen
+    once it is known), more the nearer its stage is to a commit, less by a factor for each commit that its ticket has
+    not seen, and shared by the requests that it still needs: the last two requests of a validation go before its first
+    fifty, and those before nothing.
+
+    Args:
+        discount: what an item keeps of its worth for each commit it has not seen; above 0, up to 1.
+
+    Raises:
+        ConfigurationError: a discount outside of (0, 1].
+    """
+
+    def __init__(self, discount: float = 0.9) -> None:
+        if not 0 < discount <= 1:
+            raise ConfigurationError(f"value order: discount is {discount}, expected above 0 and up to 1.")
+        self._discount = discount
+        self._newest = 0
+
+    def key(self, claim: Claim, held: int, waiting: int) -> SlotKey:
+        """See :meth:`~dspy_flashevolve.engine.slots.SlotOrder.key`."""
+        self._newest = max(self._newest, claim.version)
+        worth = (BASE_WORTH + max(0.0, claim.value)) * claim.depth * self._discount ** (self._newest - claim.version)
+        return (-worth / max(1, held + waiting), -claim.rank, float(claim.ticket))
+
+
+BASE_WORTH = 0.1
+"""Of an item of which nothing is known, in score: new candidates may come from anywhere."""

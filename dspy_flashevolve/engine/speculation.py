@@ -1,0 +1,135 @@
+"""When a stage releases its output before its slowest request has finished, and in which order requests are made.
+
+A stage whose items need n requests may go on with the first ceil(alpha n) that finish; the others run on. What was
+decided on a part is confirmed, or taken back, when the rest is there.
+
+Source: FlashEvolve (arXiv 2605.08520) section 3.3.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import deque
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from dspy_flashevolve.engine.errors import ConfigurationError
+
+K = TypeVar("K", bound=Hashable)
+
+
+def released_at(share: float, requests: int) -> int:
+    """Requests that have to finish before a stage releases its output: at least one, at most all.
+
+    The product is rounded to a tenth before it is rounded up, so that 0.67 of three are two.
+
+    >>> [released_at(0.67, 3), released_at(0.25, 60), released_at(0.25, 3), released_at(1.0, 7)]
+    [2, 15, 1, 7]
+    """
+    return min(requests, max(1, math.ceil(round(share * requests, 1))))
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """How early stages release their output.
+
+    Args:
+        rollout: share of a parent's minibatch after which reflection starts, on what is there; above 0, up to 1. The
+            others run on: they are paid, remembered, and compared with the child's.
+        screen: share of the screen of a train after which its head is put up for selection, if it leads on these
+            examples; the rest runs on, and a head that fails it goes with what stands on it.
+        validate: share of the validation set, the prefix, after which a candidate whose score there is above the pool's
+            best on the same examples may be selected, and a head below it is rolled back; the rest runs on.
+        rounds: an example of the validation set that this many candidates in a row have passed leaves the prefix.
+        racing: how far a candidate's score may lie under the pool's best on the same examples, from its prefix on,
+            before it gives up the rest of its validation. Approximate: a candidate that would have caught up is lost.
+            None for never.
+
+    Raises:
+        ConfigurationError: a share outside (0, 1], fewer than one round, or a negative margin.
+    """
+
+    rollout: float = 0.67
+    screen: float = 1.0
+    validate: float = 0.25
+    rounds: int = 3
+    racing: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("rollout", "screen", "validate"):
+            share = getattr(self, name)
+            if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+                raise ConfigurationError(f"Speculation: {name} is {share!r}, expected a share above 0 and up to 1.")
+        if isinstance(self.rounds, bool) or not isinstance(self.rounds, int) or self.rounds < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigurationError(f"Speculation: rounds is {self.rounds!r}, expected a whole number of at least 1.")
+        if self.racing is not None and not self.racing >= 0:
+            raise ConfigurationError(
+                f"Speculation: racing is {self.racing!r}, expected a margin of 0 or more, or None."
+            )
+
+
+NOT_SPECULATIVE = Speculation(rollout=1.0, screen=1.0, validate=1.0)
+"""Every stage waits for all of its requests."""
+
+
+class ValidationOrder:
+    """The order in which the examples of a validation are run: those that tell candidates apart come first.
+
+    An example's worth is the variance of its scores over the candidates that were run on it, most first; equals, and
+    those that fewer than two candidates were run on, come in an order drawn from the seed. An example that the last
+    ``rounds`` candidates passed goes to the end, so that it leaves the prefix; one failure brings it back.
+
+    Every example is still run before a candidate is confirmed: the order changes nothing but what is known sooner.
+
+    Args:
+        passing: score from which an example counts as passed.
+        rounds: see above.
+        seed: of the draw.
+
+    >>> order = ValidationOrder(passing=1.0, rounds=1, seed=0)
+    >>> order.record({"told apart": 0.0, "easy": 1.0, "hard": 0.0})
+    >>> order.record({"told apart": 1.0, "easy": 1.0, "hard": 0.0})
+    >>> order.sort(["easy", "hard", "told apart"])
+    ['hard', 'told apart', 'easy']
+    >>> order.record({"told apart": 0.0})
+    >>> order.sort(["easy", "hard", "told apart"])
+    ['told apart', 'hard', 'easy']
+    """
+
+    def __init__(self, passing: float, rounds: int, seed: int | None) -> None:
+        self._passing = passing
+        self._rounds = rounds
+        self._seed = seed
+        self._sums: dict[Hashable, tuple[int, float, float]] = {}
+        self._last: dict[Hashable, deque[bool]] = {}
+
+    def record(self, scores: Mapping[K, float]) -> None:
+        """One candidate's scores, on any examples."""
+        for example, score in scores.items():
+            count, total, squares = self._sums.get(example, (0, 0.0, 0.0))
+            self._sums[example] = (count + 1, total + score, squares + score * score)
+            self._last.setdefault(example, deque(maxlen=self._rounds)).append(score >= self._passing)
+
+    def sort(self, examples: Sequence[K]) -> list[K]:
+        """The examples, those to be run first in front."""
+        return sorted(examples, key=self._key)
+
+    def _key(self, example: Hashable) -> tuple[bool, float, float]:
+        last = self._last.get(example, ())
+        rotated = len(last) == self._rounds and all(last)
+        count, total, squares = self._sums.get(example, (0, 0.0, 0.0))
+        variance = 0.0 if count < 2 else max(0.0, squares / count - (total / count) ** 2)
+        return (rotated, -round(variance, 9), random.Random(f"{self._seed}/prefix/{example}").random())
+
+
+def at_most(scores: Sequence[float | None], highest: float) -> float:
+    """The largest sum that the scores can still come to when none is above ``highest``; None stands for one to come.
+
+    It is exact in floating point as well: added in the same order, larger terms never give a smaller sum.
+
+    >>> at_most([0.5, None], 1.0)
+    1.5
+    """
+    return sum(highest if score is None else score for score in scores)

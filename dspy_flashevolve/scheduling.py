@@ -1,0 +1,182 @@
+"""What AsyncGEPA's arguments of its own mean: checked when they are given, and turned into the schedule of a run."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Literal
+
+import dspy
+from dspy.primitives import Module
+
+from dspy_flashevolve.engine.admission import Admission, GapBound, LiveTickets, for_slots
+from dspy_flashevolve.engine.errors import ConfigurationError
+from dspy_flashevolve.engine.orders import ValueFirst
+from dspy_flashevolve.engine.slots import DeepestFirst, SlotOrder
+from dspy_flashevolve.engine.speculation import Speculation
+from dspy_flashevolve.engine.staleness import PLACES, Full, Guarded, Reflective, StalenessPolicy, check_looks
+from dspy_flashevolve.gepa.settings import RunSettings
+from dspy_flashevolve.programs.usage import rates_of
+from dspy_flashevolve.reflection.stale_candidates import StaleCandidateReflection
+
+logger = logging.getLogger(__name__)
+
+Schedule = Literal["async", "lockstep"]
+GENERATIONS, GENERATIONS_BY_TRAIN = 12.0, 6.0
+"""A limited budget is spread over at least this many generations (``engine.admission.LiveTickets``); fewer where trains
+bring the work of many tickets together."""
+POLICIES: dict[str, StalenessPolicy] = {
+    "full": Full(),
+    "guarded": Guarded(max_gap=8),
+    "patch": Reflective(batch=1),
+    "reflective": Reflective(batch=12),
+}
+"""What the names of ``staleness`` stand for."""
+ORDERS: dict[str, type[DeepestFirst] | type[ValueFirst]] = {"deepest": DeepestFirst, "value": ValueFirst}
+"""What the names of ``slot_order`` stand for."""
+DEFAULT_SPECULATION = Speculation()
+
+
+def policy_named(staleness: Any) -> StalenessPolicy:
+    """The policy that a name stands for, or the policy itself.
+
+    Raises:
+        ConfigurationError: no such name, or no policy.
+    """
+    if isinstance(staleness, str):
+        if staleness in POLICIES:
+            return POLICIES[staleness]
+    elif callable(getattr(staleness, "decide", None)) and isinstance(getattr(staleness, "looks", None), tuple):
+        check_looks(staleness.looks, PLACES, type(staleness).__name__)
+        return staleness
+    names = ", ".join(repr(name) for name in POLICIES)
+    raise ConfigurationError(
+        f"staleness is {staleness!r}, expected one of {names}, or a policy: an object with looks, a tuple of places, "
+        "and decide(look, history)."
+    )
+
+
+def order_named(order: Any) -> SlotOrder:
+    """The order of slots that a name stands for, or the order itself.
+
+    Raises:
+        ConfigurationError: no such name, or no order.
+    """
+    if isinstance(order, str) and order in ORDERS:
+        return ORDERS[order]()
+    if not isinstance(order, str | type) and callable(getattr(order, "key", None)):
+        return order
+    names = ", ".join(repr(name) for name in ORDERS)
+    raise ConfigurationError(
+        f"slot_order is {order!r}, expected one of {names}, or an object with key(claim, held, waiting)."
+    )
+
+
+def check_schedule(optimizer: Any) -> None:
+    """Raise ConfigurationError for an argument of AsyncGEPA's own that cannot work."""
+    if optimizer.schedule not in ("async", "lockstep"):
+        raise ConfigurationError(f"schedule is {optimizer.schedule!r}, expected 'async' or 'lockstep'.")
+    policy_named(optimizer.staleness)
+    order_named(optimizer.slot_order)
+    module = optimizer.stale_candidate_reflection
+    if module is not None and not isinstance(module, Module):
+        raise ConfigurationError(f"stale_candidate_reflection is {module!r}, expected a dspy.Module.")
+    if optimizer.speculation is not None and not isinstance(optimizer.speculation, Speculation):
+        raise ConfigurationError(f"speculation is {optimizer.speculation!r}, expected a Speculation, or None.")
+    for name in ("num_threads", "max_concurrency", "max_live_tickets", "max_reflection_calls"):
+        value = getattr(optimizer, name)
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise ConfigurationError(f"{name} is {value!r}, expected a whole number of at least 1, or None.")
+    if optimizer.num_threads and optimizer.max_concurrency and optimizer.num_threads > optimizer.max_concurrency:
+        raise ConfigurationError(
+            f"num_threads is {optimizer.num_threads}, above max_concurrency={optimizer.max_concurrency}. Give one of "
+            "them."
+        )
+    for name in ("max_seconds", "max_cost"):
+        limit = getattr(optimizer, name)
+        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int | float) or not limit > 0):
+            raise ConfigurationError(f"{name} is {limit!r}, expected a number above 0, or None.")
+    _check_width(optimizer)
+
+
+def _check_width(optimizer: Any) -> None:
+    live, admission = optimizer.max_live_tickets, optimizer.admission
+    if optimizer.schedule == "lockstep" and live not in (None, 1):
+        raise ConfigurationError(f"max_live_tickets is {live}, but schedule='lockstep' runs one step at a time.")
+    if admission is None:
+        return
+    if not callable(getattr(admission, "admits", None)) or not isinstance(getattr(admission, "limit", None), int):
+        raise ConfigurationError(
+            f"admission is {admission!r}, expected LiveTickets, GapBound, or an object with limit, admits(load) and "
+            "is_narrowed(load)."
+        )
+    if live is not None or optimizer.schedule == "lockstep":
+        raise ConfigurationError("admission is given beside max_live_tickets or schedule='lockstep': give one of them.")
+
+
+def check_prices(optimizer: Any, student: Module) -> None:
+    """A limit in dollars needs a price for every LM that the run may ask.
+
+    Raises:
+        ConfigurationError: litellm's cost map does not have one.
+    """
+    if optimizer.max_cost is None:
+        return
+    own = [getattr(predictor, "lm", None) for predictor in student.predictors()]
+    lms: list[Any] = [*own, dspy.settings.lm, optimizer.reflection_lm]
+    models = {str(lm.model) for lm in lms if hasattr(lm, "model")}
+    unknown = sorted(model for model in models if rates_of(model) is None)
+    if unknown:
+        raise ConfigurationError(
+            f"max_cost is {optimizer.max_cost:g}, but litellm's cost map has no price for {', '.join(unknown)}. "
+            "Register one by litellm.register_model({...}), or bound the run by max_metric_calls, "
+            "max_reflection_calls or max_seconds."
+        )
+
+
+def settings_of(optimizer: Any, same_data: bool) -> RunSettings:
+    """The schedule of a run.
+
+    Args:
+        same_data: the training set is the validation set.
+    """
+    lockstep = optimizer.schedule == "lockstep"
+    slots: int = optimizer.num_threads or optimizer.max_concurrency or dspy.settings.num_threads
+    minibatch = optimizer.reflection_minibatch_size or 3
+    fixed = 1 if lockstep else optimizer.max_live_tickets
+    policy = Full() if lockstep else _usable_policy(optimizer)
+    rule = LiveTickets(fixed) if fixed is not None else _admission(optimizer, policy, slots, min(minibatch, slots))
+    return RunSettings(
+        slots=slots,
+        live_limit=rule.limit,
+        admission=rule,
+        budget_calls=None if lockstep else optimizer.max_metric_calls,
+        minibatch=minibatch,
+        lockstep=lockstep,
+        staleness=policy,
+        max_seconds=optimizer.max_seconds,
+        speculation=optimizer.speculation,
+        same_data=same_data,
+        strict_live=fixed is not None,
+        max_reflection_calls=optimizer.max_reflection_calls,
+        max_cost=optimizer.max_cost,
+        order=None if lockstep else order_named(optimizer.slot_order),
+    )
+
+
+def _admission(optimizer: Any, policy: StalenessPolicy, slots: int, burst: int) -> Admission:
+    if optimizer.admission is not None:
+        return optimizer.admission
+    trains = isinstance(policy, Reflective) and policy.train
+    width = for_slots(slots, GENERATIONS_BY_TRAIN if trains else GENERATIONS, burst=burst)
+    return GapBound(policy.max_gap, width) if isinstance(policy, Guarded) else width
+
+
+def _usable_policy(optimizer: Any) -> StalenessPolicy:
+    """The policy; one that integrates needs an LM to do it."""
+    policy = policy_named(optimizer.staleness)
+    module = optimizer.stale_candidate_reflection or StaleCandidateReflection()
+    silent = [one for one in module.predictors() if getattr(one, "lm", None) is None]
+    if isinstance(policy, Reflective) and silent and optimizer.reflection_lm is None and dspy.settings.lm is None:
+        logger.warning("There is no LM that could integrate stale candidates: they are admitted as they are.")
+        return Full()
+    return policy
