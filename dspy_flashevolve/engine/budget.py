@@ -81,6 +81,10 @@ class Reservation:
         self.open += more.open
         return True
 
+    def beside(self, calls: int) -> Reservation | None:
+        """Another reservation of the same budget, that does not mix with this one; None when it does not fit."""
+        return self._budget.reserve(calls)
+
     def lend(self, other: Reservation, calls: int) -> bool:
         """Hand ``calls`` that are still open to another reservation of the same budget; False when there are fewer."""
         if calls > self.open:

@@ -112,6 +112,45 @@ class RolloutFinished(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class RolloutTimedOut(Event):
+    """A run of a rollout was given up: it took longer than the rollout's timeout.
+
+    Args:
+        waited_seconds: from the grant of its slot.
+        attempt: 1 for the first run of the rollout, 2 for its first retry; a duplicate has that of its original.
+    """
+
+    ticket: int
+    stage: str
+    waited_seconds: float
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutDuplicated(Event):
+    """A rollout far beyond the others of its stage was begun a second time, in a slot of its own."""
+
+    ticket: int
+    stage: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkersChanged(Event):
+    """A workflow controller decided how many workers a stage has.
+
+    Args:
+        before: workers wanted until now; 0 at the start of the run.
+        after: workers wanted from now on. Those above it end after the item that they work on.
+        reason: the rule, and what it saw.
+    """
+
+    stage: str
+    before: int
+    after: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Committed(Event):
     """The pool changed.
 

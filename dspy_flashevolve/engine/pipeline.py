@@ -8,10 +8,11 @@
        +------------------------------------- a ticket ends: one more may start <----------------------+
 
 The diagram shows GEPA's stages; the pipeline itself knows only names. Each stage has one input queue
-and K workers. A worker takes an item, awaits the stage's handler, and passes the item on or ends its
-ticket. Admission decides when the source may open the next ticket. When the source is exhausted or a
-stop was asked for, no ticket is admitted and what is live drains; then the queues close and every
-worker ends. A handler that raises cancels the rest and the exception leaves :meth:`Pipeline.run`.
+and K workers; a workflow controller may move K while the run goes on. A worker takes an item, awaits
+the stage's handler, and passes the item on or ends its ticket. Admission decides when the source may
+open the next ticket. When the source is exhausted or a stop was asked for, no ticket is admitted and
+what is live drains; then the queues close and every worker ends. A handler that raises cancels the
+rest and the exception leaves :meth:`Pipeline.run`.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from typing import Any, Protocol
 import anyio
 from anyio.abc import TaskGroup
 
+from dspy_flashevolve.engine.control import WorkflowController
+from dspy_flashevolve.engine.crews import Crew, Crews
 from dspy_flashevolve.engine.errors import ConfigurationError, QueueClosedError
 from dspy_flashevolve.engine.events import EventBus, StageFinished, TicketClosed, TicketOpened
 from dspy_flashevolve.engine.item import End, EndKind, Item, Ticket
@@ -84,9 +87,10 @@ class Pipeline:
         source: opens tickets.
         bus: gets the events.
         clock: seconds.
+        controller: decides how many workers each stage has, within its bounds; None gives each its most.
 
     Raises:
-        ConfigurationError: two stages share a name, or there is none.
+        ConfigurationError: two stages share a name, there is none, or the controller names one that there is not.
     """
 
     def __init__(
@@ -95,6 +99,7 @@ class Pipeline:
         source: Source,
         bus: EventBus,
         clock: Callable[[], float] = time.monotonic,
+        controller: WorkflowController | None = None,
     ) -> None:
         names = [stage.name for stage in stages]
         if not names or len(set(names)) != len(names):
@@ -104,6 +109,7 @@ class Pipeline:
         self._bus = bus
         self._clock = clock
         self._queues: dict[str, StageQueue[Any]] = {s.name: StageQueue(s.name, s.queue_capacity, clock) for s in stages}
+        self._crews = Crews(stages, self._queues, controller, bus, clock)
         self._live: dict[int, Ticket] = {}
         self._opened = 0
         self._ended: dict[str, int] = {kind.value: 0 for kind in EndKind}
@@ -147,7 +153,8 @@ class Pipeline:
         try:
             async with anyio.create_task_group() as group:
                 self._scope = group.cancel_scope
-                self._start_workers(group)
+                self._crews.start(lambda crew: self._start_worker(group, crew))
+                group.start_soon(self._guard, self._crews.control, name="workflow control")
                 await self._guard(self._admit)
         except BaseException as error:
             self._cancel_live()
@@ -164,10 +171,11 @@ class Pipeline:
             queues={name: queue.statistics() for name, queue in self._queues.items()},
         )
 
-    def _start_workers(self, group: TaskGroup) -> None:
-        for stage in self._stages:
-            for _ in range(stage.workers):
-                group.start_soon(self._guard, lambda stage=stage: self._work(stage), name=f"stage {stage.name}")
+    def _start_worker(self, group: TaskGroup, crew: Crew) -> None:
+        async def life() -> None:
+            await self._crews.employed(crew, lambda: self._work(crew))
+
+        group.start_soon(self._guard, life, name=f"stage {crew.stage.name}")
 
     async def _guard(self, run: Callable[[], Any]) -> None:
         """Keep the first exception as it is; task groups would wrap it."""
@@ -185,6 +193,7 @@ class Pipeline:
                 continue
             if self._live:
                 await self._wake.wait()
+        self._crews.close()
         for queue in self._queues.values():
             queue.close()
 
@@ -200,20 +209,20 @@ class Pipeline:
         await self._queues[answer.stage].put(answer.item)
         return True
 
-    async def _work(self, stage: Stage) -> None:
-        queue = self._queues[stage.name]
+    async def _work(self, crew: Crew) -> None:
+        stage = crew.stage
         while True:
             try:
-                taken = [await queue.get(stage.ready)]
+                taken = await crew.take()
             except QueueClosedError:
                 return
+            if not taken:  # there are more workers than are wanted
+                return
             started = self._clock()
-            first, waited = taken[0]
-            if stage.batch is None:
-                outcomes = await stage.handler(first)  # pyright: ignore[reportArgumentType]
-            else:
-                taken += queue.get_more(stage.batch - 1)
-                outcomes = await stage.handler([item for item, _ in taken])  # pyright: ignore[reportArgumentType]
+            first = taken[0][0]
+            with crew.at_work(len(taken)):
+                work: Any = first if stage.batch is None else [item for item, _ in taken]
+                outcomes = await stage.handler(work)
             worked = self._clock() - started
             for item, waited in taken:
                 self._bus.emit(

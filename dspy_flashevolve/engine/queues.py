@@ -96,7 +96,29 @@ class StageQueue(Generic[P]):
         Raises:
             QueueClosedError: the queue is closed and empty.
         """
-        while not self._closed and not (self._heap and (ready is None or ready(len(self._heap)))):
+        taken = await self.get_while(lambda: True, ready)
+        assert taken is not None
+        return taken
+
+    async def get_while(
+        self, stays: Callable[[], bool], ready: Callable[[int], bool] | None = None
+    ) -> tuple[Item[P], float] | None:
+        """As :meth:`get`; None, with nothing taken, where the getter is wanted no more.
+
+        Args:
+            stays: whether the getter is wanted; asked whenever ``ready`` would be.
+            ready: see :meth:`get`.
+
+        Raises:
+            QueueClosedError: the queue is closed and empty.
+        """
+        while not self._closed:
+            if not stays():
+                if self._heap:  # what woke this getter may have been an item, which another has to take now
+                    self._wake_one(self._getters)
+                return None
+            if self._heap and (ready is None or ready(len(self._heap))):
+                break
             await self._wait_in(self._getters)
         if not self._heap:
             raise QueueClosedError(f"queue {self.name!r} is closed and empty.")

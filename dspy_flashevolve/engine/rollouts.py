@@ -1,4 +1,8 @@
-"""Requests in flight: a slot for each, retries outside the slot, one flight for equal rollouts."""
+"""Requests in flight: a slot for each, retries outside the slot, one flight for equal rollouts.
+
+A rollout may be bounded in time and duplicated (:mod:`dspy_flashevolve.engine.stragglers`). Other requests (a
+reflection, an integration) may not: they take many times as long as a rollout, and the LM's own timeout bounds them.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +16,10 @@ import anyio
 
 from dspy_flashevolve.engine.budget import Reservation
 from dspy_flashevolve.engine.errors import ConfigurationError, RolloutUnresolvedError, TransientError
-from dspy_flashevolve.engine.events import EventBus, RolloutFinished
+from dspy_flashevolve.engine.events import EventBus, RolloutDuplicated, RolloutFinished, RolloutTimedOut
+from dspy_flashevolve.engine.retries import RetryPolicy
 from dspy_flashevolve.engine.slots import Claim, Slots
+from dspy_flashevolve.engine.stragglers import Duplicates, MetricCall, Stragglers, first_answer
 
 T = TypeVar("T")
 
@@ -39,46 +45,42 @@ class Rollout:
     cost_dollars: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class RetryPolicy:
-    """Exponential backoff with full jitter.
-
-    Args:
-        attempts: requests in all, at least 1.
-        first_seconds: the longest first wait.
-        most_seconds: the longest wait, unless the provider's Retry-After is longer.
-
-    Raises:
-        ConfigurationError: attempts under 1.
-    """
-
-    attempts: int = 6
-    first_seconds: float = 1.0
-    most_seconds: float = 30.0
-
-    def __post_init__(self) -> None:
-        if self.attempts < 1:
-            raise ConfigurationError(f"retries: attempts is {self.attempts}, expected at least 1.")
-
-    def wait_seconds(self, attempt: int, retry_after_seconds: float | None, chance: float) -> float:
-        """How long to wait after failed attempt number ``attempt`` (from 0).
-
-        Args:
-            chance: a draw from [0, 1); spreads out requests that failed together.
-
-        >>> RetryPolicy().wait_seconds(2, None, chance=0.5)
-        2.0
-        >>> RetryPolicy().wait_seconds(0, 10.0, chance=0.5)
-        10.5
-        """
-        backoff = min(self.most_seconds, self.first_seconds * 2**attempt) * chance
-        return backoff if retry_after_seconds is None else retry_after_seconds + self.first_seconds * chance
-
-
 @dataclass
 class _Flight:
     landed: anyio.Event
     result: Rollout | None = None
+
+
+@dataclass
+class _Run:
+    """One run of a rollout: the original of an attempt, or its duplicate, which has a call of its own to spend."""
+
+    claim: Claim
+    reservation: Reservation
+    call: Callable[[], Awaitable[Rollout]]
+    attempt: int
+    spare: Reservation | None = None
+    granted_at: float = 0.0
+    granted: anyio.Event = field(default_factory=anyio.Event)
+    paid: bool = False
+
+    def settle(self) -> None:
+        """Count the call of its metric, as the ticket's."""
+        if self.spare is not None:
+            self.spare.lend(self.reservation, 1)
+        self.reservation.settle()
+        self.paid = True
+
+    def extend(self) -> bool:
+        """Set a call aside for the next attempt, since this one's is paid; False where the budget has no room."""
+        self.paid = not self.reservation.extend(1)
+        return not self.paid
+
+    def give_back(self) -> None:
+        """Nothing is owed for it: refund its call, if it is not paid."""
+        if not self.paid and (call := self.reservation.beside(0)) is not None:
+            self.reservation.lend(call, 1)
+            call.refund()
 
 
 class Rollouts:
@@ -86,11 +88,19 @@ class Rollouts:
 
     Args:
         slots: shared by the whole run.
-        bus: gets a :class:`RolloutFinished` for each rollout that was paid.
+        bus: gets a :class:`RolloutFinished` for each rollout that was answered and paid, a :class:`RolloutTimedOut` and
+            a :class:`RolloutDuplicated` for each that was given up or begun a second time.
         clock: seconds.
         retry: what happens on a :class:`TransientError`.
         single_flight: two tickets that need the same rollout at the same time share it.
         rng: jitter.
+        timeout_seconds: a run of a rollout that takes longer, from the grant of its slot, is cancelled and counts as a
+            :class:`TransientError`. Code that runs in a thread cannot be cancelled: a program there is left behind, and
+            a metric there, which is the end of a rollout, is waited for. None for no bound.
+        duplicates: when a rollout is begun a second time; None never does.
+
+    Raises:
+        ConfigurationError: a timeout that is not above 0.
     """
 
     def __init__(
@@ -101,7 +111,13 @@ class Rollouts:
         retry: RetryPolicy | None = None,
         single_flight: bool = True,
         rng: random.Random | None = None,
+        timeout_seconds: float | None = None,
+        duplicates: Duplicates | None = None,
     ) -> None:
+        if timeout_seconds is not None and not timeout_seconds > 0:
+            raise ConfigurationError(
+                f"rollouts: timeout_seconds is {timeout_seconds!r}, expected a number above 0, or None."
+            )
         self._slots = slots
         self._bus = bus
         self._clock = clock
@@ -109,8 +125,16 @@ class Rollouts:
         self._single_flight = single_flight
         self._rng = rng or random.Random()
         self._flights: dict[Hashable, _Flight] = {}
+        self._timeout_seconds = timeout_seconds
+        self._stragglers = None if duplicates is None else Stragglers(duplicates, clock)
         self.shared = 0
+        """Rollouts that were joined instead of run."""
         self.retried = 0
+        """Requests that were tried again."""
+        self.timed_out = 0
+        """Runs of rollouts that were given up."""
+        self.duplicated = 0
+        """Rollouts that were begun a second time."""
 
     async def request(self, claim: Claim, call: Callable[[], Awaitable[T]]) -> T:
         """Make one request in a slot; wait between retries without one.
@@ -118,10 +142,19 @@ class Rollouts:
         Raises:
             RolloutUnresolvedError: every attempt ended in a :class:`TransientError`.
         """
+
+        async def once(attempt: int) -> T:
+            del attempt
+            async with self._slots.hold(claim):
+                return await call()
+
+        return await self._retried(once)
+
+    async def _retried(self, once: Callable[[int], Awaitable[T]]) -> T:
+        """Call ``once`` with the number of the attempt, from 0, until it does not fail transiently."""
         for attempt in range(self._retry.attempts):
             try:
-                async with self._slots.hold(claim):
-                    return await call()
+                return await once(attempt)
             except TransientError as error:
                 if attempt + 1 == self._retry.attempts:
                     raise RolloutUnresolvedError(f"no answer after {attempt + 1} attempts: {error}") from error
@@ -169,18 +202,79 @@ class Rollouts:
         return flight.result, True
 
     async def _paid(self, claim: Claim, reservation: Reservation, call: Callable[[], Awaitable[Rollout]]) -> Rollout:
-        granted_at = 0.0
+        """Run a rollout until it is answered; the calls of its metric are settled."""
 
-        async def timed() -> Rollout:
-            nonlocal granted_at
-            granted_at = self._clock()
-            return await call()
+        async def once(attempt: int) -> Rollout:
+            flight = _Run(claim, reservation, call, attempt + 1)
+            if self._stragglers is None:
+                return await self._run(flight)
+            duplicate = _Run(claim, reservation, call, attempt + 1)
+            rollout = await first_answer(
+                lambda: self._run(flight),
+                lambda: self._beside(flight, duplicate),
+                lambda: duplicate.spare is not None,
+            )
+            flight.give_back()  # of one that lost before its metric began
+            return rollout
 
-        rollout = await self.request(claim, timed)
-        reservation.settle()
-        now = self._clock()
-        cost = rollout.cost_dollars
-        self._bus.emit(
-            RolloutFinished(now, claim.ticket, claim.stage, rollout.score, now - granted_at, rollout.tokens, cost)
-        )
-        return rollout
+        return await self._retried(once)
+
+    async def _beside(self, original: _Run, duplicate: _Run) -> Rollout:
+        """Wait until the original is far beyond the others, and run it a second time."""
+        assert self._stragglers is not None
+        await original.granted.wait()
+        claim = original.claim
+        spare = duplicate.spare = await self._stragglers.overdue(claim.stage, original.granted_at, original.reservation)
+        try:
+            return await self._run(duplicate)
+        finally:
+            spare.refund()
+            if not duplicate.granted.is_set():
+                self._stragglers.not_begun()
+
+    async def _run(self, run: _Run) -> Rollout:
+        """One run in a slot, within its time."""
+        metric = MetricCall()
+        async with self._slots.hold(run.claim):
+            if run.spare is not None:  # the slot may be the one that the original's answer has just freed
+                await anyio.lowlevel.checkpoint_if_cancelled()
+            self._granted(run)
+            try:
+                with metric.watched(), anyio.move_on_after(self._timeout_seconds):
+                    rollout = await run.call()
+                    self._answered(run, rollout)
+                    return rollout
+            except anyio.get_cancelled_exc_class():
+                if metric.begun:
+                    run.settle()
+                raise
+        raise self._gave_up(run, metric)
+
+    def _granted(self, run: _Run) -> None:
+        run.granted_at = self._clock()
+        run.granted.set()
+        if run.spare is not None:
+            self.duplicated += 1
+            self._bus.emit(RolloutDuplicated(run.granted_at, run.claim.ticket, run.claim.stage))
+        elif self._stragglers is not None:
+            self._stragglers.begun()
+
+    def _answered(self, run: _Run, rollout: Rollout) -> None:
+        run.settle()
+        now, claim = self._clock(), run.claim
+        seconds, cost = now - run.granted_at, rollout.cost_dollars
+        if self._stragglers is not None:
+            self._stragglers.finished(claim.stage, seconds)
+        self._bus.emit(RolloutFinished(now, claim.ticket, claim.stage, rollout.score, seconds, rollout.tokens, cost))
+
+    def _gave_up(self, run: _Run, metric: MetricCall) -> Exception:
+        """The run took too long: what to raise."""
+        now, claim = self._clock(), run.claim
+        self.timed_out += 1
+        self._bus.emit(RolloutTimedOut(now, claim.ticket, claim.stage, now - run.granted_at, run.attempt))
+        late = f"no answer within {self._timeout_seconds:g} seconds"
+        if metric.begun:
+            run.settle()
+            if run.spare is None and not run.extend():
+                return RolloutUnresolvedError(f"{late}, and the budget does not pay another attempt.")
+        return TransientError(late)

@@ -60,15 +60,17 @@ class Stage:
         name: unique in a pipeline.
         handler: an async function from an item to its outcome, or from a list of items where ``batch`` is given.
             What it raises ends the run.
-        workers: items, or batches, that the stage works on at once; at least 1.
+        workers: items, or batches, that the stage works on at once; at least 1. The most where a controller decides.
         queue_capacity: items that may wait; at least 1. Producers wait beyond it.
         batch: items that one call of the handler gets at most: those that wait when a worker is free. None for one
             item a call.
         ready: asked with the number of items that wait whether a batch may begin; asked again when one comes in and
             when the pipeline is woken. None begins at once.
+        least_workers: workers that a controller leaves the stage. A handler that waits for items behind its own in the
+            queue needs as many as may wait at once, and one more.
 
     Raises:
-        ConfigurationError: workers, capacity or batch under 1.
+        ConfigurationError: workers, capacity, batch or least workers under 1, or more least workers than workers.
     """
 
     name: str
@@ -77,9 +79,14 @@ class Stage:
     queue_capacity: int
     batch: int | None = None
     ready: Callable[[int], bool] | None = None
+    least_workers: int = 1
 
     def __post_init__(self) -> None:
-        bounds = (("workers", self.workers), ("queue_capacity", self.queue_capacity), ("batch", self.batch))
-        for field, value in bounds:
+        for field in ("workers", "queue_capacity", "batch", "least_workers"):
+            value = getattr(self, field)
             if value is not None and value < 1:
                 raise ConfigurationError(f"stage {self.name!r}: {field} is {value}, expected at least 1.")
+        if self.least_workers > self.workers:
+            raise ConfigurationError(
+                f"stage {self.name!r}: least_workers is {self.least_workers}, above workers={self.workers}."
+            )

@@ -30,22 +30,38 @@ class Threads:
     Calls see the caller's context variables. With one worker, calls run one at a time in the order in
     which they were made: that is how the pool's single writer is built.
 
+    A thread cannot be interrupted. A call whose caller is cancelled goes on to its end, and what it returns or raises
+    is dropped; where there are several workers one more may start in its place, so that calls which were given up do
+    not hold up those that follow.
+
     Args:
-        workers: threads at most; they start when they are needed.
+        workers: threads at most, beside those of calls that were given up; they start when they are needed.
         name: prefix of the threads' names.
     """
 
     def __init__(self, workers: int, name: str) -> None:
+        self._workers = workers
         self._executor = ThreadPoolExecutor(max_workers=workers, thread_name_prefix=f"flashevolve-{name}")
 
     async def run(self, call: Callable[A, T], *args: A.args, **kwargs: A.kwargs) -> T:
         """Run ``call`` in a thread and wait for its result on the loop."""
         context = contextvars.copy_context()
+        working = False
 
         def in_context() -> Any:
-            return context.run(_off_the_loop, call, *args, **kwargs)
+            nonlocal working
+            working = True
+            try:
+                return context.run(_off_the_loop, call, *args, **kwargs)
+            finally:
+                working = False
 
-        return await asyncio.get_running_loop().run_in_executor(self._executor, in_context)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._executor, in_context)
+        except asyncio.CancelledError:
+            if working and self._workers > 1:
+                self._executor._max_workers += 1  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+            raise
 
     def close(self, wait: bool = True) -> None:
         """End the threads; with ``wait`` after the calls that were made, without it those not begun are dropped."""

@@ -66,6 +66,8 @@ class GepaRun:
             settings.retry,
             single_flight=not settings.lockstep,
             rng=random.Random(pool.options.seed),
+            timeout_seconds=settings.rollout_timeout_seconds,
+            duplicates=None if settings.lockstep else settings.duplicates,
         )
         highest = pool.options.perfect_score
         self._evaluations = Evaluations(
@@ -147,7 +149,8 @@ class GepaRun:
         source.closed = self._finish_resting
         if not self.settings.lockstep:
             self.pool.calls_made = lambda: self.budget.spent
-        self.pipeline = Pipeline(self._stages(source, seeded), source, self.bus, self.settings.clock)
+        controller = None if self.settings.lockstep else self.settings.controller
+        self.pipeline = Pipeline(self._stages(source, seeded), source, self.bus, self.settings.clock, controller)
         self.slots.on_idle = self._wake
         if self._stop_reason:
             self.pipeline.stop(self._stop_reason)
@@ -218,6 +221,8 @@ class GepaRun:
         reservation.refund()
         await self.pool.write(self.pool.confirm_seed, evaluation)
         self._order.record(evaluation.scores_by_val_id)
+        if reservation.settled > len(ids):  # duplicates, and metrics that were given up
+            await self.pool.write(self.pool.count_calls, reservation.settled - len(ids))
         if await self.pool.write(self.pool.should_stop):
             source.stop_requested = "a stopper said stop"
         seeded.set()
@@ -260,7 +265,10 @@ class GepaRun:
         # Tickets that only wait make room for further ones: there may be more than the limit.
         width = self.settings.live_limit * (1 if yard is None else 4)
         handlers: dict[str, Any] = self._stages_of_gepa.handlers()
-        stages = [Stage(name, handlers[name], 1 if name == "commit" else width, width) for name in handlers]
+        workers = {name: 1 if name == "commit" else width for name in handlers}
+        # The validations of heads wait for those of later heads, which must find a worker.
+        least = {"validate": width} if self._reflective is not None and self._reflective.train else {}
+        stages = [Stage(n, handlers[n], workers[n], width, least_workers=least.get(n, 1)) for n in handlers]
         return stages if yard is None else [*stages, yard.stage(width)]
 
     def _finish_resting(self) -> None:

@@ -8,10 +8,12 @@ from dataclasses import dataclass, field
 import anyio
 
 from dspy_flashevolve.engine.admission import Admission
-from dspy_flashevolve.engine.rollouts import RetryPolicy
+from dspy_flashevolve.engine.control import WorkflowController
+from dspy_flashevolve.engine.retries import RetryPolicy
 from dspy_flashevolve.engine.slots import SlotOrder
 from dspy_flashevolve.engine.speculation import Speculation
 from dspy_flashevolve.engine.staleness import Full, StalenessPolicy
+from dspy_flashevolve.engine.stragglers import Duplicates
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,10 @@ class RunSettings:
         speculation: how early stages release their output; None for never.
         order: who gets the next free slot; None for the default.
         retry: what happens when the provider asks to come back later.
+        controller: decides how many workers each stage has; None gives each the most. Not asked in lockstep.
+        rollout_timeout_seconds: a run of the program on an example, metric included, is given up after it and tried
+            again; None for no bound.
+        duplicates: begins a rollout far beyond the others a second time; None never does. Not in lockstep.
         clock: seconds.
     """
 
@@ -54,4 +60,7 @@ class RunSettings:
     speculation: Speculation | None = None
     order: SlotOrder | None = None
     retry: RetryPolicy | None = None
+    controller: WorkflowController | None = None
+    rollout_timeout_seconds: float | None = None
+    duplicates: Duplicates | None = None
     clock: Callable[[], float] = anyio.current_time

@@ -10,6 +10,7 @@ from typing import Any
 import anyio
 
 from dspy_flashevolve.engine.errors import ConfigurationError
+from dspy_flashevolve.engine.stragglers import metric_begins
 from dspy_flashevolve.engine.threads import Threads
 
 MetricFn = Callable[..., Any]
@@ -73,6 +74,7 @@ class Metric:
             args: tuple[Any, ...] = (example, prediction)
         else:
             kwargs, args = {}, (example, prediction, *[None] * self._padding)
+        metric_begins()
         if self._coroutine:
             return await self._function(*args, **kwargs)
         # A metric that has begun in a thread cannot be called back: its rollout is paid, and must be counted.
