@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from dspy_flashevolve.async_gepa import AsyncGEPA
     from dspy_flashevolve.compilation import AsyncGEPAResult
     from dspy_flashevolve.engine.admission import GapBound, LiveTickets
+    from dspy_flashevolve.engine.control import Backlog, Fixed, MedianRate, WorkflowController
     from dspy_flashevolve.engine.errors import (
         BudgetError,
         ConfigurationError,
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
     from dspy_flashevolve.engine.slots import DeepestFirst
     from dspy_flashevolve.engine.speculation import Speculation
     from dspy_flashevolve.engine.staleness import Full, Guarded, Reflective, StalenessPolicy
-    from dspy_flashevolve.observe.records import AsyncStats, CommitRecord, HeadRecord, IntegrationRecord
+    from dspy_flashevolve.engine.stragglers import Duplicates
+    from dspy_flashevolve.observe.records import AsyncStats, ChangeRecord, CommitRecord, HeadRecord, IntegrationRecord
     from dspy_flashevolve.reflection.combee import CombeeReflection
     from dspy_flashevolve.reflection.stale_candidates import StaleCandidateReflection
 
@@ -62,6 +64,12 @@ __all__ = [
 ]
 
 _HOMES = {
+    "ChangeRecord": "observe.records",
+    "Duplicates": "engine.stragglers",
+    "WorkflowController": "engine.control",
+    "MedianRate": "engine.control",
+    "Fixed": "engine.control",
+    "Backlog": "engine.control",
     "Speculation": "engine.speculation",
     "DeepestFirst": "engine.slots",
     "ValueFirst": "engine.orders",

@@ -17,11 +17,13 @@ from gepa.proposer.reflective_mutation.base import ReflectionComponentSelector
 
 from dspy_flashevolve.compilation import Compilation, check_data
 from dspy_flashevolve.engine.admission import Admission
+from dspy_flashevolve.engine.control import WorkflowController
 from dspy_flashevolve.engine.errors import ConfigurationError
 from dspy_flashevolve.engine.loop import run_to_end
 from dspy_flashevolve.engine.slots import SlotOrder
 from dspy_flashevolve.engine.speculation import Speculation
 from dspy_flashevolve.engine.staleness import Reflective, StalenessPolicy
+from dspy_flashevolve.engine.stragglers import Duplicates
 from dspy_flashevolve.gepa.options import GepaOptions, check_options
 from dspy_flashevolve.programs.metric import check_metric
 from dspy_flashevolve.scheduling import (
@@ -67,6 +69,12 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
             bound that follows from the slots, the budget and the policy.
         slot_order: who gets the next free slot: "deepest" (default) is the step nearest to a commit, small requests
             first; "value" is what is worth most a request; or an object with ``key(claim, held, waiting)``.
+        controller: moves workers between the stages: :class:`MedianRate`, :class:`Backlog`, :class:`Fixed`, or an object
+            with ``window_seconds`` and ``decide(windows)``. Default: as many as there is work for; the slots decide.
+        rollout_timeout_seconds: a rollout that takes longer, once it has its slot, is given up and asked for again, as
+            after a rate limit. Default: as long as the LM's own timeout lets it.
+        duplicate_stragglers: when a rollout that takes far longer than the others is begun a second time, a
+            :class:`Duplicates`; the first answer counts, and both may be paid. Default: never.
 
     Raises:
         ConfigurationError: an argument that cannot work, with the reason.
@@ -133,6 +141,9 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
         speculation: Speculation | None = DEFAULT_SPECULATION,
         admission: Admission | None = None,
         slot_order: Literal["deepest", "value"] | SlotOrder = "deepest",
+        controller: WorkflowController | None = None,
+        rollout_timeout_seconds: float | None = None,
+        duplicate_stragglers: Duplicates | None = None,
     ) -> None:
         check_metric(metric)
         super().__init__(
@@ -175,6 +186,9 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
         self.speculation = speculation
         self.admission = admission
         self.slot_order = slot_order
+        self.controller = controller
+        self.rollout_timeout_seconds = rollout_timeout_seconds
+        self.duplicate_stragglers = duplicate_stragglers
         check_schedule(self)
         check_options(self._options())
         self._check_callbacks()

@@ -14,6 +14,7 @@ from dspy_flashevolve.engine.orders import ValueFirst
 from dspy_flashevolve.engine.slots import DeepestFirst, SlotOrder
 from dspy_flashevolve.engine.speculation import Speculation
 from dspy_flashevolve.engine.staleness import PLACES, Full, Guarded, Reflective, StalenessPolicy, check_looks
+from dspy_flashevolve.engine.stragglers import Duplicates
 from dspy_flashevolve.gepa.settings import RunSettings
 from dspy_flashevolve.programs.usage import rates_of
 from dspy_flashevolve.reflection.stale_candidates import StaleCandidateReflection
@@ -91,7 +92,16 @@ def check_schedule(optimizer: Any) -> None:
             f"num_threads is {optimizer.num_threads}, above max_concurrency={optimizer.max_concurrency}. Give one of "
             "them."
         )
-    for name in ("max_seconds", "max_cost"):
+    if optimizer.controller is not None and not callable(getattr(optimizer.controller, "decide", None)):
+        raise ConfigurationError(
+            f"controller is {optimizer.controller!r}, expected MedianRate(), Backlog(), Fixed(n), an object with "
+            "window_seconds and decide(windows), or None."
+        )
+    if optimizer.duplicate_stragglers is not None and not isinstance(optimizer.duplicate_stragglers, Duplicates):
+        raise ConfigurationError(
+            f"duplicate_stragglers is {optimizer.duplicate_stragglers!r}, expected a Duplicates, or None."
+        )
+    for name in ("max_seconds", "max_cost", "rollout_timeout_seconds"):
         limit = getattr(optimizer, name)
         if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int | float) or not limit > 0):
             raise ConfigurationError(f"{name} is {limit!r}, expected a number above 0, or None.")
@@ -159,6 +169,9 @@ def settings_of(optimizer: Any, same_data: bool) -> RunSettings:
         strict_live=fixed is not None,
         max_reflection_calls=optimizer.max_reflection_calls,
         max_cost=optimizer.max_cost,
+        controller=optimizer.controller,
+        rollout_timeout_seconds=optimizer.rollout_timeout_seconds,
+        duplicates=optimizer.duplicate_stragglers,
         order=None if lockstep else order_named(optimizer.slot_order),
     )
 

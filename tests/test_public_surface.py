@@ -13,12 +13,18 @@ import dspy_flashevolve
 from dspy_flashevolve import AsyncGEPA
 
 NEW = {
+    "admission",
+    "controller",
+    "duplicate_stragglers",
     "max_concurrency",
     "max_cost",
     "max_live_tickets",
     "max_reflection_calls",
     "max_seconds",
+    "rollout_timeout_seconds",
     "schedule",
+    "slot_order",
+    "speculation",
     "stale_candidate_reflection",
     "staleness",
 }

@@ -77,6 +77,24 @@ class HeadRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class ChangeRecord:
+    """A width that a rule has changed: the workers of a stage, or the slots of an endpoint.
+
+    Args:
+        seconds: since the run began.
+        name: the stage, or the endpoint.
+        before, after: workers, or slots.
+        reason: a sentence for people.
+    """
+
+    seconds: float
+    name: str
+    before: int
+    after: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class AsyncStats:
     """What an AsyncGEPA run did, beside ``DspyGEPAResult``.
 
@@ -112,6 +130,12 @@ class AsyncStats:
         verdicts: orthogonal, subsumed, conflicting -> children judged so.
         integrations: every integration, in order, with the verdicts and their reasons.
         heads: every integrated candidate that was screened as a head, in order, with what became of it.
+        speculated: candidates that could be selected before their validation was done, or heads before their screen was.
+        speculation_ends: confirmed, fell behind, removed -> speculative candidates that are no heads.
+        timed_out_rollouts: runs of rollouts that took longer than rollout_timeout_seconds.
+        duplicated_rollouts: rollouts that were begun a second time.
+        worker_changes: every change of a stage's workers, in order; none without a controller.
+        limit_changes: every change of an endpoint's slots, in order; none with a fixed number of slots.
     """
 
     schedule: str
@@ -145,6 +169,12 @@ class AsyncStats:
     verdicts: dict[str, int] = field(default_factory=dict[str, int])
     integrations: list[IntegrationRecord] = field(default_factory=list[IntegrationRecord])
     heads: list[HeadRecord] = field(default_factory=list[HeadRecord])
+    speculated: int = 0
+    speculation_ends: dict[str, int] = field(default_factory=dict[str, int])
+    timed_out_rollouts: int = 0
+    duplicated_rollouts: int = 0
+    worker_changes: list[ChangeRecord] = field(default_factory=list[ChangeRecord])
+    limit_changes: list[ChangeRecord] = field(default_factory=list[ChangeRecord])
 
     @property
     def head_ends(self) -> dict[str, int]:

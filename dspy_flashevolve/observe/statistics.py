@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Protocol
 
 from dspy_flashevolve.engine.events import (
     Committed,
@@ -10,14 +11,31 @@ from dspy_flashevolve.engine.events import (
     HeadEnded,
     HeadLanded,
     Integrated,
+    LimitChanged,
     Looked,
+    Speculated,
+    SpeculationEnded,
     StageFinished,
     TicketClosed,
     TicketOpened,
+    WorkersChanged,
 )
 from dspy_flashevolve.engine.item import EndKind
 from dspy_flashevolve.engine.slots import SlotStatistics
-from dspy_flashevolve.observe.records import AsyncStats, CommitRecord, HeadRecord, IntegrationRecord
+from dspy_flashevolve.observe.records import AsyncStats, ChangeRecord, CommitRecord, HeadRecord, IntegrationRecord
+
+
+class Requests(Protocol):
+    """How requests went, in counts."""
+
+    @property
+    def shared(self) -> int: ...
+    @property
+    def retried(self) -> int: ...
+    @property
+    def timed_out(self) -> int: ...
+    @property
+    def duplicated(self) -> int: ...
 
 
 class Recorder:
@@ -39,6 +57,10 @@ class Recorder:
         self.looks: dict[str, int] = {}
         self.integrations: list[IntegrationRecord] = []
         self.heads: dict[int, HeadRecord] = {}
+        self.speculated = 0
+        self.speculation_ends: dict[str, int] = {}
+        self.worker_changes: list[ChangeRecord] = []
+        self.limit_changes: list[ChangeRecord] = []
 
     def __call__(self, event: Event) -> None:
         """Take one event."""
@@ -62,6 +84,15 @@ class Recorder:
                 )
             )
 
+        elif isinstance(event, Speculated):
+            self.speculated += 1
+        elif isinstance(event, SpeculationEnded):
+            end = event.end.split(":")[0]
+            self.speculation_ends[end] = self.speculation_ends.get(end, 0) + 1
+        elif isinstance(event, WorkersChanged):
+            self.worker_changes.append(self._change(event, event.stage))
+        elif isinstance(event, LimitChanged):
+            self.limit_changes.append(self._change(event, event.endpoint))
         elif isinstance(event, Looked):
             self.looks[event.decision] = self.looks.get(event.decision, 0) + 1
         elif isinstance(event, Integrated):
@@ -88,6 +119,9 @@ class Recorder:
             end="unfinished" if event.passed else "failed its screen",
         )
 
+    def _change(self, event: WorkersChanged | LimitChanged, name: str) -> ChangeRecord:
+        return ChangeRecord(event.seconds - self._began, name, event.before, event.after, event.reason)
+
     def _verdicts(self) -> dict[str, int]:
         counts: dict[str, int] = {}
         for integration in self.integrations:
@@ -113,8 +147,7 @@ class Recorder:
         max_metric_calls: int | None,
         slots: SlotStatistics,
         gaps: dict[str, dict[int, int]],
-        shared_rollouts: int,
-        retried_requests: int,
+        rollouts: Requests,
         task_tokens: int,
         reflection_tokens: int,
         reflection_calls: int,
@@ -142,8 +175,14 @@ class Recorder:
             worked_seconds_by_stage=dict(self.worked),
             waited_seconds_by_stage=dict(self.waited),
             gaps=gaps,
-            shared_rollouts=shared_rollouts,
-            retried_requests=retried_requests,
+            shared_rollouts=rollouts.shared,
+            retried_requests=rollouts.retried,
+            timed_out_rollouts=rollouts.timed_out,
+            duplicated_rollouts=rollouts.duplicated,
+            speculated=self.speculated,
+            speculation_ends=dict(self.speculation_ends),
+            worker_changes=list(self.worker_changes),
+            limit_changes=list(self.limit_changes),
             task_tokens=task_tokens,
             reflection_tokens=reflection_tokens,
             reflection_calls=reflection_calls,
