@@ -39,12 +39,16 @@ __all__ = [
     "AsyncGEPA",
     "AsyncGEPAResult",
     "AsyncStats",
+    "Backlog",
     "BudgetError",
+    "ChangeRecord",
     "CombeeReflection",
     "CommitRecord",
     "ConfigurationError",
     "DataError",
     "DeepestFirst",
+    "Duplicates",
+    "Fixed",
     "FlashEvolveError",
     "Full",
     "GapBound",
@@ -52,6 +56,7 @@ __all__ = [
     "HeadRecord",
     "IntegrationRecord",
     "LiveTickets",
+    "MedianRate",
     "QueueClosedError",
     "Reflective",
     "RolloutUnresolvedError",
@@ -61,6 +66,7 @@ __all__ = [
     "StalenessPolicy",
     "TransientError",
     "ValueFirst",
+    "WorkflowController",
 ]
 
 _HOMES = {

@@ -69,8 +69,8 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
             bound that follows from the slots, the budget and the policy.
         slot_order: who gets the next free slot: "deepest" (default) is the step nearest to a commit, small requests
             first; "value" is what is worth most a request; or an object with ``key(claim, held, waiting)``.
-        controller: moves workers between the stages: :class:`MedianRate`, :class:`Backlog`, :class:`Fixed`, or an object
-            with ``window_seconds`` and ``decide(windows)``. Default: as many as there is work for; the slots decide.
+        controller: moves workers between the stages: :class:`MedianRate`, :class:`Backlog`, :class:`Fixed`, or an
+            object with ``window_seconds`` and ``decide(windows)``. Default: the slots decide.
         rollout_timeout_seconds: a rollout that takes longer, once it has its slot, is given up and asked for again, as
             after a rate limit. Default: as long as the LM's own timeout lets it.
         duplicate_stragglers: when a rollout that takes far longer than the others is begun a second time, a

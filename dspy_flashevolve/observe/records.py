@@ -130,7 +130,7 @@ class AsyncStats:
         verdicts: orthogonal, subsumed, conflicting -> children judged so.
         integrations: every integration, in order, with the verdicts and their reasons.
         heads: every integrated candidate that was screened as a head, in order, with what became of it.
-        speculated: candidates that could be selected before their validation was done, or heads before their screen was.
+        speculated: candidates that could be selected before their validation was done, heads before their screen was.
         speculation_ends: confirmed, fell behind, removed -> speculative candidates that are no heads.
         timed_out_rollouts: runs of rollouts that took longer than rollout_timeout_seconds.
         duplicated_rollouts: rollouts that were begun a second time.
