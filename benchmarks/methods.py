@@ -1,6 +1,7 @@
 """The methods that are compared, by name: how to build each optimizer for a workload and its limits.
 
-AsyncGEPA is imported when it is first built, so that the other methods run without it.
+The methods of AsyncGEPA are `benchmarks.variants`. It is imported when it is first built, so that the other methods run
+without it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from gepa.strategies.proposal_sampling import IndependentSampling
 from gepa.utils import TimeoutStopCondition
 
 from benchmarks.trajectory import Recorder
+from benchmarks.variants import variant
 
 UNLIMITED_CALLS = 10**9
 
@@ -146,71 +148,22 @@ def _gepa(independent: int | None = None) -> Build:
     return build
 
 
-def _guarded(number: int, seed: int) -> dict[str, Any]:
-    from dspy_flashevolve import Guarded
-
-    return {"staleness": Guarded(max_gap=number)}
-
-
-def _train(number: int, seed: int) -> dict[str, Any]:
-    from dspy_flashevolve import Reflective
-
-    return {"staleness": Reflective(batch=number, take="proposals", heads=True)}
-
-
-def _combee(number: int, seed: int) -> dict[str, Any]:
-    from dspy_flashevolve import CombeeReflection
-
-    proposer = CombeeReflection(seed=seed)
-    return {"schedule": "lockstep", "reflection_minibatch_size": number, "instruction_proposer": proposer}
-
-
-PLAIN: dict[str, dict[str, Any]] = {
-    "async": {},
-    "async-full": {"staleness": "full"},
-    "async-patch": {"staleness": "patch"},
-    "async-lockstep": {"schedule": "lockstep"},
-    "lockstep": {"schedule": "lockstep"},
-}
-"""Name -> AsyncGEPA's own arguments."""
-NUMBERED: dict[str, tuple[int, Callable[[int, int], dict[str, Any]]]] = {
-    "async-live": (1, lambda number, seed: {"max_live_tickets": number}),
-    "async-guarded": (0, _guarded),
-    "async-train": (1, _train),
-    "combee": (1, _combee),
-}
-"""Name before the number -> the least number, and AsyncGEPA's own arguments for a number and a seed."""
-
-
-def _reader(name: str) -> Callable[[int], dict[str, Any]] | None:
-    """Gives AsyncGEPA's own arguments for a seed; `None` for a name that is none of its methods."""
-    if name in PLAIN:
-        return lambda seed: dict(PLAIN[name])
-    found = re.fullmatch(r"(.+)-(0|[1-9]\d*)", name)
-    if found is None or found[1] not in NUMBERED:
-        return None
-    (least, options), number = NUMBERED[found[1]], int(found[2])
-    return None if number < least else lambda seed: options(number, seed)
-
-
-def async_options(name: str, seed: int = 0) -> dict[str, Any]:
+def async_options(name: str, seed: int = 0, slots: int = 64) -> dict[str, Any]:
     """AsyncGEPA's own arguments of a method, fresh for each run; raises `ValueError` for a name that is none.
 
     Example:
         >>> async_options("async-full")
         {'staleness': 'full'}
     """
-    reader = _reader(name)
-    if reader is None:
-        raise ValueError(f"{name!r} is no method of AsyncGEPA")
-    return reader(seed)
+    return variant(name).options(seed, slots)
 
 
 def _async(name: str) -> Build:
     def build(workload: Workload, limits: Limits, recorder: Recorder) -> Optimizer:
         from dspy_flashevolve import AsyncGEPA
 
-        arguments = {**gepa_arguments(workload, limits, recorder), **async_options(name, limits.seed)}
+        own = async_options(name, limits.seed, limits.slots)
+        arguments = {**gepa_arguments(workload, limits, recorder), **own}
         return AsyncGEPA(**arguments, max_seconds=limits.wall_seconds)
 
     return build
@@ -232,8 +185,8 @@ def method(name: str) -> Method:
         return Method(name, plain[name])
     if found := re.fullmatch(r"gepa-independent-([1-9]\d*)", name):
         return Method(name, _gepa(int(found[1])))
-    if _reader(name) is not None:
-        return Method(name, _async(name))
-    numbered = [f"{prefix}-N (N >= {least})" for prefix, (least, _) in NUMBERED.items()]
-    known = ", ".join([*plain, "gepa-independent-N", *PLAIN, *numbered])
-    raise ValueError(f"unknown method {name!r}; there are {known}")
+    try:
+        variant(name)
+    except ValueError as error:
+        raise ValueError(f"{error}; and, not of AsyncGEPA, {', '.join(plain)} and gepa-independent-N") from None
+    return Method(name, _async(name))

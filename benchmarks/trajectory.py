@@ -34,6 +34,7 @@ class Point:
         rejected: Proposals that were turned down.
         best_score: Best mean over the whole validation set so far; `None` until the seed has one.
         depth: Generations from the seed to the deepest candidate; the seed's is 0.
+        validations: Candidates that were scored on the whole validation set; the seed is one.
     """
 
     seconds: float = 0.0
@@ -43,6 +44,7 @@ class Point:
     rejected: int = 0
     best_score: float | None = None
     depth: int = 0
+    validations: int = 0
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ class Trajectory:
         return next((p.best_score for p in self.points if p.best_score is not None), None)
 
     def compact(self) -> list[list[float | int | None]]:
-        """The points where score or depth changed, and the last one, as rows of `Point`'s fields, for JSON."""
+        """The points where score or depth changed, and the last one, as rows of `Point`'s first fields, for JSON."""
         kept = [
             point
             for before, point in zip((Point(), *self.points), self.points, strict=False)
@@ -144,13 +146,14 @@ class Recorder:
     def on_valset_evaluated(self, event: ValsetEvaluatedEvent) -> None:
         """A candidate has validation scores; only a full set of them is compared with the best."""
         depth = self._depth(event["candidate_idx"], event["parent_ids"])
-        best = self._now.best_score
+        best, validations = self._now.best_score, self._now.validations
         if event["num_examples_evaluated"] == event["total_valset_size"]:
             score = float(event["average_score"])
-            best = score if best is None else max(best, score)
+            best, validations = score if best is None else max(best, score), validations + 1
         seed_calls = event["num_examples_evaluated"] if event["candidate_idx"] == 0 else 0
         calls = max(self._now.metric_calls, seed_calls)
-        self._record(best_score=best, depth=max(self._now.depth, depth), metric_calls=calls)
+        depth = max(self._now.depth, depth)
+        self._record(best_score=best, depth=depth, metric_calls=calls, validations=validations)
 
     def on_budget_updated(self, event: BudgetUpdatedEvent) -> None:
         """The optimizer counted metric calls."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import traceback
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -22,9 +22,13 @@ import dspy
 
 from benchmarks.methods import Limits, Method, Workload
 from benchmarks.trajectory import Point, Recorder, Trajectory
+from benchmarks.variants import ADAPTIVE_START
 from dspy_flashevolve import AsyncGEPA, AsyncStats
 from dspy_flashevolve.sim import HouseRules, ReplyModel
 from dspy_flashevolve.sim.virtual import SimulatedModel, run
+
+SETTLED_SECONDS = 10.0
+"""Until then a run may be refused while it finds out how many requests it may have in flight."""
 
 
 @dataclass(frozen=True)
@@ -101,13 +105,39 @@ class Heads:
 
 
 @dataclass(frozen=True)
+class Reading:
+    """The model's counters at one moment.
+
+    Attributes:
+        tokens: Written, pro rata for replies under way.
+        answered: Requests answered.
+        refused: Requests turned away (429).
+    """
+
+    tokens: float = 0.0
+    answered: int = 0
+    refused: int = 0
+
+    @classmethod
+    def of(cls, model: SimulatedModel) -> Reading:
+        """The counters now."""
+        refused: Any = getattr(model, "refused", 0)  # AFTER THE MERGE: a counter, or a list of virtual times
+        return cls(
+            model.generated_tokens(),
+            sum(model.requests.values()),
+            refused if isinstance(refused, int) else len(refused),
+        )
+
+
+@dataclass(frozen=True)
 class VirtualRun:
     """What a run left.
 
     Attributes:
         limits: Its limits.
         trajectory: Until it had drained.
-        tokens: Written by the model by the limit, pro rata for replies under way.
+        settled: The model's counters after `SETTLED_SECONDS`; `None` in a shorter run.
+        reading: The model's counters at the limit.
         seconds: Virtual seconds until it had drained.
         stats: AsyncGEPA's own; `None` after an error.
         error: What ended the run early; empty when nothing did.
@@ -115,7 +145,8 @@ class VirtualRun:
 
     limits: Limits
     trajectory: Trajectory = field(default_factory=Trajectory)
-    tokens: float = 0.0
+    settled: Reading | None = None
+    reading: Reading = Reading()
     seconds: float = 0.0
     stats: AsyncStats | None = None
     error: str = ""
@@ -127,6 +158,20 @@ class VirtualRun:
             paid = [point for point in self.trajectory.points if point.metric_calls <= share * limits.metric_calls]
             return paid[-1] if paid else Point()
         return self.trajectory.at(share * (self.seconds if limits.seconds is None else limits.seconds))
+
+    @property
+    def tokens(self) -> float:
+        """Written by the model by the limit."""
+        return self.reading.tokens
+
+    @property
+    def refused_share(self) -> float | None:
+        """Of the requests between `SETTLED_SECONDS` and the limit, those refused; `None` where there was none."""
+        if self.settled is None:
+            return None
+        refused = self.reading.refused - self.settled.refused
+        requests = refused + self.reading.answered - self.settled.answered
+        return refused / requests if requests else None
 
     @property
     def span(self) -> float:
@@ -154,6 +199,28 @@ class VirtualRun:
             if head.seconds <= self.span:
                 ends.append("unfinished" if late else head.end)
         return Heads.of(ends)
+
+    @property
+    def landed(self) -> int:
+        """Proposals whose work is in a candidate of the pool by the limit: a train brings many in one candidate.
+
+        A head that a later one superseded is in that one.
+        """
+        if self.stats is None:
+            return 0
+        candidates = {commit.candidate for commit in self.stats.commits if commit.seconds <= self.span}
+        heads = {head.candidate: len(head.members) for head in self.stats.heads if head.candidate is not None}
+        through = [len(h.members) for h in self.stats.heads if h.end == "superseded" and h.seconds <= self.span]
+        return sum(heads.get(candidate, 1) for candidate in candidates) + sum(through)
+
+    @property
+    def given_up(self) -> int:
+        """Validations of heads, screened by the limit, that their own prefix ended."""
+        heads = [] if self.stats is None else self.stats.heads
+        return sum(
+            head.end == "rolled back" and head.best is not None and head.candidate is None and head.seconds <= self.span
+            for head in heads
+        )
 
     def share(self, decision: str) -> float | None:
         """Of all that the policy looked at, the share that it decided so; `None` where it looked at nothing."""
@@ -185,32 +252,42 @@ def run_virtually(chosen: Method, task: HouseRules, limits: Limits, setting: Set
             task_lm=model.lm(),
             reflection_lm=model.lm(),
         )
-        optimizer = chosen.build(workload, limits, recorder)
+        try:
+            optimizer = chosen.build(workload, limits, recorder)
+        except Exception as raised:
+            return VirtualRun(limits, error=_told(raised))
         if not isinstance(optimizer, AsyncGEPA):
             raise ValueError(f"{chosen.name} cannot run in virtual time: only AsyncGEPA can")
         optimizer.track_stats = True
-        tokens: list[float] = []
+        readings: dict[float, Reading] = {}
+        moments = {SETTLED_SECONDS} if limits.seconds is None else {SETTLED_SECONDS, limits.seconds}
         error, stats = "", None
-        with dspy.context(lm=workload.task_lm, adapter=workload.adapter):
-            reading = asyncio.ensure_future(_read_at(limits.seconds, model, tokens))
+        with dspy.context(lm=workload.task_lm, adapter=workload.adapter, num_threads=ADAPTIVE_START):
+            reading = asyncio.ensure_future(_read_at(moments, model, readings))
             try:
                 program: Any = await optimizer.acompile(
                     workload.program(), trainset=workload.trainset, valset=workload.valset
                 )
                 stats = program.async_stats
             except Exception as raised:
-                traceback.print_exc()
-                error = f"{type(raised).__name__}: {raised}"
+                error = _told(raised)
             finally:
                 reading.cancel()
-        written = tokens[0] if tokens else model.generated_tokens()
-        return VirtualRun(limits, recorder.trajectory, written, recorder.seconds, stats, error)
+        final = readings.get(limits.seconds or -1.0) or Reading.of(model)
+        settled = readings.get(SETTLED_SECONDS)
+        return VirtualRun(limits, recorder.trajectory, settled, final, recorder.seconds, stats, error)
 
     return run(main)
 
 
-async def _read_at(seconds: float | None, model: SimulatedModel, tokens: list[float]) -> None:
-    """Read the model's counter at the limit."""
-    if seconds is not None:
-        await asyncio.sleep(seconds)
-        tokens.append(model.generated_tokens())
+def _told(error: Exception) -> str:
+    traceback.print_exception(error)
+    return f"{type(error).__name__}: {error}"
+
+
+async def _read_at(moments: Collection[float], model: SimulatedModel, readings: dict[float, Reading]) -> None:
+    """Read the model's counters at these seconds."""
+    began = asyncio.get_running_loop().time()
+    for moment in sorted(moments):
+        await asyncio.sleep(began + moment - asyncio.get_running_loop().time())
+        readings[moment] = Reading.of(model)

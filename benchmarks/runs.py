@@ -1,0 +1,228 @@
+"""Runs in virtual time, as a comparison plans them, makes them side by side, writes them down and reads them again."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, field, fields, replace
+from multiprocessing import get_context
+from pathlib import Path
+
+from benchmarks.methods import Limits, method
+from benchmarks.results import Spread, append_json_lines, shown
+from benchmarks.virtual import Setting, run_virtually, task_kind
+
+Key = tuple[str | float, ...]
+TOLERANCE = 1e-9
+"""Of a comparison with a target: a mean of scores depends on their order."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One run. Figures are taken at the limit, before the drain, unless their name says otherwise.
+
+    Attributes:
+        task: Kind of task, with its changes.
+        method: What ran.
+        seed: Seed of the task, the model and the optimizer.
+        condition: "time" or "calls".
+        limit: Virtual seconds, or metric calls.
+        profile: The simulated model.
+        slots: Requests in flight at most, unless the method says otherwise.
+        train: Training examples.
+        val: Validation examples.
+        best_score: Best fully validated score; at "calls" of the candidates that were paid for within the limit.
+        seed_score: The seed program's.
+        half_score: The best score at half the limit.
+        metric_calls: Counted by the optimizer; at "calls" those within the limit.
+        overshoot: Metric calls past the limit, drained.
+        proposals: New texts.
+        accepted: Candidates that entered the pool.
+        landed: Proposals whose work is in these (`VirtualRun.landed`).
+        validations: Candidates scored on the whole validation set, the seed included.
+        given_up: Validations of heads that their own prefix ended.
+        generations: From the seed to the deepest candidate.
+        tokens_per_second: Written by the model.
+        span: Virtual seconds until the limit, or until the run's end where that came first.
+        seconds: Virtual seconds until the run had drained.
+        refused: Requests turned away (429).
+        refused_share: Of the requests after the first seconds (`virtual.SETTLED_SECONDS`), those refused.
+        discarded: Share of what the policy looked at, drained; `None` where it looked at nothing.
+        integrated: The same.
+        heads: Way in which a head ended -> heads that were screened by then.
+        error: What ended the run early; empty when nothing did.
+        trajectory: Rows of `Point`'s fields where score or depth changed, drained.
+    """
+
+    task: str
+    method: str
+    seed: int
+    condition: str
+    limit: float
+    profile: str
+    slots: int
+    train: int = 60
+    val: int = 60
+    best_score: float | None = None
+    seed_score: float | None = None
+    half_score: float | None = None
+    metric_calls: int = 0
+    overshoot: int = 0
+    proposals: int = 0
+    accepted: int = 0
+    landed: int = 0
+    validations: int = 0
+    given_up: int = 0
+    generations: int = 0
+    tokens_per_second: float = 0.0
+    span: float = 0.0
+    seconds: float = 0.0
+    refused: int = 0
+    refused_share: float | None = None
+    discarded: float | None = None
+    integrated: float | None = None
+    heads: dict[str, int] = field(default_factory=dict)
+    error: str = ""
+    trajectory: list[list[float | int | None]] = field(default_factory=list)
+
+    @property
+    def gain(self) -> float | None:
+        """How far the best score lies above the seed program's; `None` without one, or after an error."""
+        if self.error or self.best_score is None or self.seed_score is None:
+            return None
+        return self.best_score - self.seed_score
+
+    @property
+    def key(self) -> Key:
+        """What the run was to be: of two rows with the same key, the later counts."""
+        size = (self.profile, self.slots, self.train, self.val)
+        return (self.condition, self.limit, *size, self.task, self.seed, self.method)
+
+    def a_minute(self, count: float) -> float | None:
+        """A count over the span."""
+        return 60 * count / self.span if self.span else None
+
+    @property
+    def where(self) -> str:
+        """The task and the limit, for people."""
+        return f"{self.task}, at {self.limit:g} {'virtual seconds' if self.condition == 'time' else 'metric calls'}"
+
+    @property
+    def title(self) -> str:
+        """Which run it is, for people."""
+        return f"{self.where} ({self.profile}), seed {self.seed}: {self.method}"
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run to be made: its setting, its limits with the seed, the task's name and the method's."""
+
+    setting: Setting
+    limits: Limits
+    task: str
+    method: str
+
+    @property
+    def row(self) -> Row:
+        """The row without its figures."""
+        limits, setting = self.limits, self.setting
+        condition, limit = ("calls", limits.metric_calls) if limits.metric_calls else ("time", limits.seconds or 0.0)
+        names = (self.task, self.method, limits.seed, condition, float(limit))
+        return Row(*names, setting.profile, limits.slots, setting.train, setting.val)
+
+
+def measure(job: Job) -> Row:
+    """One run."""
+    run = run_virtually(method(job.method), task_kind(job.task).task(job.limits.seed), job.limits, job.setting)
+    point = run.at()
+    return replace(
+        job.row,
+        best_score=point.best_score,
+        seed_score=run.trajectory.seed_score,
+        half_score=run.at(0.5).best_score,
+        metric_calls=point.metric_calls,
+        overshoot=run.overshoot,
+        proposals=point.proposals,
+        accepted=point.accepted,
+        landed=run.landed,
+        validations=point.validations,
+        given_up=run.given_up,
+        generations=point.depth,
+        tokens_per_second=run.tokens / run.span if run.span else 0.0,
+        span=run.span,
+        seconds=run.seconds,
+        refused=run.reading.refused,
+        refused_share=run.refused_share,
+        discarded=run.share("discard"),
+        integrated=run.share("integrate"),
+        heads=asdict(run.heads),
+        error=run.error,
+        trajectory=run.trajectory.compact(),
+    )
+
+
+def measured(jobs: Sequence[Job], side_by_side: int) -> Iterator[Row]:
+    """Every run, in the order of the jobs."""
+    if side_by_side <= 1:
+        yield from map(measure, jobs)
+        return
+    with ProcessPoolExecutor(side_by_side, mp_context=get_context("spawn")) as pool:
+        yield from pool.map(measure, jobs)
+
+
+def make(benchmark: str, jobs: Sequence[Job], side_by_side: int, out: Path) -> Iterator[Row]:
+    """Every run, each written down and said as soon as it is there.
+
+    Args:
+        benchmark: The command's short name, for the file.
+        jobs: The runs.
+        side_by_side: Runs at a time.
+        out: JSON lines are appended to it.
+    """
+    for row in measured(jobs, side_by_side):
+        append_json_lines(out, [{"benchmark": benchmark, "gain": row.gain, **asdict(row)}])
+        print(f"{row.title}: {shown(row.best_score, '.3f')} {row.error}".rstrip(), flush=True)
+        yield row
+
+
+def recorded(path: Path) -> list[Row]:
+    """The runs of a file that `make` wrote; of the same run measured twice, the later."""
+    known = {one.name for one in fields(Row)}
+    found: dict[Key, Row] = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        row = Row(**{name: value for name, value in json.loads(line).items() if name in known})
+        found[row.key] = row
+    return list(found.values())
+
+
+def median_of(rows: Sequence[Row], name: str | None, figure: Callable[[Row], float | None]) -> float | None:
+    """The median over the seeds of one method's figure; `None` without a run that has it."""
+    known = [value for row in rows if row.method == name and (value := figure(row)) is not None]
+    return statistics.median(known) if known else None
+
+
+def median_gain(rows: Sequence[Row], name: str | None) -> float | None:
+    """The median over the seeds of one method's gain; `None` without a run that has one."""
+    return median_of(rows, name, lambda row: row.gain)
+
+
+def best_combee(rows: Sequence[Row]) -> str | None:
+    """The Combee with the highest median gain, which a user would pick; `None` without one."""
+    names = sorted({row.method for row in rows if row.method.startswith("combee")})
+    return max(names, key=lambda name: median_gain(rows, name) or 0.0, default=None)
+
+
+def verdict(met: bool) -> str:
+    """The last word of a line about a target."""
+    return "met" if met else "MISSED"
+
+
+def score_spread(rows: Sequence[Row]) -> str:
+    """The median of the best scores and their range, for a table."""
+    scores = [row.best_score for row in rows if row.best_score is not None]
+    if not scores:
+        return "-"
+    spread = Spread.of(scores)
+    return f"{spread.median:.3f} ({spread.low:.3f}-{spread.high:.3f})"

@@ -1,0 +1,233 @@
+"""What `benchmarks.scheduling` compares, its tables, and whether its targets are met."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from statistics import fmean
+
+from benchmarks.results import ratio, shown, table
+from benchmarks.runs import TOLERANCE, Row, best_combee, median_gain, median_of, score_spread, verdict
+
+BASE = "async-full+speculation=off"
+LEAD = {
+    "lockstep": "dspy.GEPA, barrier for barrier",
+    "combee-9": "synchronous, 9 read together",
+    "combee-25": "synchronous, 25 read together",
+    BASE: "base: none of the mechanisms",
+    "async-full": "speculation alone; train left out",
+    f"{BASE}+prefix=0.25": "the validation prefix alone",
+    f"{BASE}+prefix=0.25+racing=0.1": "racing alone, with the prefix that it needs",
+    f"{BASE}+admission=gap:8": "admission alone",
+    f"{BASE}+order=value": "value alone",
+    "async-patch+speculation=off": "patch alone",
+    "async+speculation=off": "train alone; speculation left out",
+    "async-patch": "patch instead of train",
+    "async+admission=live:256": "bound on live tickets left out",
+    "async": "the default",
+    "async+admission=gap:8": "admission added",
+    "async+order=value": "value added",
+    "async+racing=0.1": "racing added",
+    "async+order=value+racing=0.1+admission=gap:8": "all of them together",
+}
+"""The lead figure's variants -> what each of them is in the ablation."""
+EXPERIMENTS = {
+    "prefix": {
+        "async+prefix=0.25": "prefix 0.25",
+        "async+prefix=0.5": "prefix 0.5",
+        "async+prefix=off": "no prefix",
+    },
+    "controller": {
+        "async": "the default",
+        "async+controller=none": "slots decide",
+        "async+controller=median": "MedianRate",
+        "async+controller=backlog": "Backlog",
+        "async+controller=fixed:1": "1 worker a stage",
+        "async+controller=fixed:4": "4 workers a stage",
+        "async+controller=fixed:16": "16 workers a stage",
+    },
+    "slots": {
+        "async+slots=adaptive": "8 to begin with, up to 256",
+        "async+slots=8": "8 slots",
+        "async+slots=32": "32 slots",
+        "async+slots=64": "64 slots",
+        "async+slots=128": "128 slots",
+    },
+}
+"""Experiment -> its variants -> what each of them is."""
+TARGET_OVER_LOCKSTEP, TARGET_OVER_COMBEE = 5.0, 2.0
+TARGET_OF_BEST_SLOTS = 0.9
+TARGET_REFUSED = 0.01
+SLOTS_FIGURES = ("tokens/s", "validations a minute", "accepted a minute")
+"""By each of which adaptive slots are compared with fixed ones."""
+ALLOCATION_FIGURE = "accepted a minute"
+"""By which controllers are compared; "landed a minute" counts each proposal that a train brought."""
+
+Figure = Callable[[Row], float | None]
+FIGURES: dict[str, tuple[Figure, str]] = {
+    "validations a minute": (lambda row: row.a_minute(row.validations), ".2f"),
+    "given up a minute": (lambda row: row.a_minute(row.given_up), ".2f"),
+    "accepted a minute": (lambda row: row.a_minute(row.accepted), ".2f"),
+    "landed a minute": (lambda row: row.a_minute(row.landed), ".2f"),
+    "generations": (lambda row: row.generations, ".0f"),
+    "proposals": (lambda row: row.proposals, ".0f"),
+    "metric calls": (lambda row: row.metric_calls, ".0f"),
+    "tokens/s": (lambda row: row.tokens_per_second, ".0f"),
+    "429s": (lambda row: row.refused, ".0f"),
+    "refused after 10 s": (lambda row: row.refused_share, ".2%"),
+}
+"""Column -> its figure of a run, of which the table has the median, and the form."""
+RATIOS = ("x lockstep's gain", "x best Combee's")
+SCORES = ("variant", "what it is", "best score (min-max)", "gain")
+LEAD_FIGURES = tuple(FIGURES)[:-3]
+
+
+def cells(rows: Sequence[Row], named: Mapping[str, str], figures: Sequence[str], ratios: bool) -> list[list[str]]:
+    """A table, a line a variant that was run: medians over the seeds.
+
+    Args:
+        rows: The runs of one profile and task; those that failed are left out.
+        named: Variants, in the order of the lines -> what they are.
+        figures: Columns after the scores.
+        ratios: Whether the gain is compared with lockstep's and the best Combee's.
+    """
+    rivals = [median_gain(rows, "lockstep"), median_gain(rows, best_combee(rows))] if ratios else []
+    lines: list[list[str]] = []
+    for name in [name for name in named if any(row.method == name for row in rows)]:
+        mine = [row for row in rows if row.method == name and not row.error]
+        gain = median_gain(mine, name)
+        columns = [(median_of(mine, name, FIGURES[figure][0]), FIGURES[figure][1]) for figure in figures]
+        lines.append([
+            name,
+            named[name],
+            score_spread(mine),
+            shown(gain, "+.3f"),
+            *(shown(ratio(gain, rival), ".2f") for rival in rivals),
+            *(shown(value, form) for value, form in columns),
+        ])  # fmt: skip
+    return lines
+
+
+def lead_verdicts(rows: Sequence[Row]) -> list[str]:
+    """A line for each target of one profile and task, by median gains; none where a method is missing.
+
+    The default has to gain five times as much as lockstep on "many" and twice as much as the best Combee, and more than
+    both elsewhere.
+    """
+    ours, combee = median_gain(rows, "async"), best_combee(rows)
+    many = rows[0].task.partition(":")[0] == "many"
+    targets = {"lockstep": TARGET_OVER_LOCKSTEP, combee: TARGET_OVER_COMBEE} if many else {"lockstep": 1, combee: 1}
+    lines: list[str] = []
+    for rival, factor in targets.items():
+        theirs = median_gain(rows, rival)
+        if ours is None or theirs is None:
+            continue
+        met = ours >= factor * theirs - TOLERANCE if many else ours > theirs + TOLERANCE
+        told = "against" if theirs <= 0 else f"is {ours / theirs:.2f} x"
+        target = f"at least {factor:g} x" if many else "above it"
+        lines.append(f"{_place(rows)}: async {ours:+.3f} {told} {rival}'s {theirs:+.3f}, {target}: {verdict(met)}")
+    return lines
+
+
+def winner(groups: Sequence[Sequence[Row]]) -> list[str]:
+    """A line that says whether no other variant gains more than the default, on average over profiles and tasks."""
+    means: dict[str, float] = {}
+    for name in LEAD:
+        gains = [gain for group in groups if (gain := median_gain(group, name)) is not None]
+        if name.startswith("async") and gains and len(gains) == len(groups):
+            means[name] = fmean(gains)
+    ours = means.pop("async", None)
+    if ours is None or not means:
+        return []
+    best = max(means, key=means.__getitem__)
+    met = verdict(ours >= means[best] - TOLERANCE)
+    return [f"the default wins: async {ours:+.3f} on average, the best other, {best}, {means[best]:+.3f}: {met}"]
+
+
+def experiment_verdicts(rows: Sequence[Row]) -> list[str]:
+    """A line for each target of one profile and task, by medians; none where a variant is missing."""
+    return [*_prefix_verdicts(rows), *_controller_verdicts(rows), *_slots_verdicts(rows)]
+
+
+def _prefix_verdicts(rows: Sequence[Row]) -> list[str]:
+    ours, theirs = (_median(rows, f"async+prefix={value}", "validations a minute") for value in ("0.25", "off"))
+    if ours is None or theirs is None:
+        return []
+    met = verdict(ours > theirs + TOLERANCE)
+    return [f"{_place(rows)}: prefix 0.25 makes {ours:.2f} validations a minute, none {theirs:.2f}, more: {met}"]
+
+
+def _controller_verdicts(rows: Sequence[Row]) -> list[str]:
+    column = ALLOCATION_FIGURE
+    ours = _median(rows, "async", column)
+    fixed = _medians(rows, [name for name in EXPERIMENTS["controller"] if "=fixed:" in name], column)
+    if ours is None or not fixed:
+        return []
+    best = max(fixed, key=fixed.__getitem__)
+    met = verdict(ours > fixed[best] + TOLERANCE)
+    told = f"the default has {ours:.2f} {column}, the best fixed allocation, {best}, {fixed[best]:.2f}"
+    return [f"{_place(rows)}: {told}, more: {met}"]
+
+
+def _slots_verdicts(rows: Sequence[Row]) -> list[str]:
+    adaptive, *others = EXPERIMENTS["slots"]
+    lines: list[str] = []
+    for column in SLOTS_FIGURES:
+        ours, fixed = _median(rows, adaptive, column), _medians(rows, others, column)
+        if ours is None or not fixed:
+            continue
+        best = max(fixed, key=fixed.__getitem__)
+        met = verdict(ours >= TARGET_OF_BEST_SLOTS * fixed[best] - TOLERANCE)
+        share = shown(ratio(ours, fixed[best]), ".0%")
+        lines.append(
+            f"{_place(rows)}: adaptive slots {ours:.2f} {column} are {share} of {best}'s {fixed[best]:.2f}, "
+            f"at least {TARGET_OF_BEST_SLOTS:.0%}: {met}"
+        )
+    shares = [row.refused_share for row in rows if row.method == adaptive and row.refused_share is not None]
+    if shares:
+        met = verdict(max(shares) < TARGET_REFUSED)
+        lines.append(
+            f"{_place(rows)}: adaptive slots had at most {max(shares):.2%} refused after 10 s in a seed, "
+            f"under {TARGET_REFUSED:.0%}: {met}"
+        )
+    return lines
+
+
+def report(rows: Sequence[Row], lead: bool) -> str:
+    """Every table, and then every verdict."""
+    grouped: dict[str, list[Row]] = {}
+    for row in rows:
+        title = f"{_place([row])}, {row.slots} slots, {row.train} + {row.val} examples"
+        grouped.setdefault(title, []).append(row)
+    parts: list[str] = []
+    for title, group in grouped.items():
+        if lead:
+            header = (*SCORES, *RATIOS, *LEAD_FIGURES)
+            named = {**LEAD, **_others(group, LEAD)}
+            parts.append(f"{title}\n{table(header, cells(group, named, LEAD_FIGURES, ratios=True))}")
+            continue
+        known = {name for named in EXPERIMENTS.values() for name in named}
+        for experiment, named in {**EXPERIMENTS, "others": _others(group, known)}.items():
+            if lines := cells(group, named, tuple(FIGURES), ratios=False):
+                parts.append(f"{title}: {experiment}\n{table((*SCORES, *FIGURES), lines)}")
+    groups = list(grouped.values())
+    lines = [line for group in groups for line in (lead_verdicts if lead else experiment_verdicts)(group)]
+    lines += winner(groups) if lead else []
+    return "\n\n".join([*parts, "\n".join(lines)] if lines else parts)
+
+
+def _others(rows: Sequence[Row], known: Collection[str]) -> dict[str, str]:
+    """Variants that were asked for by name."""
+    return {row.method: "" for row in rows if row.method not in known}
+
+
+def _place(rows: Sequence[Row]) -> str:
+    return f"{rows[0].where} ({rows[0].profile})"
+
+
+def _median(rows: Sequence[Row], name: str, column: str) -> float | None:
+    return median_of([row for row in rows if not row.error], name, FIGURES[column][0])
+
+
+def _medians(rows: Sequence[Row], names: Sequence[str], column: str) -> dict[str, float]:
+    found = {name: _median(rows, name, column) for name in names}
+    return {name: value for name, value in found.items() if value is not None}
