@@ -111,6 +111,8 @@ class Rollouts:
         self._flights: dict[Hashable, _Flight] = {}
         self.shared = 0
         self.retried = 0
+        self.on_retry: Callable[[Claim, TransientError], None] = lambda claim, error: None
+        """Called each time a request is made again."""
 
     async def request(self, claim: Claim, call: Callable[[], Awaitable[T]]) -> T:
         """Make one request in a slot; wait between retries without one.
@@ -118,17 +120,19 @@ class Rollouts:
         Raises:
             RolloutUnresolvedError: every attempt ended in a :class:`TransientError`.
         """
-        for attempt in range(self._retry.attempts):
+        attempts = 0
+        while True:
             try:
                 async with self._slots.hold(claim):
                     return await call()
             except TransientError as error:
-                if attempt + 1 == self._retry.attempts:
-                    raise RolloutUnresolvedError(f"no answer after {attempt + 1} attempts: {error}") from error
+                attempts += error.attempts
+                if attempts >= self._retry.attempts:
+                    raise RolloutUnresolvedError(f"no answer after {attempts} attempts: {error}") from error
                 self.retried += 1
-                wait = self._retry.wait_seconds(attempt, error.retry_after_seconds, self._rng.random())
+                self.on_retry(claim, error)
+                wait = self._retry.wait_seconds(attempts - 1, error.retry_after_seconds, self._rng.random())
             await anyio.sleep(wait)
-        raise AssertionError("unreachable: the last attempt returns or raises")
 
     async def rollout(
         self,
