@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import anyio
 
@@ -162,12 +163,17 @@ class Endpoints:
         self.slots = Slots(1)
         self.clock: Callable[[], float] = anyio.current_time
         self.retried = 0
-        self.watchers: list[Callable[[], Awaitable[None]]] = []
+        self.watchers: list[Callable[[], Coroutine[Any, Any, None]]] = []
         """What runs beside the run, such as the reading of a server's gauges."""
 
     def endpoint(self, name: str) -> Endpoint:
         """The endpoint of that name, one a name."""
         return self._endpoints.setdefault(name, Endpoint(name, self))
+
+    @property
+    def names(self) -> list[str]:
+        """The endpoints that stages are known to ask."""
+        return sorted(self._group_of_name)
 
     def assign(self, stages: Mapping[str, Iterable[str]]) -> None:
         """Say which endpoints a stage's requests ask: stage -> names. Call it before :meth:`attach`."""

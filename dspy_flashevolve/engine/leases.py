@@ -31,6 +31,8 @@ class Lease:
 
     async def take(self) -> None:
         """Have the slot: wait for it unless it is held. A lease that has ended takes none."""
+        if self.held or self._closed:
+            return
         async with self._taking:
             if self.held or self._closed:
                 return

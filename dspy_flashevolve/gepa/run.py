@@ -9,6 +9,7 @@ from typing import Any
 import anyio
 
 from dspy_flashevolve.engine.budget import Budget, Reservation
+from dspy_flashevolve.engine.endpoints import Endpoints
 from dspy_flashevolve.engine.errors import RolloutUnresolvedError, RunAbortedError
 from dspy_flashevolve.engine.events import Event, EventBus, RolloutFinished
 from dspy_flashevolve.engine.integration import Integrator
@@ -40,6 +41,7 @@ class GepaRun:
         settings: the schedule.
         bus: gets the events.
         integrator: reads stale children; needed by a policy that integrates.
+        endpoints: who answers the requests, and when they may be asked; None where nobody minds.
     """
 
     def __init__(
@@ -49,8 +51,10 @@ class GepaRun:
         settings: RunSettings,
         bus: EventBus,
         integrator: Integrator | None = None,
+        endpoints: Endpoints | None = None,
     ) -> None:
         self.pool = pool
+        self._endpoints = endpoints
         self._integrator = integrator
         self.settings = settings
         self.bus = bus
@@ -65,6 +69,9 @@ class GepaRun:
             single_flight=not settings.lockstep,
             rng=random.Random(pool.options.seed),
         )
+        if endpoints is not None:
+            endpoints.attach(self.slots, bus, settings.clock)
+            self.rollouts.on_retry = endpoints.heard_retry
         self._evaluations = Evaluations(program, self.rollouts, pool.loader, settings.same_data)
         self._program = program
         self.pipeline: Pipeline | None = None
@@ -149,6 +156,8 @@ class GepaRun:
         async with anyio.create_task_group() as group:
             if self.settings.max_seconds is not None:
                 group.start_soon(self._stop_after, self.settings.max_seconds)
+            for watch in [] if self._endpoints is None else self._endpoints.watchers:
+                group.start_soon(watch)
             try:
                 if not seeded.is_set() and (self.settings.lockstep or self.settings.seed_first):
                     await self._validate_seed(ids, reservation, source, seeded)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import anyio
 
 from dspy_flashevolve.engine.admission import Admission
+from dspy_flashevolve.engine.limits import AdaptiveLimit
 from dspy_flashevolve.engine.rollouts import RetryPolicy
 from dspy_flashevolve.engine.slots import SlotOrder
 from dspy_flashevolve.engine.staleness import Full, StalenessPolicy
@@ -32,6 +33,7 @@ class RunSettings:
         max_reflection_calls: reflections and integrations after which no ticket starts; None for no limit.
         max_cost: dollars after which no ticket starts; None for no limit.
         order: who gets the next free slot; None for the default.
+        adaptive: how the endpoints' limits adapt below ``slots``; None for no limit but that.
         retry: what happens when the provider asks to come back later.
         clock: seconds.
     """
@@ -50,5 +52,6 @@ class RunSettings:
     max_reflection_calls: int | None = None
     max_cost: float | None = None
     order: SlotOrder | None = None
+    adaptive: AdaptiveLimit | None = None
     retry: RetryPolicy | None = None
     clock: Callable[[], float] = anyio.current_time

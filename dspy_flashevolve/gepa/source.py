@@ -196,6 +196,7 @@ class GepaSource:
             live=live - self.resting(),
             working=len(self.working),
             idle_slots=self._slots.idle - self._minibatch * sum(not one.started for one in self.accounts.values()),
+            slots=self._slots.limit,
             calls_left=self._budget.left,
             calls_reserved=self._budget.reserved,
             calls_per_ticket=(prior + self._calls_of_ended) / (PRIOR_TICKETS + self._ended),

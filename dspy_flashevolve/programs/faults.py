@@ -6,6 +6,13 @@ from dspy.utils.exceptions import LMAuthError, LMBillingError, LMError, LMNotCon
 
 from dspy_flashevolve.engine.errors import RunAbortedError, TransientError
 
+ATTEMPTS = "flashevolve_attempts"
+
+
+def mark_attempts(error: LMError, attempts: int) -> None:
+    """Note on an error how often the request was made, so that it is not repeated as often again."""
+    setattr(error, ATTEMPTS, attempts)
+
 
 def raise_provider_fault(error: Exception) -> None:
     """Raise for what says nothing of the candidate; return for errors of the program or of its prompt.
@@ -21,4 +28,6 @@ def raise_provider_fault(error: Exception) -> None:
             f"The LM provider refused: {error}. Check the API key and the account, then run again."
         ) from error
     if is_retryable_lm_error(error):
-        raise TransientError(str(error), getattr(error, "retry_after", None)) from error
+        raise TransientError(
+            str(error), getattr(error, "retry_after", None), attempts=getattr(error, ATTEMPTS, 1)
+        ) from error
