@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import contextvars
-import functools
 from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Any, ParamSpec, TypeVar
@@ -86,9 +84,16 @@ class LoopWaits:
             self._futures.discard(future)
 
     def call(self, function: Callable[A, object], *args: A.args, **kwargs: A.kwargs) -> None:
-        """Call on the loop soon, from this thread; nothing happens once the loop is closed."""
-        with contextlib.suppress(RuntimeError):
-            self.loop.call_soon_threadsafe(functools.partial(function, *args, **kwargs))
+        """Call on the loop soon, in a task, from this thread; nothing happens once the loop is closed."""
+
+        async def called() -> None:
+            function(*args, **kwargs)
+
+        work = called()
+        try:
+            asyncio.run_coroutine_threadsafe(work, self.loop)
+        except RuntimeError:
+            work.close()
 
     def is_foreign(self) -> bool:
         """Whether this thread runs no loop, so that it may wait."""

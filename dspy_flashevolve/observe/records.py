@@ -77,6 +77,24 @@ class HeadRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class LimitRecord:
+    """One change of an endpoint's limit.
+
+    Args:
+        seconds: since the run began.
+        endpoint: its address, or the provider's name.
+        before, after: requests in flight at most.
+        reason: see :class:`dspy_flashevolve.engine.events.LimitChanged`.
+    """
+
+    seconds: float
+    endpoint: str
+    before: int
+    after: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class AsyncStats:
     """What an AsyncGEPA run did, beside ``DspyGEPAResult``.
 
@@ -94,7 +112,7 @@ class AsyncStats:
         max_metric_calls: the budget; None without one.
         slots: slots there are, at most this many requests in flight.
         peak_slots: the most that were in use at once.
-        occupancy: share of slot-seconds in use, 0 to 1.
+        occupancy: share of slot-seconds in use, 0 to 1, of the slots that there were by the limits of their time.
         busy_seconds_by_stage: slot-seconds.
         worked_seconds_by_stage: summed over a stage's workers, waiting for slots included.
         waited_seconds_by_stage: summed over items, in the stage's queue.
@@ -112,6 +130,8 @@ class AsyncStats:
         verdicts: orthogonal, subsumed, conflicting -> children judged so.
         integrations: every integration, in order, with the verdicts and their reasons.
         heads: every integrated candidate that was screened as a head, in order, with what became of it.
+        limit_changes: every change of an endpoint's limit, in order.
+        pauses: times that an endpoint refused most of what it was sent, and was left alone for a while.
     """
 
     schedule: str
@@ -145,6 +165,8 @@ class AsyncStats:
     verdicts: dict[str, int] = field(default_factory=dict[str, int])
     integrations: list[IntegrationRecord] = field(default_factory=list[IntegrationRecord])
     heads: list[HeadRecord] = field(default_factory=list[HeadRecord])
+    limit_changes: list[LimitRecord] = field(default_factory=list[LimitRecord])
+    pauses: int = 0
 
     @property
     def head_ends(self) -> dict[str, int]:

@@ -6,10 +6,12 @@ from dataclasses import replace
 
 from dspy_flashevolve.engine.events import (
     Committed,
+    EndpointPaused,
     Event,
     HeadEnded,
     HeadLanded,
     Integrated,
+    LimitChanged,
     Looked,
     StageFinished,
     TicketClosed,
@@ -17,7 +19,7 @@ from dspy_flashevolve.engine.events import (
 )
 from dspy_flashevolve.engine.item import EndKind
 from dspy_flashevolve.engine.slots import SlotStatistics
-from dspy_flashevolve.observe.records import AsyncStats, CommitRecord, HeadRecord, IntegrationRecord
+from dspy_flashevolve.observe.records import AsyncStats, CommitRecord, HeadRecord, IntegrationRecord, LimitRecord
 
 
 class Recorder:
@@ -39,6 +41,8 @@ class Recorder:
         self.looks: dict[str, int] = {}
         self.integrations: list[IntegrationRecord] = []
         self.heads: dict[int, HeadRecord] = {}
+        self.limit_changes: list[LimitRecord] = []
+        self.pauses = 0
 
     def __call__(self, event: Event) -> None:
         """Take one event."""
@@ -75,6 +79,12 @@ class Recorder:
             self.heads[event.head] = replace(
                 self.heads[event.head], end=event.end, score=event.score, best=event.best, candidate=event.candidate
             )
+
+        elif isinstance(event, LimitChanged):
+            seconds = event.seconds - self._began
+            self.limit_changes.append(LimitRecord(seconds, event.endpoint, event.before, event.after, event.reason))
+        elif isinstance(event, EndpointPaused):
+            self.pauses += 1
 
     def _landed(self, event: HeadLanded) -> None:
         self.heads[event.head] = HeadRecord(
@@ -137,7 +147,7 @@ class Recorder:
             max_metric_calls=max_metric_calls,
             slots=slots.limit,
             peak_slots=slots.peak,
-            occupancy=slots.busy_seconds / (slots.limit * seconds) if seconds else 0.0,
+            occupancy=slots.busy_seconds / slots.limit_seconds if slots.limit_seconds else 0.0,
             busy_seconds_by_stage=slots.busy_seconds_by_stage,
             worked_seconds_by_stage=dict(self.worked),
             waited_seconds_by_stage=dict(self.waited),
@@ -155,4 +165,6 @@ class Recorder:
             verdicts=self._verdicts(),
             integrations=list(self.integrations),
             heads=list(self.heads.values()),
+            limit_changes=list(self.limit_changes),
+            pauses=self.pauses,
         )

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import time
 from collections.abc import Awaitable, Callable, Iterable
 from functools import lru_cache
 from typing import Any
@@ -25,7 +26,7 @@ from dspy.utils.usage_tracker import UsageTracker, track_usage
 from dspy_flashevolve.engine.endpoints import Endpoint, Endpoints, Sent
 from dspy_flashevolve.engine.leases import current_lease
 from dspy_flashevolve.engine.threads import LoopWaits
-from dspy_flashevolve.programs.faults import mark_attempts
+from dspy_flashevolve.programs.faults import mark_attempts, retry_after_of
 
 CACHED_SECONDS = 0.01
 """An answer that took less and reports no tokens came from a cache, and says nothing of the endpoint."""
@@ -114,26 +115,17 @@ class Pace:
         self._endpoint = endpoint
         self.own_retries = own_retries
 
-    @property
-    def may_block(self) -> bool:
-        """The run goes on, and this thread may wait for its loop."""
-        return self._models.waits is not None and self._models.waits.is_foreign()
-
-    @property
-    def may_await(self) -> bool:
-        """The run goes on, and this is its loop."""
-        waits = self._models.waits
-        return waits is not None and asyncio.get_running_loop() is waits.loop
-
     def call(self, request: Callable[[], Any]) -> Any:
         """Make a request from a thread, again and again where need be.
+
+        Where the run's loop cannot be waited for (on a loop, or after the run), it is as in ``dspy.LM``.
 
         Raises:
             LMError: what the last attempt raised.
         """
-        waits, endpoint, lease = self._models.waits, self._endpoint, current_lease()
-        assert waits is not None
-        attempt = 0
+        waits, endpoint, lease, attempt = self._models.waits, self._endpoint, current_lease(), 0
+        if waits is None or not waits.is_foreign():
+            return self._call_as_dspy(request)
         while True:
             if endpoint.open_seconds > waits.loop.time() or not (lease is None or lease.held):
                 waits.wait(endpoint.admit(lease))
@@ -146,7 +138,7 @@ class Pace:
                 waits.call(self._tell, error, sent)
                 if not self._goes_on(error, attempt):
                     raise
-                waits.wait(endpoint.rest(lease, attempt, error.retry_after))
+                waits.wait(endpoint.rest(lease, attempt, retry_after_of(error)))
                 attempt += 1
             else:
                 if _tokens(usage) or waits.loop.time() - began > CACHED_SECONDS:
@@ -154,9 +146,11 @@ class Pace:
                 return result
 
     async def acall(self, request: Callable[[], Awaitable[Any]]) -> Any:
-        """The same on the run's loop."""
+        """The same on the run's loop; on another loop as in ``dspy.LM``."""
         endpoint, lease = self._endpoint, current_lease()
-        loop, attempt = asyncio.get_running_loop(), 0
+        loop, waits, attempt = asyncio.get_running_loop(), self._models.waits, 0
+        if waits is None or waits.loop is not loop:
+            return await self._acall_as_dspy(request)
         while True:
             await endpoint.admit(lease)
             sent, began = Sent(), loop.time()
@@ -168,16 +162,37 @@ class Pace:
                 self._tell(error, sent)
                 if not self._goes_on(error, attempt):
                     raise
-                await endpoint.rest(lease, attempt, error.retry_after)
+                await endpoint.rest(lease, attempt, retry_after_of(error))
                 attempt += 1
             else:
                 if _tokens(usage) or loop.time() - began > CACHED_SECONDS:
                     endpoint.finished(sent, _tokens(usage))
                 return result
 
+    def _call_as_dspy(self, request: Callable[[], Any]) -> Any:
+        attempt = 0
+        while True:
+            try:
+                return request()
+            except LMError as error:
+                if attempt >= self.own_retries or not _may_repeat(error):
+                    raise
+                time.sleep(_delay(error, attempt))
+                attempt += 1
+
+    async def _acall_as_dspy(self, request: Callable[[], Awaitable[Any]]) -> Any:
+        attempt = 0
+        while True:
+            try:
+                return await request()
+            except LMError as error:
+                if attempt >= self.own_retries or not _may_repeat(error):
+                    raise
+                await asyncio.sleep(_delay(error, attempt))
+                attempt += 1
+
     def _goes_on(self, error: LMError, attempt: int) -> bool:
-        """Whether to try again; what was streamed may have been seen, and is not asked for twice."""
-        if not is_retryable_lm_error(error) or dspy.settings.send_stream is not None:
+        if not _may_repeat(error):
             return False
         if attempt < self.own_retries + self._models.endpoints.retry.attempts - 1:
             return True
@@ -185,10 +200,21 @@ class Pace:
         return False
 
     def _tell(self, error: LMError, sent: Sent) -> None:
-        if isinstance(error, LMRateLimitError) or error.retry_after is not None:
-            self._endpoint.refused(sent, error.retry_after)
+        retry_after = retry_after_of(error)
+        if isinstance(error, LMRateLimitError) or retry_after is not None:
+            self._endpoint.refused(sent, retry_after)
         elif isinstance(error, LMTimeoutError):
             self._endpoint.timed_out(sent)
+
+
+def _may_repeat(error: LMError) -> bool:
+    """Whether a request may be made again; what was streamed may have been seen, and is not asked for twice."""
+    return is_retryable_lm_error(error) and dspy.settings.send_stream is None
+
+
+def _delay(error: LMError, attempt: int) -> float:
+    retry_after = retry_after_of(error)
+    return min(2.0**attempt, 60.0) if retry_after is None else retry_after
 
 
 def _tokens(usage: UsageTracker) -> int:
@@ -214,20 +240,16 @@ def _twin_class(kind: type[Any]) -> type[Any]:
 
     @once
     def paced_call(self: Any, prompt: Any = None, *, messages: Any = None, **kwargs: Any) -> Any:
-        if not self.pace.may_block:
-            return call(original(self), prompt, messages=messages, **kwargs)
         return self.pace.call(lambda: call(self, prompt, messages=messages, **kwargs))
 
     @once
     async def paced_acall(self: Any, prompt: Any = None, *, messages: Any = None, **kwargs: Any) -> Any:
-        if not self.pace.may_await:
-            return await acall(original(self), prompt, messages=messages, **kwargs)
         return await self.pace.acall(lambda: acall(self, prompt, messages=messages, **kwargs))
 
     members: dict[str, Any] = {
         "__call__": paced_call,
         "acall": paced_acall,
-        "__reduce_ex__": lambda self, protocol: original(self).__reduce_ex__(protocol),
+        "__reduce_ex__": lambda self, protocol: (_unchanged, (original(self),)),
         "__module__": kind.__module__,
         "__qualname__": kind.__qualname__,
         "__doc__": kind.__doc__,
@@ -237,5 +259,5 @@ def _twin_class(kind: type[Any]) -> type[Any]:
     return type(kind.__name__, (kind,), members)
 
 
-def _unchanged(function: Any) -> Any:
-    return function
+def _unchanged(value: Any) -> Any:
+    return value

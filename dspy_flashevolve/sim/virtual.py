@@ -62,9 +62,9 @@ class SimulatedModel:
         return 0.0 if self._driver is None else self._driver.load().generated_tokens
 
     def refused_share(self, after_seconds: float = 0.0) -> float:
-        """Of the requests that came later than that, the share that was refused; 0 where none came."""
-        sent = sum(seconds > after_seconds for seconds in self.sent)
-        return sum(seconds > after_seconds for seconds in self.refused) / sent if sent else 0.0
+        """Of the requests that came from then on, the share that was refused; 0 where none came."""
+        sent = sum(seconds >= after_seconds for seconds in self.sent)
+        return sum(seconds >= after_seconds for seconds in self.refused) / sent if sent else 0.0
 
     async def answer(self, request: Request) -> Response:
         """The reply, after the time that it takes.
