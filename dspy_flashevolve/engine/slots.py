@@ -96,10 +96,9 @@ class Slots:
 
     @property
     def limit(self) -> int:
-        """Slots there are now, by the total and by what the endpoints may have; idle ones included."""
-        limits = [one.limit for one in self._endpoints.values()]
-        allowed = [limit for limit in limits if limit is not None]
-        return self._limit if len(allowed) < len(limits) or not limits else min(self._limit, sum(allowed))
+        """Slots there are now, by the total and by what the endpoints that are limited may have together."""
+        allowed = [one.limit for one in self._endpoints.values() if one.limit is not None]
+        return min(self._limit, sum(allowed)) if allowed else self._limit
 
     @property
     def idle(self) -> int:

@@ -222,6 +222,22 @@ def test_where_the_run_cannot_be_waited_for_a_twin_is_as_the_lm_itself() -> None
     assert asyncio.run(kept[0].acall("on another loop"))
 
 
+@pytest.mark.parametrize("virtually", [True, False])
+def test_the_end_of_the_run_frees_threads_that_wait_to_ask_again(virtually: bool) -> None:
+    lm = failing(1000, lambda: LMRateLimitError("429", retry_after=3600.0))
+
+    async def body(made: Run) -> None:
+        asking = asyncio.ensure_future(made.ask(lm, "?", asynchronous=False))
+        await anyio.sleep(0.3)
+        assert lm.engine.calls == 1
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        assert made.slots.statistics().busy == 0
+
+    in_run(body, virtually=virtually)
+    assert lm.engine.calls == 1
+
+
 # The user's LM
 
 
