@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from dspy_flashevolve.async_gepa import AsyncGEPA
     from dspy_flashevolve.compilation import AsyncGEPAResult
     from dspy_flashevolve.engine.admission import GapBound, LiveTickets
+    from dspy_flashevolve.engine.claims import DeepestFirst
     from dspy_flashevolve.engine.control import Backlog, Fixed, MedianRate, WorkflowController
     from dspy_flashevolve.engine.errors import (
         BudgetError,
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
         TransientError,
     )
     from dspy_flashevolve.engine.orders import ValueFirst
-    from dspy_flashevolve.engine.slots import DeepestFirst
     from dspy_flashevolve.engine.speculation import Speculation
     from dspy_flashevolve.engine.staleness import Full, Guarded, Reflective, StalenessPolicy
     from dspy_flashevolve.engine.stragglers import Duplicates
@@ -77,7 +77,7 @@ _HOMES = {
     "Fixed": "engine.control",
     "Backlog": "engine.control",
     "Speculation": "engine.speculation",
-    "DeepestFirst": "engine.slots",
+    "DeepestFirst": "engine.claims",
     "ValueFirst": "engine.orders",
     "LiveTickets": "engine.admission",
     "GapBound": "engine.admission",

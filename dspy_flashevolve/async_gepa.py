@@ -17,10 +17,10 @@ from gepa.proposer.reflective_mutation.base import ReflectionComponentSelector
 
 from dspy_flashevolve.compilation import Compilation, check_data
 from dspy_flashevolve.engine.admission import Admission
+from dspy_flashevolve.engine.claims import SlotOrder
 from dspy_flashevolve.engine.control import WorkflowController
 from dspy_flashevolve.engine.errors import ConfigurationError
 from dspy_flashevolve.engine.loop import run_to_end
-from dspy_flashevolve.engine.slots import SlotOrder
 from dspy_flashevolve.engine.speculation import Speculation
 from dspy_flashevolve.engine.staleness import Reflective, StalenessPolicy
 from dspy_flashevolve.engine.stragglers import Duplicates
@@ -45,8 +45,9 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
     described here. ``max_metric_calls`` is never exceeded (``dspy.GEPA`` may, by a validation set).
 
     Args:
-        num_threads: requests in flight at most, over all stages. Default: ``max_concurrency``, else
-            ``dspy.settings.num_threads``.
+        num_threads: requests in flight at most, over all stages. Default: found out while the run goes on, from
+            ``dspy.settings.num_threads`` up to ``max_concurrency``, by what the endpoint refuses and how its
+            throughput grows; ``dspy.settings.num_threads`` in lockstep. docs/scheduling.md.
         schedule: "async" (default), or "lockstep": one step at a time, with the candidates, parents,
             scores and metric calls of ``dspy.GEPA`` for the same seed, its way of overshooting the
             budget included.
@@ -59,7 +60,7 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
         max_reflection_calls: no step starts after this many reflections and integrations. Default: no limit.
         max_cost: no step starts after this many dollars, by litellm's cost map; what runs is finished, so a run may
             end a little above it. Default: no limit.
-        max_concurrency: the most requests in flight when ``num_threads`` is None.
+        max_concurrency: the most requests in flight when ``num_threads`` is None. Default: 256.
         max_seconds: no step starts after this many seconds; those that run are finished. Default: no limit.
         max_live_tickets: steps that run at once. Default: as many as keep the slots busy, and fewer
             where the budget is small, so that steps can build on each other.

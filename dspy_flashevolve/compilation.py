@@ -21,6 +21,7 @@ from dspy.teleprompt.gepa.gepa_utils import DspyAdapter, LoggerAdapter
 from gepa.core.data_loader import ensure_loader
 from gepa.core.result import GEPAResult
 
+from dspy_flashevolve.engine.endpoints import Endpoints
 from dspy_flashevolve.engine.errors import DataError, RunAbortedError
 from dspy_flashevolve.engine.events import EventBus
 from dspy_flashevolve.engine.threads import Threads
@@ -34,8 +35,10 @@ from dspy_flashevolve.observe.progress import Progress
 from dspy_flashevolve.observe.records import AsyncStats
 from dspy_flashevolve.observe.statistics import Recorder
 from dspy_flashevolve.programs.dspy_program import DspyProgram, settings_snapshot
+from dspy_flashevolve.programs.endpoints import LanguageModels, endpoints_of
 from dspy_flashevolve.programs.integrating import DspyIntegrator
 from dspy_flashevolve.programs.metric import Metric
+from dspy_flashevolve.programs.vllm_metrics import watchers
 from dspy_flashevolve.reflection.stale_candidates import StaleCandidateReflection
 
 logger = logging.getLogger(__name__)
@@ -43,6 +46,8 @@ gepa_logger = logging.getLogger("dspy.teleprompt.gepa.gepa")
 """gepa's own log lines go where ``dspy.GEPA`` sends them."""
 MUCH_DISCARDED = 0.5
 """Share of the children from which a run says that its staleness policy discards too much."""
+TASK_STAGES = ("rollout", "screen", "prefix", "validate")
+"""Stages whose requests run the program."""
 CHECKPOINT_SECONDS = 5.0
 """With ``log_dir``, the least time between two checkpoints of an asynchronous run."""
 
@@ -82,7 +87,10 @@ class Compilation:
         workers = self._settings.slots + self._settings.live_limit + 1
         self._threads = Threads(workers, "work")
         self._metric = Metric(optimizer.metric_fn, self._threads)
-        self._adapter = _adapter(optimizer, student, self._metric)
+        self._reflection_lm = optimizer.reflection_lm
+        self._integrating: Module = optimizer.stale_candidate_reflection or StaleCandidateReflection()
+        self._models = self._twins(student)
+        self._adapter = _adapter(optimizer, student, self._metric, self._reflection_lm)
         predictors: list[tuple[str, Any]] = student.named_predictors()
         self._seed_candidate: dict[str, str] = {name: one.signature.instructions for name, one in predictors}
         for path, flex in enumerate_flex_submodules(student).items():
@@ -114,14 +122,19 @@ class Compilation:
             finished = True
             return program
         finally:
+            if self._models is not None:
+                self._models.close()
             self._threads.close(wait=finished)
 
     async def _evolve(self) -> Module:
         optimizer, bus = self._optimizer, EventBus()
         pool = self._pool()
-        program = DspyProgram(self._adapter, self._metric, self._threads, self._priced)
+        program = DspyProgram(self._adapter, self._metric, self._threads, self._priced, self._models)
         program.attach(asyncio.get_running_loop())
-        run = self._run = GepaRun(pool, program, self._settings, bus, self._integrator())
+        endpoints = None if self._models is None else self._models.endpoints
+        if self._models is not None:
+            self._models.attach(asyncio.get_running_loop())
+        run = self._run = GepaRun(pool, program, self._settings, bus, self._integrator(), endpoints)
         if self._stopped is not None:
             run.stop(self._stopped)
         began = anyio.current_time()
@@ -156,9 +169,28 @@ class Compilation:
         return self._result(pool, self._stats(run, recorder, anyio.current_time() - began))
 
     def _integrator(self) -> DspyIntegrator:
-        module = self._optimizer.stale_candidate_reflection or StaleCandidateReflection()
-        lm = self._optimizer.reflection_lm or dspy.settings.lm
-        return DspyIntegrator(module, lm, tuple(self._adapter._flex_paths), self._threads, self._priced)  # pyright: ignore[reportPrivateUsage]
+        code = tuple(self._adapter._flex_paths)  # pyright: ignore[reportPrivateUsage]
+        lm = self._reflection_lm or dspy.settings.lm
+        return DspyIntegrator(self._integrating, lm, code, self._threads, self._priced, self._models)
+
+    def _twins(self, student: Module) -> LanguageModels | None:
+        """The run's twins of the LMs that it will call; None in lockstep, which calls them as they are."""
+        settings, lm = self._settings, self._snapshot.get("lm")
+        if settings.lockstep:
+            return None
+        endpoints = Endpoints(settings.adaptive, settings.retry, random.Random(self._optimizer.seed))
+        reflection_lm = self._reflection_lm or lm
+        tasks = endpoints_of(student.predictors(), lm) or endpoints_of([None], lm)
+        endpoints.assign({
+            **dict.fromkeys(TASK_STAGES, tasks),
+            "propose": endpoints_of([None], reflection_lm),
+            "integrate": endpoints_of(self._integrating.predictors(), reflection_lm),
+        })  # fmt: skip
+        if settings.adaptive is not None:
+            endpoints.watchers += watchers(endpoints)
+        models = LanguageModels(endpoints)
+        self._snapshot["lm"], self._reflection_lm = models.twin(lm), models.twin(self._reflection_lm)
+        return models
 
     def _pool(self) -> Pool:
         lockstep = self._settings.lockstep
@@ -186,6 +218,7 @@ class Compilation:
             slots=run.slots.statistics(),
             gaps=run.gaps.as_dict(),
             rollouts=run.rollouts,
+            retried_requests=run.rollouts.retried + (0 if self._models is None else self._models.endpoints.retried),
             task_tokens=run.counts.task_tokens,
             reflection_tokens=run.counts.reflection_tokens,
             reflection_calls=run.counts.reflection_calls,
@@ -221,7 +254,7 @@ def check_data(student: Module, trainset: Any, teacher: Module | None, valset: A
             )
 
 
-def _adapter(optimizer: Any, student: Module, metric: Metric) -> DspyAdapter:
+def _adapter(optimizer: Any, student: Module, metric: Metric, reflection_lm: Any) -> DspyAdapter:
     """dspy's adapter, set up as ``dspy.GEPA.compile`` sets it up."""
     return DspyAdapter(
         student_module=student,
@@ -231,7 +264,7 @@ def _adapter(optimizer: Any, student: Module, metric: Metric) -> DspyAdapter:
         num_threads=optimizer.num_threads,
         add_format_failure_as_feedback=optimizer.add_format_failure_as_feedback,
         rng=random.Random(optimizer.seed),
-        reflection_lm=optimizer.reflection_lm,
+        reflection_lm=reflection_lm,
         custom_instruction_proposer=optimizer.custom_instruction_proposer,
         custom_code_proposer=optimizer.custom_code_proposer,
         warn_on_score_mismatch=optimizer.warn_on_score_mismatch,

@@ -9,9 +9,10 @@ import dspy
 from dspy.primitives import Module
 
 from dspy_flashevolve.engine.admission import Admission, GapBound, LiveTickets, for_slots
+from dspy_flashevolve.engine.claims import DeepestFirst, SlotOrder
 from dspy_flashevolve.engine.errors import ConfigurationError
+from dspy_flashevolve.engine.limits import AdaptiveLimit
 from dspy_flashevolve.engine.orders import ValueFirst
-from dspy_flashevolve.engine.slots import DeepestFirst, SlotOrder
 from dspy_flashevolve.engine.speculation import Speculation
 from dspy_flashevolve.engine.staleness import PLACES, Full, Guarded, Reflective, StalenessPolicy, check_looks
 from dspy_flashevolve.engine.stragglers import Duplicates
@@ -35,6 +36,8 @@ POLICIES: dict[str, StalenessPolicy] = {
 ORDERS: dict[str, type[DeepestFirst] | type[ValueFirst]] = {"deepest": DeepestFirst, "value": ValueFirst}
 """What the names of ``slot_order`` stand for."""
 DEFAULT_SPECULATION = Speculation()
+MAX_CONCURRENCY = 256
+"""Requests in flight at most where the slots adapt and ``max_concurrency`` is not given."""
 
 
 def policy_named(staleness: Any) -> StalenessPolicy:
@@ -150,13 +153,15 @@ def settings_of(optimizer: Any, same_data: bool) -> RunSettings:
         same_data: the training set is the validation set.
     """
     lockstep = optimizer.schedule == "lockstep"
-    slots: int = optimizer.num_threads or optimizer.max_concurrency or dspy.settings.num_threads
+    adaptive = None if lockstep or optimizer.num_threads is not None else _adaptive(optimizer)
+    slots: int = optimizer.num_threads or dspy.settings.num_threads if adaptive is None else adaptive.high
     minibatch = optimizer.reflection_minibatch_size or 3
     fixed = 1 if lockstep else optimizer.max_live_tickets
     policy = Full() if lockstep else _usable_policy(optimizer)
     rule = LiveTickets(fixed) if fixed is not None else _admission(optimizer, policy, slots, min(minibatch, slots))
     return RunSettings(
         slots=slots,
+        adaptive=adaptive,
         live_limit=rule.limit,
         admission=rule,
         budget_calls=None if lockstep else optimizer.max_metric_calls,
@@ -174,6 +179,12 @@ def settings_of(optimizer: Any, same_data: bool) -> RunSettings:
         duplicates=optimizer.duplicate_stragglers,
         order=None if lockstep else order_named(optimizer.slot_order),
     )
+
+
+def _adaptive(optimizer: Any) -> AdaptiveLimit:
+    """From dspy's number of threads up to ``max_concurrency``."""
+    high: int = optimizer.max_concurrency or MAX_CONCURRENCY
+    return AdaptiveLimit(start=min(dspy.settings.num_threads, high), high=high)
 
 
 def _admission(optimizer: Any, policy: StalenessPolicy, slots: int, burst: int) -> Admission:

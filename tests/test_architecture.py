@@ -26,7 +26,7 @@ MAY_IMPORT = {
 THIRD_PARTY = {
     "engine": {"anyio", "sniffio"},
     "gepa": {"anyio", "gepa"},
-    "programs": {"anyio", "dspy", "gepa", "litellm"},
+    "programs": {"anyio", "dspy", "gepa", "httpx", "litellm"},
     "reflection": {"dspy", "pydantic"},
     "observe": {"tqdm"},
     "sim": {"aiohttp", "dspy"},

@@ -28,6 +28,7 @@ class Load:
         ended: tickets that have ended.
         commits: versions that the pool has gone through since the first ticket.
         mean_gap: of the tickets that were about to be committed lately; None before there was one.
+        slots: requests that may be in flight now; None where the rule need not know.
     """
 
     live: int
@@ -39,6 +40,7 @@ class Load:
     ended: int = 0
     commits: int = 0
     mean_gap: float | None = None
+    slots: int | None = None
 
 
 class Admission(Protocol):
@@ -82,6 +84,8 @@ class LiveTickets:
         working_limit: live tickets that work towards a child and compete for slots; None for no bound of their own.
         burst: idle slots, what a ticket's first requests need, from which one more may start beyond ``working_limit``.
         generations: see the formula; 0 turns it off.
+        slots: requests in flight for which both limits are meant; where fewer may be in flight now, they shrink
+            alike, to 2 at the least. None for limits that stay.
 
     Raises:
         ConfigurationError: a limit under 1, or negative generations.
@@ -101,6 +105,7 @@ class LiveTickets:
     working_limit: int | None = None
     generations: float = 0.0
     burst: int = 3
+    slots: int | None = None
 
     def __post_init__(self) -> None:
         for name, value in (("limit", self.limit), ("working_limit", self.working_limit), ("burst", self.burst)):
@@ -113,20 +118,26 @@ class LiveTickets:
         """See :meth:`Admission.admits`."""
         if load.live >= self.bound(load):
             return False
-        if self.working_limit is None or load.working < self.working_limit:
+        if self.working_limit is None or load.working < self._scaled(self.working_limit, load):
             return True
         return load.idle_slots >= self.burst
 
     def is_narrowed(self, load: Load) -> bool:
         """See :meth:`Admission.is_narrowed`."""
-        return self.bound(load) < self.limit
+        return self.bound(load) < self._scaled(self.limit, load)
 
     def bound(self, load: Load) -> int:
         """Live tickets that the budget allows."""
+        limit = self._scaled(self.limit, load)
         if load.calls_left is None or not self.generations:
-            return self.limit
+            return limit
         tickets = (load.calls_left + load.calls_reserved) / max(load.calls_per_ticket, 1.0)
-        return max(1, math.ceil(min(self.limit, tickets / self.generations)))
+        return max(1, math.ceil(min(limit, tickets / self.generations)))
+
+    def _scaled(self, limit: int, load: Load) -> int:
+        if self.slots is None or load.slots is None or load.slots >= self.slots:
+            return limit
+        return min(limit, max(2, math.ceil(limit * load.slots / self.slots)))
 
 
 PRIOR_ENDED = 4
@@ -205,10 +216,10 @@ def for_slots(slots: int, generations: float, burst: int = 3) -> LiveTickets:
     make more proposals a minute and fewer generations (docs/architecture.md has the figures).
 
     Args:
-        slots: requests in flight at most.
+        slots: requests in flight at most; while there may be fewer, both bounds shrink with them.
         generations, burst: see :class:`LiveTickets`.
 
     >>> for_slots(64, 8.0)
-    LiveTickets(limit=48, working_limit=12, generations=8.0, burst=3)
+    LiveTickets(limit=48, working_limit=12, generations=8.0, burst=3, slots=64)
     """
-    return LiveTickets(max(2, math.ceil(3 * slots / 4)), max(2, math.ceil(3 * slots / 16)), generations, burst)
+    return LiveTickets(max(2, math.ceil(3 * slots / 4)), max(2, math.ceil(3 * slots / 16)), generations, burst, slots)

@@ -43,11 +43,13 @@ class TransientError(FlashEvolveError):
     Args:
         message: what the provider said.
         retry_after_seconds: when the provider wants to be asked again; None when it did not say.
+        attempts: how often the request was made, if it was repeated already.
     """
 
-    def __init__(self, message: str, retry_after_seconds: float | None = None) -> None:
+    def __init__(self, message: str, retry_after_seconds: float | None = None, attempts: int = 1) -> None:
         super().__init__(message)
         self.retry_after_seconds = retry_after_seconds
+        self.attempts = attempts
 
 
 class RolloutUnresolvedError(FlashEvolveError):

@@ -36,13 +36,7 @@ class TicketOpened(Event):
 
 @dataclass(frozen=True, slots=True)
 class Speculated(Event):
-    """A candidate may be selected before its validation is done: its prefix is above the pool's best.
-
-    Args:
-        key: its handle.
-        score: mean on its prefix.
-        best: of the pool's best on the same examples.
-    """
+    """A candidate may be selected before its validation is done: ``score`` on a part is above the ``best``'s there."""
 
     ticket: int
     key: int
@@ -251,6 +245,34 @@ class HeadEnded(Event):
     score: float | None = None
     best: float | None = None
     candidate: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LimitChanged(Event):
+    """An endpoint may be sent more or fewer requests at once.
+
+    Args:
+        endpoint: its address, or the provider's name; several, joined by " + ", where one stage asks them all.
+        before, after: requests in flight.
+        reason: "it binds", "refused", "timed out", "throughput stopped growing" or "requests wait in the server".
+    """
+
+    endpoint: str
+    before: int
+    after: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointPaused(Event):
+    """An endpoint refused most of what it was sent: nothing is sent to it for a while.
+
+    Args:
+        pause_seconds: how long.
+    """
+
+    endpoint: str
+    pause_seconds: float
 
 
 Subscriber = Callable[[Event], None]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from dspy_flashevolve.engine.claims import Claim, SlotKey
 from dspy_flashevolve.engine.errors import ConfigurationError
-from dspy_flashevolve.engine.slots import Claim, SlotKey
 
 
 class ValueFirst:

@@ -15,10 +15,11 @@ from typing import Any, TypeVar
 import anyio
 
 from dspy_flashevolve.engine.budget import Reservation
+from dspy_flashevolve.engine.claims import Claim
 from dspy_flashevolve.engine.errors import ConfigurationError, RolloutUnresolvedError, TransientError
 from dspy_flashevolve.engine.events import EventBus, RolloutDuplicated, RolloutFinished, RolloutTimedOut
 from dspy_flashevolve.engine.retries import RetryPolicy
-from dspy_flashevolve.engine.slots import Claim, Slots
+from dspy_flashevolve.engine.slots import Slots
 from dspy_flashevolve.engine.stragglers import Duplicates, MetricCall, Stragglers, first_answer
 
 T = TypeVar("T")
@@ -135,6 +136,8 @@ class Rollouts:
         """Runs of rollouts that were given up."""
         self.duplicated = 0
         """Rollouts that were begun a second time."""
+        self.on_retry: Callable[[Claim, TransientError], None] = lambda claim, error: None
+        """Called each time a request is made again."""
 
     async def request(self, claim: Claim, call: Callable[[], Awaitable[T]]) -> T:
         """Make one request in a slot; wait between retries without one.
@@ -148,20 +151,22 @@ class Rollouts:
             async with self._slots.hold(claim):
                 return await call()
 
-        return await self._retried(once)
+        return await self._retried(claim, once)
 
-    async def _retried(self, once: Callable[[int], Awaitable[T]]) -> T:
+    async def _retried(self, claim: Claim, once: Callable[[int], Awaitable[T]]) -> T:
         """Call ``once`` with the number of the attempt, from 0, until it does not fail transiently."""
-        for attempt in range(self._retry.attempts):
+        attempts = 0
+        while True:
             try:
-                return await once(attempt)
+                return await once(attempts)
             except TransientError as error:
-                if attempt + 1 == self._retry.attempts:
-                    raise RolloutUnresolvedError(f"no answer after {attempt + 1} attempts: {error}") from error
+                attempts += error.attempts
+                if attempts >= self._retry.attempts:
+                    raise RolloutUnresolvedError(f"no answer after {attempts} attempts: {error}") from error
                 self.retried += 1
-                wait = self._retry.wait_seconds(attempt, error.retry_after_seconds, self._rng.random())
+                self.on_retry(claim, error)
+                wait = self._retry.wait_seconds(attempts - 1, error.retry_after_seconds, self._rng.random())
             await anyio.sleep(wait)
-        raise AssertionError("unreachable: the last attempt returns or raises")
 
     async def rollout(
         self,
@@ -217,7 +222,7 @@ class Rollouts:
             flight.give_back()  # of one that lost before its metric began
             return rollout
 
-        return await self._retried(once)
+        return await self._retried(claim, once)
 
     async def _beside(self, original: _Run, duplicate: _Run) -> Rollout:
         """Wait until the original is far beyond the others, and run it a second time."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Coroutine
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Any, ParamSpec, TypeVar
 
 try:  # anyio uses it where it is installed
@@ -66,3 +66,61 @@ class Threads:
     def close(self, wait: bool = True) -> None:
         """End the threads; with ``wait`` after the calls that were made, without it those not begun are dropped."""
         self._executor.shutdown(wait=wait, cancel_futures=not wait)
+
+
+class LoopWaits:
+    """Lets threads of one run wait for coroutines on the run's loop.
+
+    Args:
+        loop: the run's. One that runs its threads in turns with itself (virtual time) has a ``wait_from_thread``.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self._futures: set[Future[Any]] = set()
+        self._closed = False
+
+    def wait(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run ``work`` on the loop and wait for it in this thread, which is not the loop's.
+
+        Raises:
+            CancelledError: of :mod:`concurrent.futures`; the run has ended.
+        """
+        if self._closed or self.loop.is_closed():
+            work.close()
+            raise CancelledError("the run has ended")
+        in_turns: Callable[[Coroutine[Any, Any, T]], T] | None = getattr(self.loop, "wait_from_thread", None)
+        if in_turns is not None:
+            return in_turns(work)
+        future = asyncio.run_coroutine_threadsafe(work, self.loop)
+        self._futures.add(future)
+        try:
+            return future.result()
+        finally:
+            self._futures.discard(future)
+
+    def call(self, function: Callable[A, object], *args: A.args, **kwargs: A.kwargs) -> None:
+        """Call on the loop soon, in a task, from this thread; nothing happens once the loop is closed."""
+
+        async def called() -> None:
+            function(*args, **kwargs)
+
+        work = called()
+        try:
+            asyncio.run_coroutine_threadsafe(work, self.loop)
+        except RuntimeError:
+            work.close()
+
+    def is_foreign(self) -> bool:
+        """Whether this thread runs no loop, so that it may wait."""
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return True
+        return False
+
+    def close(self) -> None:
+        """Wait for nothing more: threads that do get a CancelledError."""
+        self._closed = True
+        for future in list(self._futures):
+            future.cancel()

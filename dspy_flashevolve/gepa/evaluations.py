@@ -13,9 +13,9 @@ from gepa.core.data_loader import DataLoader
 from gepa.core.state import ValsetEvaluation
 
 from dspy_flashevolve.engine.budget import Reservation
+from dspy_flashevolve.engine.claims import Claim
 from dspy_flashevolve.engine.errors import FlashEvolveError, RolloutUnresolvedError
 from dspy_flashevolve.engine.rollouts import Rollout, Rollouts
-from dspy_flashevolve.engine.slots import Claim
 from dspy_flashevolve.gepa.payloads import Batch, Candidate, EvolvingProgram
 
 T = TypeVar("T")

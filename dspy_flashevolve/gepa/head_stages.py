@@ -13,10 +13,10 @@ import anyio
 from gepa.core.state import ValsetEvaluation
 
 from dspy_flashevolve.engine.budget import Reservation
+from dspy_flashevolve.engine.claims import Claim
 from dspy_flashevolve.engine.errors import RolloutUnresolvedError
 from dspy_flashevolve.engine.events import HeadEnded
 from dspy_flashevolve.engine.item import End, EndKind, Item, Ticket
-from dspy_flashevolve.engine.slots import Claim
 from dspy_flashevolve.engine.speculation import released_at
 from dspy_flashevolve.engine.stages import Finish, Forward, Outcome
 from dspy_flashevolve.engine.staleness import Reflective

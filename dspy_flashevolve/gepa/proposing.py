@@ -9,10 +9,10 @@ from typing import Any
 
 from gepa.strategies.proposal_sampling import ProposalTask
 
+from dspy_flashevolve.engine.claims import Claim
 from dspy_flashevolve.engine.errors import FlashEvolveError
 from dspy_flashevolve.engine.item import Ticket
 from dspy_flashevolve.engine.rollouts import Rollouts
-from dspy_flashevolve.engine.slots import Claim
 from dspy_flashevolve.gepa import reports
 from dspy_flashevolve.gepa.evaluations import gather
 from dspy_flashevolve.gepa.payloads import Batch, Child, Counts, EvolvingProgram, Late, RolledOut

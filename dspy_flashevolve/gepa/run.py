@@ -10,12 +10,14 @@ import anyio
 
 from dspy_flashevolve.engine.background import Background
 from dspy_flashevolve.engine.budget import Budget, Reservation
+from dspy_flashevolve.engine.claims import Claim
+from dspy_flashevolve.engine.endpoints import Endpoints
 from dspy_flashevolve.engine.errors import RolloutUnresolvedError, RunAbortedError
 from dspy_flashevolve.engine.events import Event, EventBus, RolloutFinished
 from dspy_flashevolve.engine.integration import Integrator
 from dspy_flashevolve.engine.pipeline import Pipeline
 from dspy_flashevolve.engine.rollouts import Rollouts
-from dspy_flashevolve.engine.slots import Claim, Slots
+from dspy_flashevolve.engine.slots import Slots
 from dspy_flashevolve.engine.speculation import NOT_SPECULATIVE, ValidationOrder
 from dspy_flashevolve.engine.stages import Stage
 from dspy_flashevolve.engine.staleness import GapHistogram, Reflective
@@ -42,6 +44,7 @@ class GepaRun:
         settings: the schedule.
         bus: gets the events.
         integrator: reads stale children; needed by a policy that integrates.
+        endpoints: who answers the requests, and when they may be asked; None where nobody minds.
     """
 
     def __init__(
@@ -51,8 +54,10 @@ class GepaRun:
         settings: RunSettings,
         bus: EventBus,
         integrator: Integrator | None = None,
+        endpoints: Endpoints | None = None,
     ) -> None:
         self.pool = pool
+        self._endpoints = endpoints
         self._integrator = integrator
         self.settings = settings
         self.bus = bus
@@ -69,6 +74,9 @@ class GepaRun:
             timeout_seconds=settings.rollout_timeout_seconds,
             duplicates=None if settings.lockstep else settings.duplicates,
         )
+        if endpoints is not None:
+            endpoints.attach(self.slots, bus, settings.clock)
+            self.rollouts.on_retry = endpoints.heard_retry
         highest = pool.options.perfect_score
         self._evaluations = Evaluations(
             program, self.rollouts, pool.loader, settings.same_data, math.inf if highest is None else highest
@@ -165,6 +173,8 @@ class GepaRun:
         async with anyio.create_task_group() as group:
             if self.settings.max_seconds is not None:
                 group.start_soon(self._stop_after, self.settings.max_seconds)
+            for watch in [] if self._endpoints is None else self._endpoints.watchers:
+                group.start_soon(watch)
             try:
                 if not seeded.is_set() and (self.settings.lockstep or self.settings.seed_first):
                     await self._validate_seed(ids, reservation, source, seeded)

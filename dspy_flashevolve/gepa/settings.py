@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 import anyio
 
 from dspy_flashevolve.engine.admission import Admission
+from dspy_flashevolve.engine.claims import SlotOrder
 from dspy_flashevolve.engine.control import WorkflowController
+from dspy_flashevolve.engine.limits import AdaptiveLimit
 from dspy_flashevolve.engine.retries import RetryPolicy
-from dspy_flashevolve.engine.slots import SlotOrder
 from dspy_flashevolve.engine.speculation import Speculation
 from dspy_flashevolve.engine.staleness import Full, StalenessPolicy
 from dspy_flashevolve.engine.stragglers import Duplicates
@@ -36,6 +37,7 @@ class RunSettings:
         max_cost: dollars after which no ticket starts; None for no limit.
         speculation: how early stages release their output; None for never.
         order: who gets the next free slot; None for the default.
+        adaptive: how the endpoints' limits adapt below ``slots``; None for no limit but that.
         retry: what happens when the provider asks to come back later.
         controller: decides how many workers each stage has; None gives each the most. Not asked in lockstep.
         rollout_timeout_seconds: a run of the program on an example, metric included, is given up after it and tried
@@ -59,6 +61,7 @@ class RunSettings:
     max_cost: float | None = None
     speculation: Speculation | None = None
     order: SlotOrder | None = None
+    adaptive: AdaptiveLimit | None = None
     retry: RetryPolicy | None = None
     controller: WorkflowController | None = None
     rollout_timeout_seconds: float | None = None

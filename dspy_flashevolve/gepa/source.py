@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -20,6 +21,9 @@ from dspy_flashevolve.gepa.payloads import Base, MergePlan, Selected
 from dspy_flashevolve.gepa.pool import Pool
 from dspy_flashevolve.gepa.selection import sample
 
+DEMAND = 1.5
+"""Tickets are admitted for this many times the slots there are now, up to the most there may be: only where requests
+wait can an endpoint's limit be seen to bind, and grow."""
 PRIOR_TICKETS = 4
 """The estimate of a ticket's cost begins as if this many had cost the most that one can."""
 
@@ -207,6 +211,7 @@ class GepaSource:
             live=live - self.resting(),
             working=len(self.working),
             idle_slots=self._slots.idle - self._minibatch * sum(not one.started for one in self.accounts.values()),
+            slots=math.ceil(DEMAND * self._slots.limit),
             calls_left=self._budget.left,
             calls_reserved=self._budget.reserved,
             ended=self._ended,

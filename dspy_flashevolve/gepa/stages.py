@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from dspy_flashevolve.engine.claims import Claim
 from dspy_flashevolve.engine.errors import RolloutUnresolvedError
 from dspy_flashevolve.engine.events import Committed
 from dspy_flashevolve.engine.item import End, EndKind, Item
-from dspy_flashevolve.engine.slots import Claim
 from dspy_flashevolve.engine.stages import Finish, Forward, Handler, Outcome, Outcomes
 from dspy_flashevolve.engine.staleness import Discard, Integrate, gap
 from dspy_flashevolve.gepa import merge_reports, reports

@@ -15,11 +15,11 @@ from typing import Any
 import anyio
 from gepa.proposer.base import CandidateProposal
 
+from dspy_flashevolve.engine.claims import Claim
 from dspy_flashevolve.engine.errors import RolloutUnresolvedError
 from dspy_flashevolve.engine.events import HeadLanded, Integrated
 from dspy_flashevolve.engine.integration import Integration, IntegrationRequest, Integrator, Texts
 from dspy_flashevolve.engine.item import End, EndKind, Item
-from dspy_flashevolve.engine.slots import Claim
 from dspy_flashevolve.engine.stages import Carried, Finish, Forward, Outcome
 from dspy_flashevolve.engine.staleness import Reflective, Untaken
 from dspy_flashevolve.gepa import reports, train_reports

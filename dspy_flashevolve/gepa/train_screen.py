@@ -7,9 +7,9 @@ from typing import Any
 import anyio
 from gepa.proposer.base import CandidateProposal
 
+from dspy_flashevolve.engine.claims import Claim
 from dspy_flashevolve.engine.events import Speculated
 from dspy_flashevolve.engine.item import Item
-from dspy_flashevolve.engine.slots import Claim
 from dspy_flashevolve.engine.speculation import released_at
 from dspy_flashevolve.gepa import train_reports
 from dspy_flashevolve.gepa.evaluations import NoLongerWantedError, Watch, gather

@@ -9,10 +9,10 @@ from typing import Any
 from gepa.core.state import ValsetEvaluation
 from gepa.proposer.base import CandidateProposal
 
+from dspy_flashevolve.engine.claims import Claim
 from dspy_flashevolve.engine.errors import RolloutUnresolvedError
 from dspy_flashevolve.engine.events import Speculated, SpeculationEnded
 from dspy_flashevolve.engine.item import End, EndKind, Item
-from dspy_flashevolve.engine.slots import Claim
 from dspy_flashevolve.engine.speculation import released_at
 from dspy_flashevolve.engine.stages import Finish, Forward, Outcome
 from dspy_flashevolve.gepa import reports, train_reports

@@ -112,7 +112,7 @@ class AsyncStats:
         max_metric_calls: the budget; None without one.
         slots: slots there are, at most this many requests in flight.
         peak_slots: the most that were in use at once.
-        occupancy: share of slot-seconds in use, 0 to 1.
+        occupancy: share of slot-seconds in use, 0 to 1, of the slots that there were by the limits of their time.
         busy_seconds_by_stage: slot-seconds.
         worked_seconds_by_stage: summed over a stage's workers, waiting for slots included.
         waited_seconds_by_stage: summed over items, in the stage's queue.
@@ -136,6 +136,7 @@ class AsyncStats:
         duplicated_rollouts: rollouts that were begun a second time.
         worker_changes: every change of a stage's workers, in order; none without a controller.
         limit_changes: every change of an endpoint's slots, in order; none with a fixed number of slots.
+        pauses: times that an endpoint refused most of what it was sent, and was left alone for a while.
     """
 
     schedule: str
@@ -175,6 +176,7 @@ class AsyncStats:
     duplicated_rollouts: int = 0
     worker_changes: list[ChangeRecord] = field(default_factory=list[ChangeRecord])
     limit_changes: list[ChangeRecord] = field(default_factory=list[ChangeRecord])
+    pauses: int = 0
 
     @property
     def head_ends(self) -> dict[str, int]:

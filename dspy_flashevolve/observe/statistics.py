@@ -7,6 +7,7 @@ from typing import Protocol
 
 from dspy_flashevolve.engine.events import (
     Committed,
+    EndpointPaused,
     Event,
     HeadEnded,
     HeadLanded,
@@ -30,8 +31,6 @@ class Requests(Protocol):
 
     @property
     def shared(self) -> int: ...
-    @property
-    def retried(self) -> int: ...
     @property
     def timed_out(self) -> int: ...
     @property
@@ -61,6 +60,7 @@ class Recorder:
         self.speculation_ends: dict[str, int] = {}
         self.worker_changes: list[ChangeRecord] = []
         self.limit_changes: list[ChangeRecord] = []
+        self.pauses = 0
 
     def __call__(self, event: Event) -> None:
         """Take one event."""
@@ -106,6 +106,8 @@ class Recorder:
             self.heads[event.head] = replace(
                 self.heads[event.head], end=event.end, score=event.score, best=event.best, candidate=event.candidate
             )
+        elif isinstance(event, EndpointPaused):
+            self.pauses += 1
 
     def _landed(self, event: HeadLanded) -> None:
         self.heads[event.head] = HeadRecord(
@@ -148,6 +150,7 @@ class Recorder:
         slots: SlotStatistics,
         gaps: dict[str, dict[int, int]],
         rollouts: Requests,
+        retried_requests: int,
         task_tokens: int,
         reflection_tokens: int,
         reflection_calls: int,
@@ -170,13 +173,13 @@ class Recorder:
             max_metric_calls=max_metric_calls,
             slots=slots.limit,
             peak_slots=slots.peak,
-            occupancy=slots.busy_seconds / (slots.limit * seconds) if seconds else 0.0,
+            occupancy=slots.busy_seconds / slots.limit_seconds if slots.limit_seconds else 0.0,
             busy_seconds_by_stage=slots.busy_seconds_by_stage,
             worked_seconds_by_stage=dict(self.worked),
             waited_seconds_by_stage=dict(self.waited),
             gaps=gaps,
             shared_rollouts=rollouts.shared,
-            retried_requests=rollouts.retried,
+            retried_requests=retried_requests,
             timed_out_rollouts=rollouts.timed_out,
             duplicated_rollouts=rollouts.duplicated,
             speculated=self.speculated,
@@ -194,4 +197,5 @@ class Recorder:
             verdicts=self._verdicts(),
             integrations=list(self.integrations),
             heads=list(self.heads.values()),
+            pauses=self.pauses,
         )

@@ -70,7 +70,7 @@ def answers_asynchronously(lm: Any) -> bool:
     engine = getattr(lm, "_engine_spec", "auto")
     if not isinstance(engine, str) and getattr(lm, "_async_engine_spec", None) is None:
         return False
-    return _overrides_aforward_last(type(lm))
+    return _overrides_aforward_last(getattr(type(lm), "original_class", type(lm)))
 
 
 def _overrides_aforward_last(kind: type) -> bool:

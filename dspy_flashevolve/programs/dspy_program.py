@@ -17,6 +17,7 @@ from gepa.core.adapter import EvaluationBatch
 
 from dspy_flashevolve.engine.rollouts import Rollout
 from dspy_flashevolve.engine.threads import Threads
+from dspy_flashevolve.programs.endpoints import LanguageModels
 from dspy_flashevolve.programs.faults import raise_provider_fault
 from dspy_flashevolve.programs.metric import Metric
 from dspy_flashevolve.programs.runner import ProgramRunner
@@ -48,14 +49,22 @@ class DspyProgram:
         metric: scores predictions.
         threads: for programs without a usable ``aforward``, sync metrics and reflection.
         priced: work out what the calls cost.
+        models: the run's twins of the predictors' own LMs; None to call these as they are.
     """
 
-    def __init__(self, adapter: DspyAdapter, metric: Metric, threads: Threads, priced: bool = False) -> None:
+    def __init__(
+        self,
+        adapter: DspyAdapter,
+        metric: Metric,
+        threads: Threads,
+        priced: bool = False,
+        models: LanguageModels | None = None,
+    ) -> None:
         self.adapter = adapter
         self._priced = priced
         self._metric = metric
         self._threads = threads
-        self._runner = ProgramRunner(adapter, metric, threads, priced)
+        self._runner = ProgramRunner(adapter, metric, threads, priced, models)
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
         """Say on which loop the run lives."""

@@ -16,6 +16,7 @@ from dspy_flashevolve.engine.integration import VERDICTS, Integration, Integrati
 from dspy_flashevolve.engine.threads import Threads
 from dspy_flashevolve.programs.asynchrony import runs_on_loop
 from dspy_flashevolve.programs.copies import isolated_copy
+from dspy_flashevolve.programs.endpoints import LanguageModels
 from dspy_flashevolve.programs.faults import raise_provider_fault
 from dspy_flashevolve.programs.usage import calls_of, cost_of, tokens_of
 
@@ -29,12 +30,19 @@ class DspyIntegrator:
         code_components: components that hold Python source.
         threads: for modules without a usable ``aforward``.
         priced: work out what the calls cost.
+        models: the run's twins of the predictors' own LMs; None to call these as they are.
     """
 
     def __init__(
-        self, module: Module, lm: Any, code_components: Sequence[str], threads: Threads, priced: bool = False
+        self,
+        module: Module,
+        lm: Any,
+        code_components: Sequence[str],
+        threads: Threads,
+        priced: bool = False,
+        models: LanguageModels | None = None,
     ) -> None:
-        self._module = module
+        self._module = module if models is None else models.replace_in(isolated_copy(module))
         self._lm = lm
         self._code = tuple(code_components)
         self._threads = threads

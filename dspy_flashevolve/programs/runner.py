@@ -27,6 +27,7 @@ from dspy_flashevolve.engine.rollouts import Rollout
 from dspy_flashevolve.engine.threads import Threads
 from dspy_flashevolve.programs.asynchrony import runs_on_loop
 from dspy_flashevolve.programs.copies import isolated_copy
+from dspy_flashevolve.programs.endpoints import LanguageModels
 from dspy_flashevolve.programs.faults import raise_provider_fault
 from dspy_flashevolve.programs.metric import Metric
 from dspy_flashevolve.programs.usage import cost_of, tokens_of
@@ -54,10 +55,19 @@ class ProgramRunner:
         metric: scores predictions.
         threads: where programs without a usable ``aforward`` run.
         priced: work out what the calls cost.
+        models: the run's twins of the predictors' own LMs; None to call these as they are.
     """
 
-    def __init__(self, adapter: DspyAdapter, metric: Metric, threads: Threads, priced: bool = False) -> None:
+    def __init__(
+        self,
+        adapter: DspyAdapter,
+        metric: Metric,
+        threads: Threads,
+        priced: bool = False,
+        models: LanguageModels | None = None,
+    ) -> None:
         self._adapter = adapter
+        self._models = models
         self._priced = priced
         self._metric = metric
         self._threads = threads
@@ -97,6 +107,10 @@ class ProgramRunner:
         return self._prototypes[key]
 
     def _build(self, candidate: dict[str, str]) -> Module | Exception:
+        built = self._built(candidate)
+        return built if self._models is None or isinstance(built, Exception) else self._models.replace_in(built)
+
+    def _built(self, candidate: dict[str, str]) -> Module | Exception:
         if not self._flex:
             # As dspy's adapter, but the data that a student carries is shared, not copied a candidate.
             program = isolated_copy(self._adapter.student)

@@ -13,175 +13,19 @@ from __future__ import annotations
 
 import asyncio
 import json
-import selectors
 import threading
-from collections.abc import Awaitable, Callable, Coroutine
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import dspy
-from dspy.lm15 import Message, Request, Response, TextPart, Usage
+from dspy.lm15 import Message, RateLimitError, Request, Response, TextPart, Usage
 
 from dspy_flashevolve.sim.driver import BatchDriver
 from dspy_flashevolve.sim.profiles import Profile, profile_named
 from dspy_flashevolve.sim.prompts import ChatRequest, parse_chat_request
 from dspy_flashevolve.sim.replies import ReplyModel, reply_to
+from dspy_flashevolve.sim.virtual_loop import FOREIGN, LOOP_OF, VirtualLoop, run
 
-T = TypeVar("T")
-
-
-class _JumpingSelector(selectors.DefaultSelector):  # pyright: ignore[reportGeneralTypeIssues, reportUntypedBaseClass]
-    """Waits for nothing: the time that the loop would wait for is added to its clock."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = 0.0
-
-    def select(self, timeout: float | None = None) -> Any:
-        """Events that are there; the clock jumps by ``timeout`` when there is none."""
-        if timeout is None:  # nothing is planned: only another thread can wake the loop
-            return super().select(None)
-        events = super().select(0)
-        if not events and timeout > 0:
-            self.now += timeout
-        return events
-
-
-_loop_of: dict[int, VirtualLoop] = {}
-"""Thread -> the virtual loop that gave it the floor."""
-
-
-class VirtualLoop(asyncio.SelectorEventLoop):
-    """An event loop whose ``time()`` starts at 0 and jumps from timer to timer."""
-
-    def __init__(self) -> None:
-        self._jumping = _JumpingSelector()
-        super().__init__(self._jumping)
-        self._floor = threading.Condition()
-        self._threads = ThreadPoolExecutor(max_workers=10_000, thread_name_prefix="virtual")
-        self._working = 0
-        self._waits: set[Future[Any]] = set()
-
-    def time(self) -> float:
-        """Virtual seconds since the loop was made."""
-        return self._jumping.now
-
-    def run_in_executor(self, executor: Any, func: Callable[..., T], *args: Any) -> asyncio.Future[T]:  # type: ignore[override]
-        """Run ``func`` in a thread, now, before anything else happens on the loop.
-
-        The executor is not used: calls that were made one after the other run one after the other.
-        """
-        del executor
-        result: asyncio.Future[T] = self.create_future()
-
-        def call() -> None:
-            _loop_of[threading.get_ident()] = self
-            try:
-                value = func(*args)
-            except BaseException as error:
-                self._tell(_fail, result, error)
-            else:
-                self._tell(_succeed, result, value)
-            finally:
-                _loop_of.pop(threading.get_ident(), None)
-                self._leave_floor()
-
-        self._give_floor(lambda: self._threads.submit(call))
-        return result
-
-    def wait_from_thread(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run ``work`` on the loop from one of its threads, which gives up the floor until it is done."""
-        done: Future[T] = Future()
-        self._waits.add(done)
-
-        async def on_loop() -> None:
-            try:
-                value = await work
-            except BaseException as error:
-                if done.done():  # the loop has closed
-                    raise
-                self._give_floor(partial(done.set_exception, error))
-            else:
-                self._give_floor(partial(done.set_result, value))
-
-        self.call_soon_threadsafe(lambda: self.create_task(on_loop()))
-        self._leave_floor()
-        try:
-            return done.result()
-        finally:
-            self._waits.discard(done)
-
-    def close(self) -> None:
-        """Close the loop and end its threads; one that still waits for the loop gets a CancelledError."""
-        for wait in list(self._waits):
-            if not wait.done():
-                wait.set_exception(CancelledError())
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        super().close()
-
-    def _tell(self, call: Callable[..., None], *args: Any) -> None:
-        """Call on the loop, unless it has closed."""
-        if not self.is_closed():
-            self.call_soon_threadsafe(call, *args)
-
-    def _give_floor(self, begin: Callable[[], Any]) -> None:
-        """Let a thread work, and wait on the loop's thread until it has the floor no more."""
-        with self._floor:
-            self._working += 1
-            begin()
-            while self._working:
-                self._floor.wait()
-
-    def _leave_floor(self) -> None:
-        with self._floor:
-            self._working -= 1
-            self._floor.notify_all()
-
-
-def _succeed(future: asyncio.Future[T], value: T) -> None:
-    if not future.done():
-        future.set_result(value)
-
-
-def _fail(future: asyncio.Future[Any], error: BaseException) -> None:
-    if not future.done():
-        future.set_exception(error)
-
-
-async def _ended(tasks: set[asyncio.Task[Any]]) -> None:
-    await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def run(main: Callable[[], Awaitable[T]]) -> T:
-    """Run ``main`` to its end in virtual time.
-
-    Args:
-        main: an async function without arguments; ``asyncio.get_running_loop().time()`` is its clock.
-
-    Example:
-        >>> async def main() -> float:
-        ...     await asyncio.sleep(3600)
-        ...     return asyncio.get_running_loop().time()
-        >>> run(main)
-        3600.0
-    """
-
-    async def awaited() -> T:
-        return await main()
-
-    loop = VirtualLoop()
-    try:
-        asyncio.set_event_loop(loop)
-        return loop.run_until_complete(awaited())
-    finally:
-        left = asyncio.all_tasks(loop)
-        for task in left:
-            task.cancel()
-        loop.run_until_complete(_ended(left))
-        loop.run_until_complete(loop.shutdown_asyncgens())
-        asyncio.set_event_loop(None)
-        loop.close()
+__all__ = ["SimulatedModel", "VirtualLoop", "run"]
 
 
 class SimulatedModel:
@@ -202,6 +46,10 @@ class SimulatedModel:
         self.requests: dict[str, int] = {}
         """Kind of prompt -> requests answered."""
         self.completion_tokens = 0
+        self.sent: list[float] = []
+        """When each request came, in virtual seconds."""
+        self.refused: list[float] = []
+        """When each request came that was refused: more were in flight than the profile takes."""
         self._driver: BatchDriver | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -213,14 +61,24 @@ class SimulatedModel:
         """Tokens written so far, pro rata for replies under way."""
         return 0.0 if self._driver is None else self._driver.load().generated_tokens
 
+    def refused_share(self, after_seconds: float = 0.0) -> float:
+        """Of the requests that came from then on, the share that was refused; 0 where none came."""
+        sent = sum(seconds >= after_seconds for seconds in self.sent)
+        return sum(seconds >= after_seconds for seconds in self.refused) / sent if sent else 0.0
+
     async def answer(self, request: Request) -> Response:
-        """The reply, after the time that it takes."""
+        """The reply, after the time that it takes.
+
+        Raises:
+            RateLimitError: of lm15, with the profile's ``retry_after_seconds``; more are in flight than it takes.
+        """
         chat = _chat(request)
-        reply = reply_to(chat, self.profile, self.reply_model, self.seed)
         loop = asyncio.get_running_loop()
         if self._driver is None or self._loop is not loop:  # of a run before
             self._loop = loop
             self._driver = BatchDriver(self.profile, time_scale=1.0)
+        self._let_in(loop.time(), self._driver.in_flight)
+        reply = reply_to(chat, self.profile, self.reply_model, self.seed)
         generation = self._driver.submit(chat.prompt_tokens, reply.completion_tokens)
         try:
             await generation.finished
@@ -238,6 +96,19 @@ class SimulatedModel:
                 output_tokens=reply.completion_tokens,
                 total_tokens=chat.prompt_tokens + reply.completion_tokens,
             ),
+        )
+
+    def _let_in(self, seconds: float, in_flight: int) -> None:
+        """Refuse as the server does."""
+        self.sent.append(seconds)
+        limit = self.profile.concurrency_limit
+        if limit is None or in_flight < limit:
+            return
+        self.refused.append(seconds)
+        raise RateLimitError(
+            f"Rate limit reached: {limit} requests in flight.",
+            status=429,
+            retry_after=self.profile.retry_after_seconds,
         )
 
 
@@ -268,12 +139,9 @@ class _Engine(_Shared):
         self._model = model
 
     def complete(self, request: Request) -> Response:
-        loop = _loop_of.get(threading.get_ident())
+        loop = LOOP_OF.get(threading.get_ident())
         if loop is None:
-            raise RuntimeError(
-                "a simulated model was called synchronously from a thread that no virtual loop has started: call it "
-                "inside run(), from the loop or from a thread that the loop's run_in_executor started."
-            )
+            raise RuntimeError(FOREIGN)
         return loop.wait_from_thread(self._model.answer(request))
 
     def close(self) -> None:

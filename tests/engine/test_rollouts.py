@@ -12,10 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dspy_flashevolve.engine.budget import Budget, Reservation
+from dspy_flashevolve.engine.claims import Claim
 from dspy_flashevolve.engine.errors import RolloutUnresolvedError, TransientError
 from dspy_flashevolve.engine.events import Event, EventBus, RolloutFinished
 from dspy_flashevolve.engine.rollouts import RetryPolicy, Rollout, Rollouts
-from dspy_flashevolve.engine.slots import Claim, Slots
+from dspy_flashevolve.engine.slots import Slots
 
 pytestmark = pytest.mark.anyio
 FIRST, SECOND = Claim(0, "screen", 3), Claim(1, "screen", 3)

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import anyio
@@ -17,7 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dspy_flashevolve.engine.admission import LiveTickets, Load
+from dspy_flashevolve.engine.admission import LiveTickets, Load, for_slots
 from dspy_flashevolve.engine.errors import ConfigurationError
 from dspy_flashevolve.engine.events import Event, EventBus
 from dspy_flashevolve.engine.item import Ticket
@@ -57,6 +58,21 @@ def test_a_small_budget_is_spread_over_the_generations_asked_for() -> None:
     assert rule.bound(Load(0, 0, 0, calls_left=900, calls_reserved=0, calls_per_ticket=30)) == 3
     assert rule.bound(Load(0, 0, 0, calls_left=600, calls_reserved=300, calls_per_ticket=30)) == 3
     assert rule.bound(Load(0, 0, 0, calls_left=None, calls_reserved=0, calls_per_ticket=30)) == 16
+
+
+@given(st.integers(1, 128), st.integers(1, 128), st.integers(0, 200), st.integers(0, 64))
+def test_while_there_may_be_fewer_slots_the_bounds_shrink_with_them(
+    most: int, now: int, live: int, working: int
+) -> None:
+    """As many tickets as a rule for that number would let in, give or take what is rounded."""
+    load = Load(live, working, 0, None, 0, 1.0, slots=now)
+    rule, own = for_slots(most, 8.0), for_slots(min(now, most), 8.0)
+    assert rule.bound(load) - own.bound(load) in (0, 1)
+    assert rule.bound(load) <= rule.limit
+    assert rule.bound(replace(load, slots=None)) == rule.limit
+    assert not rule.is_narrowed(load)
+    if own.admits(load):
+        assert rule.admits(load)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dspy_flashevolve.engine.budget import Budget, Reservation
+from dspy_flashevolve.engine.claims import Claim
 from dspy_flashevolve.engine.errors import (
     ConfigurationError,
     RolloutUnresolvedError,
@@ -25,7 +26,7 @@ from dspy_flashevolve.engine.errors import (
 from dspy_flashevolve.engine.events import Event, EventBus, RolloutDuplicated, RolloutFinished, RolloutTimedOut
 from dspy_flashevolve.engine.retries import RetryPolicy
 from dspy_flashevolve.engine.rollouts import Rollout, Rollouts
-from dspy_flashevolve.engine.slots import Claim, Slots
+from dspy_flashevolve.engine.slots import Slots
 from dspy_flashevolve.engine.stragglers import Duplicates, Stragglers, metric_begins
 from dspy_flashevolve.engine.threads import Threads
 from dspy_flashevolve.programs.metric import Metric

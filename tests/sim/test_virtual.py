@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import dspy
 import pytest
+from dspy.utils.exceptions import LMRateLimitError
 from dspy.utils.usage_tracker import track_usage
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from dspy_flashevolve.sim import PROFILES
 from dspy_flashevolve.sim.virtual import SimulatedModel, run
 
 PREDICT = dspy.Predict("question -> answer")
@@ -296,3 +299,20 @@ def test_a_model_serves_a_second_run() -> None:
     model = SimulatedModel()
     first = run(lambda: ask(model, "one"))
     assert run(lambda: ask(model, "one")).answer == first.answer
+
+
+def test_requests_above_what_the_profile_takes_are_refused_with_retry_after_and_counted() -> None:
+    model = SimulatedModel(replace(PROFILES["api-gpt-4o-mini"], concurrency_limit=2))
+
+    async def main() -> list[Any]:
+        together = await asyncio.gather(*(ask(model, f"question {n}") for n in range(5)), return_exceptions=True)
+        thread = asyncio.to_thread(asking(model, "later"))
+        return [*together, await thread]
+
+    answers = run(main)
+    refused = [one for one in answers if isinstance(one, LMRateLimitError)]
+    assert len(refused) == len(model.refused) == 3
+    assert {one.retry_after for one in refused} == {1.0}
+    assert len(model.sent) == 6
+    assert model.refused_share() == 0.5
+    assert model.refused_share(after_seconds=0.1) == 0.0

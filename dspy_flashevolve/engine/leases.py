@@ -1,0 +1,87 @@
+"""A slot that its holder may give back for a while, from deep inside a rollout.
+
+A request that must wait (the provider said when to come back) is not in flight: its slot is of use to others.
+The lease of the rollout that runs is found through a context variable, which threads and tasks that the rollout
+starts inherit; on a thread, call :func:`paused_slot` on the run's loop with the lease that was found there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from contextvars import ContextVar
+
+import anyio
+
+
+class Lease:
+    """One slot, held or given back.
+
+    Args:
+        acquire: waits for the slot in the run's order.
+        release: gives it to the next one.
+    """
+
+    def __init__(self, acquire: Callable[[], Awaitable[None]], release: Callable[[], None]) -> None:
+        self._acquire = acquire
+        self._release = release
+        self._taking = anyio.Lock()
+        self._closed = False
+        self.held = False
+
+    async def take(self) -> None:
+        """Have the slot: wait for it unless it is held. A lease that has ended takes none."""
+        if self.held or self._closed:
+            return
+        async with self._taking:
+            if self.held or self._closed:
+                return
+            await self._acquire()
+            self.held = True
+            if self._closed:  # the holder was cancelled while the slot was awaited for it
+                self.give_back()
+
+    def give_back(self) -> None:
+        """Have no slot."""
+        if self.held:
+            self.held = False
+            self._release()
+
+    def close(self) -> None:
+        """Give the slot back for good."""
+        self._closed = True
+        self.give_back()
+
+
+_current: ContextVar[Lease | None] = ContextVar("flashevolve_lease", default=None)
+
+
+def current_lease() -> Lease | None:
+    """The slot in which this code runs; None outside of any."""
+    return _current.get()
+
+
+def set_current(lease: Lease | None) -> Lease | None:
+    """Make it the slot of the code that follows; returns the one before."""
+    before = _current.get()
+    _current.set(lease)
+    return before
+
+
+@asynccontextmanager
+async def paused_slot(lease: Lease | None = None) -> AsyncGenerator[None, None]:
+    """Give the slot back for the block and take it again after it. Nothing happens outside of any slot.
+
+    Where a rollout has several requests under way in its one slot, the first that pauses gives the slot back, and
+    the first that goes on takes it again. A block that raises ends without the slot: the next request takes it.
+
+    Args:
+        lease: whose; default the one in which this code runs.
+    """
+    lease = lease or current_lease()
+    if lease is None:
+        yield
+        return
+    lease.give_back()
+    yield
+    await lease.take()

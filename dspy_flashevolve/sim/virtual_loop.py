@@ -1,0 +1,182 @@
+"""An event loop whose clock jumps, so that a run that would take hours takes seconds.
+
+Nothing sleeps: when the loop has nothing to do, its clock jumps to the next timer. Code that runs in a thread (a
+synchronous reflection, gepa's state) has the floor while it runs: the loop waits until it is done or asks for
+something on the loop, so that threads and loop never run at once, and order does not depend on the machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+import threading
+from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class _JumpingSelector(selectors.DefaultSelector):  # pyright: ignore[reportGeneralTypeIssues, reportUntypedBaseClass]
+    """Waits for nothing: the time that the loop would wait for is added to its clock."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+
+    def select(self, timeout: float | None = None) -> Any:
+        """Events that are there; the clock jumps by ``timeout`` when there is none."""
+        if timeout is None:  # nothing is planned: only another thread can wake the loop
+            return super().select(None)
+        events = super().select(0)
+        if not events and timeout > 0:
+            self.now += timeout
+        return events
+
+
+FOREIGN = (
+    "a simulated model was called synchronously from a thread that no virtual loop has started: call it "
+    "inside run(), from the loop or from a thread that the loop's run_in_executor started."
+)
+LOOP_OF: dict[int, VirtualLoop] = {}
+"""Thread -> the virtual loop that gave it the floor."""
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """An event loop whose ``time()`` starts at 0 and jumps from timer to timer."""
+
+    def __init__(self) -> None:
+        self._jumping = _JumpingSelector()
+        super().__init__(self._jumping)
+        self._floor = threading.Condition()
+        self._threads = ThreadPoolExecutor(max_workers=10_000, thread_name_prefix="virtual")
+        self._working = 0
+        self._waits: set[Future[Any]] = set()
+
+    def time(self) -> float:
+        """Virtual seconds since the loop was made."""
+        return self._jumping.now
+
+    def run_in_executor(self, executor: Any, func: Callable[..., T], *args: Any) -> asyncio.Future[T]:  # type: ignore[override]
+        """Run ``func`` in a thread, now, before anything else happens on the loop.
+
+        The executor is not used: calls that were made one after the other run one after the other.
+        """
+        del executor
+        result: asyncio.Future[T] = self.create_future()
+
+        def call() -> None:
+            LOOP_OF[threading.get_ident()] = self
+            try:
+                value = func(*args)
+            except BaseException as error:
+                self._tell(_fail, result, error)
+            else:
+                self._tell(_succeed, result, value)
+            finally:
+                LOOP_OF.pop(threading.get_ident(), None)
+                self._leave_floor()
+
+        self._give_floor(lambda: self._threads.submit(call))
+        return result
+
+    def wait_from_thread(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run ``work`` on the loop from one of its threads, which gives up the floor until it is done.
+
+        Raises:
+            RuntimeError: no virtual loop has started this thread.
+        """
+        if LOOP_OF.get(threading.get_ident()) is not self:
+            work.close()
+            raise RuntimeError(FOREIGN)
+        done: Future[T] = Future()
+        self._waits.add(done)
+
+        async def on_loop() -> None:
+            try:
+                value = await work
+            except BaseException as error:
+                if done.done():  # the loop has closed
+                    raise
+                self._give_floor(partial(done.set_exception, error))
+            else:
+                self._give_floor(partial(done.set_result, value))
+
+        self.call_soon_threadsafe(lambda: self.create_task(on_loop()))
+        self._leave_floor()
+        try:
+            return done.result()
+        finally:
+            self._waits.discard(done)
+
+    def close(self) -> None:
+        """Close the loop and end its threads; one that still waits for the loop gets a CancelledError."""
+        for wait in list(self._waits):
+            if not wait.done():
+                wait.set_exception(CancelledError())
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        super().close()
+
+    def _tell(self, call: Callable[..., None], *args: Any) -> None:
+        """Call on the loop, unless it has closed."""
+        if not self.is_closed():
+            self.call_soon_threadsafe(call, *args)
+
+    def _give_floor(self, begin: Callable[[], Any]) -> None:
+        """Let a thread work, and wait on the loop's thread until it has the floor no more."""
+        with self._floor:
+            self._working += 1
+            begin()
+            while self._working:
+                self._floor.wait()
+
+    def _leave_floor(self) -> None:
+        with self._floor:
+            self._working -= 1
+            self._floor.notify_all()
+
+
+def _succeed(future: asyncio.Future[T], value: T) -> None:
+    if not future.done():
+        future.set_result(value)
+
+
+def _fail(future: asyncio.Future[Any], error: BaseException) -> None:
+    if not future.done():
+        future.set_exception(error)
+
+
+async def _ended(tasks: set[asyncio.Task[Any]]) -> None:
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def run(main: Callable[[], Awaitable[T]]) -> T:
+    """Run ``main`` to its end in virtual time.
+
+    Args:
+        main: an async function without arguments; ``asyncio.get_running_loop().time()`` is its clock.
+
+    Example:
+        >>> async def main() -> float:
+        ...     await asyncio.sleep(3600)
+        ...     return asyncio.get_running_loop().time()
+        >>> run(main)
+        3600.0
+    """
+
+    async def awaited() -> T:
+        return await main()
+
+    loop = VirtualLoop()
+    try:
+        asyncio.set_event_loop(loop)
+        return loop.run_until_complete(awaited())
+    finally:
+        left = asyncio.all_tasks(loop)
+        for task in left:
+            task.cancel()
+        loop.run_until_complete(_ended(left))
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        asyncio.set_event_loop(None)
+        loop.close()

@@ -1,0 +1,508 @@
+"""The run's twins of LMs: retries that hold no slot, signals for the limits, and users' LMs that stay as they are."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import pickle
+import random
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import anyio
+import dspy
+import pytest
+from dspy.utils.callback import BaseCallback
+from dspy.utils.dummies import DummyLM
+from dspy.utils.exceptions import LMAuthError, LMRateLimitError, LMServerError, LMTimeoutError
+
+from dspy_flashevolve.engine.claims import Claim
+from dspy_flashevolve.engine.endpoints import Endpoints
+from dspy_flashevolve.engine.errors import RolloutUnresolvedError, TransientError
+from dspy_flashevolve.engine.events import Event, EventBus, LimitChanged
+from dspy_flashevolve.engine.limits import AdaptiveLimit
+from dspy_flashevolve.engine.rollouts import RetryPolicy, Rollouts
+from dspy_flashevolve.engine.slots import Slots
+from dspy_flashevolve.engine.threads import Threads
+from dspy_flashevolve.programs.asynchrony import answers_asynchronously
+from dspy_flashevolve.programs.endpoints import LanguageModels, endpoint_of, endpoints_of
+from dspy_flashevolve.programs.faults import raise_provider_fault, retry_after_of
+from dspy_flashevolve.programs.vllm_metrics import VllmMetrics, watchers
+from dspy_flashevolve.sim import PROFILES, SimServer
+from dspy_flashevolve.sim.virtual import SimulatedModel, run
+from tests.fakes import fake_lm, reply_for
+
+FAST = RetryPolicy(first_seconds=0.02)
+PREDICT = dspy.Predict("question -> answer")
+CLAIM = Claim(0, "work", 0)
+
+
+@dataclass
+class Run:
+    """What a run has: slots, endpoints, twins and threads."""
+
+    slots: Slots
+    models: LanguageModels
+    rollouts: Rollouts
+    threads: Threads
+    events: list[Event]
+
+    @classmethod
+    def on_loop(cls, slots: int, names: set[str], retry: RetryPolicy, adaptive: AdaptiveLimit | None = None) -> Run:
+        loop, events, bus = asyncio.get_running_loop(), list[Event](), EventBus()
+        bus.subscribe(events.append)
+        shared = Slots(slots, clock=loop.time)
+        endpoints = Endpoints(adaptive, retry, random.Random(0))
+        endpoints.assign({"work": names})
+        endpoints.attach(shared, bus, loop.time)
+        models = LanguageModels(endpoints)
+        models.attach(loop)
+        return cls(shared, models, Rollouts(shared, bus, loop.time, retry), Threads(64, "test"), events)
+
+    async def ask(self, lm: Any, question: str, asynchronous: bool = True) -> str:
+        """One rollout of one question."""
+
+        async def call() -> Any:
+            try:
+                with dspy.context(lm=self.models.twin(lm), adapter=dspy.ChatAdapter()):
+                    if asynchronous:
+                        return await PREDICT.acall(question=question)
+                    return await self.threads.run(PREDICT, question=question)
+            except Exception as error:
+                raise_provider_fault(error)
+                raise
+
+        return (await self.rollouts.request(CLAIM, call)).answer
+
+    async def ask_all(self, lm: Any, count: int, asynchronous: bool = True) -> list[str]:
+        return await asyncio.gather(*(self.ask(lm, f"question {n}", asynchronous) for n in range(count)))
+
+    def close(self) -> None:
+        self.models.close()
+        self.threads.close()
+
+
+def in_run(body: Callable[[Run], Awaitable[Any]], *, virtually: bool = True, slots: int = 4, **options: Any) -> Any:
+    """Run ``body`` in virtual time, or in real time."""
+
+    async def main() -> Any:
+        made = Run.on_loop(slots, options.get("names", {"fake"}), options.get("retry", FAST), options.get("adaptive"))
+        try:
+            return await body(made)
+        finally:
+            made.close()
+
+    return run(main) if virtually else asyncio.run(main())
+
+
+def failing(times: int, error: Callable[[], Exception], **options: Any) -> dspy.LM:
+    """Raises for the first requests and answers the rest."""
+    left = [times]
+
+    def answer(prompt: str) -> str:
+        if left[0]:
+            left[0] -= 1
+            raise error()
+        return reply_for(prompt, answer="yes")
+
+    return fake_lm(answer, **options)
+
+
+def limited() -> Exception:
+    return LMRateLimitError("slow down", retry_after=7.0)
+
+
+# Waiting
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_request_that_waits_for_a_retry_after_holds_no_slot(asynchronous: bool) -> None:
+    lm = failing(1, limited)
+
+    async def body(made: Run) -> tuple[str, float, list[int]]:
+        busy: list[int] = []
+
+        async def watch() -> None:
+            for _ in range(3):
+                await anyio.sleep(2.0)
+                busy.append(made.slots.statistics().busy)
+
+        watching = asyncio.ensure_future(watch())
+        answer = await made.ask(lm, "?", asynchronous)
+        took = asyncio.get_running_loop().time()
+        await watching
+        return answer, took, busy
+
+    answer, took, busy = in_run(body, slots=1)
+    assert answer == "yes"
+    assert 7.0 <= took <= 7.0 + FAST.first_seconds
+    assert busy == [0, 0, 0]
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_another_rollout_takes_the_slot_meanwhile(asynchronous: bool) -> None:
+    async def body(made: Run) -> list[str]:
+        ended: list[str] = []
+
+        async def one(name: str, lm: Any) -> None:
+            await made.ask(lm, name, asynchronous)
+            ended.append(name)
+
+        await asyncio.gather(one("refused", failing(1, limited)), one("other", failing(0, limited)))
+        return ended
+
+    assert in_run(body, slots=1) == ["other", "refused"]
+
+
+def test_a_burst_of_refusals_pauses_the_whole_endpoint() -> None:
+    lm, asked = failing(4, limited), list[float]()
+
+    async def body(made: Run) -> None:
+        twin = made.models.twin(lm)
+        clock = asyncio.get_running_loop().time
+        inner = lm._async_engine_spec.engine.answer
+
+        def answer(prompt: str) -> str:
+            asked.append(clock())
+            return inner(prompt)
+
+        twin._async_engine_spec.engine.answer = answer
+
+        async def late(n: int) -> None:
+            await anyio.sleep(1.0 + n)
+            await made.ask(lm, f"late {n}")
+
+        await asyncio.gather(made.ask_all(lm, 4), *(late(n) for n in range(3)))
+
+    in_run(body)
+    assert len(asked) == 11
+    assert [seconds for seconds in asked if 0 < seconds < 7.0] == []
+
+
+# Retries in all
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize("own", [0, 3])
+def test_a_provider_that_gives_no_answer_is_asked_by_both_counts_together_and_no_more(
+    own: int, asynchronous: bool
+) -> None:
+    lm = failing(1000, lambda: LMServerError("503"), num_retries=own)
+
+    async def body(made: Run) -> None:
+        with pytest.raises(RolloutUnresolvedError, match=f"no answer after {6 + own} attempts"):
+            await made.ask(lm, "?", asynchronous)
+
+    in_run(body)
+    assert lm.engine.calls == 6 + own
+
+
+def test_an_error_that_no_retry_mends_is_raised_at_once() -> None:
+    lm = failing(1, lambda: LMAuthError("who?"))
+
+    async def body(made: Run) -> None:
+        with dspy.context(lm=made.models.twin(lm)), pytest.raises(LMAuthError):
+            await PREDICT.acall(question="?")
+
+    in_run(body)
+    assert lm.engine.calls == 1
+
+
+def test_where_the_run_cannot_be_waited_for_a_twin_is_as_the_lm_itself() -> None:
+    lm = failing(2, lambda: LMRateLimitError("429", retry_after=0.0), num_retries=3)
+    kept: list[Any] = []
+
+    async def body(made: Run) -> None:
+        kept.append(made.models.twin(lm))
+        assert kept[0]("on the loop itself") == ["[[ ## answer ## ]]\nyes\n\n[[ ## completed ## ]]"]
+
+    in_run(body)
+    assert lm.engine.calls == 3
+    assert kept[0]("after the run")
+    assert asyncio.run(kept[0].acall("on another loop"))
+
+
+@pytest.mark.parametrize("virtually", [True, False])
+def test_the_end_of_the_run_frees_threads_that_wait_to_ask_again(virtually: bool) -> None:
+    lm = failing(1000, lambda: LMRateLimitError("429", retry_after=3600.0))
+
+    async def body(made: Run) -> None:
+        asking = asyncio.ensure_future(made.ask(lm, "?", asynchronous=False))
+        await anyio.sleep(0.3)
+        assert lm.engine.calls == 1
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        assert made.slots.statistics().busy == 0
+
+    in_run(body, virtually=virtually)
+    assert lm.engine.calls == 1
+
+
+# The user's LM
+
+
+def test_the_users_lm_stays_as_it_is_and_keeps_its_history() -> None:
+    lm = failing(1, limited, num_retries=3)
+    before, kwargs = dict(vars(lm)), dict(lm.kwargs)
+
+    async def body(made: Run) -> list[str]:
+        return await made.ask_all(lm, 3)
+
+    assert in_run(body) == ["yes"] * 3
+    assert vars(lm) == before
+    assert (lm.num_retries, lm.kwargs, type(lm)) == (3, kwargs, dspy.LM)
+    assert len(lm.history) == 3
+
+
+def test_copies_and_pickles_of_a_twin_are_plain_lms_again() -> None:
+    lm = dspy.LM("openai/gpt-5-nano", num_retries=2, api_base="http://localhost:1/v1")
+    twin = LanguageModels(Endpoints(None)).twin(lm)
+    assert isinstance(twin, dspy.LM)
+    assert twin is not lm
+    for plain in (copy.deepcopy(twin), pickle.loads(pickle.dumps(twin))):
+        assert type(plain) is dspy.LM
+        assert plain.num_retries == 2
+        assert not hasattr(plain, "pace")
+    assert twin.dump_state() == lm.dump_state()
+    assert hasattr(twin.copy(temperature=1.0), "pace")
+
+
+def test_each_lm_has_one_twin_and_what_is_no_dspy_lm_has_none() -> None:
+    models, lm = LanguageModels(Endpoints(None)), fake_lm(lambda prompt: "")
+    assert models.twin(lm) is models.twin(lm) is models.twin(models.twin(lm))
+    dummy = DummyLM([{"answer": "yes"}])
+    assert models.twin(dummy) is dummy
+    assert models.twin(None) is None
+    assert answers_asynchronously(models.twin(lm))
+    assert not answers_asynchronously(models.twin(fake_lm(lambda prompt: "", asynchronous=False)))
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_cached_answers_stay_cached(asynchronous: bool) -> None:
+    lm = failing(1, limited)
+    lm.cache = True
+    question = f"cached? {asynchronous}"
+
+    async def body(made: Run) -> None:
+        await made.ask(lm, question, asynchronous)
+        asked = lm.engine.calls
+        await made.ask(lm, question, asynchronous)
+        assert lm.engine.calls == asked
+
+    in_run(body)
+    with dspy.context(lm=lm, adapter=dspy.ChatAdapter()):
+        asked = lm.engine.calls
+        assert (asyncio.run(PREDICT.acall(question=question)) if asynchronous else PREDICT(question=question)).answer
+    assert lm.engine.calls == asked
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_callbacks_hear_of_a_call_once_however_often_it_is_made(asynchronous: bool) -> None:
+    heard: list[str] = []
+
+    class Listener(BaseCallback):
+        def on_lm_start(self, call_id: str, instance: Any, inputs: dict[str, Any]) -> None:
+            heard.append("start")
+
+        def on_lm_end(self, call_id: str, outputs: Any, exception: Any = None) -> None:
+            heard.append("failed" if exception else "end")
+
+    lm = failing(2, limited)
+    lm.callbacks.append(Listener())
+    in_run(lambda made: made.ask(lm, "?", asynchronous))
+    assert heard == ["start", "end"]
+
+
+def test_a_class_of_the_users_with_a_call_of_its_own_is_repeated_as_a_whole() -> None:
+    class Shouting(dspy.LM):
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return [text.upper() for text in super().__call__(*args, **kwargs)]
+
+    plain = failing(1, limited)
+    lm = Shouting("fake/model", engine=plain.engine, async_engine=plain._async_engine_spec, cache=False)
+
+    async def body(made: Run) -> Any:
+        return await made.threads.run(made.models.twin(lm), "hello")
+
+    assert "YES" in in_run(body)[0]
+
+
+# Endpoints
+
+
+def test_lms_at_one_address_share_an_endpoint() -> None:
+    here = {"api_base": "http://localhost:8000/v1"}
+    task, judge = dspy.LM("openai/a", **here), dspy.LM("hosted_vllm/b", **here)
+    assert endpoint_of(task) == endpoint_of(judge) == "http://localhost:8000/v1"
+    assert endpoint_of(dspy.LM("openai/a")) == endpoint_of(dspy.LM("openai/b")) == "openai"
+    assert endpoint_of(fake_lm(lambda prompt: "")) == "fake"
+    program = dspy.ChainOfThought("question -> answer")
+    assert endpoints_of(program.predictors(), task) == {"http://localhost:8000/v1"}
+    assert endpoints_of(program.predictors(), None) == set()
+
+
+def test_stages_that_ask_the_same_endpoint_share_its_limit_and_others_do_not() -> None:
+    slots, bus, events = Slots(64, clock=lambda: 0.0), EventBus(), list[Event]()
+    bus.subscribe(events.append)
+    endpoints = Endpoints(AdaptiveLimit(start=4, high=64))
+    endpoints.assign({"rollout": {"a", "b"}, "propose": {"b"}, "integrate": {"c"}})
+    endpoints.attach(slots, bus, lambda: 0.0)
+    assert slots.statistics().limits == {"a + b": 4, "c": 4}
+    assert endpoints.group_of("a") is endpoints.group_of("b")
+    assert endpoints.group_of("c") is not endpoints.group_of("a")
+    assert endpoints.group_of("unheard of").limiter is None
+    assert slots.limit == 8
+
+
+@pytest.mark.parametrize(("error", "after"), [(limited, 11), (lambda: LMTimeoutError("late"), 8)])
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_refusals_and_timeouts_reach_the_limit(error: Any, after: int, asynchronous: bool) -> None:
+    lm = failing(1, error)
+
+    async def body(made: Run) -> None:
+        await made.ask_all(lm, 20, asynchronous)
+        changes = [event for event in made.events if isinstance(event, LimitChanged)]
+        assert [(change.endpoint, change.before) for change in changes][:1] == [("fake", 12)]
+        assert changes[0].after <= after + 1
+
+    in_run(body, slots=64, adaptive=AdaptiveLimit(start=12, high=64))
+
+
+def test_a_limit_grows_with_answers_from_the_loop_and_from_threads_alike() -> None:
+    def grown(asynchronous: bool) -> tuple[int, int]:
+        model = SimulatedModel()
+        lm = model.lm()
+
+        async def body(made: Run) -> tuple[int, int]:
+            await made.ask_all(lm, 120, asynchronous)
+            return made.slots.limit, len([event for event in made.events if isinstance(event, LimitChanged)])
+
+        return in_run(body, slots=64, names={endpoint_of(lm)}, adaptive=AdaptiveLimit(start=4, high=64))
+
+    assert grown(True)[0] > 16
+    assert grown(False)[0] > 16
+
+
+def test_an_lm_that_cannot_be_seen_is_heard_through_its_rollouts() -> None:
+    async def body(made: Run) -> None:
+        from dspy_flashevolve.engine.events import RolloutFinished
+
+        made.rollouts.on_retry = made.models.endpoints.heard_retry
+        bus = EventBus()
+        endpoints = Endpoints(AdaptiveLimit(start=4, high=64), FAST)
+        endpoints.assign({"work": {"mine"}})
+        slots = Slots(64, clock=asyncio.get_running_loop().time)
+        endpoints.attach(slots, bus, asyncio.get_running_loop().time)
+        async with anyio.create_task_group() as group:
+            for _ in range(8):
+                group.start_soon(hold_for, slots, 2.0)
+            await anyio.sleep(1.0)
+            bus.emit(RolloutFinished(1.0, 0, "work", 1.0, 1.0, 0))
+        assert slots.limit == 6
+
+    in_run(body)
+
+
+async def hold_for(slots: Slots, seconds: float) -> None:
+    async with slots.hold(CLAIM):
+        await anyio.sleep(seconds)
+
+
+# Over HTTP
+
+
+@pytest.fixture(scope="module")
+def narrow() -> Iterator[SimServer]:
+    """A server that takes three requests at once, and wants the others to come back at once."""
+    profile = replace(PROFILES["api-gpt-4o-mini"], concurrency_limit=3, retry_after_seconds=0.0)
+    with SimServer(profile, time_scale=100) as server:
+        yield server
+
+
+def over_http(server: SimServer, **options: Any) -> dspy.LM:
+    return dspy.LM("openai/sim", api_base=server.api_base, api_key="none", cache=False, **options)
+
+
+@pytest.mark.parametrize("engine", ["auto", "litellm"])
+def test_what_the_server_says_of_when_to_come_back_reaches_us(engine: str) -> None:
+    profile = replace(PROFILES["api-gpt-4o-mini"], concurrency_limit=0, retry_after_seconds=3.0)
+    with SimServer(profile) as server:
+        lm = over_http(server, num_retries=0, engine=engine)
+        with pytest.raises(LMRateLimitError) as caught:
+            lm("hello")
+        with pytest.raises(LMRateLimitError) as awaited:
+            asyncio.run(lm.acall("hello"))
+    assert retry_after_of(caught.value) == retry_after_of(awaited.value) == 3.0
+    with pytest.raises(TransientError) as mapped:
+        raise_provider_fault(caught.value)
+    assert mapped.value.retry_after_seconds == 3.0
+
+
+def test_a_date_to_come_back_at_is_understood() -> None:
+    reply = type("Reply", (), {"headers": {"Retry-After": "Fri, 01 Jan 2100 00:00:00 GMT"}})
+    error = LMServerError("503")
+    error.__cause__ = type("Inner", (Exception,), {"response": reply})()
+    assert (retry_after_of(error) or 0.0) > 1e6
+    assert retry_after_of(LMServerError("503")) is None
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_rollouts_beyond_what_the_server_takes_are_all_answered(narrow: SimServer, asynchronous: bool) -> None:
+    narrow.reset_stats()
+    lm = over_http(narrow)
+
+    async def body(made: Run) -> list[str]:
+        answers = await made.ask_all(lm, 12, asynchronous)
+        assert made.models.endpoints.retried == narrow.stats().refused > 0
+        assert made.rollouts.retried == 0
+        assert made.slots.statistics().busy == 0
+        return answers
+
+    policy = RetryPolicy(attempts=50, first_seconds=0.05)
+    answers = in_run(body, virtually=False, slots=8, names={endpoint_of(lm)}, retry=policy)
+    assert len(answers) == 12
+    assert all(answers)
+    assert (lm.num_retries, len(lm.history)) == (3, 12)
+
+
+def test_task_and_reflection_models_of_one_server_share_its_limit(narrow: SimServer) -> None:
+    narrow.reset_stats()
+    task, judge = over_http(narrow), over_http(narrow, temperature=1.0)
+
+    async def body(made: Run) -> None:
+        await asyncio.gather(made.ask_all(task, 20), made.ask_all(judge, 20))
+        assert made.slots.limit <= 4
+        assert set(made.slots.statistics().limits) == {narrow.api_base}
+        assert narrow.stats().finished == 40
+
+    rules, policy = AdaptiveLimit(start=6, high=8), RetryPolicy(attempts=50, first_seconds=0.05)
+    in_run(body, virtually=False, slots=8, names={narrow.api_base}, adaptive=rules, retry=policy)
+
+
+# vLLM's gauges
+
+
+async def gauges_of(url: str, seconds: float) -> list[tuple[float, ...]]:
+    seen: list[tuple[float, ...]] = []
+    with anyio.move_on_after(seconds):
+        await VllmMetrics(url, lambda *gauges: seen.append(gauges), every_seconds=0.02).run()
+        seen.append(())
+    return seen
+
+
+def test_the_servers_gauges_are_read(narrow: SimServer) -> None:
+    seen = asyncio.run(gauges_of(f"{narrow.url}/metrics", 0.4))
+    assert len(seen) > 1
+    assert set(seen) == {(0.0, 0.0, 0.0)}
+
+
+def test_what_is_no_vllm_is_asked_once(narrow: SimServer) -> None:
+    for url in (f"{narrow.url}/nothing", f"{narrow.url}/health", "http://127.0.0.1:9/metrics", "http://[bad/metrics"):
+        assert asyncio.run(gauges_of(url, 5.0)) == [()]
+
+
+def test_only_addresses_are_watched() -> None:
+    endpoints = Endpoints(AdaptiveLimit(start=4))
+    endpoints.assign({"rollout": {"openai"}, "propose": {"http://localhost:8000/v1"}})
+    assert len(watchers(endpoints)) == 1
