@@ -73,13 +73,15 @@ class Metric:
             args: tuple[Any, ...] = (example, prediction)
         else:
             kwargs, args = {}, (example, prediction, *[None] * self._padding)
-        if self._coroutine:
-            return await self._function(*args, **kwargs)
-        # A metric that has begun in a thread cannot be called back: its rollout is paid, and must be counted.
+        # A metric that has begun is paid, and must be counted: its rollout is not given up any more.
         result: Any = None
         with anyio.CancelScope(shield=True):
-            result = await self._threads.run(self._function, *args, **kwargs)
-        return await result if inspect.isawaitable(result) else result
+            if self._coroutine:
+                result = await self._function(*args, **kwargs)
+            else:
+                result = await self._threads.run(self._function, *args, **kwargs)
+                result = await result if inspect.isawaitable(result) else result
+        return result
 
     def blocking(self, *args: Any, **kwargs: Any) -> Any:
         """Call the metric from a thread, and wait for it; coroutines run on the loop."""

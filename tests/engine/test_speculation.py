@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import statistics
@@ -117,7 +118,7 @@ def test_what_tells_candidates_apart_goes_first_and_what_rotated_out_goes_last(
     there = order_of(candidates, rounds).sort(EXAMPLES)
     out = [rotated(candidates, example, rounds) for example in there]
     assert out == sorted(out)
-    for earlier, later in zip(there, there[1:], strict=False):
+    for earlier, later in itertools.pairwise(there):
         if rotated(candidates, earlier, rounds) == rotated(candidates, later, rounds):
             assert variance(candidates, earlier) >= variance(candidates, later) - 1e-9
 
