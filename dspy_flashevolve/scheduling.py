@@ -117,7 +117,8 @@ def _check_width(optimizer: Any) -> None:
         raise ConfigurationError(f"max_live_tickets is {live}, but schedule='lockstep' runs one step at a time.")
     if admission is None:
         return
-    if not callable(getattr(admission, "admits", None)) or not isinstance(getattr(admission, "limit", None), int):
+    asked = [getattr(admission, name, None) for name in ("admits", "is_narrowed")]
+    if not all(map(callable, asked)) or not isinstance(getattr(admission, "limit", None), int):
         raise ConfigurationError(
             f"admission is {admission!r}, expected LiveTickets, GapBound, or an object with limit, admits(load) and "
             "is_narrowed(load)."

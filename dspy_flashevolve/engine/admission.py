@@ -206,7 +206,7 @@ class GapBound:
         seen = (load.commits + PRIOR_ENDED / 2) / (load.ended + PRIOR_ENDED)
         if load.mean_gap is not None and load.live > 1:
             seen = max(seen, load.mean_gap / (load.live - 1))
-        return min(1.0, seen)
+        return seen
 
 
 def for_slots(slots: int, generations: float, burst: int = 3) -> LiveTickets:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from types import TracebackType
 
 import anyio
 from anyio.abc import TaskGroup
@@ -12,7 +13,8 @@ class Background:
     """Runs what stages have begun and do not wait for.
 
     Use it as an async context manager around the run: leaving it normally waits for what still runs. An exception of
-    the block, or of a piece of work, cancels the rest; the first one of the work is kept as ``failure``, as it is.
+    the block, or of a piece of work, cancels the rest. That of the block leaves it; the first one of the work ends the
+    block, and is kept as ``failure``, as it is.
     """
 
     def __init__(self) -> None:
@@ -24,11 +26,16 @@ class Background:
         await self._group.__aenter__()
         return self
 
-    async def __aexit__(self, *exception: object) -> None:
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
         assert self._group is not None
-        if exception[0] is not None:
+        if error is not None:
             self._group.cancel_scope.cancel()
+        if isinstance(error, anyio.get_cancelled_exc_class()):  # the group knows whether it is its own
+            return bool(await self._group.__aexit__(kind, error, trace))
         await self._group.__aexit__(None, None, None)
+        return False
 
     def start(self, work: Callable[[], Awaitable[None]]) -> None:
         """Begin ``work``."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from dspy_flashevolve.engine.claims import Claim, SlotKey
 from dspy_flashevolve.engine.errors import ConfigurationError
 
@@ -24,14 +26,15 @@ class ValueFirst:
     def __init__(self, discount: float = 0.9) -> None:
         if not 0 < discount <= 1:
             raise ConfigurationError(f"value order: discount is {discount}, expected above 0 and up to 1.")
-        self._discount = discount
-        self._newest = 0
+        self._lost = -math.log(discount)
 
     def key(self, claim: Claim, held: int, waiting: int) -> SlotKey:
         """See :meth:`~dspy_flashevolve.engine.slots.SlotOrder.key`."""
-        self._newest = max(self._newest, claim.version)
-        worth = (BASE_WORTH + max(0.0, claim.value)) * claim.depth * self._discount ** (self._newest - claim.version)
-        return (-worth / max(1, held + waiting), -claim.rank, float(claim.ticket))
+        worth = (BASE_WORTH + max(0.0, claim.value)) * claim.depth
+        # The logarithm of the share of worth, up to what is the same for all claims: how many commits there are.
+        share = math.log(worth) if worth > 0 else -math.inf
+        share += claim.version * self._lost - math.log(max(1, held + waiting))
+        return (-share, -claim.rank, float(claim.ticket))
 
 
 BASE_WORTH = 0.1

@@ -64,7 +64,8 @@ class Speculation:
                 raise ConfigurationError(f"Speculation: {name} is {share!r}, expected a share above 0 and up to 1.")
         if isinstance(self.rounds, bool) or not isinstance(self.rounds, int) or self.rounds < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigurationError(f"Speculation: rounds is {self.rounds!r}, expected a whole number of at least 1.")
-        if self.racing is not None and not self.racing >= 0:
+        number = isinstance(self.racing, int | float) and not isinstance(self.racing, bool)
+        if self.racing is not None and not (number and self.racing >= 0):
             raise ConfigurationError(
                 f"Speculation: racing is {self.racing!r}, expected a margin of 0 or more, or None."
             )
@@ -127,7 +128,8 @@ class ValidationOrder:
 def at_most(scores: Sequence[float | None], highest: float) -> float:
     """The largest sum that the scores can still come to when none is above ``highest``; None stands for one to come.
 
-    It is exact in floating point as well: added in the same order, larger terms never give a smaller sum.
+    It is exact in floating point as well: added in the same order, larger terms never give a smaller sum. (From Python
+    3.12 on ``sum`` compensates; terms under 1e-30 beside large ones may cost it the last bit there.)
 
     >>> at_most([0.5, None], 1.0)
     1.5

@@ -79,6 +79,11 @@ class Evaluations:
         self._valset = valset
         self._train_split = "val" if same_data else "train"
 
+    def saw(self, score: float) -> None:
+        """Take note of a score: a metric that does not keep to its bound lets nothing be told early."""
+        if score > self.highest:
+            self.highest = math.inf
+
     async def minibatch(
         self,
         claim: Claim,
@@ -176,8 +181,7 @@ class Evaluations:
 
             key = (content, split, example_id, capture_traces)
             result = await self._rollouts.rollout(key, claim, reservation, call)
-            if result[0].score > self.highest:
-                self.highest = math.inf  # the metric does not keep to its bound: nothing can be told early
+            self.saw(result[0].score)
             left -= 1
             if watch is not None and not watch(index, result[0].score) and left:
                 scope.cancel()

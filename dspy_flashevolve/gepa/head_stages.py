@@ -91,6 +91,8 @@ class HeadStages:
                 if gate is None or not gate.closed or key not in self._pool.speculative:
                     raise
                 removed = await self._pool.write(self._heads.drop, key)
+                if not removed:
+                    raise NoLongerWantedError(GONE) from None
                 ended.append(self._rolled_back(item, PrefixVerdict(None, self._prefix_best(parts[0]), removed)))
                 return
             known = await self._pool.write(
@@ -133,9 +135,8 @@ class HeadStages:
         if ended or first is None or last is None:
             await self._on.count(item.ticket.number)
             return ended[0]
-        known = await self._pool.write(
-            reports.complete_validation, self._pool, plan, train_reports.joined(first[0], last[0])
-        )
+        fresh = train_reports.in_order(train_reports.joined(first[0], last[0]), plan.missing)
+        known = await self._pool.write(reports.complete_validation, self._pool, plan, fresh)
         self._on.order.record(known.scores_by_val_id)
         payload = Validated((proposal,), (known,), (first[1] + last[1],), (None,), (None,), head=key)
         return Forward("commit", payload, value=item.value)

@@ -99,11 +99,11 @@ class Heads:
         return True
 
     def drop(self, key: int) -> tuple[int, ...]:
-        """Take it back with what stands on it; returns what went."""
+        """Take it back with what stands on it; returns the heads that went, it first."""
         waiting = self._pool.speculative
         if key not in waiting:
             return ()
-        return tuple(entry.key for entry in waiting.remove(key, self._passed))
+        return tuple(entry.key for entry in waiting.remove(key, self._passed) if entry.evaluation is None)
 
     def judge_prefix(self, key: int, scores: dict[Any, float]) -> PrefixVerdict:
         """Compare a head with the pool's best on the same validation examples, and roll it back where it is worse."""

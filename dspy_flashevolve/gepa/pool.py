@@ -276,6 +276,8 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
             self.notify("on_error", iteration=self.state.i + 1, exception=error, will_continue=False)
         for number in live:
             self.notify("on_iteration_end", iteration=number + 1, state=self.state, proposal_accepted=False)
+        if self.calls_made is not None:
+            self.state.total_num_evals = max(self.state.total_num_evals, self.calls_made())
         self.save(force=True)
 
     @contextmanager

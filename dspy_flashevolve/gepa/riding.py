@@ -12,6 +12,7 @@ from dspy_flashevolve.engine.integration import StaleChild
 from dspy_flashevolve.engine.item import Item
 from dspy_flashevolve.engine.staleness import gap
 from dspy_flashevolve.gepa.payloads import Child, Waiting
+from dspy_flashevolve.gepa.speculative import SpeculativeCandidates
 
 
 def stale_child(number: int, item: Item[Waiting], child: Child, version: int) -> StaleChild:
@@ -43,6 +44,12 @@ def changed_components(children: Sequence[Child]) -> tuple[str, ...]:
             {n for child in children for n, text in child.candidate.items() if text != child.task.parent_candidate[n]}
         )
     )
+
+
+def parent_of(child: Child, waiting: SpeculativeCandidates) -> int:
+    """Its parent in gepa's pool: itself where it was speculative and is confirmed by now, else what stands for it."""
+    bases = () if child.base is None else (child.base,)
+    return (*waiting.resolve(bases), child.task.parent_idx)[0]
 
 
 def bases_of(children: Sequence[Child]) -> tuple[int | None, ...]:

@@ -85,8 +85,8 @@ class ParentRollouts:
 
         self._on.background.start(lambda: self._all(claim, task, purse, finished, enough, late))
         await enough.wait()
-        if len(results) < needed:
-            await late.complete()  # raises: the others had no answer
+        if len(results) < needed or not self._worth_reflecting(results):
+            await late.complete()  # raises where the others had no answer
         batch, _ = as_batch([results[index] for index in sorted(results)])
         return batch, late
 

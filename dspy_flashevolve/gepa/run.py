@@ -140,6 +140,7 @@ class GepaRun:
             self.budget.spent = self.pool.state.total_num_evals
             for scores in self.pool.state.prog_candidate_val_subscores:
                 self._order.record(scores)
+                self._evaluations.saw(max(scores.values(), default=-math.inf))
             seeded.set()
         source = self._source = GepaSource(
             self.pool,
@@ -185,6 +186,7 @@ class GepaRun:
                 async with self._background:
                     await self.pipeline.run()
                     await seeded.wait()
+                source.end()
             except Exception as error:
                 failures.append(error)
             group.cancel_scope.cancel()

@@ -135,6 +135,11 @@ class GepaSource:
         self._purse = Reservation(self._budget, 0)
         return self._purse
 
+    def end(self) -> None:
+        """No ticket will be opened, and none is live: nothing need be set aside any more."""
+        if self._purse is not None:
+            self._purse.refund()
+
     def _purse_is_full(self) -> bool:
         return self._purse is None or self._purse.extend(max(0, len(self._pool.loader) - self._purse.open))
 

@@ -117,6 +117,13 @@ class SpeculativeCandidates:
         self._leave(entry, () if index is None else (index,))
         return entry
 
+    def confirm_late(self, key: int, index: int) -> None:
+        """As :meth:`confirm`, for one that may have gone with one under it: its own validation has the last word."""
+        if key in self._waiting:
+            self.confirm(key, index)
+        self._settled[key] = (index,), ()
+        self.fallen.discard(key)
+
     def supersede(self, key: int) -> Speculative:
         """A descendant was confirmed first: it goes without a validation of its own; its children keep its parents.
 
@@ -151,10 +158,11 @@ class SpeculativeCandidates:
         for entry in list(self._waiting.values()):  # children always come after their parents
             if entry.key not in spare and any(parent.key in entry.parents for parent in gone):
                 gone.append(entry)
-        for key in [entry.key for entry in gone]:
-            entry = self._waiting[key]  # as it is now: the one under it has left
+        for before in gone:
+            entry = self._waiting[before.key]  # as it is now: the one under it has left
             self._leave(entry, entry.indices, heirs=entry.parents)
-            self.fallen.add(key)
+            self._settled[entry.key] = before.indices, before.parents  # one of these may be confirmed after all
+            self.fallen.add(entry.key)
         return gone
 
     def resolve(self, keys: tuple[int, ...]) -> tuple[int, ...]:

@@ -152,7 +152,8 @@ class GepaStages:
         kept = await self._pool.write(choose, self._pool, item.ticket, proposals)
         if not kept:
             return Finish(End(EndKind.REJECTED, "no child passed its screen"))
-        passed = [child for child, one in zip(children, proposals, strict=True) if any(one is kept for kept in kept)]
+        child_of = {id(proposal): child for child, proposal in zip(children, proposals, strict=True)}
+        passed = [child_of[id(one)] for one in kept]  # a selection strategy may change the order
         bases = bases_of(passed)
         decision = self.looks.at(item, "after_screen", bases)
         if isinstance(decision, Discard):
@@ -231,17 +232,16 @@ class GepaStages:
 
     async def _screened(self, item: Item[Any], child: Child) -> tuple[Child, Batch] | None:
         """A child on its parent's minibatch; None where it was given up, since it could not pass any more."""
-        before: list[float] | None = None if child.late is not None else child.parent_evaluation.scores
+        whole: Batch | None = child.parent_evaluation if child.late is None else None
         gate: Gate | None = None
         if not self._on.lockstep and rejects_by_sum(self._pool.parts):
-            passes = passes_screen(self._pool.parts.acceptance, lambda: None if before is None else sum(before))
+            passes = passes_screen(self._pool.parts.acceptance, lambda: None if whole is None else sum(whole.scores))
             gate = Gate(len(child.task.minibatch_ids), passes, lambda: self._on.evaluations.highest)
 
         async def parent() -> Batch:
-            nonlocal before
-            full = child.parent_evaluation if child.late is None else await child.late.complete()
-            before = full.scores
-            return full
+            nonlocal whole
+            whole = child.parent_evaluation if child.late is None else await child.late.complete()
+            return whole
 
         async def evaluated() -> Batch:
             batch, _ = await self._minibatch(item, "screen", child.candidate, child.task, gate)
@@ -254,7 +254,9 @@ class GepaStages:
             full, batch = await both()
         except NoLongerWantedError:
             assert gate is not None
-            await self._pool.write(reports.given_up, self._pool, item.ticket, child, gate.seen)
+            assert whole is not None
+            known = replace(child, parent_evaluation=whole)
+            await self._pool.write(reports.given_up, self._pool, item.ticket, known, gate.seen)
             return None
         return replace(child, parent_evaluation=full, late=None), batch
 

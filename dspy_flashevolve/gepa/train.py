@@ -36,7 +36,7 @@ from dspy_flashevolve.gepa.payloads import (
     Train,
     Waiting,
 )
-from dspy_flashevolve.gepa.riding import all_of, bases_of, changed_components, stale_child, sums
+from dspy_flashevolve.gepa.riding import all_of, bases_of, changed_components, parent_of, stale_child, sums
 from dspy_flashevolve.gepa.services import DEPTHS, Services
 from dspy_flashevolve.gepa.train_screen import TrainScreen
 
@@ -199,7 +199,8 @@ class TrainStages:
         lead, key = members[0], None
         candidate = {**base.candidate, **texts}
         if self._policy.train:
-            others = tuple(dict.fromkeys(child.task.parent_idx for item in members for child in item.payload.children))
+            children = [child for item in members for child in item.payload.children]
+            others = tuple(dict.fromkeys(parent_of(child, self._pool.speculative) for child in children))
             begun = await self._pool.write(self._heads.begin, texts, base, others)
             if begun is None:  # another train left from the same head: its change must not be lost
                 return [(item, self._left(item, "retry", "the line has moved on twice")) for item in members]

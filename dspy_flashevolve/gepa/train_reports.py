@@ -100,10 +100,21 @@ def given_up(pool: Pool, ticket: Ticket, train: Train, scores: list[float]) -> N
 
 
 def joined(first: ValsetEvaluation[Any, Any], last: ValsetEvaluation[Any, Any]) -> ValsetEvaluation[Any, Any]:
-    """Two parts of one validation."""
+    """Two parts of one validation; a part in which no example has objective scores has empty ones."""
     objectives = {**(first.objective_scores_by_val_id or {}), **(last.objective_scores_by_val_id or {})}
+    scores = {**first.scores_by_val_id, **last.scores_by_val_id}
     return ValsetEvaluation(
         outputs_by_val_id={**first.outputs_by_val_id, **last.outputs_by_val_id},
-        scores_by_val_id={**first.scores_by_val_id, **last.scores_by_val_id},
-        objective_scores_by_val_id=objectives or None,
+        scores_by_val_id=scores,
+        objective_scores_by_val_id={i: objectives.get(i, {}) for i in scores} if objectives else None,
+    )
+
+
+def in_order(evaluation: ValsetEvaluation[Any, Any], ids: Sequence[Any]) -> ValsetEvaluation[Any, Any]:
+    """The results in the order of ``ids``: the order in which they were run leaves no trace, not even in a sum."""
+    objectives = evaluation.objective_scores_by_val_id
+    return ValsetEvaluation(
+        outputs_by_val_id={i: evaluation.outputs_by_val_id[i] for i in ids},
+        scores_by_val_id={i: evaluation.scores_by_val_id[i] for i in ids},
+        objective_scores_by_val_id=None if objectives is None else {i: objectives[i] for i in ids},
     )

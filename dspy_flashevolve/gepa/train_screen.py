@@ -17,6 +17,7 @@ from dspy_flashevolve.gepa.gates import Gate, passes_screen, rejects_by_sum
 from dspy_flashevolve.gepa.heads import Heads
 from dspy_flashevolve.gepa.known_scores import KnownScores
 from dspy_flashevolve.gepa.payloads import Batch, Candidate, Train
+from dspy_flashevolve.gepa.riding import parent_of
 from dspy_flashevolve.gepa.services import DEPTHS, Services
 
 
@@ -111,7 +112,8 @@ class TrainScreen:
         """The base first, then the children's parents, as far as they are in gepa's pool."""
         if train.key is not None and train.key in self._pool.speculative:
             return self._heads.parents_of(train.key)
-        theirs = [child.task.parent_idx for one in train.members for child in one.payload.children]
+        waiting = self._pool.speculative
+        theirs = [parent_of(child, waiting) for one in train.members for child in one.payload.children]
         return list(dict.fromkeys([train.base.index, *theirs]))
 
 
@@ -147,7 +149,7 @@ class Watched:
         """The head has finished an example; False when it cannot pass any more."""
         self.after[example] = score
         self._compare()
-        return self.gate(self._ids.index(example), score) or not self._exact
+        return not self._exact or self.gate(self._ids.index(example), score)
 
     def means(self) -> tuple[float, float]:
         """The head's and the base's mean on the examples that both have finished."""

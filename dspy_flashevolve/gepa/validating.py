@@ -101,10 +101,13 @@ class Validating:
 
     async def withdraw(self, ticket: int, keys: Sequence[int | None], reason: str) -> None:
         """Take speculative candidates back, as if they had never been there; what was made from them is stale."""
-        for key in keys:
-            if key is not None and key in self._pool.speculative:
-                await self._pool.write(self._pool.speculative.remove, key)
-                self._on.bus.emit(SpeculationEnded(self._on.clock(), ticket, key, f"removed: {reason}", None, None))
+        for key in [one for one in keys if one is not None]:
+            await self._pool.write(self._take_back, key)
+            self._on.bus.emit(SpeculationEnded(self._on.clock(), ticket, key, f"removed: {reason}", None, None))
+
+    def _take_back(self, key: int) -> None:
+        if key in self._pool.speculative:  # else it went with one under it
+            self._pool.speculative.remove(key)
 
     async def _one(
         self,
@@ -147,11 +150,13 @@ class Validating:
             else:
                 parts = await gather([prefix, lambda: run(ids[size:], "validate")])
                 fresh, paid = train_reports.joined(parts[0][0], parts[1][0]), parts[0][1] + parts[1][1]
+            fresh = train_reports.in_order(fresh, plan.missing)
         except NoLongerWantedError:
             await self.withdraw(item.ticket.number, found, "it fell behind the pool's best")
+            keys[:] = [key for key in keys if key not in found]
             await self._pool.write(self._pool.reject, item.ticket, proposal, reason="it fell behind the pool's best")
             return Finished(proposal, base, None, 0, None)
-        evaluation = await self._pool.write(reports.complete_validation, self._pool, plan, _in_order(fresh, plan))
+        evaluation = await self._pool.write(reports.complete_validation, self._pool, plan, fresh)
         order.record(fresh.scores_by_val_id)
         return Finished(proposal, base, evaluation, paid, found[0] if found else None)
 
@@ -163,6 +168,8 @@ class Validating:
         mean, best = against_best(self._pool, known.scores_by_val_id)
         if best is None or mean <= best:
             return None
+        if self._pool.state.frontier_type != "instance" and not known.objective_scores_by_val_id:
+            return None  # gepa could not place it in the frontier yet
         waiting = self._pool.speculative
         parents = () if base is None or base not in waiting else (base,)
         indices = tuple(proposal.parent_program_ids)
@@ -183,8 +190,7 @@ class Validating:
             if key is None:
                 continue
             kept = best is None or done.score >= best
-            if key in waiting:
-                waiting.confirm(key, done.candidate)
+            waiting.confirm_late(key, done.candidate)
             if not kept:
                 waiting.fallen.add(key)
             ends.append((key, "confirmed" if kept else "fell behind", done))
@@ -199,13 +205,3 @@ class Validating:
         if account.cover(calls):
             return True
         return self._heads is not None and self._heads.lend(account.reservation, calls - account.reservation.open)
-
-
-def _in_order(fresh: Evaluation, plan: reports.ValidationPlan) -> Evaluation:
-    """The results in the order of the validation set: the order in which they were run leaves no trace."""
-    objectives = fresh.objective_scores_by_val_id
-    return ValsetEvaluation(
-        outputs_by_val_id={i: fresh.outputs_by_val_id[i] for i in plan.missing},
-        scores_by_val_id={i: fresh.scores_by_val_id[i] for i in plan.missing},
-        objective_scores_by_val_id=None if objectives is None else {i: objectives[i] for i in plan.missing},
-    )
