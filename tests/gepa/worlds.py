@@ -102,7 +102,8 @@ class World:
                 await asyncio.sleep(5)
                 [name] = head
                 gain = sum(max(0.0, quality(c.texts[name]) - quality(c.parent_texts[name])) for c in children)
-                text = f"{min(0.85, quality(head[name]) + 0.3 * gain):.3f} {hashed(head, [c.texts for c in children]) % 10**6}"
+                mark = hashed(head, [c.texts for c in children]) % 10**6
+                text = f"{min(0.85, quality(head[name]) + 0.3 * gain):.3f} {mark}"
                 judged = [SimpleNamespace(child=c.number, verdict="orthogonal", reason="sum") for c in children]
                 return dspy.Prediction(texts={name: text}, verdicts=judged)
 
