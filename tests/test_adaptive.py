@@ -10,8 +10,6 @@ import pytest
 from dspy.utils.exceptions import LMRateLimitError
 
 from dspy_flashevolve import AsyncGEPA
-from dspy_flashevolve.engine.limits import AdaptiveLimit
-from dspy_flashevolve.gepa.settings import RunSettings
 from dspy_flashevolve.sim import PROFILES, HouseRules, Profile
 from dspy_flashevolve.sim.virtual import SimulatedModel, run
 
@@ -19,27 +17,24 @@ H100 = PROFILES["h100-qwen3-8b"]
 API = replace(PROFILES["api-gpt-4o-mini"], concurrency_limit=24)
 
 
-class Adaptive(AsyncGEPA):
-    """Starts from four slots, up to ``num_threads``."""
-
-    def _settings(self, same_data: bool) -> RunSettings:
-        settings = super()._settings(same_data)
-        return replace(settings, adaptive=AdaptiveLimit(start=4, high=settings.slots))
+ADAPTIVE = {"num_threads": None, "max_concurrency": 128}
+"""From four slots, dspy's setting, up to 128."""
+FIXED = {"num_threads": 128}
 
 
-def compiled(kind: type[AsyncGEPA], profile: Profile, names: tuple[str, str] = ("a/x", "a/y"), **options: Any) -> Any:
+def compiled(slots: dict[str, Any], profile: Profile, names: tuple[str, str] = ("a/x", "a/y"), **options: Any) -> Any:
     task = HouseRules(rules=12, rules_per_example=4)
     model = SimulatedModel(profile, reply_model=task.reply_model)
     lms = [model.lm(name) for name in names]
 
     async def compile_it() -> Any:
-        optimizer = kind(
+        optimizer = AsyncGEPA(
             task.metric,
             reflection_lm=lms[1],
             track_stats=True,
-            **({"max_metric_calls": 400, "num_threads": 128, "seed": 0} | options),
+            **({"max_metric_calls": 400, "seed": 0} | slots | options),
         )
-        with dspy.context(lm=lms[0]):
+        with dspy.context(lm=lms[0], num_threads=4):
             return await optimizer.acompile(task.program(), trainset=task.trainset(30), valset=task.valset(60))
 
     program = run(compile_it)
@@ -48,8 +43,8 @@ def compiled(kind: type[AsyncGEPA], profile: Profile, names: tuple[str, str] = (
 
 
 def test_the_limit_starts_low_grows_and_is_kept_by_task_and_reflection_together() -> None:
-    stats = compiled(Adaptive, H100).async_stats
-    assert {change.endpoint for change in stats.limit_changes} == {"a"}
+    stats = compiled(ADAPTIVE, H100).async_stats
+    assert {change.name for change in stats.limit_changes} == {"a"}
     assert stats.limit_changes[0].before == 4
     most = max(change.after for change in stats.limit_changes)
     assert 32 < stats.peak_slots <= most <= 128
@@ -57,33 +52,34 @@ def test_the_limit_starts_low_grows_and_is_kept_by_task_and_reflection_together(
 
 
 def test_endpoints_that_are_not_the_same_have_limits_of_their_own() -> None:
-    stats = compiled(Adaptive, H100, ("a/x", "b/y")).async_stats
-    assert {change.endpoint for change in stats.limit_changes} == {"a", "b"}
+    stats = compiled(ADAPTIVE, H100, ("a/x", "b/y")).async_stats
+    assert {change.name for change in stats.limit_changes} == {"a", "b"}
 
 
-@pytest.mark.parametrize("kind", [AsyncGEPA, Adaptive])
-def test_what_a_provider_refuses_is_asked_again_and_costs_no_score(kind: type[AsyncGEPA]) -> None:
+@pytest.mark.parametrize("kind", [FIXED, ADAPTIVE])
+def test_what_a_provider_refuses_is_asked_again_and_costs_no_score(kind: dict[str, Any]) -> None:
     program = compiled(kind, API)
     stats, model = program.async_stats, program.model
     assert stats.ended["failed"] == 0
-    assert stats.retried_requests == len(model.refused)
+    refused = len(model.refused)  # a rollout that is given up while it waits is not asked for again
+    assert refused - 5 <= stats.retried_requests <= refused
     assert model.refused
     assert [lm.num_retries for lm in program.lms] == [0, 0]
     assert len(program.lms[0].history) + len(program.lms[1].history) == sum(model.requests.values())
 
 
 def test_adaptive_slots_are_refused_far_less_than_fixed_ones_above_the_endpoints_limit() -> None:
-    fixed, adaptive = (compiled(kind, API, num_threads=256).model for kind in (AsyncGEPA, Adaptive))
+    fixed, adaptive = (compiled(slots, API).model for slots in (FIXED, ADAPTIVE))
     assert adaptive.refused_share(after_seconds=10) < 0.02 < fixed.refused_share(after_seconds=10)
 
 
 def test_two_equal_runs_change_the_limit_alike() -> None:
-    first, second = (compiled(Adaptive, API).async_stats for _ in range(2))
+    first, second = (compiled(ADAPTIVE, API).async_stats for _ in range(2))
     assert first.limit_changes == second.limit_changes
 
 
 def test_a_predictors_own_lm_is_paced_and_handed_back_as_it_was() -> None:
-    left = [40]
+    left = [20]
 
     async def compile_it() -> Any:
         model, task = SimulatedModel(), HouseRules(rules=12, rules_per_example=4)
@@ -106,7 +102,7 @@ def test_a_predictors_own_lm_is_paced_and_handed_back_as_it_was() -> None:
         return program, student
 
     program, student = run(compile_it)
-    assert program.async_stats.retried_requests == 40
+    assert program.async_stats.retried_requests == 20
     assert program.async_stats.ended["failed"] == 0
     for predictor in [*program.predictors(), *student.predictors()]:
         assert type(predictor.lm) is dspy.LM

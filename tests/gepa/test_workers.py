@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import anyio
@@ -13,7 +12,6 @@ from dspy_flashevolve import AsyncGEPA
 from dspy_flashevolve.engine.control import Backlog, Fixed, MedianRate
 from dspy_flashevolve.engine.rollouts import Rollouts
 from dspy_flashevolve.engine.stragglers import Duplicates
-from dspy_flashevolve.gepa.settings import RunSettings
 from dspy_flashevolve.sim import HouseRules
 from dspy_flashevolve.sim.virtual import SimulatedModel, run
 
@@ -23,12 +21,8 @@ LONG = 1e6
 
 
 def compiled(scheduled: dict[str, Any], **options: Any) -> tuple[Any, int]:
-    """A compiled program and the calls that its metric saw; ``scheduled`` changes the run's settings."""
+    """A compiled program and the calls that its metric saw; ``scheduled`` are arguments of its schedule."""
     task, model, calls = HouseRules(rules=12, rules_per_example=4, seed=0), SimulatedModel(seed=0), list[Any]()
-
-    class Scheduled(AsyncGEPA):
-        def _settings(self, same_data: bool) -> RunSettings:
-            return replace(super()._settings(same_data), **scheduled)
 
     def metric(gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None) -> Any:
         if pred_name is None:
@@ -36,13 +30,14 @@ def compiled(scheduled: dict[str, Any], **options: Any) -> tuple[Any, int]:
         return task.metric(gold, pred, trace, pred_name, pred_trace)
 
     async def compile_it() -> Any:
-        optimizer = Scheduled(
+        optimizer = AsyncGEPA(
             metric,
             reflection_lm=model.lm(),
             track_stats=True,
             max_metric_calls=CALLS,
             num_threads=16,
             seed=0,
+            **scheduled,
             **options,
         )
         with dspy.context(lm=model.lm(), adapter=None), anyio.fail_after(LONG):
@@ -73,7 +68,9 @@ def test_lockstep_does_not_ask_the_controller() -> None:
             raise AssertionError("asked")
 
     unchanged, _ = compiled({}, schedule="lockstep")
-    scheduled, _ = compiled({"controller": Never(), "duplicates": Duplicates(1.1, 1, 1.0)}, schedule="lockstep")
+    scheduled, _ = compiled(
+        {"controller": Never(), "duplicate_stragglers": Duplicates(1.1, 1, 1.0)}, schedule="lockstep"
+    )
     assert scheduled.detailed_results.val_aggregate_scores == unchanged.detailed_results.val_aggregate_scores
 
 
@@ -88,7 +85,7 @@ def test_timeouts_and_duplicates_keep_to_the_budget_and_every_call_is_counted(
         return made[-1]
 
     monkeypatch.setattr("dspy_flashevolve.gepa.run.Rollouts", watched)
-    scheduled = {"rollout_timeout_seconds": 6.0, "duplicates": Duplicates(factor=1.1, least=5, share=0.3)}
+    scheduled = {"rollout_timeout_seconds": 6.0, "duplicate_stragglers": Duplicates(factor=1.1, least=5, share=0.3)}
     program, calls = compiled(scheduled, staleness=staleness)
     stats = program.detailed_results.async_stats
     assert made[0].duplicated > 0
