@@ -23,6 +23,7 @@ LEAD = {
     "async+speculation=off": "train alone; speculation left out",
     "async-patch": "patch instead of train",
     "async+admission=live:256": "bound on live tickets left out",
+    "async+prefix=off": "prefix left out",
     "async": "the default",
     "async+admission=gap:8": "admission added",
     "async+order=value": "value added",

@@ -19,6 +19,10 @@ class Background:
 
     def __init__(self) -> None:
         self.failure: Exception | None = None
+        self.running = 0
+        """Pieces of work that have begun and not ended."""
+        self.ended: Callable[[], None] = lambda: None
+        """Called each time that a piece of work has ended."""
         self._group: TaskGroup | None = None
 
     async def __aenter__(self) -> Background:
@@ -40,6 +44,7 @@ class Background:
     def start(self, work: Callable[[], Awaitable[None]]) -> None:
         """Begin ``work``."""
         assert self._group is not None, "work was begun outside of the run"
+        self.running += 1
         self._group.start_soon(self._guarded, work)
 
     async def _guarded(self, work: Callable[[], Awaitable[None]]) -> None:
@@ -49,3 +54,6 @@ class Background:
             self.failure = self.failure or error
             assert self._group is not None
             self._group.cancel_scope.cancel()
+        finally:
+            self.running -= 1
+            self.ended()

@@ -47,7 +47,9 @@ class NotNow(Enum):
     """Why the source opened no ticket."""
 
     FULL = auto()
-    """Ask again when a live ticket has ended, or at :meth:`Pipeline.wake`."""
+    """Ask again when a live ticket has ended, or at :meth:`Pipeline.wake`; where none lives there will be none."""
+    WAITING = auto()
+    """The same, but something that is no ticket is under way, and wakes the pipeline at its end."""
     EXHAUSTED = auto()
     """There will be none; drain."""
 
@@ -191,7 +193,7 @@ class Pipeline:
             self._wake = anyio.Event()
             if self._stopping is None and await self._open_one():
                 continue
-            if self._live:
+            if self._live or self._stopping is None:
                 await self._wake.wait()
         self._crews.close()
         for queue in self._queues.values():
@@ -200,7 +202,7 @@ class Pipeline:
     async def _open_one(self) -> bool:
         answer = await self._source.open(self._opened, len(self._live))
         if isinstance(answer, NotNow):
-            if answer is NotNow.EXHAUSTED or not self._live:
+            if answer is NotNow.EXHAUSTED or (answer is NotNow.FULL and not self._live):
                 self.stop("nothing more to do")
             return False
         self._opened += 1

@@ -156,6 +156,8 @@ class GepaRun:
         source.spent_up = self._spent_up
         source.mean_gap = lambda: self.gaps.mean_lately("before_commit")
         source.closed = self._finish_resting
+        source.pending = lambda: self._background.running > 0 or not seeded.is_set()
+        self._background.ended = self._wake
         if not self.settings.lockstep:
             self.pool.calls_made = lambda: self.budget.spent
         controller = None if self.settings.lockstep else self.settings.controller

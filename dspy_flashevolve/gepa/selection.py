@@ -76,3 +76,15 @@ def sample(
         tasks.append(task)
         bases.append(base)
     return tasks, bases
+
+
+class Fixed:
+    """Selects one candidate: the seed while there is nothing else, or the one that stands for a head."""
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+
+    def select_candidate_idx(self, state: State) -> int:
+        """gepa's CandidateSelector."""
+        del state
+        return self._index

@@ -8,8 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gepa.core.state import GEPAState
-
 from dspy_flashevolve.engine.admission import Admission, Load
 from dspy_flashevolve.engine.budget import Budget, Reservation
 from dspy_flashevolve.engine.item import End, EndKind, Item, Ticket
@@ -19,7 +17,7 @@ from dspy_flashevolve.gepa.heads import Heads
 from dspy_flashevolve.gepa.merging import plan_merge
 from dspy_flashevolve.gepa.payloads import Base, MergePlan, Selected
 from dspy_flashevolve.gepa.pool import Pool
-from dspy_flashevolve.gepa.selection import sample
+from dspy_flashevolve.gepa.selection import Fixed, sample
 
 DEMAND = 1.5
 """Tickets are admitted for this many times the slots there are now, up to the most there may be: only where requests
@@ -46,18 +44,6 @@ class Account:
         """Make sure that ``calls`` more are reserved; False when the budget has no room for them."""
         missing = calls - self.reservation.open
         return missing <= 0 or self.reservation.extend(missing)
-
-
-class Fixed:
-    """Selects one candidate: the seed while there is nothing else, or the one that stands for a head."""
-
-    def __init__(self, index: int) -> None:
-        self._index = index
-
-    def select_candidate_idx(self, state: GEPAState[Any, Any]) -> int:
-        """gepa's CandidateSelector."""
-        del state
-        return self._index
 
 
 class GepaSource:
@@ -101,6 +87,8 @@ class GepaSource:
         """Tickets that wait for nothing but the end: they make no room scarce."""
         self.mean_gap: Callable[[], float | None] = lambda: None
         """Commits that tickets had not seen when they were about to be committed, lately."""
+        self.pending: Callable[[], bool] = lambda: False
+        """Whether work of no live ticket is under way, which may give back some of what it reserved."""
         self._first_version = 0
         self.starved = False
         """The last ticket that asked was not let in."""
@@ -159,8 +147,9 @@ class GepaSource:
         self.starved = reservation is None
         if reservation is None:
             self.closed()
-            waits = live or not self._pool.seed_confirmed  # the seed may give back some of what it reserved
-            return NotNow.FULL if waits else self._out_of_budget()
+            if live:
+                return NotNow.FULL
+            return NotNow.WAITING if self.pending() else self._out_of_budget()
         if self._first is None:
             self._first = self._pool.state.i + 1
             self._first_version = self._pool.version

@@ -45,7 +45,10 @@ def test_leaving_waits_for_what_still_runs_also_for_what_work_began() -> None:
             background.start(notes.work("slow", 20))
             notes.seen.append("left")
 
+    running: list[int] = []
+    background.ended = lambda: running.append(background.running)
     run(main)
+    assert running == [2, 1, 0], "it begins the next before it ends"
     assert notes.seen == ["left", "begun by work", "slow"]
     assert background.failure is None
 

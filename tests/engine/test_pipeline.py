@@ -264,3 +264,45 @@ def test_two_stages_of_one_name_are_refused() -> None:
 def test_a_stage_needs_a_worker_and_room(workers: int, capacity: int, field: str) -> None:
     with pytest.raises(ConfigurationError, match=f"{field} is 0"):
         Stage("s", finish(), workers, capacity)
+
+
+def test_a_source_that_waits_for_what_is_no_ticket_is_asked_again_when_the_pipeline_is_woken() -> None:
+    asked: list[int] = []
+
+    class Later(Tickets):
+        async def open(self, number: int, live: int) -> Opened | NotNow:
+            asked.append(live)
+            return NotNow.WAITING if len(asked) < 3 else await super().open(number, live)
+
+    source = Later(2, 1)
+    pipeline = Pipeline([stage("first", finish())], source, recorded()[0])
+
+    async def main() -> None:
+        async with anyio.create_task_group() as group:
+            group.start_soon(pipeline.run)
+            for _ in range(2):
+                for _ in range(20):
+                    await checkpoint()
+                pipeline.wake()
+
+    anyio.run(main)
+    assert asked[:3] == [0, 0, 0]
+    assert len(source.closed) == 2
+
+
+def test_a_stop_reaches_a_source_that_waits_for_what_is_no_ticket() -> None:
+    class Waiting(Tickets):
+        async def open(self, number: int, live: int) -> Opened | NotNow:
+            return NotNow.WAITING
+
+    pipeline = Pipeline([stage("first", finish())], Waiting(1, 1), recorded()[0])
+
+    async def main() -> None:
+        async with anyio.create_task_group() as group:
+            group.start_soon(pipeline.run)
+            for _ in range(20):
+                await checkpoint()
+            pipeline.stop("enough")
+
+    anyio.run(main)
+    assert pipeline.stop_reason == "enough"

@@ -1,0 +1,219 @@
+"""What selection picks from, and that a speculative candidate which goes leaves nothing of itself."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+from gepa.core.state import ValsetEvaluation
+from gepa.gepa_utils import find_dominator_programs
+from gepa.proposer.base import CandidateProposal
+from gepa.strategies.proposal_sampling import ProposalTask
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dspy_flashevolve.engine.item import Ticket
+from dspy_flashevolve.gepa.pool import Pool
+from dspy_flashevolve.gepa.selection import sample, selectable
+from tests.gepa.test_order import EXAMPLES, commit, evaluation, frontier, pool_of
+
+FULL = st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0]), min_size=EXAMPLES, max_size=EXAMPLES)
+PREFIX = st.dictionaries(st.integers(0, EXAMPLES - 1), st.sampled_from([0.0, 0.5, 1.0]), min_size=1)
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("commit"), FULL, st.just(0)),
+        st.tuples(st.sampled_from(["add", "add", "doomed", "doomed", "confirm", "look"]), PREFIX, st.integers(0, 5)),
+    ),
+    max_size=14,
+)
+
+
+def started() -> Pool:
+    pool = pool_of()
+    pool.confirm_seed(evaluation([0.5] * EXAMPLES))
+    return pool
+
+
+def part(scores: dict[int, float]) -> ValsetEvaluation[Any, Any]:
+    return ValsetEvaluation(dict.fromkeys(scores), dict(scores), None)
+
+
+def pickled(pool: Pool) -> bytes:
+    """GEPA's state as its checkpoint has it."""
+    return pickle.dumps({name: value for name, value in vars(pool.state).items() if name != "_budget_hooks"})
+
+
+def view_of(pool: Pool) -> Any:
+    """Everything that a selector of gepa reads."""
+    view, keys = selectable(pool)
+    scores = view.per_program_tracked_scores
+    mapping = view.get_pareto_front_mapping()
+    listed = (view.program_candidates, view.prog_candidate_val_subscores, view.parent_program_for_candidate)
+    best = find_dominator_programs(mapping, scores)
+    return listed, scores, mapping, best, len(keys), view.is_consistent()
+
+
+class Play:
+    """The same steps with or without the candidates that will not stay."""
+
+    def __init__(self, doomed_too: bool) -> None:
+        self.pool = started()
+        self.doomed_too = doomed_too
+        self.kept: list[int] = []
+        self.doomed: list[int] = []
+        self.committed = 0
+
+    def commit(self, scores: list[float]) -> int:
+        self.committed += 1
+        return commit(self.pool, self.committed, f"committed {self.committed}", scores).candidate
+
+    def step(self, action: str, scores: Any, which: int) -> None:
+        waiting = self.pool.speculative
+        alive = [key for key in self.kept if key in waiting]
+        if action == "commit":
+            self.commit(scores)
+        elif action == "add":
+            parents = (alive[which % len(alive)],) if alive and which % 2 else ()
+            name = f"kept {len(self.kept)}"
+            self.kept.append(waiting.add({"p": name}, parents, (0,), 1, evaluation=part(scores)).key)
+        elif action == "doomed" and self.doomed_too:
+            under = [*self.doomed, *alive]
+            parents = (under[which % len(under)],) if under and which % 2 else ()
+            self.doomed.append(waiting.add({"p": "doomed"}, parents, (0,), 1, evaluation=part(scores)).key)
+        elif action == "confirm" and alive:
+            waiting.confirm_late(alive[which % len(alive)], self.commit([0.5] * EXAMPLES))
+        elif action == "look":
+            selectable(self.pool)
+
+    def end(self) -> Any:
+        for key in self.doomed:
+            if key in self.pool.speculative:
+                self.pool.speculative.remove(key)
+        named = {entry.key: entry.candidate["p"] for entry in self.pool.speculative.all()}
+        entries = [
+            (entry.candidate, [named[one] for one in entry.parents], entry.indices, entry.generation)
+            for entry in self.pool.speculative.all()
+        ]
+        stands_for = [self.pool.speculative.resolve((key,)) for key in self.kept]
+        pool = self.pool
+        pool.close()
+        return view_of(pool), frontier(pool), entries, stands_for, pool.version, pool.generations, pickled(pool)
+
+
+@settings(max_examples=80)
+@given(STEPS)
+def test_a_candidate_that_goes_leaves_the_pool_as_if_it_had_never_been_there(steps: list[Any]) -> None:
+    outcomes = []
+    for doomed_too in (True, False):
+        play = Play(doomed_too)
+        for step in steps:
+            play.step(*step)
+        outcomes.append(play.end())
+    assert outcomes[0] == outcomes[1]
+
+
+@settings(max_examples=60)
+@given(STEPS)
+def test_gepas_state_holds_what_was_committed_and_looking_does_not_change_it(steps: list[Any]) -> None:
+    play = Play(doomed_too=True)
+    for step in steps:
+        play.step(*step)
+    pool, before = play.pool, pickled(play.pool)
+    view, keys = selectable(pool)
+    assert pickled(pool) == before
+    assert len(pool.state.program_candidates) == 1 + play.committed
+    confirmed = len(pool.state.program_candidates)
+    assert view.program_candidates[:confirmed] == pool.state.program_candidates
+    assert (view is pool.state) == (not keys)
+    for place, key in enumerate(keys, start=confirmed):
+        entry = pool.speculative[key]
+        assert view.program_candidates[place] == entry.candidate
+        assert entry.evaluation is not None
+        assert view.prog_candidate_val_subscores[place] == entry.evaluation.scores_by_val_id
+        assert all(0 <= parent < confirmed for parent in view.parent_program_for_candidate[place])
+    pool.close()
+
+
+def test_a_view_is_only_a_view_of_the_fronts_too() -> None:
+    pool = started()
+    pool.speculative.add({"p": "better"}, (), (0,), 1, evaluation=part({0: 1.0, 1: 0.5}))
+    view, _ = selectable(pool)
+    assert view.get_pareto_front_mapping() == {0: {1}, 1: {0, 1}, 2: {0}, 3: {0}}
+    assert pool.state.get_pareto_front_mapping() == {i: {0} for i in range(EXAMPLES)}
+    assert pool.best_score() == 0.5
+    pool.close()
+
+
+def test_heads_and_what_is_not_to_be_seen_are_not_in_the_view() -> None:
+    pool = started()
+    pool.speculative.add({"p": "head"})
+    pool.speculative.add({"p": "hidden"}, visible=False, evaluation=part({0: 1.0}))
+    assert selectable(pool) == (pool.state, [])
+    pool.close()
+
+
+def test_a_task_from_the_view_names_the_candidate_and_its_nearest_confirmed_ancestor() -> None:
+    pool = started()
+    index = commit(pool, 1, "committed", [0.75] * EXAMPLES).candidate
+    first = pool.speculative.add({"p": "first"}, (), (index,), 2, evaluation=part({0: 1.0}))
+    second = pool.speculative.add({"p": "second"}, (first.key,), (0,), 3, evaluation=part({0: 1.0}))
+
+    def choose(state: Any) -> list[ProposalTask[Any, Any]]:
+        texts = state.program_candidates
+        return [ProposalTask(i, texts[i], [i], [i]) for i in (3, 0, 2, 1)]
+
+    tasks, bases = sample(pool, choose)
+    assert bases == [second.key, None, first.key, None]
+    assert [task.parent_idx for task in tasks] == [index, 0, index, index]
+    assert [task.parent_candidate["p"] for task in tasks] == ["second", "seed", "first", "committed"]
+    pool.close()
+
+
+# Who stands for whom
+
+
+def test_one_that_went_with_its_parent_and_was_confirmed_all_the_same_stands_for_itself() -> None:
+    pool = started()
+    waiting = pool.speculative
+    parent = waiting.add({"p": "parent"}, (), (0,), 1)
+    child = waiting.add({"p": "child"}, (parent.key,), (), 2)
+    grandchild = waiting.add({"p": "grandchild"}, (child.key,), (), 3)
+    waiting.remove(parent.key)
+    assert waiting.fallen == {parent.key, child.key, grandchild.key}
+    assert waiting.resolve((grandchild.key,)) == (0,)
+    waiting.confirm_late(child.key, 7)
+    assert waiting.resolve((child.key,)) == waiting.resolve((grandchild.key,)) == (7,)
+    assert waiting.resolve((parent.key,)) == (0,)
+    assert waiting.fallen == {parent.key, grandchild.key}
+    pool.close()
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_confirming_puts_the_index_in_place_of_the_handle(late: bool) -> None:
+    pool = started()
+    waiting = pool.speculative
+    one = waiting.add({"p": "one"}, (), (0,), 1)
+    child = waiting.add({"p": "child"}, (one.key,), (), 2)
+    (waiting.confirm_late if late else waiting.confirm)(one.key, 3)
+    assert waiting.resolve((one.key,)) == waiting.resolve((child.key,)) == (3,)
+    assert waiting[child.key].indices == (3,)
+    assert one.key not in waiting
+    pool.close()
+
+
+def test_a_state_with_speculative_candidates_beside_it_is_read_by_gepa(tmp_path: Any) -> None:
+    pool = started()
+    pool.speculative.add({"p": "waits"}, (), (0,), 1, evaluation=part({0: 1.0}))
+    pool.add(_ticket(pool), CandidateProposal({"p": "child"}, [0]), evaluation([1.0] * EXAMPLES), EXAMPLES)
+    pool.state.save(str(tmp_path))
+    loaded = type(pool.state).load(str(tmp_path))
+    assert [one["p"] for one in loaded.program_candidates] == ["seed", "child"]
+    assert loaded.is_consistent()
+    pool.close()
+
+
+def _ticket(pool: Pool) -> Ticket:
+    ticket = Ticket.create(1, 0)
+    pool.begin_ticket(ticket)
+    return ticket
