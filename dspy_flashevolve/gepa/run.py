@@ -10,9 +10,7 @@ import anyio
 
 from dspy_flashevolve.engine.background import Background
 from dspy_flashevolve.engine.budget import Budget, Reservation
-from dspy_flashevolve.engine.claims import Claim
 from dspy_flashevolve.engine.endpoints import Endpoints
-from dspy_flashevolve.engine.errors import RolloutUnresolvedError, RunAbortedError
 from dspy_flashevolve.engine.events import Event, EventBus, RolloutFinished
 from dspy_flashevolve.engine.integration import Integrator
 from dspy_flashevolve.engine.pipeline import Pipeline
@@ -25,14 +23,12 @@ from dspy_flashevolve.gepa.evaluations import Evaluations
 from dspy_flashevolve.gepa.heads import Heads
 from dspy_flashevolve.gepa.payloads import Counts, EvolvingProgram
 from dspy_flashevolve.gepa.pool import Pool
-from dspy_flashevolve.gepa.services import DEPTHS, Services
+from dspy_flashevolve.gepa.seeding import seed_examples, validated_seed
+from dspy_flashevolve.gepa.services import Services
 from dspy_flashevolve.gepa.settings import RunSettings
 from dspy_flashevolve.gepa.source import GepaSource
 from dspy_flashevolve.gepa.stages import GepaStages
 from dspy_flashevolve.gepa.train_yard import TrainYard
-
-SEED_TICKET = -1
-"""The seed's validation belongs to no ticket; this number stands for it in claims and events."""
 
 
 class GepaRun:
@@ -170,7 +166,7 @@ class GepaRun:
     async def _run_with_seed(self, source: GepaSource, seeded: anyio.Event) -> None:
         """In lockstep the seed comes first, as in gepa; else tickets start beside its validation."""
         assert self.pipeline is not None
-        ids = self._seed_examples()
+        ids = seed_examples(self.pool)
         reservation = None if seeded.is_set() else self.budget.reserve(len(ids))
         failures: list[Exception] = []
         async with anyio.create_task_group() as group:
@@ -196,11 +192,6 @@ class GepaRun:
             if failure is not None:
                 raise failure
 
-    def _seed_examples(self) -> list[Any]:
-        """The validation examples of the seed: all, unless the evaluation policy wants fewer."""
-        narrow = getattr(self.pool.val_evaluation_policy, "get_seed_eval_batch", None)
-        return list(self.pool.loader.all_ids() if narrow is None else narrow(self.pool.loader))
-
     async def _guarded_seed(
         self,
         ids: list[Any],
@@ -219,24 +210,7 @@ class GepaRun:
     async def _validate_seed(
         self, ids: list[Any], reservation: Reservation | None, source: GepaSource, seeded: anyio.Event
     ) -> None:
-        if reservation is None:
-            raise RunAbortedError(
-                f"The budget of {self.budget.limit} metric calls cannot hold the seed's validation of "
-                f"{len(ids)} examples."
-            )
-        # Nothing can be compared before the seed is validated: no validation goes before it.
-        claim = Claim(SEED_TICKET, "validate", DEPTHS["validate"], value=math.inf)
-        try:
-            evaluation, _ = await self._evaluations.validation(
-                claim, reservation, self.pool.seed_candidate, ids, capture_traces=False
-            )
-        except RolloutUnresolvedError as error:
-            raise RunAbortedError(f"The seed program could not be validated: {error}") from error
-        reservation.refund()
-        await self.pool.write(self.pool.confirm_seed, evaluation)
-        self._order.record(evaluation.scores_by_val_id)
-        if reservation.settled > len(ids):  # duplicates, and metrics that were given up
-            await self.pool.write(self.pool.count_calls, reservation.settled - len(ids))
+        await validated_seed(self.pool, self._evaluations, self._order, ids, reservation, self.budget.limit)
         if await self.pool.write(self.pool.should_stop):
             source.stop_requested = "a stopper said stop"
         seeded.set()

@@ -12,10 +12,10 @@ from dspy_flashevolve.engine.events import EventBus
 from dspy_flashevolve.engine.rollouts import Rollouts
 from dspy_flashevolve.engine.speculation import Speculation, ValidationOrder
 from dspy_flashevolve.engine.staleness import GapHistogram, StalenessPolicy
+from dspy_flashevolve.gepa.accounts import Account
 from dspy_flashevolve.gepa.evaluations import Evaluations
 from dspy_flashevolve.gepa.payloads import Counts, EvolvingProgram
 from dspy_flashevolve.gepa.pool import Pool
-from dspy_flashevolve.gepa.source import Account
 
 DEPTHS = {"rollout": 1, "propose": 2, "integrate": 3, "validate": 4, "screen": 5, "prefix": 6, "commit": 7}
 """What goes first among requests of equal size: what is nearer to a commit, but the long rest of a validation, on which

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from dspy_flashevolve.engine.admission import Admission, Load
@@ -13,6 +13,7 @@ from dspy_flashevolve.engine.budget import Budget, Reservation
 from dspy_flashevolve.engine.item import End, EndKind, Item, Ticket
 from dspy_flashevolve.engine.pipeline import NotNow, Opened
 from dspy_flashevolve.engine.slots import Slots
+from dspy_flashevolve.gepa.accounts import Account
 from dspy_flashevolve.gepa.heads import Heads
 from dspy_flashevolve.gepa.merging import plan_merge
 from dspy_flashevolve.gepa.payloads import Base, MergePlan, Selected
@@ -24,26 +25,6 @@ DEMAND = 1.5
 wait can an endpoint's limit be seen to bind, and grow."""
 PRIOR_TICKETS = 4
 """The estimate of a ticket's cost begins as if this many had cost the most that one can."""
-
-
-@dataclass
-class Account:
-    """What one live ticket has reserved, how much of it gepa's count knows, and whether it asked for slots yet.
-
-    Args:
-        elsewhere: calls that were split off for work which may outlive the ticket; it counts them itself.
-    """
-
-    reservation: Reservation
-    merge: bool = False
-    counted: int = 0
-    started: bool = False
-    elsewhere: int = 0
-
-    def cover(self, calls: int) -> bool:
-        """Make sure that ``calls`` more are reserved; False when the budget has no room for them."""
-        missing = calls - self.reservation.open
-        return missing <= 0 or self.reservation.extend(missing)
 
 
 class GepaSource:

@@ -16,12 +16,12 @@ from dspy_flashevolve.engine.item import End, EndKind, Item
 from dspy_flashevolve.engine.speculation import released_at
 from dspy_flashevolve.engine.stages import Finish, Forward, Outcome
 from dspy_flashevolve.gepa import reports, train_reports
+from dspy_flashevolve.gepa.accounts import Account
 from dspy_flashevolve.gepa.evaluations import NoLongerWantedError, gather
 from dspy_flashevolve.gepa.head_stages import HeadStages
 from dspy_flashevolve.gepa.payloads import Commit, Screened, Validated
 from dspy_flashevolve.gepa.races import Race, against_best
 from dspy_flashevolve.gepa.services import DEPTHS, Services
-from dspy_flashevolve.gepa.source import Account
 
 Evaluation = ValsetEvaluation[Any, Any]
 
