@@ -120,7 +120,7 @@ def _controller(text: str) -> Change:
     def change(options: Options, slots: int) -> None:
         options["controller"] = None
         if kind != "none":
-            from dspy_flashevolve.engine import control  # AFTER THE MERGE: the controllers' names and arguments
+            from dspy_flashevolve.engine import control
 
             rules = {"median": control.MedianRate, "backlog": control.Backlog, "fixed": lambda: control.Fixed(number)}
             options["controller"] = rules[kind]()

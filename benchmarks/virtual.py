@@ -121,7 +121,7 @@ class Reading:
     @classmethod
     def of(cls, model: SimulatedModel) -> Reading:
         """The counters now."""
-        refused: Any = getattr(model, "refused", 0)  # AFTER THE MERGE: a counter, or a list of virtual times
+        refused: Any = getattr(model, "refused", 0)
         return cls(
             model.generated_tokens(),
             sum(model.requests.values()),

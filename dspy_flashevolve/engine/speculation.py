@@ -41,7 +41,9 @@ class Speculation:
         screen: share of the screen of a train after which its head is put up for selection, if it leads on these
             examples; the rest runs on, and a head that fails it goes with what stands on it.
         validate: share of the validation set, the prefix, after which a candidate whose score there is above the pool's
-            best on the same examples may be selected, and a head below it is rolled back; the rest runs on.
+            best on the same examples may be selected, and a head below it is rolled back; the rest runs on. The default
+            waits for the whole: it made the best programs (docs/scheduling.md). Where metric calls are scarcer than
+            slots, a head is judged on a quarter all the same, before the rest is spent.
         rounds: an example of the validation set that this many candidates in a row have passed leaves the prefix.
         racing: how far a candidate's score may lie under the pool's best on the same examples, from its prefix on,
             before it gives up the rest of its validation. Approximate: a candidate that would have caught up is lost.
@@ -53,7 +55,7 @@ class Speculation:
 
     rollout: float = 0.67
     screen: float = 1.0
-    validate: float = 0.25
+    validate: float = 1.0
     rounds: int = 3
     racing: float | None = None
 
@@ -71,6 +73,8 @@ class Speculation:
             )
 
 
+SAVING_PREFIX = 0.25
+"""Share of a head's validation that is run before the rest is spent, where metric calls are scarce."""
 NOT_SPECULATIVE = Speculation(rollout=1.0, screen=1.0, validate=1.0)
 """Every stage waits for all of its requests."""
 

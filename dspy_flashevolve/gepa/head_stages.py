@@ -17,7 +17,7 @@ from dspy_flashevolve.engine.claims import Claim
 from dspy_flashevolve.engine.errors import RolloutUnresolvedError
 from dspy_flashevolve.engine.events import HeadEnded
 from dspy_flashevolve.engine.item import End, EndKind, Item, Ticket
-from dspy_flashevolve.engine.speculation import released_at
+from dspy_flashevolve.engine.speculation import SAVING_PREFIX, released_at
 from dspy_flashevolve.engine.stages import Finish, Forward, Outcome
 from dspy_flashevolve.engine.staleness import Reflective
 from dspy_flashevolve.gepa import reports, train_reports
@@ -61,9 +61,9 @@ class HeadStages:
         """
         key, proposal = item.payload.key, item.payload.proposal
         plan = await self._pool.write(reports.cached_validation, self._pool, proposal.candidate)
-        parts = self._split(plan.missing)
         account = self._on.accounts[item.ticket.number]
         saves = self._on.saves_calls() or not account.cover(len(plan.missing))
+        parts = self._split(plan.missing, saves)
         short = saves and not account.cover(len(parts[0]))
         done: list[tuple[ValsetEvaluation[Any, Any], int] | None] = [None, None]
         ended: list[Outcome] = []
@@ -197,9 +197,10 @@ class HeadStages:
         if self.resting and self.resting >= len(self._on.accounts):
             self._resting[max(key for key, event in self._resting.items() if not event.is_set())].set()
 
-    def _split(self, ids: list[Any]) -> tuple[list[Any], list[Any]]:
+    def _split(self, ids: list[Any], saves: bool) -> tuple[list[Any], list[Any]]:
         """The prefix, and the rest."""
-        size = released_at(self._on.speculation.validate, len(ids)) if ids else 0
+        share = self._on.speculation.validate
+        size = released_at(min(share, SAVING_PREFIX) if saves else share, len(ids)) if ids else 0
         order = self._on.order.sort(ids)
         return order[:size], order[size:]
 
