@@ -224,10 +224,9 @@ def test_the_targets_of_the_experiments(better: bool, word: str) -> None:
     ahead, refused = (1, 0.009) if better else (0, 0.011)
     rows = [
         _row("async+prefix=0.25", validations=20 + ahead),
-        _row("async", validations=20),
-        _row("async", accepted=20 + ahead),
-        _row("async+controller=fixed:1", accepted=2),
-        _row("async+controller=fixed:4", accepted=20),
+        _row("async", validations=20, landed=20 + ahead),
+        _row("async+controller=fixed:1", landed=2),
+        _row("async+controller=fixed:4", landed=20),
         _row("async+slots=8", accepted=5, validations=6, tokens_per_second=100.0),
         _row("async+slots=128", accepted=20, validations=20, tokens_per_second=1000.0),
         *(
