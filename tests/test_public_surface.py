@@ -13,12 +13,15 @@ import dspy_flashevolve
 from dspy_flashevolve import AsyncGEPA
 
 NEW = {
+    "admission",
     "max_concurrency",
     "max_cost",
     "max_live_tickets",
     "max_reflection_calls",
     "max_seconds",
     "schedule",
+    "slot_order",
+    "speculation",
     "stale_candidate_reflection",
     "staleness",
 }

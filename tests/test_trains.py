@@ -390,7 +390,7 @@ def test_fresh_children_are_not_patched() -> None:
 
 
 def test_guarded_discards_what_is_too_old_and_says_when_that_is_much(caplog: pytest.LogCaptureFixture) -> None:
-    stats = compiled(1500, staleness=Guarded(0), num_threads=64).async_stats
+    stats = compiled(1500, staleness=Guarded(0), num_threads=64, max_live_tickets=48).async_stats
     assert stats.looks["discard"] > 0
     assert any("behind, more than max_gap=0" in reason for reason in stats.end_reasons)
     assert stats.ended["committed"] > 0
