@@ -170,7 +170,8 @@ def test_a_selection_strategy_of_the_users_may_take_what_the_criterion_refuses()
 @pytest.mark.parametrize("staleness", [Reflective(batch=3), Reflective(batch=1, min_gap=0)], ids=["train", "patch"])
 def test_a_criterion_of_the_users_decides_on_trains_that_are_worse_than_their_base(staleness: Any) -> None:
     criterion = Generous()
-    outcome = play(staleness=staleness, gepa_kwargs={"acceptance_criterion": criterion})
+    world = World(score=lambda text, question: chance(text, question))
+    outcome = play(world, staleness=staleness, gepa_kwargs={"acceptance_criterion": criterion})
     asked = [one for one in criterion.asked if one.tag in ("train", "patch")]
     worse = [one for one in asked if sum(one.subsample_scores_after) < sum(one.subsample_scores_before)]
     assert worse, "none was worse: this run shows nothing"

@@ -53,6 +53,8 @@ class World:
     """Every call of the metric for a score: text, question."""
     reflected: list[tuple[str, list[str]]] = field(default_factory=list[tuple[str, list[str]]])
     """Every reflection: the parent's text, the questions that it was shown."""
+    children: dict[str, str] = field(default_factory=dict[str, str])
+    """Proposed text -> its parent's."""
 
     def student(self) -> dspy.Module:
         world = self
@@ -87,10 +89,9 @@ class World:
         for name in components_to_update:
             shown = [record["Inputs"]["question"] for record in reflective_dataset[name]]
             self.reflected.append((candidate[name], shown))
-            draw = chance("p", self.seed, candidate[name], sorted(shown))
-            texts[name] = (
-                f"{self.improved(quality(candidate[name]), draw):.3f} {hashed(candidate[name], shown) % 10**6}"
-            )
+            draw = chance("p", self.seed, candidate[name], sorted(shown), len(self.reflected))
+            texts[name] = f"{self.improved(quality(candidate[name]), draw):.3f} child {len(self.reflected)}"
+            self.children.setdefault(texts[name], candidate[name])
         return texts
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -103,7 +104,7 @@ class World:
                 [name] = head
                 gain = sum(max(0.0, quality(c.texts[name]) - quality(c.parent_texts[name])) for c in children)
                 number = hashed(head, [child.texts for child in children]) % 10**6
-                text = f"{min(0.85, quality(head[name]) + 0.3 * gain):.3f} {number}"
+                text = f"{min(0.85, quality(head[name]) + gain / len(children)):.3f} {number}"
                 judged = [SimpleNamespace(child=c.number, verdict="orthogonal", reason="sum") for c in children]
                 return dspy.Prediction(texts={name: text}, verdicts=judged)
 
