@@ -168,14 +168,14 @@ class Evaluations:
         content = tuple(sorted(candidate.items()))
         keep_trace = split != "val" or self._train_split == "val"
 
-        scope, left = anyio.CancelScope(), len(ids)
+        scope, left, decided = anyio.CancelScope(), len(ids), False
 
         async def one(index: int, example_id: Any, example: Any) -> tuple[Rollout, bool]:
-            nonlocal left
+            nonlocal left, decided
 
             async def call() -> Rollout:
-                if wanted is not None and not wanted():
-                    raise NoLongerWantedError("it was superseded, or went with the one under it")
+                if decided or (wanted is not None and not wanted()):
+                    raise NoLongerWantedError("its outcome is known, or nobody wants it any more")
                 rollout = await self._program.rollout(candidate, example, capture_traces=capture_traces)
                 return rollout if keep_trace else replace(rollout, trajectory=None)
 
@@ -184,7 +184,9 @@ class Evaluations:
             self.saw(result[0].score)
             left -= 1
             if watch is not None and not watch(index, result[0].score) and left:
-                scope.cancel()
+                decided = True
+                if self._program.interruptible:
+                    scope.cancel()
             return result
 
         with scope:

@@ -42,7 +42,15 @@ class Proposed(Protocol):
 
 
 class EvolvingProgram(Protocol):
-    """The program under optimization, as the loop sees it."""
+    """The program under optimization, as the loop sees it.
+
+    Attributes:
+        interruptible: whether a rollout that has begun can be given up. One in a thread cannot: it would go on without
+            its slot.
+    """
+
+    @property
+    def interruptible(self) -> bool: ...
 
     async def rollout(self, candidate: Candidate, example: Any, *, capture_traces: bool) -> Rollout:
         """Run a candidate on one example."""

@@ -70,6 +70,11 @@ class DspyProgram:
         """Say on which loop the run lives."""
         self._metric.attach(loop)
 
+    @property
+    def interruptible(self) -> bool:
+        """Whether a rollout that has begun can be given up: one on the loop can, one in a thread cannot."""
+        return self._runner.on_loop
+
     async def rollout(self, candidate: dict[str, str], example: Any, *, capture_traces: bool) -> Rollout:
         """See :meth:`ProgramRunner.rollout`."""
         return await self._runner.rollout(candidate, example, capture_traces=capture_traces)

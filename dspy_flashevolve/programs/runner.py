@@ -76,6 +76,11 @@ class ProgramRunner:
         self._building = anyio.Lock()
         self._on_loop: bool | None = None
 
+    @property
+    def on_loop(self) -> bool:
+        """Whether rollouts run on the loop; False before the first one."""
+        return bool(self._on_loop)
+
     async def rollout(self, candidate: dict[str, str], example: dspy.Example, *, capture_traces: bool) -> Rollout:
         """Run ``candidate`` on ``example``.
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import random
+import threading
 from typing import Any
 
+import dspy
 import pytest
 from gepa.strategies.acceptance import ImprovementOrEqualAcceptance, StrictImprovementAcceptance
 from gepa.strategies.proposal_sampling import IndependentSampling
@@ -13,7 +16,7 @@ from gepa.utils import MaxCandidateProposalsStopper
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dspy_flashevolve import Reflective
+from dspy_flashevolve import AsyncGEPA, Reflective
 from dspy_flashevolve.engine.events import HeadLanded, TicketClosed
 from dspy_flashevolve.gepa import gates, stages, train_screen
 from dspy_flashevolve.gepa.gates import Gate, passes_screen
@@ -230,3 +233,59 @@ def test_a_run_that_goes_on_knows_that_scores_were_above_the_perfect_one(tmp_pat
 def test_gates_know_only_gepas_own_parts() -> None:
     assert {one.__name__ for one in gates.SELECTIONS} == {"AllImprovements", "BestImprovement", "TopKImprovements"}
     assert len(VAL) == 12
+
+
+def test_a_metric_that_has_begun_is_counted_where_its_rollout_is_given_up() -> None:
+    world = World()
+
+    def judged(gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None) -> Any:
+        async def later() -> Any:
+            await asyncio.sleep(1.0)
+            return result
+
+        result = world.metric(gold, pred, trace, pred_name, pred_trace)
+        return later() if pred_name is None else result
+
+    outcome = play(world, staleness="full", metric=judged)
+    outcome.check_budget()
+    assert given_up(outcome)
+
+
+def test_programs_that_run_in_threads_never_hold_more_than_the_slots() -> None:
+    """A thread cannot be called back: what has begun goes on, and keeps its slot; what has not is given up."""
+    live, most, lock, world = 0, 0, threading.Lock(), World(reflection_seconds=0.0)
+
+    class Program(dspy.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.step = dspy.Predict(dspy.Signature("question -> answer", "0.3 seed"))
+
+        def forward(self, question: str) -> dspy.Prediction:
+            nonlocal live, most
+            text = self.step.signature.instructions
+            with lock:
+                live += 1
+                most = max(most, live)
+            released.wait(0.002 + 0.03 * chance(question, text))  # never set: a rollout takes real time
+            with lock:
+                live -= 1
+            prediction = dspy.Prediction(answer=str(world.score(text, question)), text=text)
+            dspy.settings.trace.append((self.step, {"question": question}, prediction))
+            return prediction
+
+    released = threading.Event()
+    optimizer = AsyncGEPA(
+        world.metric,
+        max_metric_calls=300,
+        num_threads=3,
+        reflection_minibatch_size=9,
+        instruction_proposer=world,
+        staleness="full",
+        track_stats=True,
+        use_merge=False,
+    )
+    with dspy.context(lm=None):
+        stats: Any = optimizer.compile(Program(), trainset=TRAIN, valset=VAL).async_stats
+    assert most <= 3
+    assert stats.metric_calls == len(world.scored) <= 300
+    assert [reason for reason in stats.end_reasons if "could pass" in reason]
