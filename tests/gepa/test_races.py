@@ -86,7 +86,7 @@ class Falling(Promising):
 
 def raced(world: Any = None, margin: float | None = 0.05, **options: Any) -> Outcome:
     settings: dict[str, Any] = {"staleness": "full", "max_live_tickets": 24, "num_threads": 48}
-    speculation = Speculation(racing=margin)
+    speculation = Speculation(validate=0.25, racing=margin)
     outcome = play(world or Slow(), 900, **(settings | {"speculation": speculation} | options))
     outcome.check_budget()
     return outcome

@@ -117,7 +117,7 @@ class Selections(Callbacks):
 def early(world: World | None = None, **options: Any) -> tuple[Outcome, list[str]]:
     callbacks = Selections()
     settings: dict[str, Any] = {"calls": 1500, "max_live_tickets": 24, "num_threads": 48, "staleness": "full"}
-    settings["candidate_selection_strategy"] = "current_best"
+    settings |= {"candidate_selection_strategy": "current_best", "speculation": Speculation(validate=0.25)}
     gepa_kwargs = {"callbacks": [callbacks]} | options.pop("gepa_kwargs", {})
     outcome = play(world or Slow(), **(settings | options | {"gepa_kwargs": gepa_kwargs}))
     return outcome, selected_early(outcome, callbacks)
@@ -329,7 +329,7 @@ def test_a_validation_without_an_answer_takes_the_candidate_back() -> None:
 
 
 @pytest.mark.parametrize("name", POLICIES)
-@pytest.mark.parametrize("speculation", [Speculation(), EAGER, None], ids=["default", "eager", "none"])
+@pytest.mark.parametrize("speculation", [Speculation(), Speculation(validate=0.25), EAGER], ids=["default", "prefix", "eager"])
 def test_the_budget_is_kept_and_spent_with_every_policy(name: str, speculation: Any) -> None:
     for seed, calls in ((0, 61), (1, 250)):
         outcome = play(World(seed=seed), calls, staleness=POLICIES[name], speculation=speculation)
