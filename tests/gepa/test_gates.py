@@ -20,6 +20,7 @@ from dspy_flashevolve import AsyncGEPA, Reflective
 from dspy_flashevolve.engine.events import HeadLanded, TicketClosed
 from dspy_flashevolve.gepa import gates, stages, train_screen
 from dspy_flashevolve.gepa.gates import Gate, passes_screen
+from dspy_flashevolve.programs.dspy_program import DspyProgram
 from tests.gepa.worlds import TRAIN, VAL, Callbacks, Outcome, World, chance, play
 
 SCORES = st.lists(st.sampled_from([-1.0, 0.0, 0.1, 0.2, 1 / 3, 0.5, 0.7, 1.0]), min_size=1, max_size=9)
@@ -288,4 +289,20 @@ def test_programs_that_run_in_threads_never_hold_more_than_the_slots() -> None:
         stats: Any = optimizer.compile(Program(), trainset=TRAIN, valset=VAL).async_stats
     assert most <= 3
     assert stats.metric_calls == len(world.scored) <= 300
-    assert [reason for reason in stats.end_reasons if "could pass" in reason]
+
+
+def test_what_cannot_be_interrupted_is_finished_and_paid_and_what_has_not_begun_is_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(DspyProgram, "interruptible", property(lambda program: False))
+    begun: list[tuple[str, str]] = []
+
+    class Counted(World):
+        async def rollout(self, text: str, question: str) -> None:
+            begun.append((text, question))
+            await super().rollout(text, question)
+
+    outcome = play(Counted(), staleness="full", num_threads=2, reflection_minibatch_size=6)
+    outcome.check_budget()
+    assert given_up(outcome)
+    assert sorted(begun) == sorted(outcome.world.scored)

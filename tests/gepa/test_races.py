@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from dspy.utils.exceptions import LMRateLimitError
+from gepa.strategies.proposal_sampling import IndependentSampling
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,7 +15,7 @@ from dspy_flashevolve.engine.events import HeadEnded, Speculated, SpeculationEnd
 from dspy_flashevolve.gepa.races import Race, against_best
 from tests.gepa.test_order import EXAMPLES, commit, evaluation, pool_of
 from tests.gepa.test_speculation import Promising, Slow
-from tests.gepa.worlds import VAL, Callbacks, Outcome, play
+from tests.gepa.worlds import VAL, Callbacks, Outcome, chance, play
 
 REASON = "it fell behind the pool's best on its validation"
 SCORE = st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0])
@@ -142,6 +144,22 @@ def test_one_that_falls_behind_after_it_was_visible_is_taken_back() -> None:
     assert len(outcome.of(Speculated)) == len(outcome.of(SpeculationEnded)), "each one ends once"
     assert not {one.key for one in removed} - outcome.run.pool.speculative.fallen
     assert len(outcome.run.pool.speculative) == 0
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_one_that_was_taken_back_is_told_of_once_where_another_of_its_ticket_gets_no_answer(seed: int) -> None:
+    class Deaf(Falling):
+        async def rollout(self, text: str, question: str) -> None:
+            await super().rollout(text, question)
+            if question.startswith("v") and not text.endswith("seed") and chance(seed, text, question) < 0.04:
+                raise LMRateLimitError("later", model="m")
+
+    outcome = raced(Deaf(), gepa_kwargs={"sampling_strategy": IndependentSampling(4)})
+    ends = [event.end for event in outcome.of(SpeculationEnded)]
+    keys = [event.key for event in outcome.of(SpeculationEnded)]
+    assert len(keys) == len(set(keys))
+    assert any(end.startswith("removed: it fell behind") for end in ends)
+    assert outcome.stats.ended["failed"] > 0
 
 
 @pytest.mark.parametrize("seed", range(3))
