@@ -18,7 +18,7 @@ from dspy_flashevolve import (
     Speculation,
     ValueFirst,
 )
-from dspy_flashevolve.engine.slots import Claim, SlotKey
+from dspy_flashevolve.engine.claims import Claim, SlotKey
 from dspy_flashevolve.gepa.settings import RunSettings
 from dspy_flashevolve.scheduling import DEFAULT_SPECULATION, settings_of
 from tests.fakes import digits, reflection_lm

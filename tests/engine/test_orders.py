@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dspy_flashevolve.engine.claims import Claim
 from dspy_flashevolve.engine.errors import ConfigurationError
 from dspy_flashevolve.engine.orders import ValueFirst
-from dspy_flashevolve.engine.slots import Claim
 
 CLAIMS = st.builds(
     Claim,
