@@ -1,4 +1,4 @@
-"""A metric that has begun is paid: it is not given up."""
+"""A metric in a thread that has begun is paid: it is not given up. (One on the loop: engine/test_stragglers.py.)"""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ import asyncio
 from typing import Any
 
 import anyio
-import pytest
 
 from dspy_flashevolve.engine.threads import Threads
 from dspy_flashevolve.programs.metric import Metric
 
 
-@pytest.mark.parametrize("kind", ["coroutine", "awaitable", "thread"])
-def test_a_metric_that_has_begun_gives_its_score_even_to_one_who_gave_up(kind: str) -> None:
+def test_a_metric_that_has_begun_in_a_thread_gives_its_score_even_to_one_who_gave_up() -> None:
     async def main() -> list[Any]:
         begun, go_on, scores = anyio.Event(), anyio.Event(), list[Any]()
 
@@ -22,15 +20,12 @@ def test_a_metric_that_has_begun_gives_its_score_even_to_one_who_gave_up(kind: s
             await go_on.wait()
             return 0.5
 
-        def awaitable(gold: Any, pred: Any) -> Any:
-            return slow(gold, pred)
-
         def thread(gold: Any, pred: Any) -> float:
             return asyncio.run_coroutine_threadsafe(slow(gold, pred), loop).result()
 
         loop = asyncio.get_running_loop()
         threads = Threads(1, "metric")
-        metric = Metric({"coroutine": slow, "awaitable": awaitable, "thread": thread}[kind], threads)
+        metric = Metric(thread, threads)
 
         async def score() -> None:
             scores.append(await metric.score(None, None))
