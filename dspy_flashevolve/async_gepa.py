@@ -47,7 +47,8 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
     Args:
         num_threads: requests in flight at most, over all stages. Default: found out while the run goes on, from
             ``dspy.settings.num_threads`` up to ``max_concurrency``, by what the endpoint refuses and how its
-            throughput grows; ``dspy.settings.num_threads`` in lockstep. docs/scheduling.md.
+            throughput grows; docs/scheduling.md. ``dspy.settings.num_threads`` in lockstep, and for programs that run
+            in threads unless ``max_concurrency`` is given.
         schedule: "async" (default), or "lockstep": one step at a time, with the candidates, parents,
             scores and metric calls of ``dspy.GEPA`` for the same seed, its way of overshooting the
             budget included.
@@ -257,7 +258,7 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
             )
         self._warn_of_small_budget(size)
         same_data = valset is None or valset is trainset
-        return Compilation(self, self._options(), settings_of(self, same_data), student, trainset, valset)
+        return Compilation(self, self._options(), settings_of(self, same_data, student), student, trainset, valset)
 
     def _warn_of_small_budget(self, valset_size: int) -> None:
         """A budget that pays for the seed's validation alone returns the seed."""

@@ -124,7 +124,7 @@ class Compilation:
         finally:
             if self._models is not None:
                 self._models.close()
-            self._threads.close(wait=finished)
+            self._threads.close(wait=finished and not self._threads.abandoned)
 
     async def _evolve(self) -> Module:
         optimizer, bus = self._optimizer, EventBus()

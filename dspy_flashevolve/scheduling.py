@@ -17,6 +17,7 @@ from dspy_flashevolve.engine.speculation import Speculation
 from dspy_flashevolve.engine.staleness import PLACES, Full, Guarded, Reflective, StalenessPolicy, check_looks
 from dspy_flashevolve.engine.stragglers import Duplicates
 from dspy_flashevolve.gepa.settings import RunSettings
+from dspy_flashevolve.programs.asynchrony import runs_on_loop
 from dspy_flashevolve.programs.usage import rates_of
 from dspy_flashevolve.reflection.stale_candidates import StaleCandidateReflection
 
@@ -147,14 +148,17 @@ def check_prices(optimizer: Any, student: Module) -> None:
         )
 
 
-def settings_of(optimizer: Any, same_data: bool) -> RunSettings:
+def settings_of(optimizer: Any, same_data: bool, student: Module | None = None) -> RunSettings:
     """The schedule of a run.
 
     Args:
         same_data: the training set is the validation set.
+        student: the program; one that runs in threads gets no more of them than dspy is configured for.
     """
     lockstep = optimizer.schedule == "lockstep"
-    adaptive = None if lockstep or optimizer.num_threads is not None else _adaptive(optimizer)
+    adapts = not lockstep and optimizer.num_threads is None
+    adapts = adapts and (optimizer.max_concurrency is not None or student is None or runs_on_loop(student))
+    adaptive = _adaptive(optimizer) if adapts else None
     slots: int = optimizer.num_threads or dspy.settings.num_threads if adaptive is None else adaptive.high
     minibatch = optimizer.reflection_minibatch_size or 3
     fixed = 1 if lockstep else optimizer.max_live_tickets

@@ -41,6 +41,8 @@ class Threads:
 
     def __init__(self, workers: int, name: str) -> None:
         self._workers = workers
+        self.abandoned = False
+        """A call was given up while it ran: its thread may never end."""
         self._executor = ThreadPoolExecutor(max_workers=workers, thread_name_prefix=f"flashevolve-{name}")
 
     async def run(self, call: Callable[A, T], *args: A.args, **kwargs: A.kwargs) -> T:
@@ -59,6 +61,7 @@ class Threads:
         try:
             return await asyncio.get_running_loop().run_in_executor(self._executor, in_context)
         except asyncio.CancelledError:
+            self.abandoned = self.abandoned or working
             if working and self._workers > 1:
                 self._executor._max_workers += 1  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
             raise

@@ -274,7 +274,8 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
         """Save and tell the callbacks: the run ended by ``error`` while the tickets ``live`` were on their way."""
         if isinstance(error, Exception):
             self.notify("on_error", iteration=self.state.i + 1, exception=error, will_continue=False)
-        for number in live:
+        begun = {entry["i"] for entry in self.state.full_program_trace}
+        for number in begun.intersection(live):
             self.notify("on_iteration_end", iteration=number + 1, state=self.state, proposal_accepted=False)
         if self.calls_made is not None:
             self.state.total_num_evals = max(self.state.total_num_evals, self.calls_made())

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import anyio
+
 from dspy_flashevolve.engine.admission import Admission, Load
 from dspy_flashevolve.engine.budget import Budget, Reservation
 from dspy_flashevolve.engine.item import End, EndKind, Item, Ticket
@@ -146,6 +148,10 @@ class GepaSource:
 
     async def close(self, ticket: Ticket, end: End) -> None:
         """See :class:`dspy_flashevolve.engine.pipeline.Source`."""
+        with anyio.CancelScope(shield=True):  # a ticket ends once, whatever else comes to its end
+            await self._close(ticket, end)
+
+    async def _close(self, ticket: Ticket, end: End) -> None:
         account = self.accounts.pop(ticket.number)
         self.working.discard(ticket.number)
         account.reservation.refund()

@@ -15,6 +15,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable
 from functools import lru_cache
 from typing import Any
+from urllib.parse import urlsplit
 
 import dspy
 from dspy.clients.base_lm import BaseLM
@@ -43,7 +44,11 @@ def endpoint_of(lm: Any) -> str:
     options: dict[str, Any] = getattr(lm, "kwargs", None) or {}
     address = options.get("api_base") or options.get("base_url")
     if address:
-        return str(address).rstrip("/")
+        parts = urlsplit(str(address))
+        if not parts.hostname:
+            return str(address).rstrip("/")
+        place = parts.netloc.rpartition("@")[2]  # without a user's name and password
+        return f"{parts.scheme}://{place}{parts.path}".rstrip("/")
     model = str(getattr(lm, "model", type(lm).__name__))
     if "/" in model:
         return model.split("/", 1)[0]
@@ -77,13 +82,18 @@ class LanguageModels:
 
     def twin(self, lm: Any) -> Any:
         """The run's twin of a ``dspy.LM``, one an LM; anything else is given back as it is."""
-        if not isinstance(lm, dspy.LM) or hasattr(type(lm), "original_class"):
+        if not isinstance(lm, dspy.LM):
             return lm
+        if hasattr(type(lm), "original_class"):
+            pace: Any = getattr(lm, "pace", None)
+            if pace is None or pace.models is self:
+                return lm
+            lm = pace.original  # the twin of a run that this one runs inside of
         if id(lm) not in self._twins:
             twin: Any = copy.copy(lm)  # shares what it refers to
             twin.__class__ = _twin_class(type(lm))
             twin.num_retries = 0
-            twin.pace = Pace(self, self.endpoints.endpoint(endpoint_of(lm)), lm.num_retries)
+            twin.pace = Pace(self, self.endpoints.endpoint(endpoint_of(lm)), lm.num_retries, lm)
             self._twins[id(lm)] = lm, twin
         return self._twins[id(lm)][1]
 
@@ -108,27 +118,31 @@ class Pace:
         models: of the run.
         endpoint: whom the LM asks.
         own_retries: the LM's ``num_retries``.
+        original: the LM.
     """
 
-    def __init__(self, models: LanguageModels, endpoint: Endpoint, own_retries: int) -> None:
-        self._models = models
+    def __init__(self, models: LanguageModels, endpoint: Endpoint, own_retries: int, original: Any) -> None:
+        self._models = self.models = models
+        self.original = original
         self._endpoint = endpoint
         self.own_retries = own_retries
 
     def call(self, request: Callable[[], Any]) -> Any:
         """Make a request from a thread, again and again where need be.
 
-        Where the run's loop cannot be waited for (on a loop, or after the run), it is as in ``dspy.LM``.
+        A thread keeps its slot while it waits: it keeps its place in the pool of threads too, and a rollout that got
+        the slot could find no thread to run in. Where the run's loop cannot be waited for (on a loop, or after the
+        run), it is as in ``dspy.LM``.
 
         Raises:
             LMError: what the last attempt raised.
         """
-        waits, endpoint, lease, attempt = self._models.waits, self._endpoint, current_lease(), 0
+        waits, endpoint, attempt = self._models.waits, self._endpoint, 0
         if waits is None or not waits.is_foreign():
             return self._call_as_dspy(request)
         while True:
-            if endpoint.open_seconds > waits.loop.time() or not (lease is None or lease.held):
-                waits.wait(endpoint.admit(lease))
+            if endpoint.open_seconds > waits.loop.time():
+                waits.wait(endpoint.admit(None))
             sent, began = Sent(), waits.loop.time()
             waits.call(endpoint.send, sent)
             try:
@@ -138,7 +152,7 @@ class Pace:
                 waits.call(self._tell, error, sent)
                 if not self._goes_on(error, attempt):
                     raise
-                waits.wait(endpoint.rest(lease, attempt, retry_after_of(error)))
+                waits.wait(endpoint.rest(None, attempt, retry_after_of(error)))
                 attempt += 1
             else:
                 if _tokens(usage) or waits.loop.time() - began > CACHED_SECONDS:
@@ -232,19 +246,18 @@ def _twin_class(kind: type[Any]) -> type[Any]:
         lm.num_retries = lm.__dict__.pop("pace").own_retries
         return lm
 
-    call, acall, once = kind.__call__, kind.acall, with_callbacks
+    call, acall = kind.__call__, kind.acall
+
+    def own_call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.pace.call(lambda: call(self, *args, **kwargs))
+
+    async def own_acall(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return await self.pace.acall(lambda: acall(self, *args, **kwargs))
+
+    paced_call, paced_acall = own_call, own_acall  # a class of the user's with calls of its own
     if call is BaseLM.__call__ and acall is BaseLM.acall:
         call, acall = getattr(call, "__wrapped__", call), getattr(acall, "__wrapped__", acall)
-    else:  # a class of the user's with calls of its own
-        once = _unchanged
-
-    @once
-    def paced_call(self: Any, prompt: Any = None, *, messages: Any = None, **kwargs: Any) -> Any:
-        return self.pace.call(lambda: call(self, prompt, messages=messages, **kwargs))
-
-    @once
-    async def paced_acall(self: Any, prompt: Any = None, *, messages: Any = None, **kwargs: Any) -> Any:
-        return await self.pace.acall(lambda: acall(self, prompt, messages=messages, **kwargs))
+        paced_call, paced_acall = with_callbacks(_plain_call(own_call)), with_callbacks(_plain_acall(own_acall))
 
     members: dict[str, Any] = {
         "__call__": paced_call,
@@ -257,6 +270,24 @@ def _twin_class(kind: type[Any]) -> type[Any]:
         "original_class": kind,
     }
     return type(kind.__name__, (kind,), members)
+
+
+def _plain_call(call: Any) -> Any:
+    """With the arguments of dspy's own LMs, as callbacks hear of them."""
+
+    def paced_call(self: Any, prompt: Any = None, *, messages: Any = None, **kwargs: Any) -> Any:
+        return call(self, prompt, messages=messages, **kwargs)
+
+    return paced_call
+
+
+def _plain_acall(call: Any) -> Any:
+    """As :func:`_plain_call`, to be awaited."""
+
+    async def paced_acall(self: Any, prompt: Any = None, *, messages: Any = None, **kwargs: Any) -> Any:
+        return await call(self, prompt, messages=messages, **kwargs)
+
+    return paced_acall
 
 
 def _unchanged(value: Any) -> Any:

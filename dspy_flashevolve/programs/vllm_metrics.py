@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -15,6 +16,8 @@ READ_SECONDS = 5.0
 MOST_FAILURES = 10
 """A server that has answered before is given up after so many failures in a row."""
 _SAMPLE = re.compile(r"^vllm:(\w+)(?:\{.*\})? ([^\s]+)", re.MULTILINE)
+
+logger = logging.getLogger(__name__)
 
 
 def gauges_in(text: str) -> tuple[float, float, float] | None:
@@ -68,6 +71,12 @@ class VllmMetrics:
 
     async def run(self) -> None:
         """Ask until it is cancelled, or the server turns out to be something else. Raises nothing."""
+        try:
+            await self._ask()
+        except Exception as error:  # a proxy or a certificate that httpx cannot use is no reason to end a run
+            logger.debug("No gauges from %s: %s", self._url, error)
+
+    async def _ask(self) -> None:
         import httpx  # takes a moment to import, and only endpoints with an address need it
 
         failures, answered = 0, False
