@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dspy_flashevolve import Reflective, Speculation
-from dspy_flashevolve.engine.events import EventBus, HeadEnded, HeadLanded, SpeculationEnded
+from dspy_flashevolve.engine.events import Committed, EventBus, HeadEnded, HeadLanded, Speculated, SpeculationEnded
 from dspy_flashevolve.gepa.evaluations import as_batch
 from dspy_flashevolve.gepa.heads import Heads
 from dspy_flashevolve.gepa.payloads import Child
@@ -26,7 +26,7 @@ from dspy_flashevolve.gepa.validating import Validating
 from tests.gepa.test_order import EXAMPLES, evaluation
 from tests.gepa.test_selection import part, started
 from tests.gepa.test_speculation import Slow, early, nearest_confirmed
-from tests.gepa.worlds import World, chance, play
+from tests.gepa.worlds import Outcome, World, chance, play
 
 # Taking candidates back
 
@@ -135,15 +135,97 @@ def test_the_parent_of_a_rider_is_itself_once_it_is_confirmed() -> None:
     pool.close()
 
 
-def test_patched_children_name_the_parent_that_was_speculative_when_they_were_made() -> None:
-    outcome, texts = early(staleness=Reflective(batch=1, min_gap=0))
+@pytest.mark.parametrize("staleness", [Reflective(batch=1, min_gap=0), Reflective(batch=2, take="screened")], ids=str)
+def test_integrated_candidates_name_the_parents_of_their_children_that_were_speculative_once(staleness: Any) -> None:
+    once_speculative = 0
+    for seed in range(3):
+        outcome, early_texts = early(Slow(seed=seed), staleness=staleness)
+        outcome.check_budget()
+        assert len(set(outcome.texts)) == len(outcome.texts)
+        index = {text: number for number, text in enumerate(outcome.texts)}
+        committed = {event.candidate: event.seconds for event in outcome.of(Committed)}
+        for number, parents in enumerate(outcome.details.parents[1:], start=1):
+            assert parents
+            assert all(0 <= parent < number for parent in parents)
+            if outcome.texts[number] not in outcome.world.integrated:
+                continue
+            seconds, _, theirs = outcome.world.integrated[outcome.texts[number]]
+            for text in theirs:
+                if text in index and committed.get(index[text], -1.0) < seconds:
+                    assert index[text] in parents
+                    once_speculative += text in early_texts
+    assert once_speculative, "no parent had been speculative: these runs show nothing"
+
+
+# Heads
+
+
+def heads(world: World, speculation: Speculation, **options: Any) -> Outcome:
+    settings: dict[str, Any] = {"staleness": Reflective(batch=3), "num_threads": 48, "speculation": speculation}
+    outcome = play(world, 500, **(settings | options))
     outcome.check_budget()
-    assert texts
-    known = {text: index for index, text in enumerate(outcome.texts)}
-    for index, parents in enumerate(outcome.details.parents[1:], start=1):
-        assert parents
-        assert all(0 <= parent < index for parent in parents)
-    assert len(known) == len(outcome.texts)
+    return outcome
+
+
+def test_a_head_that_leads_on_a_part_of_its_screen_is_there_before_the_screen_has_ended() -> None:
+    world = Slow(seconds=lambda text, question: 1 + 60 * chance(text, question) ** 4)
+    outcome = heads(world, Speculation(screen=0.34))
+    landed = {event.head: event for event in outcome.of(HeadLanded)}
+    shown = {event.key: event for event in outcome.of(Speculated) if event.key in landed}
+    assert shown
+    assert all(event.seconds <= landed[key].seconds for key, event in shown.items())
+    assert any(event.seconds < landed[key].seconds for key, event in shown.items())
+    assert all(event.score > event.best for event in shown.values())
+    whole = heads(Slow(seconds=world.seconds), Speculation(screen=1.0))
+    assert not {event.key for event in whole.of(Speculated)} & {event.head for event in whole.of(HeadLanded)}
+
+
+def test_a_head_that_led_and_fails_its_screen_goes_with_what_stands_on_it() -> None:
+    """Integrated texts are perfect on what is quick, and worth nothing on what is slow."""
+
+    def fading(text: str, question: str) -> float:
+        slow = int(question.split()[1]) % 3 == 2
+        return 0.5 if "child" in text or text.endswith("seed") else float(not slow) * 0.7
+
+    def seconds(text: str, question: str) -> float:
+        return 80.0 if int(question.split()[1]) % 3 == 2 else 1.0
+
+    outcome = heads(Slow(score=fading, seconds=seconds), Speculation(screen=0.34))
+    shown = {event.key for event in outcome.of(Speculated)}
+    failed = {event.head for event in outcome.of(HeadLanded) if not event.passed}
+    assert shown & failed
+    assert len(outcome.run.pool.speculative) == 0
+    assert failed <= outcome.run.pool.speculative.fallen
+
+
+class Worthless(Slow):
+    """Integrated texts are good on minibatches and worth nothing on the validation set."""
+
+    highest = 1.0
+
+    def __init__(self) -> None:
+        super().__init__(score=self.only_in_training)
+
+    def only_in_training(self, text: str, question: str) -> float:
+        if question == "v 0" and text.endswith("seed"):
+            return self.highest
+        integrated = "child" not in text and not text.endswith("seed")
+        return 0.0 if integrated and question.startswith("v") else 0.5 + 0.4 * integrated
+
+
+@pytest.mark.parametrize("highest", [1.0, 1.5])
+def test_a_head_that_cannot_pass_its_prefix_gives_up_the_rest_of_it_unless_scores_are_above_the_perfect_one(
+    highest: float,
+) -> None:
+    world = Worthless()
+    world.highest = highest
+    outcome = heads(world, Speculation(validate=0.75), max_live_tickets=4)
+    rolled = [reason for reason in outcome.stats.end_reasons if "rolled back:" in reason]
+    assert rolled
+    assert any("rolled back: - on its prefix" in reason for reason in rolled) == (highest == 1.0)
+    run = [sum(t == text and q.startswith("v") for t, q in world.scored) for text in world.integrated]
+    assert (0 < min(count for count in run if count) < 9) == (highest == 1.0)
+    assert [event.end for event in outcome.of(HeadEnded)] == ["rolled back"] * len(outcome.of(HeadEnded))
 
 
 # Parts of a validation

@@ -55,6 +55,8 @@ class World:
     """Every reflection: the parent's text, the questions that it was shown."""
     children: dict[str, str] = field(default_factory=dict[str, str])
     """Proposed text -> its parent's."""
+    integrated: dict[str, tuple[float, str, list[str]]] = field(default_factory=dict[str, tuple[float, str, list[str]]])
+    """Integrated text -> when, what it was integrated onto, and the parents of the children in it."""
 
     def student(self) -> dspy.Module:
         world = self
@@ -98,6 +100,8 @@ class World:
         raise AssertionError("the proposer is awaited")
 
     def integrator(self) -> dspy.Module:
+        world = self
+
         class Sum(dspy.Module):
             async def aforward(self, head: Any, children: Any, commits: Any = (), code_components: Any = ()) -> Any:
                 await asyncio.sleep(5)
@@ -105,6 +109,8 @@ class World:
                 gain = sum(max(0.0, quality(c.texts[name]) - quality(c.parent_texts[name])) for c in children)
                 number = hashed(head, [child.texts for child in children]) % 10**6
                 text = f"{min(0.85, quality(head[name]) + gain / len(children)):.3f} {number}"
+                parents = [child.parent_texts[name] for child in children]
+                world.integrated[text] = (asyncio.get_running_loop().time(), head[name], parents)
                 judged = [SimpleNamespace(child=c.number, verdict="orthogonal", reason="sum") for c in children]
                 return dspy.Prediction(texts={name: text}, verdicts=judged)
 
