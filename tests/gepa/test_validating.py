@@ -135,7 +135,9 @@ def test_the_parent_of_a_rider_is_itself_once_it_is_confirmed() -> None:
     pool.close()
 
 
-@pytest.mark.parametrize("staleness", [Reflective(batch=1, min_gap=0), Reflective(batch=2, take="screened")], ids=str)
+@pytest.mark.parametrize(
+    "staleness", [Reflective(batch=1, min_gap=0), Reflective(batch=3, min_gap=2, frontier_share=1.0)], ids=str
+)
 def test_integrated_candidates_name_the_parents_of_their_children_that_were_speculative_once(staleness: Any) -> None:
     once_speculative = 0
     for seed in range(3):
