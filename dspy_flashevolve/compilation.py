@@ -29,6 +29,7 @@ from dspy_flashevolve.gepa.options import GepaOptions
 from dspy_flashevolve.gepa.parts import build_parts, has_foreign
 from dspy_flashevolve.gepa.pool import Pool
 from dspy_flashevolve.gepa.run import GepaRun
+from dspy_flashevolve.gepa.run_journal import RunJournal
 from dspy_flashevolve.gepa.settings import RunSettings
 from dspy_flashevolve.observe.lineage import LineageWriter
 from dspy_flashevolve.observe.progress import Progress
@@ -39,6 +40,7 @@ from dspy_flashevolve.programs.endpoints import LanguageModels, endpoints_of
 from dspy_flashevolve.programs.integrating import DspyIntegrator
 from dspy_flashevolve.programs.metric import Metric
 from dspy_flashevolve.programs.vllm_metrics import watchers
+from dspy_flashevolve.recording import begin_journal
 from dspy_flashevolve.reflection.stale_candidates import StaleCandidateReflection
 
 logger = logging.getLogger(__name__)
@@ -82,6 +84,7 @@ class Compilation:
         self._valset: Any = self._trainset if settings.same_data else ensure_loader(valset)
         self._snapshot = settings_snapshot()
         self._options = options
+        self._student = student
         self._settings = settings
         self._priced = settings.max_cost is not None
         workers = self._settings.slots + self._settings.live_limit + 1
@@ -131,10 +134,11 @@ class Compilation:
         pool = self._pool()
         program = DspyProgram(self._adapter, self._metric, self._threads, self._priced, self._models)
         program.attach(asyncio.get_running_loop())
+        journal = self._journal()
         endpoints = None if self._models is None else self._models.endpoints
         if self._models is not None:
             self._models.attach(asyncio.get_running_loop())
-        run = self._run = GepaRun(pool, program, self._settings, bus, self._integrator(), endpoints)
+        run = self._run = GepaRun(pool, program, self._settings, bus, self._integrator(), endpoints, journal)
         if self._stopped is not None:
             run.stop(self._stopped)
         began = anyio.current_time()
@@ -144,12 +148,19 @@ class Compilation:
         if lineage is not None:
             bus.subscribe(lineage)
         bus.subscribe(progress)
+        if journal is not None:
+            bus.subscribe(journal)
+        state, reason = "failed", ""
         try:
             await run.run()
             await pool.write(pool.finish)
+            if journal is not None:
+                await journal.journal.flush()
+            state, reason = "finished", run.stop_reason
         except BaseException as error:
+            reason = f"{type(error).__name__}: {error}"
             with anyio.CancelScope(shield=True):
-                await pool.write(pool.fail, error, run.live)
+                await self._failed(pool, error, run.live)
             if isinstance(error, RunAbortedError) and pool.seed_confirmed:
                 error.best_program = self._result(pool, self._stats(run, recorder, anyio.current_time() - began))
             raise
@@ -158,6 +169,8 @@ class Compilation:
             if lineage is not None:
                 lineage.close()
             pool.close()
+            if journal is not None:
+                journal.session_ended(state, reason)
         if run.failed is not None:
             logger.error("AsyncGEPA gave up: %s. The best program so far is returned.", run.failed)
         if run.discarded_share > MUCH_DISCARDED:
@@ -167,6 +180,17 @@ class Compilation:
                 100 * run.discarded_share,
             )
         return self._result(pool, self._stats(run, recorder, anyio.current_time() - began))
+
+    async def _failed(self, pool: Pool, error: BaseException, live: list[int]) -> None:
+        """Save what there is. Where that fails too, the first error is the one to tell."""
+        try:
+            await pool.write(pool.fail, error, live)
+        except OSError as also:
+            logger.error("The checkpoint could not be written (%s); the one before it is as it was.", also)
+
+    def _journal(self) -> RunJournal | None:
+        lms = [self._snapshot.get("lm"), self._reflection_lm, *(p.lm for p in self._student.predictors())]
+        return begin_journal(self._optimizer, self._adapter, self._seed_candidate, (self._trainset, self._valset), lms)
 
     def _integrator(self) -> DspyIntegrator:
         code = tuple(self._adapter._flex_paths)  # pyright: ignore[reportPrivateUsage]

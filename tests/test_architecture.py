@@ -24,9 +24,9 @@ MAY_IMPORT = {
 """Package -> packages of ours that it may import; modules at the top may import all."""
 
 THIRD_PARTY = {
-    "engine": {"anyio", "sniffio"},
+    "engine": {"anyio", "filelock", "sniffio"},
     "gepa": {"anyio", "gepa"},
-    "programs": {"anyio", "dspy", "gepa", "httpx", "litellm"},
+    "programs": {"anyio", "dspy", "gepa", "httpx", "litellm", "pydantic", "pydantic_core"},
     "reflection": {"dspy", "pydantic"},
     "observe": {"tqdm"},
     "sim": {"aiohttp", "dspy"},

@@ -4,12 +4,14 @@
 
     FlashEvolveError
     ├── ConfigurationError (also a ValueError)   a bad argument, found before any LM call
-    │   └── DataError (also an AssertionError)   data that compile() cannot use, as dspy.GEPA asserts
+    │   ├── DataError (also an AssertionError)   data that compile() cannot use, as dspy.GEPA asserts
+    │   └── RunDirectoryError                    a log_dir that cannot be written, or not be continued by this run
     ├── BudgetError                              more settled than was reserved: a bug of the caller
     ├── QueueClosedError                         put on, or get from, a queue that is closed (and empty)
     ├── TransientError                           the provider asks to come back later; retried
     ├── RolloutUnresolvedError                   the provider gave no answer; never a score
     └── RunAbortedError                          the run could not go on (a rejected API key, say)
+        └── JournalError                         what it does cannot be written down any more (a full disk, say)
 """
 
 from __future__ import annotations
@@ -27,6 +29,10 @@ class ConfigurationError(FlashEvolveError, ValueError):
 
 class DataError(ConfigurationError, AssertionError):
     """What ``compile`` was given cannot be used. An AssertionError too, since ``dspy.GEPA`` asserts it."""
+
+
+class RunDirectoryError(ConfigurationError):
+    """``log_dir`` cannot be written, is in use, is damaged, or belongs to another program or other data."""
 
 
 class BudgetError(FlashEvolveError):
@@ -68,3 +74,7 @@ class RunAbortedError(FlashEvolveError):
     """
 
     best_program: Any = None
+
+
+class JournalError(RunAbortedError):
+    """The journal cannot be written any more. What was committed before is safe."""

@@ -9,8 +9,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Awaitable, Callable, Hashable
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import anyio
 
@@ -18,70 +17,12 @@ from dspy_flashevolve.engine.budget import Reservation
 from dspy_flashevolve.engine.claims import Claim
 from dspy_flashevolve.engine.errors import ConfigurationError, RolloutUnresolvedError, TransientError
 from dspy_flashevolve.engine.events import EventBus, RolloutDuplicated, RolloutFinished, RolloutTimedOut
+from dspy_flashevolve.engine.flights import Flight, Rollout, RolloutLog, Run
 from dspy_flashevolve.engine.retries import RetryPolicy
 from dspy_flashevolve.engine.slots import Slots
 from dspy_flashevolve.engine.stragglers import Duplicates, MetricCall, Stragglers, first_answer
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Rollout:
-    """One run of a program with a candidate on one example.
-
-    Args:
-        output: what the program returned.
-        score: higher is better.
-        objective_scores: objective name -> score; empty when the metric has one objective.
-        trajectory: what reflection reads; None when no trace was asked for or none could be taken.
-        tokens: prompt and completion tokens that the LMs reported.
-        cost_dollars: of these tokens; 0 where a price is not known.
-    """
-
-    output: Any
-    score: float
-    objective_scores: dict[str, float] = field(default_factory=dict[str, float])
-    trajectory: Any = None
-    tokens: int = 0
-    cost_dollars: float = 0.0
-
-
-@dataclass
-class _Flight:
-    landed: anyio.Event
-    result: Rollout | None = None
-
-
-@dataclass
-class _Run:
-    """One run of a rollout: the original of an attempt, or its duplicate, which has a call of its own to spend."""
-
-    claim: Claim
-    reservation: Reservation
-    call: Callable[[], Awaitable[Rollout]]
-    attempt: int
-    spare: Reservation | None = None
-    granted_at: float = 0.0
-    granted: anyio.Event = field(default_factory=anyio.Event)
-    paid: bool = False
-
-    def settle(self) -> None:
-        """Count the call of its metric, as the ticket's."""
-        if self.spare is not None:
-            self.spare.lend(self.reservation, 1)
-        self.reservation.settle()
-        self.paid = True
-
-    def extend(self) -> bool:
-        """Set a call aside for the next attempt, since this one's is paid; False where the budget has no room."""
-        self.paid = not self.reservation.extend(1)
-        return not self.paid
-
-    def give_back(self) -> None:
-        """Nothing is owed for it: refund its call, if it is not paid."""
-        if not self.paid and (call := self.reservation.beside(0)) is not None:
-            self.reservation.lend(call, 1)
-            call.refund()
 
 
 class Rollouts:
@@ -125,7 +66,7 @@ class Rollouts:
         self._retry = retry or RetryPolicy()
         self._single_flight = single_flight
         self._rng = rng or random.Random()
-        self._flights: dict[Hashable, _Flight] = {}
+        self._flights: dict[Hashable, Flight] = {}
         self._timeout_seconds = timeout_seconds
         self._stragglers = None if duplicates is None else Stragglers(duplicates, clock)
         self.shared = 0
@@ -136,6 +77,8 @@ class Rollouts:
         """Runs of rollouts that were given up."""
         self.duplicated = 0
         """Rollouts that were begun a second time."""
+        self.log: RolloutLog | None = None
+        """Where rollouts are written down; None for nowhere."""
         self.on_retry: Callable[[Claim, TransientError], None] = lambda claim, error: None
         """Called each time a request is made again."""
 
@@ -195,25 +138,27 @@ class Rollouts:
                 self.shared += 1
                 return flight.result, False
             # The one who flew was cancelled or got no answer: fly again.
-        flight = _Flight(anyio.Event())
+        flight = Flight(anyio.Event())
         if self._single_flight:
             self._flights[key] = flight
         try:
-            flight.result = await self._paid(claim, reservation, call)
+            flight.result = await self._paid(key, claim, reservation, call)
         finally:
             if self._flights.get(key) is flight:
                 del self._flights[key]
             flight.landed.set()
         return flight.result, True
 
-    async def _paid(self, claim: Claim, reservation: Reservation, call: Callable[[], Awaitable[Rollout]]) -> Rollout:
+    async def _paid(
+        self, key: Hashable, claim: Claim, reservation: Reservation, call: Callable[[], Awaitable[Rollout]]
+    ) -> Rollout:
         """Run a rollout until it is answered; the calls of its metric are settled."""
 
         async def once(attempt: int) -> Rollout:
-            flight = _Run(claim, reservation, call, attempt + 1)
+            flight = Run(key, claim, reservation, call, attempt + 1, self.log)
             if self._stragglers is None:
                 return await self._run(flight)
-            duplicate = _Run(claim, reservation, call, attempt + 1)
+            duplicate = Run(key, claim, reservation, call, attempt + 1, self.log)
             rollout = await first_answer(
                 lambda: self._run(flight),
                 lambda: self._beside(flight, duplicate),
@@ -224,7 +169,7 @@ class Rollouts:
 
         return await self._retried(claim, once)
 
-    async def _beside(self, original: _Run, duplicate: _Run) -> Rollout:
+    async def _beside(self, original: Run, duplicate: Run) -> Rollout:
         """Wait until the original is far beyond the others, and run it a second time."""
         assert self._stragglers is not None
         await original.granted.wait()
@@ -237,9 +182,9 @@ class Rollouts:
             if not duplicate.granted.is_set():
                 self._stragglers.not_begun()
 
-    async def _run(self, run: _Run) -> Rollout:
+    async def _run(self, run: Run) -> Rollout:
         """One run in a slot, within its time."""
-        metric = MetricCall()
+        metric = MetricCall(run.metric_begins)
         async with self._slots.hold(run.claim):
             if run.spare is not None:  # the slot may be the one that the original's answer has just freed
                 await anyio.lowlevel.checkpoint_if_cancelled()
@@ -253,9 +198,12 @@ class Rollouts:
                 if metric.begun:
                     run.settle()
                 raise
+            except Exception:
+                run.ended()
+                raise
         raise self._gave_up(run, metric)
 
-    def _granted(self, run: _Run) -> None:
+    def _granted(self, run: Run) -> None:
         run.granted_at = self._clock()
         run.granted.set()
         if run.spare is not None:
@@ -264,15 +212,17 @@ class Rollouts:
         elif self._stragglers is not None:
             self._stragglers.begun()
 
-    def _answered(self, run: _Run, rollout: Rollout) -> None:
+    def _answered(self, run: Run, rollout: Rollout) -> None:
         run.settle()
         now, claim = self._clock(), run.claim
         seconds, cost = now - run.granted_at, rollout.cost_dollars
         if self._stragglers is not None:
             self._stragglers.finished(claim.stage, seconds)
+        if self.log is not None and run.number is not None:
+            self.log.finished(run.key, claim, rollout, seconds, run.number)
         self._bus.emit(RolloutFinished(now, claim.ticket, claim.stage, rollout.score, seconds, rollout.tokens, cost))
 
-    def _gave_up(self, run: _Run, metric: MetricCall) -> Exception:
+    def _gave_up(self, run: Run, metric: MetricCall) -> Exception:
         """The run took too long: what to raise."""
         now, claim = self._clock(), run.claim
         self.timed_out += 1

@@ -130,10 +130,15 @@ class Stragglers:
 
 
 class MetricCall:
-    """Whether the metric of a rollout in flight has been called: then the rollout is paid, even if it is given up."""
+    """Whether the metric of a rollout in flight has been called: then the rollout is paid, even if it is given up.
 
-    def __init__(self) -> None:
+    Args:
+        on_begin: awaited, whatever is cancelled meanwhile, before the metric is called.
+    """
+
+    def __init__(self, on_begin: Callable[[], Awaitable[None]] | None = None) -> None:
         self.begun = False
+        self._on_begin = on_begin
 
     @contextmanager
     def watched(self) -> Generator[None, None, None]:
@@ -144,15 +149,22 @@ class MetricCall:
         finally:
             _METRIC_CALL.reset(token)
 
+    async def begins(self) -> None:
+        """The metric is called when this returns."""
+        self.begun = True
+        if self._on_begin is not None:
+            with anyio.CancelScope(shield=True):
+                await self._on_begin()
+
 
 _METRIC_CALL: ContextVar[MetricCall | None] = ContextVar("metric_call", default=None)
 
 
-def metric_begins() -> None:
-    """Say, inside a rollout, that its metric is called now. Outside of one it does nothing."""
+async def metric_begins() -> None:
+    """Say, inside a rollout, that its metric is called when this returns. Outside of one it does nothing."""
     call = _METRIC_CALL.get()
     if call is not None:
-        call.begun = True
+        await call.begins()
 
 
 async def first_answer(

@@ -15,7 +15,9 @@ from gepa.core.state import ValsetEvaluation
 from dspy_flashevolve.engine.budget import Reservation
 from dspy_flashevolve.engine.claims import Claim
 from dspy_flashevolve.engine.errors import FlashEvolveError, RolloutUnresolvedError
-from dspy_flashevolve.engine.rollouts import Rollout, Rollouts
+from dspy_flashevolve.engine.flights import Rollout
+from dspy_flashevolve.engine.rollouts import Rollouts
+from dspy_flashevolve.gepa.past import Past
 from dspy_flashevolve.gepa.payloads import Batch, Candidate, EvolvingProgram
 
 T = TypeVar("T")
@@ -62,6 +64,7 @@ class Evaluations:
         valset: gepa's loader.
         same_data: the training set is the validation set, so that equal ids mean equal examples.
         highest: the highest score of an example.
+        past: has rollouts that are paid already; None where the run is new.
     """
 
     def __init__(
@@ -71,13 +74,15 @@ class Evaluations:
         valset: DataLoader[Any, Any],
         same_data: bool,
         highest: float = math.inf,
+        past: Past | None = None,
     ) -> None:
         self.highest = highest
         """No score above it was seen."""
         self._program = program
         self._rollouts = rollouts
         self._valset = valset
-        self._train_split = "val" if same_data else "train"
+        self.past = past
+        self.train_split = "val" if same_data else "train"
 
     def saw(self, score: float) -> None:
         """Take note of a score: a metric that does not keep to its bound lets nothing be told early."""
@@ -117,7 +122,7 @@ class Evaluations:
         watch: Watch | None = None,
     ) -> list[tuple[Rollout, bool]]:
         """As :meth:`minibatch`: each rollout, and whether it was paid here."""
-        return await self._run(claim, reservation, candidate, self._train_split, ids, examples, True, watch=watch)
+        return await self._run(claim, reservation, candidate, self.train_split, ids, examples, True, watch=watch)
 
     async def validation(
         self,
@@ -166,7 +171,7 @@ class Evaluations:
         watch: Watch | None = None,
     ) -> list[tuple[Rollout, bool]]:
         content = tuple(sorted(candidate.items()))
-        keep_trace = split != "val" or self._train_split == "val"
+        keep_trace = split != "val" or self.train_split == "val"
 
         scope, left, decided = anyio.CancelScope(), len(ids), False
 
@@ -180,7 +185,13 @@ class Evaluations:
                 return rollout if keep_trace else replace(rollout, trajectory=None)
 
             key = (content, split, example_id, capture_traces)
-            result = await self._rollouts.rollout(key, claim, reservation, call)
+            kept = None
+            if self.past is not None:
+                kept = self.past.rollout(claim, candidate, split, example_id, example, capture_traces)
+            if kept is not None:
+                result = (kept if keep_trace else replace(kept, trajectory=None), False)
+            else:
+                result = await self._rollouts.rollout(key, claim, reservation, call)
             self.saw(result[0].score)
             left -= 1
             if watch is not None and not watch(index, result[0].score) and left:

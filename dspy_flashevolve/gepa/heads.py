@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from gepa.proposer.base import CandidateProposal
+
 from dspy_flashevolve.engine.integration import Texts
 from dspy_flashevolve.gepa.payloads import Base, Candidate
 from dspy_flashevolve.gepa.pool import Pool
@@ -90,6 +92,14 @@ class Heads:
         entry = self._pool.speculative.add(candidate, parents, indices, base.generation + 1, visible=False)
         self._line.append(entry.key)
         return entry.key, candidate, base
+
+    def restore(self, proposal: CandidateProposal[Any], base: int | None, generation: int) -> int:
+        """Put a head of an interrupted run back at the end of the line; returns its key."""
+        parents = (base,) if base is not None and base in self._pool.speculative else ()
+        indices = tuple(index for index in proposal.parent_program_ids if index is not None)
+        entry = self._pool.speculative.add(proposal.candidate, parents, () if parents else indices, generation)
+        self._line.append(entry.key)
+        return entry.key
 
     def land(self, key: int) -> bool:
         """It passed its screen: selection may pick it. False when it went with one that it stands on."""

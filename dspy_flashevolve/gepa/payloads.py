@@ -11,11 +11,13 @@ from gepa.core.state import ValsetEvaluation
 from gepa.proposer.base import CandidateProposal
 from gepa.strategies.proposal_sampling import ProposalTask
 
+from dspy_flashevolve.engine.flights import Rollout
 from dspy_flashevolve.engine.item import Item
-from dspy_flashevolve.engine.rollouts import Rollout
 
 Candidate = dict[str, str]
 Batch = EvaluationBatch[Any, Any]
+SEED_TICKET = -1
+"""The seed's validation belongs to no ticket; this number stands for it in claims, events and the journal."""
 
 
 class Late(Protocol):

@@ -26,7 +26,10 @@ from dspy_flashevolve.engine.threads import Threads
 from dspy_flashevolve.gepa.options import GepaOptions
 from dspy_flashevolve.gepa.parts import Parts
 from dspy_flashevolve.gepa.payloads import Candidate, Commit
+from dspy_flashevolve.gepa.run_journal import RunJournal, id_text
 from dspy_flashevolve.gepa.speculative import SpeculativeCandidates
+from dspy_flashevolve.gepa.strategies import standing
+from dspy_flashevolve.gepa.summaries import report_end, report_seed
 
 A = ParamSpec("A")
 T = TypeVar("T")
@@ -96,6 +99,10 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
         self._saved_at = float("-inf")
         self.calls_made: Callable[[], int] | None = None
         """Metric calls made so far, those of live tickets included; a checkpoint records them."""
+        self.journal: RunJournal | None = None
+        """Gets what is about to enter the pool, first."""
+        self.shares_randomness = False
+        """Tickets draw from the strategies' randomness, not from their own."""
         self._writer = Threads(1, "pool")
 
     async def write(self, call: Callable[A, T], *args: A.args, **kwargs: A.kwargs) -> T:
@@ -157,7 +164,7 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
         self._sync_state_to_adapter(early)
         self.speculative.confirm(self._seed_key)
         self.seed_confirmed = True
-        self._report_seed()
+        report_seed(self)
         early.add_budget_hook(self._on_calls)
 
     def save(self, *, force: bool = False) -> None:
@@ -176,24 +183,33 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
         self._saved_at = time.monotonic()
 
     def begin_ticket(self, ticket: Ticket) -> dict[str, Any]:
-        """Advance the iteration; returns the ticket's entry of the run log."""
+        """Advance the iteration; returns the ticket's entry of the run log. One that goes on may have one already."""
         if self.seed_confirmed and time.monotonic() - self._saved_at >= self._checkpoint_seconds:
             self.save()
             self.notify("on_state_saved", iteration=self.state.i + 1, run_dir=self.run_dir)
-        self.state.i = ticket.number
-        trace: dict[str, Any] = {"i": ticket.number}
-        self.state.full_program_trace.append(trace)
+        self.state.i = max(self.state.i, ticket.number)
+        log = self.state.full_program_trace
+        trace: dict[str, Any] = next((entry for entry in reversed(log) if entry["i"] == ticket.number), {})
+        if not trace:
+            trace["i"] = ticket.number
+            log.append(trace)
         self.notify("on_iteration_start", iteration=ticket.number + 1, state=self.state, trainset_loader=self.trainset)
         return trace
 
     def end_ticket(self, ticket: Ticket, accepted: bool) -> bool:
         """Report a ticket's end and ask the stoppers; True when one of them says stop."""
         self.notify("on_iteration_end", iteration=ticket.number + 1, state=self.state, proposal_accepted=accepted)
+        self.keep_standing()
         return self.should_stop()
 
     def should_stop(self) -> bool:
         """Ask the stoppers; before the seed is confirmed there is nothing to ask them about."""
         return self.seed_confirmed and self._should_stop(self.state)
+
+    def keep_standing(self) -> None:
+        """Let the journal know where the strategies stand."""
+        if self.journal is not None:
+            self.journal.journal.keep("strategies", standing(self.parts, self.adapter, self.shares_randomness, id_text))
 
     def count_calls(self, calls: int) -> None:
         """Add metric calls to gepa's count."""
@@ -268,7 +284,7 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
         """Save and tell the callbacks: the run came to its end."""
         if self.seed_confirmed:
             self.save(force=True)
-            self._report_end()
+            report_end(self)
 
     def fail(self, error: BaseException, live: list[int]) -> None:
         """Save and tell the callbacks: the run ended by ``error`` while the tickets ``live`` were on their way."""
@@ -314,78 +330,6 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
             metric_calls_delta=delta,
             metric_calls_remaining=remaining,
         )
-
-    def _report_seed(self) -> None:
-        """What gepa logs of the seed (gepa 0.1.4, ``GEPAEngine.run``)."""
-        state, tracker = self.state, self.experiment_tracker
-        average, coverage = state.get_program_average_val_subset(0)
-        front = list(state.pareto_front_valset.values())
-        tracker.log_config(self._config())
-        tracker.log_metrics(
-            {
-                "val_program_average": average,
-                "best_score_on_valset": average,
-                "val_evaluated_count_new_program": coverage,
-                "val_total_count": len(self.loader),
-                "total_metric_calls": state.total_num_evals,
-                "valset_pareto_front_agg": sum(front) / len(front) if front else average,
-                "new_program_idx": 0,
-                "linear_pareto_front_program_idx": 0,
-                "best_program_as_per_agg_score_valset": 0,
-            },
-            step=0,
-        )
-        self.logger.log(f"Base program full valset score: {average} over {coverage} / {len(self.loader)} examples")
-        self.notify(
-            "on_valset_evaluated",
-            iteration=0,
-            candidate_idx=0,
-            candidate=self.seed_candidate,
-            scores_by_val_id=dict(state.prog_candidate_val_subscores[0]),
-            average_score=average,
-            num_examples_evaluated=coverage,
-            total_valset_size=len(self.loader),
-            parent_ids=[],
-            is_best_program=True,
-            outputs_by_val_id=None,
-        )
-
-    def _config(self) -> dict[str, Any]:
-        return {
-            "seed": self.seed,
-            "perfect_score": self.perfect_score,
-            "frontier_type": self.frontier_type,
-            "track_best_outputs": self.track_best_outputs,
-            "use_cloudpickle": self.use_cloudpickle,
-            "raise_on_exception": self.raise_on_exception,
-            "trainset_size": len(self.trainset),
-            "valset_size": len(self.loader),
-            "seed_candidate_components": sorted(self.seed_candidate),
-            "val_evaluation_policy": type(self.val_evaluation_policy).__name__,
-            "has_merge_proposer": self.merge_proposer is not None,
-            "run_dir": self.run_dir,
-        }
-
-    def _report_end(self) -> None:
-        state, policy = self.state, self.val_evaluation_policy
-        best = policy.get_best_program(state)
-        self.notify(
-            "on_optimization_end",
-            best_candidate_idx=best,
-            total_iterations=state.i,
-            total_metric_calls=state.total_num_evals,
-            final_state=state,
-        )
-        summary: dict[str, Any] = {
-            "best_candidate_idx": best,
-            "best_valset_score": policy.get_valset_score(best, state),
-            "total_iterations": state.i,
-            "total_candidates": len(state.program_candidates),
-        }
-        for name in sorted(self.seed_candidate):
-            summary[f"seed/{name}"] = self.seed_candidate[name]
-            summary[f"best/{name}"] = state.program_candidates[best][name]
-        self.experiment_tracker.log_summary(summary)
 
 
 def _generations(parents: list[list[int | None]]) -> list[int]:

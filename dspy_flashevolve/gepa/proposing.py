@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gepa.strategies.proposal_sampling import ProposalTask
@@ -12,11 +12,11 @@ from gepa.strategies.proposal_sampling import ProposalTask
 from dspy_flashevolve.engine.claims import Claim
 from dspy_flashevolve.engine.errors import FlashEvolveError
 from dspy_flashevolve.engine.item import Ticket
-from dspy_flashevolve.engine.rollouts import Rollouts
 from dspy_flashevolve.gepa import reports
 from dspy_flashevolve.gepa.evaluations import gather
-from dspy_flashevolve.gepa.payloads import Batch, Child, Counts, EvolvingProgram, Late, RolledOut
-from dspy_flashevolve.gepa.pool import Pool
+from dspy_flashevolve.gepa.past import Past
+from dspy_flashevolve.gepa.payloads import Batch, Child, Late, Proposed, RolledOut
+from dspy_flashevolve.gepa.services import Services
 
 ATTEMPTS = 2
 """gepa asks a reflection that raised once more, then skips the task."""
@@ -50,19 +50,21 @@ class Prepared:
 class Proposer:
     """Writes the children of a ticket."""
 
-    def __init__(
-        self, pool: Pool, program: EvolvingProgram, rollouts: Rollouts, counts: Counts, lockstep: bool
-    ) -> None:
-        self._pool = pool
-        self._program = program
-        self._rollouts = rollouts
-        self._counts = counts
-        self._lockstep = lockstep
+    def __init__(self, services: Services) -> None:
+        self._pool = services.pool
+        self._program = services.program
+        self._rollouts = services.rollouts
+        self._counts = services.counts
+        self._lockstep = services.lockstep
+        self._journal = services.journal
+        self._past = services.past
 
     async def propose(self, claim: Claim, ticket: Ticket, work: RolledOut) -> tuple[list[Child], list[Skipped]]:
         """A child for each task, or the reason why it has none."""
         prepared: list[Prepared] = []
         skipped: list[Skipped] = []
+        if self._past is not None and self._past.has_proposals(ticket.number):
+            return await self._recalled(self._past, ticket, work), []
         for index in range(len(work.tasks)):
             outcome = await self._prepare(claim, ticket, index, work)
             (prepared if isinstance(outcome, Prepared) else skipped).append(outcome)  # pyright: ignore[reportArgumentType]
@@ -71,14 +73,34 @@ class Proposer:
         else:
             texts = await gather([lambda one=one: self._reflect(claim, one) for one in prepared])
         children: list[Child] = []
+        written: list[tuple[Child, Proposed]] = []
         for one, outcome in zip(prepared, texts, strict=True):
             if isinstance(outcome, Skipped):
                 skipped.append(outcome)
                 continue
-            await self._pool.write(reports.proposed, self._pool, ticket, outcome)
+            await self._pool.write(reports.proposed, self._pool, ticket, outcome.texts)
             self._counts.proposals += 1
-            children.append(child_of(one, outcome, ticket.number + 1))
+            child = child_of(one, outcome.texts, ticket.number + 1)
+            children.append(child)
+            written.append((child, outcome))
+        if self._journal is not None:
+            for child, outcome in written:
+                self._journal.proposed(ticket.number, child, outcome)
+            await self._pool.write(self._pool.keep_standing)
         return children, skipped
+
+    async def _recalled(self, past: Past, ticket: Ticket, work: RolledOut) -> list[Child]:
+        """What was proposed before the run was interrupted."""
+        children: list[Child] = []
+        for index, task in enumerate(work.tasks):
+            proposed = past.proposal(ticket.number, index)
+            if proposed is None:
+                continue
+            texts, feedback = proposed
+            await self._pool.write(reports.proposed, self._pool, ticket, texts)
+            one = Prepared(index, task, work.evaluations[index], [], {}, work.bases[index], work.late[index])
+            children.append(replace(child_of(one, texts, ticket.number + 1), feedback=feedback))
+        return children
 
     async def _prepare(self, claim: Claim, ticket: Ticket, index: int, work: RolledOut) -> Prepared | Skipped:
         task, evaluation = work.tasks[index], work.evaluations[index]
@@ -101,7 +123,7 @@ class Proposer:
         await self._pool.write(reports.reflection_starts, self._pool, ticket, task, components, dataset)
         return Prepared(index, task, evaluation, components, dataset, work.bases[index], work.late[index])
 
-    async def _reflect(self, claim: Claim, one: Prepared) -> dict[str, str] | Skipped:
+    async def _reflect(self, claim: Claim, one: Prepared) -> Proposed | Skipped:
         async def call() -> Any:
             return await self._program.propose(one.task.parent_candidate, one.dataset, one.components)
 
@@ -117,7 +139,7 @@ class Proposer:
                 continue
             self._counts.reflection_tokens += proposed.tokens
             self._counts.cost_dollars += proposed.cost_dollars
-            return proposed.texts or Skipped("reflection returned no text")
+            return proposed if proposed.texts else Skipped("reflection returned no text")
         return Skipped(reason, failed=True)  # pyright: ignore[reportPossiblyUnboundVariable]
 
     def _log(self, message: str) -> None:

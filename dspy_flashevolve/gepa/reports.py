@@ -229,6 +229,10 @@ def complete_validation(
 
 def commit(pool: Pool, ticket: Ticket, work: Validated) -> list[Commit]:
     """Add the validated proposals to the pool, in order."""
+    if pool.journal is not None:
+        made = zip(work.proposals, work.evaluations, strict=True)
+        entries = [(proposal.candidate, proposal.parent_program_ids, evaluation) for proposal, evaluation in made]
+        pool.journal.commits(ticket.number, len(pool.state.program_candidates), pool.version, entries)
     commits: list[Commit] = []
     for proposal, evaluation, paid in zip(work.proposals, work.evaluations, work.paid, strict=True):
         before, after = sum(proposal.subsample_scores_before or []), sum(proposal.subsample_scores_after or [])

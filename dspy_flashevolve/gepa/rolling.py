@@ -11,7 +11,7 @@ from gepa.strategies.proposal_sampling import ProposalTask
 from dspy_flashevolve.engine.budget import Reservation
 from dspy_flashevolve.engine.claims import Claim
 from dspy_flashevolve.engine.errors import RolloutUnresolvedError
-from dspy_flashevolve.engine.rollouts import Rollout
+from dspy_flashevolve.engine.flights import Rollout
 from dspy_flashevolve.engine.speculation import released_at
 from dspy_flashevolve.gepa import reports
 from dspy_flashevolve.gepa.evaluations import as_batch, gather

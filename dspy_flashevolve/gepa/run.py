@@ -23,6 +23,8 @@ from dspy_flashevolve.gepa.evaluations import Evaluations
 from dspy_flashevolve.gepa.heads import Heads
 from dspy_flashevolve.gepa.payloads import Counts, EvolvingProgram
 from dspy_flashevolve.gepa.pool import Pool
+from dspy_flashevolve.gepa.resuming import GoingOn, take_up
+from dspy_flashevolve.gepa.run_journal import RunJournal
 from dspy_flashevolve.gepa.seeding import seed_examples, validated_seed
 from dspy_flashevolve.gepa.services import Services
 from dspy_flashevolve.gepa.settings import RunSettings
@@ -41,6 +43,7 @@ class GepaRun:
         bus: gets the events.
         integrator: reads stale children; needed by a policy that integrates.
         endpoints: who answers the requests, and when they may be asked; None where nobody minds.
+        journal: where the run is written down, so that it can go on; None for nowhere.
     """
 
     def __init__(
@@ -51,9 +54,11 @@ class GepaRun:
         bus: EventBus,
         integrator: Integrator | None = None,
         endpoints: Endpoints | None = None,
+        journal: RunJournal | None = None,
     ) -> None:
         self.pool = pool
         self._endpoints = endpoints
+        self._journal = journal
         self._integrator = integrator
         self.settings = settings
         self.bus = bus
@@ -132,6 +137,12 @@ class GepaRun:
         """
         seeded = anyio.Event()
         resumed = await self.pool.write(self.pool.start)
+        past = None
+        if self._journal is not None:
+            past = await self.pool.write(take_up, self._journal, self.pool, resumed, self.settings.lockstep)
+            self.rollouts.log = self._journal
+            self.budget.spent = past.spent
+            self._evaluations.past = past
         if resumed:
             self.budget.spent = self.pool.state.total_num_evals
             for scores in self.pool.state.prog_candidate_val_subscores:
@@ -149,6 +160,8 @@ class GepaRun:
             heads=self.heads if self._reflective is not None and self._reflective.train else None,
             frontier_share=1.0 if self._reflective is None else self._reflective.frontier_share,
         )
+        if past is not None:
+            source.going_on = GoingOn(past, self.pool, source.heads)
         source.spent_up = self._spent_up
         source.mean_gap = lambda: self.gaps.mean_lately("before_commit")
         source.closed = self._finish_resting
@@ -167,7 +180,9 @@ class GepaRun:
         """In lockstep the seed comes first, as in gepa; else tickets start beside its validation."""
         assert self.pipeline is not None
         ids = seed_examples(self.pool)
-        reservation = None if seeded.is_set() else self.budget.reserve(len(ids))
+        past = self._evaluations.past
+        paid_before = 0 if past is None else past.paid_for_seed
+        reservation = None if seeded.is_set() else self.budget.reserve(len(ids) - paid_before)
         failures: list[Exception] = []
         async with anyio.create_task_group() as group:
             if self.settings.max_seconds is not None:
@@ -210,7 +225,11 @@ class GepaRun:
     async def _validate_seed(
         self, ids: list[Any], reservation: Reservation | None, source: GepaSource, seeded: anyio.Event
     ) -> None:
-        await validated_seed(self.pool, self._evaluations, self._order, ids, reservation, self.budget.limit)
+        past = self._evaluations.past
+        paid_before = 0 if past is None else past.paid_for_seed
+        await validated_seed(
+            self.pool, self._evaluations, self._order, ids, reservation, self.budget.limit, paid_before
+        )
         if await self.pool.write(self.pool.should_stop):
             source.stop_requested = "a stopper said stop"
         seeded.set()
@@ -240,6 +259,8 @@ class GepaRun:
             order=self._order,
             background=self._background,
             clock=self.settings.clock,
+            journal=self._journal,
+            past=self._evaluations.past,
         )
         yard = None
         if self._reflective is not None:

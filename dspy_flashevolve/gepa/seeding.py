@@ -10,11 +10,9 @@ from dspy_flashevolve.engine.claims import Claim
 from dspy_flashevolve.engine.errors import RolloutUnresolvedError, RunAbortedError
 from dspy_flashevolve.engine.speculation import ValidationOrder
 from dspy_flashevolve.gepa.evaluations import Evaluations
+from dspy_flashevolve.gepa.payloads import SEED_TICKET
 from dspy_flashevolve.gepa.pool import Pool
 from dspy_flashevolve.gepa.services import DEPTHS
-
-SEED_TICKET = -1
-"""The seed's validation belongs to no ticket; this number stands for it in claims and events."""
 
 
 def seed_examples(pool: Pool) -> list[Any]:
@@ -30,12 +28,14 @@ async def validated_seed(
     ids: list[Any],
     reservation: Reservation | None,
     limit: int | None,
+    paid_before: int = 0,
 ) -> None:
     """Run the seed on its examples, before every other validation, and confirm it.
 
     Args:
         reservation: pays; None where the budget has no room for it.
         limit: the budget.
+        paid_before: examples that an interrupted run has paid.
 
     Raises:
         RunAbortedError: there is no room, or the provider gave no answer.
@@ -52,5 +52,6 @@ async def validated_seed(
     reservation.refund()
     await pool.write(pool.confirm_seed, evaluation)
     order.record(evaluation.scores_by_val_id)
-    if reservation.settled > len(ids):  # duplicates, and metrics that were given up
-        await pool.write(pool.count_calls, reservation.settled - len(ids))
+    beyond = reservation.settled + paid_before - len(ids)  # duplicates, and metrics that were given up
+    if beyond > 0:
+        await pool.write(pool.count_calls, beyond)

@@ -14,8 +14,10 @@ from dspy_flashevolve.engine.speculation import Speculation, ValidationOrder
 from dspy_flashevolve.engine.staleness import GapHistogram, StalenessPolicy
 from dspy_flashevolve.gepa.accounts import Account
 from dspy_flashevolve.gepa.evaluations import Evaluations
+from dspy_flashevolve.gepa.past import Past
 from dspy_flashevolve.gepa.payloads import Counts, EvolvingProgram
 from dspy_flashevolve.gepa.pool import Pool
+from dspy_flashevolve.gepa.run_journal import RunJournal
 
 DEPTHS = {"rollout": 1, "propose": 2, "integrate": 3, "validate": 4, "screen": 5, "prefix": 6, "commit": 7}
 """What goes first among requests of equal size: what is nearer to a commit, but the long rest of a validation, on which
@@ -38,6 +40,8 @@ class Services:
         speculation: how early stages release their output.
         order: of the examples of a validation.
         background: runs what may outlive its ticket.
+        journal: gets what is paid and decided; None where nobody keeps it.
+        past: what a run that goes on has paid already; None where it is new.
     """
 
     pool: Pool
@@ -58,6 +62,8 @@ class Services:
     order: ValidationOrder
     background: Background
     clock: Callable[[], float] = anyio.current_time
+    journal: RunJournal | None = None
+    past: Past | None = None
 
     async def count_all_but(self, ticket: int, calls: int) -> None:
         """As :meth:`count`, but ``calls`` of them, which gepa counts itself when a candidate is added."""

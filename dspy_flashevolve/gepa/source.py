@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import anyio
 
@@ -17,10 +15,11 @@ from dspy_flashevolve.engine.pipeline import NotNow, Opened
 from dspy_flashevolve.engine.slots import Slots
 from dspy_flashevolve.gepa.accounts import Account
 from dspy_flashevolve.gepa.heads import Heads
-from dspy_flashevolve.gepa.merging import plan_merge
-from dspy_flashevolve.gepa.payloads import Base, MergePlan, Selected
+from dspy_flashevolve.gepa.past import Unfinished
+from dspy_flashevolve.gepa.payloads import MergePlan, Selected
 from dspy_flashevolve.gepa.pool import Pool
-from dspy_flashevolve.gepa.selection import Fixed, sample
+from dspy_flashevolve.gepa.resuming import GoingOn
+from dspy_flashevolve.gepa.selecting import Selecting
 
 DEMAND = 1.5
 """Tickets are admitted for this many times the slots there are now, up to the most there may be: only where requests
@@ -63,29 +62,27 @@ class GepaSource:
         self._lockstep = lockstep
         self._most_failures = most_failures
         self._slots = slots
-        self._heads = heads
+        self.heads = heads
         self._purse: Reservation | None = None
-        self._frontier_share = frontier_share
         self.resting: Callable[[], int] = lambda: 0
         """Tickets that wait for nothing but the end: they make no room scarce."""
         self.mean_gap: Callable[[], float | None] = lambda: None
         """Commits that tickets had not seen when they were about to be committed, lately."""
         self.pending: Callable[[], bool] = lambda: False
         """Whether work of no live ticket is under way, which may give back some of what it reserved."""
-        self._first_version = 0
+        self._first_version = pool.version
         self.starved = False
         """The last ticket that asked was not let in."""
         self.spent_up: Callable[[], str | None] = lambda: None
         """Why no further ticket may start, besides metric calls; None while one may."""
         self.closed: Callable[[], None] = lambda: None
         """Called after each ticket's end, and where none may start."""
-        self._merges_in_flight = 0
         self.working: set[int] = set()
         """Tickets that have no child to be validated yet; a stage takes a ticket out when it has."""
         self._ended = self._calls_of_ended = 0
-        self._first: int | None = None
-        seed = pool.options.seed
-        self._seed = random.SystemRandom().getrandbits(64) if seed is None else seed
+        self._selecting = Selecting(pool, lockstep, heads, frontier_share)
+        self.going_on: GoingOn | None = None
+        """Tickets of an interrupted run, which go first; None where the run is new."""
         self._failures = 0
         self.accounts: dict[int, Account] = {}
         self.stop_requested: str | None = None
@@ -116,8 +113,11 @@ class GepaSource:
 
     async def open(self, number: int, live: int) -> Opened | NotNow:
         """See :class:`dspy_flashevolve.engine.pipeline.Source`."""
+        del number  # tickets that go on have their own
         if self.stop_requested is not None:
             return NotNow.EXHAUSTED
+        if self.going_on is not None and self.going_on.left:
+            return NotNow.FULL if self._lockstep and live else await self._go_on(self.going_on.next())
         if (reason := self.spent_up()) is not None:
             self.stop_requested = reason
             self.closed()
@@ -133,18 +133,30 @@ class GepaSource:
             if live:
                 return NotNow.FULL
             return NotNow.WAITING if self.pending() else self._out_of_budget()
-        if self._first is None:
-            self._first = self._pool.state.i + 1
-            self._first_version = self._pool.version
-        ticket = Ticket.create(self._first + number, self._seed)
+        ticket = self._selecting.next_ticket(-1 if self.going_on is None else self.going_on.last_ticket)
         self.accounts[ticket.number] = account = Account(reservation)
         self.working.add(ticket.number)
-        version, payload = await self._pool.write(self._select, ticket)
+        version, payload = await self._pool.write(self._selecting.select, ticket)
         if isinstance(payload, MergePlan):
             account.merge = True
             return Opened("screen", Item(payload, ticket, version))
-        value = 0.0 if self._lockstep else await self._pool.write(self._parent_score, payload)
+        value = 0.0 if self._lockstep else await self._pool.write(self._selecting.parent_score, payload)
         return Opened("rollout", Item(self._within_budget(payload, account), ticket, version, value))
+
+    async def _go_on(self, one: Unfinished) -> Opened:
+        """A ticket that was interrupted, with what it had selected then."""
+        assert self.going_on is not None
+        ticket = self._selecting.ticket(one.number)
+        left = self._budget.left
+        reservation = self._budget.reserve(self.most_calls if left is None else min(left, self.most_calls))
+        assert reservation is not None
+        self.accounts[ticket.number] = account = Account(reservation, merge=one.kind == "merge")
+        if one.head is None:
+            self.working.add(ticket.number)
+        opened = await self._pool.write(self._selecting.go_on, self.going_on, ticket, one)
+        if isinstance(opened.item.payload, Selected):
+            return replace(opened, item=replace(opened.item, payload=self._within_budget(opened.item.payload, account)))
+        return opened
 
     async def close(self, ticket: Ticket, end: End) -> None:
         """See :class:`dspy_flashevolve.engine.pipeline.Source`."""
@@ -153,12 +165,13 @@ class GepaSource:
 
     async def _close(self, ticket: Ticket, end: End) -> None:
         account = self.accounts.pop(ticket.number)
+        self._selecting.forget(ticket)
         self.working.discard(ticket.number)
         account.reservation.refund()
         self._ended += 1
         self._calls_of_ended += account.reservation.settled + account.elsewhere
         if account.merge:
-            await self._pool.write(self._merge_ended)
+            await self._pool.write(self._selecting.merge_ended)
         self._count_failure(end)
         uncounted = account.reservation.settled - account.counted
         if uncounted:
@@ -208,78 +221,3 @@ class GepaSource:
         while tasks and not account.cover(len(tasks) * self.most_calls):
             tasks.pop()
         return Selected(tuple(tasks), selected.bases[: len(tasks)])
-
-    # The methods below run in the pool's writer.
-
-    def _select(self, ticket: Ticket) -> tuple[int, Selected | MergePlan]:
-        """What the ticket works on, and the version that it saw."""
-        pool = self._pool
-        trace = pool.begin_ticket(ticket)
-        if not self._lockstep:
-            pool.parts.rng.seed(ticket.rng.getrandbits(64))
-        plan = self._merge(ticket, trace)
-        return pool.version, plan or self._sample(ticket)
-
-    def _parent_score(self, selected: Selected) -> float:
-        """The best validation score among the parents; 0 before the seed is confirmed."""
-        if not self._pool.seed_confirmed:
-            return 0.0
-        return max((self._pool.score_of(task.parent_idx) for task in selected.tasks), default=0.0)
-
-    def _merge_ended(self) -> None:
-        self._merges_in_flight -= 1
-
-    def _merge(self, ticket: Ticket, trace: dict[str, Any]) -> MergePlan | None:
-        merge = self._pool.parts.merge
-        if merge is None or not self._pool.seed_confirmed:
-            return None
-        plan = None
-        if merge.last_iter_found_new_program and merge.merges_due > self._merges_in_flight and self._may_merge():
-            plan = plan_merge(merge, self._pool.state, trace, ticket.number + 1)
-        merge.last_iter_found_new_program = False
-        self._merges_in_flight += plan is not None
-        return plan
-
-    def _may_merge(self) -> bool:
-        """gepa checks ``max_merge_invocations`` only when it schedules; with several in flight that is too early."""
-        merge = self._pool.parts.merge
-        assert merge is not None
-        return self._lockstep or merge.total_merges_tested + self._merges_in_flight < merge.max_merge_invocations
-
-    def _sample(self, ticket: Ticket) -> Selected:
-        pool, parts = self._pool, self._pool.parts
-        selector = parts.candidate_selector if pool.seed_confirmed else Fixed(0)
-        head = self._head(ticket)
-        if head is not None:
-            selector = Fixed(head.index)
-        tasks, bases = sample(
-            pool,
-            lambda state: parts.sampling_strategy.sample_tasks(state, selector, parts.batch_sampler, pool.trainset),
-        )
-        if head is not None and head.key is not None:
-            for place, task in enumerate(tasks):  # a strategy of the user's may choose parents by itself
-                if task.parent_idx == head.index and bases[place] is None:
-                    tasks[place] = replace(task, parent_candidate=dict(head.candidate))
-                    bases[place] = head.key
-        iteration = ticket.number + 1
-        for task in tasks:
-            pool.notify(
-                "on_candidate_selected",
-                iteration=iteration,
-                candidate_idx=task.parent_idx,
-                candidate=task.parent_candidate,
-                score=pool.score_of(task.parent_idx),
-            )
-            pool.notify(
-                "on_minibatch_sampled",
-                iteration=iteration,
-                minibatch_ids=task.minibatch_ids,
-                trainset_size=len(pool.trainset),
-            )
-        return Selected(tuple(tasks), tuple(bases))
-
-    def _head(self, ticket: Ticket) -> Base | None:
-        """The head that the ticket starts from; None for the frontier."""
-        if self._heads is None or ticket.rng.random() < self._frontier_share:
-            return None
-        return self._heads.newest(visible=True)

@@ -74,9 +74,7 @@ class GepaStages:
         self.looks = Lookout(services, integrates=yard is not None)
         self._parents = ParentRollouts(services, self._remember)
         self._validating = Validating(services, self._heads)
-        self._proposer = Proposer(
-            services.pool, services.program, services.rollouts, services.counts, services.lockstep
-        )
+        self._proposer = Proposer(services)
 
     def handlers(self) -> dict[str, Handler]:
         """Stage -> handler."""
@@ -92,7 +90,7 @@ class GepaStages:
     async def rollout(self, item: Item[Selected]) -> Outcome:
         """Run each task's parent on its minibatch, with traces."""
         tasks = item.payload.tasks
-        if not tasks:
+        if not tasks or not self._is_affordable(item):
             return Finish(End(EndKind.DISCARDED, "there is nothing to work on within the budget"))
         await self._pool.write(reports.parents_start, self._pool, item.ticket, tasks)
         unique = {reports.task_key(task): task for task in tasks}
@@ -223,8 +221,7 @@ class GepaStages:
         """The parent's evaluation on its minibatch, what it has cost so far, and what is still to come."""
         account = self._on.accounts[item.ticket.number]
         account.started = True
-        account.cover(len(task.minibatch_ids))
-        if self._parents.releases(task):
+        if account.cover(len(task.minibatch_ids)) and self._parents.releases(task):
             batch, late = await self._parents.run(self._claim(item, "rollout"), task)
             return batch, 0, late  # the background counts its calls
         batch, paid = await self._minibatch(item, "rollout", task.parent_candidate, task)
@@ -259,6 +256,15 @@ class GepaStages:
             await self._pool.write(reports.given_up, self._pool, item.ticket, known, gate.seen)
             return None
         return replace(child, parent_evaluation=full, late=None), batch
+
+    def _is_affordable(self, item: Item[Selected]) -> bool:
+        """A ticket of an interrupted run may need less than its minibatches, and there may be less."""
+        past, split = self._on.past, self._on.evaluations.train_split
+        if past is None:
+            return True
+        tasks = item.payload.tasks
+        missing = sum(past.missing(task.parent_candidate, split, task.minibatch_ids) for task in tasks)
+        return self._on.accounts[item.ticket.number].cover(missing)
 
     def _remember(self, task: Any, evaluation: Batch) -> None:
         """Keep scores of training examples, of a whole minibatch or of the part that is there."""

@@ -100,6 +100,8 @@ class TrainStages:
         if train.key is None:
             return await self._patch_screened(item, train, proposal, passed)
         landed = passed and await self._pool.write(self._heads.land, train.key)
+        if landed and proposal is not None and self._on.journal is not None:
+            self._on.journal.landed(item.ticket.number, train, proposal)
         self._on.bus.emit(
             HeadLanded(
                 self._on.clock(),

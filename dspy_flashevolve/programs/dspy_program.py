@@ -15,7 +15,7 @@ from dspy.teleprompt.gepa.gepa_utils import DspyAdapter
 from dspy.utils.usage_tracker import track_usage
 from gepa.core.adapter import EvaluationBatch
 
-from dspy_flashevolve.engine.rollouts import Rollout
+from dspy_flashevolve.engine.flights import Rollout
 from dspy_flashevolve.engine.threads import Threads
 from dspy_flashevolve.programs.endpoints import LanguageModels
 from dspy_flashevolve.programs.faults import raise_provider_fault

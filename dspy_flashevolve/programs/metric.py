@@ -74,7 +74,7 @@ class Metric:
             args: tuple[Any, ...] = (example, prediction)
         else:
             kwargs, args = {}, (example, prediction, *[None] * self._padding)
-        metric_begins()
+        await metric_begins()
         if self._coroutine:
             return await self._function(*args, **kwargs)
         # A metric that has begun in a thread cannot be called back: its rollout is paid, and must be counted.

@@ -86,7 +86,7 @@ class Taking:
             seconds = self.seconds[min(number, len(self.seconds) - 1)]
             if self.metric_after is not None and self.metric_after < seconds:
                 await anyio.sleep(self.metric_after)
-                metric_begins()
+                await metric_begins()
                 seconds -= self.metric_after
             await anyio.sleep(seconds)
         except BaseException:

@@ -1,0 +1,272 @@
+"""The journal: one SQLite file in a run's directory, to which one thread appends.
+
+What is appended is written in the order in which it came, in batches: while one batch is committed the next one
+gathers. :meth:`Journal.flush` waits until everything that was appended before is on its way to the disk. A process
+that is killed loses at most what was appended since the last batch began, and never a part of it from the middle.
+
+The tables are in :mod:`dspy_flashevolve.engine.journal_schema` and, with examples, in docs/journal.md. There is no
+pickle in the file, and no secret: every text goes through :class:`~dspy_flashevolve.engine.redaction.Redaction`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import queue
+import sqlite3
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from dspy_flashevolve.engine.errors import JournalError, RunDirectoryError
+from dspy_flashevolve.engine.journal_schema import APPLICATION_ID, SCHEMA, SCHEMA_VERSION, TABLES, migrate
+from dspy_flashevolve.engine.redaction import Redaction
+
+FILE = "journal.sqlite"
+LOCK = "journal.lock"
+LARGEST_BATCH = 1000
+"""Rows of one transaction at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    statement: str
+    values: tuple[Any, ...]
+
+
+_END = object()
+
+
+class Journal:
+    """A run directory's journal, open for one process at a time.
+
+    Args:
+        directory: made when it is not there.
+        redaction: takes secrets out of what is written.
+
+    Raises:
+        RunDirectoryError: the directory cannot be written, another process runs on it, or what is there is no journal
+            of ours, or a damaged or a newer one. Nothing is changed then.
+    """
+
+    def __init__(self, directory: str | Path, redaction: Redaction | None = None) -> None:
+        self.directory = Path(directory)
+        self.path = self.directory / FILE
+        self._redaction = redaction or Redaction()
+        self._lock = self._locked()
+        self._ids: dict[str, int] = {}
+        self._statements: dict[tuple[str, tuple[str, ...]], str] = {}
+        self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.failure: JournalError | None = None
+        """Why nothing is written any more; None while all is well."""
+        try:
+            self._writing = _opened(self.path)
+        except BaseException:
+            self._lock.release()
+            raise
+        self.session = self._next_id("sessions")
+        """Number of this run on the directory, from 1."""
+        self._thread = threading.Thread(target=self._write, name="flashevolve-journal", daemon=True)
+        self._thread.start()
+
+    def append(self, table: str, **values: Any) -> None:
+        """Append a row; numbers, texts and None as they are, everything else as JSON. Any thread may call it."""
+        names = tuple(values)
+        statement = self._statements.get((table, names))
+        if statement is None:
+            assert table in TABLES, f"the journal has no table {table!r}"
+            columns, marks = ", ".join(names), ", ".join("?" * len(names))
+            statement = f"INSERT INTO {table} ({columns}) VALUES ({marks})"
+            self._statements[table, names] = statement
+        self._queue.put(_Row(statement, tuple(self._redaction.of(_plain(value)) for value in values.values())))
+
+    def keep(self, name: str, value: Any) -> None:
+        """Keep one value under a name, in place of the one before."""
+        statement = (
+            "INSERT INTO state (name, value) VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value=excluded.value"
+        )
+        self._queue.put(_Row(statement, (name, json.dumps(value))))
+
+    def next_id(self, table: str) -> int:
+        """A new number for a row of ``table``, from 1, without gaps as far as all of them are used."""
+        if table not in self._ids:
+            self._ids[table] = self._next_id(table) - 1
+        self._ids[table] += 1
+        return self._ids[table]
+
+    async def flush(self) -> None:
+        """Wait until everything that was appended is written.
+
+        Raises:
+            JournalError: it could not be.
+        """
+        future = self._marker()
+        loop = asyncio.get_running_loop()
+        if hasattr(loop, "wait_from_thread"):  # virtual time must not pass meanwhile
+            future.result()
+        else:
+            await asyncio.wrap_future(future)
+
+    def flush_here(self) -> None:
+        """As :meth:`flush`, for a thread that may wait."""
+        self._marker().result()
+
+    def rows(self, query: str, parameters: Sequence[Any] = ()) -> list[sqlite3.Row]:
+        """What a query finds, of what was written when the journal was opened or flushed."""
+        with _connected(self.path) as connection:
+            connection.row_factory = sqlite3.Row
+            return connection.execute(query, parameters).fetchall()
+
+    def kept(self, name: str) -> Any:
+        """What :meth:`keep` kept under a name; None where nothing was."""
+        found = self.rows("SELECT value FROM state WHERE name = ?", (name,))
+        return json.loads(found[0]["value"]) if found else None
+
+    def close(self) -> None:
+        """Write the rest, end the thread, and let others have the directory. Calling it again does nothing."""
+        if self._thread.is_alive():
+            self._queue.put(_END)
+            self._thread.join()
+        self._writing.close()
+        self._lock.release()
+
+    def _marker(self) -> Future[None]:
+        future: Future[None] = Future()
+        if not self._thread.is_alive():
+            raise JournalError(f"The journal {self.path} is closed.")
+        self._queue.put(future)
+        return future
+
+    def _next_id(self, table: str) -> int:
+        return 1 + int(self.rows(f"SELECT COALESCE(MAX(id), 0) AS last FROM {table}")[0]["last"])
+
+    def _locked(self) -> FileLock:
+        lock = FileLock(self.directory / LOCK, timeout=0)
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            lock.acquire()
+        except Timeout:
+            raise RunDirectoryError(
+                f"log_dir={str(self.directory)!r}: another run is at work there. Wait for its end, or give another "
+                "log_dir."
+            ) from None
+        except OSError as error:
+            raise RunDirectoryError(
+                f"log_dir={str(self.directory)!r} cannot be written ({error}), expected a directory that can."
+            ) from error
+        return lock
+
+    def _write(self) -> None:
+        """The writer's thread."""
+        ended = False
+        while not ended:
+            entries = [self._queue.get()]
+            while len(entries) < LARGEST_BATCH and entries[-1] is not _END:
+                try:
+                    entries.append(self._queue.get_nowait())
+                except queue.Empty:
+                    break
+            self._write_batch([entry for entry in entries if isinstance(entry, _Row)])
+            for entry in entries:
+                if isinstance(entry, Future):
+                    self._tell(entry)  # pyright: ignore[reportUnknownArgumentType]
+            ended = entries[-1] is _END
+
+    def _tell(self, waiting: Future[None]) -> None:
+        if not waiting.set_running_or_notify_cancel():
+            return
+        if self.failure is None:
+            waiting.set_result(None)
+        else:
+            waiting.set_exception(self.failure)
+
+    def _write_batch(self, rows: list[_Row]) -> None:
+        if not rows or self.failure is not None:
+            return
+        try:
+            self._writing.execute("BEGIN IMMEDIATE")
+            for row in rows:
+                self._writing.execute(row.statement, row.values)
+            self._writing.execute("COMMIT")
+        except sqlite3.Error as error:
+            self.failure = JournalError(
+                f"The journal {self.path} cannot be written ({error}): the run ends, since what it pays for from now "
+                "on could not be found again. Mend that (a full disk, say), then run again with the same log_dir."
+            )
+            if self._writing.in_transaction:
+                self._writing.execute("ROLLBACK")
+
+
+class _connected:  # reads as a phrase: with _connected(path) as connection
+    """A connection that is closed at the end of the block."""
+
+    def __init__(self, path: Path) -> None:
+        self._connection = sqlite3.connect(path, timeout=30, isolation_level=None)
+
+    def __enter__(self) -> sqlite3.Connection:
+        return self._connection
+
+    def __exit__(self, *_: object) -> None:
+        self._connection.close()
+
+
+def _plain(value: Any) -> Any:
+    return value if value is None or isinstance(value, str | int | float) else json.dumps(value)
+
+
+def checked(path: Path) -> None:
+    """Look whether a file is a journal that this version can read; it is not changed.
+
+    Raises:
+        RunDirectoryError: it is not, with the reason.
+    """
+    what = f"{path} is no journal that can be continued"
+    advice = "Give another log_dir, or move the file away to begin anew."
+    try:
+        with _connected(path) as connection:
+            found = connection.execute("PRAGMA application_id").fetchone()[0]
+            version = connection.execute("PRAGMA user_version").fetchone()[0]
+            if found != APPLICATION_ID:
+                raise RunDirectoryError(f"{what}: it is a database of something else. {advice}")
+            if version > SCHEMA_VERSION:
+                raise RunDirectoryError(
+                    f"{what}: its schema is version {version}, this dspy-flashevolve knows versions up to "
+                    f"{SCHEMA_VERSION}. Use the version that wrote it, or give another log_dir."
+                )
+            problems = [str(row[0]) for row in connection.execute("PRAGMA quick_check(3)")]
+    except sqlite3.Error as error:
+        raise RunDirectoryError(f"{what}: {error}. {advice}") from error
+    if problems != ["ok"]:
+        raise RunDirectoryError(f"{what}: it is damaged ({'; '.join(problems)}). {advice}")
+
+
+def _opened(path: Path) -> sqlite3.Connection:
+    """The writer's connection to a journal, which is made where there is none.
+
+    Raises:
+        RunDirectoryError: see :func:`checked`.
+    """
+    new = not path.exists() or path.stat().st_size == 0
+    if not new:
+        checked(path)
+    try:
+        connection = sqlite3.connect(path, timeout=30, isolation_level=None, check_same_thread=False)
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("PRAGMA synchronous = NORMAL")
+        if new:
+            connection.execute("BEGIN IMMEDIATE")
+            for statement in SCHEMA:
+                connection.execute(statement)
+            connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+            connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+            connection.execute("COMMIT")
+        else:
+            migrate(connection)
+    except sqlite3.Error as error:
+        raise RunDirectoryError(f"log_dir={str(path.parent)!r}: the journal cannot be written ({error}).") from error
+    return connection

@@ -1,0 +1,143 @@
+"""What tells one run from another: the program, the data, the metric, the versions; and what must not be written."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import dspy
+from gepa.core.data_loader import ListDataLoader
+from pydantic_core import to_jsonable_python
+
+from dspy_flashevolve.engine.errors import RunDirectoryError
+from dspy_flashevolve.engine.journal import Journal
+from dspy_flashevolve.engine.redaction import secrets_in
+
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+
+
+def fingerprints_of(
+    student: dspy.Module, seed_candidate: Mapping[str, str], trainset: Any, valset: Any, metric: Any
+) -> dict[str, str]:
+    """Name of a part -> a hash of it, or for the metric its name. Equal parts have equal hashes in any process.
+
+    Args:
+        seed_candidate: component -> text.
+        trainset, valset: gepa's loaders. A list's examples are hashed, of other loaders the ids.
+    """
+    found = {"program": type(student).__qualname__}
+    for name, predictor in student.named_predictors():
+        fields = {
+            field: [_text(one.annotation), one.json_schema_extra] for field, one in predictor.signature.fields.items()
+        }
+        found[f"predictor {name!r}"] = _hash([type(predictor).__qualname__, fields])
+    for name, text in seed_candidate.items():
+        found[f"seed text of {name!r}"] = _hash(text)
+    found["trainset"] = _data(trainset)
+    found["valset"] = _data(valset)
+    found["metric"] = getattr(metric, "__qualname__", type(metric).__qualname__)
+    return found
+
+
+def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """The parts that are not the same, for people."""
+    found: list[str] = []
+    for name in dict.fromkeys((*before, *now)):
+        if name not in now:
+            found.append(f"{name} is gone")
+        elif name not in before:
+            found.append(f"{name} is new")
+        elif before[name] != now[name]:
+            readable = name in ("program", "metric", "trainset", "valset")
+            found.append(f"{name} was {before[name]}, is {now[name]}" if readable else f"{name} has changed")
+    return found
+
+
+def versions() -> dict[str, str]:
+    """Package -> version, of those whose formats a run directory depends on."""
+    return {name: _version(name) for name in ("dspy", "gepa", "dspy-flashevolve")}
+
+
+def settings_of(optimizer: Any) -> dict[str, Any]:
+    """An optimizer's plain settings, without secrets: what is no number, text or None is told by its kind."""
+    found: dict[str, Any] = {}
+    for name, value in vars(optimizer).items():
+        if name.startswith("_") or secrets_in({name: value}):
+            continue
+        if value is None or isinstance(value, bool | int | float | str):
+            found[name] = value
+        elif isinstance(value, dspy.BaseLM):
+            found[name] = str(getattr(value, "model", type(value).__name__))
+        else:
+            found[name] = getattr(value, "__qualname__", type(value).__qualname__)
+    return found
+
+
+def secrets_of(optimizer: Any, lms: Iterable[Any]) -> set[str]:
+    """Every secret that a run knows: its LMs' keys and headers, the optimizer's, and the environment's."""
+    found = secrets_in(vars(optimizer)) | secrets_in(os.environ)
+    for lm in lms:
+        for settings in (getattr(lm, "kwargs", None), vars(lm) if hasattr(lm, "__dict__") else None):
+            if isinstance(settings, Mapping):
+                found |= secrets_in(settings)  # pyright: ignore[reportUnknownArgumentType]
+    return found
+
+
+def _data(loader: Any) -> str:
+    """The number of the examples, and a hash."""
+    items = loader.items if isinstance(loader, ListDataLoader) else loader.all_ids()
+    digest = hashlib.sha256()
+    for item in items:
+        digest.update(_text(dict(item) if isinstance(item, dspy.Example) else item).encode())
+    return f"{len(loader)} examples, {digest.hexdigest()[:12]}"
+
+
+def _hash(value: Any) -> str:
+    return hashlib.sha256(_text(value).encode()).hexdigest()[:16]
+
+
+def _text(value: Any) -> str:
+    """A text that is the same in every process: without addresses."""
+    plain = to_jsonable_python(value, fallback=repr, inf_nan_mode="strings")
+    return _ADDRESS.sub("", json.dumps(plain, sort_keys=True))
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def check_same(journal: Journal, now: Mapping[str, str], packages: Mapping[str, str]) -> None:
+    """Refuse to go on with a run of something else.
+
+    Args:
+        now: by :func:`fingerprints_of`.
+        packages: by :func:`versions`.
+
+    Raises:
+        RunDirectoryError: what differs.
+    """
+    rows = journal.rows("SELECT fingerprints, settings FROM sessions ORDER BY id DESC LIMIT 1")
+    if not rows:
+        return
+    found = differences(json.loads(rows[0]["fingerprints"]), now)
+    before: dict[str, str] = json.loads(rows[0]["settings"]).get("versions", {})
+    if _line(before.get("gepa", "")) != _line(packages["gepa"]):
+        found.append(f"gepa was {before.get('gepa')}, is {packages['gepa']}, and its checkpoints may differ")
+    if found:
+        raise RunDirectoryError(
+            f"log_dir={str(journal.directory)!r} holds another run, which this one cannot continue: "
+            f"{'; '.join(found)}. Give another log_dir, or what the run was begun with."
+        )
+
+
+def _line(version_text: str) -> list[str]:
+    """The part of a version within which a checkpoint's format stays: 0.1.4 -> 0, 1."""
+    return version_text.split(".")[:2]
