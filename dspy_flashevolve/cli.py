@@ -2,6 +2,7 @@
 
 flashevolve sim-server --profile h100-qwen3-8b --port 8000
 flashevolve lineage RUN_DIR
+flashevolve check RUN_DIR
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from dspy_flashevolve.engine.errors import DataError
+from dspy_flashevolve.engine import journal_check
+from dspy_flashevolve.engine.errors import DataError, RunDirectoryError
 from dspy_flashevolve.observe.lineage import read, tree
 from dspy_flashevolve.sim.process import require_aiohttp
 from dspy_flashevolve.sim.profiles import PROFILES, profile_named
@@ -40,9 +42,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if arguments.command == "lineage":
             return _lineage(arguments)
+        if arguments.command == "check":
+            return _check(arguments)
         require_aiohttp()
         return _sim_server(arguments)
-    except (ImportError, OSError, DataError) as error:
+    except (ImportError, OSError, DataError, RunDirectoryError) as error:
         print(f"flashevolve: {error}", file=sys.stderr)
         return 1
 
@@ -62,7 +66,18 @@ def _parser() -> argparse.ArgumentParser:
     server.add_argument("--time-scale", type=_positive, default=1.0, help="model seconds a wall second")
     lineage = commands.add_parser("lineage", help="the family tree of a run: candidates, gaps, trains and verdicts")
     lineage.add_argument("run_dir", metavar="RUN_DIR", help="the log_dir of an AsyncGEPA")
+    check = commands.add_parser("check", help="whether a run's journal holds what it promises; 1 where it does not")
+    check.add_argument("run_dir", metavar="RUN_DIR", help="the log_dir of an AsyncGEPA")
     return parser
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    found = journal_check.check(arguments.run_dir)
+    print("\n".join(found.summary))
+    for problem in found.problems:
+        print(f"problem: {problem}")
+    print("no problems" if not found.problems else f"{len(found.problems)} problems")
+    return int(bool(found.problems))
 
 
 def _lineage(arguments: argparse.Namespace) -> int:

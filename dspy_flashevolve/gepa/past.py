@@ -65,10 +65,14 @@ class Past:
     tickets: list[Unfinished] = field(default_factory=list[Unfinished])
     last_ticket: int = -1
     texts: dict[str, Candidate] = field(default_factory=dict[str, Candidate])
-    rollouts: dict[tuple[str, str, str, int], int] = field(default_factory=dict[tuple[str, str, str, int], int])
+    rollouts: dict[tuple[str, str, str, int], list[int]] = field(
+        default_factory=dict[tuple[str, str, str, int], list[int]]
+    )
     proposals: dict[tuple[int, int], Any] = field(default_factory=dict[tuple[int, int], Any])
     numbers: set[int] = field(default_factory=set[int])
     """Of the tickets that go on, and the seed's while it is not validated."""
+    each_once: bool = False
+    """An example that stands twice in a minibatch is run twice, as in lockstep; else the two share a rollout."""
     paid_for_seed: int = 0
     """Rollouts of the seed's validation that need not be paid again; 0 once it is in gepa's checkpoint."""
     restored: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
@@ -80,9 +84,10 @@ class Past:
         """A rollout that was paid for work which goes on now; None where there is none."""
         if not self.rollouts or claim.ticket not in self.numbers:
             return None  # what a new ticket needs is paid anew, as in a run that was never interrupted
-        row = self.rollouts.get((hash_of(candidate), split, id_text(example_id), int(traced)))
-        if row is None:
+        found = self.rollouts.get((hash_of(candidate), split, id_text(example_id), int(traced)))
+        if not found:
             return None
+        row = found.pop(0) if self.each_once else found[-1]
         journal, records = self.run_journal.journal, self.run_journal.records
         [kept] = journal.rows("SELECT * FROM rollouts WHERE id = ?", (row,))
         trajectory = None
@@ -105,7 +110,7 @@ class Past:
     def missing(self, candidate: Candidate, split: str, ids: Sequence[Any]) -> int:
         """How many of a candidate's rollouts with traces are still to be paid."""
         name = hash_of(candidate)
-        return sum((name, split, id_text(one), 1) not in self.rollouts for one in ids)
+        return sum(not self.rollouts.get((name, split, id_text(one), 1)) for one in ids)
 
     def proposal(self, ticket: int, position: int) -> tuple[dict[str, str], tuple[str, ...]] | None:
         """What a reflection had proposed for a ticket that goes on now: texts and feedback."""
@@ -146,7 +151,8 @@ def past_of(run_journal: RunJournal, seeded: bool) -> Past:
     past.numbers = {one.number for one in past.tickets} | (set[int]() if seeded else {SEED_TICKET})
     for row in rows("SELECT id, ticket, candidate, split, example, traced FROM rollouts"):
         if row["ticket"] in past.numbers:
-            past.rollouts[row["candidate"], row["split"], row["example"], row["traced"]] = row["id"]
+            key = row["candidate"], row["split"], row["example"], row["traced"]
+            past.rollouts.setdefault(key, []).append(row["id"])
             past.paid_for_seed += row["ticket"] == SEED_TICKET
     for row in rows("SELECT ticket, position, texts, feedback FROM proposals"):
         if row["ticket"] in past.numbers:
@@ -159,19 +165,26 @@ def _close_what_is_done(run_journal: RunJournal) -> None:
     rows = run_journal.journal.rows
     open_ones = "NOT IN (SELECT ticket FROM ends)"
     for row in rows(f"SELECT DISTINCT ticket FROM commits WHERE ticket IS NOT NULL AND ticket {open_ones}"):
-        run_journal.ended(row["ticket"], "committed", "the run was killed after the commit")
+        run_journal.ended(row["ticket"], "committed", "the run was killed after the commit", before=True)
     for row in rows(
         "SELECT h.*, e.way FROM heads h LEFT JOIN head_ends e ON e.session = h.session AND e.head = h.head "
         f"WHERE h.ticket {open_ones} AND h.ticket NOT IN (SELECT ticket FROM commits WHERE ticket IS NOT NULL) "
         "ORDER BY h.id"
     ):
         if row["way"] is not None and not _newer_head(rows, row):
-            run_journal.ended(row["ticket"], "integrated", f"head {row['head']} was {row['way']}")
+            run_journal.ended(row["ticket"], "integrated", f"head {row['head']} was {row['way']}", before=True)
     ended = {row["ticket"] for row in rows("SELECT ticket FROM ends")}
     for row in rows("SELECT members, ticket, head FROM heads ORDER BY id"):
         for member in set(json.loads(row["members"])) - {row["ticket"]} - ended:
             ended.add(member)
-            run_journal.ended(member, "integrated", f"in head {row['head']}, carried by ticket {row['ticket']}")
+            reason = f"in head {row['head']}, carried by ticket {row['ticket']}"
+            run_journal.ended(member, "integrated", reason, before=True)
+    run_journal.journal.flush_here()
+    for row in rows(
+        "SELECT h.session, h.head, t.way FROM heads h JOIN ends t ON t.ticket = h.ticket LEFT JOIN head_ends e "
+        "ON e.session = h.session AND e.head = h.head WHERE e.id IS NULL"
+    ):
+        run_journal.head_ended(row["session"], row["head"], row["way"])
     run_journal.journal.flush_here()
 
 

@@ -209,7 +209,9 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
     def keep_standing(self) -> None:
         """Let the journal know where the strategies stand."""
         if self.journal is not None:
-            self.journal.journal.keep("strategies", standing(self.parts, self.adapter, self.shares_randomness, id_text))
+            self.journal.journal.keep(
+                "strategies", standing(self.parts, self.adapter, self.state, self.shares_randomness, id_text)
+            )
 
     def count_calls(self, calls: int) -> None:
         """Add metric calls to gepa's count."""

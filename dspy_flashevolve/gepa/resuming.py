@@ -36,6 +36,7 @@ def take_up(run_journal: RunJournal, pool: Pool, seeded: bool, lockstep: bool) -
     """
     journal = run_journal.journal
     past = past_of(run_journal, seeded)
+    past.each_once = lockstep
     if not seeded and journal.rows("SELECT 1 FROM commits LIMIT 1"):
         raise RunDirectoryError(
             f"{journal.directory / 'gepa_state.bin'} is missing, but the journal beside it knows of candidates that "
@@ -44,7 +45,7 @@ def take_up(run_journal: RunJournal, pool: Pool, seeded: bool, lockstep: bool) -
     pool.journal, pool.shares_randomness = run_journal, lockstep
     kept = journal.kept("strategies")
     if kept is not None:
-        stand_again(kept, pool.parts, pool.adapter, ids_of(pool.trainset))
+        stand_again(kept, pool.parts, pool.adapter, pool.state, ids_of(pool.trainset))
     if seeded:
         reconcile(past, pool)
     else:

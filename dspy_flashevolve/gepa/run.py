@@ -194,6 +194,8 @@ class GepaRun:
                     await self._validate_seed(ids, reservation, source, seeded)
                 elif not seeded.is_set():
                     group.start_soon(self._guarded_seed, ids, reservation, source, seeded, failures, group.cancel_scope)
+                elif self.settings.lockstep and source.going_on is not None and source.going_on.left:
+                    pass  # gepa asks its stoppers between tickets, and here is one to be finished first
                 elif await self.pool.write(self.pool.should_stop):
                     source.stop_requested = "a stopper said stop"
                 async with self._background:

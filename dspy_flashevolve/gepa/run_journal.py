@@ -6,7 +6,6 @@ heads, commits before gepa's state gets them, and the ends of tickets. The rest 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
 from collections.abc import Hashable, Mapping, Sequence
@@ -21,6 +20,7 @@ from dspy_flashevolve.engine.events import Event, HeadEnded, Integrated, Rollout
 from dspy_flashevolve.engine.flights import Rollout
 from dspy_flashevolve.engine.item import EndKind, Ticket
 from dspy_flashevolve.engine.journal import Journal
+from dspy_flashevolve.engine.journal_check import name_of
 from dspy_flashevolve.gepa.payloads import Candidate, Child, MergePlan, Proposed, Selected, Train
 
 Evaluation = ValsetEvaluation[Any, Any]
@@ -42,7 +42,7 @@ def id_text(example_id: Any) -> str:
 
 def hash_of(candidate: Mapping[str, str]) -> str:
     """A candidate's name in the journal: a hash of its texts."""
-    return hashlib.sha256(json.dumps(sorted(candidate.items())).encode()).hexdigest()[:32]
+    return name_of(dict(candidate))
 
 
 class RunJournal:
@@ -242,9 +242,14 @@ class RunJournal:
             )
         self.journal.flush_here()
 
-    def ended(self, ticket: int, way: str, reason: str) -> None:
-        """Write a ticket's end."""
-        self.journal.append("ends", ticket=ticket, session=self._session, ended_at=time.time(), way=way, reason=reason)
+    def ended(self, ticket: int, way: str, reason: str, before: bool = False) -> None:
+        """Write a ticket's end.
+
+        Args:
+            before: it had ended in the session before, which did not come to write it.
+        """
+        session = self._session - before
+        self.journal.append("ends", ticket=ticket, session=session, ended_at=time.time(), way=way, reason=reason)
 
     def head_ended(self, session: int, head: int, way: str) -> None:
         """Write a head's end."""

@@ -11,16 +11,20 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from gepa.core.state import GEPAState
 from gepa.strategies.batch_sampler import EpochShuffledBatchSampler
 
 from dspy_flashevolve.gepa.parts import Parts
 
 
-def standing(parts: Parts, adapter: Any, shared_randomness: bool, text_of: Callable[[Any], str]) -> dict[str, Any]:
+def standing(
+    parts: Parts, adapter: Any, state: GEPAState[Any, Any], shared_randomness: bool, text_of: Callable[[Any], str]
+) -> dict[str, Any]:
     """Where the strategies stand now. Runs in the pool's writer.
 
     Args:
         adapter: has a source of randomness of its own.
+        state: gepa's; it holds whose turn it is among the components.
         shared_randomness: tickets draw from the run's, not from their own.
         text_of: training example's id -> its text.
     """
@@ -43,12 +47,15 @@ def standing(parts: Parts, adapter: Any, shared_randomness: bool, text_of: Calla
         }
     if shared_randomness:
         kept["rng"] = parts.rng.getstate()
+        kept["next_components"] = state.named_predictor_id_to_update_next_for_program_candidate
         if isinstance(getattr(adapter, "rng", None), random.Random):
             kept["adapter_rng"] = adapter.rng.getstate()
     return kept
 
 
-def stand_again(kept: dict[str, Any], parts: Parts, adapter: Any, ids: dict[str, Any]) -> None:
+def stand_again(
+    kept: dict[str, Any], parts: Parts, adapter: Any, state: GEPAState[Any, Any], ids: dict[str, Any]
+) -> None:
     """Put the strategies where they stood.
 
     Args:
@@ -72,6 +79,8 @@ def stand_again(kept: dict[str, Any], parts: Parts, adapter: Any, ids: dict[str,
         merge.merges_performed = ([_tuples(one) for one in first], [_tuples(one) for one in second])
         merge.last_iter_found_new_program = there["found_new"]
     if "rng" in kept:
+        turns: list[int] = kept["next_components"]
+        state.named_predictor_id_to_update_next_for_program_candidate[: len(turns)] = turns
         parts.rng.setstate(_tuples(kept["rng"]))
     if "adapter_rng" in kept:
         adapter.rng.setstate(_tuples(kept["adapter_rng"]))

@@ -1,0 +1,198 @@
+"""Does a journal hold what it promises? `flashevolve check RUN_DIR` asks this module."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sqlite3
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dspy_flashevolve.engine.errors import RunDirectoryError
+from dspy_flashevolve.engine.journal import FILE, checked
+from dspy_flashevolve.engine.redaction import MARK
+
+Rows = Callable[[str], list[sqlite3.Row]]
+
+PAID_TWICE = """
+    SELECT b.id, b.ticket, b.stage, b.example FROM rollouts a
+    JOIN rollouts b ON b.candidate = a.candidate AND b.split = a.split AND b.example = a.example
+        AND b.traced = a.traced AND b.session > a.session
+    LEFT JOIN tickets first ON first.number = a.ticket LEFT JOIN ends e ON e.ticket = a.ticket
+    LEFT JOIN tickets second ON second.number = b.ticket JOIN sessions s ON s.id = b.session
+    WHERE json_extract(s.settings, '$.schedule') = 'async' AND a.ticket >= 0
+        AND (e.session IS NULL OR e.session >= b.session) AND second.session <= a.session
+        AND NOT (a.stage = 'rollout' AND a.trace IS NULL)
+    UNION ALL
+    SELECT b.id, b.ticket, b.stage, b.example FROM rollouts a
+    JOIN rollouts b ON b.candidate = a.candidate AND b.split = a.split AND b.example = a.example
+        AND b.traced = a.traced AND b.session > a.session WHERE a.ticket < 0 AND b.ticket < 0"""
+"""Rollouts finished in an earlier session, for work that was not, and again. A trace that JSON could not hold is paid
+again when reflection still needs it; docs/journal.md. In lockstep an example that stands twice in a minibatch is run
+twice, as in dspy.GEPA: there the rows do not tell."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """What a check has found.
+
+    Args:
+        summary: a line a fact, for people.
+        problems: a sentence a problem; empty when all is well.
+    """
+
+    summary: list[str]
+    problems: list[str]
+
+
+def check(directory: str | Path) -> Checked:
+    """Look through the journal of a run directory; nothing is changed, and no pickle is read.
+
+    Raises:
+        RunDirectoryError: there is no journal, or it cannot be read at all.
+    """
+    path = Path(directory) / FILE
+    if not path.is_file():
+        raise RunDirectoryError(f"{path} is missing: AsyncGEPA writes it for runs with log_dir.")
+    checked(path)
+    connection = sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=30)
+    connection.row_factory = sqlite3.Row
+    try:
+
+        def rows(query: str) -> list[sqlite3.Row]:
+            return connection.execute(query).fetchall()
+
+        problems = [
+            *_unknown_references(rows),
+            *_wrong_commits(rows, Path(directory)),
+            *_wrong_counts(rows),
+            *_wrong_texts(rows),
+            *_wrong_ends(rows),
+        ]
+        return Checked(_summary(rows), problems)
+    finally:
+        connection.close()
+
+
+def _summary(rows: Rows) -> list[str]:
+    one = rows(
+        "SELECT (SELECT COUNT(*) FROM sessions) AS sessions, (SELECT COUNT(*) FROM session_ends) AS ended,"
+        " (SELECT COUNT(*) FROM tickets) AS tickets, (SELECT COUNT(*) FROM rollouts) AS rollouts,"
+        " (SELECT COALESCE(SUM(calls), 0) FROM calls) AS calls, (SELECT COUNT(*) FROM commits) AS commits,"
+        " (SELECT MAX(score) FROM commits) AS best"
+    )[0]
+    ways = ", ".join(
+        f"{row['n']} {row['way']}" for row in rows("SELECT way, COUNT(*) AS n FROM ends GROUP BY way ORDER BY way")
+    )
+    unfinished = rows("SELECT COUNT(*) AS n FROM tickets WHERE number NOT IN (SELECT ticket FROM ends)")[0]["n"]
+    best = "none yet" if one["best"] is None else f"{one['best']:.4f}"
+    return [
+        f"{one['sessions']} sessions, {one['sessions'] - one['ended']} of them without an end",
+        f"{one['tickets']} tickets: {ways or 'none ended'}, {unfinished} unfinished",
+        f"{one['calls']} metric calls, {one['rollouts']} rollouts",
+        f"{one['commits']} commits, best score {best}",
+    ]
+
+
+def _unknown_references(rows: Rows) -> list[str]:
+    """Rows that name what is not there."""
+    found: list[str] = []
+    candidates = "SELECT hash FROM candidates"
+    for table, column, known in (
+        ("rollouts", "call", "SELECT id FROM calls"),
+        ("rollouts", "candidate", candidates),
+        ("commits", "candidate", candidates),
+        ("heads", "candidate", candidates),
+        ("ends", "ticket", "SELECT number FROM tickets"),
+        ("proposals", "ticket", "SELECT number FROM tickets"),
+        ("heads", "ticket", "SELECT number FROM tickets"),
+    ):
+        for row in rows(f"SELECT id, {column} AS name FROM {table} WHERE {column} NOT IN ({known}) LIMIT 3"):
+            found.append(f"{table} row {row['id']} names {column} {row['name']}, which is not there")
+    for row in rows("SELECT call, COUNT(*) AS n FROM rollouts GROUP BY call HAVING n > 1 LIMIT 3"):
+        found.append(f"{row['n']} rollouts were paid by one metric call, number {row['call']}")
+    return found
+
+
+def _wrong_commits(rows: Rows, directory: Path) -> list[str]:
+    """Commits out of order, with scores that no rollout gave, or not those of gepa's checkpoint."""
+    found: list[str] = []
+    commits = rows("SELECT * FROM commits ORDER BY candidate_index")
+    for place, row in enumerate(commits, start=1):
+        if row["candidate_index"] != place:
+            found.append(f"commit {place} is candidate {row['candidate_index']}")
+            break
+    given: dict[tuple[str, str], set[float]] = {}
+    for row in rows("SELECT candidate, example, score FROM rollouts WHERE split = 'val'"):
+        given.setdefault((row["candidate"], row["example"]), set()).add(row["score"])
+    for row in commits:
+        if row["ticket"] is None:  # another program's
+            continue
+        scores: dict[str, float] = json.loads(row["scores"])
+        wrong = [one for one, score in scores.items() if score not in given.get((row["candidate"], one), ())]
+        if wrong:
+            found.append(f"candidate {row['candidate_index']} has scores that no rollout gave: examples {wrong[:3]}")
+    found += _unlike_checkpoint(rows, commits, directory / "candidates.json")
+    return found
+
+
+def _unlike_checkpoint(rows: Rows, commits: list[sqlite3.Row], path: Path) -> list[str]:
+    if not path.is_file():
+        return []
+    stored: list[dict[str, str]] = json.loads(path.read_text(encoding="utf-8"))
+    texts = {row["hash"]: json.loads(row["texts"]) for row in rows("SELECT hash, texts FROM candidates")}
+    for row, there in zip(commits, stored[1:], strict=False):
+        mine = texts.get(row["candidate"])
+        if mine != there and MARK not in json.dumps(mine):
+            return [f"candidate {row['candidate_index']} is another one in {path.name}"]
+    # The journal hears of a commit first: it may be one commit ahead, where the run was killed in between.
+    if len(stored) - 1 > len(commits) or len(commits) - (len(stored) - 1) > 1:
+        return [f"the journal has {len(commits)} commits, {path.name} has {len(stored) - 1}"]
+    return []
+
+
+def _wrong_counts(rows: Rows) -> list[str]:
+    """Money: calls beyond the budget, rollouts paid twice."""
+    found: list[str] = []
+    last: Any = rows("SELECT settings FROM sessions ORDER BY id DESC LIMIT 1")
+    settings: dict[str, Any] = json.loads(last[0]["settings"]) if last else {}
+    limit, spent = settings.get("max_metric_calls"), rows("SELECT COALESCE(SUM(calls), 0) AS n FROM calls")[0]["n"]
+    elsewhere = rows("SELECT COUNT(*) AS n FROM calls WHERE stage = 'elsewhere'")[0]["n"]
+    if limit is not None and spent > limit and settings.get("schedule") == "async" and not elsewhere:
+        found.append(f"{spent} metric calls were made, {limit} were allowed")
+    twice = rows(PAID_TWICE)
+    for row in twice[:3]:
+        found.append(
+            f"rollout {row['id']} (ticket {row['ticket']}, {row['stage']}, example {row['example']}) was paid twice"
+        )
+    if len(twice) > 3:
+        found.append(f"{len(twice) - 3} more rollouts were paid twice")
+    return found
+
+
+def _wrong_texts(rows: Rows) -> list[str]:
+    found: list[str] = []
+    for row in rows("SELECT hash, texts FROM candidates"):
+        texts: dict[str, str] = json.loads(row["texts"])
+        if name_of(texts) != row["hash"] and MARK not in row["texts"]:
+            found.append(f"the texts of candidate {row['hash']} are not those that it was named after")
+    return found[:3]
+
+
+def _wrong_ends(rows: Rows) -> list[str]:
+    """Tickets that a finished session left behind."""
+    return [
+        f"ticket {row['number']} has no end, although session {row['session']} finished"
+        for row in rows(
+            "SELECT t.number, s.id AS session FROM tickets t JOIN session_ends s ON s.id = "
+            "(SELECT MAX(id) FROM sessions) WHERE s.state = 'finished' AND t.number NOT IN (SELECT ticket FROM ends)"
+            " LIMIT 3"
+        )
+    ]
+
+
+def name_of(texts: dict[str, str]) -> str:
+    """A candidate's name in the journal: a hash of its texts."""
+    return hashlib.sha256(json.dumps(sorted(texts.items())).encode()).hexdigest()[:32]

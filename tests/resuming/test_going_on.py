@@ -1,0 +1,251 @@
+"""What a run that goes on takes up: unfinished tickets with what was paid for them, heads, counts; and with whom."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Any
+
+import dspy
+import pytest
+from dspy.utils.exceptions import LMAuthError
+
+from dspy_flashevolve import AsyncGEPA
+from dspy_flashevolve.engine.errors import RunAbortedError
+from dspy_flashevolve.engine.journal import FILE
+from dspy_flashevolve.engine.journal_check import check
+from tests.fakes import Chain, digits, examples, fake_lm, hashed, reply_for
+from tests.resuming.child import Sum
+from tests.resuming.test_lockstep_resume import facts
+
+TRAIN, VAL = examples("t", 7), examples("v", 8)
+
+
+class Refusing:
+    """A reflection LM (or a task LM) that rejects its key from a given call on; a named fake."""
+
+    def __init__(self, field: str, seed: int, refuses_at: int | None) -> None:
+        self.calls = 0
+        self.refuses_at = refuses_at
+        self._field = field
+        self._seed = seed
+        self.lm = fake_lm(self._answer)
+
+    def _answer(self, prompt: str) -> str:
+        self.calls += 1
+        if self.refuses_at is not None and self.calls >= self.refuses_at:
+            raise LMAuthError("the key is rejected")
+        number = hashed(self._seed, prompt)
+        text = str(number % 7) if self._field == "answer" else f"Instruction {number % 100_000}"
+        return reply_for(prompt, **{self._field: text})
+
+
+def run(
+    log_dir: Path | None, calls: int = 150, seed: int = 1, predictors: int = 2, task_at: int | None = None,
+    reflection_at: int | None = None, metric: Any = digits, **options: Any,
+) -> Any:  # fmt: skip
+    task, reflection = Refusing("answer", seed, task_at), Refusing("new_instruction", seed, reflection_at)
+    with dspy.context(lm=task.lm):
+        optimizer = AsyncGEPA(
+            metric,
+            max_metric_calls=calls,
+            reflection_lm=reflection.lm,
+            log_dir=None if log_dir is None else str(log_dir),
+            track_stats=True,
+            seed=seed,
+            **options,
+        )
+        return optimizer.compile(Chain(predictors), trainset=TRAIN, valset=VAL).detailed_results
+
+
+def rows(directory: Path, query: str) -> list[Any]:
+    with closing(sqlite3.connect(directory / FILE)) as connection:
+        return connection.execute(query).fetchall()
+
+
+@pytest.mark.parametrize("reflection_at", [1, 2, 5, 9])
+def test_lockstep_aborted_in_a_reflection_goes_on_as_if_it_had_not_been(tmp_path: Path, reflection_at: int) -> None:
+    whole = run(None, schedule="lockstep")
+    with pytest.raises(RunAbortedError):
+        run(tmp_path, schedule="lockstep", reflection_at=reflection_at)
+    [(unfinished,)] = rows(tmp_path, "SELECT COUNT(*) FROM tickets WHERE number NOT IN (SELECT ticket FROM ends)")
+    assert unfinished == 1
+    assert facts(run(tmp_path, schedule="lockstep")) == facts(whole)
+    assert check(tmp_path).problems == []
+
+
+def test_lockstep_aborted_again_and_again_in_rollouts_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
+    """The task LM refuses at its 11th call in each session: sessions end in the middle of validations and screens."""
+    whole = run(None, schedule="lockstep", num_threads=1)
+    for _ in range(200):
+        try:
+            details = run(tmp_path, schedule="lockstep", num_threads=1, task_at=11)
+            break
+        except RunAbortedError:
+            continue
+    else:
+        raise AssertionError("the run came to no end")
+    assert facts(details) == facts(whole)
+    assert rows(tmp_path, "SELECT COUNT(*) FROM session_ends WHERE state = 'failed'")[0][0] > 10
+    assert check(tmp_path).problems == []
+
+
+def test_the_seeds_validation_goes_on_where_it_was_and_is_not_paid_twice(tmp_path: Path) -> None:
+    scored: list[str] = []
+
+    def metric(gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None) -> Any:
+        if pred_name is None:
+            scored.append(gold.question)
+        return digits(gold, pred, trace, pred_name, pred_trace)
+
+    with pytest.raises(RunAbortedError):
+        run(tmp_path, schedule="lockstep", num_threads=1, predictors=1, task_at=5, metric=metric, calls=8)
+    assert not (tmp_path / "gepa_state.bin").exists()
+    assert len(scored) == 4
+    details = run(tmp_path, schedule="lockstep", num_threads=1, predictors=1, metric=metric, calls=8)
+    assert sorted(scored) == sorted(example.question for example in VAL)
+    assert details.total_metric_calls == 8
+
+
+def test_a_finished_run_that_is_taken_up_again_pays_nothing(tmp_path: Path) -> None:
+    first = run(tmp_path)
+    again = run(tmp_path, task_at=1, reflection_at=1)  # any call would end it
+    assert facts(again) == facts(first)
+
+
+def test_a_run_without_the_proposals_text_is_not_reflected_on_twice(tmp_path: Path) -> None:
+    """A reflection that was paid before the interruption is used after it."""
+    with pytest.raises(RunAbortedError):
+        run(tmp_path, schedule="lockstep", num_threads=1, predictors=1, task_at=8 + 3 + 2)  # in the first screen
+    [(before,)] = rows(tmp_path, "SELECT texts FROM proposals")
+    run(tmp_path, schedule="lockstep", num_threads=1, predictors=1, calls=8 + 6 + 1)
+    [(ticket, texts)] = rows(tmp_path, "SELECT ticket, texts FROM proposals WHERE id = 1")
+    assert texts == before
+    assert rows(tmp_path, f"SELECT COUNT(*) FROM proposals WHERE ticket = {ticket}") == [(1,)]
+
+
+@pytest.mark.parametrize("task_at", range(60, 180, 15))
+def test_heads_go_on_after_an_interruption(tmp_path: Path, task_at: int) -> None:
+    options: dict[str, Any] = {"stale_candidate_reflection": Sum(), "num_threads": 8, "predictors": 1}
+    with suppress(RunAbortedError):
+        run(tmp_path, 300, task_at=task_at, **options)
+    query = (
+        "SELECT h.candidate FROM heads h LEFT JOIN head_ends e ON e.session = h.session AND e.head = h.head "
+        "WHERE e.id IS NULL AND h.ticket NOT IN (SELECT ticket FROM ends)"
+    )
+    under_way = {name for (name,) in rows(tmp_path, query)}
+    run(tmp_path, 300, **options)
+    assert rows(tmp_path, query) == []
+    again = {name for (name,) in rows(tmp_path, "SELECT candidate FROM heads WHERE session = 2")}
+    assert under_way <= again
+    assert check(tmp_path).problems == []
+
+
+def test_gepa_itself_goes_on_and_then_this_engine_again(tmp_path: Path) -> None:
+    """AsyncGEPA, then dspy.GEPA on the same directory, then AsyncGEPA: nothing is lost, and all is counted."""
+    first = run(tmp_path, 60, schedule="lockstep")
+    task, reflection = Refusing("answer", 1, None), Refusing("new_instruction", 1, None)
+    with dspy.context(lm=task.lm):
+        optimizer = dspy.GEPA(
+            digits, max_metric_calls=120, reflection_lm=reflection.lm, log_dir=str(tmp_path), track_stats=True, seed=1
+        )
+        second = optimizer.compile(Chain(2), trainset=TRAIN, valset=VAL).detailed_results
+    third = run(tmp_path, second.total_metric_calls + 60, schedule="lockstep")
+    earlier, later = facts(second)[0], facts(third)[0]
+    assert facts(first)[0] == earlier[: len(first.candidates)]
+    assert earlier == later[: len(earlier)]
+    assert len(second.candidates) > len(first.candidates)
+    [(elsewhere,)] = rows(tmp_path, "SELECT SUM(calls) FROM calls WHERE stage = 'elsewhere'")
+    assert elsewhere == second.total_metric_calls - first.total_metric_calls
+    foreign = rows(tmp_path, "SELECT candidate_index FROM commits WHERE ticket IS NULL ORDER BY 1")
+    assert [index for (index,) in foreign] == list(range(len(first.candidates), len(second.candidates)))
+    assert check(tmp_path).problems == []
+
+
+def test_a_run_of_gepas_goes_on_without_a_journal_from_before(tmp_path: Path) -> None:
+    task, reflection = Refusing("answer", 1, None), Refusing("new_instruction", 1, None)
+    with dspy.context(lm=task.lm):
+        optimizer = dspy.GEPA(
+            digits, max_metric_calls=80, reflection_lm=reflection.lm, log_dir=str(tmp_path), track_stats=True, seed=1
+        )
+        theirs = optimizer.compile(Chain(2), trainset=TRAIN, valset=VAL).detailed_results
+    ours = run(tmp_path, theirs.total_metric_calls + 60)
+    assert facts(ours)[0][: len(theirs.candidates)] == facts(theirs)[0]
+    assert check(tmp_path).problems == []
+
+
+def test_a_commit_that_gepas_checkpoint_missed_is_made_again_from_the_journal(tmp_path: Path) -> None:
+    """Killed between the two: the journal has it, the checkpoint of one candidate less is what is found."""
+    import pickle
+
+    whole = run(tmp_path, 150, schedule="lockstep")
+    path = tmp_path / "gepa_state.bin"
+    state = pickle.loads(path.read_bytes())
+    last = len(state["program_candidates"]) - 1
+    assert last >= 2
+    before = run_until(last, tmp_path.parent / "shorter")
+    path.write_bytes((before / "gepa_state.bin").read_bytes())
+    (tmp_path / "candidates.json").write_text((before / "candidates.json").read_text())
+    again = run(tmp_path, 150, schedule="lockstep", task_at=1, reflection_at=1)
+    assert facts(again)[:4] == facts(whole)[:4]
+    assert check(tmp_path).problems == []
+
+
+def run_until(candidates: int, directory: Path) -> Path:
+    """The same run, stopped when the pool has so many candidates."""
+
+    def full(state: Any) -> bool:
+        return len(state.program_candidates) >= candidates
+
+    run(directory, 150, schedule="lockstep", gepa_kwargs={"stop_callbacks": [full]})
+    return directory
+
+
+def test_the_journal_holds_no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys of LMs, of the optimizer and of the environment; in settings, errors and outputs alike."""
+    secrets = ["sk-lm-0123456789abcdef", "wandb-0123456789abcdef", "env-0123456789abcdef"]
+    monkeypatch.setenv("SOME_API_KEY", secrets[2])
+
+    def leaking(gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None) -> Any:
+        result = digits(gold, pred, trace, pred_name, pred_trace)
+        return dspy.Prediction(score=result.score, feedback=" ".join([*secrets, "Authorization: Bearer abcdef123456"]))
+
+    task = Refusing("answer", 1, None)
+    task.lm.kwargs["api_key"] = secrets[0]
+    with dspy.context(lm=task.lm):
+        optimizer = AsyncGEPA(
+            leaking,
+            max_metric_calls=60,
+            reflection_lm=Refusing("new_instruction", 1, None).lm,
+            log_dir=str(tmp_path),
+            wandb_api_key=secrets[1],
+        )
+        optimizer.compile(Chain(1), trainset=TRAIN, valset=VAL)
+    written = b"".join(path.read_bytes() for path in tmp_path.glob(f"{FILE}*"))
+    assert b"[redacted]" in written
+    for secret in (*secrets, "abcdef123456"):
+        assert secret.encode() not in written
+
+
+def test_every_finished_rollout_is_a_row_with_what_it_gave_and_cost(tmp_path: Path) -> None:
+    details = run(tmp_path, 100, staleness="full")
+    found = rows(tmp_path, "SELECT score, output, tokens, latency_seconds, split, traced, trace FROM rollouts")
+    assert len(found) == details.total_metric_calls
+    for score, output, tokens, latency, split, traced, trace in found:
+        assert 0 <= score <= 1
+        assert set(json.loads(output)["p"]) == {"answer"}
+        assert tokens == 14  # two predictors
+        assert latency > 0
+        assert (split == "train") <= bool(traced)
+        assert trace is None or json.loads(trace) is None or len(json.loads(trace)["trace"]) == 2
+
+
+def test_every_ticket_has_its_selection_its_randomness_and_one_end(tmp_path: Path) -> None:
+    run(tmp_path, 150)
+    for number, rng, selection in rows(tmp_path, "SELECT number, rng, selection FROM tickets WHERE kind = 'mutation'"):
+        assert rng == f"1/{number}"
+        assert all(len(task["ids"]) == 3 for task in json.loads(selection))
+    assert rows(tmp_path, "SELECT COUNT(*) FROM tickets") == rows(tmp_path, "SELECT COUNT(*) FROM ends")
+    assert rows(tmp_path, "SELECT COUNT(*) FROM tickets WHERE number NOT IN (SELECT ticket FROM ends)") == [(0,)]

@@ -1,0 +1,120 @@
+"""kill -9 in the middle of a run, and the run goes on: a real process, really killed, at moments drawn by a seed."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dspy_flashevolve.engine.journal import FILE
+from dspy_flashevolve.engine.journal_check import check
+
+SPAN_SECONDS = 0.35
+"""Longest time from the first metric call of a process to its end."""
+LOST_A_KILL = 8
+"""Slots: metric calls that were under way when a process was killed."""
+
+
+class Victim:
+    """A run in processes of its own."""
+
+    def __init__(self, directory: Path, schedule: str, calls: int) -> None:
+        self.directory = directory
+        self.run = directory / "run"
+        self._command = [sys.executable, "-m", "tests.resuming.child", str(directory), schedule, str(calls)]
+        self._environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+
+    def calls_made(self) -> int:
+        """What the metric itself has counted, over all processes."""
+        path = self.directory / "calls.txt"
+        return path.read_bytes().count(b"\n") if path.exists() else 0
+
+    def started(self) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            self._command, env=self._environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+
+    def killed_after(self, seconds: float) -> bool:
+        """Run, and kill `seconds` after the first metric call; False where the run came to its end before."""
+        before, process = self.calls_made(), self.started()
+        try:
+            while process.poll() is None and self.calls_made() == before:
+                time.sleep(0.002)  # until the process is at work: it is watched from outside
+            time.sleep(seconds)
+        finally:
+            process.kill()
+            _, errors = process.communicate()
+        assert process.returncode in (0, -9), errors[-2000:]
+        return process.returncode == -9
+
+    def finished(self) -> dict[str, Any]:
+        out, errors = (process := self.started()).communicate()
+        assert process.returncode == 0, errors[-2000:]
+        return json.loads(out.splitlines()[-1])
+
+    def candidates(self) -> list[dict[str, str]]:
+        path = self.run / "candidates.json"
+        return json.loads(path.read_text()) if path.exists() else []
+
+    def rows(self, query: str) -> list[Any]:
+        with closing(sqlite3.connect(self.run / FILE)) as connection:
+            return connection.execute(query).fetchall()
+
+
+def committed(victim: Victim) -> list[str]:
+    return [texts for (texts,) in victim.rows(
+        "SELECT texts FROM commits c JOIN candidates t ON t.hash = c.candidate ORDER BY candidate_index"
+    )]  # fmt: skip
+
+
+def survives(directory: Path, schedule: str, calls: int, kills: int, seed: int) -> Iterator[str]:
+    """Kill and go on; yields what is wrong."""
+    victim, rng = Victim(directory, schedule, calls), random.Random(seed)
+    pool: list[dict[str, str]] = []
+    texts: list[str] = []
+    done = 0
+    for _ in range(kills):
+        if not victim.killed_after(rng.random() * SPAN_SECONDS):
+            break
+        done += 1
+        if victim.candidates()[: len(pool)] != pool or committed(victim)[: len(texts)] != texts:
+            yield f"kill {done} lost a committed candidate"
+        pool, texts = victim.candidates(), committed(victim)
+        yield from (f"kill {done}: {problem}" for problem in check(victim.run).problems)
+    result = victim.finished()
+    if victim.candidates()[: len(pool)] != pool or committed(victim)[: len(texts)] != texts:
+        yield "the end lost a committed candidate"
+    yield from check(victim.run).problems
+    [(spent,)] = victim.rows("SELECT SUM(calls) FROM calls")
+    if not victim.calls_made() <= spent <= calls:
+        yield f"{victim.calls_made()} calls were made, {spent} are known, {calls} were allowed"
+    if result["calls"] != spent:
+        yield f"the result says {result['calls']} calls, the journal {spent}"
+    if spent - victim.calls_made() > done * LOST_A_KILL:
+        yield f"{done} kills lost {spent - victim.calls_made()} calls of the budget"
+    [(unfinished,)] = victim.rows("SELECT COUNT(*) FROM tickets WHERE number NOT IN (SELECT ticket FROM ends)")
+    if unfinished:
+        yield f"{unfinished} tickets have no end"
+    if done < min(kills, 3):
+        yield f"the run was killed {done} times only: the test says nothing"
+
+
+@pytest.mark.parametrize("schedule", ["reflective", "full"])
+def test_a_killed_run_goes_on_and_loses_no_commit_and_pays_nothing_twice(tmp_path: Path, schedule: str) -> None:
+    assert list(survives(tmp_path, schedule, calls=300, kills=4, seed=1)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["reflective", "full", "guarded", "patch", "lockstep"])
+def test_thirty_kills_lose_no_commit_and_pay_nothing_twice(tmp_path: Path, schedule: str) -> None:
+    assert list(survives(tmp_path, schedule, calls=900, kills=30, seed=30)) == []
