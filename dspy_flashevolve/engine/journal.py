@@ -239,7 +239,7 @@ def checked(path: Path) -> None:
                     f"{SCHEMA_VERSION}. Use the version that wrote it, or give another log_dir."
                 )
             problems = [str(row[0]) for row in connection.execute("PRAGMA quick_check(3)")]
-    except sqlite3.Error as error:
+    except (sqlite3.Error, UnicodeDecodeError) as error:
         raise RunDirectoryError(f"{what}: {error}. {advice}") from error
     if problems != ["ok"]:
         raise RunDirectoryError(f"{what}: it is damaged ({'; '.join(problems)}). {advice}")

@@ -96,7 +96,7 @@ class Heads:
     def restore(self, proposal: CandidateProposal[Any], base: int | None, generation: int) -> int:
         """Put a head of an interrupted run back at the end of the line; returns its key."""
         parents = (base,) if base is not None and base in self._pool.speculative else ()
-        indices = tuple(index for index in proposal.parent_program_ids if index is not None)
+        indices = tuple(proposal.parent_program_ids)
         entry = self._pool.speculative.add(proposal.candidate, parents, () if parents else indices, generation)
         self._line.append(entry.key)
         return entry.key

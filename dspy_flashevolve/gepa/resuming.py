@@ -6,6 +6,7 @@ Everything runs in the pool's writer.
 from __future__ import annotations
 
 import json
+import sqlite3
 from collections.abc import Mapping
 from typing import Any
 
@@ -35,7 +36,13 @@ def take_up(run_journal: RunJournal, pool: Pool, seeded: bool, lockstep: bool) -
         RunDirectoryError: the journal knows of candidates, and gepa's checkpoint is gone.
     """
     journal = run_journal.journal
-    past = past_of(run_journal, seeded)
+    try:
+        past = past_of(run_journal, seeded)
+    except (sqlite3.Error, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RunDirectoryError(
+            f"{journal.path} cannot be read ({error}): it is damaged. Give another log_dir, or move it away "
+            "to begin anew."
+        ) from error
     past.each_once = lockstep
     if not seeded and journal.rows("SELECT 1 FROM commits LIMIT 1"):
         raise RunDirectoryError(

@@ -31,7 +31,8 @@ def fingerprints_of(
         trainset, valset: gepa's loaders. A list's examples are hashed, of other loaders the ids.
     """
     found = {"program": type(student).__qualname__}
-    for name, predictor in student.named_predictors():
+    predictors: list[tuple[str, Any]] = student.named_predictors()
+    for name, predictor in predictors:
         fields = {
             field: [_text(one.annotation), one.json_schema_extra] for field, one in predictor.signature.fields.items()
         }

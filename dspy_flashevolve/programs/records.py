@@ -100,7 +100,8 @@ class RolloutRecords:
         key = tuple(sorted(candidate.items()))
         if key not in self._predictors:
             found: dict[str, Any] = {}
-            for name, predictor in self._student.named_predictors():
+            predictors: list[tuple[str, Any]] = self._student.named_predictors()
+            for name, predictor in predictors:
                 found[name] = copy.copy(predictor)
                 if name in candidate:
                     found[name].signature = predictor.signature.with_instructions(candidate[name])

@@ -121,6 +121,17 @@ def test_a_journal_with_garbage_in_the_middle_is_refused(directory: Path) -> Non
     refused(directory, "no journal that can be continued", metric=Counted())
 
 
+def test_a_journal_whose_texts_are_broken_is_refused(directory: Path) -> None:
+    connection = sqlite3.connect(directory / FILE)
+    connection.execute("UPDATE candidates SET texts = '{' WHERE id = 1")
+    connection.commit()
+    connection.close()
+    metric = Counted()
+    with pytest.raises(RunDirectoryError, match="is damaged"):
+        compiled(directory, metric=metric, calls=100)
+    assert metric.calls == 0
+
+
 def test_a_file_that_is_no_database_is_refused(tmp_path: Path) -> None:
     (tmp_path / FILE).write_text("these are notes of mine, and they are longer than a header of SQLite is, by far")
     refused(tmp_path, "not a database")
