@@ -9,13 +9,12 @@ import asyncio
 import logging
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import anyio
 import dspy
 from dspy.primitives import Example, Module, Prediction
-from dspy.teleprompt.gepa.gepa import DspyGEPAResult
 from dspy.teleprompt.gepa.gepa_flex_utils import enumerate_flex_submodules
 from dspy.teleprompt.gepa.gepa_utils import DspyAdapter, LoggerAdapter
 from gepa.core.data_loader import ensure_loader
@@ -34,12 +33,14 @@ from dspy_flashevolve.observe.lineage import LineageWriter
 from dspy_flashevolve.observe.progress import Progress
 from dspy_flashevolve.observe.records import AsyncStats
 from dspy_flashevolve.observe.statistics import Recorder
+from dspy_flashevolve.observe.summary import log_summary
 from dspy_flashevolve.programs.dspy_program import DspyProgram, settings_snapshot
 from dspy_flashevolve.programs.endpoints import LanguageModels, endpoints_of
 from dspy_flashevolve.programs.integrating import DspyIntegrator
 from dspy_flashevolve.programs.metric import Metric
 from dspy_flashevolve.programs.vllm_metrics import watchers
 from dspy_flashevolve.reflection.stale_candidates import StaleCandidateReflection
+from dspy_flashevolve.results import Best
 
 logger = logging.getLogger(__name__)
 gepa_logger = logging.getLogger("dspy.teleprompt.gepa.gepa")
@@ -50,17 +51,6 @@ TASK_STAGES = ("rollout", "screen", "prefix", "validate")
 """Stages whose requests run the program."""
 CHECKPOINT_SECONDS = 5.0
 """With ``log_dir``, the least time between two checkpoints of an asynchronous run."""
-
-
-@dataclass(frozen=True)
-class AsyncGEPAResult(DspyGEPAResult):  # pyright: ignore[reportGeneralTypeIssues, reportUntypedBaseClass]
-    """``dspy.GEPA``'s detailed results, with the figures of the asynchronous run beside them.
-
-    Args:
-        async_stats: throughput, occupancy, gaps and commits; see :class:`AsyncStats`.
-    """
-
-    async_stats: AsyncStats | None = None
 
 
 class Compilation:
@@ -99,6 +89,7 @@ class Compilation:
         self._parts = build_parts(options, self._valset, self._log)
         if has_foreign(self._parts):
             self._settings = replace(settings, seed_first=True)
+        self.best = Best(self._adapter, optimizer.track_stats)
         self._run: GepaRun | None = None
         self._stopped: str | None = None
 
@@ -109,7 +100,11 @@ class Compilation:
 
     def stop(self, reason: str) -> None:
         """Start no more steps and finish those that run. Call it on the run's loop."""
-        self._stopped = reason
+        if self._stopped is None:
+            logger.warning(
+                "%s: steps that run are finished, no further one starts. A second time cancels them.", reason
+            )
+        self._stopped = self._stopped or reason
         if self._run is not None:
             self._run.stop(reason)
 
@@ -129,6 +124,7 @@ class Compilation:
     async def _evolve(self) -> Module:
         optimizer, bus = self._optimizer, EventBus()
         pool = self._pool()
+        self.best.begin(pool.standing)
         program = DspyProgram(self._adapter, self._metric, self._threads, self._priced, self._models)
         program.attach(asyncio.get_running_loop())
         endpoints = None if self._models is None else self._models.endpoints
@@ -150,23 +146,26 @@ class Compilation:
         except BaseException as error:
             with anyio.CancelScope(shield=True):
                 await pool.write(pool.fail, error, run.live)
+            stats = self._stats(run, recorder, anyio.current_time() - began, error)
+            self.best.end(pool.standing.result, stats)
             if isinstance(error, RunAbortedError) and pool.seed_confirmed:
-                error.best_program = self._result(pool, self._stats(run, recorder, anyio.current_time() - began))
+                error.best_program = self._result(pool, stats)
+            log_summary(logger, stats, pool.standing.score, error=isinstance(error, Exception))
             raise
         finally:
             progress.close()
             if lineage is not None:
                 lineage.close()
             pool.close()
-        if run.failed is not None:
-            logger.error("AsyncGEPA gave up: %s. The best program so far is returned.", run.failed)
         if run.discarded_share > MUCH_DISCARDED:
             logger.warning(
                 "The staleness policy discarded %.0f%% of the children that it looked at: their work was for nothing. "
                 "Raise max_gap, lower max_live_tickets, or use staleness='reflective'.",
                 100 * run.discarded_share,
             )
-        return self._result(pool, self._stats(run, recorder, anyio.current_time() - began))
+        stats = self._stats(run, recorder, anyio.current_time() - began)
+        log_summary(logger, stats, pool.standing.score)
+        return self._result(pool, stats)
 
     def _integrator(self) -> DspyIntegrator:
         code = tuple(self._adapter._flex_paths)  # pyright: ignore[reportPrivateUsage]
@@ -206,12 +205,18 @@ class Compilation:
             caches_minibatches=lockstep or self._settings.same_data,
         )
 
-    def _stats(self, run: GepaRun, recorder: Recorder, seconds: float) -> AsyncStats:
+    def _stats(
+        self, run: GepaRun, recorder: Recorder, seconds: float, error: BaseException | None = None
+    ) -> AsyncStats:
+        ended = "stopped" if run.stopped else "finished"
+        cancelled = run.stop_reason if run.stopped else "cancelled"
+        reason = f"{type(error).__name__}: {error}" if isinstance(error, Exception) else cancelled
         return recorder.stats(
             schedule=self._optimizer.schedule,
             seconds=seconds,
-            stop_reason=run.stop_reason,
+            stop_reason=run.stop_reason if error is None else reason,
             failed=run.failed is not None,
+            outcome="aborted" if error is not None else ended if run.failed is None else "failed",
             proposals=run.counts.proposals,
             metric_calls=run.pool.state.total_num_evals,
             max_metric_calls=self._optimizer.max_metric_calls,
@@ -228,12 +233,9 @@ class Compilation:
 
     def _result(self, pool: Pool, stats: AsyncStats) -> Module:
         optimizer = self._optimizer
-        result: Any = GEPAResult.from_state(pool.state, run_dir=optimizer.log_dir, seed=optimizer.seed)
-        program: Any = self._adapter.build_program(result.best_candidate)
-        if optimizer.track_stats:
-            detailed = AsyncGEPAResult.from_gepa_result(result, self._adapter)
-            program.detailed_results = AsyncGEPAResult(**vars(detailed), async_stats=stats)
-            program.async_stats = stats
+        self.best.end(GEPAResult.from_state(pool.state, run_dir=optimizer.log_dir, seed=optimizer.seed), stats)
+        program = self.best.program()
+        assert program is not None, "a run that comes to its end has validated its seed"
         return program
 
 

@@ -27,6 +27,7 @@ from dspy_flashevolve.gepa.options import GepaOptions
 from dspy_flashevolve.gepa.parts import Parts
 from dspy_flashevolve.gepa.payloads import Candidate, Commit
 from dspy_flashevolve.gepa.speculative import SpeculativeCandidates
+from dspy_flashevolve.gepa.standing import Standing
 
 A = ParamSpec("A")
 T = TypeVar("T")
@@ -60,6 +61,7 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
         checkpoint_seconds: float,
         caches_minibatches: bool,
     ) -> None:
+        self.standing = Standing(lambda: self.state, options.run_dir, options.seed)
         super().__init__(
             adapter=adapter,
             run_dir=options.run_dir,
@@ -72,7 +74,7 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
             frontier_type=options.get("frontier_type", "instance"),
             logger=logger,
             experiment_tracker=parts.tracker,
-            callbacks=parts.callbacks,
+            callbacks=[self.standing, *(parts.callbacks or [])],  # pyright: ignore[reportArgumentType]  # gepa asks hasattr
             track_best_outputs=options.track_best_outputs,
             use_cloudpickle=options.get("use_cloudpickle", False),
             stop_callback=parts.stopper,

@@ -86,6 +86,7 @@ class GepaRun:
         self.pipeline: Pipeline | None = None
         self.budget = Budget(settings.budget_calls)
         self._stop_reason: str | None = None
+        self._asked = False
         self._source: GepaSource | None = None
         self._stages_of_gepa: GepaStages | None = None
         self._yard: TrainYard | None = None
@@ -94,9 +95,15 @@ class GepaRun:
         self.heads = None if self._reflective is None else Heads(pool, self._reflective.rollback_margin)
         bus.subscribe(self._count_tokens)
 
-    def stop(self, reason: str) -> None:
-        """Admit no more tickets; what is admitted drains. Call it on the run's loop."""
-        self._stop_reason = self._stop_reason or reason
+    def stop(self, reason: str, *, limit: bool = False) -> None:
+        """Admit no more tickets; what is admitted drains. The first reason stays. Call it on the run's loop.
+
+        Args:
+            reason: a sentence for people.
+            limit: the run has reached a limit of its own; nobody has asked for an early end.
+        """
+        if not self.stop_reason:
+            self._stop_reason, self._asked = reason, not limit
         if self.pipeline is not None:
             self.pipeline.stop(reason)
         self._finish_resting()
@@ -117,6 +124,12 @@ class GepaRun:
     def failed(self) -> str | None:
         """Why the run was given up; None when it was not."""
         return None if self._source is None else self._source.failed
+
+    @property
+    def stopped(self) -> bool:
+        """Whether somebody asked for the end (a signal, a stopper, the file gepa.stop), not one of the run's limits."""
+        stopper = self.pool.parts.stopper
+        return self._asked or (bool(stopper.said) and not stopper.budget_spent and self.stop_reason == stopper.said)
 
     @property
     def live(self) -> list[int]:
@@ -180,7 +193,7 @@ class GepaRun:
                 elif not seeded.is_set():
                     group.start_soon(self._guarded_seed, ids, reservation, source, seeded, failures, group.cancel_scope)
                 elif await self.pool.write(self.pool.should_stop):
-                    source.stop_requested = "a stopper said stop"
+                    source.stop_requested = self.pool.parts.stopper.said
                 async with self._background:
                     await self.pipeline.run()
                     await seeded.wait()
@@ -212,13 +225,13 @@ class GepaRun:
     ) -> None:
         await validated_seed(self.pool, self._evaluations, self._order, ids, reservation, self.budget.limit)
         if await self.pool.write(self.pool.should_stop):
-            source.stop_requested = "a stopper said stop"
+            source.stop_requested = self.pool.parts.stopper.said
         seeded.set()
         self._wake()
 
     async def _stop_after(self, seconds: float) -> None:
         await anyio.sleep(seconds)
-        self.stop(f"max_seconds={seconds:g} is over")
+        self.stop(f"max_seconds={seconds:g} is over", limit=True)
 
     def _stages(self, source: GepaSource, seeded: anyio.Event) -> list[Stage]:
         services = Services(
