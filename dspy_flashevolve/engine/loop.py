@@ -52,6 +52,7 @@ class _Ending(Generic[T]):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._scope: anyio.CancelScope | None = None
         self._signals = 0
+        self._asked = False
         self.reason = ""
 
     async def run(self) -> list[T]:
@@ -86,7 +87,8 @@ class _Ending(Generic[T]):
         return self._signals < 2
 
     async def _end_early(self) -> None:
-        if self._signals > 0:
+        if self._signals > 0 and not self._asked:
+            self._asked = True
             self._stop(self.reason)
         if self._signals > 1 and self._scope is not None:
             self._scope.cancel()
