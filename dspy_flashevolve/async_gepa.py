@@ -211,10 +211,12 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
         notebook's "Interrupt") or SIGTERM ends the run early: no further step starts, those that run are finished, and
         the best program is returned; the process goes on, with its signal handlers as they were. The second cancels
         the run and raises KeyboardInterrupt; with ``log_dir``, ``gepa_state.bin`` then holds every committed
-        candidate, and :meth:`best_so_far` has the best of them. A handler of your own (``asyncio.run`` sets one for
-        Ctrl-C) is left alone; one that raises KeyboardInterrupt counts as Ctrl-C, and ``sys.exit`` in it cancels the
-        run. In other threads no signal is touched. A run may be ended from outside, too, by a file ``gepa.stop`` in
-        ``log_dir``, or by ``max_seconds``.
+        candidate, and :meth:`best_so_far` has the best of them. It waits for synchronous metrics that have begun, since
+        their calls count, and not for programs in threads, whose threads end with what they do.
+
+        A handler of your own (``asyncio.run`` sets one for Ctrl-C) is left alone; one that raises KeyboardInterrupt
+        counts as Ctrl-C, and ``sys.exit`` in it cancels the run. In other threads no signal is touched. A run may be
+        ended from outside, too, by a file ``gepa.stop`` in ``log_dir``, or by ``max_seconds``.
 
         Args:
             student: the program; it is not changed.

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import anyio
+
 from dspy_flashevolve.engine.claims import Claim
 from dspy_flashevolve.engine.errors import RolloutUnresolvedError
 from dspy_flashevolve.engine.events import Committed
@@ -178,10 +180,11 @@ class GepaStages:
             await self._validating.withdraw(item.ticket.number, item.payload.keys, decision.reason)
             return self._discard(decision)
         behind = gap(self._pool.version, item.version)
-        if self._heads is not None and item.payload.head is not None:
-            commits = await self._heads.commit(item)
-        else:
-            commits = await self._validating.commit(item)
+        with anyio.CancelScope(shield=True):  # what enters the pool is told and counted, even if the run ends meanwhile
+            if self._heads is not None and item.payload.head is not None:
+                commits = await self._heads.commit(item)
+            else:
+                commits = await self._validating.commit(item)
         self._on.accounts[item.ticket.number].counted += sum(item.payload.paid)
         for commit in commits:
             self._on.bus.emit(self._committed(item, behind, commit))
