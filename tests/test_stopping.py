@@ -163,7 +163,7 @@ def answer(prompt):
 
 engine = FakeEngine(answer)
 lm = dspy.LM("fake/model", engine=engine, async_engine=Paced(engine), cache=False, num_retries=0)
-one = optimizer(ENDLESS, log_dir=folder, reflection_lm=lm, gepa_kwargs={"callbacks": [Tell()]})
+one = optimizer(ENDLESS, log_dir=folder, reflection_lm=lm, gepa_kwargs={"callbacks": [Tell()]}, staleness="full")
 before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
 with dspy.context(lm=lm):
     try:
@@ -196,7 +196,8 @@ class Child:
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[1]
         )
-        self.wait_for("a candidate was accepted")
+        self.watchdog = threading.Timer(60, self.process.kill)  # a script that hangs is a failure, not a hang
+        self.watchdog.start()
 
     def wait_for(self, words: str) -> str:
         """The next line with these words."""
@@ -219,10 +220,12 @@ def child(tmp_path: Path) -> Iterator[Callable[[str], Child]]:
 
     def begin(mode: str) -> Child:
         begun.append(Child(mode, tmp_path))
+        begun[-1].wait_for("a candidate was accepted")
         return begun[-1]
 
     yield begin
     for one in begun:
+        one.watchdog.cancel()
         one.process.kill()
         one.process.communicate()
 
@@ -353,7 +356,7 @@ def test_sys_exit_in_a_handler_of_the_users_cancels_the_run_and_saves_it(tmp_pat
         sys.exit(3)
 
     signal.signal(signal.SIGTERM, mine)
-    one = optimizer(ENDLESS, log_dir=str(tmp_path))
+    one = optimizer(ENDLESS, log_dir=str(tmp_path), staleness="full")
     one.gepa_kwargs = on("on_candidate_accepted", press(signal.SIGTERM))
     with pytest.raises(SystemExit):
         compiled(one)
@@ -424,7 +427,7 @@ def test_max_seconds_ends_a_run_in_a_notebook_cell() -> None:
 
 def test_interrupt_kernel_ends_the_cell_with_the_best_program() -> None:
     """The button sends the kernel SIGINT; ipykernel has Python's own handler set while a cell runs."""
-    one = optimizer(ENDLESS, gepa_kwargs=on("on_candidate_accepted", press(signal.SIGINT)))
+    one = optimizer(ENDLESS, gepa_kwargs=on("on_candidate_accepted", press(signal.SIGINT)), staleness="full")
     program = in_a_cell(one)
     assert program.async_stats.stop_reason == "interrupted by Ctrl-C"
     assert program.async_stats.ended["cancelled"] == 0
@@ -639,7 +642,7 @@ def test_a_cancelled_acompile_leaves_the_best_so_far_and_a_warning(caplog: pytes
         one.gepa_kwargs = on("on_candidate_accepted", lambda _: loop.call_soon_threadsafe(task.cancel))
         await one.acompile(Chain(), trainset=TRAIN, valset=VAL)
 
-    one = optimizer(ENDLESS)
+    one = optimizer(ENDLESS, staleness="full")
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(main())
     best: Any = one.best_so_far()
