@@ -180,6 +180,7 @@ class GepaStages:
             await self._validating.withdraw(item.ticket.number, item.payload.keys, decision.reason)
             return self._discard(decision)
         behind = gap(self._pool.version, item.version)
+        commits: list[Commit] = []
         with anyio.CancelScope(shield=True):  # what enters the pool is told and counted, even if the run ends meanwhile
             if self._heads is not None and item.payload.head is not None:
                 commits = await self._heads.commit(item)
