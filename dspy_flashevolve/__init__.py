@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dspy_flashevolve.async_gepa import AsyncGEPA
-    from dspy_flashevolve.compilation import AsyncGEPAResult
     from dspy_flashevolve.engine.admission import GapBound, LiveTickets
     from dspy_flashevolve.engine.claims import DeepestFirst
     from dspy_flashevolve.engine.control import Backlog, Fixed, MedianRate, WorkflowController
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
     from dspy_flashevolve.observe.records import AsyncStats, ChangeRecord, CommitRecord, HeadRecord, IntegrationRecord
     from dspy_flashevolve.reflection.combee import CombeeReflection
     from dspy_flashevolve.reflection.stale_candidates import StaleCandidateReflection
+    from dspy_flashevolve.results import AsyncGEPAResult
 
 __all__ = [
     "AsyncGEPA",
@@ -82,7 +82,7 @@ _HOMES = {
     "LiveTickets": "engine.admission",
     "GapBound": "engine.admission",
     "AsyncGEPA": "async_gepa",
-    "AsyncGEPAResult": "compilation",
+    "AsyncGEPAResult": "results",
     "AsyncStats": "observe.records",
     "CombeeReflection": "reflection.combee",
     "CommitRecord": "observe.records",

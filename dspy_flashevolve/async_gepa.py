@@ -26,6 +26,7 @@ from dspy_flashevolve.engine.staleness import Reflective, StalenessPolicy
 from dspy_flashevolve.engine.stragglers import Duplicates
 from dspy_flashevolve.gepa.options import GepaOptions, check_options
 from dspy_flashevolve.programs.metric import check_metric
+from dspy_flashevolve.results import Best
 from dspy_flashevolve.scheduling import (
     DEFAULT_SPECULATION,
     Schedule,
@@ -191,6 +192,7 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
         self.controller = controller
         self.rollout_timeout_seconds = rollout_timeout_seconds
         self.duplicate_stragglers = duplicate_stragglers
+        self._best = Best()
         check_schedule(self)
         check_options(self._options())
         self._check_callbacks()
@@ -205,8 +207,16 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
     ) -> Module:
         """Optimize ``student``; the arguments and the result are those of ``dspy.GEPA.compile``.
 
-        It may be called from a script, a thread, or a notebook cell. Ctrl-C once ends the run early with
-        the best program so far; twice raises KeyboardInterrupt.
+        It may be called from a script, a thread, or a notebook cell. In the main thread, the first Ctrl-C (a
+        notebook's "Interrupt") or SIGTERM ends the run early: no further step starts, those that run are finished, and
+        the best program is returned; the process goes on, with its signal handlers as they were. The second cancels
+        the run and raises KeyboardInterrupt; with ``log_dir``, ``gepa_state.bin`` then holds every committed
+        candidate, and :meth:`best_so_far` has the best of them. It waits for synchronous metrics that have begun, since
+        their calls count, and not for programs in threads, whose threads end with what they do.
+
+        A handler of your own (``asyncio.run`` sets one for Ctrl-C) is left alone; one that raises KeyboardInterrupt
+        counts as Ctrl-C, and ``sys.exit`` in it cancels the run. In other threads no signal is touched. A run may be
+        ended from outside, too, by a file ``gepa.stop`` in ``log_dir``, or by ``max_seconds``.
 
         Args:
             student: the program; it is not changed.
@@ -216,15 +226,17 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
 
         Returns:
             The best program that was validated on every validation example. With ``track_stats=True`` it has
-            ``detailed_results`` (an :class:`AsyncGEPAResult`) and ``async_stats``.
+            ``detailed_results`` (an :class:`AsyncGEPAResult`) and ``async_stats``, whose ``outcome`` and
+            ``stop_reason`` say how and why the run ended.
 
         Raises:
             ConfigurationError: the data, the program or the budget cannot work; raised before any LM call.
             RunAbortedError: the LM provider refused for good; its ``best_program`` is the best so far.
+            KeyboardInterrupt: the run was cancelled by a second Ctrl-C or SIGTERM.
         """
         compilation = self._prepare(student, trainset, teacher, valset)
         with compilation.tracker:
-            return run_to_end(compilation.run, lambda: compilation.stop("interrupted by Ctrl-C"))
+            return run_to_end(compilation.run, compilation.stop)
 
     async def acompile(
         self,
@@ -234,10 +246,27 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
         teacher: Module | None = None,
         valset: list[Example] | None = None,
     ) -> Module:
-        """The awaitable twin of :meth:`compile`. It runs on the caller's loop; cancelling it ends the run."""
+        """The awaitable twin of :meth:`compile`.
+
+        It runs on the caller's loop and leaves signals to the caller. Cancelling it ends the run at once;
+        :meth:`best_so_far` then has the best program.
+        """
         compilation = self._prepare(student, trainset, teacher, valset)
         with compilation.tracker:
             return await compilation.run()
+
+    def best_so_far(self) -> Module | None:
+        """The best program that is validated so far, while ``compile`` or ``acompile`` runs, and after it.
+
+        It may be called from any thread, from a callback and from the metric, and never waits for the run.
+
+        Returns:
+            A new program, as ``compile`` would return it; None before the seed is validated. While the run goes on,
+            its ``detailed_results`` are those of the moment when it became the best, without ``async_stats``. After
+            the run they are the run's, an ``outcome`` of "aborted" included. Of several runs of this optimizer, that
+            of the one that began last.
+        """
+        return self._best.program()
 
     def _prepare(self, student: Module, trainset: Any, teacher: Module | None, valset: Any) -> Compilation:
         check_data(student, trainset, teacher, valset)
@@ -258,7 +287,10 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
             )
         self._warn_of_small_budget(size)
         same_data = valset is None or valset is trainset
-        return Compilation(self, self._options(), settings_of(self, same_data, student), student, trainset, valset)
+        settings = settings_of(self, same_data, student)
+        compilation = Compilation(self, self._options(), settings, student, trainset, valset)
+        self._best = compilation.best
+        return compilation
 
     def _warn_of_small_budget(self, valset_size: int) -> None:
         """A budget that pays for the seed's validation alone returns the seed."""

@@ -8,16 +8,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import anyio
 import dspy
 from dspy.primitives import Example, Module, Prediction
-from dspy.teleprompt.gepa.gepa import DspyGEPAResult
 from dspy.teleprompt.gepa.gepa_flex_utils import enumerate_flex_submodules
-from dspy.teleprompt.gepa.gepa_utils import DspyAdapter, LoggerAdapter
+from dspy.teleprompt.gepa.gepa_utils import LoggerAdapter
 from gepa.core.data_loader import ensure_loader
 from gepa.core.result import GEPAResult
 
@@ -35,6 +33,8 @@ from dspy_flashevolve.observe.lineage import LineageWriter
 from dspy_flashevolve.observe.progress import Progress
 from dspy_flashevolve.observe.records import AsyncStats
 from dspy_flashevolve.observe.statistics import Recorder
+from dspy_flashevolve.observe.summary import log_summary
+from dspy_flashevolve.programs.adapter import adapter_of
 from dspy_flashevolve.programs.dspy_program import DspyProgram, settings_snapshot
 from dspy_flashevolve.programs.endpoints import LanguageModels, endpoints_of
 from dspy_flashevolve.programs.integrating import DspyIntegrator
@@ -42,6 +42,7 @@ from dspy_flashevolve.programs.metric import Metric
 from dspy_flashevolve.programs.vllm_metrics import watchers
 from dspy_flashevolve.recording import begin_journal
 from dspy_flashevolve.reflection.stale_candidates import StaleCandidateReflection
+from dspy_flashevolve.results import Best
 
 logger = logging.getLogger(__name__)
 gepa_logger = logging.getLogger("dspy.teleprompt.gepa.gepa")
@@ -52,17 +53,6 @@ TASK_STAGES = ("rollout", "screen", "prefix", "validate")
 """Stages whose requests run the program."""
 CHECKPOINT_SECONDS = 5.0
 """With ``log_dir``, the least time between two checkpoints of an asynchronous run."""
-
-
-@dataclass(frozen=True)
-class AsyncGEPAResult(DspyGEPAResult):  # pyright: ignore[reportGeneralTypeIssues, reportUntypedBaseClass]
-    """``dspy.GEPA``'s detailed results, with the figures of the asynchronous run beside them.
-
-    Args:
-        async_stats: throughput, occupancy, gaps and commits; see :class:`AsyncStats`.
-    """
-
-    async_stats: AsyncStats | None = None
 
 
 class Compilation:
@@ -93,7 +83,7 @@ class Compilation:
         self._reflection_lm = optimizer.reflection_lm
         self._integrating: Module = optimizer.stale_candidate_reflection or StaleCandidateReflection()
         self._models = self._twins(student)
-        self._adapter = _adapter(optimizer, student, self._metric, self._reflection_lm)
+        self._adapter = adapter_of(optimizer, student, self._metric, self._reflection_lm)
         predictors: list[tuple[str, Any]] = student.named_predictors()
         self._seed_candidate: dict[str, str] = {name: one.signature.instructions for name, one in predictors}
         for path, flex in enumerate_flex_submodules(student).items():
@@ -102,6 +92,7 @@ class Compilation:
         self._parts = build_parts(options, self._valset, self._log)
         if has_foreign(self._parts):
             self._settings = replace(settings, seed_first=True)
+        self.best = Best(self._adapter, optimizer.track_stats)
         self._run: GepaRun | None = None
         self._stopped: str | None = None
 
@@ -112,7 +103,11 @@ class Compilation:
 
     def stop(self, reason: str) -> None:
         """Start no more steps and finish those that run. Call it on the run's loop."""
-        self._stopped = reason
+        if self._stopped is None:
+            logger.warning(
+                "%s: steps that run are finished, no further one starts. A second time cancels them.", reason
+            )
+        self._stopped = self._stopped or reason
         if self._run is not None:
             self._run.stop(reason)
 
@@ -132,6 +127,7 @@ class Compilation:
     async def _evolve(self) -> Module:
         optimizer, bus = self._optimizer, EventBus()
         pool = self._pool()
+        self.best.begin(pool.standing)
         program = DspyProgram(self._adapter, self._metric, self._threads, self._priced, self._models)
         program.attach(asyncio.get_running_loop())
         journal = self._journal()
@@ -150,19 +146,23 @@ class Compilation:
         bus.subscribe(progress)
         if journal is not None:
             bus.subscribe(journal)
-        state, reason = "failed", ""
+        state, reason = "aborted", ""
         try:
             await run.run()
             await pool.write(pool.finish)
             if journal is not None:
                 await journal.journal.flush()
-            state, reason = "finished", run.stop_reason
+            state, reason = self._stats(run, recorder, anyio.current_time() - began).outcome, run.stop_reason
         except BaseException as error:
             reason = f"{type(error).__name__}: {error}"
             with anyio.CancelScope(shield=True):
                 await self._failed(pool, error, run.live)
+            stats = self._stats(run, recorder, anyio.current_time() - began, error)
+            state = stats.outcome
+            self.best.end(pool.standing.result, stats)
             if isinstance(error, RunAbortedError) and pool.seed_confirmed:
-                error.best_program = self._result(pool, self._stats(run, recorder, anyio.current_time() - began))
+                error.best_program = self._result(pool, stats)
+            log_summary(logger, stats, pool.standing.score, error=isinstance(error, Exception))
             raise
         finally:
             progress.close()
@@ -171,15 +171,15 @@ class Compilation:
             pool.close()
             if journal is not None:
                 journal.session_ended(state, reason)
-        if run.failed is not None:
-            logger.error("AsyncGEPA gave up: %s. The best program so far is returned.", run.failed)
         if run.discarded_share > MUCH_DISCARDED:
             logger.warning(
                 "The staleness policy discarded %.0f%% of the children that it looked at: their work was for nothing. "
                 "Raise max_gap, lower max_live_tickets, or use staleness='reflective'.",
                 100 * run.discarded_share,
             )
-        return self._result(pool, self._stats(run, recorder, anyio.current_time() - began))
+        stats = self._stats(run, recorder, anyio.current_time() - began)
+        log_summary(logger, stats, pool.standing.score)
+        return self._result(pool, stats)
 
     async def _failed(self, pool: Pool, error: BaseException, live: list[int]) -> None:
         """Save what there is. Where that fails too, the first error is the one to tell."""
@@ -230,12 +230,18 @@ class Compilation:
             caches_minibatches=lockstep or self._settings.same_data,
         )
 
-    def _stats(self, run: GepaRun, recorder: Recorder, seconds: float) -> AsyncStats:
+    def _stats(
+        self, run: GepaRun, recorder: Recorder, seconds: float, error: BaseException | None = None
+    ) -> AsyncStats:
+        ended = "stopped" if run.stopped else "finished"
+        cancelled = run.stop_reason if run.stopped else "cancelled"
+        reason = f"{type(error).__name__}: {error}" if isinstance(error, Exception) else cancelled
         return recorder.stats(
             schedule=self._optimizer.schedule,
             seconds=seconds,
-            stop_reason=run.stop_reason,
+            stop_reason=run.stop_reason if error is None else reason,
             failed=run.failed is not None,
+            outcome="aborted" if error is not None else ended if run.failed is None else "failed",
             proposals=run.counts.proposals,
             metric_calls=run.pool.state.total_num_evals,
             max_metric_calls=self._optimizer.max_metric_calls,
@@ -252,12 +258,9 @@ class Compilation:
 
     def _result(self, pool: Pool, stats: AsyncStats) -> Module:
         optimizer = self._optimizer
-        result: Any = GEPAResult.from_state(pool.state, run_dir=optimizer.log_dir, seed=optimizer.seed)
-        program: Any = self._adapter.build_program(result.best_candidate)
-        if optimizer.track_stats:
-            detailed = AsyncGEPAResult.from_gepa_result(result, self._adapter)
-            program.detailed_results = AsyncGEPAResult(**vars(detailed), async_stats=stats)
-            program.async_stats = stats
+        self.best.end(GEPAResult.from_state(pool.state, run_dir=optimizer.log_dir, seed=optimizer.seed), stats)
+        program = self.best.program()
+        assert program is not None, "a run that comes to its end has validated its seed"
         return program
 
 
@@ -276,38 +279,3 @@ def check_data(student: Module, trainset: Any, teacher: Module | None, valset: A
             raise DataError(
                 f"{name}[0] does not say which fields are inputs: build it by dspy.Example(...).with_inputs(...)."
             )
-
-
-def _adapter(optimizer: Any, student: Module, metric: Metric, reflection_lm: Any) -> DspyAdapter:
-    """dspy's adapter, set up as ``dspy.GEPA.compile`` sets it up."""
-    return DspyAdapter(
-        student_module=student,
-        metric_fn=optimizer.metric_fn,
-        feedback_map={name: _feedback(name, predictor, metric) for name, predictor in student.named_predictors()},
-        failure_score=optimizer.failure_score,
-        num_threads=optimizer.num_threads,
-        add_format_failure_as_feedback=optimizer.add_format_failure_as_feedback,
-        rng=random.Random(optimizer.seed),
-        reflection_lm=reflection_lm,
-        custom_instruction_proposer=optimizer.custom_instruction_proposer,
-        custom_code_proposer=optimizer.custom_code_proposer,
-        warn_on_score_mismatch=optimizer.warn_on_score_mismatch,
-        reflection_minibatch_size=optimizer.reflection_minibatch_size,
-    )
-
-
-def _feedback(name: str, predictor: Any, metric: Metric) -> Callable[..., Any]:
-    """What the metric says of one predictor, with a default where it says nothing."""
-
-    def feedback(
-        predictor_output: Any, predictor_inputs: Any, module_inputs: Any, module_outputs: Any, captured_trace: Any
-    ) -> Any:
-        trace = [(predictor, predictor_inputs, predictor_output)]
-        result = metric.blocking(module_inputs, module_outputs, captured_trace, name, trace)
-        if not hasattr(result, "feedback"):
-            return {"score": result, "feedback": f"This trajectory got a score of {result}."}
-        if result["feedback"] is None:
-            result["feedback"] = f"This trajectory got a score of {result['score']}."
-        return result
-
-    return feedback

@@ -331,7 +331,7 @@ def test_the_file_gepa_stop_ends_the_run(tmp_path: Any) -> None:
             (tmp_path / "gepa.stop").touch()
 
     stats = compiled(10**6, log_dir=str(tmp_path), gepa_kwargs={"callbacks": [Stop()]}).async_stats
-    assert stats.stop_reason == "a stopper said stop"
+    assert stats.stop_reason == f"the file {tmp_path / 'gepa.stop'} is there"
 
 
 def test_live_tickets_are_bounded() -> None:

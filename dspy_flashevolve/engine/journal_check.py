@@ -186,11 +186,11 @@ def _wrong_texts(rows: Rows) -> list[str]:
 def _wrong_ends(rows: Rows) -> list[str]:
     """Tickets that a finished session left behind."""
     return [
-        f"ticket {row['number']} has no end, although session {row['session']} finished"
+        f"ticket {row['number']} has no end, although session {row['session']} came to its end"
         for row in rows(
             "SELECT t.number, s.id AS session FROM tickets t JOIN session_ends s ON s.id = "
-            "(SELECT MAX(id) FROM sessions) WHERE s.state = 'finished' AND t.number NOT IN (SELECT ticket FROM ends)"
-            " LIMIT 3"
+            "(SELECT MAX(id) FROM sessions) WHERE s.state IN ('finished', 'stopped') "
+            "AND t.number NOT IN (SELECT ticket FROM ends) LIMIT 3"
         )
     ]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import sys
 from dataclasses import dataclass
@@ -32,9 +31,9 @@ from gepa.strategies.proposal_sampling import (
     SingleMutationSampling,
 )
 from gepa.strategies.proposal_selection import AllImprovements, BestImprovement, TopKImprovements
-from gepa.utils import CompositeStopper, FileStopper, MaxMetricCallsStopper
 
 from dspy_flashevolve.gepa.options import GepaOptions
+from dspy_flashevolve.gepa.stoppers import Stoppers, stoppers_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +48,7 @@ class Parts:
     selection_strategy: Any
     acceptance: Any
     evaluation_policy: Any
-    stopper: Any
+    stopper: Stoppers
     merge: MergeProposer[Any] | None
     tracker: Any
     cache: EvaluationCache[Any, Any] | None
@@ -110,7 +109,7 @@ def build_parts(options: GepaOptions, valset: DataLoader[Any, Any], logger: Any)
         selection_strategy=options.get("selection_strategy") or AllImprovements(),
         acceptance=_acceptance(options.get("acceptance_criterion", "strict_improvement")),
         evaluation_policy=_evaluation_policy(options.get("val_evaluation_policy")),
-        stopper=_stopper(options),
+        stopper=stoppers_of(options),
         merge=_merge(options, valset, logger, rng) if options.use_merge else None,
         tracker=_tracker(options),
         cache=EvaluationCache[Any, Any]() if options.get("cache_evaluation", False) else None,
@@ -147,16 +146,6 @@ def _acceptance(given: Any) -> Any:
 
 def _evaluation_policy(given: Any) -> Any:
     return FullEvaluationPolicy() if given is None or given == "full_eval" else given
-
-
-def _stopper(options: GepaOptions) -> Any:
-    given = options.get("stop_callbacks")
-    stoppers = [] if given is None else list(given) if isinstance(given, list | tuple) else [given]
-    if options.run_dir is not None:
-        stoppers.append(FileStopper(os.path.join(options.run_dir, "gepa.stop")))
-    if options.max_metric_calls is not None:
-        stoppers.append(MaxMetricCallsStopper(options.max_metric_calls))
-    return stoppers[0] if len(stoppers) == 1 else CompositeStopper(*stoppers)
 
 
 def _merge(options: GepaOptions, valset: DataLoader[Any, Any], logger: Any, rng: random.Random) -> MergeProposer[Any]:

@@ -69,6 +69,9 @@ class Past:
         default_factory=dict[tuple[str, str, str, int], list[int]]
     )
     proposals: dict[tuple[int, int], Any] = field(default_factory=dict[tuple[int, int], Any])
+    reflection_calls: int = 0
+    cost_dollars: float = 0.0
+    """Spent besides metric calls, by all sessions."""
     numbers: set[int] = field(default_factory=set[int])
     """Of the tickets that go on, and the seed's while it is not validated."""
     each_once: bool = False
@@ -138,6 +141,9 @@ def past_of(run_journal: RunJournal, seeded: bool) -> Past:
     rows = run_journal.journal.rows
     past = Past(run_journal)
     past.spent = int(rows("SELECT COALESCE(SUM(calls), 0) AS spent FROM calls")[0]["spent"])
+    kept = run_journal.journal.kept("spent") or {}
+    past.reflection_calls, past.cost_dollars = kept.get("reflection_calls", 0), kept.get("cost_dollars", 0.0)
+    run_journal.spent_before = past.reflection_calls, past.cost_dollars
     past.last_ticket = int(rows("SELECT COALESCE(MAX(number), -1) AS last FROM tickets")[0]["last"])
     past.texts = {row["hash"]: json.loads(row["texts"]) for row in rows("SELECT hash, texts FROM candidates")}
     _close_what_is_done(run_journal)

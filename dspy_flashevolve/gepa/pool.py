@@ -28,7 +28,8 @@ from dspy_flashevolve.gepa.parts import Parts
 from dspy_flashevolve.gepa.payloads import Candidate, Commit
 from dspy_flashevolve.gepa.run_journal import RunJournal, id_text
 from dspy_flashevolve.gepa.speculative import SpeculativeCandidates
-from dspy_flashevolve.gepa.strategies import standing
+from dspy_flashevolve.gepa.standing import Standing
+from dspy_flashevolve.gepa.strategies import strategies_of
 from dspy_flashevolve.gepa.summaries import report_end, report_seed
 
 A = ParamSpec("A")
@@ -63,6 +64,7 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
         checkpoint_seconds: float,
         caches_minibatches: bool,
     ) -> None:
+        self.standing = Standing(lambda: self.state, options.run_dir, options.seed)
         super().__init__(
             adapter=adapter,
             run_dir=options.run_dir,
@@ -75,7 +77,7 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
             frontier_type=options.get("frontier_type", "instance"),
             logger=logger,
             experiment_tracker=parts.tracker,
-            callbacks=parts.callbacks,
+            callbacks=[self.standing, *(parts.callbacks or [])],  # pyright: ignore[reportArgumentType]  # gepa asks hasattr
             track_best_outputs=options.track_best_outputs,
             use_cloudpickle=options.get("use_cloudpickle", False),
             stop_callback=parts.stopper,
@@ -199,18 +201,18 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
     def end_ticket(self, ticket: Ticket, accepted: bool) -> bool:
         """Report a ticket's end and ask the stoppers; True when one of them says stop."""
         self.notify("on_iteration_end", iteration=ticket.number + 1, state=self.state, proposal_accepted=accepted)
-        self.keep_standing()
+        self.keep_strategies()
         return self.should_stop()
 
     def should_stop(self) -> bool:
         """Ask the stoppers; before the seed is confirmed there is nothing to ask them about."""
         return self.seed_confirmed and self._should_stop(self.state)
 
-    def keep_standing(self) -> None:
+    def keep_strategies(self) -> None:
         """Let the journal know where the strategies stand."""
         if self.journal is not None:
             self.journal.journal.keep(
-                "strategies", standing(self.parts, self.adapter, self.state, self.shares_randomness, id_text)
+                "strategies", strategies_of(self.parts, self.adapter, self.state, self.shares_randomness, id_text)
             )
 
     def count_calls(self, calls: int) -> None:

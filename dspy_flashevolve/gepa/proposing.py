@@ -86,7 +86,7 @@ class Proposer:
         if self._journal is not None:
             for child, outcome in written:
                 self._journal.proposed(ticket.number, child, outcome)
-            await self._pool.write(self._pool.keep_standing)
+            await self._pool.write(self._pool.keep_strategies)
         return children, skipped
 
     async def _recalled(self, past: Past, ticket: Ticket, work: RolledOut) -> list[Child]:

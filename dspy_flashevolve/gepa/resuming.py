@@ -23,7 +23,7 @@ from dspy_flashevolve.gepa.past import Past, Unfinished, UnfinishedHead, past_of
 from dspy_flashevolve.gepa.payloads import Head, MergePlan, Selected
 from dspy_flashevolve.gepa.pool import Pool
 from dspy_flashevolve.gepa.run_journal import RunJournal, id_text
-from dspy_flashevolve.gepa.strategies import stand_again
+from dspy_flashevolve.gepa.strategies import restore_strategies
 
 
 def take_up(run_journal: RunJournal, pool: Pool, seeded: bool, lockstep: bool) -> Past:
@@ -52,7 +52,7 @@ def take_up(run_journal: RunJournal, pool: Pool, seeded: bool, lockstep: bool) -
     pool.journal, pool.shares_randomness = run_journal, lockstep
     kept = journal.kept("strategies")
     if kept is not None:
-        stand_again(kept, pool.parts, pool.adapter, pool.state, ids_of(pool.trainset))
+        restore_strategies(kept, pool.parts, pool.adapter, pool.state, ids_of(pool.trainset))
     if seeded:
         reconcile(past, pool)
     else:

@@ -12,10 +12,11 @@ from dspy_flashevolve.engine.budget import Reservation
 from dspy_flashevolve.engine.claims import Claim
 from dspy_flashevolve.engine.errors import RolloutUnresolvedError
 from dspy_flashevolve.engine.flights import Rollout
+from dspy_flashevolve.engine.item import Item
 from dspy_flashevolve.engine.speculation import released_at
 from dspy_flashevolve.gepa import reports
 from dspy_flashevolve.gepa.evaluations import as_batch, gather
-from dspy_flashevolve.gepa.payloads import Batch
+from dspy_flashevolve.gepa.payloads import Batch, Selected
 from dspy_flashevolve.gepa.services import Services
 
 Results = dict[int, tuple[Rollout, bool]]
@@ -54,6 +55,15 @@ class ParentRollouts:
     def __init__(self, services: Services, remember: Callable[[ProposalTask[Any, Any], Batch], Any]) -> None:
         self._on = services
         self._remember = remember
+
+    def affords(self, item: Item[Selected]) -> bool:
+        """Whether the budget pays the minibatches; a ticket of an interrupted run may need less than the whole."""
+        past, split = self._on.past, self._on.evaluations.train_split
+        if past is None:
+            return True  # it has been set aside
+        tasks = item.payload.tasks
+        missing = sum(past.missing(task.parent_candidate, split, task.minibatch_ids) for task in tasks)
+        return self._on.accounts[item.ticket.number].cover(missing)
 
     def releases(self, task: ProposalTask[Any, Any]) -> bool:
         """Whether reflection may start before the minibatch is done."""

@@ -9,7 +9,7 @@ from typing import Any
 import anyio
 
 from dspy_flashevolve.engine.background import Background
-from dspy_flashevolve.engine.budget import Budget, Reservation
+from dspy_flashevolve.engine.budget import Budget
 from dspy_flashevolve.engine.endpoints import Endpoints
 from dspy_flashevolve.engine.events import Event, EventBus, RolloutFinished
 from dspy_flashevolve.engine.integration import Integrator
@@ -25,7 +25,7 @@ from dspy_flashevolve.gepa.payloads import Counts, EvolvingProgram
 from dspy_flashevolve.gepa.pool import Pool
 from dspy_flashevolve.gepa.resuming import GoingOn, take_up
 from dspy_flashevolve.gepa.run_journal import RunJournal
-from dspy_flashevolve.gepa.seeding import seed_examples, validated_seed
+from dspy_flashevolve.gepa.seeding import SeedValidation
 from dspy_flashevolve.gepa.services import Services
 from dspy_flashevolve.gepa.settings import RunSettings
 from dspy_flashevolve.gepa.source import GepaSource
@@ -91,6 +91,7 @@ class GepaRun:
         self.pipeline: Pipeline | None = None
         self.budget = Budget(settings.budget_calls)
         self._stop_reason: str | None = None
+        self._asked = False
         self._source: GepaSource | None = None
         self._stages_of_gepa: GepaStages | None = None
         self._yard: TrainYard | None = None
@@ -99,9 +100,15 @@ class GepaRun:
         self.heads = None if self._reflective is None else Heads(pool, self._reflective.rollback_margin)
         bus.subscribe(self._count_tokens)
 
-    def stop(self, reason: str) -> None:
-        """Admit no more tickets; what is admitted drains. Call it on the run's loop."""
-        self._stop_reason = self._stop_reason or reason
+    def stop(self, reason: str, *, limit: bool = False) -> None:
+        """Admit no more tickets; what is admitted drains. The first reason stays. Call it on the run's loop.
+
+        Args:
+            reason: a sentence for people.
+            limit: the run has reached a limit of its own; nobody has asked for an early end.
+        """
+        if not self.stop_reason:
+            self._stop_reason, self._asked = reason, not limit
         if self.pipeline is not None:
             self.pipeline.stop(reason)
         self._finish_resting()
@@ -124,6 +131,12 @@ class GepaRun:
         return None if self._source is None else self._source.failed
 
     @property
+    def stopped(self) -> bool:
+        """Whether somebody asked for the end (a signal, a stopper, the file gepa.stop), not one of the run's limits."""
+        stopper = self.pool.parts.stopper
+        return self._asked or (bool(stopper.said) and not stopper.budget_spent and self.stop_reason == stopper.said)
+
+    @property
     def live(self) -> list[int]:
         """Numbers of the tickets that have not ended."""
         return [] if self._source is None else sorted(self._source.accounts)
@@ -140,7 +153,7 @@ class GepaRun:
         past = None
         if self._journal is not None:
             past = await self.pool.write(take_up, self._journal, self.pool, resumed, self.settings.lockstep)
-            self.rollouts.log = self._journal
+            self.rollouts.log, self._journal.counts = self._journal, self.counts
             self.budget.spent = past.spent
             self._evaluations.past = past
         if resumed:
@@ -162,7 +175,7 @@ class GepaRun:
         )
         if past is not None:
             source.going_on = GoingOn(past, self.pool, source.heads)
-        source.spent_up = self._spent_up
+        source.spent_up = lambda: self.settings.spent_up(self.counts, past)
         source.mean_gap = lambda: self.gaps.mean_lately("before_commit")
         source.closed = self._finish_resting
         source.pending = lambda: self._background.running > 0 or not seeded.is_set()
@@ -179,11 +192,16 @@ class GepaRun:
     async def _run_with_seed(self, source: GepaSource, seeded: anyio.Event) -> None:
         """In lockstep the seed comes first, as in gepa; else tickets start beside its validation."""
         assert self.pipeline is not None
-        ids = seed_examples(self.pool)
-        past = self._evaluations.past
-        paid_before = 0 if past is None else past.paid_for_seed
-        reservation = None if seeded.is_set() else self.budget.reserve(len(ids) - paid_before)
+        seed = SeedValidation(self.pool, self._evaluations, self._order, self.budget, seeded)
         failures: list[Exception] = []
+
+        async def beside() -> None:
+            try:
+                await self._seeded(seed, source)
+            except Exception as error:
+                failures.append(error)
+                group.cancel_scope.cancel()
+
         async with anyio.create_task_group() as group:
             if self.settings.max_seconds is not None:
                 group.start_soon(self._stop_after, self.settings.max_seconds)
@@ -191,13 +209,13 @@ class GepaRun:
                 group.start_soon(watch)
             try:
                 if not seeded.is_set() and (self.settings.lockstep or self.settings.seed_first):
-                    await self._validate_seed(ids, reservation, source, seeded)
+                    await self._seeded(seed, source)
                 elif not seeded.is_set():
-                    group.start_soon(self._guarded_seed, ids, reservation, source, seeded, failures, group.cancel_scope)
+                    group.start_soon(beside)
                 elif self.settings.lockstep and source.going_on is not None and source.going_on.left:
                     pass  # gepa asks its stoppers between tickets, and here is one to be finished first
                 elif await self.pool.write(self.pool.should_stop):
-                    source.stop_requested = "a stopper said stop"
+                    source.stop_requested = self.pool.parts.stopper.said
                 async with self._background:
                     await self.pipeline.run()
                     await seeded.wait()
@@ -209,37 +227,14 @@ class GepaRun:
             if failure is not None:
                 raise failure
 
-    async def _guarded_seed(
-        self,
-        ids: list[Any],
-        reservation: Reservation | None,
-        source: GepaSource,
-        seeded: anyio.Event,
-        failures: list[Exception],
-        scope: anyio.CancelScope,
-    ) -> None:
-        try:
-            await self._validate_seed(ids, reservation, source, seeded)
-        except Exception as error:
-            failures.append(error)
-            scope.cancel()
-
-    async def _validate_seed(
-        self, ids: list[Any], reservation: Reservation | None, source: GepaSource, seeded: anyio.Event
-    ) -> None:
-        past = self._evaluations.past
-        paid_before = 0 if past is None else past.paid_for_seed
-        await validated_seed(
-            self.pool, self._evaluations, self._order, ids, reservation, self.budget.limit, paid_before
-        )
-        if await self.pool.write(self.pool.should_stop):
-            source.stop_requested = "a stopper said stop"
-        seeded.set()
+    async def _seeded(self, seed: SeedValidation, source: GepaSource) -> None:
+        if await seed.run():
+            source.stop_requested = self.pool.parts.stopper.said
         self._wake()
 
     async def _stop_after(self, seconds: float) -> None:
         await anyio.sleep(seconds)
-        self.stop(f"max_seconds={seconds:g} is over")
+        self.stop(f"max_seconds={seconds:g} is over", limit=True)
 
     def _stages(self, source: GepaSource, seeded: anyio.Event) -> list[Stage]:
         services = Services(
@@ -286,15 +281,6 @@ class GepaRun:
         stopping = self._stop_reason is not None or (self.pipeline is not None and bool(self.pipeline.stop_reason))
         if self._yard is not None:
             self._yard.finish_resting(stopping)
-
-    def _spent_up(self) -> str | None:
-        """Why no further ticket may start, by what reflections and requests have cost; None while one may."""
-        calls, cost = self.settings.max_reflection_calls, self.settings.max_cost
-        if calls is not None and self.counts.reflection_calls >= calls:
-            return f"max_reflection_calls={calls} is spent"
-        if cost is not None and self.counts.cost_dollars >= cost:
-            return f"max_cost={cost:g} dollars is spent"
-        return None
 
     def _wake(self) -> None:
         if self.pipeline is not None:

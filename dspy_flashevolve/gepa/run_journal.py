@@ -21,7 +21,7 @@ from dspy_flashevolve.engine.flights import Rollout
 from dspy_flashevolve.engine.item import EndKind, Ticket
 from dspy_flashevolve.engine.journal import Journal
 from dspy_flashevolve.engine.journal_check import name_of
-from dspy_flashevolve.gepa.payloads import Candidate, Child, MergePlan, Proposed, Selected, Train
+from dspy_flashevolve.gepa.payloads import Candidate, Child, Counts, MergePlan, Proposed, Selected, Train
 
 Evaluation = ValsetEvaluation[Any, Any]
 
@@ -58,6 +58,10 @@ class RunJournal:
         self.records = records
         self._known: set[str] = {row["hash"] for row in journal.rows("SELECT hash FROM candidates")}
         self._session = journal.session
+        self.counts = Counts()
+        """What the run has spent besides metric calls; the run writes it."""
+        self.spent_before = (0, 0.0)
+        """Reflections and dollars of the sessions before."""
 
     def session_ended(self, state: str, reason: str) -> None:
         """Write how the run ended, and close the journal."""
@@ -260,6 +264,12 @@ class RunJournal:
         if isinstance(event, RolloutFinished):
             return  # it is a row of its own
         if isinstance(event, TicketClosed):
+            calls, dollars = self.spent_before
+            spent = {
+                "reflection_calls": calls + self.counts.reflection_calls,
+                "cost_dollars": dollars + self.counts.cost_dollars,
+            }
+            self.journal.keep("spent", spent)
             if event.end.kind is not EndKind.CANCELLED:  # a run that goes on takes it up again
                 self.ended(event.ticket, event.end.kind.value, event.end.reason)
             return

@@ -74,7 +74,7 @@ class Selecting:
         work = self._merge(ticket, trace) or self._sample(ticket)
         if pool.journal is not None:
             pool.journal.opened(ticket, self._seed, pool.version, work)
-            pool.keep_standing()
+            pool.keep_strategies()
         return pool.version, work
 
     def parent_score(self, selected: Selected) -> float:

@@ -15,6 +15,8 @@ from dspy_flashevolve.engine.retries import RetryPolicy
 from dspy_flashevolve.engine.speculation import Speculation
 from dspy_flashevolve.engine.staleness import Full, StalenessPolicy
 from dspy_flashevolve.engine.stragglers import Duplicates
+from dspy_flashevolve.gepa.past import Past
+from dspy_flashevolve.gepa.payloads import Counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,3 +69,19 @@ class RunSettings:
     rollout_timeout_seconds: float | None = None
     duplicates: Duplicates | None = None
     clock: Callable[[], float] = anyio.current_time
+
+    def spent_up(self, counts: Counts, past: Past | None) -> str | None:
+        """Why no further ticket may start, by what reflections and requests have cost; None while one may.
+
+        Args:
+            counts: of this run.
+            past: of an interrupted one that it goes on with; None where it is new.
+        """
+        calls, cost = counts.reflection_calls, counts.cost_dollars
+        if past is not None:
+            calls, cost = calls + past.reflection_calls, cost + past.cost_dollars
+        if self.max_reflection_calls is not None and calls >= self.max_reflection_calls:
+            return f"max_reflection_calls={self.max_reflection_calls} is spent"
+        if self.max_cost is not None and cost >= self.max_cost:
+            return f"max_cost={self.max_cost:g} dollars is spent"
+        return None

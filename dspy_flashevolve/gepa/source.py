@@ -177,7 +177,7 @@ class GepaSource:
         if uncounted:
             await self._pool.write(self._pool.count_calls, uncounted)
         if await self._pool.write(self._pool.end_ticket, ticket, end.kind is EndKind.COMMITTED):
-            self.stop_requested = self.stop_requested or "a stopper said stop"
+            self.stop_requested = self.stop_requested or self._pool.parts.stopper.said
         self.closed()
 
     def _count_failure(self, end: End) -> None:

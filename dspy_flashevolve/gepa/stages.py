@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import anyio
+
 from dspy_flashevolve.engine.claims import Claim
 from dspy_flashevolve.engine.errors import RolloutUnresolvedError
 from dspy_flashevolve.engine.events import Committed
@@ -90,7 +92,7 @@ class GepaStages:
     async def rollout(self, item: Item[Selected]) -> Outcome:
         """Run each task's parent on its minibatch, with traces."""
         tasks = item.payload.tasks
-        if not tasks or not self._is_affordable(item):
+        if not tasks or not self._parents.affords(item):
             return Finish(End(EndKind.DISCARDED, "there is nothing to work on within the budget"))
         await self._pool.write(reports.parents_start, self._pool, item.ticket, tasks)
         unique = {reports.task_key(task): task for task in tasks}
@@ -176,10 +178,12 @@ class GepaStages:
             await self._validating.withdraw(item.ticket.number, item.payload.keys, decision.reason)
             return self._discard(decision)
         behind = gap(self._pool.version, item.version)
-        if self._heads is not None and item.payload.head is not None:
-            commits = await self._heads.commit(item)
-        else:
-            commits = await self._validating.commit(item)
+        commits: list[Commit] = []
+        with anyio.CancelScope(shield=True):  # what enters the pool is told and counted, even if the run ends meanwhile
+            if self._heads is not None and item.payload.head is not None:
+                commits = await self._heads.commit(item)
+            else:
+                commits = await self._validating.commit(item)
         self._on.accounts[item.ticket.number].counted += sum(item.payload.paid)
         for commit in commits:
             self._on.bus.emit(self._committed(item, behind, commit))
@@ -256,15 +260,6 @@ class GepaStages:
             await self._pool.write(reports.given_up, self._pool, item.ticket, known, gate.seen)
             return None
         return replace(child, parent_evaluation=full, late=None), batch
-
-    def _is_affordable(self, item: Item[Selected]) -> bool:
-        """A ticket of an interrupted run may need less than its minibatches, and there may be less."""
-        past, split = self._on.past, self._on.evaluations.train_split
-        if past is None:
-            return True
-        tasks = item.payload.tasks
-        missing = sum(past.missing(task.parent_candidate, split, task.minibatch_ids) for task in tasks)
-        return self._on.accounts[item.ticket.number].cover(missing)
 
     def _remember(self, task: Any, evaluation: Batch) -> None:
         """Keep scores of training examples, of a whole minibatch or of the part that is there."""

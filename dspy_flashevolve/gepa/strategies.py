@@ -17,7 +17,7 @@ from gepa.strategies.batch_sampler import EpochShuffledBatchSampler
 from dspy_flashevolve.gepa.parts import Parts
 
 
-def standing(
+def strategies_of(
     parts: Parts, adapter: Any, state: GEPAState[Any, Any], shared_randomness: bool, text_of: Callable[[Any], str]
 ) -> dict[str, Any]:
     """Where the strategies stand now. Runs in the pool's writer.
@@ -53,13 +53,13 @@ def standing(
     return kept
 
 
-def stand_again(
+def restore_strategies(
     kept: dict[str, Any], parts: Parts, adapter: Any, state: GEPAState[Any, Any], ids: dict[str, Any]
 ) -> None:
     """Put the strategies where they stood.
 
     Args:
-        kept: by :func:`standing`, through JSON.
+        kept: by :func:`strategies_of`, through JSON.
         ids: text of a training example's id -> the id.
     """
     sampler, merge = parts.batch_sampler, parts.merge

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
+
+Outcome = Literal["finished", "stopped", "failed", "aborted"]
+"""How a run ended; see :class:`AsyncStats`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +104,13 @@ class AsyncStats:
     Args:
         schedule: "async" or "lockstep".
         seconds: from the first rollout to the last commit.
-        stop_reason: why no more tickets were admitted.
+        stop_reason: why no more tickets were admitted, or what ended the run.
         failed: the run was given up, because tickets failed one after the other.
+        outcome: how the run ended, in one word:
+            "finished": one of its limits was reached (metric calls, seconds, dollars, reflections).
+            "stopped": somebody asked for it before: Ctrl-C, SIGTERM, a stopper, the file gepa.stop.
+            "failed": it was given up, the best so far was returned.
+            "aborted": an exception ended it, the second Ctrl-C and a cancelled ``acompile`` too.
         tickets: evolution steps opened.
         ended: way -> tickets (committed, rejected, discarded, failed, cancelled).
         end_reasons: reason -> tickets, for all that did not commit.
@@ -143,6 +151,7 @@ class AsyncStats:
     seconds: float
     stop_reason: str
     failed: bool
+    outcome: Outcome
     tickets: int
     ended: dict[str, int]
     end_reasons: dict[str, int]

@@ -23,7 +23,14 @@ from dspy_flashevolve.engine.events import (
 )
 from dspy_flashevolve.engine.item import EndKind
 from dspy_flashevolve.engine.slots import SlotStatistics
-from dspy_flashevolve.observe.records import AsyncStats, ChangeRecord, CommitRecord, HeadRecord, IntegrationRecord
+from dspy_flashevolve.observe.records import (
+    AsyncStats,
+    ChangeRecord,
+    CommitRecord,
+    HeadRecord,
+    IntegrationRecord,
+    Outcome,
+)
 
 
 class Requests(Protocol):
@@ -144,6 +151,7 @@ class Recorder:
         seconds: float,
         stop_reason: str,
         failed: bool,
+        outcome: Outcome,
         proposals: int,
         metric_calls: int,
         max_metric_calls: int | None,
@@ -164,6 +172,7 @@ class Recorder:
             seconds=seconds,
             stop_reason=stop_reason,
             failed=failed,
+            outcome=outcome,
             tickets=self.tickets,
             ended=dict(self.ended),
             end_reasons=dict(self.end_reasons),

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -142,7 +141,7 @@ async def answer() -> tuple[str, str, bool]:
     return VARIABLE.get(), threading.current_thread().name, asyncio.get_running_loop().is_running()
 
 
-def never() -> None:
+def never(reason: str) -> None:
     raise AssertionError("nobody asked for a stop")
 
 
@@ -173,13 +172,12 @@ from dspy_flashevolve.engine.loop import run_to_end
 
 stopping = threading.Event()
 
-def stop():
+def stop(reason):
     print("stopping", flush=True)
     if sys.argv[1] == "drains":
         stopping.set()
 
 async def main():
-    await asyncio.sleep(0.3)  # the caller is waiting by now, as it is when a person presses Ctrl-C
     print("running", flush=True)
     try:
         await asyncio.to_thread(stopping.wait, 60)
@@ -202,7 +200,6 @@ def interrupted(mode: str, presses: int) -> list[str]:
     assert process.stdout is not None
     lines = [process.stdout.readline().strip()]
     for _ in range(presses):
-        time.sleep(0.5)  # as a person: an interrupt in the middle of handing over the one before may get lost in anyio
         process.send_signal(signal.SIGINT)
         lines.append(process.stdout.readline().strip())
     rest = process.stdout.read().split()

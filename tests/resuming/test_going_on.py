@@ -88,7 +88,7 @@ def test_lockstep_aborted_again_and_again_in_rollouts_goes_on_as_if_it_had_not_b
     else:
         raise AssertionError("the run came to no end")
     assert facts(details) == facts(whole)
-    assert rows(tmp_path, "SELECT COUNT(*) FROM session_ends WHERE state = 'failed'")[0][0] > 10
+    assert rows(tmp_path, "SELECT COUNT(*) FROM session_ends WHERE state = 'aborted'")[0][0] > 10
     assert check(tmp_path).problems == []
 
 
@@ -201,6 +201,16 @@ def run_until(candidates: int, directory: Path) -> Path:
 
     run(directory, 150, schedule="lockstep", gepa_kwargs={"stop_callbacks": [full]})
     return directory
+
+
+def test_what_was_spent_on_reflections_before_counts(tmp_path: Path) -> None:
+    first = run(tmp_path, 500, max_reflection_calls=4, schedule="lockstep")
+    assert first.async_stats.reflection_calls == 4
+    again = run(tmp_path, 500, max_reflection_calls=4, schedule="lockstep")
+    assert again.async_stats.reflection_calls == 0
+    assert again.async_stats.stop_reason == "max_reflection_calls=4 is spent"
+    more = run(tmp_path, 500, max_reflection_calls=6, schedule="lockstep")
+    assert more.async_stats.reflection_calls == 2
 
 
 def test_the_journal_holds_no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

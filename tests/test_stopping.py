@@ -1,0 +1,651 @@
+"""Every way to end a run early, what is left then, and the best program while a run goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import dspy
+import pytest
+from dspy.utils.exceptions import LMAuthError, LMRateLimitError
+from gepa.core.state import GEPAState
+
+from dspy_flashevolve import AsyncGEPA, RunAbortedError
+from tests.fakes import AsyncFakeEngine, Chain, digits, examples, fake_lm, hashed, reflection_lm, reply_for
+
+TRAIN, VAL = examples("t", 7), examples("v", 9)
+ENDLESS = 10**6
+"""A budget of metric calls that no test spends."""
+
+
+def optimizer(calls: int | None = 150, **options: Any) -> AsyncGEPA:
+    settings: dict[str, Any] = {"max_metric_calls": calls, "num_threads": 4, "track_stats": True}
+    settings |= {"reflection_lm": reflection_lm()} | options
+    return AsyncGEPA(settings.pop("metric", digits), **settings)
+
+
+def compiled(one: AsyncGEPA) -> Any:
+    return one.compile(Chain(), trainset=TRAIN, valset=VAL)
+
+
+class On:
+    """A gepa callback: calls a function at one kind of event."""
+
+    def __init__(self, event: str, call: Callable[[dict[str, Any]], Any]) -> None:
+        setattr(self, event, call)
+
+
+def on(event: str, call: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
+    """``gepa_kwargs`` with one callback."""
+    return {"callbacks": [On(event, call)]}
+
+
+def press(number: signal.Signals) -> Callable[[dict[str, Any]], None]:
+    """A callback that sends this process a signal, once: as a person does it."""
+    pressed: list[int] = []
+
+    def once(event: dict[str, Any]) -> None:
+        if not pressed:
+            pressed.append(1)
+            os.kill(os.getpid(), number)
+
+    return once
+
+
+def text_of(program: Any) -> str:
+    return program.steps[0].signature.instructions
+
+
+def left_threads() -> list[str]:
+    """Names of threads of ours that live though a moment has passed."""
+    ours = [one for one in threading.enumerate() if one.name.startswith(("flashevolve", "asyncio-portal"))]
+    for thread in ours:
+        thread.join(timeout=10)
+    return [one.name for one in ours if one.is_alive()]
+
+
+# Ways to end a run
+
+
+def priced(lm: dspy.LM) -> dspy.LM:
+    """The same under a name that is in litellm's cost map."""
+    engine = lm._engine_spec
+    return dspy.LM("openai/gpt-4o-mini", engine=engine, async_engine=AsyncFakeEngine(engine), cache=False)
+
+
+def third(state: Any) -> bool:
+    return len(state.full_program_trace) > 2
+
+
+ENDS: dict[str, tuple[dict[str, Any], str, str]] = {
+    "max_metric_calls": ({"calls": 60}, "max_metric_calls=60", "finished"),
+    "max_seconds": ({"max_seconds": 0.2}, "max_seconds=0.2 is over", "finished"),
+    "max_reflection_calls": ({"max_reflection_calls": 4}, "max_reflection_calls=4 is spent", "finished"),
+    "max_cost": ({"max_cost": 5e-5}, "max_cost=5e-05 dollars is spent", "finished"),
+    "a stopper": ({"gepa_kwargs": {"stop_callbacks": third}}, "a stopper said stop", "stopped"),
+    "gepa.stop": ({}, "gepa.stop is there", "stopped"),
+}
+
+
+@pytest.mark.parametrize("schedule", ["async", "lockstep"])
+@pytest.mark.parametrize("way", list(ENDS))
+def test_every_end_drains_and_returns_the_best(way: str, schedule: Any, tmp_path: Path) -> None:
+    options, reason, outcome = ENDS[way]
+    options = {"calls": ENDLESS, "schedule": schedule} | options
+    if way == "gepa.stop":
+        options |= {"log_dir": str(tmp_path), "gepa_kwargs": on("on_iteration_end", lambda _: touch(tmp_path))}
+    lm = dspy.settings.lm
+    with dspy.context(lm=priced(lm) if way == "max_cost" else lm):
+        reflecting = priced(reflection_lm()) if way == "max_cost" else reflection_lm()
+        program = compiled(optimizer(reflection_lm=reflecting, **options))
+    details, stats = program.detailed_results, program.async_stats
+    assert reason in stats.stop_reason
+    assert stats.outcome == outcome
+    assert not stats.failed
+    assert stats.ended["cancelled"] == 0, "what ran was finished"
+    assert sum(stats.ended.values()) == stats.tickets
+    assert text_of(program) == text_of(details.candidates[details.best_idx])
+    assert details.val_aggregate_scores[details.best_idx] == max(details.val_aggregate_scores)
+
+
+def touch(folder: Path) -> None:
+    (folder / "gepa.stop").touch()
+
+
+def test_the_first_reason_stays_when_ctrl_c_comes_after_it() -> None:
+    stats = compiled(optimizer(60, gepa_kwargs=on("on_optimization_end", press(signal.SIGINT)))).async_stats
+    assert "max_metric_calls=60" in stats.stop_reason
+    assert stats.outcome == "finished"
+
+
+# Signals: a process of its own
+
+
+SCRIPT = """
+import asyncio, json, logging, signal, sys, threading
+import dspy
+from gepa.core.state import GEPAState
+from tests.fakes import FakeEngine
+from tests.test_stopping import *
+
+mode, folder = sys.argv[1:]
+logging.basicConfig(level=logging.WARNING, stream=sys.stdout, format="%(message)s")
+accepted = []
+
+class Paced(AsyncFakeEngine):
+    async def complete(self, request):
+        if mode == "hangs" and accepted:
+            await asyncio.Event().wait()
+        await asyncio.sleep(0.005)
+        return await super().complete(request)
+
+class Tell:
+    def on_candidate_accepted(self, event):
+        accepted.append(event["new_candidate_idx"])
+        if len(accepted) == 1:
+            print("a candidate was accepted", flush=True)
+
+def answer(prompt):
+    if "new_instruction" in prompt:
+        return reply_for(prompt, new_instruction=f"Instruction {hashed(prompt) % 100_000}")
+    return reply_for(prompt, answer=str(hashed(prompt) % 7))
+
+engine = FakeEngine(answer)
+lm = dspy.LM("fake/model", engine=engine, async_engine=Paced(engine), cache=False, num_retries=0)
+one = optimizer(ENDLESS, log_dir=folder, reflection_lm=lm, gepa_kwargs={"callbacks": [Tell()]}, staleness="full")
+before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+with dspy.context(lm=lm):
+    try:
+        program, end = compiled(one), "returned"
+    except KeyboardInterrupt:
+        program, end = None, "KeyboardInterrupt"
+best = one.best_so_far()
+after = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+print(json.dumps({
+    "end": end,
+    "outcome": best.async_stats.outcome,
+    "stop_reason": best.async_stats.stop_reason,
+    "ended": best.async_stats.ended,
+    "accepted": accepted,
+    "saved": len(GEPAState.load(folder).program_candidates),
+    "same": program is None or text_of(program) == text_of(best),
+    "score": max(best.detailed_results.val_aggregate_scores),
+    "handlers are back": before == after,
+    "threads": left_threads(),
+}), flush=True)
+sys.stdin.readline()
+"""
+
+
+class Child:
+    """A script that optimizes, in a process of its own."""
+
+    def __init__(self, mode: str, folder: Path) -> None:
+        command = [sys.executable, "-c", SCRIPT, mode, str(folder)]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[1]
+        )
+        self.watchdog = threading.Timer(60, self.process.kill)  # a script that hangs is a failure, not a hang
+        self.watchdog.start()
+
+    def wait_for(self, words: str) -> str:
+        """The next line with these words."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if words in line:
+                return line
+        raise AssertionError(f"the script ended without {words!r}: {self.process.wait()}")
+
+    def send(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def result(self) -> dict[str, Any]:
+        return json.loads(self.wait_for('"end"'))
+
+
+@pytest.fixture
+def child(tmp_path: Path) -> Iterator[Callable[[str], Child]]:
+    begun: list[Child] = []
+
+    def begin(mode: str) -> Child:
+        begun.append(Child(mode, tmp_path))
+        begun[-1].wait_for("a candidate was accepted")
+        return begun[-1]
+
+    yield begin
+    for one in begun:
+        one.watchdog.cancel()
+        one.process.kill()
+        one.process.communicate()
+
+
+REASONS = {signal.SIGINT: "interrupted by Ctrl-C", signal.SIGTERM: "terminated by SIGTERM"}
+
+
+@pytest.mark.parametrize("number", list(REASONS))
+def test_the_first_ctrl_c_or_sigterm_drains_saves_and_returns_the_best(number: signal.Signals, child: Any) -> None:
+    script = child("drains")
+    script.send(number)
+    result = script.result()
+    assert result["end"] == "returned"
+    assert (result["outcome"], result["stop_reason"]) == ("stopped", REASONS[number])
+    assert result["ended"]["cancelled"] == 0
+    assert result["ended"]["committed"] == len(result["accepted"]) == result["saved"] - 1 > 0
+    assert result["same"]
+    assert result["handlers are back"]
+    assert result["threads"] == []
+    script.send(signal.SIGTERM)
+    assert script.process.wait(30) == -signal.SIGTERM, "after the run, a signal does what it did before"
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [(signal.SIGINT, signal.SIGINT), (signal.SIGTERM, signal.SIGTERM)], ids=["int", "term"]
+)
+def test_the_second_one_saves_every_commit_and_raises_keyboard_interrupt(
+    first: signal.Signals, second: signal.Signals, child: Any
+) -> None:
+    """No request is answered any more: the run cannot drain, so that the second signal finds it there."""
+    script = child("hangs")
+    script.send(first)
+    script.wait_for("A second time cancels")
+    script.send(second)
+    result = script.result()
+    assert result["end"] == "KeyboardInterrupt"
+    assert (result["outcome"], result["stop_reason"]) == ("aborted", REASONS[first])
+    assert result["ended"]["cancelled"] > 0
+    assert result["ended"]["committed"] == len(result["accepted"]) == result["saved"] - 1 > 0
+    assert result["score"] > 0
+    assert result["handlers are back"]
+    assert result["threads"] == []
+
+
+# Signals: in this process
+
+
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in REASONS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def now() -> list[Any]:
+    return [signal.getsignal(number) for number in REASONS]
+
+
+def test_handlers_are_set_while_compile_runs_in_the_main_thread_and_put_back() -> None:
+    before, during = now(), list[Any]()
+    compiled(optimizer(40, gepa_kwargs=on("on_iteration_start", lambda _: during.append(now()))))
+    assert during
+    assert all(mine != theirs for one in during for mine, theirs in zip(one, before, strict=True))
+    assert now() == before
+
+
+def test_handlers_are_put_back_after_an_error() -> None:
+    def metric(gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None) -> float:
+        raise LMAuthError("invalid key")
+
+    before = now()
+    with pytest.raises(RunAbortedError):
+        compiled(optimizer(metric=metric))
+    assert now() == before
+
+
+@pytest.mark.parametrize("way", ["another thread", "acompile"])
+def test_no_handler_is_touched_in_another_thread_or_by_acompile(way: str) -> None:
+    before, during = now(), list[Any]()
+    one = optimizer(40, gepa_kwargs=on("on_iteration_start", lambda _: during.append(now())))
+    if way == "acompile":
+        loop = asyncio.new_event_loop()
+        loop.run_until_complete(one.acompile(Chain(), trainset=TRAIN, valset=VAL))
+        loop.close()
+    else:
+        with ThreadPoolExecutor(1) as pool:
+            settings = dict(dspy.settings.config)
+            pool.submit(lambda: run_in(settings, one)).result()
+    assert during
+    assert all(one == before for one in during)
+    assert now() == before
+
+
+def run_in(settings: dict[str, Any], one: AsyncGEPA) -> Any:
+    with dspy.context(lm=settings["lm"]):
+        return compiled(one)
+
+
+@pytest.mark.usefixtures("handlers")
+@pytest.mark.parametrize("number", list(REASONS))
+def test_a_handler_of_the_users_is_left_alone(number: signal.Signals) -> None:
+    heard: list[int] = []
+
+    def mine(got: int, frame: Any) -> None:
+        heard.append(got)
+
+    signal.signal(number, mine)
+    stats = compiled(optimizer(60, gepa_kwargs=on("on_iteration_start", press(number)))).async_stats
+    assert heard == [number]
+    assert stats.outcome == "finished"
+    assert signal.getsignal(number) is mine
+
+
+@pytest.mark.usefixtures("handlers")
+def test_a_handler_of_the_users_that_raises_keyboard_interrupt_counts_as_ctrl_c() -> None:
+    def mine(got: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, mine)
+    stats = compiled(optimizer(ENDLESS, gepa_kwargs=on("on_iteration_end", press(signal.SIGTERM)))).async_stats
+    assert (stats.outcome, stats.stop_reason) == ("stopped", "interrupted by Ctrl-C")
+
+
+@pytest.mark.usefixtures("handlers")
+def test_sys_exit_in_a_handler_of_the_users_cancels_the_run_and_saves_it(tmp_path: Path) -> None:
+    def mine(got: int, frame: Any) -> None:
+        sys.exit(3)
+
+    signal.signal(signal.SIGTERM, mine)
+    one = optimizer(ENDLESS, log_dir=str(tmp_path), staleness="full")
+    one.gepa_kwargs = on("on_candidate_accepted", press(signal.SIGTERM))
+    with pytest.raises(SystemExit):
+        compiled(one)
+    best: Any = one.best_so_far()
+    assert best.async_stats.outcome == "aborted"
+    saved = len(GEPAState.load(str(tmp_path)).program_candidates)
+    assert saved == best.async_stats.ended["committed"] + 1 > 1
+    assert left_threads() == []
+
+
+class Again(logging.Handler):
+    """Presses Ctrl-C once more when the run has said that it drains."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "A second time cancels" in record.getMessage():
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_the_second_ctrl_c_does_not_wait_for_a_program_that_blocks_its_thread() -> None:
+    calls, released, pressing = [], threading.Event(), press(signal.SIGINT)
+
+    class Blocks(dspy.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.step = dspy.Predict("question -> answer")
+
+        def forward(self, question: str) -> dspy.Prediction:
+            calls.append(1)
+            if len(calls) > 40:
+                pressing({})
+                released.wait(60)
+            return self.step(question=question)
+
+    one, again, logger = optimizer(ENDLESS), Again(), logging.getLogger("dspy_flashevolve")
+    logger.addHandler(again)
+    try:
+        with pytest.raises(KeyboardInterrupt, match="Ctrl-C"):
+            one.compile(Blocks(), trainset=TRAIN, valset=VAL)
+        assert not released.is_set()
+        best: Any = one.best_so_far()
+        assert best.async_stats.outcome == "aborted"
+    finally:
+        logger.removeHandler(again)
+        released.set()
+    assert left_threads() == [], "the thread ends with the call that blocked it"
+
+
+# A notebook: a loop runs in the main thread
+
+
+def in_a_cell(one: AsyncGEPA) -> Any:
+    """As ipykernel runs a cell without ``await``: the main thread's loop stands still while it runs."""
+
+    async def cell() -> Any:
+        return compiled(one)
+
+    loop = asyncio.new_event_loop()
+    try:
+        return loop.run_until_complete(cell())
+    finally:
+        loop.close()
+
+
+def test_max_seconds_ends_a_run_in_a_notebook_cell() -> None:
+    stats = in_a_cell(optimizer(ENDLESS, max_seconds=0.2)).async_stats
+    assert (stats.outcome, stats.stop_reason) == ("finished", "max_seconds=0.2 is over")
+
+
+def test_interrupt_kernel_ends_the_cell_with_the_best_program() -> None:
+    """The button sends the kernel SIGINT; ipykernel has Python's own handler set while a cell runs."""
+    one = optimizer(ENDLESS, gepa_kwargs=on("on_candidate_accepted", press(signal.SIGINT)), staleness="full")
+    program = in_a_cell(one)
+    assert program.async_stats.stop_reason == "interrupted by Ctrl-C"
+    assert program.async_stats.ended["cancelled"] == 0
+    assert len(program.detailed_results.candidates) > 1
+
+
+# The best so far
+
+
+def test_best_so_far_is_none_before_the_seed_is_validated_and_the_runs_best_after_it() -> None:
+    early: list[Any] = []
+
+    def metric(gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None) -> Any:
+        early.append(one.best_so_far())
+        return digits(gold, pred)
+
+    one = optimizer(120, metric=metric)
+    assert one.best_so_far() is None
+    program = compiled(one)
+    best: Any = one.best_so_far()
+    assert early[:9] == [None] * 9
+    assert any(early)
+    assert text_of(best) == text_of(program)
+    assert best is not program
+    assert best.detailed_results.to_dict() == program.detailed_results.to_dict()
+    assert best.async_stats is program.async_stats
+
+
+def test_best_so_far_in_a_callback_knows_the_candidate_that_was_just_validated() -> None:
+    known: list[tuple[float, float]] = []
+    scores: list[float] = []
+
+    def validated(event: Any) -> None:
+        scores.append(event["average_score"])
+        details = one.best_so_far().detailed_results
+        assert details.async_stats is None
+        known.append((max(scores), details.val_aggregate_scores[details.best_idx]))
+
+    one = optimizer(200)
+    one.gepa_kwargs = on("on_valset_evaluated", validated)
+    compiled(one)
+    assert len(known) > 2
+    assert all(told == mine for told, mine in known)
+
+
+def test_best_so_far_waits_for_nobody_not_even_for_a_callback_that_waits_for_it() -> None:
+    seen: list[Any] = []
+    with ThreadPoolExecutor(1) as other:
+
+        def ask(event: Any) -> None:
+            seen.append(other.submit(one.best_so_far).result(timeout=30))
+
+        one = optimizer(100)
+        one.gepa_kwargs = on("on_iteration_end", ask)
+        compiled(one)
+    assert seen
+    assert all(isinstance(program, Chain) for program in seen)
+
+
+def test_best_so_far_on_the_runs_own_loop_does_not_hang() -> None:
+    seen: list[Any] = []
+
+    async def metric(gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None) -> Any:
+        seen.append(one.best_so_far())
+        return digits(gold, pred)
+
+    one = optimizer(100, metric=metric)
+    compiled(one)
+    assert any(seen)
+
+
+def test_best_so_far_can_be_asked_all_the_time_from_many_threads_until_after_the_end() -> None:
+    over, scores = threading.Event(), list[list[float]]()
+
+    def ask() -> None:
+        mine: list[float] = []
+        scores.append(mine)
+        while True:
+            last = over.is_set()
+            program: Any = one.best_so_far()
+            if program is not None:
+                details = program.detailed_results
+                assert text_of(program) == text_of(details.candidates[details.best_idx])
+                mine.append(details.val_aggregate_scores[details.best_idx])
+            if last:
+                return
+
+    one = optimizer(90)
+    with ThreadPoolExecutor(2) as pool:
+        asking = [pool.submit(ask) for _ in range(2)]
+        try:
+            program = compiled(one)
+        finally:
+            over.set()
+        for future in asking:
+            future.result()
+    best = max(program.detailed_results.val_aggregate_scores)
+    assert all(mine == sorted(mine) and mine[-1] == best for mine in scores)
+
+
+def test_best_so_far_is_a_bare_program_without_track_stats() -> None:
+    one = optimizer(100, track_stats=False)
+    program = compiled(one)
+    assert text_of(one.best_so_far()) == text_of(program)
+    assert not hasattr(one.best_so_far(), "detailed_results")
+
+
+def test_best_so_far_is_that_of_the_compile_that_began_last() -> None:
+    """The inner compile begins while the outer one runs, and ends before it."""
+    inner: list[Any] = []
+
+    def begin(event: Any) -> None:
+        if not inner:
+            inner.append(None)
+            with ThreadPoolExecutor(1) as pool:
+                inner[0] = pool.submit(run_in, settings, one).result()
+            assert text_of(one.best_so_far()) == text_of(inner[0])
+
+    settings = {"lm": fake_lm(lambda prompt: reply_for(prompt, answer=str(hashed("inner", prompt) % 7)))}
+    one = optimizer(150)
+    one.gepa_kwargs = on("on_candidate_accepted", begin)
+    compiled(one)
+    best: Any = one.best_so_far()
+    assert best.async_stats is inner[0].async_stats
+
+
+def test_best_so_far_of_a_run_that_goes_on_from_a_checkpoint_is_the_checkpoints_best(tmp_path: Path) -> None:
+    first = compiled(optimizer(150, log_dir=str(tmp_path)))
+    known: list[Any] = []
+    one = optimizer(200, log_dir=str(tmp_path))
+    one.gepa_kwargs = on("on_iteration_start", lambda _: known.append(one.best_so_far()))
+    compiled(one)
+    assert len(first.detailed_results.candidates) > 1
+    assert text_of(known[0]) == text_of(first)
+
+
+def test_a_copy_of_an_optimizer_has_no_run() -> None:
+    one = optimizer(60)
+    compiled(one)
+    assert copy.deepcopy(one._best).program() is None
+    assert copy.copy(one).best_so_far() is not None
+
+
+# How it ended
+
+
+def summary(caplog: pytest.LogCaptureFixture) -> logging.LogRecord:
+    """The one line at the end of a run."""
+    (line,) = [record for record in caplog.records if "metric calls, " in record.getMessage()]
+    return line
+
+
+def test_the_end_of_a_run_is_one_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="dspy_flashevolve"):
+        program = compiled(optimizer(150))
+    stats, best = program.async_stats, max(program.detailed_results.val_aggregate_scores)
+    line = summary(caplog)
+    assert line.levelno == logging.INFO
+    assert line.getMessage().startswith(
+        f"AsyncGEPA finished: {stats.proposals} proposals, {len(stats.commits)} accepted, best score {best:.4g}, "
+        f"{stats.metric_calls} of 150 metric calls, "
+    )
+    assert line.getMessage().endswith(f" s; {stats.stop_reason}.")
+
+
+def failing_after(count: int, error: Exception) -> dspy.LM:
+    answered = 0
+
+    def answer(prompt: str) -> str:
+        nonlocal answered
+        answered += 1
+        if answered > count:
+            raise error
+        return reply_for(prompt, answer=str(1 + hashed(prompt) % 6))
+
+    return fake_lm(answer)
+
+
+def test_a_run_that_gives_up_says_failed_in_the_result_and_in_an_error(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def sleep(seconds: float) -> None:
+        await asyncio.sleep(0)
+
+    monkeypatch.setattr("dspy_flashevolve.engine.rollouts.anyio.sleep", sleep)
+    with dspy.context(lm=failing_after(60, LMRateLimitError("503 for good"))):
+        stats = compiled(optimizer(ENDLESS)).async_stats
+    assert (stats.outcome, stats.failed) == ("failed", True)
+    assert summary(caplog).levelno == logging.ERROR
+    assert "gave up" in summary(caplog).getMessage()
+
+
+def test_an_aborted_run_says_so_in_its_best_program_and_in_an_error(caplog: pytest.LogCaptureFixture) -> None:
+    one = optimizer(ENDLESS)
+    with (
+        dspy.context(lm=failing_after(60, LMAuthError("the key was revoked"))),
+        pytest.raises(RunAbortedError) as error,
+    ):
+        compiled(one)
+    stats = error.value.best_program.async_stats
+    best: Any = one.best_so_far()
+    assert stats.outcome == best.async_stats.outcome == "aborted"
+    assert stats.stop_reason.startswith("RunAbortedError: ")
+    assert not stats.failed
+    assert summary(caplog).levelno == logging.ERROR
+
+
+def test_a_cancelled_acompile_leaves_the_best_so_far_and_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+        one.gepa_kwargs = on("on_candidate_accepted", lambda _: loop.call_soon_threadsafe(task.cancel))
+        await one.acompile(Chain(), trainset=TRAIN, valset=VAL)
+
+    one = optimizer(ENDLESS, staleness="full")
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(main())
+    best: Any = one.best_so_far()
+    assert (best.async_stats.outcome, best.async_stats.stop_reason) == ("aborted", "cancelled")
+    assert summary(caplog).levelno == logging.WARNING
+    assert left_threads() == []
