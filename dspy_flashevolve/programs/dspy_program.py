@@ -6,9 +6,9 @@ import asyncio
 import copy
 import inspect
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import dspy
 from dspy.teleprompt.gepa.gepa_utils import DspyAdapter
@@ -19,10 +19,12 @@ from dspy_flashevolve.engine.rollouts import Rollout
 from dspy_flashevolve.engine.threads import Threads
 from dspy_flashevolve.programs.endpoints import LanguageModels
 from dspy_flashevolve.programs.faults import raise_provider_fault
+from dspy_flashevolve.programs.lm_calls import heard_lm_calls
 from dspy_flashevolve.programs.metric import Metric
 from dspy_flashevolve.programs.runner import ProgramRunner
 from dspy_flashevolve.programs.usage import cost_of, tokens_of
 
+T = TypeVar("T")
 ReflectiveDataset = Mapping[str, Sequence[Mapping[str, Any]]]
 
 
@@ -100,11 +102,10 @@ class DspyProgram:
         if rng is not None:
             adapter = copy.copy(adapter)
             adapter.rng = rng
-        try:
-            dataset = await self._threads.run(adapter.make_reflective_dataset, candidate, evaluation, components)
-        except Exception as error:
-            raise_provider_fault(error)
-            raise
+        async with self._metric.turn():
+            dataset = await self._watched(
+                lambda: self._threads.run(adapter.make_reflective_dataset, candidate, evaluation, components)
+            )
         # The adapter warns once of scores that differ; its copies must not warn again.
         self.adapter.warn_on_score_mismatch &= adapter.warn_on_score_mismatch
         return dataset
@@ -127,25 +128,27 @@ class DspyProgram:
                 texts: dict[str, str] = self.adapter.propose_new_texts(candidate, dict(dataset), components)  # pyright: ignore[reportArgumentType]
             return Reflection(texts, tokens_of(usage), cost_of(usage) if self._priced else 0.0)
 
-        try:
-            return await self._threads.run(call)
-        except Exception as error:
-            raise_provider_fault(error)
-            raise
+        return await self._watched(lambda: self._threads.run(call))
 
     async def _proposed_on_loop(
         self, acall: Any, candidate: dict[str, str], dataset: ReflectiveDataset, components: list[str]
     ) -> Reflection:
         lm = self.adapter.reflection_lm or dspy.settings.lm
-        try:
-            with track_usage() as usage, dspy.context(lm=lm):
-                texts = await acall(
-                    candidate=candidate, reflective_dataset=dict(dataset), components_to_update=components
-                )
-        except Exception as error:
-            raise_provider_fault(error)
-            raise
+        with track_usage() as usage, dspy.context(lm=lm):
+            texts = await self._watched(
+                lambda: acall(candidate=candidate, reflective_dataset=dict(dataset), components_to_update=components)
+            )
         return Reflection(dict(texts), tokens_of(usage), cost_of(usage) if self._priced else 0.0)
+
+    @staticmethod
+    async def _watched(call: Callable[[], Awaitable[T]]) -> T:
+        """Tell the provider's faults from what the user's code raised."""
+        with heard_lm_calls() as calls:
+            try:
+                return await call()
+            except Exception as error:
+                raise_provider_fault(error, calls.errors)
+                raise
 
 
 def settings_snapshot() -> dict[str, Any]:

@@ -18,6 +18,7 @@ from dspy_flashevolve.programs.asynchrony import runs_on_loop
 from dspy_flashevolve.programs.copies import isolated_copy
 from dspy_flashevolve.programs.endpoints import LanguageModels
 from dspy_flashevolve.programs.faults import raise_provider_fault
+from dspy_flashevolve.programs.lm_calls import heard_lm_calls
 from dspy_flashevolve.programs.usage import calls_of, cost_of, tokens_of
 
 
@@ -62,7 +63,7 @@ class DspyIntegrator:
             "commits": list(request.commits),
             "code_components": list(self._code),
         }
-        with track_usage() as usage, dspy.context(lm=self._lm):
+        with track_usage() as usage, dspy.context(lm=self._lm), heard_lm_calls() as calls:
             try:
                 if runs_on_loop(module):
                     answer = await module.acall(**inputs)
@@ -74,7 +75,7 @@ class DspyIntegrator:
                     raise  # the run is being cancelled, not the module by itself
                 texts, judgements, problem = {}, (), f"the module was cancelled: {error}"
             except Exception as error:
-                raise_provider_fault(error)
+                raise_provider_fault(error, calls.errors)
                 texts, judgements, problem = {}, (), f"{type(error).__name__}: {error}"
         return Integration(
             texts,
