@@ -21,12 +21,13 @@ from dspy.teleprompt.gepa.gepa_utils import DspyAdapter, LoggerAdapter
 from gepa.core.data_loader import ensure_loader
 from gepa.core.result import GEPAResult
 
+from dspy_flashevolve.engine.blame import hand_over, report
 from dspy_flashevolve.engine.endpoints import Endpoints
-from dspy_flashevolve.engine.errors import DataError, RunAbortedError
+from dspy_flashevolve.engine.errors import DataError
 from dspy_flashevolve.engine.events import EventBus
 from dspy_flashevolve.engine.threads import Threads
 from dspy_flashevolve.gepa.options import GepaOptions
-from dspy_flashevolve.gepa.parts import build_parts, has_foreign
+from dspy_flashevolve.gepa.parts import build_parts, has_foreign, hooks_of
 from dspy_flashevolve.gepa.pool import Pool
 from dspy_flashevolve.gepa.run import GepaRun
 from dspy_flashevolve.gepa.settings import RunSettings
@@ -86,7 +87,7 @@ class Compilation:
         self._priced = settings.max_cost is not None
         workers = self._settings.slots + self._settings.live_limit + 1
         self._threads = Threads(workers, "work")
-        self._metric = Metric(optimizer.metric_fn, self._threads)
+        self._metric = Metric(optimizer.metric_fn, self._threads, optimizer.metric_lock)
         self._reflection_lm = optimizer.reflection_lm
         self._integrating: Module = optimizer.stale_candidate_reflection or StaleCandidateReflection()
         self._models = self._twins(student)
@@ -150,8 +151,10 @@ class Compilation:
         except BaseException as error:
             with anyio.CancelScope(shield=True):
                 await pool.write(pool.fail, error, run.live)
-            if isinstance(error, RunAbortedError) and pool.seed_confirmed:
-                error.best_program = self._result(pool, self._stats(run, recorder, anyio.current_time() - began))
+            if isinstance(error, Exception):
+                report(error, hooks_of(self._parts, optimizer))
+                if pool.seed_confirmed:
+                    hand_over(error, self._result(pool, self._stats(run, recorder, anyio.current_time() - began)))
             raise
         finally:
             progress.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import inspect
+import logging
 import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from dspy.teleprompt.gepa.gepa_utils import DspyAdapter
 from dspy.utils.usage_tracker import track_usage
 from gepa.core.adapter import EvaluationBatch
 
+from dspy_flashevolve.engine.blame import who_raised
 from dspy_flashevolve.engine.rollouts import Rollout
 from dspy_flashevolve.engine.threads import Threads
 from dspy_flashevolve.programs.endpoints import LanguageModels
@@ -23,6 +25,8 @@ from dspy_flashevolve.programs.lm_calls import heard_lm_calls
 from dspy_flashevolve.programs.metric import Metric
 from dspy_flashevolve.programs.runner import ProgramRunner
 from dspy_flashevolve.programs.usage import cost_of, tokens_of
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 ReflectiveDataset = Mapping[str, Sequence[Mapping[str, Any]]]
@@ -66,6 +70,11 @@ class DspyProgram:
         self._priced = priced
         self._metric = metric
         self._threads = threads
+        self._hooks = {
+            "instruction_proposer": adapter.custom_instruction_proposer,
+            "code_proposer": adapter.custom_code_proposer,
+            "metric": adapter.metric_fn,
+        }
         self._runner = ProgramRunner(adapter, metric, threads, priced, models)
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -140,14 +149,16 @@ class DspyProgram:
             )
         return Reflection(dict(texts), tokens_of(usage), cost_of(usage) if self._priced else 0.0)
 
-    @staticmethod
-    async def _watched(call: Callable[[], Awaitable[T]]) -> T:
-        """Tell the provider's faults from what the user's code raised."""
+    async def _watched(self, call: Callable[[], Awaitable[T]]) -> T:
+        """Tell the provider's faults from what the user's code raised, and name that code."""
         with heard_lm_calls() as calls:
             try:
                 return await call()
             except Exception as error:
                 raise_provider_fault(error, calls.errors)
+                hook = who_raised(error, self._hooks)
+                if hook is not None:
+                    logger.warning("%s raised %s: %s", hook, type(error).__name__, error)
                 raise
 
 
