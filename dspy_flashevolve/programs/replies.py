@@ -54,7 +54,8 @@ def _is_hollow_choice(choice: Any) -> bool:
     if _in(choice, "text") is not None:  # a text completion
         return False
     message = _in(choice, "message")
-    return message is None or all(_in(message, name) in (None, []) for name in SAID)
+    more = _in(message, "provider_specific_fields") or {}  # where litellm puts a refusal
+    return message is None or all(_in(one, name) in (None, []) for one in (message, more) for name in SAID)
 
 
 def _in(value: Any, name: str) -> Any:
