@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import dspy
+from dspy.primitives.module import Module
 from dspy.teleprompt.gepa.gepa_utils import DspyAdapter
 from dspy.utils.usage_tracker import track_usage
 from gepa.core.adapter import EvaluationBatch
@@ -19,6 +20,7 @@ from gepa.core.adapter import EvaluationBatch
 from dspy_flashevolve.engine.blame import who_raised
 from dspy_flashevolve.engine.rollouts import Rollout
 from dspy_flashevolve.engine.threads import Threads
+from dspy_flashevolve.programs.asynchrony import has_own_aforward
 from dspy_flashevolve.programs.endpoints import LanguageModels
 from dspy_flashevolve.programs.faults import raise_provider_fault
 from dspy_flashevolve.programs.lm_calls import heard_lm_calls
@@ -128,7 +130,10 @@ class DspyProgram:
             Exception: what the proposer raised.
         """
 
-        acall = getattr(self.adapter.custom_instruction_proposer, "acall", None)
+        proposer = self.adapter.custom_instruction_proposer
+        acall = getattr(proposer, "acall", None)
+        if isinstance(proposer, Module) and not has_own_aforward(proposer):
+            acall = None  # every module has an ``acall``; not every one can be awaited
         if inspect.iscoroutinefunction(acall) and not any(name in self.adapter._flex_paths for name in components):  # pyright: ignore[reportPrivateUsage]
             return await self._proposed_on_loop(acall, candidate, dataset, components)
 
