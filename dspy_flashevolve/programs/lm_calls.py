@@ -32,7 +32,10 @@ class LmCalls(BaseCallback):
 
 @contextmanager
 def heard_lm_calls() -> Generator[LmCalls, None, None]:
-    """Hear the LM calls that are made inside, beside the callbacks that the user has configured."""
+    """Hear the LM calls that are made inside, beside the callbacks that the user has configured.
+
+    Their trace is a list of its own, which ends with them: a long run does not fill the user's.
+    """
     calls = LmCalls()
-    with dspy.context(callbacks=[*dspy.settings.callbacks, calls]):
+    with dspy.context(callbacks=[*dspy.settings.callbacks, calls], trace=[]):
         yield calls
