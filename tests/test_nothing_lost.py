@@ -111,6 +111,17 @@ def test_a_provider_that_breaks_down_ends_the_run_with_the_best_so_far(name: str
     assert min(program.detailed_results.val_subscores[0].values()) > 0
 
 
+@pytest.mark.parametrize(("text", "why"), [("half a \ud800 character", "not valid Unicode"), (None, "is None")])
+def test_a_proposal_that_no_program_can_be_built_with_fails_its_ticket(text: Any, why: str, tmp_path: Any) -> None:
+    def proposer(candidate: Any, reflective_dataset: Any, components_to_update: list[str]) -> dict[str, str]:
+        return dict.fromkeys(components_to_update, text)
+
+    stats = compiled(60, instruction_proposer=proposer, log_dir=str(tmp_path)).async_stats
+    assert stats.ended["failed"] > 0
+    assert stats.ended["committed"] == 0
+    assert all(why in reason for reason in stats.end_reasons if reason.startswith("reflection failed"))
+
+
 # Code of the user's
 
 HOOKS: dict[str, tuple[type, str, Any]] = {

@@ -72,7 +72,7 @@ def _copied_container(value: Any, seen: dict[int, Any]) -> Any:
 
 
 def _copied_object(value: Any, seen: dict[int, Any]) -> Any:
-    result = value.model_copy() if _is_record(type(value)) else type(value).__new__(type(value))
+    result = copy.copy(value)
     seen[id(value)] = result
     vars(result).update({name: _copied(item, seen) for name, item in vars(value).items()})
     return result
@@ -92,7 +92,7 @@ def _is_plain(value: Any, seen: set[int]) -> bool:
 
 def _is_record(kind: type[Any]) -> bool:
     """A class of pydantic's, such as ``dspy.History``."""
-    return hasattr(kind, "model_fields") and hasattr(kind, "model_copy")
+    return hasattr(kind, "model_fields") and hasattr(kind, "__pydantic_validator__")
 
 
 def _is_data(value: Any, seen: set[int]) -> bool:

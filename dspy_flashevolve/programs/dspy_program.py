@@ -25,6 +25,7 @@ from dspy_flashevolve.programs.endpoints import LanguageModels
 from dspy_flashevolve.programs.faults import raise_provider_fault
 from dspy_flashevolve.programs.lm_calls import heard_lm_calls
 from dspy_flashevolve.programs.metric import Metric
+from dspy_flashevolve.programs.replies import checked_texts
 from dspy_flashevolve.programs.runner import ProgramRunner
 from dspy_flashevolve.programs.usage import cost_of, tokens_of
 
@@ -73,8 +74,8 @@ class DspyProgram:
         self._metric = metric
         self._threads = threads
         self._hooks = {
-            "instruction_proposer": adapter.custom_instruction_proposer,
-            "code_proposer": adapter.custom_code_proposer,
+            "instruction_proposer": _of_the_users(adapter.custom_instruction_proposer),
+            "code_proposer": _of_the_users(adapter.custom_code_proposer),
             "metric": adapter.metric_fn,
         }
         self._runner = ProgramRunner(adapter, metric, threads, priced, models)
@@ -127,7 +128,7 @@ class DspyProgram:
         Raises:
             TransientError: the provider asks to come back later.
             RunAbortedError: the provider refuses for good.
-            Exception: what the proposer raised.
+            Exception: what the proposer raised, or that what it returned is no text.
         """
 
         proposer = self.adapter.custom_instruction_proposer
@@ -139,8 +140,8 @@ class DspyProgram:
 
         def call() -> Reflection:
             with track_usage() as usage:
-                texts: dict[str, str] = self.adapter.propose_new_texts(candidate, dict(dataset), components)  # pyright: ignore[reportArgumentType]
-            return Reflection(texts, tokens_of(usage), cost_of(usage) if self._priced else 0.0)
+                texts: Any = self.adapter.propose_new_texts(candidate, dict(dataset), components)  # pyright: ignore[reportArgumentType]
+            return Reflection(checked_texts(texts), tokens_of(usage), cost_of(usage) if self._priced else 0.0)
 
         return await self._watched(lambda: self._threads.run(call))
 
@@ -152,7 +153,7 @@ class DspyProgram:
             texts = await self._watched(
                 lambda: acall(candidate=candidate, reflective_dataset=dict(dataset), components_to_update=components)
             )
-        return Reflection(dict(texts), tokens_of(usage), cost_of(usage) if self._priced else 0.0)
+        return Reflection(checked_texts(texts), tokens_of(usage), cost_of(usage) if self._priced else 0.0)
 
     async def _watched(self, call: Callable[[], Awaitable[T]]) -> T:
         """Tell the provider's faults from what the user's code raised, and name that code."""
@@ -163,8 +164,13 @@ class DspyProgram:
                 raise_provider_fault(error, calls.errors)
                 hook = who_raised(error, self._hooks)
                 if hook is not None:
-                    logger.warning("%s raised %s: %s", hook, type(error).__name__, error)
+                    logger.warning("%s raised %s: %.300s", hook, type(error).__name__, error)
                 raise
+
+
+def _of_the_users(proposer: Any) -> Any:
+    """A proposer, unless it is dspy's own: what that raises says something of the reflection LM's reply."""
+    return None if type(proposer).__module__.startswith("dspy.") else proposer
 
 
 def settings_snapshot() -> dict[str, Any]:

@@ -19,6 +19,7 @@ from dspy_flashevolve.programs.copies import isolated_copy
 from dspy_flashevolve.programs.endpoints import LanguageModels
 from dspy_flashevolve.programs.faults import raise_provider_fault
 from dspy_flashevolve.programs.lm_calls import heard_lm_calls
+from dspy_flashevolve.programs.replies import checked_texts
 from dspy_flashevolve.programs.usage import calls_of, cost_of, tokens_of
 
 
@@ -99,4 +100,8 @@ def _read(answer: Any, request: IntegrationRequest) -> tuple[dict[str, str], tup
     )
     failed = dict(getattr(answer, "failed", None) or {})
     problem = "; ".join(f"{name}: {why}" for name, why in failed.items())  # a part of it would lose the rest
-    return texts, judgements, problem or ("" if texts or judgements else "the module returned neither text nor verdict")
+    return (
+        checked_texts(texts),
+        judgements,
+        problem or ("" if texts or judgements else "the module returned neither text nor verdict"),
+    )

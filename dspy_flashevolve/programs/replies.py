@@ -37,6 +37,23 @@ def is_hollow(reply: Any) -> bool:
     return _is_hollow_body(reply)
 
 
+def checked_texts(texts: Mapping[str, Any]) -> dict[str, str]:
+    """New texts of components, if a program can be built with them.
+
+    Raises:
+        TypeError: one is no text.
+        ValueError: one has half a character in it (a lone surrogate), which no provider can receive.
+    """
+    for name, text in texts.items():
+        if not isinstance(text, str):
+            raise TypeError(f"the proposal for {name!r} is {text!r}, expected a text.")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"the proposal for {name!r} is not valid Unicode: {error.reason}.") from None
+    return dict(texts)
+
+
 def _each(replies: Any) -> Iterator[Any]:
     yield from replies
 
