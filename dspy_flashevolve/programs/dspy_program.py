@@ -141,7 +141,7 @@ class DspyProgram:
         def call() -> Reflection:
             with track_usage() as usage:
                 texts: Any = self.adapter.propose_new_texts(candidate, dict(dataset), components)  # pyright: ignore[reportArgumentType]
-            return Reflection(checked_texts(texts), tokens_of(usage), cost_of(usage) if self._priced else 0.0)
+            return Reflection(checked_texts(texts or {}), tokens_of(usage), cost_of(usage) if self._priced else 0.0)
 
         return await self._watched(lambda: self._threads.run(call))
 
@@ -153,7 +153,7 @@ class DspyProgram:
             texts = await self._watched(
                 lambda: acall(candidate=candidate, reflective_dataset=dict(dataset), components_to_update=components)
             )
-        return Reflection(checked_texts(texts), tokens_of(usage), cost_of(usage) if self._priced else 0.0)
+        return Reflection(checked_texts(texts or {}), tokens_of(usage), cost_of(usage) if self._priced else 0.0)
 
     async def _watched(self, call: Callable[[], Awaitable[T]]) -> T:
         """Tell the provider's faults from what the user's code raised, and name that code."""
