@@ -78,6 +78,9 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
             after a rate limit. Default: as long as the LM's own timeout lets it.
         duplicate_stragglers: when a rollout that takes far longer than the others is begun a second time, a
             :class:`Duplicates`; the first answer counts, and both may be paid. Default: never.
+        metric_lock: True for a metric that is not thread-safe: it is called once at a time within a run, for scores and
+            for feedback, sync or coroutine, while programs go on side by side. A call that waits for its turn keeps
+            its slot. Default: False, calls overlap.
 
     Raises:
         ConfigurationError: an argument that cannot work, with the reason.
@@ -147,6 +150,7 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
         controller: WorkflowController | None = None,
         rollout_timeout_seconds: float | None = None,
         duplicate_stragglers: Duplicates | None = None,
+        metric_lock: bool = False,
     ) -> None:
         check_metric(metric)
         super().__init__(
@@ -192,6 +196,7 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
         self.controller = controller
         self.rollout_timeout_seconds = rollout_timeout_seconds
         self.duplicate_stragglers = duplicate_stragglers
+        self.metric_lock = metric_lock
         self._best = Best()
         check_schedule(self)
         check_options(self._options())
@@ -233,6 +238,8 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
             ConfigurationError: the data, the program or the budget cannot work; raised before any LM call.
             RunAbortedError: the LM provider refused for good; its ``best_program`` is the best so far.
             KeyboardInterrupt: the run was cancelled by a second Ctrl-C or SIGTERM.
+            Exception: what a selector, a stopper or another strategy of the user's raised. The log names it; once the
+                seed is validated, it has ``best_program`` too.
         """
         compilation = self._prepare(student, trainset, teacher, valset)
         with compilation.tracker:

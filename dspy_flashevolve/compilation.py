@@ -19,12 +19,13 @@ from dspy.teleprompt.gepa.gepa_utils import LoggerAdapter
 from gepa.core.data_loader import ensure_loader
 from gepa.core.result import GEPAResult
 
+from dspy_flashevolve.engine.blame import hand_over, report
 from dspy_flashevolve.engine.endpoints import Endpoints
-from dspy_flashevolve.engine.errors import DataError, RunAbortedError
+from dspy_flashevolve.engine.errors import DataError
 from dspy_flashevolve.engine.events import EventBus
 from dspy_flashevolve.engine.threads import Threads
 from dspy_flashevolve.gepa.options import GepaOptions
-from dspy_flashevolve.gepa.parts import build_parts, has_foreign
+from dspy_flashevolve.gepa.parts import build_parts, has_foreign, hooks_of
 from dspy_flashevolve.gepa.pool import Pool
 from dspy_flashevolve.gepa.run import GepaRun
 from dspy_flashevolve.gepa.run_journal import RunJournal
@@ -79,7 +80,7 @@ class Compilation:
         self._priced = settings.max_cost is not None
         workers = self._settings.slots + self._settings.live_limit + 1
         self._threads = Threads(workers, "work")
-        self._metric = Metric(optimizer.metric_fn, self._threads)
+        self._metric = Metric(optimizer.metric_fn, self._threads, optimizer.metric_lock)
         self._reflection_lm = optimizer.reflection_lm
         self._integrating: Module = optimizer.stale_candidate_reflection or StaleCandidateReflection()
         self._models = self._twins(student)
@@ -160,8 +161,10 @@ class Compilation:
             stats = self._stats(run, recorder, anyio.current_time() - began, error)
             state = stats.outcome
             self.best.end(pool.standing.result, stats)
-            if isinstance(error, RunAbortedError) and pool.seed_confirmed:
-                error.best_program = self._result(pool, stats)
+            if isinstance(error, Exception):
+                report(error, hooks_of(self._parts, optimizer))
+                if pool.seed_confirmed:
+                    hand_over(error, self._result(pool, stats))
             log_summary(logger, stats, pool.standing.score, error=isinstance(error, Exception))
             raise
         finally:

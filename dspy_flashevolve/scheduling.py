@@ -105,6 +105,8 @@ def check_schedule(optimizer: Any) -> None:
         raise ConfigurationError(
             f"duplicate_stragglers is {optimizer.duplicate_stragglers!r}, expected a Duplicates, or None."
         )
+    if not isinstance(optimizer.metric_lock, bool):
+        raise ConfigurationError(f"metric_lock is {optimizer.metric_lock!r}, expected True or False.")
     for name in ("max_seconds", "max_cost", "rollout_timeout_seconds"):
         limit = getattr(optimizer, name)
         if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int | float) or not limit > 0):

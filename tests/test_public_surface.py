@@ -16,6 +16,7 @@ NEW = {
     "admission",
     "controller",
     "duplicate_stragglers",
+    "metric_lock",
     "max_concurrency",
     "max_cost",
     "max_live_tickets",

@@ -212,7 +212,6 @@ class Pipeline:
         return True
 
     async def _work(self, crew: Crew) -> None:
-        stage = crew.stage
         while True:
             try:
                 taken = await crew.take()
@@ -220,24 +219,24 @@ class Pipeline:
                 return
             if not taken:  # there are more workers than are wanted
                 return
-            started = self._clock()
-            first = taken[0][0]
-            with crew.at_work(len(taken)):
-                work: Any = first if stage.batch is None else [item for item, _ in taken]
-                outcomes = await stage.handler(work)
-            worked = self._clock() - started
-            for item, waited in taken:
-                self._bus.emit(
-                    StageFinished(self._clock(), item.ticket.number, stage.name, waited, worked / len(taken))
-                )
-            pairs = [(first, outcomes)] if isinstance(outcomes, Forward | Finish) else list(outcomes)
-            forgotten = {item.ticket.number for item, _ in taken} - {item.ticket.number for item, _ in pairs}
-            if forgotten:
-                raise ConfigurationError(
-                    f"stage {stage.name!r} did not say what becomes of tickets {sorted(forgotten)}."
-                )
-            for item, outcome in pairs:
-                await self._pass_on(item, outcome)
+            await self._handle(crew, taken)
+            del taken  # an idle worker holds no payload
+
+    async def _handle(self, crew: Crew, taken: list[tuple[Item[Any], float]]) -> None:
+        """Let the stage's handler work on items, with the seconds that each has waited, and pass them on."""
+        stage, started, first = crew.stage, self._clock(), taken[0][0]
+        with crew.at_work(len(taken)):
+            work: Any = first if stage.batch is None else [item for item, _ in taken]
+            outcomes = await stage.handler(work)
+        worked = self._clock() - started
+        for item, waited in taken:
+            self._bus.emit(StageFinished(self._clock(), item.ticket.number, stage.name, waited, worked / len(taken)))
+        pairs = [(first, outcomes)] if isinstance(outcomes, Forward | Finish) else list(outcomes)
+        forgotten = {item.ticket.number for item, _ in taken} - {item.ticket.number for item, _ in pairs}
+        if forgotten:
+            raise ConfigurationError(f"stage {stage.name!r} did not say what becomes of tickets {sorted(forgotten)}.")
+        for item, outcome in pairs:
+            await self._pass_on(item, outcome)
 
     async def _pass_on(self, item: Item[Any], outcome: Outcome | Carried) -> None:
         if isinstance(outcome, Carried):

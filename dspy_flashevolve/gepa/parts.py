@@ -77,6 +77,25 @@ BUILT_IN = (
 """gepa's strategies that do without the seed's scores while the seed is the only candidate."""
 
 
+ENGINE_HOOKS = ("staleness", "admission", "slot_order", "controller")
+"""Arguments of the optimizer that may be objects of the user's own and are no strategies of gepa's."""
+
+
+def hooks_of(parts: Parts, optimizer: Any) -> dict[str, Any]:
+    """Argument of the optimizer, or key of ``gepa_kwargs`` -> the object that stands behind it in this run."""
+    engine = {name: getattr(optimizer, name) for name in ENGINE_HOOKS}
+    return engine | {
+        "candidate_selection_strategy": parts.candidate_selector,
+        "component_selector": parts.component_selector,
+        "batch_sampler": parts.batch_sampler,
+        "sampling_strategy": parts.sampling_strategy,
+        "selection_strategy": parts.selection_strategy,
+        "acceptance_criterion": parts.acceptance,
+        "val_evaluation_policy": parts.evaluation_policy,
+        "stop_callbacks": parts.stopper,
+    }
+
+
 def has_foreign(parts: Parts) -> bool:
     """Whether a strategy is not gepa's own: it may look at scores, and must not see a pool without any."""
     strategies = (

@@ -265,11 +265,8 @@ class RunJournal:
             return  # it is a row of its own
         if isinstance(event, TicketClosed):
             calls, dollars = self.spent_before
-            spent = {
-                "reflection_calls": calls + self.counts.reflection_calls,
-                "cost_dollars": dollars + self.counts.cost_dollars,
-            }
-            self.journal.keep("spent", spent)
+            calls, dollars = calls + self.counts.reflection_calls, dollars + self.counts.cost_dollars
+            self.journal.keep("spent", {"reflection_calls": calls, "cost_dollars": dollars})
             if event.end.kind is not EndKind.CANCELLED:  # a run that goes on takes it up again
                 self.ended(event.ticket, event.end.kind.value, event.end.reason)
             return

@@ -21,7 +21,7 @@ def runs_on_loop(program: Module) -> bool:
     not be in it: dspy calls a tool that is no coroutine function on the loop, and code interpreters wait.
     """
     return (
-        _own_aforward(program)
+        has_own_aforward(program)
         and all(answers_asynchronously(lm) for lm in _language_models(program))
         and not any(_blocks(module) for _, module in program.named_sub_modules())
     )
@@ -45,7 +45,8 @@ def _blocking_tool(tool: Any) -> bool:
     return callable(function) and not (inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call))
 
 
-def _own_aforward(program: Module) -> bool:
+def has_own_aforward(program: Module) -> bool:
+    """Whether a module's ``aforward`` is at least as specific as its ``forward``."""
     if "forward" in vars(program) and "aforward" not in vars(program):
         return False
     for kind in type(program).__mro__:

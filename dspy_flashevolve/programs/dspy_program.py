@@ -5,24 +5,33 @@ from __future__ import annotations
 import asyncio
 import copy
 import inspect
+import logging
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import dspy
+from dspy.primitives.module import Module
 from dspy.teleprompt.gepa.gepa_utils import DspyAdapter
 from dspy.utils.usage_tracker import track_usage
 from gepa.core.adapter import EvaluationBatch
 
+from dspy_flashevolve.engine.blame import who_raised
 from dspy_flashevolve.engine.flights import Rollout
 from dspy_flashevolve.engine.threads import Threads
+from dspy_flashevolve.programs.asynchrony import has_own_aforward
 from dspy_flashevolve.programs.endpoints import LanguageModels
 from dspy_flashevolve.programs.faults import raise_provider_fault
+from dspy_flashevolve.programs.lm_calls import heard_lm_calls
 from dspy_flashevolve.programs.metric import Metric
+from dspy_flashevolve.programs.replies import checked_texts
 from dspy_flashevolve.programs.runner import ProgramRunner
 from dspy_flashevolve.programs.usage import cost_of, tokens_of
 
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 ReflectiveDataset = Mapping[str, Sequence[Mapping[str, Any]]]
 
 
@@ -64,6 +73,11 @@ class DspyProgram:
         self._priced = priced
         self._metric = metric
         self._threads = threads
+        self._hooks = {
+            "instruction_proposer": _of_the_users(adapter.custom_instruction_proposer),
+            "code_proposer": _of_the_users(adapter.custom_code_proposer),
+            "metric": adapter.metric_fn,
+        }
         self._runner = ProgramRunner(adapter, metric, threads, priced, models)
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -100,11 +114,10 @@ class DspyProgram:
         if rng is not None:
             adapter = copy.copy(adapter)
             adapter.rng = rng
-        try:
-            dataset = await self._threads.run(adapter.make_reflective_dataset, candidate, evaluation, components)
-        except Exception as error:
-            raise_provider_fault(error)
-            raise
+        async with self._metric.turn():
+            dataset = await self._watched(
+                lambda: self._threads.run(adapter.make_reflective_dataset, candidate, evaluation, components)
+            )
         # The adapter warns once of scores that differ; its copies must not warn again.
         self.adapter.warn_on_score_mismatch &= adapter.warn_on_score_mismatch
         return dataset
@@ -115,37 +128,49 @@ class DspyProgram:
         Raises:
             TransientError: the provider asks to come back later.
             RunAbortedError: the provider refuses for good.
-            Exception: what the proposer raised.
+            Exception: what the proposer raised, or that what it returned is no text.
         """
 
-        acall = getattr(self.adapter.custom_instruction_proposer, "acall", None)
+        proposer = self.adapter.custom_instruction_proposer
+        acall = getattr(proposer, "acall", None)
+        if isinstance(proposer, Module) and not has_own_aforward(proposer):
+            acall = None  # every module has an ``acall``; not every one can be awaited
         if inspect.iscoroutinefunction(acall) and not any(name in self.adapter._flex_paths for name in components):  # pyright: ignore[reportPrivateUsage]
             return await self._proposed_on_loop(acall, candidate, dataset, components)
 
         def call() -> Reflection:
             with track_usage() as usage:
-                texts: dict[str, str] = self.adapter.propose_new_texts(candidate, dict(dataset), components)  # pyright: ignore[reportArgumentType]
-            return Reflection(texts, tokens_of(usage), cost_of(usage) if self._priced else 0.0)
+                texts: Any = self.adapter.propose_new_texts(candidate, dict(dataset), components)  # pyright: ignore[reportArgumentType]
+            return Reflection(checked_texts(texts or {}), tokens_of(usage), cost_of(usage) if self._priced else 0.0)
 
-        try:
-            return await self._threads.run(call)
-        except Exception as error:
-            raise_provider_fault(error)
-            raise
+        return await self._watched(lambda: self._threads.run(call))
 
     async def _proposed_on_loop(
         self, acall: Any, candidate: dict[str, str], dataset: ReflectiveDataset, components: list[str]
     ) -> Reflection:
         lm = self.adapter.reflection_lm or dspy.settings.lm
-        try:
-            with track_usage() as usage, dspy.context(lm=lm):
-                texts = await acall(
-                    candidate=candidate, reflective_dataset=dict(dataset), components_to_update=components
-                )
-        except Exception as error:
-            raise_provider_fault(error)
-            raise
-        return Reflection(dict(texts), tokens_of(usage), cost_of(usage) if self._priced else 0.0)
+        with track_usage() as usage, dspy.context(lm=lm):
+            texts = await self._watched(
+                lambda: acall(candidate=candidate, reflective_dataset=dict(dataset), components_to_update=components)
+            )
+        return Reflection(checked_texts(texts or {}), tokens_of(usage), cost_of(usage) if self._priced else 0.0)
+
+    async def _watched(self, call: Callable[[], Awaitable[T]]) -> T:
+        """Tell the provider's faults from what the user's code raised, and name that code."""
+        with heard_lm_calls() as calls:
+            try:
+                return await call()
+            except Exception as error:
+                raise_provider_fault(error, calls.errors)
+                hook = who_raised(error, self._hooks)
+                if hook is not None:
+                    logger.warning("%s raised %s: %.300s", hook, type(error).__name__, error)
+                raise
+
+
+def _of_the_users(proposer: Any) -> Any:
+    """A proposer, unless it is dspy's own: what that raises says something of the reflection LM's reply."""
+    return None if type(proposer).__module__.startswith("dspy.") else proposer
 
 
 def settings_snapshot() -> dict[str, Any]:

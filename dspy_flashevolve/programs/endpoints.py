@@ -13,21 +13,19 @@ import asyncio
 import copy
 import time
 from collections.abc import Awaitable, Callable, Iterable
-from functools import lru_cache
 from typing import Any
 from urllib.parse import urlsplit
 
 import dspy
-from dspy.clients.base_lm import BaseLM
 from dspy.primitives.module import Module
-from dspy.utils.callback import with_callbacks
-from dspy.utils.exceptions import LMError, LMRateLimitError, LMTimeoutError, is_retryable_lm_error
+from dspy.utils.exceptions import LMError
 from dspy.utils.usage_tracker import UsageTracker, track_usage
 
 from dspy_flashevolve.engine.endpoints import Endpoint, Endpoints, Sent
 from dspy_flashevolve.engine.leases import current_lease
 from dspy_flashevolve.engine.threads import LoopWaits
-from dspy_flashevolve.programs.faults import mark_attempts, retry_after_of
+from dspy_flashevolve.programs.faults import is_refusal, is_timeout, mark_attempts, may_repeat, retry_after_of
+from dspy_flashevolve.programs.twins import HollowReplyError, replies_looked_at, twin_class
 
 CACHED_SECONDS = 0.01
 """An answer that took less and reports no tokens came from a cache, and says nothing of the endpoint."""
@@ -91,7 +89,7 @@ class LanguageModels:
             lm = pace.original  # the twin of a run that this one runs inside of
         if id(lm) not in self._twins:
             twin: Any = copy.copy(lm)  # shares what it refers to
-            twin.__class__ = _twin_class(type(lm))
+            twin.__class__ = twin_class(type(lm))
             twin.num_retries = 0
             twin.pace = Pace(self, self.endpoints.endpoint(endpoint_of(lm)), lm.num_retries, lm)
             self._twins[id(lm)] = lm, twin
@@ -127,17 +125,20 @@ class Pace:
         self._endpoint = endpoint
         self.own_retries = own_retries
 
-    def call(self, request: Callable[[], Any]) -> Any:
+    def call(self, request: Callable[..., Any]) -> Any:
         """Make a request from a thread, again and again where need be.
 
         A thread keeps its slot while it waits: it keeps its place in the pool of threads too, and a rollout that got
         the slot could find no thread to run in. Where the run's loop cannot be waited for (on a loop, or after the
         run), it is as in ``dspy.LM``.
 
+        Args:
+            request: makes it; ``cache=False`` makes it past dspy's cache.
+
         Raises:
-            LMError: what the last attempt raised.
+            LMError: what the last attempt raised; of an LM class of the user's own any other error too.
         """
-        waits, endpoint, attempt = self._models.waits, self._endpoint, 0
+        waits, endpoint, attempt, again = self._models.waits, self._endpoint, 0, dict[str, Any]()
         if waits is None or not waits.is_foreign():
             return self._call_as_dspy(request)
         while True:
@@ -146,23 +147,24 @@ class Pace:
             sent, began = Sent(), waits.loop.time()
             waits.call(endpoint.send, sent)
             try:
-                with track_usage() as usage:
-                    result = request()
-            except LMError as error:
+                with track_usage() as usage, replies_looked_at():
+                    result = request(**again)
+            except Exception as error:
                 waits.call(self._tell, error, sent)
                 if not self._goes_on(error, attempt):
                     raise
                 waits.wait(endpoint.rest(None, attempt, retry_after_of(error)))
-                attempt += 1
+                attempt, again = attempt + 1, _afresh(error)
             else:
                 if _tokens(usage) or waits.loop.time() - began > CACHED_SECONDS:
                     waits.call(endpoint.finished, sent, _tokens(usage))
                 return result
 
-    async def acall(self, request: Callable[[], Awaitable[Any]]) -> Any:
+    async def acall(self, request: Callable[..., Awaitable[Any]]) -> Any:
         """The same on the run's loop; on another loop as in ``dspy.LM``."""
         endpoint, lease = self._endpoint, current_lease()
-        loop, waits, attempt = asyncio.get_running_loop(), self._models.waits, 0
+        loop, waits = asyncio.get_running_loop(), self._models.waits
+        attempt, again = 0, dict[str, Any]()
         if waits is None or waits.loop is not loop:
             return await self._acall_as_dspy(request)
         while True:
@@ -170,14 +172,14 @@ class Pace:
             sent, began = Sent(), loop.time()
             endpoint.send(sent)
             try:
-                with track_usage() as usage:
-                    result = await request()
-            except LMError as error:
+                with track_usage() as usage, replies_looked_at():
+                    result = await request(**again)
+            except Exception as error:
                 self._tell(error, sent)
                 if not self._goes_on(error, attempt):
                     raise
                 await endpoint.rest(lease, attempt, retry_after_of(error))
-                attempt += 1
+                attempt, again = attempt + 1, _afresh(error)
             else:
                 if _tokens(usage) or loop.time() - began > CACHED_SECONDS:
                     endpoint.finished(sent, _tokens(usage))
@@ -205,7 +207,7 @@ class Pace:
                 await asyncio.sleep(_delay(error, attempt))
                 attempt += 1
 
-    def _goes_on(self, error: LMError, attempt: int) -> bool:
+    def _goes_on(self, error: Exception, attempt: int) -> bool:
         if not _may_repeat(error):
             return False
         if attempt < self.own_retries + self._models.endpoints.retry.attempts - 1:
@@ -213,17 +215,21 @@ class Pace:
         mark_attempts(error, attempt + 1)
         return False
 
-    def _tell(self, error: LMError, sent: Sent) -> None:
-        retry_after = retry_after_of(error)
-        if isinstance(error, LMRateLimitError) or retry_after is not None:
-            self._endpoint.refused(sent, retry_after)
-        elif isinstance(error, LMTimeoutError):
+    def _tell(self, error: Exception, sent: Sent) -> None:
+        if is_refusal(error):
+            self._endpoint.refused(sent, retry_after_of(error))
+        elif is_timeout(error):
             self._endpoint.timed_out(sent)
 
 
-def _may_repeat(error: LMError) -> bool:
+def _may_repeat(error: Exception) -> bool:
     """Whether a request may be made again; what was streamed may have been seen, and is not asked for twice."""
-    return is_retryable_lm_error(error) and dspy.settings.send_stream is None
+    return may_repeat(error) and dspy.settings.send_stream is None
+
+
+def _afresh(error: Exception) -> dict[str, Any]:
+    """How to ask again: past dspy's cache, if what it may have kept is a reply without a message."""
+    return {"cache": False} if isinstance(error, HollowReplyError) else {}
 
 
 def _delay(error: LMError, attempt: int) -> float:
@@ -234,61 +240,3 @@ def _delay(error: LMError, attempt: int) -> float:
 def _tokens(usage: UsageTracker) -> int:
     counts = (entry.get("completion_tokens") for entries in usage.usage_data.values() for entry in entries)
     return sum(count for count in counts if isinstance(count, int))
-
-
-@lru_cache(maxsize=64)
-def _twin_class(kind: type[Any]) -> type[Any]:
-    """A subclass whose calls are paced. Callbacks hear of a call once, however often it is made."""
-
-    def original(twin: Any) -> Any:
-        lm = copy.copy(twin)
-        lm.__class__ = kind
-        lm.num_retries = lm.__dict__.pop("pace").own_retries
-        return lm
-
-    call, acall = kind.__call__, kind.acall
-
-    def own_call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return self.pace.call(lambda: call(self, *args, **kwargs))
-
-    async def own_acall(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return await self.pace.acall(lambda: acall(self, *args, **kwargs))
-
-    paced_call, paced_acall = own_call, own_acall  # a class of the user's with calls of its own
-    if call is BaseLM.__call__ and acall is BaseLM.acall:
-        call, acall = getattr(call, "__wrapped__", call), getattr(acall, "__wrapped__", acall)
-        paced_call, paced_acall = with_callbacks(_plain_call(own_call)), with_callbacks(_plain_acall(own_acall))
-
-    members: dict[str, Any] = {
-        "__call__": paced_call,
-        "acall": paced_acall,
-        "__reduce_ex__": lambda self, protocol: (_unchanged, (original(self),)),
-        "__module__": kind.__module__,
-        "__qualname__": kind.__qualname__,
-        "__doc__": kind.__doc__,
-        "dump_state": lambda self: original(self).dump_state(),
-        "original_class": kind,
-    }
-    return type(kind.__name__, (kind,), members)
-
-
-def _plain_call(call: Any) -> Any:
-    """With the arguments of dspy's own LMs, as callbacks hear of them."""
-
-    def paced_call(self: Any, prompt: Any = None, *, messages: Any = None, **kwargs: Any) -> Any:
-        return call(self, prompt, messages=messages, **kwargs)
-
-    return paced_call
-
-
-def _plain_acall(call: Any) -> Any:
-    """As :func:`_plain_call`, to be awaited."""
-
-    async def paced_acall(self: Any, prompt: Any = None, *, messages: Any = None, **kwargs: Any) -> Any:
-        return await call(self, prompt, messages=messages, **kwargs)
-
-    return paced_acall
-
-
-def _unchanged(value: Any) -> Any:
-    return value

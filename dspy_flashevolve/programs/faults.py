@@ -1,22 +1,253 @@
-"""Whose fault was it: the provider's, or the program's?"""
+"""Whose fault was it: the provider's, the request's, or the program's? The one place that decides.
+
+.. code-block:: text
+
+    LATER    rate limit, timeout, 408, 409, 425, 429, 5xx, lost connection,      tried again outside the slot; a rollout
+             a reply that cannot be read or holds no choice                      that stays so is never scored
+    NEVER    401, 402, 403, 404, no such model, no key, no credit                the run ends with the best so far
+    REQUEST  context too long, content filter, another 4xx, a feature that       the candidate's score on the example:
+             the model lacks; a reply whose text the adapter cannot parse        failure_score, as in dspy.GEPA
+    (None)   an error of the program's, or of the metric's, own code             the same
+
+dspy's ``LMError`` tree, lm15's, and the errors of litellm's and other providers' SDKs say by themselves what they are,
+wherever they stand in a chain of causes or in an exception group. What a hand-written LM raises (``TimeoutError``,
+``ConnectionError``, ``httpx`` errors, a ``KeyError`` over a body that has no choices) looks like what a program's own
+tool may raise: it is the provider's only where an LM call was heard to raise it (:mod:`programs.lm_calls`). An LM that
+is no ``dspy.BaseLM``, or one that hides its calls from dspy's callbacks, is not heard, and its raw errors count as
+the program's. What a program catches and makes up for is the program's own business; where it raises something else in
+its place, the fault is the one that was heard.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+import concurrent.futures
+import http.client
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
+from enum import Enum, auto
 from typing import Any
 
-from dspy.utils.exceptions import LMAuthError, LMBillingError, LMError, LMNotConfiguredError, is_retryable_lm_error
+from dspy import lm15
+from dspy.clients.errors import wrap_error
+from dspy.utils.exceptions import (
+    AdapterParseError,
+    LMAuthError,
+    LMBillingError,
+    LMConfigurationError,
+    LMError,
+    LMInvalidRequestError,
+    LMNotConfiguredError,
+    LMProviderError,
+    LMRateLimitError,
+    LMTimeoutError,
+    LMUnexpectedError,
+    LMUnsupportedModelError,
+    is_retryable_lm_error,
+)
 
 from dspy_flashevolve.engine.errors import RunAbortedError, TransientError
 
 ATTEMPTS = "flashevolve_attempts"
+DEEPEST = 100
+"""Links of a chain of causes that are looked at."""
+SDKS = frozenset({"anthropic", "cohere", "google", "groq", "huggingface_hub", "litellm", "mistralai", "openai"})
+"""Packages whose errors come from a provider, whoever called it."""
+TRANSPORTS = frozenset({"aiohttp", "h11", "h2", "httpcore", "httpx", "requests", "urllib3"})
+"""Packages whose errors come from a provider where an LM call raised them."""
+WAITS = (408, 409, 425, 429)
+REFUSALS = (401, 402, 403, 404)
+BROKEN = (
+    ConnectionError,
+    TimeoutError,
+    asyncio.TimeoutError,  # not the builtin one before Python 3.11
+    concurrent.futures.TimeoutError,
+    http.client.HTTPException,
+    json.JSONDecodeError,
+    EOFError,
+    LookupError,
+    AttributeError,
+)
+"""What an LM raises that lost its connection, or could not find its way in the body of a reply."""
 
 
-def mark_attempts(error: LMError, attempts: int) -> None:
+class Fault(Enum):
+    """What an error says of the request that led to it."""
+
+    LATER = auto()
+    """It may be answered if it is made again."""
+    NEVER = auto()
+    """Neither it nor any other will be answered."""
+    REQUEST = auto()
+    """It will not be answered, others may be: it says something of the candidate."""
+
+
+def fault_of(error: BaseException, heard: Sequence[BaseException] = ()) -> tuple[Fault, BaseException] | None:
+    """What an error says of the provider, and the error that says it; None for the program's own.
+
+    Args:
+        error: what a program, a metric or a proposer raised, with its chain of causes.
+        heard: what LM calls raised meanwhile.
+
+    >>> fault_of(TimeoutError()) is None
+    True
+    >>> timeout = TimeoutError()
+    >>> fault_of(timeout, heard=[timeout])[0]
+    <Fault.LATER: 1>
+    """
+    calls = {id(one) for one in heard}
+    for one in _chain(error, DEEPEST):
+        if isinstance(one, AdapterParseError):
+            return None  # a reply came, whatever failed before it
+        fault = _fault(one, id(one) in calls)
+        if fault is not None:
+            return fault, one
+    for one in reversed(heard):
+        if _fault(one, True) in (Fault.LATER, Fault.NEVER):
+            return Fault.LATER, one  # swallowed on the way, say by a thread pool that reports its own error
+    return None
+
+
+def may_repeat(error: BaseException) -> bool:
+    """Whether a request may be made again whose LM call raised ``error``."""
+    return _fault(error, True) is Fault.LATER
+
+
+def is_refusal(error: BaseException) -> bool:
+    """Whether the provider asked for fewer requests."""
+    return isinstance(error, LMRateLimitError) or _status_of(error) == 429 or retry_after_of(error) is not None
+
+
+def is_timeout(error: BaseException) -> bool:
+    """Whether there was no answer in time."""
+    timeouts = (LMTimeoutError, TimeoutError, asyncio.TimeoutError, concurrent.futures.TimeoutError)
+    return isinstance(error, timeouts) or _status_of(error) == 408
+
+
+def raise_provider_fault(error: Exception, heard: Sequence[BaseException] = ()) -> None:
+    """Raise for what says nothing of the candidate; return for errors of the program or of its request.
+
+    Args:
+        heard: see :func:`fault_of`.
+
+    Raises:
+        TransientError: see LATER above. It is tried again, outside the score.
+        RunAbortedError: see NEVER above. Nothing that follows could succeed.
+    """
+    fault = fault_of(error, heard)
+    if fault is None or fault[0] is Fault.REQUEST:
+        return
+    kind, culprit = fault
+    said = str(culprit) or type(culprit).__name__
+    if kind is Fault.LATER:
+        raise TransientError(said, retry_after_of(culprit), attempts=getattr(culprit, ATTEMPTS, 1)) from error
+    if isinstance(culprit, LMUnsupportedModelError) or _status_of(culprit) == 404:
+        raise RunAbortedError(
+            f"The LM provider does not have what was asked for: {said}. Check the model's name and the address "
+            "(api_base), then run again."
+        ) from error
+    raise RunAbortedError(
+        f"The LM provider refused: {said}. Check the API key and the account, then run again."
+    ) from error
+
+
+def mark_attempts(error: BaseException, attempts: int) -> None:
     """Note on an error how often the request was made, so that it is not repeated as often again."""
     setattr(error, ATTEMPTS, attempts)
+
+
+def _chain(error: BaseException, most: int) -> Iterator[BaseException]:
+    """An error, what it groups, and what led to it, nearest first."""
+    waiting, seen = [error], set[int]()
+    while waiting and len(seen) < most:
+        one = waiting.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        yield one
+        cause = one.__cause__ or (None if one.__suppress_context__ else one.__context__)
+        grouped: Any = getattr(one, "exceptions", None)
+        waiting += [] if cause is None else [cause]
+        waiting += [each for each in reversed(grouped) if isinstance(each, BaseException)] if _is_group(grouped) else []
+
+
+def _is_group(grouped: Any) -> bool:
+    return isinstance(grouped, tuple | list)
+
+
+def _fault(error: BaseException, heard: bool) -> Fault | None:
+    if isinstance(error, lm15.LM15Error):
+        wrapped = wrap_error(error, model="")
+        return _of_lm_error(wrapped) if isinstance(wrapped, LMError) else None
+    if isinstance(error, LMError):
+        return _of_lm_error(error)
+    package = type(error).__module__.partition(".")[0]
+    if package in SDKS:
+        return _of_sdk(error)
+    if not heard:
+        return None
+    status = _status_of(error)
+    if status is not None:
+        return _of_status(status)
+    return Fault.LATER if package in TRANSPORTS or isinstance(error, BROKEN) else None
+
+
+def _of_lm_error(error: LMError) -> Fault:
+    if is_retryable_lm_error(error) or isinstance(error, LMUnexpectedError):
+        return Fault.LATER
+    if isinstance(error, LMAuthError | LMBillingError | LMUnsupportedModelError | LMNotConfiguredError):
+        return Fault.NEVER
+    if isinstance(error, LMConfigurationError):  # a tool that cannot be described is the program's
+        return Fault.REQUEST if isinstance(error.__cause__, lm15.ToolDerivationError) else Fault.NEVER
+    if isinstance(error, LMInvalidRequestError):
+        return Fault.REQUEST if error.status is None else _of_status(error.status)
+    if isinstance(error, LMProviderError):  # of no kind: most often a body that is not JSON
+        return Fault.LATER if error.status is None else _of_status(error.status)
+    return Fault.REQUEST
+
+
+def _of_sdk(error: BaseException) -> Fault:
+    names = {kind.__name__ for kind in type(error).__mro__}
+    if names & {"ContextWindowExceededError", "ContentPolicyViolationError", "UnsupportedParamsError"}:
+        return Fault.REQUEST
+    if "BudgetExceededError" in names or _code_of(error) == "insufficient_quota":
+        return Fault.NEVER
+    status = _status_of(error)
+    if status is not None:
+        return _of_status(status)
+    broken = {"APIConnectionError", "APIResponseValidationError", "APITimeoutError", "RouterRateLimitError", "Timeout"}
+    return Fault.LATER if names & broken else Fault.REQUEST
+
+
+def _of_status(status: int) -> Fault:
+    """What an HTTP status says; one under 400 comes with a body that could not be read.
+
+    >>> [_of_status(status).name for status in (200, 400, 404, 429, 503)]
+    ['LATER', 'REQUEST', 'NEVER', 'LATER', 'LATER']
+    """
+    if status in REFUSALS:
+        return Fault.NEVER
+    return Fault.LATER if status in WAITS or status < 400 or status >= 500 else Fault.REQUEST
+
+
+def _status_of(error: BaseException) -> int | None:
+    """The HTTP status that an error of any library carries."""
+    of_reply = getattr(getattr(error, "response", None), "status_code", None)
+    code = getattr(error, "code", None)  # urllib's
+    for status in (getattr(error, "status_code", None), getattr(error, "status", None), of_reply, code):
+        if isinstance(status, int) and not isinstance(status, bool) and 100 <= status <= 599:
+            return status
+    return None
+
+
+def _code_of(error: BaseException) -> str | None:
+    """The provider's own word for what went wrong."""
+    body: Any = getattr(error, "body", None)
+    detail: Any = body.get("error", body) if isinstance(body, dict) else None  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    code: Any = getattr(error, "code", None) or (detail.get("code") if isinstance(detail, dict) else None)  # pyright: ignore[reportUnknownMemberType]
+    return code if isinstance(code, str) else None
 
 
 def retry_after_of(error: BaseException) -> float | None:
@@ -59,20 +290,3 @@ def _until(date: str) -> float:
     when = parsedate_to_datetime(date)
     when = when if when.tzinfo is not None else when.replace(tzinfo=timezone.utc)
     return max(0.0, (when - datetime.now(timezone.utc)).total_seconds())
-
-
-def raise_provider_fault(error: Exception) -> None:
-    """Raise for what says nothing of the candidate; return for errors of the program or of its prompt.
-
-    Raises:
-        TransientError: a rate limit, a timeout, a 5xx: it is tried again, outside the score.
-        RunAbortedError: no key, a rejected key, or no credit: nothing that follows could succeed.
-    """
-    if not isinstance(error, LMError):
-        return
-    if isinstance(error, LMAuthError | LMBillingError | LMNotConfiguredError):
-        raise RunAbortedError(
-            f"The LM provider refused: {error}. Check the API key and the account, then run again."
-        ) from error
-    if is_retryable_lm_error(error):
-        raise TransientError(str(error), retry_after_of(error), attempts=getattr(error, ATTEMPTS, 1)) from error

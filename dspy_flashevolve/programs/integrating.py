@@ -18,6 +18,8 @@ from dspy_flashevolve.programs.asynchrony import runs_on_loop
 from dspy_flashevolve.programs.copies import isolated_copy
 from dspy_flashevolve.programs.endpoints import LanguageModels
 from dspy_flashevolve.programs.faults import raise_provider_fault
+from dspy_flashevolve.programs.lm_calls import heard_lm_calls
+from dspy_flashevolve.programs.replies import checked_texts
 from dspy_flashevolve.programs.usage import calls_of, cost_of, tokens_of
 
 
@@ -62,7 +64,7 @@ class DspyIntegrator:
             "commits": list(request.commits),
             "code_components": list(self._code),
         }
-        with track_usage() as usage, dspy.context(lm=self._lm):
+        with track_usage() as usage, dspy.context(lm=self._lm), heard_lm_calls() as calls:
             try:
                 if runs_on_loop(module):
                     answer = await module.acall(**inputs)
@@ -74,7 +76,7 @@ class DspyIntegrator:
                     raise  # the run is being cancelled, not the module by itself
                 texts, judgements, problem = {}, (), f"the module was cancelled: {error}"
             except Exception as error:
-                raise_provider_fault(error)
+                raise_provider_fault(error, calls.errors)
                 texts, judgements, problem = {}, (), f"{type(error).__name__}: {error}"
         return Integration(
             texts,
@@ -98,4 +100,8 @@ def _read(answer: Any, request: IntegrationRequest) -> tuple[dict[str, str], tup
     )
     failed = dict(getattr(answer, "failed", None) or {})
     problem = "; ".join(f"{name}: {why}" for name, why in failed.items())  # a part of it would lose the rest
-    return texts, judgements, problem or ("" if texts or judgements else "the module returned neither text nor verdict")
+    return (
+        checked_texts(texts),
+        judgements,
+        problem or ("" if texts or judgements else "the module returned neither text nor verdict"),
+    )

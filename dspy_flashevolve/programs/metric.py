@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio
@@ -32,7 +33,7 @@ def check_metric(metric: MetricFn) -> None:
     except TypeError as error:
         raise TypeError(
             "GEPA metric must accept five arguments: (gold, pred, trace, pred_name, pred_trace). "
-            f"{getattr(metric, '__name__', metric)!s}{inspect.signature(metric)} does not: {error}."
+            f"{name_of(metric)}{inspect.signature(metric)} does not: {error}."
         ) from error
 
 
@@ -41,15 +42,28 @@ def is_coroutine_metric(metric: MetricFn) -> bool:
     return inspect.iscoroutinefunction(metric) or inspect.iscoroutinefunction(getattr(metric, "__call__", None))  # noqa: B004
 
 
+def name_of(code: Any) -> str:
+    """How to call a user's function, or the class of a callable object, in a message.
+
+    >>> name_of(is_coroutine_metric), name_of(asyncio.Lock())
+    ('is_coroutine_metric', 'Lock')
+    """
+    return str(getattr(code, "__qualname__", None) or type(code).__qualname__)
+
+
 class Metric:
     """A user's metric, sync or coroutine.
 
     Args:
         function: the metric.
         threads: where a sync metric runs, so that a slow one does not hold up the loop.
+        lock: call it once at a time: one score, or the feedback on one minibatch.
     """
 
-    def __init__(self, function: MetricFn, threads: Threads) -> None:
+    def __init__(self, function: MetricFn, threads: Threads, lock: bool = False) -> None:
+        self.name = name_of(function)
+        """How to call the user's function in a message."""
+        self._turn = anyio.Lock() if lock else None
         self._function = function
         self._threads = threads
         self._coroutine = is_coroutine_metric(function)
@@ -60,6 +74,19 @@ class Metric:
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
         """Say on which loop coroutine metrics are awaited."""
         self._loop = loop
+
+    @asynccontextmanager
+    async def turn(self) -> AsyncGenerator[None, None]:
+        """The metric is called inside, by :meth:`blocking`; with a lock, nobody else calls it meanwhile.
+
+        What runs inside with a lock is not cancelled: a thread would go on with the metric after its turn.
+        """
+        if self._turn is None:
+            yield
+            return
+        async with self._turn:
+            with anyio.CancelScope(shield=True):
+                yield
 
     async def score(self, example: Any, prediction: Any, *, scoring_trace: Any = None, flex: bool = False) -> Any:
         """What the metric returns for scoring; user errors pass through.
@@ -74,6 +101,12 @@ class Metric:
             args: tuple[Any, ...] = (example, prediction)
         else:
             kwargs, args = {}, (example, prediction, *[None] * self._padding)
+        if self._turn is None:
+            return await self._called(*args, **kwargs)
+        async with self._turn:
+            return await self._called(*args, **kwargs)
+
+    async def _called(self, *args: Any, **kwargs: Any) -> Any:
         await metric_begins()
         if self._coroutine:
             return await self._function(*args, **kwargs)
@@ -84,7 +117,7 @@ class Metric:
         return await result if inspect.isawaitable(result) else result
 
     def blocking(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the metric from a thread, and wait for it; coroutines run on the loop."""
+        """Call the metric from a thread, and wait for it; coroutines run on the loop. See :meth:`turn`."""
         result = self._function(*args, **kwargs)
         if not inspect.isawaitable(result):
             return result

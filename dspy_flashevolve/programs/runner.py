@@ -29,6 +29,7 @@ from dspy_flashevolve.programs.asynchrony import runs_on_loop
 from dspy_flashevolve.programs.copies import isolated_copy
 from dspy_flashevolve.programs.endpoints import LanguageModels
 from dspy_flashevolve.programs.faults import raise_provider_fault
+from dspy_flashevolve.programs.lm_calls import LmCalls, heard_lm_calls
 from dspy_flashevolve.programs.metric import Metric
 from dspy_flashevolve.programs.usage import cost_of, tokens_of
 
@@ -91,13 +92,13 @@ class ProgramRunner:
         prototype = await self._prototype(candidate)
         if isinstance(prototype, Exception):
             return Rollout(None, self._adapter.failure_score)
-        with track_usage() as usage:
-            run = await self._run(isolated_copy(prototype), example)
+        with track_usage() as usage, heard_lm_calls() as calls:
+            run = await self._run(isolated_copy(prototype), example, calls)
             if run.error is not None:
-                raise_provider_fault(run.error)
+                raise_provider_fault(run.error, calls.errors)
             if dspy.settings.track_usage and isinstance(run.prediction, dspy.Prediction):
                 run.prediction.set_lm_usage(usage.get_total_tokens())
-            return await self._score(example, run, usage, capture_traces)
+            return await self._score(example, run, usage, capture_traces, calls)
 
     async def _prototype(self, candidate: dict[str, str]) -> Module | Exception:
         """The program of a candidate; rollouts run copies of it. One is built at a time, each once."""
@@ -130,7 +131,7 @@ class ProgramRunner:
             logger.warning("Candidate failed to build (%s); its rollouts score as failures.", error)
             return error
 
-    async def _run(self, program: Module, example: dspy.Example) -> _Run:
+    async def _run(self, program: Module, example: dspy.Example, calls: LmCalls) -> _Run:
         if self._on_loop is None:
             self._on_loop = runs_on_loop(program)
         inputs: dict[str, Any] = {}
@@ -145,11 +146,11 @@ class ProgramRunner:
             except asyncio.CancelledError as error:
                 if anyio.current_effective_deadline() == -math.inf:
                     raise  # the run is being cancelled, not the program by itself
-                return self._crash(trace, RuntimeError(f"the program was cancelled: {error}"))
+                return self._crash(trace, RuntimeError(f"the program was cancelled: {error}"), calls)
             except AdapterParseError as error:
                 return self._parse_failure(program, inputs, trace, error)
             except Exception as error:
-                return self._crash(trace, error)
+                return self._crash(trace, error, calls)
         return _Run(prediction, list(trace))
 
     def _parse_failure(
@@ -162,14 +163,16 @@ class ProgramRunner:
         failed = FailedPrediction(error.lm_response or "", format_reward=self._adapter.failure_score)
         return _Run(failed, [*trace, (predictor, inputs, failed)])
 
-    def _crash(self, trace: list[Any], error: Exception) -> _Run:
-        raise_provider_fault(error)
+    def _crash(self, trace: list[Any], error: Exception, calls: LmCalls) -> _Run:
+        raise_provider_fault(error, calls.errors)
         if not self._flex:
             return _Run(None, [], error)
         logger.warning("Program raised on an example: %s: %s", type(error).__name__, error)
         return _Run(FailedPrediction(f"{type(error).__name__}: {error}"), list(trace))
 
-    async def _score(self, example: Any, run: _Run, usage: UsageTracker, capture_traces: bool) -> Rollout:
+    async def _score(
+        self, example: Any, run: _Run, usage: UsageTracker, capture_traces: bool, calls: LmCalls
+    ) -> Rollout:
         failure = self._adapter.failure_score
         if run.error is not None:
             logger.warning("Example scored as a failure: %s: %s", type(run.error).__name__, run.error)
@@ -191,8 +194,8 @@ class ProgramRunner:
         try:
             raw = await self._metric.score(example, run.prediction, scoring_trace=run.trace, flex=self._flex)
         except Exception as error:
-            raise_provider_fault(error)
-            logger.warning("Metric raised on an example: %s: %s", type(error).__name__, error)
+            raise_provider_fault(error, calls.errors)
+            logger.warning("Metric %s raised on an example: %s: %s", self._metric.name, type(error).__name__, error)
             if self._flex:
                 return self._rollout(example, run, failure, usage)
             return Rollout(

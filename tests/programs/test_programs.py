@@ -5,17 +5,21 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
+from collections import Counter, defaultdict, deque
+from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import dspy
 import pytest
 from dspy.clients.base_lm import BaseLM
 from dspy.teleprompt.gepa.gepa_utils import DspyAdapter
+from dspy.utils.callback import BaseCallback
 from dspy.utils.dummies import DummyLM
 from dspy.utils.exceptions import ContextWindowExceededError, LMAuthError, LMRateLimitError, LMServerError
 
 from dspy_flashevolve.engine.errors import ConfigurationError, RunAbortedError, TransientError
-from dspy_flashevolve.engine.rollouts import Rollout
+from dspy_flashevolve.engine.flights import Rollout
 from dspy_flashevolve.engine.threads import Threads
 from dspy_flashevolve.gepa.evaluations import as_batch
 from dspy_flashevolve.programs.asynchrony import answers_asynchronously, runs_on_loop
@@ -65,6 +69,80 @@ def test_a_copy_shares_data_and_clients_so_that_its_cost_does_not_grow_with_them
     copied: Any = isolated_copy(original)
     assert copied.corpus is original.corpus
     assert copied.client is original.client
+
+
+@dataclass
+class Memory:
+    notes: list[Any] = field(default_factory=list[Any])
+    count: int = 0
+
+
+class Locked:
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.count = 0
+
+
+class Heard(BaseCallback):
+    def __init__(self) -> None:
+        self.count = 0
+
+
+class Plain(dspy.Module):
+    """Keeps its state in every kind of object that is nothing but data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.step = dspy.Predict("question -> answer", callbacks=[Heard()])
+        self.step.demos = [dspy.Example(question="1 + 1", answer="2").with_inputs("question")]
+        self.memory = Memory(notes=[{"deep": [1]}])
+        self.memory.notes.append(self.memory)
+        self.same = self.memory
+        self.space = SimpleNamespace(seen=[1])
+        self.recent = deque([1, 2], maxlen=2)
+        self.groups: Any = defaultdict(list, a=[1])
+        self.words = Counter("aab")
+        self.talk = dspy.History(messages=[{"question": "q", "answer": "a"}])
+        self.locked = Locked()
+        self.corpus = Memory(notes=[Memory(notes=[n]) for n in range(LARGEST_CONTAINER)])
+        self.lm = fake_lm(lambda prompt: "")
+
+
+def state_of(program: Any) -> str:
+    memory = program.memory
+    plain = [memory.notes[:-1], memory.count, program.space, program.recent, program.groups, program.words]
+    return repr([*plain, program.talk, program.step.demos])
+
+
+def test_what_a_rollout_does_to_objects_that_are_nothing_but_data_never_reaches_the_original() -> None:
+    original = Plain()
+    before = state_of(original)
+    copied: Any = isolated_copy(original)
+    assert state_of(copied) == before
+    copied.memory.notes[0]["deep"].append(2)
+    copied.memory.count += 1
+    copied.space.seen.append(2)
+    copied.recent.append(3)
+    copied.groups["new"].append(1)
+    copied.words["b"] += 1
+    copied.talk.messages.append({"question": "r", "answer": "b"})
+    copied.step.demos[0].answer = "3"
+    assert state_of(original) == before
+
+
+def test_a_copys_objects_refer_to_each_other_as_the_originals_do() -> None:
+    copied: Any = isolated_copy(Plain())
+    assert copied.memory is copied.same is copied.memory.notes[-1]
+    assert (copied.recent.maxlen, copied.groups.default_factory) == (2, list)
+
+
+def test_a_copy_shares_what_is_more_than_data_and_what_is_too_much_of_it() -> None:
+    original = Plain()
+    copied: Any = isolated_copy(original)
+    assert copied.locked is original.locked
+    assert copied.corpus is original.corpus
+    assert copied.lm is original.lm
+    assert copied.step.callbacks[0] is original.step.callbacks[0]
 
 
 def test_a_copy_answers_as_the_original_does() -> None:
@@ -250,6 +328,41 @@ def test_a_program_that_changes_itself_starts_each_rollout_as_it_was() -> None:
 
     rollouts = roll_out(adapter_for(Remembers(), digits), digits, examples("q", 5), True)
     assert [rollout.output.answer for rollout in rollouts] == ["1"] * 5
+
+
+class Changes(dspy.Module):
+    """Leaves traces of each rollout everywhere in itself; answers how many it finds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.step = dspy.Predict("question -> answer")
+        self.count = 0
+        self.nested = {"list": [[0]]}
+        self.memory = Memory()
+
+    def forward(self, question: str) -> dspy.Prediction:
+        self.count += 1
+        self.nested["list"][0].append(1)
+        self.memory.notes.append(question)
+        self.step.demos.append(dspy.Example(question=question, answer="1"))
+        self.step.signature = self.step.signature.with_instructions(f"changed by {question}")
+        found = (self.count, len(self.nested["list"][0]) - 1, len(self.memory.notes), len(self.step.demos))
+        return dspy.Prediction(answer=" ".join(map(str, found)))
+
+
+class ChangesOnLoop(Changes):
+    async def aforward(self, question: str) -> dspy.Prediction:
+        return self.forward(question)
+
+
+@pytest.mark.parametrize("kind", [Changes, ChangesOnLoop])
+def test_a_program_that_changes_itself_leaks_into_no_other_rollout_nor_into_the_student(kind: Any) -> None:
+    student = kind()
+    assert runs_on_loop(student) == (kind is ChangesOnLoop)
+    rollouts = roll_out(adapter_for(student, digits), digits, examples("q", 5), True)
+    assert [rollout.output.answer for rollout in rollouts] == ["1 1 1 1"] * 5
+    assert (student.count, student.nested, student.memory, student.step.demos) == (0, {"list": [[0]]}, Memory(), [])
+    assert "changed by" not in student.step.signature.instructions
 
 
 def test_each_rollout_counts_its_own_tokens_and_the_users_tracker_gets_them_all() -> None:

@@ -1,0 +1,439 @@
+"""Whole runs in which something goes wrong: what is scored, what comes back, and who is named."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import threading
+import weakref
+from typing import Any
+
+import dspy
+import pytest
+from dspy.utils.exceptions import LMServerError
+from gepa.strategies.acceptance import StrictImprovementAcceptance
+from gepa.strategies.batch_sampler import EpochShuffledBatchSampler
+from gepa.strategies.candidate_selector import CurrentBestCandidateSelector
+from gepa.strategies.component_selector import RoundRobinReflectionComponentSelector
+from gepa.strategies.eval_policy import FullEvaluationPolicy
+from gepa.strategies.proposal_sampling import SingleMutationSampling
+from gepa.strategies.proposal_selection import AllImprovements
+
+from dspy_flashevolve import AsyncGEPA, ConfigurationError, RunAbortedError
+from tests.fakes import Chain, digits, examples, fake_lm, hashed, reflection_lm, reply_for
+from tests.programs.broken_server import BODIES, BROKEN, TEXTS, BrokenServer
+
+TRAIN, VAL = examples("t", 7), examples("v", 9)
+
+
+def optimizer(calls: int = 150, **options: Any) -> AsyncGEPA:
+    settings: dict[str, Any] = {"max_metric_calls": calls, "num_threads": 4, "track_stats": True}
+    settings |= {"reflection_lm": reflection_lm()} | options
+    return AsyncGEPA(settings.pop("metric", digits), **settings)
+
+
+def compiled(calls: int = 150, program: Any = None, **options: Any) -> Any:
+    return optimizer(calls, **options).compile(program or Chain(), trainset=TRAIN, valset=VAL)
+
+
+@pytest.fixture
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def sleep(seconds: float) -> None:
+        await asyncio.sleep(0)
+
+    monkeypatch.setattr("dspy_flashevolve.engine.rollouts.anyio.sleep", sleep)
+
+
+# Faults of the provider
+
+WRONG = [name for name in (*BODIES, *TEXTS, *BROKEN, "429", "503", "409") if name not in (
+    "good", "filtered", "cut_off", "refused", "empty_text", "unparsable"
+)]  # fmt: skip
+
+
+@pytest.mark.usefixtures("no_waiting")
+def test_no_run_over_http_scores_what_a_provider_in_trouble_sent() -> None:
+    asked = 0
+
+    def choose(prompt: str) -> str:
+        nonlocal asked
+        asked += 1
+        if hashed(asked) % 4 == 0:
+            return WRONG[asked % len(WRONG)]
+        return reply_for(prompt.replace("JSON", ""), answer=str(1 + hashed(prompt) % 6))
+
+    with BrokenServer(choose) as server, dspy.context(lm=server.lm("chosen", num_retries=3)):
+        details = compiled(100).detailed_results
+    scores = [score for candidate in details.val_subscores for score in candidate.values()]
+    assert min(scores) > 0, "every answer that came scores above 0; a 0 would be a fault"
+    assert details.async_stats.retried_requests > 10
+    assert details.async_stats.metric_calls <= 100
+
+
+@pytest.mark.parametrize(("status", "says"), [("404-model_not_found", "model's name"), ("401", "API key")])
+@pytest.mark.parametrize("schedule", ["async", "lockstep"])
+def test_a_refusal_for_good_in_mid_run_ends_it_with_the_best_so_far(status: str, says: str, schedule: Any) -> None:
+    asked = 0
+
+    def choose(prompt: str) -> str:
+        nonlocal asked
+        asked += 1
+        if asked > 40:
+            return status
+        return reply_for(prompt.replace("JSON", ""), answer=str(hashed(prompt) % 7))
+
+    with BrokenServer(choose) as server, dspy.context(lm=server.lm("chosen")):
+        with pytest.raises(RunAbortedError, match=says) as caught:
+            compiled(10**6, schedule=schedule)
+        with pytest.raises(RunAbortedError, match=says) as at_once:
+            compiled(schedule=schedule)
+    assert set(caught.value.best_program.detailed_results.val_subscores[0]) == set(range(len(VAL)))
+    assert at_once.value.best_program is None
+
+
+@pytest.mark.usefixtures("no_waiting")
+@pytest.mark.parametrize("name", ["no_choices", "reset"])
+def test_a_provider_that_breaks_down_ends_the_run_with_the_best_so_far(name: str) -> None:
+    asked = 0
+
+    def choose(prompt: str) -> str:
+        nonlocal asked
+        asked += 1
+        if asked > 30:
+            return name
+        return reply_for(prompt.replace("JSON", ""), answer=str(1 + hashed(prompt) % 6))
+
+    with BrokenServer(choose) as server, dspy.context(lm=server.lm("chosen")):
+        program = compiled(10**6)
+    assert program.async_stats.failed
+    assert "tickets in a row failed" in program.async_stats.stop_reason
+    assert min(program.detailed_results.val_subscores[0].values()) > 0
+
+
+@pytest.mark.parametrize(("text", "why"), [("half a \ud800 character", "not valid Unicode"), (None, "is None")])
+def test_a_proposal_that_no_program_can_be_built_with_fails_its_ticket(text: Any, why: str, tmp_path: Any) -> None:
+    def proposer(candidate: Any, reflective_dataset: Any, components_to_update: list[str]) -> dict[str, str]:
+        return dict.fromkeys(components_to_update, text)
+
+    stats = compiled(60, instruction_proposer=proposer, log_dir=str(tmp_path)).async_stats
+    assert stats.ended["failed"] > 0
+    assert stats.ended["committed"] == 0
+    assert all(why in reason for reason in stats.end_reasons if reason.startswith("reflection failed"))
+
+
+# Code of the user's
+
+HOOKS: dict[str, tuple[type, str, Any]] = {
+    "candidate_selection_strategy": (CurrentBestCandidateSelector, "select_candidate_idx", ()),
+    "component_selector": (RoundRobinReflectionComponentSelector, "__call__", ()),
+    "acceptance_criterion": (StrictImprovementAcceptance, "should_accept", ()),
+    "batch_sampler": (EpochShuffledBatchSampler, "next_minibatch_ids", (3,)),
+    "sampling_strategy": (SingleMutationSampling, "sample_tasks", ()),
+    "selection_strategy": (AllImprovements, "select", ()),
+    "val_evaluation_policy": (FullEvaluationPolicy, "get_eval_batch", ()),
+}
+"""Hook -> a strategy of gepa's, its method, its arguments."""
+
+
+def mine(hook: str, after: int) -> Any:
+    """A strategy of the user's that breaks at its call number ``after``."""
+    base, method, arguments = HOOKS[hook]
+    calls = 0
+
+    def broken(self: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls >= after:
+            raise LookupError("it broke")
+        return getattr(base, method)(self, *args, **kwargs)
+
+    return type("Mine", (base,), {method: broken})(*arguments)
+
+
+def with_hook(hook: str, strategy: Any) -> dict[str, Any]:
+    if hook in ("candidate_selection_strategy", "component_selector"):
+        return {hook: strategy}
+    return {"gepa_kwargs": {hook: strategy}} | ({"reflection_minibatch_size": None} if hook == "batch_sampler" else {})
+
+
+@pytest.mark.parametrize(
+    ("hook", "schedule"), [*((hook, "async") for hook in HOOKS), ("component_selector", "lockstep")]
+)
+def test_a_strategy_that_raises_is_named_and_the_best_so_far_stays(
+    hook: str, schedule: Any, tmp_path: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.ERROR, logger="dspy_flashevolve"), pytest.raises(LookupError) as caught:
+        compiled(120, log_dir=str(tmp_path), schedule=schedule, **with_hook(hook, mine(hook, 2)))
+    assert f"{hook}: Mine.broken raised LookupError: it broke" in caplog.text
+    best: Any = caught.value
+    assert best.best_program.detailed_results.val_subscores[0].keys() == set(range(len(VAL)))
+    resumed = compiled(120, log_dir=str(tmp_path), schedule=schedule).detailed_results
+    assert len(resumed.val_aggregate_scores) >= len(best.best_program.detailed_results.val_aggregate_scores)
+    assert resumed.total_metric_calls <= 120 or schedule == "lockstep"
+
+
+@pytest.mark.parametrize("schedule", ["async", "lockstep"])
+def test_a_stopper_that_raises_is_named_among_others(schedule: Any, caplog: pytest.LogCaptureFixture) -> None:
+    asked = 0
+
+    def my_stopper(state: Any) -> bool:
+        nonlocal asked
+        asked += 1
+        if asked > 2:
+            raise LookupError("it broke")
+        return False
+
+    with caplog.at_level(logging.ERROR, logger="dspy_flashevolve"), pytest.raises(LookupError) as caught:
+        compiled(300, schedule=schedule, gepa_kwargs={"stop_callbacks": [my_stopper]})
+    assert "my_stopper raised LookupError: it broke" in caplog.text
+    assert "stop_callbacks: " in caplog.text
+    assert caught.value.best_program is not None  # type: ignore[attr-defined]
+
+
+def test_an_engine_hook_that_raises_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    class MyOrder:
+        def key(self, claim: Any, held: int, waiting: int) -> Any:
+            raise LookupError("it broke")
+
+    with caplog.at_level(logging.ERROR, logger="dspy_flashevolve"), pytest.raises(LookupError):
+        compiled(300, slot_order=MyOrder())
+    assert "slot_order: " in caplog.text
+    assert "MyOrder.key raised LookupError" in caplog.text
+
+
+class Breaks:
+    """A callback that raises in every hook; gepa warns of it, with the callback and the method, and goes on."""
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("on_"):
+            raise AttributeError(name)
+
+        def broken(event: Any) -> None:
+            raise LookupError("it broke")
+
+        return broken
+
+    def __repr__(self) -> str:
+        return "Breaks()"
+
+
+@pytest.mark.parametrize("schedule", ["async", "lockstep"])
+def test_callbacks_that_raise_change_nothing_and_are_named(schedule: Any, caplog: pytest.LogCaptureFixture) -> None:
+    one_at_a_time: dict[str, Any] = {"schedule": schedule, "num_threads": 1}
+    quiet = compiled(150, **one_at_a_time).detailed_results
+    with caplog.at_level(logging.WARNING):
+        loud = compiled(150, gepa_kwargs={"callbacks": [Breaks()]}, **one_at_a_time).detailed_results
+    assert "Callback Breaks() failed on on_iteration_end: it broke" in caplog.text
+    assert loud.val_subscores[0] == quiet.val_subscores[0]
+    if schedule == "lockstep":
+        assert loud.to_dict() == quiet.to_dict()
+
+
+class MyProposer(dspy.Module):
+    def forward(self, **_: Any) -> Any:
+        raise LookupError("it broke")
+
+
+def my_proposer(candidate: Any, reflective_dataset: Any, components_to_update: Any) -> Any:
+    raise LookupError("it broke")
+
+
+@pytest.mark.parametrize(("proposer", "name"), [(MyProposer(), "MyProposer.forward"), (my_proposer, "my_proposer")])
+def test_a_proposer_that_raises_is_named(proposer: Any, name: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="dspy_flashevolve"):
+        stats = compiled(60, instruction_proposer=proposer).async_stats
+    assert f"instruction_proposer: {name} raised LookupError: it broke" in caplog.text
+    assert stats.ended["failed"] > 3
+
+
+def test_raise_on_exception_is_refused_as_dspys_gepa_raises_always() -> None:
+    with pytest.raises(ConfigurationError, match="raise_on_exception"):
+        optimizer(gepa_kwargs={"raise_on_exception": False})
+
+
+# Metrics that are not thread-safe
+
+
+class Alone:
+    """Counts how many calls of it run at once, from threads and on the loop."""
+
+    def __init__(self) -> None:
+        self.running = self.most = self.scores = self.feedback = 0
+        self.guard = threading.Lock()
+        self.overlap = threading.Event()
+
+    def enter(self, name: Any) -> None:
+        with self.guard:
+            self.running += 1
+            self.most = max(self.most, self.running)
+            self.scores += name is None
+            self.feedback += name is not None
+
+    def leave(self) -> None:
+        with self.guard:
+            self.running -= 1
+
+
+class SyncAlone(Alone):
+    def __call__(self, gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None) -> Any:
+        self.enter(pred_name)
+        self.overlap.wait(0.002)  # lets others in, if they may
+        self.leave()
+        return digits(gold, pred)
+
+
+class CoroutineAlone(Alone):
+    async def __call__(
+        self, gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None
+    ) -> Any:
+        self.enter(pred_name)
+        try:
+            for _ in range(20):
+                await asyncio.sleep(0)
+        finally:  # nobody may want its score any more
+            self.leave()
+        return digits(gold, pred)
+
+
+class Sync(dspy.Module):
+    """Runs in threads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.step = dspy.Predict("question -> answer")
+
+    def forward(self, question: str) -> Any:
+        return self.step(question=question)
+
+
+@pytest.mark.parametrize("program", [Chain, Sync])
+@pytest.mark.parametrize("metric", [SyncAlone, CoroutineAlone])
+def test_with_metric_lock_the_metric_is_called_once_at_a_time(metric: Any, program: Any) -> None:
+    alone, together = metric(), metric()
+    compiled(60, program(), metric=alone, metric_lock=True)
+    compiled(60, program(), metric=together)
+    assert alone.most == 1
+    assert alone.scores > 0
+    assert alone.feedback > 0
+    assert together.most > 1, "without the lock this metric's calls overlap"
+
+
+def test_metric_lock_changes_nothing_in_lockstep() -> None:
+    locked = compiled(100, schedule="lockstep", metric_lock=True).detailed_results
+    free = compiled(100, schedule="lockstep").detailed_results
+    assert locked.to_dict() == free.to_dict()
+
+
+def test_a_locked_metric_that_raises_gives_up_its_turn() -> None:
+    def metric(gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None) -> Any:
+        if hashed(gold.question) % 3 == 0:
+            raise LookupError("it broke")
+        return digits(gold, pred)
+
+    assert compiled(100, metric=metric, metric_lock=True).async_stats.metric_calls > 20
+
+
+@pytest.mark.usefixtures("no_waiting")
+def test_a_locked_metric_whose_judge_fails_is_asked_again() -> None:
+    asked = 0
+
+    def answer(prompt: str) -> str:
+        nonlocal asked
+        asked += 1
+        if asked % 3 == 0:
+            raise LMServerError("503")
+        return reply_for(prompt, answer="yes")
+
+    judge = fake_lm(answer)
+
+    async def metric(gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None) -> Any:
+        await judge.acall("is it right?")
+        return digits(gold, pred)
+
+    assert compiled(100, metric=metric, metric_lock=True).async_stats.retried_requests > 0
+
+
+# Memory
+
+
+class Predictions:
+    """A metric that knows which of the predictions that it was shown are still held by anyone."""
+
+    def __init__(self) -> None:
+        self.shown: list[weakref.ref[Any]] = []
+        self.lives: list[int] = []
+
+    def __call__(self, gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None) -> Any:
+        if pred_name is None:
+            self.shown.append(weakref.ref(pred))
+        return digits(gold, pred)
+
+    def alive(self) -> int:
+        gc.collect()
+        return sum(one() is not None for one in self.shown)
+
+    def on_iteration_end(self, event: Any) -> None:
+        if event["iteration"] % 10 == 0:
+            self.lives.append(self.alive())
+
+    def __reduce__(self) -> Any:
+        return Predictions, ()
+
+
+@pytest.mark.parametrize("program", [Chain, Sync])
+def test_what_rollouts_leave_behind_is_released_when_their_ticket_ends(program: Any) -> None:
+    watch = Predictions()
+    optimized = compiled(250, program(), metric=watch, track_stats=False, gepa_kwargs={"callbacks": [watch]})
+    assert len(watch.shown) > 180
+    assert max(watch.lives) < 70, "what live tickets hold, not what all rollouts left"
+    assert watch.alive() == 0, "nothing of it is left after the run"
+    assert optimized is not None
+
+
+def test_validations_keep_no_traces() -> None:
+    inputs: list[weakref.ref[Any]] = []
+
+    class Question(str):
+        """Can be referred to weakly; a trace holds its calls' inputs."""
+
+    class Asks(Chain):
+        async def aforward(self, question: str) -> dspy.Prediction:
+            fresh = Question(question)
+            inputs.append(weakref.ref(fresh))
+            answer = (await self.steps[0].acall(question=fresh)).answer
+            return dspy.Prediction(answer=answer)
+
+    left: list[int] = []
+
+    class AfterSeed:
+        def on_valset_evaluated(self, event: Any) -> None:
+            gc.collect()
+            left.append(sum(one() is not None for one in inputs))
+
+    with dspy.context(disable_history=True):
+        compiled(60, Asks(), gepa_kwargs={"callbacks": [AfterSeed()]}, schedule="lockstep")
+    assert left[0] == 0, "the seed's validation has ended, and no trace of it is held"
+
+
+@pytest.mark.parametrize("schedule", ["async", "lockstep"])
+def test_histories_and_the_users_trace_do_not_grow_with_the_run(schedule: Any) -> None:
+    judge = dspy.Predict("answer -> verdict")
+
+    def metric(gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None) -> Any:
+        judge(answer=pred.answer)
+        return digits(gold, pred)
+
+    lm = fake_lm(lambda prompt: reply_for(prompt, answer=str(hashed(prompt) % 7), verdict="yes"))
+    outer: list[Any] = []
+    with dspy.context(lm=lm, trace=outer, max_history_size=20):
+        compiled(100, metric=metric, schedule=schedule)
+    assert len(lm.history) == 20
+    assert len(judge.history) <= 20
+    assert outer == []
+
+
+@pytest.mark.parametrize("wrong", [None, 1, "yes", threading.Lock()])
+def test_metric_lock_is_true_or_false(wrong: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"metric_lock is .*, expected True or False"):
+        optimizer(metric_lock=wrong)
