@@ -17,7 +17,8 @@ from dataclasses import asdict, fields
 from multiprocessing import get_context
 from pathlib import Path
 
-from benchmarks.chaos_run import ChaosRow, Conditions, Job, run_job
+from benchmarks.chaos_audit import Conditions
+from benchmarks.chaos_run import ChaosRow, Job, run_job
 from benchmarks.results import RESULTS, append_json_lines, shown, table
 
 METHODS = ("async", "gepa")
@@ -107,7 +108,7 @@ def cells(rows: Sequence[ChaosRow]) -> list[list[str]]:
             " ".join(f"{row.spent}/{row.limit}" for row in mine),
             str(sum(row.unanswered for row in mine)),
             f"{sum(row.wrong for row in mine)} of {sum(row.stored for row in mine)}",
-            f"{sum(row.cached_wrong for row in mine)} of {sum(row.cached for row in mine)}" if method != "gepa" else "-",
+            "-" if method == "gepa" else f"{sum(r.cached_wrong for r in mine)} of {sum(r.cached for r in mine)}",
             str(sum(row.foreign for row in mine)),
             f"{statistics.median(best):.3f} ({min(best):.3f}-{max(best):.3f})" if best else "-",
             shown(statistics.median(stored) if stored else None, ".3f"),
