@@ -46,9 +46,9 @@ class Conditions:
     profile: str = "h100-qwen3-8b"
     time_scale: float = 20.0
     slots: int = 16
-    calls: int = 300
-    train: int = 30
-    val: int = 30
+    calls: int = 250
+    train: int = 25
+    val: int = 25
     rules: int = 24
     timeout_seconds: float = 4.0
     rollout_timeout_seconds: float = 20.0
