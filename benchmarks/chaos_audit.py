@@ -44,18 +44,18 @@ class Conditions:
     """
 
     profile: str = "h100-qwen3-8b"
-    time_scale: float = 20.0
+    time_scale: float = 30.0
     slots: int = 16
-    calls: int = 250
+    calls: int = 400
     train: int = 25
     val: int = 25
     rules: int = 24
-    timeout_seconds: float = 4.0
-    rollout_timeout_seconds: float = 20.0
+    timeout_seconds: float = 3.0
+    rollout_timeout_seconds: float = 15.0
     down_seconds: float = 2.0
     faults: Faults = field(
         default_factory=lambda: Faults(
-            server_error=0.2, hang=0.02, malformed_body=0.02, burst_every_seconds=100.0, burst_seconds=10.0
+            server_error=0.2, hang=0.02, malformed_body=0.02, burst_every_seconds=150.0, burst_seconds=15.0
         )
     )
 
