@@ -122,6 +122,10 @@ class Counters:
         """`by_kind` of `/stats`."""
         return {kind: KindStats(*totals) for kind, totals in self.of_kind.items()}
 
+    def faults_by_name(self) -> dict[str, int]:
+        """`faults` of `/stats`."""
+        return {str(kind): count for kind, count in self.faults.items()}
+
 
 def prometheus_text(profile: Profile, load: Load, counters: Counters) -> str:
     """`/metrics` under vLLM's names.

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -120,7 +120,7 @@ class SimServer:
         urllib.request.urlopen(request, timeout=_HTTP_SECONDS).close()
 
     @contextmanager
-    def down(self) -> Iterator[ServerStats]:
+    def down(self) -> Generator[ServerStats, None, None]:
         """The server is ended for the length of the block, and starts again on the same port.
 
         Requests in flight are cut off and connections are refused meanwhile. The new server begins from nothing: its

@@ -232,5 +232,5 @@ class _Handlers:
             generated_tokens=load.generated_tokens - window.load.generated_tokens,
             mean_running=running_seconds / elapsed if elapsed > 0 else 0.0,
             by_kind=counters.kind_stats(),
-            faults=dict(counters.faults),
+            faults=counters.faults_by_name(),
         )
