@@ -76,7 +76,7 @@ class CountedMetric:
 
 
 @contextmanager
-def _silence() -> Iterator[None]:
+def silence() -> Iterator[None]:
     """Drop what is printed: dspy.GEPA draws a progress bar a minibatch and cannot be told not to."""
     with open(os.devnull, "w", encoding="utf-8") as nothing, redirect_stdout(nothing):
         yield
@@ -123,7 +123,7 @@ class Bench:
         timer.start()
         try:
             optimizer = chosen.build(counted, limits, recorder)
-            with _silence(), dspy.context(lm=workload.task_lm, adapter=workload.adapter):
+            with silence(), dspy.context(lm=workload.task_lm, adapter=workload.adapter):
                 optimizer.compile(workload.program(), trainset=workload.trainset, valset=workload.valset)
         except Exception as raised:
             traceback.print_exc()

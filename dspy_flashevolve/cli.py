@@ -1,6 +1,7 @@
 """The command `flashevolve`.
 
 flashevolve sim-server --profile h100-qwen3-8b --port 8000
+flashevolve sim-server --fault server_error=0.2 --fault hang=0.02 --burst 60:5
 flashevolve lineage RUN_DIR
 flashevolve check RUN_DIR
 """
@@ -13,11 +14,12 @@ import contextlib
 import signal
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dspy_flashevolve.engine import journal_check
 from dspy_flashevolve.engine.errors import DataError, RunDirectoryError
 from dspy_flashevolve.observe.lineage import read, tree
+from dspy_flashevolve.sim.faults import DRAWN_KINDS, Faults
 from dspy_flashevolve.sim.process import require_aiohttp
 from dspy_flashevolve.sim.profiles import PROFILES, profile_named
 
@@ -39,6 +41,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = _parser()
     arguments = parser.parse_args(argv)
+    if arguments.command == "sim-server":
+        try:
+            arguments.faults = _faults(arguments)
+        except ValueError as error:
+            parser.error(str(error))
     try:
         if arguments.command == "lineage":
             return _lineage(arguments)
@@ -64,6 +71,23 @@ def _parser() -> argparse.ArgumentParser:
     server.add_argument("--port", type=_port, default=8000, help="port to bind; 0 for any free one")
     server.add_argument("--seed", type=int, default=0, help="part of every random choice")
     server.add_argument("--time-scale", type=_positive, default=1.0, help="model seconds a wall second")
+    server.add_argument(
+        "--fault",
+        type=_rate,
+        action="append",
+        default=[],
+        metavar="KIND=RATE",
+        help=f"a fault and its probability a request; may be repeated; kinds: {', '.join(DRAWN_KINDS)}",
+    )
+    server.add_argument(
+        "--burst",
+        type=_burst,
+        default=(0.0, 0.0),
+        metavar="EVERY:SECONDS",
+        help="rate limits: every so many model seconds, for so many, each request is answered 429",
+    )
+    server.add_argument("--drip-seconds", type=_positive, default=30.0, help="model seconds of a slow drip")
+    server.add_argument("--fault-seed", type=int, default=0, help="of the draws of faults")
     lineage = commands.add_parser("lineage", help="the family tree of a run: candidates, gaps, trains and verdicts")
     lineage.add_argument("run_dir", metavar="RUN_DIR", help="the log_dir of an AsyncGEPA")
     check = commands.add_parser("check", help="whether a run's journal holds what it promises; 1 where it does not")
@@ -106,6 +130,35 @@ def _positive(text: str) -> float:
     raise argparse.ArgumentTypeError(f"must be a positive number, got {text!r}")
 
 
+def _rate(text: str) -> tuple[str, float]:
+    kind, _, rate = text.partition("=")
+    if kind not in DRAWN_KINDS:
+        raise argparse.ArgumentTypeError(f"unknown fault {kind!r}: choose one of {', '.join(DRAWN_KINDS)}")
+    with contextlib.suppress(ValueError):
+        return kind, float(rate)
+    raise argparse.ArgumentTypeError(f"must be a fault and its rate, such as hang=0.02, got {text!r}")
+
+
+def _burst(text: str) -> tuple[float, float]:
+    with contextlib.suppress(ValueError):
+        every, _, seconds = text.partition(":")
+        return float(every), float(seconds)
+    raise argparse.ArgumentTypeError(f"must be two numbers of seconds, such as 60:5, got {text!r}")
+
+
+def _faults(arguments: argparse.Namespace) -> Faults | None:
+    every, seconds = arguments.burst
+    rates: dict[str, Any] = dict(arguments.fault)
+    faults = Faults(
+        **rates,
+        burst_every_seconds=every,
+        burst_seconds=seconds,
+        drip_seconds=arguments.drip_seconds,
+        seed=arguments.fault_seed,
+    )
+    return faults if any(faults.rates().values()) or every else None
+
+
 def _sim_server(arguments: argparse.Namespace) -> int:
     from dspy_flashevolve.sim.server import ServerConfig
 
@@ -113,6 +166,7 @@ def _sim_server(arguments: argparse.Namespace) -> int:
         profile=profile_named(arguments.profile),
         seed=arguments.seed,
         time_scale=arguments.time_scale,
+        faults=arguments.faults,
         host=arguments.host,
         port=arguments.port,
     )

@@ -5,6 +5,7 @@ HouseRules      the task: data, program, metric and optimum (needs dspy, importe
 Profile         what a backend can do; PROFILES holds the two that are calibrated
 LengthLaw       lognormal output lengths
 ReplyModel      how well the simulated model obeys and reflects
+Faults          what goes wrong on purpose, and how often
 ServerStats     what the server counted, with KindStats for each kind of prompt
 """
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from dspy_flashevolve.sim.counters import KindStats, ServerStats
+from dspy_flashevolve.sim.faults import Faults
 from dspy_flashevolve.sim.process import SimServer
 from dspy_flashevolve.sim.profiles import PROFILES, LengthLaw, Profile
 from dspy_flashevolve.sim.replies import ReplyModel
@@ -20,7 +22,17 @@ from dspy_flashevolve.sim.replies import ReplyModel
 if TYPE_CHECKING:
     from dspy_flashevolve.sim.task import HouseRules
 
-__all__ = ["PROFILES", "HouseRules", "KindStats", "LengthLaw", "Profile", "ReplyModel", "ServerStats", "SimServer"]
+__all__ = [
+    "PROFILES",
+    "Faults",
+    "HouseRules",
+    "KindStats",
+    "LengthLaw",
+    "Profile",
+    "ReplyModel",
+    "ServerStats",
+    "SimServer",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args
 
 from dspy_flashevolve.sim.batching import Load
+from dspy_flashevolve.sim.faults import FaultKind
 from dspy_flashevolve.sim.profiles import Profile
 from dspy_flashevolve.sim.prompts import PromptKind
 
@@ -36,8 +37,8 @@ class ServerStats:
         time_scale: Model seconds a wall second.
         seconds: Wall seconds of the window.
         model_seconds: Model seconds of the window.
-        requests: Requests accepted.
-        finished: Requests answered in full.
+        requests: Requests accepted; a request that a fault refuses or hangs is not.
+        finished: Requests whose reply was written to its end; a fault may have damaged its body.
         cancelled: Requests whose client went away.
         refused: Requests answered with status 429.
         running: Sequences that run now.
@@ -47,6 +48,7 @@ class ServerStats:
         generated_tokens: Tokens written in the window, pro rata for requests that are not finished.
         mean_running: Mean number of running sequences over the window.
         by_kind: Finished requests by kind: "task", "reflection", "integration", "other".
+        faults: Faults injected, by kind (`faults.FaultKind`); kinds that did not occur are left out.
     """
 
     profile: str
@@ -65,6 +67,7 @@ class ServerStats:
     generated_tokens: float
     mean_running: float
     by_kind: Mapping[str, KindStats]
+    faults: Mapping[str, int] = field(default_factory=dict[str, int])
 
     def to_json(self) -> dict[str, Any]:
         """As `/stats` sends it."""
@@ -88,6 +91,7 @@ class Counters:
     of_reason: dict[FinishedReason, int] = field(default_factory=lambda: {"stop": 0, "length": 0, "abort": 0})
     latency_buckets: list[int] = field(default_factory=lambda: [0] * (len(_BUCKETS) + 1))
     latency_seconds: float = 0.0
+    faults: dict[FaultKind, int] = field(default_factory=dict[FaultKind, int])
 
     def finish(
         self, kind: PromptKind, reason: FinishedReason, prompt_tokens: int, completion_tokens: int, latency: float
@@ -101,6 +105,11 @@ class Counters:
         self.latency_buckets[bisect_left(_BUCKETS, latency)] += 1
         self.latency_seconds += latency
 
+    def inject(self, kind: FaultKind) -> None:
+        """Count a fault; a rate limit is a refusal too."""
+        self.faults[kind] = self.faults.get(kind, 0) + 1
+        self.refused += kind == "rate_limit"
+
     def abort(self) -> None:
         """Count a request whose client went away."""
         self.of_reason["abort"] += 1
@@ -112,6 +121,10 @@ class Counters:
     def kind_stats(self) -> dict[str, KindStats]:
         """`by_kind` of `/stats`."""
         return {kind: KindStats(*totals) for kind, totals in self.of_kind.items()}
+
+    def faults_by_name(self) -> dict[str, int]:
+        """`faults` of `/stats`."""
+        return {str(kind): count for kind, count in self.faults.items()}
 
 
 def prometheus_text(profile: Profile, load: Load, counters: Counters) -> str:

@@ -10,12 +10,15 @@ import subprocess
 import sys
 import threading
 import urllib.request
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
 
 from dspy_flashevolve.sim.counters import ServerStats
+from dspy_flashevolve.sim.faults import Faults
 from dspy_flashevolve.sim.profiles import LengthLaw, Profile, profile_named
 from dspy_flashevolve.sim.replies import ReplyModel
 
@@ -40,6 +43,7 @@ class SimServer:
         port: Port to bind; 0 for any free one.
         time_scale: Model seconds a wall second; 50 makes everything 50 times faster.
         reply_model: How well the simulated model obeys and reflects.
+        faults: What goes wrong on purpose, and how often; None for nothing.
 
     Raises:
         ValueError: If the profile is unknown or a number is out of range.
@@ -60,15 +64,18 @@ class SimServer:
         port: int = 0,
         time_scale: float = 1.0,
         reply_model: ReplyModel | None = None,
+        faults: Faults | None = None,
     ) -> None:
         self._config: dict[str, Any] = {
             "profile": asdict(profile_named(profile) if isinstance(profile, str) else profile),
             "seed": seed,
             "time_scale": time_scale,
             "reply_model": asdict(reply_model or ReplyModel()),
+            "faults": None if faults is None else asdict(faults),
             "port": port,
         }
         self._process: subprocess.Popen[str] | None = None
+        self._inside = False
         self._port = 0
 
     @property
@@ -78,7 +85,7 @@ class SimServer:
         Raises:
             RuntimeError: Outside the `with` block.
         """
-        if self._process is None:
+        if not self._inside:
             raise RuntimeError("the simulated server runs only inside its `with` block")
         return f"http://127.0.0.1:{self._port}"
 
@@ -96,10 +103,10 @@ class SimServer:
         """The process id of the server.
 
         Raises:
-            RuntimeError: Outside the `with` block.
+            RuntimeError: Outside the `with` block, and while the server is down.
         """
         if self._process is None:
-            raise RuntimeError("the simulated server runs only inside its `with` block")
+            raise RuntimeError("the simulated server runs only inside its `with` block, and not while it is down")
         return self._process.pid
 
     def stats(self) -> ServerStats:
@@ -112,8 +119,42 @@ class SimServer:
         request = urllib.request.Request(f"{self.url}/stats/reset", method="POST")
         urllib.request.urlopen(request, timeout=_HTTP_SECONDS).close()
 
+    @contextmanager
+    def down(self) -> Generator[ServerStats, None, None]:
+        """The server is ended for the length of the block, and starts again on the same port.
+
+        Requests in flight are cut off and connections are refused meanwhile. The new server begins from nothing: its
+        clock, its counters, and what its faults draw by the number of a request. One restart at a time, within the
+        server's own `with` block; it may be in another thread than that.
+
+        Yields:
+            What the server had counted at its end.
+
+        Raises:
+            RuntimeError: Outside the server's `with` block, and when it cannot start again: another process has taken
+                the port.
+
+        Example:
+            >>> with SimServer() as server:
+            ...     with server.down() as before:
+            ...         pass
+            ...     (before.requests, server.stats().requests)
+            (0, 0)
+        """
+        before = self.stats()
+        self._end()
+        try:
+            yield before
+        finally:
+            self._begin({**self._config, "port": self._port})
+
     def __enter__(self) -> SimServer:
         require_aiohttp()
+        self._begin(self._config)
+        self._inside = True
+        return self
+
+    def _begin(self, config: dict[str, Any]) -> None:
         paths = [str(_PACKAGE_PARENT), os.environ.get("PYTHONPATH", "")]
         self._process = subprocess.Popen(
             [sys.executable, "-c", _CHILD],
@@ -124,20 +165,20 @@ class SimServer:
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
         )
         try:
-            self._port = self._hand_over(self._process)
+            self._port = self._hand_over(self._process, config)
         except BaseException:
             self._end()
             raise
-        return self
 
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self._inside = False
         self._end()
 
-    def _hand_over(self, process: subprocess.Popen[str]) -> int:
+    def _hand_over(self, process: subprocess.Popen[str], config: dict[str, Any]) -> int:
         stdin, stdout = _pipes(process)
-        stdin.write(json.dumps(self._config) + "\n")
+        stdin.write(json.dumps(config) + "\n")
         stdin.flush()
         line = stdout.readline()
         if not line:
@@ -191,6 +232,7 @@ def child_main() -> None:
             seed=raw["seed"],
             time_scale=raw["time_scale"],
             reply_model=ReplyModel(**raw["reply_model"]),
+            faults=None if raw["faults"] is None else Faults(**raw["faults"]),
             port=raw["port"],
         )
         asyncio.run(_serve_until_stdin_ends(config))

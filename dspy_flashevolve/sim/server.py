@@ -5,31 +5,30 @@
     POST /stats/reset
 
 A request is read (`prompts`), answered at once in memory (`replies`), and sent when the batching model (`batching`,
-`driver`) says that its last token is written. When the client goes away, the sequence gives its place back.
+`driver`) says that its last token is written. When the client goes away, the sequence gives its place back. With
+`faults` in its configuration, the server fails some requests on purpose (`faults`, `injection`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import json
 import math
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from aiohttp import web
 
+from dspy_flashevolve.sim import answers
 from dspy_flashevolve.sim.batching import Load
 from dspy_flashevolve.sim.counters import Counters, ServerStats, prometheus_text
 from dspy_flashevolve.sim.driver import BatchDriver, Generation
+from dspy_flashevolve.sim.faults import BODY_KINDS, Fault, Faults
+from dspy_flashevolve.sim.injection import damage, refuse, retry_headers
 from dspy_flashevolve.sim.profiles import H100_QWEN3_8B, Profile
 from dspy_flashevolve.sim.prompts import BadRequest, ChatRequest, parse_chat_request
 from dspy_flashevolve.sim.replies import Reply, ReplyModel, reply_to
 
 _MAX_BODY_BYTES = 64 * 2**20
-_STREAMED_PIECE_CHARACTERS = 200
 
 
 @dataclass(frozen=True)
@@ -41,6 +40,7 @@ class ServerConfig:
         seed: Part of every random choice.
         time_scale: Model seconds a wall second; 50 makes everything 50 times faster.
         reply_model: How well the simulated model obeys and reflects.
+        faults: What goes wrong on purpose, and how often; None for nothing.
         host: Address to bind; the loopback by default, since the server has no authentication.
         port: Port to bind; 0 for any free one.
 
@@ -52,6 +52,7 @@ class ServerConfig:
     seed: int = 0
     time_scale: float = 1.0
     reply_model: ReplyModel = field(default_factory=ReplyModel)
+    faults: Faults | None = None
     host: str = "127.0.0.1"
     port: int = 0
 
@@ -116,29 +117,55 @@ class _Handlers:
         self._profile = config.profile
         self._driver = BatchDriver(config.profile, config.time_scale)
         self._since_start = Counters()
+        self._received = 0
         self._window = _Window(self._driver.now(), self._driver.load())
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
         try:
             chat = parse_chat_request(await request.read())
         except BadRequest as error:
-            return _error(400, "invalid_request_error", str(error), param=error.param)
+            body = answers.error("invalid_request_error", str(error), param=error.param)
+            return web.json_response(body, status=400)
+        fault = self._fault()
+        if fault is not None and fault.kind not in BODY_KINDS:
+            return await refuse(fault, self._config.time_scale)
         limit = self._profile.concurrency_limit
         if limit is not None and self._driver.in_flight >= limit:
             return self._refusal(limit)
         reply = reply_to(chat, self._profile, self._config.reply_model, self._config.seed)
-        for counters in (self._since_start, self._window.counters):
+        for counters in self._counters:
             counters.requests += 1
         generation = self._driver.submit(chat.prompt_tokens, reply.completion_tokens)
         try:
-            if chat.stream:
+            if chat.stream and fault is None:
                 return await self._stream(request, chat, reply, generation)
             self._count(chat, reply, generation, await generation.finished)
-            return web.json_response(_completion(chat, reply, self._profile))
+            if fault is not None:
+                return await self._damaged(request, fault, chat, reply)
+            return web.json_response(answers.completion(chat, reply, self._profile))
         finally:
             if self._driver.release(generation):
-                self._since_start.abort()
-                self._window.counters.abort()
+                for counters in self._counters:
+                    counters.abort()
+
+    @property
+    def _counters(self) -> tuple[Counters, Counters]:
+        return self._since_start, self._window.counters
+
+    def _fault(self) -> Fault | None:
+        """What goes wrong with the request that has just come."""
+        number, faults = self._received, self._config.faults
+        self._received += 1
+        fault = None if faults is None else faults.at(number, self._driver.now())
+        if fault is not None:
+            for counters in self._counters:
+                counters.inject(fault.kind)
+        return fault
+
+    async def _damaged(self, request: web.Request, fault: Fault, chat: ChatRequest, reply: Reply) -> web.StreamResponse:
+        faults = self._config.faults
+        drip_seconds = 0.0 if faults is None else faults.drip_seconds / self._config.time_scale
+        return await damage(request, fault, chat, reply, self._profile, drip_seconds)
 
     async def _stream(
         self, request: web.Request, chat: ChatRequest, reply: Reply, generation: Generation
@@ -146,32 +173,26 @@ class _Handlers:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await response.prepare(request)
         await generation.first_token
-        await response.write(_event(_chunk(chat, self._profile, {"role": "assistant", "content": ""})))
+        await response.write(answers.event(answers.opening(chat, self._profile)))
         self._count(chat, reply, generation, await generation.finished)
-        for start in range(0, len(reply.text), _STREAMED_PIECE_CHARACTERS):
-            piece = reply.text[start : start + _STREAMED_PIECE_CHARACTERS]
-            await response.write(_event(_chunk(chat, self._profile, {"content": piece})))
-        await response.write(_event(_chunk(chat, self._profile, {}, reply.finish_reason)))
-        if chat.include_usage:
-            await response.write(
-                _event({**_chunk(chat, self._profile, {}), "choices": [], "usage": _usage(chat, reply)})
-            )
-        await response.write(b"data: [DONE]\n\n")
+        for chunk in answers.chunks(chat, reply, self._profile):
+            await response.write(answers.event(chunk))
+        await response.write(answers.DONE)
         await response.write_eof()
         return response
 
     def _count(self, chat: ChatRequest, reply: Reply, generation: Generation, finished: float) -> None:
         latency = finished - generation.started
-        for counters in (self._since_start, self._window.counters):
+        for counters in self._counters:
             counters.finish(chat.kind, reply.finish_reason, chat.prompt_tokens, reply.completion_tokens, latency)
 
     def _refusal(self, limit: int) -> web.Response:
-        for counters in (self._since_start, self._window.counters):
+        for counters in self._counters:
             counters.refused += 1
         seconds = self._profile.retry_after_seconds / self._config.time_scale
-        headers = {"Retry-After": str(math.ceil(seconds)), "retry-after-ms": str(math.ceil(seconds * 1000))}
         message = f"Rate limit reached: {limit} requests in flight. Please try again in {seconds:.3f}s."
-        return _error(429, "rate_limit_error", message, code="rate_limit_exceeded", headers=headers)
+        body = answers.error("rate_limit_error", message, code="rate_limit_exceeded")
+        return web.json_response(body, status=429, headers=retry_headers(seconds))
 
     async def models(self, _: web.Request) -> web.Response:
         card = {"id": self._profile.model, "object": "model", "created": 0, "owned_by": "dspy-flashevolve"}
@@ -211,47 +232,5 @@ class _Handlers:
             generated_tokens=load.generated_tokens - window.load.generated_tokens,
             mean_running=running_seconds / elapsed if elapsed > 0 else 0.0,
             by_kind=counters.kind_stats(),
+            faults=counters.faults_by_name(),
         )
-
-
-def _usage(chat: ChatRequest, reply: Reply) -> dict[str, int]:
-    return {
-        "prompt_tokens": chat.prompt_tokens,
-        "completion_tokens": reply.completion_tokens,
-        "total_tokens": chat.prompt_tokens + reply.completion_tokens,
-    }
-
-
-def _head(chat: ChatRequest, profile: Profile, kind: str) -> dict[str, Any]:
-    digest = hashlib.blake2b(chat.content.encode("utf-8", "surrogatepass"), digest_size=12).hexdigest()
-    model = chat.model or profile.model
-    return {"id": f"chatcmpl-{digest}", "object": kind, "created": int(time.time()), "model": model}
-
-
-def _completion(chat: ChatRequest, reply: Reply, profile: Profile) -> dict[str, Any]:
-    message = {"role": "assistant", "content": reply.text}
-    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": reply.finish_reason}
-    return {**_head(chat, profile, "chat.completion"), "choices": [choice], "usage": _usage(chat, reply)}
-
-
-def _chunk(
-    chat: ChatRequest, profile: Profile, delta: dict[str, str], finish_reason: str | None = None
-) -> dict[str, Any]:
-    choice = {"index": 0, "delta": delta, "finish_reason": finish_reason}
-    return {**_head(chat, profile, "chat.completion.chunk"), "choices": [choice]}
-
-
-def _event(payload: dict[str, Any]) -> bytes:
-    return f"data: {json.dumps(payload)}\n\n".encode()
-
-
-def _error(
-    status: int,
-    error_type: str,
-    message: str,
-    param: str | None = None,
-    code: str | None = None,
-    headers: dict[str, str] | None = None,
-) -> web.Response:
-    body = {"error": {"message": message, "type": error_type, "param": param, "code": code}}
-    return web.json_response(body, status=status, headers=headers)

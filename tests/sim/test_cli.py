@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import urllib.error
 import urllib.request
 
 import pytest
@@ -42,6 +43,11 @@ def test_the_server_serves_and_a_signal_ends_it_cleanly(number: signal.Signals) 
         ("--time-scale", "0", "must be a positive number, got '0'"),
         ("--time-scale", "nan", "must be a positive number, got 'nan'"),
         ("--seed", "x", "invalid int value: 'x'"),
+        ("--fault", "flood=0.1", "unknown fault 'flood': choose one of server_error, hang"),
+        ("--fault", "hang", "a fault and its rate, such as hang=0.02, got 'hang'"),
+        ("--fault", "hang=2", "hang must be between 0 and 1, got 2.0"),
+        ("--burst", "60", "two numbers of seconds, such as 60:5, got '60'"),
+        ("--burst", "5:60", "burst_seconds must be less than burst_every_seconds, got 60.0 and 5.0"),
     ],
 )
 def test_a_wrong_option_is_named_with_its_value(
@@ -51,6 +57,26 @@ def test_a_wrong_option_is_named_with_its_value(
         main(["sim-server", option, value])
     assert caught.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="ends by signal")
+def test_faults_are_injected_and_counted() -> None:
+    command = [sys.executable, "-m", "dspy_flashevolve.cli", "sim-server", "--port", "0"]
+    command += ["--fault", "server_error=0.5", "--fault", "unauthorized=0.5"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    base = process.stdout.readline().split()[2]
+    body = b'{"messages": [{"role": "user", "content": "x"}]}'
+    for _ in range(20):
+        with pytest.raises(urllib.error.HTTPError, match=r"503|401") as caught:
+            urllib.request.urlopen(f"{base}/chat/completions", data=body)
+        caught.value.close()
+    with urllib.request.urlopen(f"{base.removesuffix('/v1')}/stats") as response:
+        faults = json.load(response)["faults"]
+    assert set(faults) == {"server_error", "unauthorized"}
+    assert sum(faults.values()) == 20
+    process.send_signal(signal.SIGINT)
+    process.communicate()
 
 
 def test_a_port_in_use_is_a_clear_error(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -16,7 +17,7 @@ import dspy
 import pytest
 from gepa.utils import TimeoutStopCondition
 
-from dspy_flashevolve.sim import HouseRules, SimServer
+from dspy_flashevolve.sim import Faults, HouseRules, SimServer
 
 PARENT = """
 import os, time
@@ -164,3 +165,40 @@ def test_the_server_side_imports_no_dspy() -> None:
         "sys.exit('dspy' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_while_the_server_is_down_connections_are_refused_and_it_comes_back_on_the_same_port() -> None:
+    with SimServer(seed=3, time_scale=200) as server:
+        model = dspy.LM("openai/sim", api_base=server.api_base, api_key="none", cache=False, num_retries=0)
+        said, base, pid = model("Hello"), server.api_base, server.pid
+        with server.down() as before:
+            assert before.requests == 1
+            assert not is_alive(pid)
+            assert server.api_base == base
+            with pytest.raises(urllib.error.URLError):
+                urllib.request.urlopen(f"{server.url}/health")
+        assert (server.api_base, server.stats().requests) == (base, 0)
+        assert server.pid != pid
+        assert model("Hello") == said
+
+
+def test_a_restart_cuts_off_what_is_in_flight() -> None:
+    with SimServer(time_scale=1e-9) as server:
+        with socket.create_connection(("127.0.0.1", int(server.url.rsplit(":", 1)[1])), timeout=30) as connection:
+            body = b'{"messages": [{"role": "user", "content": "x"}]}'
+            head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
+            connection.sendall(head + body)
+            while server.stats().running < 1:
+                pass
+            with server.down(), contextlib.suppress(ConnectionResetError):
+                assert connection.recv(1000) == b""
+        assert server.stats().running == 0
+
+
+def test_a_process_of_its_own_has_the_faults_that_it_was_given() -> None:
+    faults = Faults(server_error=1.0, server_error_statuses=(500,))
+    with SimServer(faults=faults) as server:
+        model = dspy.LM("openai/sim", api_base=server.api_base, api_key="none", cache=False, num_retries=0)
+        with pytest.raises(dspy.utils.exceptions.LMServerError):
+            model("Hello")
+        assert server.stats().faults == {"server_error": 1}

@@ -1,0 +1,204 @@
+"""What goes wrong at a provider, drawn for each request: which fault, if any, is a pure function of seed and number.
+
+.. code-block:: text
+
+    answered at once   rate_limit (429), server_error (5xx), unauthorized (401), context_too_long, content_filter (400)
+    never answered     hang
+    answered badly     truncated_body, malformed_body, empty_choices, slow_drip: after the time of a good answer
+
+A burst of rate limits is bound to the server's clock; every other fault is drawn by the request's number.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from dspy_flashevolve.sim.reply_model import Choices
+
+DrawnKind = Literal[
+    "server_error",
+    "hang",
+    "truncated_body",
+    "malformed_body",
+    "empty_choices",
+    "slow_drip",
+    "unauthorized",
+    "context_too_long",
+    "content_filter",
+]
+FaultKind = Literal[DrawnKind, "rate_limit"]
+DRAWN_KINDS: tuple[DrawnKind, ...] = get_args(DrawnKind)
+BODY_KINDS = ("truncated_body", "malformed_body", "empty_choices", "slow_drip")
+"""Faults of the answer's body: the reply is written first, and takes its time."""
+_HTML = b"<html><head><title>502 Bad Gateway</title></head><body><h1>502 Bad Gateway</h1></body></html>"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What goes wrong with one request.
+
+    Attributes:
+        kind: Which fault.
+        status: HTTP status of the answer; 200 where the fault is in the body, and for a hang, which has none.
+        variant: Of a malformed body "json" (broken off, but complete for HTTP), "html" or "empty" (`{}`); else "".
+        retry_after_seconds: Of a rate limit, what is left of the burst, in model seconds; else 0.
+    """
+
+    kind: FaultKind
+    status: int = 200
+    variant: Literal["", "json", "html", "empty"] = ""
+    retry_after_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Faults:
+    """How often each fault occurs, as probabilities of a request, and when the bursts of rate limits are.
+
+    Attributes:
+        server_error: A status of `server_error_statuses`, each as likely.
+        hang: Never answered, until the client goes away.
+        truncated_body: The connection is cut in the middle of the body.
+        malformed_body: Status 200 with JSON that breaks off, an HTML page, or `{}`, each as likely.
+        empty_choices: Status 200 with `"choices": []`.
+        slow_drip: The body comes byte by byte over `drip_seconds`.
+        unauthorized: Status 401.
+        context_too_long: Status 400 with OpenAI's code "context_length_exceeded".
+        content_filter: Status 400 with Azure's code "content_filter".
+        burst_every_seconds: Model seconds from the start of one burst of rate limits to the next; the first begins
+            after as many. 0 for no bursts.
+        burst_seconds: Model seconds of a burst, during which every request is answered 429 with Retry-After.
+        drip_seconds: Model seconds of a slow drip.
+        server_error_statuses: Statuses from 500 to 599.
+        seed: Of the draws.
+
+    Raises:
+        ValueError: If a rate is outside [0, 1], the rates add up to more than 1, a time is negative or not finite,
+            bursts overlap, or a status is no server error.
+
+    Example:
+        >>> faults = Faults(server_error=0.5, burst_every_seconds=60, burst_seconds=5)
+        >>> faults.at(request=0, seconds=10.0)
+        Fault(kind='server_error', status=503, variant='', retry_after_seconds=0.0)
+        >>> faults.at(request=0, seconds=62.0)
+        Fault(kind='rate_limit', status=429, variant='', retry_after_seconds=3.0)
+    """
+
+    server_error: float = 0.0
+    hang: float = 0.0
+    truncated_body: float = 0.0
+    malformed_body: float = 0.0
+    empty_choices: float = 0.0
+    slow_drip: float = 0.0
+    unauthorized: float = 0.0
+    context_too_long: float = 0.0
+    content_filter: float = 0.0
+    burst_every_seconds: float = 0.0
+    burst_seconds: float = 0.0
+    drip_seconds: float = 30.0
+    server_error_statuses: tuple[int, ...] = (503,)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for kind, rate in self.rates().items():
+            if not 0 <= rate <= 1:
+                raise ValueError(f"{kind} must be between 0 and 1, got {rate!r}")
+        if (total := math.fsum(self.rates().values())) > 1:
+            raise ValueError(f"the rates must add up to at most 1, got {total:g}")
+        for name in ("burst_every_seconds", "burst_seconds", "drip_seconds"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be at least 0 and finite, got {getattr(self, name)!r}")
+        if self.burst_seconds and not self.burst_seconds < self.burst_every_seconds:
+            raise ValueError(
+                "burst_seconds must be less than burst_every_seconds, got "
+                f"{self.burst_seconds!r} and {self.burst_every_seconds!r}"
+            )
+        if self.burst_every_seconds and not self.burst_seconds:
+            raise ValueError(f"bursts every {self.burst_every_seconds!r} seconds need burst_seconds above 0")
+        # JSON has lists only, and a configuration comes to the server's process as JSON.
+        object.__setattr__(self, "server_error_statuses", tuple(self.server_error_statuses))
+        if not self.server_error_statuses or not all(500 <= status <= 599 for status in self.server_error_statuses):
+            raise ValueError(f"server_error_statuses must be from 500 to 599, got {self.server_error_statuses!r}")
+
+    def rates(self) -> dict[DrawnKind, float]:
+        """Kind of a drawn fault -> its probability."""
+        return {kind: getattr(self, kind) for kind in DRAWN_KINDS}
+
+    def at(self, request: int, seconds: float) -> Fault | None:
+        """What goes wrong with a request; None for nothing. A burst comes before what is drawn.
+
+        Args:
+            request: Its number, from 0, in order of arrival.
+            seconds: When it came, in model seconds since the server's start.
+        """
+        left = self.burst_left(seconds)
+        return Fault("rate_limit", 429, retry_after_seconds=left) if left > 0 else self.drawn(request)
+
+    def burst_left(self, seconds: float) -> float:
+        """Model seconds until the end of the burst at a moment; 0 where there is none."""
+        if not self.burst_every_seconds or seconds < self.burst_every_seconds:
+            return 0.0
+        return max(0.0, self.burst_seconds - seconds % self.burst_every_seconds)
+
+    def drawn(self, request: int) -> Fault | None:
+        """What is drawn for a request by its number, whenever it comes; None for nothing."""
+        choices = Choices(self.seed, f"fault {request}")
+        chance, below = choices.uniform("kind"), 0.0
+        for kind, rate in self.rates().items():
+            below += rate
+            if chance < below:
+                return self._fault(kind, choices)
+        return None
+
+    def _fault(self, kind: DrawnKind, choices: Choices) -> Fault:
+        if kind == "server_error":
+            statuses = self.server_error_statuses
+            return Fault(kind, statuses[choices.index("status", len(statuses))])
+        if kind == "malformed_body":
+            variants: tuple[Literal["json", "html", "empty"], ...] = ("json", "html", "empty")
+            return Fault(kind, variant=variants[choices.index("variant", len(variants))])
+        return Fault(kind, {"unauthorized": 401, "context_too_long": 400, "content_filter": 400}.get(kind, 200))
+
+
+def error_of(fault: Fault) -> dict[str, Any]:
+    """The `error` of OpenAI's body for a fault that has a status of its own.
+
+    Example:
+        >>> error_of(Fault("context_too_long", 400))["code"]
+        'context_length_exceeded'
+    """
+    kind, code, param, message = {
+        "rate_limit": ("rate_limit_error", "rate_limit_exceeded", None, "Rate limit reached: too many requests."),
+        "unauthorized": ("authentication_error", "invalid_api_key", None, "Incorrect API key provided."),
+        "context_too_long": (
+            "invalid_request_error",
+            "context_length_exceeded",
+            "messages",
+            "This model's maximum context length is 8192 tokens. Please reduce the length of the messages.",
+        ),
+        "content_filter": (
+            "invalid_request_error",
+            "content_filter",
+            "prompt",
+            "The response was filtered due to the prompt triggering the content management policy.",
+        ),
+    }.get(fault.kind, ("server_error", None, None, "The server is overloaded or not ready yet."))
+    return {"message": message, "type": kind, "param": param, "code": code}
+
+
+def malformed(fault: Fault, body: bytes) -> tuple[bytes, str]:
+    """A body that is none, and its content type, in place of a good one.
+
+    Example:
+        >>> malformed(Fault("malformed_body", variant="json"), b'{"choices": 1}')
+        (b'{"choic', 'application/json')
+    """
+    if fault.variant == "html":
+        return _HTML, "text/html"
+    return (b"{}" if fault.variant == "empty" else body[: len(body) // 2]), "application/json"
+
+
+def without_choices(payload: dict[str, Any]) -> dict[str, Any]:
+    """The same answer with an empty list of choices."""
+    return {**payload, "choices": []}
