@@ -14,7 +14,7 @@ demo: $(VENV)/.installed  ## AsyncGEPA beside dspy.GEPA on the embedded server, 
 	$(BIN)/python -m benchmarks.demo
 
 test: $(VENV)/.installed  ## the test suite and the examples in the docstrings
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --dist worksteal
 	$(BIN)/python -m pytest --quiet --doctest-modules dspy_flashevolve
 
 test-slow: $(VENV)/.installed  ## the slow suites; see tests/dspy_suite and FLASHEVOLVE_VLLM_BASE

@@ -8,53 +8,55 @@ from statistics import fmean
 from benchmarks.results import ratio, shown, table
 from benchmarks.runs import TOLERANCE, Row, best_combee, median_gain, median_of, score_spread, verdict
 
-BASE = "async-full+speculation=off"
+BASE = "async-full+order=deepest+speculation=off"
 LEAD = {
     "lockstep": "dspy.GEPA, barrier for barrier",
     "combee-9": "synchronous, 9 read together",
     "combee-25": "synchronous, 25 read together",
     BASE: "base: none of the mechanisms",
-    "async-full": "early reflection alone; train left out",
+    "async-full+order=deepest": "early reflection alone; train left out",
     f"{BASE}+prefix=0.25": "the validation prefix alone",
     f"{BASE}+prefix=0.25+racing=0.1": "racing alone, with the prefix that it needs",
     f"{BASE}+admission=gap:8": "admission alone",
-    f"{BASE}+order=value": "value alone",
-    "async-patch+speculation=off": "patch alone",
-    "async+speculation=off": "train alone; speculation left out",
-    "async-patch": "patch instead of train",
-    "async+admission=live:256": "bound on live tickets left out",
+    "async-full+speculation=off": "value alone",
+    "async-patch+order=deepest+speculation=off": "patch alone",
+    "async+order=deepest+speculation=off": "train alone; speculation left out",
+    "async-patch+order=deepest": "patch instead of train",
+    "async+order=deepest+admission=live:256": "bound on live tickets left out",
+    "async+order=deepest": "value left out",
+    "async+order=deepest+prefix=0.25": "prefix 0.25 added",
+    "async+order=deepest+admission=gap:8": "admission added",
     "async": "the default",
-    "async+prefix=0.25": "prefix 0.25 added",
-    "async+admission=gap:8": "admission added",
-    "async+order=value": "value added",
-    "async+racing=0.1": "racing added",
-    "async+order=value+racing=0.1+admission=gap:8": "all of them together",
+    "async+order=deepest+racing=0.1": "racing added",
+    "async+racing=0.1+admission=gap:8": "all of them together",
 }
-"""The lead figure's variants -> what each of them is in the ablation."""
+"""The lead figure's variants -> what each of them is in the ablation. Most have the order that was the default before
+"value" won it: each differs from a line above it by what it says."""
 EXPERIMENTS = {
     "prefix": {
-        "async": "no prefix, the default",
-        "async+prefix=0.25": "prefix 0.25",
-        "async+prefix=0.5": "prefix 0.5",
-        "async-full": "no train, no prefix",
-        "async-full+prefix=0.25": "no train, prefix 0.25",
-        "async-full+prefix=0.5": "no train, prefix 0.5",
+        "async": "the default, which has none",
+        "async+order=deepest": "no prefix",
+        "async+order=deepest+prefix=0.25": "prefix 0.25",
+        "async+order=deepest+prefix=0.5": "prefix 0.5",
+        "async-full+order=deepest": "no train, no prefix",
+        "async-full+order=deepest+prefix=0.25": "no train, prefix 0.25",
+        "async-full+order=deepest+prefix=0.5": "no train, prefix 0.5",
     },
     "controller": {
-        "async": "the default",
-        "async+controller=none": "slots decide",
-        "async+controller=median": "MedianRate",
-        "async+controller=backlog": "Backlog",
-        "async+controller=fixed:1": "1 worker a stage",
-        "async+controller=fixed:4": "4 workers a stage",
-        "async+controller=fixed:16": "16 workers a stage",
+        "async+order=deepest": "the default's: none",
+        "async+order=deepest+controller=none": "slots decide",
+        "async+order=deepest+controller=median": "MedianRate",
+        "async+order=deepest+controller=backlog": "Backlog",
+        "async+order=deepest+controller=fixed:1": "1 worker a stage",
+        "async+order=deepest+controller=fixed:4": "4 workers a stage",
+        "async+order=deepest+controller=fixed:16": "16 workers a stage",
     },
     "slots": {
-        "async+slots=adaptive": "8 to begin with, up to 256",
-        "async+slots=8": "8 slots",
-        "async+slots=32": "32 slots",
-        "async+slots=64": "64 slots",
-        "async+slots=128": "128 slots",
+        "async+order=deepest+slots=adaptive": "8 to begin with, up to 256",
+        "async+order=deepest+slots=8": "8 slots",
+        "async+order=deepest+slots=32": "32 slots",
+        "async+order=deepest+slots=64": "64 slots",
+        "async+order=deepest+slots=128": "128 slots",
     },
 }
 """Experiment -> its variants -> what each of them is."""
@@ -154,7 +156,7 @@ def experiment_verdicts(rows: Sequence[Row]) -> list[str]:
 
 def _prefix_verdicts(rows: Sequence[Row]) -> list[str]:
     lines: list[str] = []
-    for base in ("async", "async-full"):
+    for base in ("async+order=deepest", "async-full+order=deepest"):
         ours, theirs = (_median(rows, f"{base}{prefix}", "validations a minute") for prefix in ("+prefix=0.25", ""))
         if ours is None or theirs is None:
             continue
@@ -166,7 +168,7 @@ def _prefix_verdicts(rows: Sequence[Row]) -> list[str]:
 
 def _controller_verdicts(rows: Sequence[Row]) -> list[str]:
     column = ALLOCATION_FIGURE
-    ours = _median(rows, "async", column)
+    ours = _median(rows, "async+order=deepest", column)
     fixed = _medians(rows, [name for name in EXPERIMENTS["controller"] if "=fixed:" in name], column)
     if ours is None or not fixed:
         return []

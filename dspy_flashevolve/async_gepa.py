@@ -70,8 +70,8 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
             docs/scheduling.md.
         admission: when a step may start: :class:`LiveTickets`, :class:`GapBound` or an object of your own. Default: a
             bound that follows from the slots, the budget and the policy.
-        slot_order: who gets the next free slot: "deepest" (default) is the step nearest to a commit, small requests
-            first; "value" is what is worth most a request; or an object with ``key(claim, held, waiting)``.
+        slot_order: who gets the next free slot: "value" (default) is what is worth most a request, "deepest" the step
+            nearest to a commit, small requests first; or an object with ``key(claim, held, waiting)``.
         controller: moves workers between the stages: :class:`MedianRate`, :class:`Backlog`, :class:`Fixed`, or an
             object with ``window_seconds`` and ``decide(windows)``. Default: the slots decide.
         rollout_timeout_seconds: a rollout that takes longer, once it has its slot, is given up and asked for again, as
@@ -146,7 +146,7 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
         max_live_tickets: int | None = None,
         speculation: Speculation | None = DEFAULT_SPECULATION,
         admission: Admission | None = None,
-        slot_order: Literal["deepest", "value"] | SlotOrder = "deepest",
+        slot_order: Literal["deepest", "value"] | SlotOrder = "value",
         controller: WorkflowController | None = None,
         rollout_timeout_seconds: float | None = None,
         duplicate_stragglers: Duplicates | None = None,

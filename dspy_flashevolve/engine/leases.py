@@ -7,6 +7,7 @@ starts inherit; on a thread, call :func:`paused_slot` on the run's loop with the
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
@@ -27,7 +28,11 @@ class Lease:
         self._release = release
         self._taking = anyio.Lock()
         self._closed = False
+        self._pauses = 0
+        self._left_seconds = math.inf
         self.held = False
+        self.bound: anyio.CancelScope | None = None
+        """Ends the work in the slot at its deadline; the time of a pause does not count. None for no bound."""
 
     async def take(self) -> None:
         """Have the slot: wait for it unless it is held. A lease that has ended takes none."""
@@ -46,6 +51,19 @@ class Lease:
         if self.held:
             self.held = False
             self._release()
+
+    def pause(self) -> None:
+        """Something in the slot waits to be asked for again: the deadline moves on until all of that goes on."""
+        self._pauses += 1
+        if self._pauses == 1 and self.bound is not None:
+            self._left_seconds = self.bound.deadline - anyio.current_time()
+            self.bound.deadline = math.inf
+
+    def resume(self) -> None:
+        """It goes on; see :meth:`pause`."""
+        self._pauses -= 1
+        if self._pauses == 0 and self.bound is not None:
+            self.bound.deadline = anyio.current_time() + self._left_seconds
 
     def close(self) -> None:
         """Give the slot back for good."""
@@ -83,5 +101,9 @@ async def paused_slot(lease: Lease | None = None) -> AsyncGenerator[None, None]:
         yield
         return
     lease.give_back()
-    yield
-    await lease.take()
+    lease.pause()
+    try:
+        yield
+        await lease.take()
+    finally:
+        lease.resume()

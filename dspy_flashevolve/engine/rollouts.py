@@ -18,6 +18,7 @@ from dspy_flashevolve.engine.claims import Claim
 from dspy_flashevolve.engine.errors import ConfigurationError, RolloutUnresolvedError, TransientError
 from dspy_flashevolve.engine.events import EventBus, RolloutDuplicated, RolloutFinished, RolloutTimedOut
 from dspy_flashevolve.engine.flights import Flight, Rollout, RolloutLog, Run
+from dspy_flashevolve.engine.leases import current_lease
 from dspy_flashevolve.engine.retries import RetryPolicy
 from dspy_flashevolve.engine.slots import Slots
 from dspy_flashevolve.engine.stragglers import Duplicates, MetricCall, Stragglers, first_answer
@@ -37,7 +38,8 @@ class Rollouts:
         single_flight: two tickets that need the same rollout at the same time share it.
         rng: jitter.
         timeout_seconds: a run of a rollout that takes longer, from the grant of its slot, is cancelled and counts as a
-            :class:`TransientError`. Code that runs in a thread cannot be cancelled: a program there is left behind, and
+            :class:`TransientError`. The time in which it has given its slot back, since its provider said when to come
+            back, does not count. Code that runs in a thread cannot be cancelled: a program there is left behind, and
             a metric there, which is the end of a rollout, is waited for. None for no bound.
         duplicates: when a rollout is begun a second time; None never does.
 
@@ -190,7 +192,9 @@ class Rollouts:
                 await anyio.lowlevel.checkpoint_if_cancelled()
             self._granted(run)
             try:
-                with metric.watched(), anyio.move_on_after(self._timeout_seconds):
+                with metric.watched(), anyio.move_on_after(self._timeout_seconds) as bound:
+                    if (lease := current_lease()) is not None:
+                        lease.bound = bound
                     rollout = await run.call()
                     self._answered(run, rollout)
                     return rollout

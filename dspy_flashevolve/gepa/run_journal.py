@@ -60,7 +60,7 @@ class RunJournal:
         self._session = journal.session
         self.counts = Counts()
         """What the run has spent besides metric calls; the run writes it."""
-        self.spent_before = (0, 0.0)
+        self.spent_before: tuple[int, float] = (0, 0.0)
         """Reflections and dollars of the sessions before."""
 
     def session_ended(self, state: str, reason: str) -> None:

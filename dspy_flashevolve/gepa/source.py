@@ -188,9 +188,11 @@ class GepaSource:
             self.stop_requested = self.failed
 
     def _out_of_budget(self) -> NotNow:
+        aside = 0 if self._purse is None else len(self._pool.loader) - self._purse.open
+        validation = f" and the validation of what comes of it, another {aside}" if aside > 0 else ""
         self.stop_requested = (
             f"max_metric_calls={self._budget.limit}: the {self._budget.left} calls left cannot pay a ticket, which may "
-            f"cost {self.most_calls}"
+            f"cost {self.most_calls}{validation}"
         )
         return NotNow.EXHAUSTED
 

@@ -210,11 +210,11 @@ def test_a_rival_that_gains_nothing_has_no_ratio() -> None:
 @pytest.mark.parametrize(("other", "word"), [(0.3, "met"), (0.31, "MISSED")])
 def test_the_default_has_to_win_on_average(other: float, word: str) -> None:
     groups = [
-        [_row("async", 0.2), _row("async+order=value", 0.3), _row("async-patch", 9.0), _row("combee-9", 9.0)],
-        [_row("async", 0.4, "few"), _row("async+order=value", other, "few")],
+        [_row("async", 0.2), _row("async+order=deepest", 0.3), _row("async-patch", 9.0), _row("combee-9", 9.0)],
+        [_row("async", 0.4, "few"), _row("async+order=deepest", other, "few")],
     ]
     (line,) = winner(groups)
-    assert line.startswith("the default wins: async +0.300 on average, the best other, async+order=value, ")
+    assert line.startswith("the default wins: async +0.300 on average, the best other, async+order=deepest, ")
     assert line.endswith(word)
     assert winner([[_row("async", 0.2)]]) == winner([]) == []
 
@@ -223,15 +223,15 @@ def test_the_default_has_to_win_on_average(other: float, word: str) -> None:
 def test_the_targets_of_the_experiments(better: bool, word: str) -> None:
     ahead, refused = (1, 0.009) if better else (0, 0.011)
     rows = [
-        _row("async+prefix=0.25", validations=20 + ahead),
-        _row("async", validations=20, landed=20 + ahead),
-        _row("async+controller=fixed:1", landed=2),
-        _row("async+controller=fixed:4", landed=20),
-        _row("async+slots=8", accepted=5, validations=6, tokens_per_second=100.0),
-        _row("async+slots=128", accepted=20, validations=20, tokens_per_second=1000.0),
+        _row("async+order=deepest+prefix=0.25", validations=20 + ahead),
+        _row("async+order=deepest", validations=20, landed=20 + ahead),
+        _row("async+order=deepest+controller=fixed:1", landed=2),
+        _row("async+order=deepest+controller=fixed:4", landed=20),
+        _row("async+order=deepest+slots=8", accepted=5, validations=6, tokens_per_second=100.0),
+        _row("async+order=deepest+slots=128", accepted=20, validations=20, tokens_per_second=1000.0),
         *(
             _row(
-                "async+slots=adaptive",
+                "async+order=deepest+slots=adaptive",
                 seed=seed,
                 accepted=17 + ahead,
                 validations=17 + ahead,
@@ -244,15 +244,15 @@ def test_the_targets_of_the_experiments(better: bool, word: str) -> None:
     lines = experiment_verdicts(rows)
     assert len(lines) == 6
     assert [line for line in lines if not line.endswith(word)] == []
-    assert "the best fixed allocation, async+controller=fixed:4, 10.00" in lines[1]
-    assert "of async+slots=128's 1000.00" in lines[2]
+    assert "the best fixed allocation, async+order=deepest+controller=fixed:4, 10.00" in lines[1]
+    assert "of async+order=deepest+slots=128's 1000.00" in lines[2]
     assert f"at most {refused:.2%} refused" in lines[5]
     assert experiment_verdicts([_row("lockstep", 0.1)]) == []
 
 
 def test_every_variant_of_a_verdict_is_in_the_comparison() -> None:
-    assert {"async", "async+prefix=0.25"} <= EXPERIMENTS["prefix"].keys()
-    assert next(iter(EXPERIMENTS["slots"])) == "async+slots=adaptive"
+    assert {"async+order=deepest", "async+order=deepest+prefix=0.25"} <= EXPERIMENTS["prefix"].keys()
+    assert next(iter(EXPERIMENTS["slots"])) == "async+order=deepest+slots=adaptive"
     assert {"async", "lockstep"} <= LEAD.keys()
 
 

@@ -24,8 +24,10 @@ from dspy_flashevolve.engine.errors import (
     TransientError,
 )
 from dspy_flashevolve.engine.events import Event, EventBus, RolloutDuplicated, RolloutFinished, RolloutTimedOut
+from dspy_flashevolve.engine.flights import Rollout
+from dspy_flashevolve.engine.leases import paused_slot
 from dspy_flashevolve.engine.retries import RetryPolicy
-from dspy_flashevolve.engine.rollouts import Rollout, Rollouts
+from dspy_flashevolve.engine.rollouts import Rollouts
 from dspy_flashevolve.engine.slots import Slots
 from dspy_flashevolve.engine.stragglers import Duplicates, Stragglers, metric_begins
 from dspy_flashevolve.engine.threads import Threads
@@ -133,6 +135,39 @@ def test_the_wait_for_a_slot_does_not_count() -> None:
             for number in range(4):
                 group.start_soon(bench.rollouts.rollout, number, FIRST, bench.reserved(), Taking(9.0))
         assert (now(), bench.rollouts.timed_out) == (36.0, 0)
+
+    run(main)
+
+
+@pytest.mark.parametrize(("working", "answers"), [(1.9, True), (2.1, False)])
+def test_the_time_in_which_the_provider_lets_it_wait_does_not_count(working: float, answers: bool) -> None:
+    """Two seconds of work are allowed; two requests of the rollout are told to come back after 30 and 40 seconds."""
+
+    async def main() -> None:
+        bench = Bench(timeout_seconds=2.0, retry=RetryPolicy(attempts=1))
+
+        async def waits(seconds: float) -> None:
+            async with paused_slot():
+                await anyio.sleep(seconds)
+
+        async def call() -> Rollout:
+            await anyio.sleep(1)
+            async with anyio.create_task_group() as group:
+                group.start_soon(waits, 30)
+                group.start_soon(waits, 40)
+            await anyio.sleep(working - 1)
+            return Rollout(None, 1.0)
+
+        if answers:
+            rollout, _ = await bench.rollouts.rollout("r", FIRST, bench.reserved(), call)
+            assert rollout.score == 1.0
+            assert now() == pytest.approx(40 + working)
+        else:
+            with pytest.raises(RolloutUnresolvedError, match="no answer within 2 seconds"):
+                await bench.rollouts.rollout("r", FIRST, reservation := bench.reserved(), call)
+            reservation.refund()
+            assert now() == pytest.approx(42)
+        bench.check_nothing_is_held()
 
     run(main)
 
