@@ -21,5 +21,6 @@ hypothesis.settings.load_profile("untimed")
 def settings() -> Iterator[None]:
     """Every test runs under its own dspy context, with a task LM that needs no network."""
     logging.getLogger("dspy").setLevel(logging.ERROR)
+    logging.getLogger("dspy_flashevolve").setLevel(logging.NOTSET)  # a benchmark may have silenced it
     with dspy.context(lm=task_lm(), num_threads=4):
         yield
