@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import dspy
-from gepa.strategies.proposal_sampling import IndependentSampling
+from gepa.strategies.proposal_sampling import IndependentSampling, PxNSampling
 from gepa.utils import TimeoutStopCondition
 
 from benchmarks.trajectory import Recorder
@@ -136,11 +136,11 @@ def gepa_arguments(workload: Workload, limits: Limits, recorder: Recorder) -> di
     }
 
 
-def _gepa(independent: int | None = None) -> Build:
+def _gepa(sampling: Callable[[], Any] | None = None) -> Build:
     def build(workload: Workload, limits: Limits, recorder: Recorder) -> Optimizer:
         arguments = gepa_arguments(workload, limits, recorder)
-        if independent is not None:
-            arguments["gepa_kwargs"]["sampling_strategy"] = IndependentSampling(independent)
+        if sampling is not None:
+            arguments["gepa_kwargs"]["sampling_strategy"] = sampling()
         if limits.wall_seconds is not None:
             arguments["gepa_kwargs"]["stop_callbacks"] = [TimeoutStopCondition(limits.wall_seconds)]
         return dspy.GEPA(**arguments)
@@ -184,9 +184,12 @@ def method(name: str) -> Method:
     if name in plain:
         return Method(name, plain[name])
     if found := re.fullmatch(r"gepa-independent-([1-9]\d*)", name):
-        return Method(name, _gepa(int(found[1])))
+        return Method(name, _gepa(lambda: IndependentSampling(int(found[1]))))
+    if found := re.fullmatch(r"gepa-pxn-([1-9]\d*)x([1-9]\d*)", name):
+        return Method(name, _gepa(lambda: PxNSampling(int(found[1]), int(found[2]))))
     try:
         variant(name)
     except ValueError as error:
-        raise ValueError(f"{error}; and, not of AsyncGEPA, {', '.join(plain)} and gepa-independent-N") from None
+        others = ", ".join([*plain, "gepa-independent-N", "gepa-pxn-PxN"])
+        raise ValueError(f"{error}; and, not of AsyncGEPA, {others}") from None
     return Method(name, _async(name))

@@ -22,7 +22,7 @@ def _workload(examples: int = 6) -> Workload:
     return Workload(NoOp, base.trainset, base.valset, checksum_score, task_lm(), reflection_lm())
 
 
-@pytest.mark.parametrize("name", ["gepa", "gepa-independent-4"])
+@pytest.mark.parametrize("name", ["gepa", "gepa-independent-4", "gepa-pxn-2x2"])
 def test_a_run_of_dspy_gepa_ends_with_its_figures(name: str) -> None:
     result = BENCH.run(method(name), _workload(), Limits(slots=4, seed=0, metric_calls=60))
     assert result.error == ""
@@ -54,6 +54,12 @@ def test_the_plain_evaluation_stops_at_its_time_and_runs_nothing_after_it() -> N
     task = _workload()
     PlainEvaluation(metric, limits).compile(NoOp(), trainset=task.trainset, valset=task.valset)
     assert metric.count == 0
+
+
+def test_parallel_sampling_is_gepas_own() -> None:
+    pxn: Any = method("gepa-pxn-2x5").build(_workload(), Limits(4, 0), Recorder())
+    sampling = pxn.gepa_kwargs["sampling_strategy"]
+    assert (type(sampling).__name__, sampling.p, sampling.n) == ("PxNSampling", 2, 5)
 
 
 def test_a_time_limit_replaces_the_budget() -> None:

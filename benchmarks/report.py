@@ -1,0 +1,214 @@
+"""One self-contained HTML page of a bench's runs: tables with ratios and spread, and curves, which are PNG files too.
+
+`python -m benchmarks.report RESULTS.jsonl --out report.html` reads the lines that the benchmarks over a server write
+(`benchmarks.results.Result`, as of `throughput`, `score`, `demo`, `vllm_cpu`). Matplotlib draws; it is in the extra
+`notebooks`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import html
+import io
+import json
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from benchmarks.results import Result, Spread, ratio, shown
+from benchmarks.trajectory import Point
+
+BASELINE = "gepa"
+GRID = 200
+"""Points of a curve."""
+COLUMNS = (
+    "method", "seeds", "best score", "gain", f"x {BASELINE}'s gain", "proposals a minute", f"x {BASELINE}'s",
+    "metric calls", "tokens/s", "slots busy", "generations", "overshoot", "failed",
+)  # fmt: skip
+STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 75rem; padding: 0 1rem; color: #222; }
+table { border-collapse: collapse; margin: 1rem 0 2rem; font-variant-numeric: tabular-nums; }
+th, td { padding: .3rem .7rem; border-bottom: 1px solid #ddd; text-align: right; white-space: nowrap; }
+th:first-child, td:first-child { text-align: left; }
+figure { margin: 1rem 0 2rem; } img { max-width: 100%; height: auto; } code { background: #f4f4f4; }
+"""
+
+
+def read(path: Path) -> list[tuple[Result, dict[str, Any]]]:
+    """The runs of a file, each with its whole line; of equal runs (benchmark, method, backend, seed, limit) the last.
+
+    Raises:
+        ValueError: a line is no JSON, or no run of a benchmark over a server; with its number.
+    """
+    known = {field.name for field in fields(Result)}
+    needed = {"benchmark", "method", "backend", "seed", "slots", "seconds", "total_seconds"}
+    runs: dict[object, tuple[Result, dict[str, Any]]] = {}
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: no JSON ({error})") from None
+        if not isinstance(row, dict) or not needed <= row.keys():
+            raise ValueError(f"{path}, line {number}: expected the fields {', '.join(sorted(needed))} of a run.")
+        result = Result(**{name: value for name, value in row.items() if name in known})
+        runs[result.benchmark, result.method, result.backend, result.seed, result.call_limit] = result, row
+    return list(runs.values())
+
+
+def gain(result: Result) -> float | None:
+    """How far the best score lies above the seed program's."""
+    if result.best_score is None or result.seed_score is None:
+        return None
+    return result.best_score - result.seed_score
+
+
+def middle(results: Sequence[Result], figure: Callable[[Result], float | None]) -> float | None:
+    """The median of a figure over the runs that have it."""
+    values = [value for result in results if (value := figure(result)) is not None]
+    return statistics.median(values) if values else None
+
+
+def cells(results: Sequence[Result]) -> list[list[str]]:
+    """A line a method, in the order in which they came; medians over the seeds, failed runs left out."""
+    lines: list[list[str]] = []
+    sound = [result for result in results if not result.error]
+    base = [result for result in sound if result.method == BASELINE]
+    for name in dict.fromkeys(result.method for result in results):
+        mine = [result for result in sound if result.method == name]
+        scores = [result.best_score for result in mine if result.best_score is not None]
+        gained, pace = middle(mine, gain), middle(mine, lambda result: result.proposals_per_minute)
+        lines.append([
+            name,
+            str(len({result.seed for result in mine})),
+            str(Spread.of(scores)) if scores else "-",
+            shown(gained, "+.3f"),
+            shown(ratio(gained, middle(base, gain)), ".2f"),
+            shown(pace, ".1f"),
+            shown(ratio(pace, middle(base, lambda result: result.proposals_per_minute)), ".1f"),
+            shown(middle(mine, lambda result: result.metric_calls), ".0f"),
+            shown(middle(mine, lambda result: result.tokens_per_second), ".0f"),
+            shown(middle(mine, lambda result: result.mean_running), ".1f"),
+            shown(middle(mine, lambda result: result.depth), ".0f"),
+            str(max((result.overshoot for result in mine), default=0)),
+            str(sum(bool(result.error) for result in results if result.method == name)),
+        ])  # fmt: skip
+    return lines
+
+
+def curve(
+    results: Sequence[Result], axis: str, end: float
+) -> tuple[list[float], list[float], list[float], list[float]]:
+    """The best score of several seeds over `axis` ("seconds" or "metric_calls"): places, medians, lowest, highest.
+
+    A place where a seed has no score yet is left out.
+    """
+    places = [end * number / GRID for number in range(GRID + 1)]
+    runs = [[Point(*row) for row in result.trajectory] for result in results]  # pyright: ignore[reportArgumentType]
+    kept: list[tuple[float, list[float]]] = []
+    for place in places:
+        scores = [_reached(points, axis, place) for points in runs]
+        known = [score for score in scores if score is not None]
+        if known and len(known) == len(runs):
+            kept.append((place, known))
+    return (
+        [place for place, _ in kept],
+        [statistics.median(scores) for _, scores in kept],
+        [min(scores) for _, scores in kept],
+        [max(scores) for _, scores in kept],
+    )
+
+
+def _reached(points: Sequence[Point], axis: str, place: float) -> float | None:
+    scores = [p.best_score for p in points if p.best_score is not None and getattr(p, axis) <= place]
+    return max(scores, default=None)
+
+
+def drawn(results: Sequence[Result], axis: str, label: str) -> bytes:
+    """A picture of the curves of every method, as PNG.
+
+    Raises:
+        ImportError: matplotlib is not installed; the message says how to get it.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("The report needs matplotlib: pip install 'dspy-flashevolve[notebooks]'") from error
+    figure = Figure(figsize=(9, 4.5), dpi=110, layout="constrained")
+    axes = figure.subplots()
+    sound = [result for result in results if not result.error]
+    ends = [r.seconds if axis == "seconds" else float(r.metric_calls) for r in sound]
+    for name in dict.fromkeys(result.method for result in sound):
+        places, medians, low, high = curve([r for r in sound if r.method == name], axis, max(ends, default=0.0))
+        if places:
+            [line] = axes.step(places, medians, where="post", label=name)
+            axes.fill_between(places, low, high, step="post", alpha=0.15, color=line.get_color())
+    axes.set_xlabel(label)
+    axes.set_ylabel("best fully validated score")
+    axes.grid(alpha=0.3)
+    if axes.has_data():
+        axes.legend(loc="best", fontsize="small")
+    out = io.BytesIO()
+    figure.savefig(out, format="png")
+    return out.getvalue()
+
+
+def page(runs: Sequence[tuple[Result, dict[str, Any]]], pictures: Path | None = None) -> str:
+    """The HTML; a part for each benchmark and backend.
+
+    Args:
+        runs: By `read`.
+        pictures: Where the PNG files go besides; `None` for nowhere.
+    """
+    groups: dict[tuple[str, str, int, int | None], list[Result]] = {}
+    for result, _ in runs:
+        groups.setdefault((result.benchmark, result.backend, result.slots, result.call_limit), []).append(result)
+    parts = [f"<!doctype html><html lang=en><meta charset=utf-8><title>Bench</title><style>{STYLE}</style>"]
+    parts.append("<h1>Bench</h1><p>Medians over the seeds (lowest - highest); bands are the seeds' range.</p>")
+    for number, ((benchmark, backend, slots, limit), results) in enumerate(groups.items()):
+        limited = "" if limit is None else f", {limit} metric calls"
+        parts.append(f"<h2>{html.escape(f'{benchmark} on {backend}, {slots} slots{limited}')}</h2>")
+        parts.append(_table(COLUMNS, cells(results)))
+        for axis, label in (("seconds", "seconds"), ("metric_calls", "metric calls")):
+            picture = drawn(results, axis, label)
+            if pictures is not None:
+                pictures.mkdir(parents=True, exist_ok=True)
+                (pictures / f"{number}-{benchmark}-{axis}.png").write_bytes(picture)
+            data = base64.b64encode(picture).decode()
+            alt = html.escape(f"best score over {label}")
+            parts.append(f'<figure><img alt="{alt}" src="data:image/png;base64,{data}"></figure>')
+        for result in results:
+            if result.error:
+                parts.append(f"<p>{html.escape(f'{result.method}, seed {result.seed}: {result.error}')}</p>")
+    parts.append("<h2>Made by</h2>")
+    made = {(str(row.get("command")), str(row.get("date"))[:10], str(row.get("machine"))) for _, row in runs}
+    parts.append(_table(("command", "date", "machine"), [list(one) for one in sorted(made)]))
+    return "\n".join(parts) + "\n</html>\n"
+
+
+def _table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    head = "".join(f"<th>{html.escape(name)}</th>" for name in header)
+    body = "".join(f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in line)}</tr>" for line in lines)
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write the page."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__)
+    parser.add_argument("results", type=Path, nargs="+", help="files of JSON lines")
+    parser.add_argument("--out", type=Path, default=Path("report.html"))
+    parser.add_argument("--pictures", type=Path, help="a folder for the PNG files")
+    options = parser.parse_args(arguments)
+    try:
+        runs = [run for path in options.results for run in read(path)]
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    options.out.write_text(page(runs, options.pictures), encoding="utf-8")
+    print(f"{options.out}: {len(runs)} runs")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
