@@ -31,7 +31,7 @@ def from_hub(row: Row) -> Row:
 SOURCE = Source(
     file="hover/dev_600.jsonl",
     fields=("claim", "supporting_facts", "label", "num_hops"),
-    hub=Hub("hover-nlp/hover", "validation[:600]", revision="refs/convert/parquet", convert=from_hub),
+    hub=Hub("hover-nlp/hover", "validation", revision="refs/convert/parquet", part=slice(600), convert=from_hub),
     origin="HoVer dev v1.1, 600 rows, CC BY-SA 4.0",
 )
 

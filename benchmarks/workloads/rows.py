@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,8 @@ class Hub:
         config: The configuration's name, or None.
         revision: A branch or commit, or None.
         data_files: An address for a `path` such as "json", or None.
+        part: Which rows of the split to take once it is shuffled (always in the same way), or None for all as they
+            stand; a split may be sorted by label.
         convert: From the hub's row to the fields of the file's rows.
     """
 
@@ -44,6 +47,7 @@ class Hub:
     config: str | None = None
     revision: str | None = None
     data_files: str | None = None
+    part: slice | None = None
     convert: Callable[[Row], Row] = _unchanged
 
     def __str__(self) -> str:
@@ -116,10 +120,14 @@ def _from_hub(source: Source, path: Path) -> list[Row]:
     given = {"name": hub.config, "revision": hub.revision, "data_files": hub.data_files}
     options = {name: value for name, value in given.items() if value is not None}
     try:
-        return [hub.convert(dict(row)) for row in datasets.load_dataset(hub.path, split=hub.split, **options)]
+        rows = [hub.convert(dict(row)) for row in datasets.load_dataset(hub.path, split=hub.split, **options)]
     except Exception as error:  # whatever the hub's client raises: no network, no such set, another layout
         why = f"the hub ({hub}) did not give it: {type(error).__name__}: {error}"
         raise RowsMissing(_message(source, path, why, "put the file there")) from error
+    if hub.part is None:
+        return rows
+    random.Random(0).shuffle(rows)
+    return rows[hub.part]
 
 
 def _message(source: Source, path: Path, why: str, remedy: str) -> str:

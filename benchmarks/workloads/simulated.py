@@ -108,6 +108,6 @@ def _seeded(program: Callable[[], dspy.Module], outputs: Mapping[str, str], rule
 def _asking(examples: Sequence[dspy.Example], asked: Sequence[dspy.Example]) -> list[dspy.Example]:
     """The examples with the rules that those of the task ask for."""
     return [
-        dspy.Example(**example.toDict(), required=task["required"]).with_inputs(*example.inputs().keys())
+        example.copy(required=task["required"]).with_inputs(*example.inputs().keys())
         for example, task in zip(examples, asked, strict=True)
     ]

@@ -11,7 +11,7 @@ from benchmarks.workloads.definition import Definition, Pools, Size, text_of
 from benchmarks.workloads.rows import Hub, Row, Source, load_rows
 from dspy_flashevolve.sim import LengthLaw
 
-_HUB_SPLITS = {"train": "train[:200]", "val": "train[200:250]", "test": "test"}
+_HUB_SPLITS = {"train": ("train", slice(200)), "val": ("train", slice(200, 250)), "test": ("test", None)}
 DISEASES = (
     "allergy", "arthritis", "bronchial asthma", "cervical spondylosis", "chicken pox", "common cold", "dengue",
     "diabetes", "drug reaction", "fungal infection", "gastroesophageal reflux disease", "hypertension", "impetigo",
@@ -29,10 +29,10 @@ SOURCES = {
     split: Source(
         f"symptom2disease/{split}.jsonl",
         ("question", "answer"),
-        Hub("gretelai/symptom_to_diagnosis", hub_split, convert=from_hub),
+        Hub("gretelai/symptom_to_diagnosis", hub_split, part=part, convert=from_hub),
         "Symptom2Disease with 22 labels",
     )
-    for split, hub_split in _HUB_SPLITS.items()
+    for split, (hub_split, part) in _HUB_SPLITS.items()
 }
 
 

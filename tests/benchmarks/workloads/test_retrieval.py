@@ -33,6 +33,6 @@ def test_no_paragraphs_hold_nothing() -> None:
 
 
 def test_without_bm25s_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "bm25s", None)  # pyright: ignore[reportArgumentType]
+    monkeypatch.setitem(sys.modules, "bm25s", None)
     with pytest.raises(ImportError, match=r"dspy-flashevolve\[benchmarks\]"):
         retrieve("books", PARAGRAPHS, 3)

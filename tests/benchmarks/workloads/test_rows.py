@@ -24,7 +24,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def _hub(monkeypatch: pytest.MonkeyPatch, load_dataset: Any) -> None:
-    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))  # pyright: ignore[reportArgumentType]
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
 
 
 def test_rows_of_a_file_come_in_its_order(folder: Path) -> None:
@@ -50,8 +50,18 @@ def test_a_missing_file_is_loaded_from_the_hub(folder: Path, monkeypatch: pytest
     assert asked == [(("someone/things",), {"split": "validation[:2]", "name": "small"})]
 
 
+def test_a_part_of_a_split_on_the_hub_is_drawn_from_all_of_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _hub(monkeypatch, lambda *args, **options: [{"thing": number} for number in range(50)])
+    first, second = (
+        load_rows(Source("things/all.jsonl", ("thing",), Hub("someone/things", "all", part=part), "Things, CC0"))
+        for part in (slice(40), slice(40, 50))
+    )
+    numbers = [row["thing"] for row in (*first, *second)]
+    assert sorted(numbers) == list(range(50)) != numbers
+
+
 def test_without_file_and_hub_package_the_error_says_what_to_do(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "datasets", None)  # pyright: ignore[reportArgumentType]
+    monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(RowsMissing) as caught:
         load_rows(THINGS)
     for part in (
