@@ -1,1 +1,1 @@
-"""The tasks that the benchmarks run: simulated house rules, and IFEval on a real server."""
+"""The tasks that the benchmarks run: simulated house rules, IFEval on a real server, and those of `registry`."""

@@ -1,0 +1,84 @@
+"""Formula: put the numbers of a question into a financial formula, as ACE uses it (arXiv 2510.04618)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import dspy
+
+from benchmarks.workloads.answers import last_number
+from benchmarks.workloads.definition import Definition, Pools, Size, text_of
+from benchmarks.workloads.rows import Hub, Row, Source, load_rows
+from dspy_flashevolve.sim import LengthLaw
+
+_ACE = "https://raw.githubusercontent.com/ace-agent/ace/main/eval/finance/data"
+_HUB_FILES = {"train": "formula_train_subset_500", "val": "formula_val_subset_300", "test": "formula_test"}
+SOURCES = {
+    split: Source(
+        f"formula/{split}.jsonl",
+        ("context", "target"),
+        Hub("json", "train", data_files=f"{_ACE}/{file}.jsonl"),
+        "Formula, of ACE's repository",
+    )
+    for split, file in _HUB_FILES.items()
+}
+_HALF_A_CENT = 0.005
+
+
+def example(row: Row) -> dspy.Example:
+    """A row as an example: the question with its formula, and the target as text."""
+    return dspy.Example(question=row["context"], target=str(row["target"])).with_inputs("question")
+
+
+def program() -> dspy.Module:
+    """One chain of thought."""
+    return dspy.ChainOfThought(dspy.Signature("question -> answer", "Answer the question with a number."))
+
+
+def is_right(number: float, target: float) -> bool:
+    """Whether a number is the target once it is rounded to two decimals.
+
+    Example:
+        >>> is_right(8.333, 8.33), is_right(0.06, 0.05)
+        (True, False)
+    """
+    return abs(number - target) <= _HALF_A_CENT + 1e-9 * abs(target)
+
+
+def metric(
+    gold: Any, pred: Any, trace: Any = None, pred_name: str | None = None, pred_trace: Any = None
+) -> dspy.Prediction:
+    """1 for the right number, else 0; the feedback gives the right one, and the power of ten that it is off by."""
+    text, target = text_of(pred, "answer"), float(gold.target)
+    number = last_number(text)
+    if number is None:
+        return dspy.Prediction(score=0.0, feedback=f'"{text}" holds no number: the right answer is {gold.target}.')
+    if is_right(number, target):
+        return dspy.Prediction(score=1.0, feedback=f"The answer {gold.target} is right.")
+    feedback = f"The answer {number} is wrong: the right answer is {gold.target}.{_on_scale(number, target)}"
+    return dspy.Prediction(score=0.0, feedback=feedback)
+
+
+def _on_scale(number: float, target: float) -> str:
+    if not number * target > 0:
+        return ""
+    power = math.log10(number / target)
+    is_power = abs(power - round(power)) < 1e-6 and round(power)
+    return f" It is off by a factor of {10.0 ** round(power):g}: mind percentages and units." if is_power else ""
+
+
+def _pools() -> Pools:
+    return Pools(**{split: [example(row) for row in load_rows(source)] for split, source in SOURCES.items()})
+
+
+DEFINITION = Definition(
+    name="formula",
+    size=Size(train=500, val=300, test=200),
+    pools=_pools,
+    question="question",
+    program=program,
+    metric=metric,
+    outputs={"predict": "answer"},
+    reply_length=LengthLaw(median_tokens=200, sigma=0.5),
+)

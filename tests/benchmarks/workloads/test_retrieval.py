@@ -1,0 +1,38 @@
+"""BM25 over a few paragraphs."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from benchmarks.workloads.retrieval import Paragraph, retrieve
+
+PARAGRAPHS = [
+    Paragraph("Ed Wood", "An American filmmaker."),
+    Paragraph("Animorphs", "A science fantasy series of books about animals."),
+    Paragraph("Woodson", "A place in Arkansas."),
+]
+
+
+def test_the_best_match_comes_first_and_strangers_not_at_all() -> None:
+    pytest.importorskip("bm25s")
+    assert retrieve("books on animals, made by an American", PARAGRAPHS, 3) == [PARAGRAPHS[1], PARAGRAPHS[0]]
+    assert retrieve("books on animals, made by an American", PARAGRAPHS, 1) == [PARAGRAPHS[1]]
+
+
+@pytest.mark.parametrize("query", ["", "the of", "quantum chromodynamics", "???"])
+def test_a_query_that_matches_nothing_finds_nothing(query: str) -> None:
+    pytest.importorskip("bm25s")
+    assert retrieve(query, PARAGRAPHS, 3) == []
+
+
+def test_no_paragraphs_hold_nothing() -> None:
+    pytest.importorskip("bm25s")
+    assert retrieve("books", [], 3) == []
+
+
+def test_without_bm25s_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "bm25s", None)
+    with pytest.raises(ImportError, match=r"dspy-flashevolve\[benchmarks\]"):
+        retrieve("books", PARAGRAPHS, 3)

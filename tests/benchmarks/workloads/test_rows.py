@@ -1,0 +1,107 @@
+"""Rows come from the folder, else from the hub, else the error says what to do."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from benchmarks.workloads import hover, symptom2disease
+from benchmarks.workloads.rows import VARIABLE, Hub, RowsMissing, Source, data_folder, load_rows
+
+HUB = Hub("someone/things", "validation[:2]", config="small", convert=lambda row: {"thing": row["name"]})
+THINGS = Source("things/all.jsonl", ("thing",), HUB, "Things, CC0")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "things").mkdir()
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    return tmp_path
+
+
+def _hub(monkeypatch: pytest.MonkeyPatch, load_dataset: Any) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+
+
+def test_rows_of_a_file_come_in_its_order(folder: Path) -> None:
+    (folder / "things/all.jsonl").write_text('{"thing": "a\\u2028b"}\n\n{"thing": "c", "more": 1}\n', encoding="utf-8")
+    assert load_rows(THINGS) == [{"thing": "a\u2028b"}, {"thing": "c", "more": 1}]
+
+
+def test_without_the_variable_the_folder_lies_beside_the_project(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE)
+    project = Path(__file__).resolve().parents[3]
+    assert data_folder() == project.parent / "shared" / "data"
+
+
+def test_a_missing_file_is_loaded_from_the_hub(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def load_dataset(*args: Any, **options: Any) -> list[dict[str, str]]:
+        asked.append((args, options))
+        return [{"name": "a"}]
+
+    _hub(monkeypatch, load_dataset)
+    assert load_rows(THINGS) == [{"thing": "a"}]
+    assert asked == [(("someone/things",), {"split": "validation[:2]", "name": "small"})]
+
+
+def test_a_part_of_a_split_on_the_hub_is_drawn_from_all_of_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _hub(monkeypatch, lambda *args, **options: [{"thing": number} for number in range(50)])
+    first, second = (
+        load_rows(Source("things/all.jsonl", ("thing",), Hub("someone/things", "all", part=part), "Things, CC0"))
+        for part in (slice(40), slice(40, 50))
+    )
+    numbers = [row["thing"] for row in (*first, *second)]
+    assert sorted(numbers) == list(range(50)) != numbers
+
+
+def test_without_file_and_hub_package_the_error_says_what_to_do(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(RowsMissing) as caught:
+        load_rows(THINGS)
+    for part in (
+        "things/all.jsonl", "Things, CC0", str(folder), "someone/things", VARIABLE, "install datasets",
+    ):  # fmt: skip
+        assert part in str(caught.value)
+
+
+def test_a_hub_that_fails_is_named_with_its_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load_dataset(*args: Any, **options: Any) -> None:
+        raise ConnectionError("no route")
+
+    _hub(monkeypatch, load_dataset)
+    with pytest.raises(RowsMissing, match="ConnectionError: no route"):
+        load_rows(THINGS)
+
+
+def test_a_set_on_no_hub_asks_for_the_file(folder: Path) -> None:
+    with pytest.raises(RowsMissing, match=r"stands on no hub.*put the file there"):
+        load_rows(Source("finer/train.jsonl", ("question",), None, "FiNER"))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"thing": 1}\n{"thing"', r"line 2 of .*all\.jsonl is no JSON"),
+        ('["thing"]', r"line 1 of .*all\.jsonl is no JSON object but list"),
+        ('{"thing": 1}\n{"other": 2}', r"row 2 of things/all\.jsonl has no thing: it has other"),
+    ],
+)
+def test_a_damaged_file_is_named_with_the_line(folder: Path, text: str, message: str) -> None:
+    (folder / "things/all.jsonl").write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match=message):
+        load_rows(THINGS)
+
+
+def test_hover_of_the_hub_becomes_hover_of_the_file() -> None:
+    row = hover.from_hub({"claim": "c", "label": 1, "supporting_facts": [{"key": "T", "value": 3}], "num_hops": 2})
+    assert row == {"claim": "c", "label": "SUPPORTED", "supporting_facts": [["T", 3]], "num_hops": 2}
+
+
+def test_symptoms_of_the_hub_become_symptoms_of_the_file() -> None:
+    assert symptom2disease.from_hub({"input_text": "q", "output_text": "a"}) == {"question": "q", "answer": "a"}
