@@ -4,6 +4,7 @@ flashevolve sim-server --profile h100-qwen3-8b --port 8000
 flashevolve sim-server --fault server_error=0.2 --fault hang=0.02 --burst 60:5
 flashevolve lineage RUN_DIR
 flashevolve check RUN_DIR
+flashevolve bench --workload hotpotqa ...        (in a checkout of the project)
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import importlib
 import signal
 import sys
 from collections.abc import Sequence
@@ -39,8 +41,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: With status 2 when the arguments are wrong (argparse), 0 for `--help`.
     """
+    given = list(sys.argv[1:] if argv is None else argv)
+    if given[:1] == ["bench"]:
+        return _bench(given[1:])
     parser = _parser()
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_args(given)
     if arguments.command == "sim-server":
         try:
             arguments.faults = _faults(arguments)
@@ -90,9 +95,21 @@ def _parser() -> argparse.ArgumentParser:
     server.add_argument("--fault-seed", type=int, default=0, help="of the draws of faults")
     lineage = commands.add_parser("lineage", help="the family tree of a run: candidates, gaps, trains and verdicts")
     lineage.add_argument("run_dir", metavar="RUN_DIR", help="the log_dir of an AsyncGEPA")
+    commands.add_parser("bench", help="workloads side by side, in a checkout; see flashevolve bench --help")
     check = commands.add_parser("check", help="whether a run's journal holds what it promises; 1 where it does not")
     check.add_argument("run_dir", metavar="RUN_DIR", help="the log_dir of an AsyncGEPA")
     return parser
+
+
+def _bench(given: list[str]) -> int:
+    """The benchmarks are no part of the installed package; a checkout has them."""
+    try:
+        bench = importlib.import_module("benchmarks.bench")
+    except ImportError as error:
+        advice = "it runs in a checkout of dspy-flashevolve, with pip install -e '.[benchmarks,notebooks]'"
+        print(f"flashevolve: bench: {advice} ({error}).", file=sys.stderr)
+        return 1
+    return bench.main(given)
 
 
 def _check(arguments: argparse.Namespace) -> int:

@@ -1,0 +1,129 @@
+"""The bench over named workloads: what it runs, what it does not run again, and what it says when it cannot."""
+
+from __future__ import annotations
+
+import json
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import bench
+from benchmarks.bench import Backend, title
+from benchmarks.measure import Bench, NoMeter
+from benchmarks.results import Result
+from benchmarks.workloads.rows import RowsMissing
+from dspy_flashevolve import cli
+from tests.benchmarks.test_measure import _workload
+
+SMALL = ["--workload", "aime", "--methods", "gepa", "async", "--calls", "40", "--slots", "4", "--seeds", "2"]
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """A small workload on fakes in this process, in place of a server; which runs were served."""
+    asked: list[tuple[str, int]] = []
+
+    @contextmanager
+    def serving(self: Backend, benchmark: str, name: str, train: Any, val: Any, seed: int) -> Any:
+        asked.append((name, seed))
+        yield Bench(benchmark, self.name, NoMeter()), _workload()
+
+    monkeypatch.setattr(Backend, "serving", serving)
+    return asked
+
+
+def test_every_method_runs_with_every_seed_and_the_page_is_written(
+    tmp_path: Path, served: list[tuple[str, int]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, html = tmp_path / "bench.jsonl", tmp_path / "page" / ".." / "bench.html"
+    assert bench.main([*SMALL, "--out", str(out), "--html", str(tmp_path / "bench.html")]) == 0
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(row["method"], row["seed"]) for row in rows] == [("gepa", 0), ("async", 0), ("gepa", 1), ("async", 1)]
+    assert {row["benchmark"] for row in rows} == {"bench-aime"}
+    assert all(row["error"] == "" and row["total_metric_calls"] > 0 for row in rows)
+    assert all(row["overshoot"] == 0 for row in rows if row["method"] == "async")
+    assert "<table>" in html.resolve().read_text()
+    assert sorted(path.suffix for path in (tmp_path / "bench").iterdir()) == [".png", ".png"]
+    assert "bench-aime on h100-qwen3-8b" in capsys.readouterr().out
+
+
+def test_a_bench_that_was_interrupted_goes_on_where_it_stopped(tmp_path: Path, served: list[tuple[str, int]]) -> None:
+    out = tmp_path / "bench.jsonl"
+    assert bench.main([*SMALL, "--out", str(out)]) == 0
+    lines = out.read_text().splitlines()
+    failed = json.loads(lines[3]) | {"error": "RuntimeError: no"}
+    out.write_text("\n".join([*lines[:1], *lines[2:3], json.dumps(failed)]) + "\n")  # one missing, one failed
+    served.clear()
+    assert bench.main([*SMALL, "--out", str(out)]) == 0
+    assert served == [("aime", 0), ("aime", 1)]
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(row["method"], row["seed"]) for row in rows[3:]] == [("async", 0), ("async", 1)]
+    served.clear()
+    assert bench.main([*SMALL, "--out", str(out)]) == 0
+    assert served == []
+    assert bench.main([*SMALL, "--calls", "41", "--out", str(out)]) == 0
+    assert len(served) == 2
+
+
+def test_runs_of_other_sizes_and_limits_have_names_of_their_own() -> None:
+    names = {
+        title("aime", *rest) for rest in [(None, None, None), (5, None, None), (None, 5, None), (None, None, 60.0)]
+    }
+    assert len(names) == 4
+
+
+def test_missing_rows_end_the_bench_with_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    @contextmanager
+    def serving(self: Backend, *_: Any) -> Any:
+        raise RowsMissing("aime is nowhere")
+        yield
+
+    monkeypatch.setattr(Backend, "serving", serving)
+    assert bench.main([*SMALL, "--out", str(tmp_path / "b.jsonl")]) == 1
+    assert "aime is nowhere" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--workload", "chess"], "invalid choice: 'chess'"),
+        (["--methods", "magic"], "'magic'"),
+        (["--api-base", "http://127.0.0.1:1/v1", "--time-scale", "2"], "a real one keeps its own time"),
+        (["--backend", "abacus"], "invalid choice: 'abacus'"),
+    ],
+)
+def test_what_it_cannot_run_is_said_before_anything_runs(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        bench.main(options)
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_failed_run_counts_for_nothing_and_makes_the_command_fail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = Result("bench-aime", "async", "h100-qwen3-8b", 0, 4, 1.0, 1.0, best_score=1.0, call_limit=40)
+    monkeypatch.setattr(bench, "runs", lambda options, there: iter([replace(made, error="ValueError: no")]))
+    assert bench.main([*SMALL, "--out", str(tmp_path / "b.jsonl")]) == 1
+
+
+def test_the_command_line_runs_it_in_a_checkout_and_says_so_elsewhere(
+    tmp_path: Path, served: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "bench.jsonl"
+    assert cli.main(["bench", *SMALL, "--seeds", "1", "--out", str(out)]) == 0
+    assert len(out.read_text().splitlines()) == 2
+
+    def nowhere(name: str) -> Any:
+        raise ImportError(f"No module named {name!r}")
+
+    monkeypatch.setattr(cli.importlib, "import_module", nowhere)
+    assert cli.main(["bench", *SMALL]) == 1
+    assert "runs in a checkout" in capsys.readouterr().err
