@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,18 +11,13 @@ from typing import Any
 import dspy
 
 from benchmarks.workloads.ifeval_checks import checkable, verify
+from benchmarks.workloads.rows import data_folder
 
 INSTRUCTION = "Answer the prompt."
 FILES = {"ifeval": "ifeval/input_data.jsonl", "ifbench": "ifbench/test.jsonl"}
-_WORDS_A_TOKEN = 0.6
+WORDS_A_TOKEN = 0.6
 _WORDS_A_SENTENCE = 12
 _LONG = {"num_words": 1, "min_words": 1, "N": 1, "num_sentences": _WORDS_A_SENTENCE}
-
-
-def data_folder() -> Path:
-    """Where the rows lie: `FLASHEVOLVE_DATA`, or `../shared/data` beside the project."""
-    given = os.environ.get("FLASHEVOLVE_DATA")
-    return Path(given) if given else Path(__file__).resolve().parents[3] / "shared" / "data"
 
 
 def _set_arguments(row: dict[str, Any]) -> list[dict[str, Any]]:
@@ -45,7 +39,7 @@ def _rows(path: Path, max_tokens: int) -> Iterator[dspy.Example]:
     with path.open(encoding="utf-8") as file:
         for row in map(json.loads, file):
             arguments, kinds = _set_arguments(row), row["instruction_id_list"]
-            if checkable(kinds) and words_demanded(arguments) <= _WORDS_A_TOKEN * max_tokens:
+            if checkable(kinds) and words_demanded(arguments) <= WORDS_A_TOKEN * max_tokens:
                 yield dspy.Example(prompt=row["prompt"], kinds=kinds, arguments=arguments).with_inputs("prompt")
 
 

@@ -184,7 +184,7 @@ def _title(text: str, given: Arguments) -> str | None:
 
 @_check("detectable_format:number_bullet_lists")
 def _bullets(text: str, given: Arguments) -> str | None:
-    count = len(re.findall(r"^\s*(?:\*[^*\n]|-).*$", text, re.MULTILINE))
+    count = len(re.findall(r"^[^\S\n]*(?:\*[^*\n]|-).*$", text, re.MULTILINE))
     wanted = int(given["num_bullets"])
     return None if count == wanted else f"Write exactly {wanted} bullet points that begin with '* ': found {count}."
 
@@ -200,7 +200,7 @@ def _highlights(text: str, given: Arguments) -> str | None:
 def _json(text: str, given: Arguments) -> str | None:
     try:
         json.loads(re.sub(r"^```(?:json)?|```$", "", text.strip(), flags=re.IGNORECASE).strip())
-    except ValueError:
+    except (ValueError, RecursionError):
         return "Write nothing but valid JSON."
     return None
 
