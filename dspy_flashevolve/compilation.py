@@ -132,6 +132,7 @@ class Compilation:
         program = DspyProgram(self._adapter, self._metric, self._threads, self._priced, self._models)
         program.attach(asyncio.get_running_loop())
         journal = self._journal()
+        lineage = None if journal is None else self._lineage(journal)
         endpoints = None if self._models is None else self._models.endpoints
         if self._models is not None:
             self._models.attach(asyncio.get_running_loop())
@@ -141,7 +142,6 @@ class Compilation:
         began = anyio.current_time()
         recorder, progress = Recorder(began), Progress(optimizer.max_metric_calls, run.slots)
         bus.subscribe(recorder)
-        lineage = None if optimizer.log_dir is None else LineageWriter(optimizer.log_dir)
         if lineage is not None:
             bus.subscribe(lineage)
         bus.subscribe(progress)
@@ -194,6 +194,13 @@ class Compilation:
     def _journal(self) -> RunJournal | None:
         lms = [self._snapshot.get("lm"), self._reflection_lm, *(p.lm for p in self._student.predictors())]
         return begin_journal(self._optimizer, self._adapter, self._seed_candidate, (self._trainset, self._valset), lms)
+
+    def _lineage(self, journal: RunJournal) -> LineageWriter:
+        try:
+            return LineageWriter(self._optimizer.log_dir, journal.journal.redaction)
+        except BaseException:
+            journal.journal.close()  # others may have the directory
+            raise
 
     def _integrator(self) -> DspyIntegrator:
         code = tuple(self._adapter._flex_paths)  # pyright: ignore[reportPrivateUsage]

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import queue
 import sqlite3
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,7 +59,7 @@ class Journal:
     def __init__(self, directory: str | Path, redaction: Redaction | None = None) -> None:
         self.directory = Path(directory)
         self.path = self.directory / FILE
-        self._redaction = redaction or Redaction()
+        self.redaction = redaction or Redaction()
         self._lock = self._locked()
         self._ids: dict[str, int] = {}
         self._statements: dict[tuple[str, tuple[str, ...]], str] = {}
@@ -83,7 +85,7 @@ class Journal:
             columns, marks = ", ".join(names), ", ".join("?" * len(names))
             statement = f"INSERT INTO {table} ({columns}) VALUES ({marks})"
             self._statements[table, names] = statement
-        self._queue.put(_Row(statement, tuple(self._redaction.of(_plain(value)) for value in values.values())))
+        self._queue.put(_Row(statement, tuple(self.redaction.of(_plain(value)) for value in values.values())))
 
     def keep(self, name: str, value: Any) -> None:
         """Keep one value under a name, in place of the one before."""
@@ -193,13 +195,14 @@ class Journal:
             for row in rows:
                 self._writing.execute(row.statement, row.values)
             self._writing.execute("COMMIT")
-        except sqlite3.Error as error:
+        except Exception as error:  # whatever it is: a writer that ends would leave those who wait waiting
             self.failure = JournalError(
                 f"The journal {self.path} cannot be written ({error}): the run ends, since what it pays for from now "
                 "on could not be found again. Mend that (a full disk, say), then run again with the same log_dir."
             )
-            if self._writing.in_transaction:
-                self._writing.execute("ROLLBACK")
+            with suppress(sqlite3.Error):
+                if self._writing.in_transaction:
+                    self._writing.execute("ROLLBACK")
 
 
 class _connected:  # reads as a phrase: with _connected(path) as connection
@@ -216,7 +219,16 @@ class _connected:  # reads as a phrase: with _connected(path) as connection
 
 
 def _plain(value: Any) -> Any:
-    return value if value is None or isinstance(value, str | int | float) else json.dumps(value)
+    if isinstance(value, str):  # half a surrogate pair, as JSON of a provider may hold, is no UTF-8
+        return value.encode("utf-8", "backslashreplace").decode("utf-8")
+    if isinstance(value, float) and math.isnan(value):  # SQLite takes NaN for NULL; as a text it stays what it is
+        return "nan"
+    return value if value is None or isinstance(value, int | float) else json.dumps(value, default=_number)
+
+
+def _number(value: Any) -> Any:
+    """A metric's score that is a number of another library: numpy's, a tensor with one element."""
+    return float(value)
 
 
 def checked(path: Path) -> None:

@@ -133,7 +133,7 @@ def _wrong_commits(rows: Rows, directory: Path) -> list[str]:
         if row["ticket"] is None:  # another program's
             continue
         scores: dict[str, float] = json.loads(row["scores"])
-        wrong = [one for one, score in scores.items() if score not in given.get((row["candidate"], one), ())]
+        wrong = [one for one, score in scores.items() if score == score and score not in given.get((row["candidate"], one), ())]
         if wrong:
             found.append(f"candidate {row['candidate_index']} has scores that no rollout gave: examples {wrong[:3]}")
     found += _unlike_checkpoint(rows, commits, directory / "candidates.json")

@@ -13,11 +13,12 @@ no secret, and would be found in innocent texts."""
 SECRET_NAMES = re.compile(r"(api|secret|access|auth)[_-]?(key|token)|token$|password|authorization", re.IGNORECASE)
 """Names of settings and environment variables whose values are secret."""
 _SHAPES = re.compile(
-    r"\b(?:sk|pk|rk|gsk|hf|xai|ghp|glpat|AIza)[-_][A-Za-z0-9_\-]{12,}"
+    r"\b(?:sk|pk|rk|gsk|hf|xai|ghp|glpat|AIza)[-_](?=[A-Za-z_\-]*\d)[A-Za-z0-9_\-]{12,}"
     r"|\bAIza[A-Za-z0-9_\-]{20,}"
-    r"|(?i:bearer\s+)[A-Za-z0-9._~+/\-]{8,}=*"
+    r"|(?i:bearer\s+)(?=[A-Za-z._~+/\-]*\d)[A-Za-z0-9._~+/\-]{8,}=*"
 )
-"""What keys of well-known providers look like, and what stands in an Authorization header."""
+"""What keys of well-known providers look like, and what stands in an Authorization header. Each has a digit: words of a
+prompt ("pk_customer_orders", "bearer authentication") must stay, since a run that goes on reads them back."""
 
 
 class Redaction:

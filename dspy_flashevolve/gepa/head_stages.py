@@ -62,9 +62,13 @@ class HeadStages:
         key, proposal = item.payload.key, item.payload.proposal
         plan = await self._pool.write(reports.cached_validation, self._pool, proposal.candidate)
         account = self._on.accounts[item.ticket.number]
-        saves = self._on.saves_calls() or not account.cover(len(plan.missing))
+
+        def unpaid(ids: list[Any]) -> int:
+            return self._on.unpaid(item.ticket.number, proposal.candidate, "val", ids)
+
+        saves = self._on.saves_calls() or not account.cover(unpaid(plan.missing))
         parts = self._split(plan.missing, saves)
-        short = saves and not account.cover(len(parts[0]))
+        short = saves and not account.cover(unpaid(parts[0]))
         done: list[tuple[ValsetEvaluation[Any, Any], int] | None] = [None, None]
         ended: list[Outcome] = []
         borrowed = 0
@@ -83,7 +87,7 @@ class HeadStages:
         async def prefix() -> None:
             if short:
                 await self._rest_allowed(item, key)
-                pay(len(parts[0]))
+                pay(unpaid(parts[0]))
             gate = self._gate(plan, parts[0])
             try:
                 done[0] = await self._run(item, key, plan.candidate, parts[0], "prefix", race, gate)
@@ -107,7 +111,7 @@ class HeadStages:
                 await self._rest_allowed(item, key)
 
         async def rest() -> None:
-            pay(len(parts[1]))
+            pay(unpaid(parts[1]))
             done[1] = await self._run(item, key, plan.candidate, parts[1], "validate", race)
 
         try:

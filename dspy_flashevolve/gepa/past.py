@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -68,6 +69,10 @@ class Past:
     rollouts: dict[tuple[str, str, str, int], list[int]] = field(
         default_factory=dict[tuple[str, str, str, int], list[int]]
     )
+    untraced: set[int] = field(default_factory=set[int])
+    """Rollouts whose trace could not be kept."""
+    paid: Counter[int] = field(default_factory=Counter[int])
+    """Ticket that goes on -> its finished rollouts."""
     proposals: dict[tuple[int, int], Any] = field(default_factory=dict[tuple[int, int], Any])
     reflection_calls: int = 0
     cost_dollars: float = 0.0
@@ -105,15 +110,25 @@ class Past:
                     return None
         return Rollout(
             read(records, kept["output"]),
-            kept["score"],
+            float(kept["score"]),
             json.loads(kept["objective_scores"]),
             trajectory,
         )
 
-    def missing(self, candidate: Candidate, split: str, ids: Sequence[Any]) -> int:
-        """How many of a candidate's rollouts with traces are still to be paid."""
-        name = hash_of(candidate)
-        return sum(not self.rollouts.get((name, split, id_text(one), 1)) for one in ids)
+    def missing(
+        self, ticket: int, candidate: Candidate, split: str, ids: Sequence[Any], *, traced: bool = True,
+        reflected: bool = False,
+    ) -> int:  # fmt: skip
+        """How many of a candidate's rollouts are still to be paid for a ticket.
+
+        Args:
+            reflected: they are about to be reflected on, which takes traces that could be kept.
+        """
+        if ticket not in self.numbers or not self.rollouts:
+            return len(ids)
+        name, reflected = hash_of(candidate), reflected and not self.has_proposals(ticket)
+        found = (self.rollouts.get((name, split, id_text(one), int(traced))) for one in ids)
+        return sum(not rows or (reflected and rows[-1] in self.untraced) for rows in found)
 
     def proposal(self, ticket: int, position: int) -> tuple[dict[str, str], tuple[str, ...]] | None:
         """What a reflection had proposed for a ticket that goes on now: texts and feedback."""
@@ -155,10 +170,13 @@ def past_of(run_journal: RunJournal, seeded: bool) -> Past:
         )
     past.tickets.sort(key=lambda one: (one.head is None, one.number))
     past.numbers = {one.number for one in past.tickets} | (set[int]() if seeded else {SEED_TICKET})
-    for row in rows("SELECT id, ticket, candidate, split, example, traced FROM rollouts"):
+    for row in rows("SELECT id, ticket, candidate, split, example, traced, trace IS NULL AS bare FROM rollouts"):
         if row["ticket"] in past.numbers:
             key = row["candidate"], row["split"], row["example"], row["traced"]
             past.rollouts.setdefault(key, []).append(row["id"])
+            past.paid[row["ticket"]] += 1
+            if row["bare"]:
+                past.untraced.add(row["id"])
             past.paid_for_seed += row["ticket"] == SEED_TICKET
     for row in rows("SELECT ticket, position, texts, feedback FROM proposals"):
         if row["ticket"] in past.numbers:

@@ -264,9 +264,9 @@ def _mean_gain(proposal: Proposal) -> float:
 
 def _merge_accepted(pool: Pool, ticket: Ticket, proposal: Proposal, index: int) -> None:
     merge = pool.parts.merge
-    assert merge is not None, "a merge was committed without a merge proposer"
-    merge.merges_due -= 1
-    merge.total_merges_tested += 1
+    if merge is not None:  # else the run goes on without merges, and this one was planned before
+        merge.merges_due -= 1
+        merge.total_merges_tested += 1
     pool.notify(
         "on_merge_accepted",
         iteration=ticket.number + 1,

@@ -81,6 +81,10 @@ class GoingOn:
         """How many have not gone on yet."""
         return len(self._waiting)
 
+    def paid(self, one: Unfinished) -> int:
+        """Its rollouts that need not be paid again."""
+        return self._past.paid[one.number]
+
     def next(self) -> Unfinished:
         """The next one, once."""
         return self._waiting.pop(0)

@@ -62,8 +62,11 @@ class ParentRollouts:
         if past is None:
             return True  # it has been set aside
         tasks = item.payload.tasks
-        missing = sum(past.missing(task.parent_candidate, split, task.minibatch_ids) for task in tasks)
-        return self._on.accounts[item.ticket.number].cover(missing)
+        number = item.ticket.number
+        missing = sum(
+            past.missing(number, task.parent_candidate, split, task.minibatch_ids, reflected=True) for task in tasks
+        )
+        return self._on.accounts[number].cover(missing)
 
     def releases(self, task: ProposalTask[Any, Any]) -> bool:
         """Whether reflection may start before the minibatch is done."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import anyio
 
@@ -15,7 +16,7 @@ from dspy_flashevolve.engine.staleness import GapHistogram, StalenessPolicy
 from dspy_flashevolve.gepa.accounts import Account
 from dspy_flashevolve.gepa.evaluations import Evaluations
 from dspy_flashevolve.gepa.past import Past
-from dspy_flashevolve.gepa.payloads import Counts, EvolvingProgram
+from dspy_flashevolve.gepa.payloads import Candidate, Counts, EvolvingProgram
 from dspy_flashevolve.gepa.pool import Pool
 from dspy_flashevolve.gepa.run_journal import RunJournal
 
@@ -79,3 +80,9 @@ class Services:
         if calls:
             account.counted += calls
             await self.pool.write(self.pool.count_calls, calls)
+
+    def unpaid(
+        self, ticket: int, candidate: Candidate, split: str, ids: Sequence[Any], *, traced: bool = True
+    ) -> int:
+        """How many metric calls a ticket's evaluation may cost: of an interrupted run's, some are paid already."""
+        return len(ids) if self.past is None else self.past.missing(ticket, candidate, split, ids, traced=traced)

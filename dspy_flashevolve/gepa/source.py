@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 
 import anyio
 
@@ -114,7 +113,7 @@ class GepaSource:
     async def open(self, number: int, live: int) -> Opened | NotNow:
         """See :class:`dspy_flashevolve.engine.pipeline.Source`."""
         del number  # tickets that go on have their own
-        if self.stop_requested is not None:
+        if self.stop_requested is not None and not self._is_paid_for():
             return NotNow.EXHAUSTED
         if self.going_on is not None and self.going_on.left:
             return NotNow.FULL if self._lockstep and live else await self._go_on(self.going_on.next())
@@ -143,19 +142,26 @@ class GepaSource:
         value = 0.0 if self._lockstep else await self._pool.write(self._selecting.parent_score, payload)
         return Opened("rollout", Item(self._within_budget(payload, account), ticket, version, value))
 
+    def _is_paid_for(self) -> bool:
+        """Whether the run stops since its budget is spent, and it was spent on tickets that have not gone on yet."""
+        left = self.going_on is not None and self.going_on.left > 0
+        return left and not self._lockstep and self._pool.parts.stopper.budget_spent
+
     async def _go_on(self, one: Unfinished) -> Opened:
         """A ticket that was interrupted, with what it had selected then."""
         assert self.going_on is not None
         ticket = self._selecting.ticket(one.number)
-        left = self._budget.left
-        reservation = self._budget.reserve(self.most_calls if left is None else min(left, self.most_calls))
-        assert reservation is not None
-        self.accounts[ticket.number] = account = Account(reservation, merge=one.kind == "merge")
+        # What it needs at most and has not paid: others that go on must find theirs.
+        tasks = 1 if one.kind == "merge" else max(1, len(one.selection))
+        left, needed = self._budget.left, max(0, tasks * self.most_calls - self.going_on.paid(one))
+        reservation = self._budget.reserve(needed if left is None else min(left, needed))
+        reservation = reservation or Reservation(self._budget, 0)  # the budget may be smaller than it was
+        self.accounts[ticket.number] = Account(reservation, merge=one.kind == "merge")
         if one.head is None:
             self.working.add(ticket.number)
         opened = await self._pool.write(self._selecting.go_on, self.going_on, ticket, one)
         if isinstance(opened.item.payload, Selected):
-            return replace(opened, item=replace(opened.item, payload=self._within_budget(opened.item.payload, account)))
+            self._see_minibatches(opened.item.payload)
         return opened
 
     async def close(self, ticket: Ticket, end: End) -> None:
@@ -216,9 +222,12 @@ class GepaSource:
             calls_per_ticket=(prior + self._calls_of_ended) / (PRIOR_TICKETS + self._ended),
         )
 
+    def _see_minibatches(self, selected: Selected) -> None:
+        self._minibatch = max([self._minibatch, *(len(task.minibatch_ids) for task in selected.tasks)])
+
     def _within_budget(self, selected: Selected, account: Account) -> Selected:
         """Drop tasks of a sampling strategy that asked for more than the budget holds."""
-        self._minibatch = max([self._minibatch, *(len(task.minibatch_ids) for task in selected.tasks)])
+        self._see_minibatches(selected)
         tasks = list(selected.tasks)
         while tasks and not account.cover(len(tasks) * self.most_calls):
             tasks.pop()

@@ -96,7 +96,8 @@ class GepaStages:
             return Finish(End(EndKind.DISCARDED, "there is nothing to work on within the budget"))
         await self._pool.write(reports.parents_start, self._pool, item.ticket, tasks)
         unique = {reports.task_key(task): task for task in tasks}
-        results = await gather([lambda t=task: self._parent(item, t) for task in unique.values()])
+        whole = self._on.accounts[item.ticket.number].cover(sum(len(task.minibatch_ids) for task in unique.values()))
+        results = await gather([lambda t=task: self._parent(item, t, whole) for task in unique.values()])
         by_key = dict(zip(unique, results, strict=True))
         paid = sum(calls for _, calls, _ in results)
         evaluations = tuple(by_key[reports.task_key(task)][0] for task in tasks)
@@ -137,7 +138,9 @@ class GepaStages:
             return await self._train.screen(item)
         children = item.payload.children
         account = self._on.accounts[item.ticket.number]
-        if not account.cover(calls := sum(len(child.task.minibatch_ids) for child in children)):
+        split, number = self._on.evaluations.train_split, item.ticket.number
+        calls = sum(self._on.unpaid(number, child.candidate, split, child.task.minibatch_ids) for child in children)
+        if not account.cover(calls):
             return Finish(End(EndKind.DISCARDED, f"no budget is left for a screen of {calls}"))
         await self._pool.write(reports.children_start, self._pool, item.ticket, children)
         screened = [one for one in await gather([lambda c=child: self._screened(item, c) for child in children]) if one]
@@ -194,8 +197,9 @@ class GepaStages:
         account = self._on.accounts[item.ticket.number]
         account.started = True
         lookup = await self._pool.write(reports.cached_subsample, self._pool, plan)
-        if not account.cover(len(lookup.missing)):
-            return Finish(End(EndKind.DISCARDED, f"no budget is left for a screen of {len(lookup.missing)}"))
+        calls = self._on.unpaid(item.ticket.number, plan.candidate, "val", lookup.missing, traced=False)
+        if not account.cover(calls):
+            return Finish(End(EndKind.DISCARDED, f"no budget is left for a screen of {calls}"))
         fresh, paid = await self._on.evaluations.validation(
             self._claim(item, "screen"), account.reservation, plan.candidate, lookup.missing, capture_traces=False
         )
@@ -221,11 +225,15 @@ class GepaStages:
         self._on.wake()
         return Forward("validate", screened, value=value)
 
-    async def _parent(self, item: Item[Any], task: Any) -> tuple[Batch, int, Late | None]:
-        """The parent's evaluation on its minibatch, what it has cost so far, and what is still to come."""
+    async def _parent(self, item: Item[Any], task: Any, whole: bool) -> tuple[Batch, int, Late | None]:
+        """The parent's evaluation on its minibatch, what it has cost so far, and what is still to come.
+
+        Args:
+            whole: the minibatches of all tasks are set aside, not only what is not paid of them.
+        """
         account = self._on.accounts[item.ticket.number]
         account.started = True
-        if account.cover(len(task.minibatch_ids)) and self._parents.releases(task):
+        if whole and self._parents.releases(task):
             batch, late = await self._parents.run(self._claim(item, "rollout"), task)
             return batch, 0, late  # the background counts its calls
         batch, paid = await self._minibatch(item, "rollout", task.parent_candidate, task)

@@ -63,7 +63,12 @@ class Validating:
         plans = await self._pool.write(
             lambda: [reports.cached_validation(self._pool, proposal.candidate) for proposal in proposals]
         )
-        while not self._affords(account, missing := sum(len(plan.missing) for plan in plans)):
+
+        def unpaid() -> int:
+            number = item.ticket.number
+            return sum(self._on.unpaid(number, plan.candidate, "val", plan.missing) for plan in plans)
+
+        while not self._affords(account, missing := unpaid()):
             await self._pool.write(self._pool.reject, item.ticket, proposals.pop(), reason="no budget is left for it")
             plans.pop()
             bases.pop()

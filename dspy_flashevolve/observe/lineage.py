@@ -15,6 +15,7 @@ from typing import Any, TextIO
 
 from dspy_flashevolve.engine.errors import DataError
 from dspy_flashevolve.engine.events import Committed, Event, HeadEnded, HeadLanded, Integrated, Looked, TicketClosed
+from dspy_flashevolve.engine.redaction import Redaction
 
 FILE = "lineage.jsonl"
 KINDS = (Committed, HeadEnded, HeadLanded, Integrated, Looked, TicketClosed)
@@ -25,9 +26,11 @@ class LineageWriter:
 
     Args:
         run_dir: made when it is not there.
+        redaction: takes secrets out of what is written: a ticket's end may have the words of a provider.
     """
 
-    def __init__(self, run_dir: str) -> None:
+    def __init__(self, run_dir: str, redaction: Redaction | None = None) -> None:
+        self._redaction = redaction or Redaction()
         path = Path(run_dir) / FILE
         path.parent.mkdir(parents=True, exist_ok=True)
         earlier = read(run_dir) if path.is_file() and path.stat().st_size else []
@@ -41,7 +44,7 @@ class LineageWriter:
         """Write the event, if it is part of the lineage."""
         if isinstance(event, KINDS):
             record = {"kind": type(event).__name__.lower(), "run": self._run, **asdict(event)}
-            self._file.write(json.dumps(record, default=str) + "\n")
+            self._file.write(self._redaction.of(json.dumps(record, default=str)) + "\n")
             self._file.flush()
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, cast
 
 import dspy
 from gepa.core.data_loader import ListDataLoader
@@ -103,9 +103,22 @@ def _hash(value: Any) -> str:
 
 
 def _text(value: Any) -> str:
-    """A text that is the same in every process: without addresses."""
-    plain = to_jsonable_python(value, fallback=repr, inf_nan_mode="strings")
+    """A text that is the same in every process: without addresses, and with sets in one order."""
+    plain = to_jsonable_python(
+        _ordered(value), fallback=repr, inf_nan_mode="strings", bytes_mode="base64", serialize_unknown=True
+    )
     return _ADDRESS.sub("", json.dumps(plain, sort_keys=True))
+
+
+def _ordered(value: Any) -> Any:
+    """Sets as sorted lists, at any depth of plain containers: theirs is another order in every process."""
+    if isinstance(value, Mapping):
+        return {name: _ordered(one) for name, one in cast("Mapping[Any, Any]", value).items()}
+    if isinstance(value, set | frozenset):
+        return sorted((_ordered(one) for one in cast("Iterable[Any]", value)), key=_text)
+    if isinstance(value, list | tuple):
+        return [_ordered(one) for one in cast("Iterable[Any]", value)]
+    return value
 
 
 def _version(name: str) -> str:

@@ -23,6 +23,7 @@ from dspy.teleprompt.gepa.gepa_utils import DspyAdapter
 from dspy.utils.exceptions import AdapterParseError
 from dspy.utils.usage_tracker import UsageTracker, track_usage
 
+from dspy_flashevolve.engine.errors import FlashEvolveError
 from dspy_flashevolve.engine.flights import Rollout
 from dspy_flashevolve.engine.threads import Threads
 from dspy_flashevolve.programs.asynchrony import runs_on_loop
@@ -193,6 +194,8 @@ class ProgramRunner:
             return self._rollout(example, run, failure, usage)
         try:
             raw = await self._metric.score(example, run.prediction, scoring_trace=run.trace, flex=self._flex)
+        except FlashEvolveError:
+            raise  # ours, not the metric's: the journal that could not note the call, say
         except Exception as error:
             raise_provider_fault(error, calls.errors)
             logger.warning("Metric %s raised on an example: %s: %s", self._metric.name, type(error).__name__, error)

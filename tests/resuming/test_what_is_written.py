@@ -1,0 +1,187 @@
+"""What comes from outside and is not as the journal's tables want it: nothing of it ends, hangs or spoils a run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import dspy
+import pytest
+from dspy.utils.exceptions import LMRateLimitError
+
+from dspy_flashevolve import AsyncGEPA
+from dspy_flashevolve.engine.errors import JournalError
+from dspy_flashevolve.engine.journal import Journal
+from dspy_flashevolve.engine.journal_check import check
+from dspy_flashevolve.engine.retries import RetryPolicy
+from dspy_flashevolve.gepa import reports
+from tests.fakes import Chain, digits, fake_lm, hashed, reflection_lm, reply_for
+from tests.resuming.test_going_on import TRAIN, VAL, rows, run
+
+
+@pytest.mark.parametrize(("schedule", "after"), [("async", 5), ("async", 40), ("lockstep", 5)])
+def test_a_journal_that_fails_ends_the_run_at_once_and_scores_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, schedule: str, after: int
+) -> None:
+    """A metric call that could not be noted is no failure of the candidate's."""
+    made = 0
+    write = Journal._write_batch  # pyright: ignore[reportPrivateUsage]
+
+    def full(self: Journal, rows: list[Any]) -> None:
+        if made >= after:
+            self.failure = self.failure or JournalError("the disk is full")
+        write(self, rows)
+
+    def metric(gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None) -> Any:
+        nonlocal made
+        made += pred_name is None
+        return dspy.Prediction(score=0.5, feedback="not a zero")
+
+    monkeypatch.setattr(Journal, "_write_batch", full)
+    with pytest.raises(JournalError):
+        run(tmp_path, 300, predictors=1, metric=metric, schedule=schedule)
+    assert made < after + 20
+    monkeypatch.undo()
+    details = run(tmp_path, 300, predictors=1, metric=metric, schedule=schedule)
+    assert {score for scores in details.val_subscores for score in scores.values()} == {0.5}
+    assert check(tmp_path).problems == []
+
+
+def test_half_a_surrogate_pair_is_written_and_nobody_waits_for_ever(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    journal.append("ends", ticket=1, session=1, ended_at=0.0, way="failed", reason="cut \ud83d off")
+    waiting = threading.Thread(target=journal.flush_here, daemon=True)
+    waiting.start()
+    waiting.join(10)
+    assert not waiting.is_alive()
+    assert journal.rows("SELECT reason FROM ends")[0]["reason"] == r"cut \ud83d off"
+    journal.close()
+
+
+def test_whatever_cannot_be_written_fails_the_flush_and_does_not_hang(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    journal.append("ends", ticket=2**70, session=1, ended_at=0.0, way="failed", reason="")  # OverflowError
+    with pytest.raises(JournalError, match="too large"):
+        journal.flush_here()
+    journal.close()
+
+
+@pytest.mark.parametrize("options", [{"schedule": "lockstep"}, {"staleness": "full"}, {}])
+@pytest.mark.parametrize("kind", ["nan", "objectives"])
+def test_scores_that_json_or_sqlite_does_not_know_do_not_end_a_run(
+    tmp_path: Path, kind: str, options: dict[str, Any]
+) -> None:
+    def metric(gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None) -> Any:
+        if kind == "nan":
+            return dspy.Prediction(score=float("nan"), feedback="-")
+        return dspy.Prediction(score=0.5, feedback="-", objective_scores={"a": Fraction(1, 4)})
+
+    run(tmp_path, 60, predictors=1, metric=metric, **options)
+    run(tmp_path, 80, predictors=1, metric=metric, **options)
+    assert check(tmp_path).problems == []
+
+
+FINGERPRINT = """
+import dspy
+from gepa.core.data_loader import ensure_loader
+from dspy_flashevolve.programs.fingerprints import _data
+words = {"alpha", "beta", "gamma", "delta"}
+example = dspy.Example(question="q", words=words, deep={"a": [frozenset(words)]}, image=b"\\x89PNG\\xff").with_inputs("question")
+print(_data(ensure_loader([example])))
+"""
+
+
+def test_sets_and_bytes_in_examples_are_the_same_in_every_process() -> None:
+    found: set[str] = set()
+    for seed in ("1", "2", "3"):
+        environment = {
+            **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONHASHSEED": seed,
+        }  # fmt: skip
+        done = subprocess.run([sys.executable, "-c", FINGERPRINT], capture_output=True, text=True, env=environment)
+        assert done.returncode == 0, done.stderr[-1000:]
+        found.add(done.stdout)
+    assert len(found) == 1
+
+
+def test_a_merge_that_was_under_way_goes_on_where_further_merges_are_not_wanted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit = reports.commit
+
+    def killed(pool: Any, ticket: Any, work: Any) -> Any:
+        if work.merge:
+            raise KeyError("killed before the commit of a merge")
+        return commit(pool, ticket, work)
+
+    monkeypatch.setattr(reports, "commit", killed)
+    options: dict[str, Any] = {"schedule": "lockstep", "predictors": 2, "seed": 2}
+    with pytest.raises(KeyError):
+        run(tmp_path, 900, **options)
+    monkeypatch.undo()
+    run(tmp_path, 900, use_merge=False, **options)
+    [(ways,)] = rows(tmp_path, "SELECT COUNT(*) FROM tickets t JOIN ends e ON e.ticket = t.number "
+                     "WHERE t.kind = 'merge' AND e.session = 2 AND e.way = 'committed'")  # fmt: skip
+    assert ways >= 1
+    assert check(tmp_path).problems == []
+
+
+@pytest.mark.parametrize("budget", [96, 108, 121, 140])
+def test_a_validated_child_is_committed_although_the_budget_pays_no_further_ticket(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, budget: int
+) -> None:
+    """What is paid is not thrown away, wherever in its budget a run was interrupted."""
+    commit, held = reports.commit, list[Any]()
+
+    def killed(pool: Any, ticket: Any, work: Any) -> Any:
+        if pool.calls_made() >= budget - 20:
+            held.append(ticket.number)
+            raise KeyError("killed before a commit")
+        return commit(pool, ticket, work)
+
+    monkeypatch.setattr(reports, "commit", killed)
+    with suppress(KeyError):
+        run(tmp_path, budget, predictors=1, staleness="full", num_threads=8)
+    monkeypatch.undo()
+    details = run(tmp_path, budget, predictors=1, staleness="full", num_threads=8)
+    assert details.total_metric_calls <= budget
+    ways = dict(rows(tmp_path, "SELECT ticket, way FROM ends"))
+    assert [ways[number] for number in held] == ["committed"] * len(held)
+    assert check(tmp_path).problems == []
+
+
+def test_no_file_of_the_run_has_a_key_that_a_provider_repeats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error's words stand in the ends of tickets, which the lineage has too."""
+    key, calls = "sk-live-0123456789abcdef", 0
+
+    def answer(prompt: str) -> str:
+        nonlocal calls
+        calls += 1
+        if calls > 30:
+            raise LMRateLimitError(f"the key {key} is over its quota")
+        return reply_for(prompt, answer=str(hashed(prompt) % 7))
+
+    monkeypatch.setattr(RetryPolicy, "wait_seconds", lambda *_: 0.0)
+    lm = fake_lm(answer)
+    lm.kwargs["api_key"] = key
+    with dspy.context(lm=lm):
+        optimizer = AsyncGEPA(
+            digits, max_metric_calls=200, reflection_lm=reflection_lm(), log_dir=str(tmp_path), staleness="full"
+        )
+        optimizer.compile(Chain(1), trainset=TRAIN, valset=VAL)
+    written = {path.name: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert b"is over its quota" in written["lineage.jsonl"]
+    assert [name for name, content in written.items() if key.encode() in content] == []
+
+
+def test_a_lineage_that_cannot_be_opened_leaves_the_directory_to_others(tmp_path: Path) -> None:
+    (tmp_path / "lineage.jsonl").mkdir()
+    with pytest.raises(OSError, match=r"lineage\.jsonl"):
+        run(tmp_path, 60)
+    (tmp_path / "lineage.jsonl").rmdir()
+    run(tmp_path, 60)
