@@ -126,13 +126,20 @@ class Compilation:
             self._threads.close(wait=finished and not self._threads.abandoned)
 
     async def _evolve(self) -> Module:
+        journal = self._journal()
+        try:
+            return await self._evolved(journal)
+        finally:
+            if journal is not None:
+                journal.journal.close()  # whatever went wrong, others may have the directory
+
+    async def _evolved(self, journal: RunJournal | None) -> Module:
         optimizer, bus = self._optimizer, EventBus()
         pool = self._pool()
         self.best.begin(pool.standing)
         program = DspyProgram(self._adapter, self._metric, self._threads, self._priced, self._models)
         program.attach(asyncio.get_running_loop())
-        journal = self._journal()
-        lineage = None if journal is None else self._lineage(journal)
+        lineage = None if journal is None else LineageWriter(optimizer.log_dir, journal.journal.redaction)
         endpoints = None if self._models is None else self._models.endpoints
         if self._models is not None:
             self._models.attach(asyncio.get_running_loop())
@@ -194,13 +201,6 @@ class Compilation:
     def _journal(self) -> RunJournal | None:
         lms = [self._snapshot.get("lm"), self._reflection_lm, *(p.lm for p in self._student.predictors())]
         return begin_journal(self._optimizer, self._adapter, self._seed_candidate, (self._trainset, self._valset), lms)
-
-    def _lineage(self, journal: RunJournal) -> LineageWriter:
-        try:
-            return LineageWriter(self._optimizer.log_dir, journal.journal.redaction)
-        except BaseException:
-            journal.journal.close()  # others may have the directory
-            raise
 
     def _integrator(self) -> DspyIntegrator:
         code = tuple(self._adapter._flex_paths)  # pyright: ignore[reportPrivateUsage]

@@ -77,7 +77,10 @@ class Journal:
         self._thread.start()
 
     def append(self, table: str, **values: Any) -> None:
-        """Append a row; numbers, texts and None as they are, everything else as JSON. Any thread may call it."""
+        """Append a row; numbers, texts and None as they are, everything else as JSON. Any thread may call it.
+
+        The writer's thread makes the JSON: what is given must not change any more.
+        """
         names = tuple(values)
         statement = self._statements.get((table, names))
         if statement is None:
@@ -85,7 +88,7 @@ class Journal:
             columns, marks = ", ".join(names), ", ".join("?" * len(names))
             statement = f"INSERT INTO {table} ({columns}) VALUES ({marks})"
             self._statements[table, names] = statement
-        self._queue.put(_Row(statement, tuple(self.redaction.of(_plain(value)) for value in values.values())))
+        self._queue.put(_Row(statement, tuple(values.values())))
 
     def keep(self, name: str, value: Any) -> None:
         """Keep one value under a name, in place of the one before."""
@@ -193,7 +196,7 @@ class Journal:
         try:
             self._writing.execute("BEGIN IMMEDIATE")
             for row in rows:
-                self._writing.execute(row.statement, row.values)
+                self._writing.execute(row.statement, [self.redaction.of(_plain(value)) for value in row.values])
             self._writing.execute("COMMIT")
         except Exception as error:  # whatever it is: a writer that ends would leave those who wait waiting
             self.failure = JournalError(

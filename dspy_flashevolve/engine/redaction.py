@@ -10,7 +10,9 @@ MARK = "[redacted]"
 SHORTEST = 12
 """A known secret that is shorter, or has no digit, is left alone: "not-needed", as a key of a server of one's own, is
 no secret, and would be found in innocent texts."""
-SECRET_NAMES = re.compile(r"(api|secret|access|auth)[_-]?(key|token)|token$|password|authorization", re.IGNORECASE)
+SECRET_NAMES = re.compile(
+    r"key$|keys$|token$|secret|passw(or)?d|passphrase|authorization|credential|cookie|api[_-]?key", re.IGNORECASE
+)
 """Names of settings and environment variables whose values are secret."""
 _SHAPES = re.compile(
     r"\b(?:sk|pk|rk|gsk|hf|xai|ghp|glpat|AIza)[-_](?=[A-Za-z_\-]*\d)[A-Za-z0-9_\-]{12,}"

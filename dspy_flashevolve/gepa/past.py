@@ -10,6 +10,7 @@ from typing import Any
 
 from dspy_flashevolve.engine.claims import Claim
 from dspy_flashevolve.engine.flights import Rollout
+from dspy_flashevolve.engine.redaction import MARK
 from dspy_flashevolve.gepa.payloads import SEED_TICKET, Candidate
 from dspy_flashevolve.gepa.run_journal import RunJournal, hash_of, id_text
 
@@ -157,7 +158,11 @@ def past_of(run_journal: RunJournal, seeded: bool) -> Past:
     past = Past(run_journal)
     past.spent = int(rows("SELECT COALESCE(SUM(calls), 0) AS spent FROM calls")[0]["spent"])
     kept = run_journal.journal.kept("spent") or {}
-    past.reflection_calls, past.cost_dollars = kept.get("reflection_calls", 0), kept.get("cost_dollars", 0.0)
+    # What is kept is of the last ticket's end; what was spent after it stands in the rows.
+    [made] = rows("SELECT COUNT(*) AS calls, COALESCE(SUM(cost_dollars), 0) AS dollars FROM proposals")
+    [ran] = rows("SELECT COALESCE(SUM(cost_dollars), 0) AS dollars FROM rollouts")
+    past.reflection_calls = max(kept.get("reflection_calls", 0), made["calls"])
+    past.cost_dollars = max(kept.get("cost_dollars", 0.0), made["dollars"] + ran["dollars"])
     run_journal.spent_before = past.reflection_calls, past.cost_dollars
     past.last_ticket = int(rows("SELECT COALESCE(MAX(number), -1) AS last FROM tickets")[0]["last"])
     past.texts = {row["hash"]: json.loads(row["texts"]) for row in rows("SELECT hash, texts FROM candidates")}
@@ -165,6 +170,9 @@ def past_of(run_journal: RunJournal, seeded: bool) -> Past:
     heads = _heads(past)
     for row in rows("SELECT * FROM tickets WHERE number NOT IN (SELECT ticket FROM ends) ORDER BY number"):
         number = int(row["number"])
+        if any(MARK in text for text in _texts_of(past, row)):
+            run_journal.ended(number, "failed", "a secret was taken out of its texts: they are not what they were")
+            continue
         past.tickets.append(
             Unfinished(number, row["kind"], row["version"], json.loads(row["selection"]), heads.get(number))
         )
@@ -182,6 +190,13 @@ def past_of(run_journal: RunJournal, seeded: bool) -> Past:
         if row["ticket"] in past.numbers:
             past.proposals[row["ticket"], row["position"]] = row
     return past
+
+
+def _texts_of(past: Past, row: Any) -> list[str]:
+    """The texts of all candidates that a ticket's selection names."""
+    kept = json.loads(row["selection"])
+    names = [kept["candidate"]] if row["kind"] == "merge" else [task["candidate"] for task in kept]
+    return [text for name in names for text in past.texts[name].values()]
 
 
 def _close_what_is_done(run_journal: RunJournal) -> None:

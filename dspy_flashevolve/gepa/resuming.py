@@ -18,6 +18,7 @@ from gepa.strategies.proposal_sampling import ProposalTask
 from dspy_flashevolve.engine.errors import RunDirectoryError
 from dspy_flashevolve.engine.item import Item, Ticket
 from dspy_flashevolve.engine.pipeline import Opened
+from dspy_flashevolve.engine.redaction import MARK
 from dspy_flashevolve.gepa.heads import Heads
 from dspy_flashevolve.gepa.past import Past, Unfinished, UnfinishedHead, past_of, read
 from dspy_flashevolve.gepa.payloads import Head, MergePlan, Selected
@@ -175,6 +176,16 @@ def reconcile(past: Past, pool: Pool) -> None:
     journal, state = past.run_journal, pool.state
     known = int(journal.journal.rows("SELECT COALESCE(MAX(candidate_index), 0) AS last FROM commits")[0]["last"])
     have = len(state.program_candidates) - 1
+    for row in journal.journal.rows(
+        "SELECT candidate_index, candidate FROM commits WHERE candidate_index <= ?", (have,)
+    ):
+        texts = past.texts[row["candidate"]]
+        if texts != state.program_candidates[row["candidate_index"]] and MARK not in "".join(texts.values()):
+            raise RunDirectoryError(
+                f"{journal.journal.path} and the gepa_state.bin beside it disagree about candidate "
+                f"{row['candidate_index']}: another program has continued from a checkpoint without it. Move the "
+                "journal away to go on from the checkpoint, or give another log_dir."
+            )
     elsewhere = [
         (
             state.program_candidates[index],
@@ -210,6 +221,7 @@ def _commit_again(past: Past, pool: Pool, row: Any, ids: Mapping[str, Any]) -> N
     )
     pool.version += 1
     pool.generations.append(1 + max(pool.generations[parent] for parent in parents))
+    pool.standing.on_valset_evaluated({"candidate_idx": len(pool.state.program_candidates) - 1})
 
 
 def _output(past: Past, candidate: str, example: Any) -> Any:

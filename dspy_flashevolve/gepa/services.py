@@ -81,8 +81,6 @@ class Services:
             account.counted += calls
             await self.pool.write(self.pool.count_calls, calls)
 
-    def unpaid(
-        self, ticket: int, candidate: Candidate, split: str, ids: Sequence[Any], *, traced: bool = True
-    ) -> int:
+    def unpaid(self, ticket: int, candidate: Candidate, split: str, ids: Sequence[Any], *, traced: bool = True) -> int:
         """How many metric calls a ticket's evaluation may cost: of an interrupted run's, some are paid already."""
         return len(ids) if self.past is None else self.past.missing(ticket, candidate, split, ids, traced=traced)

@@ -96,7 +96,7 @@ class GepaStages:
             return Finish(End(EndKind.DISCARDED, "there is nothing to work on within the budget"))
         await self._pool.write(reports.parents_start, self._pool, item.ticket, tasks)
         unique = {reports.task_key(task): task for task in tasks}
-        whole = self._on.accounts[item.ticket.number].cover(sum(len(task.minibatch_ids) for task in unique.values()))
+        whole = self._on.accounts[item.ticket.number].cover(sum(len(one.minibatch_ids) for one in unique.values()))
         results = await gather([lambda t=task: self._parent(item, t, whole) for task in unique.values()])
         by_key = dict(zip(unique, results, strict=True))
         paid = sum(calls for _, calls, _ in results)
@@ -116,8 +116,8 @@ class GepaStages:
         claim = self._claim(item, "propose")
         children, reasons = await self._proposer.propose(claim, item.ticket, item.payload)
         if not children:
-            kind = EndKind.FAILED if any(reason.failed for reason in reasons) else EndKind.REJECTED
-            return Finish(End(kind, "; ".join(dict.fromkeys(reason.text for reason in reasons))))
+            kind = EndKind.FAILED if any(one.failed for one in reasons) else EndKind.REJECTED
+            return Finish(End(kind, "; ".join(dict.fromkeys(one.text for one in reasons))))
         if self._train is not None:
             children = [child for child in children if child.candidate != child.task.parent_candidate]
             if not children:
@@ -138,8 +138,8 @@ class GepaStages:
             return await self._train.screen(item)
         children = item.payload.children
         account = self._on.accounts[item.ticket.number]
-        split, number = self._on.evaluations.train_split, item.ticket.number
-        calls = sum(self._on.unpaid(number, child.candidate, split, child.task.minibatch_ids) for child in children)
+        number, split = item.ticket.number, self._on.evaluations.train_split
+        calls = sum(self._on.unpaid(number, one.candidate, split, one.task.minibatch_ids) for one in children)
         if not account.cover(calls):
             return Finish(End(EndKind.DISCARDED, f"no budget is left for a screen of {calls}"))
         await self._pool.write(reports.children_start, self._pool, item.ticket, children)
@@ -214,25 +214,20 @@ class GepaStages:
         return self._to_validation(item, Screened((proposal,), (None,), merge=True), value)
 
     def _to_integration(self, item: Item[Any], waiting: Waiting) -> Forward:
-        """The ticket's child waits for others: another may start its work."""
-        self._on.working.discard(item.ticket.number)
-        self._on.wake()
-        return Forward("integrate", waiting, value=item.value)
+        return self._with_child(item, Forward("integrate", waiting, value=item.value))
 
     def _to_validation(self, item: Item[Any], screened: Screened, value: float) -> Forward:
+        return self._with_child(item, Forward("validate", screened, value=value))
+
+    def _with_child(self, item: Item[Any], forward: Forward) -> Forward:
         """The ticket has a child: another may start its work."""
         self._on.working.discard(item.ticket.number)
         self._on.wake()
-        return Forward("validate", screened, value=value)
+        return forward
 
     async def _parent(self, item: Item[Any], task: Any, whole: bool) -> tuple[Batch, int, Late | None]:
-        """The parent's evaluation on its minibatch, what it has cost so far, and what is still to come.
-
-        Args:
-            whole: the minibatches of all tasks are set aside, not only what is not paid of them.
-        """
-        account = self._on.accounts[item.ticket.number]
-        account.started = True
+        """The parent's evaluation on its minibatch, its cost so far, and what is to come; `whole`: all is set aside."""
+        self._on.accounts[item.ticket.number].started = True
         if whole and self._parents.releases(task):
             batch, late = await self._parents.run(self._claim(item, "rollout"), task)
             return batch, 0, late  # the background counts its calls

@@ -105,9 +105,15 @@ def _hash(value: Any) -> str:
 def _text(value: Any) -> str:
     """A text that is the same in every process: without addresses, and with sets in one order."""
     plain = to_jsonable_python(
-        _ordered(value), fallback=repr, inf_nan_mode="strings", bytes_mode="base64", serialize_unknown=True
+        _ordered(value), fallback=_told, inf_nan_mode="strings", bytes_mode="base64", serialize_unknown=True
     )
     return _ADDRESS.sub("", json.dumps(plain, sort_keys=True))
+
+
+def _told(value: Any) -> str:
+    """An object's representation; its type alone where that says where the object lies."""
+    text = repr(value)
+    return type(value).__qualname__ if str(id(value)) in text else text
 
 
 def _ordered(value: Any) -> Any:

@@ -241,13 +241,18 @@ def test_a_full_disk_ends_the_run_with_the_best_so_far_and_nothing_is_damaged(tm
 
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     ended = subprocess.run(
-        [sys.executable, "-c", FULL, str(tmp_path), "200000"], capture_output=True, text=True, env=environment
+        [sys.executable, "-c", FULL, str(tmp_path), "600000"], capture_output=True, text=True, env=environment
     )
     assert ended.returncode == 3, ended.stderr[-2000:]
     kind, message = ended.stdout.split("\n", 1)
     assert kind == "SlowChain"
     assert "cannot be written" in message
     assert check(tmp_path / "run").problems == []
+    connection = sqlite3.connect(tmp_path / "run" / FILE)
+    rows = connection.execute("SELECT COUNT(*), MIN(score), MAX(score) FROM rollouts").fetchone()
+    connection.close()
+    assert rows[0] > 20
+    assert rows[2] > 0
     done = run(tmp_path, "full", 300).detailed_results
     assert check(tmp_path / "run").problems == []
     assert done.total_metric_calls <= 300

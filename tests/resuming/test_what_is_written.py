@@ -13,15 +13,13 @@ from typing import Any
 
 import dspy
 import pytest
-from dspy.utils.exceptions import LMRateLimitError
 
 from dspy_flashevolve import AsyncGEPA
 from dspy_flashevolve.engine.errors import JournalError
 from dspy_flashevolve.engine.journal import Journal
 from dspy_flashevolve.engine.journal_check import check
-from dspy_flashevolve.engine.retries import RetryPolicy
 from dspy_flashevolve.gepa import reports
-from tests.fakes import Chain, digits, fake_lm, hashed, reflection_lm, reply_for
+from tests.fakes import Chain, digits, reflection_lm
 from tests.resuming.test_going_on import TRAIN, VAL, rows, run
 
 
@@ -92,7 +90,8 @@ import dspy
 from gepa.core.data_loader import ensure_loader
 from dspy_flashevolve.programs.fingerprints import _data
 words = {"alpha", "beta", "gamma", "delta"}
-example = dspy.Example(question="q", words=words, deep={"a": [frozenset(words)]}, image=b"\\x89PNG\\xff").with_inputs("question")
+inputs = {"question": "q", "words": words, "deep": {"a": [frozenset(words)]}, "image": b"\\x89PNG\\xff"}
+example = dspy.Example(**inputs).with_inputs("question")
 print(_data(ensure_loader([example])))
 """
 
@@ -155,25 +154,25 @@ def test_a_validated_child_is_committed_although_the_budget_pays_no_further_tick
     assert check(tmp_path).problems == []
 
 
-def test_no_file_of_the_run_has_a_key_that_a_provider_repeats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_file_of_the_run_has_a_key_that_an_error_repeats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An error's words stand in the ends of tickets, which the lineage has too."""
-    key, calls = "sk-live-0123456789abcdef", 0
+    key = "sk-live-0123456789abcdef"
+    monkeypatch.setenv("SOME_API_KEY", key)
 
-    def answer(prompt: str) -> str:
-        nonlocal calls
-        calls += 1
-        if calls > 30:
-            raise LMRateLimitError(f"the key {key} is over its quota")
-        return reply_for(prompt, answer=str(hashed(prompt) % 7))
+    class Refusing:
+        def __call__(self, candidate: Any, reflective_dataset: Any, components_to_update: Any) -> Any:
+            raise ValueError(f"the key {key} is over its quota")
 
-    monkeypatch.setattr(RetryPolicy, "wait_seconds", lambda *_: 0.0)
-    lm = fake_lm(answer)
-    lm.kwargs["api_key"] = key
-    with dspy.context(lm=lm):
-        optimizer = AsyncGEPA(
-            digits, max_metric_calls=200, reflection_lm=reflection_lm(), log_dir=str(tmp_path), staleness="full"
-        )
-        optimizer.compile(Chain(1), trainset=TRAIN, valset=VAL)
+    optimizer = AsyncGEPA(
+        digits,
+        max_metric_calls=100,
+        reflection_lm=reflection_lm(),
+        instruction_proposer=Refusing(),
+        log_dir=str(tmp_path),
+        staleness="full",
+        max_live_tickets=2,
+    )
+    optimizer.compile(Chain(1), trainset=TRAIN, valset=VAL)
     written = {path.name: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     assert b"is over its quota" in written["lineage.jsonl"]
     assert [name for name, content in written.items() if key.encode() in content] == []
