@@ -78,7 +78,8 @@ def test_the_order_of_slots_is_the_users_and_a_name_makes_a_new_one_each_run() -
     orders = [settings_of(one, same_data=False).order for _ in range(2)]
     assert all(isinstance(order, ValueFirst) for order in orders)
     assert orders[0] is not orders[1]
-    assert isinstance(settings().order, DeepestFirst)
+    assert isinstance(settings().order, ValueFirst)
+    assert isinstance(settings(slot_order="deepest").order, DeepestFirst)
     assert settings(schedule="lockstep", slot_order="value").order is None
 
 

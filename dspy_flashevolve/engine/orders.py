@@ -1,4 +1,4 @@
-"""Orders of slots besides the default (:class:`~dspy_flashevolve.engine.slots.DeepestFirst`)."""
+"""The default order of slots; the other one is :class:`~dspy_flashevolve.engine.claims.DeepestFirst`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ class ValueFirst:
 
     def key(self, claim: Claim, held: int, waiting: int) -> SlotKey:
         """See :meth:`~dspy_flashevolve.engine.slots.SlotOrder.key`."""
-        worth = (BASE_WORTH + max(0.0, claim.value)) * claim.depth
+        # What must come first of its stage, whatever it is worth, has no end of a value: it holds nobody else back.
+        value = max(0.0, claim.value) if math.isfinite(claim.value) else 0.0
+        worth = (BASE_WORTH + value) * claim.depth
         # The logarithm of the share of worth, up to what is the same for all claims: how many commits there are.
         share = math.log(worth) if worth > 0 else -math.inf
         share += claim.version * self._lost - math.log(max(1, held + waiting))

@@ -82,11 +82,14 @@ def test_without_a_discount_the_version_does_not_matter() -> None:
     assert order.key(replace(ONE, version=0), 1, 1) == order.key(replace(ONE, version=50_000), 1, 1)
 
 
-def test_a_claim_of_infinite_worth_goes_first_and_one_of_none_last() -> None:
+def test_the_seeds_validation_holds_no_first_ticket_back_and_a_claim_without_depth_goes_last() -> None:
+    """The seed goes before every other validation, so that its value has no end; rollouts of tickets go before it."""
     order = ValueFirst()
     seed = Claim(ticket=-1, stage="validate", depth=4, value=math.inf)
-    nothing = replace(ONE, depth=0, version=90_000)
-    assert order.key(seed, 0, 300) < order.key(replace(ONE, version=90_000), 0, 1) < order.key(nothing, 0, 1)
+    first = Claim(ticket=0, stage="rollout", depth=1)
+    nothing = replace(ONE, depth=0, version=0)
+    assert order.key(first, 0, 3) < order.key(seed, 0, 60) < order.key(nothing, 0, 1)
+    assert order.key(seed, 0, 1) < order.key(first, 0, 3), "its last requests are worth more"
 
 
 @pytest.mark.parametrize("discount", [0.0, -0.1, 1.1, float("nan")])

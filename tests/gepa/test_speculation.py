@@ -118,6 +118,7 @@ def early(world: World | None = None, **options: Any) -> tuple[Outcome, list[str
     callbacks = Selections()
     settings: dict[str, Any] = {"calls": 1500, "max_live_tickets": 24, "num_threads": 48, "staleness": "full"}
     settings |= {"candidate_selection_strategy": "current_best", "speculation": Speculation(validate=0.25)}
+    settings |= {"slot_order": "deepest"}  # validations one after the other: children are made from those under way
     gepa_kwargs = {"callbacks": [callbacks]} | options.pop("gepa_kwargs", {})
     outcome = play(world or Slow(), **(settings | options | {"gepa_kwargs": gepa_kwargs}))
     return outcome, selected_early(outcome, callbacks)
