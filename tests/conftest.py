@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
+import threading
 from collections.abc import Iterator
 
 import dspy
@@ -15,6 +17,13 @@ from tests.fakes import task_lm
 os.environ["TQDM_DISABLE"] = "1"  # read by tqdm when a bar is made
 hypothesis.settings.register_profile("untimed", deadline=None)  # no test is a measurement of time
 hypothesis.settings.load_profile("untimed")
+
+
+@pytest.fixture(autouse=True)
+def ctrl_c() -> None:
+    """Whoever runs the tests in the background may have them ignore Ctrl-C; they press it."""
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
