@@ -73,7 +73,7 @@ def check(directory: str | Path) -> Checked:
             *_wrong_ends(rows),
         ]
         return Checked(_summary(rows), problems)
-    except (sqlite3.Error, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (sqlite3.Error, ValueError, LookupError, TypeError, AttributeError) as error:
         raise RunDirectoryError(f"{path} cannot be read: {error}. It is damaged.") from error
     finally:
         connection.close()

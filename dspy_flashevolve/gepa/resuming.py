@@ -39,7 +39,7 @@ def take_up(run_journal: RunJournal, pool: Pool, seeded: bool, lockstep: bool) -
     journal = run_journal.journal
     try:
         past = past_of(run_journal, seeded)
-    except (sqlite3.Error, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (sqlite3.Error, ValueError, LookupError, TypeError, AttributeError) as error:
         raise RunDirectoryError(
             f"{journal.path} cannot be read ({error}): it is damaged. Give another log_dir, or move it away "
             "to begin anew."
