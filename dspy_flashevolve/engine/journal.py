@@ -248,9 +248,9 @@ def checked(path: Path) -> None:
             version = connection.execute("PRAGMA user_version").fetchone()[0]
             if found != APPLICATION_ID:
                 raise RunDirectoryError(f"{what}: it is a database of something else. {advice}")
-            if version > SCHEMA_VERSION:
+            if not 1 <= version <= SCHEMA_VERSION:
                 raise RunDirectoryError(
-                    f"{what}: its schema is version {version}, this dspy-flashevolve knows versions up to "
+                    f"{what}: its schema is version {version}, this dspy-flashevolve knows versions 1 to "
                     f"{SCHEMA_VERSION}. Use the version that wrote it, or give another log_dir."
                 )
             problems = [str(row[0]) for row in connection.execute("PRAGMA quick_check(3)")]

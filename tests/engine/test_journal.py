@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dspy_flashevolve.cli import main
@@ -274,7 +274,9 @@ def test_no_file_however_malformed_is_taken_for_a_journal(
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(0, 10**6), st.binary(min_size=1, max_size=64))
+@given(st.integers(0, 10**6) | st.integers(0, 110), st.binary(min_size=1, max_size=64))
+@example(60, b"\x80")  # a version below 0
+@example(617, b"\x00\x80")  # a table's name that is no text
 def test_a_journal_with_a_changed_place_is_refused_or_read_but_never_breaks(
     tmp_path_factory: pytest.TempPathFactory, place: int, noise: bytes
 ) -> None:

@@ -145,12 +145,13 @@ def test_a_database_of_something_else_is_refused(tmp_path: Path) -> None:
     refused(tmp_path, "a database of something else")
 
 
-def test_a_journal_of_a_later_version_is_refused(directory: Path) -> None:
+@pytest.mark.parametrize("version", [99, 0, -3])
+def test_a_journal_of_a_version_that_is_not_known_is_refused(directory: Path, version: int) -> None:
     connection = sqlite3.connect(directory / FILE)
-    connection.execute("PRAGMA user_version = 99")
+    connection.execute(f"PRAGMA user_version = {version}")
     connection.commit()
     connection.close()
-    refused(directory, "its schema is version 99", metric=Counted())
+    refused(directory, f"its schema is version {version}", metric=Counted())
 
 
 def test_two_runs_on_one_directory_are_refused(tmp_path: Path) -> None:
