@@ -160,7 +160,8 @@ class Compilation:
             await pool.write(pool.finish)
             if journal is not None:
                 await journal.journal.flush()
-            state, reason = self._stats(run, recorder, anyio.current_time() - began).outcome, run.stop_reason
+            stats = self._stats(run, recorder, anyio.current_time() - began)
+            state, reason = stats.outcome, run.stop_reason
         except BaseException as error:
             reason = f"{type(error).__name__}: {error}"
             with anyio.CancelScope(shield=True):
@@ -187,7 +188,6 @@ class Compilation:
                 "Raise max_gap, lower max_live_tickets, or use staleness='reflective'.",
                 100 * run.discarded_share,
             )
-        stats = self._stats(run, recorder, anyio.current_time() - began)
         log_summary(logger, stats, pool.standing.score)
         return self._result(pool, stats)
 
