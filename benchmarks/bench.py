@@ -1,17 +1,20 @@
 """Workloads side by side: `python -m benchmarks.bench`, in a checkout also `flashevolve bench`.
 
 Every method gets the same rows, slots, seed and time, and a run of its own on the same backend: a simulated server with
-the workload's prompts and house rules as what there is to learn (`benchmarks.workloads.simulated`), or any server with
-OpenAI's API and the workload's own metric. A bench that was interrupted goes on where it stopped.
+the workload's prompts and house rules as what there is to learn (`benchmarks.workloads.simulated`), over HTTP or with
+`--virtual` in virtual time; or any server with OpenAI's API and the workload's own metric. A bench that was interrupted
+goes on where it stopped.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 
 import dspy
@@ -24,10 +27,17 @@ from benchmarks.vllm_cpu import VllmMeter
 from benchmarks.workloads.registry import workload_named, workload_names
 from benchmarks.workloads.rows import RowsMissing
 from benchmarks.workloads.simulated import served, simulated
+from benchmarks.workloads.virtual import VirtualJob, run_job
 from dspy_flashevolve.sim import HouseRules
 from dspy_flashevolve.sim.profiles import PROFILES
 
-METHODS = ("gepa", "gepa-independent-10", "combee-9", "async-full", "async")
+METHODS = (
+    "gepa", "gepa-independent-4", "gepa-independent-10", "gepa-independent-40", "gepa-pxn-3x3", "combee-10",
+    "combee-40", "async-full", "async-guarded-8", "async-patch", "async+speculation=off", "async+slots=adaptive",
+    "async",
+)  # fmt: skip
+"""All that are compared; `async` is the default, with its train and with speculation."""
+SECONDS = 120.0
 
 
 @dataclass(frozen=True)
@@ -39,8 +49,10 @@ class Backend:
         api_base: Of a server with OpenAI's API; None for the simulated one.
         model: Its model.
         time_scale: The simulated server's seconds in a real one.
-        max_tokens: Longest reply of a real model to the task; reflections may take four times as many.
+        max_tokens: Longest reply of a real model to the task.
+        reflection_tokens: Longest reply of a real model to a reflection.
         is_vllm: Whether the server has vLLM's `/metrics`.
+        json_fallback: Whether a reply of a real model that does not parse is asked for again as JSON, as dspy does.
     """
 
     profile: str = "h100-qwen3-8b"
@@ -48,7 +60,9 @@ class Backend:
     model: str = "simulated"
     time_scale: float = 1.0
     max_tokens: int = 1024
+    reflection_tokens: int = 4096
     is_vllm: bool = False
+    json_fallback: bool = True
 
     @property
     def name(self) -> str:
@@ -74,9 +88,10 @@ class Backend:
         key = {"api_base": self.api_base, "api_key": "none", "cache": False}
         model = f"openai/{self.model}"
         task_lm = dspy.LM(model, max_tokens=self.max_tokens, **key)
-        reflection_lm = dspy.LM(model, max_tokens=4 * self.max_tokens, temperature=1.0, **key)
+        reflection_lm = dspy.LM(model, max_tokens=self.reflection_tokens, temperature=1.0, **key)
         meter = VllmMeter(self.api_base) if self.is_vllm else NoMeter()
-        yield Bench(benchmark, self.model, meter), chosen.served(task_lm, reflection_lm)
+        adapter = dspy.ChatAdapter(use_json_adapter_fallback=self.json_fallback)
+        yield Bench(benchmark, self.model, meter), chosen.served(task_lm, reflection_lm, adapter)
 
 
 def key_of(result: Result) -> tuple[object, ...]:
@@ -102,14 +117,21 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--workload", nargs="+", choices=workload_names(), default=workload_names(), metavar="NAME",
                         help=", ".join(workload_names()))  # fmt: skip
     parser.add_argument("--methods", nargs="+", default=list(METHODS), help="benchmarks/README.md names them")
-    parser.add_argument("--backend", choices=sorted(PROFILES), default="h100-qwen3-8b", help="of the simulated server")
+    parser.add_argument(
+        "--backend", nargs="+", choices=sorted(PROFILES), default=["h100-qwen3-8b"], help="of the simulated model"
+    )
+    parser.add_argument("--virtual", action="store_true", help="the simulated model in virtual time")
+    parser.add_argument("--jobs", type=int, default=1, help="runs side by side, in virtual time")
     parser.add_argument("--api-base", help="a server with OpenAI's API, instead of the simulated one")
     parser.add_argument("--model", default="simulated", help="its model")
     parser.add_argument(
         "--vllm", action="store_true", help="the server is vLLM: read tokens and requests from /metrics"
     )
     parser.add_argument("--max-tokens", type=int, default=1024, help="longest reply of a real model")
-    parser.add_argument("--seconds", type=float, help="a time limit, in the server's time; default 120 without --calls")
+    parser.add_argument("--reflection-tokens", type=int, default=4096, help="longest reflection of a real model")
+    parser.add_argument("--no-json-fallback", action="store_true", help="a reply that does not parse is a failure")
+    parser.add_argument("--seconds", nargs="+", default=[], help="a time limit, in the server's time: 120, or NAME=600 "
+                        "for one workload; default 120 without --calls")  # fmt: skip
     parser.add_argument("--calls", type=int, help="a budget of metric calls")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--slots", type=int, default=64)
@@ -119,27 +141,47 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=RESULTS / "bench.jsonl")
     parser.add_argument("--html", type=Path, help="write the report there")
     options = parser.parse_args(arguments)
-    if options.seconds is None and options.calls is None:
-        options.seconds = 120.0
-    if options.api_base is not None and options.time_scale != 1.0:
-        parser.error("--time-scale is the simulated server's; a real one keeps its own time")
+    if options.api_base is not None and (options.virtual or options.time_scale != 1.0):
+        parser.error("--virtual and --time-scale are the simulated model's; a real one keeps its own time")
+    if options.virtual and options.time_scale != 1.0:
+        parser.error("--virtual needs no --time-scale: its seconds take as long as the work between them")
     try:
         for name in options.methods:
-            method(name)
+            method(name, options.virtual)
+        options.seconds = _seconds(options.seconds, options.workload, None if options.calls else SECONDS)
     except ValueError as error:
         parser.error(str(error))
     return options
 
 
-def runs(options: argparse.Namespace, there: dict[tuple[object, ...], Result]) -> Iterator[Result]:
+Known = Collection[tuple[object, ...]]
+
+
+def runs(options: argparse.Namespace, there: Known) -> Iterator[Result]:
     """Every run that the file does not have yet, as it ends."""
-    backend = Backend(
-        options.backend, options.api_base, options.model, options.time_scale, options.max_tokens, options.vllm
-    )
+    if options.virtual:
+        yield from _in_virtual_time(options, there)
+        return
+    for name in options.backend if options.api_base is None else options.backend[:1]:
+        backend = Backend(
+            name,
+            options.api_base,
+            options.model,
+            options.time_scale,
+            options.max_tokens,
+            options.reflection_tokens,
+            options.vllm,
+            not options.no_json_fallback,
+        )
+        yield from _on(backend, options, there)
+
+
+def _on(backend: Backend, options: argparse.Namespace, there: Known) -> Iterator[Result]:
     for workload in options.workload:
-        benchmark = title(workload, options.train, options.val, options.seconds)
+        seconds = options.seconds[workload]
+        benchmark = title(workload, options.train, options.val, seconds)
         for seed in range(options.seeds):
-            limits = Limits(options.slots, seed, options.seconds, options.calls, options.time_scale)
+            limits = Limits(options.slots, seed, seconds, options.calls, options.time_scale)
             missing = [
                 name
                 for name in options.methods
@@ -152,11 +194,48 @@ def runs(options: argparse.Namespace, there: dict[tuple[object, ...], Result]) -
                     yield bench.run(method(name), task, limits)
 
 
+def _in_virtual_time(options: argparse.Namespace, there: Known) -> Iterator[Result]:
+    jobs = [
+        VirtualJob(
+            title(workload, options.train, options.val, options.seconds[workload]),
+            workload,
+            profile,
+            name,
+            options.train,
+            options.val,
+            Limits(options.slots, seed, options.seconds[workload], options.calls),
+        )
+        for profile in options.backend
+        for workload in options.workload
+        for seed in range(options.seeds)
+        for name in options.methods
+    ]
+    missing = [job for job in jobs if job.key not in there]
+    if options.jobs <= 1:
+        yield from map(run_job, missing)
+        return
+    with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
+        yield from pool.map(run_job, missing)
+
+
+def _seconds(written: Sequence[str], workloads: Sequence[str], default: float | None) -> dict[str, float | None]:
+    """Workload -> seconds; raises `ValueError` for what is not above 0, or no workload of the command."""
+    seconds = dict.fromkeys(workloads, default)
+    for one in written:
+        name, equals, number = one.rpartition("=")
+        if equals and name not in seconds:
+            raise ValueError(f"--seconds {one}: there is no run of {name!r}")
+        if not float(number) > 0:
+            raise ValueError(f"--seconds {one}: expected more than 0")
+        seconds.update(dict.fromkeys([name] if equals else workloads, float(number)))
+    return seconds
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print and write; 1 when a run ended in an error or rows are missing."""
     options = parse(arguments)
     recorded = [result for result, _ in read(options.out)] if options.out.is_file() else []
-    there = {key_of(result): result for result in recorded if not result.error}
+    there = {key_of(result) for result in recorded if not result.error}
     failed = False
     try:
         for result in runs(options, there):

@@ -180,11 +180,11 @@ def optimizer(method: str, workload: Workload, limits: Limits, keeper: Keeper, r
     """The optimizer of that name; raises `ValueError` for one that is none."""
     arguments = gepa_arguments(workload, limits, keeper)
     if method == "gepa":
-        return dspy.GEPA(**arguments, track_stats=True)
+        return dspy.GEPA(**arguments)
     if method != "async":
         raise ValueError(f"unknown method {method!r}: choose gepa or async")
     arguments["gepa_kwargs"]["cache_evaluation"] = True
-    return AsyncGEPA(**arguments, track_stats=True, rollout_timeout_seconds=rollout_timeout_seconds)
+    return AsyncGEPA(**arguments, rollout_timeout_seconds=rollout_timeout_seconds)
 
 
 def compiled(job: Job, workload: Workload, metric: CountedMetric) -> Ended:

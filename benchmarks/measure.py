@@ -21,6 +21,7 @@ import dspy
 
 from benchmarks.methods import Limits, Method, Workload
 from benchmarks.results import Result
+from benchmarks.timeline import SAMPLES, timeline
 from benchmarks.trajectory import Recorder
 
 
@@ -46,6 +47,10 @@ class Meter(Protocol):
         """What was counted since."""
         ...
 
+    def running(self) -> float | None:
+        """Requests being served now; `None` where it cannot tell."""
+        ...
+
 
 class NoMeter:
     """For programs that call no server."""
@@ -56,6 +61,9 @@ class NoMeter:
     def read(self) -> Figures:
         """Nothing counted."""
         return Figures()
+
+    def running(self) -> None:
+        """Nothing to tell."""
 
 
 class CountedMetric:
@@ -100,6 +108,33 @@ class _Reading:
                 self.figures = self.meter.read()
 
 
+class _Sampler:
+    """Asks the meter again and again, in a thread, how many requests are being served."""
+
+    def __init__(self, meter: Meter, recorder: Recorder, every: float) -> None:
+        self._meter = meter
+        self._recorder = recorder
+        self._every = every
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._sample, name="sampler", daemon=True)
+        self.samples: list[list[float]] = []
+
+    def __enter__(self) -> _Sampler:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _sample(self) -> None:
+        while not self._over.wait(self._every):
+            running = self._meter.running()
+            if running is None:
+                return
+            self.samples.append([round(self._recorder.seconds, 2), running])
+
+
 @dataclass(frozen=True)
 class Bench:
     """Where runs take place: the benchmark's name for the results, the backend and its meter."""
@@ -118,20 +153,24 @@ class Bench:
         timer = threading.Timer(limits.wall_seconds or threading.TIMEOUT_MAX, reading.take)
         timer.daemon = True
         error = ""
+        stages: list[list[Any]] = []
         self.meter.reset()
         recorder.start()
         timer.start()
+        sampler = _Sampler(self.meter, recorder, (limits.wall_seconds or SAMPLES) / SAMPLES)
         try:
             optimizer = chosen.build(counted, limits, recorder)
-            with silence(), dspy.context(lm=workload.task_lm, adapter=workload.adapter):
-                optimizer.compile(workload.program(), trainset=workload.trainset, valset=workload.valset)
+            with silence(), dspy.context(lm=workload.task_lm, adapter=workload.adapter), sampler:
+                program = optimizer.compile(workload.program(), trainset=workload.trainset, valset=workload.valset)
+            stages = timeline(getattr(program, "async_stats", None), limits)
         except Exception as raised:
             traceback.print_exc()
             error = f"{type(raised).__name__}: {raised}"
         finally:
             timer.cancel()
             reading.take()
-        return self._result(chosen, limits, reading, metric.count, error)
+        result = self._result(chosen, limits, reading, metric.count, error)
+        return replace(result, busy=sampler.samples, stages=stages)
 
     def _result(self, chosen: Method, limits: Limits, reading: _Reading, scored: int, error: str) -> Result:
         total_seconds, trajectory = reading.recorder.seconds, reading.recorder.trajectory

@@ -132,15 +132,20 @@ def gepa_arguments(workload: Workload, limits: Limits, recorder: Recorder) -> di
         "reflection_lm": workload.reflection_lm,
         "num_threads": limits.slots,
         "seed": limits.seed,
+        "track_stats": True,
         "gepa_kwargs": {"callbacks": [recorder]},
     }
 
 
-def _gepa(sampling: Callable[[], Any] | None = None) -> Build:
+def _gepa(sampling: Callable[[], Any] | None, virtual: bool) -> Build:
     def build(workload: Workload, limits: Limits, recorder: Recorder) -> Optimizer:
         arguments = gepa_arguments(workload, limits, recorder)
         if sampling is not None:
             arguments["gepa_kwargs"]["sampling_strategy"] = sampling()
+        if virtual:
+            from dspy_flashevolve import AsyncGEPA
+
+            return AsyncGEPA(**arguments, schedule="lockstep", max_seconds=limits.seconds)
         if limits.wall_seconds is not None:
             arguments["gepa_kwargs"]["stop_callbacks"] = [TimeoutStopCondition(limits.wall_seconds)]
         return dspy.GEPA(**arguments)
@@ -173,20 +178,25 @@ def _evaluate(workload: Workload, limits: Limits, recorder: Recorder) -> Optimiz
     return PlainEvaluation(workload.metric, limits)
 
 
-def method(name: str) -> Method:
+def method(name: str, virtual: bool = False) -> Method:
     """The method of that name; raises `ValueError` for a name that is none.
+
+    Args:
+        name: As in benchmarks/README.md.
+        virtual: For a run in virtual time, where AsyncGEPA's lockstep, which takes the same steps one after another
+            with the same barriers, stands for dspy.GEPA, whose threads no virtual clock knows.
 
     Example:
         >>> method("gepa-independent-10").name
         'gepa-independent-10'
     """
-    plain: dict[str, Build] = {"evaluate": _evaluate, "gepa": _gepa()}
+    plain: dict[str, Build] = {"evaluate": _evaluate, "gepa": _gepa(None, virtual)}
     if name in plain:
         return Method(name, plain[name])
     if found := re.fullmatch(r"gepa-independent-([1-9]\d*)", name):
-        return Method(name, _gepa(lambda: IndependentSampling(int(found[1]))))
+        return Method(name, _gepa(lambda: IndependentSampling(int(found[1])), virtual))
     if found := re.fullmatch(r"gepa-pxn-([1-9]\d*)x([1-9]\d*)", name):
-        return Method(name, _gepa(lambda: PxNSampling(int(found[1]), int(found[2]))))
+        return Method(name, _gepa(lambda: PxNSampling(int(found[1]), int(found[2])), virtual))
     try:
         variant(name)
     except ValueError as error:

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("dspy-flashevolve", "dspy", "gepa", "litellm")
@@ -47,6 +48,8 @@ class Result:
         mean_running: Mean of the requests being served.
         error: What ended the run early; empty when nothing did.
         trajectory: Rows of `Point`'s fields where score or depth changed.
+        busy: Seconds, and the requests in flight (the mean since the row before, or as sampled there).
+        stages: Ticket, stage, and the seconds when it began and ended there; of the first seed alone.
     """
 
     benchmark: str
@@ -73,6 +76,8 @@ class Result:
     mean_running: float | None = None
     error: str = ""
     trajectory: list[list[float | int | None]] = field(default_factory=list)
+    busy: list[list[float]] = field(default_factory=list)
+    stages: list[list[Any]] = field(default_factory=list)
 
     @property
     def proposals_per_minute(self) -> float:

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from benchmarks.methods import Limits, method
 from benchmarks.results import Spread, append_json_lines, shown
-from benchmarks.virtual import Setting, run_virtually, task_kind
+from benchmarks.tasks import task_kind
+from benchmarks.virtual import Setting, run_virtually
 
 Key = tuple[str | float, ...]
 TOLERANCE = 1e-9

@@ -19,7 +19,8 @@ from statistics import median
 
 from benchmarks.methods import Limits, method
 from benchmarks.results import RESULTS, append_json_lines, shown, table
-from benchmarks.virtual import Setting, run_virtually, task_kind
+from benchmarks.tasks import task_kind
+from benchmarks.virtual import Setting, run_virtually
 from dspy_flashevolve.sim.profiles import API_GPT_4O_MINI, Profile
 
 FLEET = replace(API_GPT_4O_MINI, name="api-gpt-4o-mini, no limit", concurrency_limit=None)

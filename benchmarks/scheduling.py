@@ -20,8 +20,9 @@ from benchmarks.methods import Limits
 from benchmarks.results import RESULTS
 from benchmarks.runs import Job, Key, Row, make, recorded
 from benchmarks.scheduling_tables import EXPERIMENTS, LEAD, report
+from benchmarks.tasks import TASKS, task_kind
 from benchmarks.variants import variant
-from benchmarks.virtual import TASKS, Setting, task_kind
+from benchmarks.virtual import Setting
 from dspy_flashevolve.sim.profiles import PROFILES, profile_named
 
 COMPARED = tuple(dict.fromkeys(name for named in EXPERIMENTS.values() for name in named))

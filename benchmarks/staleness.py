@@ -30,8 +30,9 @@ from benchmarks.runs import (
     score_spread,
     verdict,
 )
+from benchmarks.tasks import TASKS, task_kind
 from benchmarks.variants import variant
-from benchmarks.virtual import TASKS, Setting, task_kind
+from benchmarks.virtual import Setting
 
 METHODS = (
     "lockstep", "combee-9", "combee-25", "async-full", "async-guarded-2", "async-guarded-8", "async-patch",

@@ -14,63 +14,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import traceback
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import dspy
 
 from benchmarks.methods import Limits, Method, Workload
+from benchmarks.timeline import SAMPLES
 from benchmarks.trajectory import Point, Recorder, Trajectory
 from benchmarks.variants import ADAPTIVE_START
 from dspy_flashevolve import AsyncGEPA, AsyncStats
-from dspy_flashevolve.sim import HouseRules, ReplyModel
+from dspy_flashevolve.sim import HouseRules
 from dspy_flashevolve.sim.virtual import SimulatedModel, run
 
 SETTLED_SECONDS = 10.0
 """Until then a run may be refused while it finds out how many requests it may have in flight."""
-
-
-@dataclass(frozen=True)
-class TaskKind:
-    """A kind of house rules task; see `HouseRules` and `ReplyModel` for the fields."""
-
-    rules: int = 24
-    rules_per_example: int = 6
-    rivals: bool = False
-    crowding: float = 0.0
-
-    def task(self, seed: int) -> HouseRules:
-        """The task of that seed."""
-        model = ReplyModel(rivals=self.rivals, crowding=self.crowding)
-        return HouseRules(rules=self.rules, rules_per_example=self.rules_per_example, seed=seed, reply_model=model)
-
-
-TASKS = {
-    "few": TaskKind(),
-    "many": TaskKind(rules=72, rules_per_example=8),
-    "rivals": TaskKind(rivals=True, crowding=0.01),
-}
-"""Few improvements that add up; many of them; rules that contradict each other, and long instructions that lose."""
-
-
-def task_kind(name: str) -> TaskKind:
-    """A kind by its name, with changes after a colon; raises `ValueError` for what is none.
-
-    Example:
-        >>> task_kind("many:rules=96,crowding=0.02")
-        TaskKind(rules=96, rules_per_example=8, rivals=False, crowding=0.02)
-    """
-    base, _, changes = name.partition(":")
-    numbers = {one.name: int if one.type == "int" else float for one in fields(TaskKind) if one.type != "bool"}
-    try:
-        pairs = [change.split("=") for change in changes.split(",") if change]
-        return replace(TASKS[base], **{key: numbers[key](value) for key, value in pairs})
-    except (KeyError, ValueError) as error:
-        raise ValueError(
-            f"unknown task {name!r}; there are {', '.join(TASKS)}, each alone or with changes of {', '.join(numbers)}, "
-            "as in many:rules=96,crowding=0.02"
-        ) from error
 
 
 @dataclass(frozen=True)
@@ -110,22 +69,31 @@ class Reading:
 
     Attributes:
         tokens: Written, pro rata for replies under way.
+        prompt_tokens: Read, of requests answered.
         answered: Requests answered.
         refused: Requests turned away (429).
+        reflections: Of the requests answered, those that asked for a new text.
+        running_seconds: The requests in flight, integrated over time.
     """
 
     tokens: float = 0.0
+    prompt_tokens: int = 0
     answered: int = 0
     refused: int = 0
+    reflections: int = 0
+    running_seconds: float = 0.0
 
     @classmethod
     def of(cls, model: SimulatedModel) -> Reading:
         """The counters now."""
-        refused: Any = getattr(model, "refused", 0)
+        load = model.load()
         return cls(
-            model.generated_tokens(),
+            load.generated_tokens,
+            model.prompt_tokens,
             sum(model.requests.values()),
-            refused if isinstance(refused, int) else len(refused),
+            len(model.refused),
+            model.requests.get("reflection", 0),
+            load.running_seconds,
         )
 
 
@@ -139,6 +107,7 @@ class VirtualRun:
         settled: The model's counters after `SETTLED_SECONDS`; `None` in a shorter run.
         reading: The model's counters at the limit.
         seconds: Virtual seconds until it had drained.
+        busy: Virtual seconds and the mean of the requests in flight since the sample before; none without a limit.
         stats: AsyncGEPA's own; `None` after an error.
         error: What ended the run early; empty when nothing did.
     """
@@ -148,6 +117,7 @@ class VirtualRun:
     settled: Reading | None = None
     reading: Reading = Reading()
     seconds: float = 0.0
+    busy: tuple[tuple[float, float], ...] = ()
     stats: AsyncStats | None = None
     error: str = ""
 
@@ -229,7 +199,26 @@ class VirtualRun:
 
 
 def run_virtually(chosen: Method, task: HouseRules, limits: Limits, setting: Setting) -> VirtualRun:
-    """One method on one task; the seed of the limits is the model's and the optimizer's.
+    """One method on one task; the seed of the limits is the model's and the optimizer's. See `run_served`."""
+
+    def workload(model: SimulatedModel) -> Workload:
+        return Workload(
+            program=task.program,
+            trainset=task.trainset(setting.train),
+            valset=task.valset(setting.val),
+            metric=task.metric,
+            task_lm=model.lm(),
+            reflection_lm=model.lm(),
+        )
+
+    model = SimulatedModel(setting.profile, seed=limits.seed, reply_model=task.reply_model)
+    return run_served(chosen, model, workload, limits)
+
+
+def run_served(
+    chosen: Method, model: SimulatedModel, serve: Callable[[SimulatedModel], Workload], limits: Limits
+) -> VirtualRun:
+    """One method on a model and the workload that it serves.
 
     An exception ends up in `error`, with its traceback on stderr.
 
@@ -239,19 +228,11 @@ def run_virtually(chosen: Method, task: HouseRules, limits: Limits, setting: Set
     if limits.time_scale != 1.0:
         raise ValueError(f"virtual time needs no scale, got time_scale={limits.time_scale!r}")
     logging.getLogger("dspy").setLevel(logging.CRITICAL)
-    model = SimulatedModel(setting.profile, seed=limits.seed, reply_model=task.reply_model)
 
     async def main() -> VirtualRun:
         loop = asyncio.get_running_loop()
         recorder = Recorder(clock=loop.time)
-        workload = Workload(
-            program=task.program,
-            trainset=task.trainset(setting.train),
-            valset=task.valset(setting.val),
-            metric=task.metric,
-            task_lm=model.lm(),
-            reflection_lm=model.lm(),
-        )
+        workload = serve(model)
         try:
             optimizer = chosen.build(workload, limits, recorder)
         except Exception as raised:
@@ -260,10 +241,9 @@ def run_virtually(chosen: Method, task: HouseRules, limits: Limits, setting: Set
             raise ValueError(f"{chosen.name} cannot run in virtual time: only AsyncGEPA can")
         optimizer.track_stats = True
         readings: dict[float, Reading] = {}
-        moments = {SETTLED_SECONDS} if limits.seconds is None else {SETTLED_SECONDS, limits.seconds}
         error, stats = "", None
         with dspy.context(lm=workload.task_lm, adapter=workload.adapter, num_threads=ADAPTIVE_START):
-            reading = asyncio.ensure_future(_read_at(moments, model, readings))
+            reading = asyncio.ensure_future(_read_at(_moments(limits.seconds), model, readings))
             try:
                 program: Any = await optimizer.acompile(
                     workload.program(), trainset=workload.trainset, valset=workload.valset
@@ -275,7 +255,8 @@ def run_virtually(chosen: Method, task: HouseRules, limits: Limits, setting: Set
                 reading.cancel()
         final = readings.get(limits.seconds or -1.0) or Reading.of(model)
         settled = readings.get(SETTLED_SECONDS)
-        return VirtualRun(limits, recorder.trajectory, settled, final, recorder.seconds, stats, error)
+        busy = _busy(readings, limits.seconds)
+        return VirtualRun(limits, recorder.trajectory, settled, final, recorder.seconds, busy, stats, error)
 
     return run(main)
 
@@ -285,9 +266,25 @@ def _told(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
+def _moments(limit: float | None) -> set[float]:
+    """When the model's counters are read."""
+    samples = set[float]() if limit is None else {limit * number / SAMPLES for number in range(1, SAMPLES)} | {limit}
+    return samples | {SETTLED_SECONDS}
+
+
 async def _read_at(moments: Collection[float], model: SimulatedModel, readings: dict[float, Reading]) -> None:
     """Read the model's counters at these seconds."""
     began = asyncio.get_running_loop().time()
     for moment in sorted(moments):
         await asyncio.sleep(began + moment - asyncio.get_running_loop().time())
         readings[moment] = Reading.of(model)
+
+
+def _busy(readings: Mapping[float, Reading], limit: float | None) -> tuple[tuple[float, float], ...]:
+    samples: list[tuple[float, float]] = []
+    before, seconds = 0.0, 0.0
+    for moment in sorted(moment for moment in readings if limit is not None and moment <= limit):
+        running = readings[moment].running_seconds
+        samples.append((moment, (running - before) / (moment - seconds)))
+        before, seconds = running, moment
+    return tuple(samples)

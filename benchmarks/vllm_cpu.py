@@ -69,6 +69,10 @@ class VllmMeter:
         now = {name: value - self._before.get(name, 0.0) for name, value in self._totals().items()}
         return Figures(now["prompt_tokens"], now["completion_tokens"], int(now["requests"]))
 
+    def running(self) -> float:
+        """Requests being served now."""
+        return counter(self._text(), "vllm:num_requests_running")
+
     def _totals(self) -> dict[str, float]:
         text = self._text()
         return {name: counter(text, metric) for name, metric in _COUNTERS.items()}

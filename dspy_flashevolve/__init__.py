@@ -30,7 +30,14 @@ if TYPE_CHECKING:
     from dspy_flashevolve.engine.speculation import Speculation
     from dspy_flashevolve.engine.staleness import Full, Guarded, Reflective, StalenessPolicy
     from dspy_flashevolve.engine.stragglers import Duplicates
-    from dspy_flashevolve.observe.records import AsyncStats, ChangeRecord, CommitRecord, HeadRecord, IntegrationRecord
+    from dspy_flashevolve.observe.records import (
+        AsyncStats,
+        ChangeRecord,
+        CommitRecord,
+        HeadRecord,
+        IntegrationRecord,
+        StageRecord,
+    )
     from dspy_flashevolve.reflection.combee import CombeeReflection
     from dspy_flashevolve.reflection.stale_candidates import StaleCandidateReflection
     from dspy_flashevolve.results import AsyncGEPAResult
@@ -62,6 +69,7 @@ __all__ = [
     "RolloutUnresolvedError",
     "RunAbortedError",
     "Speculation",
+    "StageRecord",
     "StaleCandidateReflection",
     "StalenessPolicy",
     "TransientError",
@@ -71,6 +79,7 @@ __all__ = [
 
 _HOMES = {
     "ChangeRecord": "observe.records",
+    "StageRecord": "observe.records",
     "Duplicates": "engine.stragglers",
     "WorkflowController": "engine.control",
     "MedianRate": "engine.control",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any, Literal
 
 import dspy
@@ -34,7 +35,10 @@ POLICIES: dict[str, StalenessPolicy] = {
     "reflective": Reflective(batch=12),
 }
 """What the names of ``staleness`` stand for."""
-ORDERS: dict[str, type[DeepestFirst] | type[ValueFirst]] = {"deepest": DeepestFirst, "value": ValueFirst}
+ORDERS: dict[str, Callable[[int | None], SlotOrder]] = {
+    "deepest": lambda slots: DeepestFirst(),
+    "value": lambda slots: ValueFirst() if slots is None else ValueFirst(first=max(1, slots // 2)),
+}
 """What the names of ``slot_order`` stand for."""
 DEFAULT_SPECULATION = Speculation()
 MAX_CONCURRENCY = 256
@@ -60,14 +64,18 @@ def policy_named(staleness: Any) -> StalenessPolicy:
     )
 
 
-def order_named(order: Any) -> SlotOrder:
+def order_named(order: Any, slots: int | None = None) -> SlotOrder:
     """The order of slots that a name stands for, or the order itself.
+
+    Args:
+        order: the name, or the order.
+        slots: how many there are; None where they adapt.
 
     Raises:
         ConfigurationError: no such name, or no order.
     """
     if isinstance(order, str) and order in ORDERS:
-        return ORDERS[order]()
+        return ORDERS[order](slots)
     if not isinstance(order, str | type) and callable(getattr(order, "key", None)):
         return order
     names = ", ".join(repr(name) for name in ORDERS)
@@ -184,7 +192,7 @@ def settings_of(optimizer: Any, same_data: bool, student: Module | None = None) 
         controller=optimizer.controller,
         rollout_timeout_seconds=optimizer.rollout_timeout_seconds,
         duplicates=optimizer.duplicate_stragglers,
-        order=None if lockstep else order_named(optimizer.slot_order),
+        order=None if lockstep else order_named(optimizer.slot_order, slots if adaptive is None else None),
     )
 
 

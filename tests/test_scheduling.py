@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -81,6 +82,14 @@ def test_the_order_of_slots_is_the_users_and_a_name_makes_a_new_one_each_run() -
     assert isinstance(settings().order, ValueFirst)
     assert isinstance(settings(slot_order="deepest").order, DeepestFirst)
     assert settings(schedule="lockstep", slot_order="value").order is None
+
+
+@pytest.mark.parametrize(("threads", "first"), [(64, 32), (1, 1), (None, 32)])
+def test_the_seeds_validation_has_half_of_the_slots_first(threads: int | None, first: int) -> None:
+    order = settings(num_threads=threads).order
+    seed, other = Claim(-1, "validate", 4, math.inf), Claim(0, "prefix", 6, 2.0)
+    assert order is not None
+    assert order.key(seed, first - 1, 900) < order.key(other, 0, 1) < order.key(seed, first, 900)
 
 
 def test_guarded_bounds_the_gap_that_it_tolerates_unless_the_width_is_given() -> None:

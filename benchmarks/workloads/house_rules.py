@@ -36,6 +36,10 @@ class SimMeter:
             reflections=stats.by_kind["reflection"].requests,
         )
 
+    def running(self) -> float:
+        """Requests being served now."""
+        return self.server.stats().running
+
 
 @dataclass(frozen=True)
 class Setting:

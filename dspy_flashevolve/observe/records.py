@@ -98,6 +98,25 @@ class ChangeRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class StageRecord:
+    """A ticket's time in one stage.
+
+    Args:
+        ticket: its number.
+        stage: the stage's name.
+        queued: when it came into the stage's queue, in seconds since the run began.
+        began: when a worker took it.
+        ended: when the stage was done with it. Of tickets that were worked on together each has its share of the time.
+    """
+
+    ticket: int
+    stage: str
+    queued: float
+    began: float
+    ended: float
+
+
+@dataclass(frozen=True, slots=True)
 class AsyncStats:
     """What an AsyncGEPA run did, beside ``DspyGEPAResult``.
 
@@ -145,6 +164,7 @@ class AsyncStats:
         worker_changes: every change of a stage's workers, in order; none without a controller.
         limit_changes: every change of an endpoint's slots, in order; none with a fixed number of slots.
         pauses: times that an endpoint refused most of what it was sent, and was left alone for a while.
+        stages: what each ticket did when, by end: the run's timeline. Of a long run the first 10,000 records.
     """
 
     schedule: str
@@ -186,6 +206,7 @@ class AsyncStats:
     worker_changes: list[ChangeRecord] = field(default_factory=list[ChangeRecord])
     limit_changes: list[ChangeRecord] = field(default_factory=list[ChangeRecord])
     pauses: int = 0
+    stages: list[StageRecord] = field(default_factory=list[StageRecord])
 
     @property
     def head_ends(self) -> dict[str, int]:

@@ -30,7 +30,11 @@ from dspy_flashevolve.observe.records import (
     HeadRecord,
     IntegrationRecord,
     Outcome,
+    StageRecord,
 )
+
+MOST_STAGE_RECORDS = 10_000
+"""Of a long run the timeline has the beginning only."""
 
 
 class Requests(Protocol):
@@ -68,6 +72,7 @@ class Recorder:
         self.worker_changes: list[ChangeRecord] = []
         self.limit_changes: list[ChangeRecord] = []
         self.pauses = 0
+        self.stages: list[StageRecord] = []
 
     def __call__(self, event: Event) -> None:
         """Take one event."""
@@ -75,8 +80,7 @@ class Recorder:
             self.tickets += 1
             self.live = event.live
         elif isinstance(event, StageFinished):
-            self.worked[event.stage] = self.worked.get(event.stage, 0.0) + event.worked_seconds
-            self.waited[event.stage] = self.waited.get(event.stage, 0.0) + event.waited_seconds
+            self._stage_finished(event)
         elif isinstance(event, TicketClosed):
             self._closed(event)
         elif isinstance(event, Committed):
@@ -115,6 +119,15 @@ class Recorder:
             )
         elif isinstance(event, EndpointPaused):
             self.pauses += 1
+
+    def _stage_finished(self, event: StageFinished) -> None:
+        self.worked[event.stage] = self.worked.get(event.stage, 0.0) + event.worked_seconds
+        self.waited[event.stage] = self.waited.get(event.stage, 0.0) + event.waited_seconds
+        if len(self.stages) < MOST_STAGE_RECORDS:
+            ended = event.seconds - self._began
+            began = ended - event.worked_seconds
+            queued = began - event.waited_seconds
+            self.stages.append(StageRecord(event.ticket, event.stage, queued, began, ended))
 
     def _landed(self, event: HeadLanded) -> None:
         self.heads[event.head] = HeadRecord(
@@ -207,4 +220,5 @@ class Recorder:
             integrations=list(self.integrations),
             heads=list(self.heads.values()),
             pauses=self.pauses,
+            stages=list(self.stages),
         )

@@ -19,6 +19,7 @@ from typing import Any
 import dspy
 from dspy.lm15 import Message, RateLimitError, Request, Response, TextPart, Usage
 
+from dspy_flashevolve.sim.batching import Load
 from dspy_flashevolve.sim.driver import BatchDriver
 from dspy_flashevolve.sim.profiles import Profile, profile_named
 from dspy_flashevolve.sim.prompts import ChatRequest, parse_chat_request
@@ -45,7 +46,10 @@ class SimulatedModel:
         self.reply_model = reply_model or ReplyModel()
         self.requests: dict[str, int] = {}
         """Kind of prompt -> requests answered."""
+        self.prompt_tokens = 0
+        """Of requests answered."""
         self.completion_tokens = 0
+        """Of requests answered."""
         self.sent: list[float] = []
         """When each request came, in virtual seconds."""
         self.refused: list[float] = []
@@ -57,9 +61,13 @@ class SimulatedModel:
         """An LM that this model serves; use it inside :func:`run` only."""
         return dspy.LM(name, engine=_Engine(self), async_engine=_AsyncEngine(self), cache=False, num_retries=0)
 
+    def load(self) -> Load:
+        """State and totals of the batch."""
+        return Load(0, 0, 0.0, 0.0, 0.0) if self._driver is None else self._driver.load()
+
     def generated_tokens(self) -> float:
         """Tokens written so far, pro rata for replies under way."""
-        return 0.0 if self._driver is None else self._driver.load().generated_tokens
+        return self.load().generated_tokens
 
     def refused_share(self, after_seconds: float = 0.0) -> float:
         """Of the requests that came from then on, the share that was refused; 0 where none came."""
@@ -85,6 +93,7 @@ class SimulatedModel:
         finally:
             self._driver.release(generation)
         self.requests[chat.kind] = self.requests.get(chat.kind, 0) + 1
+        self.prompt_tokens += chat.prompt_tokens
         self.completion_tokens += reply.completion_tokens
         return Response(
             id=None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,11 +15,14 @@ from benchmarks import runs, scheduling, scheduling_tables
 from benchmarks.methods import Limits, Method, async_options, method
 from benchmarks.runs import Job, Row
 from benchmarks.scheduling_tables import EXPERIMENTS, LEAD, experiment_verdicts, lead_verdicts, winner
+from benchmarks.tasks import TASKS
+from benchmarks.timeline import SAMPLES
 from benchmarks.trajectory import Point, Recorder, Trajectory
 from benchmarks.variants import variant
-from benchmarks.virtual import TASKS, Reading, Setting, VirtualRun, run_virtually
+from benchmarks.virtual import Reading, Setting, VirtualRun, run_virtually
 from dspy_flashevolve import CommitRecord, GapBound, HeadRecord, LiveTickets, Speculation
 from dspy_flashevolve.engine.speculation import NOT_SPECULATIVE
+from dspy_flashevolve.sim.batching import Load
 
 SMALL = Setting(train=6, val=6)
 TINY = ["--jobs", "1", "--seeds", "1", "--tasks", "few", "--profiles", "h100-qwen3-8b", "--train", "6", "--val", "6"]
@@ -265,10 +269,24 @@ def test_what_was_refused_is_counted_after_the_first_seconds() -> None:
     assert VirtualRun(Limits(64, 0, seconds=120.0), settled=end, reading=end).refused_share is None
 
 
-@pytest.mark.parametrize("refused", [[0.5, 3.0], 2])
-def test_refusals_are_a_list_or_a_counter(refused: Any) -> None:
-    model: Any = SimpleNamespace(refused=refused, requests={"task": 4, "reflect": 1}, generated_tokens=lambda: 7.5)
-    assert Reading.of(model) == Reading(tokens=7.5, answered=5, refused=2)
+def test_a_reading_has_the_models_counters() -> None:
+    load = Load(running=3, waiting=0, generated_tokens=7.5, running_seconds=9.0, kv_tokens=1.0)
+    model: Any = SimpleNamespace(
+        refused=[0.5, 3.0], requests={"task": 4, "reflection": 1}, prompt_tokens=40, load=lambda: load
+    )
+    assert Reading.of(model) == Reading(7.5, prompt_tokens=40, answered=5, refused=2, reflections=1, running_seconds=9)
+
+
+def test_the_slots_in_use_are_sampled_up_to_the_limit() -> None:
+    run = run_virtually(method("async"), TASKS["few"].task(0), Limits(4, 0, seconds=30.0), SMALL)
+    assert len(run.busy) == SAMPLES
+    assert run.busy[-1][0] == 30.0
+    assert max(running for _, running in run.busy) <= 4.0 + 1e-9
+    spans = [after - before for (before, _), (after, _) in pairwise([(0.0, 0.0), *run.busy])]
+    mean = sum(span * running for span, (_, running) in zip(spans, run.busy, strict=True)) / 30.0
+    assert mean == pytest.approx(run.reading.running_seconds / 30.0)
+    assert mean > 2.0
+    assert run_virtually(method("async"), TASKS["few"].task(0), Limits(4, 0, metric_calls=60), SMALL).busy == ()
 
 
 def test_a_candidate_lands_the_proposals_of_its_train_and_of_those_under_it() -> None:

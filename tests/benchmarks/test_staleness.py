@@ -12,8 +12,9 @@ import pytest
 from benchmarks import staleness
 from benchmarks.methods import Limits, async_options, method
 from benchmarks.staleness import Row
+from benchmarks.tasks import TASKS, task_kind
 from benchmarks.trajectory import Point, Trajectory
-from benchmarks.virtual import TASKS, Heads, Setting, VirtualRun, run_virtually, task_kind
+from benchmarks.virtual import Heads, Setting, VirtualRun, run_virtually
 from dspy_flashevolve import AsyncGEPA, CombeeReflection, CommitRecord, Guarded, HeadRecord, Reflective
 
 SMALL = Setting(train=12, val=12)

@@ -82,14 +82,22 @@ def test_without_a_discount_the_version_does_not_matter() -> None:
     assert order.key(replace(ONE, version=0), 1, 1) == order.key(replace(ONE, version=50_000), 1, 1)
 
 
-def test_the_seeds_validation_holds_no_first_ticket_back_and_a_claim_without_depth_goes_last() -> None:
-    """The seed goes before every other validation, so that its value has no end; rollouts of tickets go before it."""
-    order = ValueFirst()
+def test_the_seeds_validation_has_its_slots_first_and_beyond_them_holds_nobody_back() -> None:
+    """Every commit waits for the seed, so that its value has no end."""
+    order = ValueFirst(first=8)
     seed = Claim(ticket=-1, stage="validate", depth=4, value=math.inf)
     first = Claim(ticket=0, stage="rollout", depth=1)
+    best = replace(ONE, value=2.0, rank=9.0)
     nothing = replace(ONE, depth=0, version=0)
-    assert order.key(first, 0, 3) < order.key(seed, 0, 60) < order.key(nothing, 0, 1)
-    assert order.key(seed, 0, 1) < order.key(first, 0, 3), "its last requests are worth more"
+    assert order.key(seed, 7, 300) < order.key(best, 0, 1)
+    assert order.key(first, 0, 3) < order.key(seed, 8, 300) < order.key(nothing, 0, 1)
+    assert order.key(seed, 8, 0) < order.key(nothing, 0, 1)
+
+
+@pytest.mark.parametrize("first", [0, -3])
+def test_a_share_of_no_slots_is_refused(first: int) -> None:
+    with pytest.raises(ConfigurationError, match=f"first is {first}, expected at least 1"):
+        ValueFirst(first=first)
 
 
 @pytest.mark.parametrize("discount", [0.0, -0.1, 1.1, float("nan")])

@@ -1,0 +1,49 @@
+"""The kinds of house rules task that schedules and policies are compared on, by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+from dspy_flashevolve.sim import HouseRules, ReplyModel
+
+
+@dataclass(frozen=True)
+class TaskKind:
+    """A kind of house rules task; see `HouseRules` and `ReplyModel` for the fields."""
+
+    rules: int = 24
+    rules_per_example: int = 6
+    rivals: bool = False
+    crowding: float = 0.0
+
+    def task(self, seed: int) -> HouseRules:
+        """The task of that seed."""
+        model = ReplyModel(rivals=self.rivals, crowding=self.crowding)
+        return HouseRules(rules=self.rules, rules_per_example=self.rules_per_example, seed=seed, reply_model=model)
+
+
+TASKS = {
+    "few": TaskKind(),
+    "many": TaskKind(rules=72, rules_per_example=8),
+    "rivals": TaskKind(rivals=True, crowding=0.01),
+}
+"""Few improvements that add up; many of them; rules that contradict each other, and long instructions that lose."""
+
+
+def task_kind(name: str) -> TaskKind:
+    """A kind by its name, with changes after a colon; raises `ValueError` for what is none.
+
+    Example:
+        >>> task_kind("many:rules=96,crowding=0.02")
+        TaskKind(rules=96, rules_per_example=8, rivals=False, crowding=0.02)
+    """
+    base, _, changes = name.partition(":")
+    numbers = {one.name: int if one.type == "int" else float for one in fields(TaskKind) if one.type != "bool"}
+    try:
+        pairs = [change.split("=") for change in changes.split(",") if change]
+        return replace(TASKS[base], **{key: numbers[key](value) for key, value in pairs})
+    except (KeyError, ValueError) as error:
+        raise ValueError(
+            f"unknown task {name!r}; there are {', '.join(TASKS)}, each alone or with changes of {', '.join(numbers)}, "
+            "as in many:rules=96,crowding=0.02"
+        ) from error
