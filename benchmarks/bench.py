@@ -24,7 +24,7 @@ from benchmarks.methods import Limits, Workload, method
 from benchmarks.report import COLUMNS, cells, page, read
 from benchmarks.results import RESULTS, Result, shown, table, write_result
 from benchmarks.vllm_cpu import VllmMeter
-from benchmarks.workloads.registry import workload_named, workload_names
+from benchmarks.workloads.registry import definition_named, workload_named, workload_names
 from benchmarks.workloads.rows import RowsMissing
 from benchmarks.workloads.simulated import served, simulated
 from benchmarks.workloads.virtual import VirtualJob, run_job
@@ -111,6 +111,15 @@ def title(workload: str, train: int | None, val: int | None, seconds: float | No
     return "-".join(["bench", workload, *(part for part in parts if part)])
 
 
+def sizes(workload: str, options: argparse.Namespace) -> tuple[int | None, int | None]:
+    """Training and validation examples that the options ask for; `None` for the workload's own number."""
+    if options.most is None:
+        return options.train, options.val
+    usual = definition_named(workload).size
+    train = min(usual.train, options.most) if options.train is None else options.train
+    return train, min(usual.val, options.most) if options.val is None else options.val
+
+
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command's options."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.bench", description=__doc__)
@@ -137,6 +146,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--slots", type=int, default=64)
     parser.add_argument("--train", type=int, help="training examples; default the workload's own")
     parser.add_argument("--val", type=int, help="validation examples; default the workload's own")
+    parser.add_argument("--most", type=int, help="examples that either split has at most, where no number is given")
     parser.add_argument("--time-scale", type=float, default=1.0, help="the simulated server's seconds in a real one")
     parser.add_argument("--out", type=Path, default=RESULTS / "bench.jsonl")
     parser.add_argument("--html", type=Path, help="write the report there")
@@ -178,8 +188,8 @@ def runs(options: argparse.Namespace, there: Known) -> Iterator[Result]:
 
 def _on(backend: Backend, options: argparse.Namespace, there: Known) -> Iterator[Result]:
     for workload in options.workload:
-        seconds = options.seconds[workload]
-        benchmark = title(workload, options.train, options.val, seconds)
+        seconds, (train, val) = options.seconds[workload], sizes(workload, options)
+        benchmark = title(workload, train, val, seconds)
         for seed in range(options.seeds):
             limits = Limits(options.slots, seed, seconds, options.calls, options.time_scale)
             missing = [
@@ -189,7 +199,7 @@ def _on(backend: Backend, options: argparse.Namespace, there: Known) -> Iterator
             ]
             if not missing:
                 continue
-            with backend.serving(benchmark, workload, options.train, options.val, seed) as (bench, task):
+            with backend.serving(benchmark, workload, train, val, seed) as (bench, task):
                 for name in missing:
                     yield bench.run(method(name), task, limits)
 
@@ -197,12 +207,11 @@ def _on(backend: Backend, options: argparse.Namespace, there: Known) -> Iterator
 def _in_virtual_time(options: argparse.Namespace, there: Known) -> Iterator[Result]:
     jobs = [
         VirtualJob(
-            title(workload, options.train, options.val, options.seconds[workload]),
+            title(workload, *sizes(workload, options), options.seconds[workload]),
             workload,
             profile,
             name,
-            options.train,
-            options.val,
+            *sizes(workload, options),
             Limits(options.slots, seed, options.seconds[workload], options.calls),
         )
         for profile in options.backend
