@@ -1,4 +1,4 @@
-"""One self-contained HTML page of a bench's runs: tables with ratios and spread, and curves, which are PNG files too.
+"""One self-contained HTML page of a bench's runs: tables with ratios and spread, and pictures, which are PNG files too.
 
 `python -m benchmarks.report RESULTS.jsonl --out report.html` reads the lines that the benchmarks over a server write
 (`benchmarks.results.Result`, as of `throughput`, `score`, `demo`, `vllm_cpu`). Matplotlib draws; it is in the extra
@@ -10,20 +10,18 @@ from __future__ import annotations
 import argparse
 import base64
 import html
-import io
 import json
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from benchmarks import pictures
 from benchmarks.results import Result, Spread, ratio, shown
-from benchmarks.trajectory import Point
 
 BASELINE = "gepa"
-GRID = 200
-"""Points of a curve."""
+OURS = "async"
 COLUMNS = (
     "method", "seeds", "best score", "gain", f"x {BASELINE}'s gain", "proposals a minute", f"x {BASELINE}'s",
     "metric calls", "tokens/s", "slots busy", "generations", "overshoot", "failed",
@@ -98,69 +96,25 @@ def cells(results: Sequence[Result]) -> list[list[str]]:
     return lines
 
 
-def curve(
-    results: Sequence[Result], axis: str, end: float
-) -> tuple[list[float], list[float], list[float], list[float]]:
-    """The best score of several seeds over `axis` ("seconds" or "metric_calls"): places, medians, lowest, highest.
-
-    A place where a seed has no score yet is left out.
-    """
-    places = [end * number / GRID for number in range(GRID + 1)]
-    runs = [[Point(*row) for row in result.trajectory] for result in results]  # pyright: ignore[reportArgumentType]
-    kept: list[tuple[float, list[float]]] = []
-    for place in places:
-        scores = [_reached(points, axis, place) for points in runs]
-        known = [score for score in scores if score is not None]
-        if known and len(known) == len(runs):
-            kept.append((place, known))
-    return (
-        [place for place, _ in kept],
-        [statistics.median(scores) for _, scores in kept],
-        [min(scores) for _, scores in kept],
-        [max(scores) for _, scores in kept],
-    )
+def drawn(results: Sequence[Result]) -> Iterator[tuple[str, str, bytes]]:
+    """The pictures of one benchmark on one backend: name of the file, what it shows, PNG."""
+    yield "seconds", "best score over seconds", pictures.scores(results, "seconds", "seconds")
+    yield "metric_calls", "best score over metric calls", pictures.scores(results, "metric_calls", "metric calls")
+    busy = pictures.slots(results)
+    if busy is not None:
+        yield "slots", "slots busy over seconds", busy
+    for name in (BASELINE, OURS):
+        timed = [result for result in results if result.method == name and result.stages]
+        if timed:
+            yield f"stages-{name}", f"timeline of the stages of {name}", pictures.stages(timed[0])
 
 
-def _reached(points: Sequence[Point], axis: str, place: float) -> float | None:
-    scores = [p.best_score for p in points if p.best_score is not None and getattr(p, axis) <= place]
-    return max(scores, default=None)
-
-
-def drawn(results: Sequence[Result], axis: str, label: str) -> bytes:
-    """A picture of the curves of every method, as PNG.
-
-    Raises:
-        ImportError: matplotlib is not installed; the message says how to get it.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("The report needs matplotlib: pip install 'dspy-flashevolve[notebooks]'") from error
-    figure = Figure(figsize=(9, 4.5), dpi=110, layout="constrained")
-    axes = figure.subplots()
-    sound = [result for result in results if not result.error]
-    ends = [r.seconds if axis == "seconds" else float(r.metric_calls) for r in sound]
-    for name in dict.fromkeys(result.method for result in sound):
-        places, medians, low, high = curve([r for r in sound if r.method == name], axis, max(ends, default=0.0))
-        if places:
-            [line] = axes.step(places, medians, where="post", label=name)
-            axes.fill_between(places, low, high, step="post", alpha=0.15, color=line.get_color())
-    axes.set_xlabel(label)
-    axes.set_ylabel("best fully validated score")
-    axes.grid(alpha=0.3)
-    if axes.has_data():
-        axes.legend(loc="best", fontsize="small")
-    out = io.BytesIO()
-    figure.savefig(out, format="png")
-    return out.getvalue()
-
-
-def page(runs: Sequence[tuple[Result, dict[str, Any]]], pictures: Path | None = None) -> str:
+def page(runs: Sequence[tuple[Result, dict[str, Any]]], folder: Path | None = None) -> str:
     """The HTML; a part for each benchmark and backend.
 
     Args:
         runs: By `read`.
-        pictures: Where the PNG files go besides; `None` for nowhere.
+        folder: Where the PNG files go besides; `None` for nowhere.
     """
     groups: dict[tuple[str, str, int, int | None], list[Result]] = {}
     for result, _ in runs:
@@ -171,14 +125,12 @@ def page(runs: Sequence[tuple[Result, dict[str, Any]]], pictures: Path | None = 
         limited = "" if limit is None else f", {limit} metric calls"
         parts.append(f"<h2>{html.escape(f'{benchmark} on {backend}, {slots} slots{limited}')}</h2>")
         parts.append(_table(COLUMNS, cells(results)))
-        for axis, label in (("seconds", "seconds"), ("metric_calls", "metric calls")):
-            picture = drawn(results, axis, label)
-            if pictures is not None:
-                pictures.mkdir(parents=True, exist_ok=True)
-                (pictures / f"{number}-{benchmark}-{axis}.png").write_bytes(picture)
+        for name, alt, picture in drawn(results):
+            if folder is not None:
+                folder.mkdir(parents=True, exist_ok=True)
+                (folder / f"{number}-{benchmark}-{name}.png").write_bytes(picture)
             data = base64.b64encode(picture).decode()
-            alt = html.escape(f"best score over {label}")
-            parts.append(f'<figure><img alt="{alt}" src="data:image/png;base64,{data}"></figure>')
+            parts.append(f'<figure><img alt="{html.escape(alt)}" src="data:image/png;base64,{data}"></figure>')
         for result in results:
             if result.error:
                 parts.append(f"<p>{html.escape(f'{result.method}, seed {result.seed}: {result.error}')}</p>")

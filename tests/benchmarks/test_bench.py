@@ -46,7 +46,8 @@ def test_every_method_runs_with_every_seed_and_the_page_is_written(
     assert all(row["error"] == "" and row["total_metric_calls"] > 0 for row in rows)
     assert all(row["overshoot"] == 0 for row in rows if row["method"] == "async")
     assert "<table>" in html.resolve().read_text()
-    assert sorted(path.suffix for path in (tmp_path / "bench").iterdir()) == [".png", ".png"]
+    pictures = sorted(path.stem.split("-")[-1] for path in (tmp_path / "bench").glob("*.png"))
+    assert pictures == ["async", "metric_calls", "seconds"], "the program asks no server: no slots were sampled"
     assert "bench-aime on h100-qwen3-8b" in capsys.readouterr().out
 
 
@@ -75,6 +76,38 @@ def test_runs_of_other_sizes_and_limits_have_names_of_their_own() -> None:
     assert len(names) == 4
 
 
+def test_a_bench_in_virtual_time_stands_lockstep_for_gepa_and_goes_on_where_it_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problems = [{"problem": f"What is {number} plus 1?", "answer": str(number + 1)} for number in range(20)]
+    for year in (2024, 2025):
+        (tmp_path / "aime").mkdir(exist_ok=True)
+        (tmp_path / "aime" / f"aime{year}.jsonl").write_text("\n".join(map(json.dumps, problems)))
+    monkeypatch.setenv("FLASHEVOLVE_DATA", str(tmp_path))
+    out = tmp_path / "bench.jsonl"
+    asked = ["--virtual", "--workload", "aime", "--methods", "gepa", "gepa-independent-2", "async", "--most", "4"]
+    asked += ["--seconds", "aime=200", "--seeds", "1", "--slots", "4", "--out", str(out)]
+    assert bench.main(asked) == 0
+    rows = {row["method"]: row for row in map(json.loads, out.read_text().splitlines())}
+    assert list(rows) == ["gepa", "gepa-independent-2", "async"]
+    assert {row["benchmark"] for row in rows.values()} == {"bench-aime-train4-val4-200s"}
+    assert {row["backend"] for row in rows.values()} == {"h100-qwen3-8b, virtual time"}
+    assert all(
+        row["error"] == "" and row["seconds"] == 200.0 and row["busy"] and row["stages"] for row in rows.values()
+    )
+    # One step after another: in lockstep no two tickets are ever worked on at the same time.
+    ends = {ticket: end for ticket, _, _, end in rows["gepa"]["stages"]}
+    starts = {ticket: began for ticket, _, began, _ in reversed(rows["gepa"]["stages"])}
+    assert all(starts[ticket] >= ends[ticket - 1] for ticket in starts if ticket)
+    assert max(running for _, running in rows["async"]["busy"]) <= 4.0 + 1e-9
+    assert rows["async"]["mean_running"] > rows["gepa"]["mean_running"]
+    out.write_text("".join(out.read_text().splitlines(keepends=True)[:2]))
+    assert bench.main(asked) == 0
+    again = json.loads(out.read_text().splitlines()[2])
+    same = ("method", "best_score", "proposals", "metric_calls", "completion_tokens", "trajectory", "busy", "stages")
+    assert {name: again[name] for name in same} == {name: rows["async"][name] for name in same}
+
+
 def test_missing_rows_end_the_bench_with_what_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -94,6 +127,10 @@ def test_missing_rows_end_the_bench_with_what_is_missing(
         (["--workload", "chess"], "invalid choice: 'chess'"),
         (["--methods", "magic"], "'magic'"),
         (["--api-base", "http://127.0.0.1:1/v1", "--time-scale", "2"], "a real one keeps its own time"),
+        (["--api-base", "http://127.0.0.1:1/v1", "--virtual"], "a real one keeps its own time"),
+        (["--virtual", "--time-scale", "2"], "--virtual needs no --time-scale"),
+        (["--workload", "aime", "--seconds", "hover=3"], "there is no run of 'hover'"),
+        (["--seconds", "0"], "expected more than 0"),
         (["--backend", "abacus"], "invalid choice: 'abacus'"),
     ],
 )

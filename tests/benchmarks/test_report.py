@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.report import COLUMNS, cells, curve, main, page, read
+from benchmarks.pictures import curve
+from benchmarks.report import COLUMNS, cells, main, page, read
 from benchmarks.results import Result
 
 SEED = [1.0, 10, 0, 0, 0, 0.2, 0, 1]
@@ -102,6 +103,17 @@ def test_the_page_loads_nothing_and_shows_every_cell_as_it_is(tmp_path: Path) ->
         "0-score-time-seconds.png",
     ]
     assert not re.search(r"https?://", text)
+
+
+def test_slots_and_stages_are_shown_where_a_run_has_them(tmp_path: Path) -> None:
+    rows = [[0, "rollout", 0.0, 2.0], [1, "rollout", 0.5, 2.5], [0, "propose", 2.0, 9.0]]
+    timed = result("async", busy=[[1.0, 3.0], [2.0, 60.0]], stages=rows)
+    pages = {name: page([(one, {})], tmp_path / name) for name, one in (("plain", result("async")), ("timed", timed))}
+    shown = {name: re.findall(r'alt="([^"]+)"', text) for name, text in pages.items()}
+    assert shown["plain"] == ["best score over seconds", "best score over metric calls"]
+    assert shown["timed"] == [*shown["plain"], "slots busy over seconds", "timeline of the stages of async"]
+    assert len(list((tmp_path / "timed").glob("*.png"))) == 4
+    assert page([(replace(timed, error="no"), {})]).count("<img") == 3, "slots of a failed run are left out"
 
 
 def test_of_equal_runs_the_last_counts(tmp_path: Path) -> None:

@@ -1,0 +1,128 @@
+"""The pictures of a report, as PNG: score curves, slots in use, and the timeline of stages. Matplotlib draws them."""
+
+from __future__ import annotations
+
+import io
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks.results import Result
+from benchmarks.trajectory import Point
+
+GRID = 200
+"""Points of a curve."""
+MOST_TICKETS = 80
+"""Of a timeline: the first ones."""
+
+
+def curve(
+    results: Sequence[Result], axis: str, end: float
+) -> tuple[list[float], list[float], list[float], list[float]]:
+    """The best score of several seeds over `axis` ("seconds" or "metric_calls"): places, medians, lowest, highest.
+
+    A place where a seed has no score yet is left out.
+    """
+    places = [end * number / GRID for number in range(GRID + 1)]
+    runs = [[Point(*row) for row in result.trajectory] for result in results]  # pyright: ignore[reportArgumentType]
+    kept: list[tuple[float, list[float]]] = []
+    for place in places:
+        scores = [_reached(points, axis, place) for points in runs]
+        known = [score for score in scores if score is not None]
+        if known and len(known) == len(runs):
+            kept.append((place, known))
+    return (
+        [place for place, _ in kept],
+        [statistics.median(scores) for _, scores in kept],
+        [min(scores) for _, scores in kept],
+        [max(scores) for _, scores in kept],
+    )
+
+
+def scores(results: Sequence[Result], axis: str, label: str) -> bytes:
+    """The curves of every method: the median over the seeds, and their range as a band.
+
+    Raises:
+        ImportError: matplotlib is not installed; the message says how to get it. So with every picture.
+    """
+    figure = _figure(4.5)
+    axes = figure.subplots()
+    sound = [result for result in results if not result.error]
+    ends = [r.seconds if axis == "seconds" else float(r.metric_calls) for r in sound]
+    for name, style in _styles(results).items():
+        places, medians, low, high = curve([r for r in sound if r.method == name], axis, max(ends, default=0.0))
+        if places:
+            axes.step(places, medians, where="post", label=name, **style)
+            axes.fill_between(places, low, high, step="post", alpha=0.15, color=style["color"])
+    axes.set_xlabel(label)
+    axes.set_ylabel("best fully validated score")
+    return _png(figure, axes)
+
+
+def slots(results: Sequence[Result]) -> bytes | None:
+    """Requests in flight over time, of each method's first seed; `None` where nobody sampled them."""
+    shown = {result.method: result for result in reversed(results) if result.busy and not result.error}
+    if not shown:
+        return None
+    figure = _figure(4.5)
+    axes = figure.subplots()
+    for name, style in _styles(results).items():
+        if name in shown:
+            seconds, running = zip(*shown[name].busy, strict=True)
+            axes.plot(seconds, running, label=name, **style)
+    axes.set_xlabel("seconds")
+    axes.set_ylabel("slots busy")
+    return _png(figure, axes)
+
+
+def stages(result: Result) -> bytes:
+    """What the first tickets of a run did when: a line a ticket, a bar each stage that worked on it."""
+    figure = _figure(4.5)
+    axes = figure.subplots()
+    names = list(dict.fromkeys(stage for _, stage, _, _ in result.stages))
+    colours = {name: f"C{number}" for number, name in enumerate(names)}
+    numbers = sorted({ticket for ticket, _, _, _ in result.stages})[:MOST_TICKETS]
+    for name in names:
+        bars = [row for row in result.stages if row[1] == name and row[0] in numbers]
+        for ticket, _, began, ended in bars:
+            axes.broken_barh([(began, ended - began)], (ticket - 0.4, 0.8), color=colours[name])
+        axes.plot([], [], color=colours[name], linewidth=6, label=name)
+    axes.set_xlim(0, result.seconds)
+    axes.set_xlabel("seconds")
+    axes.set_ylabel("ticket")
+    axes.set_title(f"{result.method}, seed {result.seed}", fontsize="medium")
+    axes.invert_yaxis()
+    return _png(figure, axes)
+
+
+def _styles(results: Sequence[Result]) -> dict[str, dict[str, Any]]:
+    """A colour for each method, in the order in which they came; the last, which is ours, is drawn thick."""
+    names = list(dict.fromkeys(result.method for result in results))
+    wide = {names[-1]: 2.5} if names else {}
+    colours = [f"C{number}" for number in range(10)] + ["black", "gold", "navy", "tomato", "lime", "indigo"]
+    return {
+        name: {"color": colours[number % len(colours)], "linewidth": wide.get(name, 1.2)}
+        for number, name in enumerate(names)
+    }
+
+
+def _reached(points: Sequence[Point], axis: str, place: float) -> float | None:
+    known = [p.best_score for p in points if p.best_score is not None and getattr(p, axis) <= place]
+    return max(known, default=None)
+
+
+def _figure(height: float) -> Any:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("The report needs matplotlib: pip install 'dspy-flashevolve[notebooks]'") from error
+    return Figure(figsize=(9, height), dpi=90, layout="constrained")
+
+
+def _png(figure: Any, axes: Any) -> bytes:
+    axes.grid(alpha=0.3)
+    if axes.has_data():
+        axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize="small")
+    out = io.BytesIO()
+    figure.savefig(out, format="png")
+    return out.getvalue()
