@@ -12,8 +12,6 @@ from benchmarks.trajectory import Point
 
 GRID = 200
 """Points of a curve."""
-MOST_TICKETS = 80
-"""Of a timeline: the first ones."""
 
 
 def curve(
@@ -81,10 +79,8 @@ def stages(result: Result) -> bytes:
     axes = figure.subplots()
     names = list(dict.fromkeys(stage for _, stage, _, _ in result.stages))
     colours = {name: f"C{number}" for number, name in enumerate(names)}
-    numbers = sorted({ticket for ticket, _, _, _ in result.stages})[:MOST_TICKETS]
     for name in names:
-        bars = [row for row in result.stages if row[1] == name and row[0] in numbers]
-        for ticket, _, began, ended in bars:
+        for ticket, _, began, ended in [row for row in result.stages if row[1] == name]:
             axes.broken_barh([(began, ended - began)], (ticket - 0.4, 0.8), color=colours[name])
         axes.plot([], [], color=colours[name], linewidth=6, label=name)
     axes.set_xlim(0, result.seconds)

@@ -934,3 +934,14 @@ def test_the_experiment_tracker_is_entered_in_the_callers_thread(monkeypatch: py
     monkeypatch.setitem(sys.modules, "mlflow", mlflow)
     compiled(60, use_mlflow=True)
     assert threads == [threading.get_ident()]
+
+
+def test_the_timeline_says_when_each_ticket_was_in_which_stage() -> None:
+    stats = compiled(60, seed=3).async_stats
+    stages = stats.stages
+    assert {record.stage for record in stages} >= {"rollout", "propose", "screen", "validate", "commit"}
+    assert all(0 <= record.queued <= record.began <= record.ended <= stats.seconds for record in stages)
+    assert [record.ended for record in stages] == sorted(record.ended for record in stages)
+    for stage in ("rollout", "validate"):
+        spent = sum(record.ended - record.began for record in stages if record.stage == stage)
+        assert spent == pytest.approx(stats.worked_seconds_by_stage[stage])

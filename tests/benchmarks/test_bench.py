@@ -79,9 +79,9 @@ def test_runs_of_other_sizes_and_limits_have_names_of_their_own() -> None:
 def test_a_bench_in_virtual_time_stands_lockstep_for_gepa_and_goes_on_where_it_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    problems = [{"problem": f"What is {number} plus 1?", "answer": str(number + 1)} for number in range(20)]
+    (tmp_path / "aime").mkdir()
     for year in (2024, 2025):
-        (tmp_path / "aime").mkdir(exist_ok=True)
+        problems = [{"problem": f"What is {year} plus {n}?", "answer": str(year + n)} for n in range(20)]
         (tmp_path / "aime" / f"aime{year}.jsonl").write_text("\n".join(map(json.dumps, problems)))
     monkeypatch.setenv("FLASHEVOLVE_DATA", str(tmp_path))
     out = tmp_path / "bench.jsonl"
