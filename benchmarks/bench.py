@@ -9,6 +9,7 @@ goes on where it stopped.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -16,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import dspy
 
@@ -45,9 +47,9 @@ class Backend:
     """Who answers.
 
     Attributes:
-        profile: Of the simulated server; unused with an `api_base`.
-        api_base: Of a server with OpenAI's API; None for the simulated one.
-        model: Its model.
+        profile: Of the simulated server; unused with a `model`.
+        api_base: Of a server with OpenAI's API; None for the one that litellm knows by the model's name.
+        model: The real model: by its name on that server, or by litellm's name for it; None for the simulated one.
         time_scale: The simulated server's seconds in a real one.
         max_tokens: Longest reply of a real model to the task.
         reflection_tokens: Longest reply of a real model to a reflection.
@@ -57,7 +59,7 @@ class Backend:
 
     profile: str = "h100-qwen3-8b"
     api_base: str | None = None
-    model: str = "simulated"
+    model: str | None = None
     time_scale: float = 1.0
     max_tokens: int = 1024
     reflection_tokens: int = 4096
@@ -67,7 +69,7 @@ class Backend:
     @property
     def name(self) -> str:
         """For the results."""
-        return self.profile if self.api_base is None else self.model
+        return self.profile if self.model is None else self.model
 
     @contextmanager
     def serving(
@@ -80,18 +82,24 @@ class Backend:
             ValueError: There is no such workload, or it has fewer rows.
         """
         chosen = workload_named(name, train=train, val=val, test=0, seed=seed)
-        if self.api_base is None:
+        if self.model is None:
             asked = simulated(chosen, HouseRules(seed=seed))
             with served(benchmark, asked, self.profile, seed, self.time_scale) as pair:
                 yield pair
             return
-        key = {"api_base": self.api_base, "api_key": "none", "cache": False}
-        model = f"openai/{self.model}"
-        task_lm = dspy.LM(model, max_tokens=self.max_tokens, **key)
-        reflection_lm = dspy.LM(model, max_tokens=self.reflection_tokens, temperature=1.0, **key)
-        meter = VllmMeter(self.api_base) if self.is_vllm else NoMeter()
+        task_lm, reflection_lm = self.lms(self.model)
+        meter = VllmMeter(self.api_base) if self.is_vllm and self.api_base else NoMeter()
         adapter = dspy.ChatAdapter(use_json_adapter_fallback=self.json_fallback)
         yield Bench(benchmark, self.model, meter), chosen.served(task_lm, reflection_lm, adapter)
+
+    def lms(self, model: str) -> tuple[dspy.LM, dspy.LM]:
+        """The real model for the task and for reflections; the key is the environment's, as litellm reads it."""
+        where: dict[str, Any] = {"cache": False}
+        if self.api_base is not None:
+            where |= {"api_base": self.api_base, "api_key": os.environ.get("OPENAI_API_KEY", "none")}
+            model = f"openai/{model}"
+        task_lm = dspy.LM(model, max_tokens=self.max_tokens, **where)
+        return task_lm, dspy.LM(model, max_tokens=self.reflection_tokens, temperature=1.0, **where)
 
 
 def key_of(result: Result) -> tuple[object, ...]:
@@ -131,8 +139,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--virtual", action="store_true", help="the simulated model in virtual time")
     parser.add_argument("--jobs", type=int, default=1, help="runs side by side, in virtual time")
-    parser.add_argument("--api-base", help="a server with OpenAI's API, instead of the simulated one")
-    parser.add_argument("--model", default="simulated", help="its model")
+    parser.add_argument(
+        "--model",
+        help="a real model instead of the simulated one: its name on the server of --api-base, or litellm's name for "
+        "it, as in openai/gpt-4o-mini, with the key in the environment",
+    )
+    parser.add_argument("--api-base", help="a server with OpenAI's API that serves the model")
     parser.add_argument(
         "--vllm", action="store_true", help="the server is vLLM: read tokens and requests from /metrics"
     )
@@ -151,7 +163,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=RESULTS / "bench.jsonl")
     parser.add_argument("--html", type=Path, help="write the report there")
     options = parser.parse_args(arguments)
-    if options.api_base is not None and (options.virtual or options.time_scale != 1.0):
+    if options.model is None and (options.api_base is not None or options.vllm):
+        parser.error("--api-base and --vllm need the --model that the server serves")
+    if options.vllm and options.api_base is None:
+        parser.error("--vllm reads the server's /metrics: it needs its --api-base, as in http://127.0.0.1:8000/v1")
+    if options.model is not None and (options.virtual or options.time_scale != 1.0):
         parser.error("--virtual and --time-scale are the simulated model's; a real one keeps its own time")
     if options.virtual and options.time_scale != 1.0:
         parser.error("--virtual needs no --time-scale: its seconds take as long as the work between them")
@@ -172,7 +188,7 @@ def runs(options: argparse.Namespace, there: Known) -> Iterator[Result]:
     if options.virtual:
         yield from _in_virtual_time(options, there)
         return
-    for name in options.backend if options.api_base is None else options.backend[:1]:
+    for name in options.backend if options.model is None else options.backend[:1]:
         backend = Backend(
             name,
             options.api_base,

@@ -126,8 +126,10 @@ def test_missing_rows_end_the_bench_with_what_is_missing(
     [
         (["--workload", "chess"], "invalid choice: 'chess'"),
         (["--methods", "magic"], "'magic'"),
-        (["--api-base", "http://127.0.0.1:1/v1", "--time-scale", "2"], "a real one keeps its own time"),
-        (["--api-base", "http://127.0.0.1:1/v1", "--virtual"], "a real one keeps its own time"),
+        (["--api-base", "http://127.0.0.1:1/v1"], "need the --model that the server serves"),
+        (["--model", "m", "--vllm"], "it needs its --api-base"),
+        (["--model", "m", "--time-scale", "2"], "a real one keeps its own time"),
+        (["--model", "m", "--virtual"], "a real one keeps its own time"),
         (["--virtual", "--time-scale", "2"], "--virtual needs no --time-scale"),
         (["--workload", "aime", "--seconds", "hover=3"], "there is no run of 'hover'"),
         (["--seconds", "0"], "expected more than 0"),
@@ -141,6 +143,22 @@ def test_what_it_cannot_run_is_said_before_anything_runs(
         bench.main(options)
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_model_is_asked_on_its_server_or_by_litellms_name_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    task, reflection = Backend(api_base="http://127.0.0.1:1/v1", model="mine", max_tokens=5, reflection_tokens=9).lms(
+        "mine"
+    )
+    assert (task.model, task.kwargs["api_base"], task.kwargs["api_key"]) == (
+        "openai/mine", "http://127.0.0.1:1/v1", "none",
+    )  # fmt: skip
+    assert [lm.kwargs["max_tokens"] for lm in (task, reflection)] == [5, 9]
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-of-the-user")
+    assert Backend(api_base="http://127.0.0.1:1/v1").lms("mine")[0].kwargs["api_key"] == "sk-of-the-user"
+    known, _ = Backend(model="anthropic/claude").lms("anthropic/claude")
+    assert known.model == "anthropic/claude"
+    assert not {"api_base", "api_key"} & known.kwargs.keys()
 
 
 def test_a_failed_run_counts_for_nothing_and_makes_the_command_fail(
