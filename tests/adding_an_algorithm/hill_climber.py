@@ -25,7 +25,7 @@ class WriteInstruction(dspy.Signature):
     """Improve the instruction of an assistant, from what was said of its answers."""
 
     current_instruction: str = dspy.InputField()
-    feedback: list[str] = dspy.InputField()
+    examples_with_feedback: str = dspy.InputField()
     new_instruction: str = dspy.OutputField()
 
 
@@ -115,13 +115,13 @@ class _Climb:
 
     async def propose(self, item: Item[Scored]) -> Outcome:
         """Ask for a new instruction, with the feedback on three examples."""
-        feedback = item.ticket.rng.sample(item.payload.feedback, min(3, len(self.trainset)))
+        feedback = item.ticket.rng.sample(item.payload.feedback, min(3, len(item.payload.feedback)))
         reply = await self.bench.ask(
             self.bench.claim(item, "propose"),
             dspy.Predict(WriteInstruction),
             lm=self.of.proposer_lm,
             current_instruction=item.payload.text,
-            feedback=feedback,
+            examples_with_feedback="\n".join(feedback),
         )
         return Forward("evaluate", reply.new_instruction)
 
@@ -134,7 +134,7 @@ class _Climb:
             return await self.bench.rollout(claim, pays, self.runner, candidate, self.trainset[index], index)
 
         rollouts = await gather([lambda index=index: one(index) for index in range(len(self.trainset))])
-        said = [str(getattr(rollout.output, "feedback", None) or rollout.trajectory) for rollout in rollouts]
+        said = [str(rollout.trajectory["score"].feedback) for rollout in rollouts if rollout.trajectory]
         score = sum(rollout.score for rollout in rollouts) / len(rollouts)
         return Forward("admit", Scored(item.payload, score, tuple(said)))
 
