@@ -191,6 +191,15 @@ class Requests:
         return rollout
 
 
+def check_lms(lms: Mapping[str, Sequence[Any]]) -> None:
+    """Raise ConfigurationError where ``lms`` is no mapping of lists; see :class:`Requests`."""
+    listed = lms.values() if isinstance(lms, Mapping) else [lms]  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not all(isinstance(one, list | tuple) and one for one in listed):
+        raise ConfigurationError(
+            f"lms is {lms!r}, expected stage -> a list of what it asks: LMs, modules, or None for the configured LM."
+        )
+
+
 def _depths(lms: Mapping[str, Sequence[Any]], depths: Mapping[str, int] | None) -> dict[str, int]:
     found = {stage: place for place, stage in enumerate(lms, start=1)} | dict(depths or {})
     if set(found) != set(lms) or not all(depth > 0 for depth in found.values()):
