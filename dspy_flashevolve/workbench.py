@@ -252,7 +252,7 @@ class Workbench(Requests):
         Args:
             select: what a ticket works on.
             calls: metric calls that a ticket may cost at most.
-            admission: how many tickets may live. Default: as many as there are slots. In lockstep one, whatever it says.
+            admission: how many tickets may live. Default: as many as there are slots. In lockstep it is one.
         """
         rule = LiveTickets(self.width) if admission is None else admission
         source = TicketSource(select, self.budget, calls, rule, self.slots, self.seed)

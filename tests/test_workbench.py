@@ -53,7 +53,8 @@ def slow_lm(answer: Callable[[str], str] | None = None, seconds: float = 10.0) -
 
 
 def made(**options: Any) -> Workbench:
-    return Workbench(**({"lms": {"work": [None]}, "num_threads": 4} | options))
+    defaults: dict[str, Any] = {"lms": {"work": [None]}, "num_threads": 4}
+    return Workbench(**(defaults | options))
 
 
 class Loop:
@@ -597,13 +598,12 @@ def test_a_commit_tells_its_gap_and_its_generation() -> None:
     async def handler(item: Item[Any]) -> Outcome:
         number = item.payload
         parents = [number - 1] if number else []
-        bench.commits.add(
-            item, version=number + 1, candidate=number, score=0.1 * number, best_score=0.2, parents=parents
-        )
+        bench.commits.add(item, version=number + 1, candidate=number, score=1.0 - number, parents=parents)
         return Finish(End(EndKind.COMMITTED))
 
     stats = Loop(bench, handler).play()
     assert [(one.candidate, one.gap, one.generation) for one in stats.commits] == [(0, 0, 0), (1, 1, 1), (2, 2, 2)]
+    assert [(one.score, one.best_score) for one in stats.commits] == [(1.0, 1.0), (0.0, 1.0), (-1.0, 1.0)]
     assert stats.generations == 2
     assert stats.gaps == {"before_commit": {0: 1, 1: 1, 2: 1}}
     assert stats.ended["committed"] == 3
