@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import dspy
 import pytest
 from dspy.lm15 import Response
@@ -459,6 +462,34 @@ def test_a_stop_before_the_first_ticket_leaves_nothing_to_do() -> None:
     assert (stats.tickets, stats.outcome, stats.stop_reason) == (0, "stopped", "not today")
 
 
+def test_ctrl_c_ends_the_run_early_and_a_second_one_at_once() -> None:
+    def interrupted(times: int) -> Workbench:
+        bench = made()
+
+        async def handler(item: Item[Any]) -> Outcome:
+            for _ in range(times):
+                os.kill(os.getpid(), signal.SIGINT)
+                while not bench.stop_reason:
+                    await anyio.lowlevel.checkpoint()
+            if times > 1:
+                await anyio.sleep_forever()
+            return DONE
+
+        loop = Loop(bench, handler, tickets=1000)
+        if times == 1:
+            stats = bench.run_sync(loop.main)
+            assert stats.ended["rejected"] == stats.tickets <= 4
+        else:
+            with pytest.raises(KeyboardInterrupt):
+                bench.run_sync(loop.main)
+        return bench
+
+    first, second = interrupted(1).statistics(), interrupted(2).statistics()
+    assert (first.outcome, first.stop_reason) == ("stopped", "interrupted by Ctrl-C")
+    assert (second.outcome, second.stop_reason) == ("aborted", "cancelled")
+    assert second.ended["cancelled"] == second.tickets > 0
+
+
 def test_no_ticket_starts_after_max_seconds() -> None:
     bench = made(max_seconds=25.0)
     stats = Loop(bench, asking(bench, lm=slow_lm()), tickets=1000).play()
@@ -531,6 +562,22 @@ def beside(schedule: str) -> list[str]:
 def test_work_beside_the_tickets_is_waited_for_at_the_end_and_in_lockstep_at_once() -> None:
     assert beside("async") == ["ticket", "ticket", "beside", "beside"]
     assert beside("lockstep") == ["beside", "ticket", "beside", "ticket"]
+
+
+@pytest.mark.parametrize("schedule", ["async", "lockstep"])
+def test_work_beside_the_tickets_that_got_no_answer_is_logged_and_no_end(
+    schedule: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    away = fake_lm(Turn(*[LMRateLimitError("later") for _ in range(1000)]))
+    bench = made(schedule=schedule, retry=RetryPolicy(attempts=1))
+
+    async def handler(item: Item[Any]) -> Outcome:
+        claim = bench.claim(item, "work")
+        await bench.beside(lambda: bench.ask(claim, PREDICT, lm=away, question="q"))
+        return DONE
+
+    assert Loop(bench, handler, tickets=2).play().ended["rejected"] == 2
+    assert caplog.text.count("work beside the steps is left undone: no answer after 1 attempts") == 2
 
 
 @pytest.mark.parametrize(("schedule", "live"), [("async", 4), ("lockstep", 1)])

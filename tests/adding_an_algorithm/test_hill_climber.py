@@ -17,7 +17,7 @@ from dspy_flashevolve.engine.events import Event, RequestFinished, RolloutFinish
 from dspy_flashevolve.observe.records import RunStats
 from dspy_flashevolve.sim import HouseRules, SimServer
 from dspy_flashevolve.sim.virtual import SimulatedModel, run
-from tests.adding_an_algorithm.hill_climber import Climb, HillClimber
+from tests.adding_an_algorithm.hill_climber import Climb, HillClimber, predictor_of
 from tests.fakes import Chain, digits, examples, fake_lm, reply_for
 
 HERE = Path(__file__).parent
@@ -146,4 +146,4 @@ def test_it_works_over_http_in_a_plain_script(server: SimServer) -> None:
     assert climber.stats.metric_calls <= 200
     assert climber.stats.commits[-1].best_score > climber.stats.commits[0].score
     assert server.stats().finished >= climber.stats.metric_calls
-    assert program.named_predictors()[0][1].signature.instructions != TASK.program().named_predictors()[0][1].signature
+    assert predictor_of(program)[1].signature.instructions != predictor_of(TASK.program())[1].signature.instructions
