@@ -36,11 +36,13 @@ if TYPE_CHECKING:
         CommitRecord,
         HeadRecord,
         IntegrationRecord,
+        RunStats,
         StageRecord,
     )
     from dspy_flashevolve.reflection.combee import CombeeReflection
     from dspy_flashevolve.reflection.stale_candidates import StaleCandidateReflection
     from dspy_flashevolve.results import AsyncGEPAResult
+    from dspy_flashevolve.workbench import Workbench
 
 __all__ = [
     "AsyncGEPA",
@@ -68,12 +70,14 @@ __all__ = [
     "Reflective",
     "RolloutUnresolvedError",
     "RunAbortedError",
+    "RunStats",
     "Speculation",
     "StageRecord",
     "StaleCandidateReflection",
     "StalenessPolicy",
     "TransientError",
     "ValueFirst",
+    "Workbench",
     "WorkflowController",
 ]
 
@@ -100,8 +104,10 @@ _HOMES = {
     "HeadRecord": "observe.records",
     "IntegrationRecord": "observe.records",
     "Reflective": "engine.staleness",
+    "RunStats": "observe.records",
     "StaleCandidateReflection": "reflection.stale_candidates",
     "StalenessPolicy": "engine.staleness",
+    "Workbench": "workbench",
 }
 """Public name -> its module; all others are errors."""
 
