@@ -11,9 +11,8 @@ import atexit
 import contextvars
 import functools
 import os
-import threading
 from collections.abc import Awaitable, Callable
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TypeVar
 
@@ -31,7 +30,7 @@ NO_KEY = "none"
 """litellm wants a key even where the endpoint does not."""
 
 
-def ifbench(api_base: str | None, *, train: int, val: int, rules: int = 24, seed: int = 0) -> NamedWorkload:
+def ifbench(api_base: str | None, *, train: int, val: int) -> NamedWorkload:
     """IFBench, with what there is to learn; prints a line that says which.
 
     Without IFBench's rows it is `HouseRules` on questions of our own, with a program of two stages as well.
@@ -40,20 +39,18 @@ def ifbench(api_base: str | None, *, train: int, val: int, rules: int = 24, seed
         api_base: Of a real endpoint, which gets IFBench's own metric; None for a simulated model.
         train: Training examples, from IFEval as in the benchmarks.
         val: Validation examples.
-        rules: House rules to discover, where there are some.
-        seed: Decides which rows are drawn, and the rules.
     """
     rows = f"{train} training and {val} validation prompts"
-    house = HouseRules(rules=rules, seed=seed)
+    house = HouseRules()
     try:
-        real = workload_named("ifbench", train=train, val=val, test=0, seed=seed)
+        real = workload_named("ifbench", train=train, val=val, test=0)
     except RowsMissing:
-        print(f"IFBench's rows are not at hand: {rows} of our own with {rules} house rules (see benchmarks/README.md)")
+        print(f"IFBench's rows are not at hand: {rows} of our own, with {house.rules} house rules")
         return _house_rules(house, train, val)
     if api_base is not None:
         print(f"IFBench: {rows}, scored by the share of their constraints that are met")
         return real
-    print(f"IFBench: {rows}, scored by the share of {rules} house rules that are kept (the model is simulated)")
+    print(f"IFBench: {rows}, scored by the share of {house.rules} house rules that are kept (the model is simulated)")
     return simulated(real, house)
 
 
@@ -95,9 +92,9 @@ def served(
     return {"api_base": server.api_base, "api_key": NO_KEY}
 
 
-def virtual_lm(task: NamedWorkload, *, profile: str = "h100-qwen3-8b", seed: int = 0) -> dspy.LM:
-    """A fresh simulated model in this process, for `in_virtual_time` only."""
-    return SimulatedModel(task.profile(profile), seed=seed).lm()
+def virtual_lm(task: NamedWorkload) -> dspy.LM:
+    """A fresh simulated Qwen3-8B on an H100, in this process, for `in_virtual_time` only."""
+    return SimulatedModel(task.profile("h100-qwen3-8b")).lm()
 
 
 def in_virtual_time(main: Callable[[], Awaitable[T]]) -> T:
@@ -105,14 +102,5 @@ def in_virtual_time(main: Callable[[], Awaitable[T]]) -> T:
 
     It has a thread of its own, since a notebook's main thread runs a loop already, and dspy's settings of the caller.
     """
-    done: Future[T] = Future()
-    context = contextvars.copy_context()
-
-    def work() -> None:
-        try:
-            done.set_result(context.run(run, main))
-        except BaseException as error:
-            done.set_exception(error)
-
-    threading.Thread(target=work, name="virtual time", daemon=True).start()
-    return done.result()
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        return thread.submit(contextvars.copy_context().run, run, main).result()
