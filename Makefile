@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-slow lint types doctest check clean
+.PHONY: demo test test-slow notebooks lint types doctest check clean
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -19,6 +19,9 @@ test: $(VENV)/.installed  ## the test suite and the examples in the docstrings
 
 test-slow: $(VENV)/.installed  ## the slow suites; see tests/dspy_suite and FLASHEVOLVE_VLLM_BASE
 	$(BIN)/python -m pytest -m "slow or vllm"
+
+notebooks: $(VENV)/.installed  ## run the notebooks, and save their outputs in them
+	TQDM_DISABLE=1 $(BIN)/python -m pytest --nbmake --overwrite notebooks
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -151,8 +152,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, default=1024, help="longest reply of a real model")
     parser.add_argument("--reflection-tokens", type=int, default=4096, help="longest reflection of a real model")
     parser.add_argument("--no-json-fallback", action="store_true", help="a reply that does not parse is a failure")
-    parser.add_argument("--seconds", nargs="+", default=[], help="a time limit, in the server's time: 120, or NAME=600 "
-                        "for one workload; default 120 without --calls")  # fmt: skip
+    parser.add_argument(
+        "--seconds",
+        nargs="+",
+        default=[],
+        help="a time limit, in the server's time: 120, NAME=600 for one workload, NAME@PROFILE=900 on one backend; "
+        "default 120 without --calls",
+    )
     parser.add_argument("--calls", type=int, help="a budget of metric calls")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--slots", type=int, default=64)
@@ -174,7 +180,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     try:
         for name in options.methods:
             method(name, options.virtual)
-        options.seconds = _seconds(options.seconds, options.workload, None if options.calls else SECONDS)
+        options.seconds = _seconds(options.seconds, options)
     except ValueError as error:
         parser.error(str(error))
     return options
@@ -204,7 +210,7 @@ def runs(options: argparse.Namespace, there: Known) -> Iterator[Result]:
 
 def _on(backend: Backend, options: argparse.Namespace, there: Known) -> Iterator[Result]:
     for workload in options.workload:
-        seconds, (train, val) = options.seconds[workload], sizes(workload, options)
+        seconds, (train, val) = options.seconds[workload, backend.profile], sizes(workload, options)
         benchmark = title(workload, train, val, seconds)
         for seed in range(options.seeds):
             limits = Limits(options.slots, seed, seconds, options.calls, options.time_scale)
@@ -223,12 +229,12 @@ def _on(backend: Backend, options: argparse.Namespace, there: Known) -> Iterator
 def _in_virtual_time(options: argparse.Namespace, there: Known) -> Iterator[Result]:
     jobs = [
         VirtualJob(
-            title(workload, *sizes(workload, options), options.seconds[workload]),
+            title(workload, *sizes(workload, options), options.seconds[workload, profile]),
             workload,
             profile,
             name,
             *sizes(workload, options),
-            Limits(options.slots, seed, options.seconds[workload], options.calls),
+            Limits(options.slots, seed, options.seconds[workload, profile], options.calls),
         )
         for profile in options.backend
         for workload in options.workload
@@ -243,16 +249,22 @@ def _in_virtual_time(options: argparse.Namespace, there: Known) -> Iterator[Resu
         yield from pool.map(run_job, missing)
 
 
-def _seconds(written: Sequence[str], workloads: Sequence[str], default: float | None) -> dict[str, float | None]:
-    """Workload -> seconds; raises `ValueError` for what is not above 0, or no workload of the command."""
-    seconds = dict.fromkeys(workloads, default)
-    for one in written:
-        name, equals, number = one.rpartition("=")
-        if equals and name not in seconds:
-            raise ValueError(f"--seconds {one}: there is no run of {name!r}")
+def _seconds(written: Sequence[str], options: argparse.Namespace) -> dict[tuple[str, str], float | None]:
+    """(Workload, profile) -> seconds; raises `ValueError` for what is not above 0, or no run of the command.
+
+    What names a workload counts more than what names none, and what names a profile more than that.
+    """
+    default = None if options.calls else SECONDS
+    seconds = dict.fromkeys(product(options.workload, options.backend), default)
+    for one in sorted(written, key=lambda text: (text.count("="), text.count("@"))):
+        place, _, number = one.rpartition("=")
+        name, _, profile = place.partition("@")
+        chosen = [key for key in seconds if name in ("", key[0]) and profile in ("", key[1])]
+        if not chosen:
+            raise ValueError(f"--seconds {one}: there is no run of {place!r}")
         if not float(number) > 0:
             raise ValueError(f"--seconds {one}: expected more than 0")
-        seconds.update(dict.fromkeys([name] if equals else workloads, float(number)))
+        seconds.update(dict.fromkeys(chosen, float(number)))
     return seconds
 
 

@@ -69,6 +69,19 @@ def test_a_bench_that_was_interrupted_goes_on_where_it_stopped(tmp_path: Path, s
     assert len(served) == 2
 
 
+def test_the_nearest_time_limit_counts_whatever_the_order() -> None:
+    asked = ["--workload", "aime", "hover", "--backend", "h100-qwen3-8b", "api-gpt-4o-mini", "--seconds"]
+    for seconds in (["9", "aime=60", "aime@api-gpt-4o-mini=70"], ["aime@api-gpt-4o-mini=70", "aime=60", "9"]):
+        assert bench.parse([*asked, *seconds]).seconds == {
+            ("aime", "h100-qwen3-8b"): 60.0,
+            ("aime", "api-gpt-4o-mini"): 70.0,
+            ("hover", "h100-qwen3-8b"): 9.0,
+            ("hover", "api-gpt-4o-mini"): 9.0,
+        }
+    assert set(bench.parse(["--workload", "aime", "--calls", "9"]).seconds.values()) == {None}
+    assert set(bench.parse(["--workload", "aime"]).seconds.values()) == {120.0}
+
+
 def test_runs_of_other_sizes_and_limits_have_names_of_their_own() -> None:
     names = {
         title("aime", *rest) for rest in [(None, None, None), (5, None, None), (None, 5, None), (None, None, 60.0)]
@@ -132,7 +145,9 @@ def test_missing_rows_end_the_bench_with_what_is_missing(
         (["--model", "m", "--virtual"], "a real one keeps its own time"),
         (["--virtual", "--time-scale", "2"], "--virtual needs no --time-scale"),
         (["--workload", "aime", "--seconds", "hover=3"], "there is no run of 'hover'"),
+        (["--seconds", "aime@api-gpt-4o-mini=3"], "there is no run of 'aime@api-gpt-4o-mini'"),
         (["--seconds", "0"], "expected more than 0"),
+        (["--seconds", "soon"], "could not convert"),
         (["--backend", "abacus"], "invalid choice: 'abacus'"),
     ],
 )
