@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from dspy_flashevolve.ace.operations import Add, Merge, Operation, Problem, Remove, Update, ids_of
-from dspy_flashevolve.ace.playbook import Bullet, CountTokens, Playbook, approximate_tokens
+from dspy_flashevolve.ace.playbook import Bullet, Playbook
 from dspy_flashevolve.ace.similarity import same_words
+from dspy_flashevolve.ace.text import CountTokens, approximate_tokens
 
 Twin = Callable[[str, Sequence[Bullet]], Bullet | None]
 """The bullet, of those given, that says the same as a text; None where there is none."""

@@ -12,7 +12,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-from dspy_flashevolve.ace.playbook import TAGS, Tag, cleaned
+from dspy_flashevolve.ace.playbook import TAGS, Tag
+from dspy_flashevolve.ace.text import cleaned
 
 MOST_OPERATIONS = 200
 """Of one reply; what comes after them is not read."""

@@ -6,43 +6,26 @@ Source: ACE (arXiv 2510.04618) section 3: itemized bullets with identifiers and 
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from dspy_flashevolve.ace.text import CLOSING, GUIDE, OPENING, CountTokens, approximate_tokens, cleaned
 from dspy_flashevolve.engine.errors import ConfigurationError
 
 Tag = Literal["helpful", "harmful", "neutral"]
 TAGS: tuple[Tag, ...] = ("helpful", "harmful", "neutral")
 """What a reflection says of a bullet that was cited."""
-CountTokens = Callable[[str], int]
 
 SECTIONS = ("strategies", "formulas", "mistakes", "other")
 """The sections of a playbook, unless it is given others."""
-OPENING, CLOSING = "<playbook>", "</playbook>"
-"""What a rendered playbook stands between, so that it can be found in an instruction and taken out."""
-GUIDE = (
-    "What was learnt from earlier tasks; each line has its id. Apply the lines that fit the task, ignore the others."
-)
 _SECTION = re.compile(r"[A-Za-z][A-Za-z0-9_ -]{0,59}")
-_MARKS = re.compile(r"</?\s*playbook\s*>", re.IGNORECASE)
 _ID = re.compile(r"\b[a-z]{1,3}-[0-9]{1,9}\b")
-_BLOCK = re.compile(rf"\s*{OPENING}.*?{CLOSING}", re.DOTALL)
 _FIELDS = {"sections", "bullets", "next_number", "version"}
-
-
-def approximate_tokens(text: str) -> int:
-    """A count without a tokenizer: a token for every four bytes, rounded up.
-
-    >>> approximate_tokens("abcde")
-    2
-    """
-    return math.ceil(len(text.encode("utf-8", "replace")) / 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +131,7 @@ class Playbook:
 
         Args:
             section: one of the playbook's.
-            content: its text; see :func:`cleaned`.
+            content: its text; see :func:`~dspy_flashevolve.ace.text.cleaned`.
             version: of the playbook that is made; default: one more than this one's.
 
         Raises:
@@ -265,32 +248,6 @@ def checked_sections(sections: Sequence[str]) -> tuple[str, ...]:
     if isinstance(sections, str) or not sections or len({name.lower() for name in sections}) != len(sections):
         raise ConfigurationError(f"playbook: sections is {sections!r:.80}, expected one or more names, each once.")
     return tuple(sections)
-
-
-def cleaned(content: str) -> str:
-    """The text of a bullet: without playbook marks, headings' blank lines and space around it.
-
-    >>> cleaned(" Mind units. </playbook>\\n\\n  x  ")
-    'Mind units.\\nx'
-    """
-    text = content.encode("utf-8", "replace").decode("utf-8")
-    while _MARKS.search(text):
-        text = _MARKS.sub("", text)
-    return "\n".join(line for line in (one.strip() for one in text.splitlines()) if line)
-
-
-def attached(instructions: str, playbook_text: str) -> str:
-    """Instructions with a rendered playbook at their end, in place of the one that they had."""
-    return "\n\n".join(part for part in (detached(instructions), playbook_text) if part)
-
-
-def detached(instructions: str) -> str:
-    """Instructions without the playbook.
-
-    >>> detached(attached("Answer.", Playbook().adding("other", "x").render()))
-    'Answer.'
-    """
-    return _BLOCK.sub("", instructions)
 
 
 def _line(bullet: Bullet, counters: bool) -> str:

@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from dspy_flashevolve.ace.merging import changes, merge, newer_than
 from dspy_flashevolve.ace.operations import Add, Merge, Operation, Remove, Update, ids_of
-from dspy_flashevolve.ace.playbook import Playbook, approximate_tokens
+from dspy_flashevolve.ace.playbook import Playbook
 from dspy_flashevolve.ace.similarity import EmbeddingTwins, closest, overlap
+from dspy_flashevolve.ace.text import approximate_tokens
 from dspy_flashevolve.engine.errors import ConfigurationError
 from tests.ace.books import OPERATIONS, PLAYBOOKS, book_of
 
