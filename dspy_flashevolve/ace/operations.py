@@ -17,6 +17,7 @@ from dspy_flashevolve.ace.text import cleaned
 
 MOST_OPERATIONS = 200
 """Of one reply; what comes after them is not read."""
+_TAG_OF: dict[str, Tag] = {tag: tag for tag in TAGS}
 _DEPTH = 4
 """Lists and objects in each other that are looked through for operations."""
 _MOST_MISSES = 1000
@@ -124,7 +125,7 @@ def parse_tags(reply: object) -> tuple[list[tuple[str, Tag]], list[Problem]]:
     tags: dict[str, Tag] = {}
     problems: list[Problem] = []
     for bullet_id, word in (pair for value in values for pair in _pairs(value, _DEPTH)):
-        tag = next((one for one in TAGS if one == str(word).strip().lower()), None)
+        tag = _TAG_OF.get(str(word).strip().lower())
         if tag is None:
             problems.append(Problem("unknown tag", str(word)[:80]))
         else:
@@ -162,11 +163,11 @@ def _operation(data: Mapping[str, Any]) -> Operation | Problem:
         return Add(str(data.get("section", "")).strip(), text)
     listed = data.get("ids", data.get("bullet_ids", data.get("id", data.get("bullet_id"))))
     raw = cast("list[object]", listed)[:MOST_OPERATIONS] if isinstance(listed, list) else [listed]
-    ids = tuple(dict.fromkeys(_id(one) for one in raw if isinstance(one, str) and one.strip()))
+    ids = list(dict.fromkeys(_id(one) for one in raw if isinstance(one, str) and one.strip()))
     if not ids:
         return Problem("no id", str(dict(data))[:200])
     if kind == "MERGE":
-        return Merge(ids, text) if len(ids) > 1 else Problem("merge of one", ids[0][:80])
+        return Merge(tuple(ids), text) if len(ids) > 1 else Problem("merge of one", ids[0][:80])
     if len(ids) > 1:
         return Problem("several ids", f"{kind} {', '.join(ids)}"[:200])
     return Update(ids[0], text) if kind == "UPDATE" else Remove(ids[0])

@@ -25,7 +25,6 @@ SECTIONS = ("strategies", "formulas", "mistakes", "other")
 """The sections of a playbook, unless it is given others."""
 _SECTION = re.compile(r"[A-Za-z][A-Za-z0-9_ -]{0,59}")
 _ID = re.compile(r"\b[a-z]{1,3}-[0-9]{1,9}\b")
-_FIELDS = {"sections", "bullets", "next_number", "version"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,9 +195,7 @@ class Playbook:
         Raises:
             ConfigurationError: it is something else; the message says what.
         """
-        if not isinstance(data, Mapping) or cast("Mapping[object, object]", data).keys() != _FIELDS:
-            raise ConfigurationError(f"playbook: expected an object with {sorted(_FIELDS)}, got {data!r:.80}.")
-        values = cast("Mapping[str, Any]", data)
+        values = _fields(data, {"sections", "bullets", "next_number", "version"}, "an object")
         sections, bullets = values["sections"], values["bullets"]
         if not isinstance(sections, list) or not isinstance(bullets, list):
             raise ConfigurationError("playbook: sections and bullets must be lists.")
@@ -260,14 +257,27 @@ def _prefix(section: str) -> str:
 
 
 def _bullet_of(data: object) -> Bullet:
-    names = set(Bullet.__dataclass_fields__)
-    if not isinstance(data, Mapping) or cast("Mapping[object, object]", data).keys() != names:
-        raise ConfigurationError(f"playbook: expected a bullet with {sorted(names)}, got {data!r:.80}.")
-    values = dict(cast("Mapping[str, Any]", data))
-    for name in ("id", "section", "content"):
-        if not isinstance(values[name], str):
-            raise ConfigurationError(f"playbook: a bullet's {name} is {values[name]!r:.80}, expected text.")
-    return Bullet(**{k: v if isinstance(v, str) else _whole(v, k) for k, v in values.items()})
+    values = _fields(data, set(Bullet.__dataclass_fields__), "a bullet")
+    return Bullet(
+        id=_text(values["id"], "id"),
+        section=_text(values["section"], "section"),
+        content=_text(values["content"], "content"),
+        helpful=_whole(values["helpful"], "helpful"),
+        harmful=_whole(values["harmful"], "harmful"),
+        created_version=_whole(values["created_version"], "created_version"),
+    )
+
+
+def _fields(data: object, names: set[str], what: str) -> Mapping[str, object]:
+    if not isinstance(data, Mapping) or set(cast("Mapping[str, object]", data)) != names:
+        raise ConfigurationError(f"playbook: expected {what} with {sorted(names)}, got {data!r:.80}.")
+    return cast("Mapping[str, object]", data)
+
+
+def _text(value: object, name: str) -> str:
+    if not isinstance(value, str):
+        raise ConfigurationError(f"playbook: a bullet's {name} is {value!r:.80}, expected text.")
+    return value
 
 
 def _whole(value: object, name: str) -> int:

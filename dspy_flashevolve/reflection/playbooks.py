@@ -106,7 +106,8 @@ class _Asking(dspy.Module):
 
     def _unread(self, error: AdapterParseError | None) -> dspy.Prediction:
         reply = str(getattr(error, "lm_response", None) or "").strip()
-        empty = dict.fromkeys(self.ask.signature.output_fields, "")
+        signature: Any = self.ask.signature
+        empty = dict.fromkeys(signature.output_fields, "")
         return dspy.Prediction(**{**empty, self.main: reply}, unreadable=str(error)[:200])
 
 

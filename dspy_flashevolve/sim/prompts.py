@@ -264,4 +264,5 @@ def _json_wanted(user: str, response_format: object) -> bool:
 def _kind(inputs: Mapping[str, str], fields: tuple[OutputField, ...]) -> PromptKind:
     if not fields:
         return "other"
-    return next((kind for kind, names in _INPUTS.items() if inputs.keys() >= names), "task")
+    found: list[PromptKind] = [kind for kind, names in _INPUTS.items() if inputs.keys() >= names]
+    return found[0] if found else "task"
