@@ -92,18 +92,21 @@ def parse_operations(reply: object) -> tuple[list[Operation], list[Problem]]:
     >>> parse_operations('Here: [{"type": "REMOVE", "id": "str-1"}, {"type": "SHOUT"}]')
     ([Remove(id='str-1')], [Problem(kind='unknown operation', detail='SHOUT')])
     """
+    found, problems = parse_objects(reply)
+    read = [_operation(one) for one in found]
+    problems += [one for one in read if isinstance(one, Problem)]
+    return [one for one in read if not isinstance(one, Problem)], problems
+
+
+def parse_objects(reply: object) -> tuple[list[Mapping[str, Any]], list[Problem]]:
+    """The objects of the lists in a reply, of any kind; see :func:`parse_operations`."""
     values = list(_values(reply)) if isinstance(reply, str) else [reply]
     if not values and isinstance(reply, str) and reply.strip():
         return [], [Problem("unreadable reply", reply.strip()[:200])]
-    operations: list[Operation] = []
-    problems: list[Problem] = []
     found = [one for value in values for one in _objects(value)]
-    for one in found[:MOST_OPERATIONS]:
-        read = _operation(one)
-        (problems if isinstance(read, Problem) else operations).append(read)  # pyright: ignore[reportArgumentType]
-    if len(found) > MOST_OPERATIONS:
-        problems.append(Problem("too many operations", f"{len(found)}, read {MOST_OPERATIONS}"))
-    return operations, problems
+    if len(found) <= MOST_OPERATIONS:
+        return found, []
+    return found[:MOST_OPERATIONS], [Problem("too many operations", f"{len(found)}, read {MOST_OPERATIONS}")]
 
 
 def parse_tags(reply: object) -> tuple[list[tuple[str, Tag]], list[Problem]]:
@@ -187,7 +190,7 @@ def _objects(value: object, depth: int = _DEPTH) -> Iterator[Mapping[str, Any]]:
             yield from _objects(one, depth - 1)
     elif isinstance(value, Mapping):
         data = cast("Mapping[str, Any]", value)
-        inner = data.get("operations")
+        inner = data.get("operations", data.get("decisions"))
         if isinstance(inner, list):
             yield from _objects(cast("list[object]", inner), depth - 1)
         else:
