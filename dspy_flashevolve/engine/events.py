@@ -106,6 +106,24 @@ class RolloutFinished(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class RequestFinished(Event):
+    """A request that is no rollout was answered: a reflection, say.
+
+    Args:
+        latency_seconds: from the grant of its slot to its answer.
+        tokens, cost_dollars: see :class:`RolloutFinished`.
+        error: why the answer is of no use; empty when it is.
+    """
+
+    ticket: int
+    stage: str
+    latency_seconds: float
+    tokens: int
+    cost_dollars: float = 0.0
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class RolloutTimedOut(Event):
     """A run of a rollout was given up: it took longer than the rollout's timeout.
 

@@ -11,9 +11,9 @@ from gepa.strategies.proposal_sampling import ProposalTask
 
 from dspy_flashevolve.engine.claims import Claim
 from dspy_flashevolve.engine.errors import FlashEvolveError
+from dspy_flashevolve.engine.gathering import gather
 from dspy_flashevolve.engine.item import Ticket
 from dspy_flashevolve.gepa import reports
-from dspy_flashevolve.gepa.evaluations import gather
 from dspy_flashevolve.gepa.past import Past
 from dspy_flashevolve.gepa.payloads import Batch, Child, Late, Proposed, RolledOut
 from dspy_flashevolve.gepa.services import Services
