@@ -173,7 +173,7 @@ class Compilation:
                 report(error, hooks_of(self._parts, optimizer))
                 if pool.seed_confirmed:
                     hand_over(error, self._result(pool, stats))
-            log_summary(logger, stats, pool.standing.score, error=isinstance(error, Exception))
+            self._summarize(stats, pool, error=isinstance(error, Exception))
             raise
         finally:
             progress.close()
@@ -188,8 +188,11 @@ class Compilation:
                 "Raise max_gap, lower max_live_tickets, or use staleness='reflective'.",
                 100 * run.discarded_share,
             )
-        log_summary(logger, stats, pool.standing.score)
+        self._summarize(stats, pool)
         return self._result(pool, stats)
+
+    def _summarize(self, stats: AsyncStats, pool: Pool, error: bool = False) -> None:
+        log_summary(logger, stats, pool.standing.score, error, made=f"{stats.proposals} proposals")
 
     async def _failed(self, pool: Pool, error: BaseException, live: list[int]) -> None:
         """Save what there is. Where that fails too, the first error is the one to tell."""

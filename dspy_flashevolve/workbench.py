@@ -31,8 +31,8 @@ from dspy_flashevolve.engine.stragglers import Duplicates
 from dspy_flashevolve.observe.progress import Progress
 from dspy_flashevolve.observe.records import Outcome, RunStats
 from dspy_flashevolve.observe.statistics import Recorder
-from dspy_flashevolve.programs.requests import Requests
-from dspy_flashevolve.scheduling import Schedule, check_run, order_named, width_of
+from dspy_flashevolve.programs.requests import Requests, check_lms
+from dspy_flashevolve.scheduling import Schedule, check_counts, check_run, order_named, width_of
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +89,10 @@ class Workbench(Requests):
         self.name, self.seed, self.schedule, self.slot_order = name, seed, schedule, slot_order
         self.num_threads, self.max_concurrency, self.max_seconds = num_threads, max_concurrency, max_seconds
         self.rollout_timeout_seconds, self.duplicate_stragglers = rollout_timeout_seconds, duplicate_stragglers
+        self.budget_calls = budget_calls
         check_run(self)
+        check_counts(self, "budget_calls")
+        check_lms(lms)
         self.lockstep = schedule == "lockstep"
         width, adaptive = width_of(self, [one for listed in lms.values() for one in listed if isinstance(one, Module)])
         super().__init__(

@@ -18,6 +18,7 @@ from gepa.proposer.base import CandidateProposal
 from dspy_flashevolve.engine.claims import Claim
 from dspy_flashevolve.engine.errors import RolloutUnresolvedError
 from dspy_flashevolve.engine.events import HeadLanded, Integrated
+from dspy_flashevolve.engine.flights import Spent
 from dspy_flashevolve.engine.gathering import gather
 from dspy_flashevolve.engine.integration import Integration, IntegrationRequest, Integrator, Texts
 from dspy_flashevolve.engine.item import End, EndKind, Item
@@ -144,7 +145,11 @@ class TrainStages:
         )
         lead = group[0]
         claim = Claim(lead.ticket.number, "integrate", DEPTHS["integrate"], lead.value, lead.version)
-        integration = await self._on.rollouts.request(claim, lambda: self._integrator.integrate(request))
+        integration = await self._on.rollouts.request(
+            claim,
+            lambda: self._integrator.integrate(request),
+            lambda made: Spent(made.tokens, made.cost_dollars or 0.0, made.failed),
+        )
         self._on.counts.reflection_calls += integration.calls
         self._on.counts.integration_calls += integration.calls
         self._on.counts.reflection_tokens += integration.tokens

@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from typing import Protocol
 
+from dspy_flashevolve.engine.endpoint_events import EndpointPaused, LimitChanged
 from dspy_flashevolve.engine.events import (
     Committed,
-    EndpointPaused,
     Event,
     HeadEnded,
     HeadLanded,
     Integrated,
-    LimitChanged,
     Looked,
     RequestFinished,
     RolloutFinished,

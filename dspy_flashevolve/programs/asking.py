@@ -13,6 +13,7 @@ import dspy
 from dspy.primitives.module import Module
 from dspy.utils.usage_tracker import track_usage
 
+from dspy_flashevolve.engine.flights import Spent
 from dspy_flashevolve.engine.threads import Threads
 from dspy_flashevolve.programs.asynchrony import runs_on_loop
 from dspy_flashevolve.programs.faults import raise_provider_fault
@@ -30,15 +31,13 @@ class Asked(Generic[T]):
         answer: what was read; None when there is an error.
         error: what the module, or the reading of its answer, raised; a reply that did not fit the format, say.
         calls: LM calls that reported their usage.
-        tokens: prompt and completion tokens that the LMs reported.
-        cost_dollars: of these tokens; 0 where a price is not known, or none was asked for.
+        spent: tokens that the LMs reported, and dollars, 0 where no price is known or none was asked for.
     """
 
     answer: T | None
     error: Exception | None
     calls: int
-    tokens: int
-    cost_dollars: float
+    spent: Spent
 
 
 async def ask_module(
@@ -79,4 +78,6 @@ async def ask_module(
         except Exception as error:
             raise_provider_fault(error, calls.errors)
             failure = error
-    return Asked(answer, failure, calls_of(usage), tokens_of(usage), cost_of(usage) if priced else 0.0)
+    problem = "" if failure is None else f"{type(failure).__name__}: {failure}"[:300]
+    spent = Spent(tokens_of(usage), cost_of(usage) if priced else 0.0, problem)
+    return Asked(answer, failure, calls_of(usage), spent)

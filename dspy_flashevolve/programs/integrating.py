@@ -64,14 +64,13 @@ class DspyIntegrator:
             priced=self._priced,
             read=lambda answer: _read(answer, request),
         )
-        error = asked.error
-        texts, judgements, problem = asked.answer or ({}, (), f"{type(error).__name__}: {error}")
+        texts, judgements, problem = asked.answer or ({}, (), asked.spent.error)
         return Integration(
             texts,
             judgements,
             max(1, asked.calls),
-            asked.tokens,
-            asked.cost_dollars if self._priced else None,
+            asked.spent.tokens,
+            asked.spent.cost_dollars if self._priced else None,
             problem[:300],
         )
 

@@ -13,7 +13,7 @@ from dspy_flashevolve.engine.budget import Reservation
 from dspy_flashevolve.engine.claims import Claim, SlotOrder
 from dspy_flashevolve.engine.endpoints import Endpoints
 from dspy_flashevolve.engine.errors import ConfigurationError
-from dspy_flashevolve.engine.events import EventBus, RequestFinished
+from dspy_flashevolve.engine.events import EventBus
 from dspy_flashevolve.engine.flights import Rollout
 from dspy_flashevolve.engine.item import Item
 from dspy_flashevolve.engine.limits import AdaptiveLimit
@@ -23,7 +23,7 @@ from dspy_flashevolve.engine.slots import Slots
 from dspy_flashevolve.engine.stragglers import Duplicates
 from dspy_flashevolve.engine.threads import Threads
 from dspy_flashevolve.programs.adapter import plain_adapter
-from dspy_flashevolve.programs.asking import ask_module
+from dspy_flashevolve.programs.asking import Asked, ask_module
 from dspy_flashevolve.programs.copies import isolated_copy
 from dspy_flashevolve.programs.dspy_program import settings_snapshot
 from dspy_flashevolve.programs.endpoints import LanguageModels, endpoints_of
@@ -131,27 +131,20 @@ class Requests:
             Exception: what the module raised; ``AdapterParseError`` where a reply did not fit its format.
         """
 
-        async def call() -> Any:
-            began, one = self.clock(), self.models.replace_in(isolated_copy(module))
-            asked = await ask_module(
-                one,
+        async def call() -> Asked[Any]:
+            return await ask_module(
+                self.models.replace_in(isolated_copy(module)),
                 inputs,
                 lm=self.settings.get("lm") if lm is None else self.models.twin(lm),
                 threads=self.threads,
                 priced=self.priced,
                 read=lambda answer: answer,
             )
-            now, problem = self.clock(), "" if asked.error is None else f"{type(asked.error).__name__}: {asked.error}"
-            self.bus.emit(
-                RequestFinished(
-                    now, claim.ticket, claim.stage, now - began, asked.tokens, asked.cost_dollars, problem[:300]
-                )
-            )
-            if asked.error is not None:
-                raise asked.error
-            return asked.answer
 
-        return await self.rollouts.request(claim, call)
+        asked = await self.rollouts.request(claim, call, lambda one: one.spent)
+        if asked.error is not None:
+            raise asked.error
+        return asked.answer
 
     def runner(
         self, student: Module, metric: Callable[..., Any], *, failure_score: float = 0.0, metric_lock: bool = False
@@ -196,6 +189,15 @@ class Requests:
             lambda: runner.rollout(candidate, example, capture_traces=capture_traces),
         )
         return rollout
+
+
+def check_lms(lms: Mapping[str, Sequence[Any]]) -> None:
+    """Raise ConfigurationError where ``lms`` is no mapping of lists; see :class:`Requests`."""
+    listed = lms.values() if isinstance(lms, Mapping) else [lms]  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not all(isinstance(one, list | tuple) and one for one in listed):
+        raise ConfigurationError(
+            f"lms is {lms!r}, expected stage -> a list of what it asks: LMs, modules, or None for the configured LM."
+        )
 
 
 def _depths(lms: Mapping[str, Sequence[Any]], depths: Mapping[str, int] | None) -> dict[str, int]:

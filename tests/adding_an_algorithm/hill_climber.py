@@ -6,11 +6,12 @@ The third loop of docs/adding-an-algorithm.md: propose -> evaluate -> admit, wit
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Any
 
 import dspy
 
+from dspy_flashevolve.engine.admission import LiveTickets
 from dspy_flashevolve.engine.events import Committed
 from dspy_flashevolve.engine.flights import Rollout
 from dspy_flashevolve.engine.gathering import gather
@@ -18,14 +19,19 @@ from dspy_flashevolve.engine.item import End, EndKind, Item, Ticket
 from dspy_flashevolve.engine.pipeline import NotNow, Opened
 from dspy_flashevolve.engine.stages import Finish, Forward, Outcome
 from dspy_flashevolve.observe.records import RunStats
+from dspy_flashevolve.scheduling import Schedule
 from dspy_flashevolve.workbench import Workbench
+
+
+def _named(program: dspy.Module) -> list[tuple[str, Any]]:
+    return program.named_predictors()
 
 
 class WriteInstruction(dspy.Signature):
     """Improve the instruction of an assistant, from what was said of its answers."""
 
     current_instruction: str = dspy.InputField()
-    feedback: list[str] = dspy.InputField()
+    examples_with_feedback: str = dspy.InputField()
     new_instruction: str = dspy.OutputField()
 
 
@@ -38,6 +44,7 @@ class Scored:
     feedback: tuple[str, ...]
 
 
+@dataclass(kw_only=True)
 class HillClimber:
     """Improves the instruction of a program with one predictor.
 
@@ -45,23 +52,19 @@ class HillClimber:
         metric: a function (example, prediction, trace=None) of a ``dspy.Prediction`` with ``score`` and ``feedback``.
         max_metric_calls: never exceeded.
         proposer_lm: writes instructions. Default: the configured LM.
+        live: steps that run at once: more of them make more proposals, and fewer that build on each other.
         num_threads, schedule, max_seconds, seed: see :class:`Workbench`.
     """
 
-    def __init__(
-        self,
-        metric: Callable[..., Any],
-        *,
-        max_metric_calls: int,
-        proposer_lm: dspy.LM | None = None,
-        num_threads: int | None = None,
-        schedule: Literal["async", "lockstep"] = "async",
-        max_seconds: float | None = None,
-        seed: int = 0,
-    ) -> None:
-        self.metric, self.max_metric_calls, self.proposer_lm = metric, max_metric_calls, proposer_lm
-        self.num_threads, self.schedule, self.max_seconds, self.seed = num_threads, schedule, max_seconds, seed
-        self.stats: RunStats | None = None
+    metric: Callable[..., Any]
+    max_metric_calls: int
+    proposer_lm: dspy.LM | None = None
+    live: int = 4
+    num_threads: int | None = None
+    schedule: Schedule = "async"
+    max_seconds: float | None = None
+    seed: int = 0
+    stats: RunStats | None = field(default=None, init=False)
 
     def compile(self, student: dspy.Module, *, trainset: Sequence[dspy.Example]) -> dspy.Module:
         """The program with the best instruction found."""
@@ -89,9 +92,9 @@ class _Climb:
             seed=of.seed,
         )
         self.runner = self.bench.runner(student, of.metric)
-        ((self.component, predictor),) = student.named_predictors()
+        ((self.component, predictor),) = _named(student)
         self.best = Scored(predictor.signature.instructions, -1.0, ())
-        self.source = self.bench.source(self.select, calls=len(trainset))
+        self.source = self.bench.source(self.select, calls=len(trainset), admission=LiveTickets(of.live))
         self.version = 0
 
     async def run(self) -> dspy.Module:
@@ -103,7 +106,7 @@ class _Climb:
         )
         self.of.stats = self.bench.statistics()
         program = self.student.deepcopy()
-        for _, predictor in program.named_predictors():
+        for _, predictor in _named(program):
             predictor.signature = predictor.signature.with_instructions(self.best.text)
         return program
 
@@ -115,13 +118,13 @@ class _Climb:
 
     async def propose(self, item: Item[Scored]) -> Outcome:
         """Ask for a new instruction, with the feedback on three examples."""
-        feedback = item.ticket.rng.sample(item.payload.feedback, min(3, len(self.trainset)))
+        feedback = item.ticket.rng.sample(item.payload.feedback, min(3, len(item.payload.feedback)))
         reply = await self.bench.ask(
             self.bench.claim(item, "propose"),
             dspy.Predict(WriteInstruction),
             lm=self.of.proposer_lm,
             current_instruction=item.payload.text,
-            feedback=feedback,
+            examples_with_feedback="\n".join(feedback),
         )
         return Forward("evaluate", reply.new_instruction)
 
@@ -134,7 +137,7 @@ class _Climb:
             return await self.bench.rollout(claim, pays, self.runner, candidate, self.trainset[index], index)
 
         rollouts = await gather([lambda index=index: one(index) for index in range(len(self.trainset))])
-        said = [str(getattr(rollout.output, "feedback", None) or rollout.trajectory) for rollout in rollouts]
+        said = [str(rollout.trajectory["score"].feedback) for rollout in rollouts if rollout.trajectory]
         score = sum(rollout.score for rollout in rollouts) / len(rollouts)
         return Forward("admit", Scored(item.payload, score, tuple(said)))
 
