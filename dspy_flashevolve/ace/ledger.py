@@ -54,7 +54,7 @@ class Ledger:
 
     def tag(self, tags: Tags) -> None:
         """Count tags; those of bullets that are gone count nothing."""
-        living = [(bullet_id, tag) for bullet_id, tag in tags if bullet_id in self.playbook]
+        living: Tags = tuple((bullet_id, tag) for bullet_id, tag in tags if bullet_id in self.playbook)
         self.playbook = self.playbook.tagged(living)
         self.tags.update(tag for _, tag in living)
         self.note(Problem("tag of a gone bullet", one) for one, _ in tags if one not in self.playbook)

@@ -98,10 +98,6 @@ class Learner(Protocol):
         """Ask what becomes of additions that were written before some bullets."""
         ...
 
-    async def validate(self, claim: Claim, playbook: Playbook) -> float:
-        """The mean score of the program with a playbook on the validation set."""
-        ...
-
     async def prepare(self, texts: list[str]) -> None:
         """Get ready to tell whether texts say the same."""
         ...
