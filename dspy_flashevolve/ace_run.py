@@ -17,6 +17,7 @@ from dspy_flashevolve.ace.sampling import Epochs, Taken, Windows
 from dspy_flashevolve.ace.similarity import same_words
 from dspy_flashevolve.ace.snapshots import Scored, Snapshots
 from dspy_flashevolve.ace.stages import AceStages, Services
+from dspy_flashevolve.ace_arguments import policy_of, twins_of
 from dspy_flashevolve.engine.budget import Reservation
 from dspy_flashevolve.engine.errors import RolloutUnresolvedError, RunAbortedError
 from dspy_flashevolve.engine.events import Committed
@@ -69,7 +70,7 @@ class AceRun:
             max_seconds=optimizer.max_seconds,
             rollout_timeout_seconds=optimizer.rollout_timeout_seconds,
         )
-        twins = optimizer.twins()
+        twins = twins_of(optimizer)
         self._ledger = Ledger(playbook, optimizer.token_budget, optimizer.count_tokens, twins or same_words)
         self._learner = DspyLearner(
             self.bench,
@@ -88,7 +89,7 @@ class AceRun:
             Services(
                 learner=self._learner,
                 ledger=self._ledger,
-                policy=optimizer.policy(),
+                policy=policy_of(optimizer),
                 perfect_score=optimizer.perfect_score,
                 max_rounds=optimizer.max_rounds,
                 claim=self.bench.claim,

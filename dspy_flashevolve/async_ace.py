@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import math
 from collections.abc import AsyncIterable, Callable, Iterable, Sequence
 from typing import Any, Literal
 
@@ -13,24 +10,15 @@ from dspy.teleprompt.teleprompt import Teleprompter
 
 from dspy_flashevolve.ace.playbook import SECTIONS, Playbook, checked_sections
 from dspy_flashevolve.ace.sampling import Epochs, Windows
-from dspy_flashevolve.ace.similarity import Embedder, EmbeddingTwins
+from dspy_flashevolve.ace.similarity import Embedder
 from dspy_flashevolve.ace.text import CountTokens, approximate_tokens
+from dspy_flashevolve.ace_arguments import check_arguments, check_budget, check_student, first_playbook
 from dspy_flashevolve.ace_run import AceRun, as_async
 from dspy_flashevolve.compilation import check_data
 from dspy_flashevolve.engine.errors import ConfigurationError, DataError
-from dspy_flashevolve.engine.staleness import Full, Guarded, Reflective, StalenessPolicy
-from dspy_flashevolve.learning import instructions_of
+from dspy_flashevolve.engine.staleness import StalenessPolicy
 from dspy_flashevolve.reflection.playbooks import AdditionReconciliation, PlaybookCuration, SampleReflection
-from dspy_flashevolve.scheduling import Schedule, check_counts, check_limits
-
-POLICIES: dict[str, StalenessPolicy] = {
-    "full": Full(looks=("before_commit",)),
-    "guarded": Guarded(max_gap=64, looks=("before_commit",)),
-    "reflective": Reflective(),
-}
-"""What the names of ``staleness`` stand for."""
-EMBEDDING_MODEL = "all-MiniLM-L6-v2"
-"""The sentence-transformers model that embeds bullets, unless an embedder is given."""
+from dspy_flashevolve.scheduling import Schedule
 
 
 class AsyncACE(Teleprompter):
@@ -122,7 +110,7 @@ class AsyncACE(Teleprompter):
         self.attach, self.staleness = attach, staleness
         self.num_threads, self.max_concurrency, self.schedule = num_threads, max_concurrency, schedule
         self.max_metric_calls, self.max_seconds = max_metric_calls, max_seconds
-        self.sections = checked_sections(tuple(sections) if not isinstance(sections, str) else sections)
+        self.sections = checked_sections(sections)
         self.perfect_score, self.failure_score = perfect_score, failure_score
         self.deduplicate, self.embedder = deduplicate, embedder
         self.reflector = reflector or SampleReflection()
@@ -133,7 +121,8 @@ class AsyncACE(Teleprompter):
         self.rollout_timeout_seconds = rollout_timeout_seconds
         self.metric_lock = metric_lock
         self.seed = seed
-        self._check()
+        self._run: AceRun | None = None
+        check_arguments(self)
 
     def compile(  # pyright: ignore[reportIncompatibleMethodOverride]  # dspy's has a teacher, which ACE has no use for
         self,
@@ -149,7 +138,8 @@ class AsyncACE(Teleprompter):
             student: the program; it is not changed.
             trainset: at least one example.
             valset: what playbooks are scored on. Default: the training set.
-            playbook: to begin with. Default: that of the student (``student.playbook``), else an empty one.
+            playbook: to begin with. Default: that of the student (its attribute ``playbook``, or, after ``load``, what
+                its instructions hold), else an empty one.
 
         Returns:
             A program of the student's class with the best validated playbook in the instructions of the predictors that
@@ -216,6 +206,10 @@ class AsyncACE(Teleprompter):
         run = self._online(student, stream, window, playbook)
         return await run.bench.run_async(run.run)
 
+    def best_so_far(self) -> Module | None:
+        """What the newest run would return if it ended now; None where none has begun. For any thread, at any time."""
+        return None if self._run is None else self._run.program()
+
     def modules(self) -> dict[str, tuple[Module, Any]]:
         """Stage -> the module that it asks, and the LM that this asks."""
         return {
@@ -224,109 +218,27 @@ class AsyncACE(Teleprompter):
             "reconcile": (self.reconciler, self.curator_lm),
         }
 
-    def policy(self) -> StalenessPolicy:
-        """The staleness policy."""
-        return POLICIES[self.staleness] if isinstance(self.staleness, str) else self.staleness
-
-    def twins(self) -> EmbeddingTwins | None:
-        """What tells by embeddings whether two bullets say the same; None where that is off."""
-        if self.deduplicate is None:
-            return None
-        return EmbeddingTwins(self.embedder or _sentence_transformer(), self.deduplicate)
+    def __getstate__(self) -> dict[str, Any]:
+        """A run belongs to the optimizer that began it, and to no copy."""
+        return {**self.__dict__, "_run": None}
 
     def _offline(self, student: Module, trainset: Any, valset: Any, playbook: Playbook | None) -> AceRun:
         check_data(student, trainset, None, valset)
+        names = check_student(student, self.attach)
         scored_on = list(trainset if valset is None else valset)
-        self._check_budget(2 * len(scored_on) + 1 + self.max_rounds, "the first and the last playbook's validation and")
-        names, first = self._attached(student), self._first(student, playbook)
-        return AceRun(self, student, names, first, Epochs(list(trainset), self.epochs, self.seed), scored_on)
+        check_budget(self, len(scored_on))
+        first = first_playbook(self, student, names, playbook)
+        self._run = AceRun(self, student, names, first, Epochs(list(trainset), self.epochs, self.seed), scored_on)
+        return self._run
 
     def _online(self, student: Module, stream: Any, window: int, playbook: Playbook | None) -> AceRun:
-        if not isinstance(student, Module):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise DataError(f"student is {student!r}, expected a dspy.Module.")
+        names = check_student(student, self.attach)
         if not isinstance(window, int) or isinstance(window, bool) or window < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigurationError(f"window is {window!r}, expected a whole number of at least 1.")
         if not hasattr(stream, "__iter__") and not hasattr(stream, "__aiter__"):
             raise DataError(f"stream is {stream!r}, expected an iterable or async iterable of dspy.Example.")
-        self._check_budget(1 + self.max_rounds, "")
-        names, first = self._attached(student), self._first(student, playbook)
+        check_budget(self, 0)
+        first = first_playbook(self, student, names, playbook)
         windows = Windows(as_async(stream, lambda *args: run.bench.threads.run(*args)), window)
-        run = AceRun(self, student, names, first, windows, None)
+        self._run = run = AceRun(self, student, names, first, windows, None)
         return run
-
-    def _attached(self, student: Module) -> list[str]:
-        known = [name for name, _ in student.named_predictors()]
-        wanted = known if self.attach == "all" else list(self.attach)
-        missing = [name for name in wanted if name not in known]
-        if missing or not wanted:
-            raise ConfigurationError(f"attach is {self.attach!r}, but the program's predictors are {known}.")
-        return list(instructions_of(student, wanted))
-
-    def _first(self, student: Module, playbook: Playbook | None) -> Playbook:
-        first: Any = getattr(student, "playbook", None) if playbook is None else playbook
-        first = Playbook(sections=self.sections) if first is None else first
-        if not isinstance(first, Playbook):
-            raise ConfigurationError(f"playbook is {first!r:.80}, expected a Playbook: Playbook.load(path) reads one.")
-        tokens = first.tokens(self.count_tokens)
-        if tokens > self.token_budget:
-            raise ConfigurationError(
-                f"The playbook to begin with has {tokens} tokens, above token_budget={self.token_budget}. Raise the "
-                "budget, or leave bullets out."
-            )
-        return first
-
-    def _check_budget(self, least: int, what: str) -> None:
-        if self.max_metric_calls is not None and self.max_metric_calls < least:
-            raise ConfigurationError(
-                f"max_metric_calls is {self.max_metric_calls}, expected at least {least}: {what} one sample may cost "
-                "so many."
-            )
-
-    def _check(self) -> None:
-        if not callable(self.metric):
-            raise ConfigurationError(f"metric is {self.metric!r}, expected a function (example, prediction, ...).")
-        for name in ("max_rounds", "epochs", "token_budget", "eval_every", "validations_at_once"):
-            if getattr(self, name) is None:
-                raise ConfigurationError(f"{name} is None, expected a whole number of at least 1.")
-        check_counts(
-            self,
-            *("max_rounds", "epochs", "token_budget", "eval_every", "validations_at_once", "max_metric_calls"),
-            *("num_threads", "max_concurrency"),
-        )
-        check_limits(self, "max_seconds", "rollout_timeout_seconds")
-        if self.schedule not in ("async", "lockstep"):
-            raise ConfigurationError(f"schedule is {self.schedule!r}, expected 'async' or 'lockstep'.")
-        for name in ("perfect_score", "failure_score"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-                raise ConfigurationError(f"{name} is {value!r}, expected a number.")
-        if self.attach != "all" and (isinstance(self.attach, str) or not self.attach):
-            raise ConfigurationError(f"attach is {self.attach!r}, expected 'all' or a list of predictor names.")
-        if isinstance(self.staleness, str):
-            if self.staleness not in POLICIES:
-                raise ConfigurationError(f"staleness is {self.staleness!r}, expected one of {list(POLICIES)}.")
-        elif not callable(getattr(self.staleness, "decide", None)):
-            raise ConfigurationError(f"staleness is {self.staleness!r}, expected a name or a policy with decide().")
-        for name in ("reflector", "curator", "reconciler"):
-            if not isinstance(getattr(self, name), Module):
-                raise ConfigurationError(f"{name} is {getattr(self, name)!r}, expected a dspy.Module.")
-        self._check_deduplication()
-
-    def _check_deduplication(self) -> None:
-        if self.deduplicate is None:
-            if self.embedder is not None:
-                raise ConfigurationError("embedder is given, but deduplicate is None: give a threshold, such as 0.9.")
-            return
-        EmbeddingTwins(lambda texts: [], self.deduplicate)
-        if self.embedder is None and importlib.util.find_spec("sentence_transformers") is None:
-            raise ConfigurationError(
-                f"deduplicate is {self.deduplicate!r}, which needs an embedder: pass embedder=..., or "
-                "pip install 'dspy-flashevolve[ace]' for sentence-transformers."
-            )
-
-
-def _sentence_transformer() -> Embedder:
-    """The default embedder; imported when it is used, since it takes seconds and is optional."""
-    module: Any = importlib.import_module("sentence_transformers")
-    model = module.SentenceTransformer(EMBEDDING_MODEL)
-    return lambda texts: model.encode(texts).tolist()

@@ -9,12 +9,13 @@ import json
 import os
 import re
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from dspy_flashevolve.ace.text import CLOSING, GUIDE, OPENING, CountTokens, approximate_tokens, cleaned
+from dspy_flashevolve.ace.plain_data import fields_of, text_of, whole_of
+from dspy_flashevolve.ace.text import CLOSING, GUIDE, OPENING, CountTokens, approximate_tokens, block_in, cleaned
 from dspy_flashevolve.engine.errors import ConfigurationError
 
 Tag = Literal["helpful", "harmful", "neutral"]
@@ -24,6 +25,7 @@ TAGS: tuple[Tag, ...] = ("helpful", "harmful", "neutral")
 SECTIONS = ("strategies", "formulas", "mistakes", "other")
 """The sections of a playbook, unless it is given others."""
 _SECTION = re.compile(r"[A-Za-z][A-Za-z0-9_ -]{0,59}")
+_LINE = re.compile(r"\[([a-z]{1,3}-[0-9]{1,9})\] (.*)")
 _ID = re.compile(r"\b[a-z]{1,3}-[0-9]{1,9}\b")
 
 
@@ -195,23 +197,53 @@ class Playbook:
         Raises:
             ConfigurationError: it is something else; the message says what.
         """
-        values = _fields(data, {"sections", "bullets", "next_number", "version"}, "an object")
+        values = fields_of(data, {"sections", "bullets", "next_number", "version"}, "an object")
         sections, bullets = values["sections"], values["bullets"]
         if not isinstance(sections, list) or not isinstance(bullets, list):
             raise ConfigurationError("playbook: sections and bullets must be lists.")
         return cls(
             sections=tuple(cast("list[str]", sections)),
             bullets=tuple(_bullet_of(one) for one in cast("list[object]", bullets)),
-            next_number=_whole(values["next_number"], "next_number"),
-            version=_whole(values["version"], "version"),
+            next_number=whole_of(values["next_number"], "next_number"),
+            version=whole_of(values["version"], "version"),
         )
+
+    @classmethod
+    def from_instructions(cls, instructions: str, sections: Sequence[str] = SECTIONS) -> Playbook | None:
+        """The playbook that instructions hold, as :meth:`render` wrote it; None where they hold none that can be read.
+
+        A text has no counters, and no memory of ids that are gone: :meth:`save` and :meth:`load` keep these.
+
+        Args:
+            sections: that it has beside those of its bullets.
+
+        >>> book = Playbook().adding("other", "x")
+        >>> Playbook.from_instructions("Answer. " + book.render()).bullets[0].content
+        'x'
+        """
+        block, found, section = block_in(instructions), list[Bullet](), ""
+        for line in (block or "").splitlines():
+            bullet = _LINE.fullmatch(line)
+            if line.startswith("## "):
+                section = line[3:]
+            elif bullet is not None:
+                found.append(Bullet(bullet[1], section, bullet[2]))
+            elif line.startswith("  ") and found:
+                found[-1] = replace(found[-1], content=f"{found[-1].content}\n{line[2:]}")
+        numbers = {int(one.id.rpartition("-")[2]): one for one in found}
+        try:
+            in_order = tuple(numbers[number] for number in sorted(numbers))
+            named = tuple(dict.fromkeys([*sections, *(one.section for one in found)]))
+            return cls(named, in_order, max(numbers) + 1) if found else None
+        except ConfigurationError:
+            return None
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it as JSON; a file that is there is replaced at once or not at all."""
         target = Path(path)
         draft = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
         try:
-            draft.write_text(json.dumps(self.to_dict(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+            draft.writetext_of(json.dumps(self.to_dict(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
             draft.replace(target)
         finally:
             draft.unlink(missing_ok=True)
@@ -257,30 +289,12 @@ def _prefix(section: str) -> str:
 
 
 def _bullet_of(data: object) -> Bullet:
-    values = _fields(data, set(Bullet.__dataclass_fields__), "a bullet")
+    values = fields_of(data, set(Bullet.__dataclass_fields__), "a bullet")
     return Bullet(
-        id=_text(values["id"], "id"),
-        section=_text(values["section"], "section"),
-        content=_text(values["content"], "content"),
-        helpful=_whole(values["helpful"], "helpful"),
-        harmful=_whole(values["harmful"], "harmful"),
-        created_version=_whole(values["created_version"], "created_version"),
+        id=text_of(values["id"], "id"),
+        section=text_of(values["section"], "section"),
+        content=text_of(values["content"], "content"),
+        helpful=whole_of(values["helpful"], "helpful"),
+        harmful=whole_of(values["harmful"], "harmful"),
+        created_version=whole_of(values["created_version"], "created_version"),
     )
-
-
-def _fields(data: object, names: set[str], what: str) -> Mapping[str, object]:
-    if not isinstance(data, Mapping) or set(cast("Mapping[str, object]", data)) != names:
-        raise ConfigurationError(f"playbook: expected {what} with {sorted(names)}, got {data!r:.80}.")
-    return cast("Mapping[str, object]", data)
-
-
-def _text(value: object, name: str) -> str:
-    if not isinstance(value, str):
-        raise ConfigurationError(f"playbook: a bullet's {name} is {value!r:.80}, expected text.")
-    return value
-
-
-def _whole(value: object, name: str) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ConfigurationError(f"playbook: {name} is {value!r:.80}, expected a whole number of at least 0.")
-    return value

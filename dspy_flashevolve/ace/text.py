@@ -50,3 +50,9 @@ def detached(instructions: str) -> str:
     'Answer.'
     """
     return _BLOCK.sub("", instructions)
+
+
+def block_in(instructions: str) -> str | None:
+    """The rendered playbook in instructions, without its marks; None where there is none."""
+    found = _BLOCK.search(instructions)
+    return None if found is None else found[0].strip()[len(OPENING) : -len(CLOSING)].strip("\n")
