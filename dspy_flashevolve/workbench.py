@@ -16,9 +16,10 @@ import dspy
 from dspy.primitives.module import Module
 
 from dspy_flashevolve.engine.admission import Admission, LiveTickets
-from dspy_flashevolve.engine.background import Background
+from dspy_flashevolve.engine.background import Background, run_with
 from dspy_flashevolve.engine.budget import Budget
 from dspy_flashevolve.engine.claims import SlotOrder
+from dspy_flashevolve.engine.commits import Commits
 from dspy_flashevolve.engine.control import WorkflowController
 from dspy_flashevolve.engine.errors import ConfigurationError
 from dspy_flashevolve.engine.loop import run_to_end
@@ -26,7 +27,6 @@ from dspy_flashevolve.engine.pipeline import Pipeline, Source
 from dspy_flashevolve.engine.retries import RetryPolicy
 from dspy_flashevolve.engine.sources import OneAtATime, Select, TicketSource
 from dspy_flashevolve.engine.stages import Outcomes, Stage, unresolved_fails
-from dspy_flashevolve.engine.staleness import GapHistogram
 from dspy_flashevolve.engine.stragglers import Duplicates
 from dspy_flashevolve.observe.progress import Progress
 from dspy_flashevolve.observe.records import Outcome, RunStats
@@ -109,7 +109,8 @@ class Workbench(Requests):
             depths=depths,
         )
         self.budget = Budget(budget_calls)
-        self.gaps = GapHistogram()
+        self.commits = Commits(self.bus, self.clock)
+        self.gaps = self.commits.gaps
         self.background = Background()
         self.pipeline: Pipeline | None = None
         self._recorder: Recorder | None = None
@@ -182,20 +183,7 @@ class Workbench(Requests):
         self.slots.on_idle = self.background.ended = pipeline.wake
         if self._stop is not None:
             pipeline.stop(self._stop[0])
-        failures: list[Exception] = []
-        async with anyio.create_task_group() as group:
-            group.start_soon(self._watch_time)
-            for watch in self.endpoints.watchers:
-                group.start_soon(watch)
-            try:
-                async with self.background:
-                    await pipeline.run()
-            except Exception as error:
-                failures.append(error)
-            group.cancel_scope.cancel()
-        for failure in (self.background.failure, *failures):
-            if failure is not None:
-                raise failure
+        await run_with(self.background, pipeline.run, [self._watch_time, *self.endpoints.watchers])
 
     async def beside(self, work: Callable[[], Awaitable[None]]) -> None:
         """Do what no ticket waits for, beside the stages of :meth:`evolve`; in lockstep at once, before this returns.
@@ -265,6 +253,7 @@ class Workbench(Requests):
         source.on_limit = lambda reason: self.stop(reason, "finished")
         source.on_failure = lambda reason: self.stop(reason, "failed")
         source.pending = lambda: self.background.running > 0
+        source.mean_gap = self.commits.mean_gap
         return source
 
     @property

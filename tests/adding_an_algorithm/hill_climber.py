@@ -12,7 +12,6 @@ from typing import Any
 import dspy
 
 from dspy_flashevolve.engine.admission import LiveTickets
-from dspy_flashevolve.engine.events import Committed
 from dspy_flashevolve.engine.flights import Rollout
 from dspy_flashevolve.engine.gathering import gather
 from dspy_flashevolve.engine.item import End, EndKind, Item, Ticket
@@ -21,10 +20,6 @@ from dspy_flashevolve.engine.stages import Finish, Forward, Outcome
 from dspy_flashevolve.observe.records import RunStats
 from dspy_flashevolve.scheduling import Schedule
 from dspy_flashevolve.workbench import Workbench
-
-
-def _named(program: dspy.Module) -> list[tuple[str, Any]]:
-    return program.named_predictors()
 
 
 class WriteInstruction(dspy.Signature):
@@ -44,7 +39,7 @@ class Scored:
     feedback: tuple[str, ...]
 
 
-@dataclass(kw_only=True)
+@dataclass
 class HillClimber:
     """Improves the instruction of a program with one predictor.
 
@@ -92,8 +87,8 @@ class _Climb:
             seed=of.seed,
         )
         self.runner = self.bench.runner(student, of.metric)
-        ((self.component, predictor),) = _named(student)
-        self.best = Scored(predictor.signature.instructions, -1.0, ())
+        self.component = next(iter(dict(student.named_predictors())))
+        self.best = Scored(self.predictor_of(student).signature.instructions, -1.0, ())
         self.source = self.bench.source(self.select, calls=len(trainset), admission=LiveTickets(of.live))
         self.version = 0
 
@@ -106,9 +101,13 @@ class _Climb:
         )
         self.of.stats = self.bench.statistics()
         program = self.student.deepcopy()
-        for _, predictor in _named(program):
-            predictor.signature = predictor.signature.with_instructions(self.best.text)
+        predictor = self.predictor_of(program)
+        predictor.signature = predictor.signature.with_instructions(self.best.text)
         return program
+
+    def predictor_of(self, program: dspy.Module) -> Any:
+        """The predictor whose instruction evolves."""
+        return dict(program.named_predictors())[self.component]
 
     async def select(self, ticket: Ticket) -> Opened | NotNow:
         """The first ticket evaluates the program as it is; the others wait for it, and improve the best."""
@@ -145,9 +144,9 @@ class _Climb:
         """The one writer: keep what is better than the best."""
         if item.payload.score <= self.best.score:
             return Finish(End(EndKind.REJECTED, "it does not score better than the best"))
-        gap, self.best, self.version = self.version - item.version, item.payload, self.version + 1
-        self.bench.gaps.record("admit", gap)
-        score, number = self.best.score, item.ticket.number
-        now = self.bench.clock()
-        self.bench.bus.emit(Committed(now, number, self.version, gap, self.version - 1, score, score, self.version))
+        self.best, self.version, score = item.payload, self.version + 1, item.payload.score
+        parents = [item.version - 1] if item.version else []
+        self.bench.commits.add(
+            item, version=self.version, candidate=self.version - 1, score=score, best_score=score, parents=parents
+        )
         return Finish(End(EndKind.COMMITTED))
