@@ -107,6 +107,7 @@ class AceRun:
         self._ticket: Ticket | None = None
         self._began = self._last_sample = 0.0
         self._unpaid = self._unresolved = 0
+        self._has_begun = False
 
     async def run(self) -> Module:
         """Evolve to the end and build the best program.
@@ -114,7 +115,7 @@ class AceRun:
         Raises:
             RunAbortedError: the provider refused for good, or no playbook could be validated.
         """
-        self._began = self.bench.clock()
+        self._began, self._has_begun = self.bench.clock(), True
         if self._valset is not None:
             self._purse.extend(len(self._valset))  # for the last snapshot; that it fits was checked
         width = self.bench.live_limit
@@ -129,7 +130,7 @@ class AceRun:
             if self._valset is not None:
                 await self.snapshots.finish(self._ledger.playbook)
         except RunAbortedError as error:
-            error.best_program = None if self.best() is None else self.program()
+            error.best_program = self.program() if self.has_result else None
             raise
         if self.best() is None:
             raise RunAbortedError("No playbook could be validated: the provider answered no validation to its end.")
@@ -140,6 +141,11 @@ class AceRun:
         if self._valset is None:
             return self._ledger.playbook
         return None if self.snapshots.best is None else self.snapshots.best.playbook
+
+    @property
+    def has_result(self) -> bool:
+        """Whether there is a program to be returned by now."""
+        return self._has_begun and self.best() is not None
 
     def program(self) -> Module:
         """The student with the best playbook; with the first one where none is validated."""

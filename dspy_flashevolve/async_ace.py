@@ -207,8 +207,11 @@ class AsyncACE(Teleprompter):
         return await run.bench.run_async(run.run)
 
     def best_so_far(self) -> Module | None:
-        """What the newest run would return if it ended now; None where none has begun. For any thread, at any time."""
-        return None if self._run is None else self._run.program()
+        """What the newest run would return if it ended now, for any thread at any time.
+
+        None before the first playbook is validated; while a stream is adapted to, None before that has begun.
+        """
+        return None if self._run is None or not self._run.has_result else self._run.program()
 
     def modules(self) -> dict[str, tuple[Module, Any]]:
         """Stage -> the module that it asks, and the LM that this asks."""

@@ -243,7 +243,7 @@ class Playbook:
         target = Path(path)
         draft = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
         try:
-            draft.writetext_of(json.dumps(self.to_dict(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+            draft.write_text(json.dumps(self.to_dict(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
             draft.replace(target)
         finally:
             draft.unlink(missing_ok=True)
