@@ -118,7 +118,7 @@ class AceRun:
         self._began, self._has_begun = self.bench.clock(), True
         if self._valset is not None:
             self._purse.extend(len(self._valset))  # for the last snapshot; that it fits was checked
-        width = self.bench.live_limit
+        width = self.bench.width
         admission = SharedWidth(width, lambda: self.snapshots.running > 0)
         source = self.bench.source(self._select, calls=1 + self._of.max_rounds, admission=admission)
         source.on_end = lambda ticket, end: self._data.ended(ticket)
