@@ -58,7 +58,9 @@ class AceRun:
         self._data = data
         self._valset = valset
         modules: dict[str, tuple[Module, Any]] = optimizer.modules()
-        asked = {stage: [one.lm or lm for one in module.predictors()] for stage, (module, lm) in modules.items()}
+        asked = {
+            stage: [one.lm or lm for one in module.predictors()] or [lm] for stage, (module, lm) in modules.items()
+        }
         self.bench = Workbench(
             name="AsyncACE",
             lms={"rollout": [student], **asked, "evaluate": [student]},
@@ -127,6 +129,7 @@ class AceRun:
         stages = [self.bench.stage(n, handlers[n], workers=1 if n == "merge" else None) for n in handlers]
         try:
             await self.bench.evolve(stages, source)
+            self._purse.refund()
             if self._valset is not None:
                 await self.snapshots.finish(self._ledger.playbook)
         except RunAbortedError as error:
@@ -181,8 +184,6 @@ class AceRun:
         assert self._valset is not None
         assert self._ticket is not None
         pays = self.bench.budget.reserve(len(self._valset))
-        if pays is None and self.bench.pipeline is not None and self.bench.pipeline.live == 0:
-            pays = self._purse
         if pays is None:
             self._unpaid += 1
             return None

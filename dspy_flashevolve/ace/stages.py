@@ -133,6 +133,7 @@ class AceStages:
         sample = replace(sample, reflections=(*sample.reflections, reflection), tags=tags)
         is_wrong = sample.attempts[-1].score < self._on.perfect_score
         if not reflection.text:  # tags still count; there is nothing to try again with, or to curate
+            self._ledger.note([Problem("empty reflection")])
             return Forward("merge", sample)
         return Forward("rollout" if is_wrong else "curate", sample)
 
