@@ -33,11 +33,19 @@ if TYPE_CHECKING:
     from dspy_flashevolve.engine.staleness import Full, Guarded, Reflective, StalenessPolicy
     from dspy_flashevolve.engine.stragglers import Duplicates
     from dspy_flashevolve.observe.playbooks import AceStats
-    from dspy_flashevolve.observe.records import AsyncStats, ChangeRecord, CommitRecord, HeadRecord, IntegrationRecord
+    from dspy_flashevolve.observe.records import (
+        AsyncStats,
+        ChangeRecord,
+        CommitRecord,
+        HeadRecord,
+        IntegrationRecord,
+        RunStats,
+    )
     from dspy_flashevolve.reflection.combee import CombeeReflection
     from dspy_flashevolve.reflection.playbooks import AdditionReconciliation, PlaybookCuration, SampleReflection
     from dspy_flashevolve.reflection.stale_candidates import StaleCandidateReflection
     from dspy_flashevolve.results import AsyncGEPAResult
+    from dspy_flashevolve.workbench import Workbench
 
 __all__ = [
     "AceStats",
@@ -71,12 +79,14 @@ __all__ = [
     "Reflective",
     "RolloutUnresolvedError",
     "RunAbortedError",
+    "RunStats",
     "SampleReflection",
     "Speculation",
     "StaleCandidateReflection",
     "StalenessPolicy",
     "TransientError",
     "ValueFirst",
+    "Workbench",
     "WorkflowController",
 ]
 
@@ -109,8 +119,10 @@ _HOMES = {
     "HeadRecord": "observe.records",
     "IntegrationRecord": "observe.records",
     "Reflective": "engine.staleness",
+    "RunStats": "observe.records",
     "StaleCandidateReflection": "reflection.stale_candidates",
     "StalenessPolicy": "engine.staleness",
+    "Workbench": "workbench",
 }
 """Public name -> its module; all others are errors."""
 

@@ -21,7 +21,7 @@ from dspy_flashevolve.engine.budget import Budget
 from dspy_flashevolve.engine.claims import SlotOrder
 from dspy_flashevolve.engine.commits import Commits
 from dspy_flashevolve.engine.control import WorkflowController
-from dspy_flashevolve.engine.errors import ConfigurationError
+from dspy_flashevolve.engine.errors import ConfigurationError, RolloutUnresolvedError
 from dspy_flashevolve.engine.loop import run_to_end
 from dspy_flashevolve.engine.pipeline import Pipeline, Source
 from dspy_flashevolve.engine.retries import RetryPolicy
@@ -193,12 +193,20 @@ class Workbench(Requests):
     async def beside(self, work: Callable[[], Awaitable[None]]) -> None:
         """Do what no ticket waits for, beside the stages of :meth:`evolve`; in lockstep at once, before this returns.
 
-        Call it from a handler or while a ticket is selected. What ``work`` raises ends the run.
+        Call it from a handler or while a ticket is selected. What ``work`` raises ends the run; where a request of it
+        got no answer, that is logged.
         """
+
+        async def guarded() -> None:
+            try:
+                await work()
+            except RolloutUnresolvedError as error:
+                logger.warning("%s: work beside the steps is left undone: %s", self.name, error)
+
         if self.lockstep:
-            await work()
+            await guarded()
         else:
-            self.background.start(work)
+            self.background.start(guarded)
 
     def stop(self, reason: str, outcome: Outcome = "stopped") -> None:
         """Start no more tickets; what runs is finished. The first reason stays. Call it on the run's loop.
@@ -252,7 +260,7 @@ class Workbench(Requests):
         Args:
             select: what a ticket works on.
             calls: metric calls that a ticket may cost at most.
-            admission: how many tickets may live. Default: as many as there are slots. In lockstep one, whatever it says.
+            admission: how many tickets may live. Default: as many as there are slots. In lockstep it is one.
         """
         rule = LiveTickets(self.width) if admission is None else admission
         source = TicketSource(select, self.budget, calls, rule, self.slots, self.seed)

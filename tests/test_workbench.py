@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import dspy
 import pytest
 from dspy.lm15 import Response
@@ -53,7 +56,8 @@ def slow_lm(answer: Callable[[str], str] | None = None, seconds: float = 10.0) -
 
 
 def made(**options: Any) -> Workbench:
-    return Workbench(**({"lms": {"work": [None]}, "num_threads": 4} | options))
+    defaults: dict[str, Any] = {"lms": {"work": [None]}, "num_threads": 4}
+    return Workbench(**(defaults | options))
 
 
 class Loop:
@@ -313,9 +317,12 @@ def test_each_ticket_of_a_batch_fails_where_it_got_no_answer() -> None:
     assert stats.ended["failed"] == stats.tickets == 3
 
 
-def test_a_later_stage_goes_first_where_slots_are_scarce() -> None:
+@pytest.mark.parametrize(
+    ("depths", "first"), [(None, "check 0"), ({"work": 5}, "work 2")], ids=["by the order of lms", "as it is told"]
+)
+def test_a_later_stage_goes_first_where_slots_are_scarce(depths: dict[str, int] | None, first: str) -> None:
     lm = slow_lm(seconds=1.0)
-    bench = made(lms={"work": [lm], "check": [lm]}, num_threads=1)
+    bench = made(lms={"work": [lm], "check": [lm]}, num_threads=1, depths=depths)
     order: list[str] = []
 
     def handler(stage: str, outcome: Callable[[Item[Any]], Outcome]) -> Handler:
@@ -328,13 +335,23 @@ def test_a_later_stage_goes_first_where_slots_are_scarce() -> None:
 
     async def main() -> None:
         stages = [
-            bench.stage("work", handler("work", lambda item: Forward("check", item.payload)), workers=3),
-            bench.stage("check", handler("check", lambda item: DONE), workers=3),
+            bench.stage("work", handler("work", lambda item: Forward("check", item.payload))),
+            bench.stage("check", handler("check", lambda item: DONE)),
         ]
         await bench.evolve(stages, bench.source(Loop(bench, asking(bench)).select, admission=LiveTickets(3)))
 
     run(lambda: bench.run_async(main))
-    assert order.index("check 0") < order.index("work 2")
+    last = {"check 0": "work 2", "work 2": "check 0"}[first]
+    assert order.index(first) < order.index(last)
+
+
+def test_calls_are_priced_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dspy_flashevolve.programs.usage.rates_of", lambda model: (1.0, 2.0))
+    costs: list[float] = []
+    for priced in (True, False):
+        bench = made(priced=priced)
+        costs.append(Loop(bench, asking(bench)).play().cost_dollars)
+    assert costs == [3 * (3 * 1.0 + 4 * 2.0), 0.0]
 
 
 # Rollouts and the budget
@@ -428,6 +445,31 @@ def test_a_runner_takes_any_metric_and_scores_failures_as_it_is_told() -> None:
     assert scores == [-1.0, 0.25, 0.5, 0.5]
 
 
+def test_a_rollout_that_takes_too_long_is_given_up_and_paid_for_only_where_its_metric_began() -> None:
+    with dspy.context(lm=slow_lm(seconds=10.0)):
+        bench = made(rollout_timeout_seconds=5.0, retry=RetryPolicy(attempts=2), budget_calls=4)
+        stats = Rolling(bench, 4, lambda ticket, index: (ticket, index), tickets=1).play()
+    assert stats.ended["failed"] == 1
+    assert (stats.timed_out_rollouts, stats.metric_calls) == (8, 0)
+
+
+@pytest.mark.parametrize(("lock", "most"), [(True, 1), (False, 4)])
+def test_a_metric_with_a_lock_is_called_once_at_a_time(lock: bool, most: int) -> None:
+    now = peak = 0
+
+    async def metric(gold: Any, pred: Any) -> float:
+        nonlocal now, peak
+        now, peak = now + 1, max(peak, now + 1)
+        await anyio.sleep(1)
+        now -= 1
+        return 1.0
+
+    rolling = Rolling(made(), 4, lambda ticket, index: (ticket, index), tickets=1)
+    rolling.runner = rolling.bench.runner(Chain(), metric, metric_lock=lock)
+    rolling.play()
+    assert peak == most
+
+
 # How it ends
 
 
@@ -456,6 +498,34 @@ def test_a_stop_before_the_first_ticket_leaves_nothing_to_do() -> None:
     bench.stop("not today")
     stats = Loop(bench, asking(bench)).play()
     assert (stats.tickets, stats.outcome, stats.stop_reason) == (0, "stopped", "not today")
+
+
+def test_ctrl_c_ends_the_run_early_and_a_second_one_at_once() -> None:
+    def interrupted(times: int) -> Workbench:
+        bench = made()
+
+        async def handler(item: Item[Any]) -> Outcome:
+            for _ in range(times):
+                os.kill(os.getpid(), signal.SIGINT)
+                while not bench.stop_reason:
+                    await anyio.lowlevel.checkpoint()
+            if times > 1:
+                await anyio.sleep_forever()
+            return DONE
+
+        loop = Loop(bench, handler, tickets=1000)
+        if times == 1:
+            stats = bench.run_sync(loop.main)
+            assert stats.ended["rejected"] == stats.tickets <= 4
+        else:
+            with pytest.raises(KeyboardInterrupt):
+                bench.run_sync(loop.main)
+        return bench
+
+    first, second = interrupted(1).statistics(), interrupted(2).statistics()
+    assert (first.outcome, first.stop_reason) == ("stopped", "interrupted by Ctrl-C")
+    assert (second.outcome, second.stop_reason) == ("aborted", "cancelled")
+    assert second.ended["cancelled"] == second.tickets > 0
 
 
 def test_no_ticket_starts_after_max_seconds() -> None:
@@ -532,6 +602,22 @@ def test_work_beside_the_tickets_is_waited_for_at_the_end_and_in_lockstep_at_onc
     assert beside("lockstep") == ["beside", "ticket", "beside", "ticket"]
 
 
+@pytest.mark.parametrize("schedule", ["async", "lockstep"])
+def test_work_beside_the_tickets_that_got_no_answer_is_logged_and_no_end(
+    schedule: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    away = fake_lm(Turn(*[LMRateLimitError("later") for _ in range(1000)]))
+    bench = made(schedule=schedule, retry=RetryPolicy(attempts=1))
+
+    async def handler(item: Item[Any]) -> Outcome:
+        claim = bench.claim(item, "work")
+        await bench.beside(lambda: bench.ask(claim, PREDICT, lm=away, question="q"))
+        return DONE
+
+    assert Loop(bench, handler, tickets=2).play().ended["rejected"] == 2
+    assert caplog.text.count("work beside the steps is left undone: no answer after 1 attempts") == 2
+
+
 @pytest.mark.parametrize(("schedule", "live"), [("async", 4), ("lockstep", 1)])
 def test_in_lockstep_one_ticket_lives_whatever_the_source(schedule: str, live: int) -> None:
     bench = made(schedule=schedule)
@@ -597,13 +683,12 @@ def test_a_commit_tells_its_gap_and_its_generation() -> None:
     async def handler(item: Item[Any]) -> Outcome:
         number = item.payload
         parents = [number - 1] if number else []
-        bench.commits.add(
-            item, version=number + 1, candidate=number, score=0.1 * number, best_score=0.2, parents=parents
-        )
+        bench.commits.add(item, version=number + 1, candidate=number, score=1.0 - number, parents=parents)
         return Finish(End(EndKind.COMMITTED))
 
     stats = Loop(bench, handler).play()
     assert [(one.candidate, one.gap, one.generation) for one in stats.commits] == [(0, 0, 0), (1, 1, 1), (2, 2, 2)]
+    assert [(one.score, one.best_score) for one in stats.commits] == [(1.0, 1.0), (0.0, 1.0), (-1.0, 1.0)]
     assert stats.generations == 2
     assert stats.gaps == {"before_commit": {0: 1, 1: 1, 2: 1}}
     assert stats.ended["committed"] == 3
