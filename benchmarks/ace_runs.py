@@ -181,14 +181,13 @@ def on_server(row: Row, lm: dspy.LM) -> Row:
 
 def read_at_limit(row: Row, optimizer: AsyncACE) -> Row:
     """The figures now."""
-    best: Any = optimizer.best_so_far()
-    if best is None:
+    stats = optimizer.stats_so_far()
+    if stats is None:
         return row
-    stats: AceStats = best.async_stats
     return replace(
         row,
         samples=stats.samples,
-        best_score=max(one.score for one in stats.snapshots),
+        best_score=max((one.score for one in stats.snapshots), default=None),
         seed_score=next((one.score for one in stats.snapshots if one.version == 0), None),
         validations=len(stats.snapshots),
         version=stats.version,

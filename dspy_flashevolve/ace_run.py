@@ -109,7 +109,8 @@ class AceRun:
         self._ticket: Ticket | None = None
         self._began = self._last_sample = 0.0
         self._unpaid = self._unresolved = 0
-        self._has_begun = False
+        self.has_begun = False
+        """Whether :meth:`run` was called."""
 
     async def run(self) -> Module:
         """Evolve to the end and build the best program.
@@ -117,7 +118,7 @@ class AceRun:
         Raises:
             RunAbortedError: the provider refused for good, or no playbook could be validated.
         """
-        self._began, self._has_begun = self.bench.clock(), True
+        self._began, self.has_begun = self.bench.clock(), True
         if self._valset is not None:
             self._purse.extend(len(self._valset))  # for the last snapshot; that it fits was checked
         width = self.bench.width
@@ -148,7 +149,7 @@ class AceRun:
     @property
     def has_result(self) -> bool:
         """Whether there is a program to be returned by now."""
-        return self._has_begun and self.best() is not None
+        return self.has_begun and self.best() is not None
 
     def program(self) -> Module:
         """The student with the best playbook; with the first one where none is validated."""

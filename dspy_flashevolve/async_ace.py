@@ -17,6 +17,7 @@ from dspy_flashevolve.ace_run import AceRun, as_async
 from dspy_flashevolve.compilation import check_data
 from dspy_flashevolve.engine.errors import ConfigurationError, DataError
 from dspy_flashevolve.engine.staleness import StalenessPolicy
+from dspy_flashevolve.observe.playbooks import AceStats
 from dspy_flashevolve.reflection.playbooks import AdditionReconciliation, PlaybookCuration, SampleReflection
 from dspy_flashevolve.scheduling import Schedule
 
@@ -212,6 +213,10 @@ class AsyncACE(Teleprompter):
         None before the first playbook is validated; while a stream is adapted to, None before that has begun.
         """
         return None if self._run is None or not self._run.has_result else self._run.program()
+
+    def stats_so_far(self) -> AceStats | None:
+        """What the newest run has done by now, for any thread at any time; None before one has begun."""
+        return None if self._run is None or not self._run.has_begun else self._run.statistics()
 
     def modules(self) -> dict[str, tuple[Module, Any]]:
         """Stage -> the module that it asks, and the LM that this asks."""

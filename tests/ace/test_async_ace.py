@@ -13,9 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dspy_flashevolve import AceStats, AsyncACE, ConfigurationError, DataError, Playbook, RunAbortedError
-from dspy_flashevolve.ace.playbook import Bullet
 from dspy_flashevolve.ace.text import attached, detached
-from dspy_flashevolve.sim import HouseRules, ReplyModel
+from dspy_flashevolve.sim import HouseRules
 from dspy_flashevolve.sim.virtual import SimulatedModel, run
 from tests.fakes import Chain, digits, examples, fake_lm, hashed, reply_for
 
@@ -124,6 +123,12 @@ def test_in_lockstep_one_sample_is_under_way_at_a_time() -> None:
 def test_the_asynchronous_form_learns_from_more_samples_in_the_same_time() -> None:
     counts = {name: compiled(schedule=name, max_seconds=60).async_stats.samples for name in ("lockstep", "async")}
     assert counts["async"] >= 2.5 * counts["lockstep"] > 0
+
+
+def test_the_slots_adapt_where_no_number_of_threads_is_given() -> None:
+    stats: AceStats = compiled(num_threads=None, max_concurrency=32, max_seconds=60).async_stats
+    assert stats.limit_changes
+    assert stats.samples > 0
 
 
 @pytest.mark.parametrize("staleness", ["full", "guarded", "reflective"])
@@ -471,8 +476,9 @@ def test_an_optimizer_can_be_pickled_after_a_run() -> None:
     with dspy.context(lm=fake_lm(lambda prompt: reply_for(prompt, answer="3", insight="x", operations="[]"))):
         program: Any = optimizer.compile(Chain(), trainset=examples("t", 2))
     assert optimizer.best_so_far() is not None
+    stats = optimizer.stats_so_far()
+    assert stats is not None
+    assert stats.samples == 2
     copied = pickle.loads(pickle.dumps(optimizer))
-    assert copied.best_so_far() is None
+    assert copied.best_so_far() is copied.stats_so_far() is None
     assert pickle.loads(pickle.dumps(program.playbook)) == program.playbook
-    assert Bullet("oth-1", "other", "x").worth == 0
-    assert ReplyModel().obedience == 0.9

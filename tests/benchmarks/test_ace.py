@@ -30,7 +30,7 @@ def test_a_run_is_read_at_its_limit_and_drained() -> None:
 
 
 def test_a_run_that_fails_says_why() -> None:
-    assert "num_threads" in virtually(replace(ROW, slots=0)).error
+    assert "trainset is empty" in virtually(replace(ROW, train=0)).error
 
 
 def test_both_schedules_of_every_seed_task_and_profile_are_planned_once() -> None:
