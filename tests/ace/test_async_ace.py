@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import dspy
 import pytest
+from dspy.utils.exceptions import LMAuthError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dspy_flashevolve import AceStats, AsyncACE, ConfigurationError, DataError, Playbook, RunAbortedError
 from dspy_flashevolve.ace.text import attached, detached
 from dspy_flashevolve.sim import HouseRules
+from dspy_flashevolve.sim.profiles import H100_QWEN3_8B
 from dspy_flashevolve.sim.virtual import SimulatedModel, run
 from tests.fakes import Chain, digits, examples, fake_lm, hashed, reply_for
 
@@ -185,10 +188,6 @@ def test_an_empty_playbook_with_sections_of_its_own_is_not_replaced() -> None:
 
 
 def test_rate_limits_are_retried_and_are_no_scores() -> None:
-    from dataclasses import replace
-
-    from dspy_flashevolve.sim.profiles import H100_QWEN3_8B
-
     tight = replace(H100_QWEN3_8B, concurrency_limit=4, retry_after_seconds=0.5)
     seen: list[int] = []
 
@@ -203,6 +202,14 @@ def test_rate_limits_are_retried_and_are_no_scores() -> None:
     assert stats.ended["failed"] > 0, "some samples found no answer at all"
     assert stats.samples == stats.ended["committed"] + stats.ended["rejected"] > 0
     assert all(one.score > 0 for one in stats.snapshots)
+
+
+def test_a_provider_that_is_down_ends_the_run_without_a_score() -> None:
+    model = SimulatedModel(replace(H100_QWEN3_8B, concurrency_limit=0), seed=0)
+    with pytest.raises(RunAbortedError, match="No playbook could be validated") as raised:
+        compiled(model=model, num_threads=4)
+    assert raised.value.best_program is None
+    assert not model.requests
 
 
 # Fakes: what language models may write
@@ -315,8 +322,6 @@ def test_a_program_that_fails_is_reflected_on_and_scores_the_failure_score() -> 
 
 
 def test_a_key_that_is_refused_ends_the_run_with_the_best_program_so_far() -> None:
-    from dspy.utils.exceptions import LMAuthError
-
     def answer(prompt: str) -> str:
         if "[[ ## attempt ## ]]" in prompt:
             raise LMAuthError("no such key", model="fake/model", provider="fake")
