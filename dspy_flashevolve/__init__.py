@@ -12,6 +12,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dspy_flashevolve.ace.playbook import Bullet, Playbook
+    from dspy_flashevolve.async_ace import AsyncACE
     from dspy_flashevolve.async_gepa import AsyncGEPA
     from dspy_flashevolve.engine.admission import GapBound, LiveTickets
     from dspy_flashevolve.engine.claims import DeepestFirst
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from dspy_flashevolve.engine.speculation import Speculation
     from dspy_flashevolve.engine.staleness import Full, Guarded, Reflective, StalenessPolicy
     from dspy_flashevolve.engine.stragglers import Duplicates
+    from dspy_flashevolve.observe.playbooks import AceStats
     from dspy_flashevolve.observe.records import (
         AsyncStats,
         ChangeRecord,
@@ -40,16 +43,21 @@ if TYPE_CHECKING:
         StageRecord,
     )
     from dspy_flashevolve.reflection.combee import CombeeReflection
+    from dspy_flashevolve.reflection.playbooks import AdditionReconciliation, PlaybookCuration, SampleReflection
     from dspy_flashevolve.reflection.stale_candidates import StaleCandidateReflection
     from dspy_flashevolve.results import AsyncGEPAResult
     from dspy_flashevolve.workbench import Workbench
 
 __all__ = [
+    "AceStats",
+    "AdditionReconciliation",
+    "AsyncACE",
     "AsyncGEPA",
     "AsyncGEPAResult",
     "AsyncStats",
     "Backlog",
     "BudgetError",
+    "Bullet",
     "ChangeRecord",
     "CombeeReflection",
     "CommitRecord",
@@ -66,11 +74,14 @@ __all__ = [
     "IntegrationRecord",
     "LiveTickets",
     "MedianRate",
+    "Playbook",
+    "PlaybookCuration",
     "QueueClosedError",
     "Reflective",
     "RolloutUnresolvedError",
     "RunAbortedError",
     "RunStats",
+    "SampleReflection",
     "Speculation",
     "StageRecord",
     "StaleCandidateReflection",
@@ -82,6 +93,13 @@ __all__ = [
 ]
 
 _HOMES = {
+    "AceStats": "observe.playbooks",
+    "AdditionReconciliation": "reflection.playbooks",
+    "AsyncACE": "async_ace",
+    "Bullet": "ace.playbook",
+    "Playbook": "ace.playbook",
+    "PlaybookCuration": "reflection.playbooks",
+    "SampleReflection": "reflection.playbooks",
     "ChangeRecord": "observe.records",
     "StageRecord": "observe.records",
     "Duplicates": "engine.stragglers",

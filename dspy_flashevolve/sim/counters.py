@@ -47,7 +47,7 @@ class ServerStats:
         completion_tokens: Completion tokens of the finished requests.
         generated_tokens: Tokens written in the window, pro rata for requests that are not finished.
         mean_running: Mean number of running sequences over the window.
-        by_kind: Finished requests by kind: "task", "reflection", "integration", "other".
+        by_kind: Finished requests by kind of prompt (`prompts.PromptKind`).
         faults: Faults injected, by kind (`faults.FaultKind`); kinds that did not occur are left out.
     """
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
-PromptKind = Literal["task", "reflection", "integration", "other"]
+PromptKind = Literal["task", "reflection", "integration", "sample_reflection", "curation", "reconciliation", "other"]
 
 _OBJECTIVE = "In adhering to this structure, your objective is:"
 _CHAT_REQUEST = "Respond with the corresponding output fields, starting with the field"
@@ -23,8 +23,14 @@ _CHAT_FIELD = re.compile(r"`\[\[ ## (\w{1,200}) ## \]\]`(?: \(must be formatted 
 _JSON_FIELD = re.compile(r"`(\w{1,200})`(?: \(must be formatted as a valid Python (.+?)\)(?=, |\.))?")
 _LISTED_FIELD = re.compile(r"^\d+\. `(\w{1,200})` \((.+?)\):", re.MULTILINE)
 _SECTION = re.compile(r"^\[\[ ## (\w{1,200}) ## \]\][ \t]*$", re.MULTILINE)
-_REFLECTION_INPUTS = frozenset({"current_instruction", "examples_with_feedback"})
-_INTEGRATION_INPUTS = frozenset({"head_text", "children"})
+_INPUTS: dict[PromptKind, frozenset[str]] = {
+    "integration": frozenset({"head_text", "children"}),
+    "reflection": frozenset({"current_instruction", "examples_with_feedback"}),
+    "sample_reflection": frozenset({"attempt", "feedback", "cited_bullets"}),
+    "curation": frozenset({"playbook", "sections", "reflection"}),
+    "reconciliation": frozenset({"additions", "newer_bullets"}),
+}
+"""Kind -> the inputs that tell it."""
 
 
 class BadRequest(Exception):
@@ -58,7 +64,8 @@ class ChatRequest:
 
     Attributes:
         kind: "task" (a dspy program's prompt), "reflection" (a proposer's), "integration" (of stale children, those of
-            `StaleCandidateReflection`) or "other" (no dspy format).
+            `StaleCandidateReflection`), "sample_reflection", "curation" and "reconciliation" (those of a playbook,
+            of `reflection.playbooks`) or "other" (no dspy format).
         content: Everything that the reply may depend on, as one string: messages, temperature, seed, format.
         instruction: The instruction part of the system message; the whole system message where there is no such part.
         inputs: The sections of the last user message, name to text.
@@ -257,6 +264,5 @@ def _json_wanted(user: str, response_format: object) -> bool:
 def _kind(inputs: Mapping[str, str], fields: tuple[OutputField, ...]) -> PromptKind:
     if not fields:
         return "other"
-    if inputs.keys() >= _INTEGRATION_INPUTS:
-        return "integration"
-    return "reflection" if inputs.keys() >= _REFLECTION_INPUTS else "task"
+    found: list[PromptKind] = [kind for kind, names in _INPUTS.items() if inputs.keys() >= names]
+    return found[0] if found else "task"

@@ -14,10 +14,11 @@ import ast
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from dspy_flashevolve.sim.playbook_replies import CITATIONS, citations, curate, reconcile, reflect
 from dspy_flashevolve.sim.profiles import Profile
 from dspy_flashevolve.sim.prompts import ChatRequest, OutputField
 from dspy_flashevolve.sim.reply_model import Choices, ReplyModel
@@ -25,18 +26,15 @@ from dspy_flashevolve.sim.words import (
     FILLER_CLOSING,
     FILLER_OPENING,
     FILLER_SENTENCES,
+    USELESS_SENTENCES,
     Rule,
     instructed_words,
     rules_in,
     without_rules,
 )
 
-_USELESS_ADDITIONS = (
-    "Read the question with care before you start.",
-    "Keep the tone friendly and clear.",
-    "Check the reply once more at the end.",
-    "Prefer short sentences.",
-)
+_PLAYBOOK_REPLIES = {"sample_reflection": reflect, "curation": curate, "reconciliation": reconcile}
+"""Kind of prompt -> what writes the fields of its reply."""
 
 
 @dataclass(frozen=True)
@@ -64,17 +62,23 @@ def reply_to(request: ChatRequest, profile: Profile, model: ReplyModel, seed: in
         seed: The server's seed.
     """
     choices = Choices(seed, request.content)
-    writes_instructions = request.kind in ("reflection", "integration")
-    law = profile.reflection_length if writes_instructions else profile.task_length
+    law = profile.task_length if request.kind in ("task", "other") else profile.reflection_length
     wanted = law.tokens(choices.uniform("length"))
     limit = min(request.max_tokens or profile.max_output_tokens, profile.max_output_tokens)
     return Reply(
-        text=_integration(request, model, choices)
-        if request.kind == "integration"
-        else _format(request, _body(request, model, choices)),
+        text=_text(request, model, choices),
         completion_tokens=min(wanted, limit),
         finish_reason="length" if wanted > limit else "stop",
     )
+
+
+def _text(request: ChatRequest, model: ReplyModel, choices: Choices) -> str:
+    if request.kind == "integration":
+        return _integration(request, model, choices)
+    if request.kind in _PLAYBOOK_REPLIES:
+        values = _PLAYBOOK_REPLIES[request.kind](request.inputs, model, choices)
+        return _written(request, {one.name: values.get(one.name, FILLER_OPENING) for one in request.output_fields})
+    return _format(request, _body(request, model, choices))
 
 
 def _body(request: ChatRequest, model: ReplyModel, choices: Choices) -> str:
@@ -176,7 +180,7 @@ def new_instruction(current: str, feedback: str, model: ReplyModel, choices: Cho
 
 
 def _with_useless_addition(base: str, choices: Choices) -> str:
-    sentence = _USELESS_ADDITIONS[choices.index("useless which", len(_USELESS_ADDITIONS))]
+    sentence = USELESS_SENTENCES[choices.index("useless which", len(USELESS_SENTENCES))]
     return base if sentence in base else f"{base}\n{sentence}".strip()
 
 
@@ -184,10 +188,13 @@ def _format(request: ChatRequest, body: str) -> str:
     """The body in the format that the request asks for; unknown prompts get it plain."""
     if not request.output_fields:
         return json.dumps({"reply": body}) if request.json_reply else body
-    return _written(request, {field.name: _value(field, body) for field in request.output_fields})
+    values = {field.name: _value(field, body) for field in request.output_fields}
+    if CITATIONS in values:
+        values[CITATIONS] = citations(request.instruction, body)
+    return _written(request, values)
 
 
-def _written(request: ChatRequest, values: dict[str, object]) -> str:
+def _written(request: ChatRequest, values: Mapping[str, object]) -> str:
     if request.json_reply:
         return json.dumps(values, indent=2)
     sections = [f"[[ ## {name} ## ]]\n{_chat_text(value)}" for name, value in values.items()]

@@ -31,6 +31,13 @@ FILLER_SENTENCES: tuple[str, ...] = (
     "The next thing on the list is {word}.",
 )
 FILLER_CLOSING = "That is all there is to say about it."
+USELESS_SENTENCES: tuple[str, ...] = (
+    "Read the question with care before you start.",
+    "Keep the tone friendly and clear.",
+    "Check the reply once more at the end.",
+    "Prefer short sentences.",
+)
+"""What a reflection says that learnt nothing."""
 
 _INSTRUCTED = re.compile(r'the word \\*"([A-Za-z]{1,40})\\*"')
 _RULE = re.compile(r'Rule (\d{1,6}): mention the word \\*"([A-Za-z]{1,40})\\*"\.?')

@@ -8,7 +8,6 @@ from statistics import mean, median
 
 import pytest
 
-from dspy_flashevolve.sim import replies
 from dspy_flashevolve.sim.profiles import H100_QWEN3_8B
 from dspy_flashevolve.sim.prompts import ChatRequest, parse_chat_request
 from dspy_flashevolve.sim.replies import Choices, ReplyModel, answer, new_instruction, reply_to
@@ -16,6 +15,7 @@ from dspy_flashevolve.sim.words import (
     FILLER_CLOSING,
     FILLER_OPENING,
     FILLER_SENTENCES,
+    USELESS_SENTENCES,
     WORDS,
     Rule,
     instructed_words,
@@ -40,7 +40,7 @@ def many(n: int = 400) -> list[Choices]:
 def test_the_words_are_at_least_96_and_none_lies_in_another_or_in_the_filler() -> None:
     assert len(set(WORDS)) == len(WORDS) >= 96
     assert not [(a, b) for a in WORDS for b in WORDS if a != b and a in b]
-    filler = " ".join([FILLER_OPENING, *FILLER_SENTENCES, FILLER_CLOSING, *replies._USELESS_ADDITIONS]).lower()
+    filler = " ".join([FILLER_OPENING, *FILLER_SENTENCES, FILLER_CLOSING, *USELESS_SENTENCES]).lower()
     assert not [word for word in WORDS if word in filler]
 
 
@@ -85,7 +85,7 @@ def test_useless_rewrites_do_not_pile_up() -> None:
     text, model = CURRENT, ReplyModel(useless=1, forgets=0)
     for choices in many(100):
         text = new_instruction(text, FEEDBACK, model, choices)
-    assert len(text.splitlines()) <= 5 + len(replies._USELESS_ADDITIONS)
+    assert len(text.splitlines()) <= 5 + len(USELESS_SENTENCES)
     assert rules_in(text) == RULES[:4]
 
 

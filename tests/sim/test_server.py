@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from dspy_flashevolve.sim.counters import KINDS
 from dspy_flashevolve.sim.profiles import API_GPT_4O_MINI, H100_QWEN3_8B, Profile
 from dspy_flashevolve.sim.server import ServerConfig, serve
 
@@ -162,7 +163,7 @@ def test_stats_count_by_kind_and_begin_again_after_a_reset() -> None:
             "prompt_tokens": reply["usage"]["prompt_tokens"],
             "completion_tokens": reply["usage"]["completion_tokens"],
         }
-        assert set(now["by_kind"]) == {"task", "reflection", "integration", "other"}
+        assert set(now["by_kind"]) == set(KINDS)
         assert now["generated_tokens"] == pytest.approx(now["completion_tokens"])
         assert now["mean_running"] > 0
         assert now["model_seconds"] == pytest.approx(now["seconds"] * SOON)

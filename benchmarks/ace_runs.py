@@ -1,0 +1,207 @@
+"""One run of AsyncACE, measured: in virtual time, or on a real server. The comparison is `python -m benchmarks.ace`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import dspy
+
+from benchmarks.virtual import task_kind
+from benchmarks.workloads.registry import workload_named, workload_names
+from benchmarks.workloads.simulated import simulated
+from dspy_flashevolve import AceStats, AsyncACE
+from dspy_flashevolve.sim import ReplyModel
+from dspy_flashevolve.sim.profiles import Profile, profile_named
+from dspy_flashevolve.sim.virtual import SimulatedModel, run
+
+EPOCHS = 1000
+"""So many that time is what ends a run."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One run. Figures are taken at the limit, before the drain, unless their name says otherwise.
+
+    Attributes:
+        task: Kind of house rules task, or the name of a workload.
+        schedule: "lockstep" or "async".
+        staleness: AsyncACE's.
+        backend: The simulated profile, or the real model.
+        seed: Of the task, the model and the optimizer.
+        slots: Requests in flight at most.
+        limit: Seconds; virtual ones but on a real server.
+        train: Training examples.
+        val: Validation examples.
+        eval_every: AsyncACE's.
+        samples: That came through to the playbook.
+        best_score: Of the playbooks validated by then; `None` before the first.
+        seed_score: Of the empty playbook; `None` where it was not validated by then.
+        validations: Playbooks validated by then.
+        version: Of the newest playbook.
+        metric_calls: Made.
+        total_seconds: Until the run had drained.
+        final_score: Of the playbook that was returned, drained.
+        problems: Kind -> replies, or parts of them, that could not be used; drained.
+        additions: Stale additions, by what became of them; drained.
+        snapshots: Second, version, score of each validation; drained.
+        error: What ended the run early; empty when nothing did.
+    """
+
+    task: str
+    schedule: str
+    staleness: str
+    backend: str
+    seed: int
+    slots: int
+    limit: float
+    train: int
+    val: int
+    eval_every: int
+    samples: int = 0
+    best_score: float | None = None
+    seed_score: float | None = None
+    validations: int = 0
+    version: int = 0
+    metric_calls: int = 0
+    total_seconds: float = 0.0
+    final_score: float | None = None
+    problems: dict[str, int] = field(default_factory=dict)
+    additions: dict[str, int] = field(default_factory=dict)
+    snapshots: list[list[float]] = field(default_factory=list)
+    error: str = ""
+
+    @property
+    def samples_per_minute(self) -> float:
+        """Samples over the limit."""
+        return 60 * self.samples / self.limit
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What the run was to be."""
+        size = (self.slots, self.limit, self.train, self.val, self.eval_every)
+        return (self.task, self.backend, *size, self.seed, self.schedule, self.staleness)
+
+
+@dataclass(frozen=True)
+class Data:
+    """What a run learns from, whatever answers it."""
+
+    program: dspy.Module
+    metric: Callable[..., Any]
+    trainset: list[dspy.Example]
+    valset: list[dspy.Example]
+
+
+def optimizer_for(row: Row, metric: Callable[..., Any], lm: dspy.LM) -> AsyncACE:
+    """The optimizer of a row."""
+    return AsyncACE(
+        metric,
+        reflector_lm=lm,
+        curator_lm=lm,
+        num_threads=row.slots,
+        epochs=EPOCHS,
+        schedule=row.schedule,  # type: ignore[arg-type]
+        staleness=row.staleness,  # type: ignore[arg-type]
+        max_seconds=row.limit,
+        eval_every=row.eval_every,
+        seed=row.seed,
+    )
+
+
+def virtually(row: Row) -> Row:
+    """One run in virtual time."""
+    logging.getLogger("dspy").setLevel(logging.CRITICAL)
+    data, profile, reply_model = _simulated(row)
+    model = SimulatedModel(profile, seed=row.seed, reply_model=reply_model)
+
+    async def main() -> Row:
+        loop = asyncio.get_running_loop()
+        began, lm, at_limit = loop.time(), model.lm(), list[Row]()
+        optimizer = optimizer_for(row, data.metric, lm)
+
+        async def read() -> None:
+            await asyncio.sleep(row.limit)
+            at_limit.append(read_at_limit(row, optimizer))
+
+        reading = asyncio.ensure_future(read())
+        try:
+            with dspy.context(lm=lm):
+                program: Any = await optimizer.acompile(data.program, trainset=data.trainset, valset=data.valset)
+        except Exception as error:
+            traceback.print_exception(error)
+            return replace(row, error=f"{type(error).__name__}: {error}")
+        finally:
+            reading.cancel()
+        read_now = at_limit[0] if at_limit else read_at_limit(row, optimizer)
+        return drained(read_now, program.async_stats, loop.time() - began)
+
+    return run(main)
+
+
+def _simulated(row: Row) -> tuple[Data, Profile, ReplyModel]:
+    kind = task_kind("few" if row.task in workload_names() else row.task)
+    task, profile = kind.task(row.seed), profile_named(row.backend)
+    if row.task not in workload_names():
+        return (
+            Data(task.program(), task.metric, task.trainset(row.train), task.valset(row.val)),
+            profile,
+            task.reply_model,
+        )
+    named = workload_named(row.task, train=row.train, val=row.val, test=0, seed=row.seed)
+    ruled = simulated(named, task)
+    return Data(ruled.program(), ruled.metric, ruled.trainset, ruled.valset), ruled.profile(profile), task.reply_model
+
+
+def on_server(row: Row, lm: dspy.LM) -> Row:
+    """One run on a real server, with the workload's own metric."""
+    named = workload_named(row.task, train=row.train, val=row.val, test=0, seed=row.seed)
+    optimizer, at_limit = optimizer_for(row, named.metric, lm), list[Row]()
+    timer = threading.Timer(row.limit, lambda: at_limit.append(read_at_limit(row, optimizer)))
+    timer.daemon = True
+    began = time.monotonic()
+    timer.start()
+    try:
+        with dspy.context(lm=lm):
+            program: Any = optimizer.compile(named.program(), trainset=named.trainset, valset=named.valset)
+    except Exception as error:
+        traceback.print_exception(error)
+        return replace(row, error=f"{type(error).__name__}: {error}")
+    finally:
+        timer.cancel()
+    read_now = at_limit[0] if at_limit else read_at_limit(row, optimizer)
+    return drained(read_now, program.async_stats, time.monotonic() - began)
+
+
+def read_at_limit(row: Row, optimizer: AsyncACE) -> Row:
+    """The figures now."""
+    stats = optimizer.stats_so_far()
+    if stats is None:
+        return row
+    return replace(
+        row,
+        samples=stats.samples,
+        best_score=max((one.score for one in stats.snapshots), default=None),
+        seed_score=next((one.score for one in stats.snapshots if one.version == 0), None),
+        validations=len(stats.snapshots),
+        version=stats.version,
+        metric_calls=stats.metric_calls,
+    )
+
+
+def drained(row: Row, stats: AceStats, seconds: float) -> Row:
+    """The figures of the whole run beside those at its limit."""
+    return replace(
+        row,
+        total_seconds=seconds,
+        final_score=max(one.score for one in stats.snapshots),
+        problems=stats.problems,
+        additions=stats.additions,
+        snapshots=[[round(one.seconds, 3), one.version, one.score] for one in stats.snapshots],
+    )

@@ -1,0 +1,158 @@
+"""Operations applied to a playbook: pure functions, used by the one writer.
+
+An operation stands for what its curator saw. The playbook may have moved on since: what is gone cannot be changed, and
+what others have changed meanwhile is not overwritten. Whatever cannot be done is a :class:`Problem`; the rest is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from dspy_flashevolve.ace.operations import Add, Merge, Operation, Problem, Remove, Update, ids_of
+from dspy_flashevolve.ace.playbook import Bullet, Playbook
+from dspy_flashevolve.ace.similarity import same_words
+from dspy_flashevolve.ace.text import CountTokens, approximate_tokens
+
+Twin = Callable[[str, Sequence[Bullet]], Bullet | None]
+"""The bullet, of those given, that says the same as a text; None where there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """What became of a list of operations.
+
+    Args:
+        playbook: with what could be done; one version later where a text changed.
+        applied: what was done, in order.
+        problems: what was not.
+        evicted: ids of bullets that made room.
+    """
+
+    playbook: Playbook
+    applied: tuple[Operation, ...] = ()
+    problems: tuple[Problem, ...] = ()
+    evicted: tuple[str, ...] = ()
+
+
+def merge(
+    playbook: Playbook,
+    operations: Iterable[Operation],
+    *,
+    token_budget: int | None = None,
+    count_tokens: CountTokens = approximate_tokens,
+    changed: Mapping[str, int] | None = None,
+    seen: int | None = None,
+    twin: Twin = same_words,
+) -> Merged:
+    """Apply operations in order.
+
+    Of two operations of the list on one bullet the first counts. An ADD of what a bullet says already raises that
+    bullet's helpful counter instead. Beyond the token budget, bullets make room: those that are worth least first, of
+    these the oldest; so a new bullet may be the one that goes.
+
+    Args:
+        playbook: as it is now.
+        operations: what a curator asks for.
+        token_budget: tokens of the rendered playbook at most; None for no bound.
+        count_tokens: counts them.
+        changed: id -> the version that last changed its text, where that is later than its creation.
+        seen: the version that the curator read; None for this one.
+        twin: finds a bullet that says the same as a new one.
+    """
+    work = _Work(playbook, changed or {}, playbook.version if seen is None else seen, twin)
+    for operation in operations:
+        work.apply(operation)
+    after, evicted = _within(work.playbook, token_budget, count_tokens)
+    problems = [*work.problems, *(Problem("over the token budget", one) for one in evicted)]
+    if _texts(after) == _texts(playbook):
+        after = replace(after, version=playbook.version)
+    return Merged(after, tuple(work.applied), tuple(problems), tuple(evicted))
+
+
+class _Work:
+    """A playbook while a list of operations is applied to it."""
+
+    def __init__(self, playbook: Playbook, changed: Mapping[str, int], seen: int, twin: Twin) -> None:
+        self.playbook = replace(playbook, version=playbook.version + 1)
+        self.applied: list[Operation] = []
+        self.problems: list[Problem] = []
+        self._changed = changed
+        self._seen = seen
+        self._twin = twin
+        self._touched: dict[str, Operation] = {}
+
+    def apply(self, operation: Operation) -> None:
+        """Do it, or note why not."""
+        problem = self._add(operation) if isinstance(operation, Add) else self._change(operation)
+        if problem is not None:
+            self.problems.append(problem)
+        else:
+            self.applied.append(operation)
+
+    def _add(self, operation: Add) -> Problem | None:
+        section = next((s for s in self.playbook.sections if s.lower() == operation.section.lower()), None)
+        if section is None:
+            return Problem("unknown section", operation.section[:80])
+        known = self._twin(operation.content, self.playbook.bullets)
+        if known is not None:
+            self.playbook = self.playbook.tagged([(known.id, "helpful")])
+            return Problem("said already", f"{known.id}: {operation.content}"[:200])
+        self.playbook = self.playbook.adding(section, operation.content, version=self.playbook.version)
+        return None
+
+    def _change(self, operation: Update | Merge | Remove) -> Problem | None:
+        problem = next((found for one in ids_of(operation) if (found := self._hindrance(one, operation))), None)
+        if problem is not None:
+            return problem
+        self._touched |= dict.fromkeys(ids_of(operation), operation)
+        ids, bullets = ids_of(operation), self.playbook.bullets
+        if isinstance(operation, Remove):
+            self.playbook = self.playbook.replacing(b for b in bullets if b.id not in ids)
+            return None
+        parts = [b for b in bullets if b.id in ids]
+        kept = replace(
+            next(b for b in parts if b.id == ids[0]),
+            content=operation.content,
+            helpful=sum(b.helpful for b in parts),
+            harmful=sum(b.harmful for b in parts),
+        )
+        self.playbook = self.playbook.replacing(
+            kept if b.id == kept.id else b for b in bullets if b.id not in ids or b.id == kept.id
+        )
+        return None
+
+    def _hindrance(self, bullet_id: str, operation: Operation) -> Problem | None:
+        earlier = self._touched.get(bullet_id)
+        if earlier is not None:
+            kind = "said twice" if earlier == operation else "contradiction"
+            return Problem(kind, f"{type(operation).__name__} after {type(earlier).__name__} of {bullet_id}")
+        if bullet_id not in self.playbook:
+            return Problem("gone id" if self.playbook.has_had(bullet_id) else "unknown id", bullet_id[:80])
+        if self._changed.get(bullet_id, 0) > self._seen:
+            return Problem("overtaken", f"{type(operation).__name__} of {bullet_id}, which others have changed since")
+        return None
+
+
+def changes(before: Playbook, after: Playbook) -> dict[str, int]:
+    """Id -> the version of ``after``, for bullets that were there before and say something else now."""
+    old = {bullet.id: bullet.content for bullet in before.bullets}
+    return {one.id: after.version for one in after.bullets if one.id in old and old[one.id] != one.content}
+
+
+def newer_than(playbook: Playbook, seen: int, changed: Mapping[str, int]) -> list[Bullet]:
+    """Bullets that were written, or written anew, after a version."""
+    return [one for one in playbook.bullets if max(one.created_version, changed.get(one.id, 0)) > seen]
+
+
+def _within(playbook: Playbook, token_budget: int | None, count_tokens: CountTokens) -> tuple[Playbook, list[str]]:
+    evicted: list[str] = []
+    while token_budget is not None and playbook.tokens(count_tokens) > token_budget:
+        worst = min(playbook.bullets, key=lambda one: (one.worth, one.created_version, playbook.bullets.index(one)))
+        evicted.append(worst.id)
+        playbook = playbook.replacing(one for one in playbook.bullets if one is not worst)
+    return playbook, evicted
+
+
+def _texts(playbook: Playbook) -> list[tuple[str, str, str]]:
+    return [(one.id, one.section, one.content) for one in playbook.bullets]

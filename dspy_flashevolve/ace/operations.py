@@ -1,0 +1,232 @@
+"""What a curator may do to a playbook, read from whatever it wrote.
+
+A reply may hold anything. What can be read is an operation; all else is a :class:`Problem`, which is counted and does
+not hold up the others.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+from dspy_flashevolve.ace.playbook import TAGS, Tag
+from dspy_flashevolve.ace.text import cleaned
+
+MOST_OPERATIONS = 200
+"""Of one reply; what comes after them is not read."""
+_TAG_OF: dict[str, Tag] = {tag: tag for tag in TAGS}
+_DEPTH = 4
+"""Lists and objects in each other that are looked through for operations."""
+_MOST_MISSES = 1000
+"""Brackets that open nothing, before the rest of a reply is given up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Add:
+    """A new bullet."""
+
+    section: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """Another text for a bullet."""
+
+    id: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class Merge:
+    """Several bullets become the first of them, with this text; their counters are added up."""
+
+    ids: tuple[str, ...]
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class Remove:
+    """A bullet goes."""
+
+    id: str
+
+
+Operation = Add | Update | Merge | Remove
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Something that was asked for and not done, or not as it was asked for.
+
+    Args:
+        kind: a few words; problems are counted by it.
+        detail: what it was, for people.
+    """
+
+    kind: str
+    detail: str = ""
+
+
+def ids_of(operation: Operation) -> tuple[str, ...]:
+    """The bullets that an operation is about."""
+    if isinstance(operation, Add):
+        return ()
+    return operation.ids if isinstance(operation, Merge) else (operation.id,)
+
+
+def parse_operations(reply: object) -> tuple[list[Operation], list[Problem]]:
+    """Read a curator's reply.
+
+    Args:
+        reply: a list of objects with "type" (ADD, UPDATE, MERGE or REMOVE), "section", "content", "id" or "ids"; the
+            same as JSON or as Python source, inside other text, cut off, or as an object that holds it.
+
+    Returns:
+        The operations in order, and what could not be read. Text without any JSON is one problem; an empty list, or
+        text that is empty, asks for nothing.
+
+    >>> parse_operations('Here: [{"type": "REMOVE", "id": "str-1"}, {"type": "SHOUT"}]')
+    ([Remove(id='str-1')], [Problem(kind='unknown operation', detail='SHOUT')])
+    """
+    found, problems = parse_objects(reply)
+    read = [_operation(one) for one in found]
+    problems += [one for one in read if isinstance(one, Problem)]
+    return [one for one in read if not isinstance(one, Problem)], problems
+
+
+def parse_objects(reply: object) -> tuple[list[Mapping[str, Any]], list[Problem]]:
+    """The objects of the lists in a reply, of any kind; see :func:`parse_operations`."""
+    values = list(_values(reply)) if isinstance(reply, str) else [reply]
+    if not values and isinstance(reply, str) and reply.strip():
+        return [], [Problem("unreadable reply", reply.strip()[:200])]
+    found = [one for value in values for one in _objects(value)]
+    if len(found) <= MOST_OPERATIONS:
+        return found, []
+    return found[:MOST_OPERATIONS], [Problem("too many operations", f"{len(found)}, read {MOST_OPERATIONS}")]
+
+
+def parse_tags(reply: object) -> tuple[list[tuple[str, Tag]], list[Problem]]:
+    """Read what a reflection says of the bullets that were cited.
+
+    Args:
+        reply: an object of id to tag, or a list of objects with "id" and "tag"; also as text, see
+            :func:`parse_operations`.
+
+    Returns:
+        (id, tag), an id once; and what could not be read.
+
+    >>> parse_tags('{"str-1": "helpful", "str-2": "splendid"}')
+    ([('str-1', 'helpful')], [Problem(kind='unknown tag', detail='splendid')])
+    """
+    values = list(_values(reply)) if isinstance(reply, str) else [reply]
+    if not values and isinstance(reply, str) and reply.strip().lower() not in ("", "none", "n/a"):
+        return [], [Problem("unreadable tags", reply.strip()[:200])]
+    tags: dict[str, Tag] = {}
+    problems: list[Problem] = []
+    for bullet_id, word in (pair for value in values for pair in _pairs(value, _DEPTH)):
+        tag = _TAG_OF.get(str(word).strip().lower())
+        if tag is None:
+            problems.append(Problem("unknown tag", str(word)[:80]))
+        else:
+            tags.setdefault(bullet_id, tag)
+    return list(tags.items()), problems
+
+
+def _pairs(value: object, depth: int) -> Iterator[tuple[str, object]]:
+    if depth == 0:
+        return
+    if isinstance(value, list):
+        for one in cast("list[object]", value)[:MOST_OPERATIONS]:
+            yield from _pairs(one, depth - 1)
+    elif isinstance(value, Mapping):
+        tagged = cast("Mapping[object, object]", value)
+        if "id" in tagged:
+            yield _id(tagged["id"]), tagged.get("tag")
+            return
+        for key, one in list(tagged.items())[:MOST_OPERATIONS]:
+            if isinstance(one, str):
+                yield _id(key), one
+            else:
+                yield from _pairs(one, depth - 1)
+
+
+def _operation(data: Mapping[str, Any]) -> Operation | Problem:
+    kind = str(data.get("type", data.get("op", data.get("operation", "")))).strip().upper()
+    content = data.get("content", data.get("text"))
+    text = cleaned(content) if isinstance(content, str) else ""
+    if kind not in ("ADD", "UPDATE", "MERGE", "REMOVE", "DELETE"):
+        return Problem("unknown operation", (kind or str(dict(data)))[:80])
+    if kind in ("ADD", "UPDATE", "MERGE") and not text:
+        return Problem("no content", str(dict(data))[:200])
+    if kind == "ADD":
+        return Add(str(data.get("section", "")).strip(), text)
+    listed = data.get("ids", data.get("bullet_ids", data.get("id", data.get("bullet_id"))))
+    raw = cast("list[object]", listed)[:MOST_OPERATIONS] if isinstance(listed, list) else [listed]
+    ids = list(dict.fromkeys(_id(one) for one in raw if isinstance(one, str) and one.strip()))
+    if not ids:
+        return Problem("no id", str(dict(data))[:200])
+    if kind == "MERGE":
+        return Merge(tuple(ids), text) if len(ids) > 1 else Problem("merge of one", ids[0][:80])
+    if len(ids) > 1:
+        return Problem("several ids", f"{kind} {', '.join(ids)}"[:200])
+    return Update(ids[0], text) if kind == "UPDATE" else Remove(ids[0])
+
+
+def _id(value: object) -> str:
+    """An id as it stands in a playbook: models write it in brackets, quotes or capitals."""
+    return str(value).strip(" \t\n[](){}<>\"'`").lower()
+
+
+def _objects(value: object, depth: int = _DEPTH) -> Iterator[Mapping[str, Any]]:
+    """The objects that may be operations: those in lists, and in objects that only hold such lists."""
+    if depth == 0:
+        return
+    if isinstance(value, list):
+        for one in cast("list[object]", value):
+            yield from _objects(one, depth - 1)
+    elif isinstance(value, Mapping):
+        data = cast("Mapping[str, Any]", value)
+        inner = data.get("operations", data.get("decisions"))
+        if isinstance(inner, list):
+            yield from _objects(cast("list[object]", inner), depth - 1)
+        else:
+            yield data
+
+
+def _values(text: str) -> Iterator[object]:
+    """The JSON lists and objects in a text, or, where there are none, the Python literal that it is.
+
+    Of a list that is cut off, the objects that are whole.
+    """
+    decoder, start, misses, found = json.JSONDecoder(strict=False), 0, 0, False
+    while misses < _MOST_MISSES and (start := _next_open(text, start)) >= 0:
+        try:
+            value, end = decoder.raw_decode(text, start)
+        except (ValueError, RecursionError):
+            start, misses = start + 1, misses + 1
+            continue
+        if isinstance(value, dict) or not value or any(isinstance(one, dict | list) for one in value):
+            found = True
+            yield cast("object", value)
+        start = end
+    if not found:
+        yield from _literal(text)
+
+
+def _next_open(text: str, start: int) -> int:
+    places = [place for place in (text.find("[", start), text.find("{", start)) if place >= 0]
+    return min(places, default=-1)
+
+
+def _literal(text: str) -> Iterator[object]:
+    body = text.strip().removeprefix("```json").removeprefix("```python").strip("`\n ")
+    try:
+        value: object = ast.literal_eval(body)
+    except (ValueError, SyntaxError, MemoryError, RecursionError, TypeError):
+        return
+    if isinstance(value, list | dict):
+        yield cast("object", value)

@@ -1,0 +1,300 @@
+"""The playbook: bullets in sections. Structured data; text is rendered when it is wanted.
+
+Source: ACE (arXiv 2510.04618) section 3: itemized bullets with identifiers and counters, changed by deltas.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import uuid
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from dspy_flashevolve.ace.plain_data import fields_of, text_of, whole_of
+from dspy_flashevolve.ace.text import CLOSING, GUIDE, OPENING, CountTokens, approximate_tokens, block_in, cleaned
+from dspy_flashevolve.engine.errors import ConfigurationError
+
+Tag = Literal["helpful", "harmful", "neutral"]
+TAGS: tuple[Tag, ...] = ("helpful", "harmful", "neutral")
+"""What a reflection says of a bullet that was cited."""
+
+SECTIONS = ("strategies", "formulas", "mistakes", "other")
+"""The sections of a playbook, unless it is given others."""
+_SECTION = re.compile(r"[A-Za-z][A-Za-z0-9_ -]{0,59}")
+_LINE = re.compile(r"\[([a-z]{1,3}-[0-9]{1,9})\] (.*)")
+_ID = re.compile(r"\b[a-z]{1,3}-[0-9]{1,9}\b")
+
+
+@dataclass(frozen=True, slots=True)
+class Bullet:
+    """One thing that was learnt.
+
+    Args:
+        id: unique in its playbook, for ever.
+        section: one of the playbook's.
+        content: the text; stripped, not empty.
+        helpful, harmful: how often a reflection said so where it was cited.
+        created_version: the playbook's version that brought it.
+    """
+
+    id: str
+    section: str
+    content: str
+    helpful: int = 0
+    harmful: int = 0
+    created_version: int = 0
+
+    @property
+    def worth(self) -> int:
+        """How much more often it helped than it harmed."""
+        return self.helpful - self.harmful
+
+
+@dataclass(frozen=True)
+class Playbook:
+    """Bullets in sections; it does not change: what changes it returns a new one.
+
+    The version counts changes of the texts. Counters do not change it, so that equal versions of one run are equal
+    texts.
+
+    Args:
+        sections: their names, in order; bullets belong to one of them.
+        bullets: in the order in which they came.
+        next_number: of the next bullet's id; numbers only grow, so that no id is used twice.
+        version: changes so far.
+
+    Raises:
+        ConfigurationError: no section, a name that cannot be one, an id twice, a bullet without content, of no section
+            or from a later version.
+
+    Example:
+        >>> playbook = Playbook(sections=("strategies",)).adding("strategies", "Round at the end.")
+        >>> print(playbook.render())
+        <playbook>
+        What was learnt from earlier tasks; each line has its id. Apply the lines that fit the task, ignore the others.
+        ## strategies
+        [str-1] Round at the end.
+        </playbook>
+    """
+
+    sections: tuple[str, ...] = SECTIONS
+    bullets: tuple[Bullet, ...] = ()
+    next_number: int = 1
+    version: int = 0
+    _by_id: dict[str, Bullet] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "sections", checked_sections(self.sections))
+        object.__setattr__(self, "bullets", tuple(self.bullets))
+        object.__setattr__(self, "_by_id", {bullet.id: bullet for bullet in self.bullets})
+        if len(self._by_id) != len(self.bullets):
+            raise ConfigurationError("playbook: two bullets have the same id.")
+        for bullet in self.bullets:
+            self._check(bullet)
+
+    def _check(self, bullet: Bullet) -> None:
+        problem = ""
+        if bullet.section not in self.sections:
+            problem = f"is of section {bullet.section!r}, expected one of {list(self.sections)}"
+        elif cleaned(bullet.content) != bullet.content or not bullet.content:
+            problem = f"has content {bullet.content!r:.80}, expected stripped text without playbook marks"
+        elif not _ID.fullmatch(bullet.id) or int(bullet.id.rpartition("-")[2]) >= self.next_number:
+            problem = f"expected an id like 'str-1', numbered under next_number={self.next_number}"
+        elif min(bullet.helpful, bullet.harmful) < 0 or not 0 <= bullet.created_version <= self.version:
+            problem = f"has a negative counter, or a created_version outside of 0 to {self.version}"
+        if problem:
+            raise ConfigurationError(f"playbook: bullet {bullet.id!r} {problem}.")
+
+    def __len__(self) -> int:
+        return len(self.bullets)
+
+    def __contains__(self, bullet_id: object) -> bool:
+        return bullet_id in self._by_id
+
+    def get(self, bullet_id: str) -> Bullet | None:
+        """The bullet of that id; None where there is none."""
+        return self._by_id.get(bullet_id)
+
+    def has_had(self, bullet_id: str) -> bool:
+        """Whether the id was given to a bullet that is here no more."""
+        return (
+            bullet_id not in self
+            and _ID.fullmatch(bullet_id) is not None
+            and 0 < int(bullet_id.rpartition("-")[2]) < self.next_number
+        )
+
+    def adding(self, section: str, content: str, *, version: int | None = None) -> Playbook:
+        """With one more bullet at the end.
+
+        Args:
+            section: one of the playbook's.
+            content: its text; see :func:`~dspy_flashevolve.ace.text.cleaned`.
+            version: of the playbook that is made; default: one more than this one's.
+
+        Raises:
+            ConfigurationError: no such section, or no content.
+        """
+        version = self.version + 1 if version is None else version
+        bullet = Bullet(f"{_prefix(section)}-{self.next_number}", section, cleaned(content), created_version=version)
+        return replace(self, bullets=(*self.bullets, bullet), next_number=self.next_number + 1, version=version)
+
+    def replacing(self, bullets: Iterable[Bullet], *, version: int | None = None) -> Playbook:
+        """With other bullets; ids that were given stay given."""
+        return replace(self, bullets=tuple(bullets), version=self.version if version is None else version)
+
+    def tagged(self, tags: Iterable[tuple[str, Tag]]) -> Playbook:
+        """With counters as the tags say; a tag of an id that is not here counts nothing. The version stays.
+
+        >>> Playbook().adding("other", "x").tagged([("oth-1", "helpful"), ("oth-9", "harmful")]).get("oth-1").worth
+        1
+        """
+        change = {"helpful": dict[str, int](), "harmful": dict[str, int](), "neutral": dict[str, int]()}
+        for bullet_id, tag in tags:
+            change[tag][bullet_id] = change[tag].get(bullet_id, 0) + 1
+        helpful, harmful = change["helpful"], change["harmful"]
+        return self.replacing(
+            replace(one, helpful=one.helpful + helpful.get(one.id, 0), harmful=one.harmful + harmful.get(one.id, 0))
+            for one in self.bullets
+        )
+
+    def render(self, *, counters: bool = False) -> str:
+        """The text that instructions get; empty without bullets.
+
+        Args:
+            counters: show how often each bullet helped and harmed; for a curator, not for the program.
+        """
+        lines: list[str] = []
+        for section in self.sections:
+            own = [bullet for bullet in self.bullets if bullet.section == section]
+            lines += [f"## {section}"] * bool(own) + [_line(bullet, counters) for bullet in own]
+        return "\n".join([OPENING, GUIDE, *lines, CLOSING]) if lines else ""
+
+    def tokens(self, count_tokens: CountTokens = approximate_tokens) -> int:
+        """Tokens of :meth:`render`."""
+        return count_tokens(self.render()) if self.bullets else 0
+
+    def cited(self, text: str) -> tuple[str, ...]:
+        """The ids that a text names, as far as they are in the playbook, each once, in the order of the text."""
+        return tuple(dict.fromkeys(one for one in _ID.findall(text.lower()) if one in self))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, ready for JSON."""
+        return {
+            "sections": list(self.sections),
+            "bullets": [asdict(bullet) for bullet in self.bullets],
+            "next_number": self.next_number,
+            "version": self.version,
+        }
+
+    @classmethod
+    def from_dict(cls, data: object) -> Playbook:
+        """What :meth:`to_dict` gave.
+
+        Raises:
+            ConfigurationError: it is something else; the message says what.
+        """
+        values = fields_of(data, {"sections", "bullets", "next_number", "version"}, "an object")
+        sections, bullets = values["sections"], values["bullets"]
+        if not isinstance(sections, list) or not isinstance(bullets, list):
+            raise ConfigurationError("playbook: sections and bullets must be lists.")
+        return cls(
+            sections=tuple(cast("list[str]", sections)),
+            bullets=tuple(_bullet_of(one) for one in cast("list[object]", bullets)),
+            next_number=whole_of(values["next_number"], "next_number"),
+            version=whole_of(values["version"], "version"),
+        )
+
+    @classmethod
+    def from_instructions(cls, instructions: str, sections: Sequence[str] = SECTIONS) -> Playbook | None:
+        """The playbook that instructions hold, as :meth:`render` wrote it; None where they hold none that can be read.
+
+        A text has no counters, and no memory of ids that are gone: :meth:`save` and :meth:`load` keep these.
+
+        Args:
+            sections: that it has beside those of its bullets.
+
+        >>> book = Playbook().adding("other", "x")
+        >>> Playbook.from_instructions("Answer. " + book.render()).bullets[0].content
+        'x'
+        """
+        block, found, section = block_in(instructions), list[Bullet](), ""
+        for line in (block or "").splitlines():
+            bullet = _LINE.fullmatch(line)
+            if line.startswith("## "):
+                section = line[3:]
+            elif bullet is not None:
+                found.append(Bullet(bullet[1], section, bullet[2]))
+            elif line.startswith("  ") and found:
+                found[-1] = replace(found[-1], content=f"{found[-1].content}\n{line[2:]}")
+        numbers = {int(one.id.rpartition("-")[2]): one for one in found}
+        try:
+            in_order = tuple(numbers[number] for number in sorted(numbers))
+            named = tuple(dict.fromkeys([*sections, *(one.section for one in found)]))
+            return cls(named, in_order, max(numbers) + 1) if found else None
+        except ConfigurationError:
+            return None
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write it as JSON; a file that is there is replaced at once or not at all."""
+        target = Path(path)
+        draft = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
+        try:
+            draft.write_text(json.dumps(self.to_dict(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+            draft.replace(target)
+        finally:
+            draft.unlink(missing_ok=True)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Playbook:
+        """Read what :meth:`save` wrote.
+
+        Raises:
+            ConfigurationError: the file holds no playbook.
+            OSError: it cannot be read.
+        """
+        try:
+            data: object = json.loads(Path(path).read_bytes())
+        except (ValueError, RecursionError) as error:
+            raise ConfigurationError(f"playbook: {os.fspath(path)} holds no JSON: {error}.") from error
+        return cls.from_dict(data)
+
+
+def checked_sections(sections: Sequence[str]) -> tuple[str, ...]:
+    """The sections' names.
+
+    Raises:
+        ConfigurationError: none, one twice, or one that cannot be a name.
+    """
+    for name in sections:
+        if not isinstance(name, str) or not _SECTION.fullmatch(name):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigurationError(
+                f"playbook: section {name!r:.80}, expected a letter and up to 59 letters, digits, spaces, '-' or '_'."
+            )
+    if isinstance(sections, str) or not sections or len({name.lower() for name in sections}) != len(sections):
+        raise ConfigurationError(f"playbook: sections is {sections!r:.80}, expected one or more names, each once.")
+    return tuple(sections)
+
+
+def _line(bullet: Bullet, counters: bool) -> str:
+    counts = f" helpful={bullet.helpful} harmful={bullet.harmful}" if counters else ""
+    return f"[{bullet.id}]{counts} " + bullet.content.replace("\n", "\n  ")
+
+
+def _prefix(section: str) -> str:
+    return "".join(letter for letter in section.lower() if "a" <= letter <= "z")[:3]
+
+
+def _bullet_of(data: object) -> Bullet:
+    values = fields_of(data, set(Bullet.__dataclass_fields__), "a bullet")
+    return Bullet(
+        id=text_of(values["id"], "id"),
+        section=text_of(values["section"], "section"),
+        content=text_of(values["content"], "content"),
+        helpful=whole_of(values["helpful"], "helpful"),
+        harmful=whole_of(values["harmful"], "harmful"),
+        created_version=whole_of(values["created_version"], "created_version"),
+    )

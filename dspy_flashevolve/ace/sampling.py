@@ -1,0 +1,133 @@
+"""Which training example a ticket takes: epochs over a set, or windows of a stream."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dspy_flashevolve.ace.playbook import Playbook
+from dspy_flashevolve.engine.item import Ticket
+from dspy_flashevolve.engine.pipeline import NotNow
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """An example, and where it comes from.
+
+    Args:
+        example: the user's.
+        index: its place in the data.
+        window: number of its window; None where there are none.
+        playbook: what it is to be tried with; None for the newest.
+    """
+
+    example: Any
+    index: int
+    window: int | None = None
+    playbook: Playbook | None = None
+
+
+class Epochs:
+    """Every example once an epoch, in an order of its own each time.
+
+    Args:
+        examples: the training set.
+        epochs: times that each is taken.
+        seed: of the order.
+    """
+
+    def __init__(self, examples: Sequence[Any], epochs: int, seed: int | None) -> None:
+        self._examples = examples
+        self._epochs = epochs
+        self._seed = seed
+        self._order: list[int] = []
+        self._epoch = 0
+
+    async def take(self, ticket: Ticket, playbook: Playbook) -> Taken | NotNow:
+        """The next example."""
+        del ticket, playbook
+        if not self._order:
+            if self._epoch == self._epochs:
+                return NotNow.EXHAUSTED
+            self._order = list(range(len(self._examples)))
+            random.Random(f"{self._seed}/epoch {self._epoch}").shuffle(self._order)
+            self._epoch += 1
+        index = self._order.pop(0)
+        return Taken(self._examples[index], index)
+
+    def ended(self, ticket: Ticket) -> None:
+        """A ticket has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """A part of a stream, scored before anything was learnt from it.
+
+    Args:
+        number: from 0.
+        version: of the playbook that it was scored with.
+        examples: in it.
+        scores: of those that the provider answered, in the order of the answers.
+    """
+
+    number: int
+    version: int
+    examples: int
+    scores: tuple[float, ...] = ()
+
+    @property
+    def score(self) -> float | None:
+        """The mean of the scores; None where there is none."""
+        return sum(self.scores) / len(self.scores) if self.scores else None
+
+
+class Windows:
+    """A stream, window by window: the next one begins when all of the last have been learnt from.
+
+    All of a window are scored with the playbook as it was when the window began.
+
+    Args:
+        stream: examples; it may have no end.
+        size: examples of a window; the last one may have fewer.
+    """
+
+    def __init__(self, stream: AsyncIterator[Any], size: int) -> None:
+        self._stream = stream
+        self._size = size
+        self._left: list[Any] = []
+        self._playbook: Playbook | None = None
+        self._live: set[int] = set()
+        self._taken = 0
+        self.windows: list[Window] = []
+
+    async def take(self, ticket: Ticket, playbook: Playbook) -> Taken | NotNow:
+        """The next example of the window; of the next window where none of this one is under way."""
+        if not self._left:
+            if self._live:
+                return NotNow.FULL
+            await self._read()
+            if not self._left:
+                return NotNow.EXHAUSTED
+            self._playbook = playbook
+            self.windows.append(Window(len(self.windows), playbook.version, len(self._left)))
+        self._live.add(ticket.number)
+        self._taken += 1
+        return Taken(self._left.pop(0), self._taken - 1, len(self.windows) - 1, self._playbook)
+
+    async def _read(self) -> None:
+        while len(self._left) < self._size:
+            try:
+                self._left.append(await anext(self._stream))
+            except StopAsyncIteration:
+                return
+
+    def scored(self, window: int, score: float) -> None:
+        """An example of a window has its first score."""
+        one = self.windows[window]
+        self.windows[window] = Window(one.number, one.version, one.examples, (*one.scores, score))
+
+    def ended(self, ticket: Ticket) -> None:
+        """A ticket has ended."""
+        self._live.discard(ticket.number)

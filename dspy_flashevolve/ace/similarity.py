@@ -1,0 +1,88 @@
+"""When do two bullets say the same? By their words, or, where the user wants it, by an embedding's."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+
+from dspy_flashevolve.ace.playbook import Bullet
+from dspy_flashevolve.engine.errors import ConfigurationError
+
+Embedder = Callable[[list[str]], Sequence[Sequence[float]]]
+"""Texts -> one vector each, all of one length."""
+_WORD = re.compile(r"\w+")
+
+
+def words_of(text: str) -> frozenset[str]:
+    """The words of a text, in lower case."""
+    return frozenset(_WORD.findall(text.lower()))
+
+
+def same_words(content: str, bullets: Sequence[Bullet]) -> Bullet | None:
+    """The first bullet with the same words in the same order, whatever stands between them.
+
+    >>> same_words("Round, at the END", [Bullet("str-1", "strategies", "round at the end.")]).id
+    'str-1'
+    """
+    wanted = _WORD.findall(content.lower()) or content
+    return next((one for one in bullets if (_WORD.findall(one.content.lower()) or one.content) == wanted), None)
+
+
+def overlap(one: str, other: str) -> float:
+    """Shared words, as a part of all words of both; 0 to 1.
+
+    >>> overlap("round at the end", "Round in the end.")
+    0.6
+    """
+    ours, theirs = words_of(one), words_of(other)
+    return len(ours & theirs) / len(ours | theirs) if ours | theirs else float(one == other)
+
+
+def closest(content: str, bullets: Sequence[Bullet], least: float) -> Bullet | None:
+    """The bullet that overlaps most, of those that do by at least ``least``."""
+    near = [(overlap(content, one.content), one) for one in bullets]
+    best = max(near, key=lambda pair: pair[0], default=(0.0, None))
+    return best[1] if best[0] >= least else None
+
+
+class EmbeddingTwins:
+    """Finds the bullet that says the same as a text by the cosine of their embeddings.
+
+    Args:
+        embedder: embeds texts; called once a text.
+        threshold: cosine from which two texts say the same, above 0 and up to 1.
+
+    Raises:
+        ConfigurationError: a threshold outside of that.
+    """
+
+    def __init__(self, embedder: Embedder, threshold: float) -> None:
+        if not 0 < threshold <= 1:
+            raise ConfigurationError(f"deduplication: the threshold is {threshold!r}, expected above 0 and up to 1.")
+        self._embedder = embedder
+        self._threshold = threshold
+        self._known: dict[str, tuple[float, ...]] = {}
+
+    def prepare(self, texts: Sequence[str]) -> None:
+        """Embed what is not known yet; it may take a while, and may be called from one thread at a time."""
+        missing = [text for text in dict.fromkeys(texts) if text not in self._known]
+        if missing:
+            vectors = [tuple(float(number) for number in vector) for vector in self._embedder(missing)]
+            if len(vectors) != len(missing):
+                raise ConfigurationError(f"embedder: {len(missing)} texts gave {len(vectors)} vectors.")
+            self._known |= dict(zip(missing, vectors, strict=True))
+
+    def __call__(self, content: str, bullets: Sequence[Bullet]) -> Bullet | None:
+        """The most similar bullet, of those at the threshold or above; the same words are the same text."""
+        if (same := same_words(content, bullets)) is not None:
+            return same
+        self.prepare([content, *(one.content for one in bullets)])
+        near = [(_cosine(self._known[content], self._known[one.content]), one) for one in bullets]
+        best = max(near, key=lambda pair: pair[0], default=(0.0, None))
+        return best[1] if best[0] >= self._threshold else None
+
+
+def _cosine(one: Sequence[float], other: Sequence[float]) -> float:
+    lengths = math.hypot(*one) * math.hypot(*other)
+    return sum(a * b for a, b in zip(one, other, strict=True)) / lengths if lengths else 0.0

@@ -1,0 +1,252 @@
+"""AsyncACE: a playbook that grows by small operations, learnt from many samples at once."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterable, Callable, Iterable, Sequence
+from typing import Any, Literal
+
+from dspy.primitives import Example, Module
+from dspy.teleprompt.teleprompt import Teleprompter
+
+from dspy_flashevolve.ace.playbook import SECTIONS, Playbook, checked_sections
+from dspy_flashevolve.ace.sampling import Epochs, Windows
+from dspy_flashevolve.ace.similarity import Embedder
+from dspy_flashevolve.ace.text import CountTokens, approximate_tokens
+from dspy_flashevolve.ace_arguments import check_arguments, check_budget, check_student, first_playbook
+from dspy_flashevolve.ace_run import AceRun, as_async
+from dspy_flashevolve.compilation import check_data
+from dspy_flashevolve.engine.errors import ConfigurationError, DataError
+from dspy_flashevolve.engine.staleness import StalenessPolicy
+from dspy_flashevolve.observe.playbooks import AceStats
+from dspy_flashevolve.reflection.playbooks import AdditionReconciliation, PlaybookCuration, SampleReflection
+from dspy_flashevolve.scheduling import Schedule
+
+
+class AsyncACE(Teleprompter):
+    """Agentic context engineering (ACE) on an asynchronous engine.
+
+    A playbook of bullets is added to the instructions of a program. Each training sample is tried with it, reflected
+    on, and turned into a few operations on the playbook, which one writer applies; samples overlap, and playbooks are
+    validated beside them. The best validated playbook is returned with the program.
+
+    Source: ACE (arXiv 2510.04618); asynchronous stages after FlashEvolve (arXiv 2605.08520).
+
+    Args:
+        metric: a function (example, prediction, trace=None, ...), sync or coroutine, that returns a score, or a
+            ``dspy.Prediction`` with ``score`` and ``feedback``. Where it gives no feedback, the reflector is shown the
+            example's labels.
+        reflector_lm: reflects on samples. Default: the configured LM.
+        curator_lm: writes operations, and reads stale additions. Default: the configured LM.
+        max_rounds: reflections a sample; each of a wrong attempt is followed by another attempt, so that a sample costs
+            up to ``1 + max_rounds`` metric calls.
+        epochs: times that each training example is taken.
+        token_budget: tokens of the rendered playbook at most. Beyond it, the bullets that are worth least are dropped.
+        eval_every: samples between two snapshots that are validated.
+        attach: names of the predictors that get the playbook, as ``named_predictors`` has them, or "all".
+        staleness: what becomes of an ADD that was written before others added bullets: "full" admits it; "guarded"
+            (default) drops it when it is more than 64 versions behind, and merges it into a newer bullet that says
+            nearly the same in words; "reflective" lets the curator LM read it together with the newer bullets. Or a
+            policy: :class:`Full`, :class:`Guarded`, :class:`Reflective`, or an object of your own.
+        num_threads: requests in flight at most, over all stages. Default: found out while the run goes on.
+        max_concurrency: the most requests in flight when ``num_threads`` is None. Default: 256.
+        schedule: "async" (default), or "lockstep": one sample at a time, and no sample during a validation.
+        max_metric_calls: metric calls, validations included, that are never exceeded. Default: no limit.
+        max_seconds: no sample starts after it; what runs is finished, and the last playbook validated. Default: no
+            limit.
+        sections: of a new playbook.
+        perfect_score: an attempt with this score is right.
+        failure_score: of an example on which the program or the metric raises.
+        deduplicate: cosine of two embeddings, above 0 and up to 1, from which an ADD says what a bullet says already.
+            Default: None, by words only.
+        embedder: texts -> one vector each, for ``deduplicate``. Default: sentence-transformers, which
+            ``pip install 'dspy-flashevolve[ace]'`` brings.
+        reflector, curator, reconciler: modules in place of :class:`SampleReflection`, :class:`PlaybookCuration` and
+            :class:`AdditionReconciliation`.
+        count_tokens: counts a text's tokens. Default: one for every four bytes.
+        validations_at_once: snapshots that are validated at the same time.
+        rollout_timeout_seconds: a rollout that takes longer is given up and asked for again. Default: never.
+        metric_lock: True for a metric that is not thread-safe.
+        seed: of the order of the samples.
+
+    Raises:
+        ConfigurationError: an argument that cannot work, with the reason.
+    """
+
+    def __init__(
+        self,
+        metric: Callable[..., Any],
+        *,
+        reflector_lm: Any = None,
+        curator_lm: Any = None,
+        max_rounds: int = 3,
+        epochs: int = 1,
+        token_budget: int = 8192,
+        eval_every: int = 10,
+        attach: Literal["all"] | Sequence[str] = "all",
+        staleness: Literal["full", "guarded", "reflective"] | StalenessPolicy = "guarded",
+        num_threads: int | None = None,
+        max_concurrency: int | None = None,
+        schedule: Schedule = "async",
+        max_metric_calls: int | None = None,
+        max_seconds: float | None = None,
+        sections: Sequence[str] = SECTIONS,
+        perfect_score: float = 1.0,
+        failure_score: float = 0.0,
+        deduplicate: float | None = None,
+        embedder: Embedder | None = None,
+        reflector: Module | None = None,
+        curator: Module | None = None,
+        reconciler: Module | None = None,
+        count_tokens: CountTokens = approximate_tokens,
+        validations_at_once: int = 1,
+        rollout_timeout_seconds: float | None = None,
+        metric_lock: bool = False,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        self.metric = metric
+        self.reflector_lm, self.curator_lm = reflector_lm, curator_lm
+        self.max_rounds, self.epochs = max_rounds, epochs
+        self.token_budget, self.eval_every = token_budget, eval_every
+        self.attach, self.staleness = attach, staleness
+        self.num_threads, self.max_concurrency, self.schedule = num_threads, max_concurrency, schedule
+        self.max_metric_calls, self.max_seconds = max_metric_calls, max_seconds
+        self.sections = checked_sections(sections)
+        self.perfect_score, self.failure_score = perfect_score, failure_score
+        self.deduplicate, self.embedder = deduplicate, embedder
+        self.reflector = reflector or SampleReflection()
+        self.curator = curator or PlaybookCuration()
+        self.reconciler = reconciler or AdditionReconciliation()
+        self.count_tokens = count_tokens
+        self.validations_at_once = validations_at_once
+        self.rollout_timeout_seconds = rollout_timeout_seconds
+        self.metric_lock = metric_lock
+        self.seed = seed
+        self._run: AceRun | None = None
+        check_arguments(self)
+
+    def compile(  # pyright: ignore[reportIncompatibleMethodOverride]  # dspy's has a teacher, which ACE has no use for
+        self,
+        student: Module,
+        *,
+        trainset: Sequence[Example],
+        valset: Sequence[Example] | None = None,
+        playbook: Playbook | None = None,
+    ) -> Module:
+        """Learn a playbook from a training set.
+
+        Args:
+            student: the program; it is not changed.
+            trainset: at least one example.
+            valset: what playbooks are scored on. Default: the training set.
+            playbook: to begin with. Default: that of the student (its attribute ``playbook``, or, after ``load``, what
+                its instructions hold), else an empty one.
+
+        Returns:
+            A program of the student's class with the best validated playbook in the instructions of the predictors that
+            ``attach`` names, so that ``save`` and ``load`` keep it; with the attributes ``playbook`` (a
+            :class:`Playbook`) and ``async_stats`` (an :class:`AceStats`).
+
+        Raises:
+            ConfigurationError: data, a playbook or a budget that cannot be used.
+            RunAbortedError: the provider refused for good; ``best_program`` is the best so far.
+        """
+        run = self._offline(student, trainset, valset, playbook)
+        return run.bench.run_sync(run.run)
+
+    async def acompile(
+        self,
+        student: Module,
+        *,
+        trainset: Sequence[Example],
+        valset: Sequence[Example] | None = None,
+        playbook: Playbook | None = None,
+    ) -> Module:
+        """The awaitable twin of :meth:`compile`, on the caller's loop."""
+        run = self._offline(student, trainset, valset, playbook)
+        return await run.bench.run_async(run.run)
+
+    def adapt(
+        self,
+        student: Module,
+        stream: Iterable[Example] | AsyncIterable[Example],
+        *,
+        window: int = 16,
+        playbook: Playbook | None = None,
+    ) -> Module:
+        """Learn from a stream while it is served: each window is scored before anything is learnt from it.
+
+        The examples of a window are tried with the playbook as it was when the window began; that is its score. Then
+        they are reflected on as in :meth:`compile`. The next window begins when that is done.
+
+        Args:
+            student: the program; it is not changed.
+            stream: examples with inputs and whatever the metric needs, as they come; it is read a window at a time.
+            window: examples of one, at least 1; the last one may have fewer.
+            playbook: to begin with; see :meth:`compile`.
+
+        Returns:
+            The program with the newest playbook; ``async_stats.windows`` has the scores.
+
+        Raises:
+            ConfigurationError: a window or a playbook that cannot be used.
+            RunAbortedError: the provider refused for good; ``best_program`` has what was learnt so far.
+        """
+        run = self._online(student, stream, window, playbook)
+        return run.bench.run_sync(run.run)
+
+    async def aadapt(
+        self,
+        student: Module,
+        stream: Iterable[Example] | AsyncIterable[Example],
+        *,
+        window: int = 16,
+        playbook: Playbook | None = None,
+    ) -> Module:
+        """The awaitable twin of :meth:`adapt`, on the caller's loop."""
+        run = self._online(student, stream, window, playbook)
+        return await run.bench.run_async(run.run)
+
+    def best_so_far(self) -> Module | None:
+        """What the newest run would return if it ended now, for any thread at any time.
+
+        None before the first playbook is validated; while a stream is adapted to, None before that has begun.
+        """
+        return None if self._run is None or not self._run.has_result else self._run.program()
+
+    def stats_so_far(self) -> AceStats | None:
+        """What the newest run has done by now, for any thread at any time; None before one has begun."""
+        return None if self._run is None or not self._run.has_begun else self._run.statistics()
+
+    def modules(self) -> dict[str, tuple[Module, Any]]:
+        """Stage -> the module that it asks, and the LM that this asks."""
+        return {
+            "reflect": (self.reflector, self.reflector_lm),
+            "curate": (self.curator, self.curator_lm),
+            "reconcile": (self.reconciler, self.curator_lm),
+        }
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A run belongs to the optimizer that began it, and to no copy."""
+        return {**self.__dict__, "_run": None}
+
+    def _offline(self, student: Module, trainset: Any, valset: Any, playbook: Playbook | None) -> AceRun:
+        check_data(student, trainset, None, valset)
+        names = check_student(student, self.attach)
+        scored_on = list(trainset if valset is None else valset)
+        check_budget(self, len(scored_on))
+        first = first_playbook(self, student, names, playbook)
+        self._run = AceRun(self, student, names, first, Epochs(list(trainset), self.epochs, self.seed), scored_on)
+        return self._run
+
+    def _online(self, student: Module, stream: Any, window: int, playbook: Playbook | None) -> AceRun:
+        names = check_student(student, self.attach)
+        if not isinstance(window, int) or isinstance(window, bool) or window < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigurationError(f"window is {window!r}, expected a whole number of at least 1.")
+        if not hasattr(stream, "__iter__") and not hasattr(stream, "__aiter__"):
+            raise DataError(f"stream is {stream!r}, expected an iterable or async iterable of dspy.Example.")
+        check_budget(self, 0)
+        first = first_playbook(self, student, names, playbook)
+        windows = Windows(as_async(stream, lambda *args: run.bench.threads.run(*args)), window)
+        self._run = run = AceRun(self, student, names, first, windows, None)
+        return run

@@ -1,0 +1,89 @@
+"""The house rules in their ACE form: what the simulated reflector and curator of a playbook write.
+
+The reflector names the rules that the feedback says were missed; the curator adds some of those that the playbook has
+not, sometimes a general sentence instead, and sometimes removes one. A reply that obeys a bullet's rule cites it. So
+playbooks grow step by step towards the same optimum as instructions do.
+
+The inputs are those of `dspy_flashevolve.reflection.playbooks`; nothing here imports dspy.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from dspy_flashevolve.sim.reply_model import Choices, ReplyModel
+from dspy_flashevolve.sim.words import USELESS_SENTENCES, Rule, instructed_words, rules_in, words_present
+
+CITATIONS = "cited_bullets"
+"""The output field in which a program in training names the bullets that it used."""
+_BULLET = re.compile(r"^\[([a-z]{1,3}-\d{1,9})\] (?:helpful=\d+ harmful=\d+ )?(.*)$", re.MULTILINE)
+_ADDITION = re.compile(r"^(\d{1,4})\. (.*)$", re.MULTILINE)
+
+
+def citations(instruction: str, body: str) -> str:
+    """The ids of the bullets whose words stand in a reply.
+
+    Example:
+        >>> citations('[str-1] Rule 07: mention the word "amber".', "One more point is amber.")
+        'str-1'
+    """
+    bullets = _BULLET.findall(instruction)
+    return ", ".join(name for name, text in bullets if words_present(body, instructed_words(text)))
+
+
+def reflect(inputs: Mapping[str, str], model: ReplyModel, choices: Choices) -> dict[str, str]:
+    """A reflection on one sample: the rules that it missed, and a tag for each bullet that it cited."""
+    missed = rules_in(inputs["feedback"])
+    useless = not missed or choices.uniform("useless") < model.useless
+    tags = {name: "helpful" for name, _ in _BULLET.findall(inputs["cited_bullets"])}
+    return {
+        "what_went_wrong": "Something was left out." if missed else "",
+        "right_approach": "Follow each of the house rules.",
+        "insight": _useless(choices) if useless else "An answer has to keep these: " + " ".join(map(str, missed)),
+        "bullet_tags": json.dumps(tags),
+    }
+
+
+def curate(inputs: Mapping[str, str], model: ReplyModel, choices: Choices) -> dict[str, str]:
+    """Operations on the playbook: rules that the reflection names and it has not."""
+    bullets = [(name, rule) for name, text in _BULLET.findall(inputs["playbook"]) for rule in rules_in(text)]
+    known = {rule.word for _, rule in bullets}
+    missed = [rule for rule in rules_in(inputs["reflection"]) if rule.word not in known]
+    missed = [rule for rule in missed if not _contradicts(rule, bullets, model, choices)]
+    section = inputs["sections"].partition(",")[0].strip()
+    missed.sort(key=lambda rule: choices.uniform(f"add {rule.word}"))
+    added = [str(rule) for rule in missed[: 1 + choices.index("how many", model.rules_added)]]
+    if not rules_in(inputs["reflection"]):
+        added = [_useless(choices)]
+    operations: list[dict[str, Any]] = [{"type": "ADD", "section": section, "content": one} for one in added]
+    if bullets and choices.uniform("forget") < model.forgets:
+        operations.append({"type": "REMOVE", "id": bullets[choices.index("forget which", len(bullets))][0]})
+    return {"operations": json.dumps(operations)}
+
+
+def reconcile(inputs: Mapping[str, str], model: ReplyModel, choices: Choices) -> dict[str, str]:
+    """A decision for each stale addition: dropped where a newer bullet says it already, else admitted."""
+    newer = inputs["newer_bullets"]
+    rules, texts = {rule.word for rule in rules_in(newer)}, {text for _, text in _BULLET.findall(newer)}
+    bullets = [(name, rule) for name, text in _BULLET.findall(newer) for rule in rules_in(text)]
+    decisions: list[dict[str, Any]] = []
+    for number, text in _ADDITION.findall(inputs["additions"]):
+        own = rules_in(text)
+        said = text in texts or (bool(own) and all(rule.word in rules for rule in own))
+        rival = any(_contradicts(rule, bullets, model, choices) for rule in own)
+        decisions.append({"addition": int(number), "decision": "drop" if said or rival else "admit"})
+    return {"decisions": json.dumps(decisions)}
+
+
+def _contradicts(rule: Rule, bullets: list[tuple[str, Rule]], model: ReplyModel, choices: Choices) -> bool:
+    """Whether it is seen that a bullet holds the rule's rival."""
+    pairs = {(other.number + 1) // 2 for _, other in bullets if other.word != rule.word}
+    rival = model.rivals and (rule.number + 1) // 2 in pairs
+    return rival and choices.uniform(f"conflict {rule.word}") < model.spots_conflicts
+
+
+def _useless(choices: Choices) -> str:
+    return USELESS_SENTENCES[choices.index("useless which", len(USELESS_SENTENCES))]

@@ -1,0 +1,489 @@
+"""AsyncACE from end to end: in virtual time over the simulated model, and over fakes."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import dspy
+import pytest
+from dspy.utils.exceptions import LMAuthError
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dspy_flashevolve import AceStats, AsyncACE, ConfigurationError, DataError, Playbook, RunAbortedError
+from dspy_flashevolve.ace.text import attached, detached
+from dspy_flashevolve.sim import HouseRules
+from dspy_flashevolve.sim.profiles import H100_QWEN3_8B
+from dspy_flashevolve.sim.virtual import SimulatedModel, run
+from tests.fakes import Chain, digits, examples, fake_lm, hashed, reply_for
+
+TASK = HouseRules(rules=12, rules_per_example=4, seed=0)
+TRAIN, VAL = TASK.trainset(24), TASK.valset(16)
+
+
+def compiled(student: dspy.Module | None = None, model: SimulatedModel | None = None, **options: Any) -> Any:
+    """A program that AsyncACE has compiled in virtual time."""
+    answering = model or SimulatedModel(seed=0, reply_model=TASK.reply_model)
+    playbook, metric = options.pop("playbook", None), options.pop("metric", TASK.metric)
+
+    async def main() -> Any:
+        lm = answering.lm()
+        optimizer = AsyncACE(metric, **{"num_threads": 16, **options})
+        with dspy.context(lm=lm):
+            program = student or TASK.program()
+            return await optimizer.acompile(program, trainset=TRAIN, valset=VAL, playbook=playbook)
+
+    return run(main)
+
+
+@pytest.fixture(scope="module")
+def learnt() -> Any:
+    """A program that has learnt from two epochs; it is not to be changed."""
+    return compiled(epochs=2)
+
+
+def test_the_playbook_makes_the_program_better_and_the_best_validated_one_is_returned(learnt: Any) -> None:
+    stats: AceStats = learnt.async_stats
+    assert stats.snapshots[0].version == 0, "the initial playbook is scored too"
+    best = max(stats.snapshots, key=lambda one: one.score)
+    assert best.score > stats.snapshots[0].score + 0.4
+    assert learnt.playbook.version == stats.best_version == best.version
+    assert learnt.answer.signature.instructions == attached(
+        TASK.program().answer.signature.instructions, learnt.playbook.render()
+    )
+
+
+def test_every_sample_comes_through_and_is_counted(learnt: Any) -> None:
+    stats: AceStats = learnt.async_stats
+    assert stats.samples == stats.tickets == 48
+    assert stats.operations["add"] >= len(learnt.playbook) > 0
+    assert stats.tags["helpful"] > 0
+    assert stats.citations > 0
+    assert stats.requests_by_stage["reflect"] == stats.reflections
+    assert (stats.outcome, stats.failed) == ("finished", False)
+
+
+def test_the_student_is_not_changed_and_the_program_cites_nothing() -> None:
+    student = TASK.program()
+    before = student.dump_state()
+    program = compiled(student, epochs=1)
+    assert student.dump_state() == before
+    assert list(program.answer.signature.output_fields) == ["answer"]
+
+
+def test_saving_and_loading_the_program_keeps_the_playbook(learnt: Any, tmp_path: Path) -> None:
+    learnt.save(tmp_path / "program.json")
+    loaded = TASK.program()
+    loaded.load(tmp_path / "program.json")
+    assert loaded.answer.signature.instructions == learnt.answer.signature.instructions
+    first, *_ = compiled(loaded, max_seconds=1).async_stats.snapshots
+    assert (first.bullets, first.tokens) == (len(learnt.playbook), learnt.playbook.tokens())
+    assert first.score > learnt.async_stats.snapshots[0].score, "it goes on from what it has learnt"
+
+
+def test_a_program_that_has_a_playbook_goes_on_from_it_and_holds_it_once(learnt: Any) -> None:
+    again = compiled(learnt)
+    assert again.playbook.next_number >= learnt.playbook.next_number
+    instructions = again.answer.signature.instructions
+    assert instructions.count("<playbook>") == 1
+    assert detached(instructions) == TASK.program().answer.signature.instructions
+    assert again.async_stats.snapshots[0].version == learnt.playbook.version
+
+
+def test_equal_runs_are_equal_and_other_seeds_are_not() -> None:
+    one, same, other = (compiled(seed=seed) for seed in (1, 1, 2))
+    assert one.playbook == same.playbook
+    assert one.playbook != other.playbook
+
+
+def test_the_playbook_is_attached_to_the_chosen_predictors_only() -> None:
+    student = TASK.program(predictors=2)
+    name = student.named_predictors()[0][0]
+    program = compiled(student, attach=[name], max_seconds=60)
+    held = {name for name, one in program.named_predictors() if "<playbook>" in one.signature.instructions}
+    assert held == {name}
+    assert len(program.playbook) > 0
+
+
+def test_predictors_that_do_not_exist_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"\['nobody'\].*\['answer'\]"):
+        compiled(attach=["nobody"])
+
+
+def test_in_lockstep_one_sample_is_under_way_at_a_time() -> None:
+    program = compiled(schedule="lockstep", max_seconds=100, eval_every=100)
+    stats: AceStats = program.async_stats
+    working = sum(stats.busy_seconds_by_stage[name] for name in ("rollout", "reflect", "curate"))
+    assert working <= stats.seconds
+    assert stats.gaps["before_commit"] == {0: stats.samples}
+    assert stats.additions == {}
+
+
+def test_the_asynchronous_form_learns_from_more_samples_in_the_same_time() -> None:
+    counts = {name: compiled(schedule=name, max_seconds=60).async_stats.samples for name in ("lockstep", "async")}
+    assert counts["async"] >= 2.5 * counts["lockstep"] > 0
+
+
+def test_the_slots_adapt_where_no_number_of_threads_is_given() -> None:
+    stats: AceStats = compiled(num_threads=None, max_concurrency=32, max_seconds=60).async_stats
+    assert stats.limit_changes
+    assert stats.samples > 0
+
+
+@pytest.mark.parametrize("staleness", ["full", "guarded", "reflective"])
+def test_stale_additions_are_counted_by_what_became_of_them(staleness: str) -> None:
+    stats: AceStats = compiled(staleness=staleness, num_threads=24).async_stats
+    assert sum(stats.additions.values()) > 0
+    assert ("reconcile" in stats.requests_by_stage) == (staleness == "reflective")
+    assert stats.looks["integrate" if staleness == "reflective" else "admit"] > 0
+
+
+@pytest.mark.parametrize(
+    ("limit", "schedule", "slots"), [(36, "async", 24), (50, "async", 1), (100, "async", 24), (61, "lockstep", 8)]
+)
+def test_metric_calls_never_exceed_the_budget_and_what_is_returned_is_validated(
+    limit: int, schedule: str, slots: int
+) -> None:
+    calls = 0
+
+    def metric(gold: Any, pred: Any, trace: Any = None) -> Any:
+        nonlocal calls
+        calls += 1
+        return TASK.metric(gold, pred)
+
+    program = compiled(
+        metric=metric, max_metric_calls=limit, schedule=schedule, num_threads=slots, eval_every=2, epochs=2
+    )
+    stats: AceStats = program.async_stats
+    assert calls == stats.metric_calls <= limit
+    assert stats.best_version in [one.version for one in stats.snapshots]
+    assert all(one.score >= 0 for one in stats.snapshots)
+
+
+def test_a_budget_that_cannot_pay_two_validations_and_a_sample_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="max_metric_calls is 35, expected at least 36"):
+        compiled(max_metric_calls=35)
+
+
+def test_the_token_budget_holds_and_what_it_drove_out_is_counted() -> None:
+    stats: AceStats = compiled(token_budget=90).async_stats
+    assert all(one.tokens <= 90 for one in stats.snapshots)
+    assert stats.evicted > 0
+    assert stats.problems["over the token budget"] == stats.evicted
+
+
+def test_a_first_playbook_above_the_token_budget_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="above token_budget=10"):
+        compiled(playbook=Playbook().adding("other", "x" * 100), token_budget=10)
+
+
+def test_an_empty_playbook_with_sections_of_its_own_is_not_replaced() -> None:
+    program = compiled(playbook=Playbook(sections=("lessons",)), max_seconds=60)
+    assert program.playbook.sections == ("lessons",)
+    assert {one.section for one in program.playbook.bullets} == {"lessons"}
+
+
+def test_rate_limits_are_retried_and_are_no_scores() -> None:
+    tight = replace(H100_QWEN3_8B, concurrency_limit=4, retry_after_seconds=0.5)
+    seen: list[int] = []
+
+    def metric(gold: Any, pred: Any, trace: Any = None) -> Any:
+        seen.append(len(pred.answer))
+        return TASK.metric(gold, pred)
+
+    model = SimulatedModel(tight, seed=0, reply_model=TASK.reply_model)
+    stats: AceStats = compiled(model=model, metric=metric, max_seconds=60).async_stats
+    assert model.refused
+    assert min(seen) > 0, "no score of a request that was refused"
+    assert stats.ended["failed"] > 0, "some samples found no answer at all"
+    assert stats.samples == stats.ended["committed"] + stats.ended["rejected"] > 0
+    assert all(one.score > 0 for one in stats.snapshots)
+
+
+def test_a_provider_that_is_down_ends_the_run_without_a_score() -> None:
+    model = SimulatedModel(replace(H100_QWEN3_8B, concurrency_limit=0), seed=0)
+    with pytest.raises(RunAbortedError, match="No playbook could be validated") as raised:
+        compiled(model=model, num_threads=4)
+    assert raised.value.best_program is None
+    assert not model.requests
+
+
+# Fakes: what language models may write
+
+
+def answered_by(reply: Callable[[str], str], **options: Any) -> Any:
+    """A program compiled over an LM that answers tasks well enough and everything else by ``reply``."""
+
+    def answer(prompt: str) -> str:
+        if ("feedback" in prompt and "attempt" in prompt) or "operations" in prompt or "decisions" in prompt:
+            return reply(prompt)
+        return reply_for(prompt, answer=str(hashed(prompt) % 7), cited_bullets="oth-1, nonsense")
+
+    optimizer = AsyncACE(digits, **{"num_threads": 8, "max_rounds": 2, "epochs": 2, **options})
+    with dspy.context(lm=fake_lm(answer)):
+        return optimizer.compile(Chain(2), trainset=examples("train", 6), valset=examples("val", 4))
+
+
+@pytest.mark.parametrize(
+    "reply", ["", "I cannot do that.", "[[ ## insight ## ]]\n\n[[ ## operations ## ]]\n[{]", "{" * 300, "{}"]
+)
+def test_replies_that_cannot_be_read_are_counted_and_never_fatal(reply: str) -> None:
+    stats: AceStats = answered_by(lambda prompt: reply).async_stats
+    assert stats.samples == 12
+    assert sum(stats.problems.values()) > 0
+    assert stats.first_problems
+    assert stats.version == 0
+
+
+def test_what_can_be_read_of_a_bad_reply_is_used() -> None:
+    operations = '[{"type": "ADD", "section": "other", "content": "Add digits."}, {"type": "HUG"}, 7, {"type": "ADD"'
+
+    def reply(prompt: str) -> str:
+        return reply_for(prompt, insight="x", operations=operations, bullet_tags='{"oth-1": "helpful", "x": "bad"}')
+
+    program = answered_by(reply)
+    stats: AceStats = program.async_stats
+    assert [one.content for one in program.playbook.bullets] in ([], ["Add digits."])
+    assert stats.operations["add"] == 1
+    assert stats.problems["unknown operation"] >= 1
+    assert stats.problems["said already"] >= 1
+    assert stats.tags.get("helpful", 0) > 0
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.integers(0, 10**6))
+def test_arbitrary_replies_end_in_a_program(seed: int) -> None:
+    pieces = [
+        '[{"type": "ADD", "section": "other", "content": "a"}]', '{"type": "REMOVE", "id": "oth-1"}', "[[ ##", "null",
+        '{"oth-1": "harmful"}', "[[ ## operations ## ]]\n", "[[ ## insight ## ]]\nyes", "\x00", "{}", "```json", "]]",
+    ]  # fmt: skip
+
+    def reply(prompt: str) -> str:
+        number = hashed(seed, prompt)
+        return " ".join(pieces[(number >> shift) % len(pieces)] for shift in range(0, number % 24, 4))
+
+    program = answered_by(reply, epochs=1)
+    assert program.async_stats.samples == 6
+    assert isinstance(program.playbook, Playbook)
+
+
+class Silent(dspy.Module):
+    """Answers in a thread, without an ``aforward``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.predict = dspy.Predict("question -> answer")
+
+    def forward(self, question: str) -> dspy.Prediction:
+        return self.predict(question=question)
+
+
+def test_a_synchronous_program_and_a_metric_without_feedback_are_served() -> None:
+    shown: list[str] = []
+
+    def answer(prompt: str) -> str:
+        if "[[ ## attempt ## ]]" in prompt:
+            shown.append(prompt)
+            return reply_for(prompt, insight="x")
+        return reply_for(prompt, answer="7", operations="[]")
+
+    data = [dspy.Example(question=f"q{n}", answer="8").with_inputs("question") for n in range(3)]
+    optimizer = AsyncACE(lambda gold, pred: gold.answer == pred.answer, max_rounds=1, num_threads=2)
+    with dspy.context(lm=fake_lm(answer, asynchronous=False)):
+        program: Any = optimizer.compile(Silent(), trainset=data)
+    assert program.async_stats.samples == 3
+    assert all("answer: 7" in prompt and "Expected:\nanswer: 8" in prompt for prompt in shown)
+
+
+def test_a_program_that_fails_is_reflected_on_and_scores_the_failure_score() -> None:
+    class Broken(dspy.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.predict = dspy.Predict("question -> answer")
+
+        async def aforward(self, question: str) -> Any:
+            raise ValueError("broken")
+
+    seen: list[str] = []
+
+    def answer(prompt: str) -> str:
+        seen.append(prompt)
+        return reply_for(prompt, insight="x", operations="[]")
+
+    optimizer = AsyncACE(digits, num_threads=2, failure_score=-1.0, max_rounds=1)
+    with dspy.context(lm=fake_lm(answer)):
+        program: Any = optimizer.compile(Broken(), trainset=examples("t", 2))
+    assert {one.score for one in program.async_stats.snapshots} == {-1.0}
+    assert any("The program failed" in prompt for prompt in seen)
+
+
+def test_a_key_that_is_refused_ends_the_run_with_the_best_program_so_far() -> None:
+    def answer(prompt: str) -> str:
+        if "[[ ## attempt ## ]]" in prompt:
+            raise LMAuthError("no such key", model="fake/model", provider="fake")
+        return reply_for(prompt, answer="3")
+
+    optimizer = AsyncACE(digits, num_threads=1, schedule="lockstep")
+    with dspy.context(lm=fake_lm(answer)), pytest.raises(RunAbortedError) as raised:
+        optimizer.compile(Chain(), trainset=examples("t", 3))
+    assert raised.value.best_program.async_stats.best_version == 0
+    assert optimizer.best_so_far() is not None
+
+
+def stand_in(texts: list[str]) -> list[list[float]]:
+    """A stand-in for an embedder: texts that begin with the same letter are alike."""
+    return [[float(text[0] == letter) for letter in "AM"] for text in texts]
+
+
+def test_an_embedder_finds_additions_that_say_the_same_in_other_words() -> None:
+    def reply(prompt: str) -> str:
+        number = hashed(prompt)
+        content = f"{'Adds' if number % 2 else 'Mind'} {number}"
+        return reply_for(
+            prompt, insight="x", operations=f'[{{"type": "ADD", "section": "other", "content": "{content}"}}]'
+        )
+
+    by_words = answered_by(reply, staleness="full").async_stats
+    by_meaning = answered_by(reply, staleness="full", deduplicate=0.9, embedder=stand_in).async_stats
+    assert by_words.operations["add"] > 2
+    assert by_meaning.operations["add"] == 2
+
+
+def test_modules_of_the_users_own_reflect_and_curate() -> None:
+    class Curates(dspy.Module):
+        async def aforward(self, **inputs: Any) -> Any:
+            assert inputs.keys() == {"playbook", "sections", "token_budget", "task", "reflection"}
+            return dspy.Prediction(operations=[{"type": "ADD", "section": "other", "content": inputs["reflection"]}])
+
+    class Reflects(dspy.Module):
+        def forward(self, **inputs: Any) -> Any:
+            assert inputs.keys() == {"task", "attempt", "feedback", "cited_bullets"}
+            return dspy.Prediction(insight="Own words.")
+
+    program = answered_by(lambda prompt: "", reflector=Reflects(), curator=Curates(), perfect_score=0.0)
+    assert program.async_stats.operations == {"add": 1}
+    assert program.async_stats.first_problems[0].detail == "oth-1: Insight: Own words."
+
+
+# A stream
+
+
+def adapted(stream: Any, **options: Any) -> Any:
+    model = SimulatedModel(seed=0, reply_model=TASK.reply_model)
+    window = options.pop("window", 12)
+
+    async def main() -> Any:
+        optimizer = AsyncACE(TASK.metric, **{"num_threads": 16, **options})
+        with dspy.context(lm=model.lm()):
+            return await optimizer.aadapt(TASK.program(), stream, window=window)
+
+    return run(main)
+
+
+async def from_afar(count: int) -> AsyncIterator[dspy.Example]:
+    for one in TASK.trainset(count):
+        yield one
+
+
+@pytest.mark.parametrize("schedule", ["async", "lockstep"])
+def test_each_window_of_a_stream_is_scored_before_anything_is_learnt_from_it(schedule: Any) -> None:
+    program = adapted(iter(TASK.trainset(30)), schedule=schedule)
+    windows = program.async_stats.windows
+    assert [(one.window, one.examples, one.scored) for one in windows] == [(0, 12, 12), (1, 12, 12), (2, 6, 6)]
+    assert windows[0].version == 0
+    assert windows[0].version < windows[1].version < windows[2].version <= program.playbook.version
+    assert windows[2].score > windows[0].score + 0.3
+    assert program.playbook.version == program.async_stats.version, "the newest playbook is returned"
+
+
+def test_an_asynchronous_stream_is_the_same() -> None:
+    scores = [[one.score for one in adapted(make).async_stats.windows] for make in (TASK.trainset(24), from_afar(24))]
+    assert scores[0] == scores[1]
+
+
+def test_a_stream_ends_at_the_budget_and_an_empty_one_at_once() -> None:
+    assert adapted(TASK.trainset(48), max_metric_calls=40).async_stats.metric_calls <= 40
+    empty = adapted([])
+    assert (empty.async_stats.windows, len(empty.playbook)) == ([], 0)
+
+
+def test_adapt_works_without_a_loop() -> None:
+    optimizer = AsyncACE(digits, num_threads=2, max_rounds=1)
+    with dspy.context(lm=fake_lm(lambda prompt: reply_for(prompt, answer="3", insight="x", operations="[]"))):
+        program: Any = optimizer.adapt(Chain(), iter(examples("s", 5)), window=2)
+    assert [one.score for one in program.async_stats.windows] == [0.5, 0.5, 0.5]
+
+
+@pytest.mark.parametrize("window", [0, -1, 1.5, True])
+def test_a_window_that_is_none_is_refused(window: Any) -> None:
+    with pytest.raises(ConfigurationError, match="window"):
+        AsyncACE(digits).adapt(Chain(), [], window=window)
+
+
+# Arguments
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"metric": None}, "metric is None"),
+        ({"max_rounds": 0}, "max_rounds is 0"),
+        ({"epochs": None}, "epochs is None"),
+        ({"token_budget": -1}, "token_budget is -1"),
+        ({"eval_every": 1.5}, "eval_every is 1.5"),
+        ({"attach": "answer"}, "attach is 'answer'"),
+        ({"attach": []}, r"attach is \[\]"),
+        ({"staleness": "stale"}, "staleness is 'stale'"),
+        ({"staleness": object}, "staleness is"),
+        ({"schedule": "later"}, "schedule is 'later'"),
+        ({"num_threads": 0}, "num_threads is 0"),
+        ({"max_metric_calls": 0}, "max_metric_calls is 0"),
+        ({"max_seconds": -1.0}, "max_seconds is -1.0"),
+        ({"sections": []}, "sections is"),
+        ({"sections": "abc"}, "sections is"),
+        ({"perfect_score": "high"}, "perfect_score is 'high'"),
+        ({"reflector": object()}, "reflector is"),
+        ({"count_tokens": 3}, "count_tokens is 3"),
+        ({"metric_lock": 1}, "metric_lock is 1"),
+        ({"deduplicate": 2.0, "embedder": stand_in}, "deduplicate is 2.0"),
+        ({"embedder": stand_in}, "deduplicate is None"),
+    ],
+)
+def test_arguments_that_cannot_work_are_refused_at_once(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        AsyncACE(**{"metric": digits, **options})
+
+
+def test_deduplication_without_an_embedder_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigurationError, match=r"pip install 'dspy-flashevolve\[ace\]'"):
+        AsyncACE(digits, deduplicate=0.9)
+
+
+def test_data_that_cannot_be_used_is_refused() -> None:
+    optimizer = AsyncACE(digits)
+    with pytest.raises(DataError, match="student"):
+        optimizer.compile(object(), trainset=examples("t", 1))  # type: ignore[arg-type]
+    with pytest.raises(DataError, match="trainset is empty"):
+        optimizer.compile(Chain(), trainset=[])
+    with pytest.raises(DataError, match="stream is 3"):
+        optimizer.adapt(Chain(), 3)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="expected a Playbook"):
+        optimizer.compile(Chain(), trainset=examples("t", 1), playbook={})  # type: ignore[arg-type]
+
+
+def test_an_optimizer_can_be_pickled_after_a_run() -> None:
+    optimizer = AsyncACE(digits, num_threads=2, max_rounds=1)
+    with dspy.context(lm=fake_lm(lambda prompt: reply_for(prompt, answer="3", insight="x", operations="[]"))):
+        program: Any = optimizer.compile(Chain(), trainset=examples("t", 2))
+    assert optimizer.best_so_far() is not None
+    stats = optimizer.stats_so_far()
+    assert stats is not None
+    assert stats.samples == 2
+    copied = pickle.loads(pickle.dumps(optimizer))
+    assert copied.best_so_far() is copied.stats_so_far() is None
+    assert pickle.loads(pickle.dumps(program.playbook)) == program.playbook

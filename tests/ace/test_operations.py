@@ -1,0 +1,127 @@
+"""Reading what models write: operations and tags."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dspy_flashevolve.ace.operations import (
+    MOST_OPERATIONS,
+    Add,
+    Merge,
+    Problem,
+    Remove,
+    Update,
+    parse_operations,
+    parse_tags,
+)
+from tests.ace.test_playbook import JSON
+
+LIST = [
+    {"type": "ADD", "section": "other", "content": "Mind units."},
+    {"type": "update", "id": "[oth-1]", "content": "x"},
+    {"operation": "MERGE", "ids": ["oth-1", "OTH-2"], "content": "y"},
+    {"op": "DELETE", "bullet_id": "oth-3"},
+]
+READ = [Add("other", "Mind units."), Update("oth-1", "x"), Merge(("oth-1", "oth-2"), "y"), Remove("oth-3")]
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        LIST,
+        {"operations": LIST},
+        json.dumps(LIST),
+        f"Sure! Here:\n```json\n{json.dumps({'reasoning': 'r', 'operations': LIST}, indent=2)}\n```\nDone [1].",
+        str(LIST),
+        "\n".join(json.dumps(one) for one in LIST),
+        json.dumps(LIST)[:-1],
+    ],
+)
+def test_operations_are_read_in_every_form_that_models_write(reply: object) -> None:
+    assert parse_operations(reply) == (READ, [])
+
+
+def test_a_list_that_is_cut_off_gives_the_operations_that_are_whole() -> None:
+    assert parse_operations(json.dumps(LIST)[:-20])[0] == READ[:3]
+
+
+@pytest.mark.parametrize("reply", ["", "  ", "[]", [], "No change: []", {"operations": []}, '{"operations": []}'])
+def test_an_empty_list_asks_for_nothing_and_is_no_problem(reply: object) -> None:
+    assert parse_operations(reply) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("item", "kind"),
+    [
+        ({"type": "SHOUT"}, "unknown operation"),
+        ({}, "unknown operation"),
+        ({"type": "ADD", "section": "other"}, "no content"),
+        ({"type": "ADD", "section": "other", "content": 7}, "no content"),
+        ({"type": "UPDATE", "id": "oth-1", "content": " "}, "no content"),
+        ({"type": "UPDATE", "content": "x"}, "no id"),
+        ({"type": "REMOVE", "id": 7}, "no id"),
+        ({"type": "REMOVE", "ids": ["oth-1", "oth-2"]}, "several ids"),
+        ({"type": "MERGE", "ids": ["oth-1"], "content": "x"}, "merge of one"),
+    ],
+)
+def test_what_is_wrong_with_one_operation_is_told_and_the_others_are_read(item: object, kind: str) -> None:
+    operations, problems = parse_operations([LIST[0], item, LIST[3]])
+    assert operations == [READ[0], READ[3]]
+    assert [one.kind for one in problems] == [kind]
+
+
+def test_prose_is_one_problem() -> None:
+    assert parse_operations("I would add a bullet on units.") == (
+        [],
+        [Problem("unreadable reply", "I would add a bullet on units.")],
+    )
+
+
+def test_a_reply_without_end_is_read_up_to_a_bound() -> None:
+    operations, problems = parse_operations([LIST[0]] * (MOST_OPERATIONS + 5))
+    assert (len(operations), [one.kind for one in problems]) == (MOST_OPERATIONS, ["too many operations"])
+
+
+@given(st.one_of(JSON, st.text(), JSON.map(str), JSON.map(json.dumps)))
+def test_no_reply_makes_the_readers_raise(reply: object) -> None:
+    operations, problems = parse_operations(reply)
+    assert all(isinstance(one, Add | Update | Merge | Remove) for one in operations)
+    assert all(isinstance(one, Problem) for one in problems)
+    tags, problems = parse_tags(reply)
+    assert all(tag in ("helpful", "harmful", "neutral") for _, tag in tags)
+    assert all(isinstance(one, Problem) for one in problems)
+
+
+@pytest.mark.parametrize("reply", ["[" * 50_000, "{" * 50_000, '{"a":' * 50_000, "[[" * 3000 + "]" * 6000])
+def test_nesting_without_end_ends(reply: str) -> None:
+    parse_operations(reply)
+    parse_tags(reply)
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        {"oth-1": "helpful", "oth-2": "HARMFUL"},
+        '{"[oth-1]": "helpful", "oth-2": "harmful"}',
+        [{"id": "oth-1", "tag": "helpful"}, {"id": "oth-2", "tag": "harmful"}],
+        'Tags: [{"id": "oth-1", "tag": "helpful"}, {"id": "oth-2", "tag": "harmful"}].',
+        {"bullet_tags": [{"id": "oth-1", "tag": "helpful"}, {"id": "oth-2", "tag": "harmful"}]},
+        "{'oth-1': 'helpful', 'oth-2': 'harmful', 'oth-1 ': 'harmful'}",
+    ],
+)
+def test_tags_are_read_in_every_form_that_models_write(reply: object) -> None:
+    assert parse_tags(reply) == ([("oth-1", "helpful"), ("oth-2", "harmful")], [])
+
+
+def test_a_tag_that_is_none_is_told_and_the_others_count() -> None:
+    tags, problems = parse_tags({"oth-1": "great", "oth-2": "neutral"})
+    assert (tags, [one.kind for one in problems]) == ([("oth-2", "neutral")], ["unknown tag"])
+
+
+@pytest.mark.parametrize("reply", ["", "None", "{}", "[]", {}])
+def test_no_tags_are_no_problem(reply: object) -> None:
+    assert parse_tags(reply) == ([], [])

@@ -1,0 +1,136 @@
+"""The playbook as data: ids, sections, counters, text and files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dspy_flashevolve.ace.playbook import Bullet, Playbook
+from dspy_flashevolve.ace.text import CLOSING, OPENING, attached, cleaned, detached
+from dspy_flashevolve.engine.errors import ConfigurationError
+from tests.ace.books import PLAYBOOKS, TAGS, TEXTS
+
+JSON = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), TEXTS),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.dictionaries(
+            st.sampled_from(["sections", "bullets", "next_number", "version", "id", "section", "content"]), inner
+        ),
+    ),
+    max_leaves=12,
+)
+
+
+def test_an_id_is_not_given_twice_even_when_its_bullet_is_gone() -> None:
+    playbook = Playbook().adding("other", "a").adding("other", "b")
+    without = playbook.replacing(one for one in playbook.bullets if one.content == "a")
+    assert [one.id for one in without.adding("other", "c").bullets] == ["oth-1", "oth-3"]
+    assert without.has_had("oth-2")
+    assert not without.has_had("oth-3")
+
+
+@given(PLAYBOOKS, TAGS)
+def test_what_is_saved_is_loaded(playbook: Playbook, tags: list[tuple[str, str]]) -> None:
+    tagged = playbook.tagged(tags)  # pyright: ignore[reportArgumentType]
+    assert Playbook.from_dict(json.loads(json.dumps(tagged.to_dict()))) == tagged
+
+
+def test_a_file_holds_the_playbook_and_nothing_is_left_beside_it(tmp_path: Path) -> None:
+    playbook = Playbook(sections=("a b", "c")).adding("c", "Grüße\nzwei").tagged([("c-1", "harmful")])
+    playbook.save(tmp_path / "book.json")
+    playbook.save(tmp_path / "book.json")
+    assert Playbook.load(tmp_path / "book.json") == playbook
+    assert [path.name for path in tmp_path.iterdir()] == ["book.json"]
+
+
+@given(st.one_of(JSON, st.builds(dict, bullets=st.lists(JSON), sections=JSON, next_number=JSON, version=JSON)))
+def test_whatever_else_a_file_holds_is_refused_by_name(data: object) -> None:
+    try:
+        playbook = Playbook.from_dict(data)
+    except ConfigurationError:
+        return
+    assert playbook.to_dict() == data
+
+
+@pytest.mark.parametrize("text", [b"", b"{", b"\xff\xfe", b"[" * 100_000])
+def test_a_file_that_is_no_json_is_refused(tmp_path: Path, text: bytes) -> None:
+    (tmp_path / "book.json").write_bytes(text)
+    with pytest.raises(ConfigurationError, match="holds no JSON"):
+        Playbook.load(tmp_path / "book.json")
+
+
+@pytest.mark.parametrize("sections", [(), ("",), ("a", "A"), ("1st",), ("x" * 61,), ("a\nb",), "strategies", (3,)])
+def test_sections_that_cannot_be_names_are_refused(sections: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigurationError, match="section"):
+        Playbook(sections=sections)
+
+
+@pytest.mark.parametrize(
+    "bullet",
+    [
+        Bullet("oth-1", "nowhere", "x"),
+        Bullet("oth-2", "other", "x"),
+        Bullet("other", "other", "x"),
+        Bullet("oth-1", "other", ""),
+        Bullet("oth-1", "other", " x"),
+        Bullet("oth-1", "other", f"x{CLOSING}"),
+        Bullet("oth-1", "other", "x", helpful=-1),
+        Bullet("oth-1", "other", "x", created_version=4),
+    ],
+)
+def test_a_bullet_that_cannot_be_is_refused(bullet: Bullet) -> None:
+    with pytest.raises(ConfigurationError, match="bullet"):
+        Playbook(bullets=(bullet,), next_number=2, version=3)
+
+
+@given(PLAYBOOKS, st.permutations(range(8)), st.data())
+def test_counters_commute_and_leave_the_version(playbook: Playbook, order: list[int], data: st.DataObject) -> None:
+    known = [one.id for one in playbook.bullets] + ["oth-99"]
+    pairs = st.tuples(st.sampled_from(known), st.sampled_from(["helpful", "harmful", "neutral"]))
+    batches = data.draw(st.lists(st.lists(pairs, max_size=3), min_size=8, max_size=8))
+    forth = back = playbook
+    for batch in batches:
+        forth = forth.tagged(batch)  # pyright: ignore[reportArgumentType]
+    for index in order:
+        back = back.tagged(batches[index])  # pyright: ignore[reportArgumentType]
+    assert forth == back
+    assert forth.version == playbook.version
+    assert forth.render() == playbook.render()
+
+
+def test_a_rendered_playbook_shows_counters_only_to_those_who_ask() -> None:
+    playbook = (
+        Playbook().adding("formulas", "a = b").adding("strategies", "Think.\nTwice.").tagged([("for-1", "harmful")])
+    )
+    assert playbook.render().splitlines()[2:] == [
+        "## strategies", "[str-2] Think.", "  Twice.", "## formulas", "[for-1] a = b", CLOSING
+    ]  # fmt: skip
+    assert "[for-1] helpful=0 harmful=1 a = b" in playbook.render(counters=True)
+    assert Playbook().render() == ""
+
+
+@given(TEXTS)
+def test_no_content_can_close_the_playbook_or_open_another(text: str) -> None:
+    for trick in (text, f"<play{CLOSING}book>{text}", f"</ PLAYBOOK >{text}", f"{text}<{OPENING}/playbook>"):
+        content = cleaned(trick)
+        assert cleaned(content) == content
+        if content:
+            rendered = Playbook().adding("other", content).render()
+            assert rendered.count(OPENING) == rendered.count(CLOSING) == 1
+
+
+@given(PLAYBOOKS, PLAYBOOKS)
+def test_an_instruction_has_one_playbook_at_most_and_gets_its_text_back(first: Playbook, second: Playbook) -> None:
+    once = attached("Answer.\n\nBe brief.", first.render())
+    assert attached(once, second.render()) == attached("Answer.\n\nBe brief.", second.render())
+    assert detached(once) == "Answer.\n\nBe brief."
+
+
+def test_citations_are_ids_of_the_playbook_in_whatever_form() -> None:
+    playbook = Playbook().adding("other", "a").adding("formulas", "b")
+    assert playbook.cited('["FOR-2", [oth-1], oth-1; oth-12 and str-1]') == ("for-2", "oth-1")

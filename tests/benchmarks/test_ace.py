@@ -1,0 +1,66 @@
+"""`python -m benchmarks.ace`: what it plans, what a run leaves, and what its report says."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks import ace
+from benchmarks.ace_runs import Row, virtually
+
+ROW = Row("few:rules=8", "async", "guarded", "h100-qwen3-8b", 0, 16, 60.0, 12, 8, 2)
+
+
+def row(schedule: str, seed: int, samples: int, score: float | None) -> Row:
+    return replace(ROW, schedule=schedule, seed=seed, samples=samples, best_score=score)
+
+
+def test_a_run_is_read_at_its_limit_and_drained() -> None:
+    run = virtually(replace(ROW, limit=40.0))
+    assert run.error == ""
+    assert 0 < run.samples <= 60
+    at_limit = [score for seconds, _, score in run.snapshots if seconds <= 40.0]
+    assert run.best_score == max(at_limit)
+    assert run.validations == len(at_limit) < len(run.snapshots)
+    assert run.total_seconds > 40.0
+    assert run.final_score == max(score for *_, score in run.snapshots)
+
+
+def test_a_run_that_fails_says_why() -> None:
+    assert "trainset is empty" in virtually(replace(ROW, train=0)).error
+
+
+def test_both_schedules_of_every_seed_task_and_profile_are_planned_once() -> None:
+    options = ace.parse(["--tasks", "few", "few", "--seeds", "2", "--seconds", "30"])
+    rows = ace.planned(options)
+    assert len({one.key for one in rows}) == len(rows) == 2 * 2 * 2
+    assert {one.limit for one in rows} == {30.0}
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--tasks", "nothing"], ["--model", "m"], ["--api-base", "b", "--model", "m", "--tasks", "few"]]
+)
+def test_what_cannot_run_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        ace.parse(arguments)
+    assert "--tasks" in capsys.readouterr().err or "--model" in arguments
+
+
+def test_the_report_compares_medians_and_says_whether_the_target_is_met() -> None:
+    lockstep = [row("lockstep", seed, 10, 0.4) for seed in range(3)]
+    good = [row("async", seed, samples, score) for seed, samples, score in ((0, 26, 0.5), (1, 20, 0.4), (2, 30, 0.3))]
+    assert "2.6 x the samples, score 0.400 against 0.400: met" in ace.report([*lockstep, *good])
+    slow = [replace(one, samples=24) for one in good]
+    assert "2.4 x the samples, score 0.400 against 0.400: MISSED" in ace.report([*lockstep, *slow])
+    worse = [replace(one, best_score=0.39) for one in good]
+    assert "MISSED" in ace.report([*lockstep, *worse])
+
+
+def test_rows_are_read_back_and_a_later_run_replaces_an_earlier_one(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    lines = [{**vars(row("async", 0, samples, 0.5)), "command": "c", "benchmark": "ace"} for samples in (3, 4)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    assert [one.samples for one in ace.recorded(path)] == [4]
