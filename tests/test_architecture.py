@@ -16,6 +16,7 @@ MODULES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py"
 MAY_IMPORT = {
     "engine": {"engine"},
     "gepa": {"engine", "gepa"},
+    "meta_harness": {"engine", "meta_harness"},
     "programs": {"engine", "programs"},
     "reflection": {"engine", "reflection"},
     "observe": {"engine", "observe"},
@@ -26,6 +27,7 @@ MAY_IMPORT = {
 THIRD_PARTY = {
     "engine": {"anyio", "filelock", "sniffio"},
     "gepa": {"anyio", "gepa"},
+    "meta_harness": {"anyio", "dspy", "pydantic", "pydantic_core"},
     "programs": {"anyio", "dspy", "gepa", "httpx", "litellm", "pydantic", "pydantic_core"},
     "reflection": {"dspy", "pydantic"},
     "observe": {"tqdm"},

@@ -7,7 +7,6 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
-
 from dspy_flashevolve.meta_harness.limits import Limits
 from dspy_flashevolve.meta_harness.outcomes import REASONS, Failure, LmRecord, Reason
 from dspy_flashevolve.meta_harness.requests import LmRequest, parse_request

@@ -16,7 +16,8 @@ import threading
 import traceback
 import types
 import warnings
-from typing import Any
+from io import TextIOWrapper
+from typing import Any, cast
 
 import dspy
 from dspy.clients.base_lm import BaseLM
@@ -111,8 +112,8 @@ def serve(connection: socket.socket, scratch: str, readable: tuple[str, ...]) ->
     printed = os.open(os.path.join(scratch, "printed"), os.O_CREAT | os.O_RDWR | os.O_APPEND, 0o600)
     os.dup2(printed, 1)
     os.dup2(printed, 2)
-    sys.stdout = open(1, "w", buffering=1, closefd=False, errors="replace")
-    sys.stderr = open(2, "w", buffering=1, closefd=False, errors="replace")
+    for stream in (sys.stdout, sys.stderr):
+        cast("TextIOWrapper", stream).reconfigure(line_buffering=True, errors="replace")
     if job["audited"]:
         forbid(scratch, readable, lambda what: wire.end({"kind": "failed", "reason": "forbidden", "message": what}))
     try:

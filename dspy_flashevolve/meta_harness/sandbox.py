@@ -137,7 +137,7 @@ class Sandbox:
     async def _run(self, job: Job, call_lm: CallLm) -> Outcome:
         server = await self._started()
         self._jobs += 1
-        number, ending = self._jobs, asyncio.get_running_loop().create_future()
+        number, ending = self._jobs, asyncio.Future[Ending]()
         host, guest = socket.socketpair()
         server.endings[number] = ending
         try:
@@ -152,8 +152,8 @@ class Sandbox:
                 with anyio.CancelScope(shield=True):
                     writer.transport.abort()
                     await self._order(server, {"kill": number})
-                    ended = await asyncio.wait_for(ending, START_SECONDS)
-            return _outcome(talk, told, ended, self.limits)
+                    await asyncio.wait_for(ending, START_SECONDS)
+            return _outcome(talk, told, ending.result(), self.limits)
         except (OSError, asyncio.TimeoutError) as error:
             raise SandboxError(f"the fork server does not answer ({type(error).__name__}: {error})") from error
         finally:
@@ -182,9 +182,7 @@ class Sandbox:
         scratch = _scratch_directory()
         with theirs:
             command = [sys.executable, "-I", "-c", _START, _ROOT, str(theirs.fileno()), scratch, *self._without]
-            process = subprocess.Popen(
-                command, env={}, pass_fds=[theirs.fileno()], cwd="/", stdin=subprocess.DEVNULL, start_new_session=True
-            )
+            process = _popen(command, theirs.fileno())
         control.setblocking(False)
         loop = asyncio.get_running_loop()
         try:
@@ -226,6 +224,13 @@ class Sandbox:
         for ending in server.endings.values():
             if not ending.done():
                 ending.set_exception(OSError("it ended"))
+
+
+def _popen(command: list[str], number: int) -> subprocess.Popen[bytes]:
+    nothing = subprocess.DEVNULL
+    return subprocess.Popen(
+        command, env={}, pass_fds=[number], cwd="/", stdin=nothing, stdout=nothing, start_new_session=True
+    )
 
 
 def _scratch_directory() -> str:

@@ -6,6 +6,7 @@ Every attack is made twice: as it is, where the hook in the child ends it with c
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
@@ -13,13 +14,17 @@ import sys
 import time
 from collections.abc import Generator
 from pathlib import Path
+from typing import NoReturn
 
 import dspy
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from dspy_flashevolve.meta_harness.conversation import LmAnswer
 from dspy_flashevolve.meta_harness.limits import Limits
+from dspy_flashevolve.meta_harness.outcomes import LmRecord
+from dspy_flashevolve.meta_harness.sandbox import Job
 from tests.meta_harness.worlds import TIGHT, Lab, lab, module
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the sandbox needs Linux")
@@ -334,10 +339,7 @@ def test_a_child_that_does_not_read_is_ended() -> None:
     """The host's answers fill the socket; the time is the candidate's."""
     message = b'{"lm":{"messages":[{"role":"user","content":"x"}]}}'
 
-    async def long(request: object) -> object:
-        from dspy_flashevolve.meta_harness.conversation import LmAnswer
-        from dspy_flashevolve.meta_harness.outcomes import LmRecord
-
+    async def long(request: object) -> LmAnswer:
         return LmAnswer(LmRecord([], ["x" * 4_000_000], 1, 1))
 
     body = f"for _ in range(3): os.write(wire, ({len(message)}).to_bytes(4, 'big') + {message!r})\nwhile True: pass"
@@ -369,28 +371,28 @@ def test_a_fork_server_that_is_killed_is_started_again() -> None:
         assert one.sandbox.process_id != server
 
 
-def test_the_children_end_with_the_host() -> None:
-    import asyncio
-
+def test_a_run_that_is_cancelled_and_a_sandbox_that_is_closed_leave_nothing() -> None:
     with lab(Limits(seconds=600.0)) as one:
         server = one.sandbox.process_id
-
-        async def closed_meanwhile() -> None:
-            from dspy_flashevolve.meta_harness.sandbox import Job
-            from tests.meta_harness.worlds import answered
-
-            run = asyncio.ensure_future(
-                one.sandbox.run(Job(module("import time; time.sleep(500)"), "Candidate", {"question": "?"}), answered)
-            )
-            while not children_of(one):
-                await asyncio.sleep(0)
-            run.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await run
-
-        one.await_(closed_meanwhile())
+        one.await_(_cancelled_meanwhile(one))
         assert not children_of(one)
     assert not Path(f"/proc/{server}").exists()
+
+
+async def _cancelled_meanwhile(one: Lab) -> None:
+    running = asyncio.Event()
+
+    async def never_answered(request: object) -> NoReturn:
+        running.set()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    job = Job(module("dspy.settings.lm('x')"), "Candidate", {"question": "?"})
+    run = asyncio.ensure_future(one.sandbox.run(job, never_answered))
+    await running.wait()
+    run.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await run
 
 
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
