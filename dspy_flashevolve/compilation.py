@@ -173,7 +173,7 @@ class Compilation:
                 report(error, hooks_of(self._parts, optimizer))
                 if pool.seed_confirmed:
                     hand_over(error, self._result(pool, stats))
-            log_summary(logger, stats, pool.standing.score, error=isinstance(error, Exception))
+            self._summarize(stats, pool, error=isinstance(error, Exception))
             raise
         finally:
             progress.close()
@@ -188,8 +188,11 @@ class Compilation:
                 "Raise max_gap, lower max_live_tickets, or use staleness='reflective'.",
                 100 * run.discarded_share,
             )
-        log_summary(logger, stats, pool.standing.score)
+        self._summarize(stats, pool)
         return self._result(pool, stats)
+
+    def _summarize(self, stats: AsyncStats, pool: Pool, error: bool = False) -> None:
+        log_summary(logger, stats, pool.standing.score, error, made=f"{stats.proposals} proposals")
 
     async def _failed(self, pool: Pool, error: BaseException, live: list[int]) -> None:
         """Save what there is. Where that fails too, the first error is the one to tell."""
@@ -246,24 +249,27 @@ class Compilation:
         ended = "stopped" if run.stopped else "finished"
         cancelled = run.stop_reason if run.stopped else "cancelled"
         reason = f"{type(error).__name__}: {error}" if isinstance(error, Exception) else cancelled
-        return recorder.stats(
+        of_run = recorder.stats(
             schedule=self._optimizer.schedule,
             seconds=seconds,
             stop_reason=run.stop_reason if error is None else reason,
             failed=run.failed is not None,
             outcome="aborted" if error is not None else ended if run.failed is None else "failed",
-            proposals=run.counts.proposals,
             metric_calls=run.pool.state.total_num_evals,
             max_metric_calls=self._optimizer.max_metric_calls,
             slots=run.slots.statistics(),
             gaps=run.gaps.as_dict(),
             rollouts=run.rollouts,
             retried_requests=run.rollouts.retried + (0 if self._models is None else self._models.endpoints.retried),
+            cost_dollars=run.counts.cost_dollars,
+        )
+        return recorder.async_stats(
+            of_run,
+            proposals=run.counts.proposals,
             task_tokens=run.counts.task_tokens,
             reflection_tokens=run.counts.reflection_tokens,
             reflection_calls=run.counts.reflection_calls,
             integration_calls=run.counts.integration_calls,
-            cost_dollars=run.counts.cost_dollars,
         )
 
     def _result(self, pool: Pool, stats: AsyncStats) -> Module:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import dspy
@@ -76,41 +77,63 @@ def order_named(order: Any) -> SlotOrder:
     )
 
 
+def check_run(run: Any) -> None:
+    """Raise ConfigurationError for an argument that cannot work, of those that every run on the engine has.
+
+    Args:
+        run: an optimizer, or a :class:`~dspy_flashevolve.workbench.Workbench`, with the attributes ``schedule``,
+            ``slot_order``, ``num_threads``, ``max_concurrency``, ``max_seconds``, ``rollout_timeout_seconds`` and
+            ``duplicate_stragglers``.
+    """
+    if run.schedule not in ("async", "lockstep"):
+        raise ConfigurationError(f"schedule is {run.schedule!r}, expected 'async' or 'lockstep'.")
+    order_named(run.slot_order)
+    check_counts(run, "num_threads", "max_concurrency")
+    if run.num_threads and run.max_concurrency and run.num_threads > run.max_concurrency:
+        raise ConfigurationError(
+            f"num_threads is {run.num_threads}, above max_concurrency={run.max_concurrency}. Give one of them."
+        )
+    if run.duplicate_stragglers is not None and not isinstance(run.duplicate_stragglers, Duplicates):
+        raise ConfigurationError(
+            f"duplicate_stragglers is {run.duplicate_stragglers!r}, expected a Duplicates, or None."
+        )
+    check_limits(run, "max_seconds", "rollout_timeout_seconds")
+
+
+def check_counts(run: Any, *names: str) -> None:
+    """Raise ConfigurationError for an attribute of ``run`` that is neither a whole number above 0 nor None."""
+    for name in names:
+        value = getattr(run, name)
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise ConfigurationError(f"{name} is {value!r}, expected a whole number of at least 1, or None.")
+
+
+def check_limits(run: Any, *names: str) -> None:
+    """Raise ConfigurationError for an attribute of ``run`` that is neither a number above 0 nor None."""
+    for name in names:
+        limit = getattr(run, name)
+        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int | float) or not limit > 0):
+            raise ConfigurationError(f"{name} is {limit!r}, expected a number above 0, or None.")
+
+
 def check_schedule(optimizer: Any) -> None:
     """Raise ConfigurationError for an argument of AsyncGEPA's own that cannot work."""
-    if optimizer.schedule not in ("async", "lockstep"):
-        raise ConfigurationError(f"schedule is {optimizer.schedule!r}, expected 'async' or 'lockstep'.")
+    check_run(optimizer)
     policy_named(optimizer.staleness)
-    order_named(optimizer.slot_order)
     module = optimizer.stale_candidate_reflection
     if module is not None and not isinstance(module, Module):
         raise ConfigurationError(f"stale_candidate_reflection is {module!r}, expected a dspy.Module.")
     if optimizer.speculation is not None and not isinstance(optimizer.speculation, Speculation):
         raise ConfigurationError(f"speculation is {optimizer.speculation!r}, expected a Speculation, or None.")
-    for name in ("num_threads", "max_concurrency", "max_live_tickets", "max_reflection_calls"):
-        value = getattr(optimizer, name)
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            raise ConfigurationError(f"{name} is {value!r}, expected a whole number of at least 1, or None.")
-    if optimizer.num_threads and optimizer.max_concurrency and optimizer.num_threads > optimizer.max_concurrency:
-        raise ConfigurationError(
-            f"num_threads is {optimizer.num_threads}, above max_concurrency={optimizer.max_concurrency}. Give one of "
-            "them."
-        )
+    check_counts(optimizer, "max_live_tickets", "max_reflection_calls")
     if optimizer.controller is not None and not callable(getattr(optimizer.controller, "decide", None)):
         raise ConfigurationError(
             f"controller is {optimizer.controller!r}, expected MedianRate(), Backlog(), Fixed(n), an object with "
             "window_seconds and decide(windows), or None."
         )
-    if optimizer.duplicate_stragglers is not None and not isinstance(optimizer.duplicate_stragglers, Duplicates):
-        raise ConfigurationError(
-            f"duplicate_stragglers is {optimizer.duplicate_stragglers!r}, expected a Duplicates, or None."
-        )
     if not isinstance(optimizer.metric_lock, bool):
         raise ConfigurationError(f"metric_lock is {optimizer.metric_lock!r}, expected True or False.")
-    for name in ("max_seconds", "max_cost", "rollout_timeout_seconds"):
-        limit = getattr(optimizer, name)
-        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int | float) or not limit > 0):
-            raise ConfigurationError(f"{name} is {limit!r}, expected a number above 0, or None.")
+    check_limits(optimizer, "max_cost")
     _check_width(optimizer)
 
 
@@ -158,10 +181,7 @@ def settings_of(optimizer: Any, same_data: bool, student: Module | None = None) 
         student: the program; one that runs in threads gets no more of them than dspy is configured for.
     """
     lockstep = optimizer.schedule == "lockstep"
-    adapts = not lockstep and optimizer.num_threads is None
-    adapts = adapts and (optimizer.max_concurrency is not None or student is None or runs_on_loop(student))
-    adaptive = _adaptive(optimizer) if adapts else None
-    slots: int = optimizer.num_threads or dspy.settings.num_threads if adaptive is None else adaptive.high
+    slots, adaptive = width_of(optimizer, () if student is None else (student,))
     minibatch = optimizer.reflection_minibatch_size or 3
     fixed = 1 if lockstep else optimizer.max_live_tickets
     policy = Full() if lockstep else _usable_policy(optimizer)
@@ -188,10 +208,21 @@ def settings_of(optimizer: Any, same_data: bool, student: Module | None = None) 
     )
 
 
-def _adaptive(optimizer: Any) -> AdaptiveLimit:
-    """From dspy's number of threads up to ``max_concurrency``."""
-    high: int = optimizer.max_concurrency or MAX_CONCURRENCY
-    return AdaptiveLimit(start=min(dspy.settings.num_threads, high), high=high)
+def width_of(run: Any, programs: Iterable[Module]) -> tuple[int, AdaptiveLimit | None]:
+    """The slots of a run, and how its endpoints' limits adapt below them; None where they do not.
+
+    They adapt from dspy's number of threads up to ``max_concurrency``, unless ``num_threads`` is given, the run is in
+    lockstep, or a program runs in threads and nobody said how many.
+
+    Args:
+        run: see :func:`check_run`.
+        programs: what the run calls.
+    """
+    adapts = run.schedule != "lockstep" and run.num_threads is None
+    if not adapts or (run.max_concurrency is None and not all(runs_on_loop(program) for program in programs)):
+        return run.num_threads or dspy.settings.num_threads, None
+    high: int = run.max_concurrency or MAX_CONCURRENCY
+    return high, AdaptiveLimit(start=min(dspy.settings.num_threads, high), high=high)
 
 
 def _admission(optimizer: Any, policy: StalenessPolicy, slots: int, burst: int) -> Admission:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from types import TracebackType
+from typing import Any
 
 import anyio
 from anyio.abc import TaskGroup
@@ -57,3 +58,32 @@ class Background:
         finally:
             self.running -= 1
             self.ended()
+
+
+async def run_with(
+    background: Background,
+    work: Callable[[], Awaitable[None]],
+    watchers: Iterable[Callable[[], Coroutine[Any, Any, None]]],
+) -> None:
+    """Run ``work``, and what it begins in ``background``, to their ends.
+
+    Args:
+        background: what ``work`` begins and does not wait for.
+        watchers: what runs beside them until then, and is cancelled.
+
+    Raises:
+        Exception: the first failure of the background, else that of ``work``, as it is; the rest was cancelled.
+    """
+    failures: list[Exception] = []
+    async with anyio.create_task_group() as group:
+        for watch in watchers:
+            group.start_soon(watch)
+        try:
+            async with background:
+                await work()
+        except Exception as error:
+            failures.append(error)
+        group.cancel_scope.cancel()
+    for failure in (background.failure, *failures):
+        if failure is not None:
+            raise failure

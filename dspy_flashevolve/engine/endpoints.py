@@ -17,8 +17,9 @@ from typing import Any
 import anyio
 
 from dspy_flashevolve.engine.claims import Claim
+from dspy_flashevolve.engine.endpoint_events import EndpointPaused, LimitChanged
 from dspy_flashevolve.engine.errors import TransientError
-from dspy_flashevolve.engine.events import EndpointPaused, Event, EventBus, LimitChanged, RolloutFinished
+from dspy_flashevolve.engine.events import Event, EventBus, RolloutFinished
 from dspy_flashevolve.engine.leases import Lease, paused_slot
 from dspy_flashevolve.engine.limiter import Limiter
 from dspy_flashevolve.engine.limits import AdaptiveLimit

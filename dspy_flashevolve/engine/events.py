@@ -106,6 +106,24 @@ class RolloutFinished(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class RequestFinished(Event):
+    """A request that is no rollout was answered: a reflection, say.
+
+    Args:
+        latency_seconds: from the grant of its slot to its answer.
+        tokens, cost_dollars: see :class:`RolloutFinished`.
+        error: why the answer is of no use; empty when it is.
+    """
+
+    ticket: int
+    stage: str
+    latency_seconds: float
+    tokens: int
+    cost_dollars: float = 0.0
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class RolloutTimedOut(Event):
     """A run of a rollout was given up: it took longer than the rollout's timeout.
 
@@ -245,34 +263,6 @@ class HeadEnded(Event):
     score: float | None = None
     best: float | None = None
     candidate: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class LimitChanged(Event):
-    """An endpoint may be sent more or fewer requests at once.
-
-    Args:
-        endpoint: its address, or the provider's name; several, joined by " + ", where one stage asks them all.
-        before, after: requests in flight.
-        reason: "it binds", "refused", "timed out", "throughput stopped growing" or "requests wait in the server".
-    """
-
-    endpoint: str
-    before: int
-    after: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class EndpointPaused(Event):
-    """An endpoint refused most of what it was sent: nothing is sent to it for a while.
-
-    Args:
-        pause_seconds: how long.
-    """
-
-    endpoint: str
-    pause_seconds: float
 
 
 Subscriber = Callable[[Event], None]

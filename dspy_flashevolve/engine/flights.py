@@ -33,6 +33,20 @@ class Rollout:
     cost_dollars: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """What a request that is no rollout has cost.
+
+    Args:
+        tokens, cost_dollars: see :class:`Rollout`.
+        error: why its answer is of no use; empty when it is.
+    """
+
+    tokens: int
+    cost_dollars: float = 0.0
+    error: str = ""
+
+
 class RolloutLog(Protocol):
     """Where rollouts are written down, so that none is paid twice."""
 

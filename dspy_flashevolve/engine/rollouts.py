@@ -16,8 +16,14 @@ import anyio
 from dspy_flashevolve.engine.budget import Reservation
 from dspy_flashevolve.engine.claims import Claim
 from dspy_flashevolve.engine.errors import ConfigurationError, RolloutUnresolvedError, TransientError
-from dspy_flashevolve.engine.events import EventBus, RolloutDuplicated, RolloutFinished, RolloutTimedOut
-from dspy_flashevolve.engine.flights import Flight, Rollout, RolloutLog, Run
+from dspy_flashevolve.engine.events import (
+    EventBus,
+    RequestFinished,
+    RolloutDuplicated,
+    RolloutFinished,
+    RolloutTimedOut,
+)
+from dspy_flashevolve.engine.flights import Flight, Rollout, RolloutLog, Run, Spent
 from dspy_flashevolve.engine.leases import current_lease
 from dspy_flashevolve.engine.retries import RetryPolicy
 from dspy_flashevolve.engine.slots import Slots
@@ -84,8 +90,13 @@ class Rollouts:
         self.on_retry: Callable[[Claim, TransientError], None] = lambda claim, error: None
         """Called each time a request is made again."""
 
-    async def request(self, claim: Claim, call: Callable[[], Awaitable[T]]) -> T:
+    async def request(
+        self, claim: Claim, call: Callable[[], Awaitable[T]], spent: Callable[[T], Spent] | None = None
+    ) -> T:
         """Make one request in a slot; wait between retries without one.
+
+        Args:
+            spent: what it has cost, for a :class:`RequestFinished`; None for no event.
 
         Raises:
             RolloutUnresolvedError: every attempt ended in a :class:`TransientError`.
@@ -94,9 +105,17 @@ class Rollouts:
         async def once(attempt: int) -> T:
             del attempt
             async with self._slots.hold(claim):
-                return await call()
+                began = self._clock()
+                answer = await call()
+                if spent is not None:
+                    self._finished(claim, self._clock() - began, spent(answer))
+                return answer
 
         return await self._retried(claim, once)
+
+    def _finished(self, claim: Claim, seconds: float, spent: Spent) -> None:
+        request = (claim.ticket, claim.stage, seconds, spent.tokens, spent.cost_dollars, spent.error)
+        self._bus.emit(RequestFinished(self._clock(), *request))
 
     async def _retried(self, claim: Claim, once: Callable[[int], Awaitable[T]]) -> T:
         """Call ``once`` with the number of the attempt, from 0, until it does not fail transiently."""

@@ -6,8 +6,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dspy_flashevolve.engine.errors import ConfigurationError
-from dspy_flashevolve.engine.item import End, Item
+from dspy_flashevolve.engine.errors import ConfigurationError, RolloutUnresolvedError
+from dspy_flashevolve.engine.item import End, EndKind, Item
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,3 +90,29 @@ class Stage:
             raise ConfigurationError(
                 f"stage {self.name!r}: least_workers is {self.least_workers}, above workers={self.workers}."
             )
+
+
+def _nobody(item: Item[Any]) -> Sequence[Item[Any]]:
+    del item
+    return ()
+
+
+def unresolved_fails(
+    handler: Callable[[Any], Awaitable[Outcomes]], carried: Callable[[Item[Any]], Sequence[Item[Any]]] = _nobody
+) -> Callable[[Any], Awaitable[Outcomes]]:
+    """A ticket whose request got no answer ends as failed; it is not scored.
+
+    Args:
+        handler: of one item, or of a batch.
+        carried: the items that an item carries; they fail with it. Default: none.
+    """
+
+    async def guarded(work: Any) -> Outcomes:
+        try:
+            return await handler(work)
+        except RolloutUnresolvedError as error:
+            failed = Finish(End(EndKind.FAILED, str(error)))
+            items: list[Item[Any]] = work if isinstance(work, list) else [work]
+            return [(one, failed) for item in items for one in (item, *carried(item))]
+
+    return guarded

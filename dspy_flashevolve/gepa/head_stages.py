@@ -16,12 +16,12 @@ from dspy_flashevolve.engine.budget import Reservation
 from dspy_flashevolve.engine.claims import Claim
 from dspy_flashevolve.engine.errors import RolloutUnresolvedError
 from dspy_flashevolve.engine.events import HeadEnded
+from dspy_flashevolve.engine.gathering import NoLongerWantedError, gather
 from dspy_flashevolve.engine.item import End, EndKind, Item, Ticket
 from dspy_flashevolve.engine.speculation import SAVING_PREFIX, released_at
 from dspy_flashevolve.engine.stages import Finish, Forward, Outcome
 from dspy_flashevolve.engine.staleness import Reflective
 from dspy_flashevolve.gepa import reports, train_reports
-from dspy_flashevolve.gepa.evaluations import NoLongerWantedError, gather
 from dspy_flashevolve.gepa.gates import Gate
 from dspy_flashevolve.gepa.heads import Heads, PrefixVerdict
 from dspy_flashevolve.gepa.payloads import Candidate, Commit, Head, Validated

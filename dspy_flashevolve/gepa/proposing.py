@@ -11,9 +11,10 @@ from gepa.strategies.proposal_sampling import ProposalTask
 
 from dspy_flashevolve.engine.claims import Claim
 from dspy_flashevolve.engine.errors import FlashEvolveError
+from dspy_flashevolve.engine.flights import Spent
+from dspy_flashevolve.engine.gathering import gather
 from dspy_flashevolve.engine.item import Ticket
 from dspy_flashevolve.gepa import reports
-from dspy_flashevolve.gepa.evaluations import gather
 from dspy_flashevolve.gepa.past import Past
 from dspy_flashevolve.gepa.payloads import Batch, Child, Late, Proposed, RolledOut
 from dspy_flashevolve.gepa.services import Services
@@ -130,7 +131,7 @@ class Proposer:
         for attempt in range(ATTEMPTS):
             self._counts.reflection_calls += 1
             try:
-                proposed = await self._rollouts.request(claim, call)
+                proposed = await self._rollouts.request(claim, call, lambda made: Spent(made.tokens, made.cost_dollars))
             except FlashEvolveError:
                 raise
             except Exception as error:

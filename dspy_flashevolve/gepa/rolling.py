@@ -12,10 +12,11 @@ from dspy_flashevolve.engine.budget import Reservation
 from dspy_flashevolve.engine.claims import Claim
 from dspy_flashevolve.engine.errors import RolloutUnresolvedError
 from dspy_flashevolve.engine.flights import Rollout
+from dspy_flashevolve.engine.gathering import gather
 from dspy_flashevolve.engine.item import Item
 from dspy_flashevolve.engine.speculation import released_at
 from dspy_flashevolve.gepa import reports
-from dspy_flashevolve.gepa.evaluations import as_batch, gather
+from dspy_flashevolve.gepa.evaluations import as_batch
 from dspy_flashevolve.gepa.payloads import Batch, Selected
 from dspy_flashevolve.gepa.services import Services
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import anyio
 
-from dspy_flashevolve.engine.background import Background
+from dspy_flashevolve.engine.background import Background, run_with
 from dspy_flashevolve.engine.budget import Budget
 from dspy_flashevolve.engine.endpoints import Endpoints
 from dspy_flashevolve.engine.events import Event, EventBus, RolloutFinished
@@ -191,41 +192,28 @@ class GepaRun:
 
     async def _run_with_seed(self, source: GepaSource, seeded: anyio.Event) -> None:
         """In lockstep the seed comes first, as in gepa; else tickets start beside its validation."""
-        assert self.pipeline is not None
+        pipeline = self.pipeline
+        assert pipeline is not None
         seed = SeedValidation(self.pool, self._evaluations, self._order, self.budget, seeded)
-        failures: list[Exception] = []
 
-        async def beside() -> None:
-            try:
+        async def work() -> None:
+            if not seeded.is_set() and (self.settings.lockstep or self.settings.seed_first):
                 await self._seeded(seed, source)
-            except Exception as error:
-                failures.append(error)
-                group.cancel_scope.cancel()
+            elif not seeded.is_set():
+                self._background.start(lambda: self._seeded(seed, source))
+            elif self.settings.lockstep and source.going_on is not None and source.going_on.left:
+                pass  # gepa asks its stoppers between tickets, and here is one to be finished first
+            elif await self.pool.write(self.pool.should_stop):
+                source.stop_requested = self.pool.parts.stopper.said
+            await pipeline.run()
 
-        async with anyio.create_task_group() as group:
-            if self.settings.max_seconds is not None:
-                group.start_soon(self._stop_after, self.settings.max_seconds)
-            for watch in [] if self._endpoints is None else self._endpoints.watchers:
-                group.start_soon(watch)
-            try:
-                if not seeded.is_set() and (self.settings.lockstep or self.settings.seed_first):
-                    await self._seeded(seed, source)
-                elif not seeded.is_set():
-                    group.start_soon(beside)
-                elif self.settings.lockstep and source.going_on is not None and source.going_on.left:
-                    pass  # gepa asks its stoppers between tickets, and here is one to be finished first
-                elif await self.pool.write(self.pool.should_stop):
-                    source.stop_requested = self.pool.parts.stopper.said
-                async with self._background:
-                    await self.pipeline.run()
-                    await seeded.wait()
-                source.end()
-            except Exception as error:
-                failures.append(error)
-            group.cancel_scope.cancel()
-        for failure in (self._background.failure, *failures):
-            if failure is not None:
-                raise failure
+        await run_with(self._background, work, self._watchers())
+        source.end()
+
+    def _watchers(self) -> list[Callable[[], Coroutine[Any, Any, None]]]:
+        watchers = [] if self._endpoints is None else self._endpoints.watchers
+        seconds = self.settings.max_seconds
+        return watchers if seconds is None else [*watchers, lambda: self._stop_after(seconds)]
 
     async def _seeded(self, seed: SeedValidation, source: GepaSource) -> None:
         if await seed.run():

@@ -6,20 +6,20 @@ The order of callbacks, log entries, metrics and counts within a ticket is that 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import anyio
 
 from dspy_flashevolve.engine.claims import Claim
-from dspy_flashevolve.engine.errors import RolloutUnresolvedError
 from dspy_flashevolve.engine.events import Committed
+from dspy_flashevolve.engine.gathering import NoLongerWantedError, gather
 from dspy_flashevolve.engine.item import End, EndKind, Item
-from dspy_flashevolve.engine.stages import Finish, Forward, Handler, Outcome, Outcomes
+from dspy_flashevolve.engine.stages import Finish, Forward, Handler, Outcome, Outcomes, unresolved_fails
 from dspy_flashevolve.engine.staleness import Discard, Integrate, gap
 from dspy_flashevolve.gepa import merge_reports, reports
 from dspy_flashevolve.gepa.acceptance import choose
-from dspy_flashevolve.gepa.evaluations import NoLongerWantedError, gather
 from dspy_flashevolve.gepa.gates import Gate, passes_screen, rejects_by_sum
 from dspy_flashevolve.gepa.looking import Lookout
 from dspy_flashevolve.gepa.payloads import (
@@ -45,18 +45,9 @@ from dspy_flashevolve.gepa.train_yard import TrainYard
 from dspy_flashevolve.gepa.validating import Validating
 
 
-def unresolved_fails(handler: Handler) -> Handler:
-    """A ticket whose rollout got no answer ends as failed, with those that it carries; it is not scored."""
-
-    async def guarded(item: Item[Any]) -> Outcomes:
-        try:
-            return await handler(item)
-        except RolloutUnresolvedError as error:
-            failed = Finish(End(EndKind.FAILED, str(error)))
-            carried = item.payload.members[1:] if isinstance(item.payload, Train) else ()
-            return [(one, failed) for one in (item, *carried)]
-
-    return guarded
+def _carried(item: Item[Any]) -> Sequence[Item[Any]]:
+    """Items that ride in another one's train; they end as it does."""
+    return item.payload.members[1:] if isinstance(item.payload, Train) else ()
 
 
 class GepaStages:
@@ -87,7 +78,7 @@ class GepaStages:
             "validate": self.validate,
             "commit": self.commit,
         }
-        return {name: unresolved_fails(handler) for name, handler in stages.items()}
+        return {name: unresolved_fails(handler, _carried) for name, handler in stages.items()}
 
     async def rollout(self, item: Item[Selected]) -> Outcome:
         """Run each task's parent on its minibatch, with traces."""

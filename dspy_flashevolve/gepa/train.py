@@ -18,12 +18,13 @@ from gepa.proposer.base import CandidateProposal
 from dspy_flashevolve.engine.claims import Claim
 from dspy_flashevolve.engine.errors import RolloutUnresolvedError
 from dspy_flashevolve.engine.events import HeadLanded, Integrated
+from dspy_flashevolve.engine.flights import Spent
+from dspy_flashevolve.engine.gathering import gather
 from dspy_flashevolve.engine.integration import Integration, IntegrationRequest, Integrator, Texts
 from dspy_flashevolve.engine.item import End, EndKind, Item
 from dspy_flashevolve.engine.stages import Carried, Finish, Forward, Outcome
 from dspy_flashevolve.engine.staleness import Reflective, Untaken
 from dspy_flashevolve.gepa import reports, train_reports
-from dspy_flashevolve.gepa.evaluations import gather
 from dspy_flashevolve.gepa.head_stages import HeadStages
 from dspy_flashevolve.gepa.heads import Heads
 from dspy_flashevolve.gepa.known_scores import KnownScores
@@ -144,7 +145,11 @@ class TrainStages:
         )
         lead = group[0]
         claim = Claim(lead.ticket.number, "integrate", DEPTHS["integrate"], lead.value, lead.version)
-        integration = await self._on.rollouts.request(claim, lambda: self._integrator.integrate(request))
+        integration = await self._on.rollouts.request(
+            claim,
+            lambda: self._integrator.integrate(request),
+            lambda made: Spent(made.tokens, made.cost_dollars or 0.0, made.failed),
+        )
         self._on.counts.reflection_calls += integration.calls
         self._on.counts.integration_calls += integration.calls
         self._on.counts.reflection_tokens += integration.tokens

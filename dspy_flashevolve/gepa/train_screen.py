@@ -9,10 +9,11 @@ from gepa.proposer.base import CandidateProposal
 
 from dspy_flashevolve.engine.claims import Claim
 from dspy_flashevolve.engine.events import Speculated
+from dspy_flashevolve.engine.gathering import NoLongerWantedError, gather
 from dspy_flashevolve.engine.item import Item
 from dspy_flashevolve.engine.speculation import released_at
 from dspy_flashevolve.gepa import train_reports
-from dspy_flashevolve.gepa.evaluations import NoLongerWantedError, Watch, gather
+from dspy_flashevolve.gepa.evaluations import Watch
 from dspy_flashevolve.gepa.gates import Gate, passes_screen, rejects_by_sum
 from dspy_flashevolve.gepa.heads import Heads
 from dspy_flashevolve.gepa.known_scores import KnownScores

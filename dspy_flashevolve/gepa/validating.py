@@ -12,12 +12,12 @@ from gepa.proposer.base import CandidateProposal
 from dspy_flashevolve.engine.claims import Claim
 from dspy_flashevolve.engine.errors import RolloutUnresolvedError
 from dspy_flashevolve.engine.events import Speculated, SpeculationEnded
+from dspy_flashevolve.engine.gathering import NoLongerWantedError, gather
 from dspy_flashevolve.engine.item import End, EndKind, Item
 from dspy_flashevolve.engine.speculation import released_at
 from dspy_flashevolve.engine.stages import Finish, Forward, Outcome
 from dspy_flashevolve.gepa import reports, train_reports
 from dspy_flashevolve.gepa.accounts import Account
-from dspy_flashevolve.gepa.evaluations import NoLongerWantedError, gather
 from dspy_flashevolve.gepa.head_stages import HeadStages
 from dspy_flashevolve.gepa.payloads import Commit, Screened, Validated
 from dspy_flashevolve.gepa.races import Race, against_best

@@ -15,14 +15,15 @@ class Progress:
     Args:
         total: metric calls in the budget; None for an open end.
         slots: for how many are busy.
+        name: of the optimizer.
     """
 
-    def __init__(self, total: int | None, slots: Slots) -> None:
+    def __init__(self, total: int | None, slots: Slots, name: str = "AsyncGEPA") -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # tqdm.auto warns where a notebook has no widgets, and falls back
             from tqdm.auto import tqdm
         self._slots = slots
-        self._bar: Any = tqdm(total=total, desc="AsyncGEPA", unit="rollouts", dynamic_ncols=True)
+        self._bar: Any = tqdm(total=total, desc=name, unit="rollouts", dynamic_ncols=True)
         self._live = 0
         self._best: float | None = None
 

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 Outcome = Literal["finished", "stopped", "failed", "aborted"]
-"""How a run ended; see :class:`AsyncStats`."""
+"""How a run ended; see :class:`RunStats`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,25 +97,24 @@ class ChangeRecord:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class AsyncStats:
-    """What an AsyncGEPA run did, beside ``DspyGEPAResult``.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStats:
+    """What a run on the engine did, whatever it evolved.
 
     Args:
         schedule: "async" or "lockstep".
-        seconds: from the first rollout to the last commit.
+        seconds: from the start of the run to its end.
         stop_reason: why no more tickets were admitted, or what ended the run.
         failed: the run was given up, because tickets failed one after the other.
         outcome: how the run ended, in one word:
-            "finished": one of its limits was reached (metric calls, seconds, dollars, reflections).
+            "finished": there was nothing more to do, or one of its limits was reached (metric calls, seconds, dollars,
+            reflections).
             "stopped": somebody asked for it before: Ctrl-C, SIGTERM, a stopper, the file gepa.stop.
             "failed": it was given up, the best so far was returned.
             "aborted": an exception ended it, the second Ctrl-C and a cancelled ``acompile`` too.
         tickets: evolution steps opened.
         ended: way -> tickets (committed, rejected, discarded, failed, cancelled).
         end_reasons: reason -> tickets, for all that did not commit.
-        proposals: children that the reflection wrote.
-        proposals_per_minute: the same over time.
         metric_calls: paid rollouts, the seed's validation included.
         max_metric_calls: the budget; None without one.
         slots: slots there are, at most this many requests in flight.
@@ -127,21 +126,14 @@ class AsyncStats:
         gaps: place -> gap -> looks (DESIGN: gap = version now less version seen).
         shared_rollouts: rollouts that joined one in flight instead of being paid.
         retried_requests: requests that the provider asked to come back later.
-        task_tokens: prompt and completion tokens of rollouts, as the LMs report them.
-        reflection_tokens: the same of reflections and integrations.
-        reflection_calls: reflections and integrations asked for.
-        integration_calls: LM calls of integrations.
-        cost_dollars: of all LM calls whose model is in litellm's cost map.
-        generations: the most steps from the seed to a candidate, along gepa's parents.
-        commits: every change of the pool, in order.
-        looks: decision -> items that the staleness policy looked at.
-        verdicts: orthogonal, subsumed, conflicting -> children judged so.
-        integrations: every integration, in order, with the verdicts and their reasons.
-        heads: every integrated candidate that was screened as a head, in order, with what became of it.
-        speculated: candidates that could be selected before their validation was done, heads before their screen was.
-        speculation_ends: confirmed, fell behind, removed -> speculative candidates that are no heads.
         timed_out_rollouts: runs of rollouts that took longer than rollout_timeout_seconds.
         duplicated_rollouts: rollouts that were begun a second time.
+        requests_by_stage: rollouts and other requests that were answered.
+        tokens_by_stage: prompt and completion tokens of them, as the LMs report them.
+        cost_dollars: of all LM calls whose model is in litellm's cost map.
+        generations: the most steps from the seed to a candidate, along its parents.
+        commits: every change of the pool, in order.
+        looks: decision -> items that the staleness policy looked at.
         worker_changes: every change of a stage's workers, in order; none without a controller.
         limit_changes: every change of an endpoint's slots, in order; none with a fixed number of slots.
         pauses: times that an endpoint refused most of what it was sent, and was left alone for a while.
@@ -155,8 +147,6 @@ class AsyncStats:
     tickets: int
     ended: dict[str, int]
     end_reasons: dict[str, int]
-    proposals: int
-    proposals_per_minute: float
     metric_calls: int
     max_metric_calls: int | None
     slots: int
@@ -168,24 +158,52 @@ class AsyncStats:
     gaps: dict[str, dict[int, int]]
     shared_rollouts: int
     retried_requests: int
-    task_tokens: int
-    reflection_tokens: int
-    reflection_calls: int
-    integration_calls: int
+    timed_out_rollouts: int
+    duplicated_rollouts: int
+    requests_by_stage: dict[str, int]
+    tokens_by_stage: dict[str, int]
     cost_dollars: float
     generations: int
     commits: list[CommitRecord] = field(default_factory=list[CommitRecord])
     looks: dict[str, int] = field(default_factory=dict[str, int])
+    worker_changes: list[ChangeRecord] = field(default_factory=list[ChangeRecord])
+    limit_changes: list[ChangeRecord] = field(default_factory=list[ChangeRecord])
+    pauses: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, ready for JSON."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AsyncStats(RunStats):
+    """What an AsyncGEPA run did, beside ``DspyGEPAResult``; see :class:`RunStats` for the rest.
+
+    Args:
+        proposals: children that the reflection wrote.
+        proposals_per_minute: the same over time.
+        task_tokens: prompt and completion tokens of rollouts, as the LMs report them.
+        reflection_tokens: the same of reflections and integrations.
+        reflection_calls: reflections and integrations asked for.
+        integration_calls: LM calls of integrations.
+        verdicts: orthogonal, subsumed, conflicting -> children judged so.
+        integrations: every integration, in order, with the verdicts and their reasons.
+        heads: every integrated candidate that was screened as a head, in order, with what became of it.
+        speculated: candidates that could be selected before their validation was done, heads before their screen was.
+        speculation_ends: confirmed, fell behind, removed -> speculative candidates that are no heads.
+    """
+
+    proposals: int
+    proposals_per_minute: float
+    task_tokens: int
+    reflection_tokens: int
+    reflection_calls: int
+    integration_calls: int
     verdicts: dict[str, int] = field(default_factory=dict[str, int])
     integrations: list[IntegrationRecord] = field(default_factory=list[IntegrationRecord])
     heads: list[HeadRecord] = field(default_factory=list[HeadRecord])
     speculated: int = 0
     speculation_ends: dict[str, int] = field(default_factory=dict[str, int])
-    timed_out_rollouts: int = 0
-    duplicated_rollouts: int = 0
-    worker_changes: list[ChangeRecord] = field(default_factory=list[ChangeRecord])
-    limit_changes: list[ChangeRecord] = field(default_factory=list[ChangeRecord])
-    pauses: int = 0
 
     @property
     def head_ends(self) -> dict[str, int]:
@@ -194,7 +212,3 @@ class AsyncStats:
         for head in self.heads:
             ends[head.end] = ends.get(head.end, 0) + 1
         return ends
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data, ready for JSON."""
-        return asdict(self)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Protocol
 
+from dspy_flashevolve.engine.endpoint_events import EndpointPaused, LimitChanged
 from dspy_flashevolve.engine.events import (
     Committed,
-    EndpointPaused,
     Event,
     HeadEnded,
     HeadLanded,
     Integrated,
-    LimitChanged,
     Looked,
+    RequestFinished,
+    RolloutFinished,
     Speculated,
     SpeculationEnded,
     StageFinished,
@@ -30,6 +31,7 @@ from dspy_flashevolve.observe.records import (
     HeadRecord,
     IntegrationRecord,
     Outcome,
+    RunStats,
 )
 
 
@@ -59,6 +61,9 @@ class Recorder:
         self.end_reasons: dict[str, int] = {}
         self.worked: dict[str, float] = {}
         self.waited: dict[str, float] = {}
+        self.requests: dict[str, int] = {}
+        self.tokens: dict[str, int] = {}
+        self.cost_dollars = 0.0
         self.commits: list[CommitRecord] = []
         self.looks: dict[str, int] = {}
         self.integrations: list[IntegrationRecord] = []
@@ -71,7 +76,11 @@ class Recorder:
 
     def __call__(self, event: Event) -> None:
         """Take one event."""
-        if isinstance(event, TicketOpened):
+        if isinstance(event, RolloutFinished | RequestFinished):
+            self.requests[event.stage] = self.requests.get(event.stage, 0) + 1
+            self.tokens[event.stage] = self.tokens.get(event.stage, 0) + event.tokens
+            self.cost_dollars += event.cost_dollars
+        elif isinstance(event, TicketOpened):
             self.tickets += 1
             self.live = event.live
         elif isinstance(event, StageFinished):
@@ -90,7 +99,6 @@ class Recorder:
                     generation=event.generation,
                 )
             )
-
         elif isinstance(event, Speculated):
             self.speculated += 1
         elif isinstance(event, SpeculationEnded):
@@ -152,22 +160,20 @@ class Recorder:
         stop_reason: str,
         failed: bool,
         outcome: Outcome,
-        proposals: int,
         metric_calls: int,
         max_metric_calls: int | None,
         slots: SlotStatistics,
         gaps: dict[str, dict[int, int]],
         rollouts: Requests,
         retried_requests: int,
-        task_tokens: int,
-        reflection_tokens: int,
-        reflection_calls: int,
-        integration_calls: int,
-        cost_dollars: float,
-    ) -> AsyncStats:
-        """The record of the run so far."""
-        minutes = seconds / 60
-        return AsyncStats(
+        cost_dollars: float | None = None,
+    ) -> RunStats:
+        """The record of the run so far.
+
+        Args:
+            cost_dollars: of all LM calls; None for what the events of requests say.
+        """
+        return RunStats(
             schedule=schedule,
             seconds=seconds,
             stop_reason=stop_reason,
@@ -176,8 +182,6 @@ class Recorder:
             tickets=self.tickets,
             ended=dict(self.ended),
             end_reasons=dict(self.end_reasons),
-            proposals=proposals,
-            proposals_per_minute=proposals / minutes if minutes else 0.0,
             metric_calls=metric_calls,
             max_metric_calls=max_metric_calls,
             slots=slots.limit,
@@ -191,20 +195,44 @@ class Recorder:
             retried_requests=retried_requests,
             timed_out_rollouts=rollouts.timed_out,
             duplicated_rollouts=rollouts.duplicated,
-            speculated=self.speculated,
-            speculation_ends=dict(self.speculation_ends),
+            requests_by_stage=dict(self.requests),
+            tokens_by_stage=dict(self.tokens),
+            cost_dollars=self.cost_dollars if cost_dollars is None else cost_dollars,
+            generations=max((commit.generation for commit in self.commits), default=0),
+            commits=list(self.commits),
+            looks=dict(self.looks),
             worker_changes=list(self.worker_changes),
             limit_changes=list(self.limit_changes),
+            pauses=self.pauses,
+        )
+
+    def async_stats(
+        self,
+        of_run: RunStats,
+        *,
+        proposals: int,
+        task_tokens: int,
+        reflection_tokens: int,
+        reflection_calls: int,
+        integration_calls: int,
+    ) -> AsyncStats:
+        """The same with what is GEPA's own.
+
+        Args:
+            of_run: what :meth:`stats` says.
+        """
+        minutes = of_run.seconds / 60
+        return AsyncStats(
+            **{one.name: getattr(of_run, one.name) for one in fields(of_run)},
+            proposals=proposals,
+            proposals_per_minute=proposals / minutes if minutes else 0.0,
             task_tokens=task_tokens,
             reflection_tokens=reflection_tokens,
             reflection_calls=reflection_calls,
             integration_calls=integration_calls,
-            cost_dollars=cost_dollars,
-            generations=max((commit.generation for commit in self.commits), default=0),
-            commits=list(self.commits),
-            looks=dict(self.looks),
             verdicts=self._verdicts(),
             integrations=list(self.integrations),
             heads=list(self.heads.values()),
-            pauses=self.pauses,
+            speculated=self.speculated,
+            speculation_ends=dict(self.speculation_ends),
         )

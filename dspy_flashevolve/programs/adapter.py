@@ -30,6 +30,11 @@ def adapter_of(optimizer: Any, student: Module, metric: Metric, reflection_lm: A
     )
 
 
+def plain_adapter(student: Module, metric: Callable[..., Any], failure_score: float = 0.0) -> DspyAdapter:
+    """dspy's adapter, for what builds and runs candidates of ``student`` and reflects on nothing."""
+    return DspyAdapter(student_module=student, metric_fn=metric, feedback_map={}, failure_score=failure_score)
+
+
 def _feedback(name: str, predictor: Any, metric: Metric) -> Callable[..., Any]:
     """What the metric says of one predictor, with a default where it says nothing."""
 

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-import math
 from collections.abc import Sequence
 from typing import Any
 
-import anyio
-import dspy
 from dspy.primitives.module import Module
-from dspy.utils.usage_tracker import track_usage
 
 from dspy_flashevolve.engine.integration import VERDICTS, Integration, IntegrationRequest, Judgement
 from dspy_flashevolve.engine.threads import Threads
-from dspy_flashevolve.programs.asynchrony import runs_on_loop
+from dspy_flashevolve.programs.asking import ask_module
 from dspy_flashevolve.programs.copies import isolated_copy
 from dspy_flashevolve.programs.endpoints import LanguageModels
-from dspy_flashevolve.programs.faults import raise_provider_fault
-from dspy_flashevolve.programs.lm_calls import heard_lm_calls
 from dspy_flashevolve.programs.replies import checked_texts
-from dspy_flashevolve.programs.usage import calls_of, cost_of, tokens_of
 
 
 class DspyIntegrator:
@@ -64,26 +56,21 @@ class DspyIntegrator:
             "commits": list(request.commits),
             "code_components": list(self._code),
         }
-        with track_usage() as usage, dspy.context(lm=self._lm), heard_lm_calls() as calls:
-            try:
-                if runs_on_loop(module):
-                    answer = await module.acall(**inputs)
-                else:
-                    answer = await self._threads.run(module, **inputs)
-                texts, judgements, problem = _read(answer, request)
-            except asyncio.CancelledError as error:
-                if anyio.current_effective_deadline() == -math.inf:
-                    raise  # the run is being cancelled, not the module by itself
-                texts, judgements, problem = {}, (), f"the module was cancelled: {error}"
-            except Exception as error:
-                raise_provider_fault(error, calls.errors)
-                texts, judgements, problem = {}, (), f"{type(error).__name__}: {error}"
+        asked = await ask_module(
+            module,
+            inputs,
+            lm=self._lm,
+            threads=self._threads,
+            priced=self._priced,
+            read=lambda answer: _read(answer, request),
+        )
+        texts, judgements, problem = asked.answer or ({}, (), asked.spent.error)
         return Integration(
             texts,
             judgements,
-            max(1, calls_of(usage)),
-            tokens_of(usage),
-            cost_of(usage) if self._priced else None,
+            max(1, asked.calls),
+            asked.spent.tokens,
+            asked.spent.cost_dollars if self._priced else None,
             problem[:300],
         )
 

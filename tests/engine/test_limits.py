@@ -13,9 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dspy_flashevolve.engine.claims import Claim
+from dspy_flashevolve.engine.endpoint_events import EndpointPaused, LimitChanged
 from dspy_flashevolve.engine.endpoints import Endpoints, Sent
 from dspy_flashevolve.engine.errors import ConfigurationError
-from dspy_flashevolve.engine.events import EndpointPaused, Event, EventBus, LimitChanged
+from dspy_flashevolve.engine.events import Event, EventBus
 from dspy_flashevolve.engine.gradient import Gradient, Level, elasticity
 from dspy_flashevolve.engine.limiter import Limiter
 from dspy_flashevolve.engine.limits import AdaptiveLimit, Gauge, State, Window, after_refusals, decide

@@ -18,9 +18,10 @@ from dspy.utils.dummies import DummyLM
 from dspy.utils.exceptions import LMAuthError, LMRateLimitError, LMServerError, LMTimeoutError
 
 from dspy_flashevolve.engine.claims import Claim
+from dspy_flashevolve.engine.endpoint_events import LimitChanged
 from dspy_flashevolve.engine.endpoints import Endpoints
 from dspy_flashevolve.engine.errors import RolloutUnresolvedError, TransientError
-from dspy_flashevolve.engine.events import Event, EventBus, LimitChanged
+from dspy_flashevolve.engine.events import Event, EventBus
 from dspy_flashevolve.engine.limits import AdaptiveLimit
 from dspy_flashevolve.engine.rollouts import RetryPolicy, Rollouts
 from dspy_flashevolve.engine.slots import Slots
