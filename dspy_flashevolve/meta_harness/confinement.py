@@ -83,8 +83,12 @@ def hide_others_files(kept: Iterable[str]) -> bool:
     return True
 
 
-def become_nobody() -> bool:
-    """As root, become a user to whom nothing belongs; False where that user could not read Python's libraries."""
+def become_nobody(scratch: str) -> bool:
+    """As root, become a user to whom nothing but ``scratch`` belongs.
+
+    Returns:
+        False where one is not root, or where that user could not read Python's libraries.
+    """
     if os.geteuid() != 0:
         return False
     probe = os.fork()
@@ -96,6 +100,7 @@ def become_nobody() -> bool:
             os._exit(1)
     if os.waitpid(probe, 0)[1] != 0:
         return False
+    os.chown(scratch, NOBODY, NOBODY)
     _change_user()
     return True
 

@@ -79,7 +79,7 @@ class Conversation:
         try:
             started = await asyncio.wait_for(self._frame(), START_SECONDS)
             if started.get("kind") != "ready":
-                raise OSError("a child could not be locked up")
+                raise OSError(f"a child could not be locked up: {started.get('message')}")
         except _Over as error:
             raise OSError(f"a child ended before it was locked up ({error})") from error
         try:

@@ -20,7 +20,6 @@ import anyio
 
 import dspy_flashevolve
 from dspy_flashevolve.engine.errors import ConfigurationError
-from dspy_flashevolve.meta_harness.confinement import NOBODY
 from dspy_flashevolve.meta_harness.conversation import START_SECONDS, CallLm, Conversation, Ending
 from dspy_flashevolve.meta_harness.limits import Limits
 from dspy_flashevolve.meta_harness.outcomes import Failure, Outcome, SandboxError
@@ -234,10 +233,7 @@ def _popen(command: list[str], number: int) -> subprocess.Popen[bytes]:
 
 
 def _scratch_directory() -> str:
-    scratch = os.path.realpath(tempfile.mkdtemp(prefix="flashevolve-"))
-    if os.geteuid() == 0:
-        os.chown(scratch, NOBODY, NOBODY)
-    return scratch
+    return os.path.realpath(tempfile.mkdtemp(prefix="flashevolve-"))
 
 
 def _reap(process: subprocess.Popen[bytes], scratch: str) -> None:

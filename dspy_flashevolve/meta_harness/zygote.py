@@ -21,6 +21,7 @@ from typing import Any
 from dspy_flashevolve.meta_harness import confinement, guest, linux
 from dspy_flashevolve.meta_harness.confinement import Layers
 from dspy_flashevolve.meta_harness.limits import Limits
+from dspy_flashevolve.meta_harness.wire import encode
 
 WATCH_SECONDS = 0.05
 """How often children are counted."""
@@ -92,16 +93,25 @@ class Zygote:
 
     def _child(self, job: int, limits: Limits, number: int) -> None:
         try:
-            own = _tasks_of(self._owner[0]) if not self._layers.namespaces else 0
+            own = 0 if self._layers.namespaces else _tasks_of(self._owner[0])
             confinement.close_all_but(number)
             connection = socket.socket(fileno=number)
-            scratch = self._scratch if self._layers.namespaces else os.path.join(self._scratch, str(job))
-            if not self._layers.namespaces:
-                os.mkdir(scratch, 0o700)
-            confinement.confine(self._layers, limits, scratch, self._owner, own)
+            try:
+                scratch = self._scratch_of(job)
+                confinement.confine(self._layers, limits, scratch, self._owner, own)
+            except OSError as error:
+                connection.sendall(encode({"kind": "open", "message": f"{type(error).__name__}: {error}"}))
+                return
             guest.serve(connection, scratch, confinement.readable_roots())
         finally:
             os._exit(0)
+
+    def _scratch_of(self, job: int) -> str:
+        if self._layers.namespaces:
+            return self._scratch  # over which the child mounts its own
+        own = os.path.join(self._scratch, str(job))
+        os.mkdir(own, 0o700)
+        return own
 
     def _watch(self) -> None:
         """One process a child: threads are its own affair, processes are not."""
@@ -184,7 +194,7 @@ def main(control_number: int, scratch: str, *without: str) -> None:
     sys.path[:] = [path for path in sys.path if _is_readable(path)]
     if "namespaces" not in without:
         confinement.hide_others_files([*confinement.readable_roots(), scratch])
-    user = "user" not in without and confinement.become_nobody()
+    user = "user" not in without and confinement.become_nobody(scratch)
     linux.adopt_orphans()
     os.environ.update(DSPY_CACHEDIR=os.path.join(scratch, "cache"), LITELLM_LOCAL_MODEL_COST_MAP="True", HOME=scratch)
     guest.warm_up()
