@@ -30,10 +30,18 @@ if TYPE_CHECKING:
     from dspy_flashevolve.engine.speculation import Speculation
     from dspy_flashevolve.engine.staleness import Full, Guarded, Reflective, StalenessPolicy
     from dspy_flashevolve.engine.stragglers import Duplicates
-    from dspy_flashevolve.observe.records import AsyncStats, ChangeRecord, CommitRecord, HeadRecord, IntegrationRecord
+    from dspy_flashevolve.observe.records import (
+        AsyncStats,
+        ChangeRecord,
+        CommitRecord,
+        HeadRecord,
+        IntegrationRecord,
+        RunStats,
+    )
     from dspy_flashevolve.reflection.combee import CombeeReflection
     from dspy_flashevolve.reflection.stale_candidates import StaleCandidateReflection
     from dspy_flashevolve.results import AsyncGEPAResult
+    from dspy_flashevolve.workbench import Workbench
 
 __all__ = [
     "AsyncGEPA",
@@ -61,11 +69,13 @@ __all__ = [
     "Reflective",
     "RolloutUnresolvedError",
     "RunAbortedError",
+    "RunStats",
     "Speculation",
     "StaleCandidateReflection",
     "StalenessPolicy",
     "TransientError",
     "ValueFirst",
+    "Workbench",
     "WorkflowController",
 ]
 
@@ -91,8 +101,10 @@ _HOMES = {
     "HeadRecord": "observe.records",
     "IntegrationRecord": "observe.records",
     "Reflective": "engine.staleness",
+    "RunStats": "observe.records",
     "StaleCandidateReflection": "reflection.stale_candidates",
     "StalenessPolicy": "engine.staleness",
+    "Workbench": "workbench",
 }
 """Public name -> its module; all others are errors."""
 

@@ -21,10 +21,11 @@ from dspy_flashevolve.engine.budget import Budget
 from dspy_flashevolve.engine.claims import SlotOrder
 from dspy_flashevolve.engine.commits import Commits
 from dspy_flashevolve.engine.control import WorkflowController
-from dspy_flashevolve.engine.errors import ConfigurationError
+from dspy_flashevolve.engine.errors import ConfigurationError, RolloutUnresolvedError
 from dspy_flashevolve.engine.loop import run_to_end
 from dspy_flashevolve.engine.pipeline import Pipeline, Source
 from dspy_flashevolve.engine.retries import RetryPolicy
+from dspy_flashevolve.engine.slots import SlotStatistics
 from dspy_flashevolve.engine.sources import OneAtATime, Select, TicketSource
 from dspy_flashevolve.engine.stages import Outcomes, Stage, unresolved_fails
 from dspy_flashevolve.engine.stragglers import Duplicates
@@ -37,6 +38,9 @@ from dspy_flashevolve.scheduling import Schedule, check_counts, check_run, order
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+LEAST_WORKERS = 64
+"""Workers of a stage that does not say how many. One whose request waits without a slot must not hold up others."""
 
 
 class Workbench(Requests):
@@ -114,7 +118,8 @@ class Workbench(Requests):
         self.background = Background()
         self.pipeline: Pipeline | None = None
         self._recorder: Recorder | None = None
-        self._began = self._ended = 0.0
+        self._began = 0.0
+        self._end: tuple[float, SlotStatistics] | None = None
         self._stop: tuple[str, Outcome] | None = None
         self._error: BaseException | None = None
 
@@ -156,7 +161,7 @@ class Workbench(Requests):
             self._error = error
             raise
         finally:
-            self._ended = self.clock()
+            self._end = self.clock(), self.slots.statistics()
             progress.close()
             self.models.close()
             self.threads.close(wait=self._error is None and not self.threads.abandoned)
@@ -188,12 +193,20 @@ class Workbench(Requests):
     async def beside(self, work: Callable[[], Awaitable[None]]) -> None:
         """Do what no ticket waits for, beside the stages of :meth:`evolve`; in lockstep at once, before this returns.
 
-        Call it from a handler or while a ticket is selected. What ``work`` raises ends the run.
+        Call it from a handler or while a ticket is selected. What ``work`` raises ends the run; where a request of it
+        got no answer, that is logged.
         """
+
+        async def guarded() -> None:
+            try:
+                await work()
+            except RolloutUnresolvedError as error:
+                logger.warning("%s: work beside the steps is left undone: %s", self.name, error)
+
         if self.lockstep:
-            await work()
+            await guarded()
         else:
-            self.background.start(work)
+            self.background.start(guarded)
 
     def stop(self, reason: str, outcome: Outcome = "stopped") -> None:
         """Start no more tickets; what runs is finished. The first reason stays. Call it on the run's loop.
@@ -224,17 +237,18 @@ class Workbench(Requests):
         """
         if self._recorder is None:
             raise ConfigurationError("the workbench has not been opened, so that there are no statistics yet.")
+        now, slots = self._end or (self.clock(), self.slots.statistics())
         error, outcome = self._error, "finished" if self._stop is None else self._stop[1]
         said = f"{type(error).__name__}: {error}" if isinstance(error, Exception) else "cancelled"
         return self._recorder.stats(
             schedule=self.schedule,
-            seconds=(self._ended or self.clock()) - self._began,
+            seconds=now - self._began,
             stop_reason=self.stop_reason if error is None else said,
             failed=outcome == "failed",
             outcome=outcome if error is None else "aborted",
             metric_calls=self.budget.spent,
             max_metric_calls=self.budget.limit,
-            slots=self.slots.statistics(),
+            slots=slots,
             gaps=self.gaps.as_dict(),
             rollouts=self.rollouts,
             retried_requests=self.rollouts.retried + self.endpoints.retried,
@@ -246,20 +260,15 @@ class Workbench(Requests):
         Args:
             select: what a ticket works on.
             calls: metric calls that a ticket may cost at most.
-            admission: how many tickets may live. Default: as many as there are slots.
+            admission: how many tickets may live. Default: as many as there are slots. In lockstep it is one.
         """
-        rule = LiveTickets(self.live_limit) if admission is None else admission
+        rule = LiveTickets(self.width) if admission is None else admission
         source = TicketSource(select, self.budget, calls, rule, self.slots, self.seed)
         source.on_limit = lambda reason: self.stop(reason, "finished")
         source.on_failure = lambda reason: self.stop(reason, "failed")
         source.pending = lambda: self.background.running > 0
         source.mean_gap = self.commits.mean_gap
         return source
-
-    @property
-    def live_limit(self) -> int:
-        """Tickets that live at once, unless a source has an admission of its own: one a slot; one in lockstep."""
-        return 1 if self.lockstep else self.width
 
     def stage(
         self,
@@ -273,13 +282,13 @@ class Workbench(Requests):
         """A stage whose tickets fail where a request got no answer.
 
         Args:
-            workers: items that it works on at once. Default: as many as tickets live; the slots decide. 1 for the one
-                stage that changes what evolves.
+            workers: items that it works on at once. Default: so many that the slots decide. 1 for the one stage that
+                changes what evolves.
             handler, batch, ready: see :class:`Stage`. In lockstep a batch begins with what there is.
         """
         ready = None if self.lockstep else ready
-        width = self.live_limit
-        return Stage(name, unresolved_fails(handler), workers or width, width, batch, ready)
+        width = max(LEAST_WORKERS, self.width)
+        return Stage(name, unresolved_fails(handler), width if workers is None else workers, width, batch, ready)
 
     async def _watch_time(self) -> None:
         if self.max_seconds is not None:

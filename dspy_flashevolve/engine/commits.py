@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ class Commits:
         self._bus = bus
         self._clock = clock
         self._generations: dict[int, int] = {}
+        self._best = -math.inf
         self.gaps = GapHistogram()
 
     def add(
@@ -34,7 +36,7 @@ class Commits:
         version: int,
         candidate: int,
         score: float,
-        best_score: float,
+        best_score: float | None = None,
         parents: Sequence[int] = (),
     ) -> None:
         """What evolves has changed.
@@ -44,14 +46,16 @@ class Commits:
             version: after the change.
             candidate: number of the new candidate.
             score: its score on the whole validation set.
-            best_score: the best one, after the change.
+            best_score: the best one, after the change. Default: the highest that was told so far.
             parents: numbers of the candidates that it was made from, what it was built on first; none for the seed.
         """
         gap = version - 1 - item.version
         self.gaps.record(BEFORE_COMMIT, gap)
         generation = 1 + max((self._generations.get(one, 0) for one in parents), default=-1)
         self._generations[candidate] = generation
-        change = (version, gap, candidate, score, best_score, generation, tuple(parents))
+        self._best = max(self._best, score)
+        best = self._best if best_score is None else best_score
+        change = (version, gap, candidate, score, best, generation, tuple(parents))
         self._bus.emit(Committed(self._clock(), item.ticket.number, *change))
 
     def mean_gap(self) -> float | None:

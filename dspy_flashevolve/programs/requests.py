@@ -193,7 +193,7 @@ class Requests:
 
 def check_lms(lms: Mapping[str, Sequence[Any]]) -> None:
     """Raise ConfigurationError where ``lms`` is no mapping of lists; see :class:`Requests`."""
-    listed = lms.values() if isinstance(lms, Mapping) else [lms]  # pyright: ignore[reportUnnecessaryIsInstance]
+    listed: Any = lms.values() if isinstance(lms, Mapping) else [None]  # pyright: ignore[reportUnnecessaryIsInstance]
     if not all(isinstance(one, list | tuple) and one for one in listed):
         raise ConfigurationError(
             f"lms is {lms!r}, expected stage -> a list of what it asks: LMs, modules, or None for the configured LM."

@@ -1,0 +1,149 @@
+"""docs/adding-an-algorithm.md: its example is this directory's hill_climber.py, and works."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import dspy
+import pytest
+from dspy.utils.exceptions import LMRateLimitError
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dspy_flashevolve.engine.events import Event, RequestFinished, RolloutFinished
+from dspy_flashevolve.observe.records import RunStats
+from dspy_flashevolve.sim import HouseRules, SimServer
+from dspy_flashevolve.sim.virtual import SimulatedModel, run
+from tests.adding_an_algorithm.hill_climber import Climb, HillClimber, predictor_of
+from tests.fakes import Chain, digits, examples, fake_lm, reply_for
+
+HERE = Path(__file__).parent
+PAGE = HERE.parents[1] / "docs" / "adding-an-algorithm.md"
+TASK = HouseRules()
+TRAIN = TASK.trainset(16)
+
+
+def climb(calls: int, schedule: Any, lm: dspy.LM, **options: Any) -> tuple[dspy.Module, RunStats]:
+    """In virtual time."""
+    climber = HillClimber(TASK.metric, calls, lm, num_threads=16, schedule=schedule, **options)
+    with dspy.context(lm=lm):
+        program = run(lambda: climber.acompile(TASK.program(), trainset=TRAIN))
+    assert climber.stats is not None
+    return program, climber.stats
+
+
+def score(program: dspy.Module, lm: dspy.LM) -> float:
+    """On questions that nobody has trained on."""
+
+    async def evaluated() -> float:
+        unseen = TASK.valset(60)
+        made = await asyncio.gather(*(program.acall(question=one.question) for one in unseen))
+        return sum(TASK.metric(one, prediction).score for one, prediction in zip(unseen, made, strict=True)) / 60
+
+    with dspy.context(lm=lm):
+        return run(evaluated)
+
+
+def spans(schedule: Any) -> dict[str, list[tuple[float, float]]]:
+    """Stage -> begin and end of each of its requests, in virtual seconds."""
+    found: dict[str, list[tuple[float, float]]] = {}
+
+    def heard(event: Event) -> None:
+        if isinstance(event, RolloutFinished | RequestFinished):
+            found.setdefault(event.stage, []).append((event.seconds - event.latency_seconds, event.seconds))
+
+    lm = SimulatedModel().lm()
+    with dspy.context(lm=lm):
+        one = Climb(HillClimber(TASK.metric, 200, lm, num_threads=16, schedule=schedule), TASK.program(), TRAIN)
+        one.bench.bus.subscribe(heard)
+        run(lambda: one.bench.run_async(one.run))
+    return found
+
+
+def overlaps(found: dict[str, list[tuple[float, float]]]) -> int:
+    """Pairs of a proposal and a rollout that were under way at the same time."""
+    pairs = [(one, other) for one in found["propose"] for other in found["evaluate"]]
+    return sum(one[0] < other[1] - 1e-6 and other[0] < one[1] - 1e-6 for one, other in pairs)
+
+
+def test_the_page_shows_the_example_as_it_is_and_it_has_fewer_than_150_lines() -> None:
+    source = (HERE / "hill_climber.py").read_text(encoding="utf-8")
+    assert f"```python\n{source}```\n" in PAGE.read_text(encoding="utf-8")
+    assert len(source.splitlines()) < 150
+
+
+@pytest.mark.parametrize("schedule", ["async", "lockstep"])
+def test_it_improves_the_program_within_its_budget(schedule: str) -> None:
+    lm = SimulatedModel().lm()
+    program, stats = climb(400, schedule, lm)
+    assert stats.metric_calls <= 400
+    assert score(program, lm) > score(TASK.program(), lm) + 0.2
+    assert stats.commits[-1].best_score > stats.commits[0].score + 0.2
+    assert sum(stats.ended.values()) == stats.tickets == 400 // 16
+    assert "cannot pay a ticket" in stats.stop_reason
+
+
+def test_stages_overlap_but_not_in_lockstep() -> None:
+    assert overlaps(spans("async")) > 0
+    assert overlaps(spans("lockstep")) == 0
+
+
+def test_it_does_more_than_twice_as_much_in_the_same_time() -> None:
+    steps = {
+        schedule: climb(10_000, schedule, SimulatedModel().lm(), max_seconds=120.0)[1]
+        for schedule in ("async", "lockstep")
+    }
+    assert all(one.stop_reason == "max_seconds=120 is over" for one in steps.values())
+    assert steps["async"].tickets > 2 * steps["lockstep"].tickets
+    assert steps["async"].commits[-1].best_score > steps["lockstep"].commits[-1].best_score
+
+
+@settings(max_examples=10)
+@given(calls=st.integers(1, 120), live=st.integers(1, 6), schedule=st.sampled_from(["async", "lockstep"]))
+def test_the_budget_is_never_exceeded(calls: int, live: int, schedule: str) -> None:
+    _, stats = climb(calls, schedule, SimulatedModel().lm(), live=live)
+    assert stats.metric_calls == calls // 16 * 16
+
+
+def test_a_provider_that_refuses_now_and_then_and_replies_that_make_no_sense_cost_steps_and_no_more() -> None:
+    asked = 0
+
+    def answer(prompt: str) -> str:
+        nonlocal asked
+        asked += 1
+        if asked % 7 == 0:
+            raise LMRateLimitError("later", retry_after=1.0)
+        if "new_instruction" in prompt:
+            return "no fields" if asked % 2 else reply_for(prompt, new_instruction=f"Instruction {asked}")
+        return reply_for(prompt, answer=str(asked % 7))
+
+    lm = fake_lm(answer)
+    climber = HillClimber(digits, 60, lm, num_threads=4)
+    with dspy.context(lm=lm):
+        climber.compile(Chain(), trainset=examples("t", 4))
+    assert climber.stats is not None
+    assert climber.stats.retried_requests > 0
+    assert climber.stats.ended["failed"] > 0
+    assert climber.stats.metric_calls <= 60
+    assert climber.stats.outcome == "finished"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[SimServer]:
+    with SimServer(profile="h100-qwen3-8b", seed=0, time_scale=100) as server:
+        yield server
+
+
+def test_it_works_over_http_in_a_plain_script(server: SimServer) -> None:
+    lm = dspy.LM("openai/sim", api_base=server.api_base, api_key="none", cache=False)
+    climber = HillClimber(TASK.metric, 200, lm, num_threads=16)
+    with dspy.context(lm=lm):
+        program = climber.compile(TASK.program(), trainset=TRAIN)
+    assert climber.stats is not None
+    assert climber.stats.metric_calls <= 200
+    assert climber.stats.commits[-1].best_score > climber.stats.commits[0].score
+    assert server.stats().finished >= climber.stats.metric_calls
+    assert predictor_of(program)[1].signature.instructions != predictor_of(TASK.program())[1].signature.instructions
