@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
 from dspy_flashevolve.meta_harness.limits import Limits
-from dspy_flashevolve.meta_harness.outcomes import REASONS, Failure, LmRecord, Reason
 from dspy_flashevolve.meta_harness.lm_requests import LmRequest, parse_request
+from dspy_flashevolve.meta_harness.outcomes import REASONS, Failure, LmRecord, Reason
 from dspy_flashevolve.meta_harness.wire import HEADER, WireError, decode, encode
 
 T = TypeVar("T")

@@ -26,7 +26,7 @@ class Directions:
         directions: at least one.
 
     Raises:
-        ConfigurationError: none is given, or one is no text.
+        ConfigurationError: none is given, or one is empty.
 
     >>> board = Directions(["prompts", "memory"])
     >>> board.reserve(0), board.reserve(1), board.others(0)
@@ -34,7 +34,7 @@ class Directions:
     """
 
     def __init__(self, directions: Sequence[str] = DIRECTIONS) -> None:
-        if isinstance(directions, str) or not directions or not all(isinstance(one, str) and one for one in directions):
+        if isinstance(directions, str) or not directions or not all(directions):
             raise ConfigurationError(f"directions is {directions!r}, expected one or more texts.")
         self._taken = dict.fromkeys(directions, 0)
         self._held: dict[int, str] = {}

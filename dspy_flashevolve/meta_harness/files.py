@@ -7,6 +7,7 @@ proposer asks for, and no name of a proposer's becomes a path.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 from dspy_flashevolve.meta_harness.archive import Archive, Evaluated, Failed, Trial
@@ -68,13 +69,12 @@ class Library:
         self._candidates = self._failed = 0
 
     @property
-    def files(self) -> dict[str, str]:
-        """Path -> text, of everything that the archive holds now."""
-        self.update()
+    def files(self) -> Mapping[str, str]:
+        """Path -> text, of everything that was admitted up to the last :meth:`update`."""
         return self._files
 
     def update(self) -> None:
-        """Take in what was admitted since.
+        """Take in what was admitted since the last one.
 
         Raises:
             OSError: the run directory cannot be written.
@@ -86,7 +86,7 @@ class Library:
             fresh |= files_of_failed(number, self._archive.failed[number])
         self._candidates, self._failed = len(self._archive.candidates), len(self._archive.failed)
         if fresh:
-            self._files |= fresh
+            self._files = {**self._files, **fresh}  # another mapping: proposers read in threads
             self._write(fresh | {"overview.txt": overview(self._archive)})
 
     def _write(self, fresh: dict[str, str]) -> None:

@@ -30,6 +30,11 @@ class Failure:
     reason: Reason
     message: str
 
+    @property
+    def is_grave(self) -> bool:
+        """It ends the candidate, not only its run on one example: it went past a limit, or did what none may do."""
+        return self.reason not in ("error", "interface")
+
     def __str__(self) -> str:
         return f"{self.reason}: {self.message}"
 
@@ -73,3 +78,8 @@ class Outcome:
     printed: str = ""
     seconds: float = 0.0
     cpu_seconds: float = 0.0
+
+    @property
+    def tokens(self) -> int:
+        """Of all its LM calls."""
+        return sum(call.prompt_tokens + call.completion_tokens for call in self.calls)

@@ -13,17 +13,18 @@ from dspy_flashevolve.meta_harness.files import Library, overview
 from dspy_flashevolve.meta_harness.limits import Limits
 from dspy_flashevolve.meta_harness.reading import tools_of
 
-INTERFACE = """Each module is the whole source of one subclass of dspy.Module, in a Python code block of its own that \
-begins with the comments `# name: ...`, `# hypothesis: ...` and `# based on: ...` (numbers of the archive's candidates).
-- `__init__(self)` takes no arguments. `forward` takes the input fields by name, or as **inputs, and returns \
-dspy.Prediction(...) with every output field.
-- `dspy` is there: dspy.Predict, dspy.ChainOfThought, dspy.Signature, dspy.settings.lm and so on. Besides, it may import \
-{imports}.
-- It may define `learn(self, batch)`: called with training examples before it is evaluated, each a dictionary with \
-inputs, labels, prediction, score and feedback; it may change `self.memory`, which is JSON ({{}} at first) and is there \
-in `forward`. In `forward` nothing else is kept from one call to the next.
-- Limits of one call: {seconds:g} seconds besides LM calls, {lm_calls} LM calls, {megabytes} MB of memory. No network, no \
-files, no processes."""
+INTERFACE = """\
+Each module is the whole source of one subclass of dspy.Module, in a Python code block of its own that begins with the
+comments `# name: ...`, `# hypothesis: ...` and `# based on: ...` (numbers of the archive's candidates).
+- `__init__(self)` takes no arguments. `forward` takes the input fields by name, or as **inputs, and returns
+  dspy.Prediction(...) with every output field.
+- `dspy` is there: dspy.Predict, dspy.ChainOfThought, dspy.Signature, dspy.settings.lm and so on. Besides, it may import
+  {imports}.
+- It may define `learn(self, batch)`: called with training examples before it is evaluated, each a dictionary with
+  inputs, labels, prediction, score and feedback. It may change `self.memory`, which is JSON ({{}} at first) and is
+  there in `forward`. Nothing else is kept from one call to the next.
+- Limits of one call: {seconds:g} seconds besides LM calls, {lm_calls} LM calls, {megabytes} MB of memory. No network,
+  no files, no processes."""
 
 
 class ProposeHarness(dspy.Signature):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
 from dspy_flashevolve.meta_harness.files import Library
 
@@ -10,17 +10,17 @@ PAGE_CHARACTERS = 6000
 MOST_LINES = 60
 
 
-def tools_of(library: Library) -> list[Callable[..., Awaitable[str]]]:
-    """The tools, as coroutine functions, so that an agent that uses them needs no thread."""
+def tools_of(library: Library) -> list[Callable[..., str]]:
+    """The tools; they may be called in any thread."""
 
-    async def list_files(folder: str = "") -> str:
+    def list_files(folder: str = "") -> str:
         """List the archive's files under a folder, such as "candidates/0003"; all of them without one."""
         prefix = str(folder).strip("/")
         found = [path for path in sorted(library.files) if path.startswith(prefix)]
         more = f"\n... and {len(found) - MOST_LINES} more: name a folder" if len(found) > MOST_LINES else ""
         return "\n".join(found[:MOST_LINES]) + more or f"There is no file under {prefix!r}."
 
-    async def read_file(path: str, page: int = 1) -> str:
+    def read_file(path: str, page: int = 1) -> str:
         """Read a file of the archive, such as "candidates/0003/source.py"; long ones by page, from 1."""
         text = library.files.get(str(path).strip("/"))
         if text is None:
@@ -30,7 +30,7 @@ def tools_of(library: Library) -> list[Callable[..., Awaitable[str]]]:
         shown = text[(number - 1) * PAGE_CHARACTERS : number * PAGE_CHARACTERS]
         return shown if pages == 1 else f"(page {number} of {pages})\n{shown}"
 
-    async def search_files(text: str, folder: str = "") -> str:
+    def search_files(text: str, folder: str = "") -> str:
         """Find lines of the archive that hold a text, in any case; under a folder where one is given."""
         wanted, prefix = str(text).lower(), str(folder).strip("/")
         hits = [

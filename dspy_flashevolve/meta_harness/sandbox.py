@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,8 @@ from dspy_flashevolve.meta_harness.conversation import START_SECONDS, CallLm, Co
 from dspy_flashevolve.meta_harness.limits import Limits
 from dspy_flashevolve.meta_harness.outcomes import Failure, Outcome, SandboxError
 
+CPU_SHARE = 0.5
+"""The kernel's two counts of processor time differ; a child that was killed beyond this share had used its time."""
 _ROOT = str(Path(dspy_flashevolve.__file__).parent.parent)
 _START = (
     "import sys; sys.path.insert(0, sys.argv[1]); "
@@ -108,12 +110,20 @@ class Sandbox:
 
     async def close(self) -> None:
         """End the fork server and every child."""
+        with anyio.CancelScope(shield=True):
+            await asyncio.to_thread(self.shut_down())
+
+    def shut_down(self) -> Callable[[], None]:
+        """Begin to end the fork server and every child, on the loop.
+
+        Returns:
+            A function that waits for their end; call it in any thread.
+        """
         server, self._server = self._server, None
         if server is None:
-            return
+            return lambda: None
         self._lost(server)
-        with anyio.CancelScope(shield=True):
-            await asyncio.to_thread(_reap, server.process, server.scratch)
+        return lambda: _reap(server.process, server.scratch)
 
     async def run(self, job: Job, call_lm: CallLm) -> Outcome:
         """Run candidate code once.
@@ -266,7 +276,7 @@ def _cause_of_death(ended: Ending, limits: Limits) -> Failure:
         return Failure("processes", "it had a second process")
     if ended.why:
         raise SandboxError(ended.why)
-    if ended.cpu_seconds >= limits.cpu_seconds * 0.9:
+    if ended.cpu_seconds >= limits.cpu_seconds * CPU_SHARE and ended.status == signal.SIGKILL:
         return Failure("cpu", f"it used its {limits.cpu_seconds} seconds of processor time")
     if os.WIFSIGNALED(ended.status):
         return Failure("died", f"it was ended by {signal.Signals(os.WTERMSIG(ended.status)).name}")

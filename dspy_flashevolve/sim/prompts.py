@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
-PromptKind = Literal["task", "reflection", "integration", "other"]
+PromptKind = Literal["task", "reflection", "integration", "harness", "other"]
 
 _OBJECTIVE = "In adhering to this structure, your objective is:"
 _CHAT_REQUEST = "Respond with the corresponding output fields, starting with the field"
@@ -25,6 +25,7 @@ _LISTED_FIELD = re.compile(r"^\d+\. `(\w{1,200})` \((.+?)\):", re.MULTILINE)
 _SECTION = re.compile(r"^\[\[ ## (\w{1,200}) ## \]\][ \t]*$", re.MULTILINE)
 _REFLECTION_INPUTS = frozenset({"current_instruction", "examples_with_feedback"})
 _INTEGRATION_INPUTS = frozenset({"head_text", "children"})
+_HARNESS_INPUTS = (frozenset({"archive_overview", "direction"}), frozenset({"stale_module", "admitted_since"}))
 
 
 class BadRequest(Exception):
@@ -58,7 +59,8 @@ class ChatRequest:
 
     Attributes:
         kind: "task" (a dspy program's prompt), "reflection" (a proposer's), "integration" (of stale children, those of
-            `StaleCandidateReflection`) or "other" (no dspy format).
+            `StaleCandidateReflection`), "harness" (a proposer's of modules, `AsyncMetaHarness`) or "other" (no dspy
+            format).
         content: Everything that the reply may depend on, as one string: messages, temperature, seed, format.
         instruction: The instruction part of the system message; the whole system message where there is no such part.
         inputs: The sections of the last user message, name to text.
@@ -259,4 +261,6 @@ def _kind(inputs: Mapping[str, str], fields: tuple[OutputField, ...]) -> PromptK
         return "other"
     if inputs.keys() >= _INTEGRATION_INPUTS:
         return "integration"
+    if any(inputs.keys() >= names for names in _HARNESS_INPUTS):
+        return "harness"
     return "reflection" if inputs.keys() >= _REFLECTION_INPUTS else "task"

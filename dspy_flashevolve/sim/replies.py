@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from dspy_flashevolve.sim.harness_replies import harness_fields
 from dspy_flashevolve.sim.profiles import Profile
 from dspy_flashevolve.sim.prompts import ChatRequest, OutputField
 from dspy_flashevolve.sim.reply_model import Choices, ReplyModel
@@ -64,17 +65,28 @@ def reply_to(request: ChatRequest, profile: Profile, model: ReplyModel, seed: in
         seed: The server's seed.
     """
     choices = Choices(seed, request.content)
-    writes_instructions = request.kind in ("reflection", "integration")
+    writes_instructions = request.kind in ("reflection", "integration", "harness")
     law = profile.reflection_length if writes_instructions else profile.task_length
     wanted = law.tokens(choices.uniform("length"))
     limit = min(request.max_tokens or profile.max_output_tokens, profile.max_output_tokens)
     return Reply(
-        text=_integration(request, model, choices)
-        if request.kind == "integration"
-        else _format(request, _body(request, model, choices)),
+        text=_text(request, model, choices, seed),
         completion_tokens=min(wanted, limit),
         finish_reason="length" if wanted > limit else "stop",
     )
+
+
+def _text(request: ChatRequest, model: ReplyModel, choices: Choices, seed: int) -> str:
+    if request.kind == "integration":
+        return _integration(request, model, choices)
+    if request.kind == "harness":
+        fields = harness_fields(
+            request,
+            lambda number: Choices(seed, f"{number} {request.content}"),
+            lambda current, feedback, own: new_instruction(current, feedback, model, own),
+        )
+        return _written(request, fields)
+    return _format(request, _body(request, model, choices))
 
 
 def _body(request: ChatRequest, model: ReplyModel, choices: Choices) -> str:

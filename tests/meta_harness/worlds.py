@@ -9,8 +9,8 @@ from typing import Any
 
 from dspy_flashevolve.meta_harness.conversation import LmAnswer
 from dspy_flashevolve.meta_harness.limits import Limits
-from dspy_flashevolve.meta_harness.outcomes import LmRecord, Outcome
 from dspy_flashevolve.meta_harness.lm_requests import LmRequest
+from dspy_flashevolve.meta_harness.outcomes import LmRecord, Outcome
 from dspy_flashevolve.meta_harness.sandbox import Job, Sandbox
 
 TIGHT = Limits(
