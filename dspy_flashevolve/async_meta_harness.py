@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import dspy
 from dspy.teleprompt.teleprompt import Teleprompter
@@ -17,12 +17,15 @@ from dspy.teleprompt.teleprompt import Teleprompter
 from dspy_flashevolve.engine.errors import ConfigurationError, RunDirectoryError
 from dspy_flashevolve.engine.staleness import StalenessPolicy
 from dspy_flashevolve.harness_run import HarnessRun, RunSettings
-from dspy_flashevolve.harness_task import task_of
+from dspy_flashevolve.harness_task import HarnessTask, task_of
 from dspy_flashevolve.meta_harness.archive import Evaluated, Failed
+from dspy_flashevolve.meta_harness.contract import CodeSandbox
 from dspy_flashevolve.meta_harness.costs import Cost, context_tokens
+from dspy_flashevolve.meta_harness.deno import DenoSandbox
 from dspy_flashevolve.meta_harness.directions import DIRECTIONS, Directions
 from dspy_flashevolve.meta_harness.limits import Limits
 from dspy_flashevolve.meta_harness.program import Harness
+from dspy_flashevolve.meta_harness.sandbox import Sandbox
 from dspy_flashevolve.observe.records import RunStats
 from dspy_flashevolve.scheduling import Schedule, check_counts, policy_named
 from dspy_flashevolve.workbench import Workbench
@@ -78,6 +81,8 @@ class AsyncMetaHarness(Teleprompter):
         learn_batch: training examples in a batch of ``learn``.
         failure_score: of an example on which a candidate or the metric raises.
         max_seconds: no proposal starts after it; None for no limit.
+        sandbox: where candidates run: "process" (Linux), "deno" (dspy's interpreter, where Deno is installed; see
+            docs/meta-harness.md for what it lacks), or a :class:`~dspy_flashevolve.meta_harness.contract.CodeSandbox`.
         seed: of the choice of examples.
 
     Raises:
@@ -107,6 +112,7 @@ class AsyncMetaHarness(Teleprompter):
         learn_batch: int = 16,
         failure_score: float = 0.0,
         max_seconds: float | None = None,
+        sandbox: Literal["process", "deno"] | CodeSandbox = "process",
         seed: int | None = 0,
     ) -> None:
         super().__init__()
@@ -122,6 +128,9 @@ class AsyncMetaHarness(Teleprompter):
         check_counts(self, "iterations", "k", "proposers", "proposer_steps", "learn_batch")
         policy_named(staleness)
         Directions(directions)
+        self.sandbox = sandbox
+        if isinstance(sandbox, str) and sandbox not in ("process", "deno"):
+            raise ConfigurationError(f"sandbox is {sandbox!r}, expected 'process', 'deno', or a CodeSandbox.")
 
     def compile(  # pyright: ignore[reportIncompatibleMethodOverride] # as in dspy.GEPA, with the teacher left out
         self,
@@ -178,9 +187,14 @@ class AsyncMetaHarness(Teleprompter):
             max_seconds=self.max_seconds,
             seed=self.seed,
         )
-        return HarnessRun(bench, task, self.metric, self._settings())
+        return HarnessRun(bench, task, self.metric, self._settings(task))
 
-    def _settings(self) -> RunSettings:
+    def _sandbox(self, task: HarnessTask) -> CodeSandbox:
+        if self.sandbox == "deno":
+            return DenoSandbox(task.signature, self.limits)
+        return Sandbox(self.limits) if self.sandbox == "process" else self.sandbox
+
+    def _settings(self, task: HarnessTask) -> RunSettings:
         return RunSettings(
             proposer_lm=self.proposer_lm,
             iterations=self.iterations,
@@ -194,6 +208,7 @@ class AsyncMetaHarness(Teleprompter):
             learn_batch=self.learn_batch,
             failure_score=self.failure_score,
             log_dir=self.log_dir,
+            sandbox=self._sandbox(task),
         )
 
     def _result(self, run: HarnessRun) -> Harness:

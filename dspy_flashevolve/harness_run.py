@@ -29,6 +29,7 @@ from dspy_flashevolve.engine.stages import Finish, Forward, Outcome
 from dspy_flashevolve.engine.staleness import Discard, History, Integrate, Look, StalenessPolicy
 from dspy_flashevolve.harness_task import HarnessTask, lm_caller, scorer
 from dspy_flashevolve.meta_harness.archive import Archive, Evaluated, Failed, Trial
+from dspy_flashevolve.meta_harness.contract import CodeSandbox
 from dspy_flashevolve.meta_harness.costs import Cost
 from dspy_flashevolve.meta_harness.directions import Directions
 from dspy_flashevolve.meta_harness.drafts import Draft
@@ -44,7 +45,7 @@ from dspy_flashevolve.meta_harness.proposing import (
     proposer_of,
 )
 from dspy_flashevolve.meta_harness.running import CandidateRunner
-from dspy_flashevolve.meta_harness.sandbox import Sandbox
+from dspy_flashevolve.programs.asynchrony import answers_asynchronously
 from dspy_flashevolve.programs.metric import Metric
 from dspy_flashevolve.workbench import Workbench
 
@@ -71,6 +72,7 @@ class RunSettings:
     learn_batch: int
     failure_score: float
     log_dir: Path | None
+    sandbox: CodeSandbox
 
 
 class _Hopeless(Exception):
@@ -96,7 +98,7 @@ class HarnessRun:
         self.archive = Archive()
         self.library = Library(self.archive, settings.log_dir)
         self.directions = Directions(settings.directions)
-        self.sandbox = Sandbox(settings.limits)
+        self.sandbox = settings.sandbox
         self.missing_protection: tuple[str, ...] = ()
         """Layers of the sandbox that the machine does not give."""
         self._writing: dict[int, tuple[Draft, ...]] = {}
@@ -160,9 +162,10 @@ class HarnessRun:
     async def propose(self, item: Item[str]) -> Outcome:
         """Let an agent read the archive and write modules."""
         settings = self.settings
+        on_loop = answers_asynchronously(settings.proposer_lm or self.bench.settings.get("lm"))
         reply = await self.bench.ask(
             self.bench.claim(item, "propose"),
-            proposer_of(self.library, settings.proposer_steps),
+            proposer_of(self.library, settings.proposer_steps, on_loop),
             lm=settings.proposer_lm,
             task=self.task.description,
             interface=interface_for(settings.limits),

@@ -15,7 +15,7 @@ from dspy.utils.usage_tracker import track_usage
 
 from dspy_flashevolve.engine.errors import ConfigurationError, DataError, FlashEvolveError
 from dspy_flashevolve.engine.threads import Threads
-from dspy_flashevolve.meta_harness.conversation import CallLm, LmAnswer
+from dspy_flashevolve.meta_harness.contract import CallLm, LmAnswer
 from dspy_flashevolve.meta_harness.drafts import Draft, DraftError, draft_of
 from dspy_flashevolve.meta_harness.lm_requests import LmRequest
 from dspy_flashevolve.meta_harness.program import record_of

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
+from dspy_flashevolve.meta_harness.contract import CallLm
 from dspy_flashevolve.meta_harness.limits import Limits
 from dspy_flashevolve.meta_harness.lm_requests import LmRequest, parse_request
 from dspy_flashevolve.meta_harness.outcomes import REASONS, Failure, LmRecord, Reason
@@ -16,17 +17,6 @@ T = TypeVar("T")
 START_SECONDS = 120.0
 """How long a child may take to be forked and locked up, on a busy machine."""
 MESSAGE_CHARACTERS = 4000
-
-
-@dataclass(frozen=True)
-class LmAnswer:
-    """What an LM call came to: a record, or the words of an error that the candidate may handle."""
-
-    record: LmRecord | None
-    error: str = ""
-
-
-CallLm = Callable[[LmRequest], Awaitable[LmAnswer]]
 
 
 @dataclass(frozen=True)

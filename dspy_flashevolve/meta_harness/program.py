@@ -16,13 +16,13 @@ from dspy.utils.exceptions import DSPyError
 from dspy.utils.usage_tracker import track_usage
 
 from dspy_flashevolve.engine.errors import ConfigurationError
-from dspy_flashevolve.meta_harness.conversation import LmAnswer
+from dspy_flashevolve.meta_harness.contract import Job, LmAnswer
 from dspy_flashevolve.meta_harness.drafts import DraftError, draft_of
 from dspy_flashevolve.meta_harness.limits import Limits
 from dspy_flashevolve.meta_harness.lm_requests import LmRequest
 from dspy_flashevolve.meta_harness.outcomes import Failure, LmRecord
 from dspy_flashevolve.meta_harness.running import as_json, typed_fields
-from dspy_flashevolve.meta_harness.sandbox import Job, Sandbox
+from dspy_flashevolve.meta_harness.sandbox import Sandbox
 
 T = TypeVar("T")
 CHARACTERS_A_TOKEN = 4

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+import functools
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Literal
 
 import dspy
 
@@ -59,9 +60,31 @@ def interface_for(limits: Limits) -> str:
     return INTERFACE.format(imports=imports, seconds=limits.seconds, lm_calls=limits.lm_calls, megabytes=megabytes)
 
 
-def proposer_of(library: Library, max_steps: int) -> dspy.Module:
-    """The agent that reads the archive and writes modules."""
-    return dspy.ReAct(ProposeHarness, tools=list(tools_of(library)), max_iters=max_steps)
+def proposer_of(library: Library, max_steps: int, on_loop: bool) -> dspy.Module:
+    """The agent that reads the archive and writes modules.
+
+    Args:
+        max_steps: tool calls at most.
+        on_loop: make it one that can be awaited: its tools are coroutine functions.
+    """
+    tools = tools_of(library)
+    if not on_loop:
+        return dspy.ReAct(ProposeHarness, tools=list(tools), max_iters=max_steps)
+    agent = dspy.ReAct(ProposeHarness, tools=[_awaitable(tool) for tool in tools], max_iters=max_steps)
+    agent.tools["finish"] = dspy.Tool(_finish, name="finish", desc=agent.tools["finish"].desc, args={})
+    return agent
+
+
+def _awaitable(tool: Callable[..., str]) -> Callable[..., Awaitable[str]]:
+    @functools.wraps(tool)
+    async def awaitable(*args: Any, **kwargs: Any) -> str:
+        return tool(*args, **kwargs)
+
+    return awaitable
+
+
+async def _finish() -> str:
+    return "Completed."
 
 
 def drafts_in(

@@ -12,11 +12,10 @@ from pydantic_core import to_jsonable_python
 
 from dspy_flashevolve.engine.errors import RolloutUnresolvedError
 from dspy_flashevolve.meta_harness.archive import Trial
-from dspy_flashevolve.meta_harness.conversation import CallLm
+from dspy_flashevolve.meta_harness.contract import CallLm, CodeSandbox, Job
 from dspy_flashevolve.meta_harness.costs import Cost
 from dspy_flashevolve.meta_harness.drafts import Draft
 from dspy_flashevolve.meta_harness.outcomes import Failure, Outcome, SandboxError
-from dspy_flashevolve.meta_harness.sandbox import Job, Sandbox
 
 Score = Callable[[Any, dict[str, Any]], Awaitable["Scored"]]
 """Scores an example and the fields of a prediction, in the host."""
@@ -50,7 +49,7 @@ class CandidateRunner:
 
     def __init__(
         self,
-        sandbox: Sandbox,
+        sandbox: CodeSandbox,
         outputs: Mapping[str, Any],
         call_lm: CallLm,
         score: Score,

@@ -20,7 +20,8 @@ import anyio
 
 import dspy_flashevolve
 from dspy_flashevolve.engine.errors import ConfigurationError
-from dspy_flashevolve.meta_harness.conversation import START_SECONDS, CallLm, Conversation, Ending
+from dspy_flashevolve.meta_harness.contract import CallLm, Job
+from dspy_flashevolve.meta_harness.conversation import START_SECONDS, Conversation, Ending
 from dspy_flashevolve.meta_harness.limits import Limits
 from dspy_flashevolve.meta_harness.outcomes import Failure, Outcome, SandboxError
 
@@ -31,27 +32,6 @@ _START = (
     "import sys; sys.path.insert(0, sys.argv[1]); "
     "from dspy_flashevolve.meta_harness.zygote import main; main(int(sys.argv[2]), *sys.argv[3:])"
 )
-
-
-@dataclass(frozen=True)
-class Job:
-    """What a child is told.
-
-    Args:
-        source: the module's source.
-        class_name: the class in it to run.
-        inputs: of one example, as JSON: its labels stay here. None makes no prediction.
-        memory: what the module's ``memory`` is set to; None leaves it as its constructor made it.
-        batch: what ``learn`` is called with; None does not call it.
-        adapter: the class name of dspy's adapter.
-    """
-
-    source: str
-    class_name: str
-    inputs: dict[str, Any] | None = None
-    memory: Any = None
-    batch: list[dict[str, Any]] | None = None
-    adapter: str = "ChatAdapter"
 
 
 @dataclass

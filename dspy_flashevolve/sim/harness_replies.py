@@ -36,6 +36,11 @@ class Answerer(dspy.Module):
         return self.predict(**inputs){end}"""
 
 
+def is_tool_call(request: ChatRequest) -> bool:
+    """An agent chooses its next tool: it thinks and writes less than where it writes a module."""
+    return any(field.name == "next_tool_name" for field in request.output_fields)
+
+
 def harness_fields(request: ChatRequest, fork: Callable[[int], Choices], rewrite: Rewrite) -> dict[str, object]:
     """The output fields of a reply to a harness prompt.
 
@@ -46,7 +51,7 @@ def harness_fields(request: ChatRequest, fork: Callable[[int], Choices], rewrite
     """
     names = [field.name for field in request.output_fields]
     inputs = request.inputs
-    if "next_tool_name" in names:
+    if is_tool_call(request):
         values = _step(inputs, fork(0))
     elif "modules" in names:
         values = {"modules": "\n\n".join(_modules(inputs, fork, rewrite))}

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from dspy_flashevolve.sim.harness_replies import harness_fields
+from dspy_flashevolve.sim.harness_replies import harness_fields, is_tool_call
 from dspy_flashevolve.sim.profiles import Profile
 from dspy_flashevolve.sim.prompts import ChatRequest, OutputField
 from dspy_flashevolve.sim.reply_model import Choices, ReplyModel
@@ -65,8 +65,8 @@ def reply_to(request: ChatRequest, profile: Profile, model: ReplyModel, seed: in
         seed: The server's seed.
     """
     choices = Choices(seed, request.content)
-    writes_instructions = request.kind in ("reflection", "integration", "harness")
-    law = profile.reflection_length if writes_instructions else profile.task_length
+    writes = request.kind in ("reflection", "integration", "harness") and not is_tool_call(request)
+    law = profile.reflection_length if writes else profile.task_length
     wanted = law.tokens(choices.uniform("length"))
     limit = min(request.max_tokens or profile.max_output_tokens, profile.max_output_tokens)
     return Reply(

@@ -21,10 +21,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dspy_flashevolve.meta_harness.conversation import LmAnswer
+from dspy_flashevolve.meta_harness.contract import Job, LmAnswer
 from dspy_flashevolve.meta_harness.limits import Limits
 from dspy_flashevolve.meta_harness.outcomes import LmRecord
-from dspy_flashevolve.meta_harness.sandbox import Job
 from tests.meta_harness.worlds import TIGHT, Lab, lab, module
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the sandbox needs Linux")

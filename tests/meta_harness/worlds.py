@@ -7,11 +7,11 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
-from dspy_flashevolve.meta_harness.conversation import LmAnswer
+from dspy_flashevolve.meta_harness.contract import Job, LmAnswer
 from dspy_flashevolve.meta_harness.limits import Limits
 from dspy_flashevolve.meta_harness.lm_requests import LmRequest
 from dspy_flashevolve.meta_harness.outcomes import LmRecord, Outcome
-from dspy_flashevolve.meta_harness.sandbox import Job, Sandbox
+from dspy_flashevolve.meta_harness.sandbox import Sandbox
 
 TIGHT = Limits(
     seconds=60.0,
