@@ -8,34 +8,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import dspy
-from dspy.primitives import Example
 
 from dspy_flashevolve.engine.admission import LiveTickets
 from dspy_flashevolve.engine.blame import hand_over
-from dspy_flashevolve.engine.claims import Claim
 from dspy_flashevolve.engine.errors import ConfigurationError, DataError
-from dspy_flashevolve.engine.flights import Rollout, Spent
 from dspy_flashevolve.engine.gathering import gather
 from dspy_flashevolve.engine.item import End, EndKind, Item, Ticket
 from dspy_flashevolve.engine.pipeline import NotNow, Opened
 from dspy_flashevolve.engine.stages import Finish, Forward, Outcome
 from dspy_flashevolve.engine.staleness import Discard, History, Integrate, Look, StalenessPolicy
+from dspy_flashevolve.harness_evaluations import Evaluations
 from dspy_flashevolve.harness_task import HarnessTask, lm_caller, scorer
-from dspy_flashevolve.meta_harness.archive import Archive, Evaluated, Failed, Trial
+from dspy_flashevolve.meta_harness.archive import Archive, Checked, Evaluated, Failed
 from dspy_flashevolve.meta_harness.contract import CodeSandbox
 from dspy_flashevolve.meta_harness.costs import Cost
 from dspy_flashevolve.meta_harness.directions import Directions
 from dspy_flashevolve.meta_harness.drafts import Draft
 from dspy_flashevolve.meta_harness.files import Library, overview
 from dspy_flashevolve.meta_harness.limits import Limits
-from dspy_flashevolve.meta_harness.outcomes import Failure
 from dspy_flashevolve.meta_harness.program import Harness
 from dspy_flashevolve.meta_harness.proposing import (
     ReviseHarness,
@@ -52,8 +49,6 @@ from dspy_flashevolve.workbench import Workbench
 SMOKE_EXAMPLES = 3
 LIVE_TICKETS_A_PROPOSER = 3
 """One that is being written, and others that are checked and evaluated meanwhile."""
-Checked = Evaluated | Failed
-Step = Callable[[Draft], Awaitable[Checked]]
 
 
 @dataclass(frozen=True)
@@ -73,14 +68,6 @@ class RunSettings:
     failure_score: float
     log_dir: Path | None
     sandbox: CodeSandbox
-
-
-class _Hopeless(Exception):
-    """A candidate has done on an example what no candidate may do: the rest of its evaluation is given up."""
-
-    def __init__(self, failure: Failure) -> None:
-        super().__init__(str(failure))
-        self.failure = failure
 
 
 class HarnessRun:
@@ -105,7 +92,7 @@ class HarnessRun:
         lm = bench.settings.get("lm") if task.lm is None else bench.models.twin(task.lm)
         if lm is None:
             raise ConfigurationError("no LM is configured: dspy.configure(lm=...), or an LM of the student's own.")
-        self.runner = CandidateRunner(
+        runner = CandidateRunner(
             self.sandbox,
             task.outputs,
             lm_caller(lm, bench.threads),
@@ -117,6 +104,7 @@ class HarnessRun:
         rollouts = SMOKE_EXAMPLES + len(task.lessons) + len(task.valset)
         admission = LiveTickets(LIVE_TICKETS_A_PROPOSER * settings.proposers)
         self.source = bench.source(self.select, calls=settings.k * rollouts, admission=admission)
+        self.evaluations = Evaluations(bench, task, runner, self.source, settings.learn_batch)
         self.source.on_end = lambda ticket, end: self._forget(ticket)
 
     async def run(self) -> None:
@@ -214,83 +202,13 @@ class HarnessRun:
         """Run each draft on three training examples."""
         number = min(SMOKE_EXAMPLES, len(self.task.trainset))
         chosen = item.ticket.rng.sample(range(len(self.task.trainset)), number)
-        checked = await gather([partial(self._checked, item, draft, chosen) for draft in item.payload])
+        checked = await gather([partial(self.evaluations.checked, item, draft, chosen) for draft in item.payload])
         return Forward("evaluate", tuple(checked))
-
-    async def _checked(self, item: Item[Any], draft: Draft, chosen: Sequence[int]) -> Checked:
-        claim = self.bench.claim(item, "check")
-        examples = [(f"train {number}", self.task.trainset[number]) for number in chosen]
-        traces = await gather([partial(self._trial, item, claim, draft, one, True) for one in examples])
-        failures = [one.outcome.failure for one in traces if one.outcome.failure is not None]
-        grave = [failure for failure in failures if failure.is_grave]
-        if grave or len(failures) == len(traces):
-            return Failed(draft, (grave or failures)[0], tuple(traces))
-        return Evaluated(draft, (), (), traces=tuple(traces))
 
     async def evaluate(self, item: Item[tuple[Checked, ...]]) -> Outcome:
         """Let each candidate learn where it can, and run it on the validation set."""
-        done = await gather([partial(self._evaluated, item, one) for one in item.payload])
+        done = await gather([partial(self.evaluations.evaluated, item, one) for one in item.payload])
         return Forward("admit", tuple(done))
-
-    async def _evaluated(self, item: Item[Any], one: Checked) -> Checked:
-        if isinstance(one, Failed):
-            return one
-        claim = self.bench.claim(item, "evaluate")
-        try:
-            memory = await self._learnt(item, claim, one.draft) if one.draft.learns else None
-            named = [(f"validation {number}", example) for number, example in enumerate(self.task.valset)]
-            trials = await gather([
-                partial(self._trial, item, claim, one.draft, example, False, memory, hopeful=True) for example in named
-            ])  # fmt: skip
-        except _Hopeless as error:
-            return Failed(one.draft, error.failure, one.traces)
-        scores, costs = tuple(trial.score for trial in trials), tuple(trial.cost for trial in trials)
-        failures = tuple(trial.outcome.failure for trial in trials if trial.outcome.failure is not None)
-        return Evaluated(one.draft, scores, costs, failures, one.traces, memory)
-
-    async def _learnt(self, item: Item[Any], claim: Claim, draft: Draft) -> Any:
-        """What a candidate remembers after one pass over the training examples that nobody is scored on."""
-        memory: Any = {}
-        size = self.settings.learn_batch
-        named = [(f"lesson {number}", example) for number, example in enumerate(self.task.lessons)]
-        for start in range(0, len(named), size):
-            batch = await gather([
-                partial(self._trial, item, claim, draft, one, True, memory, hopeful=True)
-                for one in named[start : start + size]
-            ])  # fmt: skip
-            learn = partial(self.runner.learn, draft, memory, batch)
-            outcome = await self.bench.rollouts.request(claim, learn, lambda done: Spent(done.tokens))
-            if outcome.failure is not None:
-                raise _Hopeless(Failure(outcome.failure.reason, f"in learn: {outcome.failure.message}"))
-            memory = outcome.memory
-        return memory
-
-    async def _trial(
-        self,
-        item: Item[Any],
-        claim: Claim,
-        draft: Draft,
-        named: tuple[str, Example],
-        labelled: bool,
-        memory: Any = None,
-        *,
-        hopeful: bool = False,
-    ) -> Trial:
-        """Run a draft on one example in a slot; with ``hopeful``, raise _Hopeless where it does what none may do."""
-        name, example = named
-
-        async def call() -> Rollout:
-            trial = await self.runner.predict(draft, example, name, memory=memory, labelled=labelled)
-            outcome = trial.outcome
-            return Rollout(outcome.fields, trial.score, trajectory=trial, tokens=outcome.tokens)
-
-        key = (item.ticket.number, draft.source, name)
-        pays = self.source.reservations[item.ticket.number]
-        rollout, _ = await self.bench.rollouts.rollout(key, claim, pays, call)
-        trial: Trial = rollout.trajectory
-        if hopeful and trial.outcome.failure is not None and trial.outcome.failure.is_grave:
-            raise _Hopeless(Failure(trial.outcome.failure.reason, f"on {name}: {trial.outcome.failure.message}"))
-        return trial
 
     async def admit(self, item: Item[tuple[Checked, ...]]) -> Outcome:
         """The one writer: what was evaluated goes to the archive, what failed beside it."""

@@ -78,6 +78,10 @@ class Failed:
     traces: tuple[Trial, ...] = ()
 
 
+Checked = Evaluated | Failed
+"""A candidate whose check, or whose evaluation, is done."""
+
+
 class Archive:
     """Candidates by number, in the order of their admission. Only the admit stage changes it."""
 
