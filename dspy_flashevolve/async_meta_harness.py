@@ -190,9 +190,9 @@ class AsyncMetaHarness(Teleprompter):
         return HarnessRun(bench, task, self.metric, self._settings(task))
 
     def _sandbox(self, task: HarnessTask) -> CodeSandbox:
-        if self.sandbox == "deno":
-            return DenoSandbox(task.signature, self.limits)
-        return Sandbox(self.limits) if self.sandbox == "process" else self.sandbox
+        if isinstance(self.sandbox, str):
+            return Sandbox(self.limits) if self.sandbox == "process" else DenoSandbox(task.signature, self.limits)
+        return self.sandbox
 
     def _settings(self, task: HarnessTask) -> RunSettings:
         return RunSettings(

@@ -11,14 +11,13 @@ from typing import Any
 import dspy
 from dspy.predict.flex.ctx import FlexContext
 from dspy.primitives import Example, Module
-from dspy.utils.usage_tracker import track_usage
 
 from dspy_flashevolve.engine.errors import ConfigurationError, DataError, FlashEvolveError
 from dspy_flashevolve.engine.threads import Threads
+from dspy_flashevolve.meta_harness.calling import call_in_thread, call_on_loop
 from dspy_flashevolve.meta_harness.contract import CallLm, LmAnswer
 from dspy_flashevolve.meta_harness.drafts import Draft, DraftError, draft_of
 from dspy_flashevolve.meta_harness.lm_requests import LmRequest
-from dspy_flashevolve.meta_harness.program import record_of
 from dspy_flashevolve.meta_harness.running import Score, Scored, as_json
 from dspy_flashevolve.programs.asynchrony import answers_asynchronously
 from dspy_flashevolve.programs.faults import raise_provider_fault
@@ -138,17 +137,17 @@ def lm_caller(lm: Any, threads: Threads) -> CallLm:
         threads: the run's.
     """
 
+    on_loop = answers_asynchronously(lm)
+
     async def call(request: LmRequest) -> LmAnswer:
-        with track_usage() as usage, heard_lm_calls() as calls:
+        with heard_lm_calls() as calls:
             try:
-                if answers_asynchronously(lm):
-                    outputs = await lm.acall(messages=request.messages, **request.options)
-                else:
-                    outputs = await threads.run(lm, messages=request.messages, **request.options)
+                if on_loop:
+                    return await call_on_loop(lm, request)
+                return await threads.run(call_in_thread, lm, request)
             except Exception as error:
                 raise_provider_fault(error, calls.errors)
                 return LmAnswer(None, f"{type(error).__name__}: {error}"[:MESSAGE_CHARACTERS])
-        return LmAnswer(record_of(request, outputs, usage.usage_data))
 
     return call
 

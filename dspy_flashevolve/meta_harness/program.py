@@ -13,20 +13,18 @@ from typing import Any, Literal, TypeVar
 import dspy
 from dspy.predict.flex.flex import Flex
 from dspy.utils.exceptions import DSPyError
-from dspy.utils.usage_tracker import track_usage
 
 from dspy_flashevolve.engine.errors import ConfigurationError
+from dspy_flashevolve.meta_harness.calling import call_in_thread
 from dspy_flashevolve.meta_harness.contract import Job, LmAnswer
 from dspy_flashevolve.meta_harness.drafts import DraftError, draft_of
 from dspy_flashevolve.meta_harness.limits import Limits
 from dspy_flashevolve.meta_harness.lm_requests import LmRequest
-from dspy_flashevolve.meta_harness.outcomes import Failure, LmRecord
+from dspy_flashevolve.meta_harness.outcomes import Failure
 from dspy_flashevolve.meta_harness.running import as_json, typed_fields
 from dspy_flashevolve.meta_harness.sandbox import Sandbox
 
 T = TypeVar("T")
-CHARACTERS_A_TOKEN = 4
-"""Where a provider reports no tokens, they are estimated from the characters."""
 
 
 class HarnessError(DSPyError, RuntimeError):
@@ -116,7 +114,7 @@ class Harness(Flex):  # pyright: ignore[reportGeneralTypeIssues,reportUntypedBas
 
         async def call_lm(request: LmRequest) -> LmAnswer:
             call = context.copy()  # a context runs once at a time
-            return await asyncio.to_thread(call.run, answer_of, lm, request)
+            return await asyncio.to_thread(call.run, call_in_thread, lm, request)
 
         job = Job(self.module_src or "", self._class, as_json(inputs), self.memory, adapter=type(adapter).__name__)
         outcome = await _service().sandbox(self.limits).run(job, call_lm)
@@ -125,26 +123,6 @@ class Harness(Flex):  # pyright: ignore[reportGeneralTypeIssues,reportUntypedBas
         if failure is not None:
             raise HarnessError(failure)
         return dspy.Prediction(**fields)
-
-
-def answer_of(lm: Any, request: LmRequest) -> LmAnswer:
-    """Make an LM call for a harness, in this thread."""
-    with track_usage() as usage:
-        outputs = lm(messages=request.messages, **request.options)
-    return LmAnswer(record_of(request, outputs, usage.usage_data))
-
-
-def record_of(request: LmRequest, outputs: Any, usage: dict[str, list[dict[str, Any]]]) -> LmRecord:
-    """An LM call as the host saw it; tokens that the provider did not report are estimated."""
-    texts = as_json(list(outputs))
-    counts = [_counted(usage, name) for name in ("prompt_tokens", "completion_tokens")]
-    guesses = [len(str([one["content"] for one in request.messages])), sum(len(str(text)) for text in texts)]
-    prompt, completion = (n or -(-guess // CHARACTERS_A_TOKEN) for n, guess in zip(counts, guesses, strict=True))
-    return LmRecord(request.messages, texts, prompt, completion)
-
-
-def _counted(usage: dict[str, list[dict[str, Any]]], name: str) -> int:
-    return sum(int(entry.get(name) or 0) for entries in usage.values() for entry in entries)
 
 
 class _Service:

@@ -70,7 +70,7 @@ def proposer_of(library: Library, max_steps: int, on_loop: bool) -> dspy.Module:
     tools = tools_of(library)
     if not on_loop:
         return dspy.ReAct(ProposeHarness, tools=list(tools), max_iters=max_steps)
-    agent = dspy.ReAct(ProposeHarness, tools=[_awaitable(tool) for tool in tools], max_iters=max_steps)
+    agent: Any = dspy.ReAct(ProposeHarness, tools=[_awaitable(tool) for tool in tools], max_iters=max_steps)
     agent.tools["finish"] = dspy.Tool(_finish, name="finish", desc=agent.tools["finish"].desc, args={})
     return agent
 

@@ -162,7 +162,7 @@ def test_stats_count_by_kind_and_begin_again_after_a_reset() -> None:
             "prompt_tokens": reply["usage"]["prompt_tokens"],
             "completion_tokens": reply["usage"]["completion_tokens"],
         }
-        assert set(now["by_kind"]) == {"task", "reflection", "integration", "other"}
+        assert set(now["by_kind"]) == {"task", "reflection", "integration", "harness", "other"}
         assert now["generated_tokens"] == pytest.approx(now["completion_tokens"])
         assert now["mean_running"] > 0
         assert now["model_seconds"] == pytest.approx(now["seconds"] * SOON)
