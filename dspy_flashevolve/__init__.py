@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from dspy_flashevolve.ace.playbook import Bullet, Playbook
     from dspy_flashevolve.async_ace import AsyncACE
     from dspy_flashevolve.async_gepa import AsyncGEPA
+    from dspy_flashevolve.async_meta_harness import AsyncMetaHarness, MetaHarnessResult
     from dspy_flashevolve.engine.admission import GapBound, LiveTickets
     from dspy_flashevolve.engine.claims import DeepestFirst
     from dspy_flashevolve.engine.control import Backlog, Fixed, MedianRate, WorkflowController
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
     from dspy_flashevolve.engine.speculation import Speculation
     from dspy_flashevolve.engine.staleness import Full, Guarded, Reflective, StalenessPolicy
     from dspy_flashevolve.engine.stragglers import Duplicates
+    from dspy_flashevolve.meta_harness.costs import context_tokens
+    from dspy_flashevolve.meta_harness.limits import Limits
+    from dspy_flashevolve.meta_harness.program import Harness, HarnessError
     from dspy_flashevolve.observe.playbooks import AceStats
     from dspy_flashevolve.observe.records import (
         AsyncStats,
@@ -54,6 +58,7 @@ __all__ = [
     "AsyncACE",
     "AsyncGEPA",
     "AsyncGEPAResult",
+    "AsyncMetaHarness",
     "AsyncStats",
     "Backlog",
     "BudgetError",
@@ -70,10 +75,14 @@ __all__ = [
     "Full",
     "GapBound",
     "Guarded",
+    "Harness",
+    "HarnessError",
     "HeadRecord",
     "IntegrationRecord",
+    "Limits",
     "LiveTickets",
     "MedianRate",
+    "MetaHarnessResult",
     "Playbook",
     "PlaybookCuration",
     "QueueClosedError",
@@ -90,6 +99,7 @@ __all__ = [
     "ValueFirst",
     "Workbench",
     "WorkflowController",
+    "context_tokens",
 ]
 
 _HOMES = {
@@ -114,6 +124,12 @@ _HOMES = {
     "GapBound": "engine.admission",
     "AsyncGEPA": "async_gepa",
     "AsyncGEPAResult": "results",
+    "AsyncMetaHarness": "async_meta_harness",
+    "MetaHarnessResult": "async_meta_harness",
+    "Limits": "meta_harness.limits",
+    "Harness": "meta_harness.program",
+    "HarnessError": "meta_harness.program",
+    "context_tokens": "meta_harness.costs",
     "AsyncStats": "observe.records",
     "CombeeReflection": "reflection.combee",
     "CommitRecord": "observe.records",

@@ -14,7 +14,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
-PromptKind = Literal["task", "reflection", "integration", "sample_reflection", "curation", "reconciliation", "other"]
+PromptKind = Literal[
+    "task", "reflection", "integration", "sample_reflection", "curation", "reconciliation", "harness", "other"
+]
 
 _OBJECTIVE = "In adhering to this structure, your objective is:"
 _CHAT_REQUEST = "Respond with the corresponding output fields, starting with the field"
@@ -23,14 +25,16 @@ _CHAT_FIELD = re.compile(r"`\[\[ ## (\w{1,200}) ## \]\]`(?: \(must be formatted 
 _JSON_FIELD = re.compile(r"`(\w{1,200})`(?: \(must be formatted as a valid Python (.+?)\)(?=, |\.))?")
 _LISTED_FIELD = re.compile(r"^\d+\. `(\w{1,200})` \((.+?)\):", re.MULTILINE)
 _SECTION = re.compile(r"^\[\[ ## (\w{1,200}) ## \]\][ \t]*$", re.MULTILINE)
-_INPUTS: dict[PromptKind, frozenset[str]] = {
-    "integration": frozenset({"head_text", "children"}),
-    "reflection": frozenset({"current_instruction", "examples_with_feedback"}),
-    "sample_reflection": frozenset({"attempt", "feedback", "cited_bullets"}),
-    "curation": frozenset({"playbook", "sections", "reflection"}),
-    "reconciliation": frozenset({"additions", "newer_bullets"}),
-}
-"""Kind -> the inputs that tell it."""
+_INPUTS: tuple[tuple[PromptKind, frozenset[str]], ...] = (
+    ("integration", frozenset({"head_text", "children"})),
+    ("reflection", frozenset({"current_instruction", "examples_with_feedback"})),
+    ("sample_reflection", frozenset({"attempt", "feedback", "cited_bullets"})),
+    ("curation", frozenset({"playbook", "sections", "reflection"})),
+    ("reconciliation", frozenset({"additions", "newer_bullets"})),
+    ("harness", frozenset({"archive_overview", "direction"})),
+    ("harness", frozenset({"stale_module", "admitted_since"})),
+)
+"""A kind, and the inputs that tell it."""
 
 
 class BadRequest(Exception):
@@ -65,7 +69,8 @@ class ChatRequest:
     Attributes:
         kind: "task" (a dspy program's prompt), "reflection" (a proposer's), "integration" (of stale children, those of
             `StaleCandidateReflection`), "sample_reflection", "curation" and "reconciliation" (those of a playbook,
-            of `reflection.playbooks`) or "other" (no dspy format).
+            of `reflection.playbooks`), "harness" (a proposer's of modules, `AsyncMetaHarness`) or "other" (no dspy
+            format).
         content: Everything that the reply may depend on, as one string: messages, temperature, seed, format.
         instruction: The instruction part of the system message; the whole system message where there is no such part.
         inputs: The sections of the last user message, name to text.
@@ -264,5 +269,5 @@ def _json_wanted(user: str, response_format: object) -> bool:
 def _kind(inputs: Mapping[str, str], fields: tuple[OutputField, ...]) -> PromptKind:
     if not fields:
         return "other"
-    found: list[PromptKind] = [kind for kind, names in _INPUTS.items() if inputs.keys() >= names]
+    found: list[PromptKind] = [kind for kind, names in _INPUTS if inputs.keys() >= names]
     return found[0] if found else "task"

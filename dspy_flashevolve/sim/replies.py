@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from dspy_flashevolve.sim.harness_replies import harness_fields, is_tool_call
 from dspy_flashevolve.sim.playbook_replies import CITATIONS, citations, curate, reconcile, reflect
 from dspy_flashevolve.sim.profiles import Profile
 from dspy_flashevolve.sim.prompts import ChatRequest, OutputField
@@ -62,19 +63,27 @@ def reply_to(request: ChatRequest, profile: Profile, model: ReplyModel, seed: in
         seed: The server's seed.
     """
     choices = Choices(seed, request.content)
-    law = profile.task_length if request.kind in ("task", "other") else profile.reflection_length
+    quick = request.kind in ("task", "other") or is_tool_call(request)
+    law = profile.task_length if quick else profile.reflection_length
     wanted = law.tokens(choices.uniform("length"))
     limit = min(request.max_tokens or profile.max_output_tokens, profile.max_output_tokens)
     return Reply(
-        text=_text(request, model, choices),
+        text=_text(request, model, choices, seed),
         completion_tokens=min(wanted, limit),
         finish_reason="length" if wanted > limit else "stop",
     )
 
 
-def _text(request: ChatRequest, model: ReplyModel, choices: Choices) -> str:
+def _text(request: ChatRequest, model: ReplyModel, choices: Choices, seed: int) -> str:
     if request.kind == "integration":
         return _integration(request, model, choices)
+    if request.kind == "harness":
+        fields = harness_fields(
+            request,
+            lambda number: Choices(seed, f"{number} {request.content}"),
+            lambda current, feedback, own: new_instruction(current, feedback, model, own),
+        )
+        return _written(request, fields)
     if request.kind in _PLAYBOOK_REPLIES:
         values = _PLAYBOOK_REPLIES[request.kind](request.inputs, model, choices)
         return _written(request, {one.name: values.get(one.name, FILLER_OPENING) for one in request.output_fields})

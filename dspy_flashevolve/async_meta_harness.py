@@ -1,0 +1,237 @@
+"""AsyncMetaHarness: evolves the code around a language model, on the asynchronous engine.
+
+Source: Meta-Harness (arXiv 2603.28052): an agent reads the sources, scores and traces of earlier candidates and writes
+new ones. Here several agents write at once, and candidates are checked and evaluated while they do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import dspy
+from dspy.teleprompt.teleprompt import Teleprompter
+
+from dspy_flashevolve.engine.errors import ConfigurationError, RunDirectoryError
+from dspy_flashevolve.engine.staleness import StalenessPolicy
+from dspy_flashevolve.harness_run import HarnessRun, RunSettings
+from dspy_flashevolve.harness_task import HarnessTask, task_of
+from dspy_flashevolve.meta_harness.archive import Evaluated, Failed
+from dspy_flashevolve.meta_harness.contract import CodeSandbox
+from dspy_flashevolve.meta_harness.costs import Cost, context_tokens
+from dspy_flashevolve.meta_harness.deno import DenoSandbox
+from dspy_flashevolve.meta_harness.directions import DIRECTIONS, Directions
+from dspy_flashevolve.meta_harness.limits import Limits
+from dspy_flashevolve.meta_harness.program import Harness
+from dspy_flashevolve.meta_harness.sandbox import Sandbox
+from dspy_flashevolve.observe.records import RunStats
+from dspy_flashevolve.scheduling import Schedule, check_counts, policy_named
+from dspy_flashevolve.workbench import Workbench
+
+
+@dataclass(frozen=True)
+class MetaHarnessResult:
+    """What a run of :class:`AsyncMetaHarness` found.
+
+    Args:
+        candidates: every evaluated candidate; the first is the student.
+        failed: every candidate that failed its check or its evaluation, with the reason.
+        front: numbers of the candidates on the Pareto front of score against cost, best score first.
+        best: number of the candidate that was returned.
+        missing_protection: layers of the sandbox that the machine does not give (docs/meta-harness.md).
+        stats: what the run did.
+    """
+
+    candidates: tuple[Evaluated, ...]
+    failed: tuple[Failed, ...]
+    front: tuple[int, ...]
+    best: int
+    missing_protection: tuple[str, ...]
+    stats: RunStats
+
+
+class AsyncMetaHarness(Teleprompter):
+    """Searches for a better implementation of a program: source code, with JSON memory.
+
+    A candidate is the source of one ``dspy.Module`` subclass. Proposer agents read the archive of earlier candidates
+    with tools and write k new ones at a time, each proposer in a direction of its own. A candidate is checked (parsed,
+    run on three training examples), learns from the training set where it has ``learn(batch)``, is evaluated on the
+    whole validation set, and is admitted to the archive. Candidate code never runs in this process: see
+    ``docs/meta-harness.md`` for what its sandbox does and does not protect from.
+
+    Args:
+        metric: a function (example, prediction, trace=None, ...) that returns a score, or a ``dspy.Prediction`` with
+            ``score`` and ``feedback``, sync or coroutine. It runs here, on what came back from the sandbox.
+        proposer_lm: writes candidates: the strongest LM at hand.
+        iterations: proposals, each of ``k`` candidates.
+        k: candidates of a proposal.
+        proposers: agents that write at once; one in lockstep.
+        cost: of one run on one example; the mean over the validation set is the front's second axis. Default: tokens of
+            its prompts.
+        limits: of one run of a candidate.
+        log_dir: where every candidate is written, with scores and traces; None for nowhere.
+        num_threads: requests in flight at most, over all stages; None adapts, as in :class:`AsyncGEPA`.
+        schedule: "async", or "lockstep": one proposal at a time, from its writing to its admission, in the same slots.
+        staleness: what becomes of a proposal that was written while others were admitted: "full" evaluates it as it is,
+            "reflective" asks the proposer LM whether it should take something over first; or a policy.
+        directions: what proposers look into, in turn.
+        proposer_steps: tool calls of an agent at most, for one proposal.
+        learn_batch: training examples in a batch of ``learn``.
+        failure_score: of an example on which a candidate or the metric raises.
+        max_seconds: no proposal starts after it; None for no limit.
+        sandbox: where candidates run: "process" (Linux), "deno" (dspy's interpreter, where Deno is installed; see
+            docs/meta-harness.md for what it lacks), or a :class:`~dspy_flashevolve.meta_harness.contract.CodeSandbox`.
+        seed: of the choice of examples.
+
+    Raises:
+        ConfigurationError: an argument that cannot work, with the reason.
+
+    >>> AsyncMetaHarness(lambda example, prediction: 1.0, proposer_lm=None, k=0)
+    Traceback (most recent call last):
+    dspy_flashevolve.engine.errors.ConfigurationError: k is 0, expected a whole number of at least 1, or None.
+    """
+
+    def __init__(
+        self,
+        metric: Callable[..., Any],
+        *,
+        proposer_lm: Any,
+        iterations: int = 20,
+        k: int = 2,
+        proposers: int = 2,
+        cost: Cost = context_tokens,
+        limits: Limits | None = None,
+        log_dir: str | Path | None = None,
+        num_threads: int | None = None,
+        schedule: Schedule = "async",
+        staleness: str | StalenessPolicy = "full",
+        directions: Sequence[str] = DIRECTIONS,
+        proposer_steps: int = 8,
+        learn_batch: int = 16,
+        failure_score: float = 0.0,
+        max_seconds: float | None = None,
+        sandbox: Literal["process", "deno"] | CodeSandbox = "process",
+        seed: int | None = 0,
+    ) -> None:
+        super().__init__()
+        if not callable(metric) or not callable(cost):
+            raise ConfigurationError(f"metric is {metric!r} and cost is {cost!r}, expected functions.")
+        self.metric, self.proposer_lm, self.cost = metric, proposer_lm, cost
+        self.iterations, self.k, self.proposers = iterations, k, proposers
+        self.proposer_steps, self.learn_batch = proposer_steps, learn_batch
+        self.limits, self.log_dir = limits or Limits(), None if log_dir is None else Path(log_dir)
+        self.num_threads, self.max_seconds, self.seed = num_threads, max_seconds, seed
+        self.schedule: Schedule = schedule
+        self.staleness, self.directions, self.failure_score = staleness, directions, failure_score
+        check_counts(self, "iterations", "k", "proposers", "proposer_steps", "learn_batch")
+        policy_named(staleness)
+        Directions(directions)
+        self.sandbox = sandbox
+        if isinstance(sandbox, str) and sandbox not in ("process", "deno"):
+            raise ConfigurationError(f"sandbox is {sandbox!r}, expected 'process', 'deno', or a CodeSandbox.")
+
+    def compile(  # pyright: ignore[reportIncompatibleMethodOverride] # as in dspy.GEPA, with the teacher left out
+        self,
+        student: dspy.Module,
+        *,
+        trainset: Sequence[dspy.Example],
+        valset: Sequence[dspy.Example] | None = None,
+    ) -> Harness:
+        """Search, and return the candidate with the best score.
+
+        Args:
+            student: a ``dspy.Predict``, a ``dspy.ChainOfThought``, a ``dspy.Flex`` or a :class:`Harness`; it is the
+                first candidate, and is not changed.
+            trainset: examples whose answers and feedback proposers may read, and candidates may learn from.
+            valset: examples that candidates are scored on; nobody but the metric sees their labels. Default: the
+                trainset, and then ``learn`` is given none of them, since nobody learns from what it is scored on.
+
+        Returns:
+            A program whose ``detailed_results`` is a :class:`MetaHarnessResult`.
+
+        Raises:
+            ConfigurationError: the student or the data cannot be used, or the machine has no sandbox.
+            RunAbortedError: the provider refused for good; ``best_program`` is the best so far.
+        """
+        run = self._run(student, trainset, valset)
+        run.bench.run_sync(run.run)
+        return self._result(run)
+
+    async def acompile(
+        self,
+        student: dspy.Module,
+        *,
+        trainset: Sequence[dspy.Example],
+        valset: Sequence[dspy.Example] | None = None,
+    ) -> Harness:
+        """The awaitable twin of :meth:`compile`."""
+        run = self._run(student, trainset, valset)
+        await run.bench.run_async(run.run)
+        return self._result(run)
+
+    def _run(self, student: Any, trainset: Any, valset: Any) -> HarnessRun:
+        task = task_of(student, trainset, valset)
+        _check_directory(self.log_dir)
+        bench = Workbench(
+            name="AsyncMetaHarness",
+            lms={
+                "propose": [self.proposer_lm],
+                "patch": [self.proposer_lm],
+                "check": [task.lm],
+                "evaluate": [task.lm],
+            },
+            num_threads=self.num_threads,
+            schedule=self.schedule,
+            max_seconds=self.max_seconds,
+            seed=self.seed,
+        )
+        return HarnessRun(bench, task, self.metric, self._settings(task))
+
+    def _sandbox(self, task: HarnessTask) -> CodeSandbox:
+        if isinstance(self.sandbox, str):
+            return Sandbox(self.limits) if self.sandbox == "process" else DenoSandbox(task.signature, self.limits)
+        return self.sandbox
+
+    def _settings(self, task: HarnessTask) -> RunSettings:
+        return RunSettings(
+            proposer_lm=self.proposer_lm,
+            iterations=self.iterations,
+            k=self.k,
+            proposers=self.proposers,
+            proposer_steps=self.proposer_steps,
+            cost=self.cost,
+            limits=self.limits,
+            directions=self.directions,
+            staleness=policy_named(self.staleness),
+            learn_batch=self.learn_batch,
+            failure_score=self.failure_score,
+            log_dir=self.log_dir,
+            sandbox=self._sandbox(task),
+        )
+
+    def _result(self, run: HarnessRun) -> Harness:
+        archive, program = run.archive, run.best_program()
+        program.detailed_results = MetaHarnessResult(
+            candidates=tuple(archive.candidates),
+            failed=tuple(archive.failed),
+            front=archive.front,
+            best=archive.best,
+            missing_protection=run.missing_protection,
+            stats=run.bench.statistics(),
+        )
+        return program
+
+
+def _check_directory(log_dir: Path | None) -> None:
+    """Raise RunDirectoryError where a run cannot be written: its files would mix with those of another."""
+    if log_dir is None:
+        return
+    try:
+        log_dir.mkdir(parents=True, exist_ok=True)
+        taken = [name for name in ("candidates", "failed") if (log_dir / name).exists()]
+    except OSError as error:
+        raise RunDirectoryError(f"log_dir {str(log_dir)!r} cannot be written: {error}.") from error
+    if taken:
+        raise RunDirectoryError(f"log_dir {str(log_dir)!r} holds another run ({', '.join(taken)}): name a new one.")

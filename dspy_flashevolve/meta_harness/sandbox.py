@@ -1,0 +1,263 @@
+"""The host's side of the sandbox: one run of candidate code in a process of its own, its LM calls made here."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import anyio
+
+import dspy_flashevolve
+from dspy_flashevolve.engine.errors import ConfigurationError
+from dspy_flashevolve.meta_harness.contract import CallLm, Job
+from dspy_flashevolve.meta_harness.conversation import START_SECONDS, Conversation, Ending
+from dspy_flashevolve.meta_harness.limits import Limits
+from dspy_flashevolve.meta_harness.outcomes import Failure, Outcome, SandboxError
+
+CPU_SHARE = 0.5
+"""The kernel's two counts of processor time differ; a child that was killed beyond this share had used its time."""
+_ROOT = str(Path(dspy_flashevolve.__file__).parent.parent)
+_START = (
+    "import sys; sys.path.insert(0, sys.argv[1]); "
+    "from dspy_flashevolve.meta_harness.zygote import main; main(int(sys.argv[2]), *sys.argv[3:])"
+)
+
+
+@dataclass
+class _Started:
+    """The fork server that runs."""
+
+    process: subprocess.Popen[bytes]
+    control: socket.socket
+    scratch: str
+    missing: tuple[str, ...]
+    endings: dict[int, asyncio.Future[Ending]] = field(default_factory=dict[int, "asyncio.Future[Ending]"])
+
+
+class Sandbox:
+    """Runs candidate code, each run in a process of its own that is gone when the run has ended.
+
+    Use it as an async context manager, on one loop. A fork server that has dspy imported makes a child in milliseconds.
+
+    Args:
+        limits: of each run.
+        audited: end a child at the first forbidden thing that Python sees; off only to test what the kernel holds.
+        without: layers (``user``, ``namespaces``, ``landlock``) to leave out, only to test what the others hold.
+
+    Raises:
+        ConfigurationError: on other systems than Linux.
+    """
+
+    def __init__(self, limits: Limits | None = None, *, audited: bool = True, without: Iterable[str] = ()) -> None:
+        if not sys.platform.startswith("linux"):
+            raise ConfigurationError(
+                f"the sandbox for candidate code needs Linux, this is {sys.platform}: run it in a Linux machine or VM."
+            )
+        self.limits = limits or Limits()
+        self._audited = audited
+        self._without = tuple(without)
+        self._server: _Started | None = None
+        self._starting = asyncio.Lock()
+        self._jobs = 0
+
+    async def __aenter__(self) -> Sandbox:
+        await self._started()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """Layers of protection that this machine does not give; see ``docs/meta-harness.md``."""
+        return () if self._server is None else self._server.missing
+
+    @property
+    def process_id(self) -> int | None:
+        """Of the fork server."""
+        return None if self._server is None else self._server.process.pid
+
+    async def close(self) -> None:
+        """End the fork server and every child."""
+        with anyio.CancelScope(shield=True):
+            await asyncio.to_thread(self.shut_down())
+
+    def shut_down(self) -> Callable[[], None]:
+        """Begin to end the fork server and every child, on the loop.
+
+        Returns:
+            A function that waits for their end; call it in any thread.
+        """
+        server, self._server = self._server, None
+        if server is None:
+            return lambda: None
+        self._lost(server)
+        return lambda: _reap(server.process, server.scratch)
+
+    async def run(self, job: Job, call_lm: CallLm) -> Outcome:
+        """Run candidate code once.
+
+        Args:
+            job: what to run.
+            call_lm: makes one LM call of the candidate's; what it raises ends the run and passes through.
+
+        Returns:
+            What became of it; a failure of the candidate is one kind of outcome.
+
+        Raises:
+            SandboxError: the sandbox failed, twice.
+        """
+        try:
+            return await self._run(job, call_lm)
+        except SandboxError:
+            return await self._run(job, call_lm)
+
+    async def _run(self, job: Job, call_lm: CallLm) -> Outcome:
+        server = await self._started()
+        self._jobs += 1
+        number, ending = self._jobs, asyncio.Future[Ending]()
+        host, guest = socket.socketpair()
+        server.endings[number] = ending
+        try:
+            host.setblocking(False)
+            await self._order(server, {"start": number, "limits": asdict(self.limits)}, guest)
+            guest.close()  # the child has it: when the child ends, the host hears it
+            reader, writer = await asyncio.open_connection(sock=host)
+            talk = Conversation(reader, writer, self.limits, call_lm)
+            try:
+                told = await talk.hold({**asdict(job), "audited": self._audited})
+            finally:
+                with anyio.CancelScope(shield=True):
+                    writer.transport.abort()
+                    await self._order(server, {"kill": number})
+                    await asyncio.wait_for(ending, START_SECONDS)
+            return _outcome(talk, told, ending.result(), self.limits)
+        except (OSError, asyncio.TimeoutError) as error:
+            raise SandboxError(f"the fork server does not answer ({type(error).__name__}: {error})") from error
+        finally:
+            server.endings.pop(number, None)
+            guest.close()
+            host.close()
+
+    async def _order(self, server: _Started, order: dict[str, Any], guest: socket.socket | None = None) -> None:
+        payload, fds = json.dumps(order).encode(), [] if guest is None else [guest.fileno()]
+        while True:
+            try:
+                socket.send_fds(server.control, [payload], fds)
+            except BlockingIOError:
+                await asyncio.sleep(0.01)
+            else:
+                return
+
+    async def _started(self) -> _Started:
+        async with self._starting:
+            if self._server is None:
+                self._server = await self._start()
+            return self._server
+
+    async def _start(self) -> _Started:
+        control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        scratch = _scratch_directory()
+        with theirs:
+            command = [sys.executable, "-I", "-c", _START, _ROOT, str(theirs.fileno()), scratch, *self._without]
+            process = _popen(command, theirs.fileno())
+        control.setblocking(False)
+        loop = asyncio.get_running_loop()
+        try:
+            data = await asyncio.wait_for(loop.sock_recv(control, 4096), START_SECONDS)
+            user, namespaces, landlock = json.loads(data)["ready"]["layers"]
+        except BaseException as error:
+            control.close()
+            process.kill()
+            _reap(process, scratch)
+            if not isinstance(error, Exception):
+                raise
+            raise SandboxError(f"the fork server did not start ({type(error).__name__}: {error})") from error
+        there = {"user": user, "namespaces": namespaces, "landlock": landlock}
+        server = _Started(process, control, scratch, tuple(name for name, held in there.items() if not held))
+        loop.add_reader(control, self._hear, server)
+        return server
+
+    def _hear(self, server: _Started) -> None:
+        try:
+            data = server.control.recv(4096)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._lost(server)
+            if self._server is server:
+                self._server = None
+            return
+        told = json.loads(data)
+        ending = server.endings.get(told.pop("ended"))
+        if ending is not None and not ending.done():
+            ending.set_result(Ending(**told))
+
+    def _lost(self, server: _Started) -> None:
+        if server.control.fileno() >= 0:
+            asyncio.get_running_loop().remove_reader(server.control)
+            server.control.close()
+        for ending in server.endings.values():
+            if not ending.done():
+                ending.set_exception(OSError("it ended"))
+
+
+def _popen(command: list[str], number: int) -> subprocess.Popen[bytes]:
+    nothing = subprocess.DEVNULL
+    return subprocess.Popen(
+        command, env={}, pass_fds=[number], cwd="/", stdin=nothing, stdout=nothing, start_new_session=True
+    )
+
+
+def _scratch_directory() -> str:
+    return os.path.realpath(tempfile.mkdtemp(prefix="flashevolve-"))
+
+
+def _reap(process: subprocess.Popen[bytes], scratch: str) -> None:
+    try:
+        process.wait(10)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _outcome(talk: Conversation, told: dict[str, Any] | Failure, ended: Ending, limits: Limits) -> Outcome:
+    failure = told if isinstance(told, Failure) else None
+    if failure is not None and failure.reason == "died":
+        failure = _cause_of_death(ended, limits)
+    fields = {} if isinstance(told, Failure) else told
+    return Outcome(
+        fields=fields.get("fields", {}),
+        memory=fields.get("memory"),
+        failure=failure,
+        calls=tuple(talk.calls),
+        printed=talk.printed,
+        seconds=talk.seconds,
+        cpu_seconds=ended.cpu_seconds,
+    )
+
+
+def _cause_of_death(ended: Ending, limits: Limits) -> Failure:
+    if ended.why == "processes":
+        return Failure("processes", "it had a second process")
+    if ended.why:
+        raise SandboxError(ended.why)
+    if ended.cpu_seconds >= limits.cpu_seconds * CPU_SHARE and ended.status == signal.SIGKILL:
+        return Failure("cpu", f"it used its {limits.cpu_seconds} seconds of processor time")
+    if os.WIFSIGNALED(ended.status):
+        return Failure("died", f"it was ended by {signal.Signals(os.WTERMSIG(ended.status)).name}")
+    return Failure("died", f"it exited with status {os.waitstatus_to_exitcode(ended.status)} without an answer")
