@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import dspy
 from dspy.adapters.base import Adapter
+from dspy.signatures import make_signature
 from dspy.utils.usage_tracker import track_usage
 
 from dspy_flashevolve.meta_harness.contract import LmAnswer
@@ -14,7 +14,7 @@ from dspy_flashevolve.meta_harness.outcomes import LmRecord
 
 CHARACTERS_A_TOKEN = 4
 """Where a provider reports no tokens, they are estimated from the characters."""
-_SIGNATURE: Any = dspy.Signature("request -> text")
+_SIGNATURE = make_signature("request -> text")
 
 
 class _AsItIs(Adapter):
