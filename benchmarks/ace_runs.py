@@ -13,7 +13,7 @@ from typing import Any
 
 import dspy
 
-from benchmarks.virtual import task_kind
+from benchmarks.tasks import task_kind
 from benchmarks.workloads.registry import workload_named, workload_names
 from benchmarks.workloads.simulated import simulated
 from dspy_flashevolve import AceStats, AsyncACE
