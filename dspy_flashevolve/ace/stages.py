@@ -16,8 +16,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import anyio
-
 from dspy_flashevolve.ace.ledger import Ledger
 from dspy_flashevolve.ace.operations import Add, Operation, Problem
 from dspy_flashevolve.ace.payloads import Learner, Sample
@@ -160,8 +158,7 @@ class AceStages:
         before = self._ledger.playbook.version
         merged = self._ledger.apply(operations, item.version)
         self.counts.merged += 1
-        with anyio.CancelScope(shield=True):
-            await self._on.merged()
+        await self._on.merged()
         if merged.playbook.version > before:
             return Finish(End(EndKind.COMMITTED, f"version {merged.playbook.version}"))
         return Finish(End(EndKind.REJECTED, "the playbook stays as it is"))

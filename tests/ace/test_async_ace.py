@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import anyio
 import dspy
 import pytest
 from dspy.utils.exceptions import LMAuthError
@@ -161,6 +162,7 @@ def test_metric_calls_never_exceed_the_budget_and_what_is_returned_is_validated(
     stats: AceStats = program.async_stats
     assert calls == stats.metric_calls <= limit
     assert stats.best_version in [one.version for one in stats.snapshots]
+    assert 0 in [one.version for one in stats.snapshots], "the initial playbook is scored too"
     assert all(one.score >= 0 for one in stats.snapshots)
 
 
@@ -422,6 +424,68 @@ def test_adapt_works_without_a_loop() -> None:
 def test_a_window_that_is_none_is_refused(window: Any) -> None:
     with pytest.raises(ConfigurationError, match="window"):
         AsyncACE(digits).adapt(Chain(), [], window=window)
+
+
+def test_a_quiet_stream_holds_up_no_limit_of_time() -> None:
+    async def quiet() -> AsyncIterator[dspy.Example]:
+        for one in TASK.trainset(15):
+            yield one
+        await anyio.sleep(10_000)
+
+    stats: AceStats = adapted(quiet(), max_seconds=300).async_stats
+    assert stats.seconds < 400
+    assert [(one.examples, one.scored) for one in stats.windows] == [(12, 12)]
+    assert stats.stop_reason == "max_seconds=300 is over"
+
+
+def test_a_stream_that_raises_ends_the_run_with_what_was_learnt_from_all_before() -> None:
+    async def broken() -> AsyncIterator[dspy.Example]:
+        for one in TASK.trainset(15):
+            yield one
+        raise ConnectionError("the line is dead")
+
+    with pytest.raises(RunAbortedError, match="ConnectionError: the line is dead") as raised:
+        adapted(broken())
+    assert isinstance(raised.value.__cause__, ConnectionError)
+    program = raised.value.best_program
+    assert [(one.examples, one.scored) for one in program.async_stats.windows] == [(12, 12), (3, 3)]
+    assert len(program.playbook) > 0
+
+
+def test_a_cancelled_run_waits_for_no_validation() -> None:
+    model = SimulatedModel(seed=0, reply_model=TASK.reply_model)
+    slow = 0.0
+
+    async def metric(gold: Any, pred: Any, trace: Any = None) -> Any:
+        await anyio.sleep(slow)
+        return TASK.metric(gold, pred)
+
+    async def main() -> float:
+        nonlocal slow
+        optimizer = AsyncACE(metric, num_threads=4, schedule="lockstep", eval_every=1, perfect_score=0.0)
+        with dspy.context(lm=model.lm()):
+            async with anyio.create_task_group() as group:
+                group.start_soon(lambda: optimizer.acompile(TASK.program(), trainset=TRAIN, valset=VAL))
+                while not (stats := optimizer.stats_so_far()) or stats.samples == 0:
+                    await anyio.sleep(0.1)
+                slow = 100_000.0
+                await anyio.sleep(100)
+                began = anyio.current_time()
+                group.cancel_scope.cancel()
+        return anyio.current_time() - began
+
+    assert run(main) < 10
+
+
+def test_what_a_policy_raises_ends_the_run_with_the_best_program_so_far() -> None:
+    class Broken:
+        def decide(self, look: Any, history: Any) -> Any:
+            raise KeyError("gap")
+
+    with pytest.raises(RunAbortedError, match="KeyError: 'gap'") as raised:
+        compiled(staleness=Broken(), num_threads=24)
+    assert isinstance(raised.value.__cause__, KeyError)
+    assert raised.value.best_program.async_stats.snapshots[0].version == 0
 
 
 # Arguments
