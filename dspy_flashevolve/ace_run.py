@@ -18,7 +18,7 @@ from dspy_flashevolve.ace.sampling import Epochs, Taken, Windows
 from dspy_flashevolve.ace.similarity import same_words
 from dspy_flashevolve.ace.snapshots import Scored, Snapshots
 from dspy_flashevolve.ace.stages import AceStages, Services
-from dspy_flashevolve.ace_arguments import policy_of, twins_of
+from dspy_flashevolve.ace_arguments import attribute_of, policy_of, twins_of
 from dspy_flashevolve.engine.background import Background, run_with
 from dspy_flashevolve.engine.budget import Reservation
 from dspy_flashevolve.engine.errors import RolloutUnresolvedError, RunAbortedError
@@ -147,6 +147,9 @@ class AceRun:
         stages = [self.bench.stage(n, handlers[n], workers=1 if n == "merge" else None) for n in handlers]
         readers = self._data.readers(self._wake)
         await run_with(Background(), lambda: self.bench.evolve(stages, source), readers)
+        if self._stages.counts.merged and not self._ledger.operations:
+            kinds = dict(self._ledger.problems)
+            logger.warning("AsyncACE: no sample changed the playbook. What stood in the way, by kind: %s", kinds)
         if self._valset is not None:
             await self.snapshots.finish(self._ledger.playbook)
 
@@ -180,7 +183,7 @@ class AceRun:
         best = self.best()
         playbook = self._ledger.playbook if best is None else best
         program: Any = with_playbook(self._student, self._names, playbook)
-        program.playbook = playbook
+        setattr(program, attribute_of(program), playbook)
         program.async_stats = self.statistics()
         return program
 

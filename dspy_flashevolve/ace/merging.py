@@ -67,7 +67,9 @@ def merge(
         seen: the version that the curator read; None for this one.
         twin: finds a bullet that says the same as a new one.
     """
-    work = _Work(playbook, changed or {}, playbook.version if seen is None else seen, twin, _Room(token_budget, count_tokens))
+    work = _Work(
+        playbook, changed or {}, playbook.version if seen is None else seen, twin, _Room(token_budget, count_tokens)
+    )
     for operation in operations:
         work.apply(operation)
     evicted = work.room.wanting(work.playbook)

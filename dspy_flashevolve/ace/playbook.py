@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from dspy_flashevolve.ace.plain_data import fields_of, text_of, whole_of
-from dspy_flashevolve.ace.text import CLOSING, GUIDE, OPENING, CountTokens, approximate_tokens, block_in, cleaned
+from dspy_flashevolve.ace.text import CLOSING, CountTokens, approximate_tokens, block_in, cleaned, head, next_number_in
 from dspy_flashevolve.engine.errors import ConfigurationError
 
 Tag = Literal["helpful", "harmful", "neutral"]
@@ -75,7 +75,8 @@ class Playbook:
         >>> playbook = Playbook(sections=("strategies",)).adding("strategies", "Round at the end.")
         >>> print(playbook.render())
         <playbook>
-        What was learnt from earlier tasks; each line has its id. Apply the lines that fit the task, ignore the others.
+        What was learnt from earlier tasks; each line has its id. Apply the lines that fit the task, ignore the others. \
+Next number: 2.
         ## strategies
         [str-1] Round at the end.
         </playbook>
@@ -171,7 +172,7 @@ class Playbook:
         for section in self.sections:
             own = [bullet for bullet in self.bullets if bullet.section == section]
             lines += [f"## {section}"] * bool(own) + [_line(bullet, counters) for bullet in own]
-        return "\n".join([OPENING, GUIDE, *lines, CLOSING]) if lines else ""
+        return "\n".join([*head(self.next_number), *lines, CLOSING]) if lines else ""
 
     def tokens(self, count_tokens: CountTokens = approximate_tokens) -> int:
         """Tokens of :meth:`render`."""
@@ -212,7 +213,8 @@ class Playbook:
     def from_instructions(cls, instructions: str, sections: Sequence[str] = SECTIONS) -> Playbook | None:
         """The playbook that instructions hold, as :meth:`render` wrote it; None where they hold none that can be read.
 
-        A text has no counters, and no memory of ids that are gone: :meth:`save` and :meth:`load` keep these.
+        Ids that are gone are remembered by the next number; counters and versions only :meth:`save` and :meth:`load`
+        keep.
 
         Args:
             sections: that it has beside those of its bullets.
@@ -234,7 +236,7 @@ class Playbook:
         try:
             in_order = tuple(numbers[number] for number in sorted(numbers))
             named = tuple(dict.fromkeys([*sections, *(one.section for one in found)]))
-            return cls(named, in_order, max(numbers) + 1) if found else None
+            return cls(named, in_order, max(max(numbers) + 1, next_number_in(block or ""))) if found else None
         except ConfigurationError:
             return None
 

@@ -194,6 +194,7 @@ def letters(texts: list[str]) -> list[list[float]]:
 def test_embeddings_find_what_says_the_same_in_other_words() -> None:
     book = book_of([("other", "abba abba"), ("other", "xyz")])
     twins = EmbeddingTwins(letters, threshold=0.99)
+    twins.prepare(["abba abba", "xyz", "baab", "abx"])
     merged = merge(book, [Add("other", "baab"), Add("other", "abx")], twin=twins)
     assert [one.kind for one in merged.problems] == ["said already"]
     assert contents(merged.playbook) == {"oth-1": "abba abba", "oth-2": "xyz", "oth-3": "abx"}
@@ -209,8 +210,26 @@ def test_each_text_is_embedded_once() -> None:
 
     twins = EmbeddingTwins(counting, threshold=0.9)
     for _ in range(2):
-        merge(BOOK, [Add("other", "zz")], twin=twins)
-    assert sorted(asked) == ["a", "b", "c", "zz"]
+        twins.prepare(["a", "zz", "a"])
+    assert not merge(BOOK, [Add("other", "zz")], twin=twins).problems, "what is not prepared is compared by words"
+    assert asked == ["a", "zz"]
+
+
+@pytest.mark.parametrize("vectors", [[], [[1.0], [1.0, 2.0]], [[1.0], [float("nan")]]])
+def test_vectors_that_cannot_be_compared_are_refused(vectors: list[list[float]]) -> None:
+    with pytest.raises(ConfigurationError, match="embedder"):
+        EmbeddingTwins(lambda texts: vectors, threshold=0.9).prepare(["a", "b"])
+
+
+@pytest.mark.parametrize(
+    ("one", "other"), [("Always round a b c.", "Never round a b c."), ("Use 2 a b c", "Use 3 a b c")]
+)
+def test_opposites_and_other_numbers_are_no_repeats(one: str, other: str) -> None:
+    book = book_of([("other", one)])
+    assert closest(other, book.bullets, 0.5) is None
+    twins = EmbeddingTwins(lambda texts: [[1.0] for _ in texts], threshold=0.9)
+    twins.prepare([one, other])
+    assert twins(other, book.bullets) is None
 
 
 @pytest.mark.parametrize("threshold", [0.0, -1.0, 1.1, float("nan")])
