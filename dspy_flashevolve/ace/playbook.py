@@ -24,7 +24,9 @@ TAGS: tuple[Tag, ...] = ("helpful", "harmful", "neutral")
 
 SECTIONS = ("strategies", "formulas", "mistakes", "other")
 """The sections of a playbook, unless it is given others."""
-_SECTION = re.compile(r"[A-Za-z][A-Za-z0-9_ -]{0,59}")
+MOST_NUMBER = 10**9
+"""Of a bullet's id."""
+_SECTION = re.compile(r"[A-Za-z](?:[A-Za-z0-9_ -]{0,58}[A-Za-z0-9_-])?")
 _LINE = re.compile(r"\[([a-z]{1,3}-[0-9]{1,9})\] (.*)")
 _ID = re.compile(r"\b[a-z]{1,3}-[0-9]{1,9}\b")
 
@@ -73,13 +75,8 @@ class Playbook:
 
     Example:
         >>> playbook = Playbook(sections=("strategies",)).adding("strategies", "Round at the end.")
-        >>> print(playbook.render())
-        <playbook>
-        What was learnt from earlier tasks; each line has its id. Apply the lines that fit the task, ignore the others. \
-Next number: 2.
-        ## strategies
-        [str-1] Round at the end.
-        </playbook>
+        >>> playbook.render().splitlines()[2:]
+        ['## strategies', '[str-1] Round at the end.', '</playbook>']
     """
 
     sections: tuple[str, ...] = SECTIONS
@@ -92,8 +89,11 @@ Next number: 2.
         object.__setattr__(self, "sections", checked_sections(self.sections))
         object.__setattr__(self, "bullets", tuple(self.bullets))
         object.__setattr__(self, "_by_id", {bullet.id: bullet for bullet in self.bullets})
-        if len(self._by_id) != len(self.bullets):
-            raise ConfigurationError("playbook: two bullets have the same id.")
+        numbers = {one.id.rpartition("-")[2].lstrip("0") for one in self.bullets}
+        if len(numbers) != len(self.bullets):
+            raise ConfigurationError("playbook: two bullets have the same id, or ids with the same number.")
+        if not 1 <= self.next_number <= MOST_NUMBER:
+            raise ConfigurationError(f"playbook: next_number is {self.next_number!r:.80}, expected 1 to {MOST_NUMBER}.")
         for bullet in self.bullets:
             self._check(bullet)
 
@@ -213,14 +213,12 @@ Next number: 2.
     def from_instructions(cls, instructions: str, sections: Sequence[str] = SECTIONS) -> Playbook | None:
         """The playbook that instructions hold, as :meth:`render` wrote it; None where they hold none that can be read.
 
-        Ids that are gone are remembered by the next number; counters and versions only :meth:`save` and :meth:`load`
-        keep.
+        Its ids are not given again; counters and the version are lost: :meth:`save` and :meth:`load` keep these.
 
         Args:
             sections: that it has beside those of its bullets.
 
-        >>> book = Playbook().adding("other", "x")
-        >>> Playbook.from_instructions("Answer. " + book.render()).bullets[0].content
+        >>> Playbook.from_instructions(Playbook().adding("other", "x").render()).bullets[0].content
         'x'
         """
         block, found, section = block_in(instructions), list[Bullet](), ""

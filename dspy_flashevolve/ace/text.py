@@ -16,8 +16,6 @@ GUIDE = (
 _NEXT = "Next number: "
 _MARKS = re.compile(r"</?\s*playbook\s*>", re.IGNORECASE)
 _BLOCK = re.compile(rf"\s*{OPENING}\n{re.escape(GUIDE)}[^\n]*\n.*?{CLOSING}", re.DOTALL)
-MOST_DIGITS = 9
-"""Of a bullet's number."""
 
 
 def head(next_number: int) -> list[str]:
@@ -27,7 +25,7 @@ def head(next_number: int) -> list[str]:
 
 def next_number_in(block: str) -> int:
     """What :func:`head` says; 0 where it says nothing."""
-    found = re.search(rf"{_NEXT}([0-9]{{1,{MOST_DIGITS + 1}}})\.", block.partition("\n")[0])
+    found = re.search(_NEXT + r"([0-9]{1,10})\.", block.partition("\n")[0])
     return int(found[1]) if found else 0
 
 
