@@ -139,12 +139,14 @@ class AsyncACE(Teleprompter):
             student: the program; it is not changed.
             trainset: at least one example.
             valset: what playbooks are scored on. Default: the training set.
-            playbook: to begin with. Default: that of the student (what its instructions hold), else an empty one.
+            playbook: to begin with. Default: what the student's instructions hold (its attribute ``playbook``, where
+                that is the same text), else an empty one.
 
         Returns:
             A program of the student's class with the best validated playbook in the instructions of the predictors that
             ``attach`` names, so that ``save`` and ``load`` keep it; with the attributes ``playbook`` (a
-            :class:`Playbook`; ``ace_playbook`` where the program uses that name) and ``async_stats`` (an :class:`AceStats`).
+            :class:`Playbook`; ``ace_playbook`` where the program uses that name) and ``async_stats`` (an
+            :class:`AceStats`).
 
         Raises:
             ConfigurationError: data, a playbook or a budget that cannot be used.

@@ -56,7 +56,7 @@ def merge(
     Of two operations of the list on one bullet the first counts. An ADD of what a bullet says already raises that
     bullet's helpful counter instead. Beyond the token budget, bullets make room: those that are worth least first, of
     these the oldest; the newest quarter goes last unless it has done harm. An operation whose bullet would not fit
-    alone, or would drive out more than one bullet and more than a quarter of them, is not done.
+    alone, or would drive out more than one bullet and more than a quarter of them, or itself, is not done.
 
     Args:
         playbook: as it is now.
@@ -175,9 +175,11 @@ class _Work:
         written = [one for one in self.playbook.bullets if one.content != getattr(before.get(one.id), "content", None)]
         if any(not self.room.fits(self.playbook.replacing([one])) for one in written):
             return Problem("longer than the token budget", detail)
-        driven_out = len(self.room.wanting(self.playbook))
-        if driven_out - self._driven_out > max(1, len(self.playbook) // MOST_DRIVEN_OUT):
-            return Problem("drives out too many bullets", detail)
+        wanting = self.room.wanting(self.playbook)
+        driven_out = len(wanting)
+        most = max(1, len(self.playbook) // MOST_DRIVEN_OUT)
+        if driven_out - self._driven_out > most or any(one.id in wanting for one in written):
+            return Problem("takes too much room", detail)
         self._driven_out = driven_out
         return None
 

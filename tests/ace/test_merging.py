@@ -151,7 +151,7 @@ def test_one_operation_does_not_drive_out_the_playbook(operation: Operation) -> 
     book = book_of([("other", f"{letter} " * 10) for letter in "abcdefghijkl"])
     merged = merge(book, [operation], token_budget=book.tokens())
     assert merged.playbook == book
-    assert [one.kind for one in merged.problems] == ["drives out too many bullets"]
+    assert [one.kind for one in merged.problems] == ["takes too much room"]
 
 
 def test_a_full_playbook_of_proven_bullets_still_learns() -> None:
