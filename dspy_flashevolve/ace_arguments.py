@@ -121,16 +121,12 @@ def check_student(student: Any, attach: Any) -> list[str]:
 def first_playbook(optimizer: Any, student: Any, names: list[str], given: Any) -> Playbook:
     """What a run begins with: what it is given, else the student's, else an empty one.
 
-    The student's is its attribute ``playbook``; after ``load``, which keeps no attributes, the one in its instructions.
+    The student's is the one in its instructions: as its attribute, where that is the same text, which has counters too.
 
     Raises:
         ConfigurationError: something else than a playbook, or one above the token budget.
     """
-    first: Any = given if given is not None else getattr(student, "playbook", None)
-    if first is None:
-        texts: list[str] = [one.signature.instructions for name, one in student.named_predictors() if name in names]
-        found = (Playbook.from_instructions(text, optimizer.sections) for text in texts)
-        first = next((one for one in found if one is not None), Playbook(sections=optimizer.sections))
+    first: Any = _held(optimizer, student, names) if given is None else given
     if not isinstance(first, Playbook):
         raise ConfigurationError(f"playbook is {first!r:.80}, expected a Playbook: Playbook.load(path) reads one.")
     tokens = first.tokens(optimizer.count_tokens)
@@ -140,6 +136,21 @@ def first_playbook(optimizer: Any, student: Any, names: list[str], given: Any) -
             "budget, or leave bullets out."
         )
     return first
+
+
+def _held(optimizer: Any, student: Any, names: list[str]) -> Playbook:
+    texts: list[str] = [one.signature.instructions for name, one in student.named_predictors() if name in names]
+    found = (Playbook.from_instructions(text, optimizer.sections) for text in texts)
+    held = next((one for one in found if one is not None), None)
+    own: Any = getattr(student, attribute_of(student), None)
+    if isinstance(own, Playbook) and own.render() == ("" if held is None else held.render()):
+        return own
+    return Playbook(sections=optimizer.sections) if held is None else held
+
+
+def attribute_of(program: Any) -> str:
+    """The attribute of a program that has its playbook: ``playbook``, unless the program has another use for that."""
+    return "playbook" if isinstance(getattr(program, "playbook", None), Playbook | None) else "ace_playbook"
 
 
 def check_budget(optimizer: Any, validation: int) -> None:

@@ -13,15 +13,17 @@ from dspy_flashevolve.ace.admission import SharedWidth
 from dspy_flashevolve.ace.ledger import Ledger
 from dspy_flashevolve.ace.payloads import Sample
 from dspy_flashevolve.ace.playbook import Playbook
+from dspy_flashevolve.ace.purse import Purse
 from dspy_flashevolve.ace.sampling import Epochs, Taken, Windows
 from dspy_flashevolve.ace.similarity import same_words
 from dspy_flashevolve.ace.snapshots import Scored, Snapshots
 from dspy_flashevolve.ace.stages import AceStages, Services
-from dspy_flashevolve.ace_arguments import policy_of, twins_of
+from dspy_flashevolve.ace_arguments import attribute_of, policy_of, twins_of
+from dspy_flashevolve.engine.background import Background, run_with
 from dspy_flashevolve.engine.budget import Reservation
 from dspy_flashevolve.engine.errors import RolloutUnresolvedError, RunAbortedError
 from dspy_flashevolve.engine.events import Committed
-from dspy_flashevolve.engine.item import Item, Ticket
+from dspy_flashevolve.engine.item import End, Item, Ticket
 from dspy_flashevolve.engine.pipeline import NotNow, Opened
 from dspy_flashevolve.learning import DspyLearner, with_playbook
 from dspy_flashevolve.observe.playbooks import AceStats, ProblemRecord, SnapshotRecord, WindowRecord
@@ -102,13 +104,13 @@ class AceRun:
                 gaps=self.bench.gaps,
             )
         )
+        self._purse = Purse(self.bench.budget, len(valset or ()))
         self.snapshots = Snapshots(
-            optimizer.eval_every, optimizer.validations_at_once, self._validated, self.bench.beside
+            optimizer.eval_every, optimizer.validations_at_once, self._validated, self.bench.beside, self._purse
         )
-        self._purse = Reservation(self.bench.budget, 0)
-        self._ticket: Ticket | None = None
+        self._ticket = Ticket.create(0, optimizer.seed)
         self._began = self._last_sample = 0.0
-        self._unpaid = self._unresolved = 0
+        self._unresolved = 0
         self.has_begun = False
         """Whether :meth:`run` was called."""
 
@@ -116,29 +118,54 @@ class AceRun:
         """Evolve to the end and build the best program.
 
         Raises:
-            RunAbortedError: the provider refused for good, or no playbook could be validated.
+            RunAbortedError: the provider refused for good, no playbook could be validated, or code of the user's (a
+                stream, a policy, a counter of tokens) raised, which is its cause.
         """
         self._began, self.has_begun = self.bench.clock(), True
-        if self._valset is not None:
-            self._purse.extend(len(self._valset))  # for the last snapshot; that it fits was checked
-        width = self.bench.width
-        admission = SharedWidth(width, lambda: self.snapshots.running > 0)
-        source = self.bench.source(self._select, calls=1 + self._of.max_rounds, admission=admission)
-        source.on_end = lambda ticket, end: self._data.ended(ticket)
-        self._learner.reservations = source.reservations
-        handlers = self._stages.handlers()
-        stages = [self.bench.stage(n, handlers[n], workers=1 if n == "merge" else None) for n in handlers]
         try:
-            await self.bench.evolve(stages, source)
-            self._purse.refund()
-            if self._valset is not None:
-                await self.snapshots.finish(self._ledger.playbook)
+            await self._evolved()
         except RunAbortedError as error:
-            error.best_program = self.program() if self.has_result else None
-            raise
+            raise self._with_best(error) from error.__cause__
+        except Exception as error:
+            said = f"The run ended early, since something raised {type(error).__name__}: {error}"
+            raise self._with_best(RunAbortedError(said)) from error
+        if self._data.failure is not None:
+            error = self._data.failure
+            said = f"The stream raised {type(error).__name__}: {error}. What came before it has been learnt from."
+            raise self._with_best(RunAbortedError(said)) from error
         if self.best() is None:
             raise RunAbortedError("No playbook could be validated: the provider answered no validation to its end.")
         return self.program()
+
+    async def _evolved(self) -> None:
+        self._purse.open()
+        admission = SharedWidth(self.bench.width, lambda: self.snapshots.running > 0)
+        source = self.bench.source(self._select, calls=1 + self._of.max_rounds, admission=admission)
+        source.on_end = self._ended
+        self._learner.reservations = source.reservations
+        handlers = self._stages.handlers()
+        stages = [self.bench.stage(n, handlers[n], workers=1 if n == "merge" else None) for n in handlers]
+        readers = self._data.readers(self._wake)
+        await run_with(Background(), lambda: self.bench.evolve(stages, source), readers)
+        if self._stages.counts.merged and not self._ledger.operations:
+            kinds = dict(self._ledger.problems)
+            logger.warning("AsyncACE: no sample changed the playbook. What stood in the way, by kind: %s", kinds)
+        if self._valset is not None:
+            await self.snapshots.finish(self._ledger.playbook)
+
+    def _wake(self) -> None:
+        if self.bench.pipeline is not None:
+            self.bench.pipeline.wake()
+
+    def _ended(self, ticket: Ticket, end: End) -> None:
+        del end
+        self._data.ended(ticket)
+        if self.snapshots.waits_for_calls:  # before another sample takes what this one gave back
+            self._purse.save()
+
+    def _with_best(self, error: RunAbortedError) -> RunAbortedError:
+        error.best_program = self.program() if self.has_result else None
+        return error
 
     def best(self) -> Playbook | None:
         """The best validated playbook; the newest one where there is no validation set."""
@@ -156,14 +183,13 @@ class AceRun:
         best = self.best()
         playbook = self._ledger.playbook if best is None else best
         program: Any = with_playbook(self._student, self._names, playbook)
-        program.playbook = playbook
+        setattr(program, attribute_of(program), playbook)
         program.async_stats = self.statistics()
         return program
 
     async def _select(self, ticket: Ticket) -> Opened | NotNow:
-        self._ticket = self._ticket or ticket
-        if ticket.number == 0 and self._valset is not None:
-            await self.snapshots.offer(self._ledger.playbook)  # the initial one
+        if self._valset is not None:
+            await self.snapshots.first(self._ledger.playbook)
         taken = await self._data.take(ticket, self._ledger.playbook)
         if not isinstance(taken, Taken):
             return taken
@@ -180,14 +206,8 @@ class AceRun:
         if self._valset is not None:
             await self.snapshots.merged(self._ledger.playbook)
 
-    async def _validated(self, playbook: Playbook) -> Scored | None:
-        """A playbook with its score; None where the budget cannot pay it, or the provider gave no answer."""
-        assert self._valset is not None
-        assert self._ticket is not None
-        pays = self.bench.budget.reserve(len(self._valset))
-        if pays is None:
-            self._unpaid += 1
-            return None
+    async def _validated(self, playbook: Playbook, pays: Reservation) -> Scored | None:
+        """A playbook with its score; None where the provider gave no answer."""
         claim = self.bench.claim(Item(playbook, self._ticket, playbook.version), "evaluate")
         try:
             score = await self._learner.validate(claim, playbook, pays)
@@ -195,9 +215,7 @@ class AceRun:
             logger.warning("The validation of version %d has no score: %s", playbook.version, error)
             self._unresolved += 1
             return None
-        finally:
-            pays.refund()
-        scored = Scored(playbook, score, self.bench.clock())
+        scored = Scored(playbook, score, self.bench.clock(), playbook.tokens(self._of.count_tokens))
         best = max([score, *(one.score for one in self.snapshots.scored)])
         behind = self._ledger.playbook.version - playbook.version
         self.bench.bus.emit(
@@ -237,7 +255,7 @@ class AceRun:
             first_problems=[ProblemRecord(one.kind, one.detail) for one in ledger.examples],
             snapshots=[self._snapshot(one) for one in self.snapshots.scored],
             superseded=self.snapshots.superseded,
-            unpaid=self._unpaid,
+            unpaid=self.snapshots.unpaid,
             unresolved=self._unresolved,
             windows=[
                 WindowRecord(one.number, one.version, one.examples, len(one.scores), one.score)
@@ -246,8 +264,8 @@ class AceRun:
         )
 
     def _snapshot(self, one: Scored) -> SnapshotRecord:
-        tokens = one.playbook.tokens(self._of.count_tokens)
-        return SnapshotRecord(one.seconds - self._began, one.playbook.version, one.score, len(one.playbook), tokens)
+        book = one.playbook
+        return SnapshotRecord(one.seconds - self._began, book.version, one.score, len(book), one.tokens)
 
 
 async def as_async(stream: Any, run_in_thread: Any) -> AsyncIterator[Any]:

@@ -55,7 +55,7 @@ class AsyncACE(Teleprompter):
             limit.
         sections: of a new playbook.
         perfect_score: an attempt with this score is right.
-        failure_score: of an example on which the program or the metric raises.
+        failure_score: of an example on which the program or the metric raises, or the score is no finite number.
         deduplicate: cosine of two embeddings, above 0 and up to 1, from which an ADD says what a bullet says already.
             Default: None, by words only.
         embedder: texts -> one vector each, for ``deduplicate``. Default: sentence-transformers, which
@@ -139,17 +139,19 @@ class AsyncACE(Teleprompter):
             student: the program; it is not changed.
             trainset: at least one example.
             valset: what playbooks are scored on. Default: the training set.
-            playbook: to begin with. Default: that of the student (its attribute ``playbook``, or, after ``load``, what
-                its instructions hold), else an empty one.
+            playbook: to begin with. Default: what the student's instructions hold (its attribute ``playbook``, where
+                that is the same text), else an empty one.
 
         Returns:
             A program of the student's class with the best validated playbook in the instructions of the predictors that
             ``attach`` names, so that ``save`` and ``load`` keep it; with the attributes ``playbook`` (a
-            :class:`Playbook`) and ``async_stats`` (an :class:`AceStats`).
+            :class:`Playbook`; ``ace_playbook`` where the program uses that name) and ``async_stats`` (an
+            :class:`AceStats`).
 
         Raises:
             ConfigurationError: data, a playbook or a budget that cannot be used.
-            RunAbortedError: the provider refused for good; ``best_program`` is the best so far.
+            RunAbortedError: the provider refused for good, or code of yours raised; ``best_program`` is the best so
+                far.
         """
         run = self._offline(student, trainset, valset, playbook)
         return run.bench.run_sync(run.run)
@@ -182,6 +184,7 @@ class AsyncACE(Teleprompter):
         Args:
             student: the program; it is not changed.
             stream: examples with inputs and whatever the metric needs, as they come; it is read a window at a time.
+                What was read of a window that had not begun at a stop is lost.
             window: examples of one, at least 1; the last one may have fewer.
             playbook: to begin with; see :meth:`compile`.
 
@@ -190,7 +193,8 @@ class AsyncACE(Teleprompter):
 
         Raises:
             ConfigurationError: a window or a playbook that cannot be used.
-            RunAbortedError: the provider refused for good; ``best_program`` has what was learnt so far.
+            RunAbortedError: the provider refused for good, or the stream raised; ``best_program`` has what was learnt
+                so far.
         """
         run = self._online(student, stream, window, playbook)
         return run.bench.run_sync(run.run)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -23,8 +24,10 @@ from dspy_flashevolve.programs.copies import isolated_copy
 from dspy_flashevolve.programs.runner import ProgramRunner
 from dspy_flashevolve.workbench import Workbench
 
+logger = logging.getLogger(__name__)
+
 CITATIONS = "cited_bullets"
-"""The output field that a program in training has beside its own."""
+"""The output field that a program in training has beside its own; numbered where it has one of that name."""
 CITING = "Ids of the playbook's bullets that you used, separated by commas; empty if none."
 MOST_CHARACTERS = 6000
 """Of a field that is shown to a reflector; the rest is cut off."""
@@ -78,8 +81,9 @@ class DspyLearner:
     ) -> None:
         self._bench = bench
         self._instructions = instructions_of(student, names)
+        self._citations = _free_name(student)
         self._training = bench.runner(
-            _citing(student, names), metric, failure_score=failure_score, metric_lock=metric_lock
+            _citing(student, names, self._citations), metric, failure_score=failure_score, metric_lock=metric_lock
         )
         self._plain = bench.runner(student, metric, failure_score=failure_score, metric_lock=metric_lock)
         self._valset = valset
@@ -87,6 +91,7 @@ class DspyLearner:
         self._token_budget = token_budget
         self._count_tokens = count_tokens
         self._twins = twins
+        self._told: set[str] = set()
         self.reservations: Mapping[int, Reservation] = {}
         """Ticket -> what pays for its rollouts."""
 
@@ -96,7 +101,7 @@ class DspyLearner:
         key = ("train", claim.ticket, len(sample.attempts))
         pays = self.reservations[claim.ticket]
         rollout = await self._rollout(claim, pays, self._training, sample.playbook, added, sample.example, key, True)
-        return _attempt_of(rollout, sample)
+        return _attempt_of(rollout, sample, self._citations)
 
     async def reflect(self, claim: Claim, sample: Sample) -> Reflection:
         """See :class:`~dspy_flashevolve.ace.payloads.Learner`."""
@@ -155,10 +160,15 @@ class DspyLearner:
         scores = await gather([lambda index=index: one(index) for index in range(len(self._valset))])
         return sum(scores) / len(scores)
 
-    async def prepare(self, texts: list[str]) -> None:
+    async def prepare(self, texts: list[str]) -> list[Problem]:
         """See :class:`~dspy_flashevolve.ace.payloads.Learner`."""
-        if self._twins is not None:
+        if self._twins is None:
+            return []
+        try:
             await self._bench.threads.run(self._twins.prepare, texts)
+        except Exception as error:
+            return [self._failed("embedder", error)]
+        return []
 
     async def _rollout(
         self,
@@ -183,32 +193,48 @@ class DspyLearner:
         except FlashEvolveError:
             raise
         except Exception as error:
-            return dspy.Prediction(), [Problem(f"{claim.stage} failed", f"{type(error).__name__}: {error}"[:200])]
+            return dspy.Prediction(), [self._failed(claim.stage, error)]
         unreadable = getattr(reply, "unreadable", "")
         return reply, [Problem("unreadable reply", f"{claim.stage}: {unreadable}"[:200])] if unreadable else []
 
+    def _failed(self, what: str, error: Exception) -> Problem:
+        """Counted each time; told once."""
+        said = f"{type(error).__name__}: {error}"[:200]
+        if what not in self._told:
+            self._told.add(what)
+            logger.warning("AsyncACE: %s failed, which is counted and not fatal: %s", what, said)
+        return Problem(f"{what} failed", said)
 
-def _citing(student: Module, names: Sequence[str]) -> Module:
-    """A copy of a program whose predictors say which bullets they used."""
+
+def _free_name(student: Module) -> str:
+    """A name of the field for citations that no predictor has a field of."""
+    predictors: list[Any] = student.predictors()
+    taken = {name for one in predictors for name in one.signature.fields}
+    return next(name for n in range(len(taken) + 1) if (name := CITATIONS + (f"_{n + 1}" if n else "")) not in taken)
+
+
+def _citing(student: Module, names: Sequence[str], citations: str) -> Module:
+    """A copy of a program whose predictors say in a field more which bullets they used."""
     program = isolated_copy(student)
     predictors: list[tuple[str, Any]] = program.named_predictors()
     for name, predictor in predictors:
-        if name in names and CITATIONS not in predictor.signature.fields:
+        if name in names:
             field = dspy.OutputField(desc=CITING, default="")
-            predictor.signature = predictor.signature.append(CITATIONS, field, str)
+            predictor.signature = predictor.signature.append(citations, field, str)
     return program
 
 
-def _attempt_of(rollout: Rollout, sample: Sample) -> Attempt:
+def _attempt_of(rollout: Rollout, sample: Sample, citations: str) -> Attempt:
     trajectory: Any = rollout.trajectory
     if trajectory is None:
-        return Attempt(rollout.score, "The program failed and gave no output.", _feedback(rollout.score, None, sample))
+        failure = rollout.error or "The program failed and gave no output."
+        return Attempt(rollout.score, _cut(failure), _feedback(rollout.score, None, sample))
     steps: list[str] = []
     cited: list[str] = []
     for number, (_, inputs, outputs) in enumerate(trajectory["trace"], start=1):
         del inputs
         values = dict(outputs) if isinstance(outputs, dspy.Prediction) else {"output": str(outputs)}
-        cited.append(str(values.pop(CITATIONS, "")))
+        cited.append(str(values.pop(citations, "")))
         steps.append(f"Step {number}\n{_shown(values)}")
     feedback = _feedback(rollout.score, getattr(trajectory["score"], "feedback", None), sample)
     return Attempt(rollout.score, "\n\n".join(steps), feedback, sample.playbook.cited("\n".join(cited)))

@@ -6,6 +6,7 @@ what others have changed meanwhile is not overwritten. Whatever cannot be done i
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -13,6 +14,11 @@ from dspy_flashevolve.ace.operations import Add, Merge, Operation, Problem, Remo
 from dspy_flashevolve.ace.playbook import Bullet, Playbook
 from dspy_flashevolve.ace.similarity import same_words
 from dspy_flashevolve.ace.text import CountTokens, approximate_tokens
+
+NEWEST = 4
+"""One in so many bullets, the newest, has time to prove itself before it makes room."""
+MOST_DRIVEN_OUT = 4
+"""One in so many bullets may be driven out by one operation, and one bullet always."""
 
 Twin = Callable[[str, Sequence[Bullet]], Bullet | None]
 """The bullet, of those given, that says the same as a text; None where there is none."""
@@ -49,7 +55,8 @@ def merge(
 
     Of two operations of the list on one bullet the first counts. An ADD of what a bullet says already raises that
     bullet's helpful counter instead. Beyond the token budget, bullets make room: those that are worth least first, of
-    these the oldest; so a new bullet may be the one that goes.
+    these the oldest; the newest quarter goes last unless it has done harm. An operation whose bullet would not fit
+    alone, or would drive out more than one bullet and more than a quarter of them, or itself, is not done.
 
     Args:
         playbook: as it is now.
@@ -60,21 +67,56 @@ def merge(
         seen: the version that the curator read; None for this one.
         twin: finds a bullet that says the same as a new one.
     """
-    work = _Work(playbook, changed or {}, playbook.version if seen is None else seen, twin)
+    work = _Work(
+        playbook, changed or {}, playbook.version if seen is None else seen, twin, _Room(token_budget, count_tokens)
+    )
     for operation in operations:
         work.apply(operation)
-    after, evicted = _within(work.playbook, token_budget, count_tokens)
+    evicted = work.room.wanting(work.playbook)
+    after = work.playbook.replacing(one for one in work.playbook.bullets if one.id not in evicted)
     problems = [*work.problems, *(Problem("over the token budget", one) for one in evicted)]
     if _texts(after) == _texts(playbook):
-        after = replace(after, version=playbook.version)
+        after = replace(after, version=playbook.version, next_number=playbook.next_number)
     return Merged(after, tuple(work.applied), tuple(problems), tuple(evicted))
+
+
+@dataclass(frozen=True, slots=True)
+class _Room:
+    """What fits within the token budget."""
+
+    token_budget: int | None
+    count_tokens: CountTokens
+
+    def fits(self, playbook: Playbook) -> bool:
+        return self.token_budget is None or playbook.tokens(self.count_tokens) <= self.token_budget
+
+    def wanting(self, playbook: Playbook) -> list[str]:
+        """The ids of the bullets that have to go, first those that are worth least."""
+        if self.fits(playbook):
+            return []
+        order = _least_first(playbook.bullets)
+
+        def fits_without(count: int) -> bool:
+            gone = set(order[:count])
+            return self.fits(playbook.replacing(one for one in playbook.bullets if one.id not in gone))
+
+        return order[: bisect_left(range(len(order)), True, key=fits_without)]
+
+
+def _least_first(bullets: Sequence[Bullet]) -> list[str]:
+    spared = max(1, len(bullets) // NEWEST)
+    by_age = sorted(enumerate(bullets), key=lambda pair: (pair[1].created_version, pair[0]))
+    new = {one.id for _, one in by_age[-spared:] if one.worth >= 0}
+    return [one.id for _, one in sorted(by_age, key=lambda pair: (pair[1].id in new, pair[1].worth))]
 
 
 class _Work:
     """A playbook while a list of operations is applied to it."""
 
-    def __init__(self, playbook: Playbook, changed: Mapping[str, int], seen: int, twin: Twin) -> None:
+    def __init__(self, playbook: Playbook, changed: Mapping[str, int], seen: int, twin: Twin, room: _Room) -> None:
         self.playbook = replace(playbook, version=playbook.version + 1)
+        self.room = room
+        self._driven_out = len(room.wanting(playbook))
         self.applied: list[Operation] = []
         self.problems: list[Problem] = []
         self._changed = changed
@@ -84,7 +126,12 @@ class _Work:
 
     def apply(self, operation: Operation) -> None:
         """Do it, or note why not."""
+        before = self.playbook
         problem = self._add(operation) if isinstance(operation, Add) else self._change(operation)
+        if problem is None and (problem := self._crowding(before, operation)) is not None:
+            self.playbook = before
+            for one in ids_of(operation):
+                del self._touched[one]
         if problem is not None:
             self.problems.append(problem)
         else:
@@ -122,6 +169,20 @@ class _Work:
         )
         return None
 
+    def _crowding(self, before: Playbook, operation: Operation) -> Problem | None:
+        """Why an operation that was done takes too much room; None where it does not."""
+        detail = f"{type(operation).__name__}: {getattr(operation, 'content', '')}"[:200]
+        written = [one for one in self.playbook.bullets if one.content != getattr(before.get(one.id), "content", None)]
+        if any(not self.room.fits(self.playbook.replacing([one])) for one in written):
+            return Problem("longer than the token budget", detail)
+        wanting = self.room.wanting(self.playbook)
+        driven_out = len(wanting)
+        most = max(1, len(self.playbook) // MOST_DRIVEN_OUT)
+        if driven_out - self._driven_out > most or any(one.id in wanting for one in written):
+            return Problem("takes too much room", detail)
+        self._driven_out = driven_out
+        return None
+
     def _hindrance(self, bullet_id: str, operation: Operation) -> Problem | None:
         earlier = self._touched.get(bullet_id)
         if earlier is not None:
@@ -143,15 +204,6 @@ def changes(before: Playbook, after: Playbook) -> dict[str, int]:
 def newer_than(playbook: Playbook, seen: int, changed: Mapping[str, int]) -> list[Bullet]:
     """Bullets that were written, or written anew, after a version."""
     return [one for one in playbook.bullets if max(one.created_version, changed.get(one.id, 0)) > seen]
-
-
-def _within(playbook: Playbook, token_budget: int | None, count_tokens: CountTokens) -> tuple[Playbook, list[str]]:
-    evicted: list[str] = []
-    while token_budget is not None and playbook.tokens(count_tokens) > token_budget:
-        worst = min(playbook.bullets, key=lambda one: (one.worth, one.created_version, playbook.bullets.index(one)))
-        evicted.append(worst.id)
-        playbook = playbook.replacing(one for one in playbook.bullets if one is not worst)
-    return playbook, evicted
 
 
 def _texts(playbook: Playbook) -> list[tuple[str, str, str]]:

@@ -20,6 +20,10 @@ MOST_OPERATIONS = 200
 _TAG_OF: dict[str, Tag] = {tag: tag for tag in TAGS}
 _DEPTH = 4
 """Lists and objects in each other that are looked through for operations."""
+MOST_CHARACTERS = 200_000
+"""Of a reply; what comes after them is not read."""
+_MOST_LITERAL = 50_000
+"""Characters of a Python literal, which is slow to read."""
 _MOST_MISSES = 1000
 """Brackets that open nothing, before the rest of a reply is given up."""
 
@@ -165,6 +169,8 @@ def _operation(data: Mapping[str, Any]) -> Operation | Problem:
     if kind == "ADD":
         return Add(str(data.get("section", "")).strip(), text)
     listed = data.get("ids", data.get("bullet_ids", data.get("id", data.get("bullet_id"))))
+    if kind == "MERGE" and isinstance(listed, str):
+        listed = listed.split(",")
     raw = cast("list[object]", listed)[:MOST_OPERATIONS] if isinstance(listed, list) else [listed]
     ids = list(dict.fromkeys(_id(one) for one in raw if isinstance(one, str) and one.strip()))
     if not ids:
@@ -191,8 +197,10 @@ def _objects(value: object, depth: int = _DEPTH) -> Iterator[Mapping[str, Any]]:
     elif isinstance(value, Mapping):
         data = cast("Mapping[str, Any]", value)
         inner = data.get("operations", data.get("decisions"))
-        if isinstance(inner, list):
-            yield from _objects(cast("list[object]", inner), depth - 1)
+        if isinstance(inner, list | dict):
+            yield from _objects(cast("object", inner), depth - 1)
+        elif isinstance(inner, str):
+            yield from (one for value in _values(inner) for one in _objects(value, depth - 1))
         else:
             yield data
 
@@ -202,6 +210,7 @@ def _values(text: str) -> Iterator[object]:
 
     Of a list that is cut off, the objects that are whole.
     """
+    text = text[:MOST_CHARACTERS]
     decoder, start, misses, found = json.JSONDecoder(strict=False), 0, 0, False
     while misses < _MOST_MISSES and (start := _next_open(text, start)) >= 0:
         try:
@@ -223,6 +232,8 @@ def _next_open(text: str, start: int) -> int:
 
 
 def _literal(text: str) -> Iterator[object]:
+    if len(text) > _MOST_LITERAL:
+        return
     body = text.strip().removeprefix("```json").removeprefix("```python").strip("`\n ")
     try:
         value: object = ast.literal_eval(body)

@@ -98,6 +98,6 @@ class Learner(Protocol):
         """Ask what becomes of additions that were written before some bullets."""
         ...
 
-    async def prepare(self, texts: list[str]) -> None:
-        """Get ready to tell whether texts say the same."""
+    async def prepare(self, texts: list[str]) -> list[Problem]:
+        """Get ready to tell whether texts say the same; what stands in the way, where they are compared by words."""
         ...

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from dspy_flashevolve.ace.plain_data import fields_of, text_of, whole_of
-from dspy_flashevolve.ace.text import CLOSING, GUIDE, OPENING, CountTokens, approximate_tokens, block_in, cleaned
+from dspy_flashevolve.ace.text import CLOSING, CountTokens, approximate_tokens, block_in, cleaned, head, next_number_in
 from dspy_flashevolve.engine.errors import ConfigurationError
 
 Tag = Literal["helpful", "harmful", "neutral"]
@@ -24,7 +24,9 @@ TAGS: tuple[Tag, ...] = ("helpful", "harmful", "neutral")
 
 SECTIONS = ("strategies", "formulas", "mistakes", "other")
 """The sections of a playbook, unless it is given others."""
-_SECTION = re.compile(r"[A-Za-z][A-Za-z0-9_ -]{0,59}")
+MOST_NUMBER = 10**9
+"""Of a bullet's id."""
+_SECTION = re.compile(r"[A-Za-z](?:[A-Za-z0-9_ -]{0,58}[A-Za-z0-9_-])?")
 _LINE = re.compile(r"\[([a-z]{1,3}-[0-9]{1,9})\] (.*)")
 _ID = re.compile(r"\b[a-z]{1,3}-[0-9]{1,9}\b")
 
@@ -73,12 +75,8 @@ class Playbook:
 
     Example:
         >>> playbook = Playbook(sections=("strategies",)).adding("strategies", "Round at the end.")
-        >>> print(playbook.render())
-        <playbook>
-        What was learnt from earlier tasks; each line has its id. Apply the lines that fit the task, ignore the others.
-        ## strategies
-        [str-1] Round at the end.
-        </playbook>
+        >>> playbook.render().splitlines()[2:]
+        ['## strategies', '[str-1] Round at the end.', '</playbook>']
     """
 
     sections: tuple[str, ...] = SECTIONS
@@ -91,8 +89,11 @@ class Playbook:
         object.__setattr__(self, "sections", checked_sections(self.sections))
         object.__setattr__(self, "bullets", tuple(self.bullets))
         object.__setattr__(self, "_by_id", {bullet.id: bullet for bullet in self.bullets})
-        if len(self._by_id) != len(self.bullets):
-            raise ConfigurationError("playbook: two bullets have the same id.")
+        numbers = {one.id.rpartition("-")[2].lstrip("0") for one in self.bullets}
+        if len(numbers) != len(self.bullets):
+            raise ConfigurationError("playbook: two bullets have the same id, or ids with the same number.")
+        if not 1 <= self.next_number <= MOST_NUMBER:
+            raise ConfigurationError(f"playbook: next_number is {self.next_number!r:.80}, expected 1 to {MOST_NUMBER}.")
         for bullet in self.bullets:
             self._check(bullet)
 
@@ -171,7 +172,7 @@ class Playbook:
         for section in self.sections:
             own = [bullet for bullet in self.bullets if bullet.section == section]
             lines += [f"## {section}"] * bool(own) + [_line(bullet, counters) for bullet in own]
-        return "\n".join([OPENING, GUIDE, *lines, CLOSING]) if lines else ""
+        return "\n".join([*head(self.next_number), *lines, CLOSING]) if lines else ""
 
     def tokens(self, count_tokens: CountTokens = approximate_tokens) -> int:
         """Tokens of :meth:`render`."""
@@ -212,13 +213,12 @@ class Playbook:
     def from_instructions(cls, instructions: str, sections: Sequence[str] = SECTIONS) -> Playbook | None:
         """The playbook that instructions hold, as :meth:`render` wrote it; None where they hold none that can be read.
 
-        A text has no counters, and no memory of ids that are gone: :meth:`save` and :meth:`load` keep these.
+        Its ids are not given again; counters and the version are lost: :meth:`save` and :meth:`load` keep these.
 
         Args:
             sections: that it has beside those of its bullets.
 
-        >>> book = Playbook().adding("other", "x")
-        >>> Playbook.from_instructions("Answer. " + book.render()).bullets[0].content
+        >>> Playbook.from_instructions(Playbook().adding("other", "x").render()).bullets[0].content
         'x'
         """
         block, found, section = block_in(instructions), list[Bullet](), ""
@@ -234,7 +234,7 @@ class Playbook:
         try:
             in_order = tuple(numbers[number] for number in sorted(numbers))
             named = tuple(dict.fromkeys([*sections, *(one.section for one in found)]))
-            return cls(named, in_order, max(numbers) + 1) if found else None
+            return cls(named, in_order, max(max(numbers) + 1, next_number_in(block or ""))) if found else None
         except ConfigurationError:
             return None
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import anyio
 
 from dspy_flashevolve.ace.playbook import Playbook
 from dspy_flashevolve.engine.item import Ticket
@@ -44,6 +46,12 @@ class Epochs:
         self._seed = seed
         self._order: list[int] = []
         self._epoch = 0
+        self.failure: Exception | None = None
+
+    def readers(self, wake: Callable[[], None]) -> list[Callable[[], Coroutine[Any, Any, None]]]:
+        """What reads examples beside the run: nothing, they are at hand."""
+        del wake
+        return []
 
     async def take(self, ticket: Ticket, playbook: Playbook) -> Taken | NotNow:
         """The next example."""
@@ -86,42 +94,73 @@ class Window:
 class Windows:
     """A stream, window by window: the next one begins when all of the last have been learnt from.
 
-    All of a window are scored with the playbook as it was when the window began.
+    All of a window are scored with the playbook as it was when the window began. The stream is read beside the run, by
+    :meth:`readers`, so that a quiet one holds up neither a stop nor a limit; what was read of a window that had not
+    begun by then is lost.
 
     Args:
         stream: examples; it may have no end.
         size: examples of a window; the last one may have fewer.
+
+    Attributes:
+        windows: those that have begun, in order.
+        failure: what the stream raised; it ends where it did.
     """
 
     def __init__(self, stream: AsyncIterator[Any], size: int) -> None:
         self._stream = stream
         self._size = size
         self._left: list[Any] = []
+        self._read: list[Any] = []
+        self._wanted = anyio.Event()
+        self._has_ended = False
         self._playbook: Playbook | None = None
         self._live: set[int] = set()
         self._taken = 0
         self.windows: list[Window] = []
+        self.failure: Exception | None = None
+
+    def readers(self, wake: Callable[[], None]) -> list[Callable[[], Coroutine[Any, Any, None]]]:
+        """What reads the stream: run it beside the evolution, and cancel it at its end.
+
+        Args:
+            wake: called when the next window is there.
+        """
+
+        async def read() -> None:
+            while not self._has_ended:
+                await self._wanted.wait()
+                await self.fill()
+                self._wanted = anyio.Event()
+                wake()
+
+        return [read]
 
     async def take(self, ticket: Ticket, playbook: Playbook) -> Taken | NotNow:
         """The next example of the window; of the next window where none of this one is under way."""
         if not self._left:
             if self._live:
                 return NotNow.FULL
-            await self._read()
-            if not self._left:
+            if len(self._read) < self._size and not self._has_ended:
+                self._wanted.set()
+                return NotNow.WAITING
+            if not self._read:
                 return NotNow.EXHAUSTED
-            self._playbook = playbook
+            self._left, self._read, self._playbook = self._read, [], playbook
             self.windows.append(Window(len(self.windows), playbook.version, len(self._left)))
         self._live.add(ticket.number)
         self._taken += 1
         return Taken(self._left.pop(0), self._taken - 1, len(self.windows) - 1, self._playbook)
 
-    async def _read(self) -> None:
-        while len(self._left) < self._size:
-            try:
-                self._left.append(await anext(self._stream))
-            except StopAsyncIteration:
-                return
+    async def fill(self) -> None:
+        """Read the next window; what the stream raises is kept as ``failure``, and ends it."""
+        try:
+            while len(self._read) < self._size:
+                self._read.append(await anext(self._stream))
+        except StopAsyncIteration:
+            self._has_ended = True
+        except Exception as error:
+            self._has_ended, self.failure = True, error
 
     def scored(self, window: int, score: float) -> None:
         """An example of a window has its first score."""

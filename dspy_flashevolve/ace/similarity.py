@@ -12,6 +12,8 @@ from dspy_flashevolve.engine.errors import ConfigurationError
 Embedder = Callable[[list[str]], Sequence[Sequence[float]]]
 """Texts -> one vector each, all of one length."""
 _WORD = re.compile(r"\w+")
+_NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
+_DENIAL = re.compile(r"\b(?:not|no|never|none|without|cannot|avoid|unless|except)\b|n't\b")
 
 
 def words_of(text: str) -> frozenset[str]:
@@ -39,9 +41,24 @@ def overlap(one: str, other: str) -> float:
     return len(ours & theirs) / len(ours | theirs) if ours | theirs else float(one == other)
 
 
+def differs(one: str, other: str) -> bool:
+    """Whether two texts hold other numbers or negations: they say different things, however alike they are.
+
+    >>> differs("Always round up.", "Never round up."), differs("Use 2 digits.", "Use two digits.")
+    (True, True)
+    >>> differs("Do not round.", "Don't round.")
+    False
+    """
+    return set(_NUMBER.findall(one)) != set(_NUMBER.findall(other)) or _denials(one) != _denials(other)
+
+
+def _denials(text: str) -> int:
+    return len(_DENIAL.findall(text.lower().replace("\N{RIGHT SINGLE QUOTATION MARK}", "'")))
+
+
 def closest(content: str, bullets: Sequence[Bullet], least: float) -> Bullet | None:
-    """The bullet that overlaps most, of those that do by at least ``least``."""
-    near = [(overlap(content, one.content), one) for one in bullets]
+    """The bullet that overlaps most, of those that do by at least ``least`` and do not differ in a number or a no."""
+    near = [(overlap(content, one.content), one) for one in bullets if not differs(content, one.content)]
     best = max(near, key=lambda pair: pair[0], default=(0.0, None))
     return best[1] if best[0] >= least else None
 
@@ -71,14 +88,22 @@ class EmbeddingTwins:
             vectors = [tuple(float(number) for number in vector) for vector in self._embedder(missing)]
             if len(vectors) != len(missing):
                 raise ConfigurationError(f"embedder: {len(missing)} texts gave {len(vectors)} vectors.")
+            lengths = {len(vector) for vector in (*vectors, *list(self._known.values())[:1])}
+            if len(lengths) > 1 or not all(math.isfinite(number) for vector in vectors for number in vector):
+                raise ConfigurationError(
+                    f"embedder: vectors of lengths {sorted(lengths)}, expected one, finite numbers."
+                )
             self._known |= dict(zip(missing, vectors, strict=True))
 
     def __call__(self, content: str, bullets: Sequence[Bullet]) -> Bullet | None:
-        """The most similar bullet, of those at the threshold or above; the same words are the same text."""
-        if (same := same_words(content, bullets)) is not None:
+        """The most similar bullet, of those at the threshold or above; the same words are the same text.
+
+        Texts that are not prepared are compared by words only.
+        """
+        if (same := same_words(content, bullets)) is not None or (own := self._known.get(content)) is None:
             return same
-        self.prepare([content, *(one.content for one in bullets)])
-        near = [(_cosine(self._known[content], self._known[one.content]), one) for one in bullets]
+        known = [one for one in bullets if one.content in self._known and not differs(content, one.content)]
+        near = [(_cosine(own, self._known[one.content]), one) for one in known]
         best = max(near, key=lambda pair: pair[0], default=(0.0, None))
         return best[1] if best[0] >= self._threshold else None
 

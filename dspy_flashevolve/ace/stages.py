@@ -16,10 +16,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import anyio
-
 from dspy_flashevolve.ace.ledger import Ledger
-from dspy_flashevolve.ace.operations import Add, Operation, Problem
+from dspy_flashevolve.ace.operations import Add, Operation, Problem, Remove
 from dspy_flashevolve.ace.payloads import Learner, Sample
 from dspy_flashevolve.ace.reconciling import without_repeats
 from dspy_flashevolve.engine.claims import Claim
@@ -154,14 +152,14 @@ class AceStages:
             additions = tuple(one for one in sample.operations if isinstance(one, Add))
             self._ledger.apply([one for one in sample.operations if not isinstance(one, Add)], item.version)
             return Forward("reconcile", replace(sample, tags=(), operations=additions))
-        texts = [one.content for one in operations if isinstance(one, Add)]
-        if texts:
-            await self._on.learner.prepare([*texts, *(one.content for one in self._ledger.playbook.bullets)])
+        if any(isinstance(one, Add) for one in operations):
+            texts = [one.content for one in operations if not isinstance(one, Remove)]
+            texts += [one.content for one in self._ledger.playbook.bullets]
+            self._ledger.note(await self._on.learner.prepare(texts))
         before = self._ledger.playbook.version
         merged = self._ledger.apply(operations, item.version)
         self.counts.merged += 1
-        with anyio.CancelScope(shield=True):
-            await self._on.merged()
+        await self._on.merged()
         if merged.playbook.version > before:
             return Finish(End(EndKind.COMMITTED, f"version {merged.playbook.version}"))
         return Finish(End(EndKind.REJECTED, "the playbook stays as it is"))

@@ -13,8 +13,20 @@ OPENING, CLOSING = "<playbook>", "</playbook>"
 GUIDE = (
     "What was learnt from earlier tasks; each line has its id. Apply the lines that fit the task, ignore the others."
 )
+_NEXT = "Next number: "
 _MARKS = re.compile(r"</?\s*playbook\s*>", re.IGNORECASE)
-_BLOCK = re.compile(rf"\s*{OPENING}.*?{CLOSING}", re.DOTALL)
+_BLOCK = re.compile(rf"\s*{OPENING}\n{re.escape(GUIDE)}[^\n]*\n.*?{CLOSING}", re.DOTALL)
+
+
+def head(next_number: int) -> list[str]:
+    """The first lines of a rendered playbook."""
+    return [OPENING, f"{GUIDE} {_NEXT}{next_number}."]
+
+
+def next_number_in(block: str) -> int:
+    """What :func:`head` says; 0 where it says nothing."""
+    found = re.search(_NEXT + r"([0-9]{1,10})\.", block.partition("\n")[0])
+    return int(found[1]) if found else 0
 
 
 def approximate_tokens(text: str) -> int:
@@ -46,8 +58,10 @@ def attached(instructions: str, playbook_text: str) -> str:
 def detached(instructions: str) -> str:
     """Instructions without the playbook.
 
-    >>> detached(attached("Answer.", f"{OPENING} x {CLOSING}"))
+    >>> detached(attached("Answer.", "\\n".join([*head(1), "x", CLOSING])))
     'Answer.'
+    >>> detached(f"Write {OPENING} tags {CLOSING}.")
+    'Write <playbook> tags </playbook>.'
     """
     return _BLOCK.sub("", instructions)
 

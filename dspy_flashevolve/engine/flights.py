@@ -23,6 +23,7 @@ class Rollout:
         trajectory: what reflection reads; None when no trace was asked for or none could be taken.
         tokens: prompt and completion tokens that the LMs reported.
         cost_dollars: of these tokens; 0 where a price is not known.
+        error: what the program or its metric raised, as a sentence; empty where neither did.
     """
 
     output: Any
@@ -31,6 +32,7 @@ class Rollout:
     trajectory: Any = None
     tokens: int = 0
     cost_dollars: float = 0.0
+    error: str = ""
 
 
 @dataclass(frozen=True, slots=True)

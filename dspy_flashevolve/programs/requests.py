@@ -155,11 +155,12 @@ class Requests:
             student: is not changed.
             metric: a function (example, prediction, ...), sync or coroutine, that returns a score, or a
                 ``dspy.Prediction`` with ``score`` and ``feedback``; further arguments that it needs are None.
-            failure_score: of an example on which the program or the metric raises.
+            failure_score: of an example on which the program or the metric raises, or the score is no finite number.
             metric_lock: call the metric once at a time.
         """
         adapter = plain_adapter(student, metric, failure_score)
-        return ProgramRunner(adapter, Metric(metric, self.threads, metric_lock), self.threads, self.priced, self.models)
+        scorer = Metric(metric, self.threads, metric_lock)
+        return ProgramRunner(adapter, scorer, self.threads, self.priced, self.models, finite=True)
 
     async def rollout(
         self,

@@ -58,6 +58,7 @@ class ProgramRunner:
         threads: where programs without a usable ``aforward`` run.
         priced: work out what the calls cost.
         models: the run's twins of the predictors' own LMs; None to call these as they are.
+        finite: a score that is no finite number is a failure, with a warning; else it is passed on, as dspy.GEPA does.
     """
 
     def __init__(
@@ -67,7 +68,9 @@ class ProgramRunner:
         threads: Threads,
         priced: bool = False,
         models: LanguageModels | None = None,
+        finite: bool = False,
     ) -> None:
+        self._finite = finite
         self._adapter = adapter
         self._models = models
         self._priced = priced
@@ -177,20 +180,10 @@ class ProgramRunner:
         failure = self._adapter.failure_score
         if run.error is not None:
             logger.warning("Example scored as a failure: %s: %s", type(run.error).__name__, run.error)
-            return Rollout(
-                None if capture_traces else dspy.Prediction(),
-                failure,
-                tokens=tokens_of(usage),
-                cost_dollars=cost_of(usage) if self._priced else 0.0,
-            )
+            return self._failed(capture_traces, usage, f"The program failed: {_said(run.error)}")
         if isinstance(run.prediction, FailedPrediction):
             if not (capture_traces or self._flex):
-                return Rollout(
-                    dspy.Prediction(),
-                    failure,
-                    tokens=tokens_of(usage),
-                    cost_dollars=cost_of(usage) if self._priced else 0.0,
-                )
+                return self._failed(capture_traces, usage, "The program's reply could not be read.")
             return self._rollout(example, run, failure, usage)
         try:
             raw = await self._metric.score(example, run.prediction, scoring_trace=run.trace, flex=self._flex)
@@ -201,13 +194,17 @@ class ProgramRunner:
             logger.warning("Metric %s raised on an example: %s: %s", self._metric.name, type(error).__name__, error)
             if self._flex:
                 return self._rollout(example, run, failure, usage)
-            return Rollout(
-                None if capture_traces else dspy.Prediction(),
-                failure,
-                tokens=tokens_of(usage),
-                cost_dollars=cost_of(usage) if self._priced else 0.0,
-            )
+            return self._failed(capture_traces, usage, f"The program answered, but the metric failed: {_said(error)}")
         return self._rollout(example, run, raw, usage)
+
+    def _failed(self, capture_traces: bool, usage: UsageTracker, error: str) -> Rollout:
+        return Rollout(
+            None if capture_traces else dspy.Prediction(),
+            self._adapter.failure_score,
+            tokens=tokens_of(usage),
+            cost_dollars=cost_of(usage) if self._priced else 0.0,
+            error=error,
+        )
 
     def _rollout(self, example: Any, run: _Run, raw: Any, usage: UsageTracker) -> Rollout:
         score, objectives = raw, dict[str, float]()
@@ -215,9 +212,27 @@ class ProgramRunner:
             score, objectives = raw.score, dict(raw.get("objective_scores") or {})
         return Rollout(
             output=run.prediction,
-            score=self._adapter.failure_score if score is None else score,
+            score=self._checked(score),
             objective_scores=objectives,
             trajectory={"example": example, "prediction": run.prediction, "trace": run.trace, "score": raw},
             tokens=tokens_of(usage),
             cost_dollars=cost_of(usage) if self._priced else 0.0,
         )
+
+    def _checked(self, score: Any) -> Any:
+        if score is None or (self._finite and not _is_number(score)):
+            if score is not None:
+                logger.warning("Metric %s gave %r, expected a finite number: a failure.", self._metric.name, score)
+            return self._adapter.failure_score
+        return score
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _is_number(score: Any) -> bool:
+    try:
+        return not isinstance(score, str) and math.isfinite(score)
+    except (TypeError, ValueError):
+        return False

@@ -48,8 +48,9 @@ class ScriptedLearner:
         self.meanwhile()
         return Curated(self.reconciled)
 
-    async def prepare(self, texts: list[str]) -> None:
+    async def prepare(self, texts: list[str]) -> list[Problem]:
         self.asked.append(("prepare", sorted(texts)))
+        return []
 
 
 class Workshop:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import anyio
 import dspy
 import pytest
 from dspy.utils.exceptions import LMAuthError
@@ -16,6 +18,8 @@ from hypothesis import strategies as st
 
 from dspy_flashevolve import AceStats, AsyncACE, ConfigurationError, DataError, Playbook, RunAbortedError
 from dspy_flashevolve.ace.text import attached, detached
+from dspy_flashevolve.ace_arguments import first_playbook
+from dspy_flashevolve.learning import with_playbook
 from dspy_flashevolve.sim import HouseRules
 from dspy_flashevolve.sim.profiles import H100_QWEN3_8B
 from dspy_flashevolve.sim.virtual import SimulatedModel, run
@@ -94,6 +98,26 @@ def test_a_program_that_has_a_playbook_goes_on_from_it_and_holds_it_once(learnt:
     assert again.async_stats.snapshots[0].version == learnt.playbook.version
 
 
+def test_ids_are_not_used_again_after_save_and_load(tmp_path: Path) -> None:
+    book = Playbook().adding("other", "a").adding("other", "b")
+    book = book.replacing(one for one in book.bullets if one.id == "oth-1")
+    program = with_playbook(TASK.program(), ["answer"], book)
+    program.save(tmp_path / "program.json")
+    loaded = TASK.program()
+    loaded.load(tmp_path / "program.json")
+    first = first_playbook(AsyncACE(digits), loaded, ["answer"], None)
+    assert [one.id for one in first.adding("other", "c").bullets] == ["oth-1", "oth-3"]
+
+
+def test_loaded_instructions_go_before_an_older_attribute() -> None:
+    old, new = Playbook().adding("other", "old"), Playbook().adding("other", "new")
+    program: Any = with_playbook(TASK.program(), ["answer"], new)
+    program.playbook = old
+    assert first_playbook(AsyncACE(digits), program, ["answer"], None).bullets[0].content == "new"
+    program.playbook = tagged = new.tagged([("oth-1", "helpful")])
+    assert first_playbook(AsyncACE(digits), program, ["answer"], None) is tagged
+
+
 def test_equal_runs_are_equal_and_other_seeds_are_not() -> None:
     one, same, other = (compiled(seed=seed) for seed in (1, 1, 2))
     assert one.playbook == same.playbook
@@ -161,6 +185,7 @@ def test_metric_calls_never_exceed_the_budget_and_what_is_returned_is_validated(
     stats: AceStats = program.async_stats
     assert calls == stats.metric_calls <= limit
     assert stats.best_version in [one.version for one in stats.snapshots]
+    assert 0 in [one.version for one in stats.snapshots], "the initial playbook is scored too"
     assert all(one.score >= 0 for one in stats.snapshots)
 
 
@@ -353,6 +378,166 @@ def test_an_embedder_finds_additions_that_say_the_same_in_other_words() -> None:
     assert by_meaning.operations["add"] == 2
 
 
+def test_an_embedder_that_fails_leaves_the_comparison_by_words(caplog: pytest.LogCaptureFixture) -> None:
+    def broken(texts: list[str]) -> list[list[float]]:
+        raise OSError("no model")
+
+    reply = reply_for("", insight="x", operations='[{"type": "ADD", "section": "other", "content": "Add digits."}]')
+    stats: AceStats = answered_by(lambda prompt: reply, deduplicate=0.9, embedder=broken).async_stats
+    assert stats.operations["add"] == 1
+    assert stats.problems["embedder failed"] > 1
+    assert caplog.text.count("embedder failed") == 1
+
+
+def test_a_reflector_that_always_raises_is_told_once_and_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(dspy.Module):
+        def forward(self, **inputs: Any) -> Any:
+            raise ValueError("wrong fields")
+
+    stats: AceStats = answered_by(lambda prompt: "", reflector=Broken()).async_stats
+    assert stats.problems["reflect failed"] == 12
+    assert caplog.text.count("reflect failed, which") == 1
+    assert caplog.text.count("no sample changed the playbook") == 1
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), "0.9", [1]])
+def test_a_score_that_is_no_finite_number_is_a_failure(bad: Any, caplog: pytest.LogCaptureFixture) -> None:
+    optimizer = AsyncACE(lambda gold, pred: bad, num_threads=2, failure_score=-1.0, max_rounds=1)
+    with dspy.context(lm=fake_lm(lambda prompt: reply_for(prompt, answer="3", insight="x", operations="[]"))):
+        program: Any = optimizer.compile(Chain(), trainset=examples("t", 2))
+    assert {one.score for one in program.async_stats.snapshots} == {-1.0}
+    assert "expected a finite number" in caplog.text
+
+
+def test_the_reflector_is_told_that_the_metric_raised_and_not_the_program() -> None:
+    seen: list[str] = []
+
+    def answer(prompt: str) -> str:
+        seen.append(prompt)
+        return reply_for(prompt, answer="3", insight="x", operations="[]")
+
+    def metric(gold: Any, pred: Any) -> float:
+        raise KeyError("unit")
+
+    with dspy.context(lm=fake_lm(answer)):
+        AsyncACE(metric, num_threads=2, max_rounds=1).compile(Chain(), trainset=examples("t", 2))
+    told = [prompt for prompt in seen if "[[ ## attempt ## ]]" in prompt]
+    assert any("the metric failed: KeyError: 'unit'" in prompt for prompt in told)
+    assert not any("The program failed" in prompt for prompt in told)
+
+
+class Occupied(dspy.Module):
+    """Has a use of its own for the names that the optimizer would like."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.playbook = "the coach's"
+        self.predict = dspy.Predict("question, cited_bullets_2 -> answer, cited_bullets")
+
+    async def aforward(self, question: str) -> dspy.Prediction:
+        return await self.predict.acall(question=question, cited_bullets_2="")
+
+
+def test_a_program_keeps_fields_and_attributes_that_the_optimizer_would_like() -> None:
+    seen: list[str] = []
+
+    def answer(prompt: str) -> str:
+        seen.append(prompt)
+        fields = {"cited_bullets": "mine", "cited_bullets_3": "oth-1"}
+        operations = '[{"type": "ADD", "section": "other", "content": "Add digits."}]'
+        if "[[ ## operations ## ]]" in prompt or "[[ ## attempt ## ]]" in prompt:
+            return reply_for(prompt, insight="x", operations=operations)
+        return reply_for(prompt, answer="3", **fields)
+
+    optimizer = AsyncACE(digits, num_threads=1, max_rounds=1, epochs=2)
+    with dspy.context(lm=fake_lm(answer)):
+        program: Any = optimizer.compile(Occupied(), trainset=examples("t", 2))
+    assert program.playbook == "the coach's"
+    assert isinstance(program.ace_playbook, Playbook)
+    told = [prompt for prompt in seen if "[[ ## attempt ## ]]" in prompt]
+    assert all("cited_bullets: mine" in prompt and "cited_bullets_3" not in prompt for prompt in told)
+    assert program.async_stats.citations > 0
+
+
+class Acting(dspy.Module):
+    """A ReAct agent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+        def look(place: str) -> str:
+            return f"nothing at {place}"
+
+        self.act = dspy.ReAct("question -> answer", tools=[look], max_iters=2)
+
+    async def aforward(self, question: str) -> dspy.Prediction:
+        return await self.act.acall(question=question)
+
+
+@pytest.mark.parametrize("adapter", [None, dspy.JSONAdapter(), dspy.XMLAdapter()])
+@pytest.mark.parametrize("make", [lambda: dspy.ChainOfThought("question -> answer"), Acting])
+def test_other_students_and_adapters_learn_and_are_saved(make: Any, adapter: Any, tmp_path: Path) -> None:
+    operations = '[{"type": "ADD", "section": "other", "content": "Add digits."}]'
+    fields = {
+        "reasoning": "r", "answer": "3", "insight": "x", "operations": operations, "cited_bullets": "oth-1",
+        "what_went_wrong": "", "right_approach": "", "bullet_tags": '{"oth-1": "helpful"}', "next_thought": "t",
+        "next_tool_name": "finish", "next_tool_args": "{}",
+    }  # fmt: skip
+
+    def answer(prompt: str) -> str:
+        if isinstance(adapter, dspy.JSONAdapter):
+            return json.dumps({**fields, "next_tool_args": {}})
+        if isinstance(adapter, dspy.XMLAdapter):
+            return "".join(f"<{name}>{text}</{name}>" for name, text in fields.items())
+        return reply_for("", **fields)
+
+    optimizer = AsyncACE(digits, num_threads=2, max_rounds=1, epochs=3, perfect_score=0.5)
+    with dspy.context(lm=fake_lm(answer), adapter=adapter, track_usage=True):
+        program: Any = optimizer.compile(make(), trainset=examples("t", 2))
+        assert program(question="q").answer == "3"
+    stats: AceStats = program.async_stats
+    assert (stats.samples, stats.operations["add"]) == (6, 1)
+    assert stats.tags["helpful"] > 0
+    assert {one.score for one in stats.snapshots} == {0.5}
+    program.save(tmp_path / "program.json")
+    make().load(tmp_path / "program.json")
+
+
+def test_two_runs_at_once_do_not_mix() -> None:
+    model = SimulatedModel(seed=0, reply_model=TASK.reply_model)
+
+    async def learn(seed: int, into: dict[int, Any]) -> None:
+        optimizer = AsyncACE(TASK.metric, num_threads=8, seed=seed)
+        into[seed] = await optimizer.acompile(TASK.program(), trainset=TRAIN[:12], valset=VAL[:4])
+
+    async def main() -> dict[int, Any]:
+        programs: dict[int, Any] = {}
+        with dspy.context(lm=model.lm()):
+            async with anyio.create_task_group() as group:
+                for seed in (1, 2):
+                    group.start_soon(learn, seed, programs)
+        return programs
+
+    programs = run(main)
+    assert [programs[seed].async_stats.samples for seed in (1, 2)] == [12, 12]
+    for program in programs.values():
+        assert program.playbook.render() in program.answer.signature.instructions
+
+
+def test_the_initial_playbook_is_returned_where_learning_only_does_harm() -> None:
+    reply = reply_for("", insight="x", operations='[{"type": "ADD", "section": "other", "content": "Harm."}]')
+
+    def answer(prompt: str) -> str:
+        if "[[ ## attempt ## ]]" in prompt or "[[ ## operations ## ]]" in prompt:
+            return reply
+        return reply_for(prompt, answer="0" if "Harm." in prompt else "5")
+
+    optimizer = AsyncACE(digits, num_threads=2, max_rounds=1, eval_every=1)
+    with dspy.context(lm=fake_lm(answer)):
+        program: Any = optimizer.compile(Chain(), trainset=examples("t", 4))
+    assert (len(program.playbook), program.async_stats.best_version, program.async_stats.version) == (0, 0, 1)
+
+
 def test_modules_of_the_users_own_reflect_and_curate() -> None:
     class Curates(dspy.Module):
         async def aforward(self, **inputs: Any) -> Any:
@@ -422,6 +607,68 @@ def test_adapt_works_without_a_loop() -> None:
 def test_a_window_that_is_none_is_refused(window: Any) -> None:
     with pytest.raises(ConfigurationError, match="window"):
         AsyncACE(digits).adapt(Chain(), [], window=window)
+
+
+def test_a_quiet_stream_holds_up_no_limit_of_time() -> None:
+    async def quiet() -> AsyncIterator[dspy.Example]:
+        for one in TASK.trainset(15):
+            yield one
+        await anyio.sleep(10_000)
+
+    stats: AceStats = adapted(quiet(), max_seconds=300).async_stats
+    assert stats.seconds < 400
+    assert [(one.examples, one.scored) for one in stats.windows] == [(12, 12)]
+    assert stats.stop_reason == "max_seconds=300 is over"
+
+
+def test_a_stream_that_raises_ends_the_run_with_what_was_learnt_from_all_before() -> None:
+    async def broken() -> AsyncIterator[dspy.Example]:
+        for one in TASK.trainset(15):
+            yield one
+        raise ConnectionError("the line is dead")
+
+    with pytest.raises(RunAbortedError, match="ConnectionError: the line is dead") as raised:
+        adapted(broken())
+    assert isinstance(raised.value.__cause__, ConnectionError)
+    program = raised.value.best_program
+    assert [(one.examples, one.scored) for one in program.async_stats.windows] == [(12, 12), (3, 3)]
+    assert len(program.playbook) > 0
+
+
+def test_a_cancelled_run_waits_for_no_validation() -> None:
+    model = SimulatedModel(seed=0, reply_model=TASK.reply_model)
+
+    async def main() -> float:
+        is_validating = anyio.Event()
+
+        async def metric(gold: Any, pred: Any, trace: Any = None) -> Any:
+            running = optimizer._run  # pyright: ignore[reportPrivateUsage]
+            if running is not None and running.snapshots.running and running.snapshots.scored:
+                is_validating.set()
+                await anyio.sleep_forever()
+            return TASK.metric(gold, pred)
+
+        optimizer = AsyncACE(metric, num_threads=4, schedule="lockstep", eval_every=1)
+        with dspy.context(lm=model.lm()):
+            async with anyio.create_task_group() as group:
+                group.start_soon(lambda: optimizer.acompile(TASK.program(), trainset=TRAIN, valset=VAL))
+                await is_validating.wait()
+                began = anyio.current_time()
+                group.cancel_scope.cancel()
+        return anyio.current_time() - began
+
+    assert run(main) < 10
+
+
+def test_what_a_policy_raises_ends_the_run_with_the_best_program_so_far() -> None:
+    class Broken:
+        def decide(self, look: Any, history: Any) -> Any:
+            raise KeyError("gap")
+
+    with pytest.raises(RunAbortedError, match="KeyError: 'gap'") as raised:
+        compiled(staleness=Broken(), num_threads=24)
+    assert isinstance(raised.value.__cause__, KeyError)
+    assert raised.value.best_program.async_stats.snapshots[0].version == 0
 
 
 # Arguments

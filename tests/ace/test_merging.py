@@ -133,12 +133,51 @@ def test_beyond_the_budget_what_is_worth_least_and_oldest_makes_room() -> None:
     assert tight.evicted == ("oth-3",)
 
 
-def test_an_addition_that_alone_is_too_long_changes_nothing() -> None:
-    merged = merge(
-        BOOK.tagged([(one.id, "helpful") for one in BOOK.bullets]), [Add("other", "x" * 9000)], token_budget=99
-    )
-    assert (contents(merged.playbook), merged.playbook.version) == (contents(BOOK), BOOK.version)
-    assert merged.playbook.next_number == BOOK.next_number + 1
+@pytest.mark.parametrize(
+    "operation",
+    [Add("other", "x" * 9000), Update("oth-1", "x" * 9000), Merge(("oth-1", "oth-2"), "x" * 9000)],
+)
+def test_what_alone_is_too_long_changes_nothing(operation: Operation) -> None:
+    merged = merge(BOOK, [operation, Remove("oth-2")], token_budget=99)
+    assert contents(merged.playbook) == {"oth-1": "a", "for-3": "c"}
+    assert [one.kind for one in merged.problems] == ["longer than the token budget"]
+    assert merged.evicted == ()
+
+
+@pytest.mark.parametrize(
+    "operation", [Add("other", "x" * 200), Update("oth-1", "x" * 200), Merge(("oth-1", "oth-2"), "x" * 200)]
+)
+def test_one_operation_does_not_drive_out_the_playbook(operation: Operation) -> None:
+    book = book_of([("other", f"{letter} " * 10) for letter in "abcdefghijkl"])
+    merged = merge(book, [operation], token_budget=book.tokens())
+    assert merged.playbook == book
+    assert [one.kind for one in merged.problems] == ["takes too much room"]
+
+
+def test_a_full_playbook_of_proven_bullets_still_learns() -> None:
+    book = book_of([("other", word * 20) for word in "abcde"])
+    full = book.tagged([(one.id, "helpful") for one in book.bullets])
+    first = merge(full, [Add("other", "f" * 20)], token_budget=book.tokens())
+    assert first.evicted == ("oth-1",)
+    assert "oth-6" in first.playbook
+    second = merge(first.playbook, [Add("other", "g" * 20)], token_budget=book.tokens())
+    assert second.evicted == ("oth-6",), "it had its time"
+    harmful = first.playbook.tagged([("oth-6", "harmful")])
+    assert merge(harmful, [Add("other", "g" * 20)], token_budget=book.tokens()).evicted == ("oth-6",)
+
+
+def test_what_makes_room_is_found_in_few_counts() -> None:
+    book = book_of([("other", f"insight {number}") for number in range(300)])
+    counts = 0
+
+    def counting(text: str) -> int:
+        nonlocal counts
+        counts += 1
+        return approximate_tokens(text)
+
+    merged = merge(book, [], token_budget=200, count_tokens=counting)
+    assert len(merged.evicted) > 200
+    assert counts < 40
 
 
 def test_tokens_are_counted_by_the_users_counter() -> None:
@@ -155,6 +194,7 @@ def letters(texts: list[str]) -> list[list[float]]:
 def test_embeddings_find_what_says_the_same_in_other_words() -> None:
     book = book_of([("other", "abba abba"), ("other", "xyz")])
     twins = EmbeddingTwins(letters, threshold=0.99)
+    twins.prepare(["abba abba", "xyz", "baab", "abx"])
     merged = merge(book, [Add("other", "baab"), Add("other", "abx")], twin=twins)
     assert [one.kind for one in merged.problems] == ["said already"]
     assert contents(merged.playbook) == {"oth-1": "abba abba", "oth-2": "xyz", "oth-3": "abx"}
@@ -170,8 +210,26 @@ def test_each_text_is_embedded_once() -> None:
 
     twins = EmbeddingTwins(counting, threshold=0.9)
     for _ in range(2):
-        merge(BOOK, [Add("other", "zz")], twin=twins)
-    assert sorted(asked) == ["a", "b", "c", "zz"]
+        twins.prepare(["a", "zz", "a"])
+    assert not merge(BOOK, [Add("other", "zz")], twin=twins).problems, "what is not prepared is compared by words"
+    assert asked == ["a", "zz"]
+
+
+@pytest.mark.parametrize("vectors", [[], [[1.0], [1.0, 2.0]], [[1.0], [float("nan")]]])
+def test_vectors_that_cannot_be_compared_are_refused(vectors: list[list[float]]) -> None:
+    with pytest.raises(ConfigurationError, match="embedder"):
+        EmbeddingTwins(lambda texts: vectors, threshold=0.9).prepare(["a", "b"])
+
+
+@pytest.mark.parametrize(
+    ("one", "other"), [("Always round a b c.", "Never round a b c."), ("Use 2 a b c", "Use 3 a b c")]
+)
+def test_opposites_and_other_numbers_are_no_repeats(one: str, other: str) -> None:
+    book = book_of([("other", one)])
+    assert closest(other, book.bullets, 0.5) is None
+    twins = EmbeddingTwins(lambda texts: [[1.0] for _ in texts], threshold=0.9)
+    twins.prepare([one, other])
+    assert twins(other, book.bullets) is None
 
 
 @pytest.mark.parametrize("threshold", [0.0, -1.0, 1.1, float("nan")])

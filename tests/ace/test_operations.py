@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dspy_flashevolve.ace.operations import (
+    MOST_CHARACTERS,
     MOST_OPERATIONS,
     Add,
     Merge,
@@ -125,3 +126,24 @@ def test_a_tag_that_is_none_is_told_and_the_others_count() -> None:
 @pytest.mark.parametrize("reply", ["", "None", "{}", "[]", {}])
 def test_no_tags_are_no_problem(reply: object) -> None:
     assert parse_tags(reply) == ([], [])
+
+
+def test_a_very_long_reply_is_cut_and_no_long_literal_is_read() -> None:
+    item = '{"type": "REMOVE", "id": "oth-1"}'
+    operations, _ = parse_operations(item + " " * MOST_CHARACTERS + item)
+    assert operations == [Remove("oth-1")]
+    literal = "[" + "{'type': 'REMOVE', 'id': 'oth-1'}, " * 2000 + "]"
+    operations, problems = parse_operations(literal)
+    assert (operations, [one.kind for one in problems]) == ([], ["unreadable reply"])
+
+
+@pytest.mark.parametrize(
+    ("reply", "expected"),
+    [
+        ({"operations": {"type": "REMOVE", "id": "oth-1"}}, Remove("oth-1")),
+        ({"operations": '[{"type": "REMOVE", "id": "oth-1"}]'}, Remove("oth-1")),
+        ({"type": "MERGE", "ids": "oth-1, oth-2", "content": "x"}, Merge(("oth-1", "oth-2"), "x")),
+    ],
+)
+def test_other_forms_of_a_list_are_read_too(reply: object, expected: object) -> None:
+    assert parse_operations(reply) == ([expected], [])

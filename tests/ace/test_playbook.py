@@ -64,7 +64,9 @@ def test_a_file_that_is_no_json_is_refused(tmp_path: Path, text: bytes) -> None:
         Playbook.load(tmp_path / "book.json")
 
 
-@pytest.mark.parametrize("sections", [(), ("",), ("a", "A"), ("1st",), ("x" * 61,), ("a\nb",), "strategies", (3,)])
+@pytest.mark.parametrize(
+    "sections", [(), ("",), ("a", "A"), ("1st",), ("x" * 61,), ("a\nb",), "strategies", (3,), ("a ",)]
+)
 def test_sections_that_cannot_be_names_are_refused(sections: tuple[str, ...]) -> None:
     with pytest.raises(ConfigurationError, match="section"):
         Playbook(sections=sections)
@@ -86,6 +88,28 @@ def test_sections_that_cannot_be_names_are_refused(sections: tuple[str, ...]) ->
 def test_a_bullet_that_cannot_be_is_refused(bullet: Bullet) -> None:
     with pytest.raises(ConfigurationError, match="bullet"):
         Playbook(bullets=(bullet,), next_number=2, version=3)
+
+
+def test_ids_with_one_number_and_numbers_that_cannot_be_are_refused() -> None:
+    for other in ("oth-1", "oth-01"):
+        with pytest.raises(ConfigurationError, match="same number"):
+            Playbook(bullets=(Bullet("str-1", "strategies", "x"), Bullet(other, "other", "y")), next_number=2)
+    for number in (0, 10**30):
+        with pytest.raises(ConfigurationError, match="next_number"):
+            Playbook(next_number=number)
+
+
+def test_a_text_of_the_users_that_speaks_of_playbooks_is_left_alone() -> None:
+    text = f"Write {OPENING} tags {CLOSING}."
+    assert attached(text, "") == text
+    assert Playbook.from_instructions(text) is None
+
+
+@given(PLAYBOOKS)
+def test_instructions_keep_ids_texts_and_the_next_number(playbook: Playbook) -> None:
+    read = Playbook.from_instructions(attached("Answer.", playbook.render()))
+    assert read is None or (read.next_number, read.render()) == (playbook.next_number, playbook.render())
+    assert (read is None) == (not playbook.bullets)
 
 
 @given(PLAYBOOKS, st.permutations(range(8)), st.data())

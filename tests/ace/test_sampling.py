@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any, TypeVar
 
 import pytest
 from hypothesis import given
@@ -15,12 +15,23 @@ from dspy_flashevolve.ace.sampling import Epochs, Taken, Windows
 from dspy_flashevolve.engine.item import Ticket
 from dspy_flashevolve.engine.pipeline import NotNow
 
+T = TypeVar("T")
+
 
 def take(data: Epochs | Windows, number: int, version: int = 0) -> Taken | NotNow:
-    """What a ticket takes; neither waits for anything but its stream, which has all at hand."""
-    taking = data.take(Ticket.create(number, 0), Playbook(version=version))
+    """What a ticket takes; where the stream is to be read first, after that."""
+    ticket, playbook = Ticket.create(number, 0), Playbook(version=version)
+    taken = at_once(data.take(ticket, playbook))
+    if isinstance(data, Windows) and taken is NotNow.WAITING:
+        at_once(data.fill())
+        taken = at_once(data.take(ticket, playbook))
+    return taken
+
+
+def at_once(work: Coroutine[Any, Any, T]) -> T:
+    """The result of work that waits for nothing."""
     try:
-        taking.send(None)
+        work.send(None)
     except StopIteration as end:
         return end.value
     raise AssertionError("it waits")

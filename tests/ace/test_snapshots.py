@@ -9,7 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dspy_flashevolve.ace.playbook import Playbook
+from dspy_flashevolve.ace.purse import Purse
 from dspy_flashevolve.ace.snapshots import Scored, Snapshots
+from dspy_flashevolve.engine.budget import Budget, Reservation
 
 Work = Callable[[], Awaitable[None]]
 
@@ -21,14 +23,17 @@ def version(number: int) -> Playbook:
 class Validations:
     """Validations that end when the test says so."""
 
-    def __init__(self, at_once: int = 1, every: int = 1) -> None:
+    def __init__(self, at_once: int = 1, every: int = 1, budget: Budget | None = None) -> None:
         self.begun: list[int] = []
         self.left: list[Work] = []
         self.scores: dict[int, float | None] = {}
-        self.snapshots = Snapshots(every, at_once, self._validate, self._start)
+        self.purse = Purse(budget or Budget(None), 4)
+        self.purse.open()
+        self.snapshots = Snapshots(every, at_once, self._validate, self._start, self.purse)
 
-    async def _validate(self, playbook: Playbook) -> Scored | None:
+    async def _validate(self, playbook: Playbook, pays: Reservation) -> Scored | None:
         self.begun.append(playbook.version)
+        pays.settle(4)
         score = self.scores.get(playbook.version, playbook.version / 100)
         return None if score is None else Scored(playbook, score, 0.0)
 
@@ -70,12 +75,12 @@ def test_a_version_is_validated_once() -> None:
 
 
 def test_the_last_playbook_is_validated_unless_its_version_has_a_score() -> None:
-    of = Validations()
-    of.merged(1)
-    of.end_one()
-    anyio.run(of.snapshots.finish, version(1))
-    anyio.run(of.snapshots.finish, version(2))
-    assert of.begun == [1, 2]
+    for last, begun in ((1, [1]), (2, [1, 2])):
+        of = Validations()
+        of.merged(1)
+        of.end_one()
+        anyio.run(of.snapshots.finish, version(last))
+        assert of.begun == begun
 
 
 def test_one_that_got_no_score_is_not_the_best_and_is_tried_again_at_the_end() -> None:
@@ -98,3 +103,66 @@ def test_the_best_is_the_first_with_the_highest_score(scores: list[float]) -> No
         of.end_one()
     assert of.snapshots.best is not None
     assert of.snapshots.best.playbook.version == scores.index(max(scores))
+
+
+@given(st.integers(8, 40), st.lists(st.integers(0, 4), max_size=12))
+def test_the_first_and_the_last_are_validated_whatever_samples_take(limit: int, taken: list[int]) -> None:
+    budget = Budget(limit)
+    of = Validations(budget=budget)
+    while budget.reserve(1) is not None:  # samples take all there is
+        pass
+    anyio.run(of.snapshots.first, version(0))
+    of.end_one()
+    of.merged(*range(1, 1 + len(taken)))
+    anyio.run(of.snapshots.finish, version(99))
+    assert of.begun == [0, 99]
+    assert of.snapshots.unpaid == len(taken)
+
+
+def test_one_that_cannot_be_paid_is_tried_again_as_samples_give_calls_back() -> None:
+    budget = Budget(20)
+    of = Validations(budget=budget)
+    samples = budget.reserve(12)
+    assert samples is not None
+    of.merged(1)
+    assert (of.left, of.snapshots.waits_for_calls, of.snapshots.unpaid) == ([], True, 1)
+    for _ in range(4):
+        part = samples.split(1)
+        part.refund()
+        of.purse.save()
+        assert budget.left == 0, "it is saved for the validation before another sample takes it"
+    of.merged(1)
+    of.end_one()
+    assert (of.begun, of.snapshots.unpaid) == ([1], 0)
+
+
+def test_nothing_is_saved_for_a_validation_that_can_never_be_paid() -> None:
+    budget = Budget(11)
+    of = Validations(budget=budget)
+    of.merged(1)
+    assert budget.left == 3
+
+
+def test_a_first_one_without_an_answer_is_tried_again_at_the_next_snapshot() -> None:
+    of = Validations()
+    of.scores[0] = None
+    anyio.run(of.snapshots.first, version(0))
+    of.end_one()
+    of.scores[0] = 0.9
+    of.merged(1)
+    of.end_one()
+    of.end_one()
+    assert of.begun == [0, 0, 1]
+    assert of.snapshots.best is not None
+    assert of.snapshots.best.playbook.version == 0
+
+
+def test_a_first_one_without_an_answer_is_tried_again_at_the_end() -> None:
+    of = Validations(every=9)
+    of.scores[0] = None
+    anyio.run(of.snapshots.first, version(0))
+    of.end_one()
+    of.scores[0] = 0.9
+    of.merged(1)
+    anyio.run(of.snapshots.finish, version(1))
+    assert of.begun == [0, 1, 0]
