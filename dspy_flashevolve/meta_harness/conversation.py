@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
@@ -13,6 +13,7 @@ from dspy_flashevolve.meta_harness.lm_requests import LmRequest, parse_request
 from dspy_flashevolve.meta_harness.outcomes import REASONS, Failure, LmRecord, Reason
 from dspy_flashevolve.meta_harness.wire import HEADER, WireError, decode, encode
 
+S = TypeVar("S")
 T = TypeVar("T")
 START_SECONDS = 120.0
 """How long a child may take to be forked and locked up, on a busy machine."""
@@ -77,12 +78,12 @@ class Conversation:
             while True:
                 message = await self._timed(self._frame())
                 if "lm" not in message:
-                    return self._last(message)
-                await self._serve(parse_request(message["lm"]))
+                    return _read(self._last, message)
+                await self._serve(_read(parse_request, message["lm"]))
         except _Over as error:
             return error.failure
         except WireError as error:
-            return Failure("protocol", f"it sent {error}")
+            return Failure("protocol", f"it sent {error}"[:MESSAGE_CHARACTERS])
 
     async def _serve(self, request: LmRequest) -> None:
         self._calls_left -= request.replies
@@ -113,7 +114,7 @@ class Conversation:
             self._bytes_left -= HEADER.size + length
             if self._bytes_left < 0:
                 raise _Over("output", f"it sent more than {self._limits.output_bytes} bytes")
-            return decode(await self._reader.readexactly(length))
+            return _read(decode, await self._reader.readexactly(length))
         except (asyncio.IncompleteReadError, ConnectionError) as error:
             raise _Over("died", "it ended without an answer") from error
 
@@ -134,3 +135,13 @@ class Conversation:
             raise _Over("time", f"it ran for more than {self._limits.seconds:g} seconds") from error
         finally:
             self.seconds += loop.time() - began
+
+
+def _read(reader: Callable[[S], T], said: S) -> T:
+    """Read what a child said; whatever goes wrong there is the child's doing, never an error of the host's."""
+    try:
+        return reader(said)
+    except WireError:
+        raise
+    except Exception as error:
+        raise WireError(f"what cannot be read ({type(error).__name__}: {error})") from error

@@ -51,7 +51,7 @@ class Connection:
             return self.receive()
 
     def receive(self) -> dict[str, Any]:
-        return decode(self._exactly(HEADER.unpack(self._exactly(HEADER.size))[0]))
+        return decode(self._exactly(HEADER.unpack(self._exactly(HEADER.size))[0]), most_depth=None)
 
     def end(self, message: dict[str, Any]) -> None:
         """Send a last message and end the process, whatever its threads do."""

@@ -72,7 +72,7 @@ def _message(message: Any) -> dict[str, Any]:
         raise WireError("a message that is no object")
     fields = cast("dict[str, Any]", message)
     role, content = fields.get("role"), fields.get("content")
-    if role not in ROLES:
+    if not isinstance(role, str) or role not in ROLES:
         raise WireError(f"a message with the role {role!r:.40}")
     if isinstance(content, str):
         return {"role": role, "content": content}

@@ -136,7 +136,7 @@ class Sandbox:
             reader, writer = await asyncio.open_connection(sock=host)
             talk = Conversation(reader, writer, self.limits, call_lm)
             try:
-                told = await talk.hold({**asdict(job), "audited": self._audited})
+                told = await talk.hold({**vars(job), "audited": self._audited})
             finally:
                 with anyio.CancelScope(shield=True):
                     writer.transport.abort()
