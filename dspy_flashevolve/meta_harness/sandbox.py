@@ -20,6 +20,7 @@ import anyio
 
 import dspy_flashevolve
 from dspy_flashevolve.engine.errors import ConfigurationError
+from dspy_flashevolve.meta_harness.confinement import Layers
 from dspy_flashevolve.meta_harness.contract import CallLm, Job
 from dspy_flashevolve.meta_harness.conversation import START_SECONDS, Conversation, Ending
 from dspy_flashevolve.meta_harness.limits import Limits
@@ -53,7 +54,7 @@ class Sandbox:
     Args:
         limits: of each run.
         audited: end a child at the first forbidden thing that Python sees; off only to test what the kernel holds.
-        without: layers (``user``, ``namespaces``, ``landlock``) to leave out, only to test what the others hold.
+        without: layers (``user``, ``namespaces``, ``landlock``, ``seccomp``) to leave out, only to test what the others hold.
 
     Raises:
         ConfigurationError: on other systems than Linux.
@@ -176,7 +177,7 @@ class Sandbox:
         loop = asyncio.get_running_loop()
         try:
             data = await asyncio.wait_for(loop.sock_recv(control, 4096), START_SECONDS)
-            user, namespaces, landlock = json.loads(data)["ready"]["layers"]
+            layers = Layers(**json.loads(data)["ready"]["layers"])
         except BaseException as error:
             control.close()
             process.kill()
@@ -184,8 +185,7 @@ class Sandbox:
             if not isinstance(error, Exception):
                 raise
             raise SandboxError(f"the fork server did not start ({type(error).__name__}: {error})") from error
-        there = {"user": user, "namespaces": namespaces, "landlock": landlock}
-        server = _Started(process, control, scratch, tuple(name for name, held in there.items() if not held))
+        server = _Started(process, control, scratch, layers.missing)
         loop.add_reader(control, self._hear, server)
         return server
 
@@ -237,9 +237,11 @@ def _reap(process: subprocess.Popen[bytes], scratch: str) -> None:
 
 def _outcome(talk: Conversation, told: dict[str, Any] | Failure, ended: Ending, limits: Limits) -> Outcome:
     failure = told if isinstance(told, Failure) else None
-    if failure is not None and failure.reason == "died":
+    if ended.why == "processes":
+        failure = Failure("processes", "it had a second process")
+    elif failure is not None and failure.reason == "died":
         failure = _cause_of_death(ended, limits)
-    fields = {} if isinstance(told, Failure) else told
+    fields = {} if failure is not None or isinstance(told, Failure) else told
     return Outcome(
         fields=fields.get("fields", {}),
         memory=fields.get("memory"),
@@ -252,8 +254,6 @@ def _outcome(talk: Conversation, told: dict[str, Any] | Failure, ended: Ending, 
 
 
 def _cause_of_death(ended: Ending, limits: Limits) -> Failure:
-    if ended.why == "processes":
-        return Failure("processes", "it had a second process")
     if ended.why:
         raise SandboxError(ended.why)
     if ended.cpu_seconds >= limits.cpu_seconds * CPU_SHARE and ended.status == signal.SIGKILL:
