@@ -68,6 +68,7 @@ class RunSettings:
     failure_score: float
     log_dir: Path | None
     sandbox: CodeSandbox
+    accept_missing_protection: tuple[str, ...]
 
 
 class HarnessRun:
@@ -133,7 +134,13 @@ class HarnessRun:
     def best_program(self) -> Harness:
         """The candidate with the best score so far, as a program."""
         best = self.archive.candidates[self.archive.best]
-        program = Harness(self.task.signature, best.draft.source, memory=best.memory, limits=self.settings.limits)
+        program = Harness(
+            self.task.signature,
+            best.draft.source,
+            memory=best.memory,
+            limits=self.settings.limits,
+            accept_missing_protection=self.settings.accept_missing_protection,
+        )
         program.lm = self.task.lm
         return program
 

@@ -28,6 +28,8 @@ DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 HIDDEN = ("/run", "/tmp", "/home", "/root", "/var", "/mnt", "/media", "/srv", "/opt", "/dev/shm", "/sys")
 """Directories in which the fork server and its children find nothing but Python, where it lies there."""
 OPEN_FILES = 64
+LAYERS = ("user", "namespaces", "landlock", "seccomp")
+"""Names of the fields of :class:`Layers`."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,11 @@ class Layers:
     def missing(self) -> tuple[str, ...]:
         """Names of the layers that this machine does not give."""
         return tuple(name for name, there in asdict(self).items() if not there)
+
+    def refused(self, accepted: Iterable[str]) -> tuple[str, ...]:
+        """Missing layers without which nothing is run: nobody accepted that, and only root needs another user."""
+        needed = set(LAYERS) - set(accepted) - (set() if os.geteuid() == 0 else {"user"})
+        return tuple(name for name in self.missing if name in needed)
 
 
 def readable_roots() -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import shutil
 import signal
@@ -20,12 +21,13 @@ import anyio
 
 import dspy_flashevolve
 from dspy_flashevolve.engine.errors import ConfigurationError
-from dspy_flashevolve.meta_harness.confinement import Layers
+from dspy_flashevolve.meta_harness.confinement import LAYERS, Layers
 from dspy_flashevolve.meta_harness.contract import CallLm, Job
 from dspy_flashevolve.meta_harness.conversation import START_SECONDS, Conversation, Ending
 from dspy_flashevolve.meta_harness.limits import Limits
 from dspy_flashevolve.meta_harness.outcomes import Failure, Outcome, SandboxError
 
+logger = logging.getLogger(__name__)
 CPU_SHARE = 0.5
 """The kernel's two counts of processor time differ; a child that was killed beyond this share had used its time."""
 _ROOT = str(Path(dspy_flashevolve.__file__).parent.parent)
@@ -53,19 +55,29 @@ class Sandbox:
 
     Args:
         limits: of each run.
+        accept_missing_protection: names of layers (``user``, ``namespaces``, ``landlock``, ``seccomp``) without which
+            candidates may run all the same; ``docs/meta-harness.md`` says what each one is for.
         audited: end a child at the first forbidden thing that Python sees; off only to test what the kernel holds.
-        without: layers (``user``, ``namespaces``, ``landlock``, ``seccomp``) to leave out, only to test what the others hold.
+        without: layers to leave out, only to test what the others hold.
 
     Raises:
-        ConfigurationError: on other systems than Linux.
+        ConfigurationError: on other systems than Linux; when it starts, where a layer is missing that is not accepted.
     """
 
-    def __init__(self, limits: Limits | None = None, *, audited: bool = True, without: Iterable[str] = ()) -> None:
+    def __init__(
+        self,
+        limits: Limits | None = None,
+        *,
+        accept_missing_protection: Iterable[str] = (),
+        audited: bool = True,
+        without: Iterable[str] = (),
+    ) -> None:
         if not sys.platform.startswith("linux"):
             raise ConfigurationError(
                 f"the sandbox for candidate code needs Linux, this is {sys.platform}: run it in a Linux machine or VM."
             )
         self.limits = limits or Limits()
+        self._accepted = accepted_layers(accept_missing_protection)
         self._audited = audited
         self._without = tuple(without)
         self._server: _Started | None = None
@@ -185,6 +197,12 @@ class Sandbox:
             if not isinstance(error, Exception):
                 raise
             raise SandboxError(f"the fork server did not start ({type(error).__name__}: {error})") from error
+        if layers.refused(self._accepted):
+            control.close()
+            await asyncio.to_thread(_reap, process, scratch)
+            raise ConfigurationError(_refusal(layers.refused(self._accepted)))
+        if layers.refused(()):
+            logger.warning("Candidates run without %s, as was accepted.", ", ".join(layers.refused(())))
         server = _Started(process, control, scratch, layers.missing)
         loop.add_reader(control, self._hear, server)
         return server
@@ -213,6 +231,29 @@ class Sandbox:
         for ending in server.endings.values():
             if not ending.done():
                 ending.set_exception(OSError("it ended"))
+
+
+def accepted_layers(names: Iterable[str]) -> tuple[str, ...]:
+    """Names of layers, checked.
+
+    Raises:
+        ConfigurationError: one is none.
+
+    >>> accepted_layers(["namespaces"])
+    ('namespaces',)
+    """
+    accepted = (names,) if isinstance(names, str) else tuple(names)
+    if not set(accepted) <= set(LAYERS):
+        raise ConfigurationError(f"accept_missing_protection is {names!r}, expected names out of {LAYERS}.")
+    return accepted
+
+
+def _refusal(missing: tuple[str, ...]) -> str:
+    return (
+        f"this machine does not give the sandbox its layers {', '.join(missing)}, so that candidate code is not run: "
+        "use a machine that does, sandbox='deno', or, where the whole process is in a container or a virtual machine "
+        f"that holds nothing of worth, accept_missing_protection={missing!r} (docs/meta-harness.md says what is lost)."
+    )
 
 
 def _popen(command: list[str], number: int) -> subprocess.Popen[bytes]:

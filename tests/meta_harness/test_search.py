@@ -14,6 +14,7 @@ import pytest
 from benchmarks.in_process import InProcessStandIn
 from dspy_flashevolve import AsyncMetaHarness, ConfigurationError, DataError, Harness, Limits
 from dspy_flashevolve.engine.errors import RunDirectoryError
+from dspy_flashevolve.meta_harness.confinement import LAYERS
 from dspy_flashevolve.meta_harness.contract import CallLm, Job
 from dspy_flashevolve.meta_harness.outcomes import Failure, Outcome
 from dspy_flashevolve.sim import HouseRules
@@ -232,7 +233,9 @@ def test_with_the_real_sandbox_a_harness_learns_and_a_hostile_one_fails() -> Non
         return float(gold.answer == pred.answer)
 
     limits = Limits(seconds=60.0, cpu_seconds=1)
-    optimizer = AsyncMetaHarness(metric, proposer_lm=lm, iterations=1, num_threads=4, limits=limits)
+    optimizer = AsyncMetaHarness(
+        metric, proposer_lm=lm, iterations=1, num_threads=4, limits=limits, accept_missing_protection=LAYERS
+    )
     with dspy.context(lm=lm):
         program = optimizer.compile(dspy.Predict("question -> answer"), trainset=train, valset=val)
         assert program(question="d again").answer == "D"

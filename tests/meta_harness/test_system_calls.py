@@ -42,9 +42,12 @@ def test_what_python_asks_of_the_kernel_is_refused(filtered: Lab, body: str) -> 
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="numbers of x86_64")
 @pytest.mark.parametrize("call", ["272, 0x10000000", "56, 0x10000000 | 17, 0, 0, 0, 0", "56, 0x10010000, 0, 0, 0, 0",
                                   "29, 0, 4096, 0o1600", "425, 1, 0", "447, 0", "101, 0, 0, 0, 0", "321, 0, 0, 0",
-                                  "165, 0, 0, 0, 0, 0", "157, 1, 0, 0, 0, 0", "57", "58", "1073741863", "435, 0, 0"])  # fmt: skip
+                                  "165, 0, 0, 0, 0, 0", "157, 1, 0, 0, 0, 0", "57", "58", "1073741863",
+                                  "435, 0, 0"])  # fmt: skip
 def test_what_native_code_asks_of_the_kernel_is_refused(filtered: Lab, call: str) -> None:
-    body = f"import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\nfound = [libc.syscall({call}), ctypes.get_errno()]"
+    body = (
+        f"import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\nfound = [libc.syscall({call}), ctypes.get_errno()]"
+    )
     assert filtered.run(module(body)).fields["answer"] in ([-1, 1], [-1, 38])
 
 

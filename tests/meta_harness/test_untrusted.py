@@ -30,9 +30,29 @@ MESSAGE = JSON | st.fixed_dictionaries(
     {"role": JSON | st.sampled_from(sorted(ROLES)), "content": JSON | st.lists(JSON | PART, max_size=3)}
 )
 OPTIONS = JSON | st.dictionaries(st.sampled_from(["temperature", "n", "stop", "seed", "max_tokens"]) | st.text(), JSON)
-REQUEST = JSON | st.fixed_dictionaries({"messages": JSON | st.lists(MESSAGE, max_size=3)}, optional={"options": OPTIONS})
-TOKENS = st.sampled_from(["```", "```python\n", "\n", " ", "(" * 200, "x.a" * 300, "class A(", "dspy.Module", "):\n",
-                          "    def forward(self, question):", " pass", "\0", "\ud800", "\r", "# based on: 9", "é"])  # fmt: skip
+REQUEST = JSON | st.fixed_dictionaries(
+    {"messages": JSON | st.lists(MESSAGE, max_size=3)}, optional={"options": OPTIONS}
+)
+TOKENS = st.sampled_from(
+    [
+        "```",
+        "```python\n",
+        "\n",
+        " ",
+        "(" * 200,
+        "x.a" * 300,
+        "class A(",
+        "dspy.Module",
+        "):\n",
+        "    def forward(self, question):",
+        " pass",
+        "\0",
+        "\ud800",
+        "\r",
+        "# based on: 9",
+        "é",
+    ]
+)
 REPLY = st.lists(TOKENS | st.text(max_size=20), max_size=12).map("".join)
 
 
@@ -89,7 +109,7 @@ def test_a_number_that_is_not_finite_is_refused(number: str) -> None:
 @pytest.mark.parametrize(("begin", "end"), [("[", "]"), ('{"a":', "}")])
 def test_a_frame_that_is_too_deep_is_refused(depth: int, begin: str, end: str) -> None:
     nested = begin * (depth - 1) + "0" + end * (depth - 1)
-    with pytest.raises(WireError, match="in each other|RecursionError"):
+    with pytest.raises(WireError, match=r"in each other|RecursionError"):
         decode(f'{{"memory":{nested}}}'.encode())
 
 
@@ -124,10 +144,7 @@ def test_no_frame_of_a_child_harms_the_host(one: Lab, message: dict[str, Any]) -
 @pytest.mark.parametrize("base", ["x" + ".a" * 400, "x" + "()" * 400, "dspy.x.Module", "x.Module", "-" * 200 + "x"])
 def test_a_base_class_of_any_form_is_read(base: str) -> None:
     source = GOOD.replace("dspy.Module", f"{base}, dspy.Module")
-    try:
-        assert draft_of(source, ["question"]).class_name == "Good"
-    except DraftError as error:
-        assert "not Python" in str(error)
+    assert draft_of(source, ["question"]).class_name == "Good"
     with pytest.raises(DraftError):
         draft_of(GOOD.replace("dspy.Module", base), ["question"])
 
