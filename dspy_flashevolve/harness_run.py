@@ -207,8 +207,8 @@ class HarnessRun:
 
     async def check(self, item: Item[tuple[Draft, ...]]) -> Outcome:
         """Run each draft on three training examples."""
-        number = min(SMOKE_EXAMPLES, len(self.task.trainset))
-        chosen = item.ticket.rng.sample(range(len(self.task.trainset)), number)
+        there = len(self.task.smoke_examples)
+        chosen = item.ticket.rng.sample(range(there), min(SMOKE_EXAMPLES, there))
         checked = await gather([partial(self.evaluations.checked, item, draft, chosen) for draft in item.payload])
         return Forward("evaluate", tuple(checked))
 

@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -23,13 +22,11 @@ import dspy_flashevolve
 from dspy_flashevolve.engine.errors import ConfigurationError
 from dspy_flashevolve.meta_harness.confinement import LAYERS, Layers
 from dspy_flashevolve.meta_harness.contract import CallLm, Job
-from dspy_flashevolve.meta_harness.conversation import START_SECONDS, Conversation, Ending
+from dspy_flashevolve.meta_harness.conversation import START_SECONDS, Conversation, Ending, outcome_of
 from dspy_flashevolve.meta_harness.limits import Limits
-from dspy_flashevolve.meta_harness.outcomes import Failure, Outcome, SandboxError
+from dspy_flashevolve.meta_harness.outcomes import Outcome, SandboxError
 
 logger = logging.getLogger(__name__)
-CPU_SHARE = 0.5
-"""The kernel's two counts of processor time differ; a child that was killed beyond this share had used its time."""
 _ROOT = str(Path(dspy_flashevolve.__file__).parent.parent)
 _START = (
     "import sys; sys.path.insert(0, sys.argv[1]); "
@@ -83,6 +80,7 @@ class Sandbox:
         self._server: _Started | None = None
         self._starting = asyncio.Lock()
         self._jobs = 0
+        self._reaping: asyncio.Future[None] | None = None
 
     async def __aenter__(self) -> Sandbox:
         await self._started()
@@ -104,6 +102,8 @@ class Sandbox:
     async def close(self) -> None:
         """End the fork server and every child."""
         with anyio.CancelScope(shield=True):
+            if self._reaping is not None:
+                await self._reaping
             await asyncio.to_thread(self.shut_down())
 
     def shut_down(self) -> Callable[[], None]:
@@ -155,7 +155,7 @@ class Sandbox:
                     writer.transport.abort()
                     await self._order(server, {"kill": number})
                     await asyncio.wait_for(ending, START_SECONDS)
-            return _outcome(talk, told, ending.result(), self.limits)
+            return outcome_of(talk, told, ending.result(), self.limits)
         except (OSError, asyncio.TimeoutError) as error:
             raise SandboxError(f"the fork server does not answer ({type(error).__name__}: {error})") from error
         finally:
@@ -218,6 +218,7 @@ class Sandbox:
             self._lost(server)
             if self._server is server:
                 self._server = None
+            self._reaping = asyncio.get_running_loop().run_in_executor(None, _reap, server.process, server.scratch)
             return
         told = json.loads(data)
         ending = server.endings.get(told.pop("ended"))
@@ -231,6 +232,7 @@ class Sandbox:
         for ending in server.endings.values():
             if not ending.done():
                 ending.set_exception(OSError("it ended"))
+                ending.exception()  # heard, where nobody waits for it any more
 
 
 def accepted_layers(names: Iterable[str]) -> tuple[str, ...]:
@@ -274,31 +276,3 @@ def _reap(process: subprocess.Popen[bytes], scratch: str) -> None:
         process.kill()
         process.wait()
     shutil.rmtree(scratch, ignore_errors=True)
-
-
-def _outcome(talk: Conversation, told: dict[str, Any] | Failure, ended: Ending, limits: Limits) -> Outcome:
-    failure = told if isinstance(told, Failure) else None
-    if ended.why == "processes":
-        failure = Failure("processes", "it had a second process")
-    elif failure is not None and failure.reason == "died":
-        failure = _cause_of_death(ended, limits)
-    fields = {} if failure is not None or isinstance(told, Failure) else told
-    return Outcome(
-        fields=fields.get("fields", {}),
-        memory=fields.get("memory"),
-        failure=failure,
-        calls=tuple(talk.calls),
-        printed=talk.printed,
-        seconds=talk.seconds,
-        cpu_seconds=ended.cpu_seconds,
-    )
-
-
-def _cause_of_death(ended: Ending, limits: Limits) -> Failure:
-    if ended.why:
-        raise SandboxError(ended.why)
-    if ended.cpu_seconds >= limits.cpu_seconds * CPU_SHARE and ended.status == signal.SIGKILL:
-        return Failure("cpu", f"it used its {limits.cpu_seconds} seconds of processor time")
-    if os.WIFSIGNALED(ended.status):
-        return Failure("died", f"it was ended by {signal.Signals(os.WTERMSIG(ended.status)).name}")
-    return Failure("died", f"it exited with status {os.waitstatus_to_exitcode(ended.status)} without an answer")

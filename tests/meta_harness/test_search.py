@@ -50,8 +50,8 @@ class Watched(InProcessStandIn):
             self.running -= 1
 
 
-def search(sandbox: Any = None, train: int = 6, val: int = 8, **arguments: Any) -> Harness:
-    """A search in virtual time."""
+def search(sandbox: Any = None, train: int = 6, val: int = 8, same: bool = False, **arguments: Any) -> Harness:
+    """A search in virtual time; with ``same``, candidates are scored on the trainset."""
     given = {"iterations": 4, "k": 2, "proposers": 2, "num_threads": 8, **arguments}
 
     async def main() -> Harness:
@@ -59,7 +59,8 @@ def search(sandbox: Any = None, train: int = 6, val: int = 8, **arguments: Any) 
         given.setdefault("proposer_lm", lm)
         optimizer = AsyncMetaHarness(TASK.metric, sandbox=sandbox or Watched(), **given)
         with dspy.context(lm=lm):
-            return await optimizer.acompile(student(), trainset=TASK.trainset(train), valset=TASK.valset(val))
+            valset = None if same else TASK.valset(val)
+            return await optimizer.acompile(student(), trainset=TASK.trainset(train), valset=valset)
 
     return run(main)
 
