@@ -317,9 +317,12 @@ def test_each_ticket_of_a_batch_fails_where_it_got_no_answer() -> None:
     assert stats.ended["failed"] == stats.tickets == 3
 
 
-def test_a_later_stage_goes_first_where_slots_are_scarce() -> None:
+@pytest.mark.parametrize(
+    ("depths", "first"), [(None, "check 0"), ({"work": 5}, "work 2")], ids=["by the order of lms", "as it is told"]
+)
+def test_a_later_stage_goes_first_where_slots_are_scarce(depths: dict[str, int] | None, first: str) -> None:
     lm = slow_lm(seconds=1.0)
-    bench = made(lms={"work": [lm], "check": [lm]}, num_threads=1)
+    bench = made(lms={"work": [lm], "check": [lm]}, num_threads=1, depths=depths)
     order: list[str] = []
 
     def handler(stage: str, outcome: Callable[[Item[Any]], Outcome]) -> Handler:
@@ -332,13 +335,23 @@ def test_a_later_stage_goes_first_where_slots_are_scarce() -> None:
 
     async def main() -> None:
         stages = [
-            bench.stage("work", handler("work", lambda item: Forward("check", item.payload)), workers=3),
-            bench.stage("check", handler("check", lambda item: DONE), workers=3),
+            bench.stage("work", handler("work", lambda item: Forward("check", item.payload))),
+            bench.stage("check", handler("check", lambda item: DONE)),
         ]
         await bench.evolve(stages, bench.source(Loop(bench, asking(bench)).select, admission=LiveTickets(3)))
 
     run(lambda: bench.run_async(main))
-    assert order.index("check 0") < order.index("work 2")
+    last = {"check 0": "work 2", "work 2": "check 0"}[first]
+    assert order.index(first) < order.index(last)
+
+
+def test_calls_are_priced_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dspy_flashevolve.programs.usage.rates_of", lambda model: (1.0, 2.0))
+    costs: list[float] = []
+    for priced in (True, False):
+        bench = made(priced=priced)
+        costs.append(Loop(bench, asking(bench)).play().cost_dollars)
+    assert costs == [3 * (3 * 1.0 + 4 * 2.0), 0.0]
 
 
 # Rollouts and the budget
@@ -430,6 +443,31 @@ def test_a_runner_takes_any_metric_and_scores_failures_as_it_is_told() -> None:
 
     Loop(bench, handler, tickets=1).play()
     assert scores == [-1.0, 0.25, 0.5, 0.5]
+
+
+def test_a_rollout_that_takes_too_long_is_given_up_and_paid_for_only_where_its_metric_began() -> None:
+    with dspy.context(lm=slow_lm(seconds=10.0)):
+        bench = made(rollout_timeout_seconds=5.0, retry=RetryPolicy(attempts=2), budget_calls=4)
+        stats = Rolling(bench, 4, lambda ticket, index: (ticket, index), tickets=1).play()
+    assert stats.ended["failed"] == 1
+    assert (stats.timed_out_rollouts, stats.metric_calls) == (8, 0)
+
+
+@pytest.mark.parametrize(("lock", "most"), [(True, 1), (False, 4)])
+def test_a_metric_with_a_lock_is_called_once_at_a_time(lock: bool, most: int) -> None:
+    now = peak = 0
+
+    async def metric(gold: Any, pred: Any) -> float:
+        nonlocal now, peak
+        now, peak = now + 1, max(peak, now + 1)
+        await anyio.sleep(1)
+        now -= 1
+        return 1.0
+
+    rolling = Rolling(made(), 4, lambda ticket, index: (ticket, index), tickets=1)
+    rolling.runner = rolling.bench.runner(Chain(), metric, metric_lock=lock)
+    rolling.play()
+    assert peak == most
 
 
 # How it ends
