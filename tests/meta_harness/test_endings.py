@@ -1,4 +1,4 @@
-"""How runs end that do not end well: what is noticed at once, what is cleaned up, what is kept of a candidate's words."""
+"""How runs end that do not end well: noticed at once, cleaned up, and little is kept of a candidate's words."""
 
 from __future__ import annotations
 
