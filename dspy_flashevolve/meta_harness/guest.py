@@ -155,9 +155,10 @@ def _as_json(value: Any) -> Any:
 
 
 def _reason(error: BaseException) -> str:
-    if isinstance(error, MemoryError):
+    number = error.errno if isinstance(error, OSError) else None
+    if isinstance(error, MemoryError) or number == errno.ENOMEM:
         return "memory"
-    if isinstance(error, OSError) and error.errno in (errno.EFBIG, errno.ENOSPC):
+    if number in (errno.EFBIG, errno.ENOSPC):
         return "output"
     return "error"
 
