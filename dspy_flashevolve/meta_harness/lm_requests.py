@@ -18,7 +18,7 @@ NUMBERS = {
     "frequency_penalty": (-2, 2),
     "seed": (0, 2**31),
     "rollout_id": (0, 2**31),
-    "max_tokens": (1, 1 << 20),
+    "max_tokens": (1, 1 << 15),
     "n": (1, 64),
 }
 """Options with the least and the largest value that they may have; those of whole bounds only are whole numbers."""

@@ -292,6 +292,7 @@ def test_a_malformed_reply_is_a_failure(either: Lab, payload: bytes) -> None:
     {"messages": [{"role": "user", "content": "x"}], "options": {"api_base": "http://evil"}},
     {"messages": [{"role": "user", "content": "x"}], "options": {"api_key": "k"}},
     {"messages": [{"role": "user", "content": "x"}], "options": {"n": 10**9}},
+    {"messages": [{"role": "user", "content": "x"}], "options": {"max_tokens": 2**15 + 1}},
     {"messages": [{"role": "user", "content": "x"}], "options": {"temperature": "hot"}},
     {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]}]},
     {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x/y.png"}}]}]},

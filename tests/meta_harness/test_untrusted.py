@@ -131,7 +131,7 @@ def test_a_child_that_sends_what_cannot_be_read_has_failed(one: Lab, frame: byte
     assert outcome.failure.reason == "protocol"
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.dictionaries(st.sampled_from(["kind", "fields", "memory", "lm", "printed", "reason", "message"]),
                        JSON | REQUEST | st.sampled_from(["done", "failed", "died"])))  # fmt: skip
 def test_no_frame_of_a_child_harms_the_host(one: Lab, message: dict[str, Any]) -> None:
