@@ -194,9 +194,11 @@ class AsyncMetaHarness(Teleprompter):
         return HarnessRun(bench, task, self.metric, self._settings(task))
 
     def _sandbox(self, task: HarnessTask) -> CodeSandbox:
-        if self.sandbox == "process":
-            return Sandbox(self.limits, accept_missing_protection=self.accept_missing_protection)
-        return DenoSandbox(task.signature, self.limits) if self.sandbox == "deno" else self.sandbox
+        if not isinstance(self.sandbox, str):
+            return self.sandbox
+        if self.sandbox == "deno":
+            return DenoSandbox(task.signature, self.limits)
+        return Sandbox(self.limits, accept_missing_protection=self.accept_missing_protection)
 
     def _settings(self, task: HarnessTask) -> RunSettings:
         return RunSettings(
