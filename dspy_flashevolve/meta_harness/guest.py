@@ -55,10 +55,11 @@ class Connection:
 
     def end(self, message: dict[str, Any]) -> None:
         """Send a last message and end the process, whatever its threads do."""
-        if self._turn.acquire(timeout=0.5):
-            with contextlib.suppress(OSError):
+        try:
+            if self._turn.acquire(timeout=0.5):
                 self._socket.sendall(encode(message))
-        os._exit(0)
+        finally:
+            os._exit(0)
 
     def _exactly(self, count: int) -> bytes:
         parts: list[bytes] = []

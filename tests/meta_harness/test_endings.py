@@ -98,7 +98,7 @@ def test_the_hook_is_not_taken_off_by_a_careless_trick(body: str) -> None:
     with lab(without=("namespaces", "landlock", "seccomp")) as one:
         outcome = one.run(module(body))
     assert outcome.failure is not None
-    assert outcome.failure.reason == "forbidden"
+    assert outcome.failure.reason in ("forbidden", "died")  # without room for a word it ends without one
 
 
 def test_no_words_of_a_candidate_s_look_like_a_line_of_ours() -> None:
