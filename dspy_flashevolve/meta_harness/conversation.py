@@ -178,7 +178,7 @@ def _read(reader: Callable[[S], T], said: S) -> T:
     """Read what a child said; whatever goes wrong there is the child's doing, never an error of the host's."""
     try:
         return reader(said)
-    except WireError:
+    except (WireError, _Over):
         raise
     except Exception as error:
         raise WireError(f"what cannot be read ({type(error).__name__}: {error})") from error
