@@ -6,7 +6,7 @@ new ones. Here several agents write at once, and candidates are checked and eval
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -25,7 +25,7 @@ from dspy_flashevolve.meta_harness.deno import DenoSandbox
 from dspy_flashevolve.meta_harness.directions import DIRECTIONS, Directions
 from dspy_flashevolve.meta_harness.limits import Limits
 from dspy_flashevolve.meta_harness.program import Harness
-from dspy_flashevolve.meta_harness.sandbox import Sandbox
+from dspy_flashevolve.meta_harness.sandbox import Sandbox, accepted_layers
 from dspy_flashevolve.observe.records import RunStats
 from dspy_flashevolve.scheduling import Schedule, check_counts, policy_named
 from dspy_flashevolve.workbench import Workbench
@@ -83,6 +83,8 @@ class AsyncMetaHarness(Teleprompter):
         max_seconds: no proposal starts after it; None for no limit.
         sandbox: where candidates run: "process" (Linux), "deno" (dspy's interpreter, where Deno is installed; see
             docs/meta-harness.md for what it lacks), or a :class:`~dspy_flashevolve.meta_harness.contract.CodeSandbox`.
+        accept_missing_protection: layers of the process sandbox ("user", "namespaces", "landlock", "seccomp") that this
+            machine may lack. Default: none, so that ``compile`` refuses before any request where one is missing.
         seed: of the choice of examples.
 
     Raises:
@@ -113,6 +115,7 @@ class AsyncMetaHarness(Teleprompter):
         failure_score: float = 0.0,
         max_seconds: float | None = None,
         sandbox: Literal["process", "deno"] | CodeSandbox = "process",
+        accept_missing_protection: Iterable[str] = (),
         seed: int | None = 0,
     ) -> None:
         super().__init__()
@@ -129,6 +132,7 @@ class AsyncMetaHarness(Teleprompter):
         policy_named(staleness)
         Directions(directions)
         self.sandbox = sandbox
+        self.accept_missing_protection = accepted_layers(accept_missing_protection)
         if isinstance(sandbox, str) and sandbox not in ("process", "deno"):
             raise ConfigurationError(f"sandbox is {sandbox!r}, expected 'process', 'deno', or a CodeSandbox.")
 
@@ -190,9 +194,11 @@ class AsyncMetaHarness(Teleprompter):
         return HarnessRun(bench, task, self.metric, self._settings(task))
 
     def _sandbox(self, task: HarnessTask) -> CodeSandbox:
-        if isinstance(self.sandbox, str):
-            return Sandbox(self.limits) if self.sandbox == "process" else DenoSandbox(task.signature, self.limits)
-        return self.sandbox
+        if not isinstance(self.sandbox, str):
+            return self.sandbox
+        if self.sandbox == "deno":
+            return DenoSandbox(task.signature, self.limits)
+        return Sandbox(self.limits, accept_missing_protection=self.accept_missing_protection)
 
     def _settings(self, task: HarnessTask) -> RunSettings:
         return RunSettings(
@@ -209,6 +215,7 @@ class AsyncMetaHarness(Teleprompter):
             failure_score=self.failure_score,
             log_dir=self.log_dir,
             sandbox=self._sandbox(task),
+            accept_missing_protection=self.accept_missing_protection,
         )
 
     def _result(self, run: HarnessRun) -> Harness:

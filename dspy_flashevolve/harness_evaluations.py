@@ -47,10 +47,11 @@ class Evaluations:
         self._learn_batch = learn_batch
 
     async def checked(self, item: Item[Any], draft: Draft, chosen: Sequence[int]) -> Checked:
-        """Run a draft on the training examples of these numbers: what nobody may do, or failing on all, ends it."""
+        """Run a draft on the smoke examples of these numbers: what nobody may do, or failing on all, ends it."""
         claim = self._bench.claim(item, "check")
-        examples = [(f"train {number}", self._task.trainset[number]) for number in chosen]
-        traces = await gather([partial(self._trial, item, claim, draft, one, True) for one in examples])
+        examples = [(f"train {number}", self._task.smoke_examples[number]) for number in chosen]
+        labelled = bool(self._task.lessons)  # else candidates are scored on these, and nobody may see the labels
+        traces = await gather([partial(self._trial, item, claim, draft, one, labelled) for one in examples])
         failures = [one.outcome.failure for one in traces if one.outcome.failure is not None]
         grave = [failure for failure in failures if failure.is_grave]
         if grave or len(failures) == len(traces):

@@ -68,6 +68,7 @@ class RunSettings:
     failure_score: float
     log_dir: Path | None
     sandbox: CodeSandbox
+    accept_missing_protection: tuple[str, ...]
 
 
 class HarnessRun:
@@ -133,7 +134,13 @@ class HarnessRun:
     def best_program(self) -> Harness:
         """The candidate with the best score so far, as a program."""
         best = self.archive.candidates[self.archive.best]
-        program = Harness(self.task.signature, best.draft.source, memory=best.memory, limits=self.settings.limits)
+        program = Harness(
+            self.task.signature,
+            best.draft.source,
+            memory=best.memory,
+            limits=self.settings.limits,
+            accept_missing_protection=self.settings.accept_missing_protection,
+        )
         program.lm = self.task.lm
         return program
 
@@ -200,8 +207,8 @@ class HarnessRun:
 
     async def check(self, item: Item[tuple[Draft, ...]]) -> Outcome:
         """Run each draft on three training examples."""
-        number = min(SMOKE_EXAMPLES, len(self.task.trainset))
-        chosen = item.ticket.rng.sample(range(len(self.task.trainset)), number)
+        there = len(self.task.smoke_examples)
+        chosen = item.ticket.rng.sample(range(there), min(SMOKE_EXAMPLES, there))
         checked = await gather([partial(self.evaluations.checked, item, draft, chosen) for draft in item.payload])
         return Forward("evaluate", tuple(checked))
 

@@ -50,6 +50,11 @@ class HarnessTask:
     lessons: Sequence[Example]
 
     @property
+    def smoke_examples(self) -> Sequence[Example]:
+        """What new candidates are tried on, and proposers see the traces of: lessons, where there are any."""
+        return self.lessons or self.trainset
+
+    @property
     def inputs(self) -> list[str]:
         """Names of the input fields."""
         return list(self.signature.input_fields)

@@ -1,7 +1,8 @@
 """A hook inside a child that ends it, with a reason, at the first thing that no candidate may do.
 
-It gives clear reasons and stops what a careless candidate does. It is no wall: native code gets around it. The kernel's
-layers (:mod:`~dspy_flashevolve.meta_harness.confinement`) are the wall.
+It gives clear reasons and stops what a careless candidate does. It is no wall: native code gets around it, and so does
+Python that changes the library functions that it uses. The kernel's layers
+(:mod:`~dspy_flashevolve.meta_harness.confinement`) are the wall.
 """
 
 from __future__ import annotations
@@ -39,12 +40,13 @@ def forbid(scratch: str, readable: tuple[str, ...], end: Callable[[str], None]) 
     """
     places = tuple(os.path.join(os.path.realpath(path), "") for path in readable)
     own = os.path.join(os.path.realpath(scratch), "")
+    judge, spent = _forbidden, (RecursionError, MemoryError)  # names that no candidate can put another value to
 
     def hook(event: str, args: tuple[Any, ...]) -> None:
         try:
-            tried = _forbidden(event, args, own, places)
-        except (RecursionError, MemoryError):
-            return
+            tried = judge(event, args, own, places)
+        except spent:
+            tried = f"it left no room to see what it did ({event})"
         if tried is not None:
             end(tried)
 
@@ -72,6 +74,8 @@ def _forbidden(event: str, args: tuple[Any, ...], own: str, places: tuple[str, .
 
 def _opening(args: tuple[Any, ...], own: str, places: tuple[str, ...]) -> str | None:
     path, mode, flags = args
+    if mode is None and not isinstance(path, int) and os.path.isdir(path):
+        return f"it opened a directory, from which other paths could start ({path!r})"
     writes = bool(flags & WRITING) or any(letter in "wax+" for letter in mode or "")
     if path == os.devnull or _inside(path, (own,) if writes else (own, *places)):
         return None

@@ -12,11 +12,12 @@ import signal
 import sys
 import sysconfig
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from dspy_flashevolve.meta_harness import linux
 from dspy_flashevolve.meta_harness.limits import Limits
+from dspy_flashevolve.meta_harness.seccomp import refuse_system_calls
 
 NOBODY = 64207
 """The user that the fork server becomes where it is root; nobody's number, so that nothing else belongs to it."""
@@ -27,6 +28,8 @@ DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 HIDDEN = ("/run", "/tmp", "/home", "/root", "/var", "/mnt", "/media", "/srv", "/opt", "/dev/shm", "/sys")
 """Directories in which the fork server and its children find nothing but Python, where it lies there."""
 OPEN_FILES = 64
+LAYERS = ("user", "namespaces", "landlock", "seccomp")
+"""Names of the fields of :class:`Layers`."""
 
 
 @dataclass(frozen=True)
@@ -37,16 +40,23 @@ class Layers:
         user: another user than the optimizer's (only where the optimizer is root).
         namespaces: a user, process, network, mount, IPC and host name space of its own, without capabilities.
         landlock: the kernel forbids files outside its scratch directory, and signals to others.
+        seccomp: the kernel forbids the system calls that make processes, sockets, mounts and hidden memory.
     """
 
     user: bool
     namespaces: bool
     landlock: bool
+    seccomp: bool
 
     @property
     def missing(self) -> tuple[str, ...]:
         """Names of the layers that this machine does not give."""
         return tuple(name for name, there in asdict(self).items() if not there)
+
+    def refused(self, accepted: Iterable[str]) -> tuple[str, ...]:
+        """Missing layers without which nothing is run: nobody accepted that, and only root needs another user."""
+        needed = set(LAYERS) - set(accepted) - (set() if os.geteuid() == 0 else {"user"})
+        return tuple(name for name in self.missing if name in needed)
 
 
 def readable_roots() -> tuple[str, ...]:
@@ -114,20 +124,22 @@ def _change_user() -> None:
 
 def probe_layers(user: bool, scratch: str, without: Iterable[str] = ()) -> Layers:
     """Find out what this machine gives, by trying it in a child that ends at once."""
-    namespaces = "namespaces" not in without and _works(True, False, scratch)
-    landlock = "landlock" not in without and linux.landlock_version() > 0 and _works(namespaces, True, scratch)
-    return Layers(user, namespaces, landlock)
+    found = Layers(user, namespaces=False, landlock=False, seccomp=False)
+    for name in ("namespaces", "landlock", "seccomp"):
+        more = replace(found, **{name: True})
+        found = more if name not in without and _works(more, scratch) else found
+    return found
 
 
-def _works(namespaces: bool, landlock: bool, scratch: str) -> bool:
+def _works(layers: Layers, scratch: str) -> bool:
     owner = os.getuid(), os.getgid()
     try:
-        pid = linux.clone(linux.NAMESPACES) if namespaces else os.fork()
+        pid = linux.clone(linux.NAMESPACES) if layers.namespaces else os.fork()
     except OSError:
         return False
     if pid == 0:
         try:
-            confine(Layers(False, namespaces, landlock), Limits(), scratch, owner, own_tasks=0)
+            confine(layers, Limits(), scratch, owner, own_tasks=0)
             os._exit(0)
         except BaseException:
             os._exit(1)
@@ -163,6 +175,8 @@ def confine(layers: Layers, limits: Limits, scratch: str, owner: tuple[int, int]
     linux.no_new_privileges()
     linux.drop_capabilities()
     os.environ.clear()
+    if layers.seccomp:
+        refuse_system_calls()
 
 
 def _ask_to_be_killed_first() -> None:

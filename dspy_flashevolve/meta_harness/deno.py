@@ -41,7 +41,7 @@ class DenoSandbox:
         ConfigurationError: Deno is not installed, and no other interpreter is given.
     """
 
-    missing = ("user", "namespaces", "landlock")
+    missing = ("user", "namespaces", "landlock", "seccomp")
     """The process sandbox's layers; this one has Deno's and WebAssembly's in their place."""
 
     def __init__(

@@ -17,7 +17,9 @@ IMPORTABLE = frozenset({
 })  # fmt: skip
 """Modules that a harness may import. This tells a proposer early; it is the sandbox that holds a candidate."""
 MOST_CHARACTERS = 100_000
-_FENCE = re.compile(r"^```[ \t]*(?:python|py)?[ \t]*\r?\n(.*?)^```", re.MULTILINE | re.DOTALL | re.IGNORECASE)
+MOST_REPLY_CHARACTERS = 10 * MOST_CHARACTERS
+"""What is read of a reply; more is no list of modules any more."""
+_LANGUAGES = frozenset({"", "python", "py"})
 _HEADER = re.compile(r"^#[ \t]*(name|hypothesis|based on)[ \t]*:[ \t]*(.*)$", re.MULTILINE | re.IGNORECASE)
 
 
@@ -57,7 +59,18 @@ def blocks_in(reply: str) -> list[str]:
     >>> blocks_in("First\\n```python\\nx = 1\\n```\\nthen\\n```\\ny = 2\\n```")
     ['x = 1\\n', 'y = 2\\n']
     """
-    return _FENCE.findall(reply) or ([reply] if reply.strip() else [])
+    read = reply[:MOST_REPLY_CHARACTERS]
+    blocks: list[str] = []
+    block: list[str] | None = None
+    for line in read.split("\n"):
+        if block is None:
+            block = [] if line[:3] == "```" and line[3:].strip().lower() in _LANGUAGES else None
+        elif line[:3] == "```":
+            blocks.append("".join(block))
+            block = None
+        else:
+            block.append(line + "\n")
+    return blocks or ([read] if read.strip() else [])
 
 
 def draft_of(source: str, inputs: Iterable[str] = (), parents: Sequence[int] = (), direction: str = "") -> Draft:
@@ -96,12 +109,19 @@ def draft_of(source: str, inputs: Iterable[str] = (), parents: Sequence[int] = (
 
 def _module_class(tree: ast.Module) -> ast.ClassDef:
     classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
-    modules = [one for one in classes if any(ast.unparse(base) in ("dspy.Module", "Module") for base in one.bases)]
+    modules = [one for one in classes if any(_is_module(base) for base in one.bases)]
     if len(modules) != 1:
         raise DraftError(f"the source has {len(modules)} subclasses of dspy.Module, expected one")
     if _method(modules[0], "forward") is None:
         raise DraftError(f"class {modules[0].name} has no method forward")
     return modules[0]
+
+
+def _is_module(base: ast.expr) -> bool:
+    """It is ``Module`` or ``dspy.Module``."""
+    if isinstance(base, ast.Attribute):
+        return base.attr == "Module" and isinstance(base.value, ast.Name) and base.value.id == "dspy"
+    return isinstance(base, ast.Name) and base.id == "Module"
 
 
 def _method(module: ast.ClassDef, name: str) -> ast.FunctionDef | None:

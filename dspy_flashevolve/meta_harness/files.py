@@ -27,7 +27,7 @@ def files_of(number: int, candidate: Evaluated) -> dict[str, str]:
             *_about(candidate.draft),
             f"score: {candidate.score:.4f}",
             f"cost: {candidate.cost:.1f}",
-            *(f"failed run: {failure}" for failure in candidate.failures[:5]),
+            *(f"failed run: {_one_line(failure)}" for failure in candidate.failures[:5]),
         ]),
         f"{home}/scores.txt": scores,
         **_traces(home, candidate.traces),
@@ -40,7 +40,7 @@ def files_of_failed(number: int, failed: Failed) -> dict[str, str]:
     home = f"failed/{number:04d}"
     return {
         f"{home}/source.py": failed.draft.source,
-        f"{home}/about.txt": "\n".join([*_about(failed.draft), f"failed: {failed.failure}"]),
+        f"{home}/about.txt": "\n".join([*_about(failed.draft), f"failed: {_one_line(failed.failure)}"]),
         **_traces(home, failed.traces),
     }
 
@@ -50,7 +50,7 @@ def overview(archive: Archive) -> str:
     front = set(archive.front)
     order = sorted(range(archive.version), key=lambda one: (-archive.candidates[one].score, one))
     lines = [_line(number, archive.candidates[number], number in front) for number in order]
-    lines += [f"failed {n:04d}: {one.draft.name}: {one.failure}"[:300] for n, one in _latest(archive)]
+    lines += [_one_line(f"failed {n:04d}: {one.draft.name}: {one.failure}")[:300] for n, one in _latest(archive)]
     return "\n".join(lines) or "The archive is empty."
 
 
@@ -100,16 +100,17 @@ class Library:
 def _about(draft: Draft) -> list[str]:
     based = ", ".join(map(str, draft.parents)) or "nothing"
     return [
-        f"name: {draft.name}",
+        f"name: {_one_line(draft.name)}",
         f"direction: {draft.direction}",
-        f"hypothesis: {draft.hypothesis}",
+        f"hypothesis: {_one_line(draft.hypothesis)}",
         f"based on: {based}",
     ]
 
 
 def _line(number: int, one: Evaluated, in_front: bool) -> str:
     star = " (Pareto front)" if in_front else ""
-    return f"{number:04d}: score {one.score:.4f}, cost {one.cost:.0f}{star}: {one.draft.name}: {one.draft.hypothesis}"
+    said = _one_line(f"{one.draft.name}: {one.draft.hypothesis}")
+    return f"{number:04d}: score {one.score:.4f}, cost {one.cost:.0f}{star}: {said}"
 
 
 def _latest(archive: Archive) -> list[tuple[int, Failed]]:
@@ -128,9 +129,14 @@ def _trace(trial: Trial) -> str:
     if trial.outcome.printed:
         parts += ["printed:", _cut(trial.outcome.printed)]
     if trial.outcome.failure is not None:
-        parts.append(f"failed: {trial.outcome.failure}")
+        parts.append(f"failed: {_one_line(trial.outcome.failure)}")
     parts += [f"prediction: {_cut(json.dumps(trial.outcome.fields))}", f"score: {trial.score:.4g}"]
     return "\n".join([*parts, f"cost: {trial.cost:.6g}", f"feedback: {trial.feedback}"])
+
+
+def _one_line(said: object) -> str:
+    """A candidate's or a proposer's words, so that they cannot look like a line of ours."""
+    return " ".join(str(said).split())
 
 
 def _cut(text: str) -> str:

@@ -51,14 +51,15 @@ class Connection:
             return self.receive()
 
     def receive(self) -> dict[str, Any]:
-        return decode(self._exactly(HEADER.unpack(self._exactly(HEADER.size))[0]))
+        return decode(self._exactly(HEADER.unpack(self._exactly(HEADER.size))[0]), most_depth=None)
 
     def end(self, message: dict[str, Any]) -> None:
         """Send a last message and end the process, whatever its threads do."""
-        if self._turn.acquire(timeout=0.5):
-            with contextlib.suppress(OSError):
+        try:
+            if self._turn.acquire(timeout=0.5):
                 self._socket.sendall(encode(message))
-        os._exit(0)
+        finally:
+            os._exit(0)
 
     def _exactly(self, count: int) -> bytes:
         parts: list[bytes] = []
@@ -155,9 +156,10 @@ def _as_json(value: Any) -> Any:
 
 
 def _reason(error: BaseException) -> str:
-    if isinstance(error, MemoryError):
+    number = error.errno if isinstance(error, OSError) else None
+    if isinstance(error, MemoryError) or number == errno.ENOMEM:
         return "memory"
-    if isinstance(error, OSError) and error.errno in (errno.EFBIG, errno.ENOSPC):
+    if number in (errno.EFBIG, errno.ENOSPC):
         return "output"
     return "error"
 

@@ -18,7 +18,7 @@ NUMBERS = {
     "frequency_penalty": (-2, 2),
     "seed": (0, 2**31),
     "rollout_id": (0, 2**31),
-    "max_tokens": (1, 1 << 20),
+    "max_tokens": (1, 1 << 15),
     "n": (1, 64),
 }
 """Options with the least and the largest value that they may have; those of whole bounds only are whole numbers."""
@@ -72,7 +72,7 @@ def _message(message: Any) -> dict[str, Any]:
         raise WireError("a message that is no object")
     fields = cast("dict[str, Any]", message)
     role, content = fields.get("role"), fields.get("content")
-    if role not in ROLES:
+    if not isinstance(role, str) or role not in ROLES:
         raise WireError(f"a message with the role {role!r:.40}")
     if isinstance(content, str):
         return {"role": role, "content": content}

@@ -6,7 +6,7 @@ import asyncio
 import atexit
 import contextvars
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from functools import lru_cache
 from typing import Any, Literal, TypeVar
 
@@ -22,7 +22,7 @@ from dspy_flashevolve.meta_harness.limits import Limits
 from dspy_flashevolve.meta_harness.lm_requests import LmRequest
 from dspy_flashevolve.meta_harness.outcomes import Failure
 from dspy_flashevolve.meta_harness.running import as_json, typed_fields
-from dspy_flashevolve.meta_harness.sandbox import Sandbox
+from dspy_flashevolve.meta_harness.sandbox import Sandbox, accepted_layers
 
 T = TypeVar("T")
 
@@ -48,6 +48,8 @@ class Harness(Flex):  # pyright: ignore[reportGeneralTypeIssues,reportUntypedBas
         limits: of each call.
         sandbox: "process" (Linux), or "deno": dspy's own interpreter, where Deno is installed; it runs a subset of
             Python, without memory, and ``limits.lm_calls`` is its only limit.
+        accept_missing_protection: layers of the process sandbox that this machine may lack, as of
+            :class:`AsyncMetaHarness`.
 
     Raises:
         ConfigurationError: the source is no module, or an argument is wrong.
@@ -64,11 +66,13 @@ class Harness(Flex):  # pyright: ignore[reportGeneralTypeIssues,reportUntypedBas
         memory: Any = None,
         limits: Limits | None = None,
         sandbox: Literal["process", "deno"] = "process",
+        accept_missing_protection: Iterable[str] = (),
     ) -> None:
         if sandbox not in ("process", "deno"):
             raise ConfigurationError(f"sandbox is {sandbox!r}, expected 'process' or 'deno'.")
         self.limits = limits or Limits()
         self.sandbox = sandbox
+        self.accept_missing_protection = accepted_layers(accept_missing_protection)
         self.memory = as_json(memory)
         super().__init__(signature, max_predictor_calls=self.limits.lm_calls)
         if module_src is not None:
@@ -117,7 +121,7 @@ class Harness(Flex):  # pyright: ignore[reportGeneralTypeIssues,reportUntypedBas
             return await asyncio.to_thread(call.run, call_in_thread, lm, request)
 
         job = Job(self.module_src or "", self._class, as_json(inputs), self.memory, adapter=type(adapter).__name__)
-        outcome = await _service().sandbox(self.limits).run(job, call_lm)
+        outcome = await _service().sandbox(self.limits, self.accept_missing_protection).run(job, call_lm)
         outputs = {name: field.annotation for name, field in self._signature_cls.output_fields.items()}
         fields, failure = ({}, outcome.failure) if outcome.failure else typed_fields(outcome.fields, outputs)
         if failure is not None:
@@ -130,15 +134,16 @@ class _Service:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
-        self._sandboxes: dict[Limits, Sandbox] = {}
+        self._sandboxes: dict[tuple[Limits, tuple[str, ...]], Sandbox] = {}
         threading.Thread(target=self._loop.run_forever, name="flashevolve-harness", daemon=True).start()
         atexit.register(self._close)
 
     def run(self, work: Coroutine[Any, Any, T]) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
-    def sandbox(self, limits: Limits) -> Sandbox:
-        return self._sandboxes.setdefault(limits, Sandbox(limits))
+    def sandbox(self, limits: Limits, accepted: tuple[str, ...]) -> Sandbox:
+        made = Sandbox(limits, accept_missing_protection=accepted)
+        return self._sandboxes.setdefault((limits, accepted), made)
 
     def _close(self) -> None:
         async def shut_down() -> list[Callable[[], None]]:

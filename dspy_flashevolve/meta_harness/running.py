@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import EnumMeta
 from typing import Any
 
-from dspy.adapters.utils import parse_value
+from dspy.adapters.utils import find_enum_member
+from pydantic import TypeAdapter, ValidationError
 from pydantic_core import to_jsonable_python
 
 from dspy_flashevolve.engine.errors import RolloutUnresolvedError
@@ -139,6 +141,8 @@ def as_json(value: Any) -> Any:
 def typed_fields(fields: Mapping[str, Any], outputs: Mapping[str, Any]) -> tuple[dict[str, Any], Failure | None]:
     """The fields that a candidate returned, as the types of the output fields.
 
+    Texts that are the JSON of a value are read; nothing is repaired here: that takes any time that a candidate likes.
+
     Returns:
         The fields, and a failure where one is missing or is no such type.
 
@@ -152,8 +156,22 @@ def typed_fields(fields: Mapping[str, Any], outputs: Mapping[str, Any]) -> tuple
         if name not in fields:
             return {}, Failure("interface", f"forward returned no output field {name!r}")
         try:
-            typed[name] = parse_value(fields[name], kind)
-        except Exception as error:  # pydantic's, json's and ast's errors, and those of a user's own validator
+            typed[name] = _typed(fields[name], kind)
+        except Exception as error:  # pydantic's errors, and those of a user's own validator
             said = f"{type(error).__name__}: {error}"[:300]
             return {}, Failure("interface", f"forward returned {fields[name]!r:.100} as {name!r} ({said})")
     return typed, None
+
+
+def _typed(value: Any, kind: Any) -> Any:
+    if kind is str:
+        return str(value)
+    if isinstance(kind, EnumMeta):
+        return find_enum_member(kind, value)
+    adapter: TypeAdapter[Any] = TypeAdapter(kind)
+    try:
+        return adapter.validate_python(value)
+    except ValidationError:
+        if not isinstance(value, str):
+            raise
+        return adapter.validate_json(value)

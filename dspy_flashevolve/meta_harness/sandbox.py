@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -20,13 +20,13 @@ import anyio
 
 import dspy_flashevolve
 from dspy_flashevolve.engine.errors import ConfigurationError
+from dspy_flashevolve.meta_harness.confinement import LAYERS, Layers
 from dspy_flashevolve.meta_harness.contract import CallLm, Job
-from dspy_flashevolve.meta_harness.conversation import START_SECONDS, Conversation, Ending
+from dspy_flashevolve.meta_harness.conversation import START_SECONDS, Conversation, Ending, outcome_of
 from dspy_flashevolve.meta_harness.limits import Limits
-from dspy_flashevolve.meta_harness.outcomes import Failure, Outcome, SandboxError
+from dspy_flashevolve.meta_harness.outcomes import Outcome, SandboxError
 
-CPU_SHARE = 0.5
-"""The kernel's two counts of processor time differ; a child that was killed beyond this share had used its time."""
+logger = logging.getLogger(__name__)
 _ROOT = str(Path(dspy_flashevolve.__file__).parent.parent)
 _START = (
     "import sys; sys.path.insert(0, sys.argv[1]); "
@@ -52,24 +52,35 @@ class Sandbox:
 
     Args:
         limits: of each run.
+        accept_missing_protection: names of layers (``user``, ``namespaces``, ``landlock``, ``seccomp``) without which
+            candidates may run all the same; ``docs/meta-harness.md`` says what each one is for.
         audited: end a child at the first forbidden thing that Python sees; off only to test what the kernel holds.
-        without: layers (``user``, ``namespaces``, ``landlock``) to leave out, only to test what the others hold.
+        without: layers to leave out, only to test what the others hold.
 
     Raises:
-        ConfigurationError: on other systems than Linux.
+        ConfigurationError: on other systems than Linux; when it starts, where a layer is missing that is not accepted.
     """
 
-    def __init__(self, limits: Limits | None = None, *, audited: bool = True, without: Iterable[str] = ()) -> None:
+    def __init__(
+        self,
+        limits: Limits | None = None,
+        *,
+        accept_missing_protection: Iterable[str] = (),
+        audited: bool = True,
+        without: Iterable[str] = (),
+    ) -> None:
         if not sys.platform.startswith("linux"):
             raise ConfigurationError(
                 f"the sandbox for candidate code needs Linux, this is {sys.platform}: run it in a Linux machine or VM."
             )
         self.limits = limits or Limits()
+        self._accepted = accepted_layers(accept_missing_protection)
         self._audited = audited
         self._without = tuple(without)
         self._server: _Started | None = None
         self._starting = asyncio.Lock()
         self._jobs = 0
+        self._reaping: asyncio.Future[None] | None = None
 
     async def __aenter__(self) -> Sandbox:
         await self._started()
@@ -91,6 +102,8 @@ class Sandbox:
     async def close(self) -> None:
         """End the fork server and every child."""
         with anyio.CancelScope(shield=True):
+            if self._reaping is not None:
+                await self._reaping
             await asyncio.to_thread(self.shut_down())
 
     def shut_down(self) -> Callable[[], None]:
@@ -136,13 +149,13 @@ class Sandbox:
             reader, writer = await asyncio.open_connection(sock=host)
             talk = Conversation(reader, writer, self.limits, call_lm)
             try:
-                told = await talk.hold({**asdict(job), "audited": self._audited})
+                told = await talk.hold({**vars(job), "audited": self._audited})
             finally:
                 with anyio.CancelScope(shield=True):
                     writer.transport.abort()
                     await self._order(server, {"kill": number})
                     await asyncio.wait_for(ending, START_SECONDS)
-            return _outcome(talk, told, ending.result(), self.limits)
+            return outcome_of(talk, told, ending.result(), self.limits)
         except (OSError, asyncio.TimeoutError) as error:
             raise SandboxError(f"the fork server does not answer ({type(error).__name__}: {error})") from error
         finally:
@@ -176,7 +189,7 @@ class Sandbox:
         loop = asyncio.get_running_loop()
         try:
             data = await asyncio.wait_for(loop.sock_recv(control, 4096), START_SECONDS)
-            user, namespaces, landlock = json.loads(data)["ready"]["layers"]
+            layers = Layers(**json.loads(data)["ready"]["layers"])
         except BaseException as error:
             control.close()
             process.kill()
@@ -184,8 +197,13 @@ class Sandbox:
             if not isinstance(error, Exception):
                 raise
             raise SandboxError(f"the fork server did not start ({type(error).__name__}: {error})") from error
-        there = {"user": user, "namespaces": namespaces, "landlock": landlock}
-        server = _Started(process, control, scratch, tuple(name for name, held in there.items() if not held))
+        if layers.refused(self._accepted):
+            control.close()
+            await asyncio.to_thread(_reap, process, scratch)
+            raise ConfigurationError(_refusal(layers.refused(self._accepted)))
+        if layers.refused(()):
+            logger.warning("Candidates run without %s, as was accepted.", ", ".join(layers.refused(())))
+        server = _Started(process, control, scratch, layers.missing)
         loop.add_reader(control, self._hear, server)
         return server
 
@@ -200,6 +218,7 @@ class Sandbox:
             self._lost(server)
             if self._server is server:
                 self._server = None
+            self._reaping = asyncio.get_running_loop().run_in_executor(None, _reap, server.process, server.scratch)
             return
         told = json.loads(data)
         ending = server.endings.get(told.pop("ended"))
@@ -213,6 +232,30 @@ class Sandbox:
         for ending in server.endings.values():
             if not ending.done():
                 ending.set_exception(OSError("it ended"))
+                ending.exception()  # heard, where nobody waits for it any more
+
+
+def accepted_layers(names: Iterable[str]) -> tuple[str, ...]:
+    """Names of layers, checked.
+
+    Raises:
+        ConfigurationError: one is none.
+
+    >>> accepted_layers(["namespaces"])
+    ('namespaces',)
+    """
+    accepted = (names,) if isinstance(names, str) else tuple(names)
+    if not set(accepted) <= set(LAYERS):
+        raise ConfigurationError(f"accept_missing_protection is {names!r}, expected names out of {LAYERS}.")
+    return accepted
+
+
+def _refusal(missing: tuple[str, ...]) -> str:
+    return (
+        f"this machine does not give the sandbox its layers {', '.join(missing)}, so that candidate code is not run: "
+        "use a machine that does, sandbox='deno', or, where the whole process is in a container or a virtual machine "
+        f"that holds nothing of worth, accept_missing_protection={missing!r} (docs/meta-harness.md says what is lost)."
+    )
 
 
 def _popen(command: list[str], number: int) -> subprocess.Popen[bytes]:
@@ -233,31 +276,3 @@ def _reap(process: subprocess.Popen[bytes], scratch: str) -> None:
         process.kill()
         process.wait()
     shutil.rmtree(scratch, ignore_errors=True)
-
-
-def _outcome(talk: Conversation, told: dict[str, Any] | Failure, ended: Ending, limits: Limits) -> Outcome:
-    failure = told if isinstance(told, Failure) else None
-    if failure is not None and failure.reason == "died":
-        failure = _cause_of_death(ended, limits)
-    fields = {} if isinstance(told, Failure) else told
-    return Outcome(
-        fields=fields.get("fields", {}),
-        memory=fields.get("memory"),
-        failure=failure,
-        calls=tuple(talk.calls),
-        printed=talk.printed,
-        seconds=talk.seconds,
-        cpu_seconds=ended.cpu_seconds,
-    )
-
-
-def _cause_of_death(ended: Ending, limits: Limits) -> Failure:
-    if ended.why == "processes":
-        return Failure("processes", "it had a second process")
-    if ended.why:
-        raise SandboxError(ended.why)
-    if ended.cpu_seconds >= limits.cpu_seconds * CPU_SHARE and ended.status == signal.SIGKILL:
-        return Failure("cpu", f"it used its {limits.cpu_seconds} seconds of processor time")
-    if os.WIFSIGNALED(ended.status):
-        return Failure("died", f"it was ended by {signal.Signals(os.WTERMSIG(ended.status)).name}")
-    return Failure("died", f"it exited with status {os.waitstatus_to_exitcode(ended.status)} without an answer")

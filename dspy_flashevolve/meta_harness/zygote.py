@@ -15,6 +15,7 @@ import shutil
 import signal
 import socket
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -202,7 +203,7 @@ def main(control_number: int, scratch: str, *without: str) -> None:
     gc.collect()
     gc.freeze()
     layers = confinement.probe_layers(user, scratch, without)
-    control.send(json.dumps({"ready": {"layers": [layers.user, layers.namespaces, layers.landlock]}}).encode())
+    control.send(json.dumps({"ready": {"layers": asdict(layers)}}).encode())
     zygote = Zygote(control, layers, scratch)
     try:
         zygote.serve()

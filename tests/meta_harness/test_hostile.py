@@ -11,7 +11,6 @@ import os
 import signal
 import socket
 import sys
-import time
 from collections.abc import Generator
 from pathlib import Path
 from typing import NoReturn
@@ -44,6 +43,14 @@ def unaudited() -> Generator[Lab]:
         assert one.is_well()
 
 
+@pytest.fixture(scope="module")
+def unfiltered() -> Generator[Lab]:
+    """Without the hook and without the seccomp filter: the layers below these."""
+    with lab(audited=False, without=("seccomp",)) as one:
+        yield one
+        assert one.is_well()
+
+
 @pytest.fixture(params=["audited", "unaudited"])
 def either(request: pytest.FixtureRequest) -> Lab:
     return request.getfixturevalue(request.param)
@@ -62,9 +69,9 @@ def failure_of(where: Lab, body: str, *reasons: str) -> str:
 
 @pytest.fixture(scope="module")
 def bare() -> Generator[Lab]:
-    """As on a machine that has neither namespaces nor Landlock: limits, the group, another user for root, the hook."""
-    with lab(without=("namespaces", "landlock")) as one:
-        assert set(one.sandbox.missing) >= {"namespaces", "landlock"}
+    """As on a machine that has nothing of the kernel's: limits, the group, another user for root, the hook."""
+    with lab(without=("namespaces", "landlock", "seccomp")) as one:
+        assert set(one.sandbox.missing) >= {"namespaces", "landlock", "seccomp"}
         yield one
         assert one.is_well()
 
@@ -100,16 +107,19 @@ def test_an_endless_wait_ends_with_its_time() -> None:
         assert "more than 1 seconds" in failure_of(one, "import time; time.sleep(10**6)", "time")
 
 
-def test_a_fork_bomb_is_put_out(either: Lab) -> None:
-    failure_of(either, "import os\nwhile True:\n    try:\n        os.fork()\n    except OSError:\n        pass",
-               "forbidden", "processes")  # fmt: skip
+@pytest.mark.parametrize(
+    ("where", "reason"), [("audited", "forbidden"), ("unaudited", "cpu"), ("unfiltered", "processes")]
+)
+def test_a_fork_bomb_is_put_out(request: pytest.FixtureRequest, where: str, reason: str) -> None:
+    body = "import os\nwhile True:\n    try:\n        os.fork()\n    except OSError:\n        pass"
+    failure_of(request.getfixturevalue(where), body, reason)
 
 
-def test_a_daemon_does_not_outlive_its_run(unaudited: Lab) -> None:
+def test_a_daemon_does_not_outlive_its_run(unfiltered: Lab) -> None:
     body = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        time.sleep(10**6)"
-    outcome = unaudited.run(module(body + "\n    os._exit(0)\nfound = 'away'"))
+    outcome = unfiltered.run(module(body + "\n    os._exit(0)\nfound = 'away'"))
     assert outcome.failure is None or outcome.failure.reason == "processes"
-    assert not children_of(unaudited)
+    assert not children_of(unfiltered)
 
 
 def test_a_bomb_of_threads_is_put_out(either: Lab) -> None:
@@ -123,7 +133,7 @@ def test_a_bomb_of_threads_is_put_out(either: Lab) -> None:
     "found = []\nwhile True: found.append(bytearray(2**24))",
 ])  # fmt: skip
 def test_a_large_allocation_is_refused(either: Lab, body: str) -> None:
-    failure_of(either, body, "memory", "error", "died")
+    failure_of(either, body, "memory")
 
 
 @pytest.mark.parametrize("how", ["open({path!r}, 'w').write('owned')", "import os; os.remove({path!r})",
@@ -186,12 +196,12 @@ def test_no_socket_of_the_machine_s_is_reached(either: Lab, tmp_path: Path) -> N
     "while True: print('x' * 2**16)",
     "import os\nwhile True: os.write(1, b'x' * 2**16)",
     "found = 'x' * 2**25",
-    "found = ['x'] * 2**20",
+    "found = ['x'] * 2**19",
     "open('file', 'wb').write(bytes(2**24))",
     "for n in range(100): open(f'file{n}', 'wb').write(bytes(2**20))",
 ])  # fmt: skip
 def test_huge_output_is_refused(either: Lab, body: str) -> None:
-    failure_of(either, body, "output", "cpu")
+    failure_of(either, body, "output")
 
 
 def test_what_a_candidate_prints_is_cut() -> None:
@@ -202,7 +212,7 @@ def test_what_a_candidate_prints_is_cut() -> None:
     assert outcome.printed.endswith("end\n")
 
 
-def test_no_label_is_in_the_child(either: Lab, tmp_path: Path) -> None:
+def test_no_label_is_in_the_child() -> None:
     example = dspy.Example(question="?", answer=LABEL).with_inputs("question")
     half = len(LABEL) // 2
     body = (
@@ -213,9 +223,9 @@ def test_no_label_is_in_the_child(either: Lab, tmp_path: Path) -> None:
         "found = any(needle in value for one in seen for value in "
         "(one.values() if type(one) is dict else one) if type(value) is str and value is not needle)"
     )
-    outcome = either.run(module(body), inputs=dict(example.inputs()))
-    assert outcome.failure is None or outcome.failure.reason in ("cpu", "time")
-    assert outcome.fields.get("answer") is not True
+    with lab(Limits(cpu_seconds=60, seconds=600.0), audited=False) as one:
+        outcome = one.run(module(body), inputs=dict(example.inputs()))
+    assert outcome.fields == {"answer": False}
 
 
 def test_a_file_of_labels_cannot_be_read(either: Lab, tmp_path: Path) -> None:
@@ -243,7 +253,7 @@ def test_the_metric_is_out_of_reach(either: Lab) -> None:
         "dspy.Prediction.answer = property(lambda self: 'label')\nfound = 'wrong'"
     )
     outcome = either.run(module(body))
-    assert dspy.evaluate.answer_exact_match is metric
+    assert outcome.fields == {"answer": "wrong"}
     prediction = dspy.Prediction(**outcome.fields)
     assert not metric(dspy.Example(answer=LABEL), prediction)
 
@@ -253,7 +263,7 @@ def test_nobody_else_is_killed(either: Lab, target: str) -> None:
     who = target.format(host=os.getpid(), server=either.sandbox.process_id)
     server = either.sandbox.process_id
     outcome = either.run(module(f"import os, signal\nos.kill({who}, signal.SIGKILL)\nfound = 'killed'"))
-    assert outcome.failure is not None or target in ("0", "-1", "os.getppid()")  # in its namespace: nobody, or itself
+    assert outcome.failure is not None
     assert either.sandbox.process_id == server
     assert either.is_well()
 
@@ -282,6 +292,7 @@ def test_a_malformed_reply_is_a_failure(either: Lab, payload: bytes) -> None:
     {"messages": [{"role": "user", "content": "x"}], "options": {"api_base": "http://evil"}},
     {"messages": [{"role": "user", "content": "x"}], "options": {"api_key": "k"}},
     {"messages": [{"role": "user", "content": "x"}], "options": {"n": 10**9}},
+    {"messages": [{"role": "user", "content": "x"}], "options": {"max_tokens": 2**15 + 1}},
     {"messages": [{"role": "user", "content": "x"}], "options": {"temperature": "hot"}},
     {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]}]},
     {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x/y.png"}}]}]},
@@ -402,10 +413,11 @@ def test_no_bytes_on_the_wire_harm_the_host(audited: Lab, noise: bytes) -> None:
 
 
 def test_attacks_end_soon(audited: Lab) -> None:
-    """The host waits no longer than the limits say, with time to spare on a busy machine."""
-    began = time.monotonic()
-    failure_of(audited, "while True: pass", "cpu", "time")
-    assert time.monotonic() - began < 10 * TIGHT.seconds
+    """An attack has no more of the machine than the limits say."""
+    outcome = audited.run(module("while True: pass"))
+    assert outcome.failure is not None
+    assert outcome.failure.reason == "cpu"
+    assert outcome.cpu_seconds <= 2 * TIGHT.cpu_seconds
 
 
 @pytest.mark.parametrize("body", [

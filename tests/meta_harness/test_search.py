@@ -14,6 +14,7 @@ import pytest
 from benchmarks.in_process import InProcessStandIn
 from dspy_flashevolve import AsyncMetaHarness, ConfigurationError, DataError, Harness, Limits
 from dspy_flashevolve.engine.errors import RunDirectoryError
+from dspy_flashevolve.meta_harness.confinement import LAYERS
 from dspy_flashevolve.meta_harness.contract import CallLm, Job
 from dspy_flashevolve.meta_harness.outcomes import Failure, Outcome
 from dspy_flashevolve.sim import HouseRules
@@ -49,8 +50,8 @@ class Watched(InProcessStandIn):
             self.running -= 1
 
 
-def search(sandbox: Any = None, train: int = 6, val: int = 8, **arguments: Any) -> Harness:
-    """A search in virtual time."""
+def search(sandbox: Any = None, train: int = 6, val: int = 8, same: bool = False, **arguments: Any) -> Harness:
+    """A search in virtual time; with ``same``, candidates are scored on the trainset."""
     given = {"iterations": 4, "k": 2, "proposers": 2, "num_threads": 8, **arguments}
 
     async def main() -> Harness:
@@ -58,7 +59,8 @@ def search(sandbox: Any = None, train: int = 6, val: int = 8, **arguments: Any) 
         given.setdefault("proposer_lm", lm)
         optimizer = AsyncMetaHarness(TASK.metric, sandbox=sandbox or Watched(), **given)
         with dspy.context(lm=lm):
-            return await optimizer.acompile(student(), trainset=TASK.trainset(train), valset=TASK.valset(val))
+            valset = None if same else TASK.valset(val)
+            return await optimizer.acompile(student(), trainset=TASK.trainset(train), valset=valset)
 
     return run(main)
 
@@ -232,7 +234,9 @@ def test_with_the_real_sandbox_a_harness_learns_and_a_hostile_one_fails() -> Non
         return float(gold.answer == pred.answer)
 
     limits = Limits(seconds=60.0, cpu_seconds=1)
-    optimizer = AsyncMetaHarness(metric, proposer_lm=lm, iterations=1, num_threads=4, limits=limits)
+    optimizer = AsyncMetaHarness(
+        metric, proposer_lm=lm, iterations=1, num_threads=4, limits=limits, accept_missing_protection=LAYERS
+    )
     with dspy.context(lm=lm):
         program = optimizer.compile(dspy.Predict("question -> answer"), trainset=train, valset=val)
         assert program(question="d again").answer == "D"

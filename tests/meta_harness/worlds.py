@@ -7,6 +7,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
+from dspy_flashevolve.meta_harness.confinement import LAYERS
 from dspy_flashevolve.meta_harness.contract import Job, LmAnswer
 from dspy_flashevolve.meta_harness.limits import Limits
 from dspy_flashevolve.meta_harness.lm_requests import LmRequest
@@ -72,7 +73,7 @@ class Lab:
 def lab(limits: Limits = TIGHT, audited: bool = True, without: tuple[str, ...] = ()) -> Generator[Lab]:
     """A lab whose sandbox is started, and closed in the end."""
     loop = asyncio.new_event_loop()
-    sandbox = Sandbox(limits, audited=audited, without=without)
+    sandbox = Sandbox(limits, accept_missing_protection=LAYERS, audited=audited, without=without)
     try:
         loop.run_until_complete(sandbox.__aenter__())
         yield Lab(sandbox, loop)
