@@ -26,7 +26,7 @@ import dspy
 
 from benchmarks.ace_runs import Row, on_server, virtually
 from benchmarks.results import RESULTS, Spread, append_json_lines, ratio, shown, table
-from benchmarks.virtual import TASKS
+from benchmarks.tasks import TASKS
 from benchmarks.workloads.registry import workload_names
 from dspy_flashevolve.sim.profiles import PROFILES
 
