@@ -367,7 +367,7 @@ def stand_in(texts: list[str]) -> list[list[float]]:
 def test_an_embedder_finds_additions_that_say_the_same_in_other_words() -> None:
     def reply(prompt: str) -> str:
         number = hashed(prompt)
-        content = f"{'Adds' if number % 2 else 'Mind'} {number}"
+        content = f"{'Adds' if number % 2 else 'Mind'} {'xyz'[number % 3]}"
         return reply_for(
             prompt, insight="x", operations=f'[{{"type": "ADD", "section": "other", "content": "{content}"}}]'
         )
@@ -445,7 +445,7 @@ def test_a_program_keeps_fields_and_attributes_that_the_optimizer_would_like() -
         seen.append(prompt)
         fields = {"cited_bullets": "mine", "cited_bullets_3": "oth-1"}
         operations = '[{"type": "ADD", "section": "other", "content": "Add digits."}]'
-        if "[[ ## operations ## ]]" in prompt or "[[ ## attempt ## ]]" in prompt:
+        if "operations" in prompt or "attempt" in prompt:
             return reply_for(prompt, insight="x", operations=operations)
         return reply_for(prompt, answer="3", **fields)
 
@@ -457,25 +457,20 @@ def test_a_program_keeps_fields_and_attributes_that_the_optimizer_would_like() -
     told = [prompt for prompt in seen if "[[ ## attempt ## ]]" in prompt]
     assert all("cited_bullets: mine" in prompt and "cited_bullets_3" not in prompt for prompt in told)
     assert program.async_stats.citations > 0
+    assert program.async_stats.citations > 0
 
 
-class Acting(dspy.Module):
-    """A ReAct agent."""
+def look(place: str) -> str:
+    """A tool of an agent."""
+    return f"nothing at {place}"
 
-    def __init__(self) -> None:
-        super().__init__()
 
-        def look(place: str) -> str:
-            return f"nothing at {place}"
-
-        self.act = dspy.ReAct("question -> answer", tools=[look], max_iters=2)
-
-    async def aforward(self, question: str) -> dspy.Prediction:
-        return await self.act.acall(question=question)
+def agent() -> dspy.Module:
+    return dspy.ReAct("question -> answer", tools=[look], max_iters=2)
 
 
 @pytest.mark.parametrize("adapter", [None, dspy.JSONAdapter(), dspy.XMLAdapter()])
-@pytest.mark.parametrize("make", [lambda: dspy.ChainOfThought("question -> answer"), Acting])
+@pytest.mark.parametrize("make", [lambda: dspy.ChainOfThought("question -> answer"), agent])
 def test_other_students_and_adapters_learn_and_are_saved(make: Any, adapter: Any, tmp_path: Path) -> None:
     operations = '[{"type": "ADD", "section": "other", "content": "Add digits."}]'
     fields = {
