@@ -163,7 +163,8 @@ def test_the_environment_is_empty(either: Lab, monkeypatch: pytest.MonkeyPatch) 
     assert "KeyError" in failure_of(either, "import os; found = os.environ['OPENAI_API_KEY']", "error")
 
 
-@pytest.mark.parametrize("path", ["/proc/self/environ", f"/proc/{os.getpid()}/environ", "/proc/1/environ"])
+@pytest.mark.parametrize("path", ["/proc/self/environ", f"/proc/{os.getpid()}/environ", "/proc/1/environ"],
+                         ids=["own", "host", "first"])  # fmt: skip
 def test_the_host_s_environment_cannot_be_read(either: Lab, path: str) -> None:
     outcome = either.run(module(f"found = open({path!r}).read()"))
     assert outcome.failure is not None

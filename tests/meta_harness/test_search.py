@@ -80,7 +80,7 @@ def test_scores_rise_and_the_best_candidate_is_returned(schedule: str) -> None:
 def test_the_version_is_the_archive_s_size_and_every_admission_is_told() -> None:
     found = search().detailed_results
     commits = found.stats.commits
-    assert [commit.version for commit in commits] == list(range(1, len(found.candidates) + 1))
+    assert [commit.candidate for commit in commits] == list(range(len(found.candidates)))
     assert [commit.score for commit in commits] == [one.score for one in found.candidates]
     assert found.stats.tickets == 5
     assert sum(found.stats.ended.values()) == 5
