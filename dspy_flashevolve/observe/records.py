@@ -149,7 +149,8 @@ class RunStats:
         duplicated_rollouts: rollouts that were begun a second time.
         requests_by_stage: rollouts and other requests that were answered.
         tokens_by_stage: prompt and completion tokens of them, as the LMs report them.
-        cost_dollars: of all LM calls whose model is in litellm's cost map.
+        cost_dollars: of all LM calls whose model is in litellm's cost map; worked out only for a run that asks for it
+            (``max_cost``), else 0.
         generations: the most steps from the seed to a candidate, along its parents.
         commits: every change of the pool, in order.
         looks: decision -> items that the staleness policy looked at.
