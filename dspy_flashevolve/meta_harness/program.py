@@ -135,7 +135,7 @@ class _Service:
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
         self._sandboxes: dict[tuple[Limits, tuple[str, ...]], Sandbox] = {}
-        threading.Thread(target=self._loop.run_forever, name="flashevolve-harness", daemon=True).start()
+        threading.Thread(target=self._loop.run_forever, name="harness-sandboxes", daemon=True).start()
         atexit.register(self._close)
 
     def run(self, work: Coroutine[Any, Any, T]) -> Any:
