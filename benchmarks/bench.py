@@ -9,29 +9,21 @@ goes on where it stopped.
 from __future__ import annotations
 
 import argparse
-import os
+import math
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
 
-import dspy
-
-from benchmarks.measure import Bench, NoMeter
-from benchmarks.methods import Limits, Workload, method
-from benchmarks.report import COLUMNS, cells, page, read
+from benchmarks.backends import Backend
+from benchmarks.methods import Limits, method
+from benchmarks.report import COLUMNS, cells, named, page, read
 from benchmarks.results import RESULTS, Result, shown, table, write_result
-from benchmarks.vllm_cpu import VllmMeter
-from benchmarks.workloads.registry import definition_named, workload_named, workload_names
+from benchmarks.workloads.registry import definition_named, workload_names
 from benchmarks.workloads.rows import RowsMissing
-from benchmarks.workloads.simulated import served, simulated
 from benchmarks.workloads.virtual import VirtualJob, run_job
-from dspy_flashevolve.sim import HouseRules
 from dspy_flashevolve.sim.profiles import PROFILES
 
 METHODS = (
@@ -43,71 +35,6 @@ METHODS = (
 SECONDS = 120.0
 
 
-@dataclass(frozen=True)
-class Backend:
-    """Who answers.
-
-    Attributes:
-        profile: Of the simulated server; unused with a `model`.
-        api_base: Of a server with OpenAI's API; None for the one that litellm knows by the model's name.
-        model: The real model: by its name on that server, or by litellm's name for it; None for the simulated one.
-        time_scale: The simulated server's seconds in a real one.
-        max_tokens: Longest reply of a real model to the task.
-        reflection_tokens: Longest reply of a real model to a reflection.
-        is_vllm: Whether the server has vLLM's `/metrics`.
-        json_fallback: Whether a reply of a real model that does not parse is asked for again as JSON, as dspy does.
-    """
-
-    profile: str = "h100-qwen3-8b"
-    api_base: str | None = None
-    model: str | None = None
-    time_scale: float = 1.0
-    max_tokens: int = 1024
-    reflection_tokens: int = 4096
-    is_vllm: bool = False
-    json_fallback: bool = True
-
-    @property
-    def name(self) -> str:
-        """For the results."""
-        return self.profile if self.model is None else self.model
-
-    @contextmanager
-    def serving(
-        self, benchmark: str, name: str, train: int | None, val: int | None, seed: int
-    ) -> Iterator[tuple[Bench, Workload]]:
-        """The bench, and the workload with its language models.
-
-        Raises:
-            RowsMissing: The workload's rows are nowhere.
-            ValueError: There is no such workload, or it has fewer rows.
-        """
-        chosen = workload_named(name, train=train, val=val, test=0, seed=seed)
-        if self.model is None:
-            asked = simulated(chosen, HouseRules(seed=seed))
-            with served(benchmark, asked, self.profile, seed, self.time_scale) as pair:
-                yield pair
-            return
-        task_lm, reflection_lm = self.lms(self.model)
-        meter = VllmMeter(self.api_base) if self.is_vllm and self.api_base else NoMeter()
-        adapter = dspy.ChatAdapter(use_json_adapter_fallback=self.json_fallback)
-        yield Bench(benchmark, self.model, meter), chosen.served(task_lm, reflection_lm, adapter)
-
-    def lms(self, model: str) -> tuple[dspy.LM, dspy.LM]:
-        """The real model for the task and for reflections; the key is the environment's, as litellm reads it."""
-        where: dict[str, Any] = {"cache": False}
-        if self.api_base is not None:
-            where |= {"api_base": self.api_base, "api_key": os.environ.get("OPENAI_API_KEY", "none")}
-            model = f"openai/{model}"
-        task_lm = dspy.LM(model, max_tokens=self.max_tokens, **where)
-        return task_lm, dspy.LM(model, max_tokens=self.reflection_tokens, temperature=1.0, **where)
-
-
-def key_of(result: Result) -> tuple[object, ...]:
-    """What a run was to be: workload and sizes (in the benchmark's name), backend, method, seed, slots, limit."""
-    return result.benchmark, result.backend, result.method, result.seed, result.slots, result.call_limit
-
-
 def title(workload: str, train: int | None, val: int | None, seconds: float | None) -> str:
     """The benchmark's name in the results; it tells runs of other sizes and limits apart.
 
@@ -116,7 +43,7 @@ def title(workload: str, train: int | None, val: int | None, seconds: float | No
         'bench-aime-train20-120s'
     """
     parts = [f"train{train}" if train is not None else "", f"val{val}" if val is not None else ""]
-    parts.append(f"{seconds:g}s" if seconds else "")
+    parts.append(f"{seconds:.10g}s" if seconds else "")
     return "-".join(["bench", workload, *(part for part in parts if part)])
 
 
@@ -167,10 +94,15 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--most", type=int, help="examples that either split has at most, where no number is given")
     parser.add_argument("--time-scale", type=float, default=1.0, help="the simulated server's seconds in a real one")
     parser.add_argument("--out", type=Path, default=RESULTS / "bench.jsonl")
+    parser.add_argument("--fresh", action="store_true", help="run again what the file has")
     parser.add_argument("--html", type=Path, help="write the report there")
     options = parser.parse_args(arguments)
     if options.model is None and (options.api_base is not None or options.vllm):
         parser.error("--api-base and --vllm need the --model that the server serves")
+    for name in ("seeds", "slots", "jobs", "most", "train", "val", "calls"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            parser.error(f"--{name} is {value}, expected at least 1")
     if options.vllm and options.api_base is None:
         parser.error("--vllm reads the server's /metrics: it needs its --api-base, as in http://127.0.0.1:8000/v1")
     if options.model is not None and (options.virtual or options.time_scale != 1.0):
@@ -217,7 +149,7 @@ def _on(backend: Backend, options: argparse.Namespace, there: Known) -> Iterator
             missing = [
                 name
                 for name in options.methods
-                if (benchmark, backend.name, name, seed, options.slots, options.calls) not in there
+                if (benchmark, backend.name, backend.settings, options.slots, options.calls, name, seed) not in there
             ]
             if not missing:
                 continue
@@ -262,17 +194,26 @@ def _seconds(written: Sequence[str], options: argparse.Namespace) -> dict[tuple[
         chosen = [key for key in seconds if name in ("", key[0]) and profile in ("", key[1])]
         if not chosen:
             raise ValueError(f"--seconds {one}: there is no run of {place!r}")
-        if not float(number) > 0:
-            raise ValueError(f"--seconds {one}: expected more than 0")
+        if not 0 < _number(number) < math.inf:
+            raise ValueError(f"--seconds {one}: expected seconds, more than 0")
         seconds.update(dict.fromkeys(chosen, float(number)))
     return seconds
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print and write; 1 when a run ended in an error or rows are missing."""
     options = parse(arguments)
-    recorded = [result for result, _ in read(options.out)] if options.out.is_file() else []
-    there = {key_of(result) for result in recorded if not result.error}
+    recorded = [result for result, _ in read(options.out)] if options.out.is_file() and not options.fresh else []
+    there = {result.key for result in recorded if not result.error}
+    if there:
+        print(f"{options.out} has {len(there)} runs, which are not made again; --fresh makes them again", flush=True)
     failed = False
     try:
         for result in runs(options, there):
@@ -283,13 +224,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 f"{result.benchmark}, {result.backend}, seed {result.seed}: {result.method}: {score} {result.error}",
                 flush=True,
             )
-    except RowsMissing as error:
+    except (RowsMissing, ValueError) as error:
         print(error, file=sys.stderr)
         return 1
     lines = read(options.out) if options.out.is_file() else []
-    for benchmark, backend in dict.fromkeys((result.benchmark, result.backend) for result, _ in lines):
-        mine = [result for result, _ in lines if (result.benchmark, result.backend) == (benchmark, backend)]
-        print(f"\n{benchmark} on {backend}\n{table(COLUMNS, cells(mine))}")
+    for setting in dict.fromkeys(result.setting for result, _ in lines):
+        mine = [result for result, _ in lines if result.setting == setting]
+        print(f"\n{named(mine[0])}\n{table(COLUMNS, cells(mine))}")
     if options.html is not None:
         options.html.write_text(page(lines, options.html.with_suffix("")), encoding="utf-8")
         print(options.html)

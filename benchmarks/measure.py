@@ -137,11 +137,12 @@ class _Sampler:
 
 @dataclass(frozen=True)
 class Bench:
-    """Where runs take place: the benchmark's name for the results, the backend and its meter."""
+    """Where runs take place: the benchmark's name for the results, the backend, its meter and its settings."""
 
     name: str
     backend: str
     meter: Meter
+    settings: str = ""
 
     def run(self, chosen: Method, workload: Workload, limits: Limits) -> Result:
         """One method, measured; an exception ends up in the result's `error`, with its traceback on stderr."""
@@ -170,7 +171,8 @@ class Bench:
             timer.cancel()
             reading.take()
         result = self._result(chosen, limits, reading, metric.count, error)
-        return replace(result, busy=sampler.samples, stages=stages)
+        busy = [sample for sample in sampler.samples if sample[0] <= result.seconds]
+        return replace(result, busy=busy, stages=stages, settings=self.settings)
 
     def _result(self, chosen: Method, limits: Limits, reading: _Reading, scored: int, error: str) -> Result:
         total_seconds, trajectory = reading.recorder.seconds, reading.recorder.trajectory

@@ -10,6 +10,7 @@ from typing import Any
 from benchmarks.results import Result
 from benchmarks.trajectory import Point
 
+OURS = "async"
 GRID = 200
 """Points of a curve."""
 
@@ -22,7 +23,7 @@ def curve(
     A place where a seed has no score yet is left out.
     """
     places = [end * number / GRID for number in range(GRID + 1)]
-    runs = [[Point(*row) for row in result.trajectory] for result in results]  # pyright: ignore[reportArgumentType]
+    runs = [_within(result) for result in results]
     kept: list[tuple[float, list[float]]] = []
     for place in places:
         scores = [_reached(points, axis, place) for points in runs]
@@ -45,12 +46,12 @@ def scores(results: Sequence[Result], axis: str, label: str) -> bytes:
     """
     figure = _figure(4.5)
     axes = figure.subplots()
-    sound = [result for result in results if not result.error]
-    ends = [r.seconds if axis == "seconds" else float(r.metric_calls) for r in sound]
     for name, style in _styles(results).items():
-        places, medians, low, high = curve([r for r in sound if r.method == name], axis, max(ends, default=0.0))
+        mine = [result for result in results if result.method == name and not result.error]
+        ends = [r.seconds if axis == "seconds" else float(r.metric_calls) for r in mine]
+        places, medians, low, high = curve(mine, axis, statistics.median(ends) if ends else 0.0)
         if places:
-            axes.step(places, medians, where="post", label=name, **style)
+            axes.step(places, medians, where="post", label=_plain(name), **style)
             axes.fill_between(places, low, high, step="post", alpha=0.15, color=style["color"])
     axes.set_xlabel(label)
     axes.set_ylabel("best fully validated score")
@@ -58,7 +59,7 @@ def scores(results: Sequence[Result], axis: str, label: str) -> bytes:
 
 
 def slots(results: Sequence[Result]) -> bytes | None:
-    """Requests in flight over time, of each method's first seed; `None` where nobody sampled them."""
+    """Requests in flight over time, of each method's first run; `None` where nobody sampled them."""
     shown = {result.method: result for result in reversed(results) if result.busy and not result.error}
     if not shown:
         return None
@@ -67,7 +68,7 @@ def slots(results: Sequence[Result]) -> bytes | None:
     for name, style in _styles(results).items():
         if name in shown:
             seconds, running = zip(*shown[name].busy, strict=True)
-            axes.plot(seconds, running, label=name, **style)
+            axes.plot(seconds, running, label=_plain(name), **style)
     axes.set_xlabel("seconds")
     axes.set_ylabel("slots busy")
     return _png(figure, axes)
@@ -86,20 +87,31 @@ def stages(result: Result) -> bytes:
     axes.set_xlim(0, result.seconds)
     axes.set_xlabel("seconds")
     axes.set_ylabel("ticket")
-    axes.set_title(f"{result.method}, seed {result.seed}", fontsize="medium")
+    axes.set_title(f"{_plain(result.method)}, seed {result.seed}", fontsize="medium")
     axes.invert_yaxis()
     return _png(figure, axes)
 
 
+def _plain(name: str) -> str:
+    """A name that matplotlib does not take for a formula."""
+    return name.replace("$", r"\$")
+
+
 def _styles(results: Sequence[Result]) -> dict[str, dict[str, Any]]:
-    """A colour for each method, in the order in which they came; the last, which is ours, is drawn thick."""
+    """A colour for each method, in the order in which they came; ours is drawn thick."""
     names = list(dict.fromkeys(result.method for result in results))
-    wide = {names[-1]: 2.5} if names else {}
+    wide = {OURS: 2.5}
     colours = [f"C{number}" for number in range(10)] + ["black", "gold", "navy", "tomato", "lime", "indigo"]
     return {
         name: {"color": colours[number % len(colours)], "linewidth": wide.get(name, 1.2)}
         for number, name in enumerate(names)
     }
+
+
+def _within(result: Result) -> list[Point]:
+    """The points of a run up to its limit; what drains after it counts for nothing."""
+    points = [Point(*row) for row in result.trajectory]  # pyright: ignore[reportArgumentType]
+    return [point for point in points if point.seconds <= result.seconds]
 
 
 def _reached(points: Sequence[Point], axis: str, place: float) -> float | None:

@@ -11,6 +11,7 @@ import argparse
 import base64
 import html
 import json
+import re
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
@@ -21,7 +22,6 @@ from benchmarks import pictures
 from benchmarks.results import Result, Spread, ratio, shown
 
 BASELINE = "gepa"
-OURS = "async"
 COLUMNS = (
     "method", "seeds", "best score", "gain", f"x {BASELINE}'s gain", "proposals a minute", f"x {BASELINE}'s",
     "metric calls", "tokens/s", "slots busy", "generations", "overshoot", "failed",
@@ -36,7 +36,7 @@ figure { margin: 1rem 0 2rem; } img { max-width: 100%; height: auto; } code { ba
 
 
 def read(path: Path) -> list[tuple[Result, dict[str, Any]]]:
-    """The runs of a file, each with its whole line; of equal runs (benchmark, method, backend, seed, limit) the last.
+    """The runs of a file, each with its whole line; of equal runs (`Result.key`) the last.
 
     Raises:
         ValueError: a line is no JSON, or no run of a benchmark over a server; with its number.
@@ -52,8 +52,15 @@ def read(path: Path) -> list[tuple[Result, dict[str, Any]]]:
         if not isinstance(row, dict) or not needed <= row.keys():
             raise ValueError(f"{path}, line {number}: expected the fields {', '.join(sorted(needed))} of a run.")
         result = Result(**{name: value for name, value in row.items() if name in known})
-        runs[result.benchmark, result.method, result.backend, result.seed, result.call_limit] = result, row
+        runs[result.key] = result, row
     return list(runs.values())
+
+
+def named(result: Result) -> str:
+    """What the runs that are compared have in common, for people."""
+    limit = "" if result.call_limit is None else f", {result.call_limit} metric calls"
+    settings = f", {result.settings}" if result.settings else ""
+    return f"{result.benchmark} on {result.backend}, {result.slots} slots{limit}{settings}"
 
 
 def gain(result: Result) -> float | None:
@@ -77,7 +84,7 @@ def cells(results: Sequence[Result]) -> list[list[str]]:
     for name in dict.fromkeys(result.method for result in results):
         mine = [result for result in sound if result.method == name]
         scores = [result.best_score for result in mine if result.best_score is not None]
-        gained, pace = middle(mine, gain), middle(mine, lambda result: result.proposals_per_minute)
+        gained, pace = middle(mine, gain), middle(mine, lambda result: result.pace)
         lines.append([
             name,
             str(len({result.seed for result in mine})),
@@ -85,7 +92,7 @@ def cells(results: Sequence[Result]) -> list[list[str]]:
             shown(gained, "+.3f"),
             shown(ratio(gained, middle(base, gain)), ".2f"),
             shown(pace, ".1f"),
-            shown(ratio(pace, middle(base, lambda result: result.proposals_per_minute)), ".1f"),
+            shown(ratio(pace, middle(base, lambda result: result.pace)), ".1f"),
             shown(middle(mine, lambda result: result.metric_calls), ".0f"),
             shown(middle(mine, lambda result: result.tokens_per_second), ".0f"),
             shown(middle(mine, lambda result: result.mean_running), ".1f"),
@@ -103,7 +110,7 @@ def drawn(results: Sequence[Result]) -> Iterator[tuple[str, str, bytes]]:
     busy = pictures.slots(results)
     if busy is not None:
         yield "slots", "slots busy over seconds", busy
-    for name in (BASELINE, OURS):
+    for name in (BASELINE, pictures.OURS):
         timed = [result for result in results if result.method == name and result.stages]
         if timed:
             yield f"stages-{name}", f"timeline of the stages of {name}", pictures.stages(timed[0])
@@ -116,14 +123,14 @@ def page(runs: Sequence[tuple[Result, dict[str, Any]]], folder: Path | None = No
         runs: By `read`.
         folder: Where the PNG files go besides; `None` for nowhere.
     """
-    groups: dict[tuple[str, str, int, int | None], list[Result]] = {}
+    groups: dict[object, list[Result]] = {}
     for result, _ in runs:
-        groups.setdefault((result.benchmark, result.backend, result.slots, result.call_limit), []).append(result)
+        groups.setdefault(result.setting, []).append(result)
     parts = [f"<!doctype html><html lang=en><meta charset=utf-8><title>Bench</title><style>{STYLE}</style>"]
     parts.append("<h1>Bench</h1><p>Medians over the seeds (lowest - highest); bands are the seeds' range.</p>")
-    for number, ((benchmark, backend, slots, limit), results) in enumerate(groups.items()):
-        limited = "" if limit is None else f", {limit} metric calls"
-        parts.append(f"<h2>{html.escape(f'{benchmark} on {backend}, {slots} slots{limited}')}</h2>")
+    for number, results in enumerate(groups.values()):
+        benchmark = re.sub(r"[^\w.+-]", "_", results[0].benchmark)
+        parts.append(f"<h2>{html.escape(named(results[0]))}</h2>")
         parts.append(_table(COLUMNS, cells(results)))
         for name, alt, picture in drawn(results):
             if folder is not None:

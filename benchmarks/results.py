@@ -50,6 +50,7 @@ class Result:
         trajectory: Rows of `Point`'s fields where score or depth changed.
         busy: Seconds, and the requests in flight (the mean since the row before, or as sampled there).
         stages: Ticket, stage, and the seconds when it began and ended there; of the first seed alone.
+        settings: What else tells runs apart, in words: the length of replies, the time scale; empty for the defaults.
     """
 
     benchmark: str
@@ -78,11 +79,33 @@ class Result:
     trajectory: list[list[float | int | None]] = field(default_factory=list)
     busy: list[list[float]] = field(default_factory=list)
     stages: list[list[Any]] = field(default_factory=list)
+    settings: str = ""
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What the run was to be: of two runs with the same key, the later counts."""
+        return (*self.setting, self.method, self.seed)
+
+    @property
+    def setting(self) -> tuple[object, ...]:
+        """What the runs that are compared have in common."""
+        return self.benchmark, self.backend, self.settings, self.slots, self.call_limit
 
     @property
     def proposals_per_minute(self) -> float:
         """Proposals a minute of the server's time."""
         return 60.0 * self.proposals / self.seconds if self.seconds else 0.0
+
+    @property
+    def pace(self) -> float:
+        """Proposals a minute, with what the barriers of dspy.GEPA's batches hide.
+
+        dspy.GEPA announces a batch's proposals together, after its last reflection; so that a batch that the limit cuts
+        through is not lost to it, its finished reflections count as proposals. AsyncGEPA is given no such allowance.
+        """
+        if self.method.startswith("gepa") and self.reflections is not None and self.seconds:
+            return 60.0 * max(self.proposals, self.reflections) / self.seconds
+        return self.proposals_per_minute
 
     @property
     def tokens_per_second(self) -> float:

@@ -25,6 +25,11 @@ HEADER = (
 )  # fmt: skip
 
 
+def pace(result: Result) -> float:
+    """`Result.pace`."""
+    return result.pace
+
+
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command's options."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.throughput", description=__doc__)
@@ -47,7 +52,7 @@ def measure(options: argparse.Namespace) -> list[Result]:
                 result = bench.run(chosen, workload, limits)
                 write_result(options.out, result)
                 results.append(result)
-                print(f"seed {seed}: {chosen.name}: {pace(result):.1f} proposals/min, "
+                print(f"seed {seed}: {chosen.name}: {result.pace:.1f} proposals/min, "
                       f"{result.tokens_per_second:.0f} tokens/s {result.error}", flush=True)  # fmt: skip
     return results
 
@@ -63,17 +68,6 @@ def best_independent(results: Sequence[Result], figure: Callable[[Result], float
     """The independent sampling with the highest median of a figure, which a user would pick; `None` without one."""
     names = {result.method for result in results if result.method.startswith("gepa-independent")}
     return max(sorted(names), key=lambda name: median_of(results, name, figure) or 0.0, default=None)
-
-
-def pace(result: Result) -> float:
-    """Proposals a minute.
-
-    dspy.GEPA announces a batch's proposals together, after its last reflection; so that a batch that the limit cuts
-    through is not lost to it, its finished reflections count as proposals. AsyncGEPA is given no such allowance.
-    """
-    if result.method.startswith("gepa") and result.reflections is not None and result.seconds:
-        return 60.0 * max(result.proposals, result.reflections) / result.seconds
-    return result.proposals_per_minute
 
 
 def tokens(result: Result) -> float:

@@ -43,9 +43,9 @@ class VirtualJob:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """As of a result: see `benchmarks.bench.key_of`."""
+        """As `Result.key`."""
         limits = self.limits
-        return self.benchmark, self.backend, self.method, limits.seed, limits.slots, limits.metric_calls
+        return self.benchmark, self.backend, "", limits.slots, limits.metric_calls, self.method, limits.seed
 
     def run(self) -> Result:
         """Make the run.

@@ -22,7 +22,7 @@ class ValueFirst:
     Args:
         discount: what an item keeps of its worth for each commit it has not seen; above 0, up to 1.
         first: slots that a claim without an end to its value has before all others; at least 1. By its name,
-            ``slot_order="value"``, half of the slots.
+            ``slot_order="value"``, half of the slots, and 32 where they adapt.
 
     Raises:
         ConfigurationError: a discount outside of (0, 1], or fewer than 1 first.

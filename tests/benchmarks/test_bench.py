@@ -29,7 +29,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     @contextmanager
     def serving(self: Backend, benchmark: str, name: str, train: Any, val: Any, seed: int) -> Any:
         asked.append((name, seed))
-        yield Bench(benchmark, self.name, NoMeter()), _workload()
+        yield Bench(benchmark, self.name, NoMeter(), self.settings), _workload()
 
     monkeypatch.setattr(Backend, "serving", serving)
     return asked
@@ -121,6 +121,28 @@ def test_a_bench_in_virtual_time_stands_lockstep_for_gepa_and_goes_on_where_it_s
     assert {name: again[name] for name in same} == {name: rows["async"][name] for name in same}
 
 
+def test_runs_of_other_slots_and_lengths_are_other_runs_and_stand_in_tables_of_their_own(
+    tmp_path: Path, served: list[tuple[str, int]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = ["--out", str(tmp_path / "bench.jsonl")]
+    one = [*SMALL, "--seeds", "1", "--methods", "async", *out]
+    for more in ([], ["--slots", "2"], ["--time-scale", "2"]):
+        assert bench.main([*one, *more]) == 0
+    assert len(served) == 3
+    capsys.readouterr()
+    assert bench.main(one) == 0
+    said = capsys.readouterr().out
+    assert len(served) == 3
+    assert "has 3 runs, which are not made again" in said
+    assert [line for line in said.splitlines() if line.startswith("bench-aime on")] == [
+        "bench-aime on h100-qwen3-8b, 4 slots, 40 metric calls",
+        "bench-aime on h100-qwen3-8b, 2 slots, 40 metric calls",
+        "bench-aime on h100-qwen3-8b, 4 slots, 40 metric calls, time scale 2",
+    ]
+    assert bench.main([*one, "--fresh"]) == 0
+    assert len(served) == 4
+
+
 def test_missing_rows_end_the_bench_with_what_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -146,8 +168,11 @@ def test_missing_rows_end_the_bench_with_what_is_missing(
         (["--virtual", "--time-scale", "2"], "--virtual needs no --time-scale"),
         (["--workload", "aime", "--seconds", "hover=3"], "there is no run of 'hover'"),
         (["--seconds", "aime@api-gpt-4o-mini=3"], "there is no run of 'aime@api-gpt-4o-mini'"),
-        (["--seconds", "0"], "expected more than 0"),
-        (["--seconds", "soon"], "could not convert"),
+        (["--seconds", "0"], "expected seconds, more than 0"),
+        (["--seconds", "inf"], "expected seconds, more than 0"),
+        (["--seeds", "0"], "--seeds is 0, expected at least 1"),
+        (["--most", "-5"], "--most is -5, expected at least 1"),
+        (["--seconds", "soon"], "--seconds soon: expected seconds"),
         (["--backend", "abacus"], "invalid choice: 'abacus'"),
     ],
 )

@@ -116,6 +116,26 @@ def test_slots_and_stages_are_shown_where_a_run_has_them(tmp_path: Path) -> None
     assert page([(replace(timed, error="no"), {})]).count("<img") == 3, "slots of a failed run are left out"
 
 
+def test_what_drains_after_the_limit_is_in_no_curve() -> None:
+    late = [90.0, 900, 90, 9, 9, 0.9, 5, 9]
+    run = result("async", best=0.5)
+    run = replace(run, trajectory=[*run.trajectory, late])
+    assert curve([run], "seconds", 100.0)[1][-1] == 0.5
+    assert curve([run], "metric_calls", 1000.0)[1][-1] == 0.5
+
+
+def test_reflections_of_a_batch_that_the_limit_cuts_count_as_proposals_of_gepa_alone() -> None:
+    runs = [result("gepa-independent-40", proposals=0, reflections=40), result("async", proposals=0, reflections=40)]
+    batch, ours = (dict(zip(COLUMNS, line, strict=True)) for line in cells(runs))
+    assert (batch["proposals a minute"], ours["proposals a minute"]) == ("40.0", "0.0")
+
+
+@pytest.mark.parametrize("name", ["$\\frac$", "a$x_$b", "a/b c"])
+def test_names_are_drawn_as_they_are(tmp_path: Path, name: str) -> None:
+    page([(replace(result(name), benchmark=name), {})], tmp_path)
+    assert len(list(tmp_path.glob("*.png"))) == 2
+
+
 def test_of_equal_runs_the_last_counts(tmp_path: Path) -> None:
     source = written(tmp_path / "runs.jsonl", result("gepa", best=0.3), result("gepa", best=0.4))
     [(only, row)] = read(source)
