@@ -85,7 +85,7 @@ def test_the_order_of_slots_is_the_users_and_a_name_makes_a_new_one_each_run() -
 
 
 @pytest.mark.parametrize(("threads", "first"), [(64, 32), (1, 1), (None, 32)])
-def test_the_seeds_validation_has_half_of_the_slots_first_and_32_where_they_adapt(threads: int | None, first: int) -> None:
+def test_the_seed_has_half_of_the_slots_first_and_32_where_they_adapt(threads: int | None, first: int) -> None:
     order = settings(num_threads=threads).order
     seed, other = Claim(-1, "validate", 4, math.inf), Claim(0, "prefix", 6, 2.0)
     assert order is not None
