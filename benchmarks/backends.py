@@ -17,6 +17,14 @@ from benchmarks.workloads.registry import workload_named
 from benchmarks.workloads.simulated import served, simulated
 from dspy_flashevolve.sim import HouseRules
 
+NO_KEY = "none"
+"""litellm wants a key even where the endpoint does not."""
+
+
+def endpoint(api_base: str) -> dict[str, str]:
+    """Where `dspy.LM` finds a real endpoint; the key is `OPENAI_API_KEY` of the environment, if there is one."""
+    return {"api_base": api_base, "api_key": os.environ.get("OPENAI_API_KEY", NO_KEY)}
+
 
 @dataclass(frozen=True)
 class Backend:
@@ -80,7 +88,7 @@ class Backend:
         """The real model for the task and for reflections; the key is the environment's, as litellm reads it."""
         where: dict[str, Any] = {"cache": False}
         if self.api_base is not None:
-            where |= {"api_base": self.api_base, "api_key": os.environ.get("OPENAI_API_KEY", "none")}
+            where |= endpoint(self.api_base)
             model = f"openai/{model}"
         task_lm = dspy.LM(model, max_tokens=self.max_tokens, **where)
         return task_lm, dspy.LM(model, max_tokens=self.reflection_tokens, temperature=1.0, **where)

@@ -20,7 +20,7 @@ from pathlib import Path
 from benchmarks.backends import Backend
 from benchmarks.methods import Limits, method
 from benchmarks.report import COLUMNS, cells, named, page, read
-from benchmarks.results import RESULTS, Result, shown, table, write_result
+from benchmarks.results import RESULTS, Result, RunKey, shown, table, write_result
 from benchmarks.workloads.registry import definition_named, workload_names
 from benchmarks.workloads.rows import RowsMissing
 from benchmarks.workloads.virtual import VirtualJob, run_job
@@ -118,7 +118,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-Known = Collection[tuple[object, ...]]
+Known = Collection[RunKey]
 
 
 def runs(options: argparse.Namespace, there: Known) -> Iterator[Result]:
@@ -146,11 +146,8 @@ def _on(backend: Backend, options: argparse.Namespace, there: Known) -> Iterator
         benchmark = title(workload, train, val, seconds)
         for seed in range(options.seeds):
             limits = Limits(options.slots, seed, seconds, options.calls, options.time_scale)
-            missing = [
-                name
-                for name in options.methods
-                if (benchmark, backend.name, backend.settings, options.slots, options.calls, name, seed) not in there
-            ]
+            run = RunKey(benchmark, backend.name, backend.settings, options.slots, options.calls, "", seed)
+            missing = [name for name in options.methods if run._replace(method=name) not in there]
             if not missing:
                 continue
             with backend.serving(benchmark, workload, train, val, seed) as (bench, task):

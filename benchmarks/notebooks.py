@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import contextvars
 import functools
-import os
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -18,6 +17,7 @@ from typing import TypeVar
 
 import dspy
 
+from benchmarks.backends import NO_KEY, endpoint
 from benchmarks.workloads.definition import NamedWorkload
 from benchmarks.workloads.registry import definition_named, workload_named
 from benchmarks.workloads.rows import RowsMissing
@@ -26,8 +26,6 @@ from dspy_flashevolve.sim import HouseRules, SimServer
 from dspy_flashevolve.sim.virtual import SimulatedModel, run
 
 T = TypeVar("T")
-NO_KEY = "none"
-"""litellm wants a key even where the endpoint does not."""
 
 
 def ifbench(api_base: str | None, *, train: int, val: int) -> NamedWorkload:
@@ -86,7 +84,7 @@ def served(
         changes: Fields of the profile that differ, such as `concurrency_limit=24`.
     """
     if api_base is not None:
-        return {"api_base": api_base, "api_key": os.environ.get("OPENAI_API_KEY", NO_KEY)}
+        return endpoint(api_base)
     server = SimServer(replace(task.profile(profile), **changes), time_scale=time_scale)
     atexit.register(server.__enter__().__exit__, None, None, None)
     return {"api_base": server.api_base, "api_key": NO_KEY}

@@ -13,10 +13,22 @@ from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("dspy-flashevolve", "dspy", "gepa", "litellm")
+
+
+class RunKey(NamedTuple):
+    """What a run was to be; see `Result` for the fields."""
+
+    benchmark: str
+    backend: str
+    settings: str
+    slots: int
+    call_limit: int | None
+    method: str
+    seed: int
 
 
 @dataclass(frozen=True)
@@ -82,14 +94,14 @@ class Result:
     settings: str = ""
 
     @property
-    def key(self) -> tuple[object, ...]:
-        """What the run was to be: of two runs with the same key, the later counts."""
-        return (*self.setting, self.method, self.seed)
+    def key(self) -> RunKey:
+        """Of two runs with the same key, the later counts."""
+        return RunKey(self.benchmark, self.backend, self.settings, self.slots, self.call_limit, self.method, self.seed)
 
     @property
-    def setting(self) -> tuple[object, ...]:
+    def setting(self) -> RunKey:
         """What the runs that are compared have in common."""
-        return self.benchmark, self.backend, self.settings, self.slots, self.call_limit
+        return self.key._replace(method="", seed=0)
 
     @property
     def proposals_per_minute(self) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from pathlib import Path
 
 from benchmarks.methods import Limits, method
@@ -23,11 +24,6 @@ HEADER = (
     "method", "proposals/min", "tokens/s", "slots busy", "refused", "best score", "metric calls",
     "x gepa", "x independent", "of ceiling",
 )  # fmt: skip
-
-
-def pace(result: Result) -> float:
-    """`Result.pace`."""
-    return result.pace
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -70,14 +66,9 @@ def best_independent(results: Sequence[Result], figure: Callable[[Result], float
     return max(sorted(names), key=lambda name: median_of(results, name, figure) or 0.0, default=None)
 
 
-def tokens(result: Result) -> float:
-    """Tokens written a second."""
-    return result.tokens_per_second
-
-
 def rows(results: Sequence[Result]) -> list[list[str]]:
     """The table's cells: medians over the seeds, and the ratios of medians."""
-
+    pace, tokens = attrgetter("pace"), attrgetter("tokens_per_second")
     gepa, ceiling = median_of(results, "gepa", pace), median_of(results, "evaluate", tokens)
     rival = best_independent(results, pace)
     independent = median_of(results, rival, pace) if rival else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from benchmarks.methods import Limits, method
-from benchmarks.results import Result
+from benchmarks.results import Result, RunKey
 from benchmarks.timeline import timeline
 from benchmarks.virtual import VirtualRun, run_served
 from benchmarks.workloads.registry import workload_named
@@ -42,10 +42,10 @@ class VirtualJob:
         return f"{self.profile}, virtual time"
 
     @property
-    def key(self) -> tuple[object, ...]:
-        """As `Result.key`."""
+    def key(self) -> RunKey:
+        """That of its result."""
         limits = self.limits
-        return self.benchmark, self.backend, "", limits.slots, limits.metric_calls, self.method, limits.seed
+        return RunKey(self.benchmark, self.backend, "", limits.slots, limits.metric_calls, self.method, limits.seed)
 
     def run(self) -> Result:
         """Make the run.

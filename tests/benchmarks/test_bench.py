@@ -108,6 +108,7 @@ def test_a_bench_in_virtual_time_stands_lockstep_for_gepa_and_goes_on_where_it_s
     assert all(
         row["error"] == "" and row["seconds"] == 200.0 and row["busy"] and row["stages"] for row in rows.values()
     )
+    assert rows["gepa-independent-2"]["trajectory"] != rows["gepa"]["trajectory"], "two tasks a step are other steps"
     # One step after another: in lockstep no two tickets are ever worked on at the same time.
     ends = {ticket: end for ticket, _, _, end in rows["gepa"]["stages"]}
     starts = {ticket: began for ticket, _, began, _ in reversed(rows["gepa"]["stages"])}

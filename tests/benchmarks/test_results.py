@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -76,14 +77,14 @@ def test_the_best_independent_sampling_is_the_one_with_the_highest_median() -> N
         *(_result("gepa-independent-10", seed, proposals=count) for seed, count in enumerate([1, 6, 2])),
         _result("async", proposals=100),
     ]
-    assert throughput.best_independent(results, throughput.pace) == "gepa-independent-4"
-    assert throughput.best_independent(results[-1:], throughput.pace) is None
+    assert throughput.best_independent(results, attrgetter("pace")) == "gepa-independent-4"
+    assert throughput.best_independent(results[-1:], attrgetter("pace")) is None
 
 
 def test_reflections_that_a_batch_has_not_announced_count_for_dspy_gepa_only() -> None:
     cut = {"proposals": 10, "reflections": 15}
-    assert throughput.pace(_result("gepa-independent-10", **cut)) == 15.0
-    assert throughput.pace(_result("async", **cut)) == 10.0
+    assert _result("gepa-independent-10", **cut).pace == 15.0
+    assert _result("async", **cut).pace == 10.0
 
 
 def test_the_verdict_compares_medians_and_counts_the_seeds() -> None:
