@@ -60,9 +60,9 @@ class Layers:
 
 
 def readable_roots() -> tuple[str, ...]:
-    """Where Python and its libraries lie: all that a child may read beside its scratch directory."""
+    """Where Python and its libraries lie, this one too: all that a child may read beside its scratch directory."""
     paths = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    paths.add(os.path.join(sys.base_prefix, "lib"))
+    paths |= {os.path.join(sys.base_prefix, "lib"), str(Path(__file__).parents[1])}
     paths |= {str(Path(path).resolve()) for path in paths}
     return tuple(sorted(paths)) + SYSTEM
 

@@ -166,8 +166,9 @@ def _reason(error: BaseException) -> str:
 
 def _told(error: BaseException) -> str:
     """The error with the candidate's own lines, for whoever writes the next one."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == FILE_NAME]
-    lines = [f"  line {frame.lineno}, in {frame.name}" for frame in frames[-5:]]
+    frames = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    own = [(code.co_name, line) for code, line in frames if code.co_filename == FILE_NAME]
+    lines = [f"  line {line}, in {name}" for name, line in own[-5:]]
     return "\n".join([f"{type(error).__name__}: {error}"[:MESSAGE_CHARACTERS], *lines])
 
 
