@@ -17,6 +17,7 @@ from dspy_flashevolve.meta_harness.lm_requests import LmRequest, parse_request
 from dspy_flashevolve.meta_harness.outcomes import REASONS, Failure, LmRecord, Outcome, Reason, SandboxError
 from dspy_flashevolve.meta_harness.wire import HEADER, WireError, decode, encode
 
+FIRST = asyncio.FIRST_COMPLETED
 S = TypeVar("S")
 T = TypeVar("T")
 START_SECONDS = 120.0
@@ -64,6 +65,8 @@ class Conversation:
         self._bytes_left = limits.output_bytes
         self._bytes = 0
         self._calls_left = limits.lm_calls
+        self._tokens_left = limits.lm_tokens
+        self._began = 0.0
         self._ahead: asyncio.Future[dict[str, Any]] | None = None
         self.calls: list[LmRecord] = []
         self.printed = ""
@@ -84,6 +87,7 @@ class Conversation:
                 raise OSError(f"a child could not be locked up: {started.get('message')}")
         except _Over as error:
             raise OSError(f"a child ended before it was locked up ({error})") from error
+        self._began = asyncio.get_running_loop().time()
         try:
             await self._timed(self._send(job))
             while True:
@@ -103,6 +107,8 @@ class Conversation:
         self._calls_left -= request.replies
         if self._calls_left < 0:
             raise _Over("lm_calls", f"it asked for more than {self._limits.lm_calls} LM calls")
+        if self._tokens_left <= 0:
+            raise _Over("lm_tokens", f"its LM calls used its {self._limits.lm_tokens} tokens, and it asked for another")
         loop = asyncio.get_running_loop()
         began = loop.time()
         answer = await self._called(request)
@@ -110,6 +116,7 @@ class Conversation:
             await self._timed(self._send({"error": answer.error}))
             return
         self.calls.append(replace(answer.record, seconds=loop.time() - began))
+        self._tokens_left -= answer.record.tokens
         await self._timed(self._send({"outputs": answer.record.outputs}))
 
     async def _called(self, request: LmRequest) -> LmAnswer:
@@ -118,7 +125,9 @@ class Conversation:
         try:
             if self._ahead is None:
                 self._ahead = asyncio.ensure_future(self._frame())
-            await asyncio.wait([call, self._ahead], return_when=asyncio.FIRST_COMPLETED)
+            ended, _ = await asyncio.wait([call, self._ahead], timeout=self._left, return_when=FIRST)
+            if not ended:
+                raise self._too_long()
             if self._ahead.done() and not call.done():
                 message = self._ahead.result()
                 if "lm" not in message:
@@ -162,13 +171,23 @@ class Conversation:
         except ConnectionError as error:
             raise _Over("died", "it ended without an answer") from error
 
+    @property
+    def _left(self) -> float:
+        """Seconds of the limit on all of its wall time."""
+        return max(0.0, self._began + self._limits.total_seconds - asyncio.get_running_loop().time())
+
+    def _too_long(self) -> _Over:
+        return _Over("time", f"it ran for more than {self._limits.total_seconds:g} seconds, its LM calls included")
+
     async def _timed(self, step: Awaitable[T]) -> T:
         """Await a step of the candidate's own time."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         try:
-            return await asyncio.wait_for(step, max(0.0, self._limits.seconds - self.seconds))
+            return await asyncio.wait_for(step, min(max(0.0, self._limits.seconds - self.seconds), self._left))
         except asyncio.TimeoutError as error:
+            if self._left <= 0:
+                raise self._too_long() from error
             raise _Over("time", f"it ran for more than {self._limits.seconds:g} seconds") from error
         finally:
             self.seconds += loop.time() - began

@@ -2,7 +2,7 @@
 
 Candidate code runs as WebAssembly without files, network and processes; the predictors that it makes live in this
 process, as data (``dspy.Flex`` says how). It runs a subset of dspy and of Python's libraries, keeps no memory, and has
-limits on wall time, LM calls and output only.
+limits on wall time (``total_seconds``), LM calls and their tokens, and output only.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class DenoSandbox:
 
     Args:
         signature: inputs and outputs of the task.
-        limits: of each run; those of processor time, memory, scratch files and tasks do not apply.
+        limits: of each run; those of its own wall time, processor time, memory, scratch files and tasks do not apply.
         interpreter_factory: makes an interpreter. Default: ``dspy.PythonInterpreter``.
 
     Raises:
@@ -72,9 +72,9 @@ class DenoSandbox:
 
         try:
             work = asyncio.to_thread(self._predict, job, lm, interpreter)
-            fields = await asyncio.wait_for(work, self._limits.seconds + self._limits.lm_calls * 60)
+            fields = await asyncio.wait_for(work, self._limits.total_seconds)
         except asyncio.TimeoutError:
-            failure = Failure("time", f"it ran for more than {self._limits.seconds:g} seconds")
+            failure = Failure("time", f"it ran for more than {self._limits.total_seconds:g} seconds")
             return Outcome({}, failure=failure, calls=tuple(lm.calls))
         except FlashEvolveError:
             raise
@@ -112,6 +112,9 @@ class _HostLM(BaseLM):
         options = {name: value for name, value in kwargs.items() if value is not None}
         if len(self.calls) >= self._limits.lm_calls:
             self.failure = Failure("lm_calls", f"it asked for more than {self._limits.lm_calls} LM calls")
+            raise CodeInterpreterError(str(self.failure))
+        if sum(call.tokens for call in self.calls) >= self._limits.lm_tokens:
+            self.failure = Failure("lm_tokens", f"its LM calls used its {self._limits.lm_tokens} tokens")
             raise CodeInterpreterError(str(self.failure))
         request = parse_request({"messages": to_jsonable_python(given), "options": options})
         answer = asyncio.run_coroutine_threadsafe(_awaited(self._call_lm(request)), self._loop).result()

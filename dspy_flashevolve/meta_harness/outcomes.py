@@ -8,8 +8,9 @@ from typing import Any, Literal
 from dspy_flashevolve.engine.errors import FlashEvolveError
 
 Reason = Literal[
-    "error", "time", "cpu", "memory", "output", "lm_calls", "processes", "forbidden", "protocol", "died", "interface"
-]
+    "error", "time", "cpu", "memory", "output", "lm_calls", "lm_tokens", "processes", "forbidden", "protocol", "died",
+    "interface",
+]  # fmt: skip
 """Why a run failed: an exception of its own, a limit, something forbidden, a broken protocol, or a sudden death."""
 REASONS: frozenset[str] = frozenset(Reason.__args__)  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -56,6 +57,11 @@ class LmRecord:
     completion_tokens: int
     seconds: float = 0.0
 
+    @property
+    def tokens(self) -> int:
+        """Of its prompt and its replies."""
+        return self.prompt_tokens + self.completion_tokens
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -82,4 +88,4 @@ class Outcome:
     @property
     def tokens(self) -> int:
         """Of all its LM calls."""
-        return sum(call.prompt_tokens + call.completion_tokens for call in self.calls)
+        return sum(call.tokens for call in self.calls)

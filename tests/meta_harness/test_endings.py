@@ -20,7 +20,7 @@ from dspy_flashevolve.meta_harness.drafts import Draft
 from dspy_flashevolve.meta_harness.files import Library, overview
 from dspy_flashevolve.meta_harness.limits import Limits
 from dspy_flashevolve.meta_harness.outcomes import Failure
-from tests.meta_harness.test_hostile import wire_code
+from tests.meta_harness.test_hostile import children_of, wire_code
 from tests.meta_harness.test_search import Watched, search
 from tests.meta_harness.worlds import GOOD, Lab, lab, module
 
@@ -45,6 +45,63 @@ def test_a_child_that_dies_during_an_lm_call_ends_the_call(roomy: Lab) -> None:
     outcome = roomy.run(module(body), call_lm=never)
     assert outcome.failure is not None
     assert outcome.failure.reason == "died"
+
+
+@linux
+def test_a_run_ends_with_its_total_time_though_an_lm_call_is_outstanding() -> None:
+    cancelled: list[bool] = []
+
+    async def hangs(request: object) -> NoReturn:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.append(True)
+        raise AssertionError
+
+    with lab(Limits(total_seconds=0.5)) as one:
+        outcome = one.run(module("dspy.settings.lm('x')"), call_lm=hangs)
+        assert str(outcome.failure) == "time: it ran for more than 0.5 seconds, its LM calls included"
+        assert cancelled == [True]
+        assert one.is_well()
+
+
+@linux
+def test_the_total_time_bounds_the_candidates_own_time_too() -> None:
+    with lab(Limits(total_seconds=0.5, seconds=600.0)) as one:
+        outcome = one.run(module("import time; time.sleep(600)"))
+    assert str(outcome.failure) == "time: it ran for more than 0.5 seconds, its LM calls included"
+
+
+@linux
+@pytest.mark.parametrize(("tokens", "calls"), [(1, 1), (7, 1), (8, 2), (14, 2), (15, 3)])
+def test_no_lm_call_is_made_once_the_tokens_are_used(tokens: int, calls: int) -> None:
+    """Each call has 7."""
+    with lab(Limits(lm_tokens=tokens)) as one:
+        outcome = one.run(module("for _ in range(3): dspy.settings.lm('again')\nwhile True: dspy.settings.lm('more')"))
+    assert outcome.failure is not None
+    assert outcome.failure.reason == "lm_tokens"
+    assert str(tokens) in outcome.failure.message
+    assert len(outcome.calls) == calls
+
+
+@linux
+@pytest.mark.parametrize("without", [(), ("namespaces",)], ids=["all layers", "no namespaces"])
+def test_two_hundred_runs_leave_no_process_no_file_and_no_descriptor(without: tuple[str, ...]) -> None:
+    body = "import os\nopen('mine', 'w').write('x' * 1000)\nfound = os.getcwd()"
+    with lab(without=without) as one:
+        homes = {str(one.run(module(body)).fields["answer"])}
+        server = one.sandbox.process_id
+        held = [descriptors(number) for number in (os.getpid(), server)]
+        homes |= {str(one.run(module(body)).fields["answer"]) for _ in range(200)}
+        assert one.sandbox.process_id == server
+        assert [descriptors(number) for number in (os.getpid(), server)] == held
+        assert not children_of(one)
+        assert len(homes) == (201 if without else 1), "each has its own file system, or its own directory"
+        assert not any(Path(home, "mine").exists() for home in homes)
+
+
+def descriptors(process_id: int | None) -> int:
+    return len(os.listdir(f"/proc/{process_id}/fd"))
 
 
 @linux

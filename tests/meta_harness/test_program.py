@@ -88,3 +88,7 @@ def test_the_second_sandbox_counts_lm_calls_and_reports_failures() -> None:
     assert (good.failure, good.fields, len(good.calls)) == (None, {"answer": "42"}, 1)
     assert run(GOOD, inputs=None, batch=[]).failure.reason == "interface"
     assert run(module("1 / 0")).failure.reason == "error"
+    greedy = module("for _ in range(9): dspy.Predict('question -> answer')(question='again')")
+    assert run(greedy).failure.reason == "error"  # dspy.Flex's own limit on calls comes first
+    sandbox = DenoSandbox(dspy.Signature("question -> answer"), Limits(lm_tokens=7), interpreter_factory=local)
+    assert run(greedy).failure.reason == "lm_tokens"
