@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import anyio
 import dspy
@@ -288,10 +289,13 @@ def check_data(student: Module, trainset: Any, teacher: Module | None, valset: A
     for name, data in (("trainset", trainset), ("valset", valset)):
         if data is None and name == "valset":
             continue
+        if data is not None and not hasattr(data, "__len__"):
+            raise DataError(f"{name} is a {type(data).__name__}, expected a list of dspy.Example: pass list({name}).")
         if data is None or len(data) < 1:
             raise DataError(f"{name} is empty, expected at least one dspy.Example.")
-        first = data[0] if isinstance(data, list | tuple) else None
-        if isinstance(first, Example) and not isinstance(first, Prediction) and first._input_keys is None:  # pyright: ignore[reportPrivateUsage]
-            raise DataError(
-                f"{name}[0] does not say which fields are inputs: build it by dspy.Example(...).with_inputs(...)."
-            )
+        for number, one in enumerate(cast("Sequence[Any]", data) if isinstance(data, list | tuple) else ()):
+            if isinstance(one, Example) and not isinstance(one, Prediction) and one._input_keys is None:  # pyright: ignore[reportPrivateUsage]
+                raise DataError(
+                    f"{name}[{number}] does not say which fields are inputs: build it by "
+                    "dspy.Example(...).with_inputs(...)."
+                )

@@ -573,6 +573,8 @@ class NoPredictor(dspy.Module):
         (Chain(), {"trainset": None}, 150, "trainset is empty"),
         (Chain(), {"trainset": TRAIN, "valset": []}, 150, "valset is empty"),
         (Chain(), {"trainset": [dspy.Example(question="q")]}, 150, "with_inputs"),
+        (Chain(), {"trainset": [*TRAIN, dspy.Example(question="q")]}, 150, rf"trainset\[{len(TRAIN)}\] does not say"),
+        (Chain(), {"trainset": iter(TRAIN)}, 150, r"trainset is a list_iterator, .* pass list\(trainset\)"),
         (Chain(), {"trainset": TRAIN, "teacher": Chain()}, 150, "teacher"),
         (NoPredictor(), {"trainset": TRAIN}, 150, "NoPredictor has no predictor"),
         ("program", {"trainset": TRAIN}, 150, "student is 'program', expected a dspy.Module"),

@@ -17,6 +17,8 @@ from dspy_flashevolve.ace.text import cleaned
 
 MOST_OPERATIONS = 200
 """Of one reply; what comes after them is not read."""
+KINDS = ("ADD", "UPDATE", "MERGE", "REMOVE", "DELETE")
+"""Words for an operation's type."""
 _TAG_OF: dict[str, Tag] = {tag: tag for tag in TAGS}
 _DEPTH = 4
 """Lists and objects in each other that are looked through for operations."""
@@ -87,7 +89,8 @@ def parse_operations(reply: object) -> tuple[list[Operation], list[Problem]]:
 
     Args:
         reply: a list of objects with "type" (ADD, UPDATE, MERGE or REMOVE), "section", "content", "id" or "ids"; the
-            same as JSON or as Python source, inside other text, cut off, or as an object that holds it.
+            same as JSON or as Python source, inside other text, cut off, or as an object that holds it, or that holds
+            a list for each type.
 
     Returns:
         The operations in order, and what could not be read. Text without any JSON is one problem; an empty list, or
@@ -162,7 +165,7 @@ def _operation(data: Mapping[str, Any]) -> Operation | Problem:
     kind = str(data.get("type", data.get("op", data.get("operation", "")))).strip().upper()
     content = data.get("content", data.get("text"))
     text = cleaned(content) if isinstance(content, str) else ""
-    if kind not in ("ADD", "UPDATE", "MERGE", "REMOVE", "DELETE"):
+    if kind not in KINDS:
         return Problem("unknown operation", (kind or str(dict(data)))[:80])
     if kind in ("ADD", "UPDATE", "MERGE") and not text:
         return Problem("no content", str(dict(data))[:200])
@@ -189,9 +192,9 @@ def _id(value: object) -> str:
 
 def _objects(value: object, depth: int = _DEPTH) -> Iterator[Mapping[str, Any]]:
     """The objects that may be operations: those in lists, and in objects that only hold such lists."""
-    if depth == 0:
-        return
-    if isinstance(value, list):
+    if depth == 0 and isinstance(value, list | dict) and value:
+        yield {"type": "too deep"}
+    elif isinstance(value, list):
         for one in cast("list[object]", value):
             yield from _objects(one, depth - 1)
     elif isinstance(value, Mapping):
@@ -201,6 +204,9 @@ def _objects(value: object, depth: int = _DEPTH) -> Iterator[Mapping[str, Any]]:
             yield from _objects(cast("object", inner), depth - 1)
         elif isinstance(inner, str):
             yield from (one for value in _values(inner) for one in _objects(value, depth - 1))
+        elif data and all(name.upper() in KINDS and isinstance(listed, list) for name, listed in data.items()):
+            for name, listed in data.items():
+                yield from ({**one, "type": name} for one in _objects(listed, depth - 1))
         else:
             yield data
 

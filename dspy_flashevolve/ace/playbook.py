@@ -150,11 +150,16 @@ class Playbook:
     def tagged(self, tags: Iterable[tuple[str, Tag]]) -> Playbook:
         """With counters as the tags say; a tag of an id that is not here counts nothing. The version stays.
 
+        Raises:
+            ConfigurationError: a word that is no tag.
+
         >>> Playbook().adding("other", "x").tagged([("oth-1", "helpful"), ("oth-9", "harmful")]).get("oth-1").worth
         1
         """
         change = {"helpful": dict[str, int](), "harmful": dict[str, int](), "neutral": dict[str, int]()}
         for bullet_id, tag in tags:
+            if tag not in change:
+                raise ConfigurationError(f"playbook: tag {tag!r:.80} of {bullet_id!r:.80}, expected one of {TAGS}.")
             change[tag][bullet_id] = change[tag].get(bullet_id, 0) + 1
         helpful, harmful = change["helpful"], change["harmful"]
         return self.replacing(

@@ -12,6 +12,9 @@ from dspy_flashevolve.engine.errors import ConfigurationError
 Embedder = Callable[[list[str]], Sequence[Sequence[float]]]
 """Texts -> one vector each, all of one length."""
 _WORD = re.compile(r"\w+")
+_SIGN = re.compile(r"[+*/=<>^%]|(?<![^\W\d_])-")
+"""Of arithmetic; a dash after a letter joins words."""
+_TOKEN = re.compile(rf"\w+|{_SIGN.pattern}")
 _NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
 _DENIAL = re.compile(r"\b(?:not|no|never|none|without|cannot|avoid|unless|except)\b|n't\b")
 
@@ -22,13 +25,14 @@ def words_of(text: str) -> frozenset[str]:
 
 
 def same_words(content: str, bullets: Sequence[Bullet]) -> Bullet | None:
-    """The first bullet with the same words in the same order, whatever stands between them.
+    """The first bullet with the same words and signs of arithmetic in the same order, whatever stands between them.
 
     >>> same_words("Round, at the END", [Bullet("str-1", "strategies", "round at the end.")]).id
     'str-1'
+    >>> same_words("Take a + b.", [Bullet("str-1", "strategies", "Take a - b.")])
     """
-    wanted = _WORD.findall(content.lower()) or content
-    return next((one for one in bullets if (_WORD.findall(one.content.lower()) or one.content) == wanted), None)
+    wanted = _TOKEN.findall(content.lower()) or content
+    return next((one for one in bullets if (_TOKEN.findall(one.content.lower()) or one.content) == wanted), None)
 
 
 def overlap(one: str, other: str) -> float:
@@ -42,14 +46,20 @@ def overlap(one: str, other: str) -> float:
 
 
 def differs(one: str, other: str) -> bool:
-    """Whether two texts hold other numbers or negations: they say different things, however alike they are.
+    """Whether two texts hold other numbers, signs of arithmetic or negations.
+
+    They say different things then, however alike they are.
 
     >>> differs("Always round up.", "Never round up."), differs("Use 2 digits.", "Use two digits.")
     (True, True)
-    >>> differs("Do not round.", "Don't round.")
-    False
+    >>> differs("Do not round.", "Don't round."), differs("Take a / b.", "Take b*a.")
+    (False, True)
     """
-    return set(_NUMBER.findall(one)) != set(_NUMBER.findall(other)) or _denials(one) != _denials(other)
+    return _said(one) != _said(other)
+
+
+def _said(text: str) -> tuple[set[str], list[str], int]:
+    return set(_NUMBER.findall(text)), sorted(_SIGN.findall(text)), _denials(text)
 
 
 def _denials(text: str) -> int:

@@ -97,6 +97,13 @@ def test_no_reply_makes_the_readers_raise(reply: object) -> None:
     assert all(isinstance(one, Problem) for one in problems)
 
 
+@pytest.mark.parametrize("depth", range(1, 9))
+def test_operations_that_lie_too_deep_are_a_problem_and_not_lost_unsaid(depth: int) -> None:
+    operations, problems = parse_operations("[" * depth + '{"type": "REMOVE", "id": "oth-1"}' + "]" * depth)
+    assert len(operations) + len(problems) == 1
+    assert bool(operations) == (depth < 4)
+
+
 @pytest.mark.parametrize("reply", ["[" * 50_000, "{" * 50_000, '{"a":' * 50_000, "[[" * 3000 + "]" * 6000])
 def test_nesting_without_end_ends(reply: str) -> None:
     parse_operations(reply)
@@ -143,6 +150,8 @@ def test_a_very_long_reply_is_cut_and_no_long_literal_is_read() -> None:
         ({"operations": {"type": "REMOVE", "id": "oth-1"}}, Remove("oth-1")),
         ({"operations": '[{"type": "REMOVE", "id": "oth-1"}]'}, Remove("oth-1")),
         ({"type": "MERGE", "ids": "oth-1, oth-2", "content": "x"}, Merge(("oth-1", "oth-2"), "x")),
+        ({"remove": [{"id": "oth-1"}], "ADD": []}, Remove("oth-1")),
+        ({"operations": {"ADD": [{"section": "other", "content": "x"}]}}, Add("other", "x")),
     ],
 )
 def test_other_forms_of_a_list_are_read_too(reply: object, expected: object) -> None:

@@ -127,6 +127,11 @@ def test_counters_commute_and_leave_the_version(playbook: Playbook, order: list[
     assert forth.render() == playbook.render()
 
 
+def test_a_word_that_is_no_tag_is_refused_by_name() -> None:
+    with pytest.raises(ConfigurationError, match=r"tag 'great' of 'oth-1', expected one of \('helpful'"):
+        Playbook().adding("other", "x").tagged([("oth-1", "great")])  # pyright: ignore[reportArgumentType]
+
+
 def test_a_rendered_playbook_shows_counters_only_to_those_who_ask() -> None:
     playbook = (
         Playbook().adding("formulas", "a = b").adding("strategies", "Think.\nTwice.").tagged([("for-1", "harmful")])

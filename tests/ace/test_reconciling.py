@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from dspy_flashevolve.ace.operations import Add, Remove, Update
 from dspy_flashevolve.ace.reconciling import decided, without_repeats
+from dspy_flashevolve.ace.similarity import same_words
 from tests.ace.books import book_of
 from tests.ace.test_playbook import JSON
 
@@ -51,6 +52,16 @@ def test_no_reply_loses_an_addition_unsaid(reply: object) -> None:
     operations, problems = decided(ADDS, NEWER, reply)
     dropped = sum(one.kind == "stale addition dropped" for one in problems)
     assert len(operations) + dropped == len(ADDS)
+
+
+@pytest.mark.parametrize(
+    "other", ["Growth is a - b over b.", "Growth is a + b, over 2 b.", "Growth is not a + b over b."]
+)
+def test_another_sign_number_or_denial_is_no_repetition(other: str) -> None:
+    book = book_of([("formulas", "Growth is a + b over b.")])
+    assert without_repeats([Add("other", other)], book.bullets)[0] == [Add("other", other)]
+    assert same_words(other, book.bullets) is None
+    assert same_words("growth is: a + b (over b)", book.bullets) == book.bullets[0]
 
 
 def test_an_addition_that_nearly_repeats_a_newer_bullet_goes_and_other_operations_stay() -> None:
