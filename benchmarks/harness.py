@@ -5,7 +5,10 @@ a minute, and the best score at the same moment. Three backends:
 
     --backend virtual   virtual time, the simulated model in the process, and a stand-in for the sandbox (default)
     --backend http      the simulated server over HTTP and the real sandbox; needs cores to spare
-    --api-base ...      a real server, the real sandbox, and the rows of a named workload
+    --api-base ...      a real server, the real sandbox, and the metrics of named workloads
+
+Tasks are house rules, alone or on the rows and the program of a named workload; the latter, with its own metric, on a
+real server.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
@@ -25,17 +28,24 @@ from typing import Any, Literal
 
 import dspy
 
+from benchmarks.backends import Backend
 from benchmarks.in_process import InProcessStandIn
 from benchmarks.results import RESULTS, Spread, append_json_lines, ratio, shown, table
-from benchmarks.workloads.registry import workload_named
+from benchmarks.workloads.registry import workload_named, workload_names
+from benchmarks.workloads.simulated import simulated
 from dspy_flashevolve import AsyncMetaHarness
 from dspy_flashevolve.sim import HouseRules, SimServer
+from dspy_flashevolve.sim.profiles import Profile, profile_named
 from dspy_flashevolve.sim.virtual import SimulatedModel, run
 
 TARGET = 4.0
 """Validated candidates a minute, async over lockstep."""
-HEADER = ("schedule", "candidates a minute", "best score", "candidates", "failed", "generations", "mean gap", "busy")
+HOUSE_RULES = "house-rules"
+HEADER = (
+    "task", "schedule", "candidates a minute", "best score", "candidates", "failed", "generations", "mean gap", "busy",
+)  # fmt: skip
 Schedule = Literal["async", "lockstep"]
+LOCKSTEP: Schedule = "lockstep"
 
 
 @dataclass(frozen=True)
@@ -43,6 +53,7 @@ class Row:
     """One run; rates and scores are those of the first `seconds` of it, in the server's time.
 
     Attributes:
+        task: "house-rules", or the name of a workload.
         backend: "virtual", "http", or the real model.
         schedule: "async" or "lockstep".
         proposers: agents that write at once; one in lockstep.
@@ -56,8 +67,11 @@ class Row:
         generations: from the seed to the deepest candidate, over the whole run.
         mean_gap: admissions between what a candidate's proposer saw and its own.
         occupancy: share of slot-seconds in use.
+        train, val: examples.
+        k: candidates a proposal.
     """
 
+    task: str
     backend: str
     schedule: str
     proposers: int
@@ -72,11 +86,14 @@ class Row:
     generations: int
     mean_gap: float
     occupancy: float
+    train: int
+    val: int
+    k: int
 
     @property
     def name(self) -> str:
         """The row's method."""
-        return self.schedule if self.schedule == "lockstep" else f"async, {self.proposers} proposers"
+        return LOCKSTEP if self.schedule == LOCKSTEP else f"async, {self.proposers} proposers"
 
     @property
     def candidates_a_minute(self) -> float:
@@ -89,8 +106,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.harness", description=__doc__)
     parser.add_argument("--backend", choices=["virtual", "http"], default="virtual")
     parser.add_argument("--api-base", help="a real server's address, with /v1")
-    parser.add_argument("--model", default="Qwen/Qwen2.5-0.5B-Instruct", help="the model that it serves")
-    parser.add_argument("--workload", default="symptom2disease", help="whose rows a real server gets")
+    parser.add_argument("--model", help="the model that it serves")
+    parser.add_argument("--max-tokens", type=int, default=1024, help="of a reply of the real model to the task")
+    parser.add_argument("--proposer-tokens", type=int, default=4096, help="of its replies to proposers")
+    parser.add_argument("--proposer-steps", type=int, default=8, help="tool calls of a proposer")
+    parser.add_argument(
+        "--tasks", nargs="+", default=[HOUSE_RULES], help=f"{HOUSE_RULES}, or out of {', '.join(workload_names())}"
+    )
     parser.add_argument("--profile", default="h100-qwen3-8b", help="the simulated model")
     parser.add_argument("--time-scale", type=float, default=4.0, help="of the simulated server over HTTP")
     parser.add_argument("--seconds", type=float, default=300.0, help="the fixed time, in the server's seconds")
@@ -102,111 +124,138 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--val", type=int, default=30)
     parser.add_argument("--rules", type=int, default=24)
     parser.add_argument("--out", type=Path, default=RESULTS / "harness.jsonl")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if bool(options.api_base) != bool(options.model):
+        parser.error("--api-base and --model belong together")
+    known = [*([] if options.api_base else [HOUSE_RULES]), *workload_names()]
+    if unknown := [name for name in options.tasks if name not in known]:
+        parser.error(f"--tasks {' '.join(unknown)}: choose from {', '.join(known)}")
+    return options
 
 
-def measured(options: argparse.Namespace, schedule: Schedule, proposers: int, seed: int) -> Row:
-    """One run."""
-    if options.api_base:
-        return _real(options, schedule, proposers, seed)
-    return (_virtual if options.backend == "virtual" else _http)(options, schedule, proposers, seed)
+@dataclass(frozen=True)
+class Data:
+    """What a run works on, whatever answers it."""
+
+    student: dspy.Module
+    metric: Callable[..., Any]
+    trainset: list[dspy.Example]
+    valset: list[dspy.Example]
 
 
-def _virtual(options: argparse.Namespace, schedule: Schedule, proposers: int, seed: int) -> Row:
-    task = HouseRules(rules=options.rules, seed=seed)
-    model = SimulatedModel(options.profile, seed=seed, reply_model=task.reply_model)
+@dataclass(frozen=True)
+class Asked:
+    """What a run is asked to do; the fields are those of `Row`."""
 
-    async def main() -> Row:
-        lm, began = model.lm(), asyncio.get_running_loop().time()
-        optimizer = _optimizer(options, schedule, proposers, seed, task.metric, lm, 1.0, sandbox=InProcessStandIn())
-        with dspy.context(lm=lm):
-            program = await optimizer.acompile(_student(task), **_house_rules(options, task))
-        return _row(options, "virtual", optimizer, program, seed, asyncio.get_running_loop().time() - began, 1.0)
+    options: argparse.Namespace
+    task: str
+    schedule: Schedule
+    proposers: int
+    seed: int
 
-    return run(main)
+    def row(self) -> Row:
+        """The run."""
+        if self.options.api_base:
+            return self._real()
+        return self._virtual() if self.options.backend == "virtual" else self._http()
 
+    def _virtual(self) -> Row:
+        rules, data, profile = self._simulated()
+        model = SimulatedModel(profile, seed=self.seed, reply_model=rules.reply_model)
 
-def _http(options: argparse.Namespace, schedule: Schedule, proposers: int, seed: int) -> Row:
-    task, scale = HouseRules(rules=options.rules, seed=seed), options.time_scale
-    with SimServer(options.profile, seed=seed, time_scale=scale, reply_model=task.reply_model) as server:
-        lm = dspy.LM("openai/simulated", api_base=server.api_base, api_key="none", cache=False)
-        optimizer = _optimizer(options, schedule, proposers, seed, task.metric, lm, scale)
+        async def main() -> Row:
+            lm, began = model.lm(), asyncio.get_running_loop().time()
+            optimizer = self._optimizer(data, lm, 1.0, sandbox=InProcessStandIn())
+            with dspy.context(lm=lm):
+                program = await optimizer.acompile(data.student, trainset=data.trainset, valset=data.valset)
+            return self._row("virtual", optimizer, program, asyncio.get_running_loop().time() - began, 1.0)
+
+        return run(main)
+
+    def _http(self) -> Row:
+        rules, data, profile = self._simulated()
+        scale = self.options.time_scale
+        with SimServer(profile, seed=self.seed, time_scale=scale, reply_model=rules.reply_model) as server:
+            lm = dspy.LM("openai/simulated", api_base=server.api_base, api_key="none", cache=False)
+            return self._compiled("http", data, lm, lm, scale)
+
+    def _real(self) -> Row:
+        options = self.options
+        workload = workload_named(self.task, train=options.train, val=options.val, test=0, seed=self.seed)
+        backend = Backend(
+            api_base=options.api_base, max_tokens=options.max_tokens, reflection_tokens=options.proposer_tokens
+        )
+        task_lm, proposer_lm = backend.lms(options.model)
+        data = Data(workload.program(), workload.metric, workload.trainset, workload.valset)
+        return self._compiled(options.model, data, task_lm, proposer_lm, 1.0)
+
+    def _compiled(self, backend: str, data: Data, task_lm: dspy.LM, proposer_lm: dspy.LM, scale: float) -> Row:
+        optimizer = self._optimizer(data, proposer_lm, scale)
         began = time.monotonic()
-        with dspy.context(lm=lm):
-            program = optimizer.compile(_student(task), **_house_rules(options, task))
-        return _row(options, "http", optimizer, program, seed, time.monotonic() - began, scale)
+        with dspy.context(lm=task_lm):
+            program = optimizer.compile(data.student, trainset=data.trainset, valset=data.valset)
+        return self._row(backend, optimizer, program, time.monotonic() - began, scale)
 
+    def _simulated(self) -> tuple[HouseRules, Data, Profile]:
+        options, rules = self.options, HouseRules(rules=self.options.rules, seed=self.seed)
+        profile = profile_named(options.profile)
+        if self.task == HOUSE_RULES:
+            seed: Any = rules.program()
+            student = dspy.Predict(dspy.Signature("question -> answer", seed.answer.signature.instructions))
+            return rules, Data(student, rules.metric, rules.trainset(options.train), rules.valset(options.val)), profile
+        named = workload_named(self.task, train=options.train, val=options.val, test=0, seed=self.seed)
+        ruled = simulated(named, rules)
+        return rules, Data(ruled.program(), ruled.metric, ruled.trainset, ruled.valset), ruled.profile(profile)
 
-def _real(options: argparse.Namespace, schedule: Schedule, proposers: int, seed: int) -> Row:
-    workload = workload_named(options.workload, train=options.train, val=options.val, test=0, seed=seed)
-    lm = dspy.LM(f"openai/{options.model}", api_base=options.api_base, api_key="none", cache=False)
-    optimizer = _optimizer(options, schedule, proposers, seed, workload.metric, lm, 1.0)
-    began = time.monotonic()
-    with dspy.context(lm=lm):
-        program = optimizer.compile(workload.program(), trainset=workload.trainset, valset=workload.valset)
-    return _row(options, options.model, optimizer, program, seed, time.monotonic() - began, 1.0)
+    def _optimizer(self, data: Data, proposer_lm: Any, scale: float, **more: Any) -> AsyncMetaHarness:
+        return AsyncMetaHarness(
+            data.metric,
+            proposer_lm=proposer_lm,
+            iterations=100_000,
+            k=self.options.k,
+            proposers=self.proposers,
+            proposer_steps=self.options.proposer_steps,
+            num_threads=self.options.slots,
+            schedule=self.schedule,
+            max_seconds=self.options.seconds / scale,
+            seed=self.seed,
+            **more,
+        )
 
-
-def _student(task: HouseRules) -> dspy.Module:
-    seed: Any = task.program()
-    return dspy.Predict(dspy.Signature("question -> answer", seed.answer.signature.instructions))
-
-
-def _house_rules(options: argparse.Namespace, task: HouseRules) -> dict[str, Any]:
-    return {"trainset": task.trainset(options.train), "valset": task.valset(options.val)}
-
-
-def _optimizer(
-    options: argparse.Namespace, schedule: Schedule, proposers: int, seed: int, metric: Any, lm: Any, scale: float,
-    **more: Any,
-) -> AsyncMetaHarness:  # fmt: skip
-    return AsyncMetaHarness(
-        metric,
-        proposer_lm=lm,
-        iterations=100_000,
-        k=options.k,
-        proposers=proposers,
-        num_threads=options.slots,
-        schedule=schedule,
-        max_seconds=options.seconds / scale,
-        seed=seed,
-        **more,
-    )
-
-
-def _row(
-    options: argparse.Namespace, backend: str, optimizer: AsyncMetaHarness, program: Any, seed: int, wall: float,
-    scale: float,
-) -> Row:  # fmt: skip
-    found = program.detailed_results
-    began = [commit for commit in found.stats.commits if commit.seconds * scale <= options.seconds]
-    gaps = [commit.gap for commit in began[1:]]
-    return Row(
-        backend=backend,
-        schedule=optimizer.schedule,
-        proposers=1 if optimizer.schedule == "lockstep" else optimizer.proposers,
-        seed=seed,
-        slots=options.slots,
-        seconds=options.seconds,
-        total_seconds=wall * scale,
-        candidates=max(0, len(began) - 1),
-        best_score=max((commit.score for commit in began), default=0.0),
-        seed_score=found.candidates[0].score,
-        failed=len(found.failed),
-        generations=found.stats.generations,
-        mean_gap=statistics.fmean(gaps) if gaps else 0.0,
-        occupancy=found.stats.occupancy,
-    )
+    def _row(self, backend: str, optimizer: AsyncMetaHarness, program: Any, wall: float, scale: float) -> Row:
+        found, seconds = program.detailed_results, self.options.seconds
+        admitted = [commit for commit in found.stats.commits if commit.seconds * scale <= seconds]
+        gaps = [commit.gap for commit in admitted[1:]]
+        return Row(
+            task=self.task,
+            backend=backend,
+            schedule=self.schedule,
+            proposers=1 if self.schedule == LOCKSTEP else optimizer.proposers,
+            seed=self.seed,
+            slots=self.options.slots,
+            seconds=seconds,
+            total_seconds=wall * scale,
+            candidates=max(0, len(admitted) - 1),
+            best_score=max((commit.score for commit in admitted), default=0.0),
+            seed_score=found.candidates[0].score,
+            failed=len(found.failed),
+            generations=found.stats.generations,
+            mean_gap=statistics.fmean(gaps) if gaps else 0.0,
+            occupancy=found.stats.occupancy,
+            train=self.options.train,
+            val=self.options.val,
+            k=self.options.k,
+        )
 
 
 def report(rows: Sequence[Row]) -> str:
-    """The table, and the verdict on each number of proposers."""
-    groups: dict[str, list[Row]] = {}
+    """The table, and the verdict on each task and number of proposers."""
+    groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
-        groups.setdefault(row.name, []).append(row)
+        groups.setdefault((row.task, row.name), []).append(row)
     lines = [
         [
-            name,
+            *key,
             str(Spread.of(row.candidates_a_minute for row in group)),
             str(Spread.of(row.best_score for row in group)),
             shown(statistics.median(row.candidates for row in group), ".0f"),
@@ -215,14 +264,14 @@ def report(rows: Sequence[Row]) -> str:
             shown(statistics.median(row.mean_gap for row in group), ".1f"),
             shown(statistics.median(row.occupancy for row in group), ".0%"),
         ]
-        for name, group in groups.items()
+        for key, group in groups.items()
     ]
-    rates = {name: statistics.median(row.candidates_a_minute for row in group) for name, group in groups.items()}
-    times = {name: ratio(rate, rates.get("lockstep")) for name, rate in rates.items() if name != "lockstep"}
+    rates = {key: statistics.median(row.candidates_a_minute for row in group) for key, group in groups.items()}
+    times = {key: ratio(rate, rates.get((key[0], LOCKSTEP))) for key, rate in rates.items() if key[1] != LOCKSTEP}
     verdicts = [
-        f"{name}: {shown(factor, '.2f', ' x')} lockstep's validated candidates a minute, target {TARGET:g} x: "
+        f"{task}, {name}: {shown(factor, '.2f', ' x')} lockstep's validated candidates a minute, target {TARGET:g} x: "
         f"{'met' if factor is not None and factor >= TARGET else 'missed'}"
-        for name, factor in times.items()
+        for (task, name), factor in times.items()
     ]
     return "\n".join([table(HEADER, lines), "", *verdicts])
 
@@ -232,15 +281,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     os.environ.setdefault("TQDM_DISABLE", "1")
     logging.getLogger("dspy_flashevolve").setLevel(logging.ERROR)
-    methods: list[tuple[Schedule, int]] = [("lockstep", 1), *(("async", number) for number in options.proposers)]
+    methods: list[tuple[Schedule, int]] = [(LOCKSTEP, 1), *(("async", number) for number in options.proposers)]
     rows: list[Row] = []
-    for seed, (schedule, proposers) in product(range(options.seeds), methods):
-        row = measured(options, schedule, proposers, seed)
+    for task, seed, (schedule, proposers) in product(options.tasks, range(options.seeds), methods):
+        row = Asked(options, task, schedule, proposers, seed).row()
         rows.append(row)
         record = {"benchmark": "harness", **asdict(row), "candidates_a_minute": row.candidates_a_minute}
         append_json_lines(options.out, [record])
         said = f"{row.candidates_a_minute:.2f} candidates a minute, best {row.best_score:.3f}"
-        print(f"seed {seed}, {row.name}: {said}", file=sys.stderr)
+        print(f"{task}, seed {seed}, {row.name}: {said}", file=sys.stderr)
     print(report(rows))
     return 0
 

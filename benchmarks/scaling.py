@@ -35,7 +35,7 @@ HEADER = (
 
 @dataclass(frozen=True)
 class ScalingRow:
-    """One run; figures at the limit, before the drain.
+    """One run, cancelled at the limit: what is under way then would drain for as long as the validation set is large.
 
     Attributes:
         slots: Requests in flight at most.
@@ -83,7 +83,8 @@ def measured(row: ScalingRow, profile: Profile = FLEET) -> ScalingRow:
     """Make the run that a row names."""
     setting = Setting(profile=profile, train=row.train, val=row.val)  # pyright: ignore[reportArgumentType]
     task = task_kind("many").task(row.seed)
-    run = run_virtually(method(row.method), task, Limits(row.slots, row.seed, seconds=row.limit), setting)
+    limits = Limits(row.slots, row.seed, seconds=row.limit)
+    run = run_virtually(method(row.method), task, limits, setting, drain=False)
     point = run.at()
     return replace(
         row,

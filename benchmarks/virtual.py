@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import anyio
 import dspy
 
 from benchmarks.methods import Limits, Method, Workload
@@ -198,7 +199,7 @@ class VirtualRun:
         return looks.get(decision, 0) / sum(looks.values()) if looks else None
 
 
-def run_virtually(chosen: Method, task: HouseRules, limits: Limits, setting: Setting) -> VirtualRun:
+def run_virtually(chosen: Method, task: HouseRules, limits: Limits, setting: Setting, drain: bool = True) -> VirtualRun:
     """One method on one task; the seed of the limits is the model's and the optimizer's. See `run_served`."""
 
     def workload(model: SimulatedModel) -> Workload:
@@ -212,15 +213,23 @@ def run_virtually(chosen: Method, task: HouseRules, limits: Limits, setting: Set
         )
 
     model = SimulatedModel(setting.profile, seed=limits.seed, reply_model=task.reply_model)
-    return run_served(chosen, model, workload, limits)
+    return run_served(chosen, model, workload, limits, drain)
 
 
 def run_served(
-    chosen: Method, model: SimulatedModel, serve: Callable[[SimulatedModel], Workload], limits: Limits
+    chosen: Method,
+    model: SimulatedModel,
+    serve: Callable[[SimulatedModel], Workload],
+    limits: Limits,
+    drain: bool = True,
 ) -> VirtualRun:
     """One method on a model and the workload that it serves.
 
     An exception ends up in `error`, with its traceback on stderr.
+
+    Args:
+        drain: Finish at the limit what is under way, as AsyncGEPA does; False cancels it, and what is counted over a
+            whole run ends at the limit.
 
     Raises:
         ValueError: The limits scale time, or the method is not one of AsyncGEPA's.
@@ -245,10 +254,7 @@ def run_served(
         with dspy.context(lm=workload.task_lm, adapter=workload.adapter, num_threads=ADAPTIVE_START):
             reading = asyncio.ensure_future(_read_at(_moments(limits.seconds), model, readings))
             try:
-                program: Any = await optimizer.acompile(
-                    workload.program(), trainset=workload.trainset, valset=workload.valset
-                )
-                stats = program.async_stats
+                stats = await _compiled(optimizer, workload, None if drain else limits.seconds)
             except Exception as raised:
                 error = _told(raised)
             finally:
@@ -259,6 +265,15 @@ def run_served(
         return VirtualRun(limits, recorder.trajectory, settled, final, recorder.seconds, busy, stats, error)
 
     return run(main)
+
+
+async def _compiled(optimizer: AsyncGEPA, workload: Workload, cancelled_after: float | None) -> AsyncStats | None:
+    """The run's own account; None for one that was cancelled before its seed was validated."""
+    program: Any = None
+    with anyio.move_on_after(cancelled_after):
+        program = await optimizer.acompile(workload.program(), trainset=workload.trainset, valset=workload.valset)
+    program = program or optimizer.best_so_far()
+    return None if program is None else program.async_stats
 
 
 def _told(error: Exception) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict
 from typing import Any, Literal
 
 import dspy
@@ -24,8 +25,8 @@ comments `# name: ...`, `# hypothesis: ...` and `# based on: ...` (numbers of th
 - It may define `learn(self, batch)`: called with training examples before it is evaluated, each a dictionary with
   inputs, labels, prediction, score and feedback. It may change `self.memory`, which is JSON ({{}} at first) and is
   there in `forward`. Nothing else is kept from one call to the next.
-- Limits of one call: {seconds:g} seconds besides LM calls, {lm_calls} LM calls, {megabytes} MB of memory. No network,
-  no files, no processes."""
+- Limits of one call: {seconds:g} seconds besides LM calls, {lm_calls} LM calls with {lm_tokens} tokens in all,
+  {megabytes} MB of memory. No network, no files, no processes."""
 
 
 class ProposeHarness(dspy.Signature):
@@ -56,8 +57,7 @@ class ReviseHarness(dspy.Signature):
 def interface_for(limits: Limits) -> str:
     """How a module must look, in words."""
     imports = ", ".join(sorted(IMPORTABLE - {"dspy", "__future__"}))
-    megabytes = limits.memory_bytes >> 20
-    return INTERFACE.format(imports=imports, seconds=limits.seconds, lm_calls=limits.lm_calls, megabytes=megabytes)
+    return INTERFACE.format(imports=imports, megabytes=limits.memory_bytes >> 20, **asdict(limits))
 
 
 def proposer_of(library: Library, max_steps: int, on_loop: bool) -> dspy.Module:
