@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from dspy_flashevolve.sim import PROFILES
 from dspy_flashevolve.sim.virtual import SimulatedModel, run
+from dspy_flashevolve.sim.virtual_loop import NEVER_WAITS
 
 PREDICT = dspy.Predict("question -> answer")
 OPENING = "Here is a short and plain reply"
@@ -51,6 +52,32 @@ def test_sleepers_wake_in_the_order_of_their_times_each_at_its_own(times: list[i
     woken = run(main)
     assert [time for time, _ in woken] == pytest.approx(sorted(times))
     assert [times[number] for _, number in woken] == sorted(times)
+
+
+def test_an_awaited_lm_call_switches_no_thread() -> None:
+    """dspy moves parts of every call to a thread; these never wait, and switches are most of a call's time here."""
+    threads: set[str] = set()
+
+    async def main() -> Any:
+        answer = await dspy.Predict("question -> answer").acall(question="why?", lm=SimulatedModel().lm())
+        threads.update(one.name for one in threading.enumerate())
+        return answer.answer
+
+    assert run(main)
+    assert not [name for name in threads if name.startswith("virtual")]
+
+
+def test_what_runs_on_the_loops_own_thread_may_raise() -> None:
+    def fail() -> str:
+        raise ValueError(threading.current_thread().name)
+
+    fail.__module__ = NEVER_WAITS[0]
+
+    async def main() -> None:
+        with pytest.raises(ValueError, match=threading.current_thread().name):
+            await asyncio.to_thread(fail)
+
+    run(main)
 
 
 def test_a_timeout_comes_in_virtual_time() -> None:

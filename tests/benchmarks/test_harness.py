@@ -1,0 +1,65 @@
+"""`python -m benchmarks.harness`: what it refuses, what a run leaves, and what its report says."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks import harness
+
+SMALL = ["--seeds", "1", "--seconds", "40", "--train", "6", "--val", "4", "--slots", "8", "--rules", "8"]
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> list[harness.Row]:
+    out = tmp_path_factory.mktemp("harness") / "rows.jsonl"
+    assert harness.main([*SMALL, "--proposers", "2", "--out", str(out)]) == 0
+    return _rows(out)
+
+
+def _rows(path: Path) -> list[harness.Row]:
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [harness.Row(**{name: line[name] for name in harness.Row.__dataclass_fields__}) for line in lines]
+
+
+def test_a_run_of_each_schedule_leaves_a_row_with_what_was_asked(rows: list[harness.Row]) -> None:
+    assert [(row.task, row.name) for row in rows] == [
+        ("house-rules", "lockstep"),
+        ("house-rules", "async, 2 proposers"),
+    ]
+    assert {(row.train, row.val, row.k, row.slots, row.seconds) for row in rows} == {(6, 4, 2, 8, 40.0)}
+    assert all(row.candidates > 0 and row.total_seconds > 40.0 for row in rows)
+    assert all(0 < row.seed_score <= row.best_score <= 1 for row in rows)
+
+
+def test_what_is_admitted_after_the_limit_does_not_count(rows: list[harness.Row]) -> None:
+    """`busy` candidates are admitted in the drain: a run of half the time has fewer than one of the whole."""
+    options = harness.parse([*SMALL, "--seconds", "20"])
+    half = harness.Asked(options, "house-rules", "async", 2, 0).row()
+    assert half.total_seconds > 20.0
+    assert half.candidates < rows[1].candidates
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tasks", "nothing"], "--tasks nothing: choose from house-rules, "),
+        (["--model", "m"], "--api-base and --model belong together"),
+        (["--api-base", "b", "--model", "m"], "--tasks house-rules: choose from "),
+    ],
+)
+def test_what_cannot_run_is_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        harness.parse(arguments)
+    assert message in capsys.readouterr().err
+
+
+def test_the_report_compares_each_task_with_its_own_lockstep(rows: list[harness.Row]) -> None:
+    slow, fast = replace(rows[0], candidates=4), replace(rows[1], candidates=18)
+    other = [replace(slow, task="formula", candidates=6), replace(fast, task="formula")]
+    text = harness.report([slow, fast, *other])
+    assert "house-rules, async, 2 proposers: 4.50 x lockstep's validated candidates a minute, target 4 x: met" in text
+    assert "formula, async, 2 proposers: 3.00 x lockstep's validated candidates a minute, target 4 x: missed" in text
