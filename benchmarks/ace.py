@@ -25,6 +25,7 @@ from pathlib import Path
 import dspy
 
 from benchmarks.ace_runs import Row, on_server, virtually
+from benchmarks.backends import Backend
 from benchmarks.results import RESULTS, Spread, append_json_lines, ratio, shown, table
 from benchmarks.tasks import TASKS
 from benchmarks.workloads.registry import workload_names
@@ -49,9 +50,12 @@ def planned(options: argparse.Namespace) -> list[Row]:
 def made(options: argparse.Namespace, rows: Sequence[Row]) -> Iterator[Row]:
     """Every run, in order."""
     if options.api_base:
-        model, base = f"openai/{options.model}", options.api_base
-        lm = dspy.LM(model, api_base=base, api_key="none", cache=False, max_tokens=options.max_tokens)
-        yield from (on_server(row, lm) for row in rows)
+        backend = Backend(
+            api_base=options.api_base, max_tokens=options.max_tokens, reflection_tokens=options.reflection_tokens
+        )
+        task_lm, reflection_lm = backend.lms(options.model)
+        adapter = dspy.ChatAdapter(use_json_adapter_fallback=options.json_fallback)
+        yield from (on_server(row, task_lm, reflection_lm, adapter) for row in rows)
     elif options.jobs == 1:
         yield from map(virtually, rows)
     else:
@@ -112,7 +116,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=1, help="virtual runs side by side")
     parser.add_argument("--api-base", help="of a real server, such as http://127.0.0.1:8000/v1")
     parser.add_argument("--model", help="its model")
-    parser.add_argument("--max-tokens", type=int, default=512, help="of a reply of the real model")
+    parser.add_argument("--max-tokens", type=int, default=1024, help="of a reply of the real model to the task")
+    parser.add_argument("--reflection-tokens", type=int, default=4096, help="of its reflections and operations")
+    parser.add_argument(
+        "--no-json-fallback", dest="json_fallback", action="store_false",
+        help="do not ask a real model again, as dspy does, for JSON when its reply does not parse",
+    )  # fmt: skip
     parser.add_argument("--report", type=Path, help="print the tables of an earlier file; run nothing")
     parser.add_argument("--out", type=Path, default=RESULTS / "ace.jsonl")
     options = parser.parse_args(arguments)

@@ -99,12 +99,12 @@ class Data:
     valset: list[dspy.Example]
 
 
-def optimizer_for(row: Row, metric: Callable[..., Any], lm: dspy.LM) -> AsyncACE:
+def optimizer_for(row: Row, metric: Callable[..., Any], reflection_lm: dspy.LM) -> AsyncACE:
     """The optimizer of a row."""
     return AsyncACE(
         metric,
-        reflector_lm=lm,
-        curator_lm=lm,
+        reflector_lm=reflection_lm,
+        curator_lm=reflection_lm,
         num_threads=row.slots,
         epochs=EPOCHS,
         schedule=row.schedule,  # type: ignore[arg-type]
@@ -159,16 +159,16 @@ def _simulated(row: Row) -> tuple[Data, Profile, ReplyModel]:
     return Data(ruled.program(), ruled.metric, ruled.trainset, ruled.valset), ruled.profile(profile), task.reply_model
 
 
-def on_server(row: Row, lm: dspy.LM) -> Row:
+def on_server(row: Row, task_lm: dspy.LM, reflection_lm: dspy.LM, adapter: dspy.Adapter) -> Row:
     """One run on a real server, with the workload's own metric."""
     named = workload_named(row.task, train=row.train, val=row.val, test=0, seed=row.seed)
-    optimizer, at_limit = optimizer_for(row, named.metric, lm), list[Row]()
+    optimizer, at_limit = optimizer_for(row, named.metric, reflection_lm), list[Row]()
     timer = threading.Timer(row.limit, lambda: at_limit.append(read_at_limit(row, optimizer)))
     timer.daemon = True
     began = time.monotonic()
     timer.start()
     try:
-        with dspy.context(lm=lm):
+        with dspy.context(lm=task_lm, adapter=adapter):
             program: Any = optimizer.compile(named.program(), trainset=named.trainset, valset=named.valset)
     except Exception as error:
         traceback.print_exception(error)

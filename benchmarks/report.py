@@ -12,14 +12,13 @@ import base64
 import html
 import json
 import re
-import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from benchmarks import pictures
-from benchmarks.results import Result, Spread, ratio, shown
+from benchmarks.results import Result, Spread, middle, ratio, shown
 
 BASELINE = "gepa"
 COLUMNS = (
@@ -68,12 +67,6 @@ def gain(result: Result) -> float | None:
     if result.best_score is None or result.seed_score is None:
         return None
     return result.best_score - result.seed_score
-
-
-def middle(results: Sequence[Result], figure: Callable[[Result], float | None]) -> float | None:
-    """The median of a figure over the runs that have it."""
-    values = [value for result in results if (value := figure(result)) is not None]
-    return statistics.median(values) if values else None
 
 
 def cells(results: Sequence[Result]) -> list[list[str]]:

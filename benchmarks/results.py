@@ -8,12 +8,12 @@ import platform
 import shlex
 import statistics
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("dspy-flashevolve", "dspy", "gepa", "litellm")
@@ -157,6 +157,20 @@ class Spread:
         if self.low == self.high:
             return f"{self.median:.2f}"
         return f"{self.median:.2f} ({self.low:.2f}-{self.high:.2f})"
+
+
+R = TypeVar("R")
+
+
+def middle(runs: Iterable[R], figure: Callable[[R], float | None]) -> float | None:
+    """The median of a figure over the runs that have it; `None` where none has.
+
+    Example:
+        >>> middle(["a", "bcd", "ef", ""], lambda text: len(text) or None)
+        2
+    """
+    known = [value for run in runs if (value := figure(run)) is not None]
+    return statistics.median(known) if known else None
 
 
 def ratio(figure: float | None, reference: float | None) -> float | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import statistics
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -11,7 +10,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from benchmarks.methods import Limits, method
-from benchmarks.results import Spread, append_json_lines, shown
+from benchmarks.results import Spread, append_json_lines, middle, shown
 from benchmarks.tasks import task_kind
 from benchmarks.virtual import Setting, run_virtually
 
@@ -200,8 +199,7 @@ def recorded(path: Path) -> list[Row]:
 
 def median_of(rows: Sequence[Row], name: str | None, figure: Callable[[Row], float | None]) -> float | None:
     """The median over the seeds of one method's figure; `None` without a run that has it."""
-    known = [value for row in rows if row.method == name and (value := figure(row)) is not None]
-    return statistics.median(known) if known else None
+    return middle([row for row in rows if row.method == name], figure)
 
 
 def median_gain(rows: Sequence[Row], name: str | None) -> float | None:

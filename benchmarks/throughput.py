@@ -7,13 +7,12 @@ tokens a second of a plain parallel evaluation with the same slots.
 from __future__ import annotations
 
 import argparse
-import statistics
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 from pathlib import Path
 
 from benchmarks.methods import Limits, method
-from benchmarks.results import RESULTS, Result, Spread, ratio, shown, table, write_result
+from benchmarks.results import RESULTS, Result, Spread, middle, ratio, shown, table, write_result
 from benchmarks.workloads.house_rules import add_arguments, setting, simulated
 
 METHODS = ("evaluate", "gepa", "gepa-independent-4", "gepa-independent-10", "gepa-independent-40", "async")
@@ -55,9 +54,7 @@ def measure(options: argparse.Namespace) -> list[Result]:
 
 def median_of(results: Sequence[Result], name: str, figure: Callable[[Result], float | None]) -> float | None:
     """The median over the seeds of one method's figure; `None` without a run that has it."""
-    found = [figure(result) for result in results if result.method == name]
-    known = [value for value in found if value is not None]
-    return statistics.median(known) if known else None
+    return middle([result for result in results if result.method == name], figure)
 
 
 def best_independent(results: Sequence[Result], figure: Callable[[Result], float | None]) -> str | None:
