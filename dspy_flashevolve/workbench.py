@@ -148,6 +148,7 @@ class Workbench(Requests):
         """
         if self._recorder is not None:
             raise ConfigurationError("a workbench is for one run, and this one has been opened before: make another.")
+        self.clock.attach()
         self._began = self.clock()
         self._recorder, progress = Recorder(self._began), Progress(self.budget.limit, self.slots, self.name)
         self.bus.subscribe(self._recorder)

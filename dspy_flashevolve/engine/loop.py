@@ -15,6 +15,24 @@ from dspy_flashevolve.engine.signals import REASONS, heard
 T = TypeVar("T")
 
 
+class LoopClock:
+    """The time of one run's loop, real or virtual: on the loop, and from any thread once it is attached.
+
+    A loop that is not known yet is the one that runs where it is asked.
+    """
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def attach(self) -> None:
+        """Take the loop that runs here for the run's."""
+        self._loop = asyncio.get_running_loop()
+
+    def __call__(self) -> float:
+        """Seconds."""
+        return anyio.current_time() if self._loop is None else self._loop.time()
+
+
 def run_to_end(main: Callable[[], Awaitable[T]], stop: Callable[[str], None]) -> T:
     """Run ``main`` on a loop in a thread of its own, and wait for it.
 

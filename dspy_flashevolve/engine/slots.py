@@ -173,8 +173,7 @@ class Slots:
             lease.close()
 
     def statistics(self) -> SlotStatistics:
-        """How the slots were used so far (slots still held count once they are given back)."""
-        self._account_limit()
+        """How the slots were used so far, from any thread (slots still held count once they are given back)."""
         return SlotStatistics(
             limit=self._limit,
             busy=self._busy,
@@ -184,7 +183,7 @@ class Slots:
             busy_seconds=sum(self._busy_seconds.values()),
             busy_seconds_by_stage=dict(self._busy_seconds),
             limits={name: one.limit for name, one in self._endpoints.items() if one.limit is not None},
-            limit_seconds=self._limit_seconds,
+            limit_seconds=self._all_limit_seconds,
         )
 
     def _endpoint_of(self, claim: Claim) -> str:
@@ -253,10 +252,11 @@ class Slots:
         )
 
     def _account_limit(self) -> None:
-        now = self._clock()
-        if self._granted:
-            self._limit_seconds += self.limit * (now - self._limit_since)
-        self._limit_since = now
+        self._limit_seconds, self._limit_since = self._all_limit_seconds, self._clock()
+
+    @property
+    def _all_limit_seconds(self) -> float:
+        return self._limit_seconds + (self.limit * (self._clock() - self._limit_since) if self._granted else 0.0)
 
 
 def _checked(limit: int) -> int:

@@ -6,7 +6,6 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import anyio
 from dspy.primitives.module import Module
 
 from dspy_flashevolve.engine.budget import Reservation
@@ -17,6 +16,7 @@ from dspy_flashevolve.engine.events import EventBus
 from dspy_flashevolve.engine.flights import Rollout
 from dspy_flashevolve.engine.item import Item
 from dspy_flashevolve.engine.limits import AdaptiveLimit
+from dspy_flashevolve.engine.loop import LoopClock
 from dspy_flashevolve.engine.retries import RetryPolicy
 from dspy_flashevolve.engine.rollouts import Rollouts
 from dspy_flashevolve.engine.slots import Slots
@@ -72,7 +72,7 @@ class Requests:
         self._depths = _depths(lms, depths)
         self.width = width
         self.priced = priced
-        self.clock: Callable[[], float] = anyio.current_time
+        self.clock = LoopClock()
         self.bus = EventBus()
         self.slots = Slots(width, order, self.clock)
         self.threads = Threads(width + SPARE_THREADS, "work")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import threading
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -716,6 +717,26 @@ def test_data_that_cannot_be_used_is_refused() -> None:
         optimizer.adapt(Chain(), 3)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="expected a Playbook"):
         optimizer.compile(Chain(), trainset=examples("t", 1), playbook={})  # type: ignore[arg-type]
+
+
+def test_what_there_is_so_far_can_be_asked_from_any_thread_while_it_runs() -> None:
+    told: list[tuple[AceStats | None, Any]] = []
+
+    def watched(example: dspy.Example, prediction: dspy.Prediction, *more: Any) -> float:
+        ask = threading.Thread(target=lambda: told.append((optimizer.stats_so_far(), optimizer.best_so_far())))
+        ask.start()
+        ask.join()
+        return digits(example, prediction)
+
+    optimizer = AsyncACE(watched, num_threads=2, max_rounds=1)
+    with dspy.context(lm=fake_lm(lambda prompt: reply_for(prompt, answer="3", insight="x", operations="[]"))):
+        optimizer.compile(Chain(), trainset=examples("t", 4), valset=examples("v", 2))
+    counts = [stats.metric_calls for stats, _ in told if stats is not None]
+    assert len(counts) == len(told) >= 6
+    assert counts == sorted(counts)
+    assert counts[-1] > counts[0]
+    assert all(stats.seconds >= 0 and 0 <= stats.occupancy <= 1 for stats, _ in told if stats is not None)
+    assert any(program is not None for _, program in told)
 
 
 def test_an_optimizer_can_be_pickled_after_a_run() -> None:

@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-from benchmarks import ace
+from benchmarks import ace, harness
 from benchmarks.ace_runs import Row, virtually
+from benchmarks.workloads.registry import workload_named
+from benchmarks.workloads.rows import RowsMissing
+from dspy_flashevolve.sim import SimServer
 
 ROW = Row("few:rules=8", "async", "guarded", "h100-qwen3-8b", 0, 16, 60.0, 12, 8, 2)
 
@@ -64,3 +68,20 @@ def test_rows_are_read_back_and_a_later_run_replaces_an_earlier_one(tmp_path: Pa
     lines = [{**vars(row("async", 0, samples, 0.5)), "command": "c", "benchmark": "ace"} for samples in (3, 4)]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     assert [one.samples for one in ace.recorded(path)] == [4]
+
+
+@pytest.mark.parametrize(("benchmark", "own"), [(ace, []), (harness, ["--proposers", "2"])])
+def test_a_server_gets_the_rows_of_a_workload(benchmark: ModuleType, own: list[str], tmp_path: Path) -> None:
+    """The simulated server in the place of a real one, which is what the address could be of."""
+    try:
+        workload_named("formula", train=4, val=2, test=0, seed=0)
+    except RowsMissing as error:
+        pytest.skip(str(error))
+    sizes = ["--train", "4", "--val", "2", "--seeds", "1", "--slots", "4", "--seconds", "3"]
+    with SimServer(time_scale=20.0) as server:
+        where = ["--api-base", server.api_base, "--model", "simulated", "--tasks", "formula"]
+        assert benchmark.main([*where, *sizes, *own, "--out", str(tmp_path / "rows.jsonl")]) == 0
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert [row["schedule"] for row in rows] == ["lockstep", "async"]
+    assert {(row["backend"], row["task"]) for row in rows} == {("simulated", "formula")}
+    assert all(row.get("samples", row.get("generations")) > 0 for row in rows), "nothing went through"
