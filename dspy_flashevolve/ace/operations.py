@@ -204,11 +204,19 @@ def _objects(value: object, depth: int = _DEPTH) -> Iterator[Mapping[str, Any]]:
             yield from _objects(cast("object", inner), depth - 1)
         elif isinstance(inner, str):
             yield from (one for value in _values(inner) for one in _objects(value, depth - 1))
-        elif data and all(name.upper() in KINDS and isinstance(listed, list) for name, listed in data.items()):
-            for name, listed in data.items():
-                yield from ({**one, "type": name} for one in _objects(listed, depth - 1))
+        elif data and all(str(name).upper() in KINDS and isinstance(listed, list) for name, listed in data.items()):
+            yield from (_of_type(str(name), one) for name, listed in data.items() for one in listed)
         else:
             yield data
+
+
+def _of_type(name: str, one: object) -> Mapping[str, Any]:
+    """What stands in the list of a type: an operation without its type, or only its id or its text."""
+    if isinstance(one, Mapping):
+        return {**one, "type": name}
+    if not isinstance(one, str):
+        return {"type": name}
+    return {"type": name, "id" if name.upper() in ("REMOVE", "DELETE") else "content": one}
 
 
 def _values(text: str) -> Iterator[object]:

@@ -158,7 +158,7 @@ class Playbook:
         """
         change = {"helpful": dict[str, int](), "harmful": dict[str, int](), "neutral": dict[str, int]()}
         for bullet_id, tag in tags:
-            if tag not in change:
+            if tag not in TAGS:
                 raise ConfigurationError(f"playbook: tag {tag!r:.80} of {bullet_id!r:.80}, expected one of {TAGS}.")
             change[tag][bullet_id] = change[tag].get(bullet_id, 0) + 1
         helpful, harmful = change["helpful"], change["harmful"]

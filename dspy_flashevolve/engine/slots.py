@@ -97,7 +97,7 @@ class Slots:
     @property
     def limit(self) -> int:
         """Slots there are now, by the total and by what the endpoints that are limited may have together."""
-        allowed = [one.limit for one in self._endpoints.values() if one.limit is not None]
+        allowed = [one.limit for one in list(self._endpoints.values()) if one.limit is not None]
         return min(self._limit, sum(allowed)) if allowed else self._limit
 
     @property
@@ -182,7 +182,7 @@ class Slots:
             granted=self._granted,
             busy_seconds=sum(self._busy_seconds.values()),
             busy_seconds_by_stage=dict(self._busy_seconds),
-            limits={name: one.limit for name, one in self._endpoints.items() if one.limit is not None},
+            limits={name: one.limit for name, one in list(self._endpoints.items()) if one.limit is not None},
             limit_seconds=self._all_limit_seconds,
         )
 

@@ -272,4 +272,4 @@ class GapHistogram:
 
     def as_dict(self) -> dict[str, dict[int, int]]:
         """Place -> gap -> count, gaps ascending."""
-        return {where: dict(sorted(counts.items())) for where, counts in self._seen.items()}
+        return {where: dict(sorted(counts.items())) for where, counts in list(self._seen.items())}

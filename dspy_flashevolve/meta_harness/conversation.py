@@ -126,12 +126,12 @@ class Conversation:
             if self._ahead is None:
                 self._ahead = asyncio.ensure_future(self._frame())
             ended, _ = await asyncio.wait([call, self._ahead], timeout=self._left, return_when=FIRST)
-            if not ended:
-                raise self._too_long()
-            if self._ahead.done() and not call.done():
-                message = self._ahead.result()
-                if "lm" not in message:
+            if self._ahead in ended and not call.done():
+                if "lm" not in self._ahead.result():
                     raise WireError("an answer before its LM call had ended")
+                await asyncio.wait([call], timeout=self._left)
+            if not call.done():
+                raise self._too_long()
             return await call
         finally:
             await _given_up(call)
@@ -182,11 +182,11 @@ class Conversation:
     async def _timed(self, step: Awaitable[T]) -> T:
         """Await a step of the candidate's own time."""
         loop = asyncio.get_running_loop()
-        began = loop.time()
+        began, own, left = loop.time(), max(0.0, self._limits.seconds - self.seconds), self._left
         try:
-            return await asyncio.wait_for(step, min(max(0.0, self._limits.seconds - self.seconds), self._left))
+            return await asyncio.wait_for(step, min(own, left))
         except asyncio.TimeoutError as error:
-            if self._left <= 0:
+            if left < own:
                 raise self._too_long() from error
             raise _Over("time", f"it ran for more than {self._limits.seconds:g} seconds") from error
         finally:

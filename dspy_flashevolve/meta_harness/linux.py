@@ -153,7 +153,7 @@ def landlock(readable: Iterable[str], writable: Iterable[str], devices: Iterable
 def _allow(ruleset: int, path: str, rights: int) -> None:
     try:
         beneath = os.open(path, os.O_PATH | os.O_CLOEXEC)
-    except FileNotFoundError:
+    except (FileNotFoundError, PermissionError):  # what cannot be opened cannot be allowed, either
         return
     try:
         allowed = rights if os.path.isdir(path) else rights & _FILE

@@ -71,7 +71,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         if isinstance(func, partial) and any(getattr(one, "__module__", "") in NEVER_WAITS for one in func.args[:1]):
             try:
                 value = func(*args)
-            except BaseException as error:
+            except Exception as error:
                 self.call_soon(_fail, result, error)
             else:
                 self.call_soon(_succeed, result, value)
