@@ -168,7 +168,7 @@ class Asked:
             optimizer = self._optimizer(data, lm, 1.0, sandbox=InProcessStandIn())
             with dspy.context(lm=lm):
                 program = await optimizer.acompile(data.student, trainset=data.trainset, valset=data.valset)
-            return self._row("virtual", optimizer, program, asyncio.get_running_loop().time() - began, 1.0)
+            return self._row("virtual", program, asyncio.get_running_loop().time() - began, 1.0)
 
         return run(main)
 
@@ -194,7 +194,7 @@ class Asked:
         began = time.monotonic()
         with dspy.context(lm=task_lm):
             program = optimizer.compile(data.student, trainset=data.trainset, valset=data.valset)
-        return self._row(backend, optimizer, program, time.monotonic() - began, scale)
+        return self._row(backend, program, time.monotonic() - began, scale)
 
     def _simulated(self) -> tuple[HouseRules, Data, Profile]:
         options, rules = self.options, HouseRules(rules=self.options.rules, seed=self.seed)
@@ -222,7 +222,7 @@ class Asked:
             **more,
         )
 
-    def _row(self, backend: str, optimizer: AsyncMetaHarness, program: Any, wall: float, scale: float) -> Row:
+    def _row(self, backend: str, program: Any, wall: float, scale: float) -> Row:
         found, seconds = program.detailed_results, self.options.seconds
         admitted = [commit for commit in found.stats.commits if commit.seconds * scale <= seconds]
         gaps = [commit.gap for commit in admitted[1:]]
@@ -230,7 +230,7 @@ class Asked:
             task=self.task,
             backend=backend,
             schedule=self.schedule,
-            proposers=1 if self.schedule == LOCKSTEP else optimizer.proposers,
+            proposers=1 if self.schedule == LOCKSTEP else self.proposers,
             seed=self.seed,
             slots=self.options.slots,
             seconds=seconds,

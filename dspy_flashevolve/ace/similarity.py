@@ -12,11 +12,12 @@ from dspy_flashevolve.engine.errors import ConfigurationError
 Embedder = Callable[[list[str]], Sequence[Sequence[float]]]
 """Texts -> one vector each, all of one length."""
 _WORD = re.compile(r"\w+")
-_SIGN = re.compile(r"[+*/=<>^%]|(?<![^\W\d_])-")
-"""Of arithmetic; a dash after a letter joins words."""
-_TOKEN = re.compile(rf"\w+|{_SIGN.pattern}")
 _NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
 _DENIAL = re.compile(r"\b(?:not|no|never|none|without|cannot|avoid|unless|except)\b|n't\b")
+_SIGN = re.compile(r"([\w)\]]+)( *)(!=|<=|>=|==|[-+*/=<>^%×÷\u2212≤≥≠±])( *)(?=([\w(\[]+))")
+_JOINS = "-*/"
+"""Signs that stand between words, too: "right-hand", "input/output", "**bold**"."""
+_EITHER_WAY = "+*×=≠!=="
 
 
 def words_of(text: str) -> frozenset[str]:
@@ -24,15 +25,34 @@ def words_of(text: str) -> frozenset[str]:
     return frozenset(_WORD.findall(text.lower()))
 
 
+def signs_of(text: str) -> list[tuple[str, str, str]]:
+    """The signs of arithmetic in a text with what stands on both sides, in order.
+
+    >>> signs_of("Take a / b - 1, input/output of the right-hand side.")
+    [('a', '/', 'b'), ('b', '-', '1')]
+    """
+    found: list[tuple[str, str, str]] = []
+    for sign in _SIGN.finditer(text.lower()):
+        left, before, what, after, right = sign.groups()
+        short = any(len(one) == 1 or one.isdigit() for one in (left, right))
+        if what not in _JOINS or short or (before and after):
+            found.append((left, what, right))
+    return found
+
+
 def same_words(content: str, bullets: Sequence[Bullet]) -> Bullet | None:
     """The first bullet with the same words and signs of arithmetic in the same order, whatever stands between them.
 
-    >>> same_words("Round, at the END", [Bullet("str-1", "strategies", "round at the end.")]).id
+    >>> same_words("Round, at the END", [Bullet("str-1", "strategies", "- round at the **end**.")]).id
     'str-1'
     >>> same_words("Take a + b.", [Bullet("str-1", "strategies", "Take a - b.")])
     """
-    wanted = _TOKEN.findall(content.lower()) or content
-    return next((one for one in bullets if (_TOKEN.findall(one.content.lower()) or one.content) == wanted), None)
+    wanted = _in_order(content)
+    return next((one for one in bullets if _in_order(one.content) == wanted), None)
+
+
+def _in_order(text: str) -> tuple[list[str], list[tuple[str, str, str]]]:
+    return _WORD.findall(text.lower()) or [text], signs_of(text)
 
 
 def overlap(one: str, other: str) -> float:
@@ -52,14 +72,18 @@ def differs(one: str, other: str) -> bool:
 
     >>> differs("Always round up.", "Never round up."), differs("Use 2 digits.", "Use two digits.")
     (True, True)
-    >>> differs("Do not round.", "Don't round."), differs("Take a / b.", "Take b*a.")
-    (False, True)
+    >>> differs("Do not round.", "Don't round."), differs("Take a / b.", "Take b / a."), differs("a + b", "b + a")
+    (False, True, False)
     """
     return _said(one) != _said(other)
 
 
-def _said(text: str) -> tuple[set[str], list[str], int]:
-    return set(_NUMBER.findall(text)), sorted(_SIGN.findall(text)), _denials(text)
+def _said(text: str) -> tuple[set[str], list[tuple[str, ...]], int]:
+    signs = [
+        (sign, *sorted((left, right))) if sign in _EITHER_WAY else (sign, left, right)
+        for left, sign, right in signs_of(text)
+    ]
+    return set(_NUMBER.findall(text)), sorted(signs), _denials(text)
 
 
 def _denials(text: str) -> int:

@@ -2,7 +2,7 @@
 
 Candidate code runs as WebAssembly without files, network and processes; the predictors that it makes live in this
 process, as data (``dspy.Flex`` says how). It runs a subset of dspy and of Python's libraries, keeps no memory, and has
-limits on wall time (``total_seconds``), LM calls and their tokens, and output only.
+limits on wall time, LM calls and their tokens, and output only.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import asyncio
 import json
 import shutil
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import dspy
 from dspy.clients.base_lm import BaseLM
@@ -20,12 +21,13 @@ from dspy.primitives.code_interpreter import CodeInterpreter, CodeInterpreterErr
 from pydantic_core import to_jsonable_python
 
 from dspy_flashevolve.engine.errors import ConfigurationError, FlashEvolveError
-from dspy_flashevolve.meta_harness.contract import CallLm, Job
+from dspy_flashevolve.meta_harness.contract import CallLm, Job, LmAnswer
 from dspy_flashevolve.meta_harness.limits import Limits
 from dspy_flashevolve.meta_harness.lm_requests import parse_request
 from dspy_flashevolve.meta_harness.outcomes import Failure, LmRecord, Outcome
 from dspy_flashevolve.meta_harness.wire import WireError
 
+T = TypeVar("T")
 _FLEX: Any = dspy.Flex
 
 
@@ -34,7 +36,7 @@ class DenoSandbox:
 
     Args:
         signature: inputs and outputs of the task.
-        limits: of each run; those of its own wall time, processor time, memory, scratch files and tasks do not apply.
+        limits: of each run; those of processor time, memory, scratch files and tasks do not apply.
         interpreter_factory: makes an interpreter. Default: ``dspy.PythonInterpreter``.
 
     Raises:
@@ -71,11 +73,11 @@ class DenoSandbox:
             return session[-1]
 
         try:
-            work = asyncio.to_thread(self._predict, job, lm, interpreter)
-            fields = await asyncio.wait_for(work, self._limits.total_seconds)
-        except asyncio.TimeoutError:
-            failure = Failure("time", f"it ran for more than {self._limits.total_seconds:g} seconds")
-            return Outcome({}, failure=failure, calls=tuple(lm.calls))
+            fields = await lm.within_limits(
+                asyncio.ensure_future(asyncio.to_thread(self._predict, job, lm, interpreter))
+            )
+        except asyncio.TimeoutError as error:
+            return Outcome({}, failure=Failure("time", str(error)), calls=tuple(lm.calls))
         except FlashEvolveError:
             raise
         except (CodeInterpreterError, SyntaxError, WireError) as error:
@@ -104,6 +106,8 @@ class _HostLM(BaseLM):
     def __init__(self, call_lm: CallLm, loop: asyncio.AbstractEventLoop, limits: Limits) -> None:
         super().__init__(model="host", cache=False)
         self._call_lm, self._loop, self._limits = call_lm, loop, limits
+        self._call: Future[LmAnswer] | None = None
+        self._call_began, self._call_seconds = 0.0, 0.0
         self.calls: list[LmRecord] = []
         self.failure: Failure | None = None
 
@@ -117,11 +121,43 @@ class _HostLM(BaseLM):
             self.failure = Failure("lm_tokens", f"its LM calls used its {self._limits.lm_tokens} tokens")
             raise CodeInterpreterError(str(self.failure))
         request = parse_request({"messages": to_jsonable_python(given), "options": options})
-        answer = asyncio.run_coroutine_threadsafe(_awaited(self._call_lm(request)), self._loop).result()
+        self._call_began = self._loop.time()
+        self._call = asyncio.run_coroutine_threadsafe(_awaited(self._call_lm(request)), self._loop)
+        try:
+            answer = self._call.result()
+        finally:
+            self._call_seconds, self._call = self._called_for(), None
         if answer.record is None:
             raise CodeInterpreterError(answer.error)
         self.calls.append(answer.record)
         return answer.record.outputs
+
+    def _called_for(self) -> float:
+        """Seconds of LM calls, that of the one under way among them."""
+        return self._call_seconds + (0.0 if self._call is None else self._loop.time() - self._call_began)
+
+    async def within_limits(self, work: asyncio.Future[T]) -> T:
+        """Wait for a run, on the loop.
+
+        Raises:
+            TimeoutError: of asyncio; it took too long. Its LM call is cancelled, its thread is left to itself.
+        """
+        limits, began, over = self._limits, self._loop.time(), ""
+        while not work.done() and not over:
+            spent, called = self._loop.time() - began, self._called_for()
+            own, all_ = limits.seconds - (spent - called), limits.total_seconds - spent
+            if own <= 0:
+                over = f"it ran for more than {limits.seconds:g} seconds"
+            elif all_ <= 0:
+                over = f"it ran for more than {limits.total_seconds:g} seconds, its LM calls included"
+            else:
+                await asyncio.wait([work], timeout=min(own, all_))
+        if not over:
+            return await work
+        if self._call is not None:
+            self._call.cancel()
+        work.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+        raise asyncio.TimeoutError(over)
 
 
 async def _awaited(call: Any) -> Any:

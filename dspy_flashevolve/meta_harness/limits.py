@@ -21,8 +21,8 @@ class Limits:
         output_bytes: everything that the child may send to the host: its answer, and the prompts of its LM calls.
         scratch_bytes: files in its scratch directory, with what it prints.
         lm_calls: LM calls; asking for n replies at once counts as n.
-        lm_tokens: of its LM calls, prompts and replies, as the provider counts them (estimated from the characters where
-            it does not). Whoever has used as many makes no further call, so that the last call may go beyond.
+        lm_tokens: of its LM calls, prompts and replies, as the provider counts them (estimated from the characters
+            where it does not). Whoever has used as many makes no further call, so that the last call may go beyond.
         tasks: threads (a second process is never allowed).
 
     Raises:

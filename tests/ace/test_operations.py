@@ -104,6 +104,18 @@ def test_operations_that_lie_too_deep_are_a_problem_and_not_lost_unsaid(depth: i
     assert bool(operations) == (depth < 4)
 
 
+@pytest.mark.parametrize(
+    "reply",
+    ["{1: 'drop', 2: 'admit'}", "[{'type': 'ADD'}, {1: 2}]", "{None: ['x']}", "{('a', 'b'): [1]}", "{1: [{2: 3}]}",
+     {1: [2]}, {"ADD": [None, 3, ["x"]]}, {b"ADD": [1]}],
+)  # fmt: skip
+def test_keys_and_values_of_any_kind_are_problems_and_no_more(reply: object) -> None:
+    operations, problems = parse_operations(reply)
+    assert not operations
+    assert problems
+    parse_tags(reply)
+
+
 @pytest.mark.parametrize("reply", ["[" * 50_000, "{" * 50_000, '{"a":' * 50_000, "[[" * 3000 + "]" * 6000])
 def test_nesting_without_end_ends(reply: str) -> None:
     parse_operations(reply)
@@ -152,6 +164,8 @@ def test_a_very_long_reply_is_cut_and_no_long_literal_is_read() -> None:
         ({"type": "MERGE", "ids": "oth-1, oth-2", "content": "x"}, Merge(("oth-1", "oth-2"), "x")),
         ({"remove": [{"id": "oth-1"}], "ADD": []}, Remove("oth-1")),
         ({"operations": {"ADD": [{"section": "other", "content": "x"}]}}, Add("other", "x")),
+        ({"REMOVE": ["oth-1"]}, Remove("oth-1")),
+        ({"ADD": ["Round up."], "UPDATE": []}, Add("", "Round up.")),
     ],
 )
 def test_other_forms_of_a_list_are_read_too(reply: object, expected: object) -> None:

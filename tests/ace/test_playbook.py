@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -127,9 +128,10 @@ def test_counters_commute_and_leave_the_version(playbook: Playbook, order: list[
     assert forth.render() == playbook.render()
 
 
-def test_a_word_that_is_no_tag_is_refused_by_name() -> None:
-    with pytest.raises(ConfigurationError, match=r"tag 'great' of 'oth-1', expected one of \('helpful'"):
-        Playbook().adding("other", "x").tagged([("oth-1", "great")])  # pyright: ignore[reportArgumentType]
+@pytest.mark.parametrize("word", ["great", None, ["helpful"]])
+def test_a_word_that_is_no_tag_is_refused_by_name(word: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"of 'oth-1', expected one of \('helpful'"):
+        Playbook().adding("other", "x").tagged([("oth-1", word)])
 
 
 def test_a_rendered_playbook_shows_counters_only_to_those_who_ask() -> None:

@@ -55,13 +55,32 @@ def test_no_reply_loses_an_addition_unsaid(reply: object) -> None:
 
 
 @pytest.mark.parametrize(
-    "other", ["Growth is a - b over b.", "Growth is a + b, over 2 b.", "Growth is not a + b over b."]
+    "other",
+    ["Growth is a - b over b.", "Growth is a + b, over 2 b.", "Growth is not a + b over b.", "Growth is a × b over b."],
 )
 def test_another_sign_number_or_denial_is_no_repetition(other: str) -> None:
     book = book_of([("formulas", "Growth is a + b over b.")])
     assert without_repeats([Add("other", other)], book.bullets)[0] == [Add("other", other)]
     assert same_words(other, book.bullets) is None
     assert same_words("growth is: a + b (over b)", book.bullets) == book.bullets[0]
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("Take a / b of the rows.", "Take b / a of the rows.", False),
+        ("Check that x != y there.", "Check that x = y there.", False),
+        ("Keep it where x ≤ y holds.", "Keep it where x ≥ y holds.", False),
+        ("Gain is price - cost here.", "Gain is price + cost here.", False),
+        ("- Round up at the end.", "Round up at the end.", True),
+        ("**Round** up at the end.", "Round up at the end", True),
+        ("Mind the right-hand input/output.", "Mind the right hand input, output.", True),
+    ],
+)
+def test_signs_of_arithmetic_make_a_difference_and_marks_of_writing_do_not(one: str, other: str, same: bool) -> None:
+    book = book_of([("formulas", one)])
+    assert (same_words(other, book.bullets) is not None) == same
+    assert (without_repeats([Add("other", other)], book.bullets)[0] == []) == same
 
 
 def test_an_addition_that_nearly_repeats_a_newer_bullet_goes_and_other_operations_stay() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -35,12 +37,17 @@ def test_a_run_of_each_schedule_leaves_a_row_with_what_was_asked(rows: list[harn
     assert all(0 < row.seed_score <= row.best_score <= 1 for row in rows)
 
 
-def test_what_is_admitted_after_the_limit_does_not_count(rows: list[harness.Row]) -> None:
-    """`busy` candidates are admitted in the drain: a run of half the time has fewer than one of the whole."""
-    options = harness.parse([*SMALL, "--seconds", "60"])
-    half = harness.Asked(options, "house-rules", "async", 2, 0).row()
-    assert half.total_seconds > 60.0
-    assert half.candidates < rows[1].candidates
+def test_what_is_admitted_after_the_limit_does_not_count() -> None:
+    """It stops at 60 s, and what is under way then is admitted in the drain."""
+    asked = harness.Asked(harness.parse([*SMALL, "--seconds", "60"]), "house-rules", "async", 2, 0)
+    commits = [SimpleNamespace(seconds=at, score=score, gap=0) for at, score in ((5, 0.1), (59, 0.3), (61, 0.9))]
+    stats = SimpleNamespace(commits=commits, generations=2, occupancy=0.5)
+    found = SimpleNamespace(stats=stats, candidates=[SimpleNamespace(score=0.1)], failed=[])
+    program: Any = SimpleNamespace(detailed_results=found)
+    row = asked._row("virtual", program, 70.0, 1.0)
+    assert (row.candidates, row.best_score, row.total_seconds) == (1, 0.3, 70.0)
+    fast = asked._row("http", program, 17.5, 4.0)
+    assert (fast.candidates, fast.best_score, fast.total_seconds) == (0, 0.1, 70.0)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks import scaling
+from benchmarks.methods import Limits, method
 from benchmarks.scaling import HEADER, ScalingRow, cells, medians, recorded, slope
+from benchmarks.tasks import task_kind
+from benchmarks.virtual import Setting, run_virtually
 
 ROW = ScalingRow("async", 0, slots=8, val=50, train=60, limit=60.0, tokens_per_second=100.0, proposals=6)
 
@@ -36,6 +39,26 @@ def test_a_line_has_the_medians_of_its_seeds_and_grows_from_the_fewest_slots() -
     assert lines[1]["mean gap"] == "4.0"
     assert lines[0]["proposals a minute"] == "6.0"
     assert medians(rows)[1].best_score == 0.5
+
+
+def test_a_run_is_cancelled_at_its_limit_with_the_figures_of_one_that_drains() -> None:
+    task, setting = task_kind("few").task(0), Setting(profile="h100-qwen3-8b", train=12, val=20)
+    limits = Limits(16, 0, seconds=40.0)
+    drained, cancelled = (run_virtually(method("async-full"), task, limits, setting, drain) for drain in (True, False))
+    assert cancelled.error == drained.error == ""
+    assert cancelled.seconds == pytest.approx(40.0, abs=1.0)
+    assert drained.seconds > 45.0
+    assert cancelled.at() == drained.at()
+    assert cancelled.tokens == drained.tokens
+    assert cancelled.stats is not None
+    assert drained.stats is not None
+    assert 0 < cancelled.stats.metric_calls < drained.stats.metric_calls
+
+
+def test_a_run_that_is_cancelled_before_its_seed_is_validated_has_no_statistics() -> None:
+    task, setting = task_kind("few").task(0), Setting(profile="h100-qwen3-8b", train=12, val=20)
+    run = run_virtually(method("async-full"), task, Limits(4, 0, seconds=2.0), setting, drain=False)
+    assert (run.error, run.stats, run.at().validations) == ("", None, 0)
 
 
 def test_a_run_that_the_file_has_is_not_made_again_and_one_that_failed_is(

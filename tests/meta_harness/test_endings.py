@@ -14,6 +14,7 @@ import dspy
 import pytest
 
 from dspy_flashevolve.harness_task import task_of
+from dspy_flashevolve.meta_harness import guest
 from dspy_flashevolve.meta_harness.archive import Archive, Evaluated, Failed
 from dspy_flashevolve.meta_harness.conversation import ANSWER_BYTES, PRINTED_CHARACTERS
 from dspy_flashevolve.meta_harness.drafts import Draft
@@ -63,6 +64,32 @@ def test_a_run_ends_with_its_total_time_though_an_lm_call_is_outstanding() -> No
         assert str(outcome.failure) == "time: it ran for more than 0.5 seconds, its LM calls included"
         assert cancelled == [True]
         assert one.is_well()
+
+
+@linux
+def test_two_requests_at_once_do_not_outlive_the_total_time() -> None:
+    message = b'{"lm":{"messages":[{"role":"user","content":"x"}]}}'
+    send = f"os.write(wire, ({len(message)}).to_bytes(4, 'big') + {message!r})"
+    with lab(Limits(total_seconds=0.5)) as one:
+        outcome = one.run(module(wire_code(f"{send}\n{send}\nimport time; time.sleep(600)")), call_lm=never)
+    assert str(outcome.failure) == "time: it ran for more than 0.5 seconds, its LM calls included"
+
+
+def test_the_words_of_an_error_read_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> NoReturn:
+        raise AssertionError("a file was read")
+
+    error: ZeroDivisionError | None = None
+    try:
+        exec(compile("def f():\n    1 / 0\nf()", guest.FILE_NAME, "exec"), {})
+    except ZeroDivisionError as raised:
+        error = raised
+    assert error is not None
+    with monkeypatch.context() as patched:
+        for name in ("getline", "getlines", "checkcache", "updatecache"):
+            patched.setattr(f"linecache.{name}", refused)
+        told = guest._told(error)
+    assert told.splitlines() == ["ZeroDivisionError: division by zero", "  line 3, in <module>", "  line 2, in f"]
 
 
 @linux

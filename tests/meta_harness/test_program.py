@@ -92,3 +92,38 @@ def test_the_second_sandbox_counts_lm_calls_and_reports_failures() -> None:
     assert run(greedy).failure.reason == "error"  # dspy.Flex's own limit on calls comes first
     sandbox = DenoSandbox(dspy.Signature("question -> answer"), Limits(lm_tokens=7), interpreter_factory=local)
     assert run(greedy).failure.reason == "lm_tokens"
+
+
+@pytest.mark.parametrize(
+    ("limits", "body", "message"),
+    [
+        (Limits(seconds=0.3), "import time; time.sleep(1.5)", "it ran for more than 0.3 seconds"),
+        (Limits(seconds=0.8), "dspy.Predict('question -> answer')(question='slow')", ""),
+        (Limits(total_seconds=0.3), "dspy.Predict('question -> answer')(question='slow')", "its LM calls included"),
+    ],
+)
+def test_the_second_sandbox_bounds_a_runs_own_time_and_all_of_it(limits: Limits, body: str, message: str) -> None:
+    """With dspy's local interpreter in Deno's place. The LM takes 1.5 s, which is not the candidate's own time."""
+    local = getattr(dspy, "LocalInterpreter", None)
+    if local is None:
+        pytest.skip("this dspy has no LocalInterpreter")
+    cancelled: list[bool] = []
+
+    async def slow(request: Any) -> Any:
+        try:
+            await asyncio.sleep(1.5)
+        except asyncio.CancelledError:
+            cancelled.append(True)
+            raise
+        return await answered(request)
+
+    async def main() -> Any:
+        sandbox = DenoSandbox(dspy.Signature("question -> answer"), limits, interpreter_factory=local)
+        outcome = await sandbox.run(Job(module(body), "x", {"question": "?"}), slow)
+        await asyncio.sleep(0.1)
+        return outcome
+
+    outcome = asyncio.run(main())
+    assert message in str(outcome.failure)
+    assert (outcome.failure is None) == (message == "")
+    assert cancelled == ([True] if "LM calls" in message else [])
