@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +19,7 @@ import dspy
 
 from dspy_flashevolve.engine.admission import LiveTickets
 from dspy_flashevolve.engine.blame import hand_over
-from dspy_flashevolve.engine.errors import ConfigurationError, DataError
+from dspy_flashevolve.engine.errors import ConfigurationError, DataError, FlashEvolveError
 from dspy_flashevolve.engine.gathering import gather
 from dspy_flashevolve.engine.item import End, EndKind, Item, Ticket
 from dspy_flashevolve.engine.pipeline import NotNow, Opened
@@ -46,6 +47,7 @@ from dspy_flashevolve.programs.asynchrony import answers_asynchronously
 from dspy_flashevolve.programs.metric import Metric
 from dspy_flashevolve.workbench import Workbench
 
+logger = logging.getLogger(__name__)
 SMOKE_EXAMPLES = 3
 LIVE_TICKETS_A_PROPOSER = 3
 """One that is being written, and others that are checked and evaluated meanwhile."""
@@ -90,6 +92,7 @@ class HarnessRun:
         self.missing_protection: tuple[str, ...] = ()
         """Layers of the sandbox that the machine does not give."""
         self._writing: dict[int, tuple[Draft, ...]] = {}
+        self._warned: set[str] = set()
         lm = bench.settings.get("lm") if task.lm is None else bench.models.twin(task.lm)
         if lm is None:
             raise ConfigurationError("no LM is configured: dspy.configure(lm=...), or an LM of the student's own.")
@@ -158,10 +161,10 @@ class HarnessRun:
         """Let an agent read the archive and write modules."""
         settings = self.settings
         on_loop = answers_asynchronously(settings.proposer_lm or self.bench.settings.get("lm"))
-        reply = await self.bench.ask(
-            self.bench.claim(item, "propose"),
+        reply = await self._asked(
+            item,
+            "propose",
             proposer_of(self.library, settings.proposer_steps, on_loop),
-            lm=settings.proposer_lm,
             task=self.task.description,
             interface=interface_for(settings.limits),
             archive_overview=overview(self.archive),
@@ -169,6 +172,8 @@ class HarnessRun:
             taken=self._taken(item.ticket.number),
             count=settings.k,
         )
+        if isinstance(reply, Exception):
+            return Finish(End(EndKind.REJECTED, f"the proposer failed: {_told(reply)}"))
         known = range(self.archive.version)
         drafts, problems = drafts_in(str(reply.modules), settings.k, self.task.inputs, known, item.payload)
         if not drafts:
@@ -176,6 +181,19 @@ class HarnessRun:
             return Finish(End(EndKind.REJECTED, f"the proposer wrote no module: {said}"))
         self._writing[item.ticket.number] = tuple(drafts)
         return self._aged(item, tuple(drafts))
+
+    async def _asked(self, item: Item[Any], stage: str, module: dspy.Module, **inputs: Any) -> Any:
+        """What a module of the proposer LM's answers, or what it raised: a reply that fits no format ends no run."""
+        try:
+            claim = self.bench.claim(item, stage)
+            return await self.bench.ask(claim, module, lm=self.settings.proposer_lm, **inputs)
+        except FlashEvolveError:
+            raise
+        except Exception as error:
+            if stage not in self._warned:
+                self._warned.add(stage)
+                logger.warning("%s: the reply cannot be used, the run goes on: %s", stage, _told(error))
+            return error
 
     def _aged(self, item: Item[Any], drafts: tuple[Draft, ...]) -> Outcome:
         """Where drafts go that were written while the archive grew."""
@@ -193,14 +211,16 @@ class HarnessRun:
         return Forward("check", tuple(drafts), version=version)
 
     async def _patched(self, item: Item[Any], draft: Draft) -> Draft:
-        reply = await self.bench.ask(
-            self.bench.claim(item, "patch"),
+        reply = await self._asked(
+            item,
+            "patch",
             dspy.ChainOfThought(ReviseHarness),
-            lm=self.settings.proposer_lm,
             interface=interface_for(self.settings.limits),
             stale_module=draft.source,
             admitted_since=admitted_since(self.archive, item.version),
         )
+        if isinstance(reply, Exception):
+            return draft  # a stale proposal stays valid
         known = range(self.archive.version)
         found, _ = drafts_in(str(reply.patched_module or ""), 1, self.task.inputs, known, draft.direction)
         return found[0] if reply.verdict == "patch" and found else draft
@@ -254,3 +274,7 @@ class HarnessRun:
     def _forget(self, ticket: Ticket) -> None:
         self.directions.release(ticket.number)
         self._writing.pop(ticket.number, None)
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:300]

@@ -12,7 +12,7 @@ import dspy
 import pytest
 
 from benchmarks.in_process import InProcessStandIn
-from dspy_flashevolve import AsyncMetaHarness, ConfigurationError, DataError, Harness, Limits
+from dspy_flashevolve import AsyncMetaHarness, ConfigurationError, DataError, Harness, Limits, harness_run
 from dspy_flashevolve.engine.errors import RunDirectoryError
 from dspy_flashevolve.meta_harness.confinement import LAYERS
 from dspy_flashevolve.meta_harness.contract import CallLm, Job
@@ -94,6 +94,33 @@ def test_lockstep_proposes_one_at_a_time_and_async_overlaps() -> None:
     assert overlapped.detailed_results.stats.seconds < lockstep.detailed_results.stats.seconds
 
 
+@pytest.mark.parametrize("schedule", ["async", "lockstep"])
+def test_a_proposer_whose_replies_fit_no_format_costs_its_proposals_and_no_more(
+    schedule: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def reply(prompt: str) -> str:
+        return reply_for(prompt, next_thought="x", next_tool_name="read_minds", next_tool_args="{}", answer="3")
+
+    program = search(proposer_lm=fake_lm(reply), schedule=schedule)
+    found = program.detailed_results
+    assert len(found.candidates) == 1
+    assert found.stats.ended["rejected"] == 4
+    assert any(reason.startswith("the proposer failed: AdapterParseError") for reason in found.stats.end_reasons)
+    warned = [one for one in caplog.records if "the reply cannot be used" in one.message]
+    assert len(warned) == 1
+
+
+def test_a_revision_that_fits_no_format_leaves_a_stale_proposal_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Unreadable(harness_run.ReviseHarness):  # type: ignore[misc]
+        verdict: dict[str, int] = dspy.OutputField()
+
+    monkeypatch.setattr(harness_run, "ReviseHarness", Unreadable)
+    found = search(staleness="reflective", iterations=6).detailed_results
+    assert found.stats.requests_by_stage["patch"] > 0
+    assert found.stats.ended.get("rejected", 0) == 0
+    assert len(found.candidates) + len(found.failed) > 6
+
+
 def test_never_more_rollouts_than_slots() -> None:
     sandbox = Watched()
     search(sandbox, num_threads=3)
@@ -142,7 +169,7 @@ def test_a_student_that_does_not_run_is_an_error_that_says_so() -> None:
 
 
 def test_stale_proposals_are_patched_before_they_are_evaluated_where_that_is_asked_for() -> None:
-    found = search(staleness="reflective", iterations=6).detailed_results
+    found = search(staleness="reflective", iterations=12).detailed_results
     assert found.stats.requests_by_stage["patch"] > 0
     assert any("patched" in one.draft.name for one in found.candidates)
     assert "patch" not in search(iterations=6).detailed_results.stats.requests_by_stage
