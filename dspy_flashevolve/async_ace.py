@@ -14,7 +14,7 @@ from dspy_flashevolve.ace.similarity import Embedder
 from dspy_flashevolve.ace.text import CountTokens, approximate_tokens
 from dspy_flashevolve.ace_arguments import check_arguments, check_budget, check_student, first_playbook
 from dspy_flashevolve.ace_run import AceRun, as_async
-from dspy_flashevolve.compilation import check_data
+from dspy_flashevolve.data_checks import check_data
 from dspy_flashevolve.engine.errors import ConfigurationError, DataError
 from dspy_flashevolve.engine.staleness import StalenessPolicy
 from dspy_flashevolve.observe.playbooks import AceStats

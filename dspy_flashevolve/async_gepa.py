@@ -15,7 +15,8 @@ from dspy.teleprompt.gepa.gepa_utils import CodeProposalFn
 from gepa.core.adapter import ProposalFn
 from gepa.proposer.reflective_mutation.base import ReflectionComponentSelector
 
-from dspy_flashevolve.compilation import Compilation, check_data
+from dspy_flashevolve.compilation import Compilation
+from dspy_flashevolve.data_checks import check_data
 from dspy_flashevolve.engine.admission import Admission
 from dspy_flashevolve.engine.claims import SlotOrder
 from dspy_flashevolve.engine.control import WorkflowController

@@ -8,13 +8,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import anyio
 import dspy
-from dspy.primitives import Example, Module, Prediction
+from dspy.primitives import Module
 from dspy.teleprompt.gepa.gepa_flex_utils import enumerate_flex_submodules
 from dspy.teleprompt.gepa.gepa_utils import LoggerAdapter
 from gepa.core.data_loader import ensure_loader
@@ -22,7 +21,6 @@ from gepa.core.result import GEPAResult
 
 from dspy_flashevolve.engine.blame import hand_over, report
 from dspy_flashevolve.engine.endpoints import Endpoints
-from dspy_flashevolve.engine.errors import DataError
 from dspy_flashevolve.engine.events import EventBus
 from dspy_flashevolve.engine.threads import Threads
 from dspy_flashevolve.gepa.options import GepaOptions
@@ -279,23 +277,3 @@ class Compilation:
         program = self.best.program()
         assert program is not None, "a run that comes to its end has validated its seed"
         return program
-
-
-def check_data(student: Module, trainset: Any, teacher: Module | None, valset: Any) -> None:
-    if not isinstance(student, Module):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise DataError(f"student is {student!r}, expected a dspy.Module.")
-    if teacher is not None:
-        raise DataError("teacher is given, but GEPA has no use for one: leave it out.")
-    for name, data in (("trainset", trainset), ("valset", valset)):
-        if data is None and name == "valset":
-            continue
-        if data is not None and not hasattr(data, "__len__"):
-            raise DataError(f"{name} is a {type(data).__name__}, expected a list of dspy.Example: pass list({name}).")
-        if data is None or len(data) < 1:
-            raise DataError(f"{name} is empty, expected at least one dspy.Example.")
-        for number, one in enumerate(cast("Sequence[Any]", data) if isinstance(data, list | tuple) else ()):
-            if isinstance(one, Example) and not isinstance(one, Prediction) and one._input_keys is None:  # pyright: ignore[reportPrivateUsage]
-                raise DataError(
-                    f"{name}[{number}] does not say which fields are inputs: build it by "
-                    "dspy.Example(...).with_inputs(...)."
-                )

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import uuid
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -122,11 +123,8 @@ class Playbook:
 
     def has_had(self, bullet_id: str) -> bool:
         """Whether the id was given to a bullet that is here no more."""
-        return (
-            bullet_id not in self
-            and _ID.fullmatch(bullet_id) is not None
-            and 0 < int(bullet_id.rpartition("-")[2]) < self.next_number
-        )
+        could_be = bullet_id not in self and _ID.fullmatch(bullet_id) is not None
+        return could_be and 0 < int(bullet_id.rpartition("-")[2]) < self.next_number
 
     def adding(self, section: str, content: str, *, version: int | None = None) -> Playbook:
         """With one more bullet at the end.
@@ -150,20 +148,16 @@ class Playbook:
     def tagged(self, tags: Iterable[tuple[str, Tag]]) -> Playbook:
         """With counters as the tags say; a tag of an id that is not here counts nothing. The version stays.
 
-        Raises:
-            ConfigurationError: a word that is no tag.
-
         >>> Playbook().adding("other", "x").tagged([("oth-1", "helpful"), ("oth-9", "harmful")]).get("oth-1").worth
         1
         """
-        change = {"helpful": dict[str, int](), "harmful": dict[str, int](), "neutral": dict[str, int]()}
+        count = Counter[tuple[str, str]]()
         for bullet_id, tag in tags:
             if tag not in TAGS:
                 raise ConfigurationError(f"playbook: tag {tag!r:.80} of {bullet_id!r:.80}, expected one of {TAGS}.")
-            change[tag][bullet_id] = change[tag].get(bullet_id, 0) + 1
-        helpful, harmful = change["helpful"], change["harmful"]
+            count[bullet_id, tag] += 1
         return self.replacing(
-            replace(one, helpful=one.helpful + helpful.get(one.id, 0), harmful=one.harmful + harmful.get(one.id, 0))
+            replace(one, helpful=one.helpful + count[one.id, "helpful"], harmful=one.harmful + count[one.id, "harmful"])
             for one in self.bullets
         )
 
