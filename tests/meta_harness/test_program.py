@@ -98,20 +98,21 @@ def test_the_second_sandbox_counts_lm_calls_and_reports_failures() -> None:
     ("limits", "body", "message"),
     [
         (Limits(seconds=0.3), "import time; time.sleep(1.5)", "it ran for more than 0.3 seconds"),
-        (Limits(seconds=0.8), "dspy.Predict('question -> answer')(question='slow')", ""),
+        (Limits(seconds=3.0), "dspy.Predict('question -> answer')(question='slow')", ""),
         (Limits(total_seconds=0.3), "dspy.Predict('question -> answer')(question='slow')", "its LM calls included"),
     ],
 )
 def test_the_second_sandbox_bounds_a_runs_own_time_and_all_of_it(limits: Limits, body: str, message: str) -> None:
-    """With dspy's local interpreter in Deno's place. The LM takes 1.5 s, which is not the candidate's own time."""
+    """With dspy's local interpreter in Deno's place. The LM takes 4 s, which is not the candidate's own time."""
     local = getattr(dspy, "LocalInterpreter", None)
     if local is None:
         pytest.skip("this dspy has no LocalInterpreter")
-    cancelled: list[bool] = []
+    begun, cancelled = list[bool](), list[bool]()
 
     async def slow(request: Any) -> Any:
+        begun.append(True)
         try:
-            await asyncio.sleep(1.5)
+            await asyncio.sleep(4.0)
         except asyncio.CancelledError:
             cancelled.append(True)
             raise
@@ -126,4 +127,4 @@ def test_the_second_sandbox_bounds_a_runs_own_time_and_all_of_it(limits: Limits,
     outcome = asyncio.run(main())
     assert message in str(outcome.failure)
     assert (outcome.failure is None) == (message == "")
-    assert cancelled == ([True] if "LM calls" in message else [])
+    assert cancelled == ([] if outcome.failure is None else begun)
