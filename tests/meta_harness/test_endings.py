@@ -59,9 +59,9 @@ def test_a_run_ends_with_its_total_time_though_an_lm_call_is_outstanding() -> No
             cancelled.append(True)
         raise AssertionError
 
-    with lab(Limits(total_seconds=0.5)) as one:
+    with lab(Limits(total_seconds=2.0)) as one:
         outcome = one.run(module("dspy.settings.lm('x')"), call_lm=hangs)
-        assert str(outcome.failure) == "time: it ran for more than 0.5 seconds, its LM calls included"
+        assert str(outcome.failure) == "time: it ran for more than 2 seconds, its LM calls included"
         assert cancelled == [True]
         assert one.is_well()
 
