@@ -28,7 +28,7 @@ SLOTS = (8, 32, 128, 512, 2048, 4096)
 VALS = (50, 500, 5000)
 METHODS = ("lockstep", "async-full", "async")
 HEADER = (
-    "method", "val", "slots", "tokens/s", "x fewest slots", "slope", "proposals a minute", "validations a minute",
+    "method", "seconds", "val", "slots", "tokens/s", "x fewest slots", "slope", "proposals a minute", "validations a minute",
     "mean gap", "generations", "best score",
 )  # fmt: skip
 
@@ -132,11 +132,11 @@ def slope(low: ScalingRow, high: ScalingRow) -> float | None:
 
 
 def medians(rows: Sequence[ScalingRow]) -> list[ScalingRow]:
-    """One row a method, validation set and number of slots: medians over the seeds, in that order."""
-    groups: dict[tuple[int, int, int], list[ScalingRow]] = {}
+    """One row a method, limit, validation set and number of slots: medians over the seeds, in that order."""
+    groups: dict[tuple[int, float, int, int], list[ScalingRow]] = {}
     order = list(METHODS) + sorted({row.method for row in rows} - set(METHODS))
     for row in rows:
-        groups.setdefault((order.index(row.method), row.val, row.slots), []).append(row)
+        groups.setdefault((order.index(row.method), row.limit, row.val, row.slots), []).append(row)
     found: list[ScalingRow] = []
     for _, group in sorted(groups.items()):
         gaps = [row.mean_gap for row in group if row.mean_gap is not None]
@@ -161,11 +161,12 @@ def cells(rows: Sequence[ScalingRow]) -> list[list[str]]:
     first: ScalingRow | None = None
     before: ScalingRow | None = None
     for row in medians(rows):
-        if first is None or (first.method, first.val) != (row.method, row.val):
+        if first is None or (first.method, first.limit, first.val) != (row.method, row.limit, row.val):
             first, before = row, None
         grown = row.tokens_per_second / first.tokens_per_second if first.tokens_per_second else None
         lines.append([
             row.method,
+            f"{row.limit:g}",
             str(row.val),
             str(row.slots),
             f"{row.tokens_per_second:.0f}",

@@ -27,15 +27,18 @@ def test_a_slope_of_one_is_in_proportion_and_none_where_nothing_was_written() ->
 def test_a_line_has_the_medians_of_its_seeds_and_grows_from_the_fewest_slots() -> None:
     wide = replace(ROW, slots=64, tokens_per_second=400.0, mean_gap=4.0, best_score=0.5)
     rows = [
+        replace(ROW, limit=120.0, slots=64, tokens_per_second=7.0),
         replace(ROW, val=500, tokens_per_second=50.0),
         *(replace(wide, seed=seed, tokens_per_second=value) for seed, value in enumerate([300.0, 400.0, 900.0])),
         ROW,
     ]
     lines = [dict(zip(HEADER, line, strict=True)) for line in cells(rows)]
-    assert [(line["val"], line["slots"]) for line in lines] == [("50", "8"), ("50", "64"), ("500", "8")]
+    assert [(line["seconds"], line["val"], line["slots"]) for line in lines] == [
+        ("60", "50", "8"), ("60", "50", "64"), ("60", "500", "8"), ("120", "50", "64"),
+    ]  # fmt: skip
     assert lines[1]["tokens/s"] == "400"
-    assert [line["x fewest slots"] for line in lines] == ["1.0", "4.0", "1.0"]
-    assert [line["slope"] for line in lines] == ["-", "0.67", "-"]
+    assert [line["x fewest slots"] for line in lines] == ["1.0", "4.0", "1.0", "1.0"]
+    assert [line["slope"] for line in lines] == ["-", "0.67", "-", "-"]
     assert lines[1]["mean gap"] == "4.0"
     assert lines[0]["proposals a minute"] == "6.0"
     assert medians(rows)[1].best_score == 0.5
