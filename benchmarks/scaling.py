@@ -28,8 +28,8 @@ SLOTS = (8, 32, 128, 512, 2048, 4096)
 VALS = (50, 500, 5000)
 METHODS = ("lockstep", "async-full", "async")
 HEADER = (
-    "method", "seconds", "val", "slots", "tokens/s", "x fewest slots", "slope", "proposals a minute", "validations a minute",
-    "mean gap", "generations", "best score",
+    "method", "seconds", "val", "slots", "tokens/s", "x fewest slots", "slope", "proposals a minute",
+    "validations a minute", "mean gap", "generations", "best score",
 )  # fmt: skip
 
 
