@@ -6,7 +6,6 @@ import asyncio
 import logging
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,8 +13,9 @@ from typing import Any
 import dspy
 
 from benchmarks.tasks import task_kind
+from benchmarks.virtual import told
 from benchmarks.workloads.registry import workload_named, workload_names
-from benchmarks.workloads.simulated import simulated
+from benchmarks.workloads.simulated import Data, simulated
 from dspy_flashevolve import AceStats, AsyncACE
 from dspy_flashevolve.sim import ReplyModel
 from dspy_flashevolve.sim.profiles import Profile, profile_named
@@ -89,16 +89,6 @@ class Row:
         return (self.task, self.backend, *size, self.seed, self.schedule, self.staleness)
 
 
-@dataclass(frozen=True)
-class Data:
-    """What a run learns from, whatever answers it."""
-
-    program: dspy.Module
-    metric: Callable[..., Any]
-    trainset: list[dspy.Example]
-    valset: list[dspy.Example]
-
-
 def optimizer_for(row: Row, metric: Callable[..., Any], reflection_lm: dspy.LM) -> AsyncACE:
     """The optimizer of a row."""
     return AsyncACE(
@@ -135,8 +125,7 @@ def virtually(row: Row) -> Row:
             with dspy.context(lm=lm):
                 program: Any = await optimizer.acompile(data.program, trainset=data.trainset, valset=data.valset)
         except Exception as error:
-            traceback.print_exception(error)
-            return replace(row, error=f"{type(error).__name__}: {error}")
+            return replace(row, error=told(error))
         finally:
             reading.cancel()
         read_now = at_limit[0] if at_limit else read_at_limit(row, optimizer)
@@ -156,7 +145,7 @@ def _simulated(row: Row) -> tuple[Data, Profile, ReplyModel]:
         )
     named = workload_named(row.task, train=row.train, val=row.val, test=0, seed=row.seed)
     ruled = simulated(named, task)
-    return Data(ruled.program(), ruled.metric, ruled.trainset, ruled.valset), ruled.profile(profile), task.reply_model
+    return Data.of(ruled), ruled.profile(profile), task.reply_model
 
 
 def on_server(row: Row, task_lm: dspy.LM, reflection_lm: dspy.LM, adapter: dspy.Adapter) -> Row:
@@ -171,8 +160,7 @@ def on_server(row: Row, task_lm: dspy.LM, reflection_lm: dspy.LM, adapter: dspy.
         with dspy.context(lm=task_lm, adapter=adapter):
             program: Any = optimizer.compile(named.program(), trainset=named.trainset, valset=named.valset)
     except Exception as error:
-        traceback.print_exception(error)
-        return replace(row, error=f"{type(error).__name__}: {error}")
+        return replace(row, error=told(error))
     finally:
         timer.cancel()
     read_now = at_limit[0] if at_limit else read_at_limit(row, optimizer)

@@ -20,7 +20,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
@@ -32,7 +32,7 @@ from benchmarks.backends import Backend
 from benchmarks.in_process import InProcessStandIn
 from benchmarks.results import RESULTS, Spread, append_json_lines, ratio, shown, table
 from benchmarks.workloads.registry import workload_named, workload_names
-from benchmarks.workloads.simulated import simulated
+from benchmarks.workloads.simulated import Data, simulated
 from dspy_flashevolve import AsyncMetaHarness
 from dspy_flashevolve.sim import HouseRules, SimServer
 from dspy_flashevolve.sim.profiles import Profile, profile_named
@@ -134,16 +134,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 @dataclass(frozen=True)
-class Data:
-    """What a run works on, whatever answers it."""
-
-    student: dspy.Module
-    metric: Callable[..., Any]
-    trainset: list[dspy.Example]
-    valset: list[dspy.Example]
-
-
-@dataclass(frozen=True)
 class Asked:
     """What a run is asked to do; the fields are those of `Row`."""
 
@@ -167,7 +157,7 @@ class Asked:
             lm, began = model.lm(), asyncio.get_running_loop().time()
             optimizer = self._optimizer(data, lm, 1.0, sandbox=InProcessStandIn())
             with dspy.context(lm=lm):
-                program = await optimizer.acompile(data.student, trainset=data.trainset, valset=data.valset)
+                program = await optimizer.acompile(data.program, trainset=data.trainset, valset=data.valset)
             return self._row("virtual", program, asyncio.get_running_loop().time() - began, 1.0)
 
         return run(main)
@@ -186,14 +176,13 @@ class Asked:
             api_base=options.api_base, max_tokens=options.max_tokens, reflection_tokens=options.proposer_tokens
         )
         task_lm, proposer_lm = backend.lms(options.model)
-        data = Data(workload.program(), workload.metric, workload.trainset, workload.valset)
-        return self._compiled(options.model, data, task_lm, proposer_lm, 1.0)
+        return self._compiled(options.model, Data.of(workload), task_lm, proposer_lm, 1.0)
 
     def _compiled(self, backend: str, data: Data, task_lm: dspy.LM, proposer_lm: dspy.LM, scale: float) -> Row:
         optimizer = self._optimizer(data, proposer_lm, scale)
         began = time.monotonic()
         with dspy.context(lm=task_lm):
-            program = optimizer.compile(data.student, trainset=data.trainset, valset=data.valset)
+            program = optimizer.compile(data.program, trainset=data.trainset, valset=data.valset)
         return self._row(backend, program, time.monotonic() - began, scale)
 
     def _simulated(self) -> tuple[HouseRules, Data, Profile]:
@@ -205,7 +194,7 @@ class Asked:
             return rules, Data(student, rules.metric, rules.trainset(options.train), rules.valset(options.val)), profile
         named = workload_named(self.task, train=options.train, val=options.val, test=0, seed=self.seed)
         ruled = simulated(named, rules)
-        return rules, Data(ruled.program(), ruled.metric, ruled.trainset, ruled.valset), ruled.profile(profile)
+        return rules, Data.of(ruled), ruled.profile(profile)
 
     def _optimizer(self, data: Data, proposer_lm: Any, scale: float, **more: Any) -> AsyncMetaHarness:
         return AsyncMetaHarness(

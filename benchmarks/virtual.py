@@ -245,7 +245,7 @@ def run_served(
         try:
             optimizer = chosen.build(workload, limits, recorder)
         except Exception as raised:
-            return VirtualRun(limits, error=_told(raised))
+            return VirtualRun(limits, error=told(raised))
         if not isinstance(optimizer, AsyncGEPA):
             raise ValueError(f"{chosen.name} cannot run in virtual time: only AsyncGEPA can")
         optimizer.track_stats = True
@@ -256,7 +256,7 @@ def run_served(
             try:
                 stats = await _compiled(optimizer, workload, None if drain else limits.seconds)
             except Exception as raised:
-                error = _told(raised)
+                error = told(raised)
             finally:
                 reading.cancel()
         final = readings.get(limits.seconds or -1.0) or Reading.of(model)
@@ -276,7 +276,8 @@ async def _compiled(optimizer: AsyncGEPA, workload: Workload, cancelled_after: f
     return None if program is None else program.async_stats
 
 
-def _told(error: Exception) -> str:
+def told(error: Exception) -> str:
+    """An error in a line, with its traceback on stderr."""
     traceback.print_exception(error)
     return f"{type(error).__name__}: {error}"
 

@@ -73,6 +73,21 @@ class HouseMetric:
         return dspy.Prediction(score=1 - len(missed) / len(required), feedback=feedback)
 
 
+@dataclass(frozen=True)
+class Data:
+    """What a run works on, whatever answers it."""
+
+    program: dspy.Module
+    metric: Callable[..., Any]
+    trainset: list[dspy.Example]
+    valset: list[dspy.Example]
+
+    @classmethod
+    def of(cls, workload: NamedWorkload) -> Data:
+        """A workload's, with a fresh program."""
+        return cls(workload.program(), workload.metric, workload.trainset, workload.valset)
+
+
 @contextmanager
 def served(
     benchmark: str, workload: NamedWorkload, profile: str, seed: int = 0, time_scale: float = 1.0
