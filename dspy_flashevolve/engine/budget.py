@@ -53,12 +53,14 @@ class Budget:
 
 
 class Reservation:
-    """Calls set aside for one ticket. Made by :meth:`Budget.reserve`."""
+    """Calls set aside for one step. Made by :meth:`Budget.reserve`."""
 
-    def __init__(self, budget: Budget, calls: int) -> None:
+    def __init__(self, budget: Budget, calls: int, parent: Reservation | None = None) -> None:
         self._budget = budget
+        self._parent = parent
         self.open = calls
         self.settled = 0
+        """Calls of it that were spent, those of its parts included."""
 
     def settle(self, calls: int = 1) -> None:
         """Count ``calls`` of the reservation as spent.
@@ -69,9 +71,12 @@ class Reservation:
         if calls < 0 or calls > self.open:
             raise BudgetError(f"cannot settle {calls} calls: {self.open} are reserved.")
         self.open -= calls
-        self.settled += calls
         self._budget.reserved -= calls
         self._budget.spent += calls
+        one: Reservation | None = self
+        while one is not None:
+            one.settled += calls
+            one = one._parent
 
     def extend(self, calls: int) -> bool:
         """Set more calls aside; False (and nothing changes) when they do not fit."""
@@ -81,9 +86,9 @@ class Reservation:
         self.open += more.open
         return True
 
-    def beside(self, calls: int) -> Reservation | None:
-        """Another reservation of the same budget, that does not mix with this one; None when it does not fit."""
-        return self._budget.reserve(calls)
+    def cover(self, calls: int) -> bool:
+        """Make sure that ``calls`` are open; False (and nothing changes) when the budget has no room for them."""
+        return calls <= self.open or self.extend(calls - self.open)
 
     def lend(self, other: Reservation, calls: int) -> bool:
         """Hand ``calls`` that are still open to another reservation of the same budget; False when there are fewer."""
@@ -94,12 +99,12 @@ class Reservation:
         return True
 
     def split(self, calls: int) -> Reservation:
-        """A reservation of its own for ``calls`` that are still open.
+        """A part with ``calls`` that are still open, to be settled and refunded by itself.
 
         Raises:
             BudgetError: more than are open.
         """
-        other = Reservation(self._budget, 0)
+        other = Reservation(self._budget, 0, self)
         if not self.lend(other, calls):
             raise BudgetError(f"cannot split {calls} calls off: {self.open} are reserved.")
         return other

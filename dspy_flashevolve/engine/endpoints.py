@@ -10,50 +10,71 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from typing import Any
 
 import anyio
 
-from dspy_flashevolve.engine.claims import Claim
-from dspy_flashevolve.engine.endpoint_events import EndpointPaused, LimitChanged
-from dspy_flashevolve.engine.errors import TransientError
-from dspy_flashevolve.engine.events import Event, EventBus, RolloutFinished
-from dspy_flashevolve.engine.leases import Lease, paused_slot
-from dspy_flashevolve.engine.limiter import Limiter
-from dspy_flashevolve.engine.limits import AdaptiveLimit
-from dspy_flashevolve.engine.rollouts import RetryPolicy
-from dspy_flashevolve.engine.slots import Slots
+from dspy_flashevolve.engine.errors import ConfigurationError
+from dspy_flashevolve.engine.events import EndpointPaused, EventBus, LimitChanged
+from dspy_flashevolve.engine.limits import AdaptiveLimit, Bounds
+from dspy_flashevolve.engine.scheduler import Scheduler, Slot
 
 BURST_SECONDS = 1.0
 BURST_REFUSALS = 3
 """So many refusals within that time, and more than answers, are a burst: the endpoint pauses."""
-MOST_WAITS = 20
+MOST_PAUSES = 20
 """A request waits for the end of so many pauses in a row, and is then sent all the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class RetryPolicy:
+    """Exponential backoff with full jitter.
+
+    Args:
+        attempts: requests in all, at least 1.
+        first_seconds: the longest first wait.
+        most_seconds: the longest wait, unless the provider's Retry-After is longer.
+
+    Raises:
+        ConfigurationError: attempts under 1.
+    """
+
+    attempts: int = 6
+    first_seconds: float = 1.0
+    most_seconds: float = 30.0
+
+    def __post_init__(self) -> None:
+        if self.attempts < 1:
+            raise ConfigurationError(f"retries: attempts is {self.attempts}, expected at least 1.")
+
+    def wait_seconds(self, attempt: int, retry_after_seconds: float | None, chance: float) -> float:
+        """How long to wait after failed attempt number ``attempt`` (from 0).
+
+        Args:
+            chance: a draw from [0, 1); spreads out requests that failed together.
+
+        >>> RetryPolicy().wait_seconds(2, None, chance=0.5)
+        2.0
+        >>> RetryPolicy().wait_seconds(0, 10.0, chance=0.5)
+        10.5
+        """
+        backoff = min(self.most_seconds, self.first_seconds * 2**attempt) * chance
+        return backoff if retry_after_seconds is None else retry_after_seconds + self.first_seconds * chance
 
 
 @dataclass(slots=True)
 class Sent:
-    """A request under way.
+    """An LM call under way.
 
     Args:
         seconds: when it was sent.
-        width_seconds: what :meth:`Slots.width_seconds` said then.
+        width_seconds: what :meth:`Scheduler.width_seconds` said then.
     """
 
     seconds: float = 0.0
     width_seconds: float = 0.0
-
-
-class Group:
-    """Endpoints that share a limit; what :class:`Slots` calls one endpoint."""
-
-    def __init__(self, name: str, limiter: Limiter | None = None) -> None:
-        self.name = name
-        self.limiter = limiter
-        self.is_heard = False
-        """It gets its signals from LM calls, so that those from whole rollouts are not needed."""
 
 
 class Endpoint:
@@ -67,45 +88,54 @@ class Endpoint:
         self.open_seconds = 0.0
         """Nothing is sent before."""
 
-    async def admit(self, lease: Lease | None) -> None:
-        """Wait, without a slot, for the end of a pause; then have the slot."""
-        for _ in range(MOST_WAITS):
+    async def admit(self, slot: Slot | None) -> None:
+        """Wait for the end of a pause.
+
+        Args:
+            slot: given back meanwhile, and taken again; None where the caller keeps what it has.
+        """
+        for _ in range(MOST_PAUSES):
             left = self.open_seconds - self._of.clock()
             if left <= 0:
                 break
-            async with paused_slot(lease):
-                await anyio.sleep(left + self._of.chance() * self._of.retry.first_seconds)
-        if lease is not None:
-            await lease.take()
+            await self._sleep(slot, left + self._of.chance() * self._of.retry.first_seconds)
+        if slot is not None:
+            await slot.take()
 
-    async def rest(self, lease: Lease | None, attempt: int, retry_after_seconds: float | None) -> None:
-        """Wait, without a slot, before an attempt is repeated; see :meth:`RetryPolicy.wait_seconds`."""
+    async def rest(self, slot: Slot | None, attempt: int, retry_after_seconds: float | None) -> None:
+        """Wait before an attempt is repeated; see :meth:`RetryPolicy.wait_seconds`, and :meth:`admit` for the slot."""
         self._of.retried += 1
-        async with paused_slot(lease):
-            await anyio.sleep(self._of.retry.wait_seconds(attempt, retry_after_seconds, self._of.chance()))
+        await self._sleep(slot, self._of.retry.wait_seconds(attempt, retry_after_seconds, self._of.chance()))
+
+    async def _sleep(self, slot: Slot | None, seconds: float) -> None:
+        async with AsyncExitStack() as stack:
+            if slot is not None:
+                await stack.enter_async_context(slot.released())
+            await anyio.sleep(seconds)
 
     def send(self, sent: Sent) -> None:
         """A request goes out now."""
         group = self._of.group_of(self.name)
-        group.is_heard = True
-        sent.seconds, sent.width_seconds = self._of.clock(), self._of.slots.width_seconds(group.name)
+        self._of.heard.add(group)
+        sent.seconds, sent.width_seconds = self._of.clock(), self._of.scheduler.width_seconds(group)
 
     def finished(self, sent: Sent, tokens: int) -> None:
         """It was answered."""
         self._pauses = 0
         self._note(refused=False)
         group = self._of.group_of(self.name)
-        latency = self._of.clock() - sent.seconds
-        if group.limiter is not None:
-            width = self._of.slots.width_seconds(group.name) - sent.width_seconds
-            group.limiter.finished(latency, tokens, width / latency if latency > 0 else None)
+        limit, latency = self._of.limits.get(group), self._of.clock() - sent.seconds
+        if limit is not None:
+            width = self._of.scheduler.width_seconds(group) - sent.width_seconds
+            limit.finished(latency, tokens, width / latency if latency > 0 else None)
 
     def refused(self, sent: Sent, retry_after_seconds: float | None) -> None:
         """It was refused: 429, or a Retry-After."""
         self._note(refused=True)
         group = self._of.group_of(self.name)
-        if group.limiter is not None:
-            group.limiter.refused(retry_after_seconds, sent.seconds, self._of.slots.busy_at(group.name))
+        limit = self._of.limits.get(group)
+        if limit is not None:
+            limit.refused(retry_after_seconds, sent.seconds, self._of.scheduler.busy_at(group))
         answers = [refused for _, refused in self._recent]
         if sum(answers) >= BURST_REFUSALS and 2 * sum(answers) > len(answers):
             self._pause(retry_after_seconds)
@@ -113,14 +143,15 @@ class Endpoint:
     def timed_out(self, sent: Sent) -> None:
         """There was no answer in time."""
         group = self._of.group_of(self.name)
-        if group.limiter is not None:
-            group.limiter.timed_out(sent.seconds, self._of.slots.busy_at(group.name))
+        limit = self._of.limits.get(group)
+        if limit is not None:
+            limit.timed_out(sent.seconds, self._of.scheduler.busy_at(group))
 
     def gauge(self, waiting: float, running: float, cache_use: float) -> None:
         """The server was asked how it is."""
-        limiter = self._of.group_of(self.name).limiter
-        if limiter is not None:
-            limiter.gauge(waiting, running, cache_use)
+        limit = self._of.limits.get(self._of.group_of(self.name))
+        if limit is not None:
+            limit.gauge(waiting, running, cache_use)
 
     def _note(self, refused: bool) -> None:
         now = self._of.clock()
@@ -137,110 +168,94 @@ class Endpoint:
         self._pauses += 1
         self.open_seconds = now + pause
         self._recent.clear()
-        self._of.emit(EndpointPaused(now, self.name, pause))
+        self._of.bus.emit(EndpointPaused(now, self.name, pause))
 
 
 class Endpoints:
-    """All endpoints of a run.
+    """All endpoints of a run, and their limits in its slots.
 
     Args:
+        asked: stage -> the names of the endpoints that its requests ask.
         adaptive: how their limits adapt; None for no limit but that of the run.
+        scheduler: gets the limits.
+        bus: told of every change.
+        clock: seconds.
         retry: backoff where a provider does not say when to come back.
         rng: jitter.
     """
 
     def __init__(
-        self, adaptive: AdaptiveLimit | None, retry: RetryPolicy | None = None, rng: random.Random | None = None
+        self,
+        asked: Mapping[str, Iterable[str]],
+        adaptive: Bounds | None,
+        scheduler: Scheduler,
+        bus: EventBus,
+        clock: Callable[[], float],
+        retry: RetryPolicy,
+        rng: random.Random,
     ) -> None:
-        self._adaptive = adaptive
-        self.retry = retry or RetryPolicy()
-        self.chance: Callable[[], float] = (rng or random.Random()).random
+        self.scheduler, self.bus, self.clock, self.retry = scheduler, bus, clock, retry
+        self.chance: Callable[[], float] = rng.random
         """A draw from [0, 1)."""
-        self._endpoints: dict[str, Endpoint] = {}
-        self._group_of_stage: dict[str, str] = {}
-        self._groups: dict[str, Group] = {}
-        self._group_of_name: dict[str, str] = {}
-        self._bus: EventBus | None = None
-        self.slots = Slots(1)
-        self.clock: Callable[[], float] = anyio.current_time
         self.retried = 0
-        self.watchers: list[Callable[[], Coroutine[Any, Any, None]]] = []
-        """What runs beside the run, such as the reading of a server's gauges."""
-
-    def endpoint(self, name: str) -> Endpoint:
-        """The endpoint of that name, one a name."""
-        return self._endpoints.setdefault(name, Endpoint(name, self))
+        self.limits: dict[str, AdaptiveLimit] = {}
+        """Group of endpoints that share a limit -> the limit, where it adapts."""
+        self.heard: set[str] = set()
+        """Groups that get their signals from LM calls, so that those from whole rollouts are not needed."""
+        self._endpoints: dict[str, Endpoint] = {}
+        self._group_of_stage = groups_of(asked)
+        self._group_of_name = {name: self._group_of_stage[stage] for stage, names in asked.items() for name in names}
+        for group in sorted(set(self._group_of_stage.values())) if adaptive is not None else ():
+            assert adaptive is not None
+            self.limits[group] = self._adapting(group, adaptive)
 
     @property
     def names(self) -> list[str]:
         """The endpoints that stages are known to ask."""
         return sorted(self._group_of_name)
 
-    def assign(self, stages: Mapping[str, Iterable[str]]) -> None:
-        """Say which endpoints a stage's requests ask: stage -> names. Call it before :meth:`attach`."""
-        together = _united([frozenset(names) for names in stages.values()])
-        self._group_of_name = {name: " + ".join(sorted(names)) for names in together for name in names}
-        self._group_of_stage = {
-            stage: self._group_of_name[next(iter(names))] for stage, names in stages.items() if names
-        }
+    def endpoint(self, name: str) -> Endpoint:
+        """The endpoint of that name, one a name."""
+        return self._endpoints.setdefault(name, Endpoint(name, self))
 
-    def attach(self, slots: Slots, bus: EventBus, clock: Callable[[], float]) -> None:
-        """Begin: give the endpoints their limits in ``slots``, and tell ``bus`` of every change."""
-        self.slots, self._bus, self.clock = slots, bus, clock
-        slots.assign(self._group_of_stage)
-        if self._adaptive is not None:
-            bus.subscribe(self._heard_rollout)
-        for name in sorted(set(self._group_of_stage.values())):
-            self._groups[name] = Group(name, self._limiter(name))
+    def group_of(self, name: str) -> str:
+        """The group that an endpoint shares a limit with; one that no stage is known to ask has no limit."""
+        return self._group_of_name.get(name, name)
 
-    def group_of(self, name: str) -> Group:
-        """The group of an endpoint; one that no stage is known to ask has no limit."""
-        group = self._group_of_name.get(name, name)
-        if group not in self._groups:
-            self._groups[group] = Group(group)
-        return self._groups[group]
+    def answered(self, stage: str, latency_seconds: float, tokens: int) -> None:
+        """A whole rollout of a stage was answered, whose LM calls could not be seen (an LM of the user's own kind)."""
+        limit = self._unheard(stage)
+        if limit is not None:
+            limit.finished(latency_seconds, tokens)
 
-    def emit(self, event: Event) -> None:
-        """Tell the run's observers."""
-        if self._bus is not None:
-            self._bus.emit(event)
+    def turned_away(self, stage: str, retry_after_seconds: float | None) -> None:
+        """As :meth:`answered`, of one that has to be made again."""
+        limit = self._unheard(stage)
+        if limit is not None:
+            limit.refused(retry_after_seconds)
 
-    def _limiter(self, name: str) -> Limiter | None:
-        if self._adaptive is None:
-            return None
+    def _unheard(self, stage: str) -> AdaptiveLimit | None:
+        group = self._group_of_stage.get(stage, "")
+        return None if group in self.heard else self.limits.get(group)
 
+    def _adapting(self, group: str, bounds: Bounds) -> AdaptiveLimit:
         def changed(before: int, after: int, reason: str) -> None:
-            self.slots.resize(after, name)
-            self.emit(LimitChanged(self.clock(), name, before, after, reason))
+            self.scheduler.resize(after, group)
+            self.bus.emit(LimitChanged(self.clock(), group, before, after, reason))
 
-        self.slots.resize(self._adaptive.start, name)
-        return Limiter(self._adaptive, self.clock, lambda: self.slots.pressed(name), changed)
-
-    def heard_retry(self, claim: Claim, error: TransientError) -> None:
-        """A whole rollout is made again, where its LM calls cannot be seen (an LM of the user's own kind)."""
-        limiter = self._unheard(claim.stage)
-        if limiter is not None:
-            limiter.refused(error.retry_after_seconds)
-
-    def _heard_rollout(self, event: Event) -> None:
-        limiter = self._unheard(event.stage) if isinstance(event, RolloutFinished) else None
-        if limiter is not None and isinstance(event, RolloutFinished):
-            limiter.finished(event.latency_seconds, event.tokens)
-
-    def _unheard(self, stage: str) -> Limiter | None:
-        """The limiter of a stage's endpoint that gets no signals from LM calls."""
-        group = self._groups.get(self._group_of_stage.get(stage, ""))
-        return None if group is None or group.is_heard else group.limiter
+        self.scheduler.resize(bounds.start, group)
+        return AdaptiveLimit(bounds, self.clock, lambda: self.scheduler.pressed(group), changed)
 
 
-def _united(sets: list[frozenset[str]]) -> list[frozenset[str]]:
-    """Sets that have an element in common become one.
+def groups_of(asked: Mapping[str, Iterable[str]]) -> dict[str, str]:
+    """Stage -> the name of the group of endpoints that it asks: those with an endpoint in common are one group.
 
-    >>> [sorted(one) for one in _united([frozenset("ab"), frozenset("c"), frozenset("bd")])]
-    [['c'], ['a', 'b', 'd']]
+    >>> groups_of({"rollout": ["a", "b"], "propose": ["c"], "validate": ["b", "d"]})
+    {'rollout': 'a + b + d', 'propose': 'c', 'validate': 'a + b + d'}
     """
     united: list[frozenset[str]] = []
-    for one in sets:
-        touching = [other for other in united if other & one]
-        united = [other for other in united if not other & one] + [one.union(*touching)]
-    return united
+    for names in map(frozenset, asked.values()):
+        touching = [other for other in united if other & names]
+        united = [other for other in united if not other & names] + [names.union(*touching)]
+    group = {name: " + ".join(sorted(names)) for names in united for name in names}
+    return {stage: group[name] for stage, names in asked.items() for name in list(names)[:1]}

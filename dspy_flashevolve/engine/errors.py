@@ -7,7 +7,7 @@
     │   ├── DataError (also an AssertionError)   data that compile() cannot use, as dspy.GEPA asserts
     │   └── RunDirectoryError                    a log_dir that cannot be written, or not be continued by this run
     ├── BudgetError                              more settled than was reserved: a bug of the caller
-    ├── QueueClosedError                         put on, or get from, a queue that is closed (and empty)
+    ├── StepEnded, NothingToDoError              what ends one step, and no run (engine/steps.py)
     ├── TransientError                           the provider asks to come back later; retried
     ├── RolloutUnresolvedError                   the provider gave no answer; never a score
     └── RunAbortedError                          the run could not go on (a rejected API key, say)
@@ -39,10 +39,6 @@ class BudgetError(FlashEvolveError):
     """A reservation was settled beyond its size."""
 
 
-class QueueClosedError(FlashEvolveError):
-    """The queue takes no more items, or is closed and empty."""
-
-
 class TransientError(FlashEvolveError):
     """A request failed in a way that a later one may not: a rate limit, a timeout, a 5xx.
 
@@ -61,7 +57,7 @@ class TransientError(FlashEvolveError):
 class RolloutUnresolvedError(FlashEvolveError):
     """The provider gave no answer to a request after every retry.
 
-    It says nothing of the candidate: the ticket ends as failed, and nothing is scored, cached or pooled.
+    It says nothing of the candidate: the step ends as failed, and nothing is scored, cached or pooled.
     """
 
 

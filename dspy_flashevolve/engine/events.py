@@ -8,10 +8,10 @@ observer never ends a run.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from dspy_flashevolve.engine.item import End
+from dspy_flashevolve.engine.steps import End
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +26,10 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True)
-class TicketOpened(Event):
-    """A ticket was admitted and has selected what it works on."""
+class StepOpened(Event):
+    """A step has selected what it works on."""
 
-    ticket: int
+    step: int
     version: int
     live: int
 
@@ -38,7 +38,7 @@ class TicketOpened(Event):
 class Speculated(Event):
     """A candidate may be selected before its validation is done: ``score`` on a part is above the ``best``'s there."""
 
-    ticket: int
+    step: int
     key: int
     score: float
     best: float | None
@@ -56,7 +56,7 @@ class SpeculationEnded(Event):
         candidate: its place in the pool; None when it was removed.
     """
 
-    ticket: int
+    step: int
     key: int
     end: str
     score: float | None
@@ -64,25 +64,20 @@ class SpeculationEnded(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class StageFinished(Event):
-    """A stage is done with an item.
+class StageVisited(Event):
+    """The requests of a step in one stage have come to their end; see :class:`~.scheduler.StageVisit`."""
 
-    Args:
-        waited_seconds: in the stage's queue, before a worker took it.
-        worked_seconds: in the handler.
-    """
-
-    ticket: int
+    step: int
     stage: str
-    waited_seconds: float
-    worked_seconds: float
+    queued_seconds: float
+    began_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
-class TicketClosed(Event):
-    """A ticket ended."""
+class StepClosed(Event):
+    """A step ended."""
 
-    ticket: int
+    step: int
     end: End
     live: int
 
@@ -97,7 +92,7 @@ class RolloutFinished(Event):
         cost_dollars: of these tokens; 0 where a price is not known.
     """
 
-    ticket: int
+    step: int
     stage: str
     score: float
     latency_seconds: float
@@ -115,7 +110,7 @@ class RequestFinished(Event):
         error: why the answer is of no use; empty when it is.
     """
 
-    ticket: int
+    step: int
     stage: str
     latency_seconds: float
     tokens: int
@@ -129,37 +124,13 @@ class RolloutTimedOut(Event):
 
     Args:
         waited_seconds: from the grant of its slot.
-        attempt: 1 for the first run of the rollout, 2 for its first retry; a duplicate has that of its original.
+        attempt: 1 for the first run of the rollout, 2 for its first retry.
     """
 
-    ticket: int
+    step: int
     stage: str
     waited_seconds: float
     attempt: int
-
-
-@dataclass(frozen=True, slots=True)
-class RolloutDuplicated(Event):
-    """A rollout far beyond the others of its stage was begun a second time, in a slot of its own."""
-
-    ticket: int
-    stage: str
-
-
-@dataclass(frozen=True, slots=True)
-class WorkersChanged(Event):
-    """A workflow controller decided how many workers a stage has.
-
-    Args:
-        before: workers wanted until now; 0 at the start of the run.
-        after: workers wanted from now on. Those above it end after the item that they work on.
-        reason: the rule, and what it saw.
-    """
-
-    stage: str
-    before: int
-    after: int
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +139,7 @@ class Committed(Event):
 
     Args:
         version: after the change.
-        gap: the version before the change less the version that the ticket saw.
+        gap: the version before the change less the version that the step saw.
         candidate: index in the pool.
         score: aggregate validation score.
         best_score: the pool's best, after the change.
@@ -176,7 +147,7 @@ class Committed(Event):
         parents: indices in the pool; the first one is what it was built on.
     """
 
-    ticket: int
+    step: int
     version: int
     gap: int
     candidate: int
@@ -192,12 +163,12 @@ class Looked(Event):
 
     Args:
         place: where.
-        gap: commits that the ticket has not seen.
+        gap: commits that the step has not seen.
         decision: "admit", "discard" or "integrate".
         reason: of a discard.
     """
 
-    ticket: int
+    step: int
     place: str
     gap: int
     decision: str
@@ -209,15 +180,15 @@ class Integrated(Event):
     """Children were read together with what they are to be built on.
 
     Args:
-        ticket: the one that carries the result.
+        step: the one that brings the result to its end.
         base: handle of the head below; None where it is a confirmed candidate.
         base_candidate: index in the pool, of the head's nearest confirmed ancestor where it is one.
-        members: tickets whose children were read.
-        verdicts: (ticket, orthogonal | subsumed | conflicting, reason), one a child and component.
+        members: steps whose children were read.
+        verdicts: (step, orthogonal | subsumed | conflicting, reason), one a child and component.
         failed: why no reply could be read; empty when one was.
     """
 
-    ticket: int
+    step: int
     base: int | None
     base_candidate: int
     members: tuple[int, ...]
@@ -231,12 +202,12 @@ class HeadLanded(Event):
 
     Args:
         head: its handle.
-        members: tickets whose children are in it.
+        members: steps whose children are in it.
         passed: it is the head now.
         before, after: summed scores of the base and of the candidate on the same examples.
     """
 
-    ticket: int
+    step: int
     head: int
     base: int | None
     base_candidate: int
@@ -257,7 +228,7 @@ class HeadEnded(Event):
         candidate: index in the pool; None unless it was confirmed.
     """
 
-    ticket: int
+    step: int
     head: int
     end: str
     score: float | None = None
@@ -265,14 +236,44 @@ class HeadEnded(Event):
     candidate: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class LimitChanged(Event):
+    """An endpoint may be sent more or fewer requests at once, or a stage may have more or fewer slots.
+
+    Args:
+        name: the endpoint's address, or the provider's name (several, joined by " + ", where one stage asks them all);
+            or the stage.
+        before, after: requests in flight.
+        reason: "it binds", "refused", "timed out", "throughput stopped growing" or "requests wait in the server"; of a
+            stage "the median rule".
+    """
+
+    name: str
+    before: int
+    after: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointPaused(Event):
+    """An endpoint refused most of what it was sent: nothing is sent to it for a while.
+
+    Args:
+        pause_seconds: how long.
+    """
+
+    endpoint: str
+    pause_seconds: float
+
+
 Subscriber = Callable[[Event], None]
 
 
 class EventBus:
-    """Hands each event to every subscriber."""
+    """Hands each event to every subscriber, in order."""
 
-    def __init__(self) -> None:
-        self._subscribers: list[Subscriber] = []
+    def __init__(self, subscribers: Iterable[Subscriber] = ()) -> None:
+        self._subscribers: list[Subscriber] = list(subscribers)
 
     def subscribe(self, subscriber: Subscriber) -> None:
         """Call ``subscriber`` with every event from now on."""

@@ -23,7 +23,7 @@ class StaleChild:
     """A change that waits to be integrated.
 
     Args:
-        number: names the child in verdicts; its ticket's number.
+        number: names the child in verdicts; its step's number.
         texts: the components that it changed, as it wants them.
         parent_texts: the same components before the change.
         score_before: mean score of its parent on its minibatch.

@@ -4,8 +4,9 @@ What is appended is written in the order in which it came, in batches: while one
 gathers. :meth:`Journal.flush` waits until everything that was appended before is on its way to the disk. A process
 that is killed loses at most what was appended since the last batch began, and never a part of it from the middle.
 
-The tables are in :mod:`dspy_flashevolve.engine.journal_schema` and, with examples, in docs/journal.md. There is no
-pickle in the file, and no secret: every text goes through :class:`~dspy_flashevolve.engine.redaction.Redaction`.
+The tables are below and, with examples, in docs/journal.md. Times are seconds since 1970 (``*_at``); texts that hold
+structure are JSON. A table is only ever appended to, but ``state``, which keeps the newest value under each name. There
+is no pickle in the file, and no secret: every text goes through :class:`~dspy_flashevolve.engine.redaction.Redaction`.
 """
 
 from __future__ import annotations
@@ -26,13 +27,58 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from dspy_flashevolve.engine.errors import JournalError, RunDirectoryError
-from dspy_flashevolve.engine.journal_schema import APPLICATION_ID, SCHEMA, SCHEMA_VERSION, TABLES, migrate
 from dspy_flashevolve.engine.redaction import Redaction
 
 FILE = "journal.sqlite"
 LOCK = "journal.lock"
 LARGEST_BATCH = 1000
 """Rows of one transaction at most."""
+APPLICATION_ID = 0x464C4556
+SCHEMA_VERSION = 2
+
+SCHEMA = (
+    # One run on the directory. A session without an end in session_ends was killed.
+    """CREATE TABLE sessions (id INTEGER PRIMARY KEY, began_at REAL NOT NULL, pid INTEGER NOT NULL,
+        settings TEXT NOT NULL, fingerprints TEXT NOT NULL)""",
+    """CREATE TABLE session_ends (id INTEGER PRIMARY KEY, ended_at REAL NOT NULL, state TEXT NOT NULL,
+        reason TEXT NOT NULL)""",
+    # Every text of a candidate that was run or committed; the hash is of the texts.
+    "CREATE TABLE candidates (id INTEGER PRIMARY KEY, hash TEXT NOT NULL UNIQUE, texts TEXT NOT NULL)",
+    # What a step works on, as its loop wrote it down: a run that goes on runs a step without an end again, from there.
+    """CREATE TABLE steps (id INTEGER PRIMARY KEY, number INTEGER NOT NULL UNIQUE, session INTEGER NOT NULL,
+        opened_at REAL NOT NULL, version INTEGER NOT NULL, selection TEXT NOT NULL)""",
+    """CREATE TABLE ends (id INTEGER PRIMARY KEY, step INTEGER NOT NULL UNIQUE, session INTEGER NOT NULL,
+        ended_at REAL NOT NULL, way TEXT NOT NULL, reason TEXT NOT NULL)""",
+    # Metric calls. A row is written before the metric is called, with calls = 1; -1 takes one back that is not counted,
+    # and what was spent by another program on the same directory comes as one row.
+    """CREATE TABLE calls (id INTEGER PRIMARY KEY, session INTEGER NOT NULL, step INTEGER NOT NULL,
+        stage TEXT NOT NULL, at REAL NOT NULL, calls INTEGER NOT NULL)""",
+    """CREATE TABLE rollouts (id INTEGER PRIMARY KEY, call INTEGER NOT NULL, session INTEGER NOT NULL,
+        step INTEGER NOT NULL, stage TEXT NOT NULL, candidate TEXT NOT NULL, split TEXT NOT NULL,
+        example TEXT NOT NULL, traced INTEGER NOT NULL, score REAL NOT NULL, objective_scores TEXT NOT NULL,
+        output TEXT, trace TEXT, tokens INTEGER NOT NULL, cost_dollars REAL NOT NULL, latency_seconds REAL NOT NULL,
+        at REAL NOT NULL)""",
+    "CREATE INDEX rollouts_by_step ON rollouts (step)",
+    # What a request that is no rollout was answered; the position tells those of one step in one stage apart.
+    """CREATE TABLE replies (id INTEGER PRIMARY KEY, session INTEGER NOT NULL, step INTEGER NOT NULL,
+        stage TEXT NOT NULL, position TEXT NOT NULL, reply TEXT NOT NULL, tokens INTEGER NOT NULL,
+        cost_dollars REAL NOT NULL, at REAL NOT NULL)""",
+    # Integrated candidates that passed their screen, and how each ended. A head's handle is unique in its session.
+    """CREATE TABLE heads (id INTEGER PRIMARY KEY, session INTEGER NOT NULL, head INTEGER NOT NULL,
+        step INTEGER NOT NULL, at REAL NOT NULL, candidate TEXT NOT NULL, base INTEGER, parents TEXT NOT NULL,
+        generation INTEGER NOT NULL, examples TEXT NOT NULL, before TEXT NOT NULL, after TEXT NOT NULL,
+        members TEXT NOT NULL)""",
+    """CREATE TABLE head_ends (id INTEGER PRIMARY KEY, session INTEGER NOT NULL, head INTEGER NOT NULL,
+        way TEXT NOT NULL, at REAL NOT NULL)""",
+    """CREATE TABLE commits (id INTEGER PRIMARY KEY, candidate_index INTEGER NOT NULL UNIQUE, session INTEGER NOT NULL,
+        step INTEGER, at REAL NOT NULL, version INTEGER NOT NULL, candidate TEXT NOT NULL, parents TEXT NOT NULL,
+        score REAL NOT NULL, scores TEXT NOT NULL, more TEXT)""",
+    """CREATE TABLE events (id INTEGER PRIMARY KEY, session INTEGER NOT NULL, at REAL NOT NULL, seconds REAL NOT NULL,
+        kind TEXT NOT NULL, step INTEGER, fields TEXT NOT NULL)""",
+    "CREATE TABLE state (name TEXT PRIMARY KEY, value TEXT NOT NULL)",
+)
+
+TABLES = frozenset(statement.split()[2] for statement in SCHEMA if statement.startswith("CREATE TABLE"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,10 +294,10 @@ def checked(path: Path) -> None:
             version = connection.execute("PRAGMA user_version").fetchone()[0]
             if found != APPLICATION_ID:
                 raise RunDirectoryError(f"{what}: it is a database of something else. {advice}")
-            if not 1 <= version <= SCHEMA_VERSION:
+            if version != SCHEMA_VERSION:
                 raise RunDirectoryError(
-                    f"{what}: its schema is version {version}, this dspy-flashevolve knows versions 1 to "
-                    f"{SCHEMA_VERSION}. Use the version that wrote it, or give another log_dir."
+                    f"{what}: its schema is version {version}, this dspy-flashevolve knows version {SCHEMA_VERSION}. "
+                    "Use the version that wrote it, or give another log_dir."
                 )
             problems = [str(row[0]) for row in connection.execute("PRAGMA quick_check(3)")]
     except (sqlite3.Error, UnicodeDecodeError) as error:
@@ -266,22 +312,28 @@ def _opened(path: Path) -> sqlite3.Connection:
     Raises:
         RunDirectoryError: see :func:`checked`.
     """
-    new = not path.exists() or path.stat().st_size == 0
-    if not new:
-        checked(path)
     try:
+        if not path.exists() or path.stat().st_size == 0:
+            _create(path)
+        else:
+            checked(path)
         connection = sqlite3.connect(path, timeout=30, isolation_level=None, check_same_thread=False)
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = NORMAL")
-        if new:
-            connection.execute("BEGIN IMMEDIATE")
-            for statement in SCHEMA:
-                connection.execute(statement)
-            connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-            connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-            connection.execute("COMMIT")
-        else:
-            migrate(connection)
     except sqlite3.Error as error:
         raise RunDirectoryError(f"log_dir={str(path.parent)!r}: the journal cannot be written ({error}).") from error
     return connection
+
+
+def _create(path: Path) -> None:
+    """Make an empty journal, whole or not at all: a process that is killed meanwhile leaves a file of another name."""
+    unfinished = path.with_suffix(".new")
+    unfinished.unlink(missing_ok=True)
+    with _connected(unfinished) as connection:
+        connection.execute("BEGIN IMMEDIATE")
+        for statement in SCHEMA:
+            connection.execute(statement)
+        connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+        connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+        connection.execute("COMMIT")
+    unfinished.replace(path)

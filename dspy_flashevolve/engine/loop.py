@@ -1,16 +1,17 @@
-"""A loop of its own for a synchronous caller, wherever it is called from."""
+"""A loop of its own for a synchronous caller, wherever it is called from; Ctrl-C and SIGTERM while it runs."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import signal
+import threading
+from collections.abc import Awaitable, Callable, Generator
 from concurrent.futures import Future
-from typing import Generic, TypeVar
+from contextlib import contextmanager
+from typing import Any, Generic, TypeVar
 
 import anyio
 from anyio.from_thread import start_blocking_portal
-
-from dspy_flashevolve.engine.signals import REASONS, heard
 
 T = TypeVar("T")
 
@@ -18,19 +19,22 @@ T = TypeVar("T")
 class LoopClock:
     """The time of one run's loop, real or virtual: on the loop, and from any thread once it is attached.
 
-    A loop that is not known yet is the one that runs where it is asked.
+    Before that it is 0.
     """
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
+        self.began = 0.0
+        """When the run began."""
 
     def attach(self) -> None:
-        """Take the loop that runs here for the run's."""
+        """Take the loop that runs here for the run's; it begins now."""
         self._loop = asyncio.get_running_loop()
+        self.began = self._loop.time()
 
     def __call__(self) -> float:
         """Seconds."""
-        return anyio.current_time() if self._loop is None else self._loop.time()
+        return self._loop.time() if self._loop is not None else 0.0
 
 
 def run_to_end(main: Callable[[], Awaitable[T]], stop: Callable[[str], None]) -> T:
@@ -110,3 +114,43 @@ class _Ending(Generic[T]):
             self._stop(self.reason)
         if self._signals > 1 and self._scope is not None:
             self._scope.cancel()
+
+
+REASONS = {"SIGINT": "interrupted by Ctrl-C", "SIGTERM": "terminated by SIGTERM"}
+"""Signal -> the reason that a run gives for its end."""
+
+
+@contextmanager
+def heard(hear: Callable[[str], bool]) -> Generator[None, None, None]:
+    """Hand SIGINT and SIGTERM to ``hear`` instead of to Python, inside the ``with`` block.
+
+    Only in the main thread, the only one that gets signals; elsewhere nothing is touched. Only where nobody else wants
+    the signal: SIGINT that would raise KeyboardInterrupt, SIGTERM that would kill the process. A handler of the
+    caller's own (asyncio's in ``asyncio.run`` is one) stays, and is not called by this one either. What was there
+    before is put back at the end.
+
+    Args:
+        hear: called in the main thread, between any two instructions, with the reason; it must be quick and must not
+            wait. When it returns False, it wants to hear no more: from then on signals do what they did before.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    wanted = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    taken = [number for number, usual in wanted.items() if signal.getsignal(number) == usual]
+
+    def handler(number: int, frame: Any) -> None:
+        if not hear(REASONS[signal.Signals(number).name]):
+            put_back()
+
+    def put_back() -> None:
+        for number in taken:
+            if signal.getsignal(number) is handler:  # the caller may have set one of their own by now
+                signal.signal(number, wanted[number])
+
+    try:
+        for number in taken:
+            signal.signal(number, handler)
+        yield
+    finally:
+        put_back()

@@ -1,151 +1,299 @@
-"""Requests in flight: a slot for each, retries outside the slot, one flight for equal rollouts.
+"""Rollouts and other requests: a slot for each, retries outside the slot, paid once, written down.
 
-A rollout may be bounded in time and duplicated (:mod:`dspy_flashevolve.engine.stragglers`). Other requests (a
-reflection, an integration) may not: they take many times as long as a rollout, and the LM's own timeout bounds them.
+A rollout's metric call is settled against a reservation; equal rollouts in flight are one; what the journal has from an
+interrupted run is not made again. Other requests (a reflection, an integration) cost no metric call.
 """
 
 from __future__ import annotations
 
 import random
-import time
-from collections.abc import Awaitable, Callable, Hashable
-from typing import TypeVar
+from collections.abc import Awaitable, Callable, Hashable, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar
 
 import anyio
 
 from dspy_flashevolve.engine.budget import Reservation
-from dspy_flashevolve.engine.claims import Claim
-from dspy_flashevolve.engine.errors import ConfigurationError, RolloutUnresolvedError, TransientError
-from dspy_flashevolve.engine.events import (
-    EventBus,
-    RequestFinished,
-    RolloutDuplicated,
-    RolloutFinished,
-    RolloutTimedOut,
-)
-from dspy_flashevolve.engine.flights import Flight, Rollout, RolloutLog, Run, Spent
-from dspy_flashevolve.engine.leases import current_lease
-from dspy_flashevolve.engine.retries import RetryPolicy
-from dspy_flashevolve.engine.slots import Slots
-from dspy_flashevolve.engine.stragglers import Duplicates, MetricCall, Stragglers, first_answer
+from dspy_flashevolve.engine.endpoints import Endpoints
+from dspy_flashevolve.engine.errors import FlashEvolveError, RolloutUnresolvedError, TransientError
+from dspy_flashevolve.engine.events import EventBus, RequestFinished, RolloutFinished, RolloutTimedOut
+from dspy_flashevolve.engine.replay import RunJournal
+from dspy_flashevolve.engine.scheduler import Requester, Scheduler, current_slot
+from dspy_flashevolve.engine.steps import Step
 
 T = TypeVar("T")
+Granted = Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """One run of a program with a candidate on one example.
+
+    Args:
+        output: what the program returned.
+        score: higher is better.
+        objective_scores: objective name -> score; empty when the metric has one objective.
+        trajectory: what reflection reads; None when no trace was asked for or none could be taken.
+        tokens: prompt and completion tokens that the LMs reported.
+        cost_dollars: of these tokens; 0 where a price is not known.
+        error: what the program or its metric raised, as a sentence; empty where neither did.
+    """
+
+    output: Any
+    score: float
+    objective_scores: dict[str, float] = field(default_factory=dict[str, float])
+    trajectory: Any = None
+    tokens: int = 0
+    cost_dollars: float = 0.0
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """What a request that is no rollout has cost.
+
+    Args:
+        tokens, cost_dollars: see :class:`Rollout`.
+        error: why its answer is of no use; empty when it is.
+    """
+
+    tokens: int
+    cost_dollars: float = 0.0
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutKey:
+    """Equal keys mean the same rollout.
+
+    Args:
+        candidate: its name, by :func:`~.replay.hash_of`, or another text that tells candidates apart.
+        split: "train", "val", or another set of examples.
+        example: tells the examples of the set apart.
+        traced: whether a trace is taken.
+    """
+
+    candidate: str
+    split: str
+    example: Hashable
+    traced: bool = True
+
+
+class RolloutRecord(Protocol):
+    """How a rollout is written down, and read again by a run that goes on."""
+
+    def write(self, rollout: Rollout) -> tuple[str, str | None]:
+        """Output and trace as text; the trace is None where it cannot be kept."""
+        ...
+
+    def read(self, row: Any) -> Rollout | None:
+        """The rollout in a row of the journal; None where what was kept is not enough."""
+        ...
+
+
+class ReplyRecord(Protocol[T]):
+    """How the answer of a request that is no rollout is written down, and read again.
+
+    Attributes:
+        position: tells the requests of a step in a stage apart; the same in every run of the step.
+    """
+
+    @property
+    def position(self) -> str: ...
+
+    def write(self, answer: T) -> str | None:
+        """The answer as text; None where it is not worth keeping, or cannot be kept."""
+        ...
+
+    def read(self, text: str) -> T | None:
+        """The answer that was kept; None where it cannot be read any more."""
+        ...
+
+
+class NoLongerWantedError(FlashEvolveError):
+    """An evaluation was given up before its next rollout began: nobody needs it any more."""
+
+
+async def batch(count: int, call: Callable[[int, Granted], Awaitable[T]]) -> list[T]:
+    """Run ``call(0)`` to ``call(count - 1)`` side by side; their results in order.
+
+    Each begins when the one before it has its slot, so that what waits for one costs no task: thousands of examples of
+    thousands of steps may wait.
+
+    Args:
+        call: makes one request, and calls what it is given when that has its slot (or needs none).
+
+    Raises:
+        RolloutUnresolvedError, NoLongerWantedError: the first of them, when all others have ended, which may be paid
+            already.
+        Exception: any other error, as it is, at once; the rest is cancelled.
+    """
+    results: dict[int, T] = {}
+    put_off: list[FlashEvolveError] = []
+    failures: list[BaseException] = []
+    begun = 0
+
+    async with anyio.create_task_group() as group:
+
+        def begin() -> None:
+            nonlocal begun
+            if begun < count and not failures:
+                index, begun = begun, begun + 1
+                group.start_soon(one, index)
+
+        async def one(index: int) -> None:
+            told = False
+
+            def granted() -> None:
+                nonlocal told
+                if not told:
+                    told = True
+                    begin()
+
+            try:
+                results[index] = await call(index, granted)
+            except (RolloutUnresolvedError, NoLongerWantedError) as error:
+                put_off.append(error)
+            except anyio.get_cancelled_exc_class():
+                raise
+            except BaseException as error:
+                failures.append(error)
+                group.cancel_scope.cancel()
+            granted()
+
+        begin()
+    for error in (*failures, *put_off):
+        raise error
+    return [results[index] for index in range(count)]
+
+
+async def gather(calls: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
+    """Run a few calls at once; results in order, errors as of :func:`batch`."""
+
+    async def one(index: int, granted: Granted) -> T:
+        granted()
+        return await calls[index]()
+
+    return await batch(len(calls), one)
+
+
+@dataclass(eq=False)
+class _Flight(Generic[T]):
+    """A rollout under way that others may join."""
+
+    landed: anyio.Event = field(default_factory=anyio.Event)
+    result: T | None = None
 
 
 class Rollouts:
-    """Runs requests in the run's slots.
+    """Makes the requests of one run.
 
     Args:
-        slots: shared by the whole run.
-        bus: gets a :class:`RolloutFinished` for each rollout that was answered and paid, a :class:`RolloutTimedOut` and
-            a :class:`RolloutDuplicated` for each that was given up or begun a second time.
-        clock: seconds.
-        retry: what happens on a :class:`TransientError`.
-        single_flight: two tickets that need the same rollout at the same time share it.
+        scheduler: gives the slots.
+        bus: told of every request that was answered, and of every rollout that was given up.
+        endpoints: who answers; their policy says how often a request is made again.
+        single_flight: equal rollouts in flight are one.
         rng: jitter.
         timeout_seconds: a run of a rollout that takes longer, from the grant of its slot, is cancelled and counts as a
             :class:`TransientError`. The time in which it has given its slot back, since its provider said when to come
             back, does not count. Code that runs in a thread cannot be cancelled: a program there is left behind, and
             a metric there, which is the end of a rollout, is waited for. None for no bound.
-        duplicates: when a rollout is begun a second time; None never does.
-
-    Raises:
-        ConfigurationError: a timeout that is not above 0.
+        journal: where rollouts and replies are written down; None for nowhere.
     """
 
     def __init__(
         self,
-        slots: Slots,
+        scheduler: Scheduler,
         bus: EventBus,
-        clock: Callable[[], float] = time.monotonic,
-        retry: RetryPolicy | None = None,
+        endpoints: Endpoints,
+        *,
         single_flight: bool = True,
         rng: random.Random | None = None,
         timeout_seconds: float | None = None,
-        duplicates: Duplicates | None = None,
+        journal: RunJournal | None = None,
     ) -> None:
-        if timeout_seconds is not None and not timeout_seconds > 0:
-            raise ConfigurationError(
-                f"rollouts: timeout_seconds is {timeout_seconds!r}, expected a number above 0, or None."
-            )
-        self._slots = slots
+        self._scheduler = scheduler
         self._bus = bus
-        self._clock = clock
-        self._retry = retry or RetryPolicy()
+        self._endpoints = endpoints
+        self._clock = scheduler.clock
         self._single_flight = single_flight
         self._rng = rng or random.Random()
-        self._flights: dict[Hashable, Flight] = {}
         self._timeout_seconds = timeout_seconds
-        self._stragglers = None if duplicates is None else Stragglers(duplicates, clock)
+        self._journal = journal
+        self._flights: dict[RolloutKey, _Flight[Rollout]] = {}
         self.shared = 0
         """Rollouts that were joined instead of run."""
         self.retried = 0
-        """Requests that were tried again."""
+        """Requests that were made again."""
         self.timed_out = 0
         """Runs of rollouts that were given up."""
-        self.duplicated = 0
-        """Rollouts that were begun a second time."""
-        self.log: RolloutLog | None = None
-        """Where rollouts are written down; None for nowhere."""
-        self.on_retry: Callable[[Claim, TransientError], None] = lambda claim, error: None
-        """Called each time a request is made again."""
 
     async def request(
-        self, claim: Claim, call: Callable[[], Awaitable[T]], spent: Callable[[T], Spent] | None = None
+        self,
+        stage: str,
+        step: Requester,
+        call: Callable[[], Awaitable[T]],
+        spent: Callable[[T], Spent] | None = None,
+        record: ReplyRecord[T] | None = None,
     ) -> T:
-        """Make one request in a slot; wait between retries without one.
+        """Make a request that is no rollout.
 
         Args:
+            stage, step: whose queue it waits in.
             spent: what it has cost, for a :class:`RequestFinished`; None for no event.
+            record: how its answer is written down; None where it is not. What was paid before an interruption is read,
+                and costs nothing.
 
         Raises:
             RolloutUnresolvedError: every attempt ended in a :class:`TransientError`.
         """
-
-        async def once(attempt: int) -> T:
-            del attempt
-            async with self._slots.hold(claim):
-                began = self._clock()
-                answer = await call()
-                if spent is not None:
-                    self._finished(claim, self._clock() - began, spent(answer))
+        journal = self._journal
+        _asks(step)
+        if journal is not None and record is not None:
+            kept = journal.reply(step.number, stage, record.position)
+            answer = None if kept is None else record.read(kept)
+            if answer is not None:
                 return answer
 
-        return await self._retried(claim, once)
+        async def once() -> T:
+            began = self._clock()
+            answer = await call()
+            cost = Spent(0) if spent is None else spent(answer)
+            if spent is not None:
+                seconds = self._clock() - began
+                self._bus.emit(
+                    RequestFinished(
+                        self._clock(), step.number, stage, seconds, cost.tokens, cost.cost_dollars, cost.error
+                    )
+                )
+            if journal is not None and record is not None and (text := record.write(answer)) is not None:
+                journal.replied(step.number, stage, record.position, text, cost.tokens, cost.cost_dollars)
+            return answer
 
-    def _finished(self, claim: Claim, seconds: float, spent: Spent) -> None:
-        request = (claim.ticket, claim.stage, seconds, spent.tokens, spent.cost_dollars, spent.error)
-        self._bus.emit(RequestFinished(self._clock(), *request))
-
-    async def _retried(self, claim: Claim, once: Callable[[int], Awaitable[T]]) -> T:
-        """Call ``once`` with the number of the attempt, from 0, until it does not fail transiently."""
-        attempts = 0
-        while True:
-            try:
-                return await once(attempts)
-            except TransientError as error:
-                attempts += error.attempts
-                if attempts >= self._retry.attempts:
-                    raise RolloutUnresolvedError(f"no answer after {attempts} attempts: {error}") from error
-                self.retried += 1
-                self.on_retry(claim, error)
-                wait = self._retry.wait_seconds(attempts - 1, error.retry_after_seconds, self._rng.random())
-            await anyio.sleep(wait)
+        return await self._retried(stage, lambda attempt: self._scheduler.run(stage, step, once))
 
     async def rollout(
         self,
-        key: Hashable,
-        claim: Claim,
-        reservation: Reservation,
+        key: RolloutKey,
+        stage: str,
+        step: Requester,
+        pays: Reservation,
         call: Callable[[], Awaitable[Rollout]],
+        record: RolloutRecord | None = None,
+        *,
+        rank: float = 0.0,
+        behind: int = 0,
+        granted: Granted = lambda: None,
     ) -> tuple[Rollout, bool]:
-        """Run one rollout, or join an equal one that is in flight.
+        """Run one rollout, or join an equal one that is in flight, or read one that was paid before an interruption.
 
         Args:
-            key: equal keys mean the same rollout.
-            claim: who asks.
-            reservation: pays for it, unless it is joined.
+            stage, step: whose queue it waits in.
+            pays: a call of it is settled, unless it is joined or read.
             call: runs it.
+            record: how it is written down; None where it is not.
+            rank, behind, granted: see :meth:`Scheduler.run`.
 
         Returns:
             The rollout, and whether it was paid here.
@@ -153,106 +301,149 @@ class Rollouts:
         Raises:
             RolloutUnresolvedError: the provider gave no answer.
         """
+        _asks(step)
+        if self._journal is not None and record is not None:
+            kept = self._journal.rollout(key, step.number, record.read)
+            if kept is not None:
+                return kept, False
         while self._single_flight and (flight := self._flights.get(key)):
+            granted()
             await flight.landed.wait()
             if flight.result is not None:
                 self.shared += 1
                 return flight.result, False
             # The one who flew was cancelled or got no answer: fly again.
-        flight = Flight(anyio.Event())
+        flight = _Flight[Rollout]()
         if self._single_flight:
             self._flights[key] = flight
         try:
-            flight.result = await self._paid(key, claim, reservation, call)
+            flight.result = await self._retried(
+                stage,
+                lambda attempt: self._scheduler.run(
+                    stage,
+                    step,
+                    _Run(self, key, stage, step, pays, call, record, attempt + 1).once,
+                    rank=rank,
+                    behind=behind,
+                    granted=granted,
+                ),
+            )
         finally:
             if self._flights.get(key) is flight:
                 del self._flights[key]
             flight.landed.set()
         return flight.result, True
 
-    async def _paid(
-        self, key: Hashable, claim: Claim, reservation: Reservation, call: Callable[[], Awaitable[Rollout]]
-    ) -> Rollout:
-        """Run a rollout until it is answered; the calls of its metric are settled."""
-
-        async def once(attempt: int) -> Rollout:
-            flight = Run(key, claim, reservation, call, attempt + 1, self.log)
-            if self._stragglers is None:
-                return await self._run(flight)
-            duplicate = Run(key, claim, reservation, call, attempt + 1, self.log)
-            rollout = await first_answer(
-                lambda: self._run(flight),
-                lambda: self._beside(flight, duplicate),
-                lambda: duplicate.spare is not None,
-            )
-            flight.give_back()  # of one that lost before its metric began
-            return rollout
-
-        return await self._retried(claim, once)
-
-    async def _beside(self, original: Run, duplicate: Run) -> Rollout:
-        """Wait until the original is far beyond the others, and run it a second time."""
-        assert self._stragglers is not None
-        await original.granted.wait()
-        claim = original.claim
-        spare = duplicate.spare = await self._stragglers.overdue(claim.stage, original.granted_at, original.reservation)
-        try:
-            return await self._run(duplicate)
-        finally:
-            spare.refund()
-            if not duplicate.granted.is_set():
-                self._stragglers.not_begun()
-
-    async def _run(self, run: Run) -> Rollout:
-        """One run in a slot, within its time."""
-        metric = MetricCall(run.metric_begins)
-        async with self._slots.hold(run.claim):
-            if run.spare is not None:  # the slot may be the one that the original's answer has just freed
-                await anyio.lowlevel.checkpoint_if_cancelled()
-            self._granted(run)
+    async def _retried(self, stage: str, once: Callable[[int], Awaitable[T]]) -> T:
+        """Call ``once`` with the number of the attempt, from 0, until it does not fail transiently."""
+        attempts, retry = 0, self._endpoints.retry
+        while True:
             try:
-                with metric.watched(), anyio.move_on_after(self._timeout_seconds) as bound:
-                    if (lease := current_lease()) is not None:
-                        lease.bound = bound
-                    rollout = await run.call()
-                    self._answered(run, rollout)
-                    return rollout
-            except anyio.get_cancelled_exc_class():
-                if metric.begun:
-                    run.settle()
-                raise
-            except Exception:
-                run.ended()
-                raise
-        raise self._gave_up(run, metric)
+                return await once(attempts)
+            except TransientError as error:
+                attempts += error.attempts
+                if attempts >= retry.attempts:
+                    raise RolloutUnresolvedError(f"no answer after {attempts} attempts: {error}") from error
+                self.retried += 1
+                self._endpoints.turned_away(stage, error.retry_after_seconds)
+                wait = retry.wait_seconds(attempts - 1, error.retry_after_seconds, self._rng.random())
+            await anyio.sleep(wait)
 
-    def _granted(self, run: Run) -> None:
-        run.granted_at = self._clock()
-        run.granted.set()
-        if run.spare is not None:
-            self.duplicated += 1
-            self._bus.emit(RolloutDuplicated(run.granted_at, run.claim.ticket, run.claim.stage))
-        elif self._stragglers is not None:
-            self._stragglers.begun()
 
-    def _answered(self, run: Run, rollout: Rollout) -> None:
-        run.settle()
-        now, claim = self._clock(), run.claim
-        seconds, cost = now - run.granted_at, rollout.cost_dollars
-        if self._stragglers is not None:
-            self._stragglers.finished(claim.stage, seconds)
-        if self.log is not None and run.number is not None:
-            self.log.finished(run.key, claim, rollout, seconds, run.number)
-        self._bus.emit(RolloutFinished(now, claim.ticket, claim.stage, rollout.score, seconds, rollout.tokens, cost))
+def _asks(step: Requester) -> None:
+    if isinstance(step, Step):
+        step.has_asked = True
 
-    def _gave_up(self, run: Run, metric: MetricCall) -> Exception:
+
+class _Run:
+    """One run of a rollout in a slot, within its time; its metric call is written down before it is made."""
+
+    def __init__(
+        self,
+        of: Rollouts,
+        key: RolloutKey,
+        stage: str,
+        step: Requester,
+        pays: Reservation,
+        call: Callable[[], Awaitable[Rollout]],
+        record: RolloutRecord | None,
+        attempt: int,
+    ) -> None:
+        self._of, self._key, self._stage, self._step = of, key, stage, step
+        self._pays, self._call, self._record, self._attempt = pays, call, record, attempt
+        self._journal = of._journal  # pyright: ignore[reportPrivateUsage]
+        self._number: int | None = None
+        self._metric_began = False
+
+    async def once(self) -> Rollout:
+        of = self._of
+        clock, timeout = of._clock, of._timeout_seconds  # pyright: ignore[reportPrivateUsage]
+        began = clock()
+        token = _METRIC_BEGINS.set(self._metric_begins)
+        try:
+            if timeout is None:
+                return self._answered(await self._call(), clock() - began)
+            with anyio.move_on_after(timeout) as bound:
+                if (slot := current_slot()) is not None:
+                    slot.bound = bound
+                return self._answered(await self._call(), clock() - began)
+        except anyio.get_cancelled_exc_class():
+            if self._metric_began:
+                self._settle()
+            raise
+        except BaseException:
+            if self._journal is not None and self._number is not None:
+                self._journal.call_returned(self._stage, self._step.number)
+            raise
+        finally:
+            _METRIC_BEGINS.reset(token)
+        raise self._gave_up(clock() - began, timeout)
+
+    async def _metric_begins(self) -> None:
+        self._metric_began = True
+        if self._journal is not None and self._number is None:
+            with anyio.CancelScope(shield=True):  # that must not be forgotten, whatever comes
+                self._number = await self._journal.call_begins(self._stage, self._step.number)
+
+    def _settle(self) -> None:
+        """Count the call of its metric, as the step's."""
+        self._pays.settle()
+        if self._journal is not None and self._number is None:
+            self._number = self._journal.call_counts(self._stage, self._step.number)
+
+    def _answered(self, rollout: Rollout, seconds: float) -> Rollout:
+        self._settle()
+        of, stage, number = self._of, self._stage, self._step.number
+        if self._journal is not None and self._record is not None:
+            assert self._number is not None
+            self._journal.finished(
+                self._key, stage, number, rollout, self._record.write(rollout), seconds, self._number
+            )
+        of._endpoints.answered(stage, seconds, rollout.tokens)  # pyright: ignore[reportPrivateUsage]
+        of._bus.emit(  # pyright: ignore[reportPrivateUsage]
+            RolloutFinished(of._clock(), number, stage, rollout.score, seconds, rollout.tokens, rollout.cost_dollars)  #
+            pyright: ignore[reportPrivateUsage]
+        )
+        return rollout
+
+    def _gave_up(self, seconds: float, timeout: float | None) -> FlashEvolveError:
         """The run took too long: what to raise."""
-        now, claim = self._clock(), run.claim
-        self.timed_out += 1
-        self._bus.emit(RolloutTimedOut(now, claim.ticket, claim.stage, now - run.granted_at, run.attempt))
-        late = f"no answer within {self._timeout_seconds:g} seconds"
-        if metric.begun:
-            run.settle()
-            if run.spare is None and not run.extend():
+        of = self._of
+        of.timed_out += 1
+        of._bus.emit(RolloutTimedOut(of._clock(), self._step.number, self._stage, seconds, self._attempt))  # pyright:
+        ignore[reportPrivateUsage] late = f"no answer within {timeout:g} seconds"
+        if self._metric_began:
+            self._settle()
+            if not self._pays.extend(1):
                 return RolloutUnresolvedError(f"{late}, and the budget does not pay another attempt.")
         return TransientError(late)
+
+
+_METRIC_BEGINS: ContextVar[Callable[[], Awaitable[None]] | None] = ContextVar("flashevolve_metric", default=None)
+
+
+async def metric_begins() -> None:
+    """Say, inside a rollout, that its metric is called when this returns. Outside of one it does nothing."""
+    begins = _METRIC_BEGINS.get()
+    if begins is not None:
+        await begins()

@@ -1,16 +1,16 @@
-"""How far the pool has moved on since a ticket looked, and what to do about it.
+"""How far the pool has moved on since a step looked, and what to do about it.
 
-The pool's version counts its commits; a ticket remembers the version that it saw; the difference is its
+The pool's version counts its commits; a step remembers the version that it saw; the difference is its
 gap. A policy looks at an item at the places that it names and says what becomes of it; it is a pure
 function of the look and of the history, so that the same history gives the same decision whatever the
 order in which items arrive.
 
-Source: FlashEvolve (arXiv 2605.08520) section 3.2; the train is this project's own.
+Source: FlashEvolve (arXiv 2605.08520) section 3.2; integrating many children at once is this project's own.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -28,7 +28,7 @@ class Admit:
 
 @dataclass(frozen=True, slots=True)
 class Discard:
-    """The item's ticket ends here.
+    """The item's step ends here.
 
     Args:
         reason: a sentence for people.
@@ -46,7 +46,7 @@ Decision = Admit | Discard | Integrate
 
 
 def gap(version: int, seen: int) -> int:
-    """Commits between what a ticket saw and now.
+    """Commits between what a step saw and now.
 
     >>> gap(7, 5)
     2
@@ -60,7 +60,7 @@ class Look:
 
     Args:
         place: where.
-        seen: the version that its ticket saw.
+        seen: the version that its step saw.
         orphaned: it was made from a speculative candidate that did not last.
     """
 
@@ -129,7 +129,7 @@ class Guarded:
     """Discard what is more than ``max_gap`` commits behind, or was made from a speculative candidate that did not last.
 
     A discard cannot stall the run for ever: the version moves by commits only, so once everything that is
-    too old is gone, what starts next has a gap of 0. ``max_gap`` under the number of tickets that live at
+    too old is gone, what starts next has a gap of 0. ``max_gap`` under the number of steps that live at
     once discards much; where more than half is discarded the run says so.
 
     Args:
@@ -161,8 +161,9 @@ class Guarded:
         return Admit()
 
 
-Untaken = Literal["alone", "retry", "drop"]
-FATES: tuple[Untaken, ...] = ("alone", "retry", "drop")
+Fate = Literal["alone", "retry", "drop"]
+FATES: tuple[Fate, ...] = ("alone", "retry", "drop")
+"""A child goes on by itself, as without an integration; waits for the next integration; or ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,24 +171,23 @@ class Reflective:
     """Let a language model read what is stale and integrate it with what was committed meanwhile.
 
     With ``batch=1`` a stale child is patched: one call reads the child, its parent and what was committed
-    since, and writes a text that stands on the pool's best candidate. With a larger batch, children ride a
-    train: up to ``batch`` of them are integrated at once onto the head, the newest integrated candidate; the
-    result becomes the head when it beats the one before on the union of the children's minibatches, and
-    tickets start from it before its validation has confirmed it.
+    since, and writes a text that stands on the pool's best candidate. With a larger batch, up to ``batch`` children are
+    integrated at once onto the head, the newest integrated candidate; the result becomes the head when it beats the one
+    before on the union of the children's minibatches, and steps start from it before its validation has confirmed it.
 
     Args:
         batch: children that one integration takes at most; 1 patches.
-        min_gap: commits behind from which an item is integrated. Default: 1 for a patch; 0 for a train, which takes
-            everything.
+        min_gap: commits behind from which an item is integrated. Default: 1 for a patch; 0 with heads: everything.
         take: "screened" children, which beat their parent, or "proposals" as they are, which saves their screens.
-            Default: screened for a patch, proposals for a train.
-        integrators: integrations that may run at once; trains of one component follow each other all the same.
-        untaken: what becomes of a child that no head took in: it is validated "alone", it may "retry" with the next
-            train (once; after that it is dropped), or it is a "drop". Default: alone for a patch, retry for a train.
+            Default: screened for a patch, proposals with heads.
+        integrators: integrations that may run at once; those of one component follow each other all the same.
+        left_out: what becomes of a child that no head took in: it goes on "alone", it may "retry" with the next
+            integration (once; after that it is dropped), or it is a "drop". Default: alone for a patch, retry with
+            heads.
         unreadable: the same for children of an integration whose reply could not be read twice.
-        frontier_share: share of the tickets that start from the Pareto frontier instead of the head, 0 to 1.
+        frontier_share: share of the steps that start from the Pareto frontier instead of the head, 0 to 1.
         rollback_margin: how far a head may lie under the pool's best, in score, before it is rolled back.
-        heads: whether integrated candidates become heads, which tickets start from before they are validated.
+        heads: whether integrated candidates become heads, which steps start from before they are validated.
             Default: for batches of more than one child.
 
     Raises:
@@ -203,8 +203,8 @@ class Reflective:
     min_gap: int | None = None
     take: Literal["proposals", "screened"] | None = None
     integrators: int = 2
-    untaken: Untaken | None = None
-    unreadable: Untaken = "alone"
+    left_out: Fate | None = None
+    unreadable: Fate = "alone"
     frontier_share: float = 0.25
     rollback_margin: float = 0.0
     heads: bool | None = None
@@ -213,11 +213,10 @@ class Reflective:
     def __post_init__(self) -> None:
         if self.heads is None:
             object.__setattr__(self, "heads", self.batch > 1)
-        train = self.train
         defaults = {
-            "min_gap": 0 if train else 1,
-            "take": "proposals" if train else "screened",
-            "untaken": "retry" if train else "alone",
+            "min_gap": 0 if self.heads else 1,
+            "take": "proposals" if self.heads else "screened",
+            "left_out": "retry" if self.heads else "alone",
         }
         for name, value in defaults.items():
             if getattr(self, name) is None:
@@ -225,16 +224,11 @@ class Reflective:
         self._check()
         object.__setattr__(self, "looks", ("after_propose" if self.take == "proposals" else "after_screen",))
 
-    @property
-    def train(self) -> bool:
-        """Whether integrated candidates become heads."""
-        return bool(self.heads)
-
     def _check(self) -> None:
         for name, low in (("batch", 1), ("min_gap", 0), ("integrators", 1)):
             if getattr(self, name) < low:
                 raise ConfigurationError(f"Reflective: {name} is {getattr(self, name)}, expected at least {low}.")
-        for name, choices in (("take", ("proposals", "screened")), ("untaken", FATES), ("unreadable", FATES)):
+        for name, choices in (("take", ("proposals", "screened")), ("left_out", FATES), ("unreadable", FATES)):
             if getattr(self, name) not in choices:
                 raise ConfigurationError(f"Reflective: {name} is {getattr(self, name)!r}, expected one of {choices}.")
         if not 0 <= self.frontier_share <= 1:
@@ -249,26 +243,15 @@ class Reflective:
         return Integrate() if stale else Admit()
 
 
-LATELY = 16
-"""Looks that count as the last ones."""
-
-
 class GapHistogram:
     """How often each gap was seen, by the place where it was looked at."""
 
     def __init__(self) -> None:
         self._seen: dict[str, Counter[int]] = {}
-        self._last: dict[str, deque[int]] = {}
 
     def record(self, where: str, gap: int) -> None:
         """Count one look."""
         self._seen.setdefault(where, Counter())[gap] += 1
-        self._last.setdefault(where, deque(maxlen=LATELY)).append(gap)
-
-    def mean_lately(self, where: str) -> float | None:
-        """The mean of the last looks at one place; None before there was one."""
-        last = self._last.get(where)
-        return sum(last) / len(last) if last else None
 
     def as_dict(self) -> dict[str, dict[int, int]]:
         """Place -> gap -> count, gaps ascending."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import sqlite3
@@ -14,22 +13,23 @@ from typing import Any
 from dspy_flashevolve.engine.errors import RunDirectoryError
 from dspy_flashevolve.engine.journal import FILE, checked
 from dspy_flashevolve.engine.redaction import MARK
+from dspy_flashevolve.engine.replay import hash_of
 
 Rows = Callable[[str], list[sqlite3.Row]]
 
 PAID_TWICE = """
-    SELECT b.id, b.ticket, b.stage, b.example FROM rollouts a
+    SELECT b.id, b.step, b.stage, b.example FROM rollouts a
     JOIN rollouts b ON b.candidate = a.candidate AND b.split = a.split AND b.example = a.example
         AND b.traced = a.traced AND b.session > a.session
-    LEFT JOIN tickets first ON first.number = a.ticket LEFT JOIN ends e ON e.ticket = a.ticket
-    LEFT JOIN tickets second ON second.number = b.ticket JOIN sessions s ON s.id = b.session
-    WHERE json_extract(s.settings, '$.schedule') = 'async' AND a.ticket >= 0
+    LEFT JOIN steps first ON first.number = a.step LEFT JOIN ends e ON e.step = a.step
+    LEFT JOIN steps second ON second.number = b.step JOIN sessions s ON s.id = b.session
+    WHERE json_extract(s.settings, '$.schedule') = 'async' AND a.step >= 0
         AND (e.session IS NULL OR e.session >= b.session) AND second.session <= a.session
         AND NOT (a.stage = 'rollout' AND a.trace IS NULL)
     UNION ALL
-    SELECT b.id, b.ticket, b.stage, b.example FROM rollouts a
+    SELECT b.id, b.step, b.stage, b.example FROM rollouts a
     JOIN rollouts b ON b.candidate = a.candidate AND b.split = a.split AND b.example = a.example
-        AND b.traced = a.traced AND b.session > a.session WHERE a.ticket < 0 AND b.ticket < 0"""
+        AND b.traced = a.traced AND b.session > a.session WHERE a.step < 0 AND b.step < 0"""
 """Rollouts finished in an earlier session, for work that was not, and again. A trace that JSON could not hold is paid
 again when reflection still needs it; docs/journal.md. In lockstep an example that stands twice in a minibatch is run
 twice, as in dspy.GEPA: there the rows do not tell."""
@@ -82,18 +82,18 @@ def check(directory: str | Path) -> Checked:
 def _summary(rows: Rows) -> list[str]:
     one = rows(
         "SELECT (SELECT COUNT(*) FROM sessions) AS sessions, (SELECT COUNT(*) FROM session_ends) AS ended,"
-        " (SELECT COUNT(*) FROM tickets) AS tickets, (SELECT COUNT(*) FROM rollouts) AS rollouts,"
+        " (SELECT COUNT(*) FROM steps) AS steps, (SELECT COUNT(*) FROM rollouts) AS rollouts,"
         " (SELECT COALESCE(SUM(calls), 0) FROM calls) AS calls, (SELECT COUNT(*) FROM commits) AS commits,"
         " (SELECT MAX(score) FROM commits) AS best"
     )[0]
     ways = ", ".join(
         f"{row['n']} {row['way']}" for row in rows("SELECT way, COUNT(*) AS n FROM ends GROUP BY way ORDER BY way")
     )
-    unfinished = rows("SELECT COUNT(*) AS n FROM tickets WHERE number NOT IN (SELECT ticket FROM ends)")[0]["n"]
+    unfinished = rows("SELECT COUNT(*) AS n FROM steps WHERE number NOT IN (SELECT step FROM ends)")[0]["n"]
     best = "none yet" if one["best"] is None else f"{one['best']:.4f}"
     return [
         f"{one['sessions']} sessions, {one['sessions'] - one['ended']} of them without an end",
-        f"{one['tickets']} tickets: {ways or 'none ended'}, {unfinished} unfinished",
+        f"{one['steps']} steps: {ways or 'none ended'}, {unfinished} unfinished",
         f"{one['calls']} metric calls, {one['rollouts']} rollouts",
         f"{one['commits']} commits, best score {best}",
     ]
@@ -108,9 +108,9 @@ def _unknown_references(rows: Rows) -> list[str]:
         ("rollouts", "candidate", candidates),
         ("commits", "candidate", candidates),
         ("heads", "candidate", candidates),
-        ("ends", "ticket", "SELECT number FROM tickets"),
-        ("proposals", "ticket", "SELECT number FROM tickets"),
-        ("heads", "ticket", "SELECT number FROM tickets"),
+        ("ends", "step", "SELECT number FROM steps"),
+        ("replies", "step", "SELECT number FROM steps"),
+        ("heads", "step", "SELECT number FROM steps"),
     ):
         for row in rows(f"SELECT id, {column} AS name FROM {table} WHERE {column} NOT IN ({known}) LIMIT 3"):
             found.append(f"{table} row {row['id']} names {column} {row['name']}, which is not there")
@@ -135,7 +135,7 @@ def _wrong_commits(rows: Rows, directory: Path) -> list[str]:
     ):
         given.setdefault((row["candidate"], row["example"]), set()).add(row["score"])
     for row in commits:
-        if row["ticket"] is None:  # another program's
+        if row["step"] is None:  # another program's
             continue
         scores: dict[str, float] = json.loads(row["scores"])
         wrong = [
@@ -158,8 +158,8 @@ def _unlike_checkpoint(rows: Rows, commits: list[sqlite3.Row], path: Path) -> li
         mine = texts.get(row["candidate"])
         if mine != there and MARK not in json.dumps(mine):
             return [f"candidate {row['candidate_index']} is another one in {path.name}"]
-    # The journal hears of the commits of a ticket first: it may be ahead by those, where the run was killed in between.
-    latest = sum(row["ticket"] == commits[-1]["ticket"] for row in commits) if commits else 0
+    # The journal hears of the commits of a step first: it may be ahead by those, where the run was killed in between.
+    latest = sum(row["step"] == commits[-1]["step"] for row in commits) if commits else 0
     if len(stored) - 1 > len(commits) or len(commits) - (len(stored) - 1) > latest:
         return [f"the journal has {len(commits)} commits, {path.name} has {len(stored) - 1}"]
     return []
@@ -181,7 +181,7 @@ def _wrong_counts(rows: Rows) -> list[str]:
     twice = rows(PAID_TWICE)
     for row in twice[:3]:
         found.append(
-            f"rollout {row['id']} (ticket {row['ticket']}, {row['stage']}, example {row['example']}) was paid twice"
+            f"rollout {row['id']} (step {row['step']}, {row['stage']}, example {row['example']}) was paid twice"
         )
     if len(twice) > 3:
         found.append(f"{len(twice) - 3} more rollouts were paid twice")
@@ -192,7 +192,7 @@ def _wrong_texts(rows: Rows) -> list[str]:
     found: list[str] = []
     for row in rows("SELECT hash, texts FROM candidates"):
         texts: dict[str, str] = json.loads(row["texts"])
-        if name_of(texts) != row["hash"] and MARK not in row["texts"]:
+        if hash_of(texts) != row["hash"] and MARK not in row["texts"]:
             found.append(f"the texts of candidate {row['hash']} are not those that it was named after")
     return found[:3]
 
@@ -200,15 +200,10 @@ def _wrong_texts(rows: Rows) -> list[str]:
 def _wrong_ends(rows: Rows) -> list[str]:
     """Tickets that a finished session left behind."""
     return [
-        f"ticket {row['number']} has no end, although session {row['session']} came to its end"
+        f"step {row['number']} has no end, although session {row['session']} came to its end"
         for row in rows(
-            "SELECT t.number, s.id AS session FROM tickets t JOIN session_ends s ON s.id = "
+            "SELECT t.number, s.id AS session FROM steps t JOIN session_ends s ON s.id = "
             "(SELECT MAX(id) FROM sessions) WHERE s.state IN ('finished', 'stopped') "
-            "AND t.session = s.id AND t.number NOT IN (SELECT ticket FROM ends) LIMIT 3"
+            "AND t.session = s.id AND t.number NOT IN (SELECT step FROM ends) LIMIT 3"
         )
     ]
-
-
-def name_of(texts: dict[str, str]) -> str:
-    """A candidate's name in the journal: a hash of its texts."""
-    return hashlib.sha256(json.dumps(sorted(texts.items())).encode()).hexdigest()[:32]

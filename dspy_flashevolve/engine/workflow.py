@@ -32,50 +32,53 @@ def released_at(share: float, requests: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Speculation:
-    """How early stages release their output.
+class Workflow:
+    """How steps overlap: how early stages release their output, how many steps there are, and whose slots they get.
 
     Args:
         rollout: share of a parent's minibatch after which reflection starts, on what is there; above 0, up to 1. The
             others run on: they are paid, remembered, and compared with the child's.
-        screen: share of the screen of a train after which its head is put up for selection, if it leads on these
-            examples; the rest runs on, and a head that fails it goes with what stands on it.
         validate: share of the validation set, the prefix, after which a candidate whose score there is above the pool's
             best on the same examples may be selected, and a head below it is rolled back; the rest runs on. The default
             waits for the whole: it made the best programs (docs/scheduling.md). Where metric calls are scarcer than
             slots, a head is judged on a quarter all the same, before the rest is spent.
         rounds: an example of the validation set that this many candidates in a row have passed leaves the prefix.
-        racing: how far a candidate's score may lie under the pool's best on the same examples, from its prefix on,
-            before it gives up the rest of its validation. Approximate: a candidate that would have caught up is lost.
-            None for never.
+        live_steps: steps at once, counted strictly. Default: as many as keep the slots busy, fewer where the budget of
+            metric calls is small, so that steps can build on each other (:func:`~.admission.for_slots`).
+        median_seconds: every so many seconds, slots move to the stages that produce less than the others
+            (:func:`~.scheduler.median_shares`). None for never: the order of the queues decides, which made the better
+            programs.
 
     Raises:
-        ConfigurationError: a share outside (0, 1], fewer than one round, or a negative margin.
+        ConfigurationError: a share outside (0, 1], fewer than one round or step, or a window that is no number above 0.
     """
 
     rollout: float = 0.67
-    screen: float = 1.0
     validate: float = 1.0
     rounds: int = 3
-    racing: float | None = None
+    live_steps: int | None = None
+    median_seconds: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("rollout", "screen", "validate"):
+        for name in ("rollout", "validate"):
             share = getattr(self, name)
             if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
-                raise ConfigurationError(f"Speculation: {name} is {share!r}, expected a share above 0 and up to 1.")
-        if isinstance(self.rounds, bool) or not isinstance(self.rounds, int) or self.rounds < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ConfigurationError(f"Speculation: rounds is {self.rounds!r}, expected a whole number of at least 1.")
-        number = isinstance(self.racing, int | float) and not isinstance(self.racing, bool)
-        if self.racing is not None and not (number and self.racing >= 0):
-            raise ConfigurationError(
-                f"Speculation: racing is {self.racing!r}, expected a margin of 0 or more, or None."
-            )
+                raise ConfigurationError(f"Workflow: {name} is {share!r}, expected a share above 0 and up to 1.")
+        for name, count in (("rounds", self.rounds), ("live_steps", self.live_steps)):
+            if count is None and name == "live_steps":
+                continue
+            if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+                raise ConfigurationError(f"Workflow: {name} is {count!r}, expected a whole number of at least 1.")
+        seconds = self.median_seconds
+        if seconds is not None and (
+            isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < math.inf  # pyright: ignore[reportUnnecessaryIsInstance]
+        ):
+            raise ConfigurationError(f"Workflow: median_seconds is {seconds!r}, expected a number above 0, or None.")
 
 
 SAVING_PREFIX = 0.25
 """Share of a head's validation that is run before the rest is spent, where metric calls are scarce."""
-NOT_SPECULATIVE = Speculation(rollout=1.0, screen=1.0, validate=1.0)
+BARRIERS = Workflow(rollout=1.0, validate=1.0)
 """Every stage waits for all of its requests."""
 
 

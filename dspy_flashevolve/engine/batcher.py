@@ -1,0 +1,101 @@
+"""Collects what many steps hand in, and works on several at once."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+import anyio
+
+from dspy_flashevolve.engine.run import EvolutionRun
+from dspy_flashevolve.engine.steps import Step
+
+I = TypeVar("I")  # noqa: E741
+O = TypeVar("O")  # noqa: E741
+
+
+@dataclass(eq=False)
+class _Handed(Generic[I, O]):
+    """What one step handed in, and what became of it."""
+
+    step: Step
+    item: I
+    done: anyio.Event = field(default_factory=anyio.Event)
+    outcome: O | None = None
+    error: Exception | None = None
+
+
+class Batcher(Generic[I, O]):
+    """Hands a batch to ``work`` when it is half full; sooner only where no step is at work that could still join it.
+
+    Give :meth:`watch` to :meth:`EvolutionRun.evolve` as a watcher.
+
+    Args:
+        run: whose steps they are.
+        most: items of a batch.
+        at_once: batches that are worked on at the same time.
+        work: from the steps and their items to an outcome each, in order. What it raises is raised in each of them.
+    """
+
+    def __init__(
+        self,
+        run: EvolutionRun,
+        most: int,
+        at_once: int,
+        work: Callable[[Sequence[tuple[Step, I]]], Awaitable[Sequence[O]]],
+    ) -> None:
+        self._run, self._most, self._at_once, self._work = run, most, at_once, work
+        self._waiting: list[_Handed[I, O]] = []
+        self._running = 0
+
+    async def hand_in(self, step: Step, item: I) -> O:
+        """Wait until a batch with the item has been worked on; what became of the item.
+
+        A step that waits needs no room, up to two batches of them: others may start meanwhile.
+        """
+        handed = _Handed[I, O](step, item)
+        self._waiting.append(handed)
+        step.rests = len(self._waiting) <= 2 * self._most
+        self._run.tell()
+        try:
+            await handed.done.wait()
+        finally:
+            step.rests = False
+            if handed in self._waiting:
+                self._waiting.remove(handed)
+        if handed.error is not None:
+            raise handed.error
+        return handed.outcome  # pyright: ignore[reportReturnType]  # it may be None by its type
+
+    async def watch(self) -> None:
+        """Begin batches as they become due, until it is cancelled."""
+        while True:
+            while self._waiting and self._running < self._at_once and self._is_due():
+                await self._begin()
+            await self._run.changed()
+
+    def _is_due(self) -> bool:
+        return 2 * len(self._waiting) >= self._most or not self._run.working
+
+    async def _begin(self) -> None:
+        """Begin a batch, freshest steps first."""
+        self._waiting.sort(key=lambda one: (-one.step.version, -one.step.value, one.step.number))
+        taken, self._waiting[:] = self._waiting[: self._most], self._waiting[self._most :]
+        for number, one in enumerate((*taken, *self._waiting)):
+            one.step.rests = len(taken) <= number < len(taken) + 2 * self._most
+        self._running += 1
+        await self._run.beside(lambda: self._done(taken))
+
+    async def _done(self, taken: list[_Handed[I, O]]) -> None:
+        try:
+            outcomes = await self._work([(one.step, one.item) for one in taken])
+            for one, outcome in zip(taken, outcomes, strict=True):
+                one.outcome = outcome
+        except Exception as error:
+            for one in taken:
+                one.error = error
+        finally:
+            self._running -= 1
+            for one in taken:
+                one.done.set()

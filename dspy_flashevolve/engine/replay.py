@@ -1,0 +1,319 @@
+"""What a run writes into its journal, and what the journal answers when the run goes on.
+
+Everything that is paid or decided becomes a row: metric calls before they are made, rollouts, replies, selections,
+commits before the pool has them, and the ends of steps. The rest are the bus's events. A run that goes on runs again,
+from their selection, the steps that had no end; what was paid for these is found here, by candidate and example or by
+stage and position, and costs nothing. Other steps find nothing here: what they need is paid anew, as in a run that was
+never interrupted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from dspy_flashevolve.engine.events import Event, RequestFinished, RolloutFinished, StepClosed
+from dspy_flashevolve.engine.journal import Journal
+from dspy_flashevolve.engine.redaction import MARK
+from dspy_flashevolve.engine.steps import EndKind
+
+if TYPE_CHECKING:
+    from dspy_flashevolve.engine.rollouts import Rollout, RolloutKey
+
+BEFORE_STEPS = -1
+"""Stands for the number of a step in what belongs to none: the seed's validation, say."""
+
+
+def id_text(example_id: Any) -> str:
+    """An example's id as text; ids of lists are numbers, other loaders have what they like."""
+    return json.dumps(example_id, default=repr)
+
+
+def hash_of(texts: Mapping[str, str]) -> str:
+    """A candidate's name: a hash of its texts, component -> text."""
+    return hashlib.sha256(json.dumps(sorted(texts.items())).encode()).hexdigest()[:32]
+
+
+@dataclass(frozen=True, slots=True)
+class Unfinished:
+    """A step that had no end: it runs again from its selection.
+
+    Args:
+        number: of the step.
+        version: the pool's, that it saw.
+        selection: what it had selected, as the loop wrote it down.
+    """
+
+    number: int
+    version: int
+    selection: Any
+
+
+class RunJournal:
+    """One run's view of its journal.
+
+    Args:
+        journal: where to write, and what was written before.
+        each_once: a rollout that is kept answers one request; else all that are equal (equal ones in flight are one).
+    """
+
+    def __init__(self, journal: Journal, each_once: bool = False) -> None:
+        self.journal = journal
+        self._each_once = each_once
+        self._session = journal.session
+        rows = journal.rows
+        self.spent = int(rows("SELECT COALESCE(SUM(calls), 0) AS spent FROM calls")[0]["spent"])
+        """Metric calls of all sessions before."""
+        [asked] = rows("SELECT COUNT(*) AS calls, COALESCE(SUM(cost_dollars), 0) AS dollars FROM replies")
+        [ran] = rows("SELECT COALESCE(SUM(cost_dollars), 0) AS dollars FROM rollouts")
+        kept = journal.kept("spent") or {}  # of the last step's end; what was spent after it stands in the rows
+        self.requests_before = max(kept.get("requests", 0), asked["calls"])
+        """Requests that were no rollouts, of all sessions before."""
+        self.dollars_before = max(kept.get("cost_dollars", 0.0), asked["dollars"] + ran["dollars"])
+        self._requests, self._dollars = 0, 0.0
+        self.last_step = int(rows("SELECT COALESCE(MAX(number), -1) AS last FROM steps")[0]["last"])
+        """The highest number that a step had; -1 for none."""
+        self.texts: dict[str, dict[str, str]] = {
+            row["hash"]: json.loads(row["texts"]) for row in rows("SELECT hash, texts FROM candidates")
+        }
+        """Candidate's hash -> its texts."""
+        self.unfinished: list[Unfinished] = []
+        self._numbers: set[int] = set()
+        self._rollouts: dict[tuple[str, str, str, int], list[int]] = {}
+        self._untraced: set[int] = set()
+        self._replies: dict[tuple[int, str, str], str] = {}
+        self.paid: Counter[int] = Counter()
+        """Step that runs again -> its rollouts that are paid."""
+
+    def take_up(self, seeded: bool = True) -> list[Unfinished]:
+        """Find the steps that had no end, and what was paid for them. Call it once, when ends that were not written
+        are.
+
+        Args:
+            seeded: what belongs to no step is done; else it is found, too.
+        """
+        rows = self.journal.rows
+        for row in rows("SELECT * FROM steps WHERE number NOT IN (SELECT step FROM ends) ORDER BY number"):
+            if MARK in row["selection"] or any(MARK in text for text in _texts_in(self.texts, row["selection"])):
+                self.ended(row["number"], "failed", "a secret was taken out of its texts: they are not what they were")
+                continue
+            self.unfinished.append(Unfinished(row["number"], row["version"], json.loads(row["selection"])))
+        self._numbers = {one.number for one in self.unfinished} | (set[int]() if seeded else {BEFORE_STEPS})
+        for row in rows("SELECT id, step, candidate, split, example, traced, trace IS NULL AS bare FROM rollouts"):
+            if row["step"] in self._numbers:
+                key = row["candidate"], row["split"], row["example"], row["traced"]
+                self._rollouts.setdefault(key, []).append(row["id"])
+                self.paid[row["step"]] += 1
+                if row["bare"]:
+                    self._untraced.add(row["id"])
+        for row in rows("SELECT step, stage, position, reply FROM replies"):
+            if row["step"] in self._numbers and MARK not in row["reply"]:
+                self._replies[row["step"], row["stage"], row["position"]] = row["reply"]
+        return self.unfinished
+
+    # What is answered.
+
+    def rollout(self, key: RolloutKey, step: int, read: Callable[[Any], Rollout | None]) -> Rollout | None:
+        """A rollout that was paid for work which runs again now; None where there is none, or it cannot be read."""
+        if step not in self._numbers or not self._rollouts:
+            return None
+        found = self._rollouts.get((key.candidate, key.split, id_text(key.example), int(key.traced)))
+        if not found:
+            return None
+        row = found.pop(0) if self._each_once else found[-1]
+        return read(self.journal.rows("SELECT * FROM rollouts WHERE id = ?", (row,))[0])
+
+    def missing(
+        self,
+        step: int,
+        candidate: str,
+        split: str,
+        ids: Iterable[Any],
+        *,
+        traced: bool = True,
+        needs_trace: bool = False,
+    ) -> int:
+        """How many of a candidate's rollouts are still to be paid for a step.
+
+        Args:
+            needs_trace: those whose trace could not be kept are to be paid again.
+        """
+        ids = list(ids)
+        if step not in self._numbers or not self._rollouts:
+            return len(ids)
+        found = (self._rollouts.get((candidate, split, id_text(one), int(traced))) for one in ids)
+        return sum(not rows or (needs_trace and rows[-1] in self._untraced) for rows in found)
+
+    def reply(self, step: int, stage: str, position: str) -> str | None:
+        """What a request of a step that runs again now was answered; None where there is nothing."""
+        return self._replies.get((step, stage, position))
+
+    # What is written.
+
+    def candidate(self, texts: Mapping[str, str]) -> str:
+        """Write a candidate's texts, once; returns its hash."""
+        name = hash_of(texts)
+        if name not in self.texts:
+            self.texts[name] = dict(texts)
+            self.journal.append("candidates", hash=name, texts=dict(texts))
+        return name
+
+    async def call_begins(self, stage: str, step: int) -> int:
+        """Write that a metric is about to be called; return the call's number when that is safe."""
+        number = self._call(stage, step, 1)
+        await self.journal.flush()
+        return number
+
+    def call_counts(self, stage: str, step: int) -> int:
+        """Write that a call is counted although no metric was called; return its number."""
+        return self._call(stage, step, 1)
+
+    def call_returned(self, stage: str, step: int) -> None:
+        """Write that a call which had begun is not counted after all."""
+        self._call(stage, step, -1)
+
+    def calls_elsewhere(self, calls: int) -> None:
+        """Write metric calls that another program, dspy.GEPA say, made on the same run directory."""
+        self._call("elsewhere", BEFORE_STEPS, calls)
+
+    def _call(self, stage: str, step: int, calls: int) -> int:
+        number = self.journal.next_id("calls")
+        self.journal.append(
+            "calls", id=number, session=self._session, step=step, stage=stage, at=time.time(), calls=calls
+        )
+        return number
+
+    def finished(
+        self,
+        key: RolloutKey,
+        stage: str,
+        step: int,
+        rollout: Rollout,
+        written: tuple[str, str | None],
+        seconds: float,
+        call: int,
+    ) -> None:
+        """Write what a rollout gave; ``written`` is its output and its trace as text."""
+        self.journal.append(
+            "rollouts",
+            call=call,
+            session=self._session,
+            step=step,
+            stage=stage,
+            candidate=key.candidate,
+            split=key.split,
+            example=id_text(key.example),
+            traced=int(key.traced),
+            score=float(rollout.score),
+            objective_scores=dict(rollout.objective_scores),
+            output=written[0],
+            trace=written[1] if key.traced else None,
+            tokens=rollout.tokens,
+            cost_dollars=rollout.cost_dollars,
+            latency_seconds=seconds,
+            at=time.time(),
+        )
+
+    def replied(self, step: int, stage: str, position: str, reply: str, tokens: int, cost_dollars: float) -> None:
+        """Write what a request that is no rollout was answered."""
+        self.journal.append(
+            "replies",
+            session=self._session,
+            step=step,
+            stage=stage,
+            position=position,
+            reply=reply,
+            tokens=tokens,
+            cost_dollars=cost_dollars,
+            at=time.time(),
+        )
+
+    def opened(self, step: int, version: int, selection: Any) -> None:
+        """Write what a step has selected; it must be JSON."""
+        self.journal.append(
+            "steps", number=step, session=self._session, opened_at=time.time(), version=version,
+            selection=json.dumps(selection),
+        )  # fmt: skip
+
+    def ended(self, step: int, way: str, reason: str, before: bool = False) -> None:
+        """Write a step's end.
+
+        Args:
+            before: it had ended in the session before, which did not come to write it.
+        """
+        session = self._session - before
+        self.journal.append("ends", step=step, session=session, ended_at=time.time(), way=way, reason=reason)
+
+    def committed(
+        self,
+        step: int | None,
+        candidate_index: int,
+        version: int,
+        texts: Mapping[str, str],
+        parents: Sequence[int | None],
+        scores: Mapping[str, float],
+        score: float | None = None,
+        more: Any = None,
+    ) -> None:
+        """Write a candidate that is about to enter the pool; wait for it with :meth:`Journal.flush`.
+
+        Args:
+            step: that made it; None for another program's.
+            scores: example's id as text -> score.
+            score: default: the mean of ``scores``.
+            more: what the loop needs to put it there again; JSON.
+        """
+        self.journal.append(
+            "commits",
+            candidate_index=candidate_index,
+            session=self._session,
+            step=step,
+            at=time.time(),
+            version=version,
+            candidate=self.candidate(texts),
+            parents=list(parents),
+            score=sum(scores.values()) / max(1, len(scores)) if score is None else score,
+            scores=dict(scores),
+            more=None if more is None else json.dumps(more),
+        )
+
+    def session_ended(self, state: str, reason: str) -> None:
+        """Write how the run ended, and close the journal."""
+        self.journal.append("session_ends", id=self._session, ended_at=time.time(), state=state, reason=reason)
+        self.journal.close()
+
+    def __call__(self, event: Event) -> None:
+        """A subscriber of the run's bus."""
+        if isinstance(event, RequestFinished | RolloutFinished):
+            self._requests += isinstance(event, RequestFinished)
+            self._dollars += event.cost_dollars
+            if isinstance(event, RolloutFinished):
+                return  # it is a row of its own
+        if isinstance(event, StepClosed):
+            spent = {
+                "requests": self.requests_before + self._requests, "cost_dollars": self.dollars_before + self._dollars
+            }  # fmt: skip
+            self.journal.keep("spent", spent)
+            if event.end.kind is not EndKind.CANCELLED:  # a run that goes on runs it again
+                self.ended(event.step, event.end.kind.value, event.end.reason)
+            return
+        fields = {name: value for name, value in asdict(event).items() if name not in ("seconds", "step")}
+        self.journal.append(
+            "events",
+            session=self._session,
+            at=time.time(),
+            seconds=event.seconds,
+            kind=type(event).__name__,
+            step=getattr(event, "step", None),
+            fields=json.dumps(fields, default=str),
+        )
+
+
+def _texts_in(texts: Mapping[str, Mapping[str, str]], selection: str) -> list[str]:
+    """The texts of all candidates that a selection names."""
+    return [text for name, parts in texts.items() if name in selection for text in parts.values()]

@@ -1,0 +1,547 @@
+"""One run of an evolution loop: the one thing on which every loop stands.
+
+A loop supplies ``async def step(step) -> End``, one coroutine from a step's selection to its end, and its state. The
+run opens steps while admission, budget and limits allow, gives them slots, threads and a journal, and knows how it
+ended.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from functools import partial
+from typing import Any, Literal, TypeVar
+
+import anyio
+
+from dspy_flashevolve.engine.admission import Admission, LiveSteps, Load
+from dspy_flashevolve.engine.budget import Budget, Reservation
+from dspy_flashevolve.engine.endpoints import Endpoints, RetryPolicy, groups_of
+from dspy_flashevolve.engine.errors import ConfigurationError, RolloutUnresolvedError
+from dspy_flashevolve.engine.events import (
+    Committed,
+    EventBus,
+    LimitChanged,
+    StageVisited,
+    StepClosed,
+    StepOpened,
+    Subscriber,
+)
+from dspy_flashevolve.engine.limits import Bounds
+from dspy_flashevolve.engine.loop import LoopClock, run_to_end
+from dspy_flashevolve.engine.replay import RunJournal, Unfinished
+from dspy_flashevolve.engine.rollouts import Rollouts
+from dspy_flashevolve.engine.scheduler import Scheduler, StageVisit, median_shares
+from dspy_flashevolve.engine.staleness import GapHistogram
+from dspy_flashevolve.engine.steps import End, EndKind, NothingToDoError, Step, StepEnded, rng_of
+from dspy_flashevolve.engine.threads import Threads
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+Outcome = Literal["finished", "stopped", "failed", "aborted"]
+"""How a run ended: at the end of its work or at one of its limits; since somebody asked for it; since it was given up;
+by an exception."""
+SPARE_THREADS = 16
+"""Threads beside those of the slots, for what a loop does without one."""
+PRIOR_STEPS = 4
+"""The estimate of a step's cost begins as if this many had cost the most that one can."""
+
+
+class EvolutionRun:
+    """One run of an evolution loop.
+
+    Args:
+        name: of the optimizer, for people.
+        stages: stage -> the endpoints that its requests ask, in the order of the way that a step takes: a later stage
+            is nearer to a commit, and goes first among equals.
+        slots: requests in flight at most, over all stages.
+        adaptive: how the endpoints' limits adapt below ``slots``; None for no limit but that.
+        budget_calls: metric calls that are never exceeded; None for no limit.
+        seed: of the steps' randomness, and of jitter; None draws one.
+        lockstep: one step at a time, nothing beside it, equal rollouts are made as often as they are asked for.
+        max_seconds: no step starts after it; what runs is finished. None for no limit.
+        rollout_timeout_seconds: see :class:`Rollouts`.
+        median_seconds: every so many seconds, slots move between stages (:func:`median_shares`); None for never.
+        retry: how often a request is made that the provider turns away, and when.
+        journal: where the run is written down, so that it can go on; None for nowhere.
+        observers: hear every event.
+
+    Raises:
+        ConfigurationError: no stage, or fewer than 1 slot.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        stages: Mapping[str, Iterable[str]],
+        slots: int,
+        adaptive: Bounds | None = None,
+        budget_calls: int | None = None,
+        seed: int | None = 0,
+        lockstep: bool = False,
+        max_seconds: float | None = None,
+        rollout_timeout_seconds: float | None = None,
+        median_seconds: float | None = None,
+        retry: RetryPolicy | None = None,
+        journal: RunJournal | None = None,
+        observers: Sequence[Subscriber] = (),
+    ) -> None:
+        if not stages:
+            raise ConfigurationError(f"{name}: a run has no stages, expected at least one.")
+        self.name, self.slots, self.lockstep, self.journal = name, slots, lockstep, journal
+        self._max_seconds, self._median_seconds = max_seconds, median_seconds
+        self.clock = LoopClock()
+        self.bus = EventBus((*observers, *(() if journal is None else (journal,))))
+        asked = {stage: list(names) for stage, names in stages.items()}
+        self.scheduler = Scheduler(
+            slots, list(asked), groups_of(asked), self.clock, idle=self._slot_is_idle, visited=self._visited
+        )
+        rng = random.Random(seed)
+        self.endpoints = Endpoints(asked, adaptive, self.scheduler, self.bus, self.clock, retry or RetryPolicy(), rng)
+        self.rollouts = Rollouts(
+            self.scheduler,
+            self.bus,
+            self.endpoints,
+            single_flight=not lockstep,
+            rng=rng,
+            timeout_seconds=rollout_timeout_seconds,
+            journal=journal,
+        )
+        self.budget = Budget(budget_calls, spent=0 if journal is None else journal.spent)
+        self.threads = Threads(slots + SPARE_THREADS, "work")
+        self.gaps = GapHistogram()
+        self.seed = self._seed(seed)
+        self.ended: dict[str, int] = {kind.value: 0 for kind in EndKind}
+        """Way -> steps that ended so."""
+        self.stop_reason = ""
+        """Why no further step starts; empty while one may."""
+        self.outcome: Outcome = "finished"
+        self.error: BaseException | None = None
+        """What ended the run; None while nothing did."""
+        self._live: dict[int, Step] = {}
+        self._scopes: dict[int, anyio.CancelScope] = {}
+        self._resting: dict[int, tuple[float, anyio.Event]] = {}
+        self._recorded: list[Unfinished] = []
+        self._next = 0
+        self._exhausted = False
+        self._beside = 0
+        self._failures = self._calls_of_ended = 0
+        self._most_calls = 0
+        self._change = anyio.Event()
+        self._waits_for_slots = False
+        self._group: Any = None
+        self._generations: dict[int, int] = {}
+        self._best = -math.inf
+
+    # Beginning and end.
+
+    def run_sync(self, main: Callable[[], Awaitable[T]]) -> T:
+        """Run ``main`` on a loop of its own and wait for it: in a script, a thread, or a notebook cell.
+
+        The first Ctrl-C or SIGTERM stops the run, the second cancels it; see :func:`~.loop.run_to_end`.
+
+        Raises:
+            KeyboardInterrupt: it was cancelled by a second signal.
+            Exception: what ``main`` raised.
+        """
+        return run_to_end(lambda: self.run_async(main), self.stop)
+
+    async def run_async(self, main: Callable[[], Awaitable[T]]) -> T:
+        """Run ``main`` on the caller's loop, real or virtual."""
+        async with self.opened():
+            return await main()
+
+    @asynccontextmanager
+    async def opened(self) -> AsyncGenerator[None, None]:
+        """Everything is ready for requests inside the block; a run is for one."""
+        self.clock.attach()
+        try:
+            yield
+        except BaseException as error:
+            self.error, self.outcome = error, "aborted"
+            raise
+        finally:
+            self.threads.close(wait=self.error is None and not self.threads.abandoned)
+            if self.journal is not None:
+                self.journal.session_ended(self.outcome, self._said())
+
+    def stop(self, reason: str, outcome: Outcome = "stopped") -> None:
+        """Open no more steps; what runs is finished. The first reason stays. Call it on the run's loop.
+
+        Args:
+            reason: a sentence for people.
+            outcome: "stopped" where somebody asked for it, "finished" at a limit of the run, "failed" where it is given
+                up.
+        """
+        if self.stop_reason:
+            return
+        self.stop_reason, self.outcome = reason, outcome
+        if outcome != "finished":
+            logger.warning(
+                "%s: %s. Steps that run are finished, no further one starts%s.",
+                self.name,
+                reason,
+                "; a second time cancels them" if outcome == "stopped" else "",
+            )
+        for number, scope in self._scopes.items():
+            if not self._live[number].has_begun:
+                scope.cancel()  # it may wait for something to work on as long as it likes
+        self.tell()
+
+    def _said(self) -> str:
+        error = self.error
+        return self.stop_reason if error is None else f"{type(error).__name__}: {error}" if str(error) else "cancelled"
+
+    # Steps.
+
+    async def evolve(
+        self,
+        step: Callable[[Step], Awaitable[End]],
+        admission: Admission | None = None,
+        *,
+        calls: int = 0,
+        reserve: Callable[[], Reservation | None] | None = None,
+        may_open: Callable[[], str | None] = lambda: None,
+        ended: Callable[[Step, End], Awaitable[None]] | None = None,
+        first: int = 0,
+        watchers: Iterable[Callable[[], Coroutine[Any, Any, None]]] = (),
+    ) -> None:
+        """Open steps until there is nothing to do or a stop is asked for, and wait for the last of them.
+
+        Args:
+            step: the loop's way from selection to end. It calls :meth:`begin` when it has selected what it works on,
+                and only then is the next one opened; what it raises beside :class:`StepEnded`,
+                :class:`NothingToDoError` and :class:`RolloutUnresolvedError` ends the run. Steps of an interrupted run
+                come first, with ``recorded``.
+            admission: when one more may start. Default: as many at once as there are slots; in lockstep one.
+            calls: metric calls that a step may cost at most: they are set aside before it starts.
+            reserve: sets them aside where the most is another from step to step; None where they do not fit.
+            may_open: why no further step may start, by a limit of the loop's own; None while one may.
+            ended: awaited at each step's end, before another starts in its place.
+            first: number of the first step.
+            watchers: what runs beside the steps until the last one has ended.
+
+        Raises:
+            RunAbortedError: the provider refused for good.
+            Exception: what a step raised, or what runs beside them, after the rest was cancelled.
+        """
+        rule = admission or LiveSteps(1 if self.lockstep else self.slots)
+        self._next, self._exhausted, self._most_calls = max(first, self._next), False, calls
+        self._recorded = [] if self.journal is None else self.journal.unfinished
+        failures: list[BaseException] = []
+
+        async def guarded(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+            """Keep the first exception as it is; task groups would wrap it."""
+            try:
+                await work()
+            except anyio.get_cancelled_exc_class():
+                raise
+            except BaseException as error:
+                failures.append(error)
+                group.cancel_scope.cancel()
+
+        async with anyio.create_task_group() as around:
+            for watch in (*watchers, *self._own_watchers()):
+                around.start_soon(guarded, watch)
+            async with anyio.create_task_group() as group:
+                self._group = group, guarded
+                pays = reserve or (lambda: self.budget.reserve(calls))
+                group.start_soon(guarded, partial(self._admit, step, rule, pays, may_open, ended))
+            around.cancel_scope.cancel()
+        self._group = None
+        if failures:
+            raise failures[0]
+
+    def begin(self, step: Step, version: int, value: float | None = None, selection: Any = None) -> None:
+        """The step has selected what it works on: the next one may be opened.
+
+        Args:
+            version: the pool's, that it saw.
+            value: what it is thought to reach, in score.
+            selection: what the loop needs to run it again from here; JSON, for the journal.
+        """
+        step.saw(version, value)
+        step.has_begun = True
+        if self.journal is not None and step.recorded is None:
+            self.journal.opened(step.number, version, selection)
+        self.bus.emit(StepOpened(self.clock(), step.number, version, len(self._live)))
+        self.tell()
+
+    def has_child(self, step: Step) -> None:
+        """The step works towards a child no more: another may start its work."""
+        step.is_working = False
+        self.tell()
+
+    @property
+    def live(self) -> list[int]:
+        """Numbers of the steps that have begun and not ended."""
+        return sorted(number for number, step in self._live.items() if step.has_begun)
+
+    @property
+    def working(self) -> int:
+        """Steps that work towards a child."""
+        return sum(step.is_working for step in self._live.values())
+
+    def load(self) -> Load:
+        """What admission looks at."""
+        steps = self._live.values()
+        return Load(
+            live=len(steps),
+            working=self.working,
+            idle_slots=self.scheduler.idle,
+            calls_left=self.budget.left,
+            calls_reserved=self.budget.reserved,
+            calls_per_step=(PRIOR_STEPS * self._most_calls + self._calls_of_ended)
+            / (PRIOR_STEPS + sum(self.ended.values())),
+            ended=sum(self.ended.values()),
+            slots=self.scheduler.limit,
+            resting=sum(step.rests for step in steps),
+            unasked=sum(not step.has_asked for step in steps),
+        )
+
+    @contextmanager
+    def waiting(self, step: Step) -> Generator[None, None, None]:
+        """The step waits for others inside the block, and needs no room."""
+        step.rests = True
+        self.tell()
+        try:
+            yield
+        finally:
+            step.rests = False
+
+    async def rest(self, step: Step, over: anyio.Event, rank: float) -> None:
+        """Wait until ``over`` is set: by somebody else, or when nothing else is left to do.
+
+        Where no step can start and all that live rest here, the one with the highest rank goes on.
+        """
+        self._resting[step.number] = rank, over
+        try:
+            with self.waiting(step):
+                await over.wait()
+        finally:
+            del self._resting[step.number]
+
+    async def beside(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Begin what no step waits for, beside the steps of :meth:`evolve`; in lockstep do it before this returns.
+
+        What it raises ends the run, but for a request that got no answer, which is logged.
+        """
+
+        async def unresolved_is_told() -> None:
+            try:
+                await work()
+            except RolloutUnresolvedError as error:
+                logger.warning("%s: work beside the steps is left undone: %s", self.name, error)
+            finally:
+                self._beside -= 1
+                self.tell()
+
+        self._beside += 1
+        if self.lockstep or self._group is None:
+            await unresolved_is_told()
+        else:
+            group, guarded = self._group
+            group.start_soon(guarded, unresolved_is_told)
+
+    def tell(self) -> None:
+        """Something has changed that a step, or the opening of one, may wait for."""
+        self._change.set()
+        self._change = anyio.Event()
+
+    async def changed(self) -> None:
+        """Wait until something has changed."""
+        await self._change.wait()
+
+    def commit(
+        self,
+        step: Step,
+        *,
+        version: int,
+        candidate: int,
+        score: float,
+        best_score: float | None = None,
+        parents: Sequence[int] = (),
+    ) -> None:
+        """Tell the observers that what evolves has changed.
+
+        Args:
+            step: whose change it is; the version that it saw gives the gap.
+            version: after the change.
+            candidate: number of the new candidate.
+            score: its score on the whole validation set.
+            best_score: the best one, after the change. Default: the highest that was told so far.
+            parents: numbers of the candidates that it was made from, what it was built on first; none for the seed.
+        """
+        gap = version - 1 - step.version
+        self.gaps.record("before_commit", gap)
+        generation = 1 + max((self._generations.get(one, 0) for one in parents), default=-1)
+        self._generations[candidate] = generation
+        self._best = max(self._best, score)
+        best = self._best if best_score is None else best_score
+        change = (version, gap, candidate, score, best, generation, tuple(parents))
+        self.bus.emit(Committed(self.clock(), step.number, *change))
+
+    # How steps are opened and closed.
+
+    async def _admit(
+        self,
+        loop: Callable[[Step], Awaitable[End]],
+        rule: Admission,
+        reserve: Callable[[], Reservation | None],
+        may_open: Callable[[], str | None],
+        ended: Callable[[Step, End], Awaitable[None]] | None,
+    ) -> None:
+        most_failures = max(10, 2 * rule.limit)
+        while True:
+            change = self._change
+            step = self._opened(rule, reserve, may_open)
+            if step is not None:
+                _, guarded = self._group
+                self._live[step.number] = step
+                self._group[0].start_soon(guarded, partial(self._lives, step, loop, ended, most_failures))
+                while step.number in self._live and not step.has_begun:
+                    await self.changed()
+                continue
+            if not self._live and (self.stop_reason or self._exhausted):
+                return
+            self._let_rest_go()
+            if not self._live and not self._beside:
+                self.stop("nothing more to do", "finished")
+                return
+            await change.wait()
+
+    def _opened(
+        self, rule: Admission, reserve: Callable[[], Reservation | None], may_open: Callable[[], str | None]
+    ) -> Step | None:
+        """The next step, if one may start."""
+        recorded = self._recorded[0] if self._recorded else None
+        if recorded is not None and not self.stop_reason:
+            return None if self.lockstep and self._live else self._runs_again(self._recorded.pop(0))
+        if self.stop_reason or self._exhausted:
+            return None
+        if (reason := may_open()) is not None:
+            self.stop(reason, "finished")
+            return None
+        self._waits_for_slots = False
+        if not rule.admits(self.load()):
+            self._waits_for_slots = True
+            return None
+        pays = reserve()
+        if pays is None:
+            if not self._live and not self._beside:
+                self.stop(
+                    f"the budget of {self.budget.limit} metric calls: the {self.budget.left} left cannot pay a step, "
+                    f"which may cost {self._most_calls}",
+                    "finished",
+                )
+            return None
+        self._most_calls = max(self._most_calls, pays.open)
+        number = self._next
+        self._next += 1
+        return Step(number, rng_of(number, self.seed), pays)
+
+    def _runs_again(self, recorded: Unfinished) -> Step:
+        """A step of an interrupted run: what it needs at most and has not paid is set aside, as far as there is
+        some.""" assert self.journal is not None
+        left, needed = self.budget.left, max(0, self._most_calls - self.journal.paid[recorded.number])
+        pays = self.budget.reserve(needed if left is None else min(left, needed))
+        return Step(
+            recorded.number, rng_of(recorded.number, self.seed), pays or Reservation(self.budget, 0), recorded.selection
+        )
+
+    async def _lives(
+        self,
+        step: Step,
+        loop: Callable[[Step], Awaitable[End]],
+        ended: Callable[[Step, End], Awaitable[None]] | None,
+        most_failures: int,
+    ) -> None:
+        end: End | None = None
+        try:
+            with anyio.CancelScope() as self._scopes[step.number]:
+                end = await self._end_of(step, loop)
+            if end is not None:
+                with anyio.CancelScope(shield=True):  # a step ends once, whatever else comes to its end
+                    self._count(step, end, most_failures)
+                    if ended is not None:
+                        await ended(step, end)
+        finally:
+            step.reservation.refund()
+            del self._live[step.number], self._scopes[step.number]
+            if step.has_begun:
+                end = end or End(EndKind.CANCELLED, "the run ended before the step did")
+                self.ended[end.kind.value] += 1
+                self.bus.emit(StepClosed(self.clock(), step.number, end, len(self._live)))
+            elif step.recorded is None:
+                self._next = min(self._next, step.number)
+            self.tell()
+
+    async def _end_of(self, step: Step, loop: Callable[[Step], Awaitable[End]]) -> End | None:
+        try:
+            return await loop(step)
+        except NothingToDoError:
+            self._exhausted = True
+            return None
+        except StepEnded as error:
+            return error.end
+        except RolloutUnresolvedError as error:
+            return End(EndKind.FAILED, str(error))
+
+    def _count(self, step: Step, end: End, most_failures: int) -> None:
+        """A provider that is down must not be asked for ever: steps that fail cost no budget."""
+        step.reservation.refund()
+        self._calls_of_ended += step.reservation.settled
+        self._failures = self._failures + 1 if end.kind is EndKind.FAILED else 0
+        if self._failures >= most_failures:
+            self.stop(f"{self._failures} steps in a row failed; the last: {end.reason}", "failed")
+
+    def _let_rest_go(self) -> None:
+        """Nothing can start; where all that live rest, the one with the highest rank goes on."""
+        waiting = {number: rank for number, (rank, over) in self._resting.items() if not over.is_set()}
+        if waiting and len(waiting) >= len(self._live) and not self._beside:
+            self._resting[max(waiting, key=waiting.__getitem__)][1].set()
+
+    def _slot_is_idle(self) -> None:
+        if self._waits_for_slots:
+            self.tell()
+
+    def _visited(self, visit: StageVisit) -> None:
+        self.bus.emit(StageVisited(visit.ended, visit.step, visit.stage, visit.queued, visit.began))
+
+    def _own_watchers(self) -> list[Callable[[], Coroutine[Any, Any, None]]]:
+        found: list[Callable[[], Coroutine[Any, Any, None]]] = []
+        if self._max_seconds is not None:
+            found.append(self._watch_time)
+        if self._median_seconds is not None and not self.lockstep:
+            found.append(self._move_slots)
+        return found
+
+    async def _watch_time(self) -> None:
+        assert self._max_seconds is not None
+        await anyio.sleep(self.clock.began + self._max_seconds - self.clock())
+        self.stop(f"max_seconds={self._max_seconds:g} is over", "finished")
+
+    async def _move_slots(self) -> None:
+        assert self._median_seconds is not None
+        while True:
+            await anyio.sleep(self._median_seconds)
+            windows = self.scheduler.windows()
+            shares = median_shares(windows, self.slots)
+            for name, share in shares.items():
+                if share != windows[name].share:
+                    self.bus.emit(LimitChanged(self.clock(), name, windows[name].share, share, "the median rule"))
+            self.scheduler.share(shares)
+
+    def _seed(self, seed: int | None) -> int:
+        """The seed of the steps' randomness: the same in every session of a run."""
+        kept = None if self.journal is None else self.journal.journal.kept("seed")
+        seed = kept if seed is None else seed
+        seed = random.SystemRandom().getrandbits(64) if seed is None else seed
+        if self.journal is not None:
+            self.journal.journal.keep("seed", seed)
+        return seed
