@@ -12,9 +12,9 @@ from typing import Any
 import dspy
 from dspy.clients.base_lm import BaseLM
 
-from dspy_flashevolve.meta_harness.contract import CallLm, Job
-from dspy_flashevolve.meta_harness.lm_requests import parse_request
-from dspy_flashevolve.meta_harness.outcomes import Failure, LmRecord, Outcome
+from dspy_flashevolve.sandbox.contract import CallLm, Job
+from dspy_flashevolve.sandbox.lm_requests import parse_request
+from dspy_flashevolve.sandbox.outcomes import Failure, LmRecord, Outcome
 
 
 class InProcessStandIn:

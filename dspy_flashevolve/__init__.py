@@ -33,9 +33,8 @@ if TYPE_CHECKING:
     from dspy_flashevolve.engine.speculation import Speculation
     from dspy_flashevolve.engine.staleness import Full, Guarded, Reflective, StalenessPolicy
     from dspy_flashevolve.engine.stragglers import Duplicates
-    from dspy_flashevolve.meta_harness.costs import context_tokens
-    from dspy_flashevolve.meta_harness.limits import Limits
-    from dspy_flashevolve.meta_harness.program import Harness, HarnessError
+    from dspy_flashevolve.harness.costs import context_tokens
+    from dspy_flashevolve.harness.program import Harness, HarnessError
     from dspy_flashevolve.observe.playbooks import AceStats
     from dspy_flashevolve.observe.records import (
         AsyncStats,
@@ -46,10 +45,11 @@ if TYPE_CHECKING:
         RunStats,
         StageRecord,
     )
-    from dspy_flashevolve.reflection.combee import CombeeReflection
-    from dspy_flashevolve.reflection.playbooks import AdditionReconciliation, PlaybookCuration, SampleReflection
-    from dspy_flashevolve.reflection.stale_candidates import StaleCandidateReflection
+    from dspy_flashevolve.modules.combee import CombeeReflection
+    from dspy_flashevolve.modules.playbook import AdditionReconciliation, PlaybookCuration, SampleReflection
+    from dspy_flashevolve.modules.integrate import StaleCandidateReflection
     from dspy_flashevolve.results import AsyncGEPAResult
+    from dspy_flashevolve.sandbox.limits import Limits
     from dspy_flashevolve.workbench import Workbench
 
 __all__ = [
@@ -104,12 +104,12 @@ __all__ = [
 
 _HOMES = {
     "AceStats": "observe.playbooks",
-    "AdditionReconciliation": "reflection.playbooks",
+    "AdditionReconciliation": "modules.playbook",
     "AsyncACE": "async_ace",
     "Bullet": "ace.playbook",
     "Playbook": "ace.playbook",
-    "PlaybookCuration": "reflection.playbooks",
-    "SampleReflection": "reflection.playbooks",
+    "PlaybookCuration": "modules.playbook",
+    "SampleReflection": "modules.playbook",
     "ChangeRecord": "observe.records",
     "StageRecord": "observe.records",
     "Duplicates": "engine.stragglers",
@@ -126,12 +126,12 @@ _HOMES = {
     "AsyncGEPAResult": "results",
     "AsyncMetaHarness": "async_meta_harness",
     "MetaHarnessResult": "async_meta_harness",
-    "Limits": "meta_harness.limits",
-    "Harness": "meta_harness.program",
-    "HarnessError": "meta_harness.program",
-    "context_tokens": "meta_harness.costs",
+    "Limits": "sandbox.limits",
+    "Harness": "harness.program",
+    "HarnessError": "harness.program",
+    "context_tokens": "harness.costs",
     "AsyncStats": "observe.records",
-    "CombeeReflection": "reflection.combee",
+    "CombeeReflection": "modules.combee",
     "CommitRecord": "observe.records",
     "Full": "engine.staleness",
     "Guarded": "engine.staleness",
@@ -139,7 +139,7 @@ _HOMES = {
     "IntegrationRecord": "observe.records",
     "Reflective": "engine.staleness",
     "RunStats": "observe.records",
-    "StaleCandidateReflection": "reflection.stale_candidates",
+    "StaleCandidateReflection": "modules.integrate",
     "StalenessPolicy": "engine.staleness",
     "Workbench": "workbench",
 }

@@ -16,17 +16,17 @@ from dspy.teleprompt.teleprompt import Teleprompter
 
 from dspy_flashevolve.engine.errors import ConfigurationError, RunDirectoryError
 from dspy_flashevolve.engine.staleness import StalenessPolicy
-from dspy_flashevolve.harness_run import HarnessRun, RunSettings
-from dspy_flashevolve.harness_task import HarnessTask, task_of
-from dspy_flashevolve.meta_harness.archive import Evaluated, Failed
-from dspy_flashevolve.meta_harness.contract import CodeSandbox
-from dspy_flashevolve.meta_harness.costs import Cost, context_tokens
-from dspy_flashevolve.meta_harness.deno import DenoSandbox
-from dspy_flashevolve.meta_harness.directions import DIRECTIONS, Directions
-from dspy_flashevolve.meta_harness.limits import Limits
-from dspy_flashevolve.meta_harness.program import Harness
-from dspy_flashevolve.meta_harness.sandbox import Sandbox, accepted_layers
+from dspy_flashevolve.harness.archive import Evaluated, Failed
+from dspy_flashevolve.harness.costs import Cost, context_tokens
+from dspy_flashevolve.harness.directions import DIRECTIONS, Directions
+from dspy_flashevolve.harness.program import Harness
+from dspy_flashevolve.harness.run import HarnessRun, RunSettings
+from dspy_flashevolve.harness.task import HarnessTask, task_of
 from dspy_flashevolve.observe.records import RunStats
+from dspy_flashevolve.sandbox.contract import CodeSandbox
+from dspy_flashevolve.sandbox.deno import DenoSandbox
+from dspy_flashevolve.sandbox.limits import Limits
+from dspy_flashevolve.sandbox.sandbox import Sandbox, accepted_layers
 from dspy_flashevolve.scheduling import Schedule, check_counts, policy_named
 from dspy_flashevolve.workbench import Workbench
 
@@ -82,7 +82,7 @@ class AsyncMetaHarness(Teleprompter):
         failure_score: of an example on which a candidate or the metric raises.
         max_seconds: no proposal starts after it; None for no limit.
         sandbox: where candidates run: "process" (Linux), "deno" (dspy's interpreter, where Deno is installed; see
-            docs/meta-harness.md for what it lacks), or a :class:`~dspy_flashevolve.meta_harness.contract.CodeSandbox`.
+            docs/meta-harness.md for what it lacks), or a :class:`~dspy_flashevolve.sandbox.contract.CodeSandbox`.
         accept_missing_protection: layers of the process sandbox ("user", "namespaces", "landlock", "seccomp") that this
             machine may lack. Default: none, so that ``compile`` refuses before any request where one is missing.
         seed: of the choice of examples.
