@@ -2,7 +2,7 @@
 
 A request that must wait (the provider said when to come back) is not in flight: its slot is of use to others.
 The lease of the rollout that runs is found through a context variable, which threads and tasks that the rollout
-starts inherit; on a thread, call :func:`paused_slot` on the run's loop with the lease that was found there.
+starts inherit, with what a thread asks the run's loop to do for it.
 """
 
 from __future__ import annotations
@@ -87,16 +87,15 @@ def set_current(lease: Lease | None) -> Lease | None:
 
 
 @asynccontextmanager
-async def paused_slot(lease: Lease | None = None) -> AsyncGenerator[None, None]:
-    """Give the slot back for the block and take it again after it. Nothing happens outside of any slot.
+async def paused_slot(lease: Lease | None) -> AsyncGenerator[None, None]:
+    """Give the slot back for the block and take it again after it.
 
     Where a rollout has several requests under way in its one slot, the first that pauses gives the slot back, and
     the first that goes on takes it again. A block that raises ends without the slot: the next request takes it.
 
     Args:
-        lease: whose; default the one in which this code runs.
+        lease: the slot, such as :func:`current_lease`; None where none is given back.
     """
-    lease = lease or current_lease()
     if lease is None:
         yield
         return

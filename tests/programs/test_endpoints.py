@@ -6,6 +6,7 @@ import asyncio
 import copy
 import pickle
 import random
+import threading
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +18,7 @@ from dspy.utils.callback import BaseCallback
 from dspy.utils.dummies import DummyLM
 from dspy.utils.exceptions import LMAuthError, LMRateLimitError, LMServerError, LMTimeoutError
 
+from dspy_flashevolve import AsyncGEPA
 from dspy_flashevolve.engine.claims import Claim
 from dspy_flashevolve.engine.endpoint_events import LimitChanged
 from dspy_flashevolve.engine.endpoints import Endpoints
@@ -32,7 +34,7 @@ from dspy_flashevolve.programs.faults import raise_provider_fault, retry_after_o
 from dspy_flashevolve.programs.vllm_metrics import VllmMetrics, watchers
 from dspy_flashevolve.sim import PROFILES, SimServer
 from dspy_flashevolve.sim.virtual import SimulatedModel, run
-from tests.fakes import fake_lm, reply_for
+from tests.fakes import digits, examples, fake_lm, hashed, reflection_lm, reply_for
 
 FAST = RetryPolicy(first_seconds=0.02)
 PREDICT = dspy.Predict("question -> answer")
@@ -118,7 +120,7 @@ def limited() -> Exception:
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_a_request_that_waits_for_a_retry_after_holds_no_slot(asynchronous: bool) -> None:
+def test_a_request_that_waits_for_a_retry_after_holds_no_slot_unless_it_holds_a_thread(asynchronous: bool) -> None:
     lm = failing(1, limited)
 
     async def body(made: Run) -> tuple[str, float, list[int]]:
@@ -138,16 +140,15 @@ def test_a_request_that_waits_for_a_retry_after_holds_no_slot(asynchronous: bool
     answer, took, busy = in_run(body, slots=1)
     assert answer == "yes"
     assert 7.0 <= took <= 7.0 + FAST.first_seconds
-    assert busy == [0, 0, 0]
+    assert busy == ([0, 0, 0] if asynchronous else [1, 1, 1])
 
 
-@pytest.mark.parametrize("asynchronous", [True, False])
-def test_another_rollout_takes_the_slot_meanwhile(asynchronous: bool) -> None:
+def test_another_rollout_takes_the_slot_meanwhile() -> None:
     async def body(made: Run) -> list[str]:
         ended: list[str] = []
 
         async def one(name: str, lm: Any) -> None:
-            await made.ask(lm, name, asynchronous)
+            await made.ask(lm, name)
             ended.append(name)
 
         await asyncio.gather(one("refused", failing(1, limited)), one("other", failing(0, limited)))
@@ -179,6 +180,56 @@ def test_a_burst_of_refusals_pauses_the_whole_endpoint() -> None:
     in_run(body)
     assert len(asked) == 11
     assert [seconds for seconds in asked if 0 < seconds < 7.0] == []
+
+
+class Asking(dspy.Module):
+    """A program with ``forward`` alone, which runs in threads; counts how many of them are at work."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.step = dspy.Predict("question -> answer")
+
+    def forward(self, question: str) -> dspy.Prediction:
+        AT_WORK.add(threading.get_ident())
+        MOST[0] = max(MOST[0], len(AT_WORK))
+        try:
+            return self.step(question=question)
+        finally:
+            AT_WORK.discard(threading.get_ident())
+
+
+AT_WORK, MOST = set[int](), [0]
+
+
+@pytest.mark.parametrize("virtually", [True, False])
+def test_a_short_outage_does_not_hang_a_program_that_runs_in_threads(virtually: bool) -> None:
+    """A thread that waits to ask again keeps its slot: else more rollouts begin than there are threads to end them."""
+    AT_WORK.clear()
+    MOST[0] = 0
+
+    async def main() -> Any:
+        loop = asyncio.get_running_loop()
+        over = loop.time() + (2.0 if virtually else 0.3)
+
+        def answer(prompt: str) -> str:
+            if loop.time() < over:
+                raise LMServerError("503")
+            return reply_for(prompt, answer=str(hashed(prompt) % 7))
+
+        optimizer = AsyncGEPA(
+            digits,
+            max_metric_calls=100,
+            num_threads=4,
+            max_live_tickets=2,
+            track_stats=True,
+            reflection_lm=reflection_lm(),
+        )
+        with dspy.context(lm=fake_lm(answer)), anyio.fail_after(1000 if virtually else 30):
+            return await optimizer.acompile(Asking(), trainset=examples("t", 7), valset=examples("v", 40))
+
+    program = run(main) if virtually else asyncio.run(main())
+    assert min(program.detailed_results.val_subscores[0].values()) >= 0
+    assert 1 < MOST[0] <= 4
 
 
 # Retries in all
