@@ -29,19 +29,19 @@ from dspy_flashevolve.gepa.pool import Pool
 from dspy_flashevolve.gepa.run import GepaRun
 from dspy_flashevolve.gepa.run_journal import RunJournal
 from dspy_flashevolve.gepa.settings import RunSettings
+from dspy_flashevolve.modules.integrate import StaleCandidateReflection
 from dspy_flashevolve.observe.lineage import LineageWriter
 from dspy_flashevolve.observe.progress import Progress
 from dspy_flashevolve.observe.records import AsyncStats
 from dspy_flashevolve.observe.statistics import Recorder
 from dspy_flashevolve.observe.summary import log_summary
 from dspy_flashevolve.programs.adapter import adapter_of
-from dspy_flashevolve.programs.dspy_program import DspyProgram, settings_snapshot
-from dspy_flashevolve.programs.endpoints import LanguageModels, endpoints_of
 from dspy_flashevolve.programs.integrating import DspyIntegrator
+from dspy_flashevolve.programs.lm import LanguageModels, endpoints_of
 from dspy_flashevolve.programs.metric import Metric
+from dspy_flashevolve.programs.program import DspyProgram, settings_snapshot
 from dspy_flashevolve.programs.vllm_metrics import watchers
 from dspy_flashevolve.recording import begin_journal
-from dspy_flashevolve.reflection.stale_candidates import StaleCandidateReflection
 from dspy_flashevolve.results import Best
 
 logger = logging.getLogger(__name__)

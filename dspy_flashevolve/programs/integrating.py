@@ -11,7 +11,7 @@ from dspy_flashevolve.engine.integration import VERDICTS, Integration, Integrati
 from dspy_flashevolve.engine.threads import Threads
 from dspy_flashevolve.programs.asking import ask_module
 from dspy_flashevolve.programs.copies import isolated_copy
-from dspy_flashevolve.programs.endpoints import LanguageModels
+from dspy_flashevolve.programs.lm import LanguageModels
 from dspy_flashevolve.programs.replies import checked_texts
 
 

@@ -25,9 +25,9 @@ from dspy_flashevolve.engine.threads import Threads
 from dspy_flashevolve.programs.adapter import plain_adapter
 from dspy_flashevolve.programs.asking import Asked, ask_module
 from dspy_flashevolve.programs.copies import isolated_copy
-from dspy_flashevolve.programs.dspy_program import settings_snapshot
-from dspy_flashevolve.programs.endpoints import LanguageModels, endpoints_of
+from dspy_flashevolve.programs.lm import LanguageModels, endpoints_of
 from dspy_flashevolve.programs.metric import Metric
+from dspy_flashevolve.programs.program import settings_snapshot
 from dspy_flashevolve.programs.runner import ProgramRunner
 from dspy_flashevolve.programs.vllm_metrics import watchers
 

@@ -28,8 +28,8 @@ from dspy_flashevolve.engine.flights import Rollout
 from dspy_flashevolve.engine.threads import Threads
 from dspy_flashevolve.programs.asynchrony import runs_on_loop
 from dspy_flashevolve.programs.copies import isolated_copy
-from dspy_flashevolve.programs.endpoints import LanguageModels
 from dspy_flashevolve.programs.faults import raise_provider_fault
+from dspy_flashevolve.programs.lm import LanguageModels
 from dspy_flashevolve.programs.lm_calls import LmCalls, heard_lm_calls
 from dspy_flashevolve.programs.metric import Metric
 from dspy_flashevolve.programs.usage import cost_of, tokens_of

@@ -29,8 +29,8 @@ from dspy_flashevolve.engine.rollouts import RetryPolicy, Rollouts
 from dspy_flashevolve.engine.slots import Slots
 from dspy_flashevolve.engine.threads import Threads
 from dspy_flashevolve.programs.asynchrony import answers_asynchronously
-from dspy_flashevolve.programs.endpoints import LanguageModels, endpoint_of, endpoints_of
 from dspy_flashevolve.programs.faults import raise_provider_fault, retry_after_of
+from dspy_flashevolve.programs.lm import LanguageModels, endpoint_of, endpoints_of
 from dspy_flashevolve.programs.vllm_metrics import VllmMetrics, watchers
 from dspy_flashevolve.sim import PROFILES, SimServer
 from dspy_flashevolve.sim.virtual import SimulatedModel, run

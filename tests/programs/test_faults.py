@@ -32,8 +32,8 @@ from dspy_flashevolve.engine.flights import Rollout
 from dspy_flashevolve.engine.retries import RetryPolicy
 from dspy_flashevolve.engine.slots import Slots
 from dspy_flashevolve.engine.threads import Threads
-from dspy_flashevolve.programs.endpoints import LanguageModels
 from dspy_flashevolve.programs.faults import Fault, fault_of, raise_provider_fault
+from dspy_flashevolve.programs.lm import LanguageModels
 from dspy_flashevolve.programs.metric import Metric
 from dspy_flashevolve.programs.runner import ProgramRunner
 from tests.fakes import Chain, digits, fake_lm, reply_for

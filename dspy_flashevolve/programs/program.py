@@ -21,8 +21,8 @@ from dspy_flashevolve.engine.blame import who_raised
 from dspy_flashevolve.engine.flights import Rollout
 from dspy_flashevolve.engine.threads import Threads
 from dspy_flashevolve.programs.asynchrony import has_own_aforward
-from dspy_flashevolve.programs.endpoints import LanguageModels
 from dspy_flashevolve.programs.faults import raise_provider_fault
+from dspy_flashevolve.programs.lm import LanguageModels
 from dspy_flashevolve.programs.lm_calls import heard_lm_calls
 from dspy_flashevolve.programs.metric import Metric
 from dspy_flashevolve.programs.replies import checked_texts
