@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     from dspy_flashevolve.engine.stragglers import Duplicates
     from dspy_flashevolve.harness.costs import context_tokens
     from dspy_flashevolve.harness.program import Harness, HarnessError
+    from dspy_flashevolve.modules.combee import CombeeReflection
+    from dspy_flashevolve.modules.integrate import StaleCandidateReflection
+    from dspy_flashevolve.modules.playbook import AdditionReconciliation, PlaybookCuration, SampleReflection
     from dspy_flashevolve.observe.playbooks import AceStats
     from dspy_flashevolve.observe.records import (
         AsyncStats,
@@ -45,9 +48,6 @@ if TYPE_CHECKING:
         RunStats,
         StageRecord,
     )
-    from dspy_flashevolve.modules.combee import CombeeReflection
-    from dspy_flashevolve.modules.playbook import AdditionReconciliation, PlaybookCuration, SampleReflection
-    from dspy_flashevolve.modules.integrate import StaleCandidateReflection
     from dspy_flashevolve.results import AsyncGEPAResult
     from dspy_flashevolve.sandbox.limits import Limits
     from dspy_flashevolve.workbench import Workbench

@@ -16,11 +16,11 @@ MODULES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py"
 MAY_IMPORT = {
     "engine": {"engine"},
     "gepa": {"engine", "gepa"},
-    "ace": {"engine", "ace"},
+    "ace": {"engine", "ace", "modules", "observe", "programs", "scheduling", "workbench"},
     "sandbox": {"engine", "sandbox"},
     "harness": {"engine", "programs", "sandbox", "observe", "harness", "workbench"},
     "programs": {"engine", "programs"},
-    "reflection": {"engine", "reflection"},
+    "modules": {"engine", "modules"},
     "observe": {"engine", "observe"},
     "sim": {"sim"},
 }
@@ -29,11 +29,11 @@ MAY_IMPORT = {
 THIRD_PARTY = {
     "engine": {"anyio", "filelock", "sniffio"},
     "gepa": {"anyio", "gepa"},
-    "ace": {"anyio"},
+    "ace": {"anyio", "dspy"},
     "sandbox": {"anyio", "dspy", "pydantic_core"},
     "harness": {"dspy", "pydantic", "pydantic_core"},
     "programs": {"anyio", "dspy", "gepa", "httpx", "litellm", "pydantic", "pydantic_core"},
-    "reflection": {"dspy", "pydantic"},
+    "modules": {"dspy", "pydantic"},
     "observe": {"tqdm"},
     "sim": {"aiohttp", "dspy"},
 }

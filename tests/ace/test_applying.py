@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dspy_flashevolve.ace.merging import changes, merge, newer_than
+from dspy_flashevolve.ace.applying import changes, merge, newer_than
 from dspy_flashevolve.ace.operations import Add, Merge, Operation, Remove, Update, ids_of
 from dspy_flashevolve.ace.playbook import Playbook
 from dspy_flashevolve.ace.similarity import EmbeddingTwins, closest, overlap

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from dspy_flashevolve.engine.errors import RunAbortedError, TransientError
 from dspy_flashevolve.engine.integration import Integration, IntegrationRequest, PastCommit, StaleChild
 from dspy_flashevolve.engine.threads import Threads
+from dspy_flashevolve.modules.integrate import StaleCandidateReflection, changes
 from dspy_flashevolve.programs.integrating import DspyIntegrator
-from dspy_flashevolve.reflection.stale_candidates import StaleCandidateReflection, changes
 from tests.fakes import fake_lm, reply_for
 
 pytestmark = pytest.mark.anyio

@@ -10,6 +10,8 @@ from typing import Any
 from dspy.primitives.module import Module
 
 from dspy_flashevolve.ace.admission import SharedWidth
+from dspy_flashevolve.ace.arguments import attribute_of, policy_of, twins_of
+from dspy_flashevolve.ace.learner import DspyLearner, with_playbook
 from dspy_flashevolve.ace.ledger import Ledger
 from dspy_flashevolve.ace.payloads import Sample
 from dspy_flashevolve.ace.playbook import Playbook
@@ -18,14 +20,12 @@ from dspy_flashevolve.ace.sampling import Epochs, Taken, Windows
 from dspy_flashevolve.ace.similarity import same_words
 from dspy_flashevolve.ace.snapshots import Scored, Snapshots
 from dspy_flashevolve.ace.stages import AceStages, Services
-from dspy_flashevolve.ace_arguments import attribute_of, policy_of, twins_of
 from dspy_flashevolve.engine.background import Background, run_with
 from dspy_flashevolve.engine.budget import Reservation
 from dspy_flashevolve.engine.errors import RolloutUnresolvedError, RunAbortedError
 from dspy_flashevolve.engine.events import Committed
 from dspy_flashevolve.engine.item import End, Item, Ticket
 from dspy_flashevolve.engine.pipeline import NotNow, Opened
-from dspy_flashevolve.learning import DspyLearner, with_playbook
 from dspy_flashevolve.observe.playbooks import AceStats, ProblemRecord, SnapshotRecord, WindowRecord
 from dspy_flashevolve.observe.records import RunStats
 from dspy_flashevolve.workbench import Workbench

@@ -18,7 +18,7 @@ import dspy
 from dspy.teleprompt.gepa.instruction_proposal import ProposeInstruction
 
 from dspy_flashevolve.engine.integration import StaleChild
-from dspy_flashevolve.reflection.stale_candidates import StaleCandidateReflection
+from dspy_flashevolve.modules.integrate import StaleCandidateReflection
 
 Records = Sequence[Mapping[str, Any]]
 
