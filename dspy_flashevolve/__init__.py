@@ -35,8 +35,7 @@ if TYPE_CHECKING:
     from dspy_flashevolve.engine.stragglers import Duplicates
     from dspy_flashevolve.harness.costs import context_tokens
     from dspy_flashevolve.harness.program import Harness, HarnessError
-    from dspy_flashevolve.modules.combee import CombeeReflection
-    from dspy_flashevolve.modules.integrate import StaleCandidateReflection
+    from dspy_flashevolve.modules.integrate import CombeeReflection, StaleCandidateReflection
     from dspy_flashevolve.modules.playbook import AdditionReconciliation, PlaybookCuration, SampleReflection
     from dspy_flashevolve.observe.playbooks import AceStats
     from dspy_flashevolve.observe.records import (
@@ -131,7 +130,7 @@ _HOMES = {
     "HarnessError": "harness.program",
     "context_tokens": "harness.costs",
     "AsyncStats": "observe.records",
-    "CombeeReflection": "modules.combee",
+    "CombeeReflection": "modules.integrate",
     "CommitRecord": "observe.records",
     "Full": "engine.staleness",
     "Guarded": "engine.staleness",

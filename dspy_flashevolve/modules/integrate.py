@@ -1,4 +1,4 @@
-"""StaleCandidateReflection: one language model call a component that integrates stale children into the head.
+"""Modules that integrate several texts into one: StaleCandidateReflection, and CombeeReflection on top of it.
 
 Source: FlashEvolve (arXiv 2605.08520) section 3.2, reflective repair; several children at once are this project's.
 """
@@ -9,14 +9,22 @@ import ast
 import asyncio
 import difflib
 import logging
+import math
+import random
 import re
-from collections.abc import Sequence
-from types import SimpleNamespace
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import dspy
 from dspy.clients.errors import LMError
+from dspy.teleprompt.gepa.instruction_proposal import ProposeInstruction
 from pydantic import BaseModel, Field
+
+from dspy_flashevolve.engine.integration import StaleChild
 
 logger = logging.getLogger(__name__)
 
@@ -74,13 +82,10 @@ class StaleCandidateReflection(dspy.Module):
 
     def __init__(self, max_children: int = 24, max_commits: int = 8, max_characters: int = 4000) -> None:
         super().__init__()
-        bounds = {"max_children": max_children, "max_commits": max_commits, "max_characters": max_characters}
-        for name, value in bounds.items():
-            if value < 1:
-                raise ValueError(f"StaleCandidateReflection: {name} is {value}, expected at least 1.")
-        self.max_children = max_children
-        self.max_commits = max_commits
-        self.max_characters = max_characters
+        self.max_children, self.max_commits, self.max_characters = max_children, max_commits, max_characters
+        for name in ("max_children", "max_commits", "max_characters"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"StaleCandidateReflection: {name} is {getattr(self, name)}, expected at least 1.")
         self.integrate = dspy.Predict(IntegrateChildren)
 
     def forward(
@@ -102,7 +107,7 @@ class StaleCandidateReflection(dspy.Module):
             ``texts``: component -> new text, for those that changed; ``verdicts``: list of :class:`ChildVerdict`, one a
             child and component; ``failed``: component -> why no reply of two could be read.
         """
-        return _gathered([self._one(*job) for job in self._jobs(head, children, commits, code_components)])
+        return _gathered([self._one(job) for job in self._jobs(head, children, commits, code_components)])
 
     async def aforward(
         self,
@@ -111,15 +116,14 @@ class StaleCandidateReflection(dspy.Module):
         commits: Sequence[Any] = (),
         code_components: Sequence[str] = (),
     ) -> dspy.Prediction:
-        """The awaitable twin of :meth:`forward`; components are integrated side by side."""
+        """As :meth:`forward`, awaitable; components are integrated side by side."""
         jobs = self._jobs(head, children, commits, code_components)
-        return _gathered(await asyncio.gather(*(self._aone(*job) for job in jobs)))
+        return _gathered(await asyncio.gather(*(self._aone(job) for job in jobs)))
 
     def _jobs(
         self, head: dict[str, str], children: Sequence[Any], commits: Sequence[Any], code: Sequence[str]
-    ) -> list[tuple[dict[str, str], set[int], bool]]:
-        """The inputs of one call a changed component, the children it concerns, and whether the text is code."""
-        jobs: list[tuple[dict[str, str], set[int], bool]] = []
+    ) -> list[_Job]:
+        jobs: list[_Job] = []
         for component in dict.fromkeys(name for child in children for name in child.texts):
             concerned = [child for child in children if component in child.texts]
             inputs = {
@@ -129,7 +133,7 @@ class StaleCandidateReflection(dspy.Module):
                 "children": self._shown_children(component, concerned),
                 "commits": self._shown_commits(component, commits),
             }
-            jobs.append((inputs, {child.number for child in concerned}, component in code))
+            jobs.append(_Job(inputs, {child.number for child in concerned}, component in code))
         return jobs
 
     def _shown_children(self, component: str, children: Sequence[Any]) -> str:
@@ -166,43 +170,50 @@ class StaleCandidateReflection(dspy.Module):
             return text
         return f"{text[: self.max_characters]}\n({len(text) - self.max_characters} more characters.)"
 
-    def _one(self, inputs: dict[str, str], numbers: set[int], code: bool) -> _Answer:
-        problem = ""
+    def _one(self, job: _Job) -> _Answer:
+        answer = _Answer(job.inputs["component"])
         for attempt in range(ATTEMPTS):
             try:
-                return _read(self.integrate(**inputs, **_again(attempt)), inputs, numbers, code)
+                reply: Any = self.integrate(**job.inputs, **again(attempt))
             except LMError:
                 raise
             except Exception as error:
-                problem = _problem(error)
-                if (salvaged := _salvaged(error, inputs, numbers, code)) is not None:
-                    return salvaged
-        return _Answer(inputs["component"], problem=problem)
+                reply = error
+            if (answer := _read(job, reply)).text is not None:
+                break
+        return answer
 
-    async def _aone(self, inputs: dict[str, str], numbers: set[int], code: bool) -> _Answer:
-        problem = ""
+    async def _aone(self, job: _Job) -> _Answer:
+        answer = _Answer(job.inputs["component"])
         for attempt in range(ATTEMPTS):
             try:
-                return _read(await self.integrate.acall(**inputs, **_again(attempt)), inputs, numbers, code)
+                reply: Any = await self.integrate.acall(**job.inputs, **again(attempt))
             except LMError:
                 raise
             except Exception as error:
-                problem = _problem(error)
-                if (salvaged := _salvaged(error, inputs, numbers, code)) is not None:
-                    return salvaged
-        return _Answer(inputs["component"], problem=problem)
+                reply = error
+            if (answer := _read(job, reply)).text is not None:
+                break
+        return answer
 
 
+@dataclass(frozen=True)
+class _Job:
+    """One call for one component: its inputs, the numbers of the children that change it, and whether it is code."""
+
+    inputs: dict[str, str]
+    numbers: set[int]
+    is_code: bool
+
+
+@dataclass(frozen=True)
 class _Answer:
-    """What one component's call gave."""
+    """What became of a component: its text and verdicts, or why the last reply could not be read."""
 
-    def __init__(
-        self, component: str, text: str | None = None, verdicts: list[ChildVerdict] | None = None, problem: str = ""
-    ) -> None:
-        self.component = component
-        self.text = text
-        self.verdicts = verdicts or []
-        self.problem = problem
+    component: str
+    text: str | None = None
+    verdicts: tuple[ChildVerdict, ...] = ()
+    problem: str = ""
 
 
 def changes(before: str, after: str) -> str:
@@ -225,25 +236,9 @@ def _gain(child: Any) -> float:
     return (1 - child.score_before) if child.score_after is None else child.score_after - child.score_before
 
 
-def _again(attempt: int) -> dict[str, Any]:
+def again(attempt: int) -> dict[str, Any]:
     """A second attempt must not be answered from dspy's cache."""
     return {"config": {"rollout_id": attempt}} if attempt else {}
-
-
-def _problem(error: Exception) -> str:
-    text = f"{type(error).__name__}: {error}"
-    logger.info("An integration's reply could not be read: %s", text)
-    return text[:300]
-
-
-def _read(prediction: Any, inputs: dict[str, str], numbers: set[int], code: bool) -> _Answer:
-    text = _unfenced(str(prediction.new_text or "")).strip()
-    if not text:
-        raise ValueError("the new text is empty")
-    if code:
-        ast.parse(text)
-    verdicts = [one for one in prediction.verdicts or [] if one.child in numbers]
-    return _Answer(inputs["component"], text, list({one.child: one for one in verdicts}.values()))
 
 
 _PLAIN = re.compile(
@@ -251,26 +246,39 @@ _PLAIN = re.compile(
 )
 
 
-def _salvaged(error: Exception, inputs: dict[str, str], numbers: set[int], code: bool) -> _Answer | None:
-    """What a reply says whose verdicts are plain lines ("Child 1: orthogonal") instead of JSON, as small models write.
+def _read(job: _Job, reply: Any) -> _Answer:
+    """A reply as an answer; for one that dspy's adapter could not read, what :func:`_plain_verdicts` finds in it."""
+    component = job.inputs["component"]
+    try:
+        new_text, said = _plain_verdicts(reply) if isinstance(reply, Exception) else (reply.new_text, reply.verdicts)
+        verdicts = {one.child: one for one in said or [] if one.child in job.numbers}
+        text = _unfenced(str(new_text or "")).strip()
+        if not text:
+            raise ValueError("the new text is empty")
+        if isinstance(reply, Exception) and not verdicts:
+            raise reply
+        if job.is_code:
+            ast.parse(text)
+    except Exception as error:
+        cause = reply if isinstance(reply, Exception) else error
+        problem = f"{type(cause).__name__}: {cause}"
+        logger.info("An integration's reply could not be read: %s", problem)
+        return _Answer(component, problem=problem[:300])
+    return _Answer(component, text, tuple(verdicts.values()))
 
-    Of several verdicts for one child the first counts. None where there is no verdict or no text.
+
+def _plain_verdicts(error: Exception) -> tuple[str, list[ChildVerdict]]:
+    """The text and verdicts of a reply with verdicts in plain lines ("Child 1: orthogonal"), as small models write.
+
+    Of several verdicts for one child the first counts. Empty where there is no text.
     """
     reply = getattr(error, "lm_response", None)
-    if not isinstance(reply, str):
-        return None
-    head, marker, text = reply.rpartition("[[ ## new_text ## ]]")
-    text = text.partition("[[ ##")[0]
+    head, _, text = (reply if isinstance(reply, str) else "").rpartition("[[ ## new_text ## ]]")
     found: dict[int, ChildVerdict] = {}
     for number, word, reason in _PLAIN.findall(head):
         verdict: Any = word.lower()
         found.setdefault(int(number), ChildVerdict(child=int(number), verdict=verdict, reason=reason.strip()[:300]))
-    if not marker or not numbers & found.keys():
-        return None
-    try:
-        return _read(SimpleNamespace(new_text=text, verdicts=list(found.values())), inputs, numbers, code)
-    except (ValueError, SyntaxError):
-        return None
+    return text.partition("[[ ##")[0] if head else "", list(found.values())
 
 
 def _unfenced(text: str) -> str:
@@ -284,3 +292,94 @@ def _gathered(answers: Sequence[_Answer]) -> dspy.Prediction:
         verdicts=[verdict for one in answers for verdict in one.verdicts],
         failed={one.component: one.problem for one in answers if one.text is None},
     )
+
+
+Records = Sequence[Mapping[str, Any]]
+
+
+class CombeeReflection:
+    """Combee: reflects on groups of records side by side, and integrates what they propose.
+
+    An instruction proposer for ``dspy.GEPA`` and ``AsyncGEPA``. It is synchronous: a step reflects on one large
+    minibatch. Source: Combee's map and reduce over about sqrt(n) groups with shuffled copies of the records, as
+    FlashEvolve (arXiv 2605.08520) compares itself with.
+
+    Pass it as ``instruction_proposer`` together with ``reflection_minibatch_size=n``.
+
+    Args:
+        copies: how often each record is dealt, in shuffled order.
+        groups: reflections a component; None for about sqrt(n).
+        reduce: integrates the proposals; default :class:`StaleCandidateReflection`.
+        seed: of the shuffling.
+
+    Raises:
+        ValueError: copies or groups under 1.
+    """
+
+    def __init__(
+        self, copies: int = 2, groups: int | None = None, reduce: dspy.Module | None = None, seed: int = 0
+    ) -> None:
+        if copies < 1 or (groups is not None and groups < 1):
+            raise ValueError(f"CombeeReflection: copies={copies} and groups={groups}, expected at least 1 of each.")
+        self.copies = copies
+        self.groups = groups
+        self.map = dspy.Predict(ProposeInstruction)
+        self.reduce = reduce or StaleCandidateReflection()
+        self._rng = random.Random(seed)
+
+    def __call__(
+        self,
+        candidate: dict[str, str],
+        reflective_dataset: Mapping[str, Records],
+        components_to_update: list[str],
+    ) -> dict[str, str]:
+        """A new instruction for each component, from threads; dspy's ``ProposalFn``."""
+        texts: dict[str, str] = {}
+        for name in self._known(candidate, reflective_dataset, components_to_update):
+            groups = self._deal(candidate[name], list(reflective_dataset[name]))
+            with ThreadPoolExecutor(len(groups)) as threads:
+                jobs = [threads.submit(copy_context().run, partial(self.map, **inputs)) for inputs in groups]
+                proposals = [str(job.result().new_instruction) for job in jobs]
+            answer = self.reduce(**_integration(candidate, name, proposals))
+            texts[name] = _text(answer, name, proposals)
+        return texts
+
+    async def acall(
+        self,
+        candidate: dict[str, str],
+        reflective_dataset: Mapping[str, Records],
+        components_to_update: list[str],
+    ) -> dict[str, str]:
+        """As :meth:`__call__`, awaitable."""
+        texts: dict[str, str] = {}
+        for name in self._known(candidate, reflective_dataset, components_to_update):
+            groups = self._deal(candidate[name], list(reflective_dataset[name]))
+            answers = await asyncio.gather(*(self.map.acall(**inputs) for inputs in groups))
+            proposals = [str(answer.new_instruction) for answer in answers]
+            answer = await self.reduce.acall(**_integration(candidate, name, proposals))
+            texts[name] = _text(answer, name, proposals)
+        return texts
+
+    @staticmethod
+    def _known(candidate: dict[str, str], dataset: Mapping[str, Records], components: list[str]) -> list[str]:
+        return [name for name in components if name in candidate and dataset.get(name)]
+
+    def _deal(self, text: str, records: list[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """The inputs of each group's reflection: the records, and shuffled copies of them, over the groups in turn."""
+        dealt = [dict(record) for _ in range(self.copies) for record in self._rng.sample(records, len(records))]
+        size = self.groups or max(1, round(math.sqrt(len(records))))
+        groups = [group for group in (dealt[start::size] for start in range(size)) if group]
+        return [{"current_instruction": text, "examples_with_feedback": group} for group in groups]
+
+
+def _integration(candidate: dict[str, str], name: str, proposals: Sequence[str]) -> dict[str, Any]:
+    children = [
+        StaleChild(number, {name: text}, {name: candidate[name]}, score_before=0.0)
+        for number, text in enumerate(proposals, start=1)
+    ]
+    return {"head": dict(candidate), "children": children}
+
+
+def _text(answer: Any, name: str, proposals: Sequence[str]) -> str:
+    """The reduced text; the first proposal where the reduction could not be read."""
+    return str(answer.texts.get(name) or proposals[0])

@@ -9,11 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 import dspy
-from dspy.clients.errors import LMError
 from dspy.utils.exceptions import AdapterParseError
 
-ATTEMPTS = 2
-"""A reply that cannot be read is asked for once more."""
+from dspy_flashevolve.modules.integrate import ATTEMPTS, again
 
 
 class ReflectOnSample(dspy.Signature):
@@ -82,32 +80,28 @@ class _Asking(dspy.Module):
 
     def forward(self, **inputs: Any) -> dspy.Prediction:
         """Ask; the inputs and outputs are those of the signature."""
-        last: AdapterParseError | None = None
+        reply = dspy.Prediction()
         for attempt in range(ATTEMPTS):
             try:
-                return self.ask(**inputs, **_again(attempt))
-            except LMError:
-                raise
+                return self.ask(**inputs, **again(attempt))
             except AdapterParseError as error:
-                last = error
-        return self._unread(last)
+                reply = self._unread(error)
+        return reply
 
     async def aforward(self, **inputs: Any) -> dspy.Prediction:
-        """The awaitable twin of :meth:`forward`."""
-        last: AdapterParseError | None = None
+        """As :meth:`forward`, awaitable."""
+        reply = dspy.Prediction()
         for attempt in range(ATTEMPTS):
             try:
-                return await self.ask.acall(**inputs, **_again(attempt))
-            except LMError:
-                raise
+                return await self.ask.acall(**inputs, **again(attempt))
             except AdapterParseError as error:
-                last = error
-        return self._unread(last)
+                reply = self._unread(error)
+        return reply
 
-    def _unread(self, error: AdapterParseError | None) -> dspy.Prediction:
-        reply = str(getattr(error, "lm_response", None) or "").strip()
+    def _unread(self, error: AdapterParseError) -> dspy.Prediction:
         signature: Any = self.ask.signature
         empty = dict.fromkeys(signature.output_fields, "")
+        reply = str(error.lm_response or "").strip()
         return dspy.Prediction(**{**empty, self.main: reply}, unreadable=str(error)[:200])
 
 
@@ -141,8 +135,3 @@ class AdditionReconciliation(_Asking):
 
     def __init__(self) -> None:
         super().__init__(ReconcileAdditions, "decisions")
-
-
-def _again(attempt: int) -> dict[str, Any]:
-    """A second attempt must not be answered from dspy's cache."""
-    return {"config": {"rollout_id": attempt}} if attempt else {}

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dspy_flashevolve.modules.combee import CombeeReflection
+from dspy_flashevolve.modules.integrate import CombeeReflection
 from tests.fakes import Chain, digits, examples, fake_lm, hashed, reply_for, task_lm
 
 pytestmark = pytest.mark.anyio
