@@ -336,9 +336,10 @@ class CombeeReflection:
         """A new instruction for each component, from threads; dspy's ``ProposalFn``."""
         texts: dict[str, str] = {}
         for name in self._known(candidate, reflective_dataset, components_to_update):
-            groups = self._deal(candidate[name], list(reflective_dataset[name]))
+            text, groups = candidate[name], self._deal(list(reflective_dataset[name]))
             with ThreadPoolExecutor(len(groups)) as threads:
-                jobs = [threads.submit(copy_context().run, partial(self.map, **inputs)) for inputs in groups]
+                maps = [partial(self.map, current_instruction=text, examples_with_feedback=group) for group in groups]
+                jobs = [threads.submit(copy_context().run, one) for one in maps]
                 proposals = [str(job.result().new_instruction) for job in jobs]
             answer = self.reduce(**_integration(candidate, name, proposals))
             texts[name] = _text(answer, name, proposals)
@@ -353,9 +354,9 @@ class CombeeReflection:
         """As :meth:`__call__`, awaitable."""
         texts: dict[str, str] = {}
         for name in self._known(candidate, reflective_dataset, components_to_update):
-            groups = self._deal(candidate[name], list(reflective_dataset[name]))
-            answers = await asyncio.gather(*(self.map.acall(**inputs) for inputs in groups))
-            proposals = [str(answer.new_instruction) for answer in answers]
+            text, groups = candidate[name], self._deal(list(reflective_dataset[name]))
+            maps = [self.map.acall(current_instruction=text, examples_with_feedback=group) for group in groups]
+            proposals = [str(one.new_instruction) for one in await asyncio.gather(*maps)]
             answer = await self.reduce.acall(**_integration(candidate, name, proposals))
             texts[name] = _text(answer, name, proposals)
         return texts
@@ -364,12 +365,11 @@ class CombeeReflection:
     def _known(candidate: dict[str, str], dataset: Mapping[str, Records], components: list[str]) -> list[str]:
         return [name for name in components if name in candidate and dataset.get(name)]
 
-    def _deal(self, text: str, records: list[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """The inputs of each group's reflection: the records, and shuffled copies of them, over the groups in turn."""
+    def _deal(self, records: list[Mapping[str, Any]]) -> list[list[dict[str, Any]]]:
+        """The records, and shuffled copies of them, over the groups in turn."""
         dealt = [dict(record) for _ in range(self.copies) for record in self._rng.sample(records, len(records))]
         size = self.groups or max(1, round(math.sqrt(len(records))))
-        groups = [group for group in (dealt[start::size] for start in range(size)) if group]
-        return [{"current_instruction": text, "examples_with_feedback": group} for group in groups]
+        return [group for group in (dealt[start::size] for start in range(size)) if group]
 
 
 def _integration(candidate: dict[str, str], name: str, proposals: Sequence[str]) -> dict[str, Any]:
