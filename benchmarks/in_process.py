@@ -12,9 +12,8 @@ from typing import Any
 import dspy
 from dspy.clients.base_lm import BaseLM
 
-from dspy_flashevolve.sandbox.contract import CallLm, Job
-from dspy_flashevolve.sandbox.lm_requests import parse_request
-from dspy_flashevolve.sandbox.outcomes import Failure, LmRecord, Outcome
+from dspy_flashevolve.sandbox.contract import CallLm, Failure, Job, LmRecord, Outcome
+from dspy_flashevolve.sandbox.conversation import parse_request
 
 
 class InProcessStandIn:

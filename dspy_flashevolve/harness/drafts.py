@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from dspy_flashevolve.sandbox.outcomes import Failure
+from dspy_flashevolve.sandbox.contract import Failure
 
 IMPORTABLE = frozenset({
     "__future__", "abc", "ast", "base64", "bisect", "collections", "copy", "dataclasses", "datetime", "decimal",
@@ -93,13 +93,16 @@ def draft_of(source: str, inputs: Iterable[str] = (), parents: Sequence[int] = (
         raise DraftError(f"the source is not Python ({type(error).__name__}: {error})") from error
     _check_imports(tree)
     module = _module_class(tree)
-    _check_forward(_method(module, "forward"), inputs)
+    methods = {node.name: node for node in module.body if isinstance(node, ast.FunctionDef)}
+    if "forward" not in methods:
+        raise DraftError(f"class {module.name} has no method forward")
+    _check_inputs(methods["forward"].args, inputs)
     said = {key.lower(): text.strip() for key, text in _HEADER.findall(source)}
     based = {int(number) for number in re.findall(r"\d{1,6}", said.get("based on", ""))}
     return Draft(
         source=source,
         class_name=module.name,
-        learns=_method(module, "learn") is not None,
+        learns="learn" in methods,
         name=said.get("name", module.name)[:80],
         hypothesis=said.get("hypothesis", "")[:500],
         parents=tuple(sorted(based & set(parents))),
@@ -107,30 +110,44 @@ def draft_of(source: str, inputs: Iterable[str] = (), parents: Sequence[int] = (
     )
 
 
+def drafts_in(
+    reply: str, count: int, inputs: Sequence[str], known: Sequence[int], direction: str
+) -> tuple[list[Draft], list[str]]:
+    """The modules in a proposer's reply, at most ``count``, and why others are none.
+
+    Args:
+        inputs: the program's input fields.
+        known: numbers of the archive's candidates.
+    """
+    drafts: list[Draft] = []
+    problems: list[str] = []
+    for block in blocks_in(reply)[: 2 * count]:
+        try:
+            draft = draft_of(block, inputs, known, direction)
+        except DraftError as error:
+            problems.append(str(error))
+            continue
+        if len(drafts) < count and draft.source not in [one.source for one in drafts]:
+            drafts.append(draft)
+    return drafts, problems
+
+
 def _module_class(tree: ast.Module) -> ast.ClassDef:
     classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
     modules = [one for one in classes if any(_is_module(base) for base in one.bases)]
     if len(modules) != 1:
         raise DraftError(f"the source has {len(modules)} subclasses of dspy.Module, expected one")
-    if _method(modules[0], "forward") is None:
-        raise DraftError(f"class {modules[0].name} has no method forward")
     return modules[0]
 
 
 def _is_module(base: ast.expr) -> bool:
-    """It is ``Module`` or ``dspy.Module``."""
+    """It is ``Module`` or ``dspy.Module``. Not ``ast.unparse``: a source may be deeper than Python's stack."""
     if isinstance(base, ast.Attribute):
         return base.attr == "Module" and isinstance(base.value, ast.Name) and base.value.id == "dspy"
     return isinstance(base, ast.Name) and base.id == "Module"
 
 
-def _method(module: ast.ClassDef, name: str) -> ast.FunctionDef | None:
-    return next((node for node in module.body if isinstance(node, ast.FunctionDef) and node.name == name), None)
-
-
-def _check_forward(forward: ast.FunctionDef | None, inputs: Iterable[str]) -> None:
-    assert forward is not None, "a module class has a forward"
-    arguments = forward.args
+def _check_inputs(arguments: ast.arguments, inputs: Iterable[str]) -> None:
     named = [one.arg for one in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
     missing = [] if arguments.kwarg else [name for name in inputs if name not in named]
     if missing:

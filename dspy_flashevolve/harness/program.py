@@ -1,30 +1,39 @@
-"""A program that is a harness: a ``dspy.Flex`` whose source runs in the sandbox, with the memory that it has learnt."""
+"""A program that is a harness: a ``dspy.Flex`` whose source runs in the sandbox, with the memory that it has learnt.
+
+And what the host does for a run of any harness: it makes the LM calls, and reads what comes back.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import atexit
 import contextvars
+import json
 import threading
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from enum import EnumMeta
 from functools import lru_cache
 from typing import Any, Literal, TypeVar
 
 import dspy
+from dspy.adapters.base import Adapter
+from dspy.adapters.utils import find_enum_member
 from dspy.predict.flex.flex import Flex
+from dspy.signatures import make_signature
 from dspy.utils.exceptions import DSPyError
+from dspy.utils.usage_tracker import track_usage
+from pydantic import TypeAdapter, ValidationError
+from pydantic_core import to_jsonable_python
 
 from dspy_flashevolve.engine.errors import ConfigurationError
-from dspy_flashevolve.harness.calling import call_in_thread
 from dspy_flashevolve.harness.drafts import DraftError, draft_of
-from dspy_flashevolve.harness.evaluating import as_json, typed_fields
-from dspy_flashevolve.sandbox.contract import Job, LmAnswer
-from dspy_flashevolve.sandbox.limits import Limits
-from dspy_flashevolve.sandbox.lm_requests import LmRequest
-from dspy_flashevolve.sandbox.outcomes import Failure
+from dspy_flashevolve.sandbox.contract import Failure, Job, Limits, LmAnswer, LmRecord, LmRequest
 from dspy_flashevolve.sandbox.sandbox import Sandbox, accepted_layers
 
 T = TypeVar("T")
+CHARACTERS_A_TOKEN = 4
+"""Where a provider reports no tokens, they are estimated from the characters."""
+_SIGNATURE = make_signature("request -> text")
 
 
 class HarnessError(DSPyError, RuntimeError):
@@ -157,3 +166,91 @@ class _Service:
 @lru_cache(maxsize=1)
 def _service() -> _Service:
     return _Service()
+
+
+def as_json(value: Any) -> Any:
+    """A value as JSON: what is no JSON by itself is written as its text.
+
+    >>> as_json({"when": {1, }, "what": object})
+    {'when': [1], 'what': "<class 'object'>"}
+    """
+    return json.loads(json.dumps(to_jsonable_python(value, fallback=repr)))
+
+
+def typed_fields(fields: Mapping[str, Any], outputs: Mapping[str, Any]) -> tuple[dict[str, Any], Failure | None]:
+    """The fields that a candidate returned, as the types of the output fields.
+
+    Texts that are the JSON of a value are read; nothing is repaired here: that takes any time that a candidate likes.
+
+    Returns:
+        The fields, and a failure where one is missing or is no such type.
+
+    >>> typed_fields({"n": "3"}, {"n": int})
+    ({'n': 3}, None)
+    >>> print(typed_fields({}, {"n": int})[1])
+    interface: forward returned no output field 'n'
+    """
+    typed: dict[str, Any] = dict(fields)
+    for name, kind in outputs.items():
+        if name not in fields:
+            return {}, Failure("interface", f"forward returned no output field {name!r}")
+        try:
+            typed[name] = _typed(fields[name], kind)
+        except Exception as error:  # pydantic's errors, and those of a user's own validator
+            said = f"{type(error).__name__}: {error}"[:300]
+            return {}, Failure("interface", f"forward returned {fields[name]!r:.100} as {name!r} ({said})")
+    return typed, None
+
+
+def _typed(value: Any, kind: Any) -> Any:
+    if kind is str:
+        return str(value)
+    if isinstance(kind, EnumMeta):
+        return find_enum_member(kind, value)
+    adapter: TypeAdapter[Any] = TypeAdapter(kind)
+    try:
+        return adapter.validate_python(value)
+    except ValidationError:
+        if not isinstance(value, str):
+            raise
+        return adapter.validate_json(value)
+
+
+class _AsItIs(Adapter):
+    """dspy's adapters own the form of messages; this one sends those of a candidate, and hands the text back."""
+
+    def __init__(self, messages: list[dict[str, Any]]) -> None:
+        super().__init__()
+        self._messages = messages
+
+    def format(self, signature: Any, demos: Any, inputs: Any) -> list[dict[str, Any]]:
+        return self._messages
+
+    def parse(self, signature: Any, completion: str) -> dict[str, Any]:
+        return {"text": completion}
+
+
+def call_in_thread(lm: Any, request: LmRequest) -> LmAnswer:
+    """Make the call, and wait for it."""
+    with track_usage() as usage:
+        replies = _AsItIs(request.messages)(lm, dict(request.options), _SIGNATURE, [], {})
+    return LmAnswer(_record(request, replies, usage.usage_data))
+
+
+async def call_on_loop(lm: Any, request: LmRequest) -> LmAnswer:
+    """Make the call of an LM that can be awaited."""
+    with track_usage() as usage:
+        replies = await _AsItIs(request.messages).acall(lm, dict(request.options), _SIGNATURE, [], {})
+    return LmAnswer(_record(request, replies, usage.usage_data))
+
+
+def _record(request: LmRequest, replies: list[dict[str, Any]], usage: dict[str, list[dict[str, Any]]]) -> LmRecord:
+    texts = [str(reply.get("text") or "") for reply in replies]
+    counts = [_counted(usage, name) for name in ("prompt_tokens", "completion_tokens")]
+    guesses = [sum(len(str(one["content"])) for one in request.messages), sum(map(len, texts))]
+    prompt, completion = (n or -(-guess // CHARACTERS_A_TOKEN) for n, guess in zip(counts, guesses, strict=True))
+    return LmRecord(request.messages, texts, prompt, completion)
+
+
+def _counted(usage: dict[str, list[dict[str, Any]]], name: str) -> int:
+    return sum(int(entry.get(name) or 0) for entries in usage.values() for entry in entries)

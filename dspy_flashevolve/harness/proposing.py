@@ -1,4 +1,4 @@
-"""What the proposer LM is asked: for new harnesses, and whether a stale one should change."""
+"""Proposing: what each proposer looks into, what it is asked, and the agent that reads the archive and answers."""
 
 from __future__ import annotations
 
@@ -9,12 +9,22 @@ from typing import Any, Literal
 
 import dspy
 
-from dspy_flashevolve.harness.archive import Archive
-from dspy_flashevolve.harness.drafts import IMPORTABLE, Draft, DraftError, blocks_in, draft_of
-from dspy_flashevolve.harness.files import Library, overview
-from dspy_flashevolve.harness.reading import tools_of
-from dspy_flashevolve.sandbox.limits import Limits
+from dspy_flashevolve.engine.errors import ConfigurationError
+from dspy_flashevolve.harness.archive import Archive, tools_of
+from dspy_flashevolve.harness.drafts import IMPORTABLE
+from dspy_flashevolve.sandbox.contract import Limits
 
+DIRECTIONS = (
+    "the words of the prompts: what the traces show that the instructions do not say yet",
+    "what goes into the context: worked examples, retrieved or chosen for the input, and their order",
+    "fewer tokens at the same score: a shorter context, fewer calls",
+    "checking an answer and asking again when it fails the check",
+    "several calls: a plan, a draft, a critique, a vote",
+    "plain Python before and after the LM: parsing, normalizing, deciding easy cases without a call",
+    "memory: what learn(batch) should keep of the training examples, and how forward uses it",
+    "joining what the best candidates of the archive do differently",
+)
+"""The default directions."""
 INTERFACE = """\
 Each module is the whole source of one subclass of dspy.Module, in a Python code block of its own that begins with the
 comments `# name: ...`, `# hypothesis: ...` and `# based on: ...` (numbers of the archive's candidates).
@@ -27,6 +37,43 @@ comments `# name: ...`, `# hypothesis: ...` and `# based on: ...` (numbers of th
   there in `forward`. Nothing else is kept from one call to the next.
 - Limits of one call: {seconds:g} seconds besides LM calls, {lm_calls} LM calls with {lm_tokens} tokens in all,
   {megabytes} MB of memory. No network, no files, no processes."""
+
+
+class Directions:
+    """Gives each live step a direction of its own while there are enough, the one taken least often first.
+
+    Args:
+        directions: at least one.
+
+    Raises:
+        ConfigurationError: none is given, or one is empty.
+
+    >>> board = Directions(["prompts", "memory"])
+    >>> board.reserve(0), board.reserve(1), board.others(0)
+    ('prompts', 'memory', ['memory'])
+    """
+
+    def __init__(self, directions: Sequence[str] = DIRECTIONS) -> None:
+        if isinstance(directions, str) or not directions or not all(directions):
+            raise ConfigurationError(f"directions is {directions!r}, expected one or more texts.")
+        self._taken = dict.fromkeys(directions, 0)
+        self._held: dict[int, str] = {}
+
+    def reserve(self, step: int) -> str:
+        """A direction for a step, until :meth:`release`."""
+        held = list(self._held.values())
+        direction = min(self._taken, key=lambda one: (held.count(one), self._taken[one]))
+        self._taken[direction] += 1
+        self._held[step] = direction
+        return direction
+
+    def release(self, step: int) -> None:
+        """The step has ended, with a direction or without."""
+        self._held.pop(step, None)
+
+    def others(self, step: int) -> list[str]:
+        """What the other live steps look into."""
+        return [direction for number, direction in self._held.items() if number != step]
 
 
 class ProposeHarness(dspy.Signature):
@@ -60,14 +107,14 @@ def interface_for(limits: Limits) -> str:
     return INTERFACE.format(imports=imports, megabytes=limits.memory_bytes >> 20, **asdict(limits))
 
 
-def proposer_of(library: Library, max_steps: int, on_loop: bool) -> dspy.Module:
+def proposer_of(archive: Archive, max_steps: int, on_loop: bool) -> dspy.Module:
     """The agent that reads the archive and writes modules.
 
     Args:
         max_steps: tool calls at most.
         on_loop: make it one that can be awaited: its tools are coroutine functions.
     """
-    tools = tools_of(library)
+    tools = tools_of(archive)
     if not on_loop:
         return dspy.ReAct(ProposeHarness, tools=list(tools), max_iters=max_steps)
     agent: Any = dspy.ReAct(ProposeHarness, tools=[_awaitable(tool) for tool in tools], max_iters=max_steps)
@@ -87,31 +134,9 @@ async def _finish() -> str:
     return "Completed."
 
 
-def drafts_in(
-    reply: str, count: int, inputs: Sequence[str], known: Sequence[int], direction: str
-) -> tuple[list[Draft], list[str]]:
-    """The modules in a proposer's reply, at most ``count``, and why others are none.
-
-    Args:
-        inputs: the program's input fields.
-        known: numbers of the archive's candidates.
-    """
-    drafts: list[Draft] = []
-    problems: list[str] = []
-    for block in blocks_in(reply)[: 2 * count]:
-        try:
-            draft = draft_of(block, inputs, known, direction)
-        except DraftError as error:
-            problems.append(str(error))
-            continue
-        if len(drafts) < count and draft.source not in [one.source for one in drafts]:
-            drafts.append(draft)
-    return drafts, problems
-
-
 def admitted_since(archive: Archive, version: int) -> str:
     """What came in since the archive had ``version`` candidates."""
-    lines = [overview(archive), ""]
+    lines = [archive.overview, ""]
     for number, one in list(enumerate(archive.candidates))[version:][-4:]:
         lines += [f"Candidate {number:04d}, score {one.score:.4f}:", one.draft.source, ""]
     return "\n".join(lines)

@@ -25,26 +25,14 @@ from dspy_flashevolve.engine.item import End, EndKind, Item, Ticket
 from dspy_flashevolve.engine.pipeline import NotNow, Opened
 from dspy_flashevolve.engine.stages import Finish, Forward, Outcome
 from dspy_flashevolve.engine.staleness import Discard, History, Integrate, Look, StalenessPolicy
-from dspy_flashevolve.harness.archive import Archive, Checked, Evaluated, Failed
-from dspy_flashevolve.harness.costs import Cost
-from dspy_flashevolve.harness.directions import Directions
-from dspy_flashevolve.harness.drafts import Draft
-from dspy_flashevolve.harness.evaluating import CandidateRunner
-from dspy_flashevolve.harness.evaluations import Evaluations
-from dspy_flashevolve.harness.files import Library, overview
+from dspy_flashevolve.harness.archive import Archive, Checked, Cost, Failed
+from dspy_flashevolve.harness.drafts import Draft, drafts_in
+from dspy_flashevolve.harness.evaluating import Evaluations, HarnessTask
 from dspy_flashevolve.harness.program import Harness
-from dspy_flashevolve.harness.proposing import (
-    ReviseHarness,
-    admitted_since,
-    drafts_in,
-    interface_for,
-    proposer_of,
-)
-from dspy_flashevolve.harness.task import HarnessTask, lm_caller, scorer
-from dspy_flashevolve.programs.asynchrony import answers_asynchronously
+from dspy_flashevolve.harness.proposing import Directions, ReviseHarness, admitted_since, interface_for, proposer_of
 from dspy_flashevolve.programs.metric import Metric
-from dspy_flashevolve.sandbox.contract import CodeSandbox
-from dspy_flashevolve.sandbox.limits import Limits
+from dspy_flashevolve.programs.runner import answers_asynchronously
+from dspy_flashevolve.sandbox.contract import CodeSandbox, Limits
 from dspy_flashevolve.workbench import Workbench
 
 logger = logging.getLogger(__name__)
@@ -57,6 +45,7 @@ LIVE_TICKETS_A_PROPOSER = 3
 class RunSettings:
     """What a run was asked for; see :class:`~dspy_flashevolve.async_meta_harness.AsyncMetaHarness`."""
 
+    metric: Callable[..., Any]
     proposer_lm: Any
     iterations: int
     k: int
@@ -69,7 +58,6 @@ class RunSettings:
     learn_batch: int
     failure_score: float
     log_dir: Path | None
-    sandbox: CodeSandbox
     accept_missing_protection: tuple[str, ...]
 
 
@@ -79,37 +67,36 @@ class HarnessRun:
     Args:
         bench: of this run.
         task: what candidates are to solve.
-        metric: the user's.
+        sandbox: where they run.
         settings: the rest.
     """
 
-    def __init__(self, bench: Workbench, task: HarnessTask, metric: Callable[..., Any], settings: RunSettings) -> None:
-        self.bench, self.task, self.settings = bench, task, settings
-        self.archive = Archive()
-        self.library = Library(self.archive, settings.log_dir)
-        self.directions = Directions(settings.directions)
-        self.sandbox = settings.sandbox
+    def __init__(self, bench: Workbench, task: HarnessTask, sandbox: CodeSandbox, settings: RunSettings) -> None:
+        self.bench, self.task, self.sandbox, self.settings = bench, task, sandbox, settings
+        self.archive = Archive(settings.log_dir)
         self.missing_protection: tuple[str, ...] = ()
         """Layers of the sandbox that the machine does not give."""
+        self._directions = Directions(settings.directions)
         self._writing: dict[int, tuple[Draft, ...]] = {}
         self._warned: set[str] = set()
-        lm = bench.settings.get("lm") if task.lm is None else bench.models.twin(task.lm)
+        lm = bench.settings.get("lm") if task.lm is None else bench.models.paced(task.lm)
         if lm is None:
             raise ConfigurationError("no LM is configured: dspy.configure(lm=...), or an LM of the student's own.")
-        runner = CandidateRunner(
-            self.sandbox,
-            task.outputs,
-            lm_caller(lm, bench.threads),
-            scorer(Metric(metric, bench.threads), settings.failure_score),
-            settings.cost,
-            type(bench.settings.get("adapter") or dspy.ChatAdapter()).__name__,
-            settings.failure_score,
-        )
         rollouts = SMOKE_EXAMPLES + len(task.lessons) + len(task.valset)
         admission = LiveTickets(LIVE_TICKETS_A_PROPOSER * settings.proposers)
         self.source = bench.source(self.select, calls=settings.k * rollouts, admission=admission)
-        self.evaluations = Evaluations(bench, task, runner, self.source, settings.learn_batch)
-        self.source.on_end = lambda ticket, end: self._forget(ticket)
+        self.source.on_end = self._forget
+        self.evaluations = Evaluations(
+            bench,
+            self.source,
+            task,
+            sandbox,
+            lm,
+            Metric(settings.metric, bench.threads),
+            settings.cost,
+            settings.failure_score,
+            settings.learn_batch,
+        )
 
     async def run(self) -> None:
         """Search until the iterations are used up, or a stop is asked for.
@@ -155,7 +142,7 @@ class HarnessRun:
             return NotNow.EXHAUSTED
         if not self.archive.version:
             return NotNow.FULL
-        return Opened("propose", Item(self.directions.reserve(ticket.number), ticket, self.archive.version))
+        return Opened("propose", Item(self._directions.reserve(ticket.number), ticket, self.archive.version))
 
     async def propose(self, item: Item[str]) -> Outcome:
         """Let an agent read the archive and write modules."""
@@ -164,10 +151,10 @@ class HarnessRun:
         reply = await self._asked(
             item,
             "propose",
-            proposer_of(self.library, settings.proposer_steps, on_loop),
+            proposer_of(self.archive, settings.proposer_steps, on_loop),
             task=self.task.description,
             interface=interface_for(settings.limits),
-            archive_overview=overview(self.archive),
+            archive_overview=self.archive.overview,
             direction=item.payload,
             taken=self._taken(item.ticket.number),
             count=settings.k,
@@ -239,40 +226,36 @@ class HarnessRun:
 
     async def admit(self, item: Item[tuple[Checked, ...]]) -> Outcome:
         """The one writer: what was evaluated goes to the archive, what failed beside it."""
+        failed = [one for one in item.payload if isinstance(one, Failed)]
+        for one in failed:
+            self.archive.refuse(one)
         for one in item.payload:
-            if isinstance(one, Failed):
-                self.archive.refuse(one)
-            else:
-                self._add(item, one)
-        self.library.update()
-        failed = [one.failure for one in item.payload if isinstance(one, Failed)]
+            if not isinstance(one, Failed):
+                number = self.archive.add(one)
+                self.bench.commits.add(
+                    item,
+                    version=self.archive.version,
+                    candidate=number,
+                    score=one.score,
+                    best_score=self.archive.candidates[self.archive.best].score,
+                    parents=one.draft.parents if number else (),
+                )
         if len(failed) < len(item.payload):
             return Finish(End(EndKind.COMMITTED))
         if item.ticket.number == 0:
-            raise DataError(f"the student does not run in the sandbox: {failed[0]}")
-        return Finish(End(EndKind.REJECTED, f"every candidate failed: {failed[0].reason}"))
-
-    def _add(self, item: Item[Any], one: Evaluated) -> None:
-        number = self.archive.add(one)
-        self.bench.commits.add(
-            item,
-            version=self.archive.version,
-            candidate=number,
-            score=one.score,
-            best_score=self.archive.candidates[self.archive.best].score,
-            parents=one.draft.parents if number else (),
-        )
+            raise DataError(f"the student does not run in the sandbox: {failed[0].failure}")
+        return Finish(End(EndKind.REJECTED, f"every candidate failed: {failed[0].failure.reason}"))
 
     def _taken(self, ticket: int) -> str:
         """What the other live tickets look into, and what they have written."""
-        lines = [f"- {direction}" for direction in self.directions.others(ticket)]
-        written = [draft for number, drafts in self._writing.items() if number != ticket for draft in drafts]
-        return (
-            "\n".join([*lines, *(f"- being evaluated: {one.name}: {one.hypothesis}" for one in written)]) or "nothing"
-        )
+        lines = [f"- {direction}" for direction in self._directions.others(ticket)]
+        for number, drafts in self._writing.items():
+            if number != ticket:
+                lines += [f"- being evaluated: {one.name}: {one.hypothesis}" for one in drafts]
+        return "\n".join(lines) or "nothing"
 
-    def _forget(self, ticket: Ticket) -> None:
-        self.directions.release(ticket.number)
+    def _forget(self, ticket: Ticket, end: End) -> None:
+        self._directions.release(ticket.number)
         self._writing.pop(ticket.number, None)
 
 

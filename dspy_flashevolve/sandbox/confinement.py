@@ -16,8 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from dspy_flashevolve.sandbox import linux
-from dspy_flashevolve.sandbox.limits import Limits
-from dspy_flashevolve.sandbox.seccomp import refuse_system_calls
+from dspy_flashevolve.sandbox.contract import Limits
 
 NOBODY = 64207
 """The user that the fork server becomes where it is root; nobody's number, so that nothing else belongs to it."""
@@ -176,7 +175,7 @@ def confine(layers: Layers, limits: Limits, scratch: str, owner: tuple[int, int]
     linux.drop_capabilities()
     os.environ.clear()
     if layers.seccomp:
-        refuse_system_calls()
+        linux.refuse_system_calls()
 
 
 def _ask_to_be_killed_first() -> None:

@@ -21,11 +21,8 @@ from dspy.primitives.code_interpreter import CodeInterpreter, CodeInterpreterErr
 from pydantic_core import to_jsonable_python
 
 from dspy_flashevolve.engine.errors import ConfigurationError, FlashEvolveError
-from dspy_flashevolve.sandbox.contract import CallLm, Job, LmAnswer
-from dspy_flashevolve.sandbox.limits import Limits
-from dspy_flashevolve.sandbox.lm_requests import parse_request
-from dspy_flashevolve.sandbox.outcomes import Failure, LmRecord, Outcome
-from dspy_flashevolve.sandbox.wire import WireError
+from dspy_flashevolve.sandbox.contract import CallLm, Failure, Job, Limits, LmAnswer, LmRecord, Outcome, WireError
+from dspy_flashevolve.sandbox.conversation import parse_request
 
 T = TypeVar("T")
 _FLEX: Any = dspy.Flex

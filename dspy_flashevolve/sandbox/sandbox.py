@@ -21,10 +21,8 @@ import anyio
 import dspy_flashevolve
 from dspy_flashevolve.engine.errors import ConfigurationError
 from dspy_flashevolve.sandbox.confinement import LAYERS, Layers
-from dspy_flashevolve.sandbox.contract import CallLm, Job
+from dspy_flashevolve.sandbox.contract import CallLm, Job, Limits, Outcome, SandboxError
 from dspy_flashevolve.sandbox.conversation import START_SECONDS, Conversation, Ending, outcome_of
-from dspy_flashevolve.sandbox.limits import Limits
-from dspy_flashevolve.sandbox.outcomes import Outcome, SandboxError
 
 logger = logging.getLogger(__name__)
 _ROOT = str(Path(dspy_flashevolve.__file__).parent.parent)

@@ -21,8 +21,7 @@ from typing import Any
 
 from dspy_flashevolve.sandbox import confinement, guest, linux
 from dspy_flashevolve.sandbox.confinement import Layers
-from dspy_flashevolve.sandbox.limits import Limits
-from dspy_flashevolve.sandbox.wire import encode
+from dspy_flashevolve.sandbox.contract import Limits, encode
 
 WATCH_SECONDS = 0.05
 """How often children are counted."""

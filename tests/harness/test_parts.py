@@ -11,17 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dspy_flashevolve import ConfigurationError, Limits, context_tokens
-from dspy_flashevolve.harness.archive import Archive, Evaluated, Failed, Trial
-from dspy_flashevolve.harness.directions import Directions
-from dspy_flashevolve.harness.drafts import Draft, DraftError, blocks_in, draft_of
-from dspy_flashevolve.harness.evaluating import typed_fields
-from dspy_flashevolve.harness.files import Library, overview
-from dspy_flashevolve.harness.front import dominates, pareto_front
-from dspy_flashevolve.harness.proposing import drafts_in
-from dspy_flashevolve.harness.reading import tools_of
-from dspy_flashevolve.sandbox.lm_requests import parse_request
-from dspy_flashevolve.sandbox.outcomes import Failure, LmRecord, Outcome
-from dspy_flashevolve.sandbox.wire import HEADER, WireError, decode, encode
+from dspy_flashevolve.harness.archive import Archive, Evaluated, Failed, Trial, pareto_front, tools_of
+from dspy_flashevolve.harness.drafts import Draft, DraftError, blocks_in, draft_of, drafts_in
+from dspy_flashevolve.harness.program import typed_fields
+from dspy_flashevolve.harness.proposing import Directions
+from dspy_flashevolve.sandbox.contract import HEADER, Failure, LmRecord, Outcome, WireError, decode, encode
+from dspy_flashevolve.sandbox.conversation import parse_request
 from tests.sandbox.worlds import GOOD
 
 JSON = st.recursive(
@@ -59,6 +54,11 @@ def test_no_json_makes_the_reader_of_lm_requests_raise_anything_but_its_own_erro
         parse_request(request)
     except WireError:
         return
+
+
+def dominates(one: tuple[float, float], other: tuple[float, float]) -> bool:
+    """At least as good in score and cost, and better in one."""
+    return one[0] >= other[0] and one[1] <= other[1] and one != other
 
 
 @given(POINTS)
@@ -161,14 +161,12 @@ def candidate(name: str, score: float, cost: float = 1.0) -> Evaluated:
     return Evaluated(Draft(GOOD, "Good", name=name, hypothesis="because"), (score,), (cost,), traces=(trace,))
 
 
-def library_of(tmp_path: Path | None = None) -> Library:
-    archive = Archive()
+def archive_of(log_dir: Path | None = None) -> Archive:
+    archive = Archive(log_dir)
     archive.add(candidate("../../../etc/cron.d/evil", 0.2))
     archive.add(candidate("better", 0.8, 3.0))
     archive.refuse(Failed(Draft(GOOD, "Good", name="/etc/passwd"), Failure("time", "too slow")))
-    library = Library(archive, tmp_path)
-    library.update()
-    return library
+    return archive
 
 
 def test_an_archive_knows_its_best_its_front_and_its_version() -> None:
@@ -176,11 +174,11 @@ def test_an_archive_knows_its_best_its_front_and_its_version() -> None:
     for name, score, cost in (("a", 0.2, 1.0), ("b", 0.8, 3.0), ("c", 0.8, 2.0), ("d", 0.1, 9.0)):
         archive.add(candidate(name, score, cost))
     assert (archive.version, archive.best, archive.front) == (4, 2, (2, 0))
-    assert overview(archive).splitlines()[0].startswith("0001: score 0.8000")
+    assert archive.overview.splitlines()[0].startswith("0001: score 0.8000")
 
 
 def test_a_proposer_lists_reads_and_searches() -> None:
-    list_files, read_file, search_files = tools_of(library_of())
+    list_files, read_file, search_files = tools_of(archive_of())
     assert "candidates/0001/source.py" in list_files("candidates/0001")
     assert "failed/0000/about.txt" in list_files()
     assert "class Good" in read_file("candidates/0001/source.py")
@@ -193,27 +191,25 @@ def test_a_proposer_lists_reads_and_searches() -> None:
 )
 def test_no_path_leads_out_of_the_archive(path: Any, tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("outside")
-    list_files, read_file, search_files = tools_of(library_of(tmp_path / "log"))
+    list_files, read_file, search_files = tools_of(archive_of(tmp_path / "log"))
     assert "There is no file" in read_file(path)
     assert "outside" not in read_file(path) + list_files(path)
     assert search_files("outside", path).startswith("No line holds")
 
 
 def test_a_run_directory_holds_what_the_archive_holds_under_names_of_our_own(tmp_path: Path) -> None:
-    library = library_of(tmp_path / "log")
+    archive = archive_of(tmp_path / "log")
     written = {
         path.relative_to(tmp_path / "log").as_posix() for path in (tmp_path / "log").rglob("*") if path.is_file()
     }
-    assert written == {*library.files, "overview.txt"}
+    assert written == {*archive.files, "overview.txt"}
     assert [path.name for path in tmp_path.iterdir()] == ["log"]
 
 
 def test_a_long_file_is_read_by_page() -> None:
     archive = Archive()
     archive.add(candidate("x" * 20_000, 0.2))
-    library = Library(archive)
-    library.update()
-    read_file = tools_of(library)[1]
+    read_file = tools_of(archive)[1]
     assert "(page 1 of 4)" in read_file("candidates/0000/about.txt")
     assert "(page 4 of 4)" in read_file("candidates/0000/about.txt", page=99)
 

@@ -16,8 +16,7 @@ from dspy_flashevolve import AsyncMetaHarness, ConfigurationError, DataError, Ha
 from dspy_flashevolve.engine.errors import RunDirectoryError
 from dspy_flashevolve.harness import run as harness_run
 from dspy_flashevolve.sandbox.confinement import LAYERS
-from dspy_flashevolve.sandbox.contract import CallLm, Job
-from dspy_flashevolve.sandbox.outcomes import Failure, Outcome
+from dspy_flashevolve.sandbox.contract import CallLm, Failure, Job, Outcome
 from dspy_flashevolve.sim import HouseRules
 from dspy_flashevolve.sim.virtual import SimulatedModel, run
 from tests.fakes import fake_lm, reply_for

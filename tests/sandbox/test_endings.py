@@ -15,12 +15,10 @@ import pytest
 
 from dspy_flashevolve.harness.archive import Archive, Evaluated, Failed
 from dspy_flashevolve.harness.drafts import Draft
-from dspy_flashevolve.harness.files import Library, overview
-from dspy_flashevolve.harness.task import task_of
+from dspy_flashevolve.harness.evaluating import task_of
 from dspy_flashevolve.sandbox import guest
+from dspy_flashevolve.sandbox.contract import Failure, Limits
 from dspy_flashevolve.sandbox.conversation import ANSWER_BYTES, PRINTED_CHARACTERS
-from dspy_flashevolve.sandbox.limits import Limits
-from dspy_flashevolve.sandbox.outcomes import Failure
 from tests.harness.test_search import Watched, search
 from tests.sandbox.test_hostile import children_of, wire_code
 from tests.sandbox.worlds import GOOD, Lab, lab, module
@@ -174,7 +172,7 @@ def test_a_fork_server_that_died_is_reaped_and_its_files_are_gone() -> None:
 @linux
 @pytest.mark.parametrize("body", [
     "def f(n):\n    try:\n        f(n + 1)\n    except RecursionError:\n        open('/etc/passwd').read()\nf(0)",
-    "import sys\nsys.modules['dspy_flashevolve.sandbox.auditing']._forbidden = lambda *_: None\n"
+    "import sys\nsys.modules['dspy_flashevolve.sandbox.guest']._forbidden = lambda *_: None\n"
     "open('/etc/passwd').read()",
     "import os; os.open('/usr/lib', os.O_RDONLY)",
 ])  # fmt: skip
@@ -192,10 +190,8 @@ def test_no_words_of_a_candidate_s_look_like_a_line_of_ours() -> None:
     archive = Archive()
     archive.add(Evaluated(draft, (0.5,), (1.0,), (failure,)))
     archive.refuse(Failed(draft, failure))
-    library = Library(archive)
-    library.update()
-    told = [overview(archive), *(text for path, text in library.files.items() if path.endswith("about.txt"))]
-    assert len(overview(archive).splitlines()) == 2
+    told = [archive.overview, *(text for path, text in archive.files.items() if path.endswith("about.txt"))]
+    assert len(archive.overview.splitlines()) == 2
     assert not [line for text in told for line in text.splitlines() if line.startswith(("0008", "0009"))]
 
 

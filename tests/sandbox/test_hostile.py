@@ -20,9 +20,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dspy_flashevolve.sandbox.contract import Job, LmAnswer
-from dspy_flashevolve.sandbox.limits import Limits
-from dspy_flashevolve.sandbox.outcomes import LmRecord
+from dspy_flashevolve.sandbox.contract import Job, Limits, LmAnswer, LmRecord
 from tests.sandbox.worlds import TIGHT, Lab, lab, module
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the sandbox needs Linux")

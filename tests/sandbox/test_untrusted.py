@@ -14,11 +14,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dspy_flashevolve.harness.drafts import MOST_REPLY_CHARACTERS, DraftError, blocks_in, draft_of
-from dspy_flashevolve.harness.evaluating import typed_fields
-from dspy_flashevolve.harness.proposing import drafts_in
-from dspy_flashevolve.sandbox.lm_requests import ROLES, LmRequest, parse_request
-from dspy_flashevolve.sandbox.wire import HEADER, MOST_DEPTH, WireError, decode, encode
+from dspy_flashevolve.harness.drafts import MOST_REPLY_CHARACTERS, DraftError, blocks_in, draft_of, drafts_in
+from dspy_flashevolve.harness.program import typed_fields
+from dspy_flashevolve.sandbox.contract import HEADER, MOST_DEPTH, LmRequest, WireError, decode, encode
+from dspy_flashevolve.sandbox.conversation import ROLES, parse_request
 from tests.harness.test_parts import JSON
 from tests.sandbox.test_hostile import wire_code
 from tests.sandbox.worlds import GOOD, Lab, lab, module

@@ -8,10 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from dspy_flashevolve.sandbox.confinement import LAYERS
-from dspy_flashevolve.sandbox.contract import Job, LmAnswer
-from dspy_flashevolve.sandbox.limits import Limits
-from dspy_flashevolve.sandbox.lm_requests import LmRequest
-from dspy_flashevolve.sandbox.outcomes import LmRecord, Outcome
+from dspy_flashevolve.sandbox.contract import Job, Limits, LmAnswer, LmRecord, LmRequest, Outcome
 from dspy_flashevolve.sandbox.sandbox import Sandbox
 
 TIGHT = Limits(
