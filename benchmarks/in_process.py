@@ -12,9 +12,8 @@ from typing import Any
 import dspy
 from dspy.clients.base_lm import BaseLM
 
-from dspy_flashevolve.meta_harness.contract import CallLm, Job
-from dspy_flashevolve.meta_harness.lm_requests import parse_request
-from dspy_flashevolve.meta_harness.outcomes import Failure, LmRecord, Outcome
+from dspy_flashevolve.sandbox.contract import CallLm, Failure, Job, LmRecord, Outcome
+from dspy_flashevolve.sandbox.conversation import parse_request
 
 
 class InProcessStandIn:

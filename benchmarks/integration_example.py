@@ -15,7 +15,7 @@ import dspy
 
 from benchmarks.workloads import ifeval
 from dspy_flashevolve import AsyncGEPA, Reflective, StaleCandidateReflection
-from dspy_flashevolve.reflection.stale_candidates import changes
+from dspy_flashevolve.modules.integrate import changes
 
 INTEGRATIONS: list[tuple[dict[str, Any], dspy.Prediction]] = []
 """Inputs and answers, in order; outside the module, since each integration runs a copy of it."""

@@ -33,11 +33,12 @@ if TYPE_CHECKING:
     from dspy_flashevolve.engine.speculation import Speculation
     from dspy_flashevolve.engine.staleness import Full, Guarded, Reflective, StalenessPolicy
     from dspy_flashevolve.engine.stragglers import Duplicates
-    from dspy_flashevolve.meta_harness.costs import context_tokens
-    from dspy_flashevolve.meta_harness.limits import Limits
-    from dspy_flashevolve.meta_harness.program import Harness, HarnessError
-    from dspy_flashevolve.observe.playbooks import AceStats
-    from dspy_flashevolve.observe.records import (
+    from dspy_flashevolve.harness.archive import context_tokens
+    from dspy_flashevolve.harness.program import Harness, HarnessError
+    from dspy_flashevolve.modules.integrate import CombeeReflection, StaleCandidateReflection
+    from dspy_flashevolve.modules.playbook import AdditionReconciliation, PlaybookCuration, SampleReflection
+    from dspy_flashevolve.observe.statistics import (
+        AceStats,
         AsyncStats,
         ChangeRecord,
         CommitRecord,
@@ -46,10 +47,8 @@ if TYPE_CHECKING:
         RunStats,
         StageRecord,
     )
-    from dspy_flashevolve.reflection.combee import CombeeReflection
-    from dspy_flashevolve.reflection.playbooks import AdditionReconciliation, PlaybookCuration, SampleReflection
-    from dspy_flashevolve.reflection.stale_candidates import StaleCandidateReflection
     from dspy_flashevolve.results import AsyncGEPAResult
+    from dspy_flashevolve.sandbox.contract import Limits
     from dspy_flashevolve.workbench import Workbench
 
 __all__ = [
@@ -103,15 +102,15 @@ __all__ = [
 ]
 
 _HOMES = {
-    "AceStats": "observe.playbooks",
-    "AdditionReconciliation": "reflection.playbooks",
+    "AceStats": "observe.statistics",
+    "AdditionReconciliation": "modules.playbook",
     "AsyncACE": "async_ace",
     "Bullet": "ace.playbook",
     "Playbook": "ace.playbook",
-    "PlaybookCuration": "reflection.playbooks",
-    "SampleReflection": "reflection.playbooks",
-    "ChangeRecord": "observe.records",
-    "StageRecord": "observe.records",
+    "PlaybookCuration": "modules.playbook",
+    "SampleReflection": "modules.playbook",
+    "ChangeRecord": "observe.statistics",
+    "StageRecord": "observe.statistics",
     "Duplicates": "engine.stragglers",
     "WorkflowController": "engine.control",
     "MedianRate": "engine.control",
@@ -126,20 +125,20 @@ _HOMES = {
     "AsyncGEPAResult": "results",
     "AsyncMetaHarness": "async_meta_harness",
     "MetaHarnessResult": "async_meta_harness",
-    "Limits": "meta_harness.limits",
-    "Harness": "meta_harness.program",
-    "HarnessError": "meta_harness.program",
-    "context_tokens": "meta_harness.costs",
-    "AsyncStats": "observe.records",
-    "CombeeReflection": "reflection.combee",
-    "CommitRecord": "observe.records",
+    "Limits": "sandbox.contract",
+    "Harness": "harness.program",
+    "HarnessError": "harness.program",
+    "context_tokens": "harness.archive",
+    "AsyncStats": "observe.statistics",
+    "CombeeReflection": "modules.integrate",
+    "CommitRecord": "observe.statistics",
     "Full": "engine.staleness",
     "Guarded": "engine.staleness",
-    "HeadRecord": "observe.records",
-    "IntegrationRecord": "observe.records",
+    "HeadRecord": "observe.statistics",
+    "IntegrationRecord": "observe.statistics",
     "Reflective": "engine.staleness",
-    "RunStats": "observe.records",
-    "StaleCandidateReflection": "reflection.stale_candidates",
+    "RunStats": "observe.statistics",
+    "StaleCandidateReflection": "modules.integrate",
     "StalenessPolicy": "engine.staleness",
     "Workbench": "workbench",
 }

@@ -16,17 +16,15 @@ from dspy.teleprompt.teleprompt import Teleprompter
 
 from dspy_flashevolve.engine.errors import ConfigurationError, RunDirectoryError
 from dspy_flashevolve.engine.staleness import StalenessPolicy
-from dspy_flashevolve.harness_run import HarnessRun, RunSettings
-from dspy_flashevolve.harness_task import HarnessTask, task_of
-from dspy_flashevolve.meta_harness.archive import Evaluated, Failed
-from dspy_flashevolve.meta_harness.contract import CodeSandbox
-from dspy_flashevolve.meta_harness.costs import Cost, context_tokens
-from dspy_flashevolve.meta_harness.deno import DenoSandbox
-from dspy_flashevolve.meta_harness.directions import DIRECTIONS, Directions
-from dspy_flashevolve.meta_harness.limits import Limits
-from dspy_flashevolve.meta_harness.program import Harness
-from dspy_flashevolve.meta_harness.sandbox import Sandbox, accepted_layers
-from dspy_flashevolve.observe.records import RunStats
+from dspy_flashevolve.harness.archive import Cost, Evaluated, Failed, context_tokens
+from dspy_flashevolve.harness.evaluating import task_of
+from dspy_flashevolve.harness.program import Harness
+from dspy_flashevolve.harness.proposing import DIRECTIONS, Directions
+from dspy_flashevolve.harness.run import HarnessRun, RunSettings
+from dspy_flashevolve.observe.statistics import RunStats
+from dspy_flashevolve.sandbox.contract import CodeSandbox, Limits
+from dspy_flashevolve.sandbox.deno import DenoSandbox
+from dspy_flashevolve.sandbox.sandbox import Sandbox, accepted_layers
 from dspy_flashevolve.scheduling import Schedule, check_counts, policy_named
 from dspy_flashevolve.workbench import Workbench
 
@@ -82,7 +80,7 @@ class AsyncMetaHarness(Teleprompter):
         failure_score: of an example on which a candidate or the metric raises.
         max_seconds: no proposal starts after it; None for no limit.
         sandbox: where candidates run: "process" (Linux), "deno" (dspy's interpreter, where Deno is installed; see
-            docs/meta-harness.md for what it lacks), or a :class:`~dspy_flashevolve.meta_harness.contract.CodeSandbox`.
+            docs/meta-harness.md for what it lacks), or a :class:`~dspy_flashevolve.sandbox.contract.CodeSandbox`.
         accept_missing_protection: layers of the process sandbox ("user", "namespaces", "landlock", "seccomp") that this
             machine may lack. Default: none, so that ``compile`` refuses before any request where one is missing.
         seed: of the choice of examples.
@@ -121,18 +119,27 @@ class AsyncMetaHarness(Teleprompter):
         super().__init__()
         if not callable(metric) or not callable(cost):
             raise ConfigurationError(f"metric is {metric!r} and cost is {cost!r}, expected functions.")
-        self.metric, self.proposer_lm, self.cost = metric, proposer_lm, cost
-        self.iterations, self.k, self.proposers = iterations, k, proposers
-        self.proposer_steps, self.learn_batch = proposer_steps, learn_batch
-        self.limits, self.log_dir = limits or Limits(), None if log_dir is None else Path(log_dir)
-        self.num_threads, self.max_seconds, self.seed = num_threads, max_seconds, seed
+        self.settings = RunSettings(
+            metric=metric,
+            proposer_lm=proposer_lm,
+            iterations=iterations,
+            k=k,
+            proposers=proposers,
+            proposer_steps=proposer_steps,
+            cost=cost,
+            limits=limits or Limits(),
+            directions=directions,
+            staleness=policy_named(staleness),
+            learn_batch=learn_batch,
+            failure_score=failure_score,
+            log_dir=None if log_dir is None else Path(log_dir),
+            accept_missing_protection=accepted_layers(accept_missing_protection),
+        )
         self.schedule: Schedule = schedule
-        self.staleness, self.directions, self.failure_score = staleness, directions, failure_score
-        check_counts(self, "iterations", "k", "proposers", "proposer_steps", "learn_batch")
-        policy_named(staleness)
-        Directions(directions)
+        self.num_threads, self.max_seconds, self.seed = num_threads, max_seconds, seed
         self.sandbox = sandbox
-        self.accept_missing_protection = accepted_layers(accept_missing_protection)
+        check_counts(self.settings, "iterations", "k", "proposers", "proposer_steps", "learn_batch")
+        Directions(directions)
         if isinstance(sandbox, str) and sandbox not in ("process", "deno"):
             raise ConfigurationError(f"sandbox is {sandbox!r}, expected 'process', 'deno', or a CodeSandbox.")
 
@@ -176,47 +183,23 @@ class AsyncMetaHarness(Teleprompter):
         return self._result(run)
 
     def _run(self, student: Any, trainset: Any, valset: Any) -> HarnessRun:
-        task = task_of(student, trainset, valset)
-        _check_directory(self.log_dir)
+        task, settings = task_of(student, trainset, valset), self.settings
+        _check_directory(settings.log_dir)
+        sandbox = self.sandbox
+        if sandbox == "deno":
+            sandbox = DenoSandbox(task.signature, settings.limits)
+        elif isinstance(sandbox, str):
+            sandbox = Sandbox(settings.limits, accept_missing_protection=settings.accept_missing_protection)
+        proposer_lms, task_lms = [settings.proposer_lm], [task.lm]
         bench = Workbench(
             name="AsyncMetaHarness",
-            lms={
-                "propose": [self.proposer_lm],
-                "patch": [self.proposer_lm],
-                "check": [task.lm],
-                "evaluate": [task.lm],
-            },
+            lms={"propose": proposer_lms, "patch": proposer_lms, "check": task_lms, "evaluate": task_lms},
             num_threads=self.num_threads,
             schedule=self.schedule,
             max_seconds=self.max_seconds,
             seed=self.seed,
         )
-        return HarnessRun(bench, task, self.metric, self._settings(task))
-
-    def _sandbox(self, task: HarnessTask) -> CodeSandbox:
-        if not isinstance(self.sandbox, str):
-            return self.sandbox
-        if self.sandbox == "deno":
-            return DenoSandbox(task.signature, self.limits)
-        return Sandbox(self.limits, accept_missing_protection=self.accept_missing_protection)
-
-    def _settings(self, task: HarnessTask) -> RunSettings:
-        return RunSettings(
-            proposer_lm=self.proposer_lm,
-            iterations=self.iterations,
-            k=self.k,
-            proposers=self.proposers,
-            proposer_steps=self.proposer_steps,
-            cost=self.cost,
-            limits=self.limits,
-            directions=self.directions,
-            staleness=policy_named(self.staleness),
-            learn_batch=self.learn_batch,
-            failure_score=self.failure_score,
-            log_dir=self.log_dir,
-            sandbox=self._sandbox(task),
-            accept_missing_protection=self.accept_missing_protection,
-        )
+        return HarnessRun(bench, task, sandbox, settings)
 
     def _result(self, run: HarnessRun) -> Harness:
         archive, program = run.archive, run.best_program()

@@ -29,19 +29,18 @@ from dspy_flashevolve.gepa.pool import Pool
 from dspy_flashevolve.gepa.run import GepaRun
 from dspy_flashevolve.gepa.run_journal import RunJournal
 from dspy_flashevolve.gepa.settings import RunSettings
+from dspy_flashevolve.modules.integrate import StaleCandidateReflection
 from dspy_flashevolve.observe.lineage import LineageWriter
 from dspy_flashevolve.observe.progress import Progress
 from dspy_flashevolve.observe.records import AsyncStats
 from dspy_flashevolve.observe.statistics import Recorder
 from dspy_flashevolve.observe.summary import log_summary
-from dspy_flashevolve.programs.adapter import adapter_of
-from dspy_flashevolve.programs.dspy_program import DspyProgram, settings_snapshot
-from dspy_flashevolve.programs.endpoints import LanguageModels, endpoints_of
-from dspy_flashevolve.programs.integrating import DspyIntegrator
+from dspy_flashevolve.programs.lm import LanguageModels, endpoints_of
 from dspy_flashevolve.programs.metric import Metric
+from dspy_flashevolve.programs.program import DspyIntegrator, DspyProgram, adapter_of
+from dspy_flashevolve.programs.runner import settings_snapshot
 from dspy_flashevolve.programs.vllm_metrics import watchers
 from dspy_flashevolve.recording import begin_journal
-from dspy_flashevolve.reflection.stale_candidates import StaleCandidateReflection
 from dspy_flashevolve.results import Best
 
 logger = logging.getLogger(__name__)
@@ -82,7 +81,7 @@ class Compilation:
         self._metric = Metric(optimizer.metric_fn, self._threads, optimizer.metric_lock)
         self._reflection_lm = optimizer.reflection_lm
         self._integrating: Module = optimizer.stale_candidate_reflection or StaleCandidateReflection()
-        self._models = self._twins(student)
+        self._models = self._paced(student)
         self._adapter = adapter_of(optimizer, student, self._metric, self._reflection_lm)
         predictors: list[tuple[str, Any]] = student.named_predictors()
         self._seed_candidate: dict[str, str] = {name: one.signature.instructions for name, one in predictors}
@@ -209,8 +208,8 @@ class Compilation:
         lm = self._reflection_lm or dspy.settings.lm
         return DspyIntegrator(self._integrating, lm, code, self._threads, self._priced, self._models)
 
-    def _twins(self, student: Module) -> LanguageModels | None:
-        """The run's twins of the LMs that it will call; None in lockstep, which calls them as they are."""
+    def _paced(self, student: Module) -> LanguageModels | None:
+        """Pace the LMs that the run will call; None in lockstep, which calls them as they are."""
         settings, lm = self._settings, self._snapshot.get("lm")
         if settings.lockstep:
             return None
@@ -225,7 +224,7 @@ class Compilation:
         if settings.adaptive is not None:
             endpoints.watchers += watchers(endpoints)
         models = LanguageModels(endpoints)
-        self._snapshot["lm"], self._reflection_lm = models.twin(lm), models.twin(self._reflection_lm)
+        self._snapshot["lm"], self._reflection_lm = models.paced(lm), models.paced(self._reflection_lm)
         return models
 
     def _pool(self) -> Pool:

@@ -18,9 +18,9 @@ from dspy_flashevolve.engine.speculation import Speculation
 from dspy_flashevolve.engine.staleness import PLACES, Full, Guarded, Reflective, StalenessPolicy, check_looks
 from dspy_flashevolve.engine.stragglers import Duplicates
 from dspy_flashevolve.gepa.settings import RunSettings
-from dspy_flashevolve.programs.asynchrony import runs_on_loop
-from dspy_flashevolve.programs.usage import rates_of
-from dspy_flashevolve.reflection.stale_candidates import StaleCandidateReflection
+from dspy_flashevolve.modules.integrate import StaleCandidateReflection
+from dspy_flashevolve.programs.lm import rates_of
+from dspy_flashevolve.programs.runner import runs_on_loop
 
 logger = logging.getLogger(__name__)
 

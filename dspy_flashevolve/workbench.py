@@ -1,4 +1,4 @@
-"""What any evolution loop on the engine needs for one run: slots, requests, threads, twins of LMs, events, statistics.
+"""What any evolution loop on the engine needs for one run: slots, requests, threads, paced LMs, events, statistics.
 
 A loop brings its stages and says what a ticket works on; docs/adding-an-algorithm.md writes one from beginning to end.
 """

@@ -346,7 +346,7 @@ def test_a_later_stage_goes_first_where_slots_are_scarce(depths: dict[str, int] 
 
 
 def test_calls_are_priced_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dspy_flashevolve.programs.usage.rates_of", lambda model: (1.0, 2.0))
+    monkeypatch.setattr("dspy_flashevolve.programs.lm.rates_of", lambda model: (1.0, 2.0))
     costs: list[float] = []
     for priced in (True, False):
         bench = made(priced=priced)

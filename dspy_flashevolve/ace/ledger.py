@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from dspy_flashevolve.ace.merging import Merged, Twin, changes, merge, newer_than
+from dspy_flashevolve.ace.applying import Merged, Twin, changes, merge, newer_than
 from dspy_flashevolve.ace.operations import Operation, Problem
 from dspy_flashevolve.ace.payloads import Tags
 from dspy_flashevolve.ace.playbook import Bullet, Playbook

@@ -213,14 +213,14 @@ class Rollouts:
         timeout_seconds: float | None = None,
         journal: RunJournal | None = None,
     ) -> None:
-        self._scheduler = scheduler
-        self._bus = bus
-        self._endpoints = endpoints
-        self._clock = scheduler.clock
+        self.scheduler = scheduler
+        self.bus = bus
+        self.endpoints = endpoints
+        self.clock = scheduler.clock
         self._single_flight = single_flight
         self._rng = rng or random.Random()
-        self._timeout_seconds = timeout_seconds
-        self._journal = journal
+        self.timeout_seconds = timeout_seconds
+        self.journal = journal
         self._flights: dict[RolloutKey, _Flight[Rollout]] = {}
         self.shared = 0
         """Rollouts that were joined instead of run."""
@@ -248,7 +248,7 @@ class Rollouts:
         Raises:
             RolloutUnresolvedError: every attempt ended in a :class:`TransientError`.
         """
-        journal = self._journal
+        journal = self.journal
         _asks(step)
         if journal is not None and record is not None:
             kept = journal.reply(step.number, stage, record.position)
@@ -257,21 +257,21 @@ class Rollouts:
                 return answer
 
         async def once() -> T:
-            began = self._clock()
+            began = self.clock()
             answer = await call()
             cost = Spent(0) if spent is None else spent(answer)
             if spent is not None:
-                seconds = self._clock() - began
-                self._bus.emit(
+                seconds = self.clock() - began
+                self.bus.emit(
                     RequestFinished(
-                        self._clock(), step.number, stage, seconds, cost.tokens, cost.cost_dollars, cost.error
+                        self.clock(), step.number, stage, seconds, cost.tokens, cost.cost_dollars, cost.error
                     )
                 )
             if journal is not None and record is not None and (text := record.write(answer)) is not None:
                 journal.replied(step.number, stage, record.position, text, cost.tokens, cost.cost_dollars)
             return answer
 
-        return await self._retried(stage, lambda attempt: self._scheduler.run(stage, step, once))
+        return await self._retried(stage, lambda attempt: self.scheduler.run(stage, step, once))
 
     async def rollout(
         self,
@@ -302,8 +302,8 @@ class Rollouts:
             RolloutUnresolvedError: the provider gave no answer.
         """
         _asks(step)
-        if self._journal is not None and record is not None:
-            kept = self._journal.rollout(key, step.number, record.read)
+        if self.journal is not None and record is not None:
+            kept = self.journal.rollout(key, step.number, record.read)
             if kept is not None:
                 return kept, False
         while self._single_flight and (flight := self._flights.get(key)):
@@ -319,7 +319,7 @@ class Rollouts:
         try:
             flight.result = await self._retried(
                 stage,
-                lambda attempt: self._scheduler.run(
+                lambda attempt: self.scheduler.run(
                     stage,
                     step,
                     _Run(self, key, stage, step, pays, call, record, attempt + 1).once,
@@ -336,7 +336,7 @@ class Rollouts:
 
     async def _retried(self, stage: str, once: Callable[[int], Awaitable[T]]) -> T:
         """Call ``once`` with the number of the attempt, from 0, until it does not fail transiently."""
-        attempts, retry = 0, self._endpoints.retry
+        attempts, retry = 0, self.endpoints.retry
         while True:
             try:
                 return await once(attempts)
@@ -345,7 +345,7 @@ class Rollouts:
                 if attempts >= retry.attempts:
                     raise RolloutUnresolvedError(f"no answer after {attempts} attempts: {error}") from error
                 self.retried += 1
-                self._endpoints.turned_away(stage, error.retry_after_seconds)
+                self.endpoints.turned_away(stage, error.retry_after_seconds)
                 wait = retry.wait_seconds(attempts - 1, error.retry_after_seconds, self._rng.random())
             await anyio.sleep(wait)
 
@@ -371,13 +371,13 @@ class _Run:
     ) -> None:
         self._of, self._key, self._stage, self._step = of, key, stage, step
         self._pays, self._call, self._record, self._attempt = pays, call, record, attempt
-        self._journal = of._journal  # pyright: ignore[reportPrivateUsage]
+        self._journal = of.journal
         self._number: int | None = None
         self._metric_began = False
 
     async def once(self) -> Rollout:
         of = self._of
-        clock, timeout = of._clock, of._timeout_seconds  # pyright: ignore[reportPrivateUsage]
+        clock, timeout = of.clock, of.timeout_seconds
         began = clock()
         token = _METRIC_BEGINS.set(self._metric_begins)
         try:
@@ -419,10 +419,9 @@ class _Run:
             self._journal.finished(
                 self._key, stage, number, rollout, self._record.write(rollout), seconds, self._number
             )
-        of._endpoints.answered(stage, seconds, rollout.tokens)  # pyright: ignore[reportPrivateUsage]
-        of._bus.emit(  # pyright: ignore[reportPrivateUsage]
-            RolloutFinished(of._clock(), number, stage, rollout.score, seconds, rollout.tokens, rollout.cost_dollars)  #
-            pyright: ignore[reportPrivateUsage]
+        of.endpoints.answered(stage, seconds, rollout.tokens)
+        of.bus.emit(
+            RolloutFinished(of.clock(), number, stage, rollout.score, seconds, rollout.tokens, rollout.cost_dollars)
         )
         return rollout
 
@@ -430,8 +429,8 @@ class _Run:
         """The run took too long: what to raise."""
         of = self._of
         of.timed_out += 1
-        of._bus.emit(RolloutTimedOut(of._clock(), self._step.number, self._stage, seconds, self._attempt))  # pyright:
-        ignore[reportPrivateUsage] late = f"no answer within {timeout:g} seconds"
+        of.bus.emit(RolloutTimedOut(of.clock(), self._step.number, self._stage, seconds, self._attempt))
+        late = f"no answer within {timeout:g} seconds"
         if self._metric_began:
             self._settle()
             if not self._pays.extend(1):

@@ -446,8 +446,8 @@ class EvolutionRun:
         return Step(number, rng_of(number, self.seed), pays)
 
     def _runs_again(self, recorded: Unfinished) -> Step:
-        """A step of an interrupted run: what it needs at most and has not paid is set aside, as far as there is
-        some.""" assert self.journal is not None
+        """A step of an interrupted run: what it needs at most and has not paid is set aside, as far as it goes."""
+        assert self.journal is not None
         left, needed = self.budget.left, max(0, self._most_calls - self.journal.paid[recorded.number])
         pays = self.budget.reserve(needed if left is None else min(left, needed))
         return Step(

@@ -15,10 +15,9 @@ from dspy.utils.usage_tracker import track_usage
 
 from dspy_flashevolve.engine.flights import Spent
 from dspy_flashevolve.engine.threads import Threads
-from dspy_flashevolve.programs.asynchrony import runs_on_loop
-from dspy_flashevolve.programs.faults import raise_provider_fault
-from dspy_flashevolve.programs.lm_calls import heard_lm_calls
-from dspy_flashevolve.programs.usage import calls_of, cost_of, tokens_of
+from dspy_flashevolve.programs.faults import heard_lm_calls, raise_provider_fault
+from dspy_flashevolve.programs.lm import calls_of, cost_of, tokens_of
+from dspy_flashevolve.programs.runner import runs_on_loop
 
 T = TypeVar("T")
 

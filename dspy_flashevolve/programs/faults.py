@@ -12,7 +12,7 @@
 dspy's ``LMError`` tree, lm15's, and the errors of litellm's and other providers' SDKs say by themselves what they are,
 wherever they stand in a chain of causes or in an exception group. What a hand-written LM raises (``TimeoutError``,
 ``ConnectionError``, ``httpx`` errors, a ``KeyError`` over a body that has no choices) looks like what a program's own
-tool may raise: it is the provider's only where an LM call was heard to raise it (:mod:`programs.lm_calls`). An LM that
+tool may raise: it is the provider's only where an LM call was heard to raise it (:func:`heard_lm_calls`). An LM that
 is no ``dspy.BaseLM``, or one that hides its calls from dspy's callbacks, is not heard, and its raw errors count as
 the program's. What a program catches and makes up for is the program's own business; where it raises something else in
 its place, the fault is the one that was heard.
@@ -24,14 +24,18 @@ import asyncio
 import concurrent.futures
 import http.client
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
 from enum import Enum, auto
 from typing import Any
 
+import dspy
 from dspy import lm15
 from dspy.clients.errors import wrap_error
+from dspy.utils.callback import BaseCallback
 from dspy.utils.exceptions import (
     AdapterParseError,
     LMAuthError,
@@ -42,6 +46,7 @@ from dspy.utils.exceptions import (
     LMNotConfiguredError,
     LMProviderError,
     LMRateLimitError,
+    LMServerError,
     LMTimeoutError,
     LMUnexpectedError,
     LMUnsupportedModelError,
@@ -51,6 +56,8 @@ from dspy.utils.exceptions import (
 from dspy_flashevolve.engine.errors import RunAbortedError, TransientError
 
 ATTEMPTS = "flashevolve_attempts"
+REMEMBERED = 32
+"""Errors of LM calls that are kept; a program that goes on after so many has been answered by other calls."""
 DEEPEST = 100
 """Links of a chain of causes that are looked at."""
 SDKS = frozenset({"anthropic", "cohere", "google", "groq", "huggingface_hub", "litellm", "mistralai", "openai"})
@@ -71,6 +78,32 @@ BROKEN = (
     AttributeError,
 )
 """What an LM raises that lost its connection, or could not find its way in the body of a reply."""
+
+
+class LmCalls(BaseCallback):
+    """Hears of every LM call in its context, of any ``dspy.BaseLM``, on the loop and in threads."""
+
+    def __init__(self) -> None:
+        self.errors: deque[Exception] = deque(maxlen=REMEMBERED)
+        """What calls raised, in order; a reply without a choice counts as such an error."""
+
+    def on_lm_end(self, call_id: str, outputs: Any, exception: BaseException | None = None) -> None:
+        """See ``dspy.utils.callback.BaseCallback``."""
+        if isinstance(exception, Exception):
+            self.errors.append(exception)
+        elif exception is None and isinstance(outputs, list) and not outputs:
+            self.errors.append(LMServerError("the reply holds no choice"))
+
+
+@contextmanager
+def heard_lm_calls() -> Generator[LmCalls, None, None]:
+    """Hear the LM calls that are made inside, beside the callbacks that the user has configured.
+
+    Their trace is a list of its own, which ends with them: a long run does not fill the user's.
+    """
+    calls = LmCalls()
+    with dspy.context(callbacks=[*dspy.settings.callbacks, calls], trace=[]):
+        yield calls
 
 
 class Fault(Enum):

@@ -22,13 +22,11 @@ from dspy_flashevolve.engine.rollouts import Rollouts
 from dspy_flashevolve.engine.slots import Slots
 from dspy_flashevolve.engine.stragglers import Duplicates
 from dspy_flashevolve.engine.threads import Threads
-from dspy_flashevolve.programs.adapter import plain_adapter
 from dspy_flashevolve.programs.asking import Asked, ask_module
 from dspy_flashevolve.programs.copies import isolated_copy
-from dspy_flashevolve.programs.dspy_program import settings_snapshot
-from dspy_flashevolve.programs.endpoints import LanguageModels, endpoints_of
+from dspy_flashevolve.programs.lm import LanguageModels, endpoints_of
 from dspy_flashevolve.programs.metric import Metric
-from dspy_flashevolve.programs.runner import ProgramRunner
+from dspy_flashevolve.programs.runner import ProgramRunner, plain_adapter, settings_snapshot
 from dspy_flashevolve.programs.vllm_metrics import watchers
 
 SPARE_THREADS = 16
@@ -83,7 +81,7 @@ class Requests:
         if adaptive is not None:
             self.endpoints.watchers += watchers(self.endpoints)
         self.models = LanguageModels(self.endpoints)
-        self.settings["lm"] = self.models.twin(self.settings.get("lm"))
+        self.settings["lm"] = self.models.paced(self.settings.get("lm"))
         self.rollouts = Rollouts(
             self.slots,
             self.bus,
@@ -135,7 +133,7 @@ class Requests:
             return await ask_module(
                 self.models.replace_in(isolated_copy(module)),
                 inputs,
-                lm=self.settings.get("lm") if lm is None else self.models.twin(lm),
+                lm=self.settings.get("lm") if lm is None else self.models.paced(lm),
                 threads=self.threads,
                 priced=self.priced,
                 read=lambda answer: answer,

@@ -8,36 +8,50 @@ provider is not a score (see :mod:`dspy_flashevolve.programs.faults`).
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import math
 from collections import OrderedDict
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import anyio
 import dspy
+from dspy.adapters.types.tool import Tool
+from dspy.clients.base_lm import BaseLM
 from dspy.primitives.code_interpreter import CodeInterpreterError
 from dspy.primitives.module import Module
 from dspy.teleprompt.bootstrap_trace import FailedPrediction
 from dspy.teleprompt.gepa.gepa_utils import DspyAdapter
+from dspy.utils.dummies import DummyLM
 from dspy.utils.exceptions import AdapterParseError
-from dspy.utils.usage_tracker import UsageTracker, track_usage
+from dspy.utils.usage_tracker import track_usage
 
 from dspy_flashevolve.engine.errors import FlashEvolveError
 from dspy_flashevolve.engine.flights import Rollout
 from dspy_flashevolve.engine.threads import Threads
-from dspy_flashevolve.programs.asynchrony import runs_on_loop
 from dspy_flashevolve.programs.copies import isolated_copy
-from dspy_flashevolve.programs.endpoints import LanguageModels
-from dspy_flashevolve.programs.faults import raise_provider_fault
-from dspy_flashevolve.programs.lm_calls import LmCalls, heard_lm_calls
+from dspy_flashevolve.programs.faults import LmCalls, heard_lm_calls, raise_provider_fault
+from dspy_flashevolve.programs.lm import LanguageModels, cost_of, tokens_of
 from dspy_flashevolve.programs.metric import Metric
-from dspy_flashevolve.programs.usage import cost_of, tokens_of
 
 logger = logging.getLogger(__name__)
 
 PROTOTYPES = 64
 """Programs that are kept ready; older ones are built again when they are needed."""
+BLOCKING = ("CodeAct", "Flex", "ProgramOfThought", "RLM")
+"""dspy's modules that run code in an interpreter and wait for it."""
+
+
+def settings_snapshot() -> dict[str, Any]:
+    """Every dspy setting as it is now, so that a later ``dspy.configure`` does not reach a run."""
+    return dict(dspy.settings.copy())
+
+
+def plain_adapter(student: Module, metric: Callable[..., Any], failure_score: float = 0.0) -> DspyAdapter:
+    """dspy's adapter, for what builds and runs candidates of ``student`` and reflects on nothing."""
+    return DspyAdapter(student_module=student, metric_fn=metric, feedback_map={}, failure_score=failure_score)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +71,7 @@ class ProgramRunner:
         metric: scores predictions.
         threads: where programs without a usable ``aforward`` run.
         priced: work out what the calls cost.
-        models: the run's twins of the predictors' own LMs; None to call these as they are.
+        models: pace the predictors' own LMs; None to call these as they are.
         finite: a score that is no finite number is a failure, with a warning; else it is passed on, as dspy.GEPA does.
     """
 
@@ -70,12 +84,12 @@ class ProgramRunner:
         models: LanguageModels | None = None,
         finite: bool = False,
     ) -> None:
-        self._finite = finite
         self._adapter = adapter
-        self._models = models
-        self._priced = priced
         self._metric = metric
         self._threads = threads
+        self._priced = priced
+        self._models = models
+        self._finite = finite
         self._flex = bool(adapter._flex_paths)  # pyright: ignore[reportPrivateUsage]
         self._prototypes: OrderedDict[tuple[tuple[str, str], ...], Module | Exception] = OrderedDict()
         self._building = anyio.Lock()
@@ -98,11 +112,10 @@ class ProgramRunner:
             return Rollout(None, self._adapter.failure_score)
         with track_usage() as usage, heard_lm_calls() as calls:
             run = await self._run(isolated_copy(prototype), example, calls)
-            if run.error is not None:
-                raise_provider_fault(run.error, calls.errors)
             if dspy.settings.track_usage and isinstance(run.prediction, dspy.Prediction):
                 run.prediction.set_lm_usage(usage.get_total_tokens())
-            return await self._score(example, run, usage, capture_traces, calls)
+            rollout = await self._scored(example, run, capture_traces, calls)
+        return replace(rollout, tokens=tokens_of(usage), cost_dollars=cost_of(usage) if self._priced else 0.0)
 
     async def _prototype(self, candidate: dict[str, str]) -> Module | Exception:
         """The program of a candidate; rollouts run copies of it. One is built at a time, each once."""
@@ -110,30 +123,26 @@ class ProgramRunner:
         if key not in self._prototypes:
             async with self._building:
                 if key not in self._prototypes:
-                    self._prototypes[key] = await self._threads.run(self._build, candidate)
+                    self._prototypes[key] = await self._threads.run(self._built, candidate)
                 while len(self._prototypes) > PROTOTYPES:
                     self._prototypes.popitem(last=False)
         self._prototypes.move_to_end(key)
         return self._prototypes[key]
 
-    def _build(self, candidate: dict[str, str]) -> Module | Exception:
-        built = self._built(candidate)
-        return built if self._models is None or isinstance(built, Exception) else self._models.replace_in(built)
-
     def _built(self, candidate: dict[str, str]) -> Module | Exception:
-        if not self._flex:
-            # As dspy's adapter, but the data that a student carries is shared, not copied a candidate.
+        if self._flex:
+            try:
+                program: Module = self._adapter.build_program(candidate)
+            except (SyntaxError, CodeInterpreterError) as error:
+                logger.warning("Candidate failed to build (%s); its rollouts score as failures.", error)
+                return error
+        else:  # as dspy's adapter, but the data that a student carries is shared, not copied a candidate
             program = isolated_copy(self._adapter.student)
             for name, predictor in program.named_predictors():
                 if name in candidate:
                     signature: Any = predictor.signature
                     predictor.signature = signature.with_instructions(candidate[name])
-            return program
-        try:
-            return self._adapter.build_program(candidate)
-        except (SyntaxError, CodeInterpreterError) as error:
-            logger.warning("Candidate failed to build (%s); its rollouts score as failures.", error)
-            return error
+        return program if self._models is None else self._models.replace_in(program)
 
     async def _run(self, program: Module, example: dspy.Example, calls: LmCalls) -> _Run:
         if self._on_loop is None:
@@ -171,60 +180,46 @@ class ProgramRunner:
         raise_provider_fault(error, calls.errors)
         if not self._flex:
             return _Run(None, [], error)
-        logger.warning("Program raised on an example: %s: %s", type(error).__name__, error)
-        return _Run(FailedPrediction(f"{type(error).__name__}: {error}"), list(trace))
+        logger.warning("Program raised on an example: %s", _said(error))
+        return _Run(FailedPrediction(_said(error)), list(trace))
 
-    async def _score(
-        self, example: Any, run: _Run, usage: UsageTracker, capture_traces: bool, calls: LmCalls
-    ) -> Rollout:
+    async def _scored(self, example: Any, run: _Run, capture_traces: bool, calls: LmCalls) -> Rollout:
         failure = self._adapter.failure_score
         if run.error is not None:
-            logger.warning("Example scored as a failure: %s: %s", type(run.error).__name__, run.error)
-            return self._failed(capture_traces, usage, f"The program failed: {_said(run.error)}")
+            logger.warning("Example scored as a failure: %s", _said(run.error))
+            return self._failed(capture_traces, f"The program failed: {_said(run.error)}")
         if isinstance(run.prediction, FailedPrediction):
             if not (capture_traces or self._flex):
-                return self._failed(capture_traces, usage, "The program's reply could not be read.")
-            return self._rollout(example, run, failure, usage)
+                return self._failed(capture_traces, "The program's reply could not be read.")
+            return self._rollout(example, run, failure)
         try:
             raw = await self._metric.score(example, run.prediction, scoring_trace=run.trace, flex=self._flex)
         except FlashEvolveError:
             raise  # ours, not the metric's: the journal that could not note the call, say
         except Exception as error:
             raise_provider_fault(error, calls.errors)
-            logger.warning("Metric %s raised on an example: %s: %s", self._metric.name, type(error).__name__, error)
+            logger.warning("Metric %s raised on an example: %s", self._metric.name, _said(error))
             if self._flex:
-                return self._rollout(example, run, failure, usage)
-            return self._failed(capture_traces, usage, f"The program answered, but the metric failed: {_said(error)}")
-        return self._rollout(example, run, raw, usage)
+                return self._rollout(example, run, failure)
+            return self._failed(capture_traces, f"The program answered, but the metric failed: {_said(error)}")
+        return self._rollout(example, run, raw)
 
-    def _failed(self, capture_traces: bool, usage: UsageTracker, error: str) -> Rollout:
-        return Rollout(
-            None if capture_traces else dspy.Prediction(),
-            self._adapter.failure_score,
-            tokens=tokens_of(usage),
-            cost_dollars=cost_of(usage) if self._priced else 0.0,
-            error=error,
-        )
+    def _failed(self, capture_traces: bool, error: str) -> Rollout:
+        return Rollout(None if capture_traces else dspy.Prediction(), self._adapter.failure_score, error=error)
 
-    def _rollout(self, example: Any, run: _Run, raw: Any, usage: UsageTracker) -> Rollout:
+    def _rollout(self, example: Any, run: _Run, raw: Any) -> Rollout:
         score, objectives = raw, dict[str, float]()
         if isinstance(raw, dspy.Prediction):
             score, objectives = raw.score, dict(raw.get("objective_scores") or {})
+        if self._finite and score is not None and not _is_number(score):
+            logger.warning("Metric %s gave %r, expected a finite number: a failure.", self._metric.name, score)
+            score = None
         return Rollout(
             output=run.prediction,
-            score=self._checked(score),
+            score=self._adapter.failure_score if score is None else score,
             objective_scores=objectives,
             trajectory={"example": example, "prediction": run.prediction, "trace": run.trace, "score": raw},
-            tokens=tokens_of(usage),
-            cost_dollars=cost_of(usage) if self._priced else 0.0,
         )
-
-    def _checked(self, score: Any) -> Any:
-        if score is None or (self._finite and not _is_number(score)):
-            if score is not None:
-                logger.warning("Metric %s gave %r, expected a finite number: a failure.", self._metric.name, score)
-            return self._adapter.failure_score
-        return score
 
 
 def _said(error: Exception) -> str:
@@ -236,3 +231,77 @@ def _is_number(score: Any) -> bool:
         return not isinstance(score, str) and math.isfinite(score)
     except (TypeError, ValueError):
         return False
+
+
+# On the event loop, or in a thread?
+
+
+def runs_on_loop(program: Module) -> bool:
+    """True when ``program`` can be awaited and does the same as when it is called.
+
+    It needs an ``aforward`` that is at least as specific as its ``forward``: a subclass that overrides
+    only ``forward`` inherits an ``aforward`` that would skip its code. Every LM that it may call (its
+    predictors' own, else the configured one) must answer asynchronously. And what is known to block must
+    not be in it: dspy calls a tool that is no coroutine function on the loop, and code interpreters wait.
+    """
+    return (
+        has_own_aforward(program)
+        and all(answers_asynchronously(lm) for lm in _language_models(program))
+        and not any(_blocks(module) for _, module in program.named_sub_modules())
+    )
+
+
+def _blocks(module: Any) -> bool:
+    if any(kind.__name__ in BLOCKING and kind.__module__.startswith("dspy.") for kind in type(module).__mro__):
+        return True
+    tools = getattr(module, "tools", None)
+    listed = list(tools.values()) if isinstance(tools, dict) else tools if isinstance(tools, list | tuple) else []
+    return any(_blocking_tool(tool) for tool in listed)
+
+
+def _blocking_tool(tool: Any) -> bool:
+    function = tool.func if isinstance(tool, Tool) else tool
+    call = getattr(function, "__call__", None)  # noqa: B004
+    return callable(function) and not (inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call))
+
+
+def has_own_aforward(program: Module) -> bool:
+    """Whether a module's ``aforward`` is at least as specific as its ``forward``."""
+    if "forward" in vars(program) and "aforward" not in vars(program):
+        return False
+    for kind in type(program).__mro__:
+        if "aforward" in vars(kind):
+            return True
+        if "forward" in vars(kind):
+            return False
+    return False
+
+
+def _language_models(program: Module) -> list[Any]:
+    own = [getattr(predictor, "lm", None) for predictor in program.predictors()]
+    return [lm for lm in [*own, dspy.settings.lm] if lm is not None]
+
+
+def answers_asynchronously(lm: Any) -> bool:
+    """True when ``await lm.acall(...)`` works and does not block the loop for the length of a request."""
+    if isinstance(lm, DummyLM):
+        return True
+    if not isinstance(lm, BaseLM):
+        return inspect.iscoroutinefunction(getattr(lm, "acall", None))
+    engine = getattr(lm, "_engine_spec", "auto")
+    if not isinstance(engine, str) and getattr(lm, "_async_engine_spec", None) is None:
+        return False
+    return _overrides_aforward_last(getattr(type(lm), "original_class", type(lm)))
+
+
+def _overrides_aforward_last(kind: type) -> bool:
+    """Whether ``aforward`` is real, and no subclass changed ``forward`` or ``__call__`` alone."""
+    for base in kind.__mro__:
+        if base is BaseLM:
+            return False
+        names = vars(base)
+        if "aforward" in names or "acall" in names:
+            return True
+        if "forward" in names or "__call__" in names:
+            return False
+    return False

@@ -4,7 +4,7 @@ The reflector names the rules that the feedback says were missed; the curator ad
 not, sometimes a general sentence instead, and sometimes removes one. A reply that obeys a bullet's rule cites it. So
 playbooks grow step by step towards the same optimum as instructions do.
 
-The inputs are those of `dspy_flashevolve.reflection.playbooks`; nothing here imports dspy.
+The inputs are those of `dspy_flashevolve.modules.playbook`; nothing here imports dspy.
 """
 
 from __future__ import annotations

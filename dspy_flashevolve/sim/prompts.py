@@ -69,7 +69,7 @@ class ChatRequest:
     Attributes:
         kind: "task" (a dspy program's prompt), "reflection" (a proposer's), "integration" (of stale children, those of
             `StaleCandidateReflection`), "sample_reflection", "curation" and "reconciliation" (those of a playbook,
-            of `reflection.playbooks`), "harness" (a proposer's of modules, `AsyncMetaHarness`) or "other" (no dspy
+            of `modules.playbook`), "harness" (a proposer's of modules, `AsyncMetaHarness`) or "other" (no dspy
             format).
         content: Everything that the reply may depend on, as one string: messages, temperature, seed, format.
         instruction: The instruction part of the system message; the whole system message where there is no such part.

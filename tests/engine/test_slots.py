@@ -376,7 +376,7 @@ async def test_a_paused_slot_is_of_use_to_others_and_is_taken_again_in_order() -
         group.start_soon(other)
         await settle()
         now = 1.0
-        async with paused_slot():
+        async with paused_slot(current_lease()):
             order.append("paused")
             await settle()
         order.append("again")
@@ -390,7 +390,7 @@ async def test_parts_of_one_rollout_share_its_slot() -> None:
     busy: list[int] = []
 
     async def part() -> None:
-        async with paused_slot():
+        async with paused_slot(current_lease()):
             busy.append(slots.statistics().busy)
             await settle()
         busy.append(slots.statistics().busy)
@@ -408,7 +408,7 @@ async def test_a_holder_that_is_cancelled_while_it_pauses_or_comes_back_leaves_n
     slots = Slots(1)
 
     async def pausing(wait: float) -> None:
-        async with slots.hold(SCREEN), paused_slot():
+        async with slots.hold(SCREEN) as lease, paused_slot(lease):
             await anyio.sleep(wait)
 
     for wait in (0.0, 60.0):
@@ -432,5 +432,5 @@ async def test_a_lease_that_has_ended_takes_no_slot() -> None:
 
 
 async def test_outside_of_any_slot_a_pause_does_nothing() -> None:
-    async with paused_slot():
+    async with paused_slot(current_lease()):
         assert current_lease() is None

@@ -25,7 +25,7 @@ from dspy_flashevolve.engine.errors import (
 )
 from dspy_flashevolve.engine.events import Event, EventBus, RolloutDuplicated, RolloutFinished, RolloutTimedOut
 from dspy_flashevolve.engine.flights import Rollout
-from dspy_flashevolve.engine.leases import paused_slot
+from dspy_flashevolve.engine.leases import current_lease, paused_slot
 from dspy_flashevolve.engine.retries import RetryPolicy
 from dspy_flashevolve.engine.rollouts import Rollouts
 from dspy_flashevolve.engine.slots import Slots
@@ -147,7 +147,7 @@ def test_the_time_in_which_the_provider_lets_it_wait_does_not_count(working: flo
         bench = Bench(timeout_seconds=2.0, retry=RetryPolicy(attempts=1))
 
         async def waits(seconds: float) -> None:
-            async with paused_slot():
+            async with paused_slot(current_lease()):
                 await anyio.sleep(seconds)
 
         async def call() -> Rollout:

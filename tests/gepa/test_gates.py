@@ -20,7 +20,7 @@ from dspy_flashevolve import AsyncGEPA, Reflective
 from dspy_flashevolve.engine.events import HeadLanded, TicketClosed
 from dspy_flashevolve.gepa import gates, stages, train_screen
 from dspy_flashevolve.gepa.gates import Gate, passes_screen
-from dspy_flashevolve.programs.dspy_program import DspyProgram
+from dspy_flashevolve.programs.program import DspyProgram
 from tests.gepa.worlds import TRAIN, VAL, Callbacks, Outcome, World, chance, play
 
 SCORES = st.lists(st.sampled_from([-1.0, 0.0, 0.1, 0.2, 1 / 3, 0.5, 0.7, 1.0]), min_size=1, max_size=9)

@@ -1,4 +1,4 @@
-"""The run's twins of LMs: retries that hold no slot, signals for the limits, and users' LMs that stay as they are."""
+"""The run's paced LMs: retries that hold no slot, signals for the limits, and users' LMs that stay as they are."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import copy
 import pickle
 import random
+import threading
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +18,7 @@ from dspy.utils.callback import BaseCallback
 from dspy.utils.dummies import DummyLM
 from dspy.utils.exceptions import LMAuthError, LMRateLimitError, LMServerError, LMTimeoutError
 
+from dspy_flashevolve import AsyncGEPA
 from dspy_flashevolve.engine.claims import Claim
 from dspy_flashevolve.engine.endpoint_events import LimitChanged
 from dspy_flashevolve.engine.endpoints import Endpoints
@@ -26,13 +28,13 @@ from dspy_flashevolve.engine.limits import AdaptiveLimit
 from dspy_flashevolve.engine.rollouts import RetryPolicy, Rollouts
 from dspy_flashevolve.engine.slots import Slots
 from dspy_flashevolve.engine.threads import Threads
-from dspy_flashevolve.programs.asynchrony import answers_asynchronously
-from dspy_flashevolve.programs.endpoints import LanguageModels, endpoint_of, endpoints_of
 from dspy_flashevolve.programs.faults import raise_provider_fault, retry_after_of
+from dspy_flashevolve.programs.lm import LanguageModels, endpoint_of, endpoints_of
+from dspy_flashevolve.programs.runner import answers_asynchronously
 from dspy_flashevolve.programs.vllm_metrics import VllmMetrics, watchers
 from dspy_flashevolve.sim import PROFILES, SimServer
 from dspy_flashevolve.sim.virtual import SimulatedModel, run
-from tests.fakes import fake_lm, reply_for
+from tests.fakes import digits, examples, fake_lm, hashed, reflection_lm, reply_for
 
 FAST = RetryPolicy(first_seconds=0.02)
 PREDICT = dspy.Predict("question -> answer")
@@ -41,7 +43,7 @@ CLAIM = Claim(0, "work", 0)
 
 @dataclass
 class Run:
-    """What a run has: slots, endpoints, twins and threads."""
+    """What a run has: slots, endpoints, paced LMs and threads."""
 
     slots: Slots
     models: LanguageModels
@@ -66,7 +68,7 @@ class Run:
 
         async def call() -> Any:
             try:
-                with dspy.context(lm=self.models.twin(lm), adapter=dspy.ChatAdapter()):
+                with dspy.context(lm=self.models.paced(lm), adapter=dspy.ChatAdapter()):
                     if asynchronous:
                         return await PREDICT.acall(question=question)
                     return await self.threads.run(PREDICT, question=question)
@@ -118,7 +120,7 @@ def limited() -> Exception:
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_a_request_that_waits_for_a_retry_after_holds_no_slot(asynchronous: bool) -> None:
+def test_a_request_that_waits_for_a_retry_after_holds_no_slot_unless_it_holds_a_thread(asynchronous: bool) -> None:
     lm = failing(1, limited)
 
     async def body(made: Run) -> tuple[str, float, list[int]]:
@@ -138,16 +140,15 @@ def test_a_request_that_waits_for_a_retry_after_holds_no_slot(asynchronous: bool
     answer, took, busy = in_run(body, slots=1)
     assert answer == "yes"
     assert 7.0 <= took <= 7.0 + FAST.first_seconds
-    assert busy == [0, 0, 0]
+    assert busy == ([0, 0, 0] if asynchronous else [1, 1, 1])
 
 
-@pytest.mark.parametrize("asynchronous", [True, False])
-def test_another_rollout_takes_the_slot_meanwhile(asynchronous: bool) -> None:
+def test_another_rollout_takes_the_slot_meanwhile() -> None:
     async def body(made: Run) -> list[str]:
         ended: list[str] = []
 
         async def one(name: str, lm: Any) -> None:
-            await made.ask(lm, name, asynchronous)
+            await made.ask(lm, name)
             ended.append(name)
 
         await asyncio.gather(one("refused", failing(1, limited)), one("other", failing(0, limited)))
@@ -160,7 +161,7 @@ def test_a_burst_of_refusals_pauses_the_whole_endpoint() -> None:
     lm, asked = failing(4, limited), list[float]()
 
     async def body(made: Run) -> None:
-        twin = made.models.twin(lm)
+        paced = made.models.paced(lm)
         clock = asyncio.get_running_loop().time
         inner = lm._async_engine_spec.engine.answer
 
@@ -168,7 +169,7 @@ def test_a_burst_of_refusals_pauses_the_whole_endpoint() -> None:
             asked.append(clock())
             return inner(prompt)
 
-        twin._async_engine_spec.engine.answer = answer
+        paced._async_engine_spec.engine.answer = answer
 
         async def late(n: int) -> None:
             await anyio.sleep(1.0 + n)
@@ -179,6 +180,56 @@ def test_a_burst_of_refusals_pauses_the_whole_endpoint() -> None:
     in_run(body)
     assert len(asked) == 11
     assert [seconds for seconds in asked if 0 < seconds < 7.0] == []
+
+
+class Asking(dspy.Module):
+    """A program with ``forward`` alone, which runs in threads; counts how many of them are at work."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.step = dspy.Predict("question -> answer")
+
+    def forward(self, question: str) -> dspy.Prediction:
+        AT_WORK.add(threading.get_ident())
+        MOST[0] = max(MOST[0], len(AT_WORK))
+        try:
+            return self.step(question=question)
+        finally:
+            AT_WORK.discard(threading.get_ident())
+
+
+AT_WORK, MOST = set[int](), [0]
+
+
+@pytest.mark.parametrize("virtually", [True, False])
+def test_a_short_outage_does_not_hang_a_program_that_runs_in_threads(virtually: bool) -> None:
+    """A thread that waits to ask again keeps its slot: else more rollouts begin than there are threads to end them."""
+    AT_WORK.clear()
+    MOST[0] = 0
+
+    async def main() -> Any:
+        loop = asyncio.get_running_loop()
+        over = loop.time() + (2.0 if virtually else 0.3)
+
+        def answer(prompt: str) -> str:
+            if loop.time() < over:
+                raise LMServerError("503")
+            return reply_for(prompt, answer=str(hashed(prompt) % 7))
+
+        optimizer = AsyncGEPA(
+            digits,
+            max_metric_calls=100,
+            num_threads=4,
+            max_live_tickets=2,
+            track_stats=True,
+            reflection_lm=reflection_lm(),
+        )
+        with dspy.context(lm=fake_lm(answer)), anyio.fail_after(1000 if virtually else 30):
+            return await optimizer.acompile(Asking(), trainset=examples("t", 7), valset=examples("v", 40))
+
+    program = run(main) if virtually else asyncio.run(main())
+    assert min(program.detailed_results.val_subscores[0].values()) >= 0
+    assert 1 < MOST[0] <= 4
 
 
 # Retries in all
@@ -203,19 +254,19 @@ def test_an_error_that_no_retry_mends_is_raised_at_once() -> None:
     lm = failing(1, lambda: LMAuthError("who?"))
 
     async def body(made: Run) -> None:
-        with dspy.context(lm=made.models.twin(lm)), pytest.raises(LMAuthError):
+        with dspy.context(lm=made.models.paced(lm)), pytest.raises(LMAuthError):
             await PREDICT.acall(question="?")
 
     in_run(body)
     assert lm.engine.calls == 1
 
 
-def test_where_the_run_cannot_be_waited_for_a_twin_is_as_the_lm_itself() -> None:
+def test_where_the_run_cannot_be_waited_for_a_paced_lm_is_as_the_lm_itself() -> None:
     lm = failing(2, lambda: LMRateLimitError("429", retry_after=0.0), num_retries=3)
     kept: list[Any] = []
 
     async def body(made: Run) -> None:
-        kept.append(made.models.twin(lm))
+        kept.append(made.models.paced(lm))
         assert kept[0]("on the loop itself") == ["[[ ## answer ## ]]\nyes\n\n[[ ## completed ## ]]"]
 
     in_run(body)
@@ -256,27 +307,27 @@ def test_the_users_lm_stays_as_it_is_and_keeps_its_history() -> None:
     assert len(lm.history) == 3
 
 
-def test_copies_and_pickles_of_a_twin_are_plain_lms_again() -> None:
+def test_copies_and_pickles_of_a_paced_lm_are_plain_lms_again() -> None:
     lm = dspy.LM("openai/gpt-5-nano", num_retries=2, api_base="http://localhost:1/v1")
-    twin = LanguageModels(Endpoints(None)).twin(lm)
-    assert isinstance(twin, dspy.LM)
-    assert twin is not lm
-    for plain in (copy.deepcopy(twin), pickle.loads(pickle.dumps(twin))):
+    paced = LanguageModels(Endpoints(None)).paced(lm)
+    assert isinstance(paced, dspy.LM)
+    assert paced is not lm
+    for plain in (copy.deepcopy(paced), pickle.loads(pickle.dumps(paced))):
         assert type(plain) is dspy.LM
         assert plain.num_retries == 2
         assert not hasattr(plain, "pace")
-    assert twin.dump_state() == lm.dump_state()
-    assert hasattr(twin.copy(temperature=1.0), "pace")
+    assert paced.dump_state() == lm.dump_state()
+    assert hasattr(paced.copy(temperature=1.0), "pace")
 
 
-def test_each_lm_has_one_twin_and_what_is_no_dspy_lm_has_none() -> None:
+def test_each_lm_is_paced_once_and_what_is_no_dspy_lm_is_not() -> None:
     models, lm = LanguageModels(Endpoints(None)), fake_lm(lambda prompt: "")
-    assert models.twin(lm) is models.twin(lm) is models.twin(models.twin(lm))
+    assert models.paced(lm) is models.paced(lm) is models.paced(models.paced(lm))
     dummy = DummyLM([{"answer": "yes"}])
-    assert models.twin(dummy) is dummy
-    assert models.twin(None) is None
-    assert answers_asynchronously(models.twin(lm))
-    assert not answers_asynchronously(models.twin(fake_lm(lambda prompt: "", asynchronous=False)))
+    assert models.paced(dummy) is dummy
+    assert models.paced(None) is None
+    assert answers_asynchronously(models.paced(lm))
+    assert not answers_asynchronously(models.paced(fake_lm(lambda prompt: "", asynchronous=False)))
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
@@ -324,7 +375,7 @@ def test_a_class_of_the_users_with_a_call_of_its_own_is_repeated_as_a_whole() ->
     lm = Shouting("fake/model", engine=plain.engine, async_engine=plain._async_engine_spec, cache=False)
 
     async def body(made: Run) -> Any:
-        return await made.threads.run(made.models.twin(lm), "hello")
+        return await made.threads.run(made.models.paced(lm), "hello")
 
     assert "YES" in in_run(body)[0]
 

@@ -32,8 +32,8 @@ from dspy_flashevolve.engine.flights import Rollout
 from dspy_flashevolve.engine.retries import RetryPolicy
 from dspy_flashevolve.engine.slots import Slots
 from dspy_flashevolve.engine.threads import Threads
-from dspy_flashevolve.programs.endpoints import LanguageModels
 from dspy_flashevolve.programs.faults import Fault, fault_of, raise_provider_fault
+from dspy_flashevolve.programs.lm import LanguageModels
 from dspy_flashevolve.programs.metric import Metric
 from dspy_flashevolve.programs.runner import ProgramRunner
 from tests.fakes import Chain, digits, fake_lm, reply_for
@@ -56,7 +56,7 @@ class InThread(dspy.Module):
 
 
 def rolled_out(
-    lm: Any, program: Any = None, metric: Any = digits, retry: RetryPolicy | None = None, twins: bool = True
+    lm: Any, program: Any = None, metric: Any = digits, retry: RetryPolicy | None = None, paced: bool = True
 ) -> Rollout:
     """One rollout as in a run; by default without any second attempt."""
 
@@ -70,7 +70,7 @@ def rolled_out(
         runner = ProgramRunner(adapter_for(made, metric), Metric(metric, threads), threads, models=models)
         candidate = {name: one.signature.instructions for name, one in made.named_predictors()}
         try:
-            with dspy.context(lm=models.twin(lm) if twins else lm, adapter=dspy.ChatAdapter()):
+            with dspy.context(lm=models.paced(lm) if paced else lm, adapter=dspy.ChatAdapter()):
                 return await runner.rollout(candidate, EXAMPLE, capture_traces=True)
         finally:
             models.close()
@@ -163,9 +163,9 @@ def test_looking_at_replies_keeps_the_users_choice_of_histories(server: BrokenSe
     assert len(lm.history) == 1
 
 
-def test_without_twins_a_reply_without_choices_is_still_no_score(server: BrokenServer) -> None:
+def test_where_it_is_not_paced_a_reply_without_choices_is_still_no_score(server: BrokenServer) -> None:
     with pytest.raises(TransientError, match="no choice"):
-        rolled_out(server.lm("no_choices", "litellm"), twins=False)
+        rolled_out(server.lm("no_choices", "litellm"), paced=False)
 
 
 # LMs that are no dspy.LM

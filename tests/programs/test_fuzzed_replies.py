@@ -20,10 +20,9 @@ from dspy_flashevolve.engine.errors import TransientError
 from dspy_flashevolve.engine.flights import Rollout
 from dspy_flashevolve.engine.integration import Integration, IntegrationRequest, StaleChild
 from dspy_flashevolve.engine.threads import Threads
-from dspy_flashevolve.programs.dspy_program import DspyProgram, Reflection
-from dspy_flashevolve.programs.integrating import DspyIntegrator
+from dspy_flashevolve.modules.integrate import StaleCandidateReflection
 from dspy_flashevolve.programs.metric import Metric
-from dspy_flashevolve.reflection.stale_candidates import StaleCandidateReflection
+from dspy_flashevolve.programs.program import DspyIntegrator, DspyProgram, Reflection
 from tests.fakes import Chain, digits, examples, fake_lm
 from tests.programs.test_programs import adapter_for
 

@@ -22,11 +22,10 @@ from dspy_flashevolve.engine.errors import ConfigurationError, RunAbortedError, 
 from dspy_flashevolve.engine.flights import Rollout
 from dspy_flashevolve.engine.threads import Threads
 from dspy_flashevolve.gepa.evaluations import as_batch
-from dspy_flashevolve.programs.asynchrony import answers_asynchronously, runs_on_loop
 from dspy_flashevolve.programs.copies import LARGEST_CONTAINER, isolated_copy
 from dspy_flashevolve.programs.faults import raise_provider_fault
 from dspy_flashevolve.programs.metric import Metric, check_metric
-from dspy_flashevolve.programs.runner import ProgramRunner
+from dspy_flashevolve.programs.runner import ProgramRunner, answers_asynchronously, runs_on_loop
 from tests.fakes import Chain, digits, examples, fake_lm, hashed, reply_for, task_lm
 
 # Copies

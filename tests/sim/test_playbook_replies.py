@@ -10,7 +10,7 @@ import pytest
 from dspy_flashevolve.ace.operations import Add, Remove, parse_operations, parse_tags
 from dspy_flashevolve.ace.playbook import Playbook
 from dspy_flashevolve.ace.text import attached
-from dspy_flashevolve.reflection.playbooks import AdditionReconciliation, PlaybookCuration, SampleReflection
+from dspy_flashevolve.modules.playbook import AdditionReconciliation, PlaybookCuration, SampleReflection
 from dspy_flashevolve.sim import ReplyModel
 from dspy_flashevolve.sim.playbook_replies import CITATIONS
 from dspy_flashevolve.sim.virtual import SimulatedModel, run

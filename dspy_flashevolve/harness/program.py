@@ -1,0 +1,256 @@
+"""A program that is a harness: a ``dspy.Flex`` whose source runs in the sandbox, with the memory that it has learnt.
+
+And what the host does for a run of any harness: it makes the LM calls, and reads what comes back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextvars
+import json
+import threading
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from enum import EnumMeta
+from functools import lru_cache
+from typing import Any, Literal, TypeVar
+
+import dspy
+from dspy.adapters.base import Adapter
+from dspy.adapters.utils import find_enum_member
+from dspy.predict.flex.flex import Flex
+from dspy.signatures import make_signature
+from dspy.utils.exceptions import DSPyError
+from dspy.utils.usage_tracker import track_usage
+from pydantic import TypeAdapter, ValidationError
+from pydantic_core import to_jsonable_python
+
+from dspy_flashevolve.engine.errors import ConfigurationError
+from dspy_flashevolve.harness.drafts import DraftError, draft_of
+from dspy_flashevolve.sandbox.contract import Failure, Job, Limits, LmAnswer, LmRecord, LmRequest
+from dspy_flashevolve.sandbox.sandbox import Sandbox, accepted_layers
+
+T = TypeVar("T")
+CHARACTERS_A_TOKEN = 4
+"""Where a provider reports no tokens, they are estimated from the characters."""
+_SIGNATURE = make_signature("request -> text")
+
+
+class HarnessError(DSPyError, RuntimeError):
+    """The code of a harness failed on an input; :attr:`failure` says why."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(str(failure))
+        self.failure = failure
+
+
+class Harness(Flex):  # pyright: ignore[reportGeneralTypeIssues,reportUntypedBaseClass] # hidden by its decorator
+    """A program whose implementation is a source, run in a sandbox: a process for each call, with limits.
+
+    As with every ``dspy.Flex``, the source is saved and loaded with the program's state, and never runs in this
+    process. What it does is in its source, so that it has no predictors to be optimized.
+
+    Args:
+        signature: inputs and outputs, as of ``dspy.Predict``.
+        module_src: the source of one subclass of ``dspy.Module``. Default: that of ``dspy.Flex``, one ``dspy.Predict``.
+        memory: JSON that is the module's ``memory``; None leaves it as its constructor makes it.
+        limits: of each call.
+        sandbox: "process" (Linux), or "deno": dspy's own interpreter, where Deno is installed; it runs a subset of
+            Python, without memory, and ``limits.lm_calls`` is its only limit.
+        accept_missing_protection: layers of the process sandbox that this machine may lack, as of
+            :class:`AsyncMetaHarness`.
+
+    Raises:
+        ConfigurationError: the source is no module, or an argument is wrong.
+
+    >>> Harness("question -> answer").module_src.splitlines()[0]
+    'class StringSignatureModule(dspy.Module):'
+    """
+
+    def __init__(
+        self,
+        signature: Any,
+        module_src: str | None = None,
+        *,
+        memory: Any = None,
+        limits: Limits | None = None,
+        sandbox: Literal["process", "deno"] = "process",
+        accept_missing_protection: Iterable[str] = (),
+    ) -> None:
+        if sandbox not in ("process", "deno"):
+            raise ConfigurationError(f"sandbox is {sandbox!r}, expected 'process' or 'deno'.")
+        self.limits = limits or Limits()
+        self.sandbox = sandbox
+        self.accept_missing_protection = accepted_layers(accept_missing_protection)
+        self.memory = as_json(memory)
+        super().__init__(signature, max_predictor_calls=self.limits.lm_calls)
+        if module_src is not None:
+            self._bind_code(module_src)
+
+    def _bind_code(self, module_src: str) -> None:
+        try:
+            self._class = draft_of(module_src, list(self._signature_cls.input_fields)).class_name
+        except DraftError as error:
+            raise ConfigurationError(f"module_src is no harness: {error}.") from error
+        super()._bind_code(module_src)
+
+    def dump_state(self, json_mode: bool = True) -> dict[str, Any]:
+        return {**super().dump_state(json_mode), "memory": self.memory}
+
+    def load_state(self, state: dict[str, Any], *, allow_unsafe_lm_state: bool = False) -> None:
+        super().load_state(state, allow_unsafe_lm_state=allow_unsafe_lm_state)
+        self.memory = as_json(state.get("memory"))
+
+    def forward(self, *args: Any, **kwargs: Any) -> dspy.Prediction:
+        """Run the source on one input.
+
+        Raises:
+            HarnessError: it failed, or went past a limit.
+        """
+        if args:
+            raise TypeError("a Harness takes its inputs by name")
+        if self.sandbox == "deno":
+            return super().forward(**kwargs)
+        return _service().run(self._predict(kwargs, contextvars.copy_context())).result()
+
+    async def aforward(self, **kwargs: Any) -> dspy.Prediction:
+        """The awaitable twin of :meth:`forward`."""
+        if self.sandbox == "deno":
+            return await asyncio.to_thread(super().forward, **kwargs)
+        return await asyncio.wrap_future(_service().run(self._predict(kwargs, contextvars.copy_context())))
+
+    async def _predict(self, inputs: dict[str, Any], context: contextvars.Context) -> dspy.Prediction:
+        lm = self.lm or context.run(lambda: dspy.settings.lm)
+        adapter = context.run(lambda: dspy.settings.adapter)
+        if lm is None:
+            raise ConfigurationError("no LM is configured: dspy.configure(lm=...), or set_lm() of the Harness.")
+
+        async def call_lm(request: LmRequest) -> LmAnswer:
+            call = context.copy()  # a context runs once at a time
+            return await asyncio.to_thread(call.run, call_in_thread, lm, request)
+
+        job = Job(self.module_src or "", self._class, as_json(inputs), self.memory, adapter=type(adapter).__name__)
+        outcome = await _service().sandbox(self.limits, self.accept_missing_protection).run(job, call_lm)
+        outputs = {name: field.annotation for name, field in self._signature_cls.output_fields.items()}
+        fields, failure = ({}, outcome.failure) if outcome.failure else typed_fields(outcome.fields, outputs)
+        if failure is not None:
+            raise HarnessError(failure)
+        return dspy.Prediction(**fields)
+
+
+class _Service:
+    """The sandboxes of this process's harnesses, on a loop in a thread of their own."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._sandboxes: dict[tuple[Limits, tuple[str, ...]], Sandbox] = {}
+        threading.Thread(target=self._loop.run_forever, name="harness-sandboxes", daemon=True).start()
+        atexit.register(self._close)
+
+    def run(self, work: Coroutine[Any, Any, T]) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def sandbox(self, limits: Limits, accepted: tuple[str, ...]) -> Sandbox:
+        made = Sandbox(limits, accept_missing_protection=accepted)
+        return self._sandboxes.setdefault((limits, accepted), made)
+
+    def _close(self) -> None:
+        async def shut_down() -> list[Callable[[], None]]:
+            return [sandbox.shut_down() for sandbox in self._sandboxes.values()]
+
+        for wait in self.run(shut_down()).result():
+            wait()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+
+@lru_cache(maxsize=1)
+def _service() -> _Service:
+    return _Service()
+
+
+def as_json(value: Any) -> Any:
+    """A value as JSON: what is no JSON by itself is written as its text.
+
+    >>> as_json({"when": {1, }, "what": object})
+    {'when': [1], 'what': "<class 'object'>"}
+    """
+    return json.loads(json.dumps(to_jsonable_python(value, fallback=repr)))
+
+
+def typed_fields(fields: Mapping[str, Any], outputs: Mapping[str, Any]) -> tuple[dict[str, Any], Failure | None]:
+    """The fields that a candidate returned, as the types of the output fields.
+
+    Texts that are the JSON of a value are read; nothing is repaired here: that takes any time that a candidate likes.
+
+    Returns:
+        The fields, and a failure where one is missing or is no such type.
+
+    >>> typed_fields({"n": "3"}, {"n": int})
+    ({'n': 3}, None)
+    >>> print(typed_fields({}, {"n": int})[1])
+    interface: forward returned no output field 'n'
+    """
+    typed: dict[str, Any] = dict(fields)
+    for name, kind in outputs.items():
+        if name not in fields:
+            return {}, Failure("interface", f"forward returned no output field {name!r}")
+        try:
+            typed[name] = _typed(fields[name], kind)
+        except Exception as error:  # pydantic's errors, and those of a user's own validator
+            said = f"{type(error).__name__}: {error}"[:300]
+            return {}, Failure("interface", f"forward returned {fields[name]!r:.100} as {name!r} ({said})")
+    return typed, None
+
+
+def _typed(value: Any, kind: Any) -> Any:
+    if kind is str:
+        return str(value)
+    if isinstance(kind, EnumMeta):
+        return find_enum_member(kind, value)
+    adapter: TypeAdapter[Any] = TypeAdapter(kind)
+    try:
+        return adapter.validate_python(value)
+    except ValidationError:
+        if not isinstance(value, str):
+            raise
+        return adapter.validate_json(value)
+
+
+class _AsItIs(Adapter):
+    """dspy's adapters own the form of messages; this one sends those of a candidate, and hands the text back."""
+
+    def __init__(self, messages: list[dict[str, Any]]) -> None:
+        super().__init__()
+        self._messages = messages
+
+    def format(self, signature: Any, demos: Any, inputs: Any) -> list[dict[str, Any]]:
+        return self._messages
+
+    def parse(self, signature: Any, completion: str) -> dict[str, Any]:
+        return {"text": completion}
+
+
+def call_in_thread(lm: Any, request: LmRequest) -> LmAnswer:
+    """Make the call, and wait for it."""
+    with track_usage() as usage:
+        replies = _AsItIs(request.messages)(lm, dict(request.options), _SIGNATURE, [], {})
+    return LmAnswer(_record(request, replies, usage.usage_data))
+
+
+async def call_on_loop(lm: Any, request: LmRequest) -> LmAnswer:
+    """Make the call of an LM that can be awaited."""
+    with track_usage() as usage:
+        replies = await _AsItIs(request.messages).acall(lm, dict(request.options), _SIGNATURE, [], {})
+    return LmAnswer(_record(request, replies, usage.usage_data))
+
+
+def _record(request: LmRequest, replies: list[dict[str, Any]], usage: dict[str, list[dict[str, Any]]]) -> LmRecord:
+    texts = [str(reply.get("text") or "") for reply in replies]
+    counts = [_counted(usage, name) for name in ("prompt_tokens", "completion_tokens")]
+    guesses = [sum(len(str(one["content"])) for one in request.messages), sum(map(len, texts))]
+    prompt, completion = (n or -(-guess // CHARACTERS_A_TOKEN) for n, guess in zip(counts, guesses, strict=True))
+    return LmRecord(request.messages, texts, prompt, completion)
+
+
+def _counted(usage: dict[str, list[dict[str, Any]]], name: str) -> int:
+    return sum(int(entry.get(name) or 0) for entries in usage.values() for entry in entries)

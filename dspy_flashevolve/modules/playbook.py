@@ -1,0 +1,137 @@
+"""The dspy modules of AsyncACE: reflect on one sample, curate the playbook, reconcile what is stale.
+
+Source: ACE (arXiv 2510.04618) section 3, Reflector and Curator; reconciling is this project's. Each can be replaced
+by a module that takes the same inputs and returns the same fields, and optimized like any other DSPy program.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import dspy
+from dspy.utils.exceptions import AdapterParseError
+
+from dspy_flashevolve.modules.integrate import ATTEMPTS, again
+
+
+class ReflectOnSample(dspy.Signature):
+    """An AI program that is given a playbook worked on one task. Find out what can be learnt from it.
+
+    Compare the attempt with the feedback. Say what went wrong and where, what the right approach is, and one insight
+    that helps with other tasks of this kind, as concrete as the feedback allows: name the rule, formula or step. Where
+    the attempt is right, say what made it right. Then judge each bullet of the playbook that the program cited:
+    helpful, harmful or neutral."""
+
+    task: str = dspy.InputField(desc="What the program was given.")
+    attempt: str = dspy.InputField(desc="What it did, step by step.")
+    feedback: str = dspy.InputField(desc="The score, and what is known of the right result.")
+    cited_bullets: str = dspy.InputField(desc="The bullets of the playbook that it cited: id and text.")
+    what_went_wrong: str = dspy.OutputField(desc="Empty if nothing did.", default="")
+    right_approach: str = dspy.OutputField(default="")
+    insight: str = dspy.OutputField(desc="What to remember for other tasks.")
+    bullet_tags: str = dspy.OutputField(
+        desc='JSON: an object of each cited id to "helpful", "harmful" or "neutral"; {} if none was cited.', default=""
+    )
+
+
+class CuratePlaybook(dspy.Signature):
+    """A playbook holds what was learnt about a kind of task, one bullet an insight. Say how it is to be changed, given
+    what was learnt from one more task.
+
+    Add only what is new, true of other tasks too, and concrete. Prefer to UPDATE or MERGE bullets that say nearly the
+    same; REMOVE what proved harmful. Mind the token budget: beyond it, the bullets that are worth least are dropped.
+    Change nothing that need not change: an empty list is a good answer."""
+
+    playbook: str = dspy.InputField(desc="As it is now: id, how often it helped and harmed, text.")
+    sections: str = dspy.InputField(desc="The sections that a bullet may be in.")
+    token_budget: str = dspy.InputField(desc="Tokens that the playbook has, and may have.")
+    task: str = dspy.InputField(desc="The task.")
+    reflection: str = dspy.InputField(desc="What was learnt from it.")
+    operations: str = dspy.OutputField(
+        desc='JSON: a list of {"type": "ADD", "section": ..., "content": ...}, {"type": "UPDATE", "id": ..., '
+        '"content": ...}, {"type": "MERGE", "ids": [...], "content": ...} and {"type": "REMOVE", "id": ...}.'
+    )
+
+
+class ReconcileAdditions(dspy.Signature):
+    """Bullets are about to be added to a playbook. Since they were written, others have added bullets, which are
+    shown. Decide for each addition: admit it, as it says something new; drop it, as a newer bullet says it already or
+    contradicts it with better reason; or merge it with one newer bullet into a text that says both."""
+
+    additions: str = dspy.InputField(desc="The bullets to be added, numbered.")
+    newer_bullets: str = dspy.InputField(desc="The bullets that were added or changed meanwhile: id and text.")
+    decisions: str = dspy.OutputField(
+        desc='JSON: a list of {"addition": number, "decision": "admit" | "drop" | "merge", "id": of the newer bullet, '
+        '"content": the merged text}; id and content for merge only.'
+    )
+
+
+class _Asking(dspy.Module):
+    """One predictor, asked again when its reply cannot be read.
+
+    A second reply in no format at all is still a reply: it is returned as the main field, with what could not be read
+    in ``unreadable``.
+    """
+
+    def __init__(self, signature: type[dspy.Signature], main: str) -> None:
+        super().__init__()
+        self.ask = dspy.Predict(signature)
+        self.main = main
+
+    def forward(self, **inputs: Any) -> dspy.Prediction:
+        """Ask; the inputs and outputs are those of the signature."""
+        reply = dspy.Prediction()
+        for attempt in range(ATTEMPTS):
+            try:
+                return self.ask(**inputs, **again(attempt))
+            except AdapterParseError as error:
+                reply = self._unread(error)
+        return reply
+
+    async def aforward(self, **inputs: Any) -> dspy.Prediction:
+        """As :meth:`forward`, awaitable."""
+        reply = dspy.Prediction()
+        for attempt in range(ATTEMPTS):
+            try:
+                return await self.ask.acall(**inputs, **again(attempt))
+            except AdapterParseError as error:
+                reply = self._unread(error)
+        return reply
+
+    def _unread(self, error: AdapterParseError) -> dspy.Prediction:
+        signature: Any = self.ask.signature
+        empty = dict.fromkeys(signature.output_fields, "")
+        reply = str(error.lm_response or "").strip()
+        return dspy.Prediction(**{**empty, self.main: reply}, unreadable=str(error)[:200])
+
+
+class SampleReflection(_Asking):
+    """What went wrong, the right approach, the insight, a tag for each cited bullet.
+
+    Inputs: ``task``, ``attempt``, ``feedback``, ``cited_bullets``. Outputs: ``what_went_wrong``, ``right_approach``,
+    ``insight``, ``bullet_tags`` (JSON of id to helpful, harmful or neutral), all text.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(ReflectOnSample, "insight")
+
+
+class PlaybookCuration(_Asking):
+    """Operations on the playbook.
+
+    Inputs: ``playbook``, ``sections``, ``token_budget``, ``task``, ``reflection``. Output: ``operations``, text with
+    a JSON list, or the list itself.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(CuratePlaybook, "operations")
+
+
+class AdditionReconciliation(_Asking):
+    """What becomes of stale additions.
+
+    Inputs: ``additions``, ``newer_bullets``. Output: ``decisions``, text with a JSON list, or the list itself.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(ReconcileAdditions, "decisions")

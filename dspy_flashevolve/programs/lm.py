@@ -1,0 +1,427 @@
+"""How the run calls the user's LMs: paced, their tokens counted, and a reply without a message told from an answer.
+
+``dspy.LM`` retries transient errors by itself, inside the slot, and tells nobody of a 429. The run calls paced copies
+of the user's LMs instead, with these retries off: a request that the provider turns away gives its slot back, waits as
+long as the provider said (else exponential backoff with full jitter), and is made again, up to the LM's own
+``num_retries`` and the run's. The user's LM is not changed. A paced LM shares its history, its callbacks, its
+connections and its cache keys; deep copies and pickles of it are plain LMs again. What is no ``dspy.LM`` is not paced.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Awaitable, Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import lru_cache
+from typing import Any
+from urllib.parse import urlsplit
+
+import dspy
+from dspy import lm15
+from dspy.clients.base_lm import BaseLM
+from dspy.primitives.module import Module
+from dspy.utils.callback import with_callbacks
+from dspy.utils.exceptions import LMServerError
+from dspy.utils.usage_tracker import UsageTracker, track_usage
+
+from dspy_flashevolve.engine.endpoints import Endpoint, Endpoints, Sent
+from dspy_flashevolve.engine.leases import current_lease
+from dspy_flashevolve.engine.threads import LoopWaits
+from dspy_flashevolve.programs.faults import is_refusal, is_timeout, mark_attempts, may_repeat, retry_after_of
+
+CACHED_SECONDS = 0.01
+"""An answer that took less and reports no tokens came from a cache, and says nothing of the endpoint."""
+
+
+def endpoint_of(lm: Any) -> str:
+    """Who answers an LM's requests: its address, else its provider's name.
+
+    >>> endpoint_of(dspy.LM("openai/gpt-5", api_base="http://localhost:8000/v1/"))
+    'http://localhost:8000/v1'
+    >>> endpoint_of(dspy.LM("anthropic/claude-haiku-4-5")), endpoint_of(dspy.LM("gpt-5"))
+    ('anthropic', 'openai')
+    """
+    options: dict[str, Any] = getattr(lm, "kwargs", None) or {}
+    address = options.get("api_base") or options.get("base_url")
+    if address:
+        parts = urlsplit(str(address))
+        if not parts.hostname:
+            return str(address).rstrip("/")
+        place = parts.netloc.rpartition("@")[2]  # without a user's name and password
+        return f"{parts.scheme}://{place}{parts.path}".rstrip("/")
+    model = str(getattr(lm, "model", type(lm).__name__))
+    if "/" in model:
+        return model.split("/", 1)[0]
+    return "openai" if isinstance(getattr(lm, "_engine_spec", None), str) else model
+
+
+def endpoints_of(predictors: Iterable[Any], default: Any) -> set[str]:
+    """The endpoints that predictors ask, with the LM ``default`` for those without one of their own."""
+    lms = [getattr(predictor, "lm", None) or default for predictor in predictors]
+    return {endpoint_of(lm) for lm in lms if lm is not None}
+
+
+# Paced LMs
+
+
+class LanguageModels:
+    """Makes the paced LMs of one run.
+
+    Args:
+        endpoints: of the run; get the signals.
+    """
+
+    def __init__(self, endpoints: Endpoints) -> None:
+        self.endpoints = endpoints
+        self.waits: LoopWaits | None = None
+        self._paced: dict[int, tuple[Any, Any]] = {}
+
+    def attach(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Say on which loop the run lives; before it, and after :meth:`close`, a paced LM is as the LM itself."""
+        self.waits = LoopWaits(loop)
+
+    def close(self) -> None:
+        """The run has ended: threads that wait to call an LM again get an error."""
+        if self.waits is not None:
+            self.waits.close()
+        self.waits = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LanguageModels:
+        return self
+
+    def paced(self, lm: Any) -> Any:
+        """The run's copy of a ``dspy.LM``, one an LM; anything else is given back as it is."""
+        if not isinstance(lm, dspy.LM):
+            return lm
+        if hasattr(type(lm), "original_class"):
+            pace: Any = getattr(lm, "pace", None)
+            if pace is None or pace.models is self:
+                return lm
+            lm = pace.original  # it is paced by a run that this one runs inside of
+        if id(lm) not in self._paced:
+            paced: Any = copy.copy(lm)  # shares what it refers to
+            paced.__class__ = paced_class(type(lm))
+            paced.num_retries = 0
+            paced.pace = Pace(self, lm)
+            self._paced[id(lm)] = lm, paced
+        return self._paced[id(lm)][1]
+
+    def replace_in(self, program: Module) -> Module:
+        """Pace the predictors' own LMs in ``program``, which is changed."""
+        for predictor in program.predictors():
+            if getattr(predictor, "lm", None) is not None:
+                predictor.lm = self.paced(predictor.lm)
+        return program
+
+
+class Pace:
+    """Makes the requests of one LM.
+
+    Args:
+        models: of the run.
+        original: the LM.
+    """
+
+    def __init__(self, models: LanguageModels, original: Any) -> None:
+        self.models = models
+        self.original = original
+        self._endpoint: Endpoint = models.endpoints.endpoint(endpoint_of(original))
+
+    def call(self, lm: Any, request: Callable[..., Any]) -> Any:
+        """Make a request from a thread, again and again where need be.
+
+        A thread keeps its slot while it waits: it keeps its place in the pool of threads too, and a rollout that got
+        the slot could find no thread to run in. Where the run's loop cannot be waited for (on a loop, or after the
+        run), the plain LM makes the request.
+
+        Args:
+            lm: the paced LM.
+            request: makes it with an LM; ``cache=False`` makes it past dspy's cache.
+
+        Raises:
+            LMError: what the last attempt raised; of an LM class of the user's own any other error too.
+        """
+        endpoint, waits = self._endpoint, self.models.waits
+        attempt, again = 0, dict[str, Any]()
+        if waits is None or not waits.is_foreign():
+            return request(_plain(lm))
+        while True:
+            if endpoint.open_seconds > waits.loop.time():
+                waits.wait(endpoint.admit(None))
+            sent, began = Sent(), waits.loop.time()
+            waits.call(endpoint.send, sent)
+            try:
+                with track_usage() as usage, _looking_at_replies():
+                    result = request(lm, **again)
+            except Exception as error:
+                waits.call(self._tell, error, sent)
+                if not self._goes_on(error, attempt):
+                    raise
+                waits.wait(endpoint.rest(None, attempt, retry_after_of(error)))
+                attempt, again = attempt + 1, _afresh(error)
+            else:
+                if _written(usage) or waits.loop.time() - began > CACHED_SECONDS:
+                    waits.call(endpoint.finished, sent, _written(usage))
+                return result
+
+    async def acall(self, lm: Any, request: Callable[..., Awaitable[Any]]) -> Any:
+        """The same on the run's loop, without the slot while it waits; on another loop the plain LM is called."""
+        endpoint, slot = self._endpoint, current_lease()
+        loop, waits = asyncio.get_running_loop(), self.models.waits
+        attempt, again = 0, dict[str, Any]()
+        if waits is None or waits.loop is not loop:
+            return await request(_plain(lm))
+        while True:
+            await endpoint.admit(slot)
+            sent, began = Sent(), loop.time()
+            endpoint.send(sent)
+            try:
+                with track_usage() as usage, _looking_at_replies():
+                    result = await request(lm, **again)
+            except Exception as error:
+                self._tell(error, sent)
+                if not self._goes_on(error, attempt):
+                    raise
+                await endpoint.rest(slot, attempt, retry_after_of(error))
+                attempt, again = attempt + 1, _afresh(error)
+            else:
+                if _written(usage) or loop.time() - began > CACHED_SECONDS:
+                    endpoint.finished(sent, _written(usage))
+                return result
+
+    def _goes_on(self, error: Exception, attempt: int) -> bool:
+        """What was streamed may have been seen, and is not asked for twice."""
+        if not may_repeat(error) or dspy.settings.send_stream is not None:
+            return False
+        if attempt < self.original.num_retries + self.models.endpoints.retry.attempts - 1:
+            return True
+        mark_attempts(error, attempt + 1)
+        return False
+
+    def _tell(self, error: Exception, sent: Sent) -> None:
+        if is_refusal(error):
+            self._endpoint.refused(sent, retry_after_of(error))
+        elif is_timeout(error):
+            self._endpoint.timed_out(sent)
+
+
+@lru_cache(maxsize=64)
+def paced_class(kind: type[Any]) -> type[Any]:
+    """A subclass whose calls are paced. Callbacks hear of a call once, however often it is made."""
+    call, acall = kind.__call__, kind.acall
+    as_dspys = call is BaseLM.__call__ and acall is BaseLM.acall  # else the user's class has calls of its own
+    if as_dspys:
+        call, acall = getattr(call, "__wrapped__", call), getattr(acall, "__wrapped__", acall)
+
+    def paced_call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.pace.call(self, lambda lm, **again: call(lm, *args, **{**kwargs, **again}))
+
+    async def paced_acall(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return await self.pace.acall(self, lambda lm, **again: acall(lm, *args, **{**kwargs, **again}))
+
+    # Callbacks hear of a call's arguments by their names.
+    def heard_call(self: Any, prompt: Any = None, *, messages: Any = None, **kwargs: Any) -> Any:
+        return paced_call(self, prompt, messages=messages, **kwargs)
+
+    async def heard_acall(self: Any, prompt: Any = None, *, messages: Any = None, **kwargs: Any) -> Any:
+        return await paced_acall(self, prompt, messages=messages, **kwargs)
+
+    def update_history(self: Any, entry: dict[str, Any]) -> None:
+        look = _LOOK.get()
+        if look is not None:
+            look.hollow = look.hollow or is_hollow(entry.get("response"))
+        if look is None or look.kept:
+            kind.update_history(self, entry)
+
+    members: dict[str, Any] = {
+        "__call__": with_callbacks(heard_call) if as_dspys else paced_call,
+        "acall": with_callbacks(heard_acall) if as_dspys else paced_acall,
+        "update_history": update_history,
+        "__reduce_ex__": lambda self, protocol: (_unchanged, (_plain(self),)),
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        "__doc__": kind.__doc__,
+        "dump_state": lambda self: _plain(self).dump_state(),
+        "original_class": kind,
+    }
+    return type(kind.__name__, (kind,), members)
+
+
+def _plain(paced: Any) -> Any:
+    """An LM that makes its requests as the user's does."""
+    lm = copy.copy(paced)
+    lm.__class__ = type(paced).original_class
+    lm.num_retries = lm.__dict__.pop("pace").original.num_retries
+    return lm
+
+
+def _unchanged(value: Any) -> Any:
+    return value
+
+
+# Replies that hold no message: a server in trouble may say 200 and send a body without one. dspy's native engine reads
+# {}, {"choices": []} and a message whose content is null as a reply with an empty text, and litellm gives no output at
+# all for the second: the adapter then fails to parse it, which would be a score.
+
+MESSAGES = frozenset({"candidates", "content", "generations", "message", "output", "response", "results", "text"})
+"""Where the bodies of other dialects than OpenAI's chat completions keep what the model said."""
+SAID = ("content", "text", "tool_calls", "function_call", "refusal", "reasoning_content", "reasoning", "audio")
+"""What a message may say; an empty text is something that a model may say, null is not."""
+
+
+class HollowReplyError(LMServerError):
+    """A reply held no message."""
+
+
+class _Look:
+    """What one LM call was answered, and whether the user wants it in the histories."""
+
+    def __init__(self, kept: bool) -> None:
+        self.kept = kept
+        self.hollow = False
+
+
+_LOOK: ContextVar[_Look | None] = ContextVar("flashevolve_look", default=None)
+
+
+@contextmanager
+def _looking_at_replies() -> Generator[None, None, None]:
+    """Look at the replies of one LM call; dspy shows a reply as it came only to the LM's history.
+
+    Raises:
+        HollowReplyError: a reply held no message.
+    """
+    look = _Look(kept=not dspy.settings.disable_history)
+    token = _LOOK.set(look)
+    try:
+        with dspy.context(disable_history=False):
+            yield
+    finally:
+        _LOOK.reset(token)
+    if look.hollow:
+        raise HollowReplyError("the reply holds no message")
+
+
+def _afresh(error: Exception) -> dict[str, Any]:
+    """How to ask again: past dspy's cache, if what it may have kept is a reply without a message."""
+    return {"cache": False} if isinstance(error, HollowReplyError) else {}
+
+
+def is_hollow(reply: Any) -> bool:
+    """Whether a provider's reply holds no message: no choices, no message in them, or one without any content.
+
+    A reply that was cut off at its length or by a content filter, a refusal, reasoning without an answer and an empty
+    text are what the model said.
+
+    Args:
+        reply: an lm15 ``Response``, a tuple of them, or an object shaped as OpenAI's.
+
+    >>> is_hollow({"choices": []}), is_hollow({"choices": [{"message": {"content": ""}}]})
+    (True, False)
+    """
+    if isinstance(reply, tuple | list):
+        return any(map(is_hollow, _each(reply)))
+    if isinstance(reply, lm15.Response):
+        body = reply.provider_data
+        return isinstance(body, Mapping) and not reply.tool_calls and _is_hollow_body(body)
+    return _is_hollow_body(reply)
+
+
+def _is_hollow_body(body: Any) -> bool:
+    choices = _in(body, "choices")
+    if choices is None and isinstance(body, Mapping) and "choices" not in body:
+        return not MESSAGES & body.keys()
+    return not choices or any(map(_is_hollow_choice, _each(choices)))
+
+
+def _is_hollow_choice(choice: Any) -> bool:
+    if _in(choice, "finish_reason") in ("length", "content_filter"):
+        return False
+    if _in(choice, "text") is not None:  # a text completion
+        return False
+    message = _in(choice, "message")
+    more = _in(message, "provider_specific_fields") or {}  # where litellm puts a refusal
+    return message is None or all(_in(one, name) in (None, []) for one in (message, more) for name in SAID)
+
+
+def _each(replies: Any) -> Iterator[Any]:
+    yield from replies
+
+
+def _in(value: Any, name: str) -> Any:
+    return value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)
+
+
+# Tokens and dollars: dspy.track_usage gives each rollout, reflection and integration a tracker of its own, and rolls
+# the counts up into the caller's.
+
+
+def tokens_of(tracker: UsageTracker) -> int:
+    """Prompt and completion tokens that the LMs reported.
+
+    >>> tracker = UsageTracker()
+    >>> tracker.add_usage("lm", {"prompt_tokens": 3, "completion_tokens": 4})
+    >>> tokens_of(tracker)
+    7
+    """
+    return sum(
+        _count(entry, "total_tokens") or _count(entry, "prompt_tokens") + _count(entry, "completion_tokens")
+        for _, entry in _entries(tracker)
+    )
+
+
+def calls_of(tracker: UsageTracker) -> int:
+    """LM calls that reported their usage."""
+    return sum(1 for _ in _entries(tracker))
+
+
+def cost_of(tracker: UsageTracker) -> float:
+    """Dollars of the calls, by litellm's cost map; a model that is not in it counts as 0."""
+    return sum(
+        price_of(model, _count(entry, "prompt_tokens"), _count(entry, "completion_tokens")) or 0.0
+        for model, entry in _entries(tracker)
+    )
+
+
+@lru_cache(maxsize=256)
+def rates_of(model: str) -> tuple[float, float] | None:
+    """Dollars a prompt token and a completion token, by litellm's cost map; None where the model is not in it."""
+    import litellm  # seconds to import, and only runs with a limit in dollars need it
+
+    quiet = litellm.suppress_debug_info
+    litellm.suppress_debug_info = True  # else it prints its list of providers for a model that it does not know
+    try:
+        prompt, completion = litellm.cost_per_token(model, prompt_tokens=1_000_000, completion_tokens=1_000_000)
+    except Exception:  # litellm raises a plain Exception for models that it does not know
+        return None
+    finally:
+        litellm.suppress_debug_info = quiet
+    return prompt / 1e6, completion / 1e6
+
+
+def price_of(model: str, prompt_tokens: int, completion_tokens: int) -> float | None:
+    """Dollars of one call; None where the model's price is not known.
+
+    >>> price_of("no-such-model", 10, 10) is None
+    True
+    """
+    rates = rates_of(model)
+    return None if rates is None else rates[0] * prompt_tokens + rates[1] * completion_tokens
+
+
+def _written(tracker: UsageTracker) -> int:
+    """Completion tokens."""
+    return sum(_count(entry, "completion_tokens") for _, entry in _entries(tracker))
+
+
+def _entries(tracker: UsageTracker) -> Iterator[tuple[str, dict[str, Any]]]:
+    for model, entries in tracker.usage_data.items():
+        for entry in entries:
+            yield model, entry
+
+
+def _count(entry: dict[str, Any], name: str) -> int:
+    value = entry.get(name)
+    return value if isinstance(value, int) and not isinstance(value, bool) else 0

@@ -1,0 +1,303 @@
+"""A DSPy program as the evolution loop sees it: roll out, build reflective data, propose and integrate texts."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import inspect
+import logging
+import random
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import dspy
+from dspy.primitives.module import Module
+from dspy.teleprompt.gepa.gepa_utils import DspyAdapter
+from dspy.utils.usage_tracker import track_usage
+from gepa.core.adapter import EvaluationBatch
+
+from dspy_flashevolve.engine.blame import who_raised
+from dspy_flashevolve.engine.flights import Rollout
+from dspy_flashevolve.engine.integration import VERDICTS, Integration, IntegrationRequest, Judgement
+from dspy_flashevolve.engine.threads import Threads
+from dspy_flashevolve.programs.asking import ask_module
+from dspy_flashevolve.programs.copies import isolated_copy
+from dspy_flashevolve.programs.faults import heard_lm_calls, raise_provider_fault
+from dspy_flashevolve.programs.lm import LanguageModels, cost_of, tokens_of
+from dspy_flashevolve.programs.metric import Metric
+from dspy_flashevolve.programs.runner import ProgramRunner, has_own_aforward
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+ReflectiveDataset = Mapping[str, Sequence[Mapping[str, Any]]]
+
+
+def adapter_of(optimizer: Any, student: Module, metric: Metric, reflection_lm: Any) -> DspyAdapter:
+    """dspy's adapter, set up as ``dspy.GEPA.compile`` sets it up."""
+    return DspyAdapter(
+        student_module=student,
+        metric_fn=optimizer.metric_fn,
+        feedback_map={name: _feedback(name, predictor, metric) for name, predictor in student.named_predictors()},
+        failure_score=optimizer.failure_score,
+        num_threads=optimizer.num_threads,
+        add_format_failure_as_feedback=optimizer.add_format_failure_as_feedback,
+        rng=random.Random(optimizer.seed),
+        reflection_lm=reflection_lm,
+        custom_instruction_proposer=optimizer.custom_instruction_proposer,
+        custom_code_proposer=optimizer.custom_code_proposer,
+        warn_on_score_mismatch=optimizer.warn_on_score_mismatch,
+        reflection_minibatch_size=optimizer.reflection_minibatch_size,
+    )
+
+
+def _feedback(name: str, predictor: Any, metric: Metric) -> Callable[..., Any]:
+    """What the metric says of one predictor, with a default where it says nothing."""
+
+    def feedback(
+        predictor_output: Any, predictor_inputs: Any, module_inputs: Any, module_outputs: Any, captured_trace: Any
+    ) -> Any:
+        trace = [(predictor, predictor_inputs, predictor_output)]
+        result = metric.blocking(module_inputs, module_outputs, captured_trace, name, trace)
+        if not hasattr(result, "feedback"):
+            return {"score": result, "feedback": f"This trajectory got a score of {result}."}
+        if result["feedback"] is None:
+            result["feedback"] = f"This trajectory got a score of {result['score']}."
+        return result
+
+    return feedback
+
+
+@dataclass(frozen=True, slots=True)
+class Reflection:
+    """What a reflection proposed.
+
+    Args:
+        texts: component -> new text.
+        tokens: prompt and completion tokens that the LMs reported.
+        cost_dollars: of these tokens; 0 where a price is not known.
+    """
+
+    texts: dict[str, str]
+    tokens: int
+    cost_dollars: float = 0.0
+
+
+class DspyProgram:
+    """Runs candidates of a student and reflects on them, through dspy's own GEPA adapter.
+
+    Args:
+        adapter: dspy's adapter; builds programs, reflective datasets and proposals.
+        metric: scores predictions.
+        threads: for programs without a usable ``aforward``, sync metrics and reflection.
+        priced: work out what the calls cost.
+        models: pace the predictors' own LMs; None to call these as they are.
+    """
+
+    def __init__(
+        self,
+        adapter: DspyAdapter,
+        metric: Metric,
+        threads: Threads,
+        priced: bool = False,
+        models: LanguageModels | None = None,
+    ) -> None:
+        self.adapter = adapter
+        self._priced = priced
+        self._metric = metric
+        self._threads = threads
+        self._hooks = {
+            "instruction_proposer": _of_the_users(adapter.custom_instruction_proposer),
+            "code_proposer": _of_the_users(adapter.custom_code_proposer),
+            "metric": adapter.metric_fn,
+        }
+        self._runner = ProgramRunner(adapter, metric, threads, priced, models)
+
+    def attach(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Say on which loop the run lives."""
+        self._metric.attach(loop)
+
+    @property
+    def interruptible(self) -> bool:
+        """Whether a rollout that has begun can be given up: one on the loop can, one in a thread cannot."""
+        return self._runner.on_loop
+
+    async def rollout(self, candidate: dict[str, str], example: Any, *, capture_traces: bool) -> Rollout:
+        """See :meth:`ProgramRunner.rollout`."""
+        return await self._runner.rollout(candidate, example, capture_traces=capture_traces)
+
+    async def reflective_dataset(
+        self,
+        candidate: dict[str, str],
+        evaluation: EvaluationBatch[Any, Any],
+        components: list[str],
+        rng: random.Random | None,
+    ) -> ReflectiveDataset:
+        """The records that reflection reads, one list a component.
+
+        Args:
+            rng: picks one of several calls of a predictor; None for the adapter's own, shared one.
+
+        Raises:
+            TransientError: the provider of an LM judge asks to come back later.
+            RunAbortedError: it refuses for good.
+            Exception: what the metric raised while it gave feedback, or that there was nothing to reflect on.
+        """
+        adapter = self.adapter
+        if rng is not None:
+            adapter = copy.copy(adapter)
+            adapter.rng = rng
+        async with self._metric.turn():
+            dataset = await self._watched(
+                lambda: self._threads.run(adapter.make_reflective_dataset, candidate, evaluation, components)
+            )
+        # The adapter warns once of scores that differ; its copies must not warn again.
+        self.adapter.warn_on_score_mismatch &= adapter.warn_on_score_mismatch
+        return dataset
+
+    async def propose(self, candidate: dict[str, str], dataset: ReflectiveDataset, components: list[str]) -> Reflection:
+        """Ask the reflection LM, or the user's proposer, for new texts; a proposer with an async ``acall`` is awaited.
+
+        Raises:
+            TransientError: the provider asks to come back later.
+            RunAbortedError: the provider refuses for good.
+            Exception: what the proposer raised, or that what it returned is no text.
+        """
+        acall = self._awaitable_proposer(components)
+
+        async def call() -> dict[str, str]:
+            if acall is None:
+                propose: Any = self.adapter.propose_new_texts
+                texts = await self._threads.run(propose, candidate, dict(dataset), components)
+            else:
+                with dspy.context(lm=self.adapter.reflection_lm or dspy.settings.lm):
+                    texts = await acall(
+                        candidate=candidate, reflective_dataset=dict(dataset), components_to_update=components
+                    )
+            return checked_texts(texts or {})
+
+        with track_usage() as usage:
+            texts = await self._watched(call)
+        return Reflection(texts, tokens_of(usage), cost_of(usage) if self._priced else 0.0)
+
+    def _awaitable_proposer(self, components: list[str]) -> Callable[..., Awaitable[Any]] | None:
+        proposer = self.adapter.custom_instruction_proposer
+        acall = getattr(proposer, "acall", None)
+        if isinstance(proposer, Module) and not has_own_aforward(proposer):
+            return None  # every module has an ``acall``; not every one can be awaited
+        has_code = any(name in self.adapter._flex_paths for name in components)  # pyright: ignore[reportPrivateUsage]
+        return acall if inspect.iscoroutinefunction(acall) and not has_code else None
+
+    async def _watched(self, call: Callable[[], Awaitable[T]]) -> T:
+        """Tell the provider's faults from what the user's code raised, and name that code."""
+        with heard_lm_calls() as calls:
+            try:
+                return await call()
+            except Exception as error:
+                raise_provider_fault(error, calls.errors)
+                hook = who_raised(error, self._hooks)
+                if hook is not None:
+                    logger.warning("%s raised %s: %.300s", hook, type(error).__name__, error)
+                raise
+
+
+def _of_the_users(proposer: Any) -> Any:
+    """A proposer, unless it is dspy's own: what that raises says something of the reflection LM's reply."""
+    return None if type(proposer).__module__.startswith("dspy.") else proposer
+
+
+def checked_texts(texts: Mapping[str, Any]) -> dict[str, str]:
+    """New texts of components, if a program can be built with them.
+
+    Raises:
+        TypeError: one is no text.
+        ValueError: one has half a character in it (a lone surrogate), which no provider can receive.
+    """
+    for name, text in texts.items():
+        if not isinstance(text, str):
+            raise TypeError(f"the proposal for {name!r} is {text!r}, expected a text.")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"the proposal for {name!r} is not valid Unicode: {error.reason}.") from None
+    return dict(texts)
+
+
+class DspyIntegrator:
+    """Runs a module with the signature of ``StaleCandidateReflection``.
+
+    Args:
+        module: the user's, or the default one; each integration runs a copy.
+        lm: what it asks, unless its predictors have LMs of their own.
+        code_components: components that hold Python source.
+        threads: for modules without a usable ``aforward``.
+        priced: work out what the calls cost.
+        models: pace the predictors' own LMs; None to call these as they are.
+    """
+
+    def __init__(
+        self,
+        module: Module,
+        lm: Any,
+        code_components: Sequence[str],
+        threads: Threads,
+        priced: bool = False,
+        models: LanguageModels | None = None,
+    ) -> None:
+        self._module = module if models is None else models.replace_in(isolated_copy(module))
+        self._lm = lm
+        self._code = tuple(code_components)
+        self._threads = threads
+        self._priced = priced
+
+    async def integrate(self, request: IntegrationRequest) -> Integration:
+        """Run the module.
+
+        Raises:
+            TransientError: the provider asks to come back later.
+            RunAbortedError: the provider refuses for good.
+        """
+        module = isolated_copy(self._module)
+        inputs: dict[str, Any] = {
+            "head": dict(request.head),
+            "children": list(request.children),
+            "commits": list(request.commits),
+            "code_components": list(self._code),
+        }
+        asked = await ask_module(
+            module,
+            inputs,
+            lm=self._lm,
+            threads=self._threads,
+            priced=self._priced,
+            read=lambda answer: _read(answer, request),
+        )
+        texts, judgements, problem = asked.answer or ({}, (), asked.spent.error)
+        return Integration(
+            texts,
+            judgements,
+            max(1, asked.calls),
+            asked.spent.tokens,
+            asked.spent.cost_dollars if self._priced else None,
+            problem[:300],
+        )
+
+
+def _read(answer: Any, request: IntegrationRequest) -> tuple[dict[str, str], tuple[Judgement, ...], str]:
+    """What the module said; a component whose text could not be read is left as it is in the head."""
+    changed = {name for child in request.children for name in child.texts}
+    texts = {name: str(text) for name, text in dict(answer.texts).items() if name in changed and text}
+    numbers = {child.number for child in request.children}
+    judgements = tuple(
+        Judgement(one.child, one.verdict, str(one.reason))
+        for one in answer.verdicts
+        if one.child in numbers and one.verdict in VERDICTS
+    )
+    failed = dict(getattr(answer, "failed", None) or {})
+    problem = "; ".join(f"{name}: {why}" for name, why in failed.items())  # a part of it would lose the rest
+    return (
+        checked_texts(texts),
+        judgements,
+        problem or ("" if texts or judgements else "the module returned neither text nor verdict"),
+    )

@@ -1,0 +1,284 @@
+"""What Linux gives an unprivileged process to lock itself up with: namespaces, Landlock, capabilities, seccomp.
+
+Python's standard library has no names for these system calls, so they are made by number. Everything here raises
+``OSError`` where the kernel refuses, and is only called in the sandbox's own processes.
+
+The seccomp filter says which system calls a child may not make, whatever code makes them. It has no second process, no
+socket but the one that it was given, no memory outside its address space's limit, no view of other processes, no mounts
+and no name spaces. Threads, files and pairs of stream sockets (asyncio has one) stay.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import platform
+import struct
+from collections.abc import Iterable
+
+_NUMBERS = {"x86_64": {"clone": 56, "capset": 126}, "aarch64": {"clone": 220, "capset": 91}}
+_LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
+NAMESPACES = 0x10000000 | 0x20000000 | 0x40000000 | 0x00020000 | 0x08000000 | 0x04000000
+"""CLONE_NEWUSER, NEWPID, NEWNET, NEWNS, NEWIPC, NEWUTS."""
+OWN_MOUNTS, OWN_USERS = 0x00020000, 0x10000000
+"""CLONE_NEWNS; CLONE_NEWUSER."""
+_SIGCHLD = 17
+_MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_BIND, _MS_REC, _MS_PRIVATE = 2, 4, 8, 4096, 16384, 1 << 18
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 4, 36, 38
+
+_READ = 1 << 0 | 1 << 2 | 1 << 3
+"""Landlock: execute (libraries are mapped so), read a file, list a directory."""
+_FILE = 1 << 0 | 1 << 1 | 1 << 2 | 1 << 14 | 1 << 15
+"""Landlock: the rights that a plain file can have."""
+_RIGHTS_OF_ABI = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 4: (1 << 15) - 1}
+_ALL_RIGHTS = (1 << 16) - 1
+
+ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+"""``AUDIT_ARCH_*``: system calls of another architecture end the child."""
+_COLUMNS = tuple(ARCHITECTURES)
+_OLD = {  # name: numbers on x86_64 and aarch64, None where there is no such call
+    "accept": (43, 202), "accept4": (288, 242), "acct": (163, 89), "add_key": (248, 217), "bind": (49, 200),
+    "bpf": (321, 280), "chroot": (161, 51), "connect": (42, 203), "delete_module": (176, 106),
+    "execve": (59, 221), "execveat": (322, 281), "fanotify_init": (300, 262), "finit_module": (313, 273),
+    "fork": (57, None), "init_module": (175, 105), "io_setup": (206, 0), "ioperm": (173, None),
+    "iopl": (172, None), "kcmp": (312, 272), "kexec_file_load": (320, 294), "kexec_load": (246, 104),
+    "keyctl": (250, 219), "listen": (50, 201), "memfd_create": (319, 279), "migrate_pages": (256, 238),
+    "mknod": (133, None), "mknodat": (259, 33), "mount": (165, 40), "move_pages": (279, 239),
+    "mq_open": (240, 180), "msgget": (68, 186), "name_to_handle_at": (303, 264),
+    "open_by_handle_at": (304, 265), "perf_event_open": (298, 241), "personality": (135, 92),
+    "pivot_root": (155, 41), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271),
+    "ptrace": (101, 117), "quotactl": (179, 60), "reboot": (169, 142), "request_key": (249, 218),
+    "rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240), "semget": (64, 190), "setns": (308, 268),
+    "shmat": (30, 196), "shmget": (29, 194), "socket": (41, 198), "swapoff": (168, 225), "swapon": (167, 224),
+    "syslog": (103, 116), "tkill": (200, 130), "umount2": (166, 39), "unshare": (272, 97),
+    "userfaultfd": (323, 282), "vfork": (58, None),
+}  # fmt: skip
+_NEW = {
+    "fsconfig": 431, "fsmount": 432, "fsopen": 430, "fspick": 433, "io_uring_enter": 426, "io_uring_register": 427,
+    "io_uring_setup": 425, "memfd_secret": 447, "mount_setattr": 442, "move_mount": 429, "open_tree": 428,
+    "pidfd_getfd": 438, "pidfd_open": 434, "pidfd_send_signal": 424, "process_madvise": 440,
+    "process_mrelease": 448, "quotactl_fd": 443,
+}  # fmt: skip
+"""Calls that have the same number everywhere."""
+_LAST = 456
+"""What came after it is not looked at one by one: it is not there."""
+_CLONE3 = 435
+_CHECKED = {"clone": (56, 220), "kill": (62, 129), "prctl": (157, 167), "prlimit64": (302, 261),
+            "socketpair": (53, 199), "tgkill": (234, 131)}  # fmt: skip
+"""Calls that are allowed with some arguments."""
+
+_LOAD, _EQUAL, _GREATER, _ANY_BIT, _AND, _RETURN = 0x20, 0x15, 0x25, 0x45, 0x54, 0x06
+_NUMBER, _ARCHITECTURE = 0, 4
+_FIRST, _SECOND = 16, 24
+"""Where the low halves of the first two arguments lie: the kernel reads no more of these."""
+_ALLOW, _END, _ERROR = 0x7FFF0000, 0x80000000, 0x00050000
+_CLONE_THREAD, _CLONE_NEW = 0x00010000, 0x7E020000
+_AF_UNIX, _SOCK_STREAM, _SOCKET_KIND = 1, 1, 0xF
+_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 22, 2
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _call(number: int, *args: object) -> int:
+    result = int(_libc.syscall(ctypes.c_long(number), *args))
+    if result < 0:
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))
+    return result
+
+
+def _prctl(option: int, value: int) -> None:
+    if _libc.prctl(option, ctypes.c_ulong(value), ctypes.c_ulong(0), ctypes.c_ulong(0), ctypes.c_ulong(0)):
+        raise OSError(ctypes.get_errno(), "prctl")
+
+
+def clone(flags: int) -> int:
+    """Fork into new namespaces; 0 in the child. Call it in a process with one thread only."""
+    ctypes.pythonapi.PyOS_BeforeFork()
+    pid = int(_libc.syscall(ctypes.c_long(_number("clone")), ctypes.c_long(flags | _SIGCHLD), None, None, None, None))
+    if pid == 0:
+        ctypes.pythonapi.PyOS_AfterFork_Child()
+        return 0
+    error = ctypes.get_errno()
+    ctypes.pythonapi.PyOS_AfterFork_Parent()
+    if pid < 0:
+        raise OSError(error, os.strerror(error))
+    return pid
+
+
+def unshare(flags: int) -> None:
+    """Move this process into new namespaces. Call it in a process with one thread only."""
+    if _libc.unshare(ctypes.c_int(flags)):
+        raise OSError(ctypes.get_errno(), "unshare")
+
+
+def map_identity(uid: int, gid: int) -> None:
+    """In a new user namespace, be who one was outside."""
+    for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
+        with open(f"/proc/self/{name}", "w") as file:
+            file.write(text)
+
+
+def cover(path: str, size_bytes: int, mode: int = 0o755) -> None:
+    """Mount an empty memory file system of one's own over a directory."""
+    options = f"size={size_bytes},mode={mode:o},nr_inodes=4096".encode()
+    flags = ctypes.c_ulong(_MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
+    if _libc.mount(b"tmpfs", os.fsencode(path), b"tmpfs", flags, options):
+        raise OSError(ctypes.get_errno(), f"mount over {path}")
+
+
+def bind(open_directory: int, path: str) -> None:
+    """Let an open directory be found at ``path``, too."""
+    source = f"/proc/self/fd/{open_directory}".encode()
+    if _libc.mount(source, os.fsencode(path), None, ctypes.c_ulong(_MS_BIND | _MS_REC), None):
+        raise OSError(ctypes.get_errno(), f"bind {path}")
+
+
+def keep_mounts_to_oneself() -> None:
+    """What is mounted from here on is not seen by the rest of the machine."""
+    if _libc.mount(b"none", b"/", None, ctypes.c_ulong(_MS_REC | _MS_PRIVATE), None):
+        raise OSError(ctypes.get_errno(), "mount --make-rprivate /")
+
+
+def drop_capabilities() -> None:
+    """Give up every capability, those in a user namespace of one's own included."""
+    header, data = struct.pack("=Ii", 0x20080522, 0), bytes(24)
+    _call(_number("capset"), header, data)
+
+
+def no_new_privileges() -> None:
+    """No program that is executed from here on gains anything by it."""
+    _prctl(_PR_SET_NO_NEW_PRIVS, 1)
+
+
+def end_with_parent(signal_number: int) -> None:
+    """Get a signal when the parent ends."""
+    _prctl(_PR_SET_PDEATHSIG, signal_number)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of descendants whose own parent ends."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def own_one_s_proc_files() -> None:
+    """After a change of user, /proc/self belongs to root until this is called."""
+    _prctl(_PR_SET_DUMPABLE, 1)
+
+
+def landlock_version() -> int:
+    """The version of Landlock that the kernel has; 0 without it."""
+    try:
+        return _call(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), ctypes.c_uint32(1))
+    except OSError:
+        return 0
+
+
+def landlock(readable: Iterable[str], writable: Iterable[str], devices: Iterable[str]) -> None:
+    """Forbid this process and its descendants every file but those beneath the given paths.
+
+    Where the kernel can, TCP, signals to others and abstract sockets of others are forbidden, too.
+
+    Args:
+        readable: directories to read; missing ones are left out.
+        writable: directories to read and write.
+        devices: files to read and write.
+    """
+    version = landlock_version()
+    rights = _RIGHTS_OF_ABI.get(version, _ALL_RIGHTS)
+    parts = [rights] + ([3] if version >= 4 else []) + ([3] if version >= 6 else [])
+    attributes = struct.pack(f"={len(parts)}Q", *parts)
+    ruleset = _call(_LANDLOCK_CREATE, attributes, ctypes.c_size_t(len(attributes)), ctypes.c_uint32(0))
+    for paths, allowed in ((readable, _READ), (writable, rights), (devices, _FILE & ~1)):
+        for path in paths:
+            _allow(ruleset, path, allowed & rights)
+    no_new_privileges()
+    _call(_LANDLOCK_RESTRICT, ctypes.c_int(ruleset), ctypes.c_uint32(0))
+    os.close(ruleset)
+
+
+def _allow(ruleset: int, path: str, rights: int) -> None:
+    try:
+        beneath = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    except (FileNotFoundError, PermissionError):  # what cannot be opened cannot be allowed, either
+        return
+    try:
+        allowed = rights if os.path.isdir(path) else rights & _FILE
+        rule = struct.pack("=Qi", allowed, beneath)
+        _call(_LANDLOCK_ADD, ctypes.c_int(ruleset), ctypes.c_int(1), rule, ctypes.c_uint32(0))
+    finally:
+        os.close(beneath)
+
+
+def _number(name: str) -> int:
+    numbers = _NUMBERS.get(platform.machine())
+    if numbers is None:
+        raise OSError(f"no number is known for the system call {name} on {platform.machine()}")
+    return numbers[name]
+
+
+def refuse_system_calls() -> None:
+    """Install the filter in this process, for good; it needs one thread, and its threads will have it.
+
+    Raises:
+        OSError: the kernel has no such filters, or the architecture is not one of :data:`ARCHITECTURES`.
+    """
+    program = _program(platform.machine(), os.getpid())
+    no_new_privileges()
+    memory = ctypes.create_string_buffer(program, len(program))
+    head = struct.pack("@HP", len(program) // 8, ctypes.addressof(memory))
+    if _libc.prctl(_PR_SET_SECCOMP, ctypes.c_ulong(_SECCOMP_MODE_FILTER), head, ctypes.c_ulong(0), ctypes.c_ulong(0)):
+        raise OSError(ctypes.get_errno(), "seccomp")
+
+
+def _program(machine: str, own_pid: int) -> bytes:
+    """The filter for a process, in the kernel's BPF."""
+    if machine not in ARCHITECTURES:
+        raise OSError(errno.ENOSYS, f"no system calls are known for {machine}")
+    column = _COLUMNS.index(machine)
+    code = [_step(_LOAD, _ARCHITECTURE), _step(_EQUAL, ARCHITECTURES[machine], 1, 0), _end(_END)]
+    code += [_step(_LOAD, _NUMBER), _step(_GREATER, _LAST, 0, 1), _refuse(errno.ENOSYS)]
+    code += _if_number(_CLONE3, [_refuse(errno.ENOSYS)])  # libc makes do with clone, whose flags can be seen
+    refused = [numbers[column] for numbers in _OLD.values()] + list(_NEW.values())
+    for number in refused:
+        code += [] if number is None else _if_number(number, [_refuse()])
+    for name, check in _checks(own_pid).items():
+        code += _if_number(_CHECKED[name][column], check)
+    return b"".join([*code, _end(_ALLOW)])
+
+
+def _checks(own_pid: int) -> dict[str, list[bytes]]:
+    """What is asked of the arguments of some calls; each list ends with a decision."""
+    itself = _if_first(own_pid, [_end(_ALLOW)])
+    thread = [_step(_LOAD, _FIRST), _step(_ANY_BIT, _CLONE_NEW, 0, 1), _refuse()]
+    thread += [_step(_ANY_BIT, _CLONE_THREAD, 1, 0), _refuse(), _end(_ALLOW)]
+    stream = [_step(_LOAD, _SECOND), _step(_AND, _SOCKET_KIND), _step(_EQUAL, _SOCK_STREAM, 1, 0), _refuse()]
+    return {
+        "clone": thread,
+        "kill": [*itself, _refuse()],
+        "tgkill": [*itself, _refuse()],
+        "prlimit64": [*itself, *_if_first(0, [_end(_ALLOW)]), _refuse()],
+        "prctl": [*_if_first(_PR_SET_PDEATHSIG, [_refuse()]), _end(_ALLOW)],
+        "socketpair": [*stream, *_if_first(_AF_UNIX, [_end(_ALLOW)]), _refuse()],
+    }
+
+
+def _if_number(number: int, then: list[bytes]) -> list[bytes]:
+    return [_step(_EQUAL, number, 0, len(then)), *then]
+
+
+def _if_first(value: int, then: list[bytes]) -> list[bytes]:
+    return [_step(_LOAD, _FIRST), _step(_EQUAL, value, 0, len(then)), *then]
+
+
+def _end(decision: int) -> bytes:
+    return _step(_RETURN, decision)
+
+
+def _refuse(error: int = errno.EPERM) -> bytes:
+    return _end(_ERROR | error)
+
+
+def _step(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
+    return struct.pack("=HBBI", code, if_true, if_false, value)

@@ -1,0 +1,220 @@
+"""The parts that need no process: the wire, the front, drafts, directions, the archive as files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dspy_flashevolve import ConfigurationError, Limits, context_tokens
+from dspy_flashevolve.harness.archive import Archive, Evaluated, Failed, Trial, pareto_front, tools_of
+from dspy_flashevolve.harness.drafts import Draft, DraftError, blocks_in, draft_of, drafts_in
+from dspy_flashevolve.harness.program import typed_fields
+from dspy_flashevolve.harness.proposing import Directions
+from dspy_flashevolve.sandbox.contract import HEADER, Failure, LmRecord, Outcome, WireError, decode, encode
+from dspy_flashevolve.sandbox.conversation import parse_request
+from tests.sandbox.worlds import GOOD
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**53), 2**53)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=12,
+)
+POINTS = st.dictionaries(
+    st.integers(0, 30), st.tuples(st.sampled_from([0.0, 0.5, 0.9, 1.0]), st.sampled_from([1.0, 2.0, 5.0])), min_size=1
+)
+
+
+@given(st.dictionaries(st.text(st.characters(exclude_categories=["Cs"])), JSON))
+def test_a_frame_comes_back_as_it_was(message: dict[str, Any]) -> None:
+    frame = encode(message)
+    assert HEADER.unpack(frame[: HEADER.size])[0] == len(frame) - HEADER.size
+    assert decode(frame[HEADER.size :]) == json.loads(json.dumps(message))
+
+
+@given(st.binary())
+def test_no_bytes_make_the_reader_raise_anything_but_its_own_error(payload: bytes) -> None:
+    try:
+        assert isinstance(decode(payload), dict)
+    except WireError:
+        return
+
+
+@given(JSON)
+def test_no_json_makes_the_reader_of_lm_requests_raise_anything_but_its_own_error(request: Any) -> None:
+    try:
+        parse_request(request)
+    except WireError:
+        return
+
+
+def dominates(one: tuple[float, float], other: tuple[float, float]) -> bool:
+    """At least as good in score and cost, and better in one."""
+    return one[0] >= other[0] and one[1] <= other[1] and one != other
+
+
+@given(POINTS)
+def test_nothing_dominates_the_front_and_something_on_it_is_as_good_as_anything(points: dict[int, Any]) -> None:
+    front = pareto_front(points)
+    assert not any(dominates(point, points[one]) for one in front for point in points.values())
+    on_it = [points[one] for one in front]
+    assert all(any(dominates(one, point) or one == point for one in on_it) for point in points.values())
+    assert len(set(on_it)) == len(on_it)
+    assert points[front[0]][0] == max(score for score, _ in points.values())
+
+
+@given(POINTS, st.randoms())
+def test_the_front_does_not_depend_on_the_order_of_arrival(points: dict[int, Any], random: Any) -> None:
+    items = list(points.items())
+    random.shuffle(items)
+    assert pareto_front(dict(items)) == pareto_front(points)
+
+
+@pytest.mark.parametrize(("source", "said"), [
+    ("def f(:", "not Python"), ("x = 1", "0 subclasses"), (GOOD + GOOD.replace("Good", "Other"), "2 subclasses"),
+    ("class A(dspy.Module):\n    pass", "no method forward"), ("import os\n" + GOOD, "imports os"),
+    ("from . import x\n" + GOOD, "relative import"), ("import os.path as json\n" + GOOD, "imports os.path"),
+    ("class A(dspy.Module):\n    def forward(self, other): ...", "inputs question"), ("#" * 200_000, "characters"),
+    ("(" * 5000, "not Python"), ("x = '\0'", "not Python"),
+])  # fmt: skip
+def test_what_is_no_harness_is_refused_with_the_reason(source: str, said: str) -> None:
+    with pytest.raises(DraftError, match=said) as caught:
+        draft_of(source, ["question"])
+    assert caught.value.failure.reason == "interface"
+
+
+def test_a_draft_says_what_it_is_and_names_only_parents_that_there_are() -> None:
+    source = f"# name: votes\n# hypothesis: three votes beat one\n# based on: 1, 7 and 99\n{GOOD}"
+    draft = draft_of(source, ["question"], range(8), "votes")
+    assert (draft.name, draft.hypothesis, draft.parents) == ("votes", "three votes beat one", (1, 7))
+    assert (draft.class_name, draft.learns, draft.direction) == ("Good", False, "votes")
+    assert draft_of(GOOD + "\n    def learn(self, batch): ...", ["question"]).learns
+
+
+@given(st.text())
+def test_no_reply_of_a_proposer_is_an_error(reply: str) -> None:
+    drafts, problems = drafts_in(reply, 2, ["question"], range(3), "")
+    assert len(drafts) <= 2
+    assert drafts or problems or not reply.strip() or not blocks_in(reply)
+
+
+def test_of_a_reply_the_good_modules_are_taken_and_the_others_are_told() -> None:
+    reply = "\n".join(f"```python\n{source}\n```" for source in ("import os", GOOD, GOOD, GOOD.replace("Good", "B")))
+    drafts, problems = drafts_in(reply, 2, ["question"], range(3), "here")
+    assert [draft.class_name for draft in drafts] == ["Good", "B"]
+    assert len(problems) == 1
+    assert "imports os" in problems[0]
+
+
+def test_live_tickets_have_directions_of_their_own_while_there_are_enough() -> None:
+    board = Directions(["a", "b", "c"])
+    assert [board.reserve(ticket) for ticket in range(3)] == ["a", "b", "c"]
+    assert board.others(1) == ["a", "c"]
+    board.release(1)
+    assert board.reserve(3) == "b"
+    board.release(99)
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.booleans()), max_size=40))
+def test_no_two_live_tickets_share_a_direction_while_one_is_free(steps: list[tuple[int, bool]]) -> None:
+    board, held = Directions(["a", "b", "c", "d"]), dict[int, str]()
+    for ticket, takes in steps:
+        if takes and ticket not in held and len(held) < 4:
+            held[ticket] = board.reserve(ticket)
+        elif not takes:
+            board.release(ticket)
+            held.pop(ticket, None)
+        assert len(set(held.values())) == len(held)
+
+
+@pytest.mark.parametrize("directions", [[], "words", ["", "x"]])
+def test_directions_that_cannot_work_are_refused(directions: Any) -> None:
+    with pytest.raises(ConfigurationError, match="directions is"):
+        Directions(directions)
+
+
+@pytest.mark.parametrize("limits", [{"seconds": 0}, {"cpu_seconds": 1.5}, {"lm_calls": -1}, {"memory_bytes": True},
+                                    {"seconds": float("nan")}, {"tasks": "8"}])  # fmt: skip
+def test_limits_that_cannot_work_are_refused(limits: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match=f"Limits\\({next(iter(limits))}="):
+        Limits(**limits)
+
+
+def call(tokens: int) -> LmRecord:
+    return LmRecord([{"role": "user", "content": "x"}], ["y"], tokens, 1)
+
+
+def test_context_tokens_are_those_of_all_prompts() -> None:
+    assert context_tokens(Outcome({}, calls=(call(30), call(12)))) == 42
+
+
+def candidate(name: str, score: float, cost: float = 1.0) -> Evaluated:
+    trace = Trial("train 0", {"question": "?"}, Outcome({"answer": "a"}, calls=(call(3),)), 0.5, "Missed: Rule 01", 1.0)
+    return Evaluated(Draft(GOOD, "Good", name=name, hypothesis="because"), (score,), (cost,), traces=(trace,))
+
+
+def archive_of(log_dir: Path | None = None) -> Archive:
+    archive = Archive(log_dir)
+    archive.add(candidate("../../../etc/cron.d/evil", 0.2))
+    archive.add(candidate("better", 0.8, 3.0))
+    archive.refuse(Failed(Draft(GOOD, "Good", name="/etc/passwd"), Failure("time", "too slow")))
+    return archive
+
+
+def test_an_archive_knows_its_best_its_front_and_its_version() -> None:
+    archive = Archive()
+    for name, score, cost in (("a", 0.2, 1.0), ("b", 0.8, 3.0), ("c", 0.8, 2.0), ("d", 0.1, 9.0)):
+        archive.add(candidate(name, score, cost))
+    assert (archive.version, archive.best, archive.front) == (4, 2, (2, 0))
+    assert archive.overview.splitlines()[0].startswith("0001: score 0.8000")
+
+
+def test_a_proposer_lists_reads_and_searches() -> None:
+    list_files, read_file, search_files = tools_of(archive_of())
+    assert "candidates/0001/source.py" in list_files("candidates/0001")
+    assert "failed/0000/about.txt" in list_files()
+    assert "class Good" in read_file("candidates/0001/source.py")
+    assert "candidates/0000/traces/0.txt" in search_files("missed: rule")
+    assert "failed: time: too slow" in read_file("failed/0000/about.txt")
+
+
+@pytest.mark.parametrize(
+    "path", ["../secret", "/etc/passwd", "candidates/../../x", "", "\0", "candidates/0000", 7, None]
+)
+def test_no_path_leads_out_of_the_archive(path: Any, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("outside")
+    list_files, read_file, search_files = tools_of(archive_of(tmp_path / "log"))
+    assert "There is no file" in read_file(path)
+    assert "outside" not in read_file(path) + list_files(path)
+    assert search_files("outside", path).startswith("No line holds")
+
+
+def test_a_run_directory_holds_what_the_archive_holds_under_names_of_our_own(tmp_path: Path) -> None:
+    archive = archive_of(tmp_path / "log")
+    written = {
+        path.relative_to(tmp_path / "log").as_posix() for path in (tmp_path / "log").rglob("*") if path.is_file()
+    }
+    assert written == {*archive.files, "overview.txt"}
+    assert [path.name for path in tmp_path.iterdir()] == ["log"]
+
+
+def test_a_long_file_is_read_by_page() -> None:
+    archive = Archive()
+    archive.add(candidate("x" * 20_000, 0.2))
+    read_file = tools_of(archive)[1]
+    assert "(page 1 of 4)" in read_file("candidates/0000/about.txt")
+    assert "(page 4 of 4)" in read_file("candidates/0000/about.txt", page=99)
+
+
+@given(JSON)
+def test_what_comes_back_is_of_the_type_of_the_field_or_a_failure(value: Any) -> None:
+    fields, failure = typed_fields({"n": value}, {"n": int})
+    assert failure is not None or isinstance(fields["n"], int)

@@ -1,0 +1,280 @@
+"""AsyncMetaHarness as a whole: in virtual time with a stand-in for the sandbox, and once with the real one."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import dspy
+import pytest
+
+from benchmarks.in_process import InProcessStandIn
+from dspy_flashevolve import AsyncMetaHarness, ConfigurationError, DataError, Harness, Limits
+from dspy_flashevolve.engine.errors import RunDirectoryError
+from dspy_flashevolve.harness import run as harness_run
+from dspy_flashevolve.sandbox.confinement import LAYERS
+from dspy_flashevolve.sandbox.contract import CallLm, Failure, Job, Outcome
+from dspy_flashevolve.sim import HouseRules
+from dspy_flashevolve.sim.virtual import SimulatedModel, run
+from tests.fakes import fake_lm, reply_for
+
+TASK = HouseRules(rules=12, rules_per_example=4, seed=0)
+
+
+def student() -> dspy.Module:
+    seed: Any = TASK.program()
+    return dspy.Predict(dspy.Signature("question -> answer", seed.answer.signature.instructions))
+
+
+class Watched(InProcessStandIn):
+    """A stand-in that remembers its jobs, and fails those of a source that ``fails`` says so."""
+
+    def __init__(self, fails: Callable[[Job], Failure | None] = lambda job: None) -> None:
+        self.jobs: list[Job] = []
+        self.running = self.most = 0
+        self._fails = fails
+
+    async def run(self, job: Job, call_lm: CallLm) -> Outcome:
+        self.jobs.append(job)
+        failure = self._fails(job)
+        if failure is not None:
+            return Outcome({}, failure=failure)
+        self.running += 1
+        self.most = max(self.most, self.running)
+        try:
+            return await super().run(job, call_lm)
+        finally:
+            self.running -= 1
+
+
+def search(sandbox: Any = None, train: int = 6, val: int = 8, same: bool = False, **arguments: Any) -> Harness:
+    """A search in virtual time; with ``same``, candidates are scored on the trainset."""
+    given = {"iterations": 4, "k": 2, "proposers": 2, "num_threads": 8, **arguments}
+
+    async def main() -> Harness:
+        lm = SimulatedModel(seed=0, reply_model=TASK.reply_model).lm()
+        given.setdefault("proposer_lm", lm)
+        optimizer = AsyncMetaHarness(TASK.metric, sandbox=sandbox or Watched(), **given)
+        with dspy.context(lm=lm):
+            valset = None if same else TASK.valset(val)
+            return await optimizer.acompile(student(), trainset=TASK.trainset(train), valset=valset)
+
+    return run(main)
+
+
+@pytest.mark.parametrize("schedule", ["async", "lockstep"])
+def test_scores_rise_and_the_best_candidate_is_returned(schedule: str) -> None:
+    program = search(schedule=schedule, iterations=8)
+    found = program.detailed_results
+    scores = [one.score for one in found.candidates]
+    assert found.best == max(range(len(scores)), key=lambda one: (scores[one], -found.candidates[one].cost))
+    assert scores[found.best] > scores[0] + 0.1
+    assert program.module_src == found.candidates[found.best].draft.source
+    assert 0 < len(found.candidates) - 1 + len(found.failed) <= 16
+    assert all(len(one.scores) == 8 and len(one.traces) == 3 for one in found.candidates)
+
+
+def test_the_version_is_the_archive_s_size_and_every_admission_is_told() -> None:
+    found = search().detailed_results
+    commits = found.stats.commits
+    assert [commit.candidate for commit in commits] == list(range(len(found.candidates)))
+    assert [commit.score for commit in commits] == [one.score for one in found.candidates]
+    assert found.stats.tickets == 5
+    assert sum(found.stats.ended.values()) == 5
+
+
+def test_lockstep_proposes_one_at_a_time_and_async_overlaps() -> None:
+    lockstep, overlapped = search(schedule="lockstep"), search()
+    gaps = [commit.gap for commit in lockstep.detailed_results.stats.commits]
+    assert max(gaps) < 2  # the second candidate of a proposal has not seen the first
+    assert max(commit.gap for commit in overlapped.detailed_results.stats.commits) >= 2
+    assert overlapped.detailed_results.stats.seconds < lockstep.detailed_results.stats.seconds
+
+
+@pytest.mark.parametrize("schedule", ["async", "lockstep"])
+def test_a_proposer_whose_replies_fit_no_format_costs_its_proposals_and_no_more(
+    schedule: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def reply(prompt: str) -> str:
+        return reply_for(prompt, next_thought="x", next_tool_name="read_minds", next_tool_args="{}", answer="3")
+
+    program = search(proposer_lm=fake_lm(reply), schedule=schedule)
+    found = program.detailed_results
+    assert len(found.candidates) == 1
+    assert found.stats.ended["rejected"] == 4
+    assert any(reason.startswith("the proposer failed: AdapterParseError") for reason in found.stats.end_reasons)
+    warned = [one for one in caplog.records if "the reply cannot be used" in one.message]
+    assert len(warned) == 1
+
+
+def test_a_revision_that_fits_no_format_leaves_a_stale_proposal_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Unreadable(harness_run.ReviseHarness):  # type: ignore[misc]
+        verdict: dict[str, int] = dspy.OutputField()
+
+    monkeypatch.setattr(harness_run, "ReviseHarness", Unreadable)
+    found = search(staleness="reflective", iterations=6).detailed_results
+    assert found.stats.requests_by_stage["patch"] > 0
+    assert found.stats.ended.get("rejected", 0) == 0
+    assert len(found.candidates) + len(found.failed) > 6
+
+
+def test_never_more_rollouts_than_slots() -> None:
+    sandbox = Watched()
+    search(sandbox, num_threads=3)
+    assert 1 < sandbox.most <= 3
+
+
+def test_no_label_leaves_the_host_and_no_validation_label_reaches_the_proposer() -> None:
+    sandbox, prompts = Watched(), list[str]()
+    found = search(sandbox).detailed_results
+    assert all(set(job.inputs or {}) == {"question"} and job.batch is None for job in sandbox.jobs)
+    for one in found.candidates:
+        assert all(trace.labels and trace.example.startswith("train") for trace in one.traces)
+        prompts += [str(vars(one.draft))]
+    questions = {example.question for example in TASK.valset(8)}
+    told = [trace for one in found.candidates for trace in one.traces if trace.inputs["question"] in questions]
+    assert not told
+
+
+def test_a_candidate_that_does_what_none_may_do_is_refused_with_the_reason() -> None:
+    def hostile(job: Job) -> Failure | None:
+        validated = any(example.question == (job.inputs or {}).get("question") for example in TASK.valset(8))
+        seed = "house rules" not in job.source[:40]
+        return None if seed or not validated else Failure("forbidden", "it used the network")
+
+    found = search(Watched(hostile)).detailed_results
+    assert len(found.candidates) == 1
+    assert found.failed
+    assert {one.failure.reason for one in found.failed} <= {"forbidden", "error", "interface"}
+    assert any("on validation" in one.failure.message for one in found.failed)
+    assert found.stats.ended["rejected"] == 4
+
+
+def test_an_error_on_one_example_costs_that_example_only() -> None:
+    unlucky = TASK.valset(8)[3].question
+
+    def fails(job: Job) -> Failure | None:
+        return Failure("error", "ValueError") if (job.inputs or {}).get("question") == unlucky else None
+
+    found = search(Watched(fails), iterations=1).detailed_results
+    assert all(one.scores[3] == 0.0 and len(one.failures) == 1 for one in found.candidates)
+
+
+def test_a_student_that_does_not_run_is_an_error_that_says_so() -> None:
+    with pytest.raises(DataError, match="does not run in the sandbox: error: it is broken"):
+        search(Watched(lambda job: Failure("error", "it is broken")))
+
+
+def test_stale_proposals_are_patched_before_they_are_evaluated_where_that_is_asked_for() -> None:
+    found = search(staleness="reflective", iterations=12).detailed_results
+    assert found.stats.requests_by_stage["patch"] > 0
+    assert any("patched" in one.draft.name for one in found.candidates)
+    assert "patch" not in search(iterations=6).detailed_results.stats.requests_by_stage
+
+
+def test_a_proposer_that_writes_nothing_is_a_rejected_proposal() -> None:
+    lm = fake_lm(lambda prompt: reply_for(prompt, next_thought="t", next_tool_name="finish", next_tool_args="{}",
+                                          reasoning="r", modules="nothing to say"))  # fmt: skip
+    found = search(proposer_lm=lm, iterations=2).detailed_results
+    assert len(found.candidates) == 1
+    assert found.stats.ended["rejected"] == 2
+    assert any("the proposer wrote no module" in reason for reason in found.stats.end_reasons)
+
+
+def test_proposers_at_once_have_directions_of_their_own() -> None:
+    found = search(proposers=3, iterations=3, directions=["red", "green", "blue"]).detailed_results
+    assert {one.draft.direction for one in found.candidates[1:]} == {"red", "green", "blue"}
+
+
+def test_no_proposal_starts_after_the_time_is_over() -> None:
+    found = search(iterations=1000, max_seconds=60.0).detailed_results
+    assert found.stats.outcome == "finished"
+    assert "max_seconds" in found.stats.stop_reason
+    assert found.stats.tickets < 100
+
+
+def test_the_run_directory_holds_every_candidate_and_is_for_one_run(tmp_path: Path) -> None:
+    found = search(log_dir=tmp_path / "run").detailed_results
+    sources = sorted((tmp_path / "run" / "candidates").glob("*/source.py"))
+    assert [path.read_text() for path in sources] == [one.draft.source for one in found.candidates]
+    with pytest.raises(RunDirectoryError, match="holds another run"):
+        search(log_dir=tmp_path / "run")
+
+
+@pytest.mark.parametrize(("arguments", "said"), [
+    ({"iterations": 0}, "iterations is 0"), ({"k": 0}, "k is 0"), ({"proposers": 1.5}, "proposers is 1.5"),
+    ({"schedule": "fast"}, "schedule is 'fast'"), ({"staleness": "nope"}, "staleness is 'nope'"),
+    ({"sandbox": "docker"}, "sandbox is 'docker'"), ({"cost": 3}, "cost is 3"), ({"directions": []}, "directions is"),
+])  # fmt: skip
+def test_arguments_that_cannot_work_are_refused(arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        AsyncMetaHarness(TASK.metric, **{"proposer_lm": None, **arguments}).compile(
+            student(), trainset=TASK.trainset(2), valset=TASK.valset(2)
+        )
+
+
+def test_students_and_data_that_cannot_be_used_are_refused() -> None:
+    optimizer, data = AsyncMetaHarness(TASK.metric, proposer_lm=None), TASK.trainset(2)
+    for bad in (TASK.program(3), 7, dspy.Flex("question -> answer", tools=[len])):
+        with pytest.raises(ConfigurationError, match="the student"):
+            optimizer.compile(bad, trainset=data)
+    for examples in ([], [dspy.Example(question="?")], [dspy.Example(other="?").with_inputs("other")], None):
+        with pytest.raises(DataError, match="trainset"):
+            optimizer.compile(student(), trainset=examples)  # pyright: ignore[reportArgumentType]
+
+
+LEARNER = """# name: memory
+# hypothesis: remember the answers
+class Learner(dspy.Module):
+    def __init__(self):
+        super().__init__()
+        self.predict = dspy.Predict("question -> answer")
+    def forward(self, question):
+        known = self.memory.get(question.split()[0])
+        return dspy.Prediction(answer=known or self.predict(question=question).answer)
+    def learn(self, batch):
+        for one in batch:
+            self.memory[one["inputs"]["question"].split()[0]] = one["labels"]["answer"]
+"""
+HOSTILE = """# name: hostile
+class Hostile(dspy.Module):
+    def forward(self, question):
+        import time
+        dspy.evaluate.answer_exact_match = lambda *_: True
+        while True: pass
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the sandbox needs Linux")
+def test_with_the_real_sandbox_a_harness_learns_and_a_hostile_one_fails() -> None:
+    """The learner knows by memory what the LM does not; the metric judges in this process."""
+    modules = f"```python\n{LEARNER}\n```\n```python\n{HOSTILE}\n```"
+    lm = fake_lm(lambda prompt: reply_for(prompt, answer="no idea", next_thought="t", next_tool_name="finish",
+                                          next_tool_args="{}", reasoning="r", modules=modules))  # fmt: skip
+    train = [dspy.Example(question=f"{word} train", answer=word.upper()).with_inputs("question") for word in "abcd"]
+    val = [dspy.Example(question=f"{word} val", answer=word.upper()).with_inputs("question") for word in "abc"]
+
+    def metric(gold: Any, pred: Any, trace: Any = None) -> float:
+        return float(gold.answer == pred.answer)
+
+    limits = Limits(seconds=60.0, cpu_seconds=1)
+    optimizer = AsyncMetaHarness(
+        metric, proposer_lm=lm, iterations=1, num_threads=4, limits=limits, accept_missing_protection=LAYERS
+    )
+    with dspy.context(lm=lm):
+        program = optimizer.compile(dspy.Predict("question -> answer"), trainset=train, valset=val)
+        assert program(question="d again").answer == "D"
+    found = program.detailed_results
+    assert [one.score for one in found.candidates] == [0.0, 1.0]
+    assert program.memory == {"a": "A", "b": "B", "c": "C", "d": "D"}
+    assert [one.draft.name for one in found.failed] == ["hostile"]
+    assert found.failed[0].failure.reason in ("cpu", "time")
+    assert found.front == (1,)
+
+
+def test_acompile_is_the_awaitable_twin_of_compile() -> None:
+    assert asyncio.iscoroutinefunction(AsyncMetaHarness.acompile)
+    assert issubclass(AsyncMetaHarness, dspy.teleprompt.Teleprompter)

@@ -1,0 +1,443 @@
+"""The integrating module: what it asks, what it reads, and what it never raises; and the loop's side of it."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import anyio
+import dspy
+import pytest
+from dspy import lm15
+from dspy.clients.errors import LMError
+from dspy.utils.exceptions import LMAuthError, LMRateLimitError
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dspy_flashevolve.engine.errors import RunAbortedError, TransientError
+from dspy_flashevolve.engine.integration import Integration, IntegrationRequest, PastCommit, StaleChild
+from dspy_flashevolve.engine.threads import Threads
+from dspy_flashevolve.modules.integrate import StaleCandidateReflection, changes
+from dspy_flashevolve.programs.program import DspyIntegrator
+from tests.fakes import fake_lm, reply_for
+
+pytestmark = pytest.mark.anyio
+HEAD = {"p": "head of p", "q": "head of q"}
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(autouse=True)
+def one_format() -> Any:
+    """dspy asks once more in JSON where a chat reply cannot be read; without that, calls can be counted."""
+    with dspy.context(adapter=dspy.ChatAdapter(use_json_adapter_fallback=False)):
+        yield
+
+
+class Scripted:
+    """Answers from a list, the last one for ever; keeps the prompts."""
+
+    def __init__(self, *answers: Any) -> None:
+        self.answers = list(answers)
+        self.prompts: list[str] = []
+
+    def __call__(self, prompt: str) -> str:
+        self.prompts.append(prompt)
+        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer(prompt) if callable(answer) else answer
+
+
+def child(
+    number: int, text: str = "new", before: float = 0.5, after: float | None = None, **options: Any
+) -> StaleChild:
+    texts = options.pop("texts", {"p": text})
+    return StaleChild(number, texts, {name: HEAD.get(name, "old") for name in texts}, before, after, **options)
+
+
+def reply(text: str, **verdicts: str) -> str:
+    """A reply; verdicts are named c1, c2, ..."""
+    listed = [{"child": int(name[1:]), "verdict": verdict, "reason": "r"} for name, verdict in verdicts.items()]
+    return reply_for("", verdicts=json.dumps(listed), new_text=text)
+
+
+async def integrated(script: Scripted, children: list[StaleChild], asynchronous: bool = True, **options: Any) -> Any:
+    module = StaleCandidateReflection(**options.pop("bounds", {}))
+    with dspy.context(lm=fake_lm(script)):
+        if asynchronous:
+            return await module.acall(head=HEAD, children=children, **options)
+        return module(head=HEAD, children=children, **options)
+
+
+def plain(answer: Any) -> Any:
+    return answer.texts, [one.model_dump() for one in answer.verdicts], answer.failed
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+async def test_one_call_a_changed_component(asynchronous: bool) -> None:
+    script = Scripted(lambda prompt: reply("P" if "head of p" in prompt else "Q", c1="orthogonal"))
+    children = [child(1, texts={"p": "x", "q": "y"}), child(2, texts={"p": "z"})]
+    answer = await integrated(script, children, asynchronous)
+    assert answer.texts == {"p": "P", "q": "Q"}
+    assert len(script.prompts) == 2
+    assert ["### Child 2" in prompt for prompt in sorted(script.prompts, key=lambda one: "head of q" in one)] == [
+        True,
+        False,
+    ]
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+async def test_verdicts_and_the_new_text_are_read(asynchronous: bool) -> None:
+    script = Scripted(reply("the new text", c1="orthogonal", c2="conflicting", c3="subsumed"))
+    answer = await integrated(script, [child(1), child(2), child(3)], asynchronous)
+    assert answer.texts == {"p": "the new text"}
+    assert [(one.child, one.verdict, one.reason) for one in answer.verdicts] == [
+        (1, "orthogonal", "r"),
+        (2, "conflicting", "r"),
+        (3, "subsumed", "r"),
+    ]
+    assert answer.failed == {}
+
+
+async def test_verdicts_on_unknown_children_are_dropped_and_of_two_on_one_child_the_last_counts() -> None:
+    verdicts = [{"child": n, "verdict": v} for n, v in ((1, "subsumed"), (9, "subsumed"), (1, "orthogonal"))]
+    answer = await integrated(Scripted(reply_for("", verdicts=json.dumps(verdicts), new_text="t")), [child(1)])
+    assert [(one.child, one.verdict) for one in answer.verdicts] == [(1, "orthogonal")]
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        "nonsense",
+        "",
+        reply("", c1="orthogonal"),
+        reply("   \n ", c1="orthogonal"),
+        reply("```\n\n```", c1="orthogonal"),
+        reply_for("", verdicts='[{"child": 1, "verdict": "maybe"}]', new_text="t"),
+        reply_for("", verdicts="soon", new_text="t"),
+    ],
+)
+async def test_a_reply_that_cannot_be_read_is_asked_for_once_more_and_then_reported(
+    bad: str, asynchronous: bool
+) -> None:
+    script = Scripted(bad)
+    answer = await integrated(script, [child(1)], asynchronous)
+    assert len(script.prompts) == 2
+    assert (answer.texts, answer.verdicts, list(answer.failed)) == ({}, [], ["p"])
+    assert 0 < len(answer.failed["p"]) <= 300
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+async def test_the_second_reply_counts_where_the_first_cannot_be_read(asynchronous: bool) -> None:
+    script = Scripted("nonsense", reply("better", c1="orthogonal"))
+    answer = await integrated(script, [child(1)], asynchronous)
+    assert (answer.texts, answer.failed, len(script.prompts)) == ({"p": "better"}, {}, 2)
+
+
+async def test_one_component_that_fails_takes_no_other_with_it() -> None:
+    script = Scripted(lambda prompt: "nonsense" if "head of p" in prompt else reply("Q", c1="orthogonal"))
+    answer = await integrated(script, [child(1, texts={"p": "x", "q": "y"})])
+    assert (answer.texts, list(answer.failed)) == ({"q": "Q"}, ["p"])
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize(
+    ("error", "seen"), [(lm15.RateLimitError("slow"), LMRateLimitError), (lm15.AuthError("who?"), LMAuthError)]
+)
+async def test_the_providers_errors_are_raised_and_not_asked_again(
+    error: Exception, seen: type[LMError], asynchronous: bool
+) -> None:
+    script = Scripted(error)
+    with pytest.raises(seen):
+        await integrated(script, [child(1)], asynchronous)
+    assert len(script.prompts) == 1
+
+
+@pytest.mark.parametrize("text", ["def f(:", "if True:\npass", "x = '"])
+async def test_code_that_is_no_python_counts_as_unreadable(text: str) -> None:
+    script = Scripted(reply(text, c1="orthogonal"))
+    answer = await integrated(script, [child(1)], code_components=["p"])
+    assert (answer.texts, list(answer.failed), len(script.prompts)) == ({}, ["p"], 2)
+    assert "Python source" in script.prompts[0]
+    assert (await integrated(script, [child(1)])).texts == {"p": text}, "as an instruction it is fine"
+
+
+@pytest.mark.parametrize("fenced", ["```python\n{}\n```", "```\n{}\n```", "\n ```py\n{}\n```  \n", "{}"])
+async def test_fences_around_the_whole_text_are_stripped(fenced: str) -> None:
+    code = "def f():\n    return 1"
+    answer = await integrated(Scripted(reply(fenced.format(code), c1="orthogonal")), [child(1)], code_components=["p"])
+    assert answer.texts == {"p": code}
+
+
+async def test_fences_inside_a_text_stay() -> None:
+    text = "Answer so:\n```\n1\n```\nand no more."
+    assert (await integrated(Scripted(reply(text, c1="orthogonal")), [child(1)])).texts == {"p": text}
+
+
+LONG = 50_000
+
+
+def long_text(seed: int) -> str:
+    return (f"line {seed} of a text that has no end; " * (LONG // 20))[:LONG]
+
+
+async def test_the_prompt_stays_bounded_however_much_there_is_to_show() -> None:
+    script = Scripted(reply("t"))
+    children = [child(n, long_text(n), feedback=(long_text(n), long_text(n + 1)), behind=n) for n in range(1, 501)]
+    commits = [PastCommit({"p": long_text(n)}, {"p": "x"}, n / 1000) for n in range(500)]
+    assert (await integrated(script, children, commits=commits)).texts == {"p": "t"}
+    prompt = script.prompts[0]
+    assert len(prompt) < 24 * 2 * 4_100 + 8 * 4_100 + 24 * 100 + 10_000
+    assert "(476 more children are not shown: 25, 26," in prompt
+    assert "(492 more, which changed the score less.)" in prompt
+    assert "more characters.)" in prompt
+
+
+async def test_the_bounds_are_the_callers() -> None:
+    script = Scripted(reply("t"))
+    children = [child(n, long_text(n)) for n in range(1, 10)]
+    bounds = {"max_children": 2, "max_commits": 1, "max_characters": 10}
+    commits = [PastCommit({"p": long_text(n)}, {"p": "x"}, 0.1) for n in range(3)]
+    await integrated(script, children, bounds=bounds, commits=commits)
+    assert script.prompts[0].count("### Child") == 2
+    assert "(7 more children are not shown: 3, 4, 5, 6, 7, 8, 9." in script.prompts[0]
+    assert "(2 more, which changed the score less.)" in script.prompts[0]
+    assert len(script.prompts[0]) < 6_000
+
+
+async def test_the_most_informative_children_and_commits_come_first() -> None:
+    children = [
+        child(1, before=0.5, after=0.6),
+        child(2, before=0.1),
+        child(3, before=0.0, after=0.5),
+        child(4, before=0.95),
+        child(5, before=0.5, after=0.6),
+    ]
+    commits = [PastCommit({"p": f"c{n}"}, {"p": "x"}, change) for n, change in enumerate((0.1, -0.5, 0.3))]
+    script = Scripted(reply("t"))
+    await integrated(script, children, commits=[*commits, PastCommit({"q": "not of p"}, {"q": "x"}, 0.9)])
+    prompt = script.prompts[0]
+    shown = [prompt.index(f"### Child {number}") for number in (2, 3, 1, 5, 4)]
+    assert shown == sorted(shown)
+    changed = [prompt.index(text) for text in ("Score -0.500", "Score +0.300", "Score +0.100")]
+    assert changed == sorted(changed)
+    assert "not of p" not in prompt
+
+
+async def test_scores_and_feedback_are_shown_and_what_was_not_screened_says_so() -> None:
+    script = Scripted(reply("t"))
+    await integrated(script, [child(1, before=0.25, after=0.75, feedback=("too short",)), child(2, before=0.5)])
+    assert "Score of its parent 0.250, of the child 0.750." in script.prompts[0]
+    assert "- too short" in script.prompts[0]
+    assert "of the child not screened." in script.prompts[0]
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.sampled_from(["nonsense", reply("a", c1="orthogonal"), reply("", c2="subsumed")]), min_size=1))
+def test_the_awaited_twin_does_the_same(answers: list[str]) -> None:
+    children = [child(1, "one"), child(2, "two")]
+    seen = []
+    for asynchronous in (True, False):
+        script = Scripted(*answers)
+
+        async def run(script: Scripted = script, asynchronous: bool = asynchronous) -> Any:
+            return await integrated(script, children, asynchronous)
+
+        seen.append((plain(anyio.run(run)), script.prompts))
+    assert seen[0] == seen[1]
+
+
+FRAGMENTS = st.sampled_from(["[[ ## new_text ## ]]", "[[ ## verdicts ## ]]", "[]", "```", "{", "null", "\n", "[" * 300])
+REPLIES = st.one_of(
+    st.text(max_size=60),
+    st.lists(st.one_of(FRAGMENTS, st.text(max_size=8)), max_size=8).map("\n".join),
+    st.builds(lambda a, b: reply_for("", verdicts=a, new_text=b), st.text(max_size=20), st.text(max_size=20)),
+    st.builds(lambda b: reply(b, c1="orthogonal", c7="subsumed"), st.text(max_size=20)),
+    st.builds(lambda b: reply_for("JSON", verdicts="[]", new_text=b), st.text(max_size=20)),
+)
+
+
+@settings(max_examples=80, deadline=None)
+@given(REPLIES, st.booleans(), st.booleans())
+def test_no_reply_makes_it_raise(text: str, code: bool, fallback: bool) -> None:
+    adapter = dspy.ChatAdapter(use_json_adapter_fallback=fallback)
+    with dspy.context(lm=fake_lm(lambda prompt: text), adapter=adapter):
+        answer = StaleCandidateReflection()(head=HEAD, children=[child(1)], code_components=["p"] if code else [])
+    assert ("p" in answer.texts) != ("p" in answer.failed)
+    assert all(one.child == 1 for one in answer.verdicts)
+    assert all(value.strip() for value in answer.texts.values())
+
+
+def test_it_is_a_program_like_any_other_and_can_be_optimized_and_saved(tmp_path: Path) -> None:
+    module = StaleCandidateReflection(max_children=3)
+    assert [name for name, _ in module.named_predictors()] == ["integrate"]
+    module.integrate.signature = module.integrate.signature.with_instructions("Do it better.")
+    fresh = StaleCandidateReflection()
+    fresh.load_state(module.dump_state())
+    assert fresh.integrate.signature.instructions == "Do it better."
+    module.save(tmp_path / "module.json")
+    again = StaleCandidateReflection()
+    again.load(tmp_path / "module.json")
+    assert again.integrate.signature.instructions == "Do it better."
+    assert again.deepcopy().max_children == 24
+
+
+@pytest.mark.parametrize("name", ["max_children", "max_commits", "max_characters"])
+def test_a_bound_under_one_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} is 0, expected at least 1"):
+        StaleCandidateReflection(**{name: 0})
+
+
+def test_only_lines_that_changed_are_shown() -> None:
+    assert changes("a\nb\nc", "a\nB\nc\nd") == "- b\n+ B\n+ d"
+    assert changes("a", "a") == "(nothing)"
+
+
+@given(st.lists(st.sampled_from("abcd"), max_size=8), st.lists(st.sampled_from("abcd"), max_size=8))
+def test_what_was_taken_out_and_put_in_makes_up_the_difference(before: list[str], after: list[str]) -> None:
+    shown = changes("\n".join(before), "\n".join(after)).splitlines()
+    out = sorted(line[2:] for line in shown if line.startswith("- "))
+    put_in = sorted(line[2:] for line in shown if line.startswith("+ "))
+    assert sorted([*before, *put_in]) == sorted([*after, *out])
+
+
+def test_long_texts_that_differ_in_every_line_are_compared_at_once() -> None:
+    """This runs on the event loop, for up to 24 children and 8 commits a component."""
+    before, after = ("\n".join(f"{kind} rule {n}: say {n * n} things" for n in range(120)) for kind in ("old", "new"))
+    started = time.process_time()
+    changes(before, after)
+    assert time.process_time() - started < 0.2
+
+
+# The loop's side
+
+
+class Own(dspy.Module):
+    """A user's module: forward only."""
+
+    def __init__(self, answer: Any) -> None:
+        super().__init__()
+        self.answer = answer
+        self.threads: list[str] = []
+
+    def forward(self, head: Any, children: Any, commits: Any = (), code_components: Any = ()) -> Any:
+        NAMES.append(threading.current_thread().name)
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+NAMES: list[str] = []
+
+
+def said(texts: dict[str, str], failed: dict[str, str] | None = None, **verdicts: str) -> dspy.Prediction:
+    listed = [dspy.Prediction(child=int(n[1:]), verdict=v, reason="r") for n, v in verdicts.items()]
+    return dspy.Prediction(texts=texts, verdicts=listed, failed=failed or {})
+
+
+async def integration(module: dspy.Module, children: list[StaleChild], lm: Any = None) -> Integration:
+    threads = Threads(1, "own")
+    try:
+        return await DspyIntegrator(module, lm, [], threads).integrate(IntegrationRequest(HEAD, children))
+    finally:
+        threads.close()
+
+
+async def test_a_module_of_the_users_own_without_an_awaitable_twin_runs_in_a_thread() -> None:
+    NAMES.clear()
+    seen = await integration(Own(said({"p": "mine"}, c1="orthogonal", c5="subsumed")), [child(1)])
+    assert (seen.texts, seen.failed, seen.of("orthogonal"), seen.of("subsumed")) == ({"p": "mine"}, "", {1}, set())
+    assert len(NAMES) == 1
+    assert NAMES[0].startswith("flashevolve-own")
+
+
+@pytest.mark.parametrize("answer", [ZeroDivisionError("boom"), None, "text", dspy.Prediction(texts=None, verdicts=[])])
+async def test_a_module_that_raises_or_returns_something_else_has_failed_and_nothing_is_raised(answer: Any) -> None:
+    seen = await integration(Own(answer), [child(1)])
+    assert (seen.texts, seen.judgements) == ({}, ())
+    assert seen.failed
+    assert seen.calls >= 1
+
+
+async def test_texts_of_components_that_no_child_changed_are_dropped() -> None:
+    seen = await integration(Own(said({"p": "mine", "q": "not asked", "z": "unknown"}, c1="orthogonal")), [child(1)])
+    assert seen.texts == {"p": "mine"}
+
+
+@pytest.mark.parametrize(
+    ("error", "seen"),
+    [(LMRateLimitError("slow", retry_after=3.0), TransientError), (LMAuthError("who?"), RunAbortedError)],
+)
+async def test_the_providers_faults_reach_the_loop(error: Exception, seen: type[Exception]) -> None:
+    with pytest.raises(seen):
+        await integration(Own(error), [child(1)])
+
+
+async def test_calls_and_tokens_are_counted_second_attempts_included() -> None:
+    script = Scripted("nonsense", reply("better", c1="orthogonal"))
+    seen = await integration(StaleCandidateReflection(), [child(1)], fake_lm(script))
+    assert (seen.texts, seen.calls, seen.tokens) == ({"p": "better"}, 2, 14)
+
+
+async def test_a_reply_that_cannot_be_read_is_a_failure_with_its_reason() -> None:
+    seen = await integration(StaleCandidateReflection(), [child(1)], fake_lm(Scripted("nonsense")))
+    assert (seen.texts, seen.calls) == ({}, 2)
+    assert seen.failed.startswith("p: AdapterParseError")
+
+
+async def test_what_an_integration_does_to_its_module_does_not_stay() -> None:
+    class Forgetful(Own):
+        def forward(self, **inputs: Any) -> Any:
+            self.threads.append("seen")
+            return said({"p": str(len(self.threads))}, c1="orthogonal")
+
+    module = Forgetful(None)
+    assert [(await integration(module, [child(1)])).texts for _ in range(2)] == [{"p": "1"}, {"p": "1"}]
+
+
+async def test_a_module_that_finds_nothing_worth_a_change_has_not_failed() -> None:
+    seen = await integration(Own(said({}, c1="subsumed")), [child(1)])
+    assert (seen.texts, seen.failed, seen.of("subsumed")) == ({}, "", {1})
+
+
+PLAIN_LINES = """[[ ## verdicts ## ]]
+Child 1: Orthogonal, it adds a rule
+
+child 2: Subsumed - the head has it
+Child 2: conflicting
+
+[[ ## new_text ## ]]
+the new text
+
+[[ ## completed ## ]]"""
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+async def test_verdicts_in_plain_lines_are_read_as_a_small_model_writes_them(asynchronous: bool) -> None:
+    script = Scripted(PLAIN_LINES)
+    answer = await integrated(script, [child(1), child(2), child(3)], asynchronous)
+    assert answer.texts == {"p": "the new text"}
+    assert [(one.child, one.verdict) for one in answer.verdicts] == [(1, "orthogonal"), (2, "subsumed")]
+    assert len(script.prompts) == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        PLAIN_LINES.replace("the new text", " "),
+        PLAIN_LINES.partition("[[ ## new_text")[0],
+        PLAIN_LINES.replace("hild", "hapter"),
+    ],
+)
+async def test_plain_lines_without_a_text_or_a_verdict_count_as_unreadable(text: str) -> None:
+    answer = await integrated(Scripted(text), [child(1), child(2)])
+    assert not answer.texts
+    assert set(answer.failed) == {"p"}

@@ -1,0 +1,449 @@
+"""Candidates that mean harm: each ends as a failure with a reason, within its limits, and the host goes on.
+
+Every attack is made twice: as it is, where the hook in the child ends it with clear words; and with that hook left out
+(``unaudited``), where only the kernel is in its way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from collections.abc import Generator
+from pathlib import Path
+from typing import NoReturn
+
+import dspy
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dspy_flashevolve.sandbox.contract import Job, Limits, LmAnswer, LmRecord
+from tests.sandbox.worlds import TIGHT, Lab, lab, module
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the sandbox needs Linux")
+LABEL = "label-kept-in-the-host-only"
+
+
+@pytest.fixture(scope="module")
+def audited() -> Generator[Lab]:
+    with lab() as one:
+        yield one
+        assert one.is_well()
+
+
+@pytest.fixture(scope="module")
+def unaudited() -> Generator[Lab]:
+    with lab(audited=False) as one:
+        yield one
+        assert one.is_well()
+
+
+@pytest.fixture(scope="module")
+def unfiltered() -> Generator[Lab]:
+    """Without the hook and without the seccomp filter: the layers below these."""
+    with lab(audited=False, without=("seccomp",)) as one:
+        yield one
+        assert one.is_well()
+
+
+@pytest.fixture(params=["audited", "unaudited"])
+def either(request: pytest.FixtureRequest) -> Lab:
+    return request.getfixturevalue(request.param)
+
+
+def failure_of(where: Lab, body: str, *reasons: str) -> str:
+    """The words of the failure that a candidate ends with, for one of the given reasons; the sandbox is well."""
+    outcome = where.run(module(body))
+    assert outcome.failure is not None, f"it ended well, with {outcome.fields}"
+    assert outcome.failure.reason in reasons, str(outcome.failure)
+    assert outcome.failure.message
+    assert not children_of(where), "it left processes behind"
+    assert where.is_well()
+    return outcome.failure.message
+
+
+@pytest.fixture(scope="module")
+def bare() -> Generator[Lab]:
+    """As on a machine that has nothing of the kernel's: limits, the group, another user for root, the hook."""
+    with lab(without=("namespaces", "landlock", "seccomp")) as one:
+        assert set(one.sandbox.missing) >= {"namespaces", "landlock", "seccomp"}
+        yield one
+        assert one.is_well()
+
+
+def children_of(where: Lab) -> str:
+    pid = where.sandbox.process_id
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text().strip()
+
+
+def wire_code(body: str) -> str:
+    """A body that has found the child's socket to the host."""
+    return (
+        "import os, stat\n"
+        "def is_socket(number):\n"
+        "    try:\n"
+        "        return stat.S_ISSOCK(os.fstat(number).st_mode)\n"
+        "    except OSError:\n"
+        "        return False\n"
+        "wire = next(number for number in range(3, 64) if is_socket(number))\n" + body
+    )
+
+
+def test_a_candidate_that_does_no_harm_is_run(either: Lab) -> None:
+    assert either.is_well()
+
+
+def test_an_endless_loop_ends_with_its_processor_time(either: Lab) -> None:
+    assert "processor time" in failure_of(either, "while True: pass", "cpu")
+
+
+def test_an_endless_wait_ends_with_its_time() -> None:
+    with lab(Limits(seconds=1.0)) as one:
+        assert "more than 1 seconds" in failure_of(one, "import time; time.sleep(10**6)", "time")
+
+
+@pytest.mark.parametrize(
+    ("where", "reason"), [("audited", "forbidden"), ("unaudited", "cpu"), ("unfiltered", "processes")]
+)
+def test_a_fork_bomb_is_put_out(request: pytest.FixtureRequest, where: str, reason: str) -> None:
+    body = "import os\nwhile True:\n    try:\n        os.fork()\n    except OSError:\n        pass"
+    failure_of(request.getfixturevalue(where), body, reason)
+
+
+def test_a_daemon_does_not_outlive_its_run(unfiltered: Lab) -> None:
+    body = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        time.sleep(10**6)"
+    outcome = unfiltered.run(module(body + "\n    os._exit(0)\nfound = 'away'"))
+    assert outcome.failure is None or outcome.failure.reason == "processes"
+    assert not children_of(unfiltered)
+
+
+def test_a_bomb_of_threads_is_put_out(either: Lab) -> None:
+    body = "import threading, time\nfor _ in range(10**6): threading.Thread(target=time.sleep, args=(60,)).start()"
+    failure_of(either, body, "error", "memory")
+
+
+@pytest.mark.parametrize("body", [
+    "found = len(bytearray(10 * 2**30))",
+    "import mmap; found = len(mmap.mmap(-1, 10 * 2**30))",
+    "found = []\nwhile True: found.append(bytearray(2**24))",
+])  # fmt: skip
+def test_a_large_allocation_is_refused(either: Lab, body: str) -> None:
+    failure_of(either, body, "memory")
+
+
+@pytest.mark.parametrize("how", ["open({path!r}, 'w').write('owned')", "import os; os.remove({path!r})",
+                                 "import os; os.rename({path!r}, {path!r} + '.moved')",
+                                 "import os; os.chmod({path!r}, 0)", "import os; os.mkdir({path!r} + '.d')",
+                                 "import os; os.symlink({path!r}, 'link'); open('link', 'w')",
+                                 "open('../../../../../../..' + {path!r}, 'a').write('owned')"])  # fmt: skip
+def test_nothing_outside_its_scratch_directory_is_written(either: Lab, tmp_path: Path, how: str) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("as it was")
+    victim.chmod(0o666)
+    tmp_path.chmod(0o777)
+    failure_of(either, how.format(path=str(victim)), "forbidden", "error")
+    assert victim.read_text() == "as it was"
+    assert victim.stat().st_mode & 0o777 == 0o666
+    assert [path.name for path in tmp_path.iterdir()] == ["victim"]
+
+
+def test_a_name_from_the_host_is_no_way_out(either: Lab) -> None:
+    failure_of(either, f"open({str(Path(dspy.__file__))!r}, 'a').write('import os')", "forbidden", "error")
+
+
+def test_the_environment_is_empty(either: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
+    outcome = either.run(module("import os; found = dict(os.environ)"))
+    assert outcome.fields["answer"] == {}
+    assert "KeyError" in failure_of(either, "import os; found = os.environ['OPENAI_API_KEY']", "error")
+
+
+@pytest.mark.parametrize("path", ["/proc/self/environ", f"/proc/{os.getpid()}/environ", "/proc/1/environ"],
+                         ids=["own", "host", "first"])  # fmt: skip
+def test_the_host_s_environment_cannot_be_read(either: Lab, path: str) -> None:
+    outcome = either.run(module(f"found = open({path!r}).read()"))
+    assert outcome.failure is not None
+    assert outcome.failure.reason in ("forbidden", "error")
+
+
+def test_there_is_no_network(either: Lab) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(0.0)
+        port = server.getsockname()[1]
+        failure_of(either, f"import socket; socket.create_connection(('127.0.0.1', {port}), 2)", "forbidden", "error")
+        with pytest.raises(BlockingIOError):
+            server.accept()
+
+
+def test_no_socket_of_the_machine_s_is_reached(either: Lab, tmp_path: Path) -> None:
+    path = str(tmp_path / "daemon.sock")
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(path)
+        server.listen()
+        server.settimeout(0.0)
+        os.chmod(path, 0o777)
+        body = f"import socket; s = socket.socket(socket.AF_UNIX); s.connect({path!r})"
+        failure_of(either, body, "forbidden", "error")
+        with pytest.raises(BlockingIOError):
+            server.accept()
+
+
+@pytest.mark.parametrize("body", [
+    "while True: print('x' * 2**16)",
+    "import os\nwhile True: os.write(1, b'x' * 2**16)",
+    "found = 'x' * 2**25",
+    "found = ['x'] * 2**19",
+    "open('file', 'wb').write(bytes(2**24))",
+    "for n in range(100): open(f'file{n}', 'wb').write(bytes(2**20))",
+])  # fmt: skip
+def test_huge_output_is_refused(either: Lab, body: str) -> None:
+    failure_of(either, body, "output")
+
+
+def test_what_a_candidate_prints_is_cut() -> None:
+    with lab() as one:
+        outcome = one.run(module("print('start' + 'x' * 10000 + 'end'); found = 'printed'"))
+    assert outcome.failure is None
+    assert len(outcome.printed) == 2000
+    assert outcome.printed.endswith("end\n")
+
+
+def test_no_label_is_in_the_child() -> None:
+    example = dspy.Example(question="?", answer=LABEL).with_inputs("question")
+    half = len(LABEL) // 2
+    body = (
+        f"import gc, sys\nneedle = {LABEL[:half]!r} + {LABEL[half:]!r}\n"
+        "def text(one):\n    try:\n        return repr(one)\n    except BaseException:\n        return ''\n"
+        "frame = sys._getframe()\nheld = []\nwhile frame:\n    held.append(frame.f_locals)\n    frame = frame.f_back\n"
+        "seen = [one for one in gc.get_objects() if type(one) in (dict, list, tuple) and len(one) < 50]\n"
+        "found = any(needle in value for one in seen for value in "
+        "(one.values() if type(one) is dict else one) if type(value) is str and value is not needle)"
+    )
+    with lab(Limits(cpu_seconds=60, seconds=600.0), audited=False) as one:
+        outcome = one.run(module(body), inputs=dict(example.inputs()))
+    assert outcome.fields == {"answer": False}
+
+
+def test_a_file_of_labels_cannot_be_read(either: Lab, tmp_path: Path) -> None:
+    labels = tmp_path / "labels.json"
+    labels.write_text(LABEL)
+    tmp_path.chmod(0o777)
+    message = failure_of(either, f"found = open({str(labels)!r}).read()", "forbidden", "error")
+    assert LABEL not in message
+
+
+def test_one_run_leaves_nothing_for_the_next(either: Lab) -> None:
+    body = (
+        "import os, sys\nfound = [sorted(os.listdir('.')), getattr(dspy, 'left', None), hasattr(sys, 'left')]\n"
+        "open('left', 'w').write('answer')\ndspy.left = sys.left = 'answer'"
+    )
+    for _ in range(2):
+        assert either.run(module(body)).fields["answer"] == [["printed"], None, False]
+
+
+def test_the_metric_is_out_of_reach(either: Lab) -> None:
+    metric = dspy.evaluate.answer_exact_match
+    body = (
+        "import sys, dspy.evaluate\ndspy.evaluate.answer_exact_match = lambda *_: True\n"
+        "dspy.evaluate.metrics.answer_exact_match = lambda *_: True\n"
+        "dspy.Prediction.answer = property(lambda self: 'label')\nfound = 'wrong'"
+    )
+    outcome = either.run(module(body))
+    assert outcome.fields == {"answer": "wrong"}
+    prediction = dspy.Prediction(**outcome.fields)
+    assert not metric(dspy.Example(answer=LABEL), prediction)
+
+
+@pytest.mark.parametrize("target", ["os.getppid()", "0", "-1", "{host}", "{server}"])
+def test_nobody_else_is_killed(either: Lab, target: str) -> None:
+    who = target.format(host=os.getpid(), server=either.sandbox.process_id)
+    server = either.sandbox.process_id
+    outcome = either.run(module(f"import os, signal\nos.kill({who}, signal.SIGKILL)\nfound = 'killed'"))
+    assert outcome.failure is not None
+    assert either.sandbox.process_id == server
+    assert either.is_well()
+
+
+@pytest.mark.parametrize("body", [
+    "while True: os.write(wire, b'\\xff' * 2**16)",
+    "while True: os.write(wire, b'\\0' * 2**16)",
+    "while True: os.write(wire, (2).to_bytes(4, 'big') + b'{}')",
+])  # fmt: skip
+def test_a_flooded_pipe_is_closed(either: Lab, body: str) -> None:
+    failure_of(either, wire_code(body), "output", "protocol")
+
+
+@pytest.mark.parametrize("payload", [
+    b"not json", b"[]", b"{}", b"[" * 100_000, b'{"kind": "done"}', b'{"kind": "done", "fields": 3}',
+    b'{"kind": "done", "fields": {"answer": NaN}}', b'{"kind": "failed", "reason": "nonsense", "message": "x"}',
+    b'{"kind": "done", "fields": {"a": ' + b"9" * 5000 + b"}}", b"\xff\xfe", b'{"kind": ["done"]}',
+    b'{"kind": "failed", "reason": ["died"], "message": "x"}',
+])  # fmt: skip
+def test_a_malformed_reply_is_a_failure(either: Lab, payload: bytes) -> None:
+    body = f"os.write(wire, ({len(payload)}).to_bytes(4, 'big') + {payload!r})\nimport time; time.sleep(60)"
+    failure_of(either, wire_code(body), "protocol")
+
+
+@pytest.mark.parametrize("request_", [
+    {"messages": [{"role": "user", "content": "x"}], "options": {"api_base": "http://evil"}},
+    {"messages": [{"role": "user", "content": "x"}], "options": {"api_key": "k"}},
+    {"messages": [{"role": "user", "content": "x"}], "options": {"n": 10**9}},
+    {"messages": [{"role": "user", "content": "x"}], "options": {"max_tokens": 2**15 + 1}},
+    {"messages": [{"role": "user", "content": "x"}], "options": {"temperature": "hot"}},
+    {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]}]},
+    {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x/y.png"}}]}]},
+    {"messages": [{"role": "user", "content": [{"type": "file", "file": {"path": "/etc/passwd"}}]}]},
+    {"messages": []}, {"messages": "x"}, {"messages": [3]}, {"messages": [{"role": "root", "content": "x"}]}, [], 7,
+])  # fmt: skip
+def test_an_lm_call_that_no_candidate_may_make_is_not_made(audited: Lab, request_: object) -> None:
+    calls: list[object] = []
+
+    async def counted(request: object) -> object:
+        calls.append(request)
+        raise AssertionError("the host made the call")
+
+    body = (
+        f"import json\npayload = json.dumps({{'lm': {request_!r}}}).encode()\n"
+        "os.write(wire, len(payload).to_bytes(4, 'big') + payload)\nimport time; time.sleep(60)"
+    )
+    outcome = audited.run(module(wire_code(body)), call_lm=counted)
+    assert outcome.failure is not None
+    assert outcome.failure.reason == "protocol"
+    assert not calls
+
+
+def test_lm_calls_are_counted(either: Lab) -> None:
+    body = "while True: dspy.settings.lm('again')"
+    assert f"more than {TIGHT.lm_calls} LM calls" in failure_of(either, body, "lm_calls")
+    assert len(either.run(module(body)).calls) == TIGHT.lm_calls
+
+
+def test_many_replies_at_once_are_many_calls(either: Lab) -> None:
+    failure_of(either, "dspy.settings.lm('x', n=4)", "lm_calls")
+
+
+@pytest.mark.parametrize("body", ["import os; os._exit(0)", "import os; os._exit(7)", "import os; os.abort()"])
+def test_a_sudden_death_is_a_failure(either: Lab, body: str) -> None:
+    failure_of(either, body, "died")
+
+
+@pytest.mark.parametrize("body", ["raise SystemExit", "raise KeyboardInterrupt", "1 / 0", "def f(): f()\nf()",
+                                  "return 3", "return dspy.Prediction(answer=float('nan'))",
+                                  "return dspy.Prediction(answer=object())"])  # fmt: skip
+def test_an_error_is_a_failure_with_its_words(either: Lab, body: str) -> None:
+    failure_of(either, body, "error")
+
+
+def test_an_error_names_the_candidates_own_lines(either: Lab) -> None:
+    words = failure_of(either, "def inner():\n    1 / 0\ninner()", "error")
+    assert words.splitlines() == ["ZeroDivisionError: division by zero", "  line 6, in forward", "  line 5, in inner"]
+
+
+def test_a_traceback_may_be_printed(either: Lab) -> None:
+    """It reads the sources that it names, those of this library among them, wherever it was installed."""
+    body = "import traceback\ntry:\n    1 / 0\nexcept ZeroDivisionError:\n    found = traceback.format_stack()"
+    outcome = either.run(module(body))
+    assert outcome.failure is None, str(outcome.failure)
+    assert "guest.py" in str(outcome.fields["answer"])
+    assert "module(**job" in str(outcome.fields["answer"]), "no line of the source was read"
+
+
+def test_a_candidate_that_pretends_to_have_failed_is_believed(either: Lab) -> None:
+    """The reason is the candidate's word then; it can only harm itself by it."""
+    payload = b'{"kind": "failed", "reason": "time", "message": "' + b"x" * 10_000 + b'"}'
+    body = f"os.write(wire, ({len(payload)}).to_bytes(4, 'big') + {payload!r})"
+    assert len(failure_of(either, wire_code(body), "time")) <= 4000
+
+
+def test_a_child_that_does_not_read_is_ended() -> None:
+    """The host's answers fill the socket; the time is the candidate's."""
+    message = b'{"lm":{"messages":[{"role":"user","content":"x"}]}}'
+
+    async def long(request: object) -> LmAnswer:
+        return LmAnswer(LmRecord([], ["x" * 4_000_000], 1, 1))
+
+    body = f"for _ in range(3): os.write(wire, ({len(message)}).to_bytes(4, 'big') + {message!r})\nwhile True: pass"
+    with lab(Limits(seconds=2.0, cpu_seconds=60, lm_calls=5)) as one:
+        outcome = one.run(module(wire_code(body)), call_lm=long)
+    assert outcome.failure is not None
+    assert outcome.failure.reason == "time"
+
+
+def test_what_the_call_of_the_lm_raises_passes_through_and_leaves_no_child(audited: Lab) -> None:
+    class OutOfOrderError(Exception):
+        pass
+
+    async def broken(request: object) -> object:
+        raise OutOfOrderError
+
+    with pytest.raises(OutOfOrderError):
+        audited.run(module("dspy.settings.lm('x')"), call_lm=broken)
+    assert not children_of(audited)
+    assert audited.is_well()
+
+
+def test_a_fork_server_that_is_killed_is_started_again() -> None:
+    with lab() as one:
+        server = one.sandbox.process_id
+        assert server is not None
+        os.kill(server, signal.SIGKILL)
+        assert one.is_well()
+        assert one.sandbox.process_id != server
+
+
+def test_a_run_that_is_cancelled_and_a_sandbox_that_is_closed_leave_nothing() -> None:
+    with lab(Limits(seconds=600.0)) as one:
+        server = one.sandbox.process_id
+        one.await_(_cancelled_meanwhile(one))
+        assert not children_of(one)
+    assert not Path(f"/proc/{server}").exists()
+
+
+async def _cancelled_meanwhile(one: Lab) -> None:
+    running = asyncio.Event()
+
+    async def never_answered(request: object) -> NoReturn:
+        running.set()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    job = Job(module("dspy.settings.lm('x')"), "Candidate", {"question": "?"})
+    run = asyncio.ensure_future(one.sandbox.run(job, never_answered))
+    await running.wait()
+    run.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await run
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(noise=st.binary(min_size=1, max_size=200))
+def test_no_bytes_on_the_wire_harm_the_host(audited: Lab, noise: bytes) -> None:
+    outcome = audited.run(module(wire_code(f"os.write(wire, {noise!r})\nos._exit(0)")))
+    assert outcome.failure is not None
+
+
+def test_attacks_end_soon(audited: Lab) -> None:
+    """An attack has no more of the machine than the limits say."""
+    outcome = audited.run(module("while True: pass"))
+    assert outcome.failure is not None
+    assert outcome.failure.reason == "cpu"
+    assert outcome.cpu_seconds <= 2 * TIGHT.cpu_seconds
+
+
+@pytest.mark.parametrize("body", [
+    "while True: pass", "import os\nwhile True: os.fork()", "found = bytearray(10 * 2**30)", "import os; os.kill(1, 9)",
+    "while True: print('x' * 2**16)", "import os; os.system('true')", "import ctypes; ctypes.CDLL(None)",
+    "open('/etc/passwd').read()", "import socket; socket.create_connection(('127.0.0.1', 1))", "open('/tmp/x', 'w')",
+    "import os; os.listdir('/')", "raise ValueError",
+])  # fmt: skip
+def test_what_holds_without_the_kernel_s_layers(bare: Lab, body: str) -> None:
+    failure_of(bare, body, "forbidden", "cpu", "memory", "output", "error")
+
+
+def test_without_the_kernel_s_layers_a_run_leaves_no_files(bare: Lab) -> None:
+    for _ in range(2):
+        outcome = bare.run(module("import os\nfound = sorted(os.listdir('.'))\nopen('left', 'w').write('x')"))
+        assert outcome.fields["answer"] == ["printed"]

@@ -1,0 +1,103 @@
+"""The seccomp filter: what native code may not ask of the kernel, and what ordinary code still may."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import sys
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+
+from dspy_flashevolve.sandbox import linux
+from tests.sandbox.worlds import Lab, lab, module
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the sandbox needs Linux")
+
+
+@pytest.fixture(scope="module", params=[(), ("namespaces", "landlock")], ids=["all layers", "seccomp alone"])
+def filtered(request: pytest.FixtureRequest) -> Generator[Lab]:
+    with lab(audited=False, without=request.param) as one:
+        if "seccomp" in one.sandbox.missing:
+            pytest.skip("the kernel has no seccomp filters, or the architecture is not known")
+        yield one
+        assert one.is_well()
+
+
+@pytest.mark.parametrize("body", [
+    "import os; os.fork()", "import os; os.posix_spawn('/bin/true', ['true'], {})", "import os; os.memfd_create('x')",
+    "import os; os.execv('/bin/true', ['true'])", "import socket; socket.socket()", "import os; os.pidfd_open(1)",
+    "import socket; socket.socket(socket.AF_UNIX)", "import os; os.kill(os.getppid(), 9)", "import os; os.kill(-1, 9)",
+    "import socket; socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)", "import os; os.mkfifo('pipe')",
+    "import os, resource; resource.prlimit(os.getpid() + 1, resource.RLIMIT_CPU)",
+])  # fmt: skip
+def test_what_python_asks_of_the_kernel_is_refused(filtered: Lab, body: str) -> None:
+    outcome = filtered.run(module(body))
+    assert outcome.failure is not None
+    assert "PermissionError: [Errno 1]" in outcome.failure.message
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="numbers of x86_64")
+@pytest.mark.parametrize("call", ["272, 0x10000000", "56, 0x10000000 | 17, 0, 0, 0, 0", "56, 0x10010000, 0, 0, 0, 0",
+                                  "29, 0, 4096, 0o1600", "425, 1, 0", "447, 0", "101, 0, 0, 0, 0", "321, 0, 0, 0",
+                                  "165, 0, 0, 0, 0, 0", "157, 1, 0, 0, 0, 0", "57", "58", "1073741863",
+                                  "435, 0, 0"])  # fmt: skip
+def test_what_native_code_asks_of_the_kernel_is_refused(filtered: Lab, call: str) -> None:
+    body = (
+        f"import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\nfound = [libc.syscall({call}), ctypes.get_errno()]"
+    )
+    assert filtered.run(module(body)).fields["answer"] in ([-1, 1], [-1, 38])
+
+
+def test_a_socket_of_the_machine_s_is_out_of_reach_wherever_it_lies(filtered: Lab) -> None:
+    """Its directory is one that every layer but the filter leaves open: that of this test."""
+    path = Path(__file__).with_suffix(f".{os.getpid()}.sock")
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(path))
+        try:
+            server.listen()
+            server.settimeout(0.0)
+            path.chmod(0o777)
+            outcome = filtered.run(
+                module(f"import socket\nsocket.socket(socket.AF_UNIX).connect({str(path)!r})\nfound = 'connected'")
+            )
+            assert outcome.failure is not None
+            with pytest.raises(BlockingIOError):
+                server.accept()
+        finally:
+            path.unlink()
+
+
+@pytest.mark.parametrize("body", [
+    "import threading\nfound = []\nt = threading.Thread(target=found.append, args=('42',)); t.start(); t.join()",
+    "import asyncio; found = [asyncio.run(asyncio.sleep(0, '42'))]",
+    "import random, os, time; found = ['42'] if os.urandom(2) and random.random() < time.time() else []",
+    "open('file', 'w').write('42'); found = [open('file').read()]",
+    "import os; os.kill(os.getpid(), 0); found = ['42']",
+    "found = [dspy.Predict('question -> answer')(question='?').answer]",
+])  # fmt: skip
+def test_ordinary_code_still_runs(filtered: Lab, body: str) -> None:
+    outcome = filtered.run(module(body))
+    assert outcome.failure is None, str(outcome.failure)
+    assert outcome.fields["answer"] == ["42"]
+
+
+@pytest.mark.parametrize("machine", sorted(linux.ARCHITECTURES))
+def test_every_step_of_a_filter_leads_to_a_later_one(machine: str) -> None:
+    code = list(struct.iter_unpack("=HBBI", linux._program(machine, 7)))
+    for place, (kind, if_true, if_false, _) in enumerate(code):
+        assert kind == linux._RETURN or place + 1 + max(if_true, if_false) < len(code)
+    assert code[-1] == (linux._RETURN, 0, 0, linux._ALLOW)
+
+
+def test_a_machine_that_is_not_known_has_no_filter() -> None:
+    with pytest.raises(OSError, match="riscv64"):
+        linux._program("riscv64", 7)
+
+
+def test_the_layer_is_named_where_it_is_missing() -> None:
+    with lab(without=("seccomp",)) as one:
+        assert "seccomp" in one.sandbox.missing
+        assert one.is_well()
