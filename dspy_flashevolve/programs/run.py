@@ -1,0 +1,425 @@
+"""A run of an evolution loop over DSPy programs: LMs, modules and rollouts on :class:`EvolutionRun`."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, TypeVar, cast
+
+import anyio
+import dspy
+from dspy.primitives import Example, Module, Prediction
+from dspy.utils.usage_tracker import track_usage
+
+from dspy_flashevolve.engine.budget import Reservation
+from dspy_flashevolve.engine.endpoints import RetryPolicy
+from dspy_flashevolve.engine.errors import ConfigurationError, DataError, RolloutUnresolvedError
+from dspy_flashevolve.engine.limits import Bounds
+from dspy_flashevolve.engine.replay import RunJournal, hash_of
+from dspy_flashevolve.engine.rollouts import Granted, Rollout, RolloutKey, Spent, batch
+from dspy_flashevolve.engine.run import EvolutionRun
+from dspy_flashevolve.engine.scheduler import Requester
+from dspy_flashevolve.engine.steps import Step
+from dspy_flashevolve.observe.progress import Progress
+from dspy_flashevolve.observe.statistics import Recorder, RunStats
+from dspy_flashevolve.programs.copies import isolated_copy
+from dspy_flashevolve.programs.faults import heard_lm_calls, raise_provider_fault
+from dspy_flashevolve.programs.lm import LanguageModels, calls_of, cost_of, endpoints_of, tokens_of
+from dspy_flashevolve.programs.metric import Metric
+from dspy_flashevolve.programs.records import ProgramRecord, ReplyText
+from dspy_flashevolve.programs.runner import ProgramRunner, plain_adapter, runs_on_loop, settings_snapshot
+from dspy_flashevolve.programs.vllm_metrics import watchers
+
+T = TypeVar("T")
+Schedule = Literal["async", "lockstep"]
+MAX_CONCURRENCY = 256
+"""Requests in flight at most where the slots adapt and ``max_concurrency`` is not given."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked(Generic[T]):
+    """What became of a question. It has cost what it has cost, whether or not there is an answer.
+
+    Args:
+        answer: what was read; None when there is an error.
+        error: what the module, or the reading of its answer, raised; a reply that did not fit the format, say.
+        calls: LM calls that reported their usage.
+        spent: tokens that the LMs reported, and dollars, 0 where no price is known or none was asked for.
+    """
+
+    answer: T | None
+    error: Exception | None = None
+    calls: int = 0
+    spent: Spent = Spent(0)
+
+
+class DspyRun(EvolutionRun):
+    """One run of an evolution loop over DSPy programs. docs/adding-an-algorithm.md writes a loop from beginning to end.
+
+    Make it, and give the loop's async main function, which calls :meth:`evolve`, to :meth:`run_sync` or
+    :meth:`run_async`.
+
+    Args:
+        name: of the optimizer, for people.
+        stages: stage -> what its requests ask: LMs, modules (the LMs of their predictors), or None for the configured
+            LM. In the order of the way that a step takes: a later stage goes first where slots are scarce.
+        num_threads: requests in flight at most, over all stages. Default: found out while the run goes on, up to
+            ``max_concurrency``; ``dspy.settings.num_threads`` in lockstep, and where a module in ``stages`` runs in
+            threads unless ``max_concurrency`` is given.
+        max_concurrency: the most requests in flight when ``num_threads`` is None. Default: 256.
+        max_metric_calls: never exceeded; None for no limit.
+        max_seconds: no step starts after it; what runs is finished. None for no limit.
+        schedule: "async", or "lockstep": one step at a time, nothing beside it, the same slots.
+        rollout_timeout_seconds: a rollout that takes longer is given up and asked for again; None for no bound.
+        median_seconds: see :class:`Workflow`.
+        seed: of the steps' randomness, and of jitter.
+        priced: work out what LM calls cost, in dollars.
+        paced: LMs of ``dspy.LM`` are called so that refusals and retries hold no slot; False calls them as they are.
+        retry: how often a request is made that the provider turns away, and when.
+        journal: where the run is written down, so that it can go on; None for nowhere.
+
+    Raises:
+        ConfigurationError: an argument that cannot work, with the reason.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        stages: Mapping[str, Sequence[Any]],
+        num_threads: int | None = None,
+        max_concurrency: int | None = None,
+        max_metric_calls: int | None = None,
+        max_seconds: float | None = None,
+        schedule: Schedule = "async",
+        rollout_timeout_seconds: float | None = None,
+        median_seconds: float | None = None,
+        seed: int | None = 0,
+        priced: bool = False,
+        paced: bool = True,
+        retry: RetryPolicy | None = None,
+        journal: RunJournal | None = None,
+    ) -> None:
+        self.num_threads, self.max_concurrency, self.schedule = num_threads, max_concurrency, schedule
+        self.max_metric_calls, self.max_seconds = max_metric_calls, max_seconds
+        self.rollout_timeout_seconds = rollout_timeout_seconds
+        check_run(self)
+        check_counts(self, "max_metric_calls")
+        if not all(isinstance(one, list | tuple) and one for one in stages.values()):
+            raise ConfigurationError(
+                f"stages is {stages!r}, expected stage -> a list of what it asks: LMs, modules, or None for the "
+                "configured LM."
+            )
+        self.settings = settings_snapshot()
+        """dspy's settings for the length of the run."""
+        lm, modules = self.settings.get("lm"), [one for listed in stages.values() for one in listed]
+        slots, adaptive = width_of(self, [one for one in modules if isinstance(one, Module)])
+        self._recorder, self._progress = Recorder(), Progress(name, max_metric_calls)
+        super().__init__(
+            name=name,
+            stages={stage: _addresses(listed, lm) for stage, listed in stages.items()},
+            slots=slots,
+            adaptive=adaptive,
+            budget_calls=max_metric_calls,
+            seed=seed,
+            lockstep=schedule == "lockstep",
+            max_seconds=max_seconds,
+            rollout_timeout_seconds=rollout_timeout_seconds,
+            median_seconds=median_seconds,
+            retry=retry,
+            journal=journal,
+            observers=(self._recorder, self._progress),
+        )
+        self.priced = priced
+        self.models = LanguageModels(self.endpoints) if paced else None
+        self.settings["lm"] = self.paced(lm)
+        self._seconds: float | None = None
+
+    def paced(self, lm: Any) -> Any:
+        """The run's way to call an LM: paced, where the run paces LMs; None stays None."""
+        return lm if self.models is None else self.models.paced(lm)
+
+    @asynccontextmanager
+    async def opened(self) -> AsyncGenerator[None, None]:
+        """See :meth:`EvolutionRun.opened`."""
+        if self.models is not None:
+            self.models.attach(asyncio.get_running_loop())
+        try:
+            with dspy.context(**self.settings):
+                async with super().opened():
+                    self._progress.begin(self.scheduler)
+                    yield
+        finally:
+            self._seconds = self.clock() - self.clock.began
+            self._progress.close()
+            if self.models is not None:
+                self.models.close()
+
+    async def asked(
+        self,
+        stage: str,
+        step: Requester,
+        module: Module,
+        inputs: Mapping[str, Any],
+        *,
+        lm: Any = None,
+        read: Callable[[Any], T],
+        record: Any = None,
+    ) -> Asked[T]:
+        """Call a module in a slot: on the loop where it can be awaited, else in a thread; asked again where need be.
+
+        Args:
+            stage, step: whose queue it waits in.
+            module: is not changed; a copy is called.
+            inputs: the module's keyword arguments.
+            lm: what it asks, unless its predictors have LMs of their own. None for the configured LM.
+            read: makes of what the module returns what is wanted. What it raises is the module's error.
+            record: how the answer is written down, a :class:`ReplyRecord`; None where it is not.
+
+        Raises:
+            RolloutUnresolvedError: the provider gave no answer.
+            RunAbortedError: the provider refused for good.
+        """
+        copy = isolated_copy(module)
+        copy = copy if self.models is None else self.models.replace_in(copy)
+        asks = self.settings.get("lm") if lm is None else self.paced(lm)
+
+        async def call() -> Asked[T]:
+            answer: T | None = None
+            failure: Exception | None = None
+            with track_usage() as usage, dspy.context(lm=asks), heard_lm_calls() as calls:
+                try:
+                    if runs_on_loop(copy):
+                        answer = read(await copy.acall(**inputs))
+                    else:
+                        answer = read(await self.threads.run(copy, **inputs))
+                except asyncio.CancelledError as error:
+                    if anyio.current_effective_deadline() == -math.inf:
+                        raise  # the run is being cancelled, not the module by itself
+                    failure = RuntimeError(f"the module was cancelled: {error}")
+                except Exception as error:
+                    raise_provider_fault(error, calls.errors)
+                    failure = error
+            problem = "" if failure is None else f"{type(failure).__name__}: {failure}"[:300]
+            spent = Spent(tokens_of(usage), cost_of(usage) if self.priced else 0.0, problem)
+            return Asked(answer, failure, calls_of(usage), spent)
+
+        return await self.rollouts.request(stage, step, call, lambda one: one.spent, record)
+
+    async def ask(
+        self, stage: str, step: Requester, module: Module, /, lm: Any = None, position: str = "0", **inputs: Any
+    ) -> Any:
+        """What a module returns, called in a slot; see :meth:`asked`.
+
+        With a journal the reply is written down, and read by a run that goes on, as far as it can be kept.
+
+        Args:
+            position: tells the questions of a step in a stage apart.
+
+        Raises:
+            RolloutUnresolvedError: the provider gave no answer.
+            RunAbortedError: the provider refused for good.
+            Exception: what the module raised; ``AdapterParseError`` where a reply did not fit its format.
+        """
+        record = None if self.journal is None else ReplyText(position)
+        asked = await self.asked(stage, step, module, inputs, lm=lm, read=lambda answer: answer, record=record)
+        if asked.error is not None:
+            raise asked.error
+        return asked.answer
+
+    def runner(
+        self, student: Module, metric: Callable[..., Any], *, failure_score: float = 0.0, metric_lock: bool = False
+    ) -> ProgramRunner:
+        """Runs candidates (component -> text) of a program on examples; ``{}`` is the program as it is.
+
+        Args:
+            student: is not changed.
+            metric: a function (example, prediction, ...), sync or coroutine, that returns a score, or a
+                ``dspy.Prediction`` with ``score`` and ``feedback``; further arguments that it needs are None.
+            failure_score: of an example on which the program or the metric raises, or the score is no finite number.
+            metric_lock: call the metric once at a time.
+        """
+        adapter = plain_adapter(student, metric, failure_score)
+        scorer = Metric(metric, self.threads, metric_lock)
+        return ProgramRunner(adapter, scorer, self.threads, self.priced, self.models, finite=True)
+
+    async def rollout(
+        self,
+        stage: str,
+        step: Step,
+        runner: ProgramRunner,
+        candidate: dict[str, str],
+        example: Any,
+        example_id: Any,
+        *,
+        split: str = "train",
+        traced: bool = True,
+        pays: Reservation | None = None,
+        behind: int = 0,
+        granted: Granted = lambda: None,
+    ) -> Rollout:
+        """Run a candidate on one example in a slot; an equal rollout in flight is joined, and costs nothing.
+
+        Args:
+            example_id: tells the examples of ``split`` apart.
+            traced: take a trace.
+            pays: for it. Default: what is set aside for the step.
+            behind, granted: see :meth:`Scheduler.run`.
+
+        Raises:
+            RolloutUnresolvedError: the provider gave no answer.
+            RunAbortedError: the provider refused for good.
+        """
+        record = None if self.journal is None else ProgramRecord(runner.records, candidate, example, traced)
+        rollout, _ = await self.rollouts.rollout(
+            RolloutKey(hash_of(candidate), split, example_id, traced),
+            stage,
+            step,
+            step.reservation if pays is None else pays,
+            lambda: runner.rollout(candidate, example, capture_traces=traced),
+            record,
+            behind=behind,
+            granted=granted,
+        )
+        return rollout
+
+    async def evaluate(
+        self,
+        stage: str,
+        step: Step,
+        runner: ProgramRunner,
+        candidate: dict[str, str],
+        examples: Sequence[Any],
+        *,
+        split: str = "val",
+        traced: bool = False,
+        pays: Reservation | None = None,
+    ) -> list[Rollout]:
+        """Run a candidate on many examples, as many at once as there are slots for; see :meth:`rollout`.
+
+        Raises:
+            RolloutUnresolvedError: the provider gave no answer for one of them.
+        """
+        count = len(examples)
+
+        async def one(index: int, granted: Granted) -> Rollout:
+            left = count - index - 1
+            return await self.rollout(
+                stage, step, runner, candidate, examples[index], index,
+                split=split, traced=traced, pays=pays, behind=left, granted=granted,
+            )  # fmt: skip
+
+        return await batch(count, one)
+
+    def statistics(self) -> RunStats:
+        """What the run has done so far, from any thread."""
+        error = self.error
+        said = f"{type(error).__name__}: {error}" if isinstance(error, Exception) else "cancelled"
+        return self._recorder.stats(
+            schedule=self.schedule,
+            began=self.clock.began,
+            seconds=self.clock() - self.clock.began if self._seconds is None else self._seconds,
+            stop_reason=self.stop_reason if error is None else said if not self.stop_reason else self.stop_reason,
+            outcome=self.outcome,
+            metric_calls=self.budget.spent,
+            max_metric_calls=self.budget.limit,
+            slots=self.scheduler.statistics(),
+            gaps=self.gaps.as_dict(),
+            rollouts=self.rollouts,
+            retried_requests=self.rollouts.retried + self.endpoints.retried,
+        )
+
+    def _own_watchers(self) -> list[Callable[[], Coroutine[Any, Any, None]]]:
+        gauges = watchers(self.endpoints) if self.endpoints.limits else []
+        return [*super()._own_watchers(), *gauges]
+
+
+def _addresses(listed: Sequence[Any], default: Any) -> set[str]:
+    """The endpoints that LMs, and modules, ask."""
+    modules = [one for one in listed if isinstance(one, Module)]
+    lms = [one for one in listed if not isinstance(one, Module)]
+    asked = endpoints_of([predictor for module in modules for predictor in module.predictors()], default)
+    return asked | {name for lm in lms for name in endpoints_of([None], lm or default)}
+
+
+# Arguments that every run has.
+
+
+def check_run(run: Any) -> None:
+    """Raise ConfigurationError for an argument that cannot work, of those that every run has.
+
+    Args:
+        run: an optimizer or a run, with the attributes ``schedule``, ``num_threads``, ``max_concurrency``,
+            ``max_seconds`` and ``rollout_timeout_seconds``.
+    """
+    if run.schedule not in ("async", "lockstep"):
+        raise ConfigurationError(f"schedule is {run.schedule!r}, expected 'async' or 'lockstep'.")
+    check_counts(run, "num_threads", "max_concurrency")
+    if run.num_threads and run.max_concurrency and run.num_threads > run.max_concurrency:
+        raise ConfigurationError(
+            f"num_threads is {run.num_threads}, above max_concurrency={run.max_concurrency}. Give one of them."
+        )
+    check_limits(run, "max_seconds", "rollout_timeout_seconds")
+
+
+def check_counts(run: Any, *names: str) -> None:
+    """Raise ConfigurationError for an attribute of ``run`` that is neither a whole number above 0 nor None."""
+    for name in names:
+        value = getattr(run, name)
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise ConfigurationError(f"{name} is {value!r}, expected a whole number of at least 1, or None.")
+
+
+def check_limits(run: Any, *names: str) -> None:
+    """Raise ConfigurationError for an attribute of ``run`` that is neither a number above 0 nor None."""
+    for name in names:
+        limit = getattr(run, name)
+        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int | float) or not limit > 0):
+            raise ConfigurationError(f"{name} is {limit!r}, expected a number above 0, or None.")
+
+
+def width_of(run: Any, programs: Iterable[Module]) -> tuple[int, Bounds | None]:
+    """The slots of a run, and how its endpoints' limits adapt below them; None where they do not.
+
+    They adapt from dspy's number of threads up to ``max_concurrency``, unless ``num_threads`` is given, the run is in
+    lockstep, or a program runs in threads and nobody said how many.
+
+    Args:
+        run: see :func:`check_run`.
+        programs: what the run calls.
+    """
+    adapts = run.schedule != "lockstep" and run.num_threads is None
+    if not adapts or (run.max_concurrency is None and not all(runs_on_loop(program) for program in programs)):
+        return run.num_threads or dspy.settings.num_threads, None
+    high: int = run.max_concurrency or MAX_CONCURRENCY
+    return high, Bounds(start=min(dspy.settings.num_threads, high), high=high)
+
+
+def check_data(student: Module, trainset: Any, teacher: Module | None, valset: Any) -> None:
+    """Raise DataError for a student or for data that cannot be used: each example says which fields are inputs.
+
+    Args:
+        student: a program.
+        trainset, valset: lists of examples, or gepa's loaders; valset None means the trainset.
+        teacher: None, for these loops have no use for one.
+    """
+    if not isinstance(student, Module):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise DataError(f"student is {student!r}, expected a dspy.Module.")
+    if teacher is not None:
+        raise DataError("teacher is given, but GEPA has no use for one: leave it out.")
+    for name, data in (("trainset", trainset), ("valset", valset)):
+        if data is None and name == "valset":
+            continue
+        if data is not None and not hasattr(data, "__len__"):
+            raise DataError(f"{name} is a {type(data).__name__}, expected a list of dspy.Example: pass list({name}).")
+        if data is None or len(data) < 1:
+            raise DataError(f"{name} is empty, expected at least one dspy.Example.")
+        for number, one in enumerate(cast("Sequence[Any]", data) if isinstance(data, list | tuple) else ()):
+            if isinstance(one, Example) and not isinstance(one, Prediction) and one._input_keys is None:  # pyright: ignore[reportPrivateUsage]
+                raise DataError(
+                    f"{name}[{number}] does not say which fields are inputs: build it by "
+                    "dspy.Example(...).with_inputs(...)."
+                )
