@@ -18,7 +18,7 @@ from dspy_flashevolve.data_checks import check_data
 from dspy_flashevolve.engine.errors import ConfigurationError, DataError
 from dspy_flashevolve.engine.staleness import StalenessPolicy
 from dspy_flashevolve.modules.playbook import AdditionReconciliation, PlaybookCuration, SampleReflection
-from dspy_flashevolve.observe.playbooks import AceStats
+from dspy_flashevolve.observe.statistics import AceStats
 from dspy_flashevolve.scheduling import Schedule
 
 

@@ -32,9 +32,7 @@ from dspy_flashevolve.gepa.settings import RunSettings
 from dspy_flashevolve.modules.integrate import StaleCandidateReflection
 from dspy_flashevolve.observe.lineage import LineageWriter
 from dspy_flashevolve.observe.progress import Progress
-from dspy_flashevolve.observe.records import AsyncStats
-from dspy_flashevolve.observe.statistics import Recorder
-from dspy_flashevolve.observe.summary import log_summary
+from dspy_flashevolve.observe.statistics import AsyncStats, Recorder, log_summary
 from dspy_flashevolve.programs.lm import LanguageModels, endpoints_of
 from dspy_flashevolve.programs.metric import Metric
 from dspy_flashevolve.programs.program import DspyIntegrator, DspyProgram, adapter_of

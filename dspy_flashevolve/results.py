@@ -10,7 +10,7 @@ from dspy.teleprompt.gepa.gepa import DspyGEPAResult
 from gepa.core.result import GEPAResult
 
 from dspy_flashevolve.gepa.standing import Standing
-from dspy_flashevolve.observe.records import AsyncStats
+from dspy_flashevolve.observe.statistics import AsyncStats
 
 
 @dataclass(frozen=True)

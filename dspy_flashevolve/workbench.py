@@ -30,8 +30,7 @@ from dspy_flashevolve.engine.sources import OneAtATime, Select, TicketSource
 from dspy_flashevolve.engine.stages import Outcomes, Stage, unresolved_fails
 from dspy_flashevolve.engine.stragglers import Duplicates
 from dspy_flashevolve.observe.progress import Progress
-from dspy_flashevolve.observe.records import Outcome, RunStats
-from dspy_flashevolve.observe.statistics import Recorder
+from dspy_flashevolve.observe.statistics import Outcome, Recorder, RunStats
 from dspy_flashevolve.programs.requests import Requests, check_lms
 from dspy_flashevolve.scheduling import Schedule, check_counts, check_run, order_named, width_of
 

@@ -27,7 +27,7 @@ from dspy_flashevolve.engine.item import End, EndKind, Item, Ticket
 from dspy_flashevolve.engine.pipeline import NotNow, Opened
 from dspy_flashevolve.engine.retries import RetryPolicy
 from dspy_flashevolve.engine.stages import Finish, Forward, Outcome
-from dspy_flashevolve.observe.records import RunStats
+from dspy_flashevolve.observe.statistics import RunStats
 from dspy_flashevolve.sim.virtual import run
 from dspy_flashevolve.workbench import Workbench
 from tests.fakes import AsyncFakeEngine, Chain, FakeEngine, digits, examples, fake_lm, reply_for, task_lm

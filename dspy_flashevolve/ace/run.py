@@ -26,8 +26,7 @@ from dspy_flashevolve.engine.errors import RolloutUnresolvedError, RunAbortedErr
 from dspy_flashevolve.engine.events import Committed
 from dspy_flashevolve.engine.item import End, Item, Ticket
 from dspy_flashevolve.engine.pipeline import NotNow, Opened
-from dspy_flashevolve.observe.playbooks import AceStats, ProblemRecord, SnapshotRecord, WindowRecord
-from dspy_flashevolve.observe.records import RunStats
+from dspy_flashevolve.observe.statistics import AceStats, ProblemRecord, RunStats, SnapshotRecord, WindowRecord
 from dspy_flashevolve.workbench import Workbench
 
 logger = logging.getLogger(__name__)

@@ -94,41 +94,29 @@ def tree(records: Iterable[dict[str, Any]]) -> str:
     for record in records:
         for ticket, verdict, reason in record.get("verdicts", ()):
             verdicts.setdefault((record.get("run", 1), ticket), []).append((verdict, reason))
-    children: dict[int, list[int]] = {}
-    for index, commit in commits.items():
-        children.setdefault(commit["parents"][0] if commit["parents"] else 0, []).append(index)
+    children: dict[int, list[dict[str, Any]]] = {}
+    for commit in sorted(commits.values(), key=lambda one: one["candidate"]):
+        children.setdefault(commit["parents"][0] if commit["parents"] else 0, []).append(commit)
     lines: list[str] = ["candidate 0 (the seed)"]
 
-    def grow(index: int, depth: int) -> None:
-        for child in sorted(children.get(index, ())):
-            lines.extend(_shown(commits[child], head_of.get(child), heads, verdicts, "  " * depth))
-            grow(child, depth + 1)
+    def grow(parent: int, indent: str) -> None:
+        for commit in children.get(parent, ()):
+            index, ticket, others = commit["candidate"], commit["ticket"], commit["parents"][1:]
+            text = f"candidate {index}: score {commit['score']:.3f}, gap {commit['gap']}, ticket {ticket}"
+            also = f", also from {', '.join(map(str, others))}" if others else ""
+            lines.append(f"{indent}{text}{also}")
+            head = heads[head_of[index]] if head_of.get(index) in heads else None
+            for member in [ticket] if head is None else head["members"]:
+                for verdict, reason in verdicts.get((commit.get("run", 1), member), ()):
+                    lines.append(f"{indent}  ticket {member}: {verdict}. {reason}")
+            grow(index, indent + "  ")
 
-    grow(0, 1)
+    grow(0, "  ")
     gone = [key for key in sorted(heads) if ends.get(key, {}).get("end") != "confirmed"]
     if gone:
         lines.append("heads that are no candidates:")
         lines += [f"  {_gone(heads[key], ends.get(key))}" for key in gone]
     return "\n".join(lines)
-
-
-def _shown(
-    commit: dict[str, Any],
-    head: Key | None,
-    heads: dict[Key, dict[str, Any]],
-    verdicts: dict[Key, list[tuple[str, str]]],
-    indent: str,
-) -> list[str]:
-    others = ", ".join(str(parent) for parent in commit["parents"][1:])
-    text = (
-        f"candidate {commit['candidate']}: score {commit['score']:.3f}, gap {commit['gap']}, ticket {commit['ticket']}"
-    )
-    lines = [f"{indent}{text}{f', also from {others}' if others else ''}"]
-    members = heads[head]["members"] if head in heads else [commit["ticket"]]
-    for ticket in members:
-        for verdict, reason in verdicts.get((commit.get("run", 1), ticket), ()):
-            lines.append(f"{indent}  ticket {ticket}: {verdict}. {reason}")
-    return lines
 
 
 def _gone(head: dict[str, Any], end: dict[str, Any] | None) -> str:

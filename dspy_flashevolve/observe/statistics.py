@@ -1,9 +1,11 @@
-"""Gathers the figures of a run from its events."""
+"""The figures of a run: frozen records, gathered from its events, and one line at its end."""
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
-from typing import Protocol
+import logging
+from collections import Counter, defaultdict
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any, Literal
 
 from dspy_flashevolve.engine.endpoint_events import EndpointPaused, LimitChanged
 from dspy_flashevolve.engine.events import (
@@ -23,31 +25,336 @@ from dspy_flashevolve.engine.events import (
     WorkersChanged,
 )
 from dspy_flashevolve.engine.item import EndKind
+from dspy_flashevolve.engine.rollouts import Rollouts
 from dspy_flashevolve.engine.slots import SlotStatistics
-from dspy_flashevolve.observe.records import (
-    AsyncStats,
-    ChangeRecord,
-    CommitRecord,
-    HeadRecord,
-    IntegrationRecord,
-    Outcome,
-    RunStats,
-    StageRecord,
-)
 
 MOST_STAGE_RECORDS = 10_000
 """Of a long run the timeline has the beginning only."""
 
+Outcome = Literal["finished", "stopped", "failed", "aborted"]
+"""How a run ended; see :class:`RunStats`."""
 
-class Requests(Protocol):
-    """How requests went, in counts."""
+
+@dataclass(frozen=True, slots=True)
+class CommitRecord:
+    """One change of the pool.
+
+    Args:
+        seconds: since the run began.
+        candidate: its index.
+        score: its aggregate validation score.
+        best_score: the pool's best after it.
+        gap: commits that its ticket had not seen.
+        generation: steps from the seed.
+    """
+
+    seconds: float
+    candidate: int
+    score: float
+    best_score: float
+    gap: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class IntegrationRecord:
+    """Children that were read together.
+
+    Args:
+        seconds: since the run began.
+        ticket: the one that carries the result.
+        members: tickets whose children were read.
+        verdicts: (ticket, verdict, reason), one a child and component.
+        failed: why no reply could be read; empty when one was.
+    """
+
+    seconds: float
+    ticket: int
+    members: tuple[int, ...]
+    verdicts: tuple[tuple[int, str, str], ...]
+    failed: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadRecord:
+    """An integrated candidate.
+
+    Args:
+        seconds: since the run began, when its screen ended.
+        head: its handle.
+        base: handle of the head below; None where it stands on a confirmed candidate.
+        base_candidate: index of that candidate, or of the head's nearest confirmed ancestor.
+        members: tickets whose children are in it.
+        before, after: summed scores of its base and of itself on the same examples.
+        end: "failed its screen", "confirmed", "superseded", "rolled back" or "unfinished".
+        score: on the validation examples that decided; None where none did.
+        best: the pool's best on these.
+        candidate: its index in the pool; None unless it was confirmed.
+    """
+
+    seconds: float
+    head: int
+    base: int | None
+    base_candidate: int
+    members: tuple[int, ...]
+    before: float
+    after: float
+    end: str
+    score: float | None = None
+    best: float | None = None
+    candidate: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ChangeRecord:
+    """A width that a rule has changed: the workers of a stage, or the slots of an endpoint.
+
+    Args:
+        seconds: since the run began.
+        name: the stage, or the endpoint.
+        before, after: workers, or slots.
+        reason: a sentence for people.
+    """
+
+    seconds: float
+    name: str
+    before: int
+    after: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class StageRecord:
+    """A ticket's time in one stage.
+
+    Args:
+        ticket: its number.
+        stage: the stage's name.
+        queued: when it came into the stage's queue, in seconds since the run began.
+        began: when a worker took it.
+        ended: when the stage was done with it. Of tickets that were worked on together each has its share of the time.
+    """
+
+    ticket: int
+    stage: str
+    queued: float
+    began: float
+    ended: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStats:
+    """What a run on the engine did, whatever it evolved.
+
+    Args:
+        schedule: "async" or "lockstep".
+        seconds: from the start of the run to its end.
+        stop_reason: why no more tickets were admitted, or what ended the run.
+        failed: the run was given up, because tickets failed one after the other.
+        outcome: how the run ended, in one word:
+            "finished": there was nothing more to do, or one of its limits was reached (metric calls, seconds, dollars,
+            reflections).
+            "stopped": somebody asked for it before: Ctrl-C, SIGTERM, a stopper, the file gepa.stop.
+            "failed": it was given up, the best so far was returned.
+            "aborted": an exception ended it, the second Ctrl-C and a cancelled ``acompile`` too.
+        tickets: evolution steps opened.
+        ended: way -> tickets (committed, rejected, discarded, failed, cancelled).
+        end_reasons: reason -> tickets, for all that did not commit.
+        metric_calls: paid rollouts, the seed's validation included.
+        max_metric_calls: the budget; None without one.
+        slots: slots there are, at most this many requests in flight.
+        peak_slots: the most that were in use at once.
+        occupancy: share of slot-seconds in use, 0 to 1, of the slots that there were by the limits of their time.
+        busy_seconds_by_stage: slot-seconds.
+        worked_seconds_by_stage: summed over a stage's workers, waiting for slots included.
+        waited_seconds_by_stage: summed over items, in the stage's queue.
+        gaps: place -> gap -> looks (DESIGN: gap = version now less version seen).
+        shared_rollouts: rollouts that joined one in flight instead of being paid.
+        retried_requests: requests that the provider asked to come back later.
+        timed_out_rollouts: runs of rollouts that took longer than rollout_timeout_seconds.
+        duplicated_rollouts: rollouts that were begun a second time.
+        requests_by_stage: rollouts and other requests that were answered.
+        tokens_by_stage: prompt and completion tokens of them, as the LMs report them.
+        cost_dollars: of all LM calls whose model is in litellm's cost map; worked out only for a run that asks for it
+            (``max_cost``), else 0.
+        generations: the most steps from the seed to a candidate, along its parents.
+        commits: every change of the pool, in order.
+        looks: decision -> items that the staleness policy looked at.
+        worker_changes: every change of a stage's workers, in order; none without a controller.
+        limit_changes: every change of an endpoint's slots, in order; none with a fixed number of slots.
+        pauses: times that an endpoint refused most of what it was sent, and was left alone for a while.
+        stages: what each ticket did when, by end: the run's timeline. Of a long run the first 10,000 records.
+    """
+
+    schedule: str
+    seconds: float
+    stop_reason: str
+    failed: bool
+    outcome: Outcome
+    tickets: int
+    ended: dict[str, int]
+    end_reasons: dict[str, int]
+    metric_calls: int
+    max_metric_calls: int | None
+    slots: int
+    peak_slots: int
+    occupancy: float
+    busy_seconds_by_stage: dict[str, float]
+    worked_seconds_by_stage: dict[str, float]
+    waited_seconds_by_stage: dict[str, float]
+    gaps: dict[str, dict[int, int]]
+    shared_rollouts: int
+    retried_requests: int
+    timed_out_rollouts: int
+    duplicated_rollouts: int
+    requests_by_stage: dict[str, int]
+    tokens_by_stage: dict[str, int]
+    cost_dollars: float
+    generations: int
+    commits: list[CommitRecord] = field(default_factory=list[CommitRecord])
+    looks: dict[str, int] = field(default_factory=dict[str, int])
+    worker_changes: list[ChangeRecord] = field(default_factory=list[ChangeRecord])
+    limit_changes: list[ChangeRecord] = field(default_factory=list[ChangeRecord])
+    pauses: int = 0
+    stages: list[StageRecord] = field(default_factory=list[StageRecord])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, ready for JSON."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AsyncStats(RunStats):
+    """What an AsyncGEPA run did, beside ``DspyGEPAResult``; see :class:`RunStats` for the rest.
+
+    Args:
+        proposals: children that the reflection wrote.
+        proposals_per_minute: the same over time.
+        task_tokens: prompt and completion tokens of rollouts, as the LMs report them.
+        reflection_tokens: the same of reflections and integrations.
+        reflection_calls: reflections and integrations asked for.
+        integration_calls: LM calls of integrations.
+        verdicts: orthogonal, subsumed, conflicting -> children judged so.
+        integrations: every integration, in order, with the verdicts and their reasons.
+        heads: every integrated candidate that was screened as a head, in order, with what became of it.
+        speculated: candidates that could be selected before their validation was done, heads before their screen was.
+        speculation_ends: confirmed, fell behind, removed -> speculative candidates that are no heads.
+    """
+
+    proposals: int
+    proposals_per_minute: float
+    task_tokens: int
+    reflection_tokens: int
+    reflection_calls: int
+    integration_calls: int
+    verdicts: dict[str, int] = field(default_factory=dict[str, int])
+    integrations: list[IntegrationRecord] = field(default_factory=list[IntegrationRecord])
+    heads: list[HeadRecord] = field(default_factory=list[HeadRecord])
+    speculated: int = 0
+    speculation_ends: dict[str, int] = field(default_factory=dict[str, int])
 
     @property
-    def shared(self) -> int: ...
-    @property
-    def timed_out(self) -> int: ...
-    @property
-    def duplicated(self) -> int: ...
+    def head_ends(self) -> dict[str, int]:
+        """confirmed, superseded, rolled back, failed its screen, unfinished -> heads."""
+        return dict(Counter(head.end for head in self.heads))
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotRecord:
+    """A playbook that was validated.
+
+    Args:
+        seconds: since the run began, when its score was known.
+        version: of the playbook.
+        score: mean over the validation set.
+        bullets: in it.
+        tokens: of its text.
+    """
+
+    seconds: float
+    version: int
+    score: float
+    bullets: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class WindowRecord:
+    """A window of a stream, scored before anything was learnt from it.
+
+    Args:
+        window: from 0.
+        version: of the playbook that it was scored with.
+        examples: in it.
+        scored: of these, those that the provider answered.
+        score: their mean; None where there is none.
+    """
+
+    window: int
+    version: int
+    examples: int
+    scored: int
+    score: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class ProblemRecord:
+    """Something in a reply that could not be used.
+
+    Args:
+        kind: problems are counted by it.
+        detail: the beginning of what it was.
+    """
+
+    kind: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AceStats(RunStats):
+    """What an AsyncACE run did; see :class:`RunStats` for the rest.
+
+    Args:
+        samples: training examples that came through to the playbook.
+        samples_per_minute: the same over the time until the last of them.
+        right_at_once: samples whose first attempt was right.
+        corrected: samples that became right after a reflection.
+        reflections: asked for.
+        citations: bullets cited by attempts.
+        version: of the last playbook: how often its texts changed.
+        best_version: of the playbook that is returned.
+        operations: add, update, merge, remove -> operations done.
+        tags: helpful, harmful, neutral -> tags counted.
+        additions: admitted, merged, dropped -> stale additions.
+        evicted: bullets that the token budget drove out.
+        problems: kind -> how often a reply asked for what could not be done, or could not be read.
+        first_problems: the first of them.
+        snapshots: every playbook that was validated, in the order in which their scores came.
+        superseded: snapshots that a newer one replaced before their validation began.
+        unpaid: snapshots that the budget could not pay.
+        unresolved: snapshots whose validation the provider did not answer; they have no score.
+        windows: of a stream, in order.
+    """
+
+    samples: int
+    samples_per_minute: float
+    right_at_once: int
+    corrected: int
+    reflections: int
+    citations: int
+    version: int
+    best_version: int
+    operations: dict[str, int]
+    tags: dict[str, int]
+    additions: dict[str, int]
+    evicted: int
+    problems: dict[str, int]
+    first_problems: list[ProblemRecord]
+    snapshots: list[SnapshotRecord] = field(default_factory=list[SnapshotRecord])
+    superseded: int = 0
+    unpaid: int = 0
+    unresolved: int = 0
+    windows: list[WindowRecord] = field(default_factory=list[WindowRecord])
 
 
 class Recorder:
@@ -60,20 +367,19 @@ class Recorder:
     def __init__(self, began: float) -> None:
         self._began = began
         self.tickets = 0
-        self.live = 0
         self.ended: dict[str, int] = {kind.value: 0 for kind in EndKind}
-        self.end_reasons: dict[str, int] = {}
-        self.worked: dict[str, float] = {}
-        self.waited: dict[str, float] = {}
-        self.requests: dict[str, int] = {}
-        self.tokens: dict[str, int] = {}
+        self.end_reasons = Counter[str]()
+        self.worked = defaultdict[str, float](float)
+        self.waited = defaultdict[str, float](float)
+        self.requests = Counter[str]()
+        self.tokens = Counter[str]()
         self.cost_dollars = 0.0
         self.commits: list[CommitRecord] = []
-        self.looks: dict[str, int] = {}
+        self.looks = Counter[str]()
         self.integrations: list[IntegrationRecord] = []
         self.heads: dict[int, HeadRecord] = {}
         self.speculated = 0
-        self.speculation_ends: dict[str, int] = {}
+        self.speculation_ends = Counter[str]()
         self.worker_changes: list[ChangeRecord] = []
         self.limit_changes: list[ChangeRecord] = []
         self.pauses = 0
@@ -81,89 +387,60 @@ class Recorder:
 
     def __call__(self, event: Event) -> None:
         """Take one event."""
+        seconds = event.seconds - self._began
         if isinstance(event, RolloutFinished | RequestFinished):
-            self.requests[event.stage] = self.requests.get(event.stage, 0) + 1
-            self.tokens[event.stage] = self.tokens.get(event.stage, 0) + event.tokens
+            self.requests[event.stage] += 1
+            self.tokens[event.stage] += event.tokens
             self.cost_dollars += event.cost_dollars
         elif isinstance(event, TicketOpened):
             self.tickets += 1
-            self.live = event.live
         elif isinstance(event, StageFinished):
-            self._stage_finished(event)
+            self.worked[event.stage] += event.worked_seconds
+            self.waited[event.stage] += event.waited_seconds
+            if len(self.stages) < MOST_STAGE_RECORDS:
+                began = seconds - event.worked_seconds
+                self.stages.append(
+                    StageRecord(event.ticket, event.stage, began - event.waited_seconds, began, ended=seconds)
+                )
         elif isinstance(event, TicketClosed):
-            self._closed(event)
+            self.ended[event.end.kind.value] += 1
+            if event.end.kind is not EndKind.COMMITTED:
+                self.end_reasons[event.end.reason] += 1
         elif isinstance(event, Committed):
             self.commits.append(
-                CommitRecord(
-                    seconds=event.seconds - self._began,
-                    candidate=event.candidate,
-                    score=event.score,
-                    best_score=event.best_score,
-                    gap=event.gap,
-                    generation=event.generation,
-                )
+                CommitRecord(seconds, event.candidate, event.score, event.best_score, event.gap, event.generation)
             )
         elif isinstance(event, Speculated):
             self.speculated += 1
         elif isinstance(event, SpeculationEnded):
-            end = event.end.split(":")[0]
-            self.speculation_ends[end] = self.speculation_ends.get(end, 0) + 1
+            self.speculation_ends[event.end.split(":")[0]] += 1
         elif isinstance(event, WorkersChanged):
-            self.worker_changes.append(self._change(event, event.stage))
+            self.worker_changes.append(ChangeRecord(seconds, event.stage, event.before, event.after, event.reason))
         elif isinstance(event, LimitChanged):
-            self.limit_changes.append(self._change(event, event.endpoint))
+            self.limit_changes.append(ChangeRecord(seconds, event.endpoint, event.before, event.after, event.reason))
+        elif isinstance(event, EndpointPaused):
+            self.pauses += 1
         elif isinstance(event, Looked):
-            self.looks[event.decision] = self.looks.get(event.decision, 0) + 1
+            self.looks[event.decision] += 1
         elif isinstance(event, Integrated):
-            seconds = event.seconds - self._began
             self.integrations.append(
                 IntegrationRecord(seconds, event.ticket, event.members, event.verdicts, event.failed)
             )
         elif isinstance(event, HeadLanded):
-            self._landed(event)
+            self.heads[event.head] = HeadRecord(
+                seconds,
+                event.head,
+                event.base,
+                event.base_candidate,
+                event.members,
+                event.before,
+                event.after,
+                end="unfinished" if event.passed else "failed its screen",
+            )
         elif isinstance(event, HeadEnded) and event.head in self.heads:
             self.heads[event.head] = replace(
                 self.heads[event.head], end=event.end, score=event.score, best=event.best, candidate=event.candidate
             )
-        elif isinstance(event, EndpointPaused):
-            self.pauses += 1
-
-    def _stage_finished(self, event: StageFinished) -> None:
-        self.worked[event.stage] = self.worked.get(event.stage, 0.0) + event.worked_seconds
-        self.waited[event.stage] = self.waited.get(event.stage, 0.0) + event.waited_seconds
-        if len(self.stages) < MOST_STAGE_RECORDS:
-            ended = event.seconds - self._began
-            began = ended - event.worked_seconds
-            queued = began - event.waited_seconds
-            self.stages.append(StageRecord(event.ticket, event.stage, queued, began, ended))
-
-    def _landed(self, event: HeadLanded) -> None:
-        self.heads[event.head] = HeadRecord(
-            seconds=event.seconds - self._began,
-            head=event.head,
-            base=event.base,
-            base_candidate=event.base_candidate,
-            members=event.members,
-            before=event.before,
-            after=event.after,
-            end="unfinished" if event.passed else "failed its screen",
-        )
-
-    def _change(self, event: WorkersChanged | LimitChanged, name: str) -> ChangeRecord:
-        return ChangeRecord(event.seconds - self._began, name, event.before, event.after, event.reason)
-
-    def _verdicts(self) -> dict[str, int]:
-        counts: dict[str, int] = {}
-        for integration in self.integrations:
-            for _, verdict, _ in integration.verdicts:
-                counts[verdict] = counts.get(verdict, 0) + 1
-        return counts
-
-    def _closed(self, event: TicketClosed) -> None:
-        self.live = event.live
-        self.ended[event.end.kind.value] += 1
-        if event.end.kind is not EndKind.COMMITTED:
-            self.end_reasons[event.end.reason] = self.end_reasons.get(event.end.reason, 0) + 1
 
     def stats(
         self,
@@ -177,7 +454,7 @@ class Recorder:
         max_metric_calls: int | None,
         slots: SlotStatistics,
         gaps: dict[str, dict[int, int]],
-        rollouts: Requests,
+        rollouts: Rollouts,
         retried_requests: int,
         cost_dollars: float | None = None,
     ) -> RunStats:
@@ -244,9 +521,53 @@ class Recorder:
             reflection_tokens=reflection_tokens,
             reflection_calls=reflection_calls,
             integration_calls=integration_calls,
-            verdicts=self._verdicts(),
+            verdicts=dict(Counter(verdict for one in self.integrations for _, verdict, _ in one.verdicts)),
             integrations=list(self.integrations),
             heads=list(self.heads.values()),
             speculated=self.speculated,
             speculation_ends=dict(self.speculation_ends),
         )
+
+
+WORDS = {
+    "finished": "finished",
+    "stopped": "was stopped",
+    "failed": "gave up, and returns the best program so far",
+    "aborted": "was aborted",
+}
+
+
+def log_summary(
+    logger: logging.Logger,
+    stats: RunStats,
+    best_score: float | None,
+    error: bool = False,
+    *,
+    name: str = "AsyncGEPA",
+    made: str = "",
+) -> None:
+    """Say how a run ended, what it has found and what it has spent.
+
+    INFO where it came to its end, WARNING where it was cancelled, ERROR where it failed or an error ended it.
+
+    Args:
+        best_score: the pool's best; None where the seed was not validated.
+        error: what aborted the run was an error.
+        name: of the optimizer.
+        made: what it has made, such as "12 proposals"; default its tickets.
+    """
+    level = logging.ERROR if stats.failed or error else logging.INFO
+    level = logging.WARNING if stats.outcome == "aborted" and not error else level
+    logger.log(
+        level,
+        "%s %s: %s, %d accepted, best score %s, %d of %s metric calls, %.1f s; %s.",
+        name,
+        WORDS[stats.outcome],
+        made or f"{stats.tickets} steps",
+        stats.ended["committed"],
+        "unknown" if best_score is None else f"{best_score:.4g}",
+        stats.metric_calls,
+        "unlimited" if stats.max_metric_calls is None else stats.max_metric_calls,
+        stats.seconds,
+        stats.stop_reason.rstrip("."),
+    )

@@ -15,7 +15,7 @@ from dspy_flashevolve.engine.gathering import gather
 from dspy_flashevolve.engine.item import End, EndKind, Item, Ticket
 from dspy_flashevolve.engine.pipeline import NotNow, Opened
 from dspy_flashevolve.engine.stages import Finish, Forward, Outcome
-from dspy_flashevolve.observe.records import RunStats
+from dspy_flashevolve.observe.statistics import RunStats
 from dspy_flashevolve.scheduling import Schedule
 from dspy_flashevolve.workbench import Workbench
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dspy_flashevolve.engine.events import Event, RequestFinished, RolloutFinished
-from dspy_flashevolve.observe.records import RunStats
+from dspy_flashevolve.observe.statistics import RunStats
 from dspy_flashevolve.sim import HouseRules, SimServer
 from dspy_flashevolve.sim.virtual import SimulatedModel, run
 from tests.adding_an_algorithm.hill_climber import Climb, HillClimber, predictor_of

@@ -10,7 +10,7 @@ import dspy
 from benchmarks import adaptive_slots
 from benchmarks.adaptive_slots import Kept, Slots
 from benchmarks.results import Result
-from dspy_flashevolve.observe.records import ChangeRecord
+from dspy_flashevolve.observe.statistics import ChangeRecord
 from tests.fakes import Chain, digits, examples, reflection_lm
 
 
