@@ -2,8 +2,9 @@
 
 >>> from dspy_flashevolve import AsyncGEPA
 
-Names are loaded when they are first used: the command line and the simulated server do without dspy, which takes
-seconds to import.
+What a loop, an admission rule or a staleness policy of your own needs beside these is in
+:mod:`dspy_flashevolve.engine`. Names are loaded when they are first used: the command line and the simulated server do
+without dspy, which takes seconds to import.
 """
 
 from __future__ import annotations
@@ -12,135 +13,61 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dspy_flashevolve.ace.playbook import Bullet, Playbook
+    from dspy_flashevolve.ace.playbook import Playbook
     from dspy_flashevolve.async_ace import AsyncACE
     from dspy_flashevolve.async_gepa import AsyncGEPA
     from dspy_flashevolve.async_meta_harness import AsyncMetaHarness, MetaHarnessResult
-    from dspy_flashevolve.engine.admission import GapBound, LiveTickets
-    from dspy_flashevolve.engine.claims import DeepestFirst
-    from dspy_flashevolve.engine.control import Backlog, Fixed, MedianRate, WorkflowController
-    from dspy_flashevolve.engine.errors import (
-        BudgetError,
-        ConfigurationError,
-        DataError,
-        FlashEvolveError,
-        QueueClosedError,
-        RolloutUnresolvedError,
-        RunAbortedError,
-        TransientError,
-    )
-    from dspy_flashevolve.engine.orders import ValueFirst
-    from dspy_flashevolve.engine.speculation import Speculation
-    from dspy_flashevolve.engine.staleness import Full, Guarded, Reflective, StalenessPolicy
-    from dspy_flashevolve.engine.stragglers import Duplicates
-    from dspy_flashevolve.harness.archive import context_tokens
+    from dspy_flashevolve.engine.errors import ConfigurationError, FlashEvolveError, RunAbortedError
+    from dspy_flashevolve.engine.staleness import Full, Guarded, Reflective
+    from dspy_flashevolve.engine.workflow import Workflow
+    from dspy_flashevolve.gepa.compilation import AsyncGEPAResult
     from dspy_flashevolve.harness.program import Harness, HarnessError
     from dspy_flashevolve.modules.integrate import CombeeReflection, StaleCandidateReflection
-    from dspy_flashevolve.modules.playbook import AdditionReconciliation, PlaybookCuration, SampleReflection
-    from dspy_flashevolve.observe.statistics import (
-        AceStats,
-        AsyncStats,
-        ChangeRecord,
-        CommitRecord,
-        HeadRecord,
-        IntegrationRecord,
-        RunStats,
-        StageRecord,
-    )
-    from dspy_flashevolve.results import AsyncGEPAResult
+    from dspy_flashevolve.observe.statistics import AsyncStats
+    from dspy_flashevolve.programs.run import DspyRun
     from dspy_flashevolve.sandbox.contract import Limits
-    from dspy_flashevolve.workbench import Workbench
 
 __all__ = [
-    "AceStats",
-    "AdditionReconciliation",
     "AsyncACE",
     "AsyncGEPA",
     "AsyncGEPAResult",
     "AsyncMetaHarness",
     "AsyncStats",
-    "Backlog",
-    "BudgetError",
-    "Bullet",
-    "ChangeRecord",
     "CombeeReflection",
-    "CommitRecord",
     "ConfigurationError",
-    "DataError",
-    "DeepestFirst",
-    "Duplicates",
-    "Fixed",
+    "DspyRun",
     "FlashEvolveError",
     "Full",
-    "GapBound",
     "Guarded",
     "Harness",
     "HarnessError",
-    "HeadRecord",
-    "IntegrationRecord",
     "Limits",
-    "LiveTickets",
-    "MedianRate",
     "MetaHarnessResult",
     "Playbook",
-    "PlaybookCuration",
-    "QueueClosedError",
     "Reflective",
-    "RolloutUnresolvedError",
     "RunAbortedError",
-    "RunStats",
-    "SampleReflection",
-    "Speculation",
-    "StageRecord",
     "StaleCandidateReflection",
-    "StalenessPolicy",
-    "TransientError",
-    "ValueFirst",
-    "Workbench",
-    "WorkflowController",
-    "context_tokens",
+    "Workflow",
 ]
 
 _HOMES = {
-    "AceStats": "observe.statistics",
-    "AdditionReconciliation": "modules.playbook",
     "AsyncACE": "async_ace",
-    "Bullet": "ace.playbook",
-    "Playbook": "ace.playbook",
-    "PlaybookCuration": "modules.playbook",
-    "SampleReflection": "modules.playbook",
-    "ChangeRecord": "observe.statistics",
-    "StageRecord": "observe.statistics",
-    "Duplicates": "engine.stragglers",
-    "WorkflowController": "engine.control",
-    "MedianRate": "engine.control",
-    "Fixed": "engine.control",
-    "Backlog": "engine.control",
-    "Speculation": "engine.speculation",
-    "DeepestFirst": "engine.claims",
-    "ValueFirst": "engine.orders",
-    "LiveTickets": "engine.admission",
-    "GapBound": "engine.admission",
     "AsyncGEPA": "async_gepa",
-    "AsyncGEPAResult": "results",
+    "AsyncGEPAResult": "gepa.compilation",
     "AsyncMetaHarness": "async_meta_harness",
-    "MetaHarnessResult": "async_meta_harness",
-    "Limits": "sandbox.contract",
-    "Harness": "harness.program",
-    "HarnessError": "harness.program",
-    "context_tokens": "harness.archive",
     "AsyncStats": "observe.statistics",
     "CombeeReflection": "modules.integrate",
-    "CommitRecord": "observe.statistics",
+    "DspyRun": "programs.run",
     "Full": "engine.staleness",
     "Guarded": "engine.staleness",
-    "HeadRecord": "observe.statistics",
-    "IntegrationRecord": "observe.statistics",
+    "Harness": "harness.program",
+    "HarnessError": "harness.program",
+    "Limits": "sandbox.contract",
+    "MetaHarnessResult": "async_meta_harness",
+    "Playbook": "ace.playbook",
     "Reflective": "engine.staleness",
-    "RunStats": "observe.statistics",
     "StaleCandidateReflection": "modules.integrate",
-    "StalenessPolicy": "engine.staleness",
-    "Workbench": "workbench",
+    "Workflow": "engine.workflow",
 }
 """Public name -> its module; all others are errors."""
 

@@ -1,6 +1,43 @@
-"""An engine for evolution loops whose stages overlap.
+"""The engine of every evolution loop: one scheduler, one run. It knows neither dspy nor gepa.
 
-It imports neither dspy nor gepa and knows no algorithm: what a candidate is, how it is run and how it
-is judged come from the layers above. Parts, from the bottom up: ``errors``, ``item``, ``events``;
-``queues``, ``slots``, ``budget``, ``admission``, ``staleness``, ``stages``; ``rollouts``, ``pipeline``.
+Here are the types that a loop, an admission rule or a staleness policy of your own needs; docs/adding-an-algorithm.md
+writes a loop with them, docs/staleness.md a policy.
 """
+
+from dspy_flashevolve.engine.admission import Admission, LiveSteps, Load
+from dspy_flashevolve.engine.errors import (
+    BudgetError,
+    DataError,
+    JournalError,
+    RolloutUnresolvedError,
+    RunDirectoryError,
+    TransientError,
+)
+from dspy_flashevolve.engine.rollouts import Rollout, gather
+from dspy_flashevolve.engine.staleness import Admit, Discard, History, Integrate, Look, StalenessPolicy
+from dspy_flashevolve.engine.steps import End, EndKind, NothingToDoError, Step, StepEnded
+
+__all__ = [
+    "Admission",
+    "Admit",
+    "BudgetError",
+    "DataError",
+    "Discard",
+    "End",
+    "EndKind",
+    "History",
+    "Integrate",
+    "JournalError",
+    "LiveSteps",
+    "Load",
+    "Look",
+    "NothingToDoError",
+    "Rollout",
+    "RolloutUnresolvedError",
+    "RunDirectoryError",
+    "StalenessPolicy",
+    "Step",
+    "StepEnded",
+    "TransientError",
+    "gather",
+]

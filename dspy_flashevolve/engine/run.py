@@ -69,6 +69,7 @@ class EvolutionRun:
         retry: how often a request is made that the provider turns away, and when.
         journal: where the run is written down, so that it can go on; None for nowhere.
         observers: hear every event.
+        clock: a clock of its own by default.
 
     Raises:
         ConfigurationError: no stage, or fewer than 1 slot.
@@ -90,32 +91,12 @@ class EvolutionRun:
         retry: RetryPolicy | None = None,
         journal: RunJournal | None = None,
         observers: Sequence[Subscriber] = (),
+        clock: LoopClock | None = None,
     ) -> None:
         if not stages:
             raise ConfigurationError(f"{name}: a run has no stages, expected at least one.")
         self.name, self.slots, self.lockstep, self.journal = name, slots, lockstep, journal
         self._max_seconds, self._median_seconds = max_seconds, median_seconds
-        self.clock = LoopClock()
-        self.bus = EventBus((*observers, *(() if journal is None else (journal,))))
-        asked = {stage: list(names) for stage, names in stages.items()}
-        self.scheduler = Scheduler(
-            slots, list(asked), groups_of(asked), self.clock, idle=self._slot_is_idle, visited=self._visited
-        )
-        rng = random.Random(seed)
-        self.endpoints = Endpoints(asked, adaptive, self.scheduler, self.bus, self.clock, retry or RetryPolicy(), rng)
-        self.rollouts = Rollouts(
-            self.scheduler,
-            self.bus,
-            self.endpoints,
-            single_flight=not lockstep,
-            rng=rng,
-            timeout_seconds=rollout_timeout_seconds,
-            journal=journal,
-        )
-        self.budget = Budget(budget_calls, spent=0 if journal is None else journal.spent)
-        self.threads = Threads(slots + SPARE_THREADS, "work")
-        self.gaps = GapHistogram()
-        self.seed = self._seed(seed)
         self.ended: dict[str, int] = {kind.value: 0 for kind in EndKind}
         """Way -> steps that ended so."""
         self.stop_reason = ""
@@ -137,6 +118,27 @@ class EvolutionRun:
         self._group: Any = None
         self._generations: dict[int, int] = {}
         self._best = -math.inf
+        self.clock = clock or LoopClock()
+        self.bus = EventBus((*observers, *(() if journal is None else (journal,))))
+        asked = {stage: list(names) for stage, names in stages.items()}
+        self.scheduler = Scheduler(
+            slots, list(asked), groups_of(asked), self.clock, idle=self._slot_is_idle, visited=self._visited
+        )
+        rng = random.Random(seed)
+        self.endpoints = Endpoints(asked, adaptive, self.scheduler, self.bus, self.clock, retry or RetryPolicy(), rng)
+        self.rollouts = Rollouts(
+            self.scheduler,
+            self.bus,
+            self.endpoints,
+            single_flight=not lockstep,
+            rng=rng,
+            timeout_seconds=rollout_timeout_seconds,
+            journal=journal,
+        )
+        self.budget = Budget(budget_calls, spent=0 if journal is None else journal.spent)
+        self.threads = Threads(slots + SPARE_THREADS, "work")
+        self.gaps = GapHistogram()
+        self.seed = self._seed(seed)
 
     # Beginning and end.
 
@@ -218,7 +220,7 @@ class EvolutionRun:
                 and only then is the next one opened; what it raises beside :class:`StepEnded`,
                 :class:`NothingToDoError` and :class:`RolloutUnresolvedError` ends the run. Steps of an interrupted run
                 come first, with ``recorded``.
-            admission: when one more may start. Default: as many at once as there are slots; in lockstep one.
+            admission: when one more may start. Default: as many at once as there are slots. In lockstep it is one.
             calls: metric calls that a step may cost at most: they are set aside before it starts.
             reserve: sets them aside where the most is another from step to step; None where they do not fit.
             may_open: why no further step may start, by a limit of the loop's own; None while one may.
@@ -230,7 +232,7 @@ class EvolutionRun:
             RunAbortedError: the provider refused for good.
             Exception: what a step raised, or what runs beside them, after the rest was cancelled.
         """
-        rule = admission or LiveSteps(1 if self.lockstep else self.slots)
+        rule = LiveSteps(1) if self.lockstep else admission or LiveSteps(self.slots)
         self._next, self._exhausted, self._most_calls = max(first, self._next), False, calls
         self._recorded = [] if self.journal is None else self.journal.unfinished
         failures: list[BaseException] = []

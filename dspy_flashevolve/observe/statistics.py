@@ -3,36 +3,37 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter, defaultdict
+from collections import Counter
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, Literal
+from typing import Any
 
-from dspy_flashevolve.engine.endpoint_events import EndpointPaused, LimitChanged
 from dspy_flashevolve.engine.events import (
     Committed,
+    EndpointPaused,
     Event,
     HeadEnded,
     HeadLanded,
     Integrated,
+    LimitChanged,
     Looked,
     RequestFinished,
     RolloutFinished,
     Speculated,
     SpeculationEnded,
-    StageFinished,
-    TicketClosed,
-    TicketOpened,
-    WorkersChanged,
+    StageVisited,
+    StepClosed,
+    StepOpened,
 )
-from dspy_flashevolve.engine.item import EndKind
+from dspy_flashevolve.engine.loop import LoopClock
 from dspy_flashevolve.engine.rollouts import Rollouts
-from dspy_flashevolve.engine.slots import SlotStatistics
+from dspy_flashevolve.engine.run import Outcome
+from dspy_flashevolve.engine.scheduler import SlotStatistics
+from dspy_flashevolve.engine.steps import EndKind
 
 MOST_STAGE_RECORDS = 10_000
 """Of a long run the timeline has the beginning only."""
-
-Outcome = Literal["finished", "stopped", "failed", "aborted"]
-"""How a run ended; see :class:`RunStats`."""
+REFLECTION_STAGES = ("propose", "integrate")
+"""GEPA's stages whose requests run no program."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,7 @@ class CommitRecord:
         candidate: its index.
         score: its aggregate validation score.
         best_score: the pool's best after it.
-        gap: commits that its ticket had not seen.
+        gap: commits that its step had not seen.
         generation: steps from the seed.
     """
 
@@ -62,14 +63,14 @@ class IntegrationRecord:
 
     Args:
         seconds: since the run began.
-        ticket: the one that carries the result.
-        members: tickets whose children were read.
-        verdicts: (ticket, verdict, reason), one a child and component.
+        step: the one that carries the result.
+        members: steps whose children were read.
+        verdicts: (step, verdict, reason), one a child and component.
         failed: why no reply could be read; empty when one was.
     """
 
     seconds: float
-    ticket: int
+    step: int
     members: tuple[int, ...]
     verdicts: tuple[tuple[int, str, str], ...]
     failed: str = ""
@@ -84,7 +85,7 @@ class HeadRecord:
         head: its handle.
         base: handle of the head below; None where it stands on a confirmed candidate.
         base_candidate: index of that candidate, or of the head's nearest confirmed ancestor.
-        members: tickets whose children are in it.
+        members: steps whose children are in it.
         before, after: summed scores of its base and of itself on the same examples.
         end: "failed its screen", "confirmed", "superseded", "rolled back" or "unfinished".
         score: on the validation examples that decided; None where none did.
@@ -107,12 +108,12 @@ class HeadRecord:
 
 @dataclass(frozen=True, slots=True)
 class ChangeRecord:
-    """A width that a rule has changed: the workers of a stage, or the slots of an endpoint.
+    """Slots that a rule has changed: those of an endpoint, or of a stage.
 
     Args:
         seconds: since the run began.
-        name: the stage, or the endpoint.
-        before, after: workers, or slots.
+        name: the endpoint, or the stage.
+        before, after: slots.
         reason: a sentence for people.
     """
 
@@ -125,17 +126,17 @@ class ChangeRecord:
 
 @dataclass(frozen=True, slots=True)
 class StageRecord:
-    """A ticket's time in one stage.
+    """A step's time in one stage, from its first request there to its last.
 
     Args:
-        ticket: its number.
+        step: its number.
         stage: the stage's name.
-        queued: when it came into the stage's queue, in seconds since the run began.
-        began: when a worker took it.
-        ended: when the stage was done with it. Of tickets that were worked on together each has its share of the time.
+        queued: when its first request came into the stage's queue, in seconds since the run began.
+        began: when that had a slot.
+        ended: when the last one was done.
     """
 
-    ticket: int
+    step: int
     stage: str
     queued: float
     began: float
@@ -149,30 +150,28 @@ class RunStats:
     Args:
         schedule: "async" or "lockstep".
         seconds: from the start of the run to its end.
-        stop_reason: why no more tickets were admitted, or what ended the run.
-        failed: the run was given up, because tickets failed one after the other.
+        stop_reason: why no more steps were admitted, or what ended the run.
+        failed: the run was given up, because steps failed one after the other.
         outcome: how the run ended, in one word:
             "finished": there was nothing more to do, or one of its limits was reached (metric calls, seconds, dollars,
             reflections).
             "stopped": somebody asked for it before: Ctrl-C, SIGTERM, a stopper, the file gepa.stop.
             "failed": it was given up, the best so far was returned.
             "aborted": an exception ended it, the second Ctrl-C and a cancelled ``acompile`` too.
-        tickets: evolution steps opened.
-        ended: way -> tickets (committed, rejected, discarded, failed, cancelled).
-        end_reasons: reason -> tickets, for all that did not commit.
+        steps: evolution steps that began.
+        ended: way -> steps (committed, rejected, discarded, failed, cancelled).
+        end_reasons: reason -> steps, for all that did not commit.
         metric_calls: paid rollouts, the seed's validation included.
         max_metric_calls: the budget; None without one.
         slots: slots there are, at most this many requests in flight.
         peak_slots: the most that were in use at once.
         occupancy: share of slot-seconds in use, 0 to 1, of the slots that there were by the limits of their time.
         busy_seconds_by_stage: slot-seconds.
-        worked_seconds_by_stage: summed over a stage's workers, waiting for slots included.
-        waited_seconds_by_stage: summed over items, in the stage's queue.
+        waited_seconds_by_stage: summed over requests, in the stage's queue.
         gaps: place -> gap -> looks (DESIGN: gap = version now less version seen).
         shared_rollouts: rollouts that joined one in flight instead of being paid.
         retried_requests: requests that the provider asked to come back later.
         timed_out_rollouts: runs of rollouts that took longer than rollout_timeout_seconds.
-        duplicated_rollouts: rollouts that were begun a second time.
         requests_by_stage: rollouts and other requests that were answered.
         tokens_by_stage: prompt and completion tokens of them, as the LMs report them.
         cost_dollars: of all LM calls whose model is in litellm's cost map; worked out only for a run that asks for it
@@ -180,10 +179,9 @@ class RunStats:
         generations: the most steps from the seed to a candidate, along its parents.
         commits: every change of the pool, in order.
         looks: decision -> items that the staleness policy looked at.
-        worker_changes: every change of a stage's workers, in order; none without a controller.
-        limit_changes: every change of an endpoint's slots, in order; none with a fixed number of slots.
+        limit_changes: every change of an endpoint's or a stage's slots, in order; none with a fixed number of slots.
         pauses: times that an endpoint refused most of what it was sent, and was left alone for a while.
-        stages: what each ticket did when, by end: the run's timeline. Of a long run the first 10,000 records.
+        stages: what each step did when, by end: the run's timeline. Of a long run the first 10,000 records.
     """
 
     schedule: str
@@ -191,7 +189,7 @@ class RunStats:
     stop_reason: str
     failed: bool
     outcome: Outcome
-    tickets: int
+    steps: int
     ended: dict[str, int]
     end_reasons: dict[str, int]
     metric_calls: int
@@ -200,20 +198,17 @@ class RunStats:
     peak_slots: int
     occupancy: float
     busy_seconds_by_stage: dict[str, float]
-    worked_seconds_by_stage: dict[str, float]
     waited_seconds_by_stage: dict[str, float]
     gaps: dict[str, dict[int, int]]
     shared_rollouts: int
     retried_requests: int
     timed_out_rollouts: int
-    duplicated_rollouts: int
     requests_by_stage: dict[str, int]
     tokens_by_stage: dict[str, int]
     cost_dollars: float
     generations: int
     commits: list[CommitRecord] = field(default_factory=list[CommitRecord])
     looks: dict[str, int] = field(default_factory=dict[str, int])
-    worker_changes: list[ChangeRecord] = field(default_factory=list[ChangeRecord])
     limit_changes: list[ChangeRecord] = field(default_factory=list[ChangeRecord])
     pauses: int = 0
     stages: list[StageRecord] = field(default_factory=list[StageRecord])
@@ -361,16 +356,14 @@ class Recorder:
     """Gathers events while a run goes on.
 
     Args:
-        began: the engine's clock at the start, in seconds.
+        clock: the run's.
     """
 
-    def __init__(self, began: float) -> None:
-        self._began = began
-        self.tickets = 0
+    def __init__(self, clock: LoopClock) -> None:
+        self.clock = clock
+        self.steps = 0
         self.ended: dict[str, int] = {kind.value: 0 for kind in EndKind}
         self.end_reasons = Counter[str]()
-        self.worked = defaultdict[str, float](float)
-        self.waited = defaultdict[str, float](float)
         self.requests = Counter[str]()
         self.tokens = Counter[str]()
         self.cost_dollars = 0.0
@@ -380,29 +373,24 @@ class Recorder:
         self.heads: dict[int, HeadRecord] = {}
         self.speculated = 0
         self.speculation_ends = Counter[str]()
-        self.worker_changes: list[ChangeRecord] = []
         self.limit_changes: list[ChangeRecord] = []
         self.pauses = 0
         self.stages: list[StageRecord] = []
 
     def __call__(self, event: Event) -> None:
         """Take one event."""
-        seconds = event.seconds - self._began
+        seconds = event.seconds - self.clock.began
         if isinstance(event, RolloutFinished | RequestFinished):
             self.requests[event.stage] += 1
             self.tokens[event.stage] += event.tokens
             self.cost_dollars += event.cost_dollars
-        elif isinstance(event, TicketOpened):
-            self.tickets += 1
-        elif isinstance(event, StageFinished):
-            self.worked[event.stage] += event.worked_seconds
-            self.waited[event.stage] += event.waited_seconds
+        elif isinstance(event, StepOpened):
+            self.steps += 1
+        elif isinstance(event, StageVisited):
             if len(self.stages) < MOST_STAGE_RECORDS:
-                began = seconds - event.worked_seconds
-                self.stages.append(
-                    StageRecord(event.ticket, event.stage, began - event.waited_seconds, began, ended=seconds)
-                )
-        elif isinstance(event, TicketClosed):
+                queued, began = event.queued_seconds - self.clock.began, event.began_seconds - self.clock.began
+                self.stages.append(StageRecord(event.step, event.stage, queued, began, ended=seconds))
+        elif isinstance(event, StepClosed):
             self.ended[event.end.kind.value] += 1
             if event.end.kind is not EndKind.COMMITTED:
                 self.end_reasons[event.end.reason] += 1
@@ -414,17 +402,15 @@ class Recorder:
             self.speculated += 1
         elif isinstance(event, SpeculationEnded):
             self.speculation_ends[event.end.split(":")[0]] += 1
-        elif isinstance(event, WorkersChanged):
-            self.worker_changes.append(ChangeRecord(seconds, event.stage, event.before, event.after, event.reason))
         elif isinstance(event, LimitChanged):
-            self.limit_changes.append(ChangeRecord(seconds, event.endpoint, event.before, event.after, event.reason))
+            self.limit_changes.append(ChangeRecord(seconds, event.name, event.before, event.after, event.reason))
         elif isinstance(event, EndpointPaused):
             self.pauses += 1
         elif isinstance(event, Looked):
             self.looks[event.decision] += 1
         elif isinstance(event, Integrated):
             self.integrations.append(
-                IntegrationRecord(seconds, event.ticket, event.members, event.verdicts, event.failed)
+                IntegrationRecord(seconds, event.step, event.members, event.verdicts, event.failed)
             )
         elif isinstance(event, HeadLanded):
             self.heads[event.head] = HeadRecord(
@@ -448,7 +434,6 @@ class Recorder:
         schedule: str,
         seconds: float,
         stop_reason: str,
-        failed: bool,
         outcome: Outcome,
         metric_calls: int,
         max_metric_calls: int | None,
@@ -456,20 +441,15 @@ class Recorder:
         gaps: dict[str, dict[int, int]],
         rollouts: Rollouts,
         retried_requests: int,
-        cost_dollars: float | None = None,
     ) -> RunStats:
-        """The record of the run so far.
-
-        Args:
-            cost_dollars: of all LM calls; None for what the events of requests say.
-        """
+        """The record of the run so far."""
         return RunStats(
             schedule=schedule,
             seconds=seconds,
             stop_reason=stop_reason,
-            failed=failed,
+            failed=outcome == "failed",
             outcome=outcome,
-            tickets=self.tickets,
+            steps=self.steps,
             ended=dict(self.ended),
             end_reasons=dict(self.end_reasons),
             metric_calls=metric_calls,
@@ -477,21 +457,18 @@ class Recorder:
             slots=slots.limit,
             peak_slots=slots.peak,
             occupancy=slots.busy_seconds / slots.limit_seconds if slots.limit_seconds else 0.0,
-            busy_seconds_by_stage=slots.busy_seconds_by_stage,
-            worked_seconds_by_stage=dict(self.worked),
-            waited_seconds_by_stage=dict(self.waited),
+            busy_seconds_by_stage={name: one.served_seconds for name, one in slots.stages.items()},
+            waited_seconds_by_stage={name: one.waited_seconds for name, one in slots.stages.items()},
             gaps=gaps,
             shared_rollouts=rollouts.shared,
             retried_requests=retried_requests,
             timed_out_rollouts=rollouts.timed_out,
-            duplicated_rollouts=rollouts.duplicated,
             requests_by_stage=dict(self.requests),
             tokens_by_stage=dict(self.tokens),
-            cost_dollars=self.cost_dollars if cost_dollars is None else cost_dollars,
+            cost_dollars=self.cost_dollars,
             generations=max((commit.generation for commit in self.commits), default=0),
             commits=list(self.commits),
             looks=dict(self.looks),
-            worker_changes=list(self.worker_changes),
             limit_changes=list(self.limit_changes),
             pauses=self.pauses,
             stages=list(self.stages),
@@ -502,24 +479,24 @@ class Recorder:
         of_run: RunStats,
         *,
         proposals: int,
-        task_tokens: int,
-        reflection_tokens: int,
-        reflection_calls: int,
         integration_calls: int,
     ) -> AsyncStats:
         """The same with what is GEPA's own.
 
         Args:
             of_run: what :meth:`stats` says.
+            proposals: children that the reflection wrote.
+            integration_calls: LM calls of integrations.
         """
         minutes = of_run.seconds / 60
+        reflection = sum(self.tokens[stage] for stage in REFLECTION_STAGES)
         return AsyncStats(
             **{one.name: getattr(of_run, one.name) for one in fields(of_run)},
             proposals=proposals,
             proposals_per_minute=proposals / minutes if minutes else 0.0,
-            task_tokens=task_tokens,
-            reflection_tokens=reflection_tokens,
-            reflection_calls=reflection_calls,
+            task_tokens=sum(self.tokens.values()) - reflection,
+            reflection_tokens=reflection,
+            reflection_calls=self.requests["propose"] + integration_calls,
             integration_calls=integration_calls,
             verdicts=dict(Counter(verdict for one in self.integrations for _, verdict, _ in one.verdicts)),
             integrations=list(self.integrations),
@@ -554,7 +531,7 @@ def log_summary(
         best_score: the pool's best; None where the seed was not validated.
         error: what aborted the run was an error.
         name: of the optimizer.
-        made: what it has made, such as "12 proposals"; default its tickets.
+        made: what it has made, such as "12 proposals"; default its steps.
     """
     level = logging.ERROR if stats.failed or error else logging.INFO
     level = logging.WARNING if stats.outcome == "aborted" and not error else level
@@ -563,7 +540,7 @@ def log_summary(
         "%s %s: %s, %d accepted, best score %s, %d of %s metric calls, %.1f s; %s.",
         name,
         WORDS[stats.outcome],
-        made or f"{stats.tickets} steps",
+        made or f"{stats.steps} steps",
         stats.ended["committed"],
         "unknown" if best_score is None else f"{best_score:.4g}",
         stats.metric_calls,

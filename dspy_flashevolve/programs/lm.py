@@ -27,7 +27,7 @@ from dspy.utils.exceptions import LMServerError
 from dspy.utils.usage_tracker import UsageTracker, track_usage
 
 from dspy_flashevolve.engine.endpoints import Endpoint, Endpoints, Sent
-from dspy_flashevolve.engine.leases import current_lease
+from dspy_flashevolve.engine.scheduler import current_slot
 from dspy_flashevolve.engine.threads import LoopWaits
 from dspy_flashevolve.programs.faults import is_refusal, is_timeout, mark_attempts, may_repeat, retry_after_of
 
@@ -168,7 +168,7 @@ class Pace:
 
     async def acall(self, lm: Any, request: Callable[..., Awaitable[Any]]) -> Any:
         """The same on the run's loop, without the slot while it waits; on another loop the plain LM is called."""
-        endpoint, slot = self._endpoint, current_lease()
+        endpoint, slot = self._endpoint, current_slot()
         loop, waits = asyncio.get_running_loop(), self.models.waits
         attempt, again = 0, dict[str, Any]()
         if waits is None or waits.loop is not loop:

@@ -10,17 +10,38 @@ import copy
 import json
 import math
 import sys
-from typing import Any, cast
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar, cast
 
 import dspy
 from dspy.teleprompt.bootstrap_trace import FailedPrediction
 from pydantic import BaseModel
 from pydantic_core import to_jsonable_python
 
-from dspy_flashevolve.engine.flights import Rollout
+from dspy_flashevolve.engine.rollouts import Rollout, Spent
 
 REMEMBERED = 64
 """Candidates whose predictors are kept ready."""
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Asked(Generic[T]):
+    """What became of a question. It has cost what it has cost, whether or not there is an answer.
+
+    Args:
+        answer: what was read; None when there is an error.
+        error: what the module, or the reading of its answer, raised; a reply that did not fit the format, say.
+        calls: LM calls that reported their usage.
+        spent: tokens that the LMs reported, and dollars, 0 where no price is known or none was asked for.
+    """
+
+    answer: T | None
+    error: Exception | None = None
+    calls: int = 0
+    spent: Spent = field(default_factory=lambda: Spent(0))
 
 
 class InexactError(Exception):
@@ -71,8 +92,11 @@ class RolloutRecords:
             return None
 
     def read_output(self, text: str | None) -> Any:
-        """An output, as far as it was kept."""
-        return None if text is None else decoded(json.loads(text))
+        """An output, as far as it was kept: it is only shown."""
+        try:
+            return None if text is None else decoded(json.loads(text))
+        except InexactError:
+            return None
 
     def read_trace(self, candidate: dict[str, str], example: Any, text: str) -> Any:
         """A trajectory, as reflection reads it.
@@ -109,6 +133,74 @@ class RolloutRecords:
                 del self._predictors[next(iter(self._predictors))]
             self._predictors[key] = found
         return self._predictors[key]
+
+
+class ProgramRecord:
+    """How one rollout of a program is written down and read again; a :class:`~.rollouts.RolloutRecord`.
+
+    Args:
+        records: of the program.
+        candidate, example: of the rollout.
+        traced: it has a trace.
+        needs_trace: a trace that could not be kept is needed: the rollout has to be made again.
+    """
+
+    def __init__(
+        self,
+        records: RolloutRecords,
+        candidate: dict[str, str],
+        example: Any,
+        traced: bool = True,
+        needs_trace: bool = True,
+    ) -> None:
+        self._records, self._candidate, self._example = records, candidate, example
+        self._traced, self._needs_trace = traced, traced and needs_trace
+
+    def write(self, rollout: Rollout) -> tuple[str, str | None]:
+        """Output and trace as text."""
+        trace = self._records.trace(self._candidate, rollout) if self._traced else None
+        return self._records.output(rollout), trace
+
+    def read(self, row: Any) -> Rollout | None:
+        """The rollout in a row; None where its trace is needed, and could not be kept."""
+        trajectory = None
+        if self._traced:
+            try:
+                if row["trace"] is None:
+                    raise InexactError("the trace could not be kept")
+                trajectory = self._records.read_trace(self._candidate, self._example, row["trace"])
+            except Exception:
+                if self._needs_trace:
+                    return None
+        output = self._records.read_output(row["output"])
+        return Rollout(output, float(row["score"]), json.loads(row["objective_scores"]), trajectory)
+
+
+class ReplyText:
+    """How what a module answered is written down and read again; a :class:`~.rollouts.ReplyRecord`.
+
+    Args:
+        position: tells the questions of a step in a stage apart.
+    """
+
+    def __init__(self, position: str) -> None:
+        self.position = position
+
+    def write(self, answer: Any) -> str | None:
+        """The answer as text; None for an error, and for what would not come back as it is."""
+        if answer.error is not None:
+            return None
+        try:
+            return json.dumps(encoded(answer.answer))
+        except InexactError:
+            return None
+
+    def read(self, text: str) -> Any:
+        """The answer, which has cost nothing now."""
+        try:
+            return Asked(decoded(json.loads(text)))
+        except InexactError:
+            return None
 
 
 def _name_of(predictor: Any, known: dict[str, Any]) -> str:

@@ -6,8 +6,7 @@ import asyncio
 import math
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from typing import Any, Generic, Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import anyio
 import dspy
@@ -16,8 +15,9 @@ from dspy.utils.usage_tracker import track_usage
 
 from dspy_flashevolve.engine.budget import Reservation
 from dspy_flashevolve.engine.endpoints import RetryPolicy
-from dspy_flashevolve.engine.errors import ConfigurationError, DataError, RolloutUnresolvedError
+from dspy_flashevolve.engine.errors import ConfigurationError, DataError
 from dspy_flashevolve.engine.limits import Bounds
+from dspy_flashevolve.engine.loop import LoopClock
 from dspy_flashevolve.engine.replay import RunJournal, hash_of
 from dspy_flashevolve.engine.rollouts import Granted, Rollout, RolloutKey, Spent, batch
 from dspy_flashevolve.engine.run import EvolutionRun
@@ -29,7 +29,7 @@ from dspy_flashevolve.programs.copies import isolated_copy
 from dspy_flashevolve.programs.faults import heard_lm_calls, raise_provider_fault
 from dspy_flashevolve.programs.lm import LanguageModels, calls_of, cost_of, endpoints_of, tokens_of
 from dspy_flashevolve.programs.metric import Metric
-from dspy_flashevolve.programs.records import ProgramRecord, ReplyText
+from dspy_flashevolve.programs.records import Asked, ProgramRecord, ReplyText
 from dspy_flashevolve.programs.runner import ProgramRunner, plain_adapter, runs_on_loop, settings_snapshot
 from dspy_flashevolve.programs.vllm_metrics import watchers
 
@@ -37,23 +37,6 @@ T = TypeVar("T")
 Schedule = Literal["async", "lockstep"]
 MAX_CONCURRENCY = 256
 """Requests in flight at most where the slots adapt and ``max_concurrency`` is not given."""
-
-
-@dataclass(frozen=True, slots=True)
-class Asked(Generic[T]):
-    """What became of a question. It has cost what it has cost, whether or not there is an answer.
-
-    Args:
-        answer: what was read; None when there is an error.
-        error: what the module, or the reading of its answer, raised; a reply that did not fit the format, say.
-        calls: LM calls that reported their usage.
-        spent: tokens that the LMs reported, and dollars, 0 where no price is known or none was asked for.
-    """
-
-    answer: T | None
-    error: Exception | None = None
-    calls: int = 0
-    spent: Spent = Spent(0)
 
 
 class DspyRun(EvolutionRun):
@@ -117,9 +100,11 @@ class DspyRun(EvolutionRun):
         """dspy's settings for the length of the run."""
         lm, modules = self.settings.get("lm"), [one for listed in stages.values() for one in listed]
         slots, adaptive = width_of(self, [one for one in modules if isinstance(one, Module)])
-        self._recorder, self._progress = Recorder(), Progress(name, max_metric_calls)
+        clock = LoopClock()
+        self._recorder, self._progress = Recorder(clock), Progress(name, max_metric_calls)
         super().__init__(
             name=name,
+            clock=clock,
             stages={stage: _addresses(listed, lm) for stage, listed in stages.items()},
             slots=slots,
             adaptive=adaptive,
@@ -320,7 +305,6 @@ class DspyRun(EvolutionRun):
         said = f"{type(error).__name__}: {error}" if isinstance(error, Exception) else "cancelled"
         return self._recorder.stats(
             schedule=self.schedule,
-            began=self.clock.began,
             seconds=self.clock() - self.clock.began if self._seconds is None else self._seconds,
             stop_reason=self.stop_reason if error is None else said if not self.stop_reason else self.stop_reason,
             outcome=self.outcome,

@@ -29,12 +29,13 @@ from dspy.utils.exceptions import AdapterParseError
 from dspy.utils.usage_tracker import track_usage
 
 from dspy_flashevolve.engine.errors import FlashEvolveError
-from dspy_flashevolve.engine.flights import Rollout
+from dspy_flashevolve.engine.rollouts import Rollout
 from dspy_flashevolve.engine.threads import Threads
 from dspy_flashevolve.programs.copies import isolated_copy
 from dspy_flashevolve.programs.faults import LmCalls, heard_lm_calls, raise_provider_fault
 from dspy_flashevolve.programs.lm import LanguageModels, cost_of, tokens_of
 from dspy_flashevolve.programs.metric import Metric
+from dspy_flashevolve.programs.records import RolloutRecords
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +92,8 @@ class ProgramRunner:
         self._models = models
         self._finite = finite
         self._flex = bool(adapter._flex_paths)  # pyright: ignore[reportPrivateUsage]
+        self.records = RolloutRecords(adapter.student, code=self._flex)
+        """How its rollouts are written down."""
         self._prototypes: OrderedDict[tuple[tuple[str, str], ...], Module | Exception] = OrderedDict()
         self._building = anyio.Lock()
         self._on_loop: bool | None = None

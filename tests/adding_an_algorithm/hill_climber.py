@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
+import anyio
 import dspy
 from dspy.utils.exceptions import AdapterParseError
 
-from dspy_flashevolve.engine.admission import LiveTickets
-from dspy_flashevolve.engine.flights import Rollout
-from dspy_flashevolve.engine.gathering import gather
-from dspy_flashevolve.engine.item import End, EndKind, Item, Ticket
-from dspy_flashevolve.engine.pipeline import NotNow, Opened
-from dspy_flashevolve.engine.stages import Finish, Forward, Outcome
-from dspy_flashevolve.observe.statistics import RunStats
-from dspy_flashevolve.scheduling import Schedule
-from dspy_flashevolve.workbench import Workbench
+from dspy_flashevolve import DspyRun
+from dspy_flashevolve.engine import End, EndKind, LiveSteps, Step, StepEnded
 
 PROPOSE = dspy.make_signature(
     "current_instruction, examples_with_feedback -> new_instruction",
@@ -25,16 +18,6 @@ PROPOSE = dspy.make_signature(
 )
 
 
-@dataclass(frozen=True)
-class Scored:
-    """An instruction with its mean score, and what the metric said of the answers that it led to."""
-
-    text: str
-    score: float
-    feedback: tuple[str, ...]
-
-
-@dataclass
 class HillClimber:
     """Improves the instruction of a program with one predictor.
 
@@ -43,101 +26,62 @@ class HillClimber:
         max_metric_calls: never exceeded.
         proposer_lm: writes instructions. Default: the configured LM.
         live: steps that run at once. More of them make more proposals, but fewer that build on each other.
-        num_threads, schedule, max_seconds, seed: see :class:`Workbench`.
+        options: further arguments of :class:`DspyRun`: num_threads, schedule, max_seconds, seed.
     """
 
-    metric: Callable[..., Any]
-    max_metric_calls: int
-    proposer_lm: dspy.LM | None = None
-    live: int = 4
-    num_threads: int | None = None
-    schedule: Schedule = "async"
-    max_seconds: float | None = None
-    seed: int = 0
-    stats: RunStats | None = field(default=None, init=False)
-
-    def compile(self, student: dspy.Module, *, trainset: Sequence[dspy.Example]) -> dspy.Module:
-        """The program with the best instruction found."""
-        climb = Climb(self, student, trainset)
-        return climb.bench.run_sync(climb.run)
+    def __init__(
+        self, metric: Callable[..., Any], max_metric_calls: int, proposer_lm: Any = None, live: int = 4, **options: Any
+    ) -> None:
+        self.metric, self.calls, self.proposer_lm, self.live, self.options = (
+            metric, max_metric_calls, proposer_lm, live, options,
+        )  # fmt: skip
+        self.stats: Any = None
 
     async def acompile(self, student: dspy.Module, *, trainset: Sequence[dspy.Example]) -> dspy.Module:
-        """The awaitable twin of :meth:`compile`."""
-        climb = Climb(self, student, trainset)
-        return await climb.bench.run_async(climb.run)
+        """The program with the best instruction found; ``DspyRun.run_sync`` makes a ``compile`` of it."""
+        lms = {"propose": [self.proposer_lm], "evaluate": [student]}
+        run = DspyRun(name="HillClimber", stages=lms, max_metric_calls=self.calls, **self.options)
+        climb = Climb(run, self, student, trainset)
+        await run.run_async(lambda: run.evolve(climb.step, LiveSteps(self.live), calls=len(trainset)))
+        self.stats = run.statistics()
+        program = student.deepcopy()
+        _, predictor = program.named_predictors()[0]
+        predictor.signature = predictor.signature.with_instructions(climb.best)
+        return program
 
 
 class Climb:
-    """One run: its state, its source of tickets, and a handler a stage."""
+    """One run's state, and its step."""
 
-    def __init__(self, of: HillClimber, student: dspy.Module, trainset: Sequence[dspy.Example]) -> None:
-        self.of, self.student, self.trainset = of, student, trainset
-        self.bench = Workbench(
-            name="HillClimber",
-            lms={"propose": [of.proposer_lm], "evaluate": [student]},
-            num_threads=of.num_threads,
-            budget_calls=of.max_metric_calls,
-            schedule=of.schedule,
-            max_seconds=of.max_seconds,
-            seed=of.seed,
-        )
-        self.runner = self.bench.runner(student, of.metric)
-        self.source = self.bench.source(self.select, calls=len(trainset), admission=LiveTickets(of.live))
-        self.component, predictor = predictor_of(student)
-        self.best = Scored(predictor.signature.instructions, -1.0, ())
-        self.version = 0
+    def __init__(self, run: DspyRun, of: HillClimber, student: dspy.Module, trainset: Sequence[dspy.Example]) -> None:
+        self.run, self.of, self.trainset = run, of, trainset
+        self.runner = run.runner(student, of.metric)
+        self.component, predictor = student.named_predictors()[0]
+        self.best, self.score, self.feedback, self.version = predictor.signature.instructions, -1.0, [""], 0
+        self.seeded = anyio.Event()
 
-    async def run(self) -> dspy.Module:
-        """Climb until the budget is spent, and build the best program."""
-        stage = self.bench.stage
-        stages = [stage("propose", self.propose), stage("evaluate", self.evaluate)]
-        await self.bench.evolve([*stages, stage("admit", self.admit, workers=1)], self.source)
-        self.of.stats = self.bench.statistics()
-        program = self.student.deepcopy()
-        _, predictor = predictor_of(program)
-        predictor.signature = predictor.signature.with_instructions(self.best.text)
-        return program
+    async def step(self, step: Step) -> End:
+        """The first step scores the program as it is; once it has, the others improve what is best then."""
+        if step.number > 0:
+            await self.seeded.wait()
+        self.run.begin(step, self.version, self.score)
+        text = await self.propose(step) if step.number > 0 else self.best
+        rollouts = await self.run.evaluate("evaluate", step, self.runner, {self.component: text}, self.trainset, traced=True)
+        score = sum(one.score for one in rollouts) / len(rollouts)
+        if score <= self.score:
+            return End(EndKind.REJECTED, "it does not score better than the best")
+        self.best, self.score, self.version = text, score, self.version + 1  # no await: no lock
+        self.feedback = [str(one.trajectory["score"].feedback) for one in rollouts if one.trajectory]
+        self.run.commit(step, version=self.version, candidate=self.version - 1, score=score)
+        self.seeded.set()
+        return End(EndKind.COMMITTED)
 
-    async def select(self, ticket: Ticket) -> Opened | NotNow:
-        """The first ticket scores the program as it is; once it has, the others improve what is best then."""
-        if ticket.number == 0:
-            return Opened("evaluate", Item(self.best.text, ticket, self.version))
-        return Opened("propose", Item(self.best, ticket, self.version)) if self.version else NotNow.FULL
-
-    async def propose(self, item: Item[Scored]) -> Outcome:
+    async def propose(self, step: Step) -> str:
         """One LM call: a new instruction, from the feedback on three examples."""
-        feedback = item.ticket.rng.sample(item.payload.feedback, min(3, len(item.payload.feedback)))
-        inputs = {"current_instruction": item.payload.text, "examples_with_feedback": "\n".join(feedback)}
+        said = "\n".join(step.rng.sample(self.feedback, min(3, len(self.feedback))))
+        inputs = {"current_instruction": self.best, "examples_with_feedback": said}
         try:
-            claim = self.bench.claim(item, "propose")
-            reply = await self.bench.ask(claim, dspy.Predict(PROPOSE), lm=self.of.proposer_lm, **inputs)
+            reply = await self.run.ask("propose", step, dspy.Predict(PROPOSE), lm=self.of.proposer_lm, **inputs)
         except AdapterParseError as error:
-            return Finish(End(EndKind.FAILED, f"no instruction in the reply: {error}"))
-        return Forward("evaluate", reply.new_instruction)
-
-    async def evaluate(self, item: Item[str]) -> Outcome:
-        """The program with the instruction on every example, all at once."""
-        claim, pays = self.bench.claim(item, "evaluate"), self.source.reservations[item.ticket.number]
-
-        async def one(index: int) -> Rollout:
-            run = self.runner, {self.component: item.payload}, self.trainset[index], index
-            return await self.bench.rollout(claim, pays, *run, capture_traces=False)
-
-        rollouts = await gather([lambda index=index: one(index) for index in range(len(self.trainset))])
-        feedback = tuple(str(one.trajectory["score"].feedback) for one in rollouts if one.trajectory)
-        return Forward("admit", Scored(item.payload, sum(one.score for one in rollouts) / len(rollouts), feedback))
-
-    async def admit(self, item: Item[Scored]) -> Outcome:
-        """The one writer: what scores better than the best is the best."""
-        new = item.payload
-        if new.score <= self.best.score:
-            return Finish(End(EndKind.REJECTED, "it does not score better than the best"))
-        number, parents = self.version, [item.version - 1] if item.version else []  # candidate n made version n + 1
-        self.best, self.version = new, number + 1
-        self.bench.commits.add(item, version=number + 1, candidate=number, score=new.score, parents=parents)
-        return Finish(End(EndKind.COMMITTED))
-
-
-def predictor_of(program: dspy.Module) -> tuple[str, Any]:
-    """Name and predictor whose instruction evolves."""
-    return program.named_predictors()[0]
+            raise StepEnded(EndKind.FAILED, f"no instruction in the reply: {error}") from error
+        return reply.new_instruction
