@@ -9,11 +9,10 @@ from dspy.primitives import Example, Module
 from dspy.teleprompt.teleprompt import Teleprompter
 
 from dspy_flashevolve.ace.arguments import check_arguments, check_budget, check_student, first_playbook
-from dspy_flashevolve.ace.playbook import SECTIONS, Playbook, checked_sections
-from dspy_flashevolve.ace.run import AceRun, as_async
-from dspy_flashevolve.ace.sampling import Epochs, Windows
+from dspy_flashevolve.ace.playbook import SECTIONS, CountTokens, Playbook, approximate_tokens, checked_sections
+from dspy_flashevolve.ace.run import AceRun
+from dspy_flashevolve.ace.sampling import Epochs, Windows, as_async
 from dspy_flashevolve.ace.similarity import Embedder
-from dspy_flashevolve.ace.text import CountTokens, approximate_tokens
 from dspy_flashevolve.data_checks import check_data
 from dspy_flashevolve.engine.errors import ConfigurationError, DataError
 from dspy_flashevolve.engine.staleness import StalenessPolicy

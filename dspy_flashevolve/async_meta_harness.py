@@ -17,10 +17,10 @@ from dspy.teleprompt.teleprompt import Teleprompter
 from dspy_flashevolve.engine.errors import ConfigurationError, RunDirectoryError
 from dspy_flashevolve.engine.staleness import StalenessPolicy
 from dspy_flashevolve.harness.archive import Cost, Evaluated, Failed, context_tokens
-from dspy_flashevolve.harness.evaluating import task_of
+from dspy_flashevolve.harness.evaluating import RunSettings, task_of
 from dspy_flashevolve.harness.program import Harness
 from dspy_flashevolve.harness.proposing import DIRECTIONS, Directions
-from dspy_flashevolve.harness.run import HarnessRun, RunSettings
+from dspy_flashevolve.harness.run import HarnessRun
 from dspy_flashevolve.observe.statistics import RunStats
 from dspy_flashevolve.sandbox.contract import CodeSandbox, Limits
 from dspy_flashevolve.sandbox.deno import DenoSandbox

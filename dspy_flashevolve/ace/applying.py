@@ -1,4 +1,4 @@
-"""Operations applied to a playbook: pure functions, used by the one writer.
+"""Operations applied to a playbook: pure functions, and the run's one writer, which calls them.
 
 An operation stands for what its curator saw. The playbook may have moved on since: what is gone cannot be changed, and
 what others have changed meanwhile is not overwritten. Whatever cannot be done is a :class:`Problem`; the rest is done.
@@ -7,41 +7,40 @@ what others have changed meanwhile is not overwritten. Whatever cannot be done i
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from dspy_flashevolve.ace.operations import Add, Merge, Operation, Problem, Remove, Update, ids_of
-from dspy_flashevolve.ace.playbook import Bullet, Playbook
-from dspy_flashevolve.ace.similarity import same_words
-from dspy_flashevolve.ace.text import CountTokens, approximate_tokens
+from dspy_flashevolve.ace.playbook import Bullet, CountTokens, Playbook, Tag, approximate_tokens
+from dspy_flashevolve.ace.similarity import FindDuplicate, same_words
 
 NEWEST = 4
 """One in so many bullets, the newest, has time to prove itself before it makes room."""
 MOST_DRIVEN_OUT = 4
 """One in so many bullets may be driven out by one operation, and one bullet always."""
-
-Twin = Callable[[str, Sequence[Bullet]], Bullet | None]
-"""The bullet, of those given, that says the same as a text; None where there is none."""
+MOST_EXAMPLES = 50
+"""Problems that are kept as they are; the others are only counted."""
 
 
 @dataclass(frozen=True, slots=True)
-class Merged:
+class Applied:
     """What became of a list of operations.
 
     Args:
         playbook: with what could be done; one version later where a text changed.
-        applied: what was done, in order.
+        done: the operations that were done, in order.
         problems: what was not.
         evicted: ids of bullets that made room.
     """
 
     playbook: Playbook
-    applied: tuple[Operation, ...] = ()
+    done: tuple[Operation, ...] = ()
     problems: tuple[Problem, ...] = ()
     evicted: tuple[str, ...] = ()
 
 
-def merge(
+def apply_operations(
     playbook: Playbook,
     operations: Iterable[Operation],
     *,
@@ -49,8 +48,8 @@ def merge(
     count_tokens: CountTokens = approximate_tokens,
     changed: Mapping[str, int] | None = None,
     seen: int | None = None,
-    twin: Twin = same_words,
-) -> Merged:
+    find_duplicate: FindDuplicate = same_words,
+) -> Applied:
     """Apply operations in order.
 
     Of two operations of the list on one bullet the first counts. An ADD of what a bullet says already raises that
@@ -65,64 +64,45 @@ def merge(
         count_tokens: counts them.
         changed: id -> the version that last changed its text, where that is later than its creation.
         seen: the version that the curator read; None for this one.
-        twin: finds a bullet that says the same as a new one.
+        find_duplicate: finds a bullet that says the same as a new one.
     """
-    work = _Work(
-        playbook, changed or {}, playbook.version if seen is None else seen, twin, _Room(token_budget, count_tokens)
+    draft = _Draft(
+        playbook,
+        token_budget,
+        count_tokens,
+        changed or {},
+        playbook.version if seen is None else seen,
+        find_duplicate,
     )
     for operation in operations:
-        work.apply(operation)
-    evicted = work.room.wanting(work.playbook)
-    after = work.playbook.replacing(one for one in work.playbook.bullets if one.id not in evicted)
-    problems = [*work.problems, *(Problem("over the token budget", one) for one in evicted)]
+        draft.apply(operation)
+    evicted = draft.excess(draft.playbook)
+    after = draft.playbook.replacing(one for one in draft.playbook.bullets if one.id not in evicted)
+    problems = [*draft.problems, *(Problem("over the token budget", one) for one in evicted)]
     if _texts(after) == _texts(playbook):
         after = replace(after, version=playbook.version, next_number=playbook.next_number)
-    return Merged(after, tuple(work.applied), tuple(problems), tuple(evicted))
+    return Applied(after, tuple(draft.done), tuple(problems), tuple(evicted))
 
 
-@dataclass(frozen=True, slots=True)
-class _Room:
-    """What fits within the token budget."""
-
-    token_budget: int | None
-    count_tokens: CountTokens
-
-    def fits(self, playbook: Playbook) -> bool:
-        return self.token_budget is None or playbook.tokens(self.count_tokens) <= self.token_budget
-
-    def wanting(self, playbook: Playbook) -> list[str]:
-        """The ids of the bullets that have to go, first those that are worth least."""
-        if self.fits(playbook):
-            return []
-        order = _least_first(playbook.bullets)
-
-        def fits_without(count: int) -> bool:
-            gone = set(order[:count])
-            return self.fits(playbook.replacing(one for one in playbook.bullets if one.id not in gone))
-
-        return order[: bisect_left(range(len(order)), True, key=fits_without)]
-
-
-def _least_first(bullets: Sequence[Bullet]) -> list[str]:
-    spared = max(1, len(bullets) // NEWEST)
-    by_age = sorted(enumerate(bullets), key=lambda pair: (pair[1].created_version, pair[0]))
-    new = {one.id for _, one in by_age[-spared:] if one.worth >= 0}
-    return [one.id for _, one in sorted(by_age, key=lambda pair: (pair[1].id in new, pair[1].worth))]
-
-
-class _Work:
+class _Draft:
     """A playbook while a list of operations is applied to it."""
 
-    def __init__(self, playbook: Playbook, changed: Mapping[str, int], seen: int, twin: Twin, room: _Room) -> None:
+    def __init__(
+        self,
+        playbook: Playbook,
+        token_budget: int | None,
+        count_tokens: CountTokens,
+        changed: Mapping[str, int],
+        seen: int,
+        find_duplicate: FindDuplicate,
+    ) -> None:
         self.playbook = replace(playbook, version=playbook.version + 1)
-        self.room = room
-        self._driven_out = len(room.wanting(playbook))
-        self.applied: list[Operation] = []
+        self.done: list[Operation] = []
         self.problems: list[Problem] = []
-        self._changed = changed
-        self._seen = seen
-        self._twin = twin
+        self._token_budget, self._count_tokens = token_budget, count_tokens
+        self._changed, self._seen, self._find_duplicate = changed, seen, find_duplicate
         self._touched: dict[str, Operation] = {}
+        self._driven_out = len(self.excess(playbook))
 
     def apply(self, operation: Operation) -> None:
         """Do it, or note why not."""
@@ -135,13 +115,30 @@ class _Work:
         if problem is not None:
             self.problems.append(problem)
         else:
-            self.applied.append(operation)
+            self.done.append(operation)
+
+    def excess(self, playbook: Playbook) -> list[str]:
+        """The ids of the bullets that have to go for the token budget, first those that are worth least."""
+        if self._fits(playbook):
+            return []
+        by_age = sorted(enumerate(playbook.bullets), key=lambda pair: (pair[1].created_version, pair[0]))
+        new = {one.id for _, one in by_age[-max(1, len(playbook) // NEWEST) :] if one.worth >= 0}
+        order = [one.id for _, one in sorted(by_age, key=lambda pair: (pair[1].id in new, pair[1].worth))]
+
+        def fits_without(count: int) -> bool:
+            gone = set(order[:count])
+            return self._fits(playbook.replacing(one for one in playbook.bullets if one.id not in gone))
+
+        return order[: bisect_left(range(len(order)), True, key=fits_without)]
+
+    def _fits(self, playbook: Playbook) -> bool:
+        return self._token_budget is None or playbook.tokens(self._count_tokens) <= self._token_budget
 
     def _add(self, operation: Add) -> Problem | None:
         section = next((s for s in self.playbook.sections if s.lower() == operation.section.lower()), None)
         if section is None:
             return Problem("unknown section", operation.section[:80])
-        known = self._twin(operation.content, self.playbook.bullets)
+        known = self._find_duplicate(operation.content, self.playbook.bullets)
         if known is not None:
             self.playbook = self.playbook.tagged([(known.id, "helpful")])
             return Problem("said already", f"{known.id}: {operation.content}"[:200])
@@ -149,38 +146,35 @@ class _Work:
         return None
 
     def _change(self, operation: Update | Merge | Remove) -> Problem | None:
-        problem = next((found for one in ids_of(operation) if (found := self._hindrance(one, operation))), None)
+        ids, bullets = ids_of(operation), self.playbook.bullets
+        problem = next((found for one in ids if (found := self._hindrance(one, operation))), None)
         if problem is not None:
             return problem
-        self._touched |= dict.fromkeys(ids_of(operation), operation)
-        ids, bullets = ids_of(operation), self.playbook.bullets
+        self._touched |= dict.fromkeys(ids, operation)
         if isinstance(operation, Remove):
             self.playbook = self.playbook.replacing(b for b in bullets if b.id not in ids)
             return None
-        parts = [b for b in bullets if b.id in ids]
+        parts = {b.id: b for b in bullets if b.id in ids}
         kept = replace(
-            next(b for b in parts if b.id == ids[0]),
+            parts[ids[0]],
             content=operation.content,
-            helpful=sum(b.helpful for b in parts),
-            harmful=sum(b.harmful for b in parts),
+            helpful=sum(b.helpful for b in parts.values()),
+            harmful=sum(b.harmful for b in parts.values()),
         )
-        self.playbook = self.playbook.replacing(
-            kept if b.id == kept.id else b for b in bullets if b.id not in ids or b.id == kept.id
-        )
+        self.playbook = self.playbook.replacing(kept if b.id == kept.id else b for b in bullets if b.id not in ids[1:])
         return None
 
     def _crowding(self, before: Playbook, operation: Operation) -> Problem | None:
         """Why an operation that was done takes too much room; None where it does not."""
         detail = f"{type(operation).__name__}: {getattr(operation, 'content', '')}"[:200]
         written = [one for one in self.playbook.bullets if one.content != getattr(before.get(one.id), "content", None)]
-        if any(not self.room.fits(self.playbook.replacing([one])) for one in written):
+        if any(not self._fits(self.playbook.replacing([one])) for one in written):
             return Problem("longer than the token budget", detail)
-        wanting = self.room.wanting(self.playbook)
-        driven_out = len(wanting)
+        excess = self.excess(self.playbook)
         most = max(1, len(self.playbook) // MOST_DRIVEN_OUT)
-        if driven_out - self._driven_out > most or any(one.id in wanting for one in written):
+        if len(excess) - self._driven_out > most or any(one.id in excess for one in written):
             return Problem("takes too much room", detail)
-        self._driven_out = driven_out
+        self._driven_out = len(excess)
         return None
 
     def _hindrance(self, bullet_id: str, operation: Operation) -> Problem | None:
@@ -208,3 +202,75 @@ def newer_than(playbook: Playbook, seen: int, changed: Mapping[str, int]) -> lis
 
 def _texts(playbook: Playbook) -> list[tuple[str, str, str]]:
     return [(one.id, one.section, one.content) for one in playbook.bullets]
+
+
+class PlaybookWriter:
+    """The one writer of a run: the playbook as it is, what changed it, and what was counted on the way.
+
+    Everything here is called on the run's loop; nothing in it waits.
+
+    Args:
+        playbook: the first one.
+        token_budget, count_tokens, find_duplicate: see :func:`apply_operations`.
+
+    Attributes:
+        operations: add, update, merge, remove -> done.
+        tags: helpful, harmful, neutral -> counted.
+        problems: kind -> how many.
+        examples: the first problems, as they are.
+        evicted: bullets that made room.
+    """
+
+    def __init__(
+        self,
+        playbook: Playbook,
+        token_budget: int | None,
+        count_tokens: CountTokens = approximate_tokens,
+        find_duplicate: FindDuplicate = same_words,
+    ) -> None:
+        self.playbook = playbook
+        self._token_budget, self._count_tokens, self._find_duplicate = token_budget, count_tokens, find_duplicate
+        self._changed: dict[str, int] = {}
+        self.operations: Counter[str] = Counter()
+        self.tags: Counter[str] = Counter()
+        self.problems: Counter[str] = Counter()
+        self.examples: list[Problem] = []
+        self.evicted = 0
+
+    def tag(self, tags: Iterable[tuple[str, Tag]]) -> None:
+        """Count tags; those of bullets that are gone are problems."""
+        for bullet_id, tag in tags:
+            if bullet_id in self.playbook:
+                self.playbook = self.playbook.tagged([(bullet_id, tag)])
+                self.tags[tag] += 1
+            else:
+                self.note([Problem("tag of a gone bullet", bullet_id)])
+
+    def apply(self, operations: Sequence[Operation], seen: int) -> Applied:
+        """Do what a curator asks for who saw version ``seen``."""
+        applied = apply_operations(
+            self.playbook,
+            operations,
+            token_budget=self._token_budget,
+            count_tokens=self._count_tokens,
+            changed=self._changed,
+            seen=seen,
+            find_duplicate=self._find_duplicate,
+        )
+        self._changed |= changes(self.playbook, applied.playbook)
+        self.playbook = applied.playbook
+        self.operations.update(type(one).__name__.lower() for one in applied.done)
+        self.evicted += len(applied.evicted)
+        self.note(applied.problems)
+        return applied
+
+    def newer_than(self, seen: int) -> list[Bullet]:
+        """Bullets that were written, or written anew, after a version."""
+        return newer_than(self.playbook, seen, self._changed)
+
+    def note(self, problems: Iterable[Problem]) -> None:
+        """Count problems, and keep the first ones."""
+        for problem in problems:
+            self.problems[problem.kind] += 1
+            if len(self.examples) < MOST_EXAMPLES:
+                self.examples.append(problem)

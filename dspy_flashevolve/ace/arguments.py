@@ -10,7 +10,7 @@ from typing import Any
 from dspy.primitives.module import Module
 
 from dspy_flashevolve.ace.playbook import Playbook
-from dspy_flashevolve.ace.similarity import Embedder, EmbeddingTwins
+from dspy_flashevolve.ace.similarity import Embedder, EmbeddingDuplicates
 from dspy_flashevolve.engine.errors import ConfigurationError, DataError
 from dspy_flashevolve.engine.staleness import Full, Guarded, Reflective, StalenessPolicy
 from dspy_flashevolve.scheduling import check_counts, check_limits
@@ -73,11 +73,11 @@ def policy_of(optimizer: Any) -> StalenessPolicy:
     return staleness
 
 
-def twins_of(optimizer: Any) -> EmbeddingTwins | None:
+def duplicates_of(optimizer: Any) -> EmbeddingDuplicates | None:
     """What tells by embeddings whether two bullets say the same; None where that is off."""
     if optimizer.deduplicate is None:
         return None
-    return EmbeddingTwins(optimizer.embedder or sentence_transformer(), optimizer.deduplicate)
+    return EmbeddingDuplicates(optimizer.embedder or sentence_transformer(), optimizer.deduplicate)
 
 
 def sentence_transformer() -> Embedder:

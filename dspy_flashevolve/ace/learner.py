@@ -1,20 +1,18 @@
-"""AsyncACE's program and language models, as ACE's stages see them."""
+"""What AsyncACE asks of the program and its language models, and what flows between its stages."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import dspy
 from dspy.primitives.module import Module
 
-from dspy_flashevolve.ace.operations import Add, Problem, parse_operations, parse_tags
-from dspy_flashevolve.ace.payloads import Attempt, Curated, Reflection, Sample
-from dspy_flashevolve.ace.playbook import Bullet, Playbook
-from dspy_flashevolve.ace.reconciling import decided
-from dspy_flashevolve.ace.similarity import EmbeddingTwins
-from dspy_flashevolve.ace.text import CountTokens, attached
+from dspy_flashevolve.ace.operations import Add, Operation, Problem, parse_operations, parse_tags
+from dspy_flashevolve.ace.playbook import Bullet, Playbook, Tag, attached
+from dspy_flashevolve.ace.similarity import EmbeddingDuplicates, decided
 from dspy_flashevolve.engine.budget import Reservation
 from dspy_flashevolve.engine.claims import Claim
 from dspy_flashevolve.engine.errors import FlashEvolveError
@@ -33,78 +31,122 @@ MOST_CHARACTERS = 6000
 """Of a field that is shown to a reflector; the rest is cut off."""
 EMPTY = "(empty)"
 
-
-def instructions_of(student: Module, names: Sequence[str]) -> dict[str, str]:
-    """Predictor -> its instructions."""
-    predictors: list[tuple[str, Any]] = student.named_predictors()
-    return {name: one.signature.instructions for name, one in predictors if name in names}
+Tags = tuple[tuple[str, Tag], ...]
 
 
-def with_playbook(student: Module, names: Sequence[str], playbook: Playbook) -> Module:
-    """A copy of a program whose predictors of these names have a playbook in their instructions."""
-    program = student.deepcopy()
-    predictors: list[tuple[str, Any]] = program.named_predictors()
-    for name, predictor in predictors:
-        if name in names:
-            text = attached(predictor.signature.instructions, playbook.render())
-            predictor.signature = predictor.signature.with_instructions(text)
-    return program
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One run of the program on a sample.
+
+    Args:
+        score: higher is better.
+        steps: what it did, for a reflector.
+        feedback: what the metric said.
+        cited: ids of bullets that it named, as far as its playbook has them.
+    """
+
+    score: float
+    steps: str
+    feedback: str
+    cited: tuple[str, ...] = ()
 
 
-class DspyLearner:
+@dataclass(frozen=True, slots=True)
+class Reflection:
+    """What a reflector made of an attempt.
+
+    Args:
+        text: what went wrong, the right approach, the insight; empty where nothing could be read.
+        tags: (id, tag) for cited bullets.
+        problems: what of the reply could not be used.
+    """
+
+    text: str
+    tags: Tags = ()
+    problems: tuple[Problem, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A training example on its way.
+
+    Args:
+        example: the user's.
+        index: its place in the data.
+        playbook: what the program is given.
+        window: number of the window that it belongs to; None where there are none.
+        attempts: so far, oldest first.
+        reflections: one an attempt, but for the last attempt's while it is to come.
+        tags: what reflections said of bullets; the last word on each.
+        operations: what the curator asks for.
+        is_reconciled: stale additions have been read together with the bullets that came between.
+    """
+
+    example: Any
+    index: int
+    playbook: Playbook
+    window: int | None = None
+    attempts: tuple[Attempt, ...] = ()
+    reflections: tuple[Reflection, ...] = ()
+    tags: Tags = ()
+    operations: tuple[Operation, ...] = ()
+    is_reconciled: bool = False
+
+
+class Learner:
     """Runs the program with playbooks, and the modules that reflect, curate and reconcile.
+
+    What a reply says that cannot be used is a problem and no error; only requests that the provider leaves without an
+    answer raise.
 
     Args:
         bench: the run.
+        optimizer: an AsyncACE; only its arguments are read.
         student: the program; it is not changed.
         names: the predictors that get the playbook.
-        metric, failure_score, metric_lock: see :meth:`Workbench.runner`.
         valset: what playbooks are scored on.
-        modules: "reflect", "curate" and "reconcile" -> the module and its LM.
-        token_budget, count_tokens: what the curator is told of.
-        twins: tells by embeddings whether texts say the same; None without.
+        duplicates: tells by embeddings whether texts say the same; None without.
     """
 
     def __init__(
         self,
         bench: Workbench,
+        optimizer: Any,
         student: Module,
         names: Sequence[str],
-        metric: Callable[..., Any],
-        failure_score: float,
-        metric_lock: bool,
         valset: Sequence[Any],
-        modules: Mapping[str, tuple[Module, Any]],
-        token_budget: int,
-        count_tokens: CountTokens,
-        twins: EmbeddingTwins | None,
+        duplicates: EmbeddingDuplicates | None,
     ) -> None:
         self._bench = bench
-        self._instructions = instructions_of(student, names)
-        self._citations = _free_name(student)
-        self._training = bench.runner(
-            _citing(student, names, self._citations), metric, failure_score=failure_score, metric_lock=metric_lock
-        )
-        self._plain = bench.runner(student, metric, failure_score=failure_score, metric_lock=metric_lock)
+        self._of = optimizer
+        predictors: list[tuple[str, Any]] = student.named_predictors()
+        self._instructions = {name: one.signature.instructions for name, one in predictors if name in names}
+        taken = {name for _, one in predictors for name in one.signature.fields}
+        numbered = (CITATIONS + (f"_{n + 1}" if n else "") for n in range(len(taken) + 1))
+        self._citations = next(name for name in numbered if name not in taken)
+        self._training = self._runner(_citing(student, names, self._citations))
+        self._plain = self._runner(student)
         self._valset = valset
-        self._modules = modules
-        self._token_budget = token_budget
-        self._count_tokens = count_tokens
-        self._twins = twins
+        self._duplicates = duplicates
         self._told: set[str] = set()
         self.reservations: Mapping[int, Reservation] = {}
-        """Ticket -> what pays for its rollouts."""
+        """Step -> what pays for its rollouts."""
+
+    def _runner(self, program: Module) -> ProgramRunner:
+        of = self._of
+        return self._bench.runner(program, of.metric, failure_score=of.failure_score, metric_lock=of.metric_lock)
 
     async def attempt(self, claim: Claim, sample: Sample, advice: str) -> Attempt:
-        """See :class:`~dspy_flashevolve.ace.payloads.Learner`."""
-        added = f"What was learnt from an earlier attempt at this task:\n{advice}" if advice else ""
-        key = ("train", claim.ticket, len(sample.attempts))
-        pays = self.reservations[claim.ticket]
-        rollout = await self._rollout(claim, pays, self._training, sample.playbook, added, sample.example, key, True)
+        """Run the program with the sample's playbook, and with advice of a reflection where there is some."""
+        text = sample.playbook.render()
+        if advice:
+            text = f"{text}\n\nWhat was learnt from an earlier attempt at this task:\n{advice}".strip()
+        key, pays = ("train", claim.ticket, len(sample.attempts)), self.reservations[claim.ticket]
+        rollout = await self._rollout(claim, pays, self._training, text, sample.example, key)
         return _attempt_of(rollout, sample, self._citations)
 
     async def reflect(self, claim: Claim, sample: Sample) -> Reflection:
-        """See :class:`~dspy_flashevolve.ace.payloads.Learner`."""
+        """Reflect on the last attempt."""
         attempt = sample.attempts[-1]
         cited = [sample.playbook.get(one) for one in attempt.cited]
         reply, problems = await self._asked(
@@ -114,33 +156,40 @@ class DspyLearner:
             feedback=attempt.feedback,
             cited_bullets=_listed([one for one in cited if one is not None]),
         )
+        parts = {"What went wrong": "what_went_wrong", "Right approach": "right_approach", "Insight": "insight"}
+        said = {title: str(getattr(reply, name, "") or "").strip() for title, name in parts.items()}
         tags, unread = parse_tags(getattr(reply, "bullet_tags", ""))
         uncited = [Problem("tag of an uncited bullet", one) for one, _ in tags if one not in attempt.cited]
         return Reflection(
-            text=_insight(reply),
+            text="\n".join(f"{title}: {text}" for title, text in said.items() if text),
             tags=tuple((one, tag) for one, tag in tags if one in attempt.cited),
             problems=(*problems, *unread, *uncited),
         )
 
-    async def curate(self, claim: Claim, sample: Sample, playbook: Playbook) -> Curated:
-        """See :class:`~dspy_flashevolve.ace.payloads.Learner`."""
+    async def curate(self, claim: Claim, sample: Sample, playbook: Playbook) -> tuple[list[Operation], list[Problem]]:
+        """Ask what of the last reflection belongs into a playbook; the operations, and what could not be read."""
+        reflection, scores = sample.reflections[-1].text, [attempt.score for attempt in sample.attempts]
+        if len(scores) > 1:
+            reflection += f"\n(Score before this reflection: {scores[-2]:g}, with it: {scores[-1]:g}.)"
         reply, problems = await self._asked(
             claim,
             playbook=playbook.render(counters=True) or EMPTY,
             sections=", ".join(playbook.sections),
-            token_budget=f"{playbook.tokens(self._count_tokens)} of {self._token_budget}",
+            token_budget=f"{playbook.tokens(self._of.count_tokens)} of {self._of.token_budget}",
             task=_shown(_inputs(sample.example)),
-            reflection=_with_outcome(sample),
+            reflection=reflection,
         )
         operations, unread = parse_operations(getattr(reply, "operations", ""))
-        return Curated(tuple(operations), (*problems, *unread))
+        return operations, [*problems, *unread]
 
-    async def reconcile(self, claim: Claim, additions: list[Add], newer: list[Bullet]) -> Curated:
-        """See :class:`~dspy_flashevolve.ace.payloads.Learner`."""
+    async def reconcile(
+        self, claim: Claim, additions: list[Add], newer: list[Bullet]
+    ) -> tuple[list[Operation], list[Problem]]:
+        """Ask what becomes of additions that were written before some bullets."""
         numbered = [f"{number}. {one.content}" for number, one in enumerate(additions, start=1)]
         reply, problems = await self._asked(claim, additions="\n".join(numbered), newer_bullets=_listed(newer))
         operations, unread = decided(additions, newer, getattr(reply, "decisions", ""))
-        return Curated(tuple(operations), (*problems, *unread))
+        return operations, [*problems, *unread]
 
     async def validate(self, claim: Claim, playbook: Playbook, pays: Reservation) -> float:
         """The mean score of the program with a playbook on the validation set.
@@ -151,43 +200,35 @@ class DspyLearner:
         Raises:
             RolloutUnresolvedError: the provider gave no answer for an example.
         """
+        text = playbook.render()
 
         async def one(index: int) -> float:
-            key, example = ("val", index), self._valset[index]
-            rollout = await self._rollout(claim, pays, self._plain, playbook, "", example, key, False)
+            rollout = await self._rollout(claim, pays, self._plain, text, self._valset[index], ("val", index))
             return rollout.score
 
         scores = await gather([lambda index=index: one(index) for index in range(len(self._valset))])
         return sum(scores) / len(scores)
 
     async def prepare(self, texts: list[str]) -> list[Problem]:
-        """See :class:`~dspy_flashevolve.ace.payloads.Learner`."""
-        if self._twins is None:
+        """Get ready to tell whether texts say the same; what stands in the way, where they are compared by words."""
+        if self._duplicates is None:
             return []
         try:
-            await self._bench.threads.run(self._twins.prepare, texts)
+            await self._bench.threads.run(self._duplicates.prepare, texts)
         except Exception as error:
             return [self._failed("embedder", error)]
         return []
 
     async def _rollout(
-        self,
-        claim: Claim,
-        pays: Reservation,
-        runner: ProgramRunner,
-        playbook: Playbook,
-        added: str,
-        example: Any,
-        key: Any,
-        traced: bool,
+        self, claim: Claim, pays: Reservation, runner: ProgramRunner, text: str, example: Any, key: Any
     ) -> Rollout:
-        text = "\n\n".join(part for part in (playbook.render(), added) if part)
         candidate = {name: attached(own, text) for name, own in self._instructions.items()}
-        return await self._bench.rollout(claim, pays, runner, candidate, example, key, capture_traces=traced)
+        is_traced = runner is self._training
+        return await self._bench.rollout(claim, pays, runner, candidate, example, key, capture_traces=is_traced)
 
     async def _asked(self, claim: Claim, **inputs: str) -> tuple[Any, list[Problem]]:
         """What the module of a stage replies; a module that raises says nothing, which is a problem and no error."""
-        module, lm = self._modules[claim.stage]
+        module, lm = self._of.modules()[claim.stage]
         try:
             reply = await self._bench.ask(claim, module, lm=lm, **inputs)
         except FlashEvolveError:
@@ -206,11 +247,15 @@ class DspyLearner:
         return Problem(f"{what} failed", said)
 
 
-def _free_name(student: Module) -> str:
-    """A name of the field for citations that no predictor has a field of."""
-    predictors: list[Any] = student.predictors()
-    taken = {name for one in predictors for name in one.signature.fields}
-    return next(name for n in range(len(taken) + 1) if (name := CITATIONS + (f"_{n + 1}" if n else "")) not in taken)
+def with_playbook(student: Module, names: Sequence[str], playbook: Playbook) -> Module:
+    """A copy of a program whose predictors of these names have a playbook in their instructions."""
+    program = student.deepcopy()
+    predictors: list[tuple[str, Any]] = program.named_predictors()
+    for name, predictor in predictors:
+        if name in names:
+            text = attached(predictor.signature.instructions, playbook.render())
+            predictor.signature = predictor.signature.with_instructions(text)
+    return program
 
 
 def _citing(student: Module, names: Sequence[str], citations: str) -> Module:
@@ -231,8 +276,7 @@ def _attempt_of(rollout: Rollout, sample: Sample, citations: str) -> Attempt:
         return Attempt(rollout.score, _cut(failure), _feedback(rollout.score, None, sample))
     steps: list[str] = []
     cited: list[str] = []
-    for number, (_, inputs, outputs) in enumerate(trajectory["trace"], start=1):
-        del inputs
+    for number, (_, _, outputs) in enumerate(trajectory["trace"], start=1):
         values = dict(outputs) if isinstance(outputs, dspy.Prediction) else {"output": str(outputs)}
         cited.append(str(values.pop(citations, "")))
         steps.append(f"Step {number}\n{_shown(values)}")
@@ -263,17 +307,3 @@ def _cut(text: str) -> str:
 
 def _listed(bullets: Sequence[Bullet]) -> str:
     return "\n".join(f"[{one.id}] {one.content}" for one in bullets) or EMPTY
-
-
-def _insight(reply: Any) -> str:
-    parts = {"What went wrong": "what_went_wrong", "Right approach": "right_approach", "Insight": "insight"}
-    said = {title: str(getattr(reply, name, "") or "").strip() for title, name in parts.items()}
-    return "\n".join(f"{title}: {text}" for title, text in said.items() if text)
-
-
-def _with_outcome(sample: Sample) -> str:
-    """The last reflection, with what came of it."""
-    text, scores = sample.reflections[-1].text, [attempt.score for attempt in sample.attempts]
-    if len(scores) == 1:
-        return text
-    return f"{text}\n(Score before this reflection: {scores[-2]:g}, with it: {scores[-1]:g}.)"

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-from dspy_flashevolve.ace.playbook import TAGS, Tag
-from dspy_flashevolve.ace.text import cleaned
+from dspy_flashevolve.ace.playbook import TAGS, Tag, cleaned
 
 MOST_OPERATIONS = 200
 """Of one reply; what comes after them is not read."""
@@ -28,6 +28,7 @@ _MOST_LITERAL = 50_000
 """Characters of a Python literal, which is slow to read."""
 _MOST_MISSES = 1000
 """Brackets that open nothing, before the rest of a reply is given up."""
+_OPENING = re.compile(r"[\[{]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +108,7 @@ def parse_operations(reply: object) -> tuple[list[Operation], list[Problem]]:
 
 def parse_objects(reply: object) -> tuple[list[Mapping[str, Any]], list[Problem]]:
     """The objects of the lists in a reply, of any kind; see :func:`parse_operations`."""
-    values = list(_values(reply)) if isinstance(reply, str) else [reply]
+    values = list(_values(reply))
     if not values and isinstance(reply, str) and reply.strip():
         return [], [Problem("unreadable reply", reply.strip()[:200])]
     found = [one for value in values for one in _objects(value)]
@@ -129,7 +130,7 @@ def parse_tags(reply: object) -> tuple[list[tuple[str, Tag]], list[Problem]]:
     >>> parse_tags('{"str-1": "helpful", "str-2": "splendid"}')
     ([('str-1', 'helpful')], [Problem(kind='unknown tag', detail='splendid')])
     """
-    values = list(_values(reply)) if isinstance(reply, str) else [reply]
+    values = list(_values(reply))
     if not values and isinstance(reply, str) and reply.strip().lower() not in ("", "none", "n/a"):
         return [], [Problem("unreadable tags", reply.strip()[:200])]
     tags: dict[str, Tag] = {}
@@ -200,10 +201,8 @@ def _objects(value: object, depth: int = _DEPTH) -> Iterator[Mapping[str, Any]]:
     elif isinstance(value, Mapping):
         data = cast("Mapping[str, Any]", value)
         inner = data.get("operations", data.get("decisions"))
-        if isinstance(inner, list | dict):
-            yield from _objects(cast("object", inner), depth - 1)
-        elif isinstance(inner, str):
-            yield from (one for value in _values(inner) for one in _objects(value, depth - 1))
+        if isinstance(inner, list | dict | str):
+            yield from (one for value in _values(cast("object", inner)) for one in _objects(value, depth - 1))
         elif data and all(str(name).upper() in KINDS and isinstance(listed, list) for name, listed in data.items()):
             yield from (_of_type(str(name), one) for name, listed in data.items() for one in listed)
         else:
@@ -219,39 +218,30 @@ def _of_type(name: str, one: object) -> Mapping[str, Any]:
     return {"type": name, "id" if name.upper() in ("REMOVE", "DELETE") else "content": one}
 
 
-def _values(text: str) -> Iterator[object]:
+def _values(reply: object) -> Iterator[object]:
     """The JSON lists and objects in a text, or, where there are none, the Python literal that it is.
 
-    Of a list that is cut off, the objects that are whole.
+    Of a list that is cut off, the objects that are whole. What is no text is yielded as it is.
     """
-    text = text[:MOST_CHARACTERS]
+    if not isinstance(reply, str):
+        yield reply
+        return
+    text = reply[:MOST_CHARACTERS]
     decoder, start, misses, found = json.JSONDecoder(strict=False), 0, 0, False
-    while misses < _MOST_MISSES and (start := _next_open(text, start)) >= 0:
+    while misses < _MOST_MISSES and (opening := _OPENING.search(text, start)) is not None:
         try:
-            value, end = decoder.raw_decode(text, start)
+            value, start = decoder.raw_decode(text, opening.start())
         except (ValueError, RecursionError):
-            start, misses = start + 1, misses + 1
+            start, misses = opening.end(), misses + 1
             continue
         if isinstance(value, dict) or not value or any(isinstance(one, dict | list) for one in value):
             found = True
             yield cast("object", value)
-        start = end
-    if not found:
-        yield from _literal(text)
-
-
-def _next_open(text: str, start: int) -> int:
-    places = [place for place in (text.find("[", start), text.find("{", start)) if place >= 0]
-    return min(places, default=-1)
-
-
-def _literal(text: str) -> Iterator[object]:
-    if len(text) > _MOST_LITERAL:
+    if found or len(text) > _MOST_LITERAL:
         return
-    body = text.strip().removeprefix("```json").removeprefix("```python").strip("`\n ")
     try:
-        value: object = ast.literal_eval(body)
+        literal: object = ast.literal_eval(text.strip().removeprefix("```json").removeprefix("```python").strip("`\n "))
     except (ValueError, SyntaxError, MemoryError, RecursionError, TypeError):
         return
-    if isinstance(value, list | dict):
-        yield cast("object", value)
+    if isinstance(literal, list | dict):
+        yield cast("object", literal)

@@ -1,4 +1,4 @@
-"""The playbook: bullets in sections. Structured data; text is rendered when it is wanted.
+"""The playbook: bullets in sections, and as text in an instruction. Structured data; text is rendered when wanted.
 
 Source: ACE (arXiv 2510.04618) section 3: itemized bullets with identifiers and counters, changed by deltas.
 """
@@ -6,17 +6,16 @@ Source: ACE (arXiv 2510.04618) section 3: itemized bullets with identifiers and 
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import uuid
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
-from dspy_flashevolve.ace.plain_data import fields_of, text_of, whole_of
-from dspy_flashevolve.ace.text import CLOSING, CountTokens, approximate_tokens, block_in, cleaned, head, next_number_in
 from dspy_flashevolve.engine.errors import ConfigurationError
 
 Tag = Literal["helpful", "harmful", "neutral"]
@@ -30,6 +29,26 @@ MOST_NUMBER = 10**9
 _SECTION = re.compile(r"[A-Za-z](?:[A-Za-z0-9_ -]{0,58}[A-Za-z0-9_-])?")
 _LINE = re.compile(r"\[([a-z]{1,3}-[0-9]{1,9})\] (.*)")
 _ID = re.compile(r"\b[a-z]{1,3}-[0-9]{1,9}\b")
+
+CountTokens = Callable[[str], int]
+"""A text -> its tokens."""
+OPENING, CLOSING = "<playbook>", "</playbook>"
+"""What a rendered playbook stands between, so that it can be found in an instruction and taken out."""
+GUIDE = (
+    "What was learnt from earlier tasks; each line has its id. Apply the lines that fit the task, ignore the others."
+)
+_NEXT = "Next number: "
+_MARKS = re.compile(r"</?\s*playbook\s*>", re.IGNORECASE)
+_BLOCK = re.compile(rf"\s*{OPENING}\n{re.escape(GUIDE)}(?: {_NEXT}([0-9]{{1,10}})\.)?[^\n]*\n.*?{CLOSING}", re.DOTALL)
+
+
+def approximate_tokens(text: str) -> int:
+    """A count without a tokenizer: a token for every four bytes, rounded up.
+
+    >>> approximate_tokens("abcde")
+    2
+    """
+    return math.ceil(len(text.encode("utf-8", "replace")) / 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +114,8 @@ class Playbook:
             raise ConfigurationError("playbook: two bullets have the same id, or ids with the same number.")
         if not 1 <= self.next_number <= MOST_NUMBER:
             raise ConfigurationError(f"playbook: next_number is {self.next_number!r:.80}, expected 1 to {MOST_NUMBER}.")
+        if self.version < 0:
+            raise ConfigurationError(f"playbook: version is {self.version}, expected at least 0.")
         for bullet in self.bullets:
             self._check(bullet)
 
@@ -131,19 +152,20 @@ class Playbook:
 
         Args:
             section: one of the playbook's.
-            content: its text; see :func:`~dspy_flashevolve.ace.text.cleaned`.
+            content: its text; see :func:`cleaned`.
             version: of the playbook that is made; default: one more than this one's.
 
         Raises:
             ConfigurationError: no such section, or no content.
         """
         version = self.version + 1 if version is None else version
-        bullet = Bullet(f"{_prefix(section)}-{self.next_number}", section, cleaned(content), created_version=version)
+        prefix = "".join(letter for letter in section.lower() if "a" <= letter <= "z")[:3]
+        bullet = Bullet(f"{prefix}-{self.next_number}", section, cleaned(content), created_version=version)
         return replace(self, bullets=(*self.bullets, bullet), next_number=self.next_number + 1, version=version)
 
-    def replacing(self, bullets: Iterable[Bullet], *, version: int | None = None) -> Playbook:
-        """With other bullets; ids that were given stay given."""
-        return replace(self, bullets=tuple(bullets), version=self.version if version is None else version)
+    def replacing(self, bullets: Iterable[Bullet]) -> Playbook:
+        """With other bullets; ids that were given stay given, and the version stays."""
+        return replace(self, bullets=tuple(bullets))
 
     def tagged(self, tags: Iterable[tuple[str, Tag]]) -> Playbook:
         """With counters as the tags say; a tag of an id that is not here counts nothing. The version stays.
@@ -171,7 +193,7 @@ class Playbook:
         for section in self.sections:
             own = [bullet for bullet in self.bullets if bullet.section == section]
             lines += [f"## {section}"] * bool(own) + [_line(bullet, counters) for bullet in own]
-        return "\n".join([*head(self.next_number), *lines, CLOSING]) if lines else ""
+        return "\n".join([OPENING, f"{GUIDE} {_NEXT}{self.next_number}.", *lines, CLOSING]) if lines else ""
 
     def tokens(self, count_tokens: CountTokens = approximate_tokens) -> int:
         """Tokens of :meth:`render`."""
@@ -197,16 +219,9 @@ class Playbook:
         Raises:
             ConfigurationError: it is something else; the message says what.
         """
-        values = fields_of(data, {"sections", "bullets", "next_number", "version"}, "an object")
-        sections, bullets = values["sections"], values["bullets"]
-        if not isinstance(sections, list) or not isinstance(bullets, list):
-            raise ConfigurationError("playbook: sections and bullets must be lists.")
-        return cls(
-            sections=tuple(cast("list[str]", sections)),
-            bullets=tuple(_bullet_of(one) for one in cast("list[object]", bullets)),
-            next_number=whole_of(values["next_number"], "next_number"),
-            version=whole_of(values["version"], "version"),
-        )
+        values = _checked(data, _FIELDS, "an object")
+        bullets = tuple(Bullet(**_checked(one, _BULLET_FIELDS, "a bullet")) for one in values.pop("bullets"))
+        return cls(bullets=bullets, **values)
 
     @classmethod
     def from_instructions(cls, instructions: str, sections: Sequence[str] = SECTIONS) -> Playbook | None:
@@ -220,8 +235,11 @@ class Playbook:
         >>> Playbook.from_instructions(Playbook().adding("other", "x").render()).bullets[0].content
         'x'
         """
-        block, found, section = block_in(instructions), list[Bullet](), ""
-        for line in (block or "").splitlines():
+        block = _BLOCK.search(instructions)
+        if block is None:
+            return None
+        found, section = list[Bullet](), ""
+        for line in block[0].splitlines():
             bullet = _LINE.fullmatch(line)
             if line.startswith("## "):
                 section = line[3:]
@@ -230,10 +248,13 @@ class Playbook:
             elif line.startswith("  ") and found:
                 found[-1] = replace(found[-1], content=f"{found[-1].content}\n{line[2:]}")
         numbers = {int(one.id.rpartition("-")[2]): one for one in found}
+        if not found:
+            return None
         try:
             in_order = tuple(numbers[number] for number in sorted(numbers))
             named = tuple(dict.fromkeys([*sections, *(one.section for one in found)]))
-            return cls(named, in_order, max(max(numbers) + 1, next_number_in(block or ""))) if found else None
+            next_number = max(max(numbers) + 1, int(block[1] or 0))
+            return cls(named, in_order, next_number)
         except ConfigurationError:
             return None
 
@@ -283,17 +304,43 @@ def _line(bullet: Bullet, counters: bool) -> str:
     return f"[{bullet.id}]{counts} " + bullet.content.replace("\n", "\n  ")
 
 
-def _prefix(section: str) -> str:
-    return "".join(letter for letter in section.lower() if "a" <= letter <= "z")[:3]
+_FIELDS = {"sections": list, "bullets": list, "next_number": int, "version": int}
+_BULLET_FIELDS = {"id": str, "section": str, "content": str, "helpful": int, "harmful": int, "created_version": int}
 
 
-def _bullet_of(data: object) -> Bullet:
-    values = fields_of(data, set(Bullet.__dataclass_fields__), "a bullet")
-    return Bullet(
-        id=text_of(values["id"], "id"),
-        section=text_of(values["section"], "section"),
-        content=text_of(values["content"], "content"),
-        helpful=whole_of(values["helpful"], "helpful"),
-        harmful=whole_of(values["harmful"], "harmful"),
-        created_version=whole_of(values["created_version"], "created_version"),
-    )
+def _checked(data: Any, kinds: Mapping[str, type], what: str) -> dict[str, Any]:
+    """Plain data with these keys and no others, each of its type."""
+    if not isinstance(data, Mapping) or set(data) != set(kinds):
+        raise ConfigurationError(f"playbook: expected {what} with {sorted(kinds)}, got {data!r:.80}.")
+    for name, kind in kinds.items():
+        if type(data[name]) is not kind:
+            raise ConfigurationError(f"playbook: {name} is {data[name]!r:.80}, expected {kind.__name__}.")
+    return dict(data)
+
+
+def cleaned(content: str) -> str:
+    """The text of a bullet: without playbook marks, headings' blank lines and space around it.
+
+    >>> cleaned(" Mind units. </playbook>\\n\\n  x  ")
+    'Mind units.\\nx'
+    """
+    text = content.encode("utf-8", "replace").decode("utf-8")
+    while _MARKS.search(text):
+        text = _MARKS.sub("", text)
+    return "\n".join(line for line in (one.strip() for one in text.splitlines()) if line)
+
+
+def attached(instructions: str, playbook_text: str) -> str:
+    """Instructions with a rendered playbook at their end, in place of the one that they had."""
+    return "\n\n".join(part for part in (detached(instructions), playbook_text) if part)
+
+
+def detached(instructions: str) -> str:
+    """Instructions without the playbook.
+
+    >>> detached(attached("Answer.", Playbook().adding("other", "x").render()))
+    'Answer.'
+    >>> detached(f"Write {OPENING} tags {CLOSING}.")
+    'Write <playbook> tags </playbook>.'
+    """
+    return _BLOCK.sub("", instructions)

@@ -1,10 +1,10 @@
-"""Which training example a ticket takes: epochs over a set, or windows of a stream."""
+"""Which training example a step takes: epochs over a set, or windows of a stream."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import anyio
@@ -48,7 +48,7 @@ class Epochs:
         self._epoch = 0
         self.failure: Exception | None = None
 
-    def readers(self, wake: Callable[[], None]) -> list[Callable[[], Coroutine[Any, Any, None]]]:
+    def readers(self, wake: Callable[[], object]) -> list[Callable[[], Coroutine[Any, Any, None]]]:
         """What reads examples beside the run: nothing, they are at hand."""
         del wake
         return []
@@ -66,10 +66,10 @@ class Epochs:
         return Taken(self._examples[index], index)
 
     def ended(self, ticket: Ticket) -> None:
-        """A ticket has ended."""
+        """A step has ended."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Window:
     """A part of a stream, scored before anything was learnt from it.
 
@@ -83,7 +83,7 @@ class Window:
     number: int
     version: int
     examples: int
-    scores: tuple[float, ...] = ()
+    scores: list[float] = field(default_factory=list[float])
 
     @property
     def score(self) -> float | None:
@@ -120,7 +120,7 @@ class Windows:
         self.windows: list[Window] = []
         self.failure: Exception | None = None
 
-    def readers(self, wake: Callable[[], None]) -> list[Callable[[], Coroutine[Any, Any, None]]]:
+    def readers(self, wake: Callable[[], object]) -> list[Callable[[], Coroutine[Any, Any, None]]]:
         """What reads the stream: run it beside the evolution, and cancel it at its end.
 
         Args:
@@ -164,9 +164,19 @@ class Windows:
 
     def scored(self, window: int, score: float) -> None:
         """An example of a window has its first score."""
-        one = self.windows[window]
-        self.windows[window] = Window(one.number, one.version, one.examples, (*one.scores, score))
+        self.windows[window].scores.append(score)
 
     def ended(self, ticket: Ticket) -> None:
-        """A ticket has ended."""
+        """A step has ended."""
         self._live.discard(ticket.number)
+
+
+async def as_async(stream: Any, run_in_thread: Any) -> AsyncIterator[Any]:
+    """A stream as an async iterator; what it gives synchronously is waited for in a thread."""
+    if hasattr(stream, "__aiter__"):
+        async for one in stream:
+            yield one
+        return
+    iterator, end = iter(stream), object()
+    while (one := await run_in_thread(next, iterator, end)) is not end:
+        yield one

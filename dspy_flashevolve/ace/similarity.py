@@ -1,16 +1,22 @@
-"""When do two bullets say the same? By their words, or, where the user wants it, by an embedding's."""
+"""When do two bullets say the same? By their words, an embedding, or a language model that reads stale additions."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
-from dspy_flashevolve.ace.playbook import Bullet
+from dspy_flashevolve.ace.operations import Add, Operation, Problem, Update, parse_objects
+from dspy_flashevolve.ace.playbook import Bullet, cleaned
 from dspy_flashevolve.engine.errors import ConfigurationError
 
 Embedder = Callable[[list[str]], Sequence[Sequence[float]]]
 """Texts -> one vector each, all of one length."""
+FindDuplicate = Callable[[str, Sequence[Bullet]], Bullet | None]
+"""The bullet, of those given, that says the same as a text; None where there is none."""
+LEAST_OVERLAP = 0.7
+"""Shared words from which an addition repeats a newer bullet."""
 _WORD = re.compile(r"\w+")
 _NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
 _DENIAL = re.compile(r"\b(?:not|no|never|none|without|cannot|avoid|unless|except)\b|n't\b")
@@ -18,11 +24,6 @@ _SIGN = re.compile(r"([\w)\]]+)( *)(!=|<=|>=|==|[-+*/=<>^%×÷\u2212≤≥≠±]
 _JOINS = "-*/"
 """Signs that stand between words, too: "right-hand", "input/output", "**bold**"."""
 _EITHER_WAY = "+*×=≠!=="
-
-
-def words_of(text: str) -> frozenset[str]:
-    """The words of a text, in lower case."""
-    return frozenset(_WORD.findall(text.lower()))
 
 
 def signs_of(text: str) -> list[tuple[str, str, str]]:
@@ -61,7 +62,7 @@ def overlap(one: str, other: str) -> float:
     >>> overlap("round at the end", "Round in the end.")
     0.6
     """
-    ours, theirs = words_of(one), words_of(other)
+    ours, theirs = set(_WORD.findall(one.lower())), set(_WORD.findall(other.lower()))
     return len(ours & theirs) / len(ours | theirs) if ours | theirs else float(one == other)
 
 
@@ -83,11 +84,8 @@ def _said(text: str) -> tuple[set[str], list[tuple[str, ...]], int]:
         (sign, *sorted((left, right))) if sign in _EITHER_WAY else (sign, left, right)
         for left, sign, right in signs_of(text)
     ]
-    return set(_NUMBER.findall(text)), sorted(signs), _denials(text)
-
-
-def _denials(text: str) -> int:
-    return len(_DENIAL.findall(text.lower().replace("\N{RIGHT SINGLE QUOTATION MARK}", "'")))
+    denials = len(_DENIAL.findall(text.lower().replace("\N{RIGHT SINGLE QUOTATION MARK}", "'")))
+    return set(_NUMBER.findall(text)), sorted(signs), denials
 
 
 def closest(content: str, bullets: Sequence[Bullet], least: float) -> Bullet | None:
@@ -97,7 +95,7 @@ def closest(content: str, bullets: Sequence[Bullet], least: float) -> Bullet | N
     return best[1] if best[0] >= least else None
 
 
-class EmbeddingTwins:
+class EmbeddingDuplicates:
     """Finds the bullet that says the same as a text by the cosine of their embeddings.
 
     Args:
@@ -145,3 +143,62 @@ class EmbeddingTwins:
 def _cosine(one: Sequence[float], other: Sequence[float]) -> float:
     lengths = math.hypot(*one) * math.hypot(*other)
     return sum(a * b for a, b in zip(one, other, strict=True)) / lengths if lengths else 0.0
+
+
+def without_repeats(
+    operations: Iterable[Operation], newer: Sequence[Bullet]
+) -> tuple[list[Operation], list[Problem], list[str]]:
+    """The operations without additions that nearly repeat a newer bullet.
+
+    Returns:
+        The other operations, a problem for each addition that went, and the ids of the bullets that say it: the
+        addition is merged into these, and speaks for them.
+    """
+    kept: list[Operation] = []
+    problems: list[Problem] = []
+    repeated: list[str] = []
+    for operation in operations:
+        bullet = closest(operation.content, newer, LEAST_OVERLAP) if isinstance(operation, Add) else None
+        if bullet is None:
+            kept.append(operation)
+        else:
+            problems.append(Problem("repeats a newer bullet", f"{bullet.id}: {bullet.content}"[:200]))
+            repeated.append(bullet.id)
+    return kept, problems, repeated
+
+
+def decided(additions: Sequence[Add], newer: Sequence[Bullet], reply: object) -> tuple[list[Operation], list[Problem]]:
+    """What a reply makes of stale additions; one that it does not mention, or not clearly, is admitted.
+
+    Args:
+        additions: numbered from 1 in the reply.
+        newer: bullets that an addition may be merged with.
+        reply: a list of objects with "addition", "decision" (admit, drop or merge), and for a merge "id" and "content".
+
+    Returns:
+        Operations in place of the additions, and what was dropped or could not be used.
+    """
+    found, problems = parse_objects(reply)
+    numbers = [str(number) for number in range(1, len(additions) + 1)]
+    decisions: dict[int, dict[str, Any]] = {}
+    for one in found:
+        number = str(one.get("addition")).strip(" .#")
+        if number in numbers:
+            decisions.setdefault(numbers.index(number), dict(one))
+        else:
+            problems.append(Problem("unknown addition", number[:80]))
+    ids = {bullet.id for bullet in newer}
+    operations: list[Operation] = []
+    for number, addition in enumerate(additions):
+        decision = decisions.get(number, {})
+        word = str(decision.get("decision", "admit")).strip().lower()
+        target, content = str(decision.get("id", "")).strip(" []").lower(), decision.get("content")
+        if word == "drop":
+            problems.append(Problem("stale addition dropped", addition.content[:200]))
+        elif word == "merge" and target in ids and isinstance(content, str) and cleaned(content):
+            operations.append(Update(target, cleaned(content)))
+        else:
+            if word != "admit":
+                problems.append(Problem("unknown decision", f"{word} {target}"[:80]))
+            operations.append(addition)
+    return operations, problems

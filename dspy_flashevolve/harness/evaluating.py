@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import dspy
@@ -19,13 +20,23 @@ from dspy_flashevolve.engine.flights import Rollout, Spent
 from dspy_flashevolve.engine.gathering import gather
 from dspy_flashevolve.engine.item import Item
 from dspy_flashevolve.engine.sources import TicketSource
+from dspy_flashevolve.engine.staleness import StalenessPolicy
 from dspy_flashevolve.harness.archive import Checked, Cost, Evaluated, Failed, Trial
 from dspy_flashevolve.harness.drafts import Draft, DraftError, draft_of
 from dspy_flashevolve.harness.program import as_json, call_in_thread, call_on_loop, typed_fields
 from dspy_flashevolve.programs.faults import heard_lm_calls, raise_provider_fault
 from dspy_flashevolve.programs.metric import Metric
 from dspy_flashevolve.programs.runner import answers_asynchronously
-from dspy_flashevolve.sandbox.contract import CodeSandbox, Failure, Job, LmAnswer, LmRequest, Outcome, SandboxError
+from dspy_flashevolve.sandbox.contract import (
+    CodeSandbox,
+    Failure,
+    Job,
+    Limits,
+    LmAnswer,
+    LmRequest,
+    Outcome,
+    SandboxError,
+)
 from dspy_flashevolve.workbench import Workbench
 
 FLEX: Any = dspy.Flex
@@ -138,6 +149,26 @@ def _key(example: Example) -> str:
     return json.dumps(as_json(dict(example.inputs())), sort_keys=True)
 
 
+@dataclass(frozen=True)
+class RunSettings:
+    """What a run was asked for; see :class:`~dspy_flashevolve.async_meta_harness.AsyncMetaHarness`."""
+
+    metric: Callable[..., Any]
+    proposer_lm: Any
+    iterations: int
+    k: int
+    proposers: int
+    proposer_steps: int
+    cost: Cost
+    limits: Limits
+    directions: Sequence[str]
+    staleness: StalenessPolicy
+    learn_batch: int
+    failure_score: float
+    log_dir: Path | None
+    accept_missing_protection: tuple[str, ...]
+
+
 class _Hopeless(Exception):
     """A candidate has done on an example what no candidate may do: the rest of its evaluation is given up."""
 
@@ -155,10 +186,7 @@ class Evaluations:
         task: what they are to solve.
         sandbox: where their code runs.
         lm: what answers their LM calls.
-        metric: scores what came back, in the host.
-        cost: of one run.
-        failure_score: of a run that failed, and of an example on which the metric raises.
-        learn_batch: training examples in a batch of ``learn``.
+        settings: the rest.
     """
 
     def __init__(
@@ -168,15 +196,11 @@ class Evaluations:
         task: HarnessTask,
         sandbox: CodeSandbox,
         lm: Any,
-        metric: Metric,
-        cost: Cost,
-        failure_score: float,
-        learn_batch: int,
+        settings: RunSettings,
     ) -> None:
         self._bench, self._source, self._task, self._sandbox = bench, source, task, sandbox
         self._lm, self._on_loop = lm, answers_asynchronously(lm)
-        self._metric, self._cost, self._failure_score = metric, cost, failure_score
-        self._learn_batch = learn_batch
+        self._settings, self._metric = settings, Metric(settings.metric, bench.threads)
         self._adapter = type(bench.settings.get("adapter") or dspy.ChatAdapter()).__name__
 
     async def checked(self, item: Item[Any], draft: Draft, chosen: Sequence[int]) -> Checked:
@@ -210,8 +234,8 @@ class Evaluations:
         """What a candidate remembers after one pass over the training examples that nobody is scored on."""
         memory: Any = {}
         named = [(f"lesson {number}", example) for number, example in enumerate(self._task.lessons)]
-        for start in range(0, len(named), self._learn_batch):
-            examples = named[start : start + self._learn_batch]
+        for start in range(0, len(named), self._settings.learn_batch):
+            examples = named[start : start + self._settings.learn_batch]
             trials = await self._hopeful(item, claim, draft, examples, True, memory)
             batch = [
                 {
@@ -287,14 +311,14 @@ class Evaluations:
         name, example = named
         inputs = as_json(dict(example.inputs()))
         outcome = await self._run(draft, memory, inputs=inputs)
-        score, feedback = self._failure_score, ""
+        score, feedback = self._settings.failure_score, ""
         if outcome.failure is None:
             fields, failure = typed_fields(outcome.fields, self._task.outputs)
             outcome = replace(outcome, failure=failure)
             if failure is None:
                 score, feedback = await self._scored(example, fields)
         labels = as_json(dict(example.labels())) if labelled else {}
-        return Trial(name, inputs, outcome, score, feedback if labelled else "", self._cost(outcome), labels)
+        return Trial(name, inputs, outcome, score, feedback if labelled else "", self._settings.cost(outcome), labels)
 
     async def _run(self, draft: Draft, memory: Any, **what: Any) -> Outcome:
         remembered = {} if memory is None and draft.learns else memory
@@ -329,6 +353,6 @@ class Evaluations:
             except Exception as error:
                 raise_provider_fault(error, calls.errors)
                 said = f"the metric raised {type(error).__name__}: {error}"[:MESSAGE_CHARACTERS]
-                return self._failure_score, said
+                return self._settings.failure_score, said
         feedback = raw.get("feedback", "") if isinstance(raw, dspy.Prediction) else ""
-        return (found if math.isfinite(found) else self._failure_score), str(feedback or "")
+        return (found if math.isfinite(found) else self._settings.failure_score), str(feedback or "")

@@ -9,10 +9,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import dspy
@@ -24,41 +21,20 @@ from dspy_flashevolve.engine.gathering import gather
 from dspy_flashevolve.engine.item import End, EndKind, Item, Ticket
 from dspy_flashevolve.engine.pipeline import NotNow, Opened
 from dspy_flashevolve.engine.stages import Finish, Forward, Outcome
-from dspy_flashevolve.engine.staleness import Discard, History, Integrate, Look, StalenessPolicy
-from dspy_flashevolve.harness.archive import Archive, Checked, Cost, Failed
+from dspy_flashevolve.engine.staleness import Discard, History, Integrate, Look
+from dspy_flashevolve.harness.archive import Archive, Checked, Failed
 from dspy_flashevolve.harness.drafts import Draft, drafts_in
-from dspy_flashevolve.harness.evaluating import Evaluations, HarnessTask
+from dspy_flashevolve.harness.evaluating import Evaluations, HarnessTask, RunSettings
 from dspy_flashevolve.harness.program import Harness
 from dspy_flashevolve.harness.proposing import Directions, ReviseHarness, admitted_since, interface_for, proposer_of
-from dspy_flashevolve.programs.metric import Metric
 from dspy_flashevolve.programs.runner import answers_asynchronously
-from dspy_flashevolve.sandbox.contract import CodeSandbox, Limits
+from dspy_flashevolve.sandbox.contract import CodeSandbox
 from dspy_flashevolve.workbench import Workbench
 
 logger = logging.getLogger(__name__)
 SMOKE_EXAMPLES = 3
 LIVE_TICKETS_A_PROPOSER = 3
 """One that is being written, and others that are checked and evaluated meanwhile."""
-
-
-@dataclass(frozen=True)
-class RunSettings:
-    """What a run was asked for; see :class:`~dspy_flashevolve.async_meta_harness.AsyncMetaHarness`."""
-
-    metric: Callable[..., Any]
-    proposer_lm: Any
-    iterations: int
-    k: int
-    proposers: int
-    proposer_steps: int
-    cost: Cost
-    limits: Limits
-    directions: Sequence[str]
-    staleness: StalenessPolicy
-    learn_batch: int
-    failure_score: float
-    log_dir: Path | None
-    accept_missing_protection: tuple[str, ...]
 
 
 class HarnessRun:
@@ -86,17 +62,7 @@ class HarnessRun:
         admission = LiveTickets(LIVE_TICKETS_A_PROPOSER * settings.proposers)
         self.source = bench.source(self.select, calls=settings.k * rollouts, admission=admission)
         self.source.on_end = self._forget
-        self.evaluations = Evaluations(
-            bench,
-            self.source,
-            task,
-            sandbox,
-            lm,
-            Metric(settings.metric, bench.threads),
-            settings.cost,
-            settings.failure_score,
-            settings.learn_batch,
-        )
+        self.evaluations = Evaluations(bench, self.source, task, sandbox, lm, settings)
 
     async def run(self) -> None:
         """Search until the iterations are used up, or a stop is asked for.

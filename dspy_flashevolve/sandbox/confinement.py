@@ -6,6 +6,7 @@ left out and named: :attr:`Layers.missing`.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import signal
@@ -158,10 +159,12 @@ def confine(layers: Layers, limits: Limits, scratch: str, owner: tuple[int, int]
     Raises:
         OSError: the kernel refused a layer; the process must end.
     """
-    mapped_bytes = _mapped_bytes()
+    with open("/proc/self/statm") as file:
+        mapped_bytes = int(file.read().split()[0]) * resource.getpagesize()
     os.setsid()
     linux.end_with_parent(signal.SIGKILL)
-    _ask_to_be_killed_first()
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")  # where the whole machine runs out of memory, the kernel ends this process and no other
     if layers.namespaces:
         linux.map_identity(*owner)
         linux.keep_mounts_to_oneself()
@@ -178,15 +181,6 @@ def confine(layers: Layers, limits: Limits, scratch: str, owner: tuple[int, int]
         linux.refuse_system_calls()
 
 
-def _ask_to_be_killed_first() -> None:
-    """Where the whole machine runs out of memory, the kernel ends this process and no other."""
-    try:
-        with open("/proc/self/oom_score_adj", "w") as file:
-            file.write("1000")
-    except OSError:
-        return
-
-
 def _limit(limits: Limits, mapped_bytes: int, own_tasks: int) -> None:
     wanted = {
         resource.RLIMIT_CPU: limits.cpu_seconds,
@@ -200,11 +194,6 @@ def _limit(limits: Limits, mapped_bytes: int, own_tasks: int) -> None:
         hard = resource.getrlimit(kind)[1]
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(kind, (value, value))
-
-
-def _mapped_bytes() -> int:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[0]) * resource.getpagesize()
 
 
 def close_all_but(*kept: int) -> None:

@@ -127,6 +127,21 @@ class Conversation:
             if self._ahead is not None:
                 await _given_up(self._ahead)
 
+    def outcome(self, told: dict[str, Any] | Failure, ended: Ending) -> Outcome:
+        """What the run came to, by what the child said and how it ended.
+
+        Raises:
+            SandboxError: it could not be started.
+        """
+        failure = told if isinstance(told, Failure) else None
+        if ended.why == "processes":
+            failure = Failure("processes", "it had a second process")
+        elif failure is not None and failure.reason == "died":
+            failure = _cause_of_death(ended, self._limits)
+        answer = {} if failure is not None or isinstance(told, Failure) else told
+        calls, fields = tuple(self.calls), answer.get("fields", {})
+        return Outcome(fields, answer.get("memory"), failure, calls, self.printed, self.seconds, ended.cpu_seconds)
+
     async def _serve(self, request: LmRequest) -> None:
         self._calls_left -= request.replies
         if self._calls_left < 0:
@@ -234,29 +249,6 @@ async def _given_up(work: asyncio.Future[Any]) -> None:
         await asyncio.wait([work])
     if not work.cancelled():
         work.exception()
-
-
-def outcome_of(talk: Conversation, told: dict[str, Any] | Failure, ended: Ending, limits: Limits) -> Outcome:
-    """What a run came to, by what the child said and how it ended.
-
-    Raises:
-        SandboxError: it could not be started.
-    """
-    failure = told if isinstance(told, Failure) else None
-    if ended.why == "processes":
-        failure = Failure("processes", "it had a second process")
-    elif failure is not None and failure.reason == "died":
-        failure = _cause_of_death(ended, limits)
-    fields = {} if failure is not None or isinstance(told, Failure) else told
-    return Outcome(
-        fields=fields.get("fields", {}),
-        memory=fields.get("memory"),
-        failure=failure,
-        calls=tuple(talk.calls),
-        printed=talk.printed,
-        seconds=talk.seconds,
-        cpu_seconds=ended.cpu_seconds,
-    )
 
 
 def _cause_of_death(ended: Ending, limits: Limits) -> Failure:

@@ -12,7 +12,6 @@ import json
 import shutil
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import dspy
@@ -82,7 +81,10 @@ class DenoSandbox:
         finally:
             for one in session:
                 one.shutdown()
-        return replace(self._sized(fields), calls=tuple(lm.calls))
+        if len(json.dumps(fields)) > self._limits.output_bytes:
+            failure = Failure("output", f"it sent more than {self._limits.output_bytes} bytes")
+            return Outcome({}, failure=failure, calls=tuple(lm.calls))
+        return Outcome(fields, calls=tuple(lm.calls))
 
     def _predict(self, job: Job, lm: _HostLM, interpreter: Callable[[], CodeInterpreter]) -> dict[str, Any]:
         flex = _FLEX(self._signature, interpreter_factory=interpreter, max_predictor_calls=self._limits.lm_calls)
@@ -90,11 +92,6 @@ class DenoSandbox:
         with dspy.context(lm=lm):
             prediction = flex(**(job.inputs or {}))
         return json.loads(json.dumps(to_jsonable_python(dict(prediction.items()), fallback=repr)))
-
-    def _sized(self, fields: dict[str, Any]) -> Outcome:
-        if len(json.dumps(fields)) > self._limits.output_bytes:
-            return Outcome({}, failure=Failure("output", f"it sent more than {self._limits.output_bytes} bytes"))
-        return Outcome(fields)
 
 
 class _HostLM(BaseLM):
@@ -119,7 +116,7 @@ class _HostLM(BaseLM):
             raise CodeInterpreterError(str(self.failure))
         request = parse_request({"messages": to_jsonable_python(given), "options": options})
         self._call_began = self._loop.time()
-        self._call = asyncio.run_coroutine_threadsafe(_awaited(self._call_lm(request)), self._loop)
+        self._call = asyncio.run_coroutine_threadsafe(self._call_lm(request), self._loop)
         try:
             answer = self._call.result()
         finally:
@@ -155,7 +152,3 @@ class _HostLM(BaseLM):
             self._call.cancel()
         work.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
         raise asyncio.TimeoutError(over)
-
-
-async def _awaited(call: Any) -> Any:
-    return await call

@@ -225,7 +225,8 @@ def _forbidden(event: str, args: tuple[Any, ...], own: str, places: tuple[str, .
         return None if local or event == "socket.gethostname" else f"it used the network ({event})"
     if event in READS and not _inside(args[0] if args else None, (own, *places)):
         return f"it looked outside its scratch directory ({event} {args[0]!r})"
-    if event in WRITES and not all(_inside(path, (own,)) for path in _paths(event, args)):
+    paths = args[:2] if event in ("os.rename", "os.link", "os.symlink") else args[:1]
+    if event in WRITES and not all(_inside(path, (own,)) for path in paths):
         return f"it wrote outside its scratch directory ({event} {args[0]!r})"
     return None
 
@@ -240,10 +241,6 @@ def _opening(args: tuple[Any, ...], own: str, places: tuple[str, ...]) -> str | 
     if writes:
         return f"it wrote outside its scratch directory ({path!r})"
     return f"it read outside its scratch directory ({path!r})" if os.path.lexists(path) else None
-
-
-def _paths(event: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    return args[:2] if event in ("os.rename", "os.link", "os.symlink") else args[:1]
 
 
 def _inside(path: Any, places: tuple[str, ...]) -> bool:

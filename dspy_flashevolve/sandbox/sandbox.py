@@ -22,7 +22,7 @@ import dspy_flashevolve
 from dspy_flashevolve.engine.errors import ConfigurationError
 from dspy_flashevolve.sandbox.confinement import LAYERS, Layers
 from dspy_flashevolve.sandbox.contract import CallLm, Job, Limits, Outcome, SandboxError
-from dspy_flashevolve.sandbox.conversation import START_SECONDS, Conversation, Ending, outcome_of
+from dspy_flashevolve.sandbox.conversation import START_SECONDS, Conversation, Ending
 
 logger = logging.getLogger(__name__)
 _ROOT = str(Path(dspy_flashevolve.__file__).parent.parent)
@@ -39,7 +39,7 @@ class _Started:
     process: subprocess.Popen[bytes]
     control: socket.socket
     scratch: str
-    missing: tuple[str, ...]
+    missing: tuple[str, ...] = ()
     endings: dict[int, asyncio.Future[Ending]] = field(default_factory=dict[int, "asyncio.Future[Ending]"])
 
 
@@ -85,7 +85,11 @@ class Sandbox:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self.close()
+        """End the fork server and every child."""
+        with anyio.CancelScope(shield=True):
+            if self._reaping is not None:
+                await self._reaping
+            await asyncio.to_thread(self.shut_down())
 
     @property
     def missing(self) -> tuple[str, ...]:
@@ -97,13 +101,6 @@ class Sandbox:
         """Of the fork server."""
         return None if self._server is None else self._server.process.pid
 
-    async def close(self) -> None:
-        """End the fork server and every child."""
-        with anyio.CancelScope(shield=True):
-            if self._reaping is not None:
-                await self._reaping
-            await asyncio.to_thread(self.shut_down())
-
     def shut_down(self) -> Callable[[], None]:
         """Begin to end the fork server and every child, on the loop.
 
@@ -114,7 +111,7 @@ class Sandbox:
         if server is None:
             return lambda: None
         self._lost(server)
-        return lambda: _reap(server.process, server.scratch)
+        return lambda: _reap(server)
 
     async def run(self, job: Job, call_lm: CallLm) -> Outcome:
         """Run candidate code once.
@@ -153,7 +150,7 @@ class Sandbox:
                     writer.transport.abort()
                     await self._order(server, {"kill": number})
                     await asyncio.wait_for(ending, START_SECONDS)
-            return outcome_of(talk, told, ending.result(), self.limits)
+            return talk.outcome(told, ending.result())
         except (OSError, asyncio.TimeoutError) as error:
             raise SandboxError(f"the fork server does not answer ({type(error).__name__}: {error})") from error
         finally:
@@ -178,31 +175,32 @@ class Sandbox:
             return self._server
 
     async def _start(self) -> _Started:
-        control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        scratch = _scratch_directory()
-        with theirs:
-            command = [sys.executable, "-I", "-c", _START, _ROOT, str(theirs.fileno()), scratch, *self._without]
-            process = _popen(command, theirs.fileno())
-        control.setblocking(False)
+        server = _launched(self._without)
         loop = asyncio.get_running_loop()
         try:
-            data = await asyncio.wait_for(loop.sock_recv(control, 4096), START_SECONDS)
+            data = await asyncio.wait_for(loop.sock_recv(server.control, 4096), START_SECONDS)
             layers = Layers(**json.loads(data)["ready"]["layers"])
         except BaseException as error:
-            control.close()
-            process.kill()
-            _reap(process, scratch)
+            server.control.close()
+            server.process.kill()
+            _reap(server)
             if not isinstance(error, Exception):
                 raise
             raise SandboxError(f"the fork server did not start ({type(error).__name__}: {error})") from error
-        if layers.refused(self._accepted):
-            control.close()
-            await asyncio.to_thread(_reap, process, scratch)
-            raise ConfigurationError(_refusal(layers.refused(self._accepted)))
+        refused = layers.refused(self._accepted)
+        if refused:
+            server.control.close()
+            await asyncio.to_thread(_reap, server)
+            raise ConfigurationError(
+                f"this machine does not give the sandbox its layers {', '.join(refused)}, so that candidate code is "
+                "not run: use a machine that does, sandbox='deno', or, where the whole process is in a container or a "
+                f"virtual machine that holds nothing of worth, accept_missing_protection={refused!r} "
+                "(docs/meta-harness.md says what is lost)."
+            )
         if layers.refused(()):
             logger.warning("Candidates run without %s, as was accepted.", ", ".join(layers.refused(())))
-        server = _Started(process, control, scratch, layers.missing)
-        loop.add_reader(control, self._hear, server)
+        server.missing = layers.missing
+        loop.add_reader(server.control, self._hear, server)
         return server
 
     def _hear(self, server: _Started) -> None:
@@ -216,7 +214,7 @@ class Sandbox:
             self._lost(server)
             if self._server is server:
                 self._server = None
-            self._reaping = asyncio.get_running_loop().run_in_executor(None, _reap, server.process, server.scratch)
+            self._reaping = asyncio.get_running_loop().run_in_executor(None, _reap, server)
             return
         told = json.loads(data)
         ending = server.endings.get(told.pop("ended"))
@@ -248,29 +246,28 @@ def accepted_layers(names: Iterable[str]) -> tuple[str, ...]:
     return accepted
 
 
-def _refusal(missing: tuple[str, ...]) -> str:
-    return (
-        f"this machine does not give the sandbox its layers {', '.join(missing)}, so that candidate code is not run: "
-        "use a machine that does, sandbox='deno', or, where the whole process is in a container or a virtual machine "
-        f"that holds nothing of worth, accept_missing_protection={missing!r} (docs/meta-harness.md says what is lost)."
-    )
+def _launched(without: tuple[str, ...]) -> _Started:
+    control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    control.setblocking(False)
+    scratch = os.path.realpath(tempfile.mkdtemp(prefix="flashevolve-"))
+    nothing, number = subprocess.DEVNULL, theirs.fileno()
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-c", _START, _ROOT, str(number), scratch, *without],
+            env={},
+            pass_fds=[number],
+            cwd="/",
+            stdin=nothing,
+            stdout=nothing,
+            start_new_session=True,
+        )
+    return _Started(process, control, scratch)
 
 
-def _popen(command: list[str], number: int) -> subprocess.Popen[bytes]:
-    nothing = subprocess.DEVNULL
-    return subprocess.Popen(
-        command, env={}, pass_fds=[number], cwd="/", stdin=nothing, stdout=nothing, start_new_session=True
-    )
-
-
-def _scratch_directory() -> str:
-    return os.path.realpath(tempfile.mkdtemp(prefix="flashevolve-"))
-
-
-def _reap(process: subprocess.Popen[bytes], scratch: str) -> None:
+def _reap(server: _Started) -> None:
     try:
-        process.wait(10)
+        server.process.wait(10)
     except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-    shutil.rmtree(scratch, ignore_errors=True)
+        server.process.kill()
+        server.process.wait()
+    shutil.rmtree(server.scratch, ignore_errors=True)

@@ -97,7 +97,10 @@ class Zygote:
             confinement.close_all_but(number)
             connection = socket.socket(fileno=number)
             try:
-                scratch = self._scratch_of(job)
+                scratch = self._scratch  # over which the child mounts its own, where it can
+                if not self._layers.namespaces:
+                    scratch = os.path.join(scratch, str(job))
+                    os.mkdir(scratch, 0o700)
                 confinement.confine(self._layers, limits, scratch, self._owner, own)
             except OSError as error:
                 connection.sendall(encode({"kind": "open", "message": f"{type(error).__name__}: {error}"}))
@@ -105,13 +108,6 @@ class Zygote:
             guest.serve(connection, scratch, confinement.readable_roots())
         finally:
             os._exit(0)
-
-    def _scratch_of(self, job: int) -> str:
-        if self._layers.namespaces:
-            return self._scratch  # over which the child mounts its own
-        own = os.path.join(self._scratch, str(job))
-        os.mkdir(own, 0o700)
-        return own
 
     def _watch(self) -> None:
         """One process a child: threads are its own affair, processes are not."""
@@ -125,45 +121,32 @@ class Zygote:
 
     def _kill(self, pid: int) -> None:
         for kill in (os.killpg, os.kill):
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
 
     def _ended(self, pidfd: int, tell: bool = True) -> None:
         pid = self._pidfds.pop(pidfd)
         os.close(pidfd)
         _, status, usage = os.wait4(pid, 0)
-        self._kill_group_of(pid)
         job, why = self._children.pop(pid), self._reasons.pop(pid, "")
         if not self._layers.namespaces:
+            with contextlib.suppress(ProcessLookupError):  # its number is taken while its group has members
+                os.killpg(pid, signal.SIGKILL)
             shutil.rmtree(os.path.join(self._scratch, str(job)), ignore_errors=True)
         if tell:
             self._tell(ended=job, status=status, cpu_seconds=usage.ru_utime + usage.ru_stime, why=why)
 
-    def _kill_group_of(self, pid: int) -> None:
-        """Descendants that outlived the child; its number is taken as long as its group has members."""
-        if not self._layers.namespaces:
-            try:
-                os.killpg(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                return
-
     def _tell(self, **message: Any) -> None:
-        try:
+        with contextlib.suppress(OSError):  # where the host is gone, the loop will see it
             self._control.send(json.dumps(message).encode())
-        except OSError:
-            return  # the host is gone, and the loop will see it
 
 
 def _children_of(pid: int) -> set[int]:
     found: set[int] = set()
-    try:
+    with contextlib.suppress(OSError, ValueError):
         for task in os.listdir(f"/proc/{pid}/task"):
             with open(f"/proc/{pid}/task/{task}/children") as file:
                 found |= {int(child) for child in file.read().split()}
-    except (OSError, ValueError):
-        return found
     return found
 
 
@@ -177,10 +160,6 @@ def _tasks_of(uid: int) -> int:
     return count
 
 
-def _is_readable(path: str) -> bool:
-    return any(Path(path).is_relative_to(root) for root in confinement.readable_roots())
-
-
 def main(control_number: int, scratch: str, *without: str) -> None:
     """Be the fork server. Started by the host with an empty environment, as ``python -I -c``.
 
@@ -191,9 +170,10 @@ def main(control_number: int, scratch: str, *without: str) -> None:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the host to hear, which closes the control socket
     control = socket.socket(fileno=control_number)
-    sys.path[:] = [path for path in sys.path if _is_readable(path)]
+    roots = confinement.readable_roots()
+    sys.path[:] = [path for path in sys.path if any(Path(path).is_relative_to(root) for root in roots)]
     if "namespaces" not in without:
-        confinement.hide_others_files([*confinement.readable_roots(), scratch])
+        confinement.hide_others_files([*roots, scratch])
     user = "user" not in without and confinement.become_nobody(scratch)
     linux.adopt_orphans()
     os.environ.update(DSPY_CACHEDIR=os.path.join(scratch, "cache"), LITELLM_LOCAL_MODEL_COST_MAP="True", HOME=scratch)

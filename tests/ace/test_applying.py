@@ -6,11 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dspy_flashevolve.ace.applying import changes, merge, newer_than
+from dspy_flashevolve.ace.applying import apply_operations, changes, newer_than
 from dspy_flashevolve.ace.operations import Add, Merge, Operation, Remove, Update, ids_of
-from dspy_flashevolve.ace.playbook import Playbook
-from dspy_flashevolve.ace.similarity import EmbeddingTwins, closest, overlap
-from dspy_flashevolve.ace.text import approximate_tokens
+from dspy_flashevolve.ace.playbook import Playbook, approximate_tokens
+from dspy_flashevolve.ace.similarity import EmbeddingDuplicates, closest, overlap
 from dspy_flashevolve.engine.errors import ConfigurationError
 from tests.ace.books import OPERATIONS, PLAYBOOKS, book_of
 
@@ -24,12 +23,12 @@ def contents(playbook: Playbook) -> dict[str, str]:
 
 def test_each_operation_does_what_it_says() -> None:
     book = BOOK.tagged([("oth-1", "helpful"), ("oth-2", "helpful"), ("oth-2", "harmful")])
-    assert contents(merge(book, [Add("STRATEGIES", "d")]).playbook) == {**contents(BOOK), "str-4": "d"}
-    assert contents(merge(book, [Update("oth-2", "B")]).playbook) == {**contents(BOOK), "oth-2": "B"}
-    assert contents(merge(book, [Remove("oth-1")]).playbook) == {"oth-2": "b", "for-3": "c"}
-    merged = merge(book, [Merge(("oth-2", "oth-1"), "ab")]).playbook
-    assert contents(merged) == {"oth-2": "ab", "for-3": "c"}
-    assert (merged.bullets[0].helpful, merged.bullets[0].harmful) == (2, 1)
+    assert contents(apply_operations(book, [Add("STRATEGIES", "d")]).playbook) == {**contents(BOOK), "str-4": "d"}
+    assert contents(apply_operations(book, [Update("oth-2", "B")]).playbook) == {**contents(BOOK), "oth-2": "B"}
+    assert contents(apply_operations(book, [Remove("oth-1")]).playbook) == {"oth-2": "b", "for-3": "c"}
+    applied = apply_operations(book, [Merge(("oth-2", "oth-1"), "ab")]).playbook
+    assert contents(applied) == {"oth-2": "ab", "for-3": "c"}
+    assert (applied.bullets[0].helpful, applied.bullets[0].harmful) == (2, 1)
 
 
 @pytest.mark.parametrize(
@@ -43,14 +42,14 @@ def test_each_operation_does_what_it_says() -> None:
     ],
 )
 def test_an_operation_that_cannot_be_done_is_told_and_the_others_are_done(wrong: Operation, kind: str) -> None:
-    merged = merge(BOOK, [Add("other", "d"), wrong, Update("for-3", "e")])
-    assert contents(merged.playbook) == {"oth-1": "a", "oth-2": "b", "for-3": "e", "oth-4": "d"}
-    assert [one.kind for one in merged.problems] == [kind]
+    applied = apply_operations(BOOK, [Add("other", "d"), wrong, Update("for-3", "e")])
+    assert contents(applied.playbook) == {"oth-1": "a", "oth-2": "b", "for-3": "e", "oth-4": "d"}
+    assert [one.kind for one in applied.problems] == [kind]
 
 
 def test_an_id_that_was_removed_is_gone_and_one_that_never_was_is_unknown() -> None:
-    without = merge(BOOK, [Remove("oth-1")]).playbook
-    kinds = [one.kind for one in merge(without, [Update("oth-1", "x"), Update("oth-4", "x")]).problems]
+    without = apply_operations(BOOK, [Remove("oth-1")]).playbook
+    kinds = [one.kind for one in apply_operations(without, [Update("oth-1", "x"), Update("oth-4", "x")]).problems]
     assert kinds == ["gone id", "unknown id"]
 
 
@@ -66,23 +65,23 @@ def test_an_id_that_was_removed_is_gone_and_one_that_never_was_is_unknown() -> N
     ],
 )
 def test_of_two_operations_on_one_bullet_the_first_counts(pair: list[Operation], kind: str, left: str | None) -> None:
-    merged = merge(BOOK, [*pair, Add("other", "z")])
-    assert contents(merged.playbook).get("oth-1") == left
-    assert "z" in contents(merged.playbook).values()
-    assert [one.kind for one in merged.problems] == [kind]
+    applied = apply_operations(BOOK, [*pair, Add("other", "z")])
+    assert contents(applied.playbook).get("oth-1") == left
+    assert "z" in contents(applied.playbook).values()
+    assert [one.kind for one in applied.problems] == [kind]
 
 
 def test_what_others_changed_since_the_curator_looked_is_not_overwritten() -> None:
-    first = merge(BOOK, [Update("oth-1", "new")]).playbook
+    first = apply_operations(BOOK, [Update("oth-1", "new")]).playbook
     changed = changes(BOOK, first)
-    late = merge(first, [Update("oth-1", "old idea"), Remove("oth-2")], changed=changed, seen=BOOK.version)
+    late = apply_operations(first, [Update("oth-1", "old idea"), Remove("oth-2")], changed=changed, seen=BOOK.version)
     assert contents(late.playbook) == {"oth-1": "new", "for-3": "c"}
     assert [one.kind for one in late.problems] == ["overtaken"]
-    assert not merge(first, [Update("oth-1", "again")], changed=changed, seen=first.version).problems
+    assert not apply_operations(first, [Update("oth-1", "again")], changed=changed, seen=first.version).problems
 
 
 def test_newer_bullets_are_those_written_or_changed_since() -> None:
-    first = merge(BOOK, [Update("oth-1", "new"), Add("other", "d")]).playbook
+    first = apply_operations(BOOK, [Update("oth-1", "new"), Add("other", "d")]).playbook
     assert [one.id for one in newer_than(first, BOOK.version, changes(BOOK, first))] == ["oth-1", "oth-4"]
     assert newer_than(first, first.version, changes(BOOK, first)) == []
 
@@ -91,11 +90,11 @@ def test_newer_bullets_are_those_written_or_changed_since() -> None:
 def test_whatever_is_asked_for_the_playbook_stays_one(
     playbook: Playbook, operations: list[Operation], budget: int | None
 ) -> None:
-    merged = merge(playbook, operations, token_budget=budget)
-    after = merged.playbook
+    applied = apply_operations(playbook, operations, token_budget=budget)
+    after = applied.playbook
     assert Playbook.from_dict(after.to_dict()) == after
     assert budget is None or after.tokens() <= budget
-    assert len(merged.applied) + len(merged.problems) == len(operations) + len(merged.evicted)
+    assert len(applied.done) + len(applied.problems) == len(operations) + len(applied.evicted)
     assert after.next_number >= playbook.next_number
     fresh = contents(after).keys() - contents(playbook).keys()
     assert all(int(one.split("-")[1]) >= playbook.next_number for one in fresh)
@@ -105,9 +104,9 @@ def test_whatever_is_asked_for_the_playbook_stays_one(
 
 @given(PLAYBOOKS, LISTS)
 def test_a_list_without_what_could_not_be_done_does_the_same(playbook: Playbook, operations: list[Operation]) -> None:
-    merged = merge(playbook, operations)
-    again = merge(playbook, merged.applied)
-    assert contents(again.playbook) == contents(merged.playbook)
+    applied = apply_operations(playbook, operations)
+    again = apply_operations(playbook, applied.done)
+    assert contents(again.playbook) == contents(applied.playbook)
     assert not again.problems
 
 
@@ -119,17 +118,17 @@ def test_lists_about_different_bullets_give_the_same_texts_in_any_order(
     theirs = [o for o in other if not isinstance(o, Add)]
     if {i for o in ours for i in ids_of(o)} & {i for o in theirs for i in ids_of(o)}:
         return
-    forth = merge(merge(playbook, ours).playbook, theirs).playbook
-    back = merge(merge(playbook, theirs).playbook, ours).playbook
+    forth = apply_operations(apply_operations(playbook, ours).playbook, theirs).playbook
+    back = apply_operations(apply_operations(playbook, theirs).playbook, ours).playbook
     assert contents(forth) == contents(back)
 
 
 def test_beyond_the_budget_what_is_worth_least_and_oldest_makes_room() -> None:
     book = book_of([("other", word * 20) for word in "abc"]).tagged([("oth-1", "helpful"), ("oth-2", "harmful")])
-    room = merge(book, [Add("other", "d" * 20)], token_budget=book.tokens())
+    room = apply_operations(book, [Add("other", "d" * 20)], token_budget=book.tokens())
     assert room.evicted == ("oth-2",)
     assert [one.kind for one in room.problems] == ["over the token budget"]
-    tight = merge(room.playbook, [Add("other", "e" * 20)], token_budget=book.tokens())
+    tight = apply_operations(room.playbook, [Add("other", "e" * 20)], token_budget=book.tokens())
     assert tight.evicted == ("oth-3",)
 
 
@@ -138,10 +137,10 @@ def test_beyond_the_budget_what_is_worth_least_and_oldest_makes_room() -> None:
     [Add("other", "x" * 9000), Update("oth-1", "x" * 9000), Merge(("oth-1", "oth-2"), "x" * 9000)],
 )
 def test_what_alone_is_too_long_changes_nothing(operation: Operation) -> None:
-    merged = merge(BOOK, [operation, Remove("oth-2")], token_budget=99)
-    assert contents(merged.playbook) == {"oth-1": "a", "for-3": "c"}
-    assert [one.kind for one in merged.problems] == ["longer than the token budget"]
-    assert merged.evicted == ()
+    applied = apply_operations(BOOK, [operation, Remove("oth-2")], token_budget=99)
+    assert contents(applied.playbook) == {"oth-1": "a", "for-3": "c"}
+    assert [one.kind for one in applied.problems] == ["longer than the token budget"]
+    assert applied.evicted == ()
 
 
 @pytest.mark.parametrize(
@@ -149,21 +148,21 @@ def test_what_alone_is_too_long_changes_nothing(operation: Operation) -> None:
 )
 def test_one_operation_does_not_drive_out_the_playbook(operation: Operation) -> None:
     book = book_of([("other", f"{letter} " * 10) for letter in "abcdefghijkl"])
-    merged = merge(book, [operation], token_budget=book.tokens())
-    assert merged.playbook == book
-    assert [one.kind for one in merged.problems] == ["takes too much room"]
+    applied = apply_operations(book, [operation], token_budget=book.tokens())
+    assert applied.playbook == book
+    assert [one.kind for one in applied.problems] == ["takes too much room"]
 
 
 def test_a_full_playbook_of_proven_bullets_still_learns() -> None:
     book = book_of([("other", word * 20) for word in "abcde"])
     full = book.tagged([(one.id, "helpful") for one in book.bullets])
-    first = merge(full, [Add("other", "f" * 20)], token_budget=book.tokens())
+    first = apply_operations(full, [Add("other", "f" * 20)], token_budget=book.tokens())
     assert first.evicted == ("oth-1",)
     assert "oth-6" in first.playbook
-    second = merge(first.playbook, [Add("other", "g" * 20)], token_budget=book.tokens())
+    second = apply_operations(first.playbook, [Add("other", "g" * 20)], token_budget=book.tokens())
     assert second.evicted == ("oth-6",), "it had its time"
     harmful = first.playbook.tagged([("oth-6", "harmful")])
-    assert merge(harmful, [Add("other", "g" * 20)], token_budget=book.tokens()).evicted == ("oth-6",)
+    assert apply_operations(harmful, [Add("other", "g" * 20)], token_budget=book.tokens()).evicted == ("oth-6",)
 
 
 def test_what_makes_room_is_found_in_few_counts() -> None:
@@ -175,14 +174,14 @@ def test_what_makes_room_is_found_in_few_counts() -> None:
         counts += 1
         return approximate_tokens(text)
 
-    merged = merge(book, [], token_budget=200, count_tokens=counting)
-    assert len(merged.evicted) > 200
+    applied = apply_operations(book, [], token_budget=200, count_tokens=counting)
+    assert len(applied.evicted) > 200
     assert counts < 40
 
 
 def test_tokens_are_counted_by_the_users_counter() -> None:
-    merged = merge(BOOK, [Add("other", "d")], token_budget=3, count_tokens=lambda text: text.count("["))
-    assert len(merged.playbook) == 3
+    applied = apply_operations(BOOK, [Add("other", "d")], token_budget=3, count_tokens=lambda text: text.count("["))
+    assert len(applied.playbook) == 3
     assert approximate_tokens("ü" * 4) == 2
 
 
@@ -193,12 +192,12 @@ def letters(texts: list[str]) -> list[list[float]]:
 
 def test_embeddings_find_what_says_the_same_in_other_words() -> None:
     book = book_of([("other", "abba abba"), ("other", "xyz")])
-    twins = EmbeddingTwins(letters, threshold=0.99)
-    twins.prepare(["abba abba", "xyz", "baab", "abx"])
-    merged = merge(book, [Add("other", "baab"), Add("other", "abx")], twin=twins)
-    assert [one.kind for one in merged.problems] == ["said already"]
-    assert contents(merged.playbook) == {"oth-1": "abba abba", "oth-2": "xyz", "oth-3": "abx"}
-    assert merged.playbook.bullets[0].helpful == 1
+    duplicates = EmbeddingDuplicates(letters, threshold=0.99)
+    duplicates.prepare(["abba abba", "xyz", "baab", "abx"])
+    applied = apply_operations(book, [Add("other", "baab"), Add("other", "abx")], find_duplicate=duplicates)
+    assert [one.kind for one in applied.problems] == ["said already"]
+    assert contents(applied.playbook) == {"oth-1": "abba abba", "oth-2": "xyz", "oth-3": "abx"}
+    assert applied.playbook.bullets[0].helpful == 1
 
 
 def test_each_text_is_embedded_once() -> None:
@@ -208,17 +207,19 @@ def test_each_text_is_embedded_once() -> None:
         asked.extend(texts)
         return letters(texts)
 
-    twins = EmbeddingTwins(counting, threshold=0.9)
+    duplicates = EmbeddingDuplicates(counting, threshold=0.9)
     for _ in range(2):
-        twins.prepare(["a", "zz", "a"])
-    assert not merge(BOOK, [Add("other", "zz")], twin=twins).problems, "what is not prepared is compared by words"
+        duplicates.prepare(["a", "zz", "a"])
+    assert not apply_operations(BOOK, [Add("other", "zz")], find_duplicate=duplicates).problems, (
+        "what is not prepared is compared by words"
+    )
     assert asked == ["a", "zz"]
 
 
 @pytest.mark.parametrize("vectors", [[], [[1.0], [1.0, 2.0]], [[1.0], [float("nan")]]])
 def test_vectors_that_cannot_be_compared_are_refused(vectors: list[list[float]]) -> None:
     with pytest.raises(ConfigurationError, match="embedder"):
-        EmbeddingTwins(lambda texts: vectors, threshold=0.9).prepare(["a", "b"])
+        EmbeddingDuplicates(lambda texts: vectors, threshold=0.9).prepare(["a", "b"])
 
 
 @pytest.mark.parametrize(
@@ -227,15 +228,15 @@ def test_vectors_that_cannot_be_compared_are_refused(vectors: list[list[float]])
 def test_opposites_and_other_numbers_are_no_repeats(one: str, other: str) -> None:
     book = book_of([("other", one)])
     assert closest(other, book.bullets, 0.5) is None
-    twins = EmbeddingTwins(lambda texts: [[1.0] for _ in texts], threshold=0.9)
-    twins.prepare([one, other])
-    assert twins(other, book.bullets) is None
+    duplicates = EmbeddingDuplicates(lambda texts: [[1.0] for _ in texts], threshold=0.9)
+    duplicates.prepare([one, other])
+    assert duplicates(other, book.bullets) is None
 
 
 @pytest.mark.parametrize("threshold", [0.0, -1.0, 1.1, float("nan")])
 def test_a_threshold_that_no_cosine_has_is_refused(threshold: float) -> None:
     with pytest.raises(ConfigurationError, match="threshold"):
-        EmbeddingTwins(letters, threshold)
+        EmbeddingDuplicates(letters, threshold)
 
 
 def test_overlap_is_the_share_of_common_words() -> None:

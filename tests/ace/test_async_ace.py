@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from dspy_flashevolve import AceStats, AsyncACE, ConfigurationError, DataError, Playbook, RunAbortedError
 from dspy_flashevolve.ace.arguments import first_playbook
 from dspy_flashevolve.ace.learner import with_playbook
-from dspy_flashevolve.ace.text import attached, detached
+from dspy_flashevolve.ace.playbook import attached, detached
 from dspy_flashevolve.sim import HouseRules
 from dspy_flashevolve.sim.profiles import H100_QWEN3_8B
 from dspy_flashevolve.sim.virtual import SimulatedModel, run

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dspy_flashevolve.ace.playbook import Bullet, Playbook
-from dspy_flashevolve.ace.text import CLOSING, OPENING, attached, cleaned, detached
+from dspy_flashevolve.ace.playbook import CLOSING, OPENING, Bullet, Playbook, attached, cleaned, detached
 from dspy_flashevolve.engine.errors import ConfigurationError
 from tests.ace.books import PLAYBOOKS, TAGS, TEXTS
 

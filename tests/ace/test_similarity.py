@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dspy_flashevolve.ace.operations import Add, Remove, Update
-from dspy_flashevolve.ace.reconciling import decided, without_repeats
-from dspy_flashevolve.ace.similarity import same_words
+from dspy_flashevolve.ace.similarity import decided, same_words, without_repeats
 from tests.ace.books import book_of
 from tests.ace.test_playbook import JSON
 

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dspy_flashevolve.ace.playbook import Playbook
-from dspy_flashevolve.ace.purse import Purse
-from dspy_flashevolve.ace.snapshots import Scored, Snapshots
+from dspy_flashevolve.ace.snapshots import Scored, Snapshots, ValidationCalls
 from dspy_flashevolve.engine.budget import Budget, Reservation
 
 Work = Callable[[], Awaitable[None]]
@@ -27,9 +26,9 @@ class Validations:
         self.begun: list[int] = []
         self.left: list[Work] = []
         self.scores: dict[int, float | None] = {}
-        self.purse = Purse(budget or Budget(None), 4)
-        self.purse.open()
-        self.snapshots = Snapshots(every, at_once, self._validate, self._start, self.purse)
+        self.calls = ValidationCalls(budget or Budget(None), 4)
+        self.calls.set_aside()
+        self.snapshots = Snapshots(every, at_once, self._validate, self._start, self.calls)
 
     async def _validate(self, playbook: Playbook, pays: Reservation) -> Scored | None:
         self.begun.append(playbook.version)
@@ -40,9 +39,9 @@ class Validations:
     async def _start(self, work: Work) -> None:
         self.left.append(work)
 
-    def merged(self, *versions: int) -> None:
+    def learnt(self, *versions: int) -> None:
         for number in versions:
-            anyio.run(self.snapshots.merged, version(number))
+            anyio.run(self.snapshots.learnt, version(number))
 
     def end_one(self) -> None:
         anyio.run(self.left.pop(0))
@@ -50,7 +49,7 @@ class Validations:
 
 def test_a_snapshot_is_taken_every_so_many_samples() -> None:
     of = Validations(at_once=9, every=3)
-    of.merged(*range(1, 8))
+    of.learnt(*range(1, 8))
     while of.left:
         of.end_one()
     assert of.begun == [3, 6]
@@ -58,7 +57,7 @@ def test_a_snapshot_is_taken_every_so_many_samples() -> None:
 
 def test_of_those_that_wait_the_newest_is_validated_and_the_others_are_superseded() -> None:
     of = Validations()
-    of.merged(1, 2, 3, 4)
+    of.learnt(1, 2, 3, 4)
     assert (len(of.left), of.snapshots.running) == (1, 1)
     of.end_one()
     of.end_one()
@@ -68,16 +67,16 @@ def test_of_those_that_wait_the_newest_is_validated_and_the_others_are_supersede
 
 def test_a_version_is_validated_once() -> None:
     of = Validations(at_once=2)
-    of.merged(1, 1)
+    of.learnt(1, 1)
     of.end_one()
-    of.merged(1)
+    of.learnt(1)
     assert (of.begun, of.left) == ([1], [])
 
 
 def test_the_last_playbook_is_validated_unless_its_version_has_a_score() -> None:
     for last, begun in ((1, [1]), (2, [1, 2])):
         of = Validations()
-        of.merged(1)
+        of.learnt(1)
         of.end_one()
         anyio.run(of.snapshots.finish, version(last))
         assert of.begun == begun
@@ -86,7 +85,7 @@ def test_the_last_playbook_is_validated_unless_its_version_has_a_score() -> None
 def test_one_that_got_no_score_is_not_the_best_and_is_tried_again_at_the_end() -> None:
     of = Validations()
     of.scores[1] = None
-    of.merged(1)
+    of.learnt(1)
     of.end_one()
     assert of.snapshots.best is None
     del of.scores[1]
@@ -98,7 +97,7 @@ def test_one_that_got_no_score_is_not_the_best_and_is_tried_again_at_the_end() -
 def test_the_best_is_the_first_with_the_highest_score(scores: list[float]) -> None:
     of = Validations(at_once=9)
     of.scores = dict(enumerate(scores))
-    of.merged(*range(len(scores)))
+    of.learnt(*range(len(scores)))
     while of.left:
         of.end_one()
     assert of.snapshots.best is not None
@@ -113,7 +112,7 @@ def test_the_first_and_the_last_are_validated_whatever_samples_take(limit: int, 
         pass
     anyio.run(of.snapshots.first, version(0))
     of.end_one()
-    of.merged(*range(1, 1 + len(taken)))
+    of.learnt(*range(1, 1 + len(taken)))
     anyio.run(of.snapshots.finish, version(99))
     assert of.begun == [0, 99]
     assert of.snapshots.unpaid == len(taken)
@@ -124,14 +123,14 @@ def test_one_that_cannot_be_paid_is_tried_again_as_samples_give_calls_back() -> 
     of = Validations(budget=budget)
     samples = budget.reserve(12)
     assert samples is not None
-    of.merged(1)
+    of.learnt(1)
     assert (of.left, of.snapshots.waits_for_calls, of.snapshots.unpaid) == ([], True, 1)
     for _ in range(4):
         part = samples.split(1)
         part.refund()
-        of.purse.save()
+        of.calls.save()
         assert budget.left == 0, "it is saved for the validation before another sample takes it"
-    of.merged(1)
+    of.learnt(1)
     of.end_one()
     assert (of.begun, of.snapshots.unpaid) == ([1], 0)
 
@@ -139,7 +138,7 @@ def test_one_that_cannot_be_paid_is_tried_again_as_samples_give_calls_back() -> 
 def test_nothing_is_saved_for_a_validation_that_can_never_be_paid() -> None:
     budget = Budget(11)
     of = Validations(budget=budget)
-    of.merged(1)
+    of.learnt(1)
     assert budget.left == 3
 
 
@@ -149,7 +148,7 @@ def test_a_first_one_without_an_answer_is_tried_again_at_the_next_snapshot() -> 
     anyio.run(of.snapshots.first, version(0))
     of.end_one()
     of.scores[0] = 0.9
-    of.merged(1)
+    of.learnt(1)
     of.end_one()
     of.end_one()
     assert of.begun == [0, 0, 1]
@@ -163,6 +162,6 @@ def test_a_first_one_without_an_answer_is_tried_again_at_the_end() -> None:
     anyio.run(of.snapshots.first, version(0))
     of.end_one()
     of.scores[0] = 0.9
-    of.merged(1)
+    of.learnt(1)
     anyio.run(of.snapshots.finish, version(1))
     assert of.begun == [0, 1, 0]

@@ -26,25 +26,25 @@ def walked(shop: Workshop, stage: str = "rollout") -> tuple[list[str], Any]:
 
 
 def texts(shop: Workshop) -> list[str]:
-    return [one.content for one in shop.ledger.playbook.bullets]
+    return [one.content for one in shop.writer.playbook.bullets]
 
 
 def test_a_right_answer_is_reflected_on_once_and_not_tried_again() -> None:
     shop = Workshop(BOOK)
     shop.learner.scores = lambda attempt: 1.0
     passed, _ = walked(shop)
-    assert passed == ["rollout", "reflect", "curate", "merge"]
-    assert (shop.stages.counts.right, shop.stages.counts.corrected) == (1, 0)
+    assert passed == ["rollout", "reflect", "curate", "apply"]
+    assert (shop.stages.counts.right_at_once, shop.stages.counts.corrected) == (1, 0)
 
 
 def test_a_wrong_answer_is_tried_again_with_the_reflection_until_it_is_right() -> None:
     shop = Workshop(BOOK)
     shop.learner.scores = lambda attempt: float(attempt == 2)
     passed, _ = walked(shop)
-    assert passed == ["rollout", "reflect", "rollout", "reflect", "rollout", "curate", "merge"]
+    assert passed == ["rollout", "reflect", "rollout", "reflect", "rollout", "curate", "apply"]
     attempts = [one for one in shop.learner.asked if one[0] == "attempt"]
     assert attempts == [("attempt", ""), ("attempt", "an insight"), ("attempt", "an insight")]
-    assert (shop.stages.counts.right, shop.stages.counts.corrected) == (0, 1)
+    assert (shop.stages.counts.right_at_once, shop.stages.counts.corrected) == (0, 1)
     assert len(shop.first_attempts) == 1
 
 
@@ -60,18 +60,18 @@ def test_a_reflection_that_says_nothing_ends_the_rounds_and_its_tags_still_count
     shop = Workshop(BOOK)
     shop.learner.text, shop.learner.tags = "", (("oth-1", "harmful"),)
     passed, finish = walked(shop)
-    assert passed == ["rollout", "reflect", "merge"]
+    assert passed == ["rollout", "reflect", "apply"]
     assert finish.end.kind is EndKind.REJECTED
-    assert shop.ledger.playbook.bullets[0].harmful == 1
+    assert shop.writer.playbook.bullets[0].harmful == 1
 
 
 def test_tags_count_once_a_sample_leave_the_version_and_pass_by_what_is_gone() -> None:
     shop = Workshop(BOOK)
     shop.learner.tags = (("oth-1", "helpful"), ("oth-9", "harmful"))
     _, finish = walked(shop)
-    assert shop.ledger.playbook.bullets[0].helpful == 1, "three reflections, one sample"
-    assert (shop.ledger.playbook.version, finish.end.kind) == (BOOK.version, EndKind.REJECTED)
-    assert shop.ledger.problems["tag of a gone bullet"] == 1
+    assert shop.writer.playbook.bullets[0].helpful == 1, "three reflections, one sample"
+    assert (shop.writer.playbook.version, finish.end.kind) == (BOOK.version, EndKind.REJECTED)
+    assert shop.writer.problems["tag of a gone bullet"] == 1
 
 
 def test_operations_are_applied_and_what_is_wrong_with_some_does_not_stop_the_others() -> None:
@@ -82,8 +82,8 @@ def test_operations_are_applied_and_what_is_wrong_with_some_does_not_stop_the_ot
     _, finish = walked(shop)
     assert finish.end.kind is EndKind.COMMITTED
     assert texts(shop) == ["a", "Round late.", "Sum first."]
-    assert dict(shop.ledger.operations) == {"add": 1, "update": 1}
-    found = {kind: count for kind, count in shop.ledger.problems.items() if kind not in ("unknown tag",)}
+    assert dict(shop.writer.operations) == {"add": 1, "update": 1}
+    found = {kind: count for kind, count in shop.writer.problems.items() if kind not in ("unknown tag",)}
     assert found == {"unknown operation": 1, "unknown section": 1, "unknown id": 1, "contradiction": 1}
 
 
@@ -92,7 +92,7 @@ def test_texts_are_made_ready_for_comparison_before_they_are_merged() -> None:
     shop.learner.operations = (Add("other", "Sum first."),)
     walked(shop)
     assert ("prepare", ["Mind units.", "Round late.", "Sum first."]) in shop.learner.asked
-    assert shop.merges == 1
+    assert shop.applications == 1
 
 
 # Staleness
@@ -107,7 +107,7 @@ def stale(policy: StalenessPolicy, content: str, others: list[str]) -> tuple[Wor
 
     def meanwhile() -> None:
         for other in others:
-            shop.ledger.apply([Add("other", other)], shop.ledger.playbook.version)
+            shop.writer.apply([Add("other", other)], shop.writer.playbook.version)
         others.clear()
 
     shop.learner.meanwhile = meanwhile
@@ -128,9 +128,9 @@ def test_full_admits_stale_additions_as_they_are() -> None:
 def test_guarded_merges_an_addition_into_the_newer_bullet_that_nearly_says_it() -> None:
     shop, _ = stale(GUARDED, f"{NEAR} first.", [f"{NEAR}."])
     assert texts(shop)[2:] == [f"{NEAR}."]
-    assert shop.ledger.playbook.bullets[2].helpful == 1
+    assert shop.writer.playbook.bullets[2].helpful == 1
     assert shop.stages.counts.additions["merged"] == 1
-    assert shop.ledger.problems["repeats a newer bullet"] == 1
+    assert shop.writer.problems["repeats a newer bullet"] == 1
 
 
 def test_guarded_admits_what_is_new_and_not_too_late() -> None:
@@ -144,14 +144,14 @@ def test_guarded_drops_what_is_too_late_and_only_additions() -> None:
     assert NEW not in texts(shop)
     assert texts(shop)[0] == "Mind all units."
     assert shop.stages.counts.additions["dropped"] == 1
-    assert shop.ledger.problems["stale addition"] == 1
+    assert shop.writer.problems["stale addition"] == 1
     (look,) = [event for event in shop.events if isinstance(event, Looked)]
     assert (look.decision, look.gap) == ("discard", 3)
 
 
 def test_an_addition_that_nobody_overtook_is_no_business_of_the_policy() -> None:
     shop, passed = stale(Reflective(), NEW, [])
-    assert (NEW in texts(shop), passed[-1], shop.events) == (True, "merge", [])
+    assert (NEW in texts(shop), passed[-1], shop.events) == (True, "apply", [])
 
 
 def test_reflective_lets_the_curator_read_stale_additions_and_the_rest_does_not_wait() -> None:
@@ -164,16 +164,16 @@ def test_reflective_lets_the_curator_read_stale_additions_and_the_rest_does_not_
 
     def meanwhile() -> None:
         if not seen:
-            shop.ledger.apply([Add("other", "b")], shop.ledger.playbook.version)
+            shop.writer.apply([Add("other", "b")], shop.writer.playbook.version)
         seen.append(texts(shop))
 
     shop.learner.meanwhile = meanwhile
     passed, _ = walked(shop)
-    assert passed[-3:] == ["merge", "reconcile", "merge"]
+    assert passed[-3:] == ["apply", "reconcile", "apply"]
     assert ("reconcile", [NEW], ["oth-1", "oth-3"]) in shop.learner.asked
     assert seen[1] == ["Mind all units.", "Round late.", "b"], "the update did not wait for the model"
     assert texts(shop) == ["Mind all units.", "Round late.", "merged text"]
-    assert shop.ledger.playbook.bullets[1].helpful == 1, "tags count once"
+    assert shop.writer.playbook.bullets[1].helpful == 1, "tags count once"
     assert dict(shop.stages.counts.additions) == {"admitted": 0, "merged": 1, "dropped": 0}
 
 
@@ -182,7 +182,7 @@ def test_what_is_reconciled_is_not_reconciled_again_but_compared_by_words() -> N
     shop.learner.operations = shop.learner.reconciled = (Add("other", f"{NEAR} first."),)
     shop.learner.scores = lambda attempt: 1.0
     others = ["b", f"{NEAR}."]
-    shop.learner.meanwhile = lambda: shop.ledger.apply([Add("other", others.pop(0))], 99) and None
+    shop.learner.meanwhile = lambda: shop.writer.apply([Add("other", others.pop(0))], 99) and None
     passed, _ = walked(shop)
     assert passed.count("reconcile") == 1
     assert texts(shop)[2:] == ["b", f"{NEAR}."]
@@ -191,10 +191,10 @@ def test_what_is_reconciled_is_not_reconciled_again_but_compared_by_words() -> N
 def test_an_update_of_what_others_changed_meanwhile_does_not_overwrite_it() -> None:
     shop = Workshop(BOOK)
     shop.learner.operations = (Update("oth-1", "late"),)
-    shop.learner.meanwhile = lambda: shop.ledger.apply([Update("oth-1", "early")], 99) and None
+    shop.learner.meanwhile = lambda: shop.writer.apply([Update("oth-1", "early")], 99) and None
     walked(shop)
     assert texts(shop)[0] == "early"
-    assert shop.ledger.problems["overtaken"] == 1
+    assert shop.writer.problems["overtaken"] == 1
 
 
 @pytest.mark.parametrize("budget", [60, 100])
@@ -203,6 +203,6 @@ def test_the_token_budget_holds_after_every_merge(budget: int) -> None:
     for number in range(30):
         shop.learner.operations = (Add("other", f"Insight number {number} of many."),)
         walked(shop, "curate" if number else "rollout")
-        assert shop.ledger.playbook.tokens() <= budget
-    assert shop.ledger.evicted > 0
-    assert shop.ledger.playbook.bullets
+        assert shop.writer.playbook.tokens() <= budget
+    assert shop.writer.evicted > 0
+    assert shop.writer.playbook.bullets

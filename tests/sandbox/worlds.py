@@ -75,5 +75,5 @@ def lab(limits: Limits = TIGHT, audited: bool = True, without: tuple[str, ...] =
         loop.run_until_complete(sandbox.__aenter__())
         yield Lab(sandbox, loop)
     finally:
-        loop.run_until_complete(sandbox.close())
+        loop.run_until_complete(sandbox.__aexit__())
         loop.close()

@@ -8,8 +8,7 @@ import dspy
 import pytest
 
 from dspy_flashevolve.ace.operations import Add, Remove, parse_operations, parse_tags
-from dspy_flashevolve.ace.playbook import Playbook
-from dspy_flashevolve.ace.text import attached
+from dspy_flashevolve.ace.playbook import Playbook, attached
 from dspy_flashevolve.modules.playbook import AdditionReconciliation, PlaybookCuration, SampleReflection
 from dspy_flashevolve.sim import ReplyModel
 from dspy_flashevolve.sim.playbook_replies import CITATIONS
