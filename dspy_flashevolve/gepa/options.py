@@ -1,16 +1,44 @@
-"""What a user may pass on to gepa, checked before anything is run."""
+"""What a user may pass on to gepa, checked before anything is run; and gepa's own parts, put together as
+``gepa.optimize`` puts them together."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+import os
+import random
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from gepa.api import optimize
+from gepa.core.data_loader import DataLoader
+from gepa.core.state import EvaluationCache, GEPAState
+from gepa.logging.experiment_tracker import create_experiment_tracker
+from gepa.proposer.merge import MergeProposer
 from gepa.proposer.reflective_mutation.base import CandidateSelector
-from gepa.strategies.acceptance import AcceptanceCriterion
-from gepa.strategies.eval_policy import EvaluationPolicy
+from gepa.strategies.acceptance import AcceptanceCriterion, ImprovementOrEqualAcceptance, StrictImprovementAcceptance
+from gepa.strategies.batch_sampler import EpochShuffledBatchSampler
+from gepa.strategies.candidate_selector import (
+    CurrentBestCandidateSelector,
+    EpsilonGreedyCandidateSelector,
+    ParetoCandidateSelector,
+    TopKParetoCandidateSelector,
+)
+from gepa.strategies.component_selector import (
+    AllReflectionComponentSelector,
+    RoundRobinReflectionComponentSelector,
+)
+from gepa.strategies.eval_policy import EvaluationPolicy, FullEvaluationPolicy
+from gepa.strategies.proposal_sampling import (
+    IndependentSampling,
+    PxNSampling,
+    SameParentSampling,
+    SingleMutationSampling,
+)
+from gepa.strategies.proposal_selection import AllImprovements, BestImprovement, TopKImprovements
+from gepa.utils import CompositeStopper, FileStopper, MaxMetricCallsStopper
 
 from dspy_flashevolve.engine.errors import ConfigurationError
 
@@ -147,3 +175,281 @@ def _check_minibatches(options: GepaOptions) -> None:
             )
     elif size is not None and size < 1:
         raise ConfigurationError(f"reflection_minibatch_size is {size}, expected at least 1.")
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The strategies of one run. ``rng`` is shared by the selector, the sampler and merge, as in gepa."""
+
+    rng: random.Random
+    candidate_selector: Any
+    component_selector: Any
+    batch_sampler: Any
+    sampling_strategy: Any
+    selection_strategy: Any
+    acceptance: Any
+    evaluation_policy: Any
+    stopper: Stoppers
+    merge: MergeProposer[Any] | None
+    tracker: Any
+    cache: EvaluationCache[Any, Any] | None
+    callbacks: list[Any] | None
+
+
+BUILT_IN = (
+    ParetoCandidateSelector,
+    CurrentBestCandidateSelector,
+    EpsilonGreedyCandidateSelector,
+    TopKParetoCandidateSelector,
+    RoundRobinReflectionComponentSelector,
+    AllReflectionComponentSelector,
+    EpochShuffledBatchSampler,
+    SingleMutationSampling,
+    SameParentSampling,
+    IndependentSampling,
+    PxNSampling,
+    AllImprovements,
+    BestImprovement,
+    TopKImprovements,
+    StrictImprovementAcceptance,
+    ImprovementOrEqualAcceptance,
+    FullEvaluationPolicy,
+)
+"""gepa's strategies that do without the seed's scores while the seed is the only candidate."""
+
+
+def hooks_of(parts: Parts, optimizer: Any) -> dict[str, Any]:
+    """Argument of the optimizer, or key of ``gepa_kwargs`` -> the object that stands behind it in this run."""
+    return {
+        "staleness": optimizer.staleness,
+        "candidate_selection_strategy": parts.candidate_selector,
+        "component_selector": parts.component_selector,
+        "batch_sampler": parts.batch_sampler,
+        "sampling_strategy": parts.sampling_strategy,
+        "selection_strategy": parts.selection_strategy,
+        "acceptance_criterion": parts.acceptance,
+        "val_evaluation_policy": parts.evaluation_policy,
+        "stop_callbacks": parts.stopper,
+    }
+
+
+def has_foreign(parts: Parts) -> bool:
+    """Whether a strategy is not gepa's own: it may look at scores, and must not see a pool without any."""
+    strategies = (
+        parts.candidate_selector,
+        parts.component_selector,
+        parts.batch_sampler,
+        parts.sampling_strategy,
+        parts.selection_strategy,
+        parts.acceptance,
+        parts.evaluation_policy,
+    )
+    return any(type(one) not in BUILT_IN for one in strategies)
+
+
+def build_parts(options: GepaOptions, valset: DataLoader[Any, Any], logger: Any) -> Parts:
+    """Build the strategies that ``options`` names.
+
+    Args:
+        options: already checked.
+        valset: merge draws its subsample from it.
+        logger: gepa's logger protocol.
+    """
+    rng = random.Random(options.seed)
+    return Parts(
+        rng=rng,
+        candidate_selector=_candidate_selector(options.candidate_selection_strategy, rng),
+        component_selector=_component_selector(options.component_selector),
+        batch_sampler=_batch_sampler(options, rng),
+        sampling_strategy=options.get("sampling_strategy") or SingleMutationSampling(),
+        selection_strategy=options.get("selection_strategy") or AllImprovements(),
+        acceptance=_acceptance(options.get("acceptance_criterion", "strict_improvement")),
+        evaluation_policy=_evaluation_policy(options.get("val_evaluation_policy")),
+        stopper=stoppers_of(options),
+        merge=_merge(options, valset, logger, rng) if options.use_merge else None,
+        tracker=_tracker(options),
+        cache=EvaluationCache[Any, Any]() if options.get("cache_evaluation", False) else None,
+        callbacks=options.get("callbacks"),
+    )
+
+
+def _candidate_selector(given: Any, rng: random.Random) -> Any:
+    built_in = {
+        "pareto": lambda: ParetoCandidateSelector(rng=rng),
+        "current_best": CurrentBestCandidateSelector,
+        "epsilon_greedy": lambda: EpsilonGreedyCandidateSelector(epsilon=0.1, rng=rng),
+        "top_k_pareto": lambda: TopKParetoCandidateSelector(k=5, rng=rng),
+    }
+    return built_in[given]() if isinstance(given, str) else given
+
+
+def _component_selector(given: Any) -> Any:
+    built_in = {"round_robin": RoundRobinReflectionComponentSelector, "all": AllReflectionComponentSelector}
+    return built_in[given]() if isinstance(given, str) else given
+
+
+def _batch_sampler(options: GepaOptions, rng: random.Random) -> Any:
+    given = options.get("batch_sampler", "epoch_shuffled")
+    if given != "epoch_shuffled":
+        return given
+    return EpochShuffledBatchSampler(minibatch_size=options.reflection_minibatch_size or 3, rng=rng)
+
+
+def _acceptance(given: Any) -> Any:
+    built_in = {"strict_improvement": StrictImprovementAcceptance, "improvement_or_equal": ImprovementOrEqualAcceptance}
+    return built_in[given]() if isinstance(given, str) else given
+
+
+def _evaluation_policy(given: Any) -> Any:
+    return FullEvaluationPolicy() if given is None or given == "full_eval" else given
+
+
+def _merge(options: GepaOptions, valset: DataLoader[Any, Any], logger: Any, rng: random.Random) -> MergeProposer[Any]:
+    return MergeProposer(
+        logger=logger,
+        valset=valset,
+        evaluator=_never_called,
+        use_merge=True,
+        max_merge_invocations=sys.maxsize if options.max_merge_invocations is None else options.max_merge_invocations,
+        val_overlap_floor=options.get("merge_val_overlap_floor", 5),
+        rng=rng,
+        callbacks=options.get("callbacks"),
+    )
+
+
+def _never_called(*_: Any) -> Any:
+    raise AssertionError("merged candidates are evaluated by the screen stage, never by the merge proposer")
+
+
+def _tracker(options: GepaOptions) -> Any:
+    return create_experiment_tracker(
+        use_wandb=options.use_wandb,
+        wandb_api_key=options.wandb_api_key,
+        wandb_init_kwargs=options.wandb_init_kwargs,
+        wandb_attach_existing=options.get("wandb_attach_existing", False),
+        use_mlflow=options.use_mlflow,
+        mlflow_tracking_uri=options.get("mlflow_tracking_uri"),
+        mlflow_experiment_name=options.get("mlflow_experiment_name"),
+        mlflow_attach_existing=options.get("mlflow_attach_existing", False),
+        key_prefix=options.get("tracking_key_prefix", ""),
+    )
+
+
+class Stoppers(CompositeStopper):
+    """Stops when one of the stoppers says so; the rest is not asked that time.
+
+    Args:
+        stoppers: gepa's, or the user's own.
+    """
+
+    def __init__(self, *stoppers: Any) -> None:
+        super().__init__(*stoppers)
+        self.said = ""
+        """Why to stop; empty until a stopper has said so."""
+        self.budget_spent = False
+        """It was the budget of metric calls that said so."""
+
+    def __call__(self, gepa_state: Any) -> bool:
+        """Ask them in order."""
+        says = next((stopper for stopper in self.stoppers if stopper(gepa_state)), None)
+        if says is not None and not self.said:
+            self.said = _reason(says)
+            self.budget_spent = isinstance(says, MaxMetricCallsStopper)
+        return says is not None
+
+
+def stoppers_of(options: GepaOptions) -> Stoppers:
+    """The stoppers that ``options`` asks for: the user's, the file ``gepa.stop`` in the run directory, the budget."""
+    given = options.get("stop_callbacks")
+    stoppers: list[Any] = [] if given is None else list(given) if isinstance(given, list | tuple) else [given]
+    if options.run_dir is not None:
+        stoppers.append(FileStopper(os.path.join(options.run_dir, "gepa.stop")))
+    if options.max_metric_calls is not None:
+        stoppers.append(MaxMetricCallsStopper(options.max_metric_calls))
+    return Stoppers(*stoppers)
+
+
+def _reason(stopper: Any) -> str:
+    if isinstance(stopper, FileStopper):
+        return f"the file {stopper.stop_file_path} is there"
+    if isinstance(stopper, MaxMetricCallsStopper):
+        return f"max_metric_calls={stopper.max_metric_calls} is spent"
+    return "a stopper said stop"
+
+
+# Where the strategies stand, as JSON, so that a run can go on from there: what gepa's own checkpoint does not hold, the
+# sampler's epoch, the merges tried, and in lockstep the shared randomness. Strategies of the user's own begin anew.
+
+
+def strategies_of(
+    parts: Parts, adapter: Any, state: GEPAState[Any, Any], shared_randomness: bool, text_of: Callable[[Any], str]
+) -> dict[str, Any]:
+    """Where the strategies stand now. Runs in the pool's writer.
+
+    Args:
+        adapter: has a source of randomness of its own.
+        state: gepa's; it holds whose turn it is among the components.
+        shared_randomness: steps draw from the run's, not from their own.
+        text_of: training example's id -> its text.
+    """
+    kept: dict[str, Any] = {}
+    sampler, merge = parts.batch_sampler, parts.merge
+    if type(sampler) is EpochShuffledBatchSampler:
+        kept["sampler"] = {
+            "epoch": sampler.epoch,
+            "shuffled_ids": [text_of(one) for one in sampler.shuffled_ids],
+            "trainset_size": sampler.last_trainset_size,
+            "iteration": sampler._current_iteration,  # pyright: ignore[reportPrivateUsage]
+            "calls": sampler._calls_in_iteration,  # pyright: ignore[reportPrivateUsage]
+        }
+    if merge is not None:
+        kept["merge"] = {
+            "due": merge.merges_due,
+            "tested": merge.total_merges_tested,
+            "performed": merge.merges_performed,
+            "found_new": merge.last_iter_found_new_program,
+        }
+    if shared_randomness:
+        kept["rng"] = parts.rng.getstate()
+        kept["next_components"] = state.named_predictor_id_to_update_next_for_program_candidate
+        if isinstance(getattr(adapter, "rng", None), random.Random):
+            kept["adapter_rng"] = adapter.rng.getstate()
+    return kept
+
+
+def restore_strategies(
+    kept: dict[str, Any], parts: Parts, adapter: Any, state: GEPAState[Any, Any], ids: dict[str, Any]
+) -> None:
+    """Put the strategies where they stood.
+
+    Args:
+        kept: by :func:`strategies_of`, through JSON.
+        ids: text of a training example's id -> the id.
+    """
+    sampler, merge = parts.batch_sampler, parts.merge
+    if type(sampler) is EpochShuffledBatchSampler and (there := kept.get("sampler")):
+        names: list[str] = there["shuffled_ids"]
+        if all(name in ids for name in names):
+            sampler.epoch = there["epoch"]
+            sampler.shuffled_ids = [ids[name] for name in names]
+            sampler.id_freqs = Counter(sampler.shuffled_ids)
+            sampler.last_trainset_size = there["trainset_size"]
+            sampler._current_iteration = there["iteration"]  # pyright: ignore[reportPrivateUsage]
+            sampler._calls_in_iteration = there["calls"]  # pyright: ignore[reportPrivateUsage]
+    if merge is not None and (there := kept.get("merge")):
+        merge.merges_due = there["due"]
+        merge.total_merges_tested = there["tested"]
+        first, second = there["performed"]
+        merge.merges_performed = ([_tuples(one) for one in first], [_tuples(one) for one in second])
+        merge.last_iter_found_new_program = there["found_new"]
+    if "rng" in kept:
+        turns: list[int] = kept["next_components"]
+        state.named_predictor_id_to_update_next_for_program_candidate[: len(turns)] = turns
+        parts.rng.setstate(_tuples(kept["rng"]))
+    if "adapter_rng" in kept:
+        adapter.rng.setstate(_tuples(kept["adapter_rng"]))
+
+
+def _tuples(value: Any) -> Any:
+    """Lists, at any depth, as the tuples that they were before JSON."""
+    return tuple(_tuples(one) for one in value) if isinstance(value, list) else value  # pyright: ignore[reportUnknownVariableType]

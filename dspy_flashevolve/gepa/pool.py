@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, ParamSpec, TypeVar
@@ -17,20 +17,17 @@ from typing import Any, ParamSpec, TypeVar
 from gepa.core.callbacks import notify_callbacks
 from gepa.core.data_loader import DataLoader
 from gepa.core.engine import GEPAEngine
+from gepa.core.result import GEPAResult
 from gepa.core.state import GEPAState, ValsetEvaluation, initialize_gepa_state
 from gepa.proposer.base import CandidateProposal
 
 from dspy_flashevolve.engine.integration import PastCommit
-from dspy_flashevolve.engine.item import Ticket
+from dspy_flashevolve.engine.replay import RunJournal, id_text
+from dspy_flashevolve.engine.steps import Step
 from dspy_flashevolve.engine.threads import Threads
-from dspy_flashevolve.gepa.options import GepaOptions
-from dspy_flashevolve.gepa.parts import Parts
-from dspy_flashevolve.gepa.payloads import Candidate, Commit
-from dspy_flashevolve.gepa.run_journal import RunJournal, id_text
+from dspy_flashevolve.gepa.options import GepaOptions, Parts, strategies_of
+from dspy_flashevolve.gepa.records import Candidate, Commit
 from dspy_flashevolve.gepa.speculative import SpeculativeCandidates
-from dspy_flashevolve.gepa.standing import Standing
-from dspy_flashevolve.gepa.strategies import strategies_of
-from dspy_flashevolve.gepa.summaries import report_end, report_seed
 
 A = ParamSpec("A")
 T = TypeVar("T")
@@ -47,7 +44,10 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
         seed_candidate: component -> text.
         trainset, valset: gepa's loaders.
         logger: gepa's logger protocol.
-        checkpoint_seconds: with a run directory, the least time between two checkpoints; 0 saves at every ticket.
+        checkpoint_seconds: with a run directory, the least time between two checkpoints; 0 saves at every step.
+        calls_made: metric calls made so far, those of live steps included.
+        journal: gets what is about to enter the pool, first; None for nowhere.
+        shares_randomness: steps draw from the strategies' randomness, not from their own.
         caches_minibatches: put minibatch scores into gepa's evaluation cache. Its keys do not tell training from
             validation examples, so this is right only where both are the same data, and where gepa is to be equalled.
     """
@@ -63,8 +63,11 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
         logger: Any,
         checkpoint_seconds: float,
         caches_minibatches: bool,
+        calls_made: Callable[[], int],
+        journal: RunJournal | None = None,
+        shares_randomness: bool = False,
     ) -> None:
-        self.standing = Standing(lambda: self.state, options.run_dir, options.seed)
+        self.best = BestResult(lambda: self.state, options.run_dir, options.seed)
         super().__init__(
             adapter=adapter,
             run_dir=options.run_dir,
@@ -77,7 +80,7 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
             frontier_type=options.get("frontier_type", "instance"),
             logger=logger,
             experiment_tracker=parts.tracker,
-            callbacks=[self.standing, *(parts.callbacks or [])],  # pyright: ignore[reportArgumentType]  # gepa asks hasattr
+            callbacks=[self.best, *(parts.callbacks or [])],  # pyright: ignore[reportArgumentType]  # gepa asks hasattr
             track_best_outputs=options.track_best_outputs,
             use_cloudpickle=options.get("use_cloudpickle", False),
             stop_callback=parts.stopper,
@@ -99,12 +102,9 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
         self._seed_key = self.speculative.add(seed_candidate).key
         self._checkpoint_seconds = checkpoint_seconds
         self._saved_at = float("-inf")
-        self.calls_made: Callable[[], int] | None = None
-        """Metric calls made so far, those of live tickets included; a checkpoint records them."""
-        self.journal: RunJournal | None = None
-        """Gets what is about to enter the pool, first."""
-        self.shares_randomness = False
-        """Tickets draw from the strategies' randomness, not from their own."""
+        self._calls_made = calls_made
+        self.journal = journal
+        self.shares_randomness = shares_randomness
         self._writer = Threads(1, "pool")
 
     async def write(self, call: Callable[A, T], *args: A.args, **kwargs: A.kwargs) -> T:
@@ -142,7 +142,7 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
     def confirm_seed(self, evaluation: ValsetEvaluation[Any, Any]) -> None:
         """Put the validated seed, or the checkpoint's candidates, where the provisional state was.
 
-        The state stays the same object, since callbacks may hold it; what tickets have already done to it stays.
+        The state stays the same object, since callbacks may hold it; what steps have already done to it stays.
         """
         early = self.state
         real: State = initialize_gepa_state(
@@ -160,13 +160,11 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
             real.named_predictor_id_to_update_next_for_program_candidate = (
                 early.named_predictor_id_to_update_next_for_program_candidate
             )
-        early_calls = early.total_num_evals
         early.__dict__.update(real.__dict__)
-        early.total_num_evals = real.total_num_evals + early_calls
         self._sync_state_to_adapter(early)
         self.speculative.confirm(self._seed_key)
         self.seed_confirmed = True
-        report_seed(self)
+        self._report_seed()
         early.add_budget_hook(self._on_calls)
 
     def save(self, *, force: bool = False) -> None:
@@ -175,32 +173,31 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
             return
         self._sync_adapter_state_to_state(self.state)
         counted = self.state.total_num_evals
-        if self.calls_made is not None:
-            # What live tickets have spent is spent, even if the run is killed before they end.
-            self.state.total_num_evals = max(counted, self.calls_made())
+        # What live steps have spent is spent, even if the run is killed before they end.
+        self.state.total_num_evals = max(counted, self._calls_made())
         try:
             self.state.save(self.run_dir, use_cloudpickle=self.use_cloudpickle)
         finally:
             self.state.total_num_evals = counted
         self._saved_at = time.monotonic()
 
-    def begin_ticket(self, ticket: Ticket) -> dict[str, Any]:
-        """Advance the iteration; returns the ticket's entry of the run log. One that goes on may have one already."""
+    def begin_step(self, step: Step) -> dict[str, Any]:
+        """Advance the iteration; returns the step's entry of the run log. One that goes on may have one already."""
         if self.seed_confirmed and time.monotonic() - self._saved_at >= self._checkpoint_seconds:
             self.save()
             self.notify("on_state_saved", iteration=self.state.i + 1, run_dir=self.run_dir)
-        self.state.i = max(self.state.i, ticket.number)
+        self.state.i = max(self.state.i, step.number)
         log = self.state.full_program_trace
-        trace: dict[str, Any] = next((entry for entry in reversed(log) if entry["i"] == ticket.number), {})
+        trace: dict[str, Any] = next((entry for entry in reversed(log) if entry["i"] == step.number), {})
         if not trace:
-            trace["i"] = ticket.number
+            trace["i"] = step.number
             log.append(trace)
-        self.notify("on_iteration_start", iteration=ticket.number + 1, state=self.state, trainset_loader=self.trainset)
+        self.notify("on_iteration_start", iteration=step.number + 1, state=self.state, trainset_loader=self.trainset)
         return trace
 
-    def end_ticket(self, ticket: Ticket, accepted: bool) -> bool:
-        """Report a ticket's end and ask the stoppers; True when one of them says stop."""
-        self.notify("on_iteration_end", iteration=ticket.number + 1, state=self.state, proposal_accepted=accepted)
+    def end_step(self, step: Step, accepted: bool) -> bool:
+        """Report a step's end and ask the stoppers; True when one of them says stop."""
+        self.notify("on_iteration_end", iteration=step.number + 1, state=self.state, proposal_accepted=accepted)
         self.keep_strategies()
         return self.should_stop()
 
@@ -215,21 +212,23 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
                 "strategies", strategies_of(self.parts, self.adapter, self.state, self.shares_randomness, id_text)
             )
 
-    def count_calls(self, calls: int) -> None:
-        """Add metric calls to gepa's count."""
-        self.state.increment_evals(calls)
+    def count_calls(self) -> None:
+        """Bring gepa's count of metric calls to what was made by now."""
+        if (calls := self._uncounted()) > 0:
+            self.state.increment_evals(calls)
 
-    def add(
-        self, ticket: Ticket, proposal: CandidateProposal[Any], evaluation: ValsetEvaluation[Any, Any], calls: int
-    ) -> Commit:
+    def _uncounted(self) -> int:
+        return max(0, self._calls_made() - self.state.total_num_evals) if self.seed_confirmed else 0
+
+    def add(self, step: Step, proposal: CandidateProposal[Any], evaluation: ValsetEvaluation[Any, Any]) -> Commit:
         """Add a validated candidate: the only place where the pool grows."""
-        with self.acting_for(ticket):
+        with self.acting_for(step):
             index, best = self._add_evaluated_program(
                 new_program=proposal.candidate,
                 state=self.state,
                 parent_program_idx=proposal.parent_program_ids,
                 valset_evaluation=evaluation,
-                num_actual_evals=calls,
+                num_actual_evals=self._uncounted(),
             )
         self.version += 1
         self.generations.append(1 + max(self.generations[parent] for parent in proposal.parent_program_ids))
@@ -261,16 +260,16 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
             )
         return found
 
-    def log_proposal(self, ticket: Ticket, proposal: CandidateProposal[Any], candidate: int) -> None:
+    def log_proposal(self, step: Step, proposal: CandidateProposal[Any], candidate: int) -> None:
         """Log a proposal's LM calls; ``candidate`` is -1 for a rejected one."""
-        self._log_proposal_lm_calls(ticket.number + 1, proposal, candidate_idx=candidate)
+        self._log_proposal_lm_calls(step.number + 1, proposal, candidate_idx=candidate)
 
     def reject(
-        self, ticket: Ticket, proposal: CandidateProposal[Any], *, passed: bool = False, reason: str | None = None
+        self, step: Step, proposal: CandidateProposal[Any], *, passed: bool = False, reason: str | None = None
     ) -> None:
         """Report a proposal that goes no further."""
         self._report_rejected_proposal(
-            proposal, ticket.number + 1, self.state, dropped_by_selection=passed, reason_override=reason
+            proposal, step.number + 1, self.state, dropped_by_selection=passed, reason_override=reason
         )
 
     def score_of(self, candidate: int) -> float:
@@ -288,30 +287,102 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
         """Save and tell the callbacks: the run came to its end."""
         if self.seed_confirmed:
             self.save(force=True)
-            report_end(self)
+            self._report_end()
 
     def fail(self, error: BaseException, live: list[int]) -> None:
-        """Save and tell the callbacks: the run ended by ``error`` while the tickets ``live`` were on their way."""
+        """Save and tell the callbacks: the run ended by ``error`` while the steps ``live`` were on their way."""
         if isinstance(error, Exception):
             self.notify("on_error", iteration=self.state.i + 1, exception=error, will_continue=False)
         begun = {entry["i"] for entry in self.state.full_program_trace}
         for number in begun.intersection(live):
             self.notify("on_iteration_end", iteration=number + 1, state=self.state, proposal_accepted=False)
-        if self.calls_made is not None:
-            self.state.total_num_evals = max(self.state.total_num_evals, self.calls_made())
+        self.state.total_num_evals = max(self.state.total_num_evals, self._calls_made())
         self.save(force=True)
 
     @contextmanager
-    def acting_for(self, ticket: Ticket) -> Generator[None, None, None]:
-        """Let gepa's code, which reads the iteration and the newest log entry from the state, act for ``ticket``."""
+    def acting_for(self, step: Step) -> Generator[None, None, None]:
+        """Let gepa's code, which reads the iteration and the newest log entry from the state, act for ``step``."""
         state = self.state
         newest, log = state.i, state.full_program_trace
-        entry = next(entry for entry in reversed(log) if entry["i"] == ticket.number)
-        state.i, state.full_program_trace = ticket.number, [entry]
+        entry = next(entry for entry in reversed(log) if entry["i"] == step.number)
+        state.i, state.full_program_trace = step.number, [entry]
         try:
             yield
         finally:
             state.i, state.full_program_trace = newest, log
+
+    def _report_seed(self) -> None:
+        """What gepa logs of the seed (gepa 0.1.4, ``GEPAEngine.run``)."""
+        state, tracker = self.state, self.experiment_tracker
+        average, coverage = state.get_program_average_val_subset(0)
+        front = list(state.pareto_front_valset.values())
+        tracker.log_config(self._config())
+        tracker.log_metrics(
+            {
+                "val_program_average": average,
+                "best_score_on_valset": average,
+                "val_evaluated_count_new_program": coverage,
+                "val_total_count": len(self.loader),
+                "total_metric_calls": state.total_num_evals,
+                "valset_pareto_front_agg": sum(front) / len(front) if front else average,
+                "new_program_idx": 0,
+                "linear_pareto_front_program_idx": 0,
+                "best_program_as_per_agg_score_valset": 0,
+            },
+            step=0,
+        )
+        self.logger.log(f"Base program full valset score: {average} over {coverage} / {len(self.loader)} examples")
+        self.notify(
+            "on_valset_evaluated",
+            iteration=0,
+            candidate_idx=0,
+            candidate=self.seed_candidate,
+            scores_by_val_id=dict(state.prog_candidate_val_subscores[0]),
+            average_score=average,
+            num_examples_evaluated=coverage,
+            total_valset_size=len(self.loader),
+            parent_ids=[],
+            is_best_program=True,
+            outputs_by_val_id=None,
+        )
+
+    def _report_end(self) -> None:
+        """What gepa tells the callbacks and logs at the end of a run."""
+        state, policy = self.state, self.val_evaluation_policy
+        best = policy.get_best_program(state)
+        self.notify(
+            "on_optimization_end",
+            best_candidate_idx=best,
+            total_iterations=state.i,
+            total_metric_calls=state.total_num_evals,
+            final_state=state,
+        )
+        summary: dict[str, Any] = {
+            "best_candidate_idx": best,
+            "best_valset_score": policy.get_valset_score(best, state),
+            "total_iterations": state.i,
+            "total_candidates": len(state.program_candidates),
+        }
+        for name in sorted(self.seed_candidate):
+            summary[f"seed/{name}"] = self.seed_candidate[name]
+            summary[f"best/{name}"] = state.program_candidates[best][name]
+        self.experiment_tracker.log_summary(summary)
+
+    def _config(self) -> dict[str, Any]:
+        return {
+            "seed": self.seed,
+            "perfect_score": self.perfect_score,
+            "frontier_type": self.frontier_type,
+            "track_best_outputs": self.track_best_outputs,
+            "use_cloudpickle": self.use_cloudpickle,
+            "raise_on_exception": self.raise_on_exception,
+            "trainset_size": len(self.trainset),
+            "valset_size": len(self.loader),
+            "seed_candidate_components": sorted(self.seed_candidate),
+            "val_evaluation_policy": type(self.val_evaluation_policy).__name__,
+            "has_merge_proposer": self.merge_proposer is not None,
+            "run_dir": self.run_dir,
+        }
 
     def _log_candidate_tree(self, state: State) -> None:
         """gepa draws the whole tree at every commit; only where somebody gets to see it."""
@@ -319,7 +390,7 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
             super()._log_candidate_tree(state)
 
     def _provisional_state(self) -> State:
-        """A state in which the seed has no scores yet: tickets may start, nothing can be compared."""
+        """A state in which the seed has no scores yet: steps may start, nothing can be compared."""
         state: State = GEPAState(self.seed_candidate, ValsetEvaluation[Any, Any]({}, {}, None))
         state.num_full_ds_evals = state.total_num_evals = 0
         state.evaluation_cache = self._initial_evaluation_cache
@@ -343,3 +414,68 @@ def _generations(parents: list[list[int | None]]) -> list[int]:
         known = [steps[parent] for parent in line if parent is not None]
         steps.append(1 + max(known) if known else 0)
     return steps
+
+
+class BestResult:
+    """gepa's result as of the last candidate that was better than all before it.
+
+    A gepa callback, the first one: it is told of every validated candidate in the pool's writer, where the state may
+    be read, and copies what it needs. ``result`` is replaced, never changed, so any thread may read it at any time and
+    waits for nobody: not for the writer, which may be inside a callback that waits in turn.
+
+    Args:
+        state: the pool's.
+        run_dir, seed: what gepa's result carries.
+    """
+
+    def __init__(self, state: Callable[[], GEPAState[Any, Any]], run_dir: str | None, seed: int | None) -> None:
+        self._state = state
+        self._run_dir = run_dir
+        self._seed = seed
+        self._best = float("-inf")
+        self.result: GEPAResult[Any, Any] | None = None
+        """None before the seed is validated."""
+
+    def on_valset_evaluated(self, event: Any) -> None:
+        """Called by gepa's code for each new candidate, and once for the seed or a checkpoint's candidates."""
+        state = self._state()
+        score = state.get_program_average_val_subset(event["candidate_idx"])[0]
+        if self.result is None or score > self._best:  # as gepa's result decides between equals: the first
+            self.result = GEPAResult[Any, Any].from_state(state, run_dir=self._run_dir, seed=self._seed)
+            self._best = self.result.val_aggregate_scores[self.result.best_idx]
+
+    @property
+    def score(self) -> float | None:
+        """The best aggregate validation score; None before the seed is validated."""
+        return None if self.result is None else self._best
+
+
+def write_commits(
+    journal: RunJournal,
+    step: int | None,
+    first: int,
+    version: int,
+    work: Sequence[tuple[Candidate, Sequence[int | None], ValsetEvaluation[Any, Any]]],
+) -> None:
+    """Write candidates that are about to enter gepa's pool, and wait until that is safe. Runs in the pool's writer.
+
+    Args:
+        step: that made them; None for another program's.
+        first: the first one's index in the pool.
+        version: the pool's, before them.
+
+    Raises:
+        JournalError: it is not.
+    """
+    for offset, (candidate, parents, evaluation) in enumerate(work):
+        objectives = evaluation.objective_scores_by_val_id
+        journal.committed(
+            step,
+            first + offset,
+            version + offset + 1,
+            candidate,
+            parents,
+            {id_text(one): score for one, score in evaluation.scores_by_val_id.items()},
+            more=None if objectives is None else {id_text(i): dict(o) for i, o in objectives.items()},
+        )
+    journal.journal.flush_here()

@@ -1,7 +1,7 @@
-"""Candidates that tickets may build on before their validation has confirmed them.
+"""Candidates that steps may build on before their validation has confirmed them.
 
 They stand beside gepa's state, which only ever holds confirmed candidates and stays readable by gepa.
-The first is the seed itself: tickets start from it while it is being validated. Heads of the train follow.
+The first is the seed itself: steps start from it while it is being validated. Heads follow.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from gepa.core.state import ValsetEvaluation
 
 from dspy_flashevolve.engine.errors import ConfigurationError
-from dspy_flashevolve.gepa.payloads import Candidate
+from dspy_flashevolve.gepa.records import Candidate
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,536 @@
+"""What each part of a step tells gepa's callbacks, caches, counts, logs and trackers.
+
+Every function runs in the pool's writer. Names, order and contents of events, log entries and metrics
+are those of gepa 0.1.4 (``ReflectiveMutationProposer.propose``, ``MergeProposer.propose`` and
+``GEPAEngine``); the iteration is the step's, so that steps may overlap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from gepa.core.adapter import EvaluationBatch
+from gepa.core.state import CachedEvaluation, ValsetEvaluation
+from gepa.proposer.base import CandidateProposal, SubsampleEvaluation
+from gepa.strategies.proposal_sampling import ProposalTask
+
+from dspy_flashevolve.engine.steps import Step
+from dspy_flashevolve.gepa.pool import Pool, write_commits
+from dspy_flashevolve.gepa.records import Base, Batch, Candidate, Child, Commit, Crossover, Validated
+
+Task = ProposalTask[Any, Any]
+Proposal = CandidateProposal[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ValidationPlan:
+    """Which validation examples are to be run for a candidate, and what the cache has of the others."""
+
+    candidate: Candidate
+    cached: dict[Any, CachedEvaluation[Any]]
+    missing: list[Any]
+
+
+def task_key(task: Task) -> tuple[Any, ...]:
+    """Equal keys mean the same parent on the same minibatch."""
+    return (tuple(sorted(task.parent_candidate.items())), tuple(task.minibatch_ids))
+
+
+def expected_score(pool: Pool, proposals: Sequence[Proposal]) -> float:
+    """What the best of the proposals may reach on the validation set: its parent's score and its gain on the screen.
+
+    It orders validations: the child that is likely to be the next parent is validated first.
+    """
+    parents = [pool.score_of(one.parent_program_ids[0]) if pool.seed_confirmed else 0.0 for one in proposals]
+    return max(score + _mean_gain(proposal) for score, proposal in zip(parents, proposals, strict=True))
+
+
+def log_entry(pool: Pool, step: Step) -> dict[str, Any]:
+    """The step's entry of gepa's run log."""
+    return next(entry for entry in reversed(pool.state.full_program_trace) if entry["i"] == step.number)
+
+
+def parents_start(pool: Pool, step: Step, tasks: Sequence[Task]) -> None:
+    """The parents are about to be evaluated."""
+    for task in tasks:
+        _evaluation_start(pool, step, task, task.parent_idx, _parents_of(pool, task))
+
+
+def parents_end(pool: Pool, step: Step, tasks: Sequence[Task], evaluations: Sequence[Batch]) -> None:
+    """The parents are evaluated."""
+    for task, batch in zip(tasks, evaluations, strict=True):
+        _evaluation_end(pool, step, batch, task.parent_idx, _parents_of(pool, task))
+    pool.count_calls()
+    for task, batch in zip(tasks, evaluations, strict=True):
+        remember(pool, task.parent_candidate, task, batch)
+    first, iteration = tasks[0], step.number + 1
+    log_entry(pool, step).update(
+        selected_program_candidate=first.parent_idx,
+        subsample_ids=first.minibatch_ids,
+        n_tasks=len(tasks),
+        tasks=[{"parent_idx": task.parent_idx, "subsample_ids": list(task.minibatch_ids)} for task in tasks],
+    )
+    score = pool.score_of(first.parent_idx)
+    pool.logger.log(f"Iteration {iteration}: Selected program {first.parent_idx} score: {score}")
+    pool.experiment_tracker.log_metrics(
+        {
+            "iteration": iteration,
+            "selected_program_candidate": first.parent_idx,
+            "total_metric_calls": pool.state.total_num_evals,
+        },
+        step=iteration,
+    )
+
+
+def nothing_to_improve(pool: Pool, step: Step, task: Task, evaluation: Batch) -> str | None:
+    """Why a parent's minibatch is not reflected on; None when it is."""
+    perfect, reason = pool.options.perfect_score, None
+    if not evaluation.trajectories:
+        reason = "no_trajectories"
+    elif pool.options.skip_perfect_score and perfect is not None and all(s >= perfect for s in evaluation.scores):
+        reason = "all_scores_perfect"
+    if reason is not None:
+        pool.logger.log(f"Iteration {step.number + 1}: {reason} for parent {task.parent_idx}. Skipping.")
+        pool.notify(
+            "on_evaluation_skipped",
+            iteration=step.number + 1,
+            candidate_idx=task.parent_idx,
+            reason=reason,
+            scores=evaluation.scores,
+            is_seed_candidate=task.parent_idx == 0,
+        )
+    return reason
+
+
+def choose_components(pool: Pool, step: Step, task: Task, evaluation: Batch) -> list[str]:
+    """Ask the component selector which texts to rewrite."""
+    with pool.acting_for(step):
+        return pool.parts.component_selector(
+            pool.state, evaluation.trajectories, evaluation.scores, task.parent_idx, task.parent_candidate
+        )
+
+
+def reflection_starts(
+    pool: Pool,
+    step: Step,
+    task: Task,
+    components: list[str],
+    dataset: Mapping[str, Sequence[Mapping[str, Any]]],
+) -> None:
+    """The reflective dataset is there."""
+    records = {name: [dict(record) for record in rows] for name, rows in dataset.items()}
+    iteration = step.number + 1
+    pool.notify(
+        "on_reflective_dataset_built",
+        iteration=iteration,
+        candidate_idx=task.parent_idx,
+        components=components,
+        dataset=records,
+    )
+    pool.notify(
+        "on_proposal_start",
+        iteration=iteration,
+        parent_candidate=task.parent_candidate,
+        components=components,
+        reflective_dataset=records,
+    )
+
+
+def proposed(pool: Pool, step: Step, texts: dict[str, str]) -> None:
+    """The reflection has written new texts."""
+    iteration = step.number + 1
+    pool.notify("on_proposal_end", iteration=iteration, new_instructions=texts, prompts={}, raw_lm_outputs={})
+    for name, text in texts.items():
+        pool.logger.log(f"Iteration {iteration}: Proposed new text for {name}: {text}")
+
+
+def children_start(pool: Pool, step: Step, children: Sequence[Child]) -> None:
+    """The children are about to be screened."""
+    for child in children:
+        _evaluation_start(pool, step, child.parent.task, None, [child.parent.task.parent_idx])
+
+
+def given_up(pool: Pool, step: Step, child: Child, scores: list[float]) -> None:
+    """A child could not pass its screen any more: it is reported with the scores that there are, and none is stored."""
+    _evaluation_end(pool, step, EvaluationBatch([None] * len(scores), scores), None, [child.parent.task.parent_idx])
+    proposal = replace(_proposal(child, EvaluationBatch([], [])), eval_after=None, subsample_scores_after=scores)
+    reason = (
+        f"it cannot pass its screen any more, after {len(scores)} of {len(child.parent.task.minibatch_ids)} examples"
+    )
+    pool.reject(step, proposal, reason=reason)
+
+
+def children_end(pool: Pool, step: Step, children: Sequence[Child], batches: Sequence[Batch]) -> list[Proposal]:
+    """The children are screened: gepa's proposals, for its criterion."""
+    for child, batch in zip(children, batches, strict=True):
+        _evaluation_end(pool, step, batch, None, [child.parent.task.parent_idx])
+    pool.count_calls()
+    trace = log_entry(pool, step)
+    for child, batch in zip(children, batches, strict=True):
+        remember(pool, child.candidate, child.parent.task, batch)
+        trace["tasks"][child.parent.index]["subsample_scores"] = list(child.parent.evaluation.scores)
+        trace["tasks"][child.parent.index]["new_subsample_scores"] = list(batch.scores)
+    before, after = children[0].parent.evaluation.scores, batches[0].scores
+    trace["subsample_scores"], trace["new_subsample_scores"] = before, after
+    pool.experiment_tracker.log_metrics(
+        {
+            "subsample_score": sum(before),
+            "new_subsample_score": sum(after),
+            "subsample/before": sum(before),
+            "subsample/after": sum(after),
+            "total_metric_calls": pool.state.total_num_evals,
+        },
+        step=step.number + 1,
+    )
+    return [_proposal(child, batch) for child, batch in zip(children, batches, strict=True)]
+
+
+def cached_validation(pool: Pool, candidate: Candidate) -> ValidationPlan:
+    """Ask the evaluation policy for the examples, and the cache for what is known."""
+    ids = list(pool.val_evaluation_policy.get_eval_batch(pool.loader, pool.state))
+    return lookup(pool, candidate, ids)
+
+
+def cached_subsample(pool: Pool, plan: Crossover) -> ValidationPlan:
+    """Ask the cache for what is known of a merge's subsample."""
+    return lookup(pool, plan.candidate, list(plan.ids))
+
+
+def complete_validation(
+    pool: Pool, plan: ValidationPlan, fresh: ValsetEvaluation[Any, Any]
+) -> ValsetEvaluation[Any, Any]:
+    """Put fresh results into the cache, and together with the cached ones."""
+    cache = pool.state.evaluation_cache
+    objectives = fresh.objective_scores_by_val_id
+    if cache is not None and plan.missing:
+        cache.put_batch(
+            plan.candidate,
+            plan.missing,
+            [fresh.outputs_by_val_id[i] for i in plan.missing],
+            [fresh.scores_by_val_id[i] for i in plan.missing],
+            None if objectives is None else [objectives[i] for i in plan.missing],
+        )
+    known = {i: entry.objective_scores for i, entry in plan.cached.items() if entry.objective_scores is not None}
+    return ValsetEvaluation(
+        outputs_by_val_id={**{i: e.output for i, e in plan.cached.items()}, **fresh.outputs_by_val_id},
+        scores_by_val_id={**{i: e.score for i, e in plan.cached.items()}, **fresh.scores_by_val_id},
+        objective_scores_by_val_id={**known, **(objectives or {})} or None,
+    )
+
+
+def commit(pool: Pool, step: Step, work: Validated) -> list[Commit]:
+    """Add the validated proposals to the pool, in order."""
+    if pool.journal is not None:
+        made = zip(work.proposals, work.evaluations, strict=True)
+        entries = [(proposal.candidate, proposal.parent_program_ids, evaluation) for proposal, evaluation in made]
+        write_commits(pool.journal, step.number, len(pool.state.program_candidates), pool.version, entries)
+    commits: list[Commit] = []
+    for proposal, evaluation in zip(work.proposals, work.evaluations, strict=True):
+        before, after = sum(proposal.subsample_scores_before or []), sum(proposal.subsample_scores_after or [])
+        pool.logger.log(f"Iteration {step.number + 1}: Accepted candidate (subsample score {before} -> {after})")
+        done = pool.add(step, proposal, evaluation)
+        if work.merge:
+            _merge_accepted(pool, step, proposal, done.candidate)
+        else:
+            pool.log_proposal(step, proposal, done.candidate)
+        pool.notify(
+            "on_candidate_accepted",
+            iteration=step.number + 1,
+            new_candidate_idx=done.candidate,
+            new_score=after,
+            parent_ids=proposal.parent_program_ids,
+        )
+        if not work.merge and pool.parts.merge is not None:
+            pool.parts.merge.last_iter_found_new_program = True
+            pool.parts.merge.schedule_if_needed()
+        commits.append(done)
+    pool.save(force=True)
+    return commits
+
+
+# Crossovers.
+
+
+def crossover_score(pool: Pool, plan: Crossover) -> float:
+    """What a crossover that passed its screen may reach: at least the better of its parents."""
+    return max(map(pool.score_of, plan.parents))
+
+
+def crossover_starts(pool: Pool, step: Step, plan: Crossover) -> None:
+    """A crossover is about to be screened."""
+    pool.notify(
+        "on_evaluation_start",
+        iteration=step.number + 1,
+        candidate_idx=None,
+        batch_size=len(plan.ids),
+        capture_traces=False,
+        parent_ids=list(plan.parents),
+        inputs=pool.loader.fetch(list(plan.ids)),
+        is_seed_candidate=False,
+    )
+
+
+def crossover_ended(
+    pool: Pool,
+    step: Step,
+    plan: Crossover,
+    lookup: ValidationPlan,
+    fresh: ValsetEvaluation[Any, Any],
+) -> Proposal | None:
+    """Judge a crossover as gepa does: not worse than the better of its parents. None when it is."""
+    result = complete_validation(pool, lookup, fresh)
+    scores = [result.scores_by_val_id[i] for i in plan.ids]
+    objectives = result.objective_scores_by_val_id
+    iteration = step.number + 1
+    pool.notify(
+        "on_evaluation_end",
+        iteration=iteration,
+        candidate_idx=None,
+        scores=scores,
+        has_trajectories=False,
+        parent_ids=list(plan.parents),
+        outputs=[result.outputs_by_val_id[i] for i in plan.ids],
+        trajectories=None,
+        objective_scores=[objectives[i] for i in plan.ids] if objectives else None,
+        is_seed_candidate=False,
+    )
+    log_entry(pool, step).update(
+        id1_subsample_scores=list(plan.parent_scores[0]),
+        id2_subsample_scores=list(plan.parent_scores[1]),
+        new_program_subsample_scores=scores,
+    )
+    pool.count_calls()
+    pool.notify(
+        "on_merge_attempted", iteration=iteration, parent_ids=list(plan.parents), merged_candidate=plan.candidate
+    )
+    sums = [sum(of_parent) for of_parent in plan.parent_scores]
+    if sum(scores) < max(sums):
+        reason = f"Merged score {sum(scores)} worse than both parents {sums}"
+        pool.logger.log(f"Iteration {iteration}: {reason}, skipping merge")
+        pool.notify("on_merge_rejected", iteration=iteration, parent_ids=list(plan.parents), reason=reason)
+        return None
+    return CandidateProposal(
+        candidate=plan.candidate,
+        parent_program_ids=list(plan.parents),
+        subsample_indices=list(plan.ids),
+        subsample_scores_before=[float(one) for one in sums],
+        subsample_scores_after=scores,
+        tag="merge",
+        metadata={"ancestor": plan.ancestor},
+    )
+
+
+# Integrated candidates.
+
+
+@dataclass(frozen=True, slots=True)
+class Integrated:
+    """An integrated candidate, to be screened.
+
+    Args:
+        key: its handle as a head; None for a patch, which becomes no head.
+        members: numbers of the steps whose children are in it; the first one brings it to its end.
+    """
+
+    candidate: Candidate
+    base: Base
+    key: int | None
+    members: tuple[int, ...]
+
+
+def integrated_starts(pool: Pool, step: Step, one: Integrated, examples: Sequence[Any]) -> None:
+    """An integrated candidate is about to be screened."""
+    pool.notify(
+        "on_evaluation_start",
+        iteration=step.number + 1,
+        candidate_idx=None,
+        batch_size=len(examples),
+        capture_traces=True,
+        parent_ids=[one.base.index],
+        inputs=list(examples),
+        is_seed_candidate=False,
+    )
+
+
+def integrated_passes(pool: Pool, step: Step, proposal: Proposal) -> bool:
+    """Ask gepa's criterion; what was run on no example has shown nothing."""
+    with pool.acting_for(step):
+        return bool(proposal.subsample_indices) and pool.acceptance_criterion.should_accept(proposal, pool.state)
+
+
+def integrated_ended(
+    pool: Pool,
+    step: Step,
+    one: Integrated,
+    ids: list[Any],
+    before: list[float],
+    after: list[float],
+    parents: list[int],
+) -> Proposal:
+    """An integrated candidate is screened: gepa's proposal, for its criterion."""
+    pool.notify(
+        "on_evaluation_end",
+        iteration=step.number + 1,
+        candidate_idx=None,
+        scores=after,
+        has_trajectories=False,
+        parent_ids=parents,
+        outputs=[None] * len(after),
+        trajectories=None,
+        objective_scores=None,
+        is_seed_candidate=False,
+    )
+    members = list(one.members)
+    log_entry(pool, step).update(
+        integrated_tickets=members, subsample_scores=before, new_subsample_scores=after, subsample_ids=ids
+    )
+    return CandidateProposal(
+        candidate=one.candidate,
+        parent_program_ids=parents,
+        subsample_indices=ids,
+        subsample_scores_before=before,
+        subsample_scores_after=after,
+        eval_before=SubsampleEvaluation(scores=before),
+        eval_after=SubsampleEvaluation(scores=after),
+        tag="patch" if one.key is None else "integration",
+        metadata={"steps": members},
+    )
+
+
+def integrated_given_up(pool: Pool, step: Step, one: Integrated, scores: list[float]) -> None:
+    """An integrated candidate could not pass its screen any more; the scores that there are are stored nowhere."""
+    proposal: Proposal = CandidateProposal(
+        candidate=one.candidate,
+        parent_program_ids=[one.base.index],
+        subsample_scores_after=scores,
+        tag="patch" if one.key is None else "integration",
+    )
+    pool.notify(
+        "on_evaluation_end",
+        iteration=step.number + 1,
+        candidate_idx=None,
+        scores=scores,
+        has_trajectories=False,
+        parent_ids=[one.base.index],
+        outputs=[None] * len(scores),
+        trajectories=None,
+        objective_scores=None,
+        is_seed_candidate=False,
+    )
+    pool.reject(step, proposal, reason=f"it cannot pass its screen any more, after {len(scores)} examples")
+
+
+def joined(first: ValsetEvaluation[Any, Any], last: ValsetEvaluation[Any, Any]) -> ValsetEvaluation[Any, Any]:
+    """Two parts of one validation; a part in which no example has objective scores has empty ones."""
+    objectives = {**(first.objective_scores_by_val_id or {}), **(last.objective_scores_by_val_id or {})}
+    scores = {**first.scores_by_val_id, **last.scores_by_val_id}
+    return ValsetEvaluation(
+        outputs_by_val_id={**first.outputs_by_val_id, **last.outputs_by_val_id},
+        scores_by_val_id=scores,
+        objective_scores_by_val_id={i: objectives.get(i, {}) for i in scores} if objectives else None,
+    )
+
+
+def in_order(evaluation: ValsetEvaluation[Any, Any], ids: Sequence[Any]) -> ValsetEvaluation[Any, Any]:
+    """The results in the order of ``ids``: the order in which they were run leaves no trace, not even in a sum."""
+    objectives = evaluation.objective_scores_by_val_id
+    return ValsetEvaluation(
+        outputs_by_val_id={i: evaluation.outputs_by_val_id[i] for i in ids},
+        scores_by_val_id={i: evaluation.scores_by_val_id[i] for i in ids},
+        objective_scores_by_val_id=None if objectives is None else {i: objectives[i] for i in ids},
+    )
+
+
+# How it is put.
+
+
+def _mean_gain(proposal: Proposal) -> float:
+    after, before = proposal.subsample_scores_after or [], proposal.subsample_scores_before or []
+    return (sum(after) - sum(before)) / max(1, len(after))
+
+
+def _merge_accepted(pool: Pool, step: Step, proposal: Proposal, index: int) -> None:
+    merge = pool.parts.merge
+    if merge is not None:  # else the run goes on without merges, and this one was planned before
+        merge.merges_due -= 1
+        merge.total_merges_tested += 1
+    pool.notify(
+        "on_merge_accepted",
+        iteration=step.number + 1,
+        new_candidate_idx=index,
+        parent_ids=proposal.parent_program_ids,
+    )
+
+
+def _proposal(child: Child, batch: Batch) -> Proposal:
+    before = child.parent.evaluation
+    return CandidateProposal(
+        candidate=child.candidate,
+        parent_program_ids=[child.parent.task.parent_idx],
+        subsample_indices=child.parent.task.minibatch_ids,
+        subsample_scores_before=before.scores,
+        subsample_scores_after=batch.scores,
+        eval_before=_subsample(before),
+        eval_after=_subsample(batch),
+        tag="reflective_mutation",
+        metadata=child.metadata,
+    )
+
+
+def _subsample(batch: Batch) -> SubsampleEvaluation:
+    return SubsampleEvaluation(
+        scores=batch.scores,
+        outputs=batch.outputs,
+        objective_scores=list(batch.objective_scores) if batch.objective_scores else None,
+        trajectories=batch.trajectories,
+    )
+
+
+def lookup(pool: Pool, candidate: Candidate, ids: list[Any]) -> ValidationPlan:
+    cache = pool.state.evaluation_cache
+    if cache is None:
+        return ValidationPlan(candidate, {}, ids)
+    cached, missing = cache.get_batch(candidate, ids)
+    return ValidationPlan(candidate, cached, missing)
+
+
+def remember(pool: Pool, candidate: Candidate, task: Task, batch: Batch) -> None:
+    """gepa's cache has one key for a training and a validation example of equal id; only lockstep keeps that."""
+    cache = pool.state.evaluation_cache
+    if cache is not None and pool.caches_minibatches and len(batch.scores) == len(task.minibatch_ids):
+        objectives = list(batch.objective_scores) if batch.objective_scores else None
+        cache.put_batch(candidate, task.minibatch_ids, batch.outputs, batch.scores, objectives)
+
+
+def _parents_of(pool: Pool, task: Task) -> list[int]:
+    return [parent for parent in pool.state.parent_program_for_candidate[task.parent_idx] if parent is not None]
+
+
+def _evaluation_start(pool: Pool, step: Step, task: Task, index: int | None, parents: list[int]) -> None:
+    pool.notify(
+        "on_evaluation_start",
+        iteration=step.number + 1,
+        candidate_idx=index,
+        batch_size=len(task.minibatch),
+        capture_traces=True,
+        parent_ids=parents,
+        inputs=task.minibatch,
+        is_seed_candidate=index == 0,
+    )
+
+
+def _evaluation_end(pool: Pool, step: Step, batch: Batch, index: int | None, parents: list[int]) -> None:
+    pool.notify(
+        "on_evaluation_end",
+        iteration=step.number + 1,
+        candidate_idx=index,
+        scores=batch.scores,
+        has_trajectories=bool(batch.trajectories),
+        parent_ids=parents,
+        outputs=batch.outputs,
+        trajectories=batch.trajectories,
+        objective_scores=batch.objective_scores,
+        is_seed_candidate=index == 0,
+    )
