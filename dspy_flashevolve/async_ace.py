@@ -163,7 +163,7 @@ class AsyncACE(Teleprompter):
         valset: Sequence[Example] | None = None,
         playbook: Playbook | None = None,
     ) -> Module:
-        """The awaitable twin of :meth:`compile`, on the caller's loop."""
+        """As :meth:`compile`, awaitable, on the caller's loop."""
         run = self._offline(student, trainset, valset, playbook)
         return await run.bench.run_async(run.run)
 
@@ -206,7 +206,7 @@ class AsyncACE(Teleprompter):
         window: int = 16,
         playbook: Playbook | None = None,
     ) -> Module:
-        """The awaitable twin of :meth:`adapt`, on the caller's loop."""
+        """As :meth:`adapt`, awaitable, on the caller's loop."""
         run = self._online(student, stream, window, playbook)
         return await run.bench.run_async(run.run)
 

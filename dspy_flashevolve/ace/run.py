@@ -243,7 +243,7 @@ class SharedWidth:
         return load.live < (max(1, math.ceil(self.share * slots)) if self.is_validating() else slots)
 
     def is_narrowed(self, load: Load) -> bool:
-        """See :class:`~dspy_flashevolve.engine.admission.Admission`: never, the budget bounds tickets one by one."""
+        """See :class:`~dspy_flashevolve.engine.admission.Admission`: never, the budget bounds samples one by one."""
         del load
         return False
 

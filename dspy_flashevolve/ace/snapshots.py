@@ -177,16 +177,16 @@ class Snapshots:
         await self._begin(playbook, pays)
 
     async def _begin(self, playbook: Playbook, pays: Reservation) -> None:
+        async def work() -> None:
+            try:
+                await self._run(playbook, pays)
+            finally:
+                self.running -= 1
+            await self._next()
+
         self._begun.add(playbook.version)
         self.running += 1
-        await self._start(lambda: self._work(playbook, pays))
-
-    async def _work(self, playbook: Playbook, pays: Reservation) -> None:
-        try:
-            await self._run(playbook, pays)
-        finally:
-            self.running -= 1
-        await self._next()
+        await self._start(work)
 
     async def _run(self, playbook: Playbook, pays: Reservation) -> None:
         try:

@@ -264,17 +264,25 @@ class Slot:
         """Give the slot back for the block, and take it again after it. A block that raises ends without the slot."""
         self._taking = self._taking or anyio.Lock()
         self._give_back()
-        self._pauses += 1
-        if self._pauses == 1 and self.bound is not None:
-            self._left_seconds = self.bound.deadline - anyio.current_time()
-            self.bound.deadline = math.inf
+        self.pause()
         try:
             yield
             await self.take()
         finally:
-            self._pauses -= 1
-            if self._pauses == 0 and self.bound is not None:
-                self.bound.deadline = anyio.current_time() + self._left_seconds
+            self.resume()
+
+    def pause(self) -> None:
+        """Something in the slot waits to be asked for again: the deadline moves on until all of that goes on."""
+        self._pauses += 1
+        if self._pauses == 1 and self.bound is not None:
+            self._left_seconds = self.bound.deadline - anyio.current_time()
+            self.bound.deadline = math.inf
+
+    def resume(self) -> None:
+        """It goes on; see :meth:`pause`."""
+        self._pauses -= 1
+        if self._pauses == 0 and self.bound is not None:
+            self.bound.deadline = anyio.current_time() + self._left_seconds
 
     def close(self) -> None:
         """Give the slot back for good."""

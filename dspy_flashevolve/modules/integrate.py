@@ -166,9 +166,8 @@ class StaleCandidateReflection(dspy.Module):
         return "\n\n".join(shown) or "None."
 
     def _cut(self, text: str) -> str:
-        if len(text) <= self.max_characters:
-            return text
-        return f"{text[: self.max_characters]}\n({len(text) - self.max_characters} more characters.)"
+        rest = len(text) - self.max_characters
+        return text if rest <= 0 else f"{text[: self.max_characters]}\n({rest} more characters.)"
 
     def _one(self, job: _Job) -> _Answer:
         answer = _Answer(job.inputs["component"])
@@ -244,6 +243,7 @@ def again(attempt: int) -> dict[str, Any]:
 _PLAIN = re.compile(
     r"child\W{0,4}(\d{1,9})\W{1,8}(?:is\s+)?(orthogonal|subsumed|conflicting)\b[ \t]*[-:,.]?([^\n]*)", re.IGNORECASE
 )
+_FENCED = re.compile(r"\A\s*```[\w-]*\n(.*?)\n?```\s*\Z", re.DOTALL)
 
 
 def _read(job: _Job, reply: Any) -> _Answer:
@@ -252,7 +252,7 @@ def _read(job: _Job, reply: Any) -> _Answer:
     try:
         new_text, said = _plain_verdicts(reply) if isinstance(reply, Exception) else (reply.new_text, reply.verdicts)
         verdicts = {one.child: one for one in said or [] if one.child in job.numbers}
-        text = _unfenced(str(new_text or "")).strip()
+        text = _FENCED.sub(lambda found: found[1], str(new_text or "")).strip()
         if not text:
             raise ValueError("the new text is empty")
         if isinstance(reply, Exception) and not verdicts:
@@ -279,11 +279,6 @@ def _plain_verdicts(error: Exception) -> tuple[str, list[ChildVerdict]]:
         verdict: Any = word.lower()
         found.setdefault(int(number), ChildVerdict(child=int(number), verdict=verdict, reason=reason.strip()[:300]))
     return text.partition("[[ ##")[0] if head else "", list(found.values())
-
-
-def _unfenced(text: str) -> str:
-    found = re.fullmatch(r"\s*```[\w-]*\n(.*?)\n?```\s*", text, flags=re.DOTALL)
-    return found[1] if found else text
 
 
 def _gathered(answers: Sequence[_Answer]) -> dspy.Prediction:

@@ -27,7 +27,7 @@ from dspy.utils.exceptions import LMServerError
 from dspy.utils.usage_tracker import UsageTracker, track_usage
 
 from dspy_flashevolve.engine.endpoints import Endpoint, Endpoints, Sent
-from dspy_flashevolve.engine.scheduler import current_slot
+from dspy_flashevolve.engine.scheduler import Slot, current_slot
 from dspy_flashevolve.engine.threads import LoopWaits
 from dspy_flashevolve.programs.faults import is_refusal, is_timeout, mark_attempts, may_repeat, retry_after_of
 
@@ -143,13 +143,13 @@ class Pace:
         Raises:
             LMError: what the last attempt raised; of an LM class of the user's own any other error too.
         """
-        endpoint, waits = self._endpoint, self.models.waits
+        endpoint, waits, slot = self._endpoint, self.models.waits, current_slot()
         attempt, again = 0, dict[str, Any]()
         if waits is None or not waits.is_foreign():
             return request(_plain(lm))
         while True:
             if endpoint.open_seconds > waits.loop.time():
-                waits.wait(endpoint.admit(None))
+                waits.wait(_untimed(slot, endpoint.admit, None))
             sent, began = Sent(), waits.loop.time()
             waits.call(endpoint.send, sent)
             try:
@@ -159,7 +159,7 @@ class Pace:
                 waits.call(self._tell, error, sent)
                 if not self._goes_on(error, attempt):
                     raise
-                waits.wait(endpoint.rest(None, attempt, retry_after_of(error)))
+                waits.wait(_untimed(slot, endpoint.rest, None, attempt, retry_after_of(error)))
                 attempt, again = attempt + 1, _afresh(error)
             else:
                 if _written(usage) or waits.loop.time() - began > CACHED_SECONDS:
@@ -205,6 +205,17 @@ class Pace:
             self._endpoint.refused(sent, retry_after_of(error))
         elif is_timeout(error):
             self._endpoint.timed_out(sent)
+
+
+async def _untimed(slot: Slot | None, wait: Callable[..., Awaitable[None]], *args: Any) -> None:
+    """Wait, and keep the slot: the time in which the provider lets a rollout wait does not count against its bound."""
+    if slot is None:
+        return await wait(*args)
+    slot.pause()
+    try:
+        await wait(*args)
+    finally:
+        slot.resume()
 
 
 @lru_cache(maxsize=64)

@@ -34,7 +34,7 @@ from dspy_flashevolve.programs.runner import answers_asynchronously
 from dspy_flashevolve.programs.vllm_metrics import VllmMetrics, watchers
 from dspy_flashevolve.sim import PROFILES, SimServer
 from dspy_flashevolve.sim.virtual import SimulatedModel, run
-from tests.fakes import digits, examples, fake_lm, hashed, reflection_lm, reply_for
+from tests.fakes import Chain, digits, examples, fake_lm, hashed, reflection_lm, reply_for
 
 FAST = RetryPolicy(first_seconds=0.02)
 PREDICT = dspy.Predict("question -> answer")
@@ -230,6 +230,27 @@ def test_a_short_outage_does_not_hang_a_program_that_runs_in_threads(virtually: 
     program = run(main) if virtually else asyncio.run(main())
     assert min(program.detailed_results.val_subscores[0].values()) >= 0
     assert 1 < MOST[0] <= 4
+
+
+@pytest.mark.parametrize("program", [Asking, Chain])
+def test_the_time_in_which_the_provider_lets_a_rollout_wait_is_not_the_rollouts(program: Any) -> None:
+    lm = failing(5, limited)
+
+    async def main() -> Any:
+        optimizer = AsyncGEPA(
+            lambda *_: 0.0,
+            max_metric_calls=40,
+            num_threads=4,
+            track_stats=True,
+            rollout_timeout_seconds=2.0,
+            reflection_lm=reflection_lm(),
+        )
+        with dspy.context(lm=lm):
+            return await optimizer.acompile(program(), trainset=examples("t", 7), valset=examples("v", 9))
+
+    stats = run(main).async_stats
+    assert stats.retried_requests == 5
+    assert stats.timed_out_rollouts == 0
 
 
 # Retries in all
