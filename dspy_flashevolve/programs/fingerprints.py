@@ -6,7 +6,8 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, cast
 
@@ -16,7 +17,8 @@ from pydantic_core import to_jsonable_python
 
 from dspy_flashevolve.engine.errors import RunDirectoryError
 from dspy_flashevolve.engine.journal import Journal
-from dspy_flashevolve.engine.redaction import secrets_in
+from dspy_flashevolve.engine.redaction import Redaction, secrets_in
+from dspy_flashevolve.engine.replay import RunJournal
 
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
@@ -28,7 +30,7 @@ def fingerprints_of(
 
     Args:
         seed_candidate: component -> text.
-        trainset, valset: gepa's loaders. A list's examples are hashed, of other loaders the ids.
+        trainset, valset: lists of examples, or gepa's loaders; of loaders that hold no list the ids are hashed.
     """
     found = {"program": type(student).__qualname__}
     predictors: list[tuple[str, Any]] = student.named_predictors()
@@ -54,7 +56,7 @@ def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
         elif name not in before:
             found.append(f"{name} is new")
         elif before[name] != now[name]:
-            readable = name in ("program", "metric", "trainset", "valset")
+            readable = name in ("optimizer", "program", "metric", "trainset", "valset")
             found.append(f"{name} was {before[name]}, is {now[name]}" if readable else f"{name} has changed")
     return found
 
@@ -91,7 +93,8 @@ def secrets_of(optimizer: Any, lms: Iterable[Any]) -> set[str]:
 
 def _data(loader: Any) -> str:
     """The number of the examples, and a hash."""
-    items = loader.items if isinstance(loader, ListDataLoader) else loader.all_ids()
+    held: Any = loader.items if isinstance(loader, ListDataLoader) else loader
+    items: Any = held if isinstance(held, Sequence) else loader.all_ids()
     digest = hashlib.sha256()
     for item in items:
         digest.update(_text(dict(item) if isinstance(item, dspy.Example) else item).encode())
@@ -161,3 +164,37 @@ def check_same(journal: Journal, now: Mapping[str, str], packages: Mapping[str, 
 def _line(version_text: str) -> list[str]:
     """The part of a version within which a checkpoint's format stays: 0.1.4 -> 0, 1."""
     return version_text.split(".")[:2]
+
+
+def open_journal(
+    optimizer: Any, parts: Mapping[str, str], lms: Iterable[Any], each_once: bool = False
+) -> RunJournal | None:
+    """The journal of an optimizer's ``log_dir``, begun or gone on with; None without a ``log_dir``.
+
+    Args:
+        optimizer: its settings are written down, without secrets.
+        parts: of the run, by :func:`fingerprints_of`.
+        lms: those that the run calls; their keys are secrets.
+        each_once: see :class:`RunJournal`.
+
+    Raises:
+        RunDirectoryError: the directory cannot be written, is in use, or holds another run.
+    """
+    if optimizer.log_dir is None:
+        return None
+    journal = Journal(optimizer.log_dir, Redaction(secrets_of(optimizer, lms)))
+    try:
+        now, packages = {"optimizer": type(optimizer).__qualname__, **parts}, versions()
+        check_same(journal, now, packages)
+        journal.append(
+            "sessions",
+            id=journal.session,
+            began_at=time.time(),
+            pid=os.getpid(),
+            settings={**settings_of(optimizer), "versions": packages},
+            fingerprints=now,
+        )
+        return RunJournal(journal, each_once)
+    except BaseException:
+        journal.close()
+        raise
