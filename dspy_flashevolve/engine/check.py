@@ -123,7 +123,8 @@ def _wrong_commits(rows: Rows, directory: Path) -> list[str]:
     """Commits out of order, with scores that no rollout gave, or not those of gepa's checkpoint."""
     found: list[str] = []
     commits = rows("SELECT * FROM commits ORDER BY candidate_index")
-    for place, row in enumerate(commits, start=1):
+    first = min(1, commits[0]["candidate_index"]) if commits else 1  # the seed is a commit of some loops
+    for place, row in enumerate(commits, start=first):
         if row["candidate_index"] != place:
             found.append(f"commit {place} is candidate {row['candidate_index']}")
             break

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from dspy_flashevolve.engine.errors import ConfigurationError
 
@@ -241,6 +241,34 @@ class Reflective:
         assert self.min_gap is not None
         stale = look.orphaned or gap(history.version, look.seen) >= self.min_gap
         return Integrate() if stale else Admit()
+
+
+POLICIES: dict[str, StalenessPolicy] = {
+    "full": Full(),
+    "guarded": Guarded(max_gap=8),
+    "patch": Reflective(batch=1),
+    "reflective": Reflective(batch=12),
+}
+"""What the names of policies stand for."""
+
+
+def policy_named(staleness: Any) -> StalenessPolicy:
+    """The policy that a name stands for, or the policy itself.
+
+    Raises:
+        ConfigurationError: no such name, or no policy.
+    """
+    if isinstance(staleness, str):
+        if staleness in POLICIES:
+            return POLICIES[staleness]
+    elif callable(getattr(staleness, "decide", None)) and isinstance(getattr(staleness, "looks", None), tuple):
+        check_looks(staleness.looks, PLACES, type(staleness).__name__)
+        return staleness
+    names = ", ".join(repr(name) for name in POLICIES)
+    raise ConfigurationError(
+        f"staleness is {staleness!r}, expected one of {names}, or a policy: an object with looks, a tuple of places, "
+        "and decide(look, history)."
+    )
 
 
 class GapHistogram:
