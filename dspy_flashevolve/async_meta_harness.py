@@ -15,18 +15,19 @@ import dspy
 from dspy.teleprompt.teleprompt import Teleprompter
 
 from dspy_flashevolve.engine.errors import ConfigurationError, RunDirectoryError
-from dspy_flashevolve.engine.staleness import StalenessPolicy
+from dspy_flashevolve.engine.journal import FILE
+from dspy_flashevolve.engine.staleness import StalenessPolicy, policy_named
 from dspy_flashevolve.harness.archive import Cost, Evaluated, Failed, context_tokens
-from dspy_flashevolve.harness.evaluating import RunSettings, task_of
+from dspy_flashevolve.harness.evaluating import task_of
 from dspy_flashevolve.harness.program import Harness
 from dspy_flashevolve.harness.proposing import DIRECTIONS, Directions
 from dspy_flashevolve.harness.run import HarnessRun
 from dspy_flashevolve.observe.statistics import RunStats
+from dspy_flashevolve.programs.fingerprints import fingerprints_of, open_journal
+from dspy_flashevolve.programs.run import DspyRun, Schedule, check_counts
 from dspy_flashevolve.sandbox.contract import CodeSandbox, Limits
 from dspy_flashevolve.sandbox.deno import DenoSandbox
 from dspy_flashevolve.sandbox.sandbox import Sandbox, accepted_layers
-from dspy_flashevolve.scheduling import Schedule, check_counts, policy_named
-from dspy_flashevolve.workbench import Workbench
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,8 @@ class AsyncMetaHarness(Teleprompter):
         cost: of one run on one example; the mean over the validation set is the front's second axis. Default: tokens of
             its prompts.
         limits: of one run of a candidate.
-        log_dir: where every candidate is written, with scores and traces; None for nowhere.
+        log_dir: where every candidate is written, with scores and traces, and the run's journal: ``compile`` on the
+            same directory goes on where a run was interrupted. None for nowhere.
         num_threads: requests in flight at most, over all stages; None adapts, as in :class:`AsyncGEPA`.
         schedule: "async", or "lockstep": one proposal at a time, from its writing to its admission, in the same slots.
         staleness: what becomes of a proposal that was written while others were admitted: "full" evaluates it as it is,
@@ -119,26 +121,15 @@ class AsyncMetaHarness(Teleprompter):
         super().__init__()
         if not callable(metric) or not callable(cost):
             raise ConfigurationError(f"metric is {metric!r} and cost is {cost!r}, expected functions.")
-        self.settings = RunSettings(
-            metric=metric,
-            proposer_lm=proposer_lm,
-            iterations=iterations,
-            k=k,
-            proposers=proposers,
-            proposer_steps=proposer_steps,
-            cost=cost,
-            limits=limits or Limits(),
-            directions=directions,
-            staleness=policy_named(staleness),
-            learn_batch=learn_batch,
-            failure_score=failure_score,
-            log_dir=None if log_dir is None else Path(log_dir),
-            accept_missing_protection=accepted_layers(accept_missing_protection),
-        )
+        self.metric, self.proposer_lm, self.cost = metric, proposer_lm, cost
+        self.iterations, self.k, self.proposers, self.proposer_steps = iterations, k, proposers, proposer_steps
+        self.limits, self.directions, self.staleness = limits or Limits(), directions, policy_named(staleness)
+        self.learn_batch, self.failure_score = learn_batch, failure_score
+        self.log_dir = None if log_dir is None else Path(log_dir)
+        self.accept_missing_protection = accepted_layers(accept_missing_protection)
         self.schedule: Schedule = schedule
-        self.num_threads, self.max_seconds, self.seed = num_threads, max_seconds, seed
-        self.sandbox = sandbox
-        check_counts(self.settings, "iterations", "k", "proposers", "proposer_steps", "learn_batch")
+        self.num_threads, self.max_seconds, self.seed, self.sandbox = num_threads, max_seconds, seed, sandbox
+        check_counts(self, "iterations", "k", "proposers", "proposer_steps", "learn_batch")
         Directions(directions)
         if isinstance(sandbox, str) and sandbox not in ("process", "deno"):
             raise ConfigurationError(f"sandbox is {sandbox!r}, expected 'process', 'deno', or a CodeSandbox.")
@@ -166,9 +157,9 @@ class AsyncMetaHarness(Teleprompter):
             ConfigurationError: the student or the data cannot be used, or the machine has no sandbox.
             RunAbortedError: the provider refused for good; ``best_program`` is the best so far.
         """
-        run = self._run(student, trainset, valset)
-        run.bench.run_sync(run.run)
-        return self._result(run)
+        search = self._search(student, trainset, valset)
+        search.run.run_sync(search.search)
+        return self._result(search)
 
     async def acompile(
         self,
@@ -178,50 +169,60 @@ class AsyncMetaHarness(Teleprompter):
         valset: Sequence[dspy.Example] | None = None,
     ) -> Harness:
         """The awaitable twin of :meth:`compile`."""
-        run = self._run(student, trainset, valset)
-        await run.bench.run_async(run.run)
-        return self._result(run)
+        search = self._search(student, trainset, valset)
+        await search.run.run_async(search.search)
+        return self._result(search)
 
-    def _run(self, student: Any, trainset: Any, valset: Any) -> HarnessRun:
-        task, settings = task_of(student, trainset, valset), self.settings
-        _check_directory(settings.log_dir)
-        sandbox = self.sandbox
+    def _search(self, student: Any, trainset: Any, valset: Any) -> HarnessRun:
+        task, sandbox = task_of(student, trainset, valset), self.sandbox
         if sandbox == "deno":
-            sandbox = DenoSandbox(task.signature, settings.limits)
+            sandbox = DenoSandbox(task.signature, self.limits)
         elif isinstance(sandbox, str):
-            sandbox = Sandbox(settings.limits, accept_missing_protection=settings.accept_missing_protection)
-        proposer_lms, task_lms = [settings.proposer_lm], [task.lm]
-        bench = Workbench(
-            name="AsyncMetaHarness",
-            lms={"propose": proposer_lms, "patch": proposer_lms, "check": task_lms, "evaluate": task_lms},
-            num_threads=self.num_threads,
-            schedule=self.schedule,
-            max_seconds=self.max_seconds,
-            seed=self.seed,
-        )
-        return HarnessRun(bench, task, sandbox, settings)
+            sandbox = Sandbox(self.limits, accept_missing_protection=self.accept_missing_protection)
+        _check_directory(self.log_dir)
+        data, seed = (task.trainset, task.valset), {"source": task.seed.source, "task": task.signature.instructions}
+        parts = fingerprints_of(dspy.Predict(task.signature), seed, *data, self.metric)
+        parts["cost"] = getattr(self.cost, "__qualname__", type(self.cost).__qualname__)
+        journal = open_journal(self, parts, [self.proposer_lm, task.lm, dspy.settings.lm])
+        try:
+            run = DspyRun(
+                name="AsyncMetaHarness",
+                stages={
+                    "propose": [self.proposer_lm],
+                    "patch": [self.proposer_lm],
+                    "check": [task.lm],
+                    "evaluate": [task.lm],
+                },
+                num_threads=self.num_threads,
+                schedule=self.schedule,
+                max_seconds=self.max_seconds,
+                seed=self.seed,
+                journal=journal,
+            )
+            return HarnessRun(self, run, task, sandbox)
+        except BaseException:
+            if journal is not None:
+                journal.journal.close()
+            raise
 
-    def _result(self, run: HarnessRun) -> Harness:
-        archive, program = run.archive, run.best_program()
+    def _result(self, search: HarnessRun) -> Harness:
+        archive, program = search.archive, search.best_program()
         program.detailed_results = MetaHarnessResult(
             candidates=tuple(archive.candidates),
             failed=tuple(archive.failed),
             front=archive.front,
             best=archive.best,
-            missing_protection=run.missing_protection,
-            stats=run.bench.statistics(),
+            missing_protection=search.missing_protection,
+            stats=search.run.statistics(),
         )
         return program
 
 
 def _check_directory(log_dir: Path | None) -> None:
-    """Raise RunDirectoryError where a run cannot be written: its files would mix with those of another."""
-    if log_dir is None:
-        return
-    try:
-        log_dir.mkdir(parents=True, exist_ok=True)
-        taken = [name for name in ("candidates", "failed") if (log_dir / name).exists()]
-    except OSError as error:
-        raise RunDirectoryError(f"log_dir {str(log_dir)!r} cannot be written: {error}.") from error
-    if taken:
-        raise RunDirectoryError(f"log_dir {str(log_dir)!r} holds another run ({', '.join(taken)}): name a new one.")
+    """Raise RunDirectoryError where files are of a run without a journal: those of this one would mix with them."""
+    taken = [name for name in ("candidates", "failed") if log_dir is not None and (log_dir / name).exists()]
+    if log_dir is not None and taken and not (log_dir / FILE).exists():
+        raise RunDirectoryError(
+            f"log_dir {str(log_dir)!r} holds another run ({', '.join(taken)}), and no journal to go on from: name a "
+            "new one."
+        )

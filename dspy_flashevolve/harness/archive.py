@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dspy_flashevolve.harness.drafts import Draft
-from dspy_flashevolve.sandbox.contract import Failure, Outcome
+from dspy_flashevolve.sandbox.contract import Failure, LmRecord, Outcome
 
 Cost = Callable[[Outcome], float]
 """A function from one run on one example to its cost; lower is better, and it must be finite."""
@@ -105,6 +105,29 @@ Checked = Evaluated | Failed
 """A candidate whose check, or whose evaluation, is done."""
 
 
+def trial_in(kept: dict[str, Any]) -> Trial:
+    """The trial of which ``asdict`` was kept, as JSON."""
+    outcome: dict[str, Any] = dict(kept["outcome"])
+    outcome["calls"] = tuple(LmRecord(**call) for call in outcome["calls"])
+    outcome["failure"] = _failure_in(outcome["failure"])
+    fields: dict[str, Any] = {**kept, "outcome": Outcome(**outcome)}
+    return Trial(**fields)
+
+
+def checked_in(kept: dict[str, Any]) -> Checked:
+    """The candidate of which ``asdict`` was kept, as JSON."""
+    about: dict[str, Any] = {**kept["draft"], "parents": tuple(kept["draft"]["parents"])}
+    draft, traces = Draft(**about), tuple(trial_in(one) for one in kept["traces"])
+    if "failure" in kept:
+        return Failed(draft, Failure(**kept["failure"]), traces)
+    scores, costs, failures = tuple(kept["scores"]), tuple(kept["costs"]), tuple(map(_failure_in, kept["failures"]))
+    return Evaluated(draft, scores, costs, failures, traces, kept["memory"])
+
+
+def _failure_in(kept: dict[str, Any] | None) -> Any:
+    return None if kept is None else Failure(**kept)
+
+
 def pareto_front(points: Mapping[int, tuple[float, float]]) -> tuple[int, ...]:
     """The numbers of the points (score, cost) that no other beats, best score first; of equal points the lowest number.
 
@@ -166,32 +189,29 @@ class Archive:
             lines.append(_one_line(f"failed {number:04d}: {one.draft.name}: {one.failure}")[:300])
         return "\n".join(lines) or "The archive is empty."
 
-    def add(self, candidate: Evaluated) -> int:
-        """Admit a candidate; returns its number.
+    def add(self, one: Checked) -> int:
+        """Admit a candidate, or keep one that failed, so that nobody makes the same mistake again.
+
+        Returns:
+            Its number among the admitted, or among those that failed.
 
         Raises:
             OSError: the run directory cannot be written.
         """
-        self.candidates.append(candidate)
-        self._keep(_files_of(f"candidates/{self.version - 1:04d}", candidate))
-        return self.version - 1
-
-    def refuse(self, candidate: Failed) -> None:
-        """Keep a failed candidate, so that nobody makes the same mistake again.
-
-        Raises:
-            OSError: the run directory cannot be written.
-        """
-        self.failed.append(candidate)
-        self._keep(_files_of(f"failed/{len(self.failed) - 1:04d}", candidate))
-
-    def _keep(self, fresh: dict[str, str]) -> None:
+        if isinstance(one, Failed):
+            folder, number = "failed", len(self.failed)
+            self.failed.append(one)
+        else:
+            folder, number = "candidates", self.version
+            self.candidates.append(one)
+        fresh = _files_of(f"{folder}/{number:04d}", one)
         self.files = {**self.files, **fresh}
         if self._log_dir is not None:
             for path, text in {**fresh, "overview.txt": self.overview}.items():
                 place = self._log_dir / path
                 place.parent.mkdir(parents=True, exist_ok=True)
                 place.write_text(text, encoding="utf-8", errors="replace")
+        return number
 
 
 def _files_of(home: str, one: Checked) -> dict[str, str]:

@@ -4,40 +4,27 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from pathlib import Path
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import dspy
 from dspy.predict.flex.ctx import FlexContext
 from dspy.primitives import Example, Module
 
-from dspy_flashevolve.engine.claims import Claim
 from dspy_flashevolve.engine.errors import ConfigurationError, DataError, FlashEvolveError, RolloutUnresolvedError
-from dspy_flashevolve.engine.flights import Rollout, Spent
-from dspy_flashevolve.engine.gathering import gather
-from dspy_flashevolve.engine.item import Item
-from dspy_flashevolve.engine.sources import TicketSource
-from dspy_flashevolve.engine.staleness import StalenessPolicy
-from dspy_flashevolve.harness.archive import Checked, Cost, Evaluated, Failed, Trial
+from dspy_flashevolve.engine.replay import hash_of
+from dspy_flashevolve.engine.rollouts import Granted, Rollout, RolloutKey, Spent, batch
+from dspy_flashevolve.engine.steps import Step
+from dspy_flashevolve.harness.archive import Checked, Evaluated, Failed, Trial, trial_in
 from dspy_flashevolve.harness.drafts import Draft, DraftError, draft_of
 from dspy_flashevolve.harness.program import as_json, call_in_thread, call_on_loop, typed_fields
 from dspy_flashevolve.programs.faults import heard_lm_calls, raise_provider_fault
 from dspy_flashevolve.programs.metric import Metric
+from dspy_flashevolve.programs.records import Asked, ReplyText
+from dspy_flashevolve.programs.run import DspyRun
 from dspy_flashevolve.programs.runner import answers_asynchronously
-from dspy_flashevolve.sandbox.contract import (
-    CodeSandbox,
-    Failure,
-    Job,
-    Limits,
-    LmAnswer,
-    LmRequest,
-    Outcome,
-    SandboxError,
-)
-from dspy_flashevolve.workbench import Workbench
+from dspy_flashevolve.sandbox.contract import CodeSandbox, Failure, Job, LmAnswer, LmRequest, Outcome, SandboxError
 
 FLEX: Any = dspy.Flex
 """Its decorator hides from type checkers that it is a class."""
@@ -149,24 +136,28 @@ def _key(example: Example) -> str:
     return json.dumps(as_json(dict(example.inputs())), sort_keys=True)
 
 
-@dataclass(frozen=True)
-class RunSettings:
-    """What a run was asked for; see :class:`~dspy_flashevolve.async_meta_harness.AsyncMetaHarness`."""
+class TrialRecord:
+    """How a trial is written down and read again; a :class:`~.rollouts.RolloutRecord`. A trace is its LM calls."""
 
-    metric: Callable[..., Any]
-    proposer_lm: Any
-    iterations: int
-    k: int
-    proposers: int
-    proposer_steps: int
-    cost: Cost
-    limits: Limits
-    directions: Sequence[str]
-    staleness: StalenessPolicy
-    learn_batch: int
-    failure_score: float
-    log_dir: Path | None
-    accept_missing_protection: tuple[str, ...]
+    def write(self, rollout: Rollout) -> tuple[str, str]:
+        kept = asdict(rollout.trajectory)
+        calls = kept["outcome"].pop("calls")
+        return json.dumps(kept), json.dumps(calls)
+
+    def read(self, row: Any) -> Rollout | None:
+        try:
+            kept = json.loads(row["output"])
+            kept["outcome"]["calls"] = json.loads(row["trace"] or "[]")
+            trial = trial_in(kept)
+        except (KeyError, TypeError, ValueError):  # of another version
+            return None
+        return Rollout(trial.outcome.fields, trial.score, trajectory=trial)
+
+
+def texts_of(draft: Draft, memory: Any) -> dict[str, str]:
+    """The texts that tell candidates apart: one that remembers something else is another one."""
+    texts = {"source": draft.source}
+    return texts if memory is None else {**texts, "memory": hash_of({"memory": json.dumps(memory)})}
 
 
 class _Hopeless(Exception):
@@ -181,63 +172,59 @@ class Evaluations:
     """Evaluates candidates.
 
     Args:
-        bench: of the run.
-        source: its reservations pay.
+        of: the optimizer: its metric, cost, learn_batch and failure_score.
+        run: gives the slots.
         task: what they are to solve.
         sandbox: where their code runs.
-        lm: what answers their LM calls.
-        settings: the rest.
+
+    Raises:
+        ConfigurationError: no LM answers their calls.
     """
 
-    def __init__(
-        self,
-        bench: Workbench,
-        source: TicketSource,
-        task: HarnessTask,
-        sandbox: CodeSandbox,
-        lm: Any,
-        settings: RunSettings,
-    ) -> None:
-        self._bench, self._source, self._task, self._sandbox = bench, source, task, sandbox
+    def __init__(self, of: Any, run: DspyRun, task: HarnessTask, sandbox: CodeSandbox) -> None:
+        lm = run.settings.get("lm") if task.lm is None else run.paced(task.lm)
+        if lm is None:
+            raise ConfigurationError("no LM is configured: dspy.configure(lm=...), or an LM of the student's own.")
+        self._of, self._run, self._task, self._sandbox = of, run, task, sandbox
         self._lm, self._on_loop = lm, answers_asynchronously(lm)
-        self._settings, self._metric = settings, Metric(settings.metric, bench.threads)
-        self._adapter = type(bench.settings.get("adapter") or dspy.ChatAdapter()).__name__
+        self._metric = Metric(of.metric, run.threads)
+        self._adapter = type(run.settings.get("adapter") or dspy.ChatAdapter()).__name__
+        # Where candidates are scored on what they are checked on, nobody may see the labels.
+        self._splits = {
+            "train": (task.smoke_examples, bool(task.lessons)),
+            "lesson": (task.lessons, True),
+            "val": (task.valset, False),
+        }
 
-    async def checked(self, item: Item[Any], draft: Draft, chosen: Sequence[int]) -> Checked:
+    async def checked(self, step: Step, draft: Draft, chosen: Sequence[int]) -> Checked:
         """Run a draft on the smoke examples of these numbers: what nobody may do, or failing on all, ends it."""
-        claim = self._bench.claim(item, "check")
-        examples = [(f"train {number}", self._task.smoke_examples[number]) for number in chosen]
-        labelled = bool(self._task.lessons)  # else candidates are scored on these, and nobody may see the labels
-        traces = await gather([partial(self._trial, item, claim, draft, one, labelled) for one in examples])
+        traces = await self._trials(step, draft, "train", chosen)
         failures = [one.outcome.failure for one in traces if one.outcome.failure is not None]
         grave = [failure for failure in failures if failure.is_grave]
         if grave or len(failures) == len(traces):
             return Failed(draft, (grave or failures)[0], tuple(traces))
         return Evaluated(draft, (), (), traces=tuple(traces))
 
-    async def evaluated(self, item: Item[Any], one: Checked) -> Checked:
+    async def evaluated(self, step: Step, one: Checked) -> Checked:
         """Let a candidate that passed its check learn, where it can, and run it on the whole validation set."""
         if isinstance(one, Failed):
             return one
-        claim = self._bench.claim(item, "evaluate")
         try:
-            memory = await self._learnt(item, claim, one.draft) if one.draft.learns else None
-            named = [(f"validation {number}", example) for number, example in enumerate(self._task.valset)]
-            trials = await self._hopeful(item, claim, one.draft, named, False, memory)
+            memory = await self._learnt(step, one.draft) if one.draft.learns else None
+            trials = await self._trials(step, one.draft, "val", range(len(self._task.valset)), memory)
         except _Hopeless as error:
             return Failed(one.draft, error.failure, one.traces)
         scores, costs = tuple(trial.score for trial in trials), tuple(trial.cost for trial in trials)
         failures = tuple(trial.outcome.failure for trial in trials if trial.outcome.failure is not None)
         return Evaluated(one.draft, scores, costs, failures, one.traces, memory)
 
-    async def _learnt(self, item: Item[Any], claim: Claim, draft: Draft) -> Any:
+    async def _learnt(self, step: Step, draft: Draft) -> Any:
         """What a candidate remembers after one pass over the training examples that nobody is scored on."""
         memory: Any = {}
-        named = [(f"lesson {number}", example) for number, example in enumerate(self._task.lessons)]
-        for start in range(0, len(named), self._settings.learn_batch):
-            examples = named[start : start + self._settings.learn_batch]
-            trials = await self._hopeful(item, claim, draft, examples, True, memory)
-            batch = [
+        numbers = range(len(self._task.lessons))
+        for start in range(0, len(numbers), self._of.learn_batch):
+            taught = numbers[start : start + self._of.learn_batch]
+            lessons = [
                 {
                     "inputs": one.inputs,
                     "labels": one.labels,
@@ -245,82 +232,90 @@ class Evaluations:
                     "score": one.score,
                     "feedback": one.feedback,
                 }
-                for one in trials
+                for one in await self._trials(step, draft, "lesson", taught, memory)
             ]
-            learn = partial(self._run, draft, memory, batch=batch)
-            outcome = await self._bench.rollouts.request(claim, learn, lambda done: Spent(done.tokens))
-            if outcome.failure is not None:
-                raise _Hopeless(outcome.failure, "in learn")
-            memory = outcome.memory
+            memory = await self._taught(step, draft, memory, lessons, f"{taught}")
         return memory
 
-    async def _hopeful(
-        self,
-        item: Item[Any],
-        claim: Claim,
-        draft: Draft,
-        named: Sequence[tuple[str, Example]],
-        labelled: bool,
-        memory: Any,
-    ) -> list[Trial]:
-        """Run a draft on examples until it does on one what none may do.
+    async def _taught(self, step: Step, draft: Draft, memory: Any, lessons: list[dict[str, Any]], where: str) -> Any:
+        """What a candidate remembers after one batch.
 
         Raises:
-            _Hopeless: it did; the other runs are cancelled.
+            _Hopeless: ``learn`` failed.
         """
 
-        async def tried(one: tuple[str, Example]) -> Trial:
-            trial = await self._trial(item, claim, draft, one, labelled, memory)
-            if trial.outcome.failure is not None and trial.outcome.failure.is_grave:
-                raise _Hopeless(trial.outcome.failure, f"on {trial.example}")
+        async def learn() -> Asked[tuple[Any, Any]]:
+            outcome = await self._ran(draft, memory, batch=lessons)
+            failure = None if outcome.failure is None else [outcome.failure.reason, outcome.failure.message]
+            return Asked((outcome.memory, failure), spent=Spent(outcome.tokens))
+
+        position = f"learn {where} {hash_of(texts_of(draft, memory))}"
+        asked = await self._run.rollouts.request("evaluate", step, learn, lambda one: one.spent, ReplyText(position))
+        assert asked.answer is not None
+        learnt, failure = asked.answer
+        if failure is not None:
+            raise _Hopeless(Failure(*failure), "in learn")
+        return learnt
+
+    async def _trials(
+        self, step: Step, draft: Draft, split: str, numbers: Iterable[int], memory: Any = None
+    ) -> list[Trial]:
+        """Run a draft on the examples of these numbers. What was paid before an interruption comes first.
+
+        Raises:
+            _Hopeless: it does on one what none may do, and this is no check; the other runs are cancelled.
+        """
+        texts, traced, journal = texts_of(draft, memory), split != "val", self._run.journal
+        candidate = hash_of(texts) if journal is None else journal.candidate(texts)
+        order = list(numbers)
+        if journal is not None:
+            order.sort(key=lambda number: journal.missing(step.number, candidate, split, [number], traced=traced))
+
+        async def one(index: int, granted: Granted) -> Trial:
+            number = order[index]
+            rollout, _ = await self._run.rollouts.rollout(
+                RolloutKey(candidate, split, number, traced),
+                "check" if split == "train" else "evaluate",
+                step,
+                step.reservation,
+                lambda: self._predicted(draft, split, number, memory),
+                TrialRecord(),
+                behind=len(order) - index - 1,
+                granted=granted,
+            )
+            trial: Trial = rollout.trajectory
+            failure = trial.outcome.failure
+            if failure is not None and failure.is_grave and split != "train":
+                raise _Hopeless(failure, f"on {trial.example}")
             return trial
 
-        return await gather([partial(tried, one) for one in named])
+        trials = dict(zip(order, await batch(len(order), one), strict=True))
+        return [trials[number] for number in numbers]
 
-    async def _trial(
-        self,
-        item: Item[Any],
-        claim: Claim,
-        draft: Draft,
-        named: tuple[str, Example],
-        labelled: bool,
-        memory: Any = None,
-    ) -> Trial:
-        """Run a draft on one example in a slot."""
-
-        async def call() -> Rollout:
-            trial = await self._predicted(draft, named, labelled, memory)
-            return Rollout(trial.outcome.fields, trial.score, trajectory=trial, tokens=trial.outcome.tokens)
-
-        key = (item.ticket.number, draft.source, named[0])
-        pays = self._source.reservations[item.ticket.number]
-        rollout, _ = await self._bench.rollouts.rollout(key, claim, pays, call)
-        return rollout.trajectory
-
-    async def _predicted(self, draft: Draft, named: tuple[str, Example], labelled: bool, memory: Any) -> Trial:
+    async def _predicted(self, draft: Draft, split: str, number: int, memory: Any) -> Rollout:
         """Run a draft on one example, of which it sees the inputs, and score what it answers.
-
-        Args:
-            labelled: keep the example's labels and the metric's words: for training examples.
 
         Raises:
             RolloutUnresolvedError: the sandbox failed, not the candidate.
             TransientError: the provider asks to come back later.
             RunAbortedError: the provider refuses for good.
         """
-        name, example = named
+        examples, labelled = self._splits[split]
+        example, name = examples[number], f"{'validation' if split == 'val' else split} {number}"
         inputs = as_json(dict(example.inputs()))
-        outcome = await self._run(draft, memory, inputs=inputs)
-        score, feedback = self._settings.failure_score, ""
+        outcome = await self._ran(draft, memory, inputs=inputs)
+        score, feedback = self._of.failure_score, ""
         if outcome.failure is None:
             fields, failure = typed_fields(outcome.fields, self._task.outputs)
             outcome = replace(outcome, failure=failure)
             if failure is None:
                 score, feedback = await self._scored(example, fields)
-        labels = as_json(dict(example.labels())) if labelled else {}
-        return Trial(name, inputs, outcome, score, feedback if labelled else "", self._settings.cost(outcome), labels)
+        labels, said = (as_json(dict(example.labels())), feedback) if labelled else ({}, "")
+        cost, kept = self._of.cost(outcome), replace(outcome, memory=None)  # what a prediction remembers, nobody reads
+        trial = Trial(name, inputs, kept, score, said, cost, labels)
+        return Rollout(outcome.fields, score, trajectory=trial, tokens=outcome.tokens)
 
-    async def _run(self, draft: Draft, memory: Any, **what: Any) -> Outcome:
+    async def _ran(self, draft: Draft, memory: Any, **what: Any) -> Outcome:
         remembered = {} if memory is None and draft.learns else memory
         job = Job(draft.source, draft.class_name, memory=remembered, adapter=self._adapter, **what)
         try:
@@ -334,7 +329,7 @@ class Evaluations:
             try:
                 if self._on_loop:
                     return await call_on_loop(self._lm, request)
-                return await self._bench.threads.run(call_in_thread, self._lm, request)
+                return await self._run.threads.run(call_in_thread, self._lm, request)
             except Exception as error:
                 raise_provider_fault(error, calls.errors)
                 return LmAnswer(None, f"{type(error).__name__}: {error}"[:MESSAGE_CHARACTERS])
@@ -353,6 +348,6 @@ class Evaluations:
             except Exception as error:
                 raise_provider_fault(error, calls.errors)
                 said = f"the metric raised {type(error).__name__}: {error}"[:MESSAGE_CHARACTERS]
-                return self._settings.failure_score, said
+                return self._of.failure_score, said
         feedback = raw.get("feedback", "") if isinstance(raw, dspy.Prediction) else ""
-        return (found if math.isfinite(found) else self._settings.failure_score), str(feedback or "")
+        return (found if math.isfinite(found) else self._of.failure_score), str(feedback or "")

@@ -59,11 +59,12 @@ class Directions:
         self._taken = dict.fromkeys(directions, 0)
         self._held: dict[int, str] = {}
 
-    def reserve(self, step: int) -> str:
-        """A direction for a step, until :meth:`release`."""
+    def reserve(self, step: int, direction: str | None = None) -> str:
+        """A direction for a step, until :meth:`release`; the one that it had before, where it runs again."""
         held = list(self._held.values())
-        direction = min(self._taken, key=lambda one: (held.count(one), self._taken[one]))
-        self._taken[direction] += 1
+        direction = direction or min(self._taken, key=lambda one: (held.count(one), self._taken[one]))
+        if direction in self._taken:
+            self._taken[direction] += 1
         self._held[step] = direction
         return direction
 

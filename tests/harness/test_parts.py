@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dspy_flashevolve import ConfigurationError, Limits, context_tokens
-from dspy_flashevolve.harness.archive import Archive, Evaluated, Failed, Trial, pareto_front, tools_of
+from dspy_flashevolve import ConfigurationError, Limits
+from dspy_flashevolve.harness.archive import Archive, Evaluated, Failed, Trial, context_tokens, pareto_front, tools_of
 from dspy_flashevolve.harness.drafts import Draft, DraftError, blocks_in, draft_of, drafts_in
 from dspy_flashevolve.harness.program import typed_fields
 from dspy_flashevolve.harness.proposing import Directions
@@ -114,9 +114,9 @@ def test_of_a_reply_the_good_modules_are_taken_and_the_others_are_told() -> None
     assert "imports os" in problems[0]
 
 
-def test_live_tickets_have_directions_of_their_own_while_there_are_enough() -> None:
+def test_live_steps_have_directions_of_their_own_while_there_are_enough() -> None:
     board = Directions(["a", "b", "c"])
-    assert [board.reserve(ticket) for ticket in range(3)] == ["a", "b", "c"]
+    assert [board.reserve(step) for step in range(3)] == ["a", "b", "c"]
     assert board.others(1) == ["a", "c"]
     board.release(1)
     assert board.reserve(3) == "b"
@@ -124,14 +124,14 @@ def test_live_tickets_have_directions_of_their_own_while_there_are_enough() -> N
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.booleans()), max_size=40))
-def test_no_two_live_tickets_share_a_direction_while_one_is_free(steps: list[tuple[int, bool]]) -> None:
+def test_no_two_live_steps_share_a_direction_while_one_is_free(steps: list[tuple[int, bool]]) -> None:
     board, held = Directions(["a", "b", "c", "d"]), dict[int, str]()
-    for ticket, takes in steps:
-        if takes and ticket not in held and len(held) < 4:
-            held[ticket] = board.reserve(ticket)
+    for step, takes in steps:
+        if takes and step not in held and len(held) < 4:
+            held[step] = board.reserve(step)
         elif not takes:
-            board.release(ticket)
-            held.pop(ticket, None)
+            board.release(step)
+            held.pop(step, None)
         assert len(set(held.values())) == len(held)
 
 
@@ -165,7 +165,7 @@ def archive_of(log_dir: Path | None = None) -> Archive:
     archive = Archive(log_dir)
     archive.add(candidate("../../../etc/cron.d/evil", 0.2))
     archive.add(candidate("better", 0.8, 3.0))
-    archive.refuse(Failed(Draft(GOOD, "Good", name="/etc/passwd"), Failure("time", "too slow")))
+    archive.add(Failed(Draft(GOOD, "Good", name="/etc/passwd"), Failure("time", "too slow")))
     return archive
 
 

@@ -12,8 +12,8 @@ import dspy
 import pytest
 
 from benchmarks.in_process import InProcessStandIn
-from dspy_flashevolve import AsyncMetaHarness, ConfigurationError, DataError, Harness, Limits
-from dspy_flashevolve.engine.errors import RunDirectoryError
+from dspy_flashevolve import AsyncMetaHarness, ConfigurationError, Harness, Limits
+from dspy_flashevolve.engine import DataError, RunDirectoryError
 from dspy_flashevolve.harness import run as harness_run
 from dspy_flashevolve.sandbox.confinement import LAYERS
 from dspy_flashevolve.sandbox.contract import CallLm, Failure, Job, Outcome
@@ -82,7 +82,7 @@ def test_the_version_is_the_archive_s_size_and_every_admission_is_told() -> None
     commits = found.stats.commits
     assert [commit.candidate for commit in commits] == list(range(len(found.candidates)))
     assert [commit.score for commit in commits] == [one.score for one in found.candidates]
-    assert found.stats.tickets == 5
+    assert found.stats.steps == 5
     assert sum(found.stats.ended.values()) == 5
 
 
@@ -193,14 +193,15 @@ def test_no_proposal_starts_after_the_time_is_over() -> None:
     found = search(iterations=1000, max_seconds=60.0).detailed_results
     assert found.stats.outcome == "finished"
     assert "max_seconds" in found.stats.stop_reason
-    assert found.stats.tickets < 100
+    assert found.stats.steps < 100
 
 
 def test_the_run_directory_holds_every_candidate_and_is_for_one_run(tmp_path: Path) -> None:
     found = search(log_dir=tmp_path / "run").detailed_results
     sources = sorted((tmp_path / "run" / "candidates").glob("*/source.py"))
     assert [path.read_text() for path in sources] == [one.draft.source for one in found.candidates]
-    with pytest.raises(RunDirectoryError, match="holds another run"):
+    (tmp_path / "run" / "journal.sqlite").unlink()
+    with pytest.raises(RunDirectoryError, match=r"holds another run \(candidates\), and no journal"):
         search(log_dir=tmp_path / "run")
 
 

@@ -189,7 +189,7 @@ def test_no_words_of_a_candidate_s_look_like_a_line_of_ours() -> None:
     failure = Failure("error", forged)
     archive = Archive()
     archive.add(Evaluated(draft, (0.5,), (1.0,), (failure,)))
-    archive.refuse(Failed(draft, failure))
+    archive.add(Failed(draft, failure))
     told = [archive.overview, *(text for path, text in archive.files.items() if path.endswith("about.txt"))]
     assert len(archive.overview.splitlines()) == 2
     assert not [line for text in told for line in text.splitlines() if line.startswith(("0008", "0009"))]
