@@ -4,7 +4,6 @@ flashevolve sim-server --profile h100-qwen3-8b --port 8000
 flashevolve sim-server --fault server_error=0.2 --fault hang=0.02 --burst 60:5
 flashevolve lineage RUN_DIR
 flashevolve check RUN_DIR
-flashevolve bench --workload hotpotqa ...        (in a checkout of the project)
 """
 
 from __future__ import annotations
@@ -12,15 +11,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import importlib
 import signal
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from dspy_flashevolve.engine import journal_check
-from dspy_flashevolve.engine.errors import DataError, RunDirectoryError
-from dspy_flashevolve.observe.lineage import read, tree
+from dspy_flashevolve.engine.check import check
+from dspy_flashevolve.engine.errors import RunDirectoryError
+from dspy_flashevolve.observe.lineage import tree
 from dspy_flashevolve.sim.faults import DRAWN_KINDS, Faults
 from dspy_flashevolve.sim.process import require_aiohttp
 from dspy_flashevolve.sim.profiles import PROFILES, profile_named
@@ -41,11 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: With status 2 when the arguments are wrong (argparse), 0 for `--help`.
     """
-    given = list(sys.argv[1:] if argv is None else argv)
-    if given[:1] == ["bench"]:
-        return _bench(given[1:])
     parser = _parser()
-    arguments = parser.parse_args(given)
+    arguments = parser.parse_args(argv)
     if arguments.command == "sim-server":
         try:
             arguments.faults = _faults(arguments)
@@ -53,12 +48,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.error(str(error))
     try:
         if arguments.command == "lineage":
-            return _lineage(arguments)
+            print(tree(arguments.run_dir))
+            return 0
         if arguments.command == "check":
-            return _check(arguments)
+            return _check(arguments.run_dir)
         require_aiohttp()
         return _sim_server(arguments)
-    except (ImportError, OSError, DataError, RunDirectoryError) as error:
+    except (ImportError, OSError, RunDirectoryError) as error:
         print(f"flashevolve: {error}", file=sys.stderr)
         return 1
 
@@ -93,37 +89,22 @@ def _parser() -> argparse.ArgumentParser:
     )
     server.add_argument("--drip-seconds", type=_positive, default=30.0, help="model seconds of a slow drip")
     server.add_argument("--fault-seed", type=int, default=0, help="of the draws of faults")
-    lineage = commands.add_parser("lineage", help="the family tree of a run: candidates, gaps, trains and verdicts")
-    lineage.add_argument("run_dir", metavar="RUN_DIR", help="the log_dir of an AsyncGEPA")
-    commands.add_parser("bench", help="workloads side by side, in a checkout; see flashevolve bench --help")
-    check = commands.add_parser("check", help="whether a run's journal holds what it promises; 1 where it does not")
-    check.add_argument("run_dir", metavar="RUN_DIR", help="the log_dir of an AsyncGEPA")
+    lineage = commands.add_parser(
+        "lineage", help="the family tree of a run: candidates, gaps, integrations and verdicts"
+    )
+    whole = commands.add_parser("check", help="whether a run's journal holds what it promises; 1 where it does not")
+    for command in (lineage, whole):
+        command.add_argument("run_dir", metavar="RUN_DIR", help="the log_dir of the run")
     return parser
 
 
-def _bench(given: list[str]) -> int:
-    """The benchmarks are no part of the installed package; a checkout has them."""
-    try:
-        bench = importlib.import_module("benchmarks.bench")
-    except ImportError as error:
-        advice = "it runs in a checkout of dspy-flashevolve, with pip install -e '.[benchmarks,notebooks]'"
-        print(f"flashevolve: bench: {advice} ({error}).", file=sys.stderr)
-        return 1
-    return bench.main(given)
-
-
-def _check(arguments: argparse.Namespace) -> int:
-    found = journal_check.check(arguments.run_dir)
+def _check(run_dir: str) -> int:
+    found = check(run_dir)
     print("\n".join(found.summary))
     for problem in found.problems:
         print(f"problem: {problem}")
     print("no problems" if not found.problems else f"{len(found.problems)} problems")
     return int(bool(found.problems))
-
-
-def _lineage(arguments: argparse.Namespace) -> int:
-    print(tree(read(arguments.run_dir)))
-    return 0
 
 
 def _profile_name(text: str) -> str:

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dspy_flashevolve.engine.errors import RunDirectoryError
-from dspy_flashevolve.engine.journal import FILE, checked
+from dspy_flashevolve.engine.journal import reading
 from dspy_flashevolve.engine.redaction import MARK
-from dspy_flashevolve.engine.replay import hash_of
+from dspy_flashevolve.engine.replay import BEFORE_STEPS, hash_of
 
 Rows = Callable[[str], list[sqlite3.Row]]
 
@@ -23,16 +22,21 @@ PAID_TWICE = """
         AND b.traced = a.traced AND b.session > a.session
     LEFT JOIN steps first ON first.number = a.step LEFT JOIN ends e ON e.step = a.step
     LEFT JOIN steps second ON second.number = b.step JOIN sessions s ON s.id = b.session
-    WHERE json_extract(s.settings, '$.schedule') = 'async' AND a.step >= 0
+    WHERE json_extract(s.settings, '$.schedule') IS NOT 'lockstep' AND a.step >= 0
         AND (e.session IS NULL OR e.session >= b.session) AND second.session <= a.session
-        AND NOT (a.stage = 'rollout' AND a.trace IS NULL)
+        AND NOT (a.traced AND a.trace IS NULL AND a.stage NOT IN ('validate', 'prefix'))
     UNION ALL
     SELECT b.id, b.step, b.stage, b.example FROM rollouts a
     JOIN rollouts b ON b.candidate = a.candidate AND b.split = a.split AND b.example = a.example
         AND b.traced = a.traced AND b.session > a.session WHERE a.step < 0 AND b.step < 0"""
 """Rollouts finished in an earlier session, for work that was not, and again. A trace that JSON could not hold is paid
-again when reflection still needs it; docs/journal.md. In lockstep an example that stands twice in a minibatch is run
-twice, as in dspy.GEPA: there the rows do not tell."""
+again when it is still needed, which that of a validation is not; docs/journal.md. In lockstep an example that stands
+twice in a minibatch is run twice, as in dspy.GEPA: there the rows do not tell."""
+KEEPS_TEXTS = """
+    SELECT 1 FROM rollouts WHERE candidate IN (SELECT hash FROM candidates)
+        AND candidate NOT IN (SELECT candidate FROM commits) LIMIT 1"""
+"""Whether the loop writes down the text of whatever it runs, as one does that has it of a candidate without a commit:
+other loops name what they run as they like, and write down what they commit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,29 +58,16 @@ def check(directory: str | Path) -> Checked:
     Raises:
         RunDirectoryError: there is no journal, or it cannot be read at all.
     """
-    path = Path(directory) / FILE
-    if not path.is_file():
-        raise RunDirectoryError(f"{path} is missing: AsyncGEPA writes it for runs with log_dir.")
-    checked(path)
-    connection = sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=30)
-    connection.row_factory = sqlite3.Row
-    try:
-
-        def rows(query: str) -> list[sqlite3.Row]:
-            return connection.execute(query).fetchall()
-
+    with reading(directory) as rows:
+        keeps = bool(rows(KEEPS_TEXTS))
         problems = [
-            *_unknown_references(rows),
-            *_wrong_commits(rows, Path(directory)),
+            *_unknown_references(rows, keeps),
+            *_wrong_commits(rows, keeps, Path(directory)),
             *_wrong_counts(rows),
             *_wrong_texts(rows),
             *_wrong_ends(rows),
         ]
         return Checked(_summary(rows), problems)
-    except (sqlite3.Error, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise RunDirectoryError(f"{path} cannot be read: {error}. It is damaged.") from error
-    finally:
-        connection.close()
 
 
 def _summary(rows: Rows) -> list[str]:
@@ -99,19 +90,21 @@ def _summary(rows: Rows) -> list[str]:
     ]
 
 
-def _unknown_references(rows: Rows) -> list[str]:
+def _unknown_references(rows: Rows, keeps_texts: bool) -> list[str]:
     """Rows that name what is not there."""
     found: list[str] = []
-    candidates = "SELECT hash FROM candidates"
-    for table, column, known in (
+    candidates, steps = "SELECT hash FROM candidates", "SELECT number FROM steps"
+    references = [
         ("rollouts", "call", "SELECT id FROM calls"),
-        ("rollouts", "candidate", candidates),
         ("commits", "candidate", candidates),
         ("heads", "candidate", candidates),
-        ("ends", "step", "SELECT number FROM steps"),
-        ("replies", "step", "SELECT number FROM steps"),
-        ("heads", "step", "SELECT number FROM steps"),
-    ):
+        ("ends", "step", steps),
+        ("replies", "step", f"{steps} UNION SELECT {BEFORE_STEPS}"),
+        ("heads", "step", steps),
+    ]
+    if keeps_texts:
+        references.append(("rollouts", "candidate", candidates))
+    for table, column, known in references:
         for row in rows(f"SELECT id, {column} AS name FROM {table} WHERE {column} NOT IN ({known}) LIMIT 3"):
             found.append(f"{table} row {row['id']} names {column} {row['name']}, which is not there")
     for row in rows("SELECT call, COUNT(*) AS n FROM rollouts GROUP BY call HAVING n > 1 LIMIT 3"):
@@ -119,8 +112,8 @@ def _unknown_references(rows: Rows) -> list[str]:
     return found
 
 
-def _wrong_commits(rows: Rows, directory: Path) -> list[str]:
-    """Commits out of order, with scores that no rollout gave, or not those of gepa's checkpoint."""
+def _wrong_commits(rows: Rows, keeps_texts: bool, directory: Path) -> list[str]:
+    """Commits out of order, with scores that no rollout gave, or not those of a checkpoint beside the journal."""
     found: list[str] = []
     commits = rows("SELECT * FROM commits ORDER BY candidate_index")
     first = min(1, commits[0]["candidate_index"]) if commits else 1  # the seed is a commit of some loops
@@ -135,7 +128,7 @@ def _wrong_commits(rows: Rows, directory: Path) -> list[str]:
         "WHERE r.split = 'val' OR json_extract(s.settings, '$.schedule') = 'lockstep'"
     ):
         given.setdefault((row["candidate"], row["example"]), set()).add(row["score"])
-    for row in commits:
+    for row in commits if keeps_texts else ():
         if row["step"] is None:  # another program's
             continue
         scores: dict[str, float] = json.loads(row["scores"])
@@ -177,7 +170,7 @@ def _wrong_counts(rows: Rows) -> list[str]:
         settings: dict[str, Any] = json.loads(session["settings"])
         spent += session["made"]
         limit = settings.get("max_metric_calls")
-        if limit is not None and spent > limit and settings.get("schedule") == "async" and not session["elsewhere"]:
+        if limit is not None and spent > limit and settings.get("schedule") != "lockstep" and not session["elsewhere"]:
             found.append(f"{spent} metric calls were made, {limit} were allowed")
     twice = rows(PAID_TWICE)
     for row in twice[:3]:
@@ -199,12 +192,12 @@ def _wrong_texts(rows: Rows) -> list[str]:
 
 
 def _wrong_ends(rows: Rows) -> list[str]:
-    """Tickets that a finished session left behind."""
+    """Steps that a finished session left behind."""
     return [
         f"step {row['number']} has no end, although session {row['session']} came to its end"
         for row in rows(
-            "SELECT t.number, s.id AS session FROM steps t JOIN session_ends s ON s.id = "
-            "(SELECT MAX(id) FROM sessions) WHERE s.state IN ('finished', 'stopped') "
-            "AND t.session = s.id AND t.number NOT IN (SELECT step FROM ends) LIMIT 3"
+            "SELECT number, session FROM steps JOIN session_ends s ON s.id = session "
+            "WHERE session = (SELECT MAX(id) FROM sessions) AND s.state IN ('finished', 'stopped') "
+            "AND number NOT IN (SELECT step FROM ends) LIMIT 3"
         )
     ]

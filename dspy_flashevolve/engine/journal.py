@@ -17,9 +17,9 @@ import math
 import queue
 import sqlite3
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -254,17 +254,9 @@ class Journal:
                     self._writing.execute("ROLLBACK")
 
 
-class _connected:  # reads as a phrase: with _connected(path) as connection
+def _connected(path: Path) -> closing[sqlite3.Connection]:
     """A connection that is closed at the end of the block."""
-
-    def __init__(self, path: Path) -> None:
-        self._connection = sqlite3.connect(path, timeout=30, isolation_level=None)
-
-    def __enter__(self) -> sqlite3.Connection:
-        return self._connection
-
-    def __exit__(self, *_: object) -> None:
-        self._connection.close()
+    return closing(sqlite3.connect(path, timeout=30, isolation_level=None))
 
 
 def _plain(value: Any) -> Any:
@@ -306,6 +298,25 @@ def checked(path: Path) -> None:
         raise RunDirectoryError(f"{what}: it is damaged ({'; '.join(problems)}). {advice}")
 
 
+@contextmanager
+def reading(directory: str | Path) -> Generator[Callable[[str], list[sqlite3.Row]], None, None]:
+    """Queries on the journal of a run directory, also while the run goes on; nothing is changed.
+
+    Raises:
+        RunDirectoryError: there is none, or what is read inside the block makes no sense.
+    """
+    path = Path(directory) / FILE
+    if not path.is_file():
+        raise RunDirectoryError(f"{path} is missing: a run that is given a log_dir writes it there.")
+    checked(path)
+    with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=30)) as connection:
+        connection.row_factory = sqlite3.Row
+        try:
+            yield lambda query: connection.execute(query).fetchall()
+        except (sqlite3.Error, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise RunDirectoryError(f"{path} cannot be read: {error}. It is damaged.") from error
+
+
 def _opened(path: Path) -> sqlite3.Connection:
     """The writer's connection to a journal, which is made where there is none.
 
@@ -329,6 +340,8 @@ def _create(path: Path) -> None:
     """Make an empty journal, whole or not at all: a process that is killed meanwhile leaves a file of another name."""
     unfinished = path.with_suffix(".new")
     unfinished.unlink(missing_ok=True)
+    for rest in ("-wal", "-shm"):  # of a journal that was moved away: SQLite would read it as the new one's
+        path.with_name(path.name + rest).unlink(missing_ok=True)
     with _connected(unfinished) as connection:
         connection.execute("BEGIN IMMEDIATE")
         for statement in SCHEMA:

@@ -1,125 +1,67 @@
-"""Where candidates come from: a file of events beside the checkpoint, and the family tree that it tells.
-
-``lineage.jsonl`` in the run directory has one JSON object a line, append-only: ``kind`` (the event's name, in lower
-case), ``run`` (counted up each time that the directory is resumed; tickets and heads are numbered within it) and the
-event's fields (:mod:`dspy_flashevolve.engine.events`). It holds no prompts, no data and no keys.
-"""
+"""Where candidates come from: the family tree that a run's journal tells."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-from dspy_flashevolve.engine.errors import DataError
-from dspy_flashevolve.engine.events import Committed, Event, HeadEnded, HeadLanded, Integrated, Looked, TicketClosed
-from dspy_flashevolve.engine.redaction import Redaction
+from dspy_flashevolve.engine.journal import reading
 
-FILE = "lineage.jsonl"
-KINDS = (Committed, HeadEnded, HeadLanded, Integrated, Looked, TicketClosed)
-
-
-class LineageWriter:
-    """A subscriber that appends a run's lineage to its directory.
-
-    Args:
-        run_dir: made when it is not there.
-        redaction: takes secrets out of what is written: a ticket's end may have the words of a provider.
-    """
-
-    def __init__(self, run_dir: str, redaction: Redaction | None = None) -> None:
-        self._redaction = redaction or Redaction()
-        path = Path(run_dir) / FILE
-        path.parent.mkdir(parents=True, exist_ok=True)
-        earlier = read(run_dir) if path.is_file() and path.stat().st_size else []
-        self._run = 1 + max((int(record.get("run", 0)) for record in earlier), default=0)
-        cut_off = path.is_file() and not path.read_bytes().endswith(b"\n") and path.stat().st_size > 0
-        self._file: TextIO = path.open("a", encoding="utf-8")
-        if cut_off:  # a crash left half a line
-            self._file.write("\n")
-
-    def __call__(self, event: Event) -> None:
-        """Write the event, if it is part of the lineage."""
-        if isinstance(event, KINDS):
-            record = {"kind": type(event).__name__.lower(), "run": self._run, **asdict(event)}
-            self._file.write(self._redaction.of(json.dumps(record, default=str)) + "\n")
-            self._file.flush()
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+COMMITS = "SELECT candidate_index, step, score, parents FROM commits WHERE candidate_index > 0 ORDER BY candidate_index"
+EVENTS = """SELECT session, kind, step, fields FROM events
+    WHERE kind IN ('Committed', 'Integrated', 'HeadLanded', 'HeadEnded') ORDER BY id"""
 
 
-def read(run_dir: str | Path) -> list[dict[str, Any]]:
-    """The records of a run, in order; lines that were cut off by a crash are left out.
+def tree(run_dir: str | Path) -> str:
+    """The family tree as text: every candidate under its first parent, with score, gap, step and verdicts.
 
     Raises:
-        DataError: no such file, or a line that is no record.
+        RunDirectoryError: there is no journal in ``run_dir``, or it cannot be read.
     """
-    path = Path(run_dir) / FILE
-    if not path.is_file():
-        raise DataError(f"{path} is missing: AsyncGEPA writes it for runs with log_dir.")
-    lines = path.read_text(encoding="utf-8").splitlines()
-    records: list[dict[str, Any]] = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            record = json.loads(line)
-            record["kind"]
-        except (ValueError, TypeError, KeyError) as error:
-            if number == len(lines) or line.startswith('{"kind"'):
-                continue  # cut off by a crash
-            raise DataError(f"{path}, line {number}, is no record of a lineage: {error}.") from error
-        records.append(record)
-    return records
-
-
-Key = tuple[int, int]
-"""A run of the directory, and a head or a ticket in it."""
-
-
-def _key(record: dict[str, Any], name: str) -> Key:
-    return (record.get("run", 1), record[name])
-
-
-def tree(records: Iterable[dict[str, Any]]) -> str:
-    """The family tree as text: every candidate under its first parent, with score, gap, tickets and verdicts."""
-    records = list(records)
-    commits = {record["candidate"]: record for record in records if record["kind"] == "committed"}
-    heads = {_key(record, "head"): record for record in records if record["kind"] == "headlanded"}
-    ends = {_key(record, "head"): record for record in records if record["kind"] == "headended"}
-    head_of = {end["candidate"]: key for key, end in ends.items() if end["candidate"] is not None}
-    verdicts: dict[Key, list[tuple[str, str]]] = {}
-    for record in records:
-        for ticket, verdict, reason in record.get("verdicts", ()):
-            verdicts.setdefault((record.get("run", 1), ticket), []).append((verdict, reason))
-    children: dict[int, list[dict[str, Any]]] = {}
-    for commit in sorted(commits.values(), key=lambda one: one["candidate"]):
-        children.setdefault(commit["parents"][0] if commit["parents"] else 0, []).append(commit)
-    lines: list[str] = ["candidate 0 (the seed)"]
-
-    def grow(parent: int, indent: str) -> None:
-        for commit in children.get(parent, ()):
-            index, ticket, others = commit["candidate"], commit["ticket"], commit["parents"][1:]
-            text = f"candidate {index}: score {commit['score']:.3f}, gap {commit['gap']}, ticket {ticket}"
+    gaps: dict[int, int] = {}
+    verdicts: dict[int, dict[str, None]] = {}  # step -> what was said of its child; said again in a run that goes on
+    heads: list[tuple[int, dict[str, Any]]] = []  # the step that carries a head, and the head
+    ends: dict[int, str] = {}  # step that carries a head -> the head's end
+    children: dict[int, list[Any]] = {}
+    with reading(run_dir) as rows:
+        # A head that was under way when its session was killed goes on in the next one, under another handle.
+        carriers = {(row["session"], row["head"]): row["step"] for row in rows("SELECT session, head, step FROM heads")}
+        for row in rows(EVENTS):
+            fields: dict[str, Any] = json.loads(row["fields"])
+            if row["kind"] == "Committed":
+                gaps[fields["candidate"]] = fields["gap"]
+            elif row["kind"] == "Integrated":
+                for member, verdict, reason in fields["verdicts"]:
+                    verdicts.setdefault(member, {})[f"{verdict}. {reason}"] = None
+            elif row["kind"] == "HeadEnded":
+                ends[carriers.get((row["session"], fields["head"]), row["step"])] = fields["end"]
+            else:
+                heads.append((row["step"], fields))
+                carriers[row["session"], fields["head"]] = row["step"]
+        landed = {step: head for step, head in heads if head["passed"]}
+        for row in rows(COMMITS):
+            children.setdefault((json.loads(row["parents"]) or [0])[0] or 0, []).append(row)
+        lines = ["candidate 0 (the seed)"]
+        left = [(row, "  ") for row in reversed(children.get(0, []))]
+        while left:
+            row, indent = left.pop()
+            index, step, others = row["candidate_index"], row["step"], json.loads(row["parents"])[1:]
+            gap = f", gap {gaps[index]}" if index in gaps else ""
+            maker = "another program" if step is None else f"step {step}"
             also = f", also from {', '.join(map(str, others))}" if others else ""
-            lines.append(f"{indent}{text}{also}")
-            head = heads[head_of[index]] if head_of.get(index) in heads else None
-            for member in [ticket] if head is None else head["members"]:
-                for verdict, reason in verdicts.get((commit.get("run", 1), member), ()):
-                    lines.append(f"{indent}  ticket {member}: {verdict}. {reason}")
-            grow(index, indent + "  ")
-
-    grow(0, "  ")
-    gone = [key for key in sorted(heads) if ends.get(key, {}).get("end") != "confirmed"]
-    if gone:
-        lines.append("heads that are no candidates:")
-        lines += [f"  {_gone(heads[key], ends.get(key))}" for key in gone]
-    return "\n".join(lines)
+            lines.append(f"{indent}candidate {index}: score {float(row['score']):.3f}{gap}, {maker}{also}")
+            members: list[Any] = landed[step]["members"] if step in landed else [step]
+            lines += [f"{indent}  step {member}: {said}" for member in members for said in verdicts.get(member, ())]
+            left += [(child, indent + "  ") for child in reversed(children.get(index, []))]
+    gone = [
+        _gone(head, ends.get(step, "unfinished") if head["passed"] else "failed its screen")
+        for step, head in heads
+        if not head["passed"] or (ends.get(step) != "confirmed" and landed[step] is head)
+    ]
+    return "\n".join([*lines, *(["heads that are no candidates:", *gone] if gone else [])])
 
 
-def _gone(head: dict[str, Any], end: dict[str, Any] | None) -> str:
-    members = ", ".join(str(ticket) for ticket in head["members"])
-    fate = "failed its screen" if not head["passed"] else "unfinished" if end is None else end["end"]
-    return f"head {head['head']}, tickets {members}: {fate} ({head['before']:g} -> {head['after']:g} on its screen)"
+def _gone(head: dict[str, Any], fate: str) -> str:
+    members = ", ".join(map(str, head["members"]))
+    return f"  head {head['head']}, steps {members}: {fate} ({head['before']:g} -> {head['after']:g} on its screen)"
