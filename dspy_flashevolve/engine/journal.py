@@ -197,7 +197,7 @@ class Journal:
         return 1 + int(self.rows(f"SELECT COALESCE(MAX(id), 0) AS last FROM {table}")[0]["last"])
 
     def _locked(self) -> FileLock:
-        lock = FileLock(self.directory / LOCK, timeout=0)
+        lock = FileLock(self.directory / LOCK, timeout=0, thread_local=False)  # it is released on the loop
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             lock.acquire()
@@ -339,7 +339,7 @@ def _opened(path: Path) -> sqlite3.Connection:
 def _create(path: Path) -> None:
     """Make an empty journal, whole or not at all: a process that is killed meanwhile leaves a file of another name."""
     unfinished = path.with_suffix(".new")
-    unfinished.unlink(missing_ok=True)
+    pass
     for rest in ("-wal", "-shm"):  # of a journal that was moved away: SQLite would read it as the new one's
         path.with_name(path.name + rest).unlink(missing_ok=True)
     with _connected(unfinished) as connection:
