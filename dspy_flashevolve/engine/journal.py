@@ -339,7 +339,7 @@ def _opened(path: Path) -> sqlite3.Connection:
 def _create(path: Path) -> None:
     """Make an empty journal, whole or not at all: a process that is killed meanwhile leaves a file of another name."""
     unfinished = path.with_suffix(".new")
-    pass
+    unfinished.unlink(missing_ok=True)
     for rest in ("-wal", "-shm"):  # of a journal that was moved away: SQLite would read it as the new one's
         path.with_name(path.name + rest).unlink(missing_ok=True)
     with _connected(unfinished) as connection:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import sqlite3
 import threading
 from contextlib import closing, suppress
@@ -16,17 +17,27 @@ from hypothesis import strategies as st
 
 from dspy_flashevolve.cli import main
 from dspy_flashevolve.engine import journal as module
+from dspy_flashevolve.engine.check import check
 from dspy_flashevolve.engine.errors import JournalError, RunDirectoryError
-from dspy_flashevolve.engine.journal import FILE, Journal, checked
-from dspy_flashevolve.engine.journal_check import check, name_of
-from dspy_flashevolve.engine.journal_schema import SCHEMA_VERSION, TABLES, migrate
+from dspy_flashevolve.engine.journal import FILE, SCHEMA_VERSION, TABLES, Journal, checked
 from dspy_flashevolve.engine.redaction import MARK, Redaction, secrets_in
+from dspy_flashevolve.engine.replay import hash_of
+from dspy_flashevolve.observe.lineage import tree
 
 
 def fill(journal: Journal, calls: int, limit: int = 100) -> None:
-    """A small run: a ticket, its rollouts, a commit."""
-    texts = {"step": "text"}
+    """A small run: the seed on one example, a step, its rollouts, its reply, a commit."""
+    seed, texts = {"answer": "seed"}, {"answer": "text"}
     append = journal.append
+
+    def rollout(number: int, step: int, candidate: dict[str, str], score: float) -> None:
+        append("calls", id=number, session=1, step=step, stage="validate", at=0.0, calls=1)
+        append(
+            "rollouts", call=number, session=1, step=step, stage="validate", candidate=hash_of(candidate), split="val",
+            example=str(number), traced=0, score=score, objective_scores={}, output="null", trace=None, tokens=0,
+            cost_dollars=0.0, latency_seconds=0.0, at=0.0,
+        )  # fmt: skip
+
     append(
         "sessions",
         id=1,
@@ -35,20 +46,18 @@ def fill(journal: Journal, calls: int, limit: int = 100) -> None:
         settings={"max_metric_calls": limit, "schedule": "async"},
         fingerprints={},
     )
-    append("candidates", hash=name_of(texts), texts=texts)
-    append("tickets", number=0, session=1, opened_at=0.0, kind="mutation", version=0, rng="0/0", selection=[])
-    for number in range(1, calls + 1):
-        append("calls", id=number, session=1, ticket=0, stage="validate", at=0.0, calls=1)
-        append(
-            "rollouts", call=number, session=1, ticket=0, stage="validate", candidate=name_of(texts), split="val",
-            example=str(number), traced=0, score=0.5, objective_scores={}, output="null", trace=None, tokens=0,
-            cost_dollars=0.0, latency_seconds=0.0, at=0.0,
-        )  # fmt: skip
+    append("candidates", hash=hash_of(seed), texts=seed)
+    append("candidates", hash=hash_of(texts), texts=texts)
+    append("steps", number=0, session=1, opened_at=0.0, version=0, selection="[]")
+    for number in range(1, calls):
+        rollout(number, 0, texts, 0.5)
+    rollout(calls, -1, seed, 0.25)
+    append("replies", session=1, step=0, stage="propose", position="0", reply="{}", tokens=1, cost_dollars=0.0, at=0.0)
     append(
-        "commits", candidate_index=1, session=1, ticket=0, at=0.0, version=1, candidate=name_of(texts), parents=[0],
-        score=0.5, scores={str(number): 0.5 for number in range(1, calls + 1)}, objective_scores=None,
+        "commits", candidate_index=1, session=1, step=0, at=0.0, version=1, candidate=hash_of(texts), parents=[0],
+        score=0.5, scores={str(number): 0.5 for number in range(1, calls)}, more=None,
     )  # fmt: skip
-    append("ends", ticket=0, session=1, ended_at=0.0, way="committed", reason="")
+    append("ends", step=0, session=1, ended_at=0.0, way="committed", reason="")
     append("session_ends", id=1, ended_at=0.0, state="finished", reason="")
     journal.flush_here()
 
@@ -112,12 +121,12 @@ def test_after_a_flush_another_connection_sees_everything(tmp_path: Path) -> Non
 
 def test_a_batch_that_fails_leaves_nothing_of_itself_and_ends_the_writing(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
-    journal.append("ends", ticket=1, session=1, ended_at=0.0, way="rejected", reason="")
+    journal.append("ends", step=1, session=1, ended_at=0.0, way="rejected", reason="")
     journal.flush_here()
-    journal.append("ends", ticket=1, session=1, ended_at=0.0, way="rejected", reason="twice")
+    journal.append("ends", step=1, session=1, ended_at=0.0, way="rejected", reason="twice")
     with pytest.raises(JournalError, match="UNIQUE"):
         journal.flush_here()
-    journal.append("ends", ticket=2, session=1, ended_at=0.0, way="rejected", reason="")
+    journal.append("ends", step=2, session=1, ended_at=0.0, way="rejected", reason="")
     with pytest.raises(JournalError):
         journal.flush_here()
     assert len(journal.rows("SELECT * FROM ends")) == 1
@@ -166,36 +175,80 @@ def test_no_thread_outlives_a_closed_journal(tmp_path: Path) -> None:
     assert not set(threading.enumerate()) - before
 
 
-def test_a_journal_of_every_earlier_version_is_brought_to_this_one(tmp_path: Path) -> None:
-    """There is one version so far; this fails when a second comes without its step."""
+def test_another_version_of_the_schema_is_refused_with_what_to_do_and_left_as_it_is(tmp_path: Path) -> None:
     Journal(tmp_path).close()
-    from dspy_flashevolve.engine.journal_schema import MIGRATIONS
+    for version in (1, SCHEMA_VERSION + 1):
+        change(tmp_path, f"PRAGMA user_version = {version}")
+        before = (tmp_path / FILE).read_bytes()
+        words = (
+            rf"schema is version {version}, this .* knows version {SCHEMA_VERSION}\. Use the version that wrote it, or"
+        )
+        for read in (Journal, check, tree):
+            with pytest.raises(RunDirectoryError, match=words):
+                read(tmp_path)
+        assert (tmp_path / FILE).read_bytes() == before
 
-    assert set(MIGRATIONS) == set(range(1, SCHEMA_VERSION))
-    with closing(sqlite3.connect(tmp_path / FILE, isolation_level=None)) as connection:
-        migrate(connection)
-        assert connection.execute("PRAGMA user_version").fetchone()[0] == SCHEMA_VERSION
+
+@settings(max_examples=40)
+@given(st.sampled_from([0.0, 0.1, 0.5, 0.9, 1.0]), st.sampled_from([None, 0.0, 0.5, 1.0]), st.booleans())
+def test_a_journal_whose_creation_was_killed_at_any_point_is_made_anew(
+    tmp_path_factory: pytest.TempPathFactory, written: float, rollback: float | None, empty: bool
+) -> None:
+    """It is made under another name: a part of that, SQLite's rollback file beside it, an empty file may be left."""
+    whole = tmp_path_factory.mktemp("whole")
+    Journal(whole).close()
+    content, directory = (whole / FILE).read_bytes(), tmp_path_factory.mktemp("killed")
+    unfinished = (directory / FILE).with_suffix(".new")
+    unfinished.write_bytes(content[: int(written * len(content))])
+    if rollback is not None:
+        (directory / f"{unfinished.name}-journal").write_bytes(content[: int(rollback * len(content))])
+    if empty:
+        (directory / FILE).touch()
+    journal = Journal(directory)
+    fill(journal, 2)
+    journal.close()
+    assert check(directory).problems == []
+    assert not unfinished.exists()
+
+
+@pytest.mark.parametrize("statement", range(len(module.SCHEMA)))
+def test_a_creation_that_fails_at_any_statement_leaves_no_journal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, statement: int
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "SCHEMA", (*module.SCHEMA[:statement], "no SQL", *module.SCHEMA[statement:]))
+        with pytest.raises(RunDirectoryError, match="cannot be written"):
+            Journal(tmp_path)
+    assert not (tmp_path / FILE).exists()
+    Journal(tmp_path).close()
     checked(tmp_path / FILE)
 
 
-def test_a_migration_runs_its_statements_and_raises_the_version(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from dspy_flashevolve.engine import journal_schema
+def test_a_journal_that_was_moved_away_without_the_files_beside_it_does_not_come_back(tmp_path: Path) -> None:
+    """After a kill SQLite's log has what is not in the journal's file yet."""
+    journal = Journal(tmp_path / "run")
+    fill(journal, 3)
+    copy = tmp_path / "killed"
+    shutil.copytree(tmp_path / "run", copy)
+    journal.close()
+    assert (copy / f"{FILE}-wal").stat().st_size
+    (copy / FILE).unlink()
+    again = Journal(copy)
+    assert again.session == 1
+    assert again.rows("SELECT * FROM rollouts") == []
+    again.close()
 
-    Journal(tmp_path).close()
-    step = ("ALTER TABLE heads ADD COLUMN colour TEXT",)
-    monkeypatch.setitem(journal_schema.MIGRATIONS, SCHEMA_VERSION, step)
-    monkeypatch.setattr(journal_schema, "SCHEMA_VERSION", SCHEMA_VERSION + 1)
-    monkeypatch.setattr(module, "SCHEMA_VERSION", SCHEMA_VERSION + 1)
-    Journal(tmp_path).close()
-    with closing(sqlite3.connect(tmp_path / FILE)) as connection:
-        assert "colour" in [row[1] for row in connection.execute("PRAGMA table_info(heads)")]
-        assert connection.execute("PRAGMA user_version").fetchone()[0] == SCHEMA_VERSION + 1
+
+def test_a_directory_may_have_any_name(tmp_path: Path) -> None:
+    directory = tmp_path / "what? 100% #1"
+    journal = Journal(directory)
+    fill(journal, 2)
+    journal.close()
+    assert check(directory).problems == []
 
 
 def test_the_schema_names_its_tables() -> None:
-    assert {"sessions", "tickets", "rollouts", "proposals", "verdicts", "commits", "events", "state"} <= TABLES
+    assert {"sessions", "steps", "rollouts", "replies", "commits", "events", "state"} <= TABLES
 
 
 def test_a_good_journal_has_no_problems(filled: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -215,8 +268,9 @@ def test_a_good_journal_has_no_problems(filled: Path, capsys: pytest.CaptureFixt
         ("UPDATE rollouts SET score = 0.25 WHERE id = 2", "scores that no rollout gave"),
         ("UPDATE commits SET candidate_index = 4", "commit 1 is candidate 4"),
         ("DELETE FROM ends", "has no end"),
-        ("UPDATE ends SET ticket = 9", "names ticket 9"),
-        ('UPDATE candidates SET texts = \'{"step": "other"}\'', "not those that it was named after"),
+        ("UPDATE ends SET step = 9", "names step 9"),
+        ("UPDATE replies SET step = 9", "names step 9"),
+        ('UPDATE candidates SET texts = \'{"answer": "other"}\'', "not those that it was named after"),
         ("UPDATE sessions SET settings = json_set(settings, '$.max_metric_calls', 4)", "4 were allowed"),
         ("UPDATE calls SET calls = 97 WHERE id = 1", "100 were allowed"),
     ],
@@ -235,27 +289,43 @@ def test_the_check_finds_a_rollout_that_was_paid_twice(filled: Path) -> None:
         "DELETE FROM ends",
         "INSERT INTO sessions SELECT 2, 1.0, 1, settings, fingerprints FROM sessions",
         "INSERT INTO calls VALUES (6, 2, 0, 'validate', 0, 1)",
-        "INSERT INTO rollouts SELECT 6, 6, 2, ticket, stage, candidate, split, example, traced, score, "
+        "INSERT INTO rollouts SELECT 6, 6, 2, step, stage, candidate, split, example, traced, score, "
         "objective_scores, output, trace, 0, 0, 0, 0 FROM rollouts WHERE id = 3",
     )
     assert any("was paid twice" in problem for problem in check(filled).problems)
 
 
 def test_the_check_finds_a_checkpoint_that_is_not_the_journals(filled: Path) -> None:
-    texts = [{"step": "seed"}, {"step": "text"}]
+    texts = [{"answer": "seed"}, {"answer": "text"}]
     (filled / "candidates.json").write_text(json.dumps(texts))
     assert check(filled).problems == []
-    (filled / "candidates.json").write_text(json.dumps([texts[0], {"step": "another"}]))
+    (filled / "candidates.json").write_text(json.dumps([texts[0], {"answer": "another"}]))
     assert check(filled).problems == ["candidate 1 is another one in candidates.json"]
-    (filled / "candidates.json").write_text(json.dumps([*texts, {"step": "unknown"}]))
+    (filled / "candidates.json").write_text(json.dumps([*texts, {"answer": "unknown"}]))
     assert check(filled).problems == ["the journal has 1 commits, candidates.json has 2"]
 
 
 def test_the_check_of_a_directory_without_a_journal_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", str(tmp_path)]) == 1
-    assert "AsyncGEPA writes it for runs with log_dir" in capsys.readouterr().err
+    assert f"{FILE} is missing" in capsys.readouterr().err
     with pytest.raises(RunDirectoryError):
         check(tmp_path)
+
+
+def test_a_loop_that_keeps_no_texts_of_what_it_runs_and_scores_its_commits_itself_has_no_problems(filled: Path) -> None:
+    """Its rollouts' candidates have names of its own; budget, references to calls and ends are checked all the same."""
+    change(
+        filled,
+        "UPDATE rollouts SET candidate = 'draft ' || candidate",
+        "UPDATE commits SET candidate_index = 0, scores = '{\"no example\": 1.0}'",
+        "UPDATE sessions SET settings = '{\"max_metric_calls\": 4}'",
+    )
+    assert check(filled).problems == ["5 metric calls were made, 4 were allowed"]
+
+
+def test_lockstep_may_exceed_the_budget_as_dspys_gepa_does(filled: Path) -> None:
+    change(filled, """UPDATE sessions SET settings = '{"max_metric_calls": 4, "schedule": "lockstep"}'""")
+    assert check(filled).problems == []
 
 
 @settings(max_examples=60, deadline=None)
@@ -316,7 +386,7 @@ def test_words_that_are_no_secret_stay() -> None:
 )
 def test_what_looks_like_a_providers_key_is_not_written(tmp_path: Path, key: str) -> None:
     journal = Journal(tmp_path)
-    journal.append("ends", ticket=1, session=1, ended_at=0.0, way="failed", reason=f"Incorrect API key: {key}.")
+    journal.append("ends", step=1, session=1, ended_at=0.0, way="failed", reason=f"Incorrect API key: {key}.")
     journal.flush_here()
     assert journal.rows("SELECT reason FROM ends")[0]["reason"] == f"Incorrect API key: {MARK}."
     journal.close()
