@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import cloudpickle
+import dspy
 from dspy.clients.lm import LM
 from dspy.primitives import Example, Module
 from dspy.teleprompt.gepa.gepa import AUTO_RUN_SETTINGS, GEPA
@@ -15,27 +16,14 @@ from dspy.teleprompt.gepa.gepa_utils import CodeProposalFn
 from gepa.core.adapter import ProposalFn
 from gepa.proposer.reflective_mutation.base import ReflectionComponentSelector
 
-from dspy_flashevolve.compilation import Compilation
-from dspy_flashevolve.data_checks import check_data
-from dspy_flashevolve.engine.admission import Admission
-from dspy_flashevolve.engine.claims import SlotOrder
-from dspy_flashevolve.engine.control import WorkflowController
 from dspy_flashevolve.engine.errors import ConfigurationError
-from dspy_flashevolve.engine.loop import run_to_end
-from dspy_flashevolve.engine.speculation import Speculation
-from dspy_flashevolve.engine.staleness import Reflective, StalenessPolicy
-from dspy_flashevolve.engine.stragglers import Duplicates
+from dspy_flashevolve.engine.staleness import Reflective, StalenessPolicy, policy_named
+from dspy_flashevolve.engine.workflow import Workflow
+from dspy_flashevolve.gepa.compilation import Best, Compilation
 from dspy_flashevolve.gepa.options import GepaOptions, check_options
+from dspy_flashevolve.programs.lm import rates_of
 from dspy_flashevolve.programs.metric import check_metric
-from dspy_flashevolve.results import Best
-from dspy_flashevolve.scheduling import (
-    DEFAULT_SPECULATION,
-    Schedule,
-    check_prices,
-    check_schedule,
-    policy_named,
-    settings_of,
-)
+from dspy_flashevolve.programs.run import Schedule, check_counts, check_data, check_limits, check_run
 
 logger = logging.getLogger(__name__)
 
@@ -56,29 +44,19 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
             budget included.
         staleness: what happens to a candidate whose parent's pool has moved on. "full" admits it, "guarded" discards
             what is more than 8 commits behind, "patch" lets the reflection LM repair what is behind, one by one, and
-            "reflective" (default) integrates many proposals at once onto the newest head (a train). Or a policy:
+            "reflective" (default) integrates many proposals at once onto the newest integrated candidate. Or a policy:
             :class:`Full`, :class:`Guarded`, :class:`Reflective`, or an object of your own; docs/staleness.md.
         stale_candidate_reflection: the module that integrates; default :class:`StaleCandidateReflection`. It asks
             ``reflection_lm`` unless its predictors have LMs of their own.
         max_reflection_calls: no step starts after this many reflections and integrations. Default: no limit.
         max_cost: no step starts after this many dollars, by litellm's cost map; what runs is finished, so a run may
             end a little above it. Default: no limit.
-        max_concurrency: the most requests in flight when ``num_threads`` is None. Default: 256.
         max_seconds: no step starts after this many seconds; those that run are finished. Default: no limit.
-        max_live_tickets: steps that run at once. Default: as many as keep the slots busy, and fewer
-            where the budget is small, so that steps can build on each other.
-        speculation: how early stages release their output, a :class:`Speculation`, or None for never;
-            docs/scheduling.md.
-        admission: when a step may start: :class:`LiveTickets`, :class:`GapBound` or an object of your own. Default: a
-            bound that follows from the slots, the budget and the policy.
-        slot_order: who gets the next free slot: "value" (default) is what is worth most a request, "deepest" the step
-            nearest to a commit, small requests first; or an object with ``key(claim, held, waiting)``.
-        controller: moves workers between the stages: :class:`MedianRate`, :class:`Backlog`, :class:`Fixed`, or an
-            object with ``window_seconds`` and ``decide(windows)``. Default: the slots decide.
+        max_concurrency: the most requests in flight when ``num_threads`` is None. Default: 256.
+        workflow: how steps overlap, a :class:`Workflow`: how early stages release their output, how many steps there
+            are, and whose slots they get; docs/scheduling.md.
         rollout_timeout_seconds: a rollout that takes longer, once it has its slot, is given up and asked for again, as
             after a rate limit. Default: as long as the LM's own timeout lets it.
-        duplicate_stragglers: when a rollout that takes far longer than the others is begun a second time, a
-            :class:`Duplicates`; the first answer counts, and both may be paid. Default: never.
         metric_lock: True for a metric that is not thread-safe: it is called once at a time within a run, for scores and
             for feedback, sync or coroutine, while programs go on side by side. A call that waits for its turn keeps
             its slot. Default: False, calls overlap.
@@ -142,17 +120,14 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
         stale_candidate_reflection: Module | None = None,
         max_reflection_calls: int | None = None,
         max_cost: float | None = None,
-        max_concurrency: int | None = None,
         max_seconds: float | None = None,
-        max_live_tickets: int | None = None,
-        speculation: Speculation | None = DEFAULT_SPECULATION,
-        admission: Admission | None = None,
-        slot_order: Literal["deepest", "value"] | SlotOrder = "value",
-        controller: WorkflowController | None = None,
+        max_concurrency: int | None = None,
+        workflow: Workflow | None = None,
         rollout_timeout_seconds: float | None = None,
-        duplicate_stragglers: Duplicates | None = None,
         metric_lock: bool = False,
+        **removed: Any,
     ) -> None:
+        check_removed(removed)
         check_metric(metric)
         super().__init__(
             metric,
@@ -188,18 +163,13 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
         self.stale_candidate_reflection = stale_candidate_reflection
         self.max_reflection_calls = max_reflection_calls
         self.max_cost = max_cost
-        self.max_concurrency = max_concurrency
         self.max_seconds = max_seconds
-        self.max_live_tickets = max_live_tickets
-        self.speculation = speculation
-        self.admission = admission
-        self.slot_order = slot_order
-        self.controller = controller
+        self.max_concurrency = max_concurrency
+        self.workflow = Workflow() if workflow is None else workflow
         self.rollout_timeout_seconds = rollout_timeout_seconds
-        self.duplicate_stragglers = duplicate_stragglers
         self.metric_lock = metric_lock
         self._best = Best()
-        check_schedule(self)
+        self._check_arguments()
         check_options(self._options())
         self._check_callbacks()
 
@@ -242,9 +212,7 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
             Exception: what a selector, a stopper or another strategy of the user's raised. The log names it; once the
                 seed is validated, it has ``best_program`` too.
         """
-        compilation = self._prepare(student, trainset, teacher, valset)
-        with compilation.tracker:
-            return run_to_end(compilation.run, compilation.stop)
+        return self._prepare(student, trainset, teacher, valset).run_sync()
 
     async def acompile(
         self,
@@ -259,9 +227,7 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
         It runs on the caller's loop and leaves signals to the caller. Cancelling it ends the run at once;
         :meth:`best_so_far` then has the best program.
         """
-        compilation = self._prepare(student, trainset, teacher, valset)
-        with compilation.tracker:
-            return await compilation.run()
+        return await self._prepare(student, trainset, teacher, valset).run_async()
 
     def best_so_far(self) -> Module | None:
         """The best program that is validated so far, while ``compile`` or ``acompile`` runs, and after it.
@@ -283,7 +249,7 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
             raise ConfigurationError(
                 f"{type(student).__name__} has no predictor and no dspy.Flex submodule: there is no text to evolve."
             )
-        check_prices(self, student)
+        self._check_prices(student)
         self._set_budget(components, trainset, valset)
         size = len(trainset if valset is None else valset)
         narrow = hasattr(self.gepa_kwargs.get("val_evaluation_policy"), "get_seed_eval_batch")
@@ -294,16 +260,14 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
                 "validated first, on every validation example. Give a larger budget or a smaller valset."
             )
         self._warn_of_small_budget(size)
-        same_data = valset is None or valset is trainset
-        settings = settings_of(self, same_data, student)
-        compilation = Compilation(self, self._options(), settings, student, trainset, valset)
+        compilation = Compilation(self, self._options(), student, trainset, valset)
         self._best = compilation.best
         return compilation
 
     def _warn_of_small_budget(self, valset_size: int) -> None:
         """A budget that pays for the seed's validation alone returns the seed."""
         policy = policy_named(self.staleness)
-        screens = 3 if isinstance(policy, Reflective) and policy.train else 2  # a train runs its base as well
+        screens = 3 if isinstance(policy, Reflective) and policy.heads else 2  # a head is screened beside its base
         needed = 2 * valset_size + screens * (self.reflection_minibatch_size or 3)
         if self.schedule == "async" and self.max_metric_calls is not None and self.max_metric_calls < needed:
             logger.warning(
@@ -353,6 +317,42 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
             extra=self.gepa_kwargs,
         )
 
+    def _check_arguments(self) -> None:
+        """Raise ConfigurationError for an argument of AsyncGEPA's own that cannot work."""
+        check_run(self)
+        policy_named(self.staleness)
+        module = self.stale_candidate_reflection
+        if module is not None and not isinstance(module, Module):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigurationError(f"stale_candidate_reflection is {module!r}, expected a dspy.Module.")
+        if not isinstance(self.workflow, Workflow):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigurationError(f"workflow is {self.workflow!r}, expected a Workflow, or None.")
+        live = self.workflow.live_steps
+        if self.schedule == "lockstep" and live not in (None, 1):
+            raise ConfigurationError(f"live_steps is {live}, but schedule='lockstep' runs one step at a time.")
+        check_counts(self, "max_reflection_calls")
+        if not isinstance(self.metric_lock, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigurationError(f"metric_lock is {self.metric_lock!r}, expected True or False.")
+        check_limits(self, "max_cost")
+
+    def _check_prices(self, student: Module) -> None:
+        """A limit in dollars needs a price for every LM that the run may ask.
+
+        Raises:
+            ConfigurationError: litellm's cost map does not have one.
+        """
+        if self.max_cost is None:
+            return
+        own = [getattr(predictor, "lm", None) for predictor in student.predictors()]
+        lms: list[Any] = [*own, dspy.settings.lm, self.reflection_lm]
+        models = {str(lm.model) for lm in lms if hasattr(lm, "model")}
+        unknown = sorted(model for model in models if rates_of(model) is None)
+        if unknown:
+            raise ConfigurationError(
+                f"max_cost is {self.max_cost:g}, but litellm's cost map has no price for {', '.join(unknown)}. "
+                "Register one by litellm.register_model({...}), or bound the run by max_metric_calls, "
+                "max_reflection_calls or max_seconds."
+            )
+
     def _check_callbacks(self) -> None:
         """A run with ``log_dir`` is checkpointed to be resumed elsewhere; its observers must be able to follow."""
         callbacks = self.gepa_kwargs.get("callbacks")
@@ -366,3 +366,22 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
                     f"The callback {callback!r} cannot be pickled ({error}), which a run with log_dir={self.log_dir!r} "
                     "needs. Leave out what cannot be pickled (define __getstate__), or run without log_dir."
                 ) from error
+
+
+REMOVED = {
+    "max_live_tickets": "workflow=Workflow(live_steps=...)",
+    "admission": "workflow=Workflow(live_steps=...)",
+    "speculation": "workflow=Workflow(rollout=..., validate=..., rounds=...)",
+    "controller": "workflow=Workflow(median_seconds=...) for the median rule; the others lost their benchmark",
+    "slot_order": "nothing: slots go by value, which won its benchmark",
+    "duplicate_stragglers": "rollout_timeout_seconds, which gives a rollout up that takes too long and asks again",
+}
+"""Argument of an earlier version -> what to use instead."""
+
+
+def check_removed(given: dict[str, Any]) -> None:
+    """Raise TypeError for arguments that there are not, with what to use instead where there were some."""
+    for name in given:
+        if name in REMOVED:
+            raise TypeError(f"AsyncGEPA has no argument {name!r} any more: use {REMOVED[name]}.")
+        raise TypeError(f"AsyncGEPA() got an unexpected keyword argument {name!r}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal
 
 Texts = dict[str, str]
 """Component -> text."""
@@ -79,21 +79,13 @@ class Integration:
         texts: new texts of the components that changed; empty when nothing is worth a change.
         judgements: one a child.
         calls: LM calls that it took.
-        tokens: prompt and completion tokens of these.
-        cost_dollars: of these; None when a price is not known.
         failed: no reply could be read: the texts are empty and the judgements mean nothing.
     """
 
     texts: Texts
     judgements: tuple[Judgement, ...]
     calls: int = 0
-    tokens: int = 0
-    cost_dollars: float | None = None
     failed: str = ""
-
-    def of(self, verdict: Verdict) -> set[int]:
-        """Numbers of the children that were judged so."""
-        return {one.child for one in self.judgements if one.verdict == verdict}
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,11 +101,3 @@ class IntegrationRequest:
     head: Texts
     children: Sequence[StaleChild]
     commits: Sequence[PastCommit] = field(default_factory=tuple)
-
-
-class Integrator(Protocol):
-    """Integrates children into a head."""
-
-    async def integrate(self, request: IntegrationRequest) -> Integration:
-        """Never raises for a reply that cannot be read; provider faults are raised."""
-        ...

@@ -20,7 +20,7 @@ from dspy_flashevolve.engine.errors import FlashEvolveError, RolloutUnresolvedEr
 from dspy_flashevolve.engine.events import EventBus, RequestFinished, RolloutFinished, RolloutTimedOut
 from dspy_flashevolve.engine.replay import RunJournal
 from dspy_flashevolve.engine.scheduler import Requester, Scheduler, current_slot
-from dspy_flashevolve.engine.steps import Step
+from dspy_flashevolve.engine.steps import Step, StepEnded
 
 T = TypeVar("T")
 Granted = Callable[[], None]
@@ -125,8 +125,8 @@ async def batch(count: int, call: Callable[[int, Granted], Awaitable[T]]) -> lis
         call: makes one request, and calls what it is given when that has its slot (or needs none).
 
     Raises:
-        RolloutUnresolvedError, NoLongerWantedError: the first of them, when all others have ended, which may be paid
-            already.
+        StepEnded, RolloutUnresolvedError, NoLongerWantedError: one of them, when all others have ended, which may be
+            paid already.
         Exception: any other error, as it is, at once; the rest is cancelled.
     """
     results: dict[int, T] = {}
@@ -153,7 +153,7 @@ async def batch(count: int, call: Callable[[int, Granted], Awaitable[T]]) -> lis
 
             try:
                 results[index] = await call(index, granted)
-            except (RolloutUnresolvedError, NoLongerWantedError) as error:
+            except (RolloutUnresolvedError, NoLongerWantedError, StepEnded) as error:
                 put_off.append(error)
             except anyio.get_cancelled_exc_class():
                 raise
@@ -163,7 +163,7 @@ async def batch(count: int, call: Callable[[int, Granted], Awaitable[T]]) -> lis
             granted()
 
         begin()
-    for error in (*failures, *put_off):
+    for error in (*failures, *sorted(put_off, key=lambda one: not isinstance(one, StepEnded))):
         raise error
     return [results[index] for index in range(count)]
 

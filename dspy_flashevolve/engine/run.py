@@ -111,6 +111,7 @@ class EvolutionRun:
         self._next = 0
         self._exhausted = False
         self._beside = 0
+        self._put_off: list[Callable[[], Coroutine[Any, Any, None]]] = []
         self._failures = self._calls_of_ended = 0
         self._most_calls = 0
         self._change = anyio.Event()
@@ -252,6 +253,9 @@ class EvolutionRun:
                 around.start_soon(guarded, watch)
             async with anyio.create_task_group() as group:
                 self._group = group, guarded
+                for work in self._put_off:
+                    group.start_soon(guarded, work)
+                self._put_off.clear()
                 pays = reserve or (lambda: self.budget.reserve(calls))
                 group.start_soon(guarded, partial(self._admit, step, rule, pays, may_open, ended))
             around.cancel_scope.cancel()
@@ -331,6 +335,7 @@ class EvolutionRun:
     async def beside(self, work: Callable[[], Awaitable[None]]) -> None:
         """Begin what no step waits for, beside the steps of :meth:`evolve`; in lockstep do it before this returns.
 
+        Before :meth:`evolve` it is begun with the first step.
         What it raises ends the run, but for a request that got no answer, which is logged.
         """
 
@@ -344,8 +349,10 @@ class EvolutionRun:
                 self.tell()
 
         self._beside += 1
-        if self.lockstep or self._group is None:
+        if self.lockstep:
             await unresolved_is_told()
+        elif self._group is None:
+            self._put_off.append(unresolved_is_told)
         else:
             group, guarded = self._group
             group.start_soon(guarded, unresolved_is_told)
@@ -367,6 +374,7 @@ class EvolutionRun:
         candidate: int,
         score: float,
         best_score: float | None = None,
+        generation: int | None = None,
         parents: Sequence[int] = (),
     ) -> None:
         """Tell the observers that what evolves has changed.
@@ -377,11 +385,13 @@ class EvolutionRun:
             candidate: number of the new candidate.
             score: its score on the whole validation set.
             best_score: the best one, after the change. Default: the highest that was told so far.
+            generation: steps from the seed. Default: one more than its parents', as far as they were told.
             parents: numbers of the candidates that it was made from, what it was built on first; none for the seed.
         """
         gap = version - 1 - step.version
         self.gaps.record("before_commit", gap)
-        generation = 1 + max((self._generations.get(one, 0) for one in parents), default=-1)
+        if generation is None:
+            generation = 1 + max((self._generations.get(one, 0) for one in parents), default=-1)
         self._generations[candidate] = generation
         self._best = max(self._best, score)
         best = self._best if best_score is None else best_score
@@ -452,9 +462,10 @@ class EvolutionRun:
         assert self.journal is not None
         left, needed = self.budget.left, max(0, self._most_calls - self.journal.paid[recorded.number])
         pays = self.budget.reserve(needed if left is None else min(left, needed))
-        return Step(
-            recorded.number, rng_of(recorded.number, self.seed), pays or Reservation(self.budget, 0), recorded.selection
-        )
+        pays = pays or Reservation(self.budget, 0)
+        step = Step(recorded.number, rng_of(recorded.number, self.seed), pays, recorded.selection)
+        step.saw(recorded.version)
+        return step
 
     async def _lives(
         self,

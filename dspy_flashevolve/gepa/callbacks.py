@@ -187,6 +187,54 @@ def children_end(pool: Pool, step: Step, children: Sequence[Child], batches: Seq
     return [_proposal(child, batch) for child, batch in zip(children, batches, strict=True)]
 
 
+class _JudgedOnce:
+    """An acceptance criterion that is asked once a proposal, however often it is consulted.
+
+    The selection strategy and the report of the rejected both want the verdict; a criterion that draws
+    lots, or counts, must give them the same one.
+    """
+
+    def __init__(self, criterion: Any) -> None:
+        self._criterion = criterion
+        self._verdicts: dict[int, bool] = {}
+
+    def should_accept(self, proposal: Proposal, state: Any) -> bool:
+        """The criterion's verdict, remembered."""
+        if id(proposal) not in self._verdicts:
+            self._verdicts[id(proposal)] = self._criterion.should_accept(proposal, state)
+        return self._verdicts[id(proposal)]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._criterion, name)
+
+
+def choose(pool: Pool, step: Step, proposals: list[Proposal]) -> list[Proposal]:
+    """Ask the selection strategy, report what it left, and return what goes on. Runs in the pool's writer."""
+    with pool.acting_for(step):
+        criterion = _JudgedOnce(pool.acceptance_criterion)
+        picked = pool.selection_strategy.select(list(proposals), pool.state, criterion)  # pyright: ignore[reportArgumentType]
+        kept, copies = _without_copies([one for one in picked if any(one is known for known in proposals)])
+        for proposal in proposals:
+            if any(proposal is one for one in kept):
+                continue
+            if any(proposal is copy for copy in copies):
+                pool.reject(step, proposal, reason="Duplicate of another candidate selected this iteration")
+            else:
+                pool.reject(step, proposal, passed=criterion.should_accept(proposal, pool.state))
+    return kept
+
+
+def _without_copies(picked: list[Proposal]) -> tuple[list[Proposal], list[Proposal]]:
+    seen: set[tuple[tuple[str, str], ...]] = set()
+    kept: list[Proposal] = []
+    copies: list[Proposal] = []
+    for proposal in picked:
+        content = tuple(sorted(proposal.candidate.items()))
+        (copies if content in seen else kept).append(proposal)
+        seen.add(content)
+    return kept, copies
+
+
 def cached_validation(pool: Pool, candidate: Candidate) -> ValidationPlan:
     """Ask the evaluation policy for the examples, and the cache for what is known."""
     ids = list(pool.val_evaluation_policy.get_eval_batch(pool.loader, pool.state))
@@ -384,7 +432,7 @@ def integrated_ended(
     )
     members = list(one.members)
     log_entry(pool, step).update(
-        integrated_tickets=members, subsample_scores=before, new_subsample_scores=after, subsample_ids=ids
+        integrated_steps=members, subsample_scores=before, new_subsample_scores=after, subsample_ids=ids
     )
     return CandidateProposal(
         candidate=one.candidate,
@@ -420,27 +468,6 @@ def integrated_given_up(pool: Pool, step: Step, one: Integrated, scores: list[fl
         is_seed_candidate=False,
     )
     pool.reject(step, proposal, reason=f"it cannot pass its screen any more, after {len(scores)} examples")
-
-
-def joined(first: ValsetEvaluation[Any, Any], last: ValsetEvaluation[Any, Any]) -> ValsetEvaluation[Any, Any]:
-    """Two parts of one validation; a part in which no example has objective scores has empty ones."""
-    objectives = {**(first.objective_scores_by_val_id or {}), **(last.objective_scores_by_val_id or {})}
-    scores = {**first.scores_by_val_id, **last.scores_by_val_id}
-    return ValsetEvaluation(
-        outputs_by_val_id={**first.outputs_by_val_id, **last.outputs_by_val_id},
-        scores_by_val_id=scores,
-        objective_scores_by_val_id={i: objectives.get(i, {}) for i in scores} if objectives else None,
-    )
-
-
-def in_order(evaluation: ValsetEvaluation[Any, Any], ids: Sequence[Any]) -> ValsetEvaluation[Any, Any]:
-    """The results in the order of ``ids``: the order in which they were run leaves no trace, not even in a sum."""
-    objectives = evaluation.objective_scores_by_val_id
-    return ValsetEvaluation(
-        outputs_by_val_id={i: evaluation.outputs_by_val_id[i] for i in ids},
-        scores_by_val_id={i: evaluation.scores_by_val_id[i] for i in ids},
-        objective_scores_by_val_id=None if objectives is None else {i: objectives[i] for i in ids},
-    )
 
 
 # How it is put.

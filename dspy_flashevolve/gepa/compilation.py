@@ -1,276 +1,292 @@
-"""One compile of AsyncGEPA: the student, the data and the settings of dspy, turned into one run.
-
-This is where GEPA's parts meet: the pool and its strategies, the program, the schedule, what is shown.
-"""
+"""One compile of AsyncGEPA: the student, the data and the arguments, turned into one run, and what it returns."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import random
-from dataclasses import replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
 
 import anyio
 import dspy
 from dspy.primitives import Module
+from dspy.teleprompt.gepa.gepa import DspyGEPAResult
 from dspy.teleprompt.gepa.gepa_flex_utils import enumerate_flex_submodules
 from dspy.teleprompt.gepa.gepa_utils import LoggerAdapter
 from gepa.core.data_loader import ensure_loader
 from gepa.core.result import GEPAResult
 
+from dspy_flashevolve.engine.admission import LiveSteps, for_slots
 from dspy_flashevolve.engine.blame import hand_over, report
-from dspy_flashevolve.engine.endpoints import Endpoints
-from dspy_flashevolve.engine.events import EventBus
-from dspy_flashevolve.engine.threads import Threads
-from dspy_flashevolve.gepa.options import GepaOptions
-from dspy_flashevolve.gepa.parts import build_parts, has_foreign, hooks_of
-from dspy_flashevolve.gepa.pool import Pool
-from dspy_flashevolve.gepa.run import GepaRun
-from dspy_flashevolve.gepa.run_journal import RunJournal
-from dspy_flashevolve.gepa.settings import RunSettings
+from dspy_flashevolve.engine.loop import run_to_end
+from dspy_flashevolve.engine.replay import RunJournal
+from dspy_flashevolve.engine.staleness import Full, Reflective, StalenessPolicy, policy_named
+from dspy_flashevolve.engine.workflow import Workflow
+from dspy_flashevolve.gepa.options import GepaOptions, build_parts, has_foreign, hooks_of
+from dspy_flashevolve.gepa.pool import BestResult, Pool
+from dspy_flashevolve.gepa.step import GepaLoop, heads_in_journal
 from dspy_flashevolve.modules.integrate import StaleCandidateReflection
-from dspy_flashevolve.observe.lineage import LineageWriter
-from dspy_flashevolve.observe.progress import Progress
-from dspy_flashevolve.observe.statistics import AsyncStats, Recorder, log_summary
-from dspy_flashevolve.programs.lm import LanguageModels, endpoints_of
+from dspy_flashevolve.observe.statistics import AsyncStats, log_summary
+from dspy_flashevolve.programs.fingerprints import fingerprints_of, open_journal
 from dspy_flashevolve.programs.metric import Metric
-from dspy_flashevolve.programs.program import DspyIntegrator, DspyProgram, adapter_of
-from dspy_flashevolve.programs.runner import settings_snapshot
-from dspy_flashevolve.programs.vllm_metrics import watchers
-from dspy_flashevolve.recording import begin_journal
-from dspy_flashevolve.results import Best
+from dspy_flashevolve.programs.program import DspyProgram, adapter_of
+from dspy_flashevolve.programs.run import DspyRun
 
 logger = logging.getLogger(__name__)
 gepa_logger = logging.getLogger("dspy.teleprompt.gepa.gepa")
 """gepa's own log lines go where ``dspy.GEPA`` sends them."""
+GENERATIONS, GENERATIONS_WITH_HEADS = 12.0, 6.0
+"""A limited budget is spread over at least this many generations (:class:`LiveSteps`); fewer where integrations bring
+the work of many steps together."""
 MUCH_DISCARDED = 0.5
 """Share of the children from which a run says that its staleness policy discards too much."""
-TASK_STAGES = ("rollout", "screen", "prefix", "validate")
-"""Stages whose requests run the program."""
 CHECKPOINT_SECONDS = 5.0
 """With ``log_dir``, the least time between two checkpoints of an asynchronous run."""
+
+
+@dataclass(frozen=True)
+class AsyncGEPAResult(DspyGEPAResult):  # pyright: ignore[reportGeneralTypeIssues, reportUntypedBaseClass]
+    """``dspy.GEPA``'s detailed results, with the figures of the asynchronous run beside them.
+
+    Args:
+        async_stats: throughput, occupancy, gaps and commits; see :class:`AsyncStats`. None while the run goes on.
+    """
+
+    async_stats: AsyncStats | None = None
+
+
+class Best:
+    """The best program of one run, for any thread at any time; it waits for nobody.
+
+    Copies and pickles of it are empty: a run belongs to the optimizer that began it.
+
+    Args:
+        adapter: builds programs.
+        track_stats: whether programs carry detailed results.
+        found: the pool's best result so far.
+    """
+
+    def __init__(self, adapter: Any = None, track_stats: bool = False, found: BestResult | None = None) -> None:
+        self._adapter, self._track_stats, self._found = adapter, track_stats, found
+        self._end: tuple[GEPAResult[Any, Any] | None, AsyncStats] | None = None
+
+    def __reduce__(self) -> Any:
+        return (Best, ())
+
+    def end(self, result: GEPAResult[Any, Any] | None, stats: AsyncStats) -> None:
+        """The run has ended with ``result``, None where the seed was not validated."""
+        self._end = (result, stats)
+
+    def program(self) -> Module | None:
+        """A new program each time; None before the seed is validated."""
+        result, stats = self._end or (None if self._found is None else self._found.result, None)
+        if result is None:
+            return None
+        program: Any = self._adapter.build_program(result.best_candidate)
+        if self._track_stats:
+            detailed = AsyncGEPAResult.from_gepa_result(result, self._adapter)
+            program.detailed_results = AsyncGEPAResult(**vars(detailed), async_stats=stats)
+            program.async_stats = stats
+        return program
 
 
 class Compilation:
     """One run of one optimizer: everything that belongs to it and to no other.
 
     Args:
-        optimizer: an AsyncGEPA; only what dspy.GEPA's constructor stores is read from it.
+        optimizer: an AsyncGEPA; only its arguments are read.
         options: gepa's configuration.
-        settings: the schedule.
         student: the program; it is not changed.
         trainset, valset: examples or gepa's loaders; valset None means the trainset.
+
+    Raises:
+        RunDirectoryError: ``log_dir`` cannot be written, is in use, or holds another run.
     """
 
-    def __init__(
-        self, optimizer: Any, options: GepaOptions, settings: RunSettings, student: Module, trainset: Any, valset: Any
-    ) -> None:
-        self._optimizer = optimizer
+    def __init__(self, optimizer: Any, options: GepaOptions, student: Module, trainset: Any, valset: Any) -> None:
+        self._optimizer, self._options, self._student = optimizer, options, student
+        self._lockstep = optimizer.schedule == "lockstep"
+        self._same_data = valset is None or valset is trainset
         self._trainset: Any = ensure_loader(trainset)
-        self._valset: Any = self._trainset if settings.same_data else ensure_loader(valset)
-        self._snapshot = settings_snapshot()
-        self._options = options
-        self._student = student
-        self._settings = settings
-        self._priced = settings.max_cost is not None
-        workers = self._settings.slots + self._settings.live_limit + 1
-        self._threads = Threads(workers, "work")
-        self._metric = Metric(optimizer.metric_fn, self._threads, optimizer.metric_lock)
-        self._reflection_lm = optimizer.reflection_lm
+        self._valset: Any = self._trainset if self._same_data else ensure_loader(cast(Any, valset))
         self._integrating: Module = optimizer.stale_candidate_reflection or StaleCandidateReflection()
-        self._models = self._paced(student)
-        self._adapter = adapter_of(optimizer, student, self._metric, self._reflection_lm)
         predictors: list[tuple[str, Any]] = student.named_predictors()
-        self._seed_candidate: dict[str, str] = {name: one.signature.instructions for name, one in predictors}
+        self._seed: dict[str, str] = {name: one.signature.instructions for name, one in predictors}
         for path, flex in enumerate_flex_submodules(student).items():
-            self._seed_candidate[path] = flex.module_src
-        self._log = LoggerAdapter(gepa_logger)
-        self._parts = build_parts(options, self._valset, self._log)
-        if has_foreign(self._parts):
-            self._settings = replace(settings, seed_first=True)
-        self.best = Best(self._adapter, optimizer.track_stats)
-        self._run: GepaRun | None = None
-        self._stopped: str | None = None
-
-    @property
-    def tracker(self) -> Any:
-        """The experiment tracker. Enter it in the caller's thread: mlflow's active run belongs to a thread."""
-        return self._parts.tracker
-
-    def stop(self, reason: str) -> None:
-        """Start no more steps and finish those that run. Call it on the run's loop."""
-        if self._stopped is None:
-            logger.warning(
-                "%s: steps that run are finished, no further one starts. A second time cancels them.", reason
-            )
-        self._stopped = self._stopped or reason
-        if self._run is not None:
-            self._run.stop(reason)
-
-    async def run(self) -> Module:
-        """Run to the end and build the best program."""
-        finished = False
-        try:
-            with dspy.context(**self._snapshot):
-                program = await self._evolve()
-            finished = True
-            return program
-        finally:
-            if self._models is not None:
-                self._models.close()
-            self._threads.close(wait=finished and not self._threads.abandoned)
-
-    async def _evolve(self) -> Module:
+            self._seed[path] = flex.module_src
         journal = self._journal()
         try:
-            return await self._evolved(journal)
-        finally:
+            self._build(journal)
+        except BaseException:
             if journal is not None:
                 journal.journal.close()  # whatever went wrong, others may have the directory
-
-    async def _evolved(self, journal: RunJournal | None) -> Module:
-        optimizer, bus = self._optimizer, EventBus()
-        pool = self._pool()
-        self.best.begin(pool.standing)
-        program = DspyProgram(self._adapter, self._metric, self._threads, self._priced, self._models)
-        program.attach(asyncio.get_running_loop())
-        lineage = None if journal is None else LineageWriter(optimizer.log_dir, journal.journal.redaction)
-        endpoints = None if self._models is None else self._models.endpoints
-        if self._models is not None:
-            self._models.attach(asyncio.get_running_loop())
-        run = self._run = GepaRun(pool, program, self._settings, bus, self._integrator(), endpoints, journal)
-        if self._stopped is not None:
-            run.stop(self._stopped)
-        began = anyio.current_time()
-        recorder, progress = Recorder(began), Progress(optimizer.max_metric_calls, run.slots)
-        bus.subscribe(recorder)
-        if lineage is not None:
-            bus.subscribe(lineage)
-        bus.subscribe(progress)
-        if journal is not None:
-            bus.subscribe(journal)
-        state, reason = "aborted", ""
-        try:
-            await run.run()
-            await pool.write(pool.finish)
-            if journal is not None:
-                await journal.journal.flush()
-            stats = self._stats(run, recorder, anyio.current_time() - began)
-            state, reason = stats.outcome, run.stop_reason
-        except BaseException as error:
-            reason = f"{type(error).__name__}: {error}"
-            with anyio.CancelScope(shield=True):
-                await self._failed(pool, error, run.live)
-            stats = self._stats(run, recorder, anyio.current_time() - began, error)
-            state = stats.outcome
-            self.best.end(pool.standing.result, stats)
-            if isinstance(error, Exception):
-                report(error, hooks_of(self._parts, optimizer))
-                if pool.seed_confirmed:
-                    hand_over(error, self._result(pool, stats))
-            self._summarize(stats, pool, error=isinstance(error, Exception))
             raise
-        finally:
-            progress.close()
-            if lineage is not None:
-                lineage.close()
-            pool.close()
-            if journal is not None:
-                journal.session_ended(state, reason)
-        if run.discarded_share > MUCH_DISCARDED:
-            logger.warning(
-                "The staleness policy discarded %.0f%% of the children that it looked at: their work was for nothing. "
-                "Raise max_gap, lower max_live_tickets, or use staleness='reflective'.",
-                100 * run.discarded_share,
-            )
-        self._summarize(stats, pool)
-        return self._result(pool, stats)
 
-    def _summarize(self, stats: AsyncStats, pool: Pool, error: bool = False) -> None:
-        log_summary(logger, stats, pool.standing.score, error, made=f"{stats.proposals} proposals")
-
-    async def _failed(self, pool: Pool, error: BaseException, live: list[int]) -> None:
-        """Save what there is. Where that fails too, the first error is the one to tell."""
-        try:
-            await pool.write(pool.fail, error, live)
-        except OSError as also:
-            logger.error("The checkpoint could not be written (%s); the one before it is as it was.", also)
-
-    def _journal(self) -> RunJournal | None:
-        lms = [self._snapshot.get("lm"), self._reflection_lm, *(p.lm for p in self._student.predictors())]
-        return begin_journal(self._optimizer, self._adapter, self._seed_candidate, (self._trainset, self._valset), lms)
-
-    def _integrator(self) -> DspyIntegrator:
-        code = tuple(self._adapter._flex_paths)  # pyright: ignore[reportPrivateUsage]
-        lm = self._reflection_lm or dspy.settings.lm
-        return DspyIntegrator(self._integrating, lm, code, self._threads, self._priced, self._models)
-
-    def _paced(self, student: Module) -> LanguageModels | None:
-        """Pace the LMs that the run will call; None in lockstep, which calls them as they are."""
-        settings, lm = self._settings, self._snapshot.get("lm")
-        if settings.lockstep:
-            return None
-        endpoints = Endpoints(settings.adaptive, settings.retry, random.Random(self._optimizer.seed))
-        reflection_lm = self._reflection_lm or lm
-        tasks = endpoints_of(student.predictors(), lm) or endpoints_of([None], lm)
-        endpoints.assign({
-            **dict.fromkeys(TASK_STAGES, tasks),
-            "propose": endpoints_of([None], reflection_lm),
-            "integrate": endpoints_of(self._integrating.predictors(), reflection_lm),
-        })  # fmt: skip
-        if settings.adaptive is not None:
-            endpoints.watchers += watchers(endpoints)
-        models = LanguageModels(endpoints)
-        self._snapshot["lm"], self._reflection_lm = models.paced(lm), models.paced(self._reflection_lm)
-        return models
-
-    def _pool(self) -> Pool:
-        lockstep = self._settings.lockstep
-        return Pool(
+    def _build(self, journal: RunJournal | None) -> None:
+        optimizer, lockstep = self._optimizer, self._lockstep
+        run = self._run = DspyRun(
+            name="AsyncGEPA",
+            stages=self._stages(),
+            num_threads=optimizer.num_threads,
+            max_concurrency=optimizer.max_concurrency,
+            max_metric_calls=None if lockstep else optimizer.max_metric_calls,
+            max_seconds=optimizer.max_seconds,
+            schedule=optimizer.schedule,
+            rollout_timeout_seconds=optimizer.rollout_timeout_seconds,
+            median_seconds=optimizer.workflow.median_seconds,
+            seed=optimizer.seed,
+            priced=optimizer.max_cost is not None,
+            paced=not lockstep,
+            journal=journal,
+            shown_calls=optimizer.max_metric_calls,
+        )
+        run.bus.subscribe(heads_in_journal(run))
+        self._metric = Metric(optimizer.metric_fn, run.threads, optimizer.metric_lock)
+        reflection_lm = run.paced(optimizer.reflection_lm)
+        adapter = adapter_of(optimizer, self._student, self._metric, reflection_lm)
+        log = LoggerAdapter(gepa_logger)
+        self._parts = build_parts(self._options, self._valset, log)
+        self._pool = Pool(
             parts=self._parts,
             options=self._options,
-            adapter=self._adapter,
-            seed_candidate=self._seed_candidate,
+            adapter=adapter,
+            seed_candidate=self._seed,
             trainset=self._trainset,
             valset=self._valset,
-            logger=self._log,
+            logger=log,
             checkpoint_seconds=0.0 if lockstep else CHECKPOINT_SECONDS,
-            caches_minibatches=lockstep or self._settings.same_data,
+            caches_minibatches=lockstep or self._same_data,
+            calls_made=lambda: run.budget.spent,
+            journal=journal,
+            shares_randomness=lockstep,
+        )
+        self.best = Best(adapter, optimizer.track_stats, self._pool.best)
+        policy = Full() if lockstep else self._usable_policy()
+        minibatch = optimizer.reflection_minibatch_size or 3
+        self._loop = GepaLoop(
+            run,
+            self._pool,
+            DspyProgram(adapter, self._metric, run.threads, run.priced, run.models),
+            policy=policy,
+            workflow=optimizer.workflow,
+            admission=admission_of(optimizer.workflow, policy, run.slots, min(minibatch, run.slots)),
+            minibatch=minibatch,
+            integration=(self._integrating, optimizer.reflection_lm, tuple(adapter._flex_paths)),  # pyright: ignore[reportPrivateUsage]
+            same_data=self._same_data,
+            seed_first=has_foreign(self._parts),
+            max_reflection_calls=optimizer.max_reflection_calls,
+            max_cost=optimizer.max_cost,
         )
 
-    def _stats(
-        self, run: GepaRun, recorder: Recorder, seconds: float, error: BaseException | None = None
-    ) -> AsyncStats:
-        ended = "stopped" if run.stopped else "finished"
-        cancelled = run.stop_reason if run.stopped else "cancelled"
-        reason = f"{type(error).__name__}: {error}" if isinstance(error, Exception) else cancelled
-        of_run = recorder.stats(
-            schedule=self._optimizer.schedule,
-            seconds=seconds,
-            stop_reason=run.stop_reason if error is None else reason,
-            failed=run.failed is not None,
-            outcome="aborted" if error is not None else ended if run.failed is None else "failed",
-            metric_calls=run.pool.state.total_num_evals,
-            max_metric_calls=self._optimizer.max_metric_calls,
-            slots=run.slots.statistics(),
-            gaps=run.gaps.as_dict(),
-            rollouts=run.rollouts,
-            retried_requests=run.rollouts.retried + (0 if self._models is None else self._models.endpoints.retried),
-            cost_dollars=run.counts.cost_dollars,
-        )
-        return recorder.async_stats(
+    def run_sync(self) -> Module:
+        """Run to the end on a loop of its own, and build the best program; see :func:`run_to_end` for signals."""
+        with self._parts.tracker:  # in the caller's thread: mlflow's active run belongs to a thread
+            return run_to_end(self._run_to_result, self._run.stop)
+
+    async def run_async(self) -> Module:
+        """The same on the caller's loop."""
+        with self._parts.tracker:
+            return await self._run_to_result()
+
+    async def _run_to_result(self) -> Module:
+        run, pool = self._run, self._pool
+        try:
+            async with run.opened():
+                self._metric.attach(asyncio.get_running_loop())
+                await self._evolved()
+        except BaseException as error:
+            stats = self._stats()
+            self.best.end(pool.best.result, stats)
+            if isinstance(error, Exception):
+                report(error, hooks_of(self._parts, self._optimizer))
+                if pool.seed_confirmed:
+                    hand_over(error, self._result(stats))
+            log_summary(logger, stats, pool.best.score, isinstance(error, Exception), made=self._made())
+            raise
+        stats = self._stats()
+        if self._loop.discarded_share > MUCH_DISCARDED:
+            logger.warning(
+                "The staleness policy discarded %.0f%% of the children that it looked at: their work was for nothing. "
+                "Raise max_gap, lower Workflow.live_steps, or use staleness='reflective'.",
+                100 * self._loop.discarded_share,
+            )
+        log_summary(logger, stats, pool.best.score, made=self._made())
+        return self._result(stats)
+
+    async def _evolved(self) -> None:
+        run, pool = self._run, self._pool
+        try:
+            await self._loop.evolve()
+            await pool.write(pool.finish)
+            if run.journal is not None:
+                await run.journal.journal.flush()
+        except BaseException as error:
+            with anyio.CancelScope(shield=True):
+                try:
+                    await pool.write(pool.fail, error, run.live)
+                except OSError as also:  # the first error is the one to tell
+                    logger.error("The checkpoint could not be written (%s); the one before it is as it was.", also)
+            raise
+        finally:
+            pool.close()
+
+    def _journal(self) -> RunJournal | None:
+        optimizer, student = self._optimizer, self._student
+        parts = fingerprints_of(student, self._seed, self._trainset, self._valset, optimizer.metric_fn)
+        lms = [dspy.settings.lm, optimizer.reflection_lm, *(one.lm for one in student.predictors())]
+        return open_journal(optimizer, parts, lms, each_once=self._lockstep)
+
+    def _stages(self) -> dict[str, Sequence[Any]]:
+        """Stage -> what its requests ask, in the order in which the stages go before others where slots are scarce:
+        what is nearer to a commit, but the long rest of a validation, on which nobody waits, after the screen and the
+        prefix of a head, on which every later step waits."""
+        reflection = self._optimizer.reflection_lm
+        integrating = [getattr(one, "lm", None) or reflection for one in self._integrating.predictors()]
+        student = [self._student]
+        return {
+            "rollout": student,
+            "propose": [reflection],
+            "integrate": integrating or [reflection],
+            "validate": student,
+            "screen": student,
+            "prefix": student,
+        }
+
+    def _usable_policy(self) -> StalenessPolicy:
+        """The policy; one that integrates needs an LM to do it."""
+        policy = policy_named(self._optimizer.staleness)
+        silent = [one for one in self._integrating.predictors() if getattr(one, "lm", None) is None]
+        has_lm = self._optimizer.reflection_lm is not None or dspy.settings.lm is not None
+        if isinstance(policy, Reflective) and silent and not has_lm:
+            logger.warning("There is no LM that could integrate stale candidates: they are admitted as they are.")
+            return Full()
+        return policy
+
+    def _made(self) -> str:
+        return f"{self._loop.proposals} proposals"
+
+    def _stats(self) -> AsyncStats:
+        of_run = self._run.statistics(metric_calls=self._pool.state.total_num_evals)
+        return self._run.recorder.async_stats(
             of_run,
-            proposals=run.counts.proposals,
-            task_tokens=run.counts.task_tokens,
-            reflection_tokens=run.counts.reflection_tokens,
-            reflection_calls=run.counts.reflection_calls,
-            integration_calls=run.counts.integration_calls,
+            proposals=self._loop.proposals,
+            reflection_calls=self._loop.reflection_calls,
+            integration_calls=self._loop.integration_calls,
         )
 
-    def _result(self, pool: Pool, stats: AsyncStats) -> Module:
+    def _result(self, stats: AsyncStats) -> Module:
         optimizer = self._optimizer
-        self.best.end(GEPAResult.from_state(pool.state, run_dir=optimizer.log_dir, seed=optimizer.seed), stats)
+        result = GEPAResult[Any, Any].from_state(self._pool.state, run_dir=optimizer.log_dir, seed=optimizer.seed)
+        self.best.end(result, stats)
         program = self.best.program()
         assert program is not None, "a run that comes to its end has validated its seed"
         return program
+
+
+def admission_of(workflow: Workflow, policy: StalenessPolicy, slots: int, burst: int) -> LiveSteps:
+    """When a step may start: as many as the workflow says, else a bound that follows from slots, budget and policy."""
+    if workflow.live_steps is not None:
+        return LiveSteps(workflow.live_steps, strict=True)
+    heads = isinstance(policy, Reflective) and policy.heads
+    return for_slots(slots, GENERATIONS_WITH_HEADS if heads else GENERATIONS, burst=burst)

@@ -1,19 +1,39 @@
-"""The heads of the train: integrated candidates, each built on the one before, until a validation confirms them.
+"""The heads: integrated candidates, each built on the one before, until a validation confirms them.
 
 Everything here runs in the pool's writer.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from gepa.proposer.base import CandidateProposal
 
 from dspy_flashevolve.engine.integration import Texts
-from dspy_flashevolve.gepa.payloads import Base, Candidate
 from dspy_flashevolve.gepa.pool import Pool
-from dspy_flashevolve.gepa.races import against_best
+from dspy_flashevolve.gepa.records import Base, Candidate
+
+
+def best_scores(pool: Pool) -> dict[Any, float]:
+    """The validation scores of the pool's best candidate; none before the seed is confirmed."""
+    if not pool.seed_confirmed:
+        return {}
+    return pool.state.prog_candidate_val_subscores[pool.val_evaluation_policy.get_best_program(pool.state)]
+
+
+def against_best(pool: Pool, scores: Mapping[Any, float]) -> tuple[float, float | None]:
+    """The mean of a candidate's scores, and that of the pool's best on the same examples.
+
+    Where the best was run on a part of them only, both are of that part. The second is None before the seed is
+    confirmed, and where the best was run on none of them.
+    """
+    theirs = best_scores(pool)
+    common = [i for i in scores if i in theirs]
+    if not common:
+        return sum(scores.values()) / max(1, len(scores)), None
+    return sum(scores[i] for i in common) / len(common), sum(theirs[i] for i in common) / len(common)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,14 +1,16 @@
-"""Putting a run back to where its journal and gepa's checkpoint say that it was.
+"""Going on with an interrupted run: what GEPA writes down beside the engine's rows, and how its pool, its heads and its
+steps are put back to where journal and gepa's checkpoint say that they were.
 
-Everything runs in the pool's writer.
+What touches the pool runs in its writer.
 """
 
 from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Mapping
-from typing import Any
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 from gepa.core.data_loader import DataLoader
 from gepa.core.state import ValsetEvaluation
@@ -16,121 +18,47 @@ from gepa.proposer.base import CandidateProposal
 from gepa.strategies.proposal_sampling import ProposalTask
 
 from dspy_flashevolve.engine.errors import RunDirectoryError
-from dspy_flashevolve.engine.item import Item, Ticket
-from dspy_flashevolve.engine.pipeline import Opened
 from dspy_flashevolve.engine.redaction import MARK
+from dspy_flashevolve.engine.replay import RunJournal, id_text
 from dspy_flashevolve.gepa.heads import Heads
-from dspy_flashevolve.gepa.past import Past, Unfinished, UnfinishedHead, past_of, read
-from dspy_flashevolve.gepa.payloads import Head, MergePlan, Selected
-from dspy_flashevolve.gepa.pool import Pool
-from dspy_flashevolve.gepa.run_journal import RunJournal, id_text
-from dspy_flashevolve.gepa.strategies import restore_strategies
+from dspy_flashevolve.gepa.options import restore_strategies
+from dspy_flashevolve.gepa.pool import Pool, write_commits
+from dspy_flashevolve.gepa.records import Base, Crossover, Selected
+from dspy_flashevolve.programs.records import RolloutRecords
+
+# What a step has selected.
 
 
-def take_up(run_journal: RunJournal, pool: Pool, seeded: bool, lockstep: bool) -> Past:
-    """Let the pool write into the journal from now on, and put it where the journal says that it was.
-
-    Args:
-        seeded: gepa's checkpoint was there.
-
-    Raises:
-        RunDirectoryError: the journal knows of candidates, and gepa's checkpoint is gone.
-    """
-    journal = run_journal.journal
-    try:
-        past = past_of(run_journal, seeded)
-    except (sqlite3.Error, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise RunDirectoryError(
-            f"{journal.path} cannot be read ({error}): it is damaged. Give another log_dir, or move it away "
-            "to begin anew."
-        ) from error
-    past.each_once = lockstep
-    if not seeded and journal.rows("SELECT 1 FROM commits LIMIT 1"):
-        raise RunDirectoryError(
-            f"{journal.directory / 'gepa_state.bin'} is missing, but the journal beside it knows of candidates that "
-            "were in it. Put it back, or give another log_dir."
-        )
-    pool.journal, pool.shares_randomness = run_journal, lockstep
-    kept = journal.kept("strategies")
-    if kept is not None:
-        restore_strategies(kept, pool.parts, pool.adapter, pool.state, ids_of(pool.trainset))
-    if seeded:
-        reconcile(past, pool)
-    else:
-        pool.state.total_num_evals += past.spent - past.paid_for_seed
-    return past
+def selection_of(journal: RunJournal, work: Selected | Crossover) -> Any:
+    """What a step works on, as JSON."""
+    if isinstance(work, Crossover):
+        return {
+            "candidate": journal.candidate(work.candidate),
+            "parents": work.parents,
+            "ancestor": work.ancestor,
+            "ids": [id_text(one) for one in work.ids],
+            "parent_scores": work.parent_scores,
+        }
+    return [
+        {
+            "parent": task.parent_idx,
+            "candidate": journal.candidate(task.parent_candidate),
+            "ids": [id_text(one) for one in task.minibatch_ids],
+            "base": base,
+        }
+        for task, base in zip(work.tasks, work.bases, strict=True)
+    ]
 
 
-class GoingOn:
-    """The unfinished tickets of an interrupted run, one after the other.
-
-    Args:
-        past: what the journal says.
-        pool: gepa's state and strategies.
-        heads: the line of heads; None where the policy makes none.
-    """
-
-    def __init__(self, past: Past, pool: Pool, heads: Heads | None) -> None:
-        self._past = past
-        self._pool = pool
-        self._heads = heads
-        self._waiting = list(past.tickets)
-        self.last_ticket = past.last_ticket
-
-    @property
-    def left(self) -> int:
-        """How many have not gone on yet."""
-        return len(self._waiting)
-
-    def paid(self, one: Unfinished) -> int:
-        """Its rollouts that need not be paid again."""
-        return self._past.paid[one.number]
-
-    def next(self) -> Unfinished:
-        """The next one, once."""
-        return self._waiting.pop(0)
-
-    def open(self, ticket: Ticket, one: Unfinished) -> Opened:
-        """What it goes on with, and where."""
-        pool, past = self._pool, self._past
-        trace = pool.begin_ticket(ticket)
-        if not pool.shares_randomness:
-            pool.parts.rng.seed(ticket.number)
-        if one.head is not None and self._heads is not None:
-            proposal = head_proposal(pool, one.head)
-            key = self._restored(ticket.number, one.head, proposal)
-            return Opened("validate", Item(Head(key, proposal), ticket, one.version, sum(one.head.after)))
-        if one.kind == "merge":
-            trace["invoked_merge"] = True
-            return Opened("screen", Item(merge_plan(past, pool, one), ticket, one.version))
-        work = selected(past, pool, one)
-        parents = [task.parent_idx for task in work.tasks]
-        value = max((pool.score_of(parent) for parent in parents), default=0.0) if pool.seed_confirmed else 0.0
-        return Opened("rollout", Item(work, ticket, one.version, 0.0 if pool.shares_randomness else value))
-
-    def _restored(self, ticket: int, head: UnfinishedHead, proposal: CandidateProposal[Any]) -> int:
-        """Put a head back on the line; its handle now."""
-        assert self._heads is not None
-        past = self._past
-        base = None if head.base is None else past.restored.get((head.session, head.base))
-        key = past.restored[head.session, head.head] = self._heads.restore(proposal, base, head.generation)
-        past.run_journal.landed_again(ticket, key, base, head.generation, proposal)
-        past.run_journal.head_ended(head.session, head.head, "restored")
-        return key
-
-
-def ids_of(loader: DataLoader[Any, Any]) -> dict[str, Any]:
-    """Text of an id -> the id."""
-    return {id_text(one): one for one in loader.all_ids()}
-
-
-def selected(past: Past, pool: Pool, one: Unfinished) -> Selected:
-    """What an unfinished ticket had selected."""
+def selected_again(journal: RunJournal, pool: Pool, selection: Any) -> Selected | Crossover:
+    """What an interrupted step had selected."""
+    if isinstance(selection, dict):
+        return _crossover(journal, pool, selection)
     ids = ids_of(pool.trainset)
     tasks: list[ProposalTask[Any, Any]] = []
     bases: list[int | None] = []
-    for kept in one.selection:
-        candidate = past.texts[kept["candidate"]]
+    for kept in selection:
+        candidate = journal.texts[kept["candidate"]]
         mine = [ids[text] for text in kept["ids"]]
         parent = kept["parent"]
         if candidate in pool.state.program_candidates:  # a head that was confirmed since
@@ -141,13 +69,12 @@ def selected(past: Past, pool: Pool, one: Unfinished) -> Selected:
     return Selected(tuple(tasks), tuple(bases))
 
 
-def merge_plan(past: Past, pool: Pool, one: Unfinished) -> MergePlan:
-    """The merge that an unfinished ticket had planned."""
-    ids, kept = ids_of(pool.loader), one.selection
+def _crossover(journal: RunJournal, pool: Pool, kept: Mapping[str, Any]) -> Crossover:
+    ids = ids_of(pool.loader)
     first, second = kept["parents"]
     scores = kept["parent_scores"]
-    return MergePlan(
-        dict(past.texts[kept["candidate"]]),
+    return Crossover(
+        dict(journal.texts[kept["candidate"]]),
         (first, second),
         kept["ancestor"],
         tuple(ids[text] for text in kept["ids"]),
@@ -155,31 +82,162 @@ def merge_plan(past: Past, pool: Pool, one: Unfinished) -> MergePlan:
     )
 
 
-def head_proposal(pool: Pool, head: UnfinishedHead) -> CandidateProposal[Any]:
-    """A head as gepa's proposal."""
-    ids = ids_of(pool.trainset)
-    return CandidateProposal(
-        candidate=dict(head.candidate),
-        parent_program_ids=list(head.parents),
-        subsample_indices=[ids[text] for text in head.examples],
-        subsample_scores_before=list(head.before),
-        subsample_scores_after=list(head.after),
-        tag="train",
+def ids_of(loader: DataLoader[Any, Any]) -> dict[str, Any]:
+    """Text of an id -> the id."""
+    return {id_text(one): one for one in loader.all_ids()}
+
+
+# Heads.
+
+
+class Landed(Protocol):
+    """An integrated candidate that passed its screen."""
+
+    @property
+    def base(self) -> Base: ...
+    @property
+    def key(self) -> int | None: ...
+    @property
+    def members(self) -> Sequence[Any]: ...
+
+
+def head_landed(journal: RunJournal, step: int, landed: Landed, proposal: CandidateProposal[Any]) -> None:
+    """Write that an integrated candidate is a head: it passed its screen."""
+    assert landed.key is not None
+    members = [one.number for one, _ in landed.members]
+    _write_head(journal, step, landed.key, landed.base.key, landed.base.generation + 1, proposal, members)
+
+
+def _write_head(
+    journal: RunJournal,
+    step: int,
+    key: int,
+    base: int | None,
+    generation: int,
+    proposal: CandidateProposal[Any],
+    members: Sequence[int],
+) -> None:
+    journal.journal.append(
+        "heads",
+        session=journal.journal.session,
+        head=key,
+        step=step,
+        at=time.time(),
+        candidate=journal.candidate(proposal.candidate),
+        base=base,
+        parents=list(proposal.parent_program_ids),
+        generation=generation,
+        examples=[id_text(one) for one in proposal.subsample_indices or []],
+        before=list(proposal.subsample_scores_before or []),
+        after=list(proposal.subsample_scores_after or []),
+        members=list(members),
     )
 
 
-def reconcile(past: Past, pool: Pool) -> None:
+def head_ended(journal: RunJournal, session: int, head: int, way: str) -> None:
+    """Write a head's end."""
+    journal.journal.append("head_ends", session=session, head=head, way=way, at=time.time())
+
+
+def restore_heads(journal: RunJournal, pool: Pool, heads: Heads) -> dict[int, tuple[int, CandidateProposal[Any]]]:
+    """Put heads whose validation was under way back on the line; step -> the head's handle now, and its proposal."""
+    ids, restored = ids_of(pool.trainset), dict[tuple[int, int], int]()
+    found: dict[int, Any] = {}
+    for row in journal.journal.rows(
+        "SELECT h.* FROM heads h LEFT JOIN head_ends e ON e.session = h.session AND e.head = h.head "
+        "WHERE e.id IS NULL AND h.step NOT IN (SELECT step FROM ends) ORDER BY h.id"
+    ):
+        found[row["step"]] = row  # the newest row of a step counts
+    heads_of: dict[int, tuple[int, CandidateProposal[Any]]] = {}
+    for step, row in found.items():
+        proposal = CandidateProposal[Any](
+            candidate=dict(journal.texts[row["candidate"]]),
+            parent_program_ids=json.loads(row["parents"]),
+            subsample_indices=[ids[text] for text in json.loads(row["examples"])],
+            subsample_scores_before=json.loads(row["before"]),
+            subsample_scores_after=json.loads(row["after"]),
+            tag="integration",
+        )
+        base = None if row["base"] is None else restored.get((row["session"], row["base"]))
+        key = restored[row["session"], row["head"]] = heads.restore(proposal, base, row["generation"])
+        _write_head(journal, step, key, base, row["generation"], proposal, ())
+        head_ended(journal, row["session"], row["head"], "restored")
+        heads_of[step] = key, proposal
+    return heads_of
+
+
+# The run.
+
+
+def take_up(journal: RunJournal, pool: Pool, records: RolloutRecords, seeded: bool) -> None:
+    """Put the pool where the journal says that it was, and find the steps that had no end.
+
+    Args:
+        records: read the outputs of rollouts.
+        seeded: gepa's checkpoint was there.
+
+    Raises:
+        RunDirectoryError: the journal is damaged, or knows of candidates while gepa's checkpoint is gone.
+    """
+    try:
+        _close_what_is_done(journal)
+        journal.take_up(seeded)
+    except (sqlite3.Error, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise RunDirectoryError(
+            f"{journal.journal.path} cannot be read ({error}): it is damaged. Give another log_dir, or move it away "
+            "to begin anew."
+        ) from error
+    if not seeded and journal.journal.rows("SELECT 1 FROM commits LIMIT 1"):
+        raise RunDirectoryError(
+            f"{journal.journal.directory / 'gepa_state.bin'} is missing, but the journal beside it knows of candidates "
+            "that were in it. Put it back, or give another log_dir."
+        )
+    kept = journal.journal.kept("strategies")
+    if kept is not None:
+        restore_strategies(kept, pool.parts, pool.adapter, pool.state, ids_of(pool.trainset))
+    if seeded:
+        _reconcile(journal, pool, records)
+
+
+def _close_what_is_done(journal: RunJournal) -> None:
+    """Steps whose work was done when the run was killed, before their end was written."""
+    rows, flush = journal.journal.rows, journal.journal.flush_here
+    is_open = "NOT IN (SELECT step FROM ends)"
+    for row in rows(f"SELECT DISTINCT step FROM commits WHERE step IS NOT NULL AND step {is_open}"):
+        journal.ended(row["step"], "committed", "the run was killed after the commit", before=True)
+    for row in rows(
+        "SELECT h.*, e.way FROM heads h LEFT JOIN head_ends e ON e.session = h.session AND e.head = h.head "
+        f"WHERE h.step {is_open} AND h.step NOT IN (SELECT step FROM commits WHERE step IS NOT NULL) ORDER BY h.id"
+    ):
+        newer = rows("SELECT 1 FROM heads WHERE step = ? AND id > ?", (row["step"], row["id"]))
+        if row["way"] is not None and not newer:
+            journal.ended(row["step"], "integrated", f"head {row['head']} was {row['way']}", before=True)
+    flush()
+    ended = {row["step"] for row in rows("SELECT step FROM ends")}
+    for row in rows("SELECT members, step, head FROM heads ORDER BY id"):
+        for member in set(json.loads(row["members"])) - {row["step"]} - ended:
+            ended.add(member)
+            reason = f"in head {row['head']}, carried by step {row['step']}"
+            journal.ended(member, "integrated", reason, before=True)
+    flush()
+    for row in rows(
+        "SELECT h.session, h.head, t.way FROM heads h JOIN ends t ON t.step = h.step LEFT JOIN head_ends e "
+        "ON e.session = h.session AND e.head = h.head WHERE e.id IS NULL"
+    ):
+        head_ended(journal, row["session"], row["head"], row["way"])
+    flush()
+
+
+def _reconcile(journal: RunJournal, pool: Pool, records: RolloutRecords) -> None:
     """Bring gepa's checkpoint and the journal to the same commits and the same count.
 
     Commits that gepa's checkpoint had not got yet are made again; those that another program made are written down.
     """
-    journal, state = past.run_journal, pool.state
-    known = int(journal.journal.rows("SELECT COALESCE(MAX(candidate_index), 0) AS last FROM commits")[0]["last"])
+    rows, state = journal.journal.rows, pool.state
+    known = int(rows("SELECT COALESCE(MAX(candidate_index), 0) AS last FROM commits")[0]["last"])
     have = len(state.program_candidates) - 1
-    for row in journal.journal.rows(
-        "SELECT candidate_index, candidate FROM commits WHERE candidate_index <= ?", (have,)
-    ):
-        texts = past.texts[row["candidate"]]
+    for row in rows("SELECT candidate_index, candidate FROM commits WHERE candidate_index <= ?", (have,)):
+        texts = journal.texts[row["candidate"]]
         if texts != state.program_candidates[row["candidate_index"]] and MARK not in "".join(texts.values()):
             raise RunDirectoryError(
                 f"{journal.journal.path} and the gepa_state.bin beside it disagree about candidate "
@@ -195,38 +253,36 @@ def reconcile(past: Past, pool: Pool) -> None:
         for index in range(known + 1, have + 1)
     ]
     if elsewhere:
-        journal.commits(None, known + 1, known, elsewhere)
+        write_commits(journal, None, known + 1, known, elsewhere)
     ids = ids_of(pool.loader)
-    for row in journal.journal.rows(
-        "SELECT * FROM commits WHERE candidate_index > ? ORDER BY candidate_index", (have,)
-    ):
-        _commit_again(past, pool, row, ids)
-    if state.total_num_evals > past.spent:
-        journal.calls_elsewhere(state.total_num_evals - past.spent)
-        past.spent = state.total_num_evals
-    elif past.spent > state.total_num_evals:
-        pool.count_calls(past.spent - state.total_num_evals)
+    for row in rows("SELECT * FROM commits WHERE candidate_index > ? ORDER BY candidate_index", (have,)):
+        _commit_again(journal, pool, records, row, ids)
+    if state.total_num_evals > journal.spent:
+        journal.calls_elsewhere(state.total_num_evals - journal.spent)
+        journal.spent = state.total_num_evals
+    elif journal.spent > state.total_num_evals:
+        state.increment_evals(journal.spent - state.total_num_evals)
 
 
-def _commit_again(past: Past, pool: Pool, row: Any, ids: Mapping[str, Any]) -> None:
+def _commit_again(journal: RunJournal, pool: Pool, records: RolloutRecords, row: Any, ids: Mapping[str, Any]) -> None:
     scores = {ids[text]: score for text, score in json.loads(row["scores"]).items()}
-    kept = None if row["objective_scores"] is None else json.loads(row["objective_scores"])
+    kept = None if row["more"] is None else json.loads(row["more"])
     objectives = None if kept is None else {ids[text]: scores for text, scores in kept.items()}
-    candidate = past.texts[row["candidate"]]
-    outputs = {one: _output(past, row["candidate"], one) for one in scores}
-    evaluation = ValsetEvaluation[Any, Any](outputs, scores, objectives)
+    outputs: dict[Any, Any] = {}
+    for one in scores:
+        found = journal.journal.rows(
+            "SELECT output FROM rollouts WHERE candidate = ? AND split = 'val' AND example = ? ORDER BY id DESC",
+            (row["candidate"], id_text(one)),
+        )
+        outputs[one] = records.read_output(found[0]["output"]) if found else None
     parents: list[int] = json.loads(row["parents"])
     pool.state.update_state_with_new_program(
-        list(parents), dict(candidate), evaluation, pool.run_dir, pool.state.total_num_evals
+        list(parents),
+        dict(journal.texts[row["candidate"]]),
+        ValsetEvaluation[Any, Any](outputs, scores, objectives),
+        pool.run_dir,
+        pool.state.total_num_evals,
     )
     pool.version += 1
     pool.generations.append(1 + max(pool.generations[parent] for parent in parents))
-    pool.standing.on_valset_evaluated({"candidate_idx": len(pool.state.program_candidates) - 1})
-
-
-def _output(past: Past, candidate: str, example: Any) -> Any:
-    found = past.run_journal.journal.rows(
-        "SELECT output FROM rollouts WHERE candidate = ? AND split = 'val' AND example = ? ORDER BY id DESC LIMIT 1",
-        (candidate, id_text(example)),
-    )
-    return read(past.run_journal.records, found[0]["output"]) if found else None
+    pool.best.on_valset_evaluated({"candidate_idx": len(pool.state.program_candidates) - 1})

@@ -1,115 +1,115 @@
-"""What a ticket works on: a merge, or parents and minibatches; after an interruption, what it had selected before."""
+"""What a step works on: parents and minibatches, or a crossover of two parents; after an interruption, what it had
+selected before.
+
+gepa's selectors read a GEPAState. While candidates are speculative they get a copy of it in which these stand behind
+the confirmed ones, with the scores of their validation prefix; the state itself never holds them.
+"""
 
 from __future__ import annotations
 
-import random
+import copy
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from dspy_flashevolve.engine.item import Ticket
-from dspy_flashevolve.engine.pipeline import Opened
+from gepa.core.state import GEPAState
+from gepa.gepa_utils import find_dominator_programs
+from gepa.proposer.merge import MergeProposer, sample_and_attempt_merge_programs_by_common_predictors
+from gepa.strategies.proposal_sampling import ProposalTask
+
+from dspy_flashevolve.engine.steps import Step
 from dspy_flashevolve.gepa.heads import Heads
-from dspy_flashevolve.gepa.merging import plan_merge
-from dspy_flashevolve.gepa.past import Unfinished
-from dspy_flashevolve.gepa.payloads import Base, MergePlan, Selected
 from dspy_flashevolve.gepa.pool import Pool
-from dspy_flashevolve.gepa.resuming import GoingOn
-from dspy_flashevolve.gepa.selection import Fixed, sample
+from dspy_flashevolve.gepa.records import Base, Crossover, Selected
+
+State = GEPAState[Any, Any]
+CONTAINERS = (
+    "program_candidates",
+    "num_metric_calls_by_discovery",
+    "named_predictor_id_to_update_next_for_program_candidate",
+    "parent_program_for_candidate",
+    "prog_candidate_val_subscores",
+    "prog_candidate_objective_scores",
+    "pareto_front_valset",
+    "objective_pareto_front",
+    "pareto_front_cartesian",
+)
+FRONTS = (
+    "program_at_pareto_front_valset",
+    "program_at_pareto_front_objectives",
+    "program_at_pareto_front_cartesian",
+)
+"""What gepa 0.1.4 changes when a candidate is added (``GEPAState.update_state_with_new_program``)."""
 
 
-class Selecting:
-    """Selects for tickets, and gives them their randomness.
+class Selection:
+    """Selects for steps. Everything runs in the pool's writer.
 
     Args:
         pool: gepa's state and strategies.
-        lockstep: draw from the strategies' shared randomness, as gepa does, instead of the ticket's.
-        heads: where tickets start from besides the Pareto frontier; None where there are no heads.
-        frontier_share: share of the tickets that start from the Pareto frontier all the same.
+        heads: where steps start from besides the Pareto frontier; None where there are no heads.
+        frontier_share: share of the steps that start from the Pareto frontier all the same.
     """
 
-    def __init__(self, pool: Pool, lockstep: bool, heads: Heads | None, frontier_share: float) -> None:
+    def __init__(self, pool: Pool, heads: Heads | None, frontier_share: float) -> None:
         self._pool = pool
-        self._lockstep = lockstep
         self._heads = heads
         self._frontier_share = frontier_share
-        self._merges_in_flight = 0
-        seed = pool.options.seed
-        if seed is None and pool.journal is not None:
-            seed = pool.journal.journal.kept("seed")
-        self._seed = random.SystemRandom().getrandbits(64) if seed is None else seed
-        if pool.journal is not None:
-            pool.journal.journal.keep("seed", self._seed)
-        self._draws: dict[int, tuple[int, float]] = {}
-        self._number: int | None = None
+        self._crossovers = 0
 
-    def next_ticket(self, last: int) -> Ticket:
-        """The next ticket; the first one's number is above the pool's last, and above ``last``."""
-        self._number = max(self._pool.state.i, last) + 1 if self._number is None else self._number + 1
-        return self.ticket(self._number)
-
-    def ticket(self, number: int) -> Ticket:
-        """A ticket with its own randomness; what selection draws of it is drawn, whether it selects anew or not."""
-        ticket = Ticket.create(number, self._seed)
-        if not self._lockstep:
-            self._draws[number] = ticket.rng.getrandbits(64), ticket.rng.random()
-        return ticket
-
-    def forget(self, ticket: Ticket) -> None:
-        """It has ended."""
-        self._draws.pop(ticket.number, None)
-
-    # The methods below run in the pool's writer.
-
-    def go_on(self, going_on: GoingOn, ticket: Ticket, one: Unfinished) -> Opened:
-        """What a ticket of an interrupted run goes on with, and where."""
-        self._merges_in_flight += one.kind == "merge"
-        return going_on.open(ticket, one)
-
-    def select(self, ticket: Ticket) -> tuple[int, Selected | MergePlan]:
-        """What the ticket works on, and the version that it saw."""
+    def select(self, step: Step) -> tuple[int, float, Selected | Crossover]:
+        """What the step works on, the version that it saw, and the best validation score among the parents."""
         pool = self._pool
-        trace = pool.begin_ticket(ticket)
-        if not self._lockstep:
-            pool.parts.rng.seed(self._draws[ticket.number][0])
-        work = self._merge(ticket, trace) or self._sample(ticket)
-        if pool.journal is not None:
-            pool.journal.opened(ticket, self._seed, pool.version, work)
-            pool.keep_strategies()
-        return pool.version, work
+        trace = pool.begin_step(step)
+        draw = 1.0
+        if not pool.shares_randomness:
+            pool.parts.rng.seed(step.rng.getrandbits(64))
+            draw = step.rng.random()
+        work = self._crossover(step, trace) or self._sample(step, draw)
+        pool.keep_strategies()
+        return pool.version, 0.0 if pool.shares_randomness else self.parent_score(work), work
 
-    def parent_score(self, selected: Selected) -> float:
+    def parent_score(self, work: Selected | Crossover) -> float:
         """The best validation score among the parents; 0 before the seed is confirmed."""
-        if not self._pool.seed_confirmed:
+        if isinstance(work, Crossover) or not self._pool.seed_confirmed:
             return 0.0
-        return max((self._pool.score_of(task.parent_idx) for task in selected.tasks), default=0.0)
+        return max((self._pool.score_of(task.parent_idx) for task in work.tasks), default=0.0)
 
-    def merge_ended(self) -> None:
-        """A ticket that merges has ended."""
-        self._merges_in_flight -= 1
+    def runs_again(self, step: Step, crossover: bool) -> None:
+        """A step of an interrupted run begins again: what it drew and counted then is drawn and counted."""
+        trace = self._pool.begin_step(step)
+        if not self._pool.shares_randomness:
+            step.rng.getrandbits(64)
+            step.rng.random()
+            self._pool.parts.rng.seed(step.number)
+        if crossover:
+            trace["invoked_merge"] = True
+            self._crossovers += 1
 
-    def _merge(self, ticket: Ticket, trace: dict[str, Any]) -> MergePlan | None:
+    def crossover_ended(self) -> None:
+        """A step that crosses two candidates has ended."""
+        self._crossovers -= 1
+
+    def _crossover(self, step: Step, trace: dict[str, Any]) -> Crossover | None:
         merge = self._pool.parts.merge
         if merge is None or not self._pool.seed_confirmed:
             return None
         plan = None
-        if merge.last_iter_found_new_program and merge.merges_due > self._merges_in_flight and self._may_merge():
-            plan = plan_merge(merge, self._pool.state, trace, ticket.number + 1)
+        # gepa checks max_merge_invocations only when it schedules; with several in flight that is too early.
+        may = self._pool.shares_randomness or merge.total_merges_tested + self._crossovers < merge.max_merge_invocations
+        if merge.last_iter_found_new_program and merge.merges_due > self._crossovers and may:
+            plan = plan_crossover(merge, self._pool.state, trace, step.number + 1)
         merge.last_iter_found_new_program = False
-        self._merges_in_flight += plan is not None
+        self._crossovers += plan is not None
         return plan
 
-    def _may_merge(self) -> bool:
-        """gepa checks ``max_merge_invocations`` only when it schedules; with several in flight that is too early."""
-        merge = self._pool.parts.merge
-        assert merge is not None
-        return self._lockstep or merge.total_merges_tested + self._merges_in_flight < merge.max_merge_invocations
-
-    def _sample(self, ticket: Ticket) -> Selected:
+    def _sample(self, step: Step, draw: float) -> Selected:
         pool, parts = self._pool, self._pool.parts
-        selector = parts.candidate_selector if pool.seed_confirmed else Fixed(0)
-        head = self._head(ticket)
-        if head is not None:
-            selector = Fixed(head.index)
+        selector = parts.candidate_selector if pool.seed_confirmed else _Fixed(0)
+        head: Base | None = None
+        if self._heads is not None and draw >= self._frontier_share:
+            head = self._heads.newest(visible=True)
+            selector = _Fixed(head.index)
         tasks, bases = sample(
             pool,
             lambda state: parts.sampling_strategy.sample_tasks(state, selector, parts.batch_sampler, pool.trainset),
@@ -119,7 +119,7 @@ class Selecting:
                 if task.parent_idx == head.index and bases[place] is None:
                     tasks[place] = replace(task, parent_candidate=dict(head.candidate))
                     bases[place] = head.key
-        iteration = ticket.number + 1
+        iteration = step.number + 1
         for task in tasks:
             pool.notify(
                 "on_candidate_selected",
@@ -136,8 +136,96 @@ class Selecting:
             )
         return Selected(tuple(tasks), tuple(bases))
 
-    def _head(self, ticket: Ticket) -> Base | None:
-        """The head that the ticket starts from; None for the frontier."""
-        if self._heads is None or self._draws[ticket.number][1] < self._frontier_share:
-            return None
-        return self._heads.newest(visible=True)
+
+def sample(
+    pool: Pool, choose: Callable[[State], Sequence[ProposalTask[Any, Any]]]
+) -> tuple[list[ProposalTask[Any, Any]], list[int | None]]:
+    """Let ``choose`` pick tasks, and name for each the speculative candidate that it starts from.
+
+    A task's ``parent_idx`` is an index of gepa's pool again: of the nearest confirmed ancestor.
+    """
+    state, keys = selectable(pool)
+    confirmed = len(pool.state.program_candidates)
+    tasks: list[ProposalTask[Any, Any]] = []
+    bases: list[int | None] = []
+    for task in choose(state):
+        base = keys[task.parent_idx - confirmed] if task.parent_idx >= confirmed else None
+        if base is not None:
+            task = replace(task, parent_idx=(pool.speculative.resolve((base,)) or (0,))[0])
+        tasks.append(task)
+        bases.append(base)
+    return tasks, bases
+
+
+def selectable(pool: Pool) -> tuple[State, list[int]]:
+    """The state to select from, and the handles of the candidates that it has beyond gepa's."""
+    waiting = [one for one in pool.speculative.all() if one.visible and one.evaluation is not None]
+    if not waiting:
+        return pool.state, []
+    view = copy.copy(pool.state)
+    for name in CONTAINERS:
+        setattr(view, name, copy.copy(getattr(view, name)))
+    for name in FRONTS:
+        setattr(view, name, {key: set(front) for key, front in getattr(view, name).items()})
+    view.best_outputs_valset = None
+    for one in waiting:
+        assert one.evaluation is not None
+        parents = list(pool.speculative.resolve((one.key,))) or [0]
+        view.update_state_with_new_program(parents, one.candidate, one.evaluation, None, pool.state.total_num_evals)
+    return view, [one.key for one in waiting]
+
+
+class _Fixed:
+    """Selects one candidate: the seed while there is nothing else, or the one that stands for a head."""
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+
+    def select_candidate_idx(self, state: State) -> int:
+        """gepa's CandidateSelector."""
+        del state
+        return self._index
+
+
+def plan_crossover(
+    proposer: MergeProposer[Any], state: State, trace: dict[str, Any], iteration: int
+) -> Crossover | None:
+    """Choose two candidates of the frontier and the validation examples that judge their child.
+
+    ``MergeProposer.propose`` plans and evaluates in one blocking call. This is the first half of it (gepa 0.1.4,
+    ``proposer/merge.py``), with gepa's own functions for every decision.
+
+    Args:
+        proposer: keeps the record of merges tried and the source of randomness.
+        trace: the step's entry of the run log.
+        iteration: for the log, from 1.
+
+    Returns:
+        None when there is nothing to cross; the reason is in the log.
+    """
+    trace["invoked_merge"] = True
+    scores, subscores = state.per_program_tracked_scores, state.prog_candidate_val_subscores
+    merged = sample_and_attempt_merge_programs_by_common_predictors(
+        agg_scores=list(scores),
+        rng=proposer.rng,
+        merge_candidates=find_dominator_programs(state.get_pareto_front_mapping(), list(scores)),
+        merges_performed=proposer.merges_performed,
+        program_candidates=state.program_candidates,
+        parent_program_for_candidate=state.parent_program_for_candidate,
+        has_val_support_overlap=lambda a, b: len(set(subscores[a]) & set(subscores[b])) >= proposer.val_overlap_floor,
+    )
+    if merged is None:
+        proposer.logger.log(f"Iteration {iteration}: No merge candidates found")
+        return None
+    candidate, first, second, ancestor = merged
+    trace["merged"] = True
+    trace["merged_entities"] = (first, second, ancestor)
+    proposer.merges_performed[0].append((first, second, ancestor))
+    proposer.logger.log(f"Iteration {iteration}: Merged programs {first} and {second} via ancestor {ancestor}")
+    ids = proposer.select_eval_subsample_for_merged_program(subscores[first], subscores[second])
+    if not ids:
+        proposer.logger.log(f"Iteration {iteration}: Skipping merge of {first} and {second}: too few common scores")
+        return None
+    trace["subsample_ids"] = ids
+    parent_scores = tuple(tuple(subscores[parent][i] for i in ids) for parent in (first, second))
+    return Crossover(candidate, (first, second), ancestor, tuple(ids), (parent_scores[0], parent_scores[1]))

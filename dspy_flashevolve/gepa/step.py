@@ -1,291 +1,598 @@
-"""GEPA's stages: rollout, propose, screen, validate, commit. What gepa does in a row, one ticket at a time.
+"""One step of GEPA, from its selection to its end: what gepa does in a row, while other steps do the same.
 
-The order of callbacks, log entries, metrics and counts within a ticket is that of gepa 0.1.4
-(``ReflectiveMutationProposer.propose`` and ``GEPAEngine``); tickets overlap.
+    select -> rollout -> propose -> screen ----------> validate -> commit (version + 1)
+                                       \\                 /
+                                        +- integrate ---+   joins the changes of many steps; see integration.py
+
+The order of callbacks, log entries, metrics and counts within a step is that of gepa 0.1.4
+(``ReflectiveMutationProposer.propose`` and ``GEPAEngine``); steps overlap.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+import json
+import traceback
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import anyio
+from gepa.proposer.base import CandidateProposal
 
-from dspy_flashevolve.engine.claims import Claim
-from dspy_flashevolve.engine.events import Committed
-from dspy_flashevolve.engine.gathering import NoLongerWantedError, gather
-from dspy_flashevolve.engine.item import End, EndKind, Item
-from dspy_flashevolve.engine.stages import Finish, Forward, Handler, Outcome, Outcomes, unresolved_fails
-from dspy_flashevolve.engine.staleness import Discard, Integrate, gap
-from dspy_flashevolve.gepa import merge_reports, reports
-from dspy_flashevolve.gepa.acceptance import choose
-from dspy_flashevolve.gepa.gates import Gate, passes_screen, rejects_by_sum
-from dspy_flashevolve.gepa.looking import Lookout
-from dspy_flashevolve.gepa.payloads import (
-    Batch,
-    Child,
-    Children,
-    Commit,
-    Head,
-    Late,
-    MergePlan,
-    RolledOut,
-    Screened,
-    Selected,
-    Train,
-    Validated,
-    Waiting,
+from dspy_flashevolve.engine.admission import Admission
+from dspy_flashevolve.engine.budget import Reservation
+from dspy_flashevolve.engine.errors import ConfigurationError, FlashEvolveError
+from dspy_flashevolve.engine.events import Event, HeadEnded, Looked
+from dspy_flashevolve.engine.integration import Texts
+from dspy_flashevolve.engine.replay import BEFORE_STEPS
+from dspy_flashevolve.engine.rollouts import NoLongerWantedError, Spent, gather
+from dspy_flashevolve.engine.staleness import (
+    Discard,
+    History,
+    Integrate,
+    Look,
+    Place,
+    Reflective,
+    StalenessPolicy,
+    gap,
 )
-from dspy_flashevolve.gepa.proposing import Proposer
-from dspy_flashevolve.gepa.riding import bases_of
-from dspy_flashevolve.gepa.rolling import ParentRollouts
-from dspy_flashevolve.gepa.services import DEPTHS, Services
-from dspy_flashevolve.gepa.train_yard import TrainYard
-from dspy_flashevolve.gepa.validating import Validating
+from dspy_flashevolve.engine.steps import End, EndKind, Step, StepEnded
+from dspy_flashevolve.engine.workflow import BARRIERS, Workflow
+from dspy_flashevolve.gepa import callbacks, resume
+from dspy_flashevolve.gepa.evaluate import Evaluations, Gate, passes_screen, rejects_by_sum
+from dspy_flashevolve.gepa.heads import Heads
+from dspy_flashevolve.gepa.integration import Head, Integrations, Waiting
+from dspy_flashevolve.gepa.pool import Pool
+from dspy_flashevolve.gepa.records import Batch, Child, Commit, Crossover, Parent, Screened, Selected, Validated
+from dspy_flashevolve.gepa.select import Selection
+from dspy_flashevolve.gepa.validate import Validation
+from dspy_flashevolve.programs.program import DspyProgram, Reflection
+from dspy_flashevolve.programs.run import DspyRun
+
+ATTEMPTS = 2
+"""gepa asks a reflection that raised once more, then skips the task."""
 
 
-def _carried(item: Item[Any]) -> Sequence[Item[Any]]:
-    """Items that ride in another one's train; they end as it does."""
-    return item.payload.members[1:] if isinstance(item.payload, Train) else ()
-
-
-class GepaStages:
-    """The handlers of GEPA's stages.
+class GepaLoop:
+    """GEPA over one pool.
 
     Args:
-        services: what they share.
-        yard: integrates; None where the policy never asks for it.
+        run: slots, budget, journal.
+        pool: gepa's state and strategies.
+        program: the program under optimization.
+        policy: looks at children where it says.
+        workflow: how early output is released.
+        admission: when a step may start.
+        minibatch: training examples a task, for the estimate of a step's cost.
+        integration: the module that integrates, the LM that it asks, and the components that hold code.
+        same_data: the training set is the validation set.
+        seed_first: no step starts before the seed is validated: a strategy of the user's may look at its scores.
+        max_reflection_calls: reflections and integrations after which no step starts; None for no limit.
+        max_cost: dollars after which no step starts; None for no limit.
     """
 
-    def __init__(self, services: Services, yard: TrainYard | None = None) -> None:
-        self._on = services
-        self._train = None if yard is None else yard.train
-        self._heads = None if yard is None else yard.heads
-        self._known = None if yard is None else yard.known
-        self._pool = services.pool
-        self.looks = Lookout(services, integrates=yard is not None)
-        self._parents = ParentRollouts(services, self._remember)
-        self._validating = Validating(services, self._heads)
-        self._proposer = Proposer(services)
+    def __init__(
+        self,
+        run: DspyRun,
+        pool: Pool,
+        program: DspyProgram,
+        *,
+        policy: StalenessPolicy,
+        workflow: Workflow,
+        admission: Admission,
+        minibatch: int,
+        integration: tuple[Any, Any, Sequence[str]],
+        same_data: bool,
+        seed_first: bool,
+        max_reflection_calls: int | None,
+        max_cost: float | None,
+    ) -> None:
+        self._run, self._pool, self._program, self._policy = run, pool, program, policy
+        self._admission, self._minibatch, self._seed_first = admission, minibatch, seed_first
+        self._max_reflection_calls, self._max_cost = max_reflection_calls, max_cost
+        workflow = BARRIERS if run.lockstep else workflow
+        reflective = policy if isinstance(policy, Reflective) and not run.lockstep else None
+        heads = None if reflective is None else Heads(pool, reflective.rollback_margin)
+        self._heads = heads if reflective is not None and reflective.heads else None
+        self._evaluations = Evaluations(run, program, pool, workflow, same_data)
+        self._validation = Validation(
+            run, pool, self._evaluations, workflow, heads, 0.0 if reflective is None else reflective.rollback_margin,
+            lambda: admission.is_narrowed(run.load()),
+        )  # fmt: skip
+        self._integrations = None
+        if reflective is not None and heads is not None:
+            self._integrations = Integrations(
+                run, pool, self._evaluations, heads, reflective, self._validation, *integration
+            )
+        share = 1.0 if reflective is None else reflective.frontier_share
+        self._selection = Selection(pool, self._heads, share)
+        self._seeded = anyio.Event()
+        self._restored: dict[int, tuple[int, CandidateProposal[Any]]] = {}
+        self._crossing: set[int] = set()
+        self._passed = self._discarded = 0
+        self._reflections = 0
+        self.proposals = 0
+        """Children that the reflection wrote."""
 
-    def handlers(self) -> dict[str, Handler]:
-        """Stage -> handler."""
-        stages: dict[str, Handler] = {
-            "rollout": self.rollout,
-            "propose": self.propose,
-            "screen": self.screen,
-            "validate": self.validate,
-            "commit": self.commit,
-        }
-        return {name: unresolved_fails(handler, _carried) for name, handler in stages.items()}
+    @property
+    def reflection_calls(self) -> int:
+        """Reflections and integrations asked for."""
+        return self._reflections + self.integration_calls
 
-    async def rollout(self, item: Item[Selected]) -> Outcome:
-        """Run each task's parent on its minibatch, with traces."""
-        tasks = item.payload.tasks
-        if not tasks or not self._parents.affords(item):
-            return Finish(End(EndKind.DISCARDED, "there is nothing to work on within the budget"))
-        await self._pool.write(reports.parents_start, self._pool, item.ticket, tasks)
-        unique = {reports.task_key(task): task for task in tasks}
-        whole = self._on.accounts[item.ticket.number].cover(sum(len(one.minibatch_ids) for one in unique.values()))
-        results = await gather([lambda t=task: self._parent(item, t, whole) for task in unique.values()])
-        by_key = dict(zip(unique, results, strict=True))
-        paid = sum(calls for _, calls, _ in results)
-        evaluations = tuple(by_key[reports.task_key(task)][0] for task in tasks)
-        late = tuple(by_key[reports.task_key(task)][2] for task in tasks)
-        await self._pool.write(reports.parents_end, self._pool, item.ticket, tasks, evaluations, paid)
-        self._on.accounts[item.ticket.number].counted += paid
-        for task, evaluation in zip(tasks, evaluations, strict=True):
-            self._remember(task, evaluation)
-        decision = self.looks.at(item, "before_propose", item.payload.bases)
-        if isinstance(decision, Discard):
-            return self._discard(decision)
-        return Forward("propose", RolledOut(tasks, evaluations, item.payload.bases, late))
+    @property
+    def integration_calls(self) -> int:
+        """LM calls of integrations."""
+        return 0 if self._integrations is None else self._integrations.calls
 
-    async def propose(self, item: Item[RolledOut]) -> Outcome:
-        """Let the reflection LM write a child for each task that leaves something to improve."""
-        claim = self._claim(item, "propose")
-        children, reasons = await self._proposer.propose(claim, item.ticket, item.payload)
-        if not children:
-            kind = EndKind.FAILED if any(one.failed for one in reasons) else EndKind.REJECTED
-            return Finish(End(kind, "; ".join(dict.fromkeys(one.text for one in reasons))))
-        if self._train is not None:
-            children = [child for child in children if child.candidate != child.task.parent_candidate]
-            if not children:
-                return Finish(End(EndKind.REJECTED, "the reflection changed nothing"))
-        decision = self.looks.at(item, "after_propose", bases_of(children))
-        if isinstance(decision, Discard):
-            return self._discard(decision)
-        if isinstance(decision, Integrate):
-            return self._to_integration(item, Waiting(tuple(children)))
-        return Forward("screen", Children(tuple(children)))
+    @property
+    def discarded_share(self) -> float:
+        """Of the children that the staleness policy looked at, the share that it discarded."""
+        return self._discarded / max(1, self._discarded + self._passed)
 
-    async def screen(self, item: Item[Any]) -> Outcomes:
-        """Run the children on their parents' minibatches, and let gepa's criterion decide."""
-        if isinstance(item.payload, MergePlan):
-            return await self._screen_merge(item, item.payload)
-        if isinstance(item.payload, Train):
-            assert self._train is not None
-            return await self._train.screen(item)
-        children = item.payload.children
-        account = self._on.accounts[item.ticket.number]
-        number, split = item.ticket.number, self._on.evaluations.train_split
-        calls = sum(self._on.unpaid(number, one.candidate, split, one.task.minibatch_ids) for one in children)
-        if not account.cover(calls):
-            return Finish(End(EndKind.DISCARDED, f"no budget is left for a screen of {calls}"))
-        await self._pool.write(reports.children_start, self._pool, item.ticket, children)
-        screened = [one for one in await gather([lambda c=child: self._screened(item, c) for child in children]) if one]
-        if not screened:
-            await self._on.count(item.ticket.number)
-            return Finish(End(EndKind.REJECTED, "no child could pass its screen any more"))
-        batches = [batch for _, batch in screened]
-        children = [child for child, _ in screened]
-        paid = account.reservation.settled - account.counted
-        account.counted += paid
-        proposals = await self._pool.write(reports.children_end, self._pool, item.ticket, children, batches, paid)
-        kept = await self._pool.write(choose, self._pool, item.ticket, proposals)
-        if not kept:
-            return Finish(End(EndKind.REJECTED, "no child passed its screen"))
-        child_of = {id(proposal): child for child, proposal in zip(children, proposals, strict=True)}
-        passed = [child_of[id(one)] for one in kept]  # a selection strategy may change the order
-        bases = bases_of(passed)
-        decision = self.looks.at(item, "after_screen", bases)
-        if isinstance(decision, Discard):
-            return self._discard(decision)
-        if isinstance(decision, Integrate):
-            return self._to_integration(item, Waiting(tuple(passed), tuple(kept)))
-        value = await self._pool.write(reports.expected_score, self._pool, kept)
-        return self._to_validation(item, Screened(tuple(kept), bases), value)
+    async def evolve(self) -> None:
+        """Run to the end; the pool holds the result.
 
-    async def validate(self, item: Item[Any]) -> Outcome:
-        """Run each child on the validation examples that gepa's evaluation policy names."""
-        if isinstance(item.payload, Head):
-            assert self._heads is not None
-            return await self._heads.validate(item)
-        return await self._validating.validate(item)
-
-    async def commit(self, item: Item[Validated]) -> Outcome:
-        """Add the children to the pool, one after the other."""
-        await self._on.seeded.wait()
-        decision = self.looks.at(item, "before_commit", item.payload.bases)
-        if isinstance(decision, Discard):
-            await self._validating.withdraw(item.ticket.number, item.payload.keys, decision.reason)
-            return self._discard(decision)
-        behind = gap(self._pool.version, item.version)
-        commits: list[Commit] = []
-        with anyio.CancelScope(shield=True):  # what enters the pool is told and counted, even if the run ends meanwhile
-            if self._heads is not None and item.payload.head is not None:
-                commits = await self._heads.commit(item)
+        Raises:
+            RunAbortedError: the provider refused for good, or the seed could not be validated.
+            Exception: what a selector, a stopper or a user's strategy raised.
+        """
+        run, pool = self._run, self._pool
+        is_seeded = await pool.write(pool.start)
+        if run.journal is not None:
+            await pool.write(resume.take_up, run.journal, pool, self._program.records, is_seeded)
+            run.budget.spent = run.journal.spent
+            if self._heads is not None:
+                self._restored = await pool.write(resume.restore_heads, run.journal, pool, self._heads)
+        if is_seeded:
+            run.budget.spent = pool.state.total_num_evals
+            for scores in pool.state.prog_candidate_val_subscores:
+                self._validation.order.record(scores)
+                self._evaluations.saw(max(scores.values(), default=float("-inf")))
+            self._seeded.set()
+            goes_on = run.journal is not None and bool(run.journal.unfinished)
+            if not goes_on and await pool.write(pool.should_stop):  # gepa asks its stoppers between steps
+                self._stop()
+        else:
+            pays = run.budget.reserve(self._seed_calls())
+            if run.lockstep or self._seed_first:
+                await self._seed(pays)
             else:
-                commits = await self._validating.commit(item)
-        self._on.accounts[item.ticket.number].counted += sum(item.payload.paid)
-        for commit in commits:
-            self._on.bus.emit(self._committed(item, behind, commit))
-        return Finish(End(EndKind.COMMITTED, f"candidate {', '.join(str(commit.candidate) for commit in commits)}"))
-
-    async def _screen_merge(self, item: Item[Any], plan: MergePlan) -> Outcome:
-        await self._pool.write(merge_reports.merge_start, self._pool, item.ticket, plan)
-        account = self._on.accounts[item.ticket.number]
-        account.started = True
-        lookup = await self._pool.write(reports.cached_subsample, self._pool, plan)
-        calls = self._on.unpaid(item.ticket.number, plan.candidate, "val", lookup.missing, traced=False)
-        if not account.cover(calls):
-            return Finish(End(EndKind.DISCARDED, f"no budget is left for a screen of {calls}"))
-        fresh, paid = await self._on.evaluations.validation(
-            self._claim(item, "screen"), account.reservation, plan.candidate, lookup.missing, capture_traces=False
+                await run.beside(lambda: self._seed(pays))
+        last = -1 if run.journal is None else run.journal.last_step
+        await run.evolve(
+            self.step,
+            self._admission,
+            reserve=self._reserve,
+            may_open=self._spent_up,
+            ended=self._ended,
+            first=max(pool.state.i, last) + 1,
+            watchers=[] if self._integrations is None else [self._integrations.watch],
         )
-        proposal = await self._pool.write(merge_reports.merge_end, self._pool, item.ticket, plan, lookup, fresh, paid)
-        account.counted += paid
-        if proposal is None:
-            return Finish(End(EndKind.REJECTED, "the merge is worse than one of its parents"))
-        decision = self.looks.at(item, "after_screen", (), integrates=False)
-        if isinstance(decision, Discard):
-            return self._discard(decision)
-        value = await self._pool.write(merge_reports.merged_score, self._pool, plan)
-        return self._to_validation(item, Screened((proposal,), (None,), merge=True), value)
+        self._validation.set_aside.refund()
 
-    def _to_integration(self, item: Item[Any], waiting: Waiting) -> Forward:
-        return self._with_child(item, Forward("integrate", waiting, value=item.value))
+    async def step(self, step: Step) -> End:
+        """One step. A part of it that finds nothing to go on with ends the step by raising :class:`StepEnded`."""
+        work = await self.select(step)
+        if isinstance(work, Crossover):
+            found: Head | Screened = await self.screen_crossover(step, work)
+        elif isinstance(work, Head):
+            found = work  # of an interrupted run
+        else:
+            parents = await self.rollout(step, work)
+            children = await self.propose(step, parents)
+            found = await self.integrate(step, Waiting(children)) or await self.screen(step, children)
+        validated = await self.validate(step, found)
+        return await self.commit(step, validated)
 
-    def _to_validation(self, item: Item[Any], screened: Screened, value: float) -> Forward:
-        return self._with_child(item, Forward("validate", screened, value=value))
+    async def select(self, step: Step) -> Selected | Crossover | Head:
+        """Choose parents and minibatches, or two candidates to cross; of an interrupted run, what was chosen then."""
+        run, pool = self._run, self._pool
+        if step.recorded is not None:
+            return await self._selected_again(step)
+        version, value, work = await pool.write(self._selection.select, step)
+        if isinstance(work, Crossover):
+            self._crossing.add(step.number)
+        selection = None if run.journal is None else resume.selection_of(run.journal, work)
+        run.begin(step, version, value, selection)
+        if isinstance(work, Crossover):
+            return work
+        self._see_minibatches(work)
+        tasks = list(work.tasks)
+        while tasks and not step.reservation.cover(len(tasks) * self._most_calls):
+            tasks.pop()  # a sampling strategy asked for more than the budget holds
+        return Selected(tuple(tasks), work.bases[: len(tasks)])
 
-    def _with_child(self, item: Item[Any], forward: Forward) -> Forward:
-        """The ticket has a child: another may start its work."""
-        self._on.working.discard(item.ticket.number)
-        self._on.wake()
-        return forward
+    async def _selected_again(self, step: Step) -> Selected | Crossover | Head:
+        run, pool = self._run, self._pool
+        assert run.journal is not None
+        work = await pool.write(resume.selected_again, run.journal, pool, step.recorded)
+        crosses = isinstance(work, Crossover)
+        await pool.write(self._selection.runs_again, step, crosses)
+        if crosses:
+            self._crossing.add(step.number)
+        run.begin(step, step.version, await pool.write(self._selection.parent_score, work))
+        if step.number in self._restored:
+            key, proposal = self._restored.pop(step.number)
+            step.saw(step.version, sum(proposal.subsample_scores_after or []))
+            run.has_child(step)
+            return Head(key, proposal)
+        if isinstance(work, Selected):
+            self._see_minibatches(work)
+        return work
 
-    async def _parent(self, item: Item[Any], task: Any, whole: bool) -> tuple[Batch, int, Late | None]:
-        """The parent's evaluation on its minibatch, its cost so far, and what is to come; `whole`: all is set aside."""
-        self._on.accounts[item.ticket.number].started = True
-        if whole and self._parents.releases(task):
-            batch, late = await self._parents.run(self._claim(item, "rollout"), task)
-            return batch, 0, late  # the background counts its calls
-        batch, paid = await self._minibatch(item, "rollout", task.parent_candidate, task)
-        return batch, paid, None
+    async def rollout(self, step: Step, work: Selected) -> list[Parent]:
+        """Run each task's parent on its minibatch, with traces."""
+        pool, tasks = self._pool, work.tasks
+        unpaid = sum(
+            self._evaluations.unpaid(step, one.parent_candidate, one.minibatch_ids, train=True, reflected=True)
+            for one in tasks
+        )
+        if not tasks or (step.recorded is not None and not step.reservation.cover(unpaid)):
+            raise StepEnded(EndKind.DISCARDED, "there is nothing to work on within the budget")
+        await pool.write(callbacks.parents_start, pool, step, tasks)
+        unique = {callbacks.task_key(task): task for task in tasks}
+        whole = step.reservation.cover(sum(len(one.minibatch_ids) for one in unique.values()))
+        done = await gather([lambda t=task: self._evaluations.parent(step, t, whole) for task in unique.values()])
+        by_key = dict(zip(unique, done, strict=True))
+        parents = [
+            Parent(index, task, *by_key[callbacks.task_key(task)], base)
+            for index, (task, base) in enumerate(zip(tasks, work.bases, strict=True))
+        ]
+        await pool.write(callbacks.parents_end, pool, step, tasks, [one.evaluation for one in parents])
+        self._look(step, "before_propose", work.bases)
+        return parents
 
-    async def _screened(self, item: Item[Any], child: Child) -> tuple[Child, Batch] | None:
+    async def propose(self, step: Step, parents: Sequence[Parent]) -> tuple[Child, ...]:
+        """Let the reflection LM write a child for each task that leaves something to improve."""
+        prepared = [await self._prepared(step, parent) for parent in parents]
+        if self._run.lockstep:
+            written = [await self._reflected(step, one) for one in prepared]
+        else:
+            written = await gather([lambda one=one: self._reflected(step, one) for one in prepared])
+        children: list[Child] = []
+        skipped: list[_Skipped] = []
+        for one in written:
+            if isinstance(one, _Skipped):
+                skipped.append(one)
+                continue
+            parent, texts, feedback = one
+            await self._pool.write(callbacks.proposed, self._pool, step, texts)
+            self.proposals += 1
+            children.append(child_of(parent, texts, feedback, step.number + 1))
+        await self._pool.write(self._pool.keep_strategies)
+        if not children:
+            kind = EndKind.FAILED if any(one.failed for one in skipped) else EndKind.REJECTED
+            raise StepEnded(kind, "; ".join(dict.fromkeys(one.text for one in skipped)))
+        if self._integrations is not None:
+            children = [one for one in children if one.candidate != one.parent.task.parent_candidate]
+            if not children:
+                raise StepEnded(EndKind.REJECTED, "the reflection changed nothing")
+        return tuple(children)
+
+    async def _prepared(self, step: Step, parent: Parent) -> _Prepared | _Skipped:
+        """What reflection reads of a parent, or why there is nothing to reflect on."""
+        pool, task, evaluation = self._pool, parent.task, parent.evaluation
+        journal = self._run.journal
+        if journal is not None and journal.reply(step.number, "propose", str(parent.index)) is not None:
+            return _Prepared(parent, [], {})  # it was proposed before the run was interrupted
+        reason = await pool.write(callbacks.nothing_to_improve, pool, step, task, evaluation)
+        if reason is not None:
+            return _Skipped(reason)
+        components = await pool.write(callbacks.choose_components, pool, step, task, evaluation)
+        rng = None if self._run.lockstep else step.rng
+        try:
+            # Feedback comes from the metric, which may ask an LM: it takes a slot.
+            dataset = await self._run.rollouts.request(
+                "propose",
+                step,
+                lambda: self._program.reflective_dataset(task.parent_candidate, evaluation, components, rng),
+            )
+        except FlashEvolveError:
+            raise
+        except Exception as error:
+            self._log(f"Iteration {step.number + 1}: Exception building reflective dataset: {error}")
+            return _Skipped(f"no reflective dataset: {error}", failed=True)
+        await pool.write(callbacks.reflection_starts, pool, step, task, components, dataset)
+        return _Prepared(parent, components, dataset)
+
+    async def _reflected(
+        self, step: Step, one: _Prepared | _Skipped
+    ) -> tuple[Parent, Texts, tuple[str, ...]] | _Skipped:
+        """New texts from a reflection, with the feedback that it read."""
+        if isinstance(one, _Skipped):
+            return one
+        record, reason = _ProposalRecord(str(one.parent.index), feedback_in(one.dataset)), ""
+        for attempt in range(ATTEMPTS):
+            self._reflections += 1
+            try:
+                made = await self._run.rollouts.request(
+                    "propose",
+                    step,
+                    lambda: self._program.propose(one.parent.task.parent_candidate, one.dataset, one.components),
+                    lambda reflection: Spent(reflection.tokens, reflection.cost_dollars),
+                    record,
+                )
+            except FlashEvolveError:
+                raise
+            except Exception as error:
+                self._log(f"Reflection failed (attempt {attempt + 1} of {ATTEMPTS}): {error}")
+                reason = f"reflection failed: {error}"
+                continue
+            if not made.texts:
+                return _Skipped("reflection returned no text")
+            return one.parent, made.texts, record.feedback
+        return _Skipped(reason, failed=True)
+
+    async def integrate(self, step: Step, waiting: Waiting) -> Head | Screened | None:
+        """Where the policy says so, have children joined with those of other steps; None where they go on alone."""
+        place: Place = "after_screen" if waiting.proposals else "after_propose"
+        if not self._look(step, place, [one.parent.base for one in waiting.children]):
+            return None
+        assert self._integrations is not None
+        self._run.has_child(step)
+        return await self._integrations.take_in(step, waiting)
+
+    async def screen(self, step: Step, children: Sequence[Child]) -> Head | Screened:
+        """Run the children on their parents' minibatches, and let gepa's criterion decide."""
+        pool = self._pool
+        calls = sum(
+            self._evaluations.unpaid(step, one.candidate, one.parent.task.minibatch_ids, train=True) for one in children
+        )
+        if not step.reservation.cover(calls):
+            raise StepEnded(EndKind.DISCARDED, f"no budget is left for a screen of {calls}")
+        await pool.write(callbacks.children_start, pool, step, children)
+        screened = [one for one in await gather([lambda c=child: self._screened(step, c) for child in children]) if one]
+        if not screened:
+            await pool.write(pool.count_calls)
+            raise StepEnded(EndKind.REJECTED, "no child could pass its screen any more")
+        there, batches = [child for child, _ in screened], [batch for _, batch in screened]
+        proposals = await pool.write(callbacks.children_end, pool, step, there, batches)
+        kept = await pool.write(callbacks.choose, pool, step, proposals)
+        if not kept:
+            raise StepEnded(EndKind.REJECTED, "no child passed its screen")
+        child_of_proposal = {id(proposal): child for child, proposal in zip(there, proposals, strict=True)}
+        passed = tuple(child_of_proposal[id(one)] for one in kept)  # a selection strategy may change the order
+        integrated = await self.integrate(step, Waiting(passed, tuple(kept)))
+        if integrated is not None:
+            return integrated
+        step.saw(step.version, await pool.write(callbacks.expected_score, pool, kept))
+        return Screened(tuple(kept), tuple(one.parent.base for one in passed))
+
+    async def _screened(self, step: Step, child: Child) -> tuple[Child, Batch] | None:
         """A child on its parent's minibatch; None where it was given up, since it could not pass any more."""
-        whole: Batch | None = child.parent_evaluation if child.late is None else None
+        parent, task = child.parent, child.parent.task
+        whole: Batch | None = parent.evaluation if parent.late is None else None
         gate: Gate | None = None
-        if not self._on.lockstep and rejects_by_sum(self._pool.parts):
+        if not self._run.lockstep and rejects_by_sum(self._pool.parts):
             passes = passes_screen(self._pool.parts.acceptance, lambda: None if whole is None else sum(whole.scores))
-            gate = Gate(len(child.task.minibatch_ids), passes, lambda: self._on.evaluations.highest)
+            gate = Gate(len(task.minibatch_ids), passes, lambda: self._evaluations.highest)
 
-        async def parent() -> Batch:
+        async def rest_of_parent() -> Batch:
             nonlocal whole
-            whole = child.parent_evaluation if child.late is None else await child.late.complete()
+            whole = parent.evaluation if parent.late is None else await parent.late.complete()
             return whole
 
         async def evaluated() -> Batch:
-            batch, _ = await self._minibatch(item, "screen", child.candidate, child.task, gate)
-            return batch
-
-        async def both() -> Any:
-            return await gather([parent, evaluated])
+            return await self._evaluations.minibatch(
+                "screen", step, child.candidate, task.minibatch_ids, task.minibatch, watch=gate
+            )
 
         try:
-            full, batch = await both()
+            full, batch = await gather([rest_of_parent, evaluated])
         except NoLongerWantedError:
             assert gate is not None
             assert whole is not None
-            known = replace(child, parent_evaluation=whole)
-            await self._pool.write(reports.given_up, self._pool, item.ticket, known, gate.seen)
+            known = replace(child, parent=replace(parent, evaluation=whole))
+            await self._pool.write(callbacks.given_up, self._pool, step, known, gate.seen)
             return None
-        return replace(child, parent_evaluation=full, late=None), batch
+        return replace(child, parent=replace(parent, evaluation=full, late=None)), batch
 
-    def _remember(self, task: Any, evaluation: Batch) -> None:
-        """Keep scores of training examples, of a whole minibatch or of the part that is there."""
-        if self._known is not None and len(evaluation.scores) == len(task.minibatch_ids):
-            self._known.put(task.parent_candidate, task.minibatch_ids, evaluation.scores)
-
-    async def _minibatch(
-        self, item: Item[Any], stage: str, candidate: dict[str, str], task: Any, gate: Gate | None = None
-    ) -> tuple[Batch, int]:
-        account = self._on.accounts[item.ticket.number]
-        account.started = True
-        account.cover(len(task.minibatch_ids))
-        return await self._on.evaluations.minibatch(
-            self._claim(item, stage), account.reservation, candidate, task.minibatch_ids, task.minibatch, gate
+    async def screen_crossover(self, step: Step, plan: Crossover) -> Screened:
+        """Run the child of two parents on validation examples that both were run on: gepa's merge."""
+        pool = self._pool
+        await pool.write(callbacks.crossover_starts, pool, step, plan)
+        lookup = await pool.write(callbacks.cached_subsample, pool, plan)
+        calls = self._evaluations.unpaid(step, plan.candidate, lookup.missing, traced=False)
+        if not step.reservation.cover(calls):
+            raise StepEnded(EndKind.DISCARDED, f"no budget is left for a screen of {calls}")
+        fresh = await self._evaluations.validation(
+            "screen", step, step.reservation, plan.candidate, lookup.missing, traced=False
         )
+        proposal = await pool.write(callbacks.crossover_ended, pool, step, plan, lookup, fresh)
+        if proposal is None:
+            raise StepEnded(EndKind.REJECTED, "the merge is worse than one of its parents")
+        self._look(step, "after_screen", (), integrates=False)
+        step.saw(step.version, await pool.write(callbacks.crossover_score, pool, plan))
+        return Screened((proposal,), (None,), merge=True)
 
-    def _claim(self, item: Item[Any], stage: str) -> Claim:
-        return Claim(item.ticket.number, stage, DEPTHS[stage], item.value, item.version)
+    async def validate(self, step: Step, found: Head | Screened) -> Validated:
+        """Run what passed its screen on the validation examples that gepa's evaluation policy names."""
+        self._run.has_child(step)
+        if isinstance(found, Head):
+            return await self._validation.head(step, found.key, found.proposal)
+        return await self._validation.children(step, found)
 
-    @staticmethod
-    def _discard(decision: Discard) -> Finish:
-        return Finish(End(EndKind.DISCARDED, f"stale: {decision.reason}"))
+    async def commit(self, step: Step, work: Validated) -> End:
+        """Add the candidates to the pool, one after the other: the one writer."""
+        await self._seeded.wait()
+        try:
+            self._look(step, "before_commit", work.bases)
+        except StepEnded as ended:
+            await self._validation.withdraw(step, work.keys, ended.end.reason)
+            raise
+        commits: list[Commit] = []
+        with anyio.CancelScope(shield=True):  # what enters the pool is told and counted, even if the run ends meanwhile
+            if work.head is None:
+                commits = await self._validation.commit_children(step, work)
+            else:
+                commits = await self._validation.commit_head(step, work)
+            for one in commits:
+                self._run.commit(
+                    step,
+                    version=one.version,
+                    candidate=one.candidate,
+                    score=one.score,
+                    best_score=one.best_score,
+                    generation=one.generation,
+                    parents=one.parents,
+                )
+        return End(EndKind.COMMITTED, f"candidate {', '.join(str(one.candidate) for one in commits)}")
 
-    def _committed(self, item: Item[Any], behind: int, commit: Commit) -> Committed:
-        return Committed(
-            seconds=self._on.clock(),
-            ticket=item.ticket.number,
-            version=commit.version,
-            gap=behind,
-            candidate=commit.candidate,
-            score=commit.score,
-            best_score=commit.best_score,
-            generation=commit.generation,
-            parents=commit.parents,
-        )
+    # The staleness policy.
+
+    def _look(self, step: Step, place: Place, bases: Collection[int | None], *, integrates: bool = True) -> bool:
+        """Ask the policy, where it wants to be asked, what becomes of a step; gaps are recorded at every place.
+
+        Args:
+            bases: the speculative candidates that it was made from.
+            integrates: False for crossovers, which stand on two validated candidates: they are admitted instead.
+
+        Returns:
+            Whether to integrate.
+
+        Raises:
+            StepEnded: it is discarded.
+        """
+        run, pool, policy = self._run, self._pool, self._policy
+        behind = gap(pool.version, step.version)
+        if place != "before_commit":
+            run.gaps.record(place, behind)
+        if place not in policy.looks:
+            return False
+        orphaned = any(base in pool.speculative.fallen for base in bases)
+        history = History(pool.version, self._discarded, self._passed)
+        decision = policy.decide(Look(place, step.version, orphaned), history)
+        joins = isinstance(decision, Integrate) and integrates
+        if joins and (self._integrations is None or place not in ("after_propose", "after_screen")):
+            raise ConfigurationError(f"{policy!r} wants to integrate {place}, where there is no integration.")
+        self._discarded += isinstance(decision, Discard)
+        self._passed += not isinstance(decision, Discard)
+        word = "integrate" if joins else "discard" if isinstance(decision, Discard) else "admit"
+        reason = decision.reason if isinstance(decision, Discard) else ""
+        run.bus.emit(Looked(run.clock(), step.number, place, behind, word, reason))
+        if isinstance(decision, Discard):
+            raise StepEnded(EndKind.DISCARDED, f"stale: {decision.reason}")
+        return joins
+
+    # The budget, and how steps end.
+
+    @property
+    def _most_calls(self) -> int:
+        """Metric calls that are set aside for one task: the most that it can cost.
+
+        Where children are integrated, a step sets aside its rollouts and its share of a screen, of the base too;
+        validations are paid apart.
+        """
+        return 3 * self._minibatch if self._heads is not None else 2 * self._minibatch + len(self._pool.loader)
+
+    def _reserve(self) -> Reservation | None:
+        """Set a step's calls aside, and beside them a validation for the last head."""
+        aside, budget = self._validation.set_aside, self._run.budget
+        if self._heads is not None and not aside.extend(max(0, len(self._pool.loader) - aside.open)):
+            return None
+        return budget.reserve(self._most_calls)
+
+    def _spent_up(self) -> str | None:
+        run, journal = self._run, self._run.journal
+        calls = self.reflection_calls + (0 if journal is None else journal.requests_before)
+        cost = run.dollars + (0.0 if journal is None else journal.dollars_before)
+        if self._max_reflection_calls is not None and calls >= self._max_reflection_calls:
+            return f"max_reflection_calls={self._max_reflection_calls} is spent"
+        if self._max_cost is not None and cost >= self._max_cost:
+            return f"max_cost={self._max_cost:g} dollars is spent"
+        return None
+
+    def _seed_calls(self) -> int:
+        journal = self._run.journal
+        return len(self._validation.seed_examples()) - (0 if journal is None else journal.paid[BEFORE_STEPS])
+
+    async def _seed(self, pays: Reservation | None) -> None:
+        await self._validation.seed(pays)
+        await self._pool.write(self._pool.count_calls)
+        if await self._pool.write(self._pool.should_stop):
+            self._stop()
+        self._seeded.set()
+
+    async def _ended(self, step: Step, end: End) -> None:
+        pool = self._pool
+        if step.number in self._crossing:
+            self._crossing.discard(step.number)
+            await pool.write(self._selection.crossover_ended)
+        await pool.write(pool.count_calls)
+        if await pool.write(pool.end_step, step, end.kind is EndKind.COMMITTED):
+            self._stop()
+
+    def _stop(self) -> None:
+        """A stopper said stop: of the user's, or gepa's for the budget."""
+        stopper = self._pool.parts.stopper
+        self._run.stop(stopper.said, "finished" if stopper.budget_spent else "stopped")
+
+    def _see_minibatches(self, work: Selected) -> None:
+        self._minibatch = max([self._minibatch, *(len(task.minibatch_ids) for task in work.tasks)])
+
+    def _log(self, message: str) -> None:
+        self._pool.logger.log(message)
+        self._pool.logger.log(traceback.format_exc())
+
+
+@dataclass(frozen=True, slots=True)
+class _Skipped:
+    """Why a task has no child; ``failed``: something raised, otherwise there was nothing to improve."""
+
+    text: str
+    failed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """A task that is ready to be reflected on."""
+
+    parent: Parent
+    components: list[str]
+    dataset: Any
+
+
+class _ProposalRecord:
+    """How a proposal is written down and read again, with the feedback that it was made from."""
+
+    def __init__(self, position: str, feedback: tuple[str, ...]) -> None:
+        self.position, self.feedback = position, feedback
+
+    def write(self, answer: Reflection) -> str | None:
+        return json.dumps({"texts": answer.texts, "feedback": self.feedback}) if answer.texts else None
+
+    def read(self, text: str) -> Reflection:
+        kept = json.loads(text)
+        self.feedback = tuple(kept["feedback"])
+        return Reflection(kept["texts"], 0)
+
+
+def child_of(parent: Parent, texts: Texts, feedback: tuple[str, ...], iteration: int) -> Child:
+    """The parent's candidate with new texts.
+
+    Raises:
+        AssertionError: a text for a component that the parent does not have (as gepa).
+    """
+    candidate = dict(parent.task.parent_candidate)
+    metadata: dict[str, Any] = {"proposal_id": f"{iteration}-{parent.index}"}
+    for name, text in texts.items():
+        assert name in candidate, f"{name} missing in candidate"
+        candidate[name] = text
+        metadata[f"prompt:{name}"] = metadata[f"raw_lm_output:{name}"] = ""
+    return Child(parent, candidate, metadata, feedback)
+
+
+def feedback_in(dataset: Mapping[str, Sequence[Mapping[str, Any]]]) -> tuple[str, ...]:
+    """What the metric said, one text an example; dspy's adapter keeps it under "Feedback"."""
+    texts = [str(record["Feedback"]) for rows in dataset.values() for record in rows if record.get("Feedback")]
+    return tuple(dict.fromkeys(texts))
+
+
+def heads_in_journal(run: DspyRun) -> Callable[[Event], None]:
+    """Writes the ends of heads into the run's journal; a subscriber of the run's bus."""
+
+    def hear(event: Event) -> None:
+        if isinstance(event, HeadEnded) and run.journal is not None:
+            resume.head_ended(run.journal, run.journal.journal.session, event.head, event.end)
+
+    return hear

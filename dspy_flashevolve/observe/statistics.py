@@ -479,6 +479,7 @@ class Recorder:
         of_run: RunStats,
         *,
         proposals: int,
+        reflection_calls: int,
         integration_calls: int,
     ) -> AsyncStats:
         """The same with what is GEPA's own.
@@ -486,6 +487,7 @@ class Recorder:
         Args:
             of_run: what :meth:`stats` says.
             proposals: children that the reflection wrote.
+            reflection_calls: reflections and integrations asked for.
             integration_calls: LM calls of integrations.
         """
         minutes = of_run.seconds / 60
@@ -496,7 +498,7 @@ class Recorder:
             proposals_per_minute=proposals / minutes if minutes else 0.0,
             task_tokens=sum(self.tokens.values()) - reflection,
             reflection_tokens=reflection,
-            reflection_calls=self.requests["propose"] + integration_calls,
+            reflection_calls=reflection_calls,
             integration_calls=integration_calls,
             verdicts=dict(Counter(verdict for one in self.integrations for _, verdict, _ in one.verdicts)),
             integrations=list(self.integrations),

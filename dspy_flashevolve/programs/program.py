@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import inspect
 import logging
@@ -23,6 +22,7 @@ from dspy_flashevolve.engine.threads import Threads
 from dspy_flashevolve.programs.faults import heard_lm_calls, raise_provider_fault
 from dspy_flashevolve.programs.lm import LanguageModels, cost_of, tokens_of
 from dspy_flashevolve.programs.metric import Metric
+from dspy_flashevolve.programs.records import RolloutRecords
 from dspy_flashevolve.programs.runner import ProgramRunner, has_own_aforward
 
 logger = logging.getLogger(__name__)
@@ -111,14 +111,15 @@ class DspyProgram:
         }
         self._runner = ProgramRunner(adapter, metric, threads, priced, models)
 
-    def attach(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Say on which loop the run lives."""
-        self._metric.attach(loop)
-
     @property
     def interruptible(self) -> bool:
         """Whether a rollout that has begun can be given up: one on the loop can, one in a thread cannot."""
         return self._runner.on_loop
+
+    @property
+    def records(self) -> RolloutRecords:
+        """How its rollouts are written down."""
+        return self._runner.records
 
     async def rollout(self, candidate: dict[str, str], example: Any, *, capture_traces: bool) -> Rollout:
         """See :meth:`ProgramRunner.rollout`."""

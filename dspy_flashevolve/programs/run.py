@@ -63,6 +63,7 @@ class DspyRun(EvolutionRun):
         paced: LMs of ``dspy.LM`` are called so that refusals and retries hold no slot; False calls them as they are.
         retry: how often a request is made that the provider turns away, and when.
         journal: where the run is written down, so that it can go on; None for nowhere.
+        shown_calls: what the progress bar and the statistics give as the budget. Default: ``max_metric_calls``.
 
     Raises:
         ConfigurationError: an argument that cannot work, with the reason.
@@ -85,6 +86,7 @@ class DspyRun(EvolutionRun):
         paced: bool = True,
         retry: RetryPolicy | None = None,
         journal: RunJournal | None = None,
+        shown_calls: int | None = None,
     ) -> None:
         self.num_threads, self.max_concurrency, self.schedule = num_threads, max_concurrency, schedule
         self.max_metric_calls, self.max_seconds = max_metric_calls, max_seconds
@@ -101,7 +103,7 @@ class DspyRun(EvolutionRun):
         lm, modules = self.settings.get("lm"), [one for listed in stages.values() for one in listed]
         slots, adaptive = width_of(self, [one for one in modules if isinstance(one, Module)])
         clock = LoopClock()
-        self._recorder, self._progress = Recorder(clock), Progress(name, max_metric_calls)
+        self.recorder, self._progress = Recorder(clock), Progress(name, shown_calls or max_metric_calls)
         super().__init__(
             name=name,
             clock=clock,
@@ -116,11 +118,12 @@ class DspyRun(EvolutionRun):
             median_seconds=median_seconds,
             retry=retry,
             journal=journal,
-            observers=(self._recorder, self._progress),
+            observers=(self.recorder, self._progress),
         )
         self.priced = priced
         self.models = LanguageModels(self.endpoints) if paced else None
         self.settings["lm"] = self.paced(lm)
+        self._shown_calls = shown_calls or max_metric_calls
         self._seconds: float | None = None
 
     def paced(self, lm: Any) -> Any:
@@ -299,17 +302,26 @@ class DspyRun(EvolutionRun):
 
         return await batch(count, one)
 
-    def statistics(self) -> RunStats:
-        """What the run has done so far, from any thread."""
+    @property
+    def dollars(self) -> float:
+        """What LM calls have cost so far, where their price is known."""
+        return self.recorder.cost_dollars
+
+    def statistics(self, metric_calls: int | None = None) -> RunStats:
+        """What the run has done so far, from any thread.
+
+        Args:
+            metric_calls: made so far. Default: those that this run has paid, and that its journal knows of.
+        """
         error = self.error
         said = f"{type(error).__name__}: {error}" if isinstance(error, Exception) else "cancelled"
-        return self._recorder.stats(
+        return self.recorder.stats(
             schedule=self.schedule,
             seconds=self.clock() - self.clock.began if self._seconds is None else self._seconds,
             stop_reason=self.stop_reason if error is None else said if not self.stop_reason else self.stop_reason,
             outcome=self.outcome,
-            metric_calls=self.budget.spent,
-            max_metric_calls=self.budget.limit,
+            metric_calls=self.budget.spent if metric_calls is None else metric_calls,
+            max_metric_calls=self._shown_calls,
             slots=self.scheduler.statistics(),
             gaps=self.gaps.as_dict(),
             rollouts=self.rollouts,
