@@ -1,18 +1,21 @@
-"""`flashevolve sim-server`: it serves, it ends on a signal, and it says what is wrong."""
+"""The command line: `sim-server` serves, it ends on a signal, and it says what is wrong."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import signal
 import socket
 import subprocess
 import sys
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 import pytest
 
+import dspy_flashevolve
 from dspy_flashevolve.cli import main
 
 
@@ -91,3 +94,26 @@ def test_a_missing_aiohttp_names_the_extra(monkeypatch: pytest.MonkeyPatch, caps
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "aiohttp" else find(name))
     assert main(["sim-server"]) == 1
     assert "pip install 'dspy-flashevolve[sim]'" in capsys.readouterr().err
+
+
+def test_the_package_imports_no_benchmarks_and_the_command_line_alone_imports_the_simulation() -> None:
+    root = Path(dspy_flashevolve.__file__).parent
+    for path in root.rglob("*.py"):
+        imported = re.findall(
+            r"""(?:^\s*(?:from|import) |import_module\(["'])(benchmarks|dspy_flashevolve\.sim)\b""",
+            path.read_text(encoding="utf-8"),
+            re.MULTILINE,
+        )
+        may = {"dspy_flashevolve.sim"} if path.name == "cli.py" or path.parent.name == "sim" else set[str]()
+        assert set(imported) <= may, path
+
+
+@pytest.mark.parametrize("given", [["bench"], []])
+def test_what_is_no_command_is_refused_with_those_that_there_are(
+    given: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(given)
+    assert caught.value.code == 2
+    errors = capsys.readouterr().err
+    assert all(command in errors for command in ("sim-server", "lineage", "check"))
