@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterable, Callable, Iterable, Sequence
+from os import PathLike
 from typing import Any, Literal
 
+import dspy
 from dspy.primitives import Example, Module
 from dspy.teleprompt.teleprompt import Teleprompter
 
 from dspy_flashevolve.ace.arguments import check_arguments, check_budget, check_student, first_playbook
-from dspy_flashevolve.ace.playbook import SECTIONS, CountTokens, Playbook, approximate_tokens, checked_sections
+from dspy_flashevolve.ace.playbook import (
+    SECTIONS,
+    CountTokens,
+    Playbook,
+    approximate_tokens,
+    attached,
+    checked_sections,
+)
 from dspy_flashevolve.ace.run import AceRun
-from dspy_flashevolve.ace.sampling import Epochs, Windows, as_async
 from dspy_flashevolve.ace.similarity import Embedder
-from dspy_flashevolve.data_checks import check_data
 from dspy_flashevolve.engine.errors import ConfigurationError, DataError
 from dspy_flashevolve.engine.staleness import StalenessPolicy
 from dspy_flashevolve.modules.playbook import AdditionReconciliation, PlaybookCuration, SampleReflection
 from dspy_flashevolve.observe.statistics import AceStats
-from dspy_flashevolve.scheduling import Schedule
+from dspy_flashevolve.programs.fingerprints import fingerprints_of, open_journal
+from dspy_flashevolve.programs.run import Schedule, check_data
 
 
 class AsyncACE(Teleprompter):
@@ -66,6 +74,8 @@ class AsyncACE(Teleprompter):
         rollout_timeout_seconds: a rollout that takes longer is given up and asked for again. Default: never.
         metric_lock: True for a metric that is not thread-safe.
         seed: of the order of the samples.
+        log_dir: a directory in which :meth:`compile` writes everything down that it pays for or decides, so that it can
+            go on there after a crash or a stop, or with a larger budget; docs/journal.md. Default: nowhere.
 
     Raises:
         ConfigurationError: an argument that cannot work, with the reason.
@@ -101,6 +111,7 @@ class AsyncACE(Teleprompter):
         rollout_timeout_seconds: float | None = None,
         metric_lock: bool = False,
         seed: int = 0,
+        log_dir: str | PathLike[str] | None = None,
     ) -> None:
         super().__init__()
         self.metric = metric
@@ -120,7 +131,7 @@ class AsyncACE(Teleprompter):
         self.validations_at_once = validations_at_once
         self.rollout_timeout_seconds = rollout_timeout_seconds
         self.metric_lock = metric_lock
-        self.seed = seed
+        self.seed, self.log_dir = seed, log_dir
         self._run: AceRun | None = None
         check_arguments(self)
 
@@ -149,11 +160,12 @@ class AsyncACE(Teleprompter):
 
         Raises:
             ConfigurationError: data, a playbook or a budget that cannot be used.
+            RunDirectoryError: ``log_dir`` cannot be written, is in use, or holds another run.
             RunAbortedError: the provider refused for good, or code of yours raised; ``best_program`` is the best so
                 far.
         """
         run = self._offline(student, trainset, valset, playbook)
-        return run.bench.run_sync(run.run)
+        return run.run.run_sync(run.main)
 
     async def acompile(
         self,
@@ -165,7 +177,7 @@ class AsyncACE(Teleprompter):
     ) -> Module:
         """As :meth:`compile`, awaitable, on the caller's loop."""
         run = self._offline(student, trainset, valset, playbook)
-        return await run.bench.run_async(run.run)
+        return await run.run.run_async(run.main)
 
     def adapt(
         self,
@@ -185,18 +197,18 @@ class AsyncACE(Teleprompter):
             stream: examples with inputs and whatever the metric needs, as they come; it is read a window at a time.
                 What was read of a window that had not begun at a stop is lost.
             window: examples of one, at least 1; the last one may have fewer.
-            playbook: to begin with; see :meth:`compile`.
+            playbook: to begin with; see :meth:`compile`. That, with ``Playbook.save``, is how to go on.
 
         Returns:
             The program with the newest playbook; ``async_stats.windows`` has the scores.
 
         Raises:
-            ConfigurationError: a window or a playbook that cannot be used.
+            ConfigurationError: a window or a playbook that cannot be used, or a ``log_dir``: no stream is read twice.
             RunAbortedError: the provider refused for good, or the stream raised; ``best_program`` has what was learnt
                 so far.
         """
         run = self._online(student, stream, window, playbook)
-        return run.bench.run_sync(run.run)
+        return run.run.run_sync(run.main)
 
     async def aadapt(
         self,
@@ -208,7 +220,7 @@ class AsyncACE(Teleprompter):
     ) -> Module:
         """As :meth:`adapt`, awaitable, on the caller's loop."""
         run = self._online(student, stream, window, playbook)
-        return await run.bench.run_async(run.run)
+        return await run.run.run_async(run.main)
 
     def best_so_far(self) -> Module | None:
         """What the newest run would return if it ended now, for any thread at any time.
@@ -239,7 +251,19 @@ class AsyncACE(Teleprompter):
         scored_on = list(trainset if valset is None else valset)
         check_budget(self, len(scored_on))
         first = first_playbook(self, student, names, playbook)
-        self._run = AceRun(self, student, names, first, Epochs(list(trainset), self.epochs, self.seed), scored_on)
+        predictors: list[tuple[str, Any]] = student.named_predictors()
+        texts = {name: one.signature.instructions for name, one in predictors}
+        texts |= {name: attached(texts[name], first.render()) for name in names}
+        parts = fingerprints_of(student, texts, list(trainset), scored_on, self.metric)
+        parts |= {"attach": repr(names), "seed": repr(self.seed)}
+        lms = [dspy.settings.lm, self.reflector_lm, self.curator_lm, *(one.lm for _, one in predictors)]
+        journal = open_journal(self, parts, lms)
+        try:
+            self._run = AceRun(self, student, names, first, list(trainset), scored_on, journal=journal)
+        except BaseException:
+            if journal is not None:
+                journal.journal.close()
+            raise
         return self._run
 
     def _online(self, student: Module, stream: Any, window: int, playbook: Playbook | None) -> AceRun:
@@ -248,8 +272,12 @@ class AsyncACE(Teleprompter):
             raise ConfigurationError(f"window is {window!r}, expected a whole number of at least 1.")
         if not hasattr(stream, "__iter__") and not hasattr(stream, "__aiter__"):
             raise DataError(f"stream is {stream!r}, expected an iterable or async iterable of dspy.Example.")
+        if self.log_dir is not None:
+            raise ConfigurationError(
+                f"log_dir is {str(self.log_dir)!r}, but a stream cannot be read again: leave it out, keep what is "
+                "learnt with Playbook.save, and go on from playbook=Playbook.load(...)."
+            )
         check_budget(self, 0)
         first = first_playbook(self, student, names, playbook)
-        windows = Windows(as_async(stream, lambda *args: run.bench.threads.run(*args)), window)
-        self._run = run = AceRun(self, student, names, first, windows, None)
-        return run
+        self._run = AceRun(self, student, names, first, None, None, stream=stream, window=window)
+        return self._run

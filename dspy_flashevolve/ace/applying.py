@@ -9,7 +9,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from dspy_flashevolve.ace.operations import Add, Merge, Operation, Problem, Remove, Update, ids_of
 from dspy_flashevolve.ace.playbook import Bullet, CountTokens, Playbook, Tag, approximate_tokens
@@ -204,6 +205,37 @@ def _texts(playbook: Playbook) -> list[tuple[str, str, str]]:
     return [(one.id, one.section, one.content) for one in playbook.bullets]
 
 
+@dataclass
+class Counts:
+    """What became of samples, and of what they asked for; :class:`AceStats` explains each."""
+
+    samples: int = 0
+    right_at_once: int = 0
+    corrected: int = 0
+    reflections: int = 0
+    citations: int = 0
+    evicted: int = 0
+    additions: Counter[str] = field(default_factory=Counter[str])
+    operations: Counter[str] = field(default_factory=Counter[str])
+    tags: Counter[str] = field(default_factory=Counter[str])
+    problems: Counter[str] = field(default_factory=Counter[str])
+    first_problems: list[Problem] = field(default_factory=list[Problem])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, ready for JSON; of its own."""
+        found = {name: dict(value) if isinstance(value, Counter) else value for name, value in vars(self).items()}
+        return {**found, "first_problems": [[one.kind, one.detail] for one in self.first_problems]}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Counts:
+        """What :meth:`to_dict` gave."""
+        found: dict[str, Any] = {
+            name: Counter[str](value) if isinstance(value, dict) else value for name, value in data.items()
+        }
+        found["first_problems"] = [Problem(*one) for one in data["first_problems"]]
+        return cls(**found)
+
+
 class PlaybookWriter:
     """The one writer of a run: the playbook as it is, what changed it, and what was counted on the way.
 
@@ -214,11 +246,7 @@ class PlaybookWriter:
         token_budget, count_tokens, find_duplicate: see :func:`apply_operations`.
 
     Attributes:
-        operations: add, update, merge, remove -> done.
-        tags: helpful, harmful, neutral -> counted.
-        problems: kind -> how many.
-        examples: the first problems, as they are.
-        evicted: bullets that made room.
+        counts: of the samples that were applied.
     """
 
     def __init__(
@@ -231,18 +259,14 @@ class PlaybookWriter:
         self.playbook = playbook
         self._token_budget, self._count_tokens, self._find_duplicate = token_budget, count_tokens, find_duplicate
         self._changed: dict[str, int] = {}
-        self.operations: Counter[str] = Counter()
-        self.tags: Counter[str] = Counter()
-        self.problems: Counter[str] = Counter()
-        self.examples: list[Problem] = []
-        self.evicted = 0
+        self.counts = Counts()
 
     def tag(self, tags: Iterable[tuple[str, Tag]]) -> None:
         """Count tags; those of bullets that are gone are problems."""
         for bullet_id, tag in tags:
             if bullet_id in self.playbook:
                 self.playbook = self.playbook.tagged([(bullet_id, tag)])
-                self.tags[tag] += 1
+                self.counts.tags[tag] += 1
             else:
                 self.note([Problem("tag of a gone bullet", bullet_id)])
 
@@ -259,8 +283,8 @@ class PlaybookWriter:
         )
         self._changed |= changes(self.playbook, applied.playbook)
         self.playbook = applied.playbook
-        self.operations.update(type(one).__name__.lower() for one in applied.done)
-        self.evicted += len(applied.evicted)
+        self.counts.operations.update(type(one).__name__.lower() for one in applied.done)
+        self.counts.evicted += len(applied.evicted)
         self.note(applied.problems)
         return applied
 
@@ -271,6 +295,17 @@ class PlaybookWriter:
     def note(self, problems: Iterable[Problem]) -> None:
         """Count problems, and keep the first ones."""
         for problem in problems:
-            self.problems[problem.kind] += 1
-            if len(self.examples) < MOST_EXAMPLES:
-                self.examples.append(problem)
+            self.counts.problems[problem.kind] += 1
+            if len(self.counts.first_problems) < MOST_EXAMPLES:
+                self.counts.first_problems.append(problem)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All that is needed to go on with another writer, as plain data."""
+        return {
+            "playbook": self.playbook.to_dict(), "changed": dict(self._changed), "counts": self.counts.to_dict()
+        }  # fmt: skip
+
+    def restore(self, data: Mapping[str, Any]) -> None:
+        """Go on from what :meth:`to_dict` gave."""
+        self.playbook, self._changed = Playbook.from_dict(data["playbook"]), dict(data["changed"])
+        self.counts = Counts.from_dict(data["counts"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import math
+import os
 from typing import Any
 
 from dspy.primitives.module import Module
@@ -13,7 +14,7 @@ from dspy_flashevolve.ace.playbook import Playbook
 from dspy_flashevolve.ace.similarity import Embedder, EmbeddingDuplicates
 from dspy_flashevolve.engine.errors import ConfigurationError, DataError
 from dspy_flashevolve.engine.staleness import Full, Guarded, Reflective, StalenessPolicy
-from dspy_flashevolve.scheduling import check_counts, check_limits
+from dspy_flashevolve.programs.run import check_counts, check_run
 
 POLICIES: dict[str, StalenessPolicy] = {
     "full": Full(looks=("before_commit",)),
@@ -34,10 +35,10 @@ def check_arguments(optimizer: Any) -> None:
     for name in COUNTS:
         if getattr(optimizer, name) is None:
             raise ConfigurationError(f"{name} is None, expected a whole number of at least 1.")
-    check_counts(optimizer, *COUNTS, "max_metric_calls", "num_threads", "max_concurrency")
-    check_limits(optimizer, "max_seconds", "rollout_timeout_seconds")
-    if optimizer.schedule not in ("async", "lockstep"):
-        raise ConfigurationError(f"schedule is {optimizer.schedule!r}, expected 'async' or 'lockstep'.")
+    check_counts(optimizer, *COUNTS, "max_metric_calls")
+    check_run(optimizer)
+    if optimizer.log_dir is not None and not isinstance(optimizer.log_dir, str | os.PathLike):
+        raise ConfigurationError(f"log_dir is {optimizer.log_dir!r}, expected a path, or None.")
     for name in ("perfect_score", "failure_score"):
         value = getattr(optimizer, name)
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):

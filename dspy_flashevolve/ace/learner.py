@@ -1,10 +1,10 @@
-"""What AsyncACE asks of the program and its language models, and what flows between its stages."""
+"""What AsyncACE asks of the program and its language models, and what a sample has brought so far."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import dspy
@@ -14,13 +14,13 @@ from dspy_flashevolve.ace.operations import Add, Operation, Problem, parse_opera
 from dspy_flashevolve.ace.playbook import Bullet, Playbook, Tag, attached
 from dspy_flashevolve.ace.similarity import EmbeddingDuplicates, decided
 from dspy_flashevolve.engine.budget import Reservation
-from dspy_flashevolve.engine.claims import Claim
-from dspy_flashevolve.engine.errors import FlashEvolveError
-from dspy_flashevolve.engine.flights import Rollout
-from dspy_flashevolve.engine.gathering import gather
+from dspy_flashevolve.engine.replay import hash_of
+from dspy_flashevolve.engine.rollouts import Rollout, RolloutKey
+from dspy_flashevolve.engine.steps import EndKind, Step, StepEnded
 from dspy_flashevolve.programs.copies import isolated_copy
+from dspy_flashevolve.programs.records import ProgramRecord, ReplyText
+from dspy_flashevolve.programs.run import DspyRun
 from dspy_flashevolve.programs.runner import ProgramRunner
-from dspy_flashevolve.workbench import Workbench
 
 logger = logging.getLogger(__name__)
 
@@ -74,12 +74,9 @@ class Sample:
         example: the user's.
         index: its place in the data.
         playbook: what the program is given.
-        window: number of the window that it belongs to; None where there are none.
+        window: number of its window; None where there are none.
         attempts: so far, oldest first.
         reflections: one an attempt, but for the last attempt's while it is to come.
-        tags: what reflections said of bullets; the last word on each.
-        operations: what the curator asks for.
-        is_reconciled: stale additions have been read together with the bullets that came between.
     """
 
     example: Any
@@ -88,9 +85,32 @@ class Sample:
     window: int | None = None
     attempts: tuple[Attempt, ...] = ()
     reflections: tuple[Reflection, ...] = ()
-    tags: Tags = ()
-    operations: tuple[Operation, ...] = ()
-    is_reconciled: bool = False
+
+    @property
+    def insight(self) -> str:
+        """What the last reflection said."""
+        return self.reflections[-1].text if self.reflections else ""
+
+    @property
+    def tags(self) -> Tags:
+        """What reflections said of bullets; the last word on each."""
+        found: dict[str, Tag] = {bullet: tag for one in self.reflections for bullet, tag in one.tags}
+        return tuple(found.items())
+
+
+@dataclass(frozen=True, slots=True)
+class Lesson:
+    """What a sample asks of the playbook.
+
+    Args:
+        operations: that its curator, or the reading of stale additions, asks for.
+        seen: the playbook's version for which they were written.
+        problems: what could not be read.
+    """
+
+    operations: tuple[Operation, ...]
+    seen: int
+    problems: tuple[Problem, ...] = ()
 
 
 class Learner:
@@ -100,7 +120,7 @@ class Learner:
     answer raise.
 
     Args:
-        bench: the run.
+        run: whose slots and journal it uses.
         optimizer: an AsyncACE; only its arguments are read.
         student: the program; it is not changed.
         names: the predictors that get the playbook.
@@ -110,14 +130,14 @@ class Learner:
 
     def __init__(
         self,
-        bench: Workbench,
+        run: DspyRun,
         optimizer: Any,
         student: Module,
         names: Sequence[str],
         valset: Sequence[Any],
         duplicates: EmbeddingDuplicates | None,
     ) -> None:
-        self._bench = bench
+        self._run = run
         self._of = optimizer
         predictors: list[tuple[str, Any]] = student.named_predictors()
         self._instructions = {name: one.signature.instructions for name, one in predictors if name in names}
@@ -129,28 +149,59 @@ class Learner:
         self._valset = valset
         self._duplicates = duplicates
         self._told: set[str] = set()
-        self.reservations: Mapping[int, Reservation] = {}
-        """Step -> what pays for its rollouts."""
 
     def _runner(self, program: Module) -> ProgramRunner:
         of = self._of
-        return self._bench.runner(program, of.metric, failure_score=of.failure_score, metric_lock=of.metric_lock)
+        return self._run.runner(program, of.metric, failure_score=of.failure_score, metric_lock=of.metric_lock)
 
-    async def attempt(self, claim: Claim, sample: Sample, advice: str) -> Attempt:
-        """Run the program with the sample's playbook, and with advice of a reflection where there is some."""
-        text = sample.playbook.render()
+    def candidate(self, text: str) -> dict[str, str]:
+        """The program's instructions with the text of a playbook."""
+        return {name: attached(own, text) for name, own in self._instructions.items()}
+
+    def playbook_of(self, candidate: Mapping[str, str], version: int) -> Playbook:
+        """The playbook of a candidate that was kept, without its counters, which no program sees."""
+        sections = self._of.sections
+        found = Playbook.from_instructions(next(iter(candidate.values())), sections)
+        return replace(found or Playbook(sections=sections), version=version)
+
+    async def attempt(self, step: Step, sample: Sample) -> Attempt:
+        """Run the program with the sample's playbook, and with what the last reflection said.
+
+        Raises:
+            StepEnded: a run that goes on has lost calls of its budget in the crash, and cannot pay another attempt.
+        """
+        run, text, advice = self._run, sample.playbook.render(), sample.insight
+        named, candidate = hash_of(self.candidate(text)), self.candidate(text)
         if advice:
-            text = f"{text}\n\nWhat was learnt from an earlier attempt at this task:\n{advice}".strip()
-        key, pays = ("train", claim.ticket, len(sample.attempts)), self.reservations[claim.ticket]
-        rollout = await self._rollout(claim, pays, self._training, text, sample.example, key)
+            told = f"{text}\n\nWhat was learnt from an earlier attempt at this task:\n{advice}".strip()
+            candidate = self.candidate(told)
+        # Attempts are named after their playbook; the advice is told apart beside the example.
+        example = (sample.index, step.number, len(sample.attempts), hash_of({"advice": advice})[:8])
+        key, record = RolloutKey(named, "train", example), None
+        if run.journal is not None:
+            record = ProgramRecord(self._training.records, candidate, sample.example)
+            unpaid = run.journal.missing(step.number, named, "train", [example], needs_trace=True)
+            if not step.reservation.cover(unpaid):
+                raise StepEnded(EndKind.CANCELLED, "the budget does not pay its next attempt")
+        rollout, _ = await run.rollouts.rollout(
+            key,
+            "rollout",
+            step,
+            step.reservation,
+            lambda: self._training.rollout(candidate, sample.example, capture_traces=True),
+            record,
+        )
         return _attempt_of(rollout, sample, self._citations)
 
-    async def reflect(self, claim: Claim, sample: Sample) -> Reflection:
+    async def reflect(self, step: Step, sample: Sample) -> Reflection:
         """Reflect on the last attempt."""
         attempt = sample.attempts[-1]
         cited = [sample.playbook.get(one) for one in attempt.cited]
-        reply, problems = await self._asked(
-            claim,
+        reply, _, problems = await self._asked(
+            "reflect",
+            step,
+            len(sample.reflections),
+            sample.playbook.version,
             task=_shown(_inputs(sample.example)),
             attempt=attempt.steps,
             feedback=attempt.feedback,
@@ -158,21 +209,26 @@ class Learner:
         )
         parts = {"What went wrong": "what_went_wrong", "Right approach": "right_approach", "Insight": "insight"}
         said = {title: str(getattr(reply, name, "") or "").strip() for title, name in parts.items()}
+        text = "\n".join(f"{title}: {text}" for title, text in said.items() if text)
         tags, unread = parse_tags(getattr(reply, "bullet_tags", ""))
         uncited = [Problem("tag of an uncited bullet", one) for one, _ in tags if one not in attempt.cited]
+        empty = [] if text else [Problem("empty reflection")]
         return Reflection(
-            text="\n".join(f"{title}: {text}" for title, text in said.items() if text),
+            text=text,
             tags=tuple((one, tag) for one, tag in tags if one in attempt.cited),
-            problems=(*problems, *unread, *uncited),
+            problems=(*problems, *unread, *uncited, *empty),
         )
 
-    async def curate(self, claim: Claim, sample: Sample, playbook: Playbook) -> tuple[list[Operation], list[Problem]]:
-        """Ask what of the last reflection belongs into a playbook; the operations, and what could not be read."""
-        reflection, scores = sample.reflections[-1].text, [attempt.score for attempt in sample.attempts]
+    async def curate(self, step: Step, sample: Sample, playbook: Playbook) -> Lesson:
+        """Ask what of the last reflection belongs into a playbook."""
+        reflection, scores = sample.insight, [attempt.score for attempt in sample.attempts]
         if len(scores) > 1:
             reflection += f"\n(Score before this reflection: {scores[-2]:g}, with it: {scores[-1]:g}.)"
-        reply, problems = await self._asked(
-            claim,
+        reply, seen, problems = await self._asked(
+            "curate",
+            step,
+            0,
+            playbook.version,
             playbook=playbook.render(counters=True) or EMPTY,
             sections=", ".join(playbook.sections),
             token_budget=f"{playbook.tokens(self._of.count_tokens)} of {self._of.token_budget}",
@@ -180,65 +236,60 @@ class Learner:
             reflection=reflection,
         )
         operations, unread = parse_operations(getattr(reply, "operations", ""))
-        return operations, [*problems, *unread]
+        return Lesson(tuple(operations), seen, (*problems, *unread))
 
-    async def reconcile(
-        self, claim: Claim, additions: list[Add], newer: list[Bullet]
-    ) -> tuple[list[Operation], list[Problem]]:
-        """Ask what becomes of additions that were written before some bullets."""
+    async def reconcile(self, step: Step, additions: list[Add], newer: list[Bullet], version: int) -> Lesson:
+        """Ask what becomes of additions that were written before some bullets of the playbook as it is now."""
         numbered = [f"{number}. {one.content}" for number, one in enumerate(additions, start=1)]
-        reply, problems = await self._asked(claim, additions="\n".join(numbered), newer_bullets=_listed(newer))
+        reply, seen, problems = await self._asked(
+            "reconcile", step, 0, version, additions="\n".join(numbered), newer_bullets=_listed(newer)
+        )
         operations, unread = decided(additions, newer, getattr(reply, "decisions", ""))
-        return operations, [*problems, *unread]
+        return Lesson(tuple(operations), seen, (*problems, *unread))
 
-    async def validate(self, claim: Claim, playbook: Playbook, pays: Reservation) -> float:
-        """The mean score of the program with a playbook on the validation set.
+    async def validate(self, step: Step, playbook: Playbook, pays: Reservation) -> list[float]:
+        """The scores of the program with a playbook on the validation set.
 
         Args:
-            pays: for a rollout an example.
+            pays: for the rollouts that are not paid yet.
 
         Raises:
             RolloutUnresolvedError: the provider gave no answer for an example.
         """
-        text = playbook.render()
-
-        async def one(index: int) -> float:
-            rollout = await self._rollout(claim, pays, self._plain, text, self._valset[index], ("val", index))
-            return rollout.score
-
-        scores = await gather([lambda index=index: one(index) for index in range(len(self._valset))])
-        return sum(scores) / len(scores)
+        candidate = self.candidate(playbook.render())
+        rollouts = await self._run.evaluate("evaluate", step, self._plain, candidate, self._valset, pays=pays)
+        return [one.score for one in rollouts]
 
     async def prepare(self, texts: list[str]) -> list[Problem]:
         """Get ready to tell whether texts say the same; what stands in the way, where they are compared by words."""
         if self._duplicates is None:
             return []
         try:
-            await self._bench.threads.run(self._duplicates.prepare, texts)
+            await self._run.threads.run(self._duplicates.prepare, texts)
         except Exception as error:
             return [self._failed("embedder", error)]
         return []
 
-    async def _rollout(
-        self, claim: Claim, pays: Reservation, runner: ProgramRunner, text: str, example: Any, key: Any
-    ) -> Rollout:
-        candidate = {name: attached(own, text) for name, own in self._instructions.items()}
-        is_traced = runner is self._training
-        return await self._bench.rollout(claim, pays, runner, candidate, example, key, capture_traces=is_traced)
+    async def _asked(
+        self, stage: str, step: Step, position: int, version: int, **inputs: str
+    ) -> tuple[Any, int, list[Problem]]:
+        """What the module of a stage replies, and the version of the playbook for which it was written.
 
-    async def _asked(self, claim: Claim, **inputs: str) -> tuple[Any, list[Problem]]:
-        """What the module of a stage replies; a module that raises says nothing, which is a problem and no error."""
-        module, lm = self._of.modules()[claim.stage]
-        try:
-            reply = await self._bench.ask(claim, module, lm=lm, **inputs)
-        except FlashEvolveError:
-            raise
-        except Exception as error:
-            return dspy.Prediction(), [self._failed(claim.stage, error)]
+        A module that raises says nothing, which is a problem and no error.
+        """
+        module, lm = self._of.modules()[stage]
+        record = None if self._run.journal is None else ReplyText(str(position))
+        asked = await self._run.asked(
+            stage, step, module, inputs, lm=lm, read=lambda reply: (version, reply), record=record
+        )
+        if asked.answer is None:
+            return dspy.Prediction(), version, [self._failed(stage, asked.error)]
+        seen, reply = asked.answer
         unreadable = getattr(reply, "unreadable", "")
-        return reply, [Problem("unreadable reply", f"{claim.stage}: {unreadable}"[:200])] if unreadable else []
+        problems = [Problem("unreadable reply", f"{stage}: {unreadable}"[:200])] if unreadable else []
+        return reply, seen, problems
 
-    def _failed(self, what: str, error: Exception) -> Problem:
+    def _failed(self, what: str, error: Exception | None) -> Problem:
         """Counted each time; told once."""
         said = f"{type(error).__name__}: {error}"[:200]
         if what not in self._told:

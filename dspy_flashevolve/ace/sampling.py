@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import anyio
-
 from dspy_flashevolve.ace.playbook import Playbook
-from dspy_flashevolve.engine.item import Ticket
-from dspy_flashevolve.engine.pipeline import NotNow
+from dspy_flashevolve.engine.steps import NothingToDoError
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,18 +18,18 @@ class Taken:
     Args:
         example: the user's.
         index: its place in the data.
+        playbook: what it is to be tried with.
         window: number of its window; None where there are none.
-        playbook: what it is to be tried with; None for the newest.
     """
 
     example: Any
     index: int
+    playbook: Playbook
     window: int | None = None
-    playbook: Playbook | None = None
 
 
 class Epochs:
-    """Every example once an epoch, in an order of its own each time.
+    """Every example once an epoch, in an order of its own each time; which one a step takes follows from its number.
 
     Args:
         examples: the training set.
@@ -41,32 +38,27 @@ class Epochs:
     """
 
     def __init__(self, examples: Sequence[Any], epochs: int, seed: int | None) -> None:
-        self._examples = examples
-        self._epochs = epochs
-        self._seed = seed
-        self._order: list[int] = []
-        self._epoch = 0
-        self.failure: Exception | None = None
+        self._examples, self._epochs, self._seed = examples, epochs, seed
+        self._orders: dict[int, list[int]] = {}
 
-    def readers(self, wake: Callable[[], object]) -> list[Callable[[], Coroutine[Any, Any, None]]]:
-        """What reads examples beside the run: nothing, they are at hand."""
-        del wake
-        return []
+    async def take(self, step: int, newest: Callable[[], Playbook]) -> Taken:
+        """The example of a step.
 
-    async def take(self, ticket: Ticket, playbook: Playbook) -> Taken | NotNow:
-        """The next example."""
-        del ticket, playbook
-        if not self._order:
-            if self._epoch == self._epochs:
-                return NotNow.EXHAUSTED
-            self._order = list(range(len(self._examples)))
-            random.Random(f"{self._seed}/epoch {self._epoch}").shuffle(self._order)
-            self._epoch += 1
-        index = self._order.pop(0)
-        return Taken(self._examples[index], index)
+        Args:
+            newest: the playbook as it is.
 
-    def ended(self, ticket: Ticket) -> None:
-        """A step has ended."""
+        Raises:
+            NothingToDoError: all were taken.
+        """
+        epoch, place = divmod(step, len(self._examples))
+        if epoch >= self._epochs:
+            raise NothingToDoError
+        if epoch not in self._orders:
+            order = list(range(len(self._examples)))
+            random.Random(f"{self._seed}/epoch {epoch}").shuffle(order)
+            self._orders = {epoch: order}
+        index = self._orders[epoch][place]
+        return Taken(self._examples[index], index, newest())
 
 
 @dataclass(slots=True)
@@ -94,81 +86,54 @@ class Window:
 class Windows:
     """A stream, window by window: the next one begins when all of the last have been learnt from.
 
-    All of a window are scored with the playbook as it was when the window began. The stream is read beside the run, by
-    :meth:`readers`, so that a quiet one holds up neither a stop nor a limit; what was read of a window that had not
-    begun by then is lost.
+    All of a window are scored with the playbook as it was when the window began. What was read of a window that had not
+    begun at a stop is lost.
 
     Args:
         stream: examples; it may have no end.
         size: examples of a window; the last one may have fewer.
+        over: waits until no step of the last window is left.
 
     Attributes:
         windows: those that have begun, in order.
         failure: what the stream raised; it ends where it did.
     """
 
-    def __init__(self, stream: AsyncIterator[Any], size: int) -> None:
-        self._stream = stream
-        self._size = size
-        self._left: list[Any] = []
-        self._read: list[Any] = []
-        self._wanted = anyio.Event()
+    def __init__(self, stream: AsyncIterator[Any], size: int, over: Callable[[], Awaitable[None]]) -> None:
+        self._stream, self._size, self._over = stream, size, over
+        self._left: list[Taken] = []
         self._has_ended = False
-        self._playbook: Playbook | None = None
-        self._live: set[int] = set()
-        self._taken = 0
         self.windows: list[Window] = []
         self.failure: Exception | None = None
 
-    def readers(self, wake: Callable[[], object]) -> list[Callable[[], Coroutine[Any, Any, None]]]:
-        """What reads the stream: run it beside the evolution, and cancel it at its end.
+    async def take(self, step: int, newest: Callable[[], Playbook]) -> Taken:
+        """The next example of the window; else of the next window, once it is there.
 
-        Args:
-            wake: called when the next window is there.
+        Raises:
+            NothingToDoError: the stream has ended.
         """
-
-        async def read() -> None:
-            while not self._has_ended:
-                await self._wanted.wait()
-                await self.fill()
-                self._wanted = anyio.Event()
-                wake()
-
-        return [read]
-
-    async def take(self, ticket: Ticket, playbook: Playbook) -> Taken | NotNow:
-        """The next example of the window; of the next window where none of this one is under way."""
+        del step
         if not self._left:
-            if self._live:
-                return NotNow.FULL
-            if len(self._read) < self._size and not self._has_ended:
-                self._wanted.set()
-                return NotNow.WAITING
-            if not self._read:
-                return NotNow.EXHAUSTED
-            self._left, self._read, self._playbook = self._read, [], playbook
-            self.windows.append(Window(len(self.windows), playbook.version, len(self._left)))
-        self._live.add(ticket.number)
-        self._taken += 1
-        return Taken(self._left.pop(0), self._taken - 1, len(self.windows) - 1, self._playbook)
+            await self._over()
+            examples = await self._read()
+            if not examples:
+                raise NothingToDoError
+            first, number, playbook = sum(one.examples for one in self.windows), len(self.windows), newest()
+            self._left = [Taken(one, first + place, playbook, number) for place, one in enumerate(examples)]
+            self.windows.append(Window(number, playbook.version, len(examples)))
+        return self._left.pop(0)
 
-    async def fill(self) -> None:
-        """Read the next window; what the stream raises is kept as ``failure``, and ends it."""
+    async def _read(self) -> list[Any]:
+        """The next window; what the stream raises is kept as ``failure``, and ends it."""
+        examples: list[Any] = []
         try:
-            while len(self._read) < self._size:
-                self._read.append(await anext(self._stream))
+            while len(examples) < self._size and not self._has_ended:
+                examples.append(await anext(self._stream))
         except StopAsyncIteration:
             self._has_ended = True
         except Exception as error:
             self._has_ended, self.failure = True, error
-
-    def scored(self, window: int, score: float) -> None:
-        """An example of a window has its first score."""
-        self.windows[window].scores.append(score)
-
-    def ended(self, ticket: Ticket) -> None:
-        """A step has ended."""
-        self._live.discard(ticket.number)
+        return examples
 
 
 async def as_async(stream: Any, run_in_thread: Any) -> AsyncIterator[Any]:

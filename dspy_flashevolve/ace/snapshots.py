@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from dspy_flashevolve.ace.playbook import Playbook
@@ -18,34 +18,42 @@ class ValidationCalls:
     Args:
         budget: the run's.
         calls: of one validation.
+        unpaid: how many of these a playbook still needs, where a run before this one has begun. Default: all.
     """
 
-    def __init__(self, budget: Budget, calls: int) -> None:
-        self._budget = budget
-        self._calls = calls
+    def __init__(self, budget: Budget, calls: int, unpaid: Callable[[Playbook], int] | None = None) -> None:
+        self._budget, self._calls = budget, calls
+        self._unpaid = unpaid or (lambda playbook: calls)
         self._set_aside, self._saved = Reservation(budget, 0), Reservation(budget, 0)
 
     def set_aside(self) -> None:
-        """Reserve what the first and the last validation cost; that it fits was checked."""
-        self._set_aside.extend(2 * self._calls)
+        """Reserve what the first and the last validation cost; a run that goes on may have less than that."""
+        left, wanted = self._budget.left, 2 * self._calls
+        self._set_aside.extend(wanted if left is None else min(wanted, left))
 
-    def take(self) -> Reservation:
-        """What one of these two costs."""
-        return self._set_aside.split(self._calls)
+    def take(self, playbook: Playbook) -> Reservation | None:
+        """What one of these two costs; None where there is not enough, as after a crash that lost calls."""
+        calls = self._unpaid(playbook)
+        return self._set_aside.split(calls) if self._set_aside.open >= calls else None
 
-    def save(self) -> None:
-        """Reserve what is left for the validation that is due."""
-        limit = self._budget.limit
-        if limit is not None and limit - self._budget.spent - self._set_aside.open < self._calls:
+    def save(self, calls: int | None = None) -> None:
+        """Reserve what is left for the validation that is due.
+
+        Args:
+            calls: of it. Default: of a whole one.
+        """
+        calls, limit = self._calls if calls is None else calls, self._budget.limit
+        if limit is not None and limit - self._budget.spent - self._set_aside.open < calls:
             self._saved.refund()
             return
-        missing, left = self._calls - self._saved.open, self._budget.left
+        missing, left = max(0, calls - self._saved.open), self._budget.left
         self._saved.extend(missing if left is None else min(missing, left))
 
-    def take_saved(self) -> Reservation | None:
+    def take_saved(self, playbook: Playbook) -> Reservation | None:
         """What a validation costs; None where there is not enough yet."""
-        self.save()
-        return self._saved.split(self._calls) if self._saved.open >= self._calls else None
+        calls = self._unpaid(playbook)
+        self.save(calls)
+        return self._saved.split(calls) if self._saved.open >= calls else None
 
     def release(self) -> None:
         """Give back what is set aside and saved."""
@@ -60,7 +68,7 @@ class Scored:
     Args:
         playbook: as it was when its validation began.
         score: mean over the validation set.
-        seconds: the run's clock when it was known.
+        seconds: since the run began, when it was known.
         tokens: of its text.
     """
 
@@ -82,11 +90,11 @@ class Snapshots:
         validate: scores a playbook, paid by a reservation; None where it could not be scored.
         start: begins work that nobody waits for; in lockstep it is done when that returns.
         calls: pays.
+        changed: called when another validation has begun, waits, or has ended.
 
     Attributes:
         scored: in the order in which scores came.
         superseded: snapshots that a newer one replaced before they were validated.
-        running: validations that are under way.
     """
 
     def __init__(
@@ -96,19 +104,43 @@ class Snapshots:
         validate: Callable[[Playbook, Reservation], Awaitable[Scored | None]],
         start: Callable[[Callable[[], Awaitable[None]]], Awaitable[None]],
         calls: ValidationCalls,
+        changed: Callable[[], None] = lambda: None,
     ) -> None:
-        self._every = every
-        self._at_once = at_once
-        self._validate = validate
-        self._start = start
-        self._calls = calls
-        self._samples = self.running = 0
+        self._every, self._at_once = every, at_once
+        self._validate, self._start, self._calls, self._changed = validate, start, calls, changed
+        self._samples, self._has_begun = 0, False
         self._first: Playbook | None = None
         self._waiting: Playbook | None = None
+        self._under_way: list[Playbook] = []
+        self._left_open: Sequence[Playbook] = ()
         self._begun: set[int] = set()
         self._refused: set[int] = set()
         self.scored: list[Scored] = []
         self.superseded = 0
+
+    def restore(
+        self, first: Playbook, scored: Sequence[Scored], unscored: Sequence[Playbook], samples: int, superseded: int
+    ) -> None:
+        """Go on from where another run was.
+
+        Args:
+            first: the initial playbook.
+            unscored: what :attr:`open` was.
+            samples: that were learnt from.
+        """
+        self._first, self.scored, self._left_open = first, list(scored), unscored
+        self._begun = {one.playbook.version for one in scored}
+        self._samples, self.superseded = samples, superseded
+
+    @property
+    def open(self) -> list[Playbook]:
+        """Those that are validated now, and the one that waits."""
+        return [*self._left_open, *self._under_way, *([] if self._waiting is None else [self._waiting])]
+
+    @property
+    def running(self) -> int:
+        """Validations that are under way."""
+        return len(self._under_way)
 
     @property
     def best(self) -> Scored | None:
@@ -125,11 +157,16 @@ class Snapshots:
         """Whether one is due that is not paid yet."""
         return self._waiting is not None and self.running < self._at_once
 
-    async def first(self, playbook: Playbook) -> None:
-        """Have the initial playbook validated, out of what was set aside for that; once."""
-        if self._first is None:
-            self._first = playbook
-            await self._begin(playbook, self._calls.take())
+    async def begin(self, playbook: Playbook) -> None:
+        """Have the initial playbook validated, out of what was set aside for that, and what was left open; once."""
+        if self._has_begun:
+            return
+        self._has_begun, self._first = True, playbook
+        if not self._is_scored(playbook) and (pays := self._calls.take(playbook)) is not None:
+            await self._begin(playbook, pays)
+        for one in self._left_open:
+            await self.offer(one)
+        self._left_open = ()
 
     async def learnt(self, playbook: Playbook) -> None:
         """A sample has been learnt from, and this is the playbook now."""
@@ -148,19 +185,20 @@ class Snapshots:
         self._supersede(playbook)
         self._waiting = playbook
         await self._next()
+        self._changed()
 
     async def finish(self, playbook: Playbook) -> None:
         """Validate the last playbook, now, if its version is not scored; and the first, if that still has no score."""
         self._supersede(playbook)
         self._waiting = None
-        last = None if self._is_scored(playbook) else self._calls.take()
+        last = None if self._is_scored(playbook) else self._calls.take(playbook)
         self._calls.release()
         if last is not None:
             await self._run(playbook, last)
         first = self._first
         if first is None or first.version == playbook.version or self._is_scored(first):
             return
-        if (pays := self._calls.take_saved()) is not None:
+        if (pays := self._calls.take_saved(first)) is not None:
             await self._run(first, pays)
 
     def _supersede(self, playbook: Playbook) -> None:
@@ -169,7 +207,7 @@ class Snapshots:
     async def _next(self) -> None:
         if self._waiting is None or not self.waits_for_calls:
             return
-        playbook, pays = self._waiting, self._calls.take_saved()
+        playbook, pays = self._waiting, self._calls.take_saved(self._waiting)
         if pays is None:
             self._refused.add(playbook.version)
             return
@@ -181,11 +219,13 @@ class Snapshots:
             try:
                 await self._run(playbook, pays)
             finally:
-                self.running -= 1
+                self._under_way.remove(playbook)
+            self._changed()
             await self._next()
 
         self._begun.add(playbook.version)
-        self.running += 1
+        self._under_way.append(playbook)
+        self._changed()
         await self._start(work)
 
     async def _run(self, playbook: Playbook, pays: Reservation) -> None:

@@ -17,10 +17,12 @@ from dspy.utils.exceptions import LMAuthError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dspy_flashevolve import AceStats, AsyncACE, ConfigurationError, DataError, Playbook, RunAbortedError
+from dspy_flashevolve import AsyncACE, ConfigurationError, Playbook, RunAbortedError
 from dspy_flashevolve.ace.arguments import first_playbook
 from dspy_flashevolve.ace.learner import with_playbook
 from dspy_flashevolve.ace.playbook import attached, detached
+from dspy_flashevolve.engine.errors import DataError
+from dspy_flashevolve.observe.statistics import AceStats
 from dspy_flashevolve.sim import HouseRules
 from dspy_flashevolve.sim.profiles import H100_QWEN3_8B
 from dspy_flashevolve.sim.virtual import SimulatedModel, run
@@ -64,7 +66,7 @@ def test_the_playbook_makes_the_program_better_and_the_best_validated_one_is_ret
 
 def test_every_sample_comes_through_and_is_counted(learnt: Any) -> None:
     stats: AceStats = learnt.async_stats
-    assert stats.samples == stats.tickets == 48
+    assert stats.samples == stats.steps == 48
     assert stats.operations["add"] >= len(learnt.playbook) > 0
     assert stats.tags["helpful"] > 0
     assert stats.citations > 0
