@@ -1,4 +1,4 @@
-"""Workloads side by side: `python -m benchmarks.bench`, in a checkout also `flashevolve bench`.
+"""Workloads side by side: `python -m benchmarks.bench`, in a checkout.
 
 Every method gets the same rows, slots, seed and time, and a run of its own on the same backend: a simulated server with
 the workload's prompts and house rules as what there is to learn (`benchmarks.workloads.simulated`), over HTTP or with

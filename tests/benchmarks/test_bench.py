@@ -15,7 +15,6 @@ from benchmarks.bench import Backend, title
 from benchmarks.measure import Bench, NoMeter
 from benchmarks.results import Result
 from benchmarks.workloads.rows import RowsMissing
-from dspy_flashevolve import cli
 from tests.benchmarks.test_measure import _workload
 
 SMALL = ["--workload", "aime", "--methods", "gepa", "async", "--calls", "40", "--slots", "4", "--seeds", "2"]
@@ -208,18 +207,3 @@ def test_a_failed_run_counts_for_nothing_and_makes_the_command_fail(
     made = Result("bench-aime", "async", "h100-qwen3-8b", 0, 4, 1.0, 1.0, best_score=1.0, call_limit=40)
     monkeypatch.setattr(bench, "runs", lambda options, there: iter([replace(made, error="ValueError: no")]))
     assert bench.main([*SMALL, "--out", str(tmp_path / "b.jsonl")]) == 1
-
-
-def test_the_command_line_runs_it_in_a_checkout_and_says_so_elsewhere(
-    tmp_path: Path, served: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "bench.jsonl"
-    assert cli.main(["bench", *SMALL, "--seeds", "1", "--out", str(out)]) == 0
-    assert len(out.read_text().splitlines()) == 2
-
-    def nowhere(name: str) -> Any:
-        raise ImportError(f"No module named {name!r}")
-
-    monkeypatch.setattr(cli.importlib, "import_module", nowhere)
-    assert cli.main(["bench", *SMALL]) == 1
-    assert "runs in a checkout" in capsys.readouterr().err
