@@ -1,4 +1,4 @@
-"""The named staleness policies, on the simulated model and in virtual time: what each promises of budget, ends and winner."""
+"""The named staleness policies, on the simulated model and in virtual time: budget, ends, winner, limits, lineage."""
 
 from __future__ import annotations
 
@@ -73,18 +73,24 @@ def test_the_same_run_in_virtual_time_is_the_same_run() -> None:
     assert facts(compiled(150).detailed_results) == facts(compiled(150).detailed_results)
 
 
-def test_the_default_integrates_children_of_many_steps_and_makes_a_better_program_than_lockstep() -> None:
+def test_the_default_integrates_the_children_of_many_steps() -> None:
     program = compiled(400)
     stats, details = program.async_stats, program.detailed_results
     assert stats.ended["integrated"] > 0
     assert max(len(record.members) for record in stats.integrations) > 1
     assert stats.integration_calls == program.model.requests["integration"] > 0
     assert details.val_aggregate_scores[details.best_idx] > details.val_aggregate_scores[0] + 0.3
-    lockstep = compiled(400, schedule="lockstep").detailed_results
-    assert max(details.val_aggregate_scores) > max(lockstep.val_aggregate_scores)
     for parents in details.parents[1:]:
         assert parents
         assert all(parent is not None and 0 <= parent < len(details.candidates) for parent in parents)
+
+
+def test_in_equal_time_the_default_makes_a_better_program_than_lockstep() -> None:
+    best = {}
+    for schedule in ("async", "lockstep"):
+        details = compiled(100_000, schedule=schedule, max_seconds=60, num_threads=32).detailed_results
+        best[schedule] = max(details.val_aggregate_scores)
+    assert best["async"] > best["lockstep"]
 
 
 @pytest.mark.parametrize("seconds", [5, 45])
@@ -151,14 +157,10 @@ def test_without_an_lm_that_could_integrate_children_are_admitted(caplog: pytest
     assert "no LM that could integrate stale candidates" in caplog.text
 
 
-def test_guarded_discards_what_is_too_old_and_full_nothing() -> None:
-    guarded = compiled(800, staleness=Guarded(0), num_threads=64).async_stats
-    assert guarded.ended["discarded"] > 0
-    assert any("max_gap=0" in reason for reason in guarded.end_reasons)
-    assert all(commit.gap == 0 for commit in guarded.commits)
-    full = compiled(800, staleness="full", num_threads=64).async_stats
+def test_guarded_commits_less_stale_work_than_full_which_discards_nothing() -> None:
+    guarded, full = (compiled(400, staleness=one, num_threads=64).async_stats for one in (Guarded(1), "full"))
     assert full.ended.get("discarded", 0) == 0
-    assert max(commit.gap for commit in full.commits) > 0
+    assert 0 <= max(commit.gap for commit in guarded.commits) < max(commit.gap for commit in full.commits)
 
 
 def test_lockstep_knows_no_staleness() -> None:

@@ -64,6 +64,8 @@ class World:
     scored: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
     """Every call of the metric for a score: text, question."""
     reflections: int = 0
+    first_reflection: float = float("inf")
+    """When it began, in virtual seconds."""
     _attempts: dict[tuple[str, str], int] = field(default_factory=dict[tuple[str, str], int])
     running: int = 0
     most_running: int = 0
@@ -116,6 +118,7 @@ class World:
         """The proposer."""
         self.reflections += 1
         number = self.reflections
+        self.first_reflection = min(self.first_reflection, asyncio.get_running_loop().time())
         await self.busy(self.reflection_seconds)
         draw = chance("r", self.seed, number)
         return {
