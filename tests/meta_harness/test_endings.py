@@ -21,8 +21,8 @@ from dspy_flashevolve.meta_harness.drafts import Draft
 from dspy_flashevolve.meta_harness.files import Library, overview
 from dspy_flashevolve.meta_harness.limits import Limits
 from dspy_flashevolve.meta_harness.outcomes import Failure
-from tests.meta_harness.test_hostile import children_of, wire_code
 from tests.contract.test_meta_harness import Watched, search
+from tests.meta_harness.test_hostile import children_of, wire_code
 from tests.meta_harness.worlds import GOOD, Lab, lab, module
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the sandbox needs Linux")
