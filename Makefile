@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-slow notebooks lint types doctest check clean
+.PHONY: demo test test-benchmarks test-slow notebooks lint types doctest check clean
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -17,7 +17,10 @@ test: $(VENV)/.installed  ## the test suite and the examples in the docstrings
 	$(BIN)/python -m pytest -n auto --dist worksteal
 	$(BIN)/python -m pytest --quiet --doctest-modules dspy_flashevolve
 
-test-slow: $(VENV)/.installed  ## the slow suites; see tests/dspy_suite and FLASHEVOLVE_VLLM_BASE
+test-benchmarks: $(VENV)/.installed  ## the tests of the benchmarks and of the notebooks
+	$(BIN)/python -m pytest -n auto --dist worksteal tests/benchmarks
+
+test-slow: $(VENV)/.installed  ## the slow suites; see tests/contract/dspy_suite and FLASHEVOLVE_VLLM_BASE
 	$(BIN)/python -m pytest -m "slow or vllm"
 
 notebooks: $(VENV)/.installed  ## run the notebooks, and save their outputs in them
@@ -30,7 +33,7 @@ lint: $(VENV)/.installed
 types: $(VENV)/.installed
 	$(BIN)/pyright
 
-check: test lint types  ## all that CI runs
+check: test test-benchmarks lint types  ## all that CI runs
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis

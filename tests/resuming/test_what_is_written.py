@@ -19,8 +19,9 @@ from dspy_flashevolve.engine.errors import JournalError
 from dspy_flashevolve.engine.journal import Journal
 from dspy_flashevolve.engine.journal_check import check
 from dspy_flashevolve.gepa import reports
+from tests.contract.surface import sql as rows
+from tests.contract.test_going_on import TRAIN, VAL, run
 from tests.fakes import Chain, digits, reflection_lm
-from tests.resuming.test_going_on import TRAIN, VAL, rows, run
 
 
 @pytest.mark.parametrize(("schedule", "after"), [("async", 5), ("async", 40), ("lockstep", 5)])

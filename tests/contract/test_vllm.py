@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import urllib.request
 from typing import Any
 
 import dspy
 import pytest
 
-from benchmarks.vllm_cpu import counter
 from dspy_flashevolve import AsyncGEPA
 
 BASE = os.environ.get("FLASHEVOLVE_VLLM_BASE", "").rstrip("/")
@@ -31,7 +31,10 @@ def read(address: str) -> str:
 
 def generated_tokens() -> float:
     """What the server says it has written."""
-    return counter(read(BASE.removesuffix("/v1") + "/metrics"), "vllm:generation_tokens_total")
+    metrics = read(BASE.removesuffix("/v1") + "/metrics")
+    return sum(
+        float(number) for number in re.findall(r"^vllm:generation_tokens_total(?:\{.*\})? (\S+)$", metrics, re.M)
+    )
 
 
 def metric(gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None) -> dspy.Prediction:

@@ -13,10 +13,8 @@ from typing import Any
 import dspy
 import pytest
 
-from dspy_flashevolve import AsyncGEPA
-from dspy_flashevolve.engine.errors import JournalError, RunDirectoryError
-from dspy_flashevolve.engine.journal import FILE, Journal
-from dspy_flashevolve.engine.journal_check import check
+from dspy_flashevolve import AsyncGEPA, ConfigurationError
+from tests.contract.surface import journal_of, problems
 from tests.fakes import Chain, digits, examples, reflection_lm, task_lm
 
 TRAIN, VAL = examples("t", 6), examples("v", 6)
@@ -62,7 +60,7 @@ def refused(directory: Path, saying: str, **options: Any) -> None:
     """A compile there is refused with these words, before any call of the metric, and changes nothing."""
     metric = options.setdefault("metric", Counted())
     before = journal_bytes(directory)
-    with pytest.raises(RunDirectoryError, match=saying):
+    with pytest.raises(ConfigurationError, match=saying):
         compiled(directory, **options)
     assert getattr(metric, "calls", 0) == 0
     assert journal_bytes(directory) == before
@@ -88,7 +86,7 @@ def test_a_directory_that_cannot_be_made_is_refused() -> None:
     if not Path("/proc/self").exists():
         pytest.skip("needs /proc")
     metric = Counted()
-    with pytest.raises(RunDirectoryError, match="cannot be written"):
+    with pytest.raises(ConfigurationError, match="cannot be written"):
         compiled(Path("/proc/flashevolve"), metric=metric)
     assert metric.calls == 0
 
@@ -96,49 +94,38 @@ def test_a_directory_that_cannot_be_made_is_refused() -> None:
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root writes everywhere")
 def test_a_read_only_directory_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
-    with pytest.raises(RunDirectoryError, match="cannot be written"):
+    with pytest.raises(ConfigurationError, match="cannot be written"):
         compiled(tmp_path)
 
 
 def test_a_log_dir_that_is_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("mine")
-    with pytest.raises(RunDirectoryError, match="cannot be written"):
+    with pytest.raises(ConfigurationError, match="cannot be written"):
         compiled(tmp_path / "run")
     assert (tmp_path / "run").read_text() == "mine"
 
 
 def test_a_truncated_journal_is_refused(directory: Path) -> None:
-    path = directory / FILE
+    path = journal_of(directory)
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     refused(directory, "no journal that can be continued", metric=Counted())
 
 
 def test_a_journal_with_garbage_in_the_middle_is_refused(directory: Path) -> None:
-    path = directory / FILE
+    path = journal_of(directory)
     content = bytearray(path.read_bytes())
     content[4096:12288] = b"\xa5" * 8192
     path.write_bytes(bytes(content))
     refused(directory, "no journal that can be continued", metric=Counted())
 
 
-def test_a_journal_whose_texts_are_broken_is_refused(directory: Path) -> None:
-    connection = sqlite3.connect(directory / FILE)
-    connection.execute("UPDATE candidates SET texts = '{' WHERE id = 1")
-    connection.commit()
-    connection.close()
-    metric = Counted()
-    with pytest.raises(RunDirectoryError, match="is damaged"):
-        compiled(directory, metric=metric, calls=100)
-    assert metric.calls == 0
-
-
 def test_a_file_that_is_no_database_is_refused(tmp_path: Path) -> None:
-    (tmp_path / FILE).write_text("these are notes of mine, and they are longer than a header of SQLite is, by far")
+    (journal_of(tmp_path)).write_text("these are notes of mine, and they are longer than a header of SQLite is, by far")
     refused(tmp_path, "not a database")
 
 
 def test_a_database_of_something_else_is_refused(tmp_path: Path) -> None:
-    connection = sqlite3.connect(tmp_path / FILE)
+    connection = sqlite3.connect(journal_of(tmp_path))
     connection.execute("CREATE TABLE recipes (name TEXT)")
     connection.commit()
     connection.close()
@@ -147,38 +134,39 @@ def test_a_database_of_something_else_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("version", [99, 0, -3])
 def test_a_journal_of_a_version_that_is_not_known_is_refused(directory: Path, version: int) -> None:
-    connection = sqlite3.connect(directory / FILE)
+    connection = sqlite3.connect(journal_of(directory))
     connection.execute(f"PRAGMA user_version = {version}")
     connection.commit()
     connection.close()
     refused(directory, f"its schema is version {version}", metric=Counted())
 
 
-def test_two_runs_on_one_directory_are_refused(tmp_path: Path) -> None:
-    first = Journal(tmp_path)
-    try:
-        with pytest.raises(RunDirectoryError, match="another run is at work there"):
-            compiled(tmp_path)
-    finally:
-        first.close()
-    compiled(tmp_path)
+def test_two_runs_at_once_on_one_directory_are_refused(tmp_path: Path) -> None:
+    """The second one begins while the first is at work, in this process and in another one."""
+    refusals: list[str] = []
+    other = f"""
+from pathlib import Path
+from dspy_flashevolve import ConfigurationError
+from tests.contract.test_run_directory import compiled
+try:
+    compiled(Path({str(tmp_path)!r}))
+except ConfigurationError as error:
+    print(error)
+"""
 
+    def metric(gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None) -> Any:
+        if not refusals:
+            refusals.append("")
+            with pytest.raises(ConfigurationError, match="another run is at work there"):
+                compiled(tmp_path, metric=metric)
+            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+            done = subprocess.run([sys.executable, "-c", other], capture_output=True, text=True, env=environment)
+            refusals.append(done.stdout)
+        return digits(gold, pred)
 
-def test_two_processes_on_one_directory_are_refused(tmp_path: Path) -> None:
-    journal = "from dspy_flashevolve.engine.journal import Journal"
-    holds = f"import sys; {journal}; j = Journal(sys.argv[1]); print('held', flush=True); input()"
-    other = subprocess.Popen(
-        [sys.executable, "-c", holds, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    try:
-        assert other.stdout is not None
-        assert other.stdout.readline() == "held\n"
-        with pytest.raises(RunDirectoryError, match="another run is at work there"):
-            compiled(tmp_path)
-    finally:
-        other.kill()
-        other.communicate()
-    compiled(tmp_path)  # the lock of a process that was killed is gone
+    compiled(tmp_path, metric=metric)
+    assert "another run is at work there" in refusals[1]
+    compiled(tmp_path, metric=metric, calls=70)
 
 
 @pytest.mark.parametrize(
@@ -203,18 +191,10 @@ def test_a_student_with_other_instructions_is_refused_by_the_predictors_name(dir
     refused(directory, r"seed text of 'steps\[0\]' has changed", student=student)
 
 
-def test_another_line_of_gepa_is_refused(directory: Path) -> None:
-    connection = sqlite3.connect(directory / FILE)
-    connection.execute("UPDATE sessions SET settings = json_set(settings, '$.versions.gepa', '0.9.0')")
-    connection.commit()
-    connection.close()
-    refused(directory, "gepa was 0.9.0", metric=Counted())
-
-
 def test_a_journal_without_its_checkpoint_is_refused(directory: Path) -> None:
     (directory / "gepa_state.bin").unlink()
     metric = Counted()
-    with pytest.raises(RunDirectoryError, match=r"gepa_state.bin is missing"):
+    with pytest.raises(ConfigurationError, match=r"gepa_state.bin is missing"):
         compiled(directory, metric=metric, calls=100)
     assert metric.calls == 0
 
@@ -222,13 +202,13 @@ def test_a_journal_without_its_checkpoint_is_refused(directory: Path) -> None:
 FULL = """
 import resource, sys
 from pathlib import Path
-from dspy_flashevolve.engine.errors import JournalError
-from tests.resuming.child import run
+from dspy_flashevolve import RunAbortedError
+from tests.contract.child import run
 
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), resource.RLIM_INFINITY))
 try:
     run(Path(sys.argv[1]), "full", 300)
-except JournalError as error:
+except RunAbortedError as error:
     print(type(error.best_program).__name__)
     print(error)
     sys.exit(3)
@@ -238,7 +218,7 @@ except JournalError as error:
 @pytest.mark.skipif(sys.platform == "win32", reason="needs setrlimit")
 def test_a_full_disk_ends_the_run_with_the_best_so_far_and_nothing_is_damaged(tmp_path: Path) -> None:
     """The file system refuses files above a size, for the whole process: a real refusal of real writes."""
-    from tests.resuming.child import run
+    from tests.contract.child import run
 
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     ended = subprocess.run(
@@ -248,25 +228,9 @@ def test_a_full_disk_ends_the_run_with_the_best_so_far_and_nothing_is_damaged(tm
     kind, message = ended.stdout.split("\n", 1)
     assert kind == "SlowChain"
     assert "cannot be written" in message
-    assert check(tmp_path / "run").problems == []
-    connection = sqlite3.connect(tmp_path / "run" / FILE)
-    rows = connection.execute("SELECT COUNT(*), MIN(score), MAX(score) FROM rollouts").fetchone()
-    connection.close()
-    assert rows[0] > 20
-    assert rows[2] > 0
+    assert problems(tmp_path / "run") == []
+    before = (tmp_path / "calls.txt").read_bytes().count(b"\n")
+    assert before > 20
     done = run(tmp_path, "full", 300).detailed_results
-    assert check(tmp_path / "run").problems == []
-    assert done.total_metric_calls <= 300
-
-
-def test_a_journal_that_cannot_be_written_any_more_says_so_at_the_next_flush(tmp_path: Path) -> None:
-    journal = Journal(tmp_path)
-    try:
-        journal._writing.execute("PRAGMA max_page_count = 1")  # pyright: ignore[reportPrivateUsage]
-        for number in range(500):
-            journal.append("ends", ticket=number, session=1, ended_at=0.0, way="rejected", reason="x" * 1000)
-        with pytest.raises(JournalError, match=r"cannot be written \(database or disk is full\)"):
-            journal.flush_here()
-    finally:
-        journal.close()
-    assert check(tmp_path).summary
+    assert problems(tmp_path / "run") == []
+    assert before < (tmp_path / "calls.txt").read_bytes().count(b"\n") <= done.total_metric_calls <= 300

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import json
 import logging
 import os
@@ -20,35 +19,27 @@ import dspy
 import pytest
 from dspy.utils.exceptions import LMAuthError, LMRateLimitError
 from gepa.core.state import GEPAState
+from gepa.utils import MaxCandidateProposalsStopper
 
 from dspy_flashevolve import AsyncGEPA, RunAbortedError
-from tests.fakes import AsyncFakeEngine, Chain, digits, examples, fake_lm, hashed, reflection_lm, reply_for
-
-TRAIN, VAL = examples("t", 7), examples("v", 9)
-ENDLESS = 10**6
-"""A budget of metric calls that no test spends."""
-
-
-def optimizer(calls: int | None = 150, **options: Any) -> AsyncGEPA:
-    settings: dict[str, Any] = {"max_metric_calls": calls, "num_threads": 4, "track_stats": True}
-    settings |= {"reflection_lm": reflection_lm()} | options
-    return AsyncGEPA(settings.pop("metric", digits), **settings)
+from tests.contract.surface import (
+    ENDLESS,
+    TRAIN,
+    VAL,
+    check_ends,
+    left_threads,
+    on,
+    optimizer,
+    raising,
+    simulated,
+    steps_of,
+    text_of,
+)
+from tests.fakes import AsyncFakeEngine, Chain, digits, fake_lm, hashed, reflection_lm, reply_for
 
 
 def compiled(one: AsyncGEPA) -> Any:
     return one.compile(Chain(), trainset=TRAIN, valset=VAL)
-
-
-class On:
-    """A gepa callback: calls a function at one kind of event."""
-
-    def __init__(self, event: str, call: Callable[[dict[str, Any]], Any]) -> None:
-        setattr(self, event, call)
-
-
-def on(event: str, call: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
-    """``gepa_kwargs`` with one callback."""
-    return {"callbacks": [On(event, call)]}
 
 
 def press(number: signal.Signals) -> Callable[[dict[str, Any]], None]:
@@ -61,18 +52,6 @@ def press(number: signal.Signals) -> Callable[[dict[str, Any]], None]:
             os.kill(os.getpid(), number)
 
     return once
-
-
-def text_of(program: Any) -> str:
-    return program.steps[0].signature.instructions
-
-
-def left_threads() -> list[str]:
-    """Names of threads of ours that live though a moment has passed."""
-    ours = [one for one in threading.enumerate() if one.name.startswith(("flashevolve", "asyncio-portal"))]
-    for thread in ours:
-        thread.join(timeout=10)
-    return [one.name for one in ours if one.is_alive()]
 
 
 # Ways to end a run
@@ -98,8 +77,10 @@ ENDS: dict[str, tuple[dict[str, Any], str, str]] = {
 }
 
 
-@pytest.mark.parametrize("schedule", ["async", "lockstep"])
-@pytest.mark.parametrize("way", list(ENDS))
+WAYS = [(way, "async") for way in ENDS] + [(way, "lockstep") for way in ("max_seconds", "a stopper", "gepa.stop")]
+
+
+@pytest.mark.parametrize(("way", "schedule"), WAYS)
 def test_every_end_drains_and_returns_the_best(way: str, schedule: Any, tmp_path: Path) -> None:
     options, reason, outcome = ENDS[way]
     options = {"calls": ENDLESS, "schedule": schedule} | options
@@ -114,9 +95,33 @@ def test_every_end_drains_and_returns_the_best(way: str, schedule: Any, tmp_path
     assert stats.outcome == outcome
     assert not stats.failed
     assert stats.ended["cancelled"] == 0, "what ran was finished"
-    assert sum(stats.ended.values()) == stats.tickets
+    check_ends(stats)
     assert text_of(program) == text_of(details.candidates[details.best_idx])
     assert details.val_aggregate_scores[details.best_idx] == max(details.val_aggregate_scores)
+
+
+def test_no_step_starts_after_max_seconds() -> None:
+    stats = compiled(optimizer(ENDLESS, max_seconds=1e-9)).async_stats
+    assert stats.stop_reason == "max_seconds=1e-09 is over"
+    assert stats.metric_calls < 1000
+
+
+def test_a_stopper_of_gepas_ends_a_run() -> None:
+    stopper = MaxCandidateProposalsStopper(4)
+    stats = compiled(optimizer(ENDLESS, gepa_kwargs={"stop_callbacks": [stopper]})).async_stats
+    assert stats.stop_reason == "a stopper said stop"
+    assert 4 <= steps_of(stats) < 30
+
+
+def test_a_stopper_is_asked_once_a_finished_step_in_lockstep() -> None:
+    asked: list[int] = []
+
+    def stopper(state: Any) -> bool:
+        asked.append(state.total_num_evals)
+        return len(asked) > 5
+
+    stats = compiled(optimizer(ENDLESS, schedule="lockstep", gepa_kwargs={"stop_callbacks": stopper})).async_stats
+    assert steps_of(stats) == len(asked) - 1 == 5
 
 
 def touch(folder: Path) -> None:
@@ -137,7 +142,9 @@ import asyncio, json, logging, signal, sys, threading
 import dspy
 from gepa.core.state import GEPAState
 from tests.fakes import FakeEngine
-from tests.test_stopping import *
+from tests.contract.surface import *
+from tests.contract.test_stopping import compiled
+from tests.fakes import *
 
 mode, folder = sys.argv[1:]
 logging.basicConfig(level=logging.WARNING, stream=sys.stdout, format="%(message)s")
@@ -194,7 +201,7 @@ class Child:
     def __init__(self, mode: str, folder: Path) -> None:
         command = [sys.executable, "-c", SCRIPT, mode, str(folder)]
         self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[1]
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]
         )
         self.watchdog = threading.Timer(60, self.process.kill)  # a script that hangs is a failure, not a hang
         self.watchdog.start()
@@ -564,13 +571,6 @@ def test_best_so_far_of_a_run_that_goes_on_from_a_checkpoint_is_the_checkpoints_
     assert text_of(known[0]) == text_of(first)
 
 
-def test_a_copy_of_an_optimizer_has_no_run() -> None:
-    one = optimizer(60)
-    compiled(one)
-    assert copy.deepcopy(one._best).program() is None
-    assert copy.copy(one).best_so_far() is not None
-
-
 # How it ended
 
 
@@ -594,27 +594,12 @@ def test_the_end_of_a_run_is_one_line_in_the_log(caplog: pytest.LogCaptureFixtur
 
 
 def failing_after(count: int, error: Exception) -> dspy.LM:
-    answered = 0
-
-    def answer(prompt: str) -> str:
-        nonlocal answered
-        answered += 1
-        if answered > count:
-            raise error
-        return reply_for(prompt, answer=str(1 + hashed(prompt) % 6))
-
-    return fake_lm(answer)
+    return raising(lambda number: error if number > count else None)
 
 
-def test_a_run_that_gives_up_says_failed_in_the_result_and_in_an_error(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def sleep(seconds: float) -> None:
-        await asyncio.sleep(0)
-
-    monkeypatch.setattr("dspy_flashevolve.engine.rollouts.anyio.sleep", sleep)
+def test_a_run_that_gives_up_says_failed_in_the_result_and_in_an_error(caplog: pytest.LogCaptureFixture) -> None:
     with dspy.context(lm=failing_after(60, LMRateLimitError("503 for good"))):
-        stats = compiled(optimizer(ENDLESS)).async_stats
+        stats = simulated(ENDLESS).async_stats
     assert (stats.outcome, stats.failed) == ("failed", True)
     assert summary(caplog).levelno == logging.ERROR
     assert "gave up" in summary(caplog).getMessage()

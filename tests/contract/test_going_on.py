@@ -1,10 +1,9 @@
-"""What a run that goes on takes up: unfinished tickets with what was paid for them, heads, counts; and with whom."""
+"""What a run that goes on takes up: unfinished steps with what was paid for them, heads, counts; and with whom."""
 
 from __future__ import annotations
 
 import json
-import sqlite3
-from contextlib import closing, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,9 @@ import dspy
 import pytest
 from dspy.utils.exceptions import LMAuthError
 
-from dspy_flashevolve import AsyncGEPA
-from dspy_flashevolve.engine.errors import RunAbortedError
-from dspy_flashevolve.engine.journal import FILE
-from dspy_flashevolve.engine.journal_check import check
+from dspy_flashevolve import AsyncGEPA, RunAbortedError
+from tests.contract.surface import Sum, check_ends, facts, journal_of, problems
 from tests.fakes import Chain, digits, examples, fake_lm, hashed, reply_for
-from tests.resuming.child import Sum
-from tests.resuming.test_lockstep_resume import facts
 
 TRAIN, VAL = examples("t", 7), examples("v", 8)
 
@@ -60,26 +55,19 @@ def run(
         return optimizer.compile(Chain(predictors), trainset=TRAIN, valset=VAL).detailed_results
 
 
-def rows(directory: Path, query: str) -> list[Any]:
-    with closing(sqlite3.connect(directory / FILE)) as connection:
-        return connection.execute(query).fetchall()
-
-
-@pytest.mark.parametrize("reflection_at", [1, 2, 5, 9])
+@pytest.mark.parametrize("reflection_at", [1, 5])
 def test_lockstep_aborted_in_a_reflection_goes_on_as_if_it_had_not_been(tmp_path: Path, reflection_at: int) -> None:
     whole = run(None, schedule="lockstep")
     with pytest.raises(RunAbortedError):
         run(tmp_path, schedule="lockstep", reflection_at=reflection_at)
-    [(unfinished,)] = rows(tmp_path, "SELECT COUNT(*) FROM tickets WHERE number NOT IN (SELECT ticket FROM ends)")
-    assert unfinished == 1
     assert facts(run(tmp_path, schedule="lockstep")) == facts(whole)
-    assert check(tmp_path).problems == []
+    assert problems(tmp_path) == []
 
 
 def test_lockstep_aborted_again_and_again_in_rollouts_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
     """The task LM refuses at its 11th call in each session: sessions end in the middle of validations and screens."""
     whole = run(None, schedule="lockstep", num_threads=1)
-    for _ in range(200):
+    for sessions in range(200):  # noqa: B007
         try:
             details = run(tmp_path, schedule="lockstep", num_threads=1, task_at=11)
             break
@@ -88,8 +76,8 @@ def test_lockstep_aborted_again_and_again_in_rollouts_goes_on_as_if_it_had_not_b
     else:
         raise AssertionError("the run came to no end")
     assert facts(details) == facts(whole)
-    assert rows(tmp_path, "SELECT COUNT(*) FROM session_ends WHERE state = 'aborted'")[0][0] > 10
-    assert check(tmp_path).problems == []
+    assert sessions > 10
+    assert problems(tmp_path) == []
 
 
 def test_the_seeds_validation_goes_on_where_it_was_and_is_not_paid_twice(tmp_path: Path) -> None:
@@ -115,32 +103,49 @@ def test_a_finished_run_that_is_taken_up_again_pays_nothing(tmp_path: Path) -> N
     assert facts(again) == facts(first)
 
 
-def test_a_run_without_the_proposals_text_is_not_reflected_on_twice(tmp_path: Path) -> None:
-    """A reflection that was paid before the interruption is used after it."""
+def test_a_reflection_that_was_paid_before_the_interruption_is_used_after_it(tmp_path: Path) -> None:
+    reflected: list[str] = []
+
+    def proposer(candidate: Any, reflective_dataset: Any, components_to_update: list[str]) -> dict[str, str]:
+        reflected.append(str(sorted(record["Inputs"]["question"] for record in reflective_dataset["steps[0]"])))
+        return {name: f"Instruction {hashed(len(reflected))}" for name in components_to_update}
+
+    options: dict[str, Any] = {
+        "schedule": "lockstep",
+        "num_threads": 1,
+        "predictors": 1,
+        "instruction_proposer": proposer,
+    }
     with pytest.raises(RunAbortedError):
-        run(tmp_path, schedule="lockstep", num_threads=1, predictors=1, task_at=8 + 3 + 2)  # in the first screen
-    [(before,)] = rows(tmp_path, "SELECT texts FROM proposals")
-    run(tmp_path, schedule="lockstep", num_threads=1, predictors=1, calls=8 + 6 + 1)
-    [(ticket, texts)] = rows(tmp_path, "SELECT ticket, texts FROM proposals WHERE id = 1")
-    assert texts == before
-    assert rows(tmp_path, f"SELECT COUNT(*) FROM proposals WHERE ticket = {ticket}") == [(1,)]
+        run(tmp_path, task_at=8 + 3 + 2, **options)  # in the first screen
+    assert len(reflected) == 1
+    run(tmp_path, calls=8 + 6 + 1, **options)
+    assert len(reflected) == len(set(reflected)), "no minibatch was reflected on twice"
 
 
-@pytest.mark.parametrize("task_at", range(60, 180, 15))
-def test_heads_go_on_after_an_interruption(tmp_path: Path, task_at: int) -> None:
-    options: dict[str, Any] = {"stale_candidate_reflection": Sum(), "num_threads": 8, "predictors": 1}
+@pytest.mark.parametrize("task_at", [60, 105, 150])
+def test_an_asynchronous_run_with_integrations_goes_on_and_pays_no_finished_rollout_twice(
+    tmp_path: Path, task_at: int
+) -> None:
+    scored: list[str] = []
+
+    def metric(gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None) -> Any:
+        if pred_name is None:
+            scored.append(gold.question)
+        return digits(gold, pred, trace, pred_name, pred_trace)
+
+    options: dict[str, Any] = {"stale_candidate_reflection": Sum(), "num_threads": 8, "predictors": 1, "metric": metric}
     with suppress(RunAbortedError):
         run(tmp_path, 300, task_at=task_at, **options)
-    query = (
-        "SELECT h.candidate FROM heads h LEFT JOIN head_ends e ON e.session = h.session AND e.head = h.head "
-        "WHERE e.id IS NULL AND h.ticket NOT IN (SELECT ticket FROM ends)"
-    )
-    under_way = {name for (name,) in rows(tmp_path, query)}
-    run(tmp_path, 300, **options)
-    assert rows(tmp_path, query) == []
-    again = {name for (name,) in rows(tmp_path, "SELECT candidate FROM heads WHERE session = 2")}
-    assert under_way <= again
-    assert check(tmp_path).problems == []
+    known = json.loads((tmp_path / "candidates.json").read_text()) if (tmp_path / "candidates.json").exists() else []
+    details = run(tmp_path, 300, **options)
+    texts = [
+        {name: one.signature.instructions for name, one in program.named_predictors()} for program in details.candidates
+    ]
+    assert texts[: len(known)] == known
+    assert len(scored) == details.total_metric_calls <= 300
+    check_ends(details.async_stats)
+    assert problems(tmp_path) == []
 
 
 def test_gepa_itself_goes_on_and_then_this_engine_again(tmp_path: Path) -> None:
@@ -157,11 +162,8 @@ def test_gepa_itself_goes_on_and_then_this_engine_again(tmp_path: Path) -> None:
     assert facts(first)[0] == earlier[: len(first.candidates)]
     assert earlier == later[: len(earlier)]
     assert len(second.candidates) > len(first.candidates)
-    [(elsewhere,)] = rows(tmp_path, "SELECT SUM(calls) FROM calls WHERE stage = 'elsewhere'")
-    assert elsewhere == second.total_metric_calls - first.total_metric_calls
-    foreign = rows(tmp_path, "SELECT candidate_index FROM commits WHERE ticket IS NULL ORDER BY 1")
-    assert [index for (index,) in foreign] == list(range(len(first.candidates), len(second.candidates)))
-    assert check(tmp_path).problems == []
+    assert third.total_metric_calls > second.total_metric_calls
+    assert problems(tmp_path) == []
 
 
 def test_a_run_of_gepas_goes_on_without_a_journal_from_before(tmp_path: Path) -> None:
@@ -173,7 +175,7 @@ def test_a_run_of_gepas_goes_on_without_a_journal_from_before(tmp_path: Path) ->
         theirs = optimizer.compile(Chain(2), trainset=TRAIN, valset=VAL).detailed_results
     ours = run(tmp_path, theirs.total_metric_calls + 60)
     assert facts(ours)[0][: len(theirs.candidates)] == facts(theirs)[0]
-    assert check(tmp_path).problems == []
+    assert problems(tmp_path) == []
 
 
 def test_a_commit_that_gepas_checkpoint_missed_is_made_again_from_the_journal(tmp_path: Path) -> None:
@@ -190,7 +192,7 @@ def test_a_commit_that_gepas_checkpoint_missed_is_made_again_from_the_journal(tm
     (tmp_path / "candidates.json").write_text((before / "candidates.json").read_text())
     again = run(tmp_path, 150, schedule="lockstep", task_at=1, reflection_at=1)
     assert facts(again)[:4] == facts(whole)[:4]
-    assert check(tmp_path).problems == []
+    assert problems(tmp_path) == []
 
 
 def run_until(candidates: int, directory: Path) -> Path:
@@ -233,29 +235,7 @@ def test_the_journal_holds_no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             wandb_api_key=secrets[1],
         )
         optimizer.compile(Chain(1), trainset=TRAIN, valset=VAL)
-    written = b"".join(path.read_bytes() for path in tmp_path.glob(f"{FILE}*"))
+    written = b"".join(path.read_bytes() for path in tmp_path.glob(f"{journal_of(tmp_path).name}*"))
     assert b"[redacted]" in written
     for secret in (*secrets, "abcdef123456"):
         assert secret.encode() not in written
-
-
-def test_every_finished_rollout_is_a_row_with_what_it_gave_and_cost(tmp_path: Path) -> None:
-    details = run(tmp_path, 100, staleness="full")
-    found = rows(tmp_path, "SELECT score, output, tokens, latency_seconds, split, traced, trace FROM rollouts")
-    assert len(found) == details.total_metric_calls
-    for score, output, tokens, latency, split, traced, trace in found:
-        assert 0 <= score <= 1
-        assert set(json.loads(output)["p"]) == {"answer"}
-        assert tokens == 14  # two predictors
-        assert latency > 0
-        assert (split == "train") <= bool(traced)
-        assert trace is None or json.loads(trace) is None or len(json.loads(trace)["trace"]) == 2
-
-
-def test_every_ticket_has_its_selection_its_randomness_and_one_end(tmp_path: Path) -> None:
-    run(tmp_path, 150)
-    for number, rng, selection in rows(tmp_path, "SELECT number, rng, selection FROM tickets WHERE kind = 'mutation'"):
-        assert rng == f"1/{number}"
-        assert all(len(task["ids"]) == 3 for task in json.loads(selection))
-    assert rows(tmp_path, "SELECT COUNT(*) FROM tickets") == rows(tmp_path, "SELECT COUNT(*) FROM ends")
-    assert rows(tmp_path, "SELECT COUNT(*) FROM tickets WHERE number NOT IN (SELECT ticket FROM ends)") == [(0,)]

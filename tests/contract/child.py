@@ -1,4 +1,4 @@
-"""A run in a process of its own, to be killed and taken up again: `python -m tests.resuming.child DIR SCHEDULE CALLS`.
+"""A run in a process of its own, to be killed and taken up again: `python -m tests.contract.child DIR SCHEDULE CALLS`.
 
 The language models are named fakes in the process (tests/fakes.py), a little slow; every call of the metric appends a
 line to DIR/calls.txt before it does anything else, so that what was really paid can be counted afterwards.
@@ -11,12 +11,12 @@ import json
 import os
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import dspy
 
 from dspy_flashevolve import AsyncGEPA
+from tests.contract.surface import Sum
 from tests.fakes import Chain, digits, examples, hashed, reflection_lm, task_lm
 
 TRAIN, VAL = examples("t", 9), examples("v", 12)
@@ -28,16 +28,6 @@ class SlowChain(Chain):
     async def aforward(self, question: str) -> dspy.Prediction:
         await asyncio.sleep(0.002 + 0.02 * (hashed(question) % 7 == 0))
         return await super().aforward(question)
-
-
-class Sum(dspy.Module):
-    """A named fake of an integration: takes every child in."""
-
-    async def aforward(self, head: Any, children: Any, commits: Any = (), code_components: Any = ()) -> Any:
-        await asyncio.sleep(0.01)
-        texts = {name: f"Instruction {hashed(head, [c.texts for c in children]) % 100_000}" for name in head}
-        judged = [SimpleNamespace(child=c.number, verdict="orthogonal", reason="sum") for c in children]
-        return dspy.Prediction(texts={next(iter(texts)): next(iter(texts.values()))}, verdicts=judged)
 
 
 def run(directory: Path, schedule: str, calls: int, predictors: int = 1, **options: Any) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -13,33 +12,17 @@ import dspy
 import pytest
 from dspy.primitives.local_interpreter import LocalInterpreter
 from dspy.teleprompt.gepa.gepa import DspyGEPAResult
-from dspy.utils.exceptions import LMAuthError, LMRateLimitError
-from gepa.core.state import GEPAState
 from gepa.strategies.proposal_sampling import IndependentSampling
-from gepa.utils import MaxCandidateProposalsStopper
 
-from dspy_flashevolve import AsyncGEPA, ConfigurationError, RunAbortedError
+from dspy_flashevolve import AsyncGEPA, ConfigurationError
+from tests.contract.surface import TRAIN, VAL, check_ends, check_winner, compiled, optimizer, steps_of
 from tests.fakes import Chain, digits, examples, fake_lm, hashed, reflection_lm, reply_for, task_lm
-
-TRAIN, VAL = examples("t", 7), examples("v", 9)
-
-
-def optimizer(calls: int | None = 150, **options: Any) -> AsyncGEPA:
-    settings: dict[str, Any] = {"max_metric_calls": calls, "num_threads": 4, "track_stats": True}
-    settings |= {"reflection_lm": reflection_lm()} | options
-    metric = settings.pop("metric", digits)
-    return AsyncGEPA(metric, **settings)
-
-
-def compiled(calls: int | None = 150, predictors: int = 1, **options: Any) -> Any:
-    return optimizer(calls, **options).compile(Chain(predictors), trainset=TRAIN, valset=VAL)
-
 
 # What comes back
 
 
 def test_the_result_is_dspys_with_async_stats_beside_it() -> None:
-    program = compiled(predictors=2)
+    program = compiled(150, 2)
     details = program.detailed_results
     assert isinstance(details, DspyGEPAResult)
     assert details.async_stats is program.async_stats
@@ -48,38 +31,47 @@ def test_the_result_is_dspys_with_async_stats_beside_it() -> None:
     assert {"candidates", "parents", "best_idx"} <= details.to_dict().keys()
 
 
-def test_the_winner_is_fully_validated_and_never_worse_than_the_seed() -> None:
-    details = compiled(300, 2).detailed_results
-    assert len(details.candidates) > 3
-    assert set(details.val_subscores[details.best_idx]) == set(range(len(VAL)))
-    assert details.val_aggregate_scores[details.best_idx] == max(details.val_aggregate_scores)
-    assert max(details.val_aggregate_scores) >= details.val_aggregate_scores[0]
-
-
 def test_the_returned_program_is_the_best_candidate_and_the_student_is_unchanged() -> None:
     student = Chain()
-    before = student.steps[0].signature.instructions
+    state, before = student.dump_state(), student.steps[0].signature.instructions
     program: Any = optimizer(300).compile(student, trainset=TRAIN, valset=VAL)
     best = program.detailed_results.best_candidate
     assert program.steps[0].signature.instructions == best.steps[0].signature.instructions != before
-    assert student.steps[0].signature.instructions == before
+    assert student.dump_state() == state
+    check_winner(program.detailed_results)
+
+
+def test_the_program_is_saved_and_loaded_as_any_other(tmp_path: Any) -> None:
+    program = compiled(300, 2)
+    program.save(tmp_path / "program.json")
+    loaded = Chain(2)
+    loaded.load(tmp_path / "program.json")
+    assert [step.signature.instructions for step in loaded.steps] == [
+        step.signature.instructions for step in program.steps
+    ]
+    assert loaded(question="q").answer == program(question="q").answer
 
 
 def test_without_track_stats_the_program_comes_back_alone() -> None:
     assert not hasattr(compiled(track_stats=False), "detailed_results")
 
 
-def test_stats_account_for_every_ticket_and_every_commit() -> None:
+def test_stats_account_for_every_step_and_every_commit() -> None:
     details = compiled(300).detailed_results
     stats = details.async_stats
-    assert sum(stats.ended.values()) == stats.tickets
-    assert stats.ended["committed"] == len(stats.commits) == len(details.candidates) - 1
+    check_ends(stats)
+    assert len(stats.commits) == len(details.candidates) - 1 > 0
     assert [commit.candidate for commit in stats.commits] == list(range(1, len(details.candidates)))
+    assert [commit.score for commit in stats.commits] == details.val_aggregate_scores[1:]
+    assert [commit.best_score for commit in stats.commits] == [
+        max(details.val_aggregate_scores[: commit.candidate + 1]) for commit in stats.commits
+    ]
     assert sum(stats.gaps["before_commit"].values()) == len(stats.commits)
     assert 0 < stats.occupancy <= 1
     assert stats.peak_slots <= stats.slots == 4
     assert stats.task_tokens == 7 * stats.metric_calls
     assert stats.reflection_tokens == 7 * (stats.proposals + stats.integration_calls)
+    assert stats.proposals_per_minute == pytest.approx(60 * stats.proposals / stats.seconds)
 
 
 def test_best_outputs_are_tracked() -> None:
@@ -269,91 +261,10 @@ def test_no_thread_outlives_the_run() -> None:
     assert set(threading.enumerate()) <= before
 
 
-# Budget and stops
-
-
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("calls", [9, 24, 60, 151, 400])
-def test_metric_calls_never_exceed_the_budget(calls: int, seed: int) -> None:
-    counted: list[int] = []
-
-    def metric(gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None) -> Any:
-        if pred_name is None:
-            counted.append(1)
-        return digits(gold, pred)
-
-    with dspy.context(lm=task_lm(seed)):
-        details = compiled(calls, 3, seed=seed, metric=metric).detailed_results
-    assert len(counted) == details.total_metric_calls <= calls
-
-
-@pytest.mark.parametrize("budget", [{"auto": "light"}, {"max_full_evals": 4}])
-def test_every_way_to_give_a_budget_means_what_it_means_in_gepa(budget: dict[str, Any]) -> None:
-    def proposer(candidate: Any, reflective_dataset: Any, components_to_update: list[str]) -> dict[str, str]:
-        return {}
-
-    theirs = dspy.GEPA(digits, instruction_proposer=proposer, num_threads=4, **budget)
-    ours = AsyncGEPA(digits, instruction_proposer=proposer, num_threads=4, **budget)
-    for one in (theirs, ours):
-        one.compile(Chain(2), trainset=TRAIN, valset=VAL)
-    assert ours.max_metric_calls == theirs.max_metric_calls
-
-
-def test_a_budget_for_the_seed_alone_returns_the_seed_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, logger="dspy_flashevolve"):
-        details = compiled(12).detailed_results
-    assert len(details.candidates) == 1
-    assert "the seed will be returned. Give at least 27" in caplog.text
-
-
-def test_max_seconds_admits_no_ticket_after_it() -> None:
-    stats = compiled(10**6, max_seconds=1e-9).detailed_results.async_stats
-    assert stats.stop_reason == "max_seconds=1e-09 is over"
-    assert stats.metric_calls < 1000
-
-
-def test_a_stopper_of_gepa_is_asked_once_a_finished_ticket() -> None:
-    asked: list[int] = []
-
-    def stopper(state: Any) -> bool:
-        asked.append(state.total_num_evals)
-        return len(asked) > 5
-
-    stats = compiled(10**6, gepa_kwargs={"stop_callbacks": stopper}, max_live_tickets=1).async_stats
-    assert stats.stop_reason == "a stopper said stop"
-    assert len(asked) - 1 <= stats.tickets <= len(asked)
-    assert compiled(10**6, gepa_kwargs={"stop_callbacks": [MaxCandidateProposalsStopper(4)]}).async_stats.tickets < 12
-
-
-def test_the_file_gepa_stop_ends_the_run(tmp_path: Any) -> None:
-    class Stop:
-        def on_iteration_end(self, event: Any) -> None:
-            (tmp_path / "gepa.stop").touch()
-
-    stats = compiled(10**6, log_dir=str(tmp_path), gepa_kwargs={"callbacks": [Stop()]}).async_stats
-    assert stats.stop_reason == f"the file {tmp_path / 'gepa.stop'} is there"
-
-
-def test_live_tickets_are_bounded() -> None:
-    live: list[int] = []
-
-    class Watch:
-        def on_iteration_start(self, event: Any) -> None:
-            live.append(1)
-
-        def on_iteration_end(self, event: Any) -> None:
-            live.append(-1)
-
-    compiled(400, max_live_tickets=3, gepa_kwargs={"callbacks": [Watch()]})
-    levels = [sum(live[: n + 1]) for n in range(len(live))]
-    assert max(levels) <= 3
-    assert levels[-1] == 0
-
-
 # The asynchronous schedule
 
 
-def test_the_first_tickets_do_not_wait_for_the_seeds_validation() -> None:
+def test_the_first_steps_do_not_wait_for_the_seeds_validation() -> None:
     asked: list[str] = []
 
     class Order(Chain):
@@ -379,122 +290,12 @@ def test_lockstep_validates_the_seed_before_anything_else() -> None:
     assert asked[:9] == ["v"] * 9
 
 
-def test_callbacks_run_one_at_a_time_in_one_thread_and_every_iteration_begins_and_ends_once() -> None:
-    threads, starts, ends, commits = set[int](), list[int](), list[int](), list[int]()
-    overlaps: list[str] = []
-    inside = 0
-
-    class Watch:
-        def __getattr__(self, name: str) -> Any:
-            if not name.startswith("on_"):
-                raise AttributeError(name)
-
-            def seen(event: dict[str, Any]) -> None:
-                nonlocal inside
-                inside += 1
-                if inside != 1:  # gepa swallows what a callback raises
-                    overlaps.append(name)
-                threads.add(threading.get_ident())
-                if name == "on_iteration_start":
-                    starts.append(event["iteration"])
-                elif name == "on_iteration_end":
-                    ends.append(event["iteration"])
-                elif name == "on_candidate_accepted":
-                    commits.append(event["new_candidate_idx"])
-                inside -= 1
-
-            return seen
-
-    details = compiled(400, 2, gepa_kwargs={"callbacks": [Watch()]}).detailed_results
-    assert len(threads) == 1
-    assert not overlaps
-    assert starts == list(range(1, len(starts) + 1))
-    assert sorted(ends) == starts
-    assert commits == list(range(1, len(details.candidates)))
-
-
 def test_no_minibatch_score_is_taken_for_a_validation_score() -> None:
     """Training example 3 and validation example 3 share an id in gepa's cache; only lockstep repeats that."""
     details = compiled(400, gepa_kwargs={"cache_evaluation": True}).detailed_results
     for candidate, scores in zip(details.candidates, details.val_subscores, strict=True):
         for number, score in scores.items():
             assert digits(VAL[number], candidate(question=VAL[number].question)).score == score
-
-
-# Faults
-
-
-def flaky(share: int, error: Exception) -> Any:
-    """Fails for a share (in percent) of the requests, decided by their number."""
-    count = 0
-
-    def answer(prompt: str) -> str:
-        nonlocal count
-        count += 1
-        if hashed(count) % 100 < share:
-            raise error
-        return reply_for(prompt, answer=str(1 + hashed(prompt) % 6))
-
-    return fake_lm(answer)
-
-
-@pytest.fixture
-def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def sleep(seconds: float) -> None:
-        await asyncio.sleep(0)
-
-    monkeypatch.setattr("dspy_flashevolve.engine.rollouts.anyio.sleep", sleep)
-
-
-@pytest.mark.usefixtures("no_waiting")
-def test_a_rate_limit_is_never_a_score() -> None:
-    with dspy.context(lm=flaky(30, LMRateLimitError("429"))):
-        details = compiled(200).detailed_results
-    scores = [score for candidate in details.val_subscores for score in candidate.values()]
-    assert min(scores) > 0, "every answer that came scores above 0; a 0 would be a fault"
-    assert details.async_stats.retried_requests > 10
-
-
-@pytest.mark.usefixtures("no_waiting")
-def test_tickets_whose_rollouts_stay_unresolved_fail_and_the_run_goes_on() -> None:
-    def answer(prompt: str) -> str:
-        if "\nt 3" in prompt:
-            raise LMRateLimitError("429")
-        return reply_for(prompt, answer=str(1 + hashed(prompt) % 6))
-
-    with dspy.context(lm=fake_lm(answer)):
-        stats = compiled(200).async_stats
-    assert stats.ended["failed"] > 0
-    assert stats.ended["committed"] > 0
-    assert any("no answer after 6 attempts" in reason for reason in stats.end_reasons)
-    assert stats.metric_calls <= 200
-
-
-def test_a_rejected_key_ends_the_run_with_one_clear_error() -> None:
-    with dspy.context(lm=flaky(100, LMAuthError("invalid key"))), pytest.raises(RunAbortedError, match="API key"):
-        compiled()
-
-
-def test_a_seed_that_cannot_be_validated_ends_the_run(no_waiting: None) -> None:
-    with dspy.context(lm=flaky(100, LMRateLimitError("429"))), pytest.raises(RunAbortedError, match="seed program"):
-        compiled()
-
-
-def test_a_selector_that_raises_ends_the_run_with_its_error() -> None:
-    def selector(*args: Any) -> list[str]:
-        raise LookupError("my selector broke")
-
-    with pytest.raises(LookupError, match="my selector broke"):
-        compiled(component_selector=selector)
-
-
-def test_a_reflection_that_raises_fails_its_tickets_and_the_run_goes_on() -> None:
-    def proposer(candidate: Any, reflective_dataset: Any, components_to_update: list[str]) -> dict[str, str]:
-        raise ValueError("no idea")
-
-    stats = compiled(60, instruction_proposer=proposer).async_stats
-    assert stats.ended["committed"] == 0
-    assert stats.ended["failed"] == stats.end_reasons["reflection failed: no idea"] > 3
 
 
 # Checkpoints
@@ -532,8 +333,13 @@ def test_a_checkpoint_is_read_by_gepa_and_a_run_goes_on_from_it(tmp_path: Any) -
         ({"num_threads": 8, "max_concurrency": 4}, ConfigurationError, "above max_concurrency=4"),
         ({"max_concurrency": True}, ConfigurationError, "max_concurrency is True"),
         ({"max_seconds": 0}, ConfigurationError, "max_seconds is 0"),
-        ({"max_live_tickets": -1}, ConfigurationError, "max_live_tickets is -1"),
-        ({"max_live_tickets": 2, "schedule": "lockstep"}, ConfigurationError, "one step at a time"),
+        ({"staleness": 5}, ConfigurationError, "staleness is 5, expected one of 'full'"),
+        ({"stale_candidate_reflection": "x"}, ConfigurationError, "expected a dspy.Module"),
+        ({"max_reflection_calls": 0}, ConfigurationError, "max_reflection_calls is 0"),
+        ({"max_cost": -1.0}, ConfigurationError, "max_cost is -1.0"),
+        ({"rollout_timeout_seconds": 0}, ConfigurationError, "rollout_timeout_seconds is 0"),
+        ({"metric_lock": 1}, ConfigurationError, "metric_lock is 1, expected True or False"),
+        ({"gepa_kwargs": {"raise_on_exception": False}}, ConfigurationError, "raise_on_exception"),
         ({"reflection_minibatch_size": 0}, ConfigurationError, "reflection_minibatch_size is 0"),
         ({"candidate_selection_strategy": "best"}, ConfigurationError, "candidate_selection_strategy is 'best'"),
         ({"component_selector": "some"}, ConfigurationError, "component_selector is 'some'"),
@@ -619,7 +425,7 @@ def test_settings_of_dspy_changed_during_a_run_do_not_reach_it(monkeypatch: pyte
     with ThreadPoolExecutor(1) as pool:  # a fresh thread has no override
         stats = pool.submit(compiled, 60, gepa_kwargs={"callbacks": [Change()]}).result().async_stats
     assert settings.main_thread_config["lm"] is other
-    assert stats.tickets > 1
+    assert steps_of(stats) > 1
     assert other._engine_spec.calls == 0
 
 
@@ -728,9 +534,9 @@ def test_a_component_selector_of_the_users_sees_a_validated_pool() -> None:
 @pytest.mark.parametrize("tasks", [2, 10])
 def test_several_proposals_a_step_spend_the_budget_too(tasks: int) -> None:
     gepa_kwargs = {"sampling_strategy": IndependentSampling(tasks)}
-    stats = compiled(400, gepa_kwargs=gepa_kwargs, max_live_tickets=4).async_stats
-    assert 400 - (9 + len(VAL)) < stats.metric_calls <= 400
-    assert stats.proposals > stats.tickets
+    stats = compiled(400, gepa_kwargs=gepa_kwargs).async_stats
+    assert stats.metric_calls <= 400
+    assert stats.proposals > steps_of(stats)
 
 
 @pytest.mark.parametrize(
@@ -739,7 +545,7 @@ def test_several_proposals_a_step_spend_the_budget_too(tasks: int) -> None:
 def test_unusual_sizes_work(options: dict[str, Any]) -> None:
     settings: dict[str, Any] = {"num_threads": None} if "max_concurrency" in options else {}
     stats = compiled(200, **(settings | options)).async_stats
-    assert stats.tickets > 1
+    assert steps_of(stats) > 1
     assert stats.metric_calls <= 200
 
 
@@ -780,170 +586,3 @@ def test_code_of_the_users_may_run_a_loop_of_its_own() -> None:
         return anyio.run(judged)
 
     assert compiled(40, metric=metric).detailed_results.val_aggregate_scores == [0.5]
-
-
-# More faults
-
-
-@pytest.mark.usefixtures("no_waiting")
-def test_a_provider_that_goes_down_ends_the_run_with_the_best_so_far(caplog: pytest.LogCaptureFixture) -> None:
-    answered = 0
-
-    def answer(prompt: str) -> str:
-        nonlocal answered
-        answered += 1
-        if answered > 60:
-            raise LMRateLimitError("503 for good")
-        return reply_for(prompt, answer=str(1 + hashed(prompt) % 6))
-
-    with dspy.context(lm=fake_lm(answer)), caplog.at_level(logging.ERROR, logger="dspy_flashevolve"):
-        stats = compiled(10**6).async_stats
-    assert stats.failed
-    assert "tickets in a row failed" in stats.stop_reason
-    assert "gave up" in caplog.text
-    assert stats.metric_calls <= 60
-
-
-def test_an_aborted_run_hands_over_the_best_so_far() -> None:
-    answered = 0
-
-    def answer(prompt: str) -> str:
-        nonlocal answered
-        answered += 1
-        if answered > 100:
-            raise LMAuthError("the key was revoked")
-        return reply_for(prompt, answer=str(hashed(prompt) % 7))
-
-    with dspy.context(lm=fake_lm(answer)), pytest.raises(RunAbortedError) as caught:
-        compiled(10**6)
-    best: Any = caught.value.best_program
-    assert best.detailed_results.val_aggregate_scores[best.detailed_results.best_idx] > 0
-    assert best.async_stats.ended["cancelled"] > 0
-
-
-def test_a_judge_that_is_rate_limited_while_it_gives_feedback_is_asked_again(no_waiting: None) -> None:
-    asked = 0
-
-    def metric(gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None) -> Any:
-        nonlocal asked
-        if pred_name is not None:
-            asked += 1
-            if asked < 5:
-                raise LMRateLimitError("429")
-        return digits(gold, pred)
-
-    stats = compiled(metric=metric).async_stats
-    assert stats.retried_requests > 0
-    assert stats.proposals > 0
-
-
-def test_a_program_that_cancels_itself_is_a_failed_rollout() -> None:
-    class Cancels(Chain):
-        async def aforward(self, question: str) -> dspy.Prediction:
-            if question == "v 3":
-                raise asyncio.CancelledError("by itself")
-            return await super().aforward(question)
-
-    program: Any = optimizer(60).compile(Cancels(), trainset=TRAIN, valset=VAL)
-    assert program.detailed_results.val_subscores[0][3] == 0.0
-
-
-def test_what_an_aborted_run_has_spent_counts_when_it_goes_on(tmp_path: Any) -> None:
-    scored = 0
-    limits = iter((40, 75, 110, 10**6))
-    limit = next(limits)
-
-    def answer(prompt: str) -> str:
-        if scored >= limit:
-            raise LMAuthError("the key was revoked")
-        return reply_for(prompt, answer=str(hashed(prompt) % 7))
-
-    def metric(gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None) -> Any:
-        nonlocal scored
-        scored += pred_name is None
-        return digits(gold, pred)
-
-    with dspy.context(lm=fake_lm(answer)):
-        while limit < 10**6:
-            with pytest.raises(RunAbortedError):
-                compiled(150, log_dir=str(tmp_path), metric=metric)
-            limit = next(limits)
-        details = compiled(150, log_dir=str(tmp_path), metric=metric).detailed_results
-    assert scored == details.total_metric_calls <= 150
-
-
-def test_every_commit_is_in_the_checkpoint_when_its_callback_is_called_for_the_next(tmp_path: Any) -> None:
-    saved: list[tuple[int, int]] = []
-
-    class Look:
-        def on_candidate_accepted(self, event: Any) -> None:
-            path = tmp_path / "gepa_state.bin"
-            known = len(GEPAState.load(str(tmp_path)).program_candidates) if path.exists() else 0
-            saved.append((event["new_candidate_idx"], known))
-
-    compiled(300, log_dir=str(tmp_path), gepa_kwargs={"callbacks": [Look()]})
-    assert len(saved) > 2
-    assert all(known >= index for index, known in saved[1:]), "all earlier commits are on the disk"
-
-
-def test_callbacks_hear_of_an_error_and_not_of_an_end_that_did_not_come() -> None:
-    heard: list[str] = []
-
-    class Watch:
-        def on_error(self, event: Any) -> None:
-            heard.append(f"error: {event['exception']}")
-
-        def on_iteration_start(self, event: Any) -> None:
-            heard.append(f"start {event['iteration']}")
-
-        def on_iteration_end(self, event: Any) -> None:
-            heard.append(f"end {event['iteration']}")
-
-        def on_optimization_end(self, event: Any) -> None:
-            heard.append("finished")
-
-    def selector(*args: Any) -> list[str]:
-        raise LookupError("broken")
-
-    with pytest.raises(LookupError):
-        compiled(component_selector=selector, gepa_kwargs={"callbacks": [Watch()]})
-    assert "error: broken" in heard
-    assert "finished" not in heard
-    assert {one[6:] for one in heard if one.startswith("start")} == {one[4:] for one in heard if one.startswith("end ")}
-
-
-def test_no_thread_outlives_a_run_whose_checkpoint_cannot_be_written(tmp_path: Any) -> None:
-    class Block:
-        def on_iteration_start(self, event: Any) -> None:
-            (tmp_path / "gepa_state.bin.tmp").mkdir(exist_ok=True)
-
-    with pytest.raises(OSError, match=r"gepa_state\.bin\.tmp"):
-        compiled(log_dir=str(tmp_path), gepa_kwargs={"callbacks": [Block()]})
-    for thread in [one for one in threading.enumerate() if one.name.startswith("flashevolve")]:
-        thread.join(timeout=5)
-        assert not thread.is_alive()
-
-
-def test_the_experiment_tracker_is_entered_in_the_callers_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """mlflow's active run belongs to a thread. A stand-in for its module: mlflow itself is no dependency of ours."""
-    import sys
-    from unittest.mock import MagicMock
-
-    mlflow = MagicMock()
-    mlflow.active_run.return_value = None
-    threads: list[int] = []
-    mlflow.start_run.side_effect = lambda *args, **kwargs: threads.append(threading.get_ident())
-    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
-    compiled(60, use_mlflow=True)
-    assert threads == [threading.get_ident()]
-
-
-def test_the_timeline_says_when_each_ticket_was_in_which_stage() -> None:
-    stats = compiled(60, seed=3).async_stats
-    stages = stats.stages
-    assert {record.stage for record in stages} >= {"rollout", "propose", "screen", "validate", "commit"}
-    assert all(0 <= record.queued <= record.began <= record.ended <= stats.seconds for record in stages)
-    assert [record.ended for record in stages] == sorted(record.ended for record in stages)
-    for stage in ("rollout", "validate"):
-        spent = sum(record.ended - record.began for record in stages if record.stage == stage)
-        assert spent == pytest.approx(stats.worked_seconds_by_stage[stage])

@@ -1,6 +1,6 @@
 """Compare dspy's own GEPA tests under `dspy.GEPA` and under `AsyncGEPA`.
 
-    python -m tests.dspy_suite.run PATH_TO_DSPY_CHECKOUT [--schedule async|lockstep|auto]
+    python -m tests.contract.dspy_suite.run PATH_TO_DSPY_CHECKOUT [--schedule async|lockstep|auto]
 
 dspy's tests are no part of its wheel or sdist, so the checkout is the caller's: the tag of the installed version.
 Each column of the table is one pytest run in a process of its own (see `plugin.py`). A test counts as passed where
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PLUGIN = Path(__file__).with_name("plugin.py")
-ASYNC_GEPA = "dspy_flashevolve.async_gepa:AsyncGEPA"
+ASYNC_GEPA = "dspy_flashevolve:AsyncGEPA"
 BASELINE = "dspy.GEPA"
 SCHEDULES = {"async": ("async",), "lockstep": ("lockstep",), "auto": ("async", "lockstep")}
 TIMEOUT_SECONDS = 1200.0
@@ -157,7 +157,7 @@ def reason(column: Column, test_id: str) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """The command; 0 where nothing failed, 1 where a test did, 2 where the comparison could not be made."""
-    parser = argparse.ArgumentParser(prog="python -m tests.dspy_suite.run", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.contract.dspy_suite.run", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("checkout", type=Path, help="the root of a dspy checkout")
     parser.add_argument("--schedule", choices=sorted(SCHEDULES), default="auto")

@@ -13,41 +13,72 @@ import dspy_flashevolve
 from dspy_flashevolve import AsyncGEPA
 
 NEW = {
-    "admission",
-    "controller",
-    "duplicate_stragglers",
     "metric_lock",
     "max_concurrency",
     "max_cost",
-    "max_live_tickets",
     "max_reflection_calls",
     "max_seconds",
     "rollout_timeout_seconds",
     "schedule",
-    "slot_order",
-    "speculation",
     "stale_candidate_reflection",
     "staleness",
 }
+"""Arguments that AsyncGEPA has beside dspy.GEPA's, whatever further ones there are."""
+EXPORTED = {
+    "AceStats",
+    "AsyncACE",
+    "AsyncGEPA",
+    "AsyncGEPAResult",
+    "AsyncMetaHarness",
+    "AsyncStats",
+    "Bullet",
+    "CombeeReflection",
+    "ConfigurationError",
+    "DataError",
+    "FlashEvolveError",
+    "Full",
+    "Guarded",
+    "Harness",
+    "HarnessError",
+    "Limits",
+    "MetaHarnessResult",
+    "Playbook",
+    "Reflective",
+    "RunAbortedError",
+    "RunStats",
+    "StaleCandidateReflection",
+    "StalenessPolicy",
+}
+"""Names that users import."""
 
 
 def test_every_public_name_exists_and_is_documented() -> None:
     for name in dspy_flashevolve.__all__:
         assert inspect.getdoc(getattr(dspy_flashevolve, name)), name
     assert sorted(dspy_flashevolve.__all__) == dspy_flashevolve.__all__
+    assert set(dspy_flashevolve.__all__) >= EXPORTED
+    assert set(dir(dspy_flashevolve)) >= EXPORTED
+
+
+def test_the_errors_are_a_tree_that_users_can_catch_by_its_branches() -> None:
+    assert issubclass(dspy_flashevolve.ConfigurationError, dspy_flashevolve.FlashEvolveError)
+    assert issubclass(dspy_flashevolve.ConfigurationError, ValueError)
+    assert issubclass(dspy_flashevolve.DataError, (dspy_flashevolve.ConfigurationError, AssertionError))
+    assert issubclass(dspy_flashevolve.RunAbortedError, dspy_flashevolve.FlashEvolveError)
 
 
 def test_every_argument_of_gepa_has_the_same_default_and_kind() -> None:
     theirs = inspect.signature(dspy.GEPA.__init__).parameters
     ours = inspect.signature(AsyncGEPA.__init__).parameters
     assert {name: (p.default, p.kind) for name, p in theirs.items()} == {
-        name: (p.default, p.kind) for name, p in ours.items() if name not in NEW
+        name: (p.default, p.kind) for name, p in ours.items() if name in theirs
     }
+    assert set(ours) - set(theirs) >= NEW
 
 
 def test_the_new_arguments_are_keyword_only_and_have_defaults() -> None:
     ours = inspect.signature(AsyncGEPA.__init__).parameters
-    for name in NEW:
+    for name in set(ours) - set(inspect.signature(dspy.GEPA.__init__).parameters):
         assert ours[name].kind is inspect.Parameter.KEYWORD_ONLY
         assert ours[name].default is not inspect.Parameter.empty
 

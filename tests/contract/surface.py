@@ -1,0 +1,190 @@
+"""What the tests of the contract share: how a run is made, in real and in virtual time, and what is read from it.
+
+Nothing here, and nothing in this folder, imports a module inside ``dspy_flashevolve`` but those of ``sim``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sqlite3
+import threading
+from collections.abc import Callable
+from importlib.metadata import entry_points
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import dspy
+
+import dspy_flashevolve
+from dspy_flashevolve import AsyncGEPA
+from dspy_flashevolve.sim.virtual import run
+from tests.fakes import Chain, digits, examples, fake_lm, hashed, reflection_lm, reply_for
+
+TRAIN, VAL = examples("t", 7), examples("v", 9)
+ENDLESS = 10**6
+"""A budget of metric calls that no test spends."""
+
+
+# Runs
+
+
+def optimizer(calls: int | None = 150, **options: Any) -> AsyncGEPA:
+    """An AsyncGEPA on ``digits``, four slots wide."""
+    settings: dict[str, Any] = {"max_metric_calls": calls, "num_threads": 4, "track_stats": True}
+    settings |= {"reflection_lm": reflection_lm()} | options
+    return AsyncGEPA(settings.pop("metric", digits), **settings)
+
+
+def compiled(calls: int | None = 150, program: dspy.Module | int = 1, **options: Any) -> Any:
+    """What AsyncGEPA makes of a program, or of a ``Chain`` of so many predictors, as a script does it."""
+    student = Chain(program) if isinstance(program, int) else program
+    return optimizer(calls, **options).compile(student, trainset=TRAIN, valset=VAL)
+
+
+def simulated(calls: int | None = 150, program: dspy.Module | int = 1, **options: Any) -> Any:
+    """The same in virtual time: what waits (retries, timeouts) costs nothing, and equal runs are equal."""
+    one, student = optimizer(calls, **options), Chain(program) if isinstance(program, int) else program
+    return run(lambda: one.acompile(student, trainset=TRAIN, valset=VAL))
+
+
+class On:
+    """A gepa callback: calls a function at one kind of event."""
+
+    def __init__(self, event: str, call: Callable[[dict[str, Any]], Any]) -> None:
+        setattr(self, event, call)
+
+
+def on(event: str, call: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
+    """``gepa_kwargs`` with one callback."""
+    return {"callbacks": [On(event, call)]}
+
+
+class Heard:
+    """A gepa callback that keeps what it hears: method, event."""
+
+    def __init__(self, look: Callable[[str, Any], None] = lambda name, event: None) -> None:
+        self.events: list[tuple[str, Any]] = []
+        self._look = look
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("on_"):
+            raise AttributeError(name)
+
+        def hear(event: Any) -> None:
+            self.events.append((name, event))
+            self._look(name, event)
+
+        return hear
+
+    def of(self, name: str) -> list[Any]:
+        return [event for heard, event in self.events if heard == name]
+
+
+class Sum(dspy.Module):
+    """A named fake of an integration: takes every child in."""
+
+    async def aforward(self, head: Any, children: Any, **_: Any) -> Any:
+        texts = {name: f"Instruction {hashed(head, [c.texts for c in children]) % 100_000}" for name in head}
+        judged = [SimpleNamespace(child=c.number, verdict="orthogonal", reason="sum") for c in children]
+        return dspy.Prediction(texts={next(iter(texts)): next(iter(texts.values()))}, verdicts=judged)
+
+
+def early(rollout: float = 1.0, validate: float = 1.0, rounds: int = 3) -> dict[str, Any]:
+    """The option of AsyncGEPA by which stages release a part of their output."""
+    if hasattr(dspy_flashevolve, "Workflow"):
+        return {"workflow": dspy_flashevolve.Workflow(rollout=rollout, validate=validate, rounds=rounds)}
+    return {"speculation": dspy_flashevolve.Speculation(rollout=rollout, validate=validate, rounds=rounds)}
+
+
+# What came of them
+
+
+def text_of(program: Any) -> str:
+    return program.steps[0].signature.instructions
+
+
+def steps_of(stats: Any) -> int:
+    """Evolution steps of a run."""
+    return stats.steps if hasattr(stats, "steps") else stats.tickets
+
+
+def facts(details: Any) -> tuple[Any, ...]:
+    """Of a search: texts, parents, scores, metric calls."""
+    candidates = [
+        {name: predictor.signature.instructions for name, predictor in program.named_predictors()}
+        for program in details.candidates
+    ]
+    return candidates, details.parents, details.val_aggregate_scores, details.val_subscores, details.total_metric_calls
+
+
+def check_ends(stats: Any) -> None:
+    """Every step has ended once, in one of the six ways, and with a reason unless it was committed."""
+    assert set(stats.ended) <= {"committed", "integrated", "rejected", "discarded", "failed", "cancelled"}
+    assert sum(stats.ended.values()) == steps_of(stats)
+    assert stats.ended.get("committed", 0) == len(stats.commits)
+    assert sum(stats.end_reasons.values()) == steps_of(stats) - stats.ended.get("committed", 0)
+    assert all(head.end != "unfinished" for head in stats.heads)
+
+
+def check_winner(details: Any, valset_size: int = len(VAL)) -> None:
+    """The best was validated on everything, and is no worse than the seed."""
+    best = details.best_idx
+    assert set(details.val_subscores[best]) == set(range(valset_size))
+    assert details.val_aggregate_scores[best] == max(details.val_aggregate_scores) >= details.val_aggregate_scores[0]
+
+
+def left_threads() -> list[str]:
+    """Names of threads of ours that live though a moment has passed."""
+    ours = [one for one in threading.enumerate() if one.name.startswith(("flashevolve", "asyncio-portal"))]
+    for thread in ours:
+        thread.join(timeout=10)
+    return [one.name for one in ours if one.is_alive()]
+
+
+# The command line and the run directory
+
+
+def command(*arguments: str) -> tuple[int, str, str]:
+    """The command ``flashevolve`` in this process: its status, what it printed, and what it complained of."""
+    [entry] = {point.value: point for point in entry_points(group="console_scripts", name="flashevolve")}.values()
+    main = entry.load()
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        status = main(list(arguments))
+    return status, out.getvalue(), err.getvalue()
+
+
+def problems(directory: Path) -> list[str]:
+    """What ``flashevolve check`` finds wrong in a run directory."""
+    status, said, complaint = command("check", str(directory))
+    found = [line for line in said.splitlines() if line.startswith("problem: ")] + complaint.splitlines()
+    assert bool(status) == bool(found)
+    return found
+
+
+def journal_of(directory: Path) -> Path:
+    return directory / "journal.sqlite"
+
+
+def sql(directory: Path, query: str) -> list[Any]:
+    with contextlib.closing(sqlite3.connect(journal_of(directory))) as connection:
+        return connection.execute(query).fetchall()
+
+
+# Language models with faults
+
+
+def raising(choose: Callable[[int], Exception | None], lowest: int = 1) -> dspy.LM:
+    """Answers digits from ``lowest`` to 6, or raises what ``choose`` gives for the number of the request."""
+    count = 0
+
+    def answer(prompt: str) -> str:
+        nonlocal count
+        count += 1
+        error = choose(count)
+        if error is not None:
+            raise error
+        return reply_for(prompt, answer=str(lowest + hashed(prompt) % (7 - lowest)))
+
+    return fake_lm(answer)

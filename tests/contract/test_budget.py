@@ -1,0 +1,133 @@
+"""The budget is never exceeded, and every step ends once: DESIGN section 4, invariants 2 and 3."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import dspy
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dspy_flashevolve import AsyncGEPA, Guarded, RunAbortedError
+from tests.contract.surface import (
+    TRAIN,
+    VAL,
+    check_ends,
+    check_winner,
+    compiled,
+    early,
+    simulated,
+    steps_of,
+)
+from tests.contract.worlds import World, play
+from tests.fakes import Chain, digits, task_lm
+
+POLICIES = st.sampled_from(["full", "guarded", "patch", "reflective", Guarded(0)])
+WORLDS = st.builds(
+    World,
+    seed=st.integers(0, 10**6),
+    train=st.integers(1, 9),
+    val=st.integers(1, 12),
+    faults=st.sampled_from([0.0, 0.05, 0.3]),
+    spread=st.sampled_from([0.0, 9.0, 200.0]),
+    predictors=st.integers(1, 3),
+)
+
+
+@settings(max_examples=50)
+@given(
+    world=WORLDS,
+    beyond_the_seed=st.integers(0, 150),
+    slots=st.sampled_from([1, 3, 16, 64]),
+    minibatch=st.integers(1, 5),
+    staleness=POLICIES,
+    workflow=st.sampled_from([None, (0.5, 1.0), (0.67, 0.3)]),
+    options=st.fixed_dictionaries(
+        {"use_merge": st.booleans()},
+        optional={"gepa_kwargs": st.just({"cache_evaluation": True}), "rollout_timeout_seconds": st.just(9.5)},
+    ),
+)
+def test_whatever_the_program_the_faults_and_the_schedule_the_budget_holds_and_every_step_ends_once(
+    world: World, beyond_the_seed: int, slots: int, minibatch: int, staleness: Any, workflow: Any, options: Any
+) -> None:
+    calls = world.val + beyond_the_seed
+    options = options | ({} if workflow is None else early(*workflow))
+    try:
+        program = play(
+            world,
+            calls,
+            num_threads=slots,
+            reflection_minibatch_size=minibatch,
+            staleness=staleness,
+            failure_score=0.05,
+            **options,
+        )
+    except RunAbortedError as error:  # the seed could not be validated: an example got no answer, again and again
+        assert world.faults or world.spread > 9
+        assert len(world.scored) <= calls
+        assert "could not be validated" in str(error)  # noqa: PT017
+        return
+    details, stats = program.detailed_results, program.async_stats
+    assert len(world.scored) <= stats.metric_calls == details.total_metric_calls <= calls
+    if not world.faults and "rollout_timeout_seconds" not in options:
+        assert len(world.scored) == stats.metric_calls
+        assert stats.ended.get("failed", 0) == 0
+    check_ends(stats)
+    assert stats.ended.get("cancelled", 0) == 0
+    check_winner(details, world.val)
+    assert len(stats.commits) == len(details.candidates) - 1
+    assert world.most_running <= slots
+    assert stats.peak_slots <= slots
+
+
+@settings(max_examples=10)
+@given(st.integers(9, 120), st.integers(1, 3), st.integers(0, 3))
+def test_the_metric_itself_counts_no_more_calls_than_the_budget_on_real_threads_and_loops(
+    calls: int, predictors: int, seed: int
+) -> None:
+    counted: list[int] = []
+
+    def metric(gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None) -> Any:
+        if pred_name is None:
+            counted.append(1)
+        return digits(gold, pred)
+
+    with dspy.context(lm=task_lm(seed)):
+        details = compiled(calls, predictors, seed=seed, metric=metric).detailed_results
+    assert len(counted) == details.total_metric_calls <= calls
+
+
+@pytest.mark.parametrize("budget", [{"auto": "light"}, {"max_full_evals": 4}])
+def test_every_way_to_give_a_budget_means_what_it_means_in_gepa(budget: dict[str, Any]) -> None:
+    def proposer(candidate: Any, reflective_dataset: Any, components_to_update: list[str]) -> dict[str, str]:
+        return {}
+
+    given = {"instruction_proposer": proposer, "num_threads": 4, "max_reflection_calls": 3, **budget}
+    ours = AsyncGEPA(digits, **given)
+    ours.compile(Chain(2), trainset=TRAIN, valset=VAL)
+    theirs: Any = dspy.GEPA(digits, instruction_proposer=proposer, **budget)
+    if "auto" in budget:
+        assert ours.max_metric_calls == theirs.auto_budget(num_preds=2, num_candidates=6, valset_size=len(VAL))
+    else:
+        assert ours.max_metric_calls == 4 * (len(TRAIN) + len(VAL))
+
+
+def test_a_budget_for_the_seed_alone_returns_the_seed_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="dspy_flashevolve"):
+        details = compiled(12).detailed_results
+    assert len(details.candidates) == 1
+    assert "the seed will be returned. Give at least 27" in caplog.text
+
+
+def test_equal_runs_in_virtual_time_are_equal() -> None:
+    one, other = (simulated(200, 2).detailed_results for _ in range(2))
+    assert one.to_dict() == other.to_dict()
+
+
+def test_a_run_goes_on_until_its_budget_pays_no_further_step() -> None:
+    """One step of one reflection may cost two minibatches and a validation (and its base's minibatch)."""
+    stats = play(World(), 300).async_stats
+    assert 300 - (3 * 3 + 12) <= stats.metric_calls <= 300
+    assert steps_of(stats) > 5

@@ -1,0 +1,387 @@
+"""A provider's error is never a score: DESIGN section 4, invariant 6.
+
+Most of it in virtual time, so that what waits before it is asked again costs nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import dspy
+import pytest
+from dspy.utils.exceptions import (
+    ContextWindowExceededError,
+    LMAuthError,
+    LMBillingError,
+    LMRateLimitError,
+    LMServerError,
+    LMTimeoutError,
+    LMUnsupportedModelError,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dspy_flashevolve import RunAbortedError
+from dspy_flashevolve.sim import PROFILES
+from dspy_flashevolve.sim.virtual import SimulatedModel, run
+from tests.broken_server import BODIES, BROKEN, TEXTS, BrokenServer
+from tests.contract.surface import (
+    ENDLESS,
+    TRAIN,
+    VAL,
+    Heard,
+    check_ends,
+    check_winner,
+    compiled,
+    optimizer,
+    problems,
+    raising,
+    simulated,
+)
+from tests.fakes import Chain, digits, fake_lm, hashed, reply_for
+
+
+def scores_of(details: Any) -> list[float]:
+    return [score for candidate in details.val_subscores for score in candidate.values()]
+
+
+# Faults that pass
+
+
+TEMPORARY: dict[str, Callable[[], Exception]] = {
+    "429": lambda: LMRateLimitError("429"),
+    "429 with Retry-After": lambda: LMRateLimitError("429", retry_after=20.0),
+    "503": lambda: LMServerError("503"),
+    "timeout": lambda: LMTimeoutError("no answer"),
+    "connection": lambda: ConnectionResetError("reset by peer"),
+    "a body without choices": lambda: KeyError("choices"),
+}
+
+
+@pytest.mark.parametrize("schedule", ["async", "lockstep"])
+@pytest.mark.parametrize("name", list(TEMPORARY))
+def test_what_a_provider_in_trouble_raises_is_asked_again_and_never_a_score(name: str, schedule: Any) -> None:
+    lm = raising(lambda number: TEMPORARY[name]() if hashed(number) % 100 < 30 else None)
+    with dspy.context(lm=lm):
+        details = simulated(120, schedule=schedule).detailed_results
+    assert min(scores_of(details)) > 0, "every answer that came scores above 0; a 0 would be a fault"
+    assert details.async_stats.retried_requests > 10
+    check_winner(details)
+
+
+@settings(max_examples=15)
+@given(
+    bursts=st.lists(st.tuples(st.integers(1, 150), st.integers(1, 40)), min_size=1, max_size=4),
+    name=st.sampled_from(list(TEMPORARY)),
+    slots=st.sampled_from([1, 4, 32]),
+)
+def test_bursts_of_errors_cost_no_score_and_no_call_of_the_budget(
+    bursts: list[tuple[int, int]], name: str, slots: int
+) -> None:
+    """Of requests that fail in a row. Where they are a rollout's six attempts, its step fails, or the seed's run."""
+    lm = raising(lambda number: TEMPORARY[name]() if any(a <= number < a + n for a, n in bursts) else None)
+    scored: list[Any] = []
+
+    def metric(gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None) -> Any:
+        if pred_name is None:
+            scored.append(gold.question)
+        return digits(gold, pred)
+
+    with dspy.context(lm=lm):
+        try:
+            details = simulated(100, num_threads=slots, metric=metric).detailed_results
+        except RunAbortedError as error:
+            assert "seed program" in str(error)  # noqa: PT017
+            return
+    assert min(scores_of(details)) > 0
+    assert len(scored) == details.total_metric_calls <= 100
+    check_ends(details.async_stats)
+
+
+def test_the_burst_of_a_whole_backend_is_waited_out() -> None:
+    """Everything is refused for a minute; nothing fails of it, and requests in flight fall meanwhile."""
+    refused: list[float] = []
+
+    def choose(number: int) -> Exception | None:
+        now = asyncio.get_running_loop().time()
+        if 5 < now < 20:
+            refused.append(now)
+            return LMRateLimitError("429", retry_after=20.0 - now)
+        return None
+
+    class Slow(Chain):
+        async def aforward(self, question: str) -> dspy.Prediction:
+            await asyncio.sleep(1)
+            return await super().aforward(question)
+
+    with dspy.context(lm=raising(choose)):
+        details = simulated(150, Slow()).detailed_results
+    assert refused
+    assert details.async_stats.ended.get("failed", 0) == 0
+    assert min(scores_of(details)) > 0
+
+
+def test_a_provider_with_a_limit_on_requests_in_flight_is_found_out_and_kept_to() -> None:
+    profile = replace(PROFILES["h100-qwen3-8b"], concurrency_limit=4, retry_after_seconds=0.5)
+    model = SimulatedModel(profile)
+    seen: list[str] = []
+
+    def metric(gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None) -> Any:
+        seen.append(pred.answer)
+        return dspy.Prediction(score=0.5, feedback="-")
+
+    one = optimizer(60, metric=metric, num_threads=16, reflection_lm=model.lm())
+
+    async def main() -> Any:
+        with dspy.context(lm=model.lm()):
+            return await one.acompile(Chain(), trainset=TRAIN, valset=VAL)
+
+    stats = run(main).async_stats
+    assert model.refused
+    assert stats.retried_requests > 0
+    assert all(seen), "no score of a request that was refused"
+
+
+def test_rollouts_that_take_too_long_are_given_up_and_asked_again() -> None:
+    slow = {"v 3": 2, "t 1": 1}
+
+    class Slow(Chain):
+        async def aforward(self, question: str) -> dspy.Prediction:
+            left = slow.get(question, 0)
+            slow[question] = left - 1
+            await asyncio.sleep(1000 if left > 0 else 1)
+            return await super().aforward(question)
+
+    with dspy.context(lm=raising(lambda number: None)):
+        details = simulated(150, Slow(), rollout_timeout_seconds=30).detailed_results
+    stats = details.async_stats
+    assert stats.timed_out_rollouts == 3
+    assert min(scores_of(details)) > 0
+    assert stats.seconds < 900, "in virtual time"
+
+
+# Faults that stay
+
+
+def test_steps_whose_rollouts_stay_unresolved_fail_and_the_run_goes_on() -> None:
+    def answer(prompt: str) -> str:
+        if "\nt 3" in prompt:
+            raise LMRateLimitError("429")
+        return reply_for(prompt, answer=str(1 + hashed(prompt) % 6))
+
+    with dspy.context(lm=fake_lm(answer)):
+        stats = simulated(200).async_stats
+    assert stats.ended["failed"] > 0
+    assert stats.ended["committed"] > 0
+    assert any("no answer after 6 attempts" in reason for reason in stats.end_reasons)
+    assert stats.metric_calls <= 200
+
+
+def test_a_seed_that_cannot_be_validated_ends_the_run() -> None:
+    lm = raising(lambda number: LMRateLimitError("429"))
+    with dspy.context(lm=lm), pytest.raises(RunAbortedError, match="seed program") as caught:
+        simulated()
+    assert caught.value.best_program is None
+
+
+PERMANENT: dict[str, tuple[Callable[[], Exception], str]] = {
+    "rejected key": (lambda: LMAuthError("invalid key"), "API key"),
+    "no credit": (lambda: LMBillingError("no credit"), "no credit"),
+    "no such model": (lambda: LMUnsupportedModelError("no such model"), "no such model"),
+}
+
+
+@pytest.mark.parametrize("name", list(PERMANENT))
+def test_a_refusal_for_good_ends_the_run_with_one_clear_error_and_the_best_so_far(name: str) -> None:
+    error, says = PERMANENT[name]
+    with dspy.context(lm=raising(lambda number: error())), pytest.raises(RunAbortedError, match=says) as at_once:
+        compiled()
+    assert at_once.value.best_program is None
+    late = raising(lambda number: error() if number > 100 else None)
+    with dspy.context(lm=late), pytest.raises(RunAbortedError, match=says) as caught:
+        compiled(ENDLESS)
+    best: Any = caught.value.best_program
+    assert best.detailed_results.val_aggregate_scores[best.detailed_results.best_idx] > 0
+    assert set(best.detailed_results.val_subscores[0]) == set(range(len(VAL)))
+    assert best.async_stats.outcome == "aborted"
+    check_ends(best.async_stats)
+
+
+def test_a_provider_that_goes_down_ends_the_run_with_the_best_so_far(caplog: pytest.LogCaptureFixture) -> None:
+    lm = raising(lambda number: LMServerError("503 for good") if number > 60 else None)
+    with dspy.context(lm=lm), caplog.at_level(logging.ERROR, logger="dspy_flashevolve"):
+        details = simulated(ENDLESS).detailed_results
+    stats = details.async_stats
+    assert (stats.failed, stats.outcome) == (True, "failed")
+    assert "gave up" in caplog.text
+    assert stats.metric_calls <= 60
+    assert min(scores_of(details)) > 0
+
+
+# What is no fault of the provider's
+
+
+def test_an_input_that_is_too_long_and_a_reply_that_cannot_be_parsed_score_as_in_gepa() -> None:
+    def answer(prompt: str) -> str:
+        if "\nv 3" in prompt:
+            raise ContextWindowExceededError(message="too long")
+        return "no format at all" if "\nv 4" in prompt else reply_for(prompt, answer=str(1 + hashed(prompt) % 6))
+
+    with dspy.context(lm=fake_lm(answer)):
+        seed = simulated(60).detailed_results.val_subscores[0]
+    assert (seed[3], seed[4]) == (0.0, 0.0)
+    assert min(score for number, score in seed.items() if number not in (3, 4)) > 0
+
+
+def test_a_program_that_raises_or_cancels_itself_scores_the_failure_score() -> None:
+    class Breaks(Chain):
+        async def aforward(self, question: str) -> dspy.Prediction:
+            if question == "v 3":
+                raise asyncio.CancelledError("by itself")
+            if question == "v 4":
+                raise LookupError("its own")
+            return await super().aforward(question)
+
+    seed = simulated(60, Breaks(), failure_score=-0.5).detailed_results.val_subscores[0]
+    assert (seed[3], seed[4]) == (-0.5, -0.5)
+
+
+# Reflections and judges
+
+
+def test_a_reflection_that_fails_for_a_while_is_asked_again_and_one_that_raises_fails_its_step() -> None:
+    asked = 0
+
+    def reflect(prompt: str) -> str:
+        nonlocal asked
+        asked += 1
+        if asked % 2:
+            raise LMServerError("503")
+        return reply_for(prompt, new_instruction=f"Instruction {hashed(prompt) % 100_000}")
+
+    stats = simulated(120, reflection_lm=fake_lm(reflect)).async_stats
+    assert stats.retried_requests > 0
+    assert stats.ended.get("failed", 0) == 0
+    assert stats.ended["committed"] > 0
+
+    def proposer(candidate: Any, reflective_dataset: Any, components_to_update: list[str]) -> dict[str, str]:
+        raise ValueError("no idea")
+
+    stats = compiled(60, instruction_proposer=proposer).async_stats
+    assert stats.ended["committed"] == 0
+    assert stats.ended["failed"] == stats.end_reasons["reflection failed: no idea"] > 3
+
+
+@pytest.mark.parametrize("locked", [False, True])
+def test_a_judge_that_is_rate_limited_is_asked_again(locked: bool) -> None:
+    asked = 0
+
+    def answer(prompt: str) -> str:
+        nonlocal asked
+        asked += 1
+        if asked % 3 == 0:
+            raise LMRateLimitError("429")
+        return reply_for(prompt, answer="yes")
+
+    judge = fake_lm(answer)
+
+    def metric(gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None) -> Any:
+        judge("is it right?")
+        return digits(gold, pred)
+
+    details = simulated(100, metric=metric, metric_lock=locked).detailed_results
+    assert details.async_stats.retried_requests > 0
+    assert details.async_stats.proposals > 0
+    check_ends(details.async_stats)
+
+
+def test_what_an_aborted_run_has_spent_counts_when_it_goes_on(tmp_path: Any) -> None:
+    scored = 0
+    limits = iter((40, 75, 110, ENDLESS))
+    limit = next(limits)
+
+    def answer(prompt: str) -> str:
+        if scored >= limit:
+            raise LMAuthError("the key was revoked")
+        return reply_for(prompt, answer=str(hashed(prompt) % 7))
+
+    def metric(gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None) -> Any:
+        nonlocal scored
+        scored += pred_name is None
+        return digits(gold, pred)
+
+    with dspy.context(lm=fake_lm(answer)):
+        while limit < ENDLESS:
+            with pytest.raises(RunAbortedError):
+                compiled(150, log_dir=str(tmp_path), metric=metric)
+            limit = next(limits)
+        details = compiled(150, log_dir=str(tmp_path), metric=metric).detailed_results
+    assert scored == details.total_metric_calls <= 150
+    assert problems(tmp_path) == []
+
+
+def test_callbacks_hear_of_an_error_and_not_of_an_end_that_did_not_come() -> None:
+    heard = Heard()
+
+    def selector(*args: Any) -> list[str]:
+        raise LookupError("broken")
+
+    with pytest.raises(LookupError):
+        compiled(component_selector=selector, gepa_kwargs={"callbacks": [heard]})
+    assert [str(event["exception"]) for event in heard.of("on_error")] == ["broken"]
+    assert not heard.of("on_optimization_end")
+    starts, ends = (heard.of(f"on_iteration_{name}") for name in ("start", "end"))
+    assert {event["iteration"] for event in starts} == {event["iteration"] for event in ends}
+
+
+# Over HTTP: a real server that answers in every broken way that providers have
+
+
+WRONG = [
+    name
+    for name in (*BODIES, *TEXTS, *BROKEN, "429", "503", "409")
+    if name not in ("good", "filtered", "cut_off", "refused", "empty_text", "unparsable")
+]
+
+
+def test_no_run_over_http_scores_what_a_provider_in_trouble_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = 0
+
+    async def at_once(seconds: float) -> None:
+        await asyncio.sleep(0)
+
+    def choose(prompt: str) -> str:
+        nonlocal asked
+        asked += 1
+        if hashed(asked) % 8 == 0:
+            return WRONG[asked % len(WRONG)]
+        return reply_for(prompt.replace("JSON", ""), answer=str(1 + hashed(prompt) % 6))
+
+    monkeypatch.setattr("anyio.sleep", at_once)  # spares some seconds of waiting between attempts
+    with BrokenServer(choose) as server, dspy.context(lm=server.lm("chosen")):
+        details = compiled(100).detailed_results
+    assert min(scores_of(details)) > 0, "every answer that came scores above 0; a 0 would be a fault"
+    assert details.async_stats.retried_requests > 5
+    assert details.async_stats.metric_calls <= 100
+
+
+@pytest.mark.parametrize(("status", "says"), [("404-model_not_found", "model's name"), ("401", "API key")])
+def test_a_refusal_for_good_over_http_ends_the_run_with_the_best_so_far(status: str, says: str) -> None:
+    asked = 0
+
+    def choose(prompt: str) -> str:
+        nonlocal asked
+        asked += 1
+        return status if asked > 40 else reply_for(prompt.replace("JSON", ""), answer=str(hashed(prompt) % 7))
+
+    with (
+        BrokenServer(choose) as server,
+        dspy.context(lm=server.lm("chosen")),
+        pytest.raises(RunAbortedError, match=says) as caught,
+    ):
+        compiled(ENDLESS)
+    assert set(caught.value.best_program.detailed_results.val_subscores[0]) == set(range(len(VAL)))

@@ -1,0 +1,231 @@
+"""The named staleness policies, on the simulated model and in virtual time: budget, ends, winner, limits, lineage."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import dspy
+import litellm
+import pytest
+from dspy.utils.exceptions import LMAuthError, LMRateLimitError
+
+from dspy_flashevolve import (
+    AsyncGEPA,
+    ConfigurationError,
+    Full,
+    Guarded,
+    Reflective,
+    RunAbortedError,
+    StaleCandidateReflection,
+)
+from dspy_flashevolve.sim import HouseRules, ReplyModel
+from dspy_flashevolve.sim.virtual import SimulatedModel, run
+from tests.contract.surface import check_ends, check_winner, command, facts
+from tests.contract.worlds import World, play
+
+TRAIN, VAL = 12, 12
+
+
+def compiled(
+    calls: int = 300, predictors: Any = 1, seed: int = 0, reply_model: ReplyModel | None = None, **options: Any
+) -> Any:
+    """A compiled program; ``scored`` counts what the metric saw, ``model`` has answered everything."""
+    name = options.pop("model_name", "simulated")
+    task = HouseRules(rules=12, rules_per_example=4, seed=seed, reply_model=reply_model or ReplyModel())
+    model = SimulatedModel(seed=seed, reply_model=task.reply_model)
+    scored: list[Any] = []
+
+    def metric(gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None) -> Any:
+        if pred_name is None:
+            scored.append(gold)
+        return task.metric(gold, pred, trace, pred_name, pred_trace)
+
+    async def compile_it() -> Any:
+        settings = {"max_metric_calls": calls, "num_threads": 16, "seed": seed, "track_stats": True} | options
+        optimizer = AsyncGEPA(metric, reflection_lm=model.lm(name), **settings)
+        with dspy.context(lm=model.lm(name), adapter=None):
+            return await optimizer.acompile(
+                task.program(predictors), trainset=task.trainset(TRAIN), valset=task.valset(VAL)
+            )
+
+    program = run(compile_it)
+    program.scored, program.model = len(scored), model
+    return program
+
+
+POLICIES: list[Any] = ["full", "guarded", "patch", "reflective", Guarded(0), Reflective(batch=4)]
+
+
+@pytest.mark.parametrize("staleness", POLICIES, ids=repr)
+@pytest.mark.parametrize("predictors", [1, 2])
+def test_the_budget_holds_every_step_ends_and_the_winner_is_fully_validated(staleness: Any, predictors: int) -> None:
+    program = compiled(200, predictors, staleness=staleness)
+    details, stats = program.detailed_results, program.async_stats
+    assert program.scored == stats.metric_calls <= 200
+    check_ends(stats)
+    assert stats.ended.get("cancelled", 0) == stats.ended.get("failed", 0) == 0
+    check_winner(details, VAL)
+    assert len({name for name, _ in program.named_predictors()}) == predictors
+
+
+def test_the_same_run_in_virtual_time_is_the_same_run() -> None:
+    assert facts(compiled(150).detailed_results) == facts(compiled(150).detailed_results)
+
+
+def test_the_default_integrates_the_children_of_many_steps() -> None:
+    program = compiled(400)
+    stats, details = program.async_stats, program.detailed_results
+    assert stats.ended["integrated"] > 0
+    assert max(len(record.members) for record in stats.integrations) > 1
+    assert stats.integration_calls == program.model.requests["integration"] > 0
+    assert details.val_aggregate_scores[details.best_idx] > details.val_aggregate_scores[0] + 0.3
+    for parents in details.parents[1:]:
+        assert parents
+        assert all(parent is not None and 0 <= parent < len(details.candidates) for parent in parents)
+
+
+def test_in_equal_time_the_default_makes_a_better_program_than_lockstep() -> None:
+    best = {}
+    for schedule in ("async", "lockstep"):
+        details = compiled(100_000, schedule=schedule, max_seconds=60, num_threads=32).detailed_results
+        best[schedule] = max(details.val_aggregate_scores)
+    assert best["async"] > best["lockstep"]
+
+
+@pytest.mark.parametrize("seconds", [5, 45])
+def test_a_run_that_is_stopped_by_time_ends_with_everything_settled(seconds: int) -> None:
+    stats = compiled(100_000, max_seconds=seconds).async_stats
+    check_ends(stats)
+    assert stats.stop_reason == f"max_seconds={seconds} is over"
+    assert stats.outcome == "finished"
+
+
+def test_no_reply_to_an_integration_costs_more_than_itself() -> None:
+    """Children that no integration could read go on as in ``full``."""
+
+    class Mute(dspy.Module):
+        async def aforward(self, **_: Any) -> Any:
+            raise ValueError("no idea")
+
+    stats = compiled(300, stale_candidate_reflection=Mute()).async_stats
+    assert stats.integrations
+    assert all("no idea" in record.failed for record in stats.integrations)
+    assert stats.ended["committed"] > 0
+    check_ends(stats)
+
+
+def test_a_provider_that_fails_during_an_integration_costs_no_score() -> None:
+    class Limited(dspy.Module):
+        async def aforward(self, **_: Any) -> Any:
+            raise LMRateLimitError("slow down", model="simulated")
+
+    program = compiled(300, num_threads=32, stale_candidate_reflection=Limited())
+    stats = program.async_stats
+    check_ends(stats)
+    assert program.scored == stats.metric_calls <= 300
+    assert min(score for one in program.detailed_results.val_subscores for score in one.values()) >= 0
+
+
+def test_a_rejected_key_during_an_integration_ends_the_run_with_the_best_so_far() -> None:
+    class Rejected(dspy.Module):
+        async def aforward(self, **_: Any) -> Any:
+            raise LMAuthError("no such key", model="simulated")
+
+    with pytest.raises(RunAbortedError, match="no such key") as raised:
+        compiled(400, stale_candidate_reflection=Rejected())
+    assert raised.value.best_program is not None
+
+
+def test_without_an_lm_that_could_integrate_children_are_admitted(caplog: pytest.LogCaptureFixture) -> None:
+    task = HouseRules(rules=12, rules_per_example=4)
+    model = SimulatedModel()
+
+    def propose(candidate: dict[str, str], reflective_dataset: Any, components_to_update: list[str]) -> dict[str, str]:
+        return {name: candidate[name] + "\n" + str(task.all_rules()[len(candidate[name]) % 12]) for name in candidate}
+
+    async def compile_it() -> Any:
+        student = task.program()
+        student.set_lm(model.lm())
+        optimizer = AsyncGEPA(task.metric, max_metric_calls=100, instruction_proposer=propose, track_stats=True)
+        with dspy.context(lm=None, adapter=None):
+            return await optimizer.acompile(student, trainset=task.trainset(TRAIN), valset=task.valset(VAL))
+
+    stats = run(compile_it).async_stats
+    assert stats.ended["committed"] > 0
+    assert not stats.integrations
+    assert "no LM that could integrate stale candidates" in caplog.text
+
+
+def test_guarded_discards_what_is_behind_where_it_looks_and_full_discards_nothing() -> None:
+    """Another width bounds the gap beforehand, so that there may be nothing to discard."""
+    guarded, full = (play(World(), 900, num_threads=64, staleness=one, use_merge=False) for one in (Guarded(0), "full"))
+    behind = sum(count for gap, count in guarded.async_stats.gaps["after_screen"].items() if gap > 0)
+    assert guarded.async_stats.ended.get("discarded", 0) == behind
+    assert full.async_stats.ended.get("discarded", 0) == 0
+    assert max(commit.gap for commit in full.async_stats.commits) > 1
+
+
+def test_lockstep_knows_no_staleness() -> None:
+    stats = compiled(200, schedule="lockstep").async_stats
+    assert stats.integration_calls == 0
+    assert set(stats.gaps["before_commit"]) <= {0}
+
+
+# Limits on reflection and on dollars
+
+
+@pytest.mark.parametrize("staleness", ["full", "reflective"])
+def test_reflection_calls_are_limited(staleness: str) -> None:
+    stats = compiled(2000, staleness=staleness, max_reflection_calls=10, num_threads=1).async_stats
+    assert stats.stop_reason == "max_reflection_calls=10 is spent"
+    assert 10 <= stats.reflection_calls <= 10 + stats.slots + 20, "what ran was finished"
+    lockstep = compiled(2000, max_reflection_calls=10, schedule="lockstep").async_stats
+    assert lockstep.reflection_calls in (10, 11), "the last step finishes"
+
+
+def test_dollars_are_limited_where_prices_are_known() -> None:
+    price = {"input_cost_per_token": 1e-6, "output_cost_per_token": 2e-6, "litellm_provider": "openai", "mode": "chat"}
+    litellm.register_model({"priced": price})
+    stats = compiled(2000, max_cost=0.05, schedule="lockstep", model_name="priced").async_stats
+    assert 0.05 <= stats.cost_dollars < 0.15
+    assert stats.stop_reason == "max_cost=0.05 dollars is spent"
+
+
+def test_a_limit_in_dollars_without_a_price_is_refused_before_any_call() -> None:
+    task = HouseRules()
+    model = SimulatedModel()
+    optimizer = AsyncGEPA(task.metric, auto="light", reflection_lm=model.lm(), max_cost=1.0)
+    with dspy.context(lm=model.lm()), pytest.raises(ConfigurationError, match="no price for simulated"):
+        optimizer.compile(task.program(), trainset=task.trainset(3), valset=task.valset(3))
+    assert not model.requests
+
+
+# The lineage
+
+
+def test_the_lineage_of_a_run_that_went_on_is_written_and_printed(tmp_path: Path) -> None:
+    for calls in (150, 400):
+        program = compiled(calls, log_dir=str(tmp_path))
+    records = [json.loads(line) for line in (tmp_path / "lineage.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert {record["run"] for record in records} == {1, 2}
+    status, printed, _ = command("lineage", str(tmp_path))
+    assert status == 0
+    for index, score in enumerate(program.detailed_results.val_aggregate_scores[1:], start=1):
+        assert f"candidate {index}: score {score:.3f}" in printed
+
+
+def test_a_lineage_that_is_missing_or_damaged_is_named(tmp_path: Path) -> None:
+    status, _, complaint = command("lineage", str(tmp_path))
+    assert (status, "lineage.jsonl is missing" in complaint) == (1, True)
+    (tmp_path / "lineage.jsonl").write_text('nonsense\n{"kind": "committed"}\n', encoding="utf-8")
+    status, _, complaint = command("lineage", str(tmp_path))
+    assert (status, "line 1, is no record" in complaint) == (1, True)
+
+
+def test_the_policies_have_names_and_the_default_is_reflective() -> None:
+    assert isinstance(StaleCandidateReflection().named_predictors()[0][1], dspy.Predict)
+    assert AsyncGEPA(HouseRules().metric, auto="light", reflection_lm=dspy.LM("openai/x")).staleness == "reflective"
+    for policy in (Full(), Guarded(3), Reflective()):
+        AsyncGEPA(HouseRules().metric, auto="light", reflection_lm=dspy.LM("openai/x"), staleness=policy)
