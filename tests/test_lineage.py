@@ -12,7 +12,7 @@ from dspy_flashevolve.cli import main
 from dspy_flashevolve.engine.errors import RunDirectoryError
 from dspy_flashevolve.engine.events import Committed, HeadEnded, HeadLanded, Integrated
 from dspy_flashevolve.engine.journal import Journal
-from dspy_flashevolve.engine.replay import RunJournal
+from dspy_flashevolve.engine.replay import BEFORE_STEPS, RunJournal
 from dspy_flashevolve.observe.lineage import tree
 
 
@@ -112,8 +112,18 @@ def test_a_head_of_a_killed_run_is_the_one_that_its_step_brings_to_its_end_later
 def test_a_commit_of_which_a_killed_run_told_nobody_is_there(tmp_path: Path) -> None:
     with Session(tmp_path) as session:
         session.written.committed(0, 0, 1, {"answer": "the seed"}, [], {"0": 0.5})
+        session.lands(1, 0, 1)
         session.written.committed(1, 1, 2, {"answer": "x"}, [0], {"0": float("nan")})
     assert tree(tmp_path) == "candidate 0 (the seed)\n  candidate 1: score nan, step 1"
+
+
+def test_what_no_step_has_made_stands_there_without_one(tmp_path: Path) -> None:
+    """Snapshots of a playbook, which many steps have written."""
+    with Session(tmp_path) as session:
+        for index in range(3):
+            session.commits(BEFORE_STEPS, index, [], 0.5 + index / 4, gap=index)
+    lines = ["candidate 0 (the seed)", "  candidate 1: score 0.750, gap 1", "  candidate 2: score 1.000, gap 2"]
+    assert tree(tmp_path).splitlines() == lines
 
 
 def test_a_line_of_thousands_of_candidates_is_told(tmp_path: Path) -> None:

@@ -33,10 +33,10 @@ PAID_TWICE = """
 again when it is still needed, which that of a validation is not; docs/journal.md. In lockstep an example that stands
 twice in a minibatch is run twice, as in dspy.GEPA: there the rows do not tell."""
 KEEPS_TEXTS = """
-    SELECT 1 FROM rollouts WHERE candidate IN (SELECT hash FROM candidates)
+    SELECT 1 FROM rollouts WHERE step >= 0 AND candidate IN (SELECT hash FROM candidates)
         AND candidate NOT IN (SELECT candidate FROM commits) LIMIT 1"""
-"""Whether the loop writes down the text of whatever it runs, as one does that has it of a candidate without a commit:
-other loops name what they run as they like, and write down what they commit."""
+"""Whether the loop writes down the text of whatever its steps run, as one does that has it of a candidate without a
+commit: other loops name what they run as they like, and write down what they commit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,8 @@ def _unknown_references(rows: Rows, keeps_texts: bool) -> list[str]:
         ("heads", "step", steps),
     ]
     if keeps_texts:
-        references.append(("rollouts", "candidate", candidates))
+        beside = "SELECT candidate FROM rollouts WHERE step < 0"
+        references.append(("rollouts", "candidate", f"{candidates} UNION {beside}"))
     for table, column, known in references:
         for row in rows(f"SELECT id, {column} AS name FROM {table} WHERE {column} NOT IN ({known}) LIMIT 3"):
             found.append(f"{table} row {row['id']} names {column} {row['name']}, which is not there")

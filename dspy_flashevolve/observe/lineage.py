@@ -41,6 +41,8 @@ def tree(run_dir: str | Path) -> str:
                 carriers[row["session"], fields["head"]] = row["step"]
         landed = {step: head for step, head in heads if head["passed"]}
         for row in rows(COMMITS):
+            if row["step"] in landed:  # a run that was killed had no time to say so
+                ends.setdefault(row["step"], "confirmed")
             children.setdefault((json.loads(row["parents"]) or [0])[0] or 0, []).append(row)
         lines = ["candidate 0 (the seed)"]
         left = [(row, "  ") for row in reversed(children.get(0, []))]
@@ -48,9 +50,9 @@ def tree(run_dir: str | Path) -> str:
             row, indent = left.pop()
             index, step, others = row["candidate_index"], row["step"], json.loads(row["parents"])[1:]
             gap = f", gap {gaps[index]}" if index in gaps else ""
-            maker = "another program" if step is None else f"step {step}"
+            maker = ", another program" if step is None else f", step {step}" if step >= 0 else ""
             also = f", also from {', '.join(map(str, others))}" if others else ""
-            lines.append(f"{indent}candidate {index}: score {float(row['score']):.3f}{gap}, {maker}{also}")
+            lines.append(f"{indent}candidate {index}: score {float(row['score']):.3f}{gap}{maker}{also}")
             members: list[Any] = landed[step]["members"] if step in landed else [step]
             lines += [f"{indent}  step {member}: {said}" for member in members for said in verdicts.get(member, ())]
             left += [(child, indent + "  ") for child in reversed(children.get(index, []))]

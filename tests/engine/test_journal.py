@@ -26,7 +26,7 @@ from dspy_flashevolve.observe.lineage import tree
 
 
 def fill(journal: Journal, calls: int, limit: int = 100) -> None:
-    """A small run: the seed on one example, a step, its rollouts, its reply, a commit."""
+    """A small run: a step, its rollouts, the last one with its parent, its reply, a commit."""
     seed, texts = {"answer": "seed"}, {"answer": "text"}
     append = journal.append
 
@@ -51,7 +51,7 @@ def fill(journal: Journal, calls: int, limit: int = 100) -> None:
     append("steps", number=0, session=1, opened_at=0.0, version=0, selection="[]")
     for number in range(1, calls):
         rollout(number, 0, texts, 0.5)
-    rollout(calls, -1, seed, 0.25)
+    rollout(calls, 0, seed, 0.25)
     append("replies", session=1, step=0, stage="propose", position="0", reply="{}", tokens=1, cost_dollars=0.0, at=0.0)
     append(
         "commits", candidate_index=1, session=1, step=0, at=0.0, version=1, candidate=hash_of(texts), parents=[0],
@@ -321,6 +321,16 @@ def test_a_loop_that_keeps_no_texts_of_what_it_runs_and_scores_its_commits_itsel
         "UPDATE sessions SET settings = '{\"max_metric_calls\": 4}'",
     )
     assert check(filled).problems == ["5 metric calls were made, 4 were allowed"]
+
+
+def test_what_is_validated_beside_the_steps_may_have_no_text_while_it_is_no_commit(filled: Path) -> None:
+    change(
+        filled,
+        "INSERT INTO calls VALUES (6, 1, -1, 'evaluate', 0, 1)",
+        "INSERT INTO rollouts SELECT 6, 6, 1, -1, 'evaluate', 'a playbook', split, example, traced, score, "
+        "objective_scores, output, trace, 0, 0, 0, 0 FROM rollouts WHERE id = 3",
+    )
+    assert check(filled).problems == []
 
 
 def test_lockstep_may_exceed_the_budget_as_dspys_gepa_does(filled: Path) -> None:
