@@ -534,6 +534,10 @@ class Scheduler:
         while self._busy < self._limit and (line := self._next()) is not None:
             future, since = line.waiting.popleft()
             line.stage.waiting -= 1
+            if future.cancelled():  # whoever waited was cancelled, and has not run since
+                self._place(line)
+                self._forget(line)
+                continue
             line.stage.waited_seconds += self.clock() - since
             self._grant(line)
             self._place(line)
