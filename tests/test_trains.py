@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +21,6 @@ from dspy_flashevolve import (
     Reflective,
     StaleCandidateReflection,
 )
-from dspy_flashevolve.cli import main
 from dspy_flashevolve.engine.errors import RunAbortedError
 from dspy_flashevolve.engine.staleness import Admit, Discard, Integrate
 from dspy_flashevolve.sim import HouseRules, ReplyModel, SimServer
@@ -494,42 +491,6 @@ def test_a_limit_in_dollars_without_a_price_is_refused_before_any_call() -> None
     with dspy.context(lm=model.lm()), pytest.raises(ConfigurationError, match="no price for simulated"):
         optimizer.compile(task.program(), trainset=task.trainset(3), valset=task.valset(3))
     assert not model.requests
-
-
-# Lineage
-
-
-def test_the_lineage_of_a_run_is_written_and_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    program = compiled(400, staleness=Reflective(batch=4), log_dir=str(tmp_path))
-    lines = (tmp_path / "lineage.jsonl").read_text(encoding="utf-8").splitlines()
-    kinds = {json.loads(line)["kind"] for line in lines}
-    assert kinds >= {"looked", "integrated", "headlanded", "headended", "committed", "ticketclosed"}
-    assert main(["lineage", str(tmp_path)]) == 0
-    printed = capsys.readouterr().out
-    for index, score in enumerate(program.detailed_results.val_aggregate_scores[1:], start=1):
-        assert f"candidate {index}: score {score:.3f}, gap" in printed
-    assert "orthogonal. Adds" in printed
-
-
-def test_the_lineage_of_a_resumed_run_keeps_its_heads_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for calls in (150, 500):
-        compiled(calls, staleness=Reflective(batch=4), log_dir=str(tmp_path))
-    records = [json.loads(line) for line in (tmp_path / "lineage.jsonl").read_text(encoding="utf-8").splitlines()]
-    assert {record["run"] for record in records} == {1, 2}
-    landed = [(record["run"], record["head"]) for record in records if record["kind"] == "headlanded"]
-    assert len(landed) == len(set(landed))
-    assert main(["lineage", str(tmp_path)]) == 0
-    assert "also from 0" not in capsys.readouterr().out
-
-
-def test_a_lineage_that_is_missing_or_damaged_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["lineage", str(tmp_path)]) == 1
-    assert "lineage.jsonl is missing" in capsys.readouterr().err
-    (tmp_path / "lineage.jsonl").write_text('nonsense\n{"kind": "looked"}\n', encoding="utf-8")
-    assert main(["lineage", str(tmp_path)]) == 1
-    assert "line 1, is no record" in capsys.readouterr().err
-    (tmp_path / "lineage.jsonl").write_text('{"kind": "looked"}\n{"kind": "comm', encoding="utf-8")
-    assert main(["lineage", str(tmp_path)]) == 0
 
 
 def test_the_default_module_and_policies_are_what_the_documents_say() -> None:

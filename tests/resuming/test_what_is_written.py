@@ -15,9 +15,9 @@ import dspy
 import pytest
 
 from dspy_flashevolve import AsyncGEPA
+from dspy_flashevolve.engine.check import check
 from dspy_flashevolve.engine.errors import JournalError
 from dspy_flashevolve.engine.journal import Journal
-from dspy_flashevolve.engine.journal_check import check
 from dspy_flashevolve.gepa import reports
 from tests.contract.surface import sql as rows
 from tests.contract.test_going_on import TRAIN, VAL, run
@@ -156,7 +156,7 @@ def test_a_validated_child_is_committed_although_the_budget_pays_no_further_tick
 
 
 def test_no_file_of_the_run_has_a_key_that_an_error_repeats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error's words stand in the ends of tickets, which the lineage has too."""
+    """An error's words stand in the ends of steps."""
     key = "sk-live-0123456789abcdef"
     monkeypatch.setenv("SOME_API_KEY", key)
 
@@ -175,13 +175,5 @@ def test_no_file_of_the_run_has_a_key_that_an_error_repeats(tmp_path: Path, monk
     )
     optimizer.compile(Chain(1), trainset=TRAIN, valset=VAL)
     written = {path.name: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    assert b"is over its quota" in written["lineage.jsonl"]
+    assert b"is over its quota" in written["journal.sqlite"]
     assert [name for name, content in written.items() if key.encode() in content] == []
-
-
-def test_a_lineage_that_cannot_be_opened_leaves_the_directory_to_others(tmp_path: Path) -> None:
-    (tmp_path / "lineage.jsonl").mkdir()
-    with pytest.raises(OSError, match=r"lineage\.jsonl"):
-        run(tmp_path, 60)
-    (tmp_path / "lineage.jsonl").rmdir()
-    run(tmp_path, 60)
