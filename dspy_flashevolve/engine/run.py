@@ -109,7 +109,7 @@ class EvolutionRun:
         self._resting: dict[int, tuple[float, anyio.Event]] = {}
         self._recorded: list[Unfinished] = []
         self._next = 0
-        self._exhausted = False
+        self._exhausted = self._broken = False
         self._beside = 0
         self._put_off: list[Callable[[], Coroutine[Any, Any, None]]] = []
         self._failures = self._calls_of_ended = 0
@@ -235,6 +235,7 @@ class EvolutionRun:
         """
         rule = LiveSteps(1) if self.lockstep else admission or LiveSteps(self.slots)
         self._next, self._exhausted, self._most_calls = max(first, self._next), False, calls
+        self._broken = False
         self._recorded = [] if self.journal is None else self.journal.unfinished
         failures: list[BaseException] = []
 
@@ -411,6 +412,8 @@ class EvolutionRun:
         most_failures = max(10, 2 * rule.limit)
         while True:
             change = self._change
+            if self._broken:  # the cancellation has not come here yet
+                return
             step = self._opened(rule, reserve, may_open)
             if step is not None:
                 _, guarded = self._group
@@ -483,6 +486,9 @@ class EvolutionRun:
                     self._count(step, end, most_failures)
                     if ended is not None:
                         await ended(step, end)
+        except BaseException:
+            self._broken = True
+            raise
         finally:
             step.reservation.refund()
             del self._live[step.number], self._scopes[step.number]
