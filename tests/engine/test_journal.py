@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import shutil
 import sqlite3
 import threading
@@ -247,8 +248,17 @@ def test_a_directory_may_have_any_name(tmp_path: Path) -> None:
     assert check(directory).problems == []
 
 
-def test_the_schema_names_its_tables() -> None:
-    assert {"sessions", "steps", "rollouts", "replies", "commits", "events", "state"} <= TABLES
+def test_the_page_has_every_table_with_its_columns_and_its_queries_run(filled: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "journal.md").read_text(encoding="utf-8")
+    assert f"Version {SCHEMA_VERSION} of the schema" in page
+    described = re.findall(r"^\| `(\w+)` \| .* \| (.*) \|$", page, re.MULTILINE)
+    assert {name for name, _ in described} == TABLES
+    with closing(sqlite3.connect(filled / FILE)) as connection:
+        for name, columns in described:
+            names = [row[1] for row in connection.execute(f"PRAGMA table_info({name})")]
+            assert re.findall(r"`(\w+)`", columns) == names
+        for query in page.split("```sql\n")[1].split("```")[0].split(";")[:-1]:
+            connection.execute(query).fetchall()
 
 
 def test_a_good_journal_has_no_problems(filled: Path, capsys: pytest.CaptureFixture[str]) -> None:
