@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import dspy
@@ -22,7 +23,7 @@ from dspy_flashevolve.harness.program import as_json, call_in_thread, call_on_lo
 from dspy_flashevolve.programs.faults import heard_lm_calls, raise_provider_fault
 from dspy_flashevolve.programs.metric import Metric
 from dspy_flashevolve.programs.records import Asked, ReplyText
-from dspy_flashevolve.programs.run import DspyRun
+from dspy_flashevolve.programs.run import DspyRun, check_data
 from dspy_flashevolve.programs.runner import answers_asynchronously
 from dspy_flashevolve.sandbox.contract import CodeSandbox, Failure, Job, LmAnswer, LmRequest, Outcome, SandboxError
 
@@ -80,8 +81,16 @@ def task_of(student: Any, trainset: Any, valset: Any) -> HarnessTask:
         DataError: no data, or data that do not fit the student.
     """
     signature, source, lm = _source_of(student)
-    train = _examples("trainset", trainset, signature)
-    val = train if valset is None else _examples("valset", valset, signature)
+    check_data(student, trainset, None, valset)
+    train: list[Example] = list(trainset)
+    val: list[Example] = train if valset is None else list(valset)
+    for name, data in (("trainset", train), ("valset", val)):
+        for number, example in enumerate(data):
+            if not isinstance(example, Example):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise DataError(f"{name}[{number}] is {example!r:.80}, expected a dspy.Example.")
+            missing = set(signature.input_fields) - set(example.inputs().keys())
+            if missing:
+                raise DataError(f"{name}[{number}] lacks the student's inputs {sorted(missing)}.")
     scored = {_key(example) for example in val}
     lessons = [example for example in train if _key(example) not in scored]
     try:
@@ -114,22 +123,6 @@ def _source_of(student: Any) -> tuple[Any, str, Any]:
     if isinstance(student, dspy.ChainOfThought):
         source = source.replace("dspy.Predict(", "dspy.ChainOfThought(", 1)
     return signature, source, predictor.lm
-
-
-def _examples(name: str, data: Any, signature: Any) -> list[Example]:
-    examples = [] if data is None else list(data)
-    if not examples:
-        raise DataError(f"{name} is empty, expected at least one dspy.Example.")
-    for number, example in enumerate(examples):
-        if not isinstance(example, Example) or example._input_keys is None:  # pyright: ignore[reportPrivateUsage]
-            raise DataError(
-                f"{name}[{number}] is {example!r:.80}, expected a dspy.Example(...).with_inputs(...), which says what "
-                "the inputs are."
-            )
-        missing = set(signature.input_fields) - set(example.inputs().keys())
-        if missing:
-            raise DataError(f"{name}[{number}] lacks the student's inputs {sorted(missing)}.")
-    return examples
 
 
 def _key(example: Example) -> str:
@@ -219,7 +212,11 @@ class Evaluations:
         return Evaluated(one.draft, scores, costs, failures, one.traces, memory)
 
     async def _learnt(self, step: Step, draft: Draft) -> Any:
-        """What a candidate remembers after one pass over the training examples that nobody is scored on."""
+        """What a candidate remembers after one pass over the training examples that nobody is scored on.
+
+        Raises:
+            _Hopeless: it did what none may do, or ``learn`` failed.
+        """
         memory: Any = {}
         numbers = range(len(self._task.lessons))
         for start in range(0, len(numbers), self._of.learn_batch):
@@ -234,28 +231,19 @@ class Evaluations:
                 }
                 for one in await self._trials(step, draft, "lesson", taught, memory)
             ]
-            memory = await self._taught(step, draft, memory, lessons, f"{taught}")
+            record = ReplyText(f"learn {taught} {hash_of(texts_of(draft, memory))}")
+            learn = partial(self._learns, draft, memory, lessons)
+            asked = await self._run.rollouts.request("evaluate", step, learn, lambda one: one.spent, record)
+            assert asked.answer is not None
+            memory, failure = asked.answer
+            if failure is not None:
+                raise _Hopeless(Failure(*failure), "in learn")
         return memory
 
-    async def _taught(self, step: Step, draft: Draft, memory: Any, lessons: list[dict[str, Any]], where: str) -> Any:
-        """What a candidate remembers after one batch.
-
-        Raises:
-            _Hopeless: ``learn`` failed.
-        """
-
-        async def learn() -> Asked[tuple[Any, Any]]:
-            outcome = await self._ran(draft, memory, batch=lessons)
-            failure = None if outcome.failure is None else [outcome.failure.reason, outcome.failure.message]
-            return Asked((outcome.memory, failure), spent=Spent(outcome.tokens))
-
-        position = f"learn {where} {hash_of(texts_of(draft, memory))}"
-        asked = await self._run.rollouts.request("evaluate", step, learn, lambda one: one.spent, ReplyText(position))
-        assert asked.answer is not None
-        learnt, failure = asked.answer
-        if failure is not None:
-            raise _Hopeless(Failure(*failure), "in learn")
-        return learnt
+    async def _learns(self, draft: Draft, memory: Any, lessons: list[dict[str, Any]]) -> Asked[tuple[Any, Any]]:
+        outcome = await self._ran(draft, memory, batch=lessons)
+        failure = None if outcome.failure is None else (outcome.failure.reason, outcome.failure.message)
+        return Asked((outcome.memory, failure), spent=Spent(outcome.tokens))
 
     async def _trials(
         self, step: Step, draft: Draft, split: str, numbers: Iterable[int], memory: Any = None

@@ -114,18 +114,7 @@ class Sandbox:
         return lambda: _reap(server)
 
     async def run(self, job: Job, call_lm: CallLm) -> Outcome:
-        """Run candidate code once.
-
-        Args:
-            job: what to run.
-            call_lm: makes one LM call of the candidate's; what it raises ends the run and passes through.
-
-        Returns:
-            What became of it; a failure of the candidate is one kind of outcome.
-
-        Raises:
-            SandboxError: the sandbox failed, twice.
-        """
+        """See :class:`CodeSandbox`; it fails where it has failed twice."""
         try:
             return await self._run(job, call_lm)
         except SandboxError:

@@ -14,15 +14,7 @@ import pytest
 from dspy.utils.exceptions import LMAuthError, LMRateLimitError
 
 from benchmarks.in_process import InProcessStandIn
-<<<<<<<< HEAD:tests/harness/test_search.py
-from dspy_flashevolve import AsyncMetaHarness, ConfigurationError, Harness, Limits
-from dspy_flashevolve.engine import DataError, RunDirectoryError
-from dspy_flashevolve.harness import run as harness_run
-from dspy_flashevolve.sandbox.confinement import LAYERS
-from dspy_flashevolve.sandbox.contract import CallLm, Failure, Job, Outcome
-========
 from dspy_flashevolve import AsyncMetaHarness, ConfigurationError, DataError, Harness, Limits, RunAbortedError
->>>>>>>> contract:tests/contract/test_meta_harness.py
 from dspy_flashevolve.sim import HouseRules
 from dspy_flashevolve.sim.virtual import SimulatedModel, run
 from tests.contract.surface import steps_of
@@ -93,11 +85,7 @@ def test_the_version_is_the_archive_s_size_and_every_admission_is_told() -> None
     commits = found.stats.commits
     assert [commit.candidate for commit in commits] == list(range(len(found.candidates)))
     assert [commit.score for commit in commits] == [one.score for one in found.candidates]
-<<<<<<<< HEAD:tests/harness/test_search.py
-    assert found.stats.steps == 5
-========
     assert steps_of(found.stats) == 5
->>>>>>>> contract:tests/contract/test_meta_harness.py
     assert sum(found.stats.ended.values()) == 5
 
 
@@ -197,23 +185,20 @@ def test_no_proposal_starts_after_the_time_is_over() -> None:
     found = search(iterations=1000, max_seconds=60.0).detailed_results
     assert found.stats.outcome == "finished"
     assert "max_seconds" in found.stats.stop_reason
-<<<<<<<< HEAD:tests/harness/test_search.py
-    assert found.stats.steps < 100
-========
     assert steps_of(found.stats) < 100
->>>>>>>> contract:tests/contract/test_meta_harness.py
 
 
 def test_the_run_directory_holds_every_candidate_and_is_for_one_run(tmp_path: Path) -> None:
     found = search(log_dir=tmp_path / "run").detailed_results
     sources = sorted((tmp_path / "run" / "candidates").glob("*/source.py"))
     assert [path.read_text() for path in sources] == [one.draft.source for one in found.candidates]
-<<<<<<<< HEAD:tests/harness/test_search.py
-    (tmp_path / "run" / "journal.sqlite").unlink()
-    with pytest.raises(RunDirectoryError, match=r"holds another run \(candidates\), and no journal"):
-========
+    again = search(log_dir=tmp_path / "run").detailed_results
+    assert (again.candidates, again.failed) == (found.candidates, found.failed)
+    with pytest.raises(ConfigurationError, match="holds another run.* trainset was 6 examples"):
+        search(log_dir=tmp_path / "run", train=5)
+    for file in (tmp_path / "run").glob("journal*"):
+        file.unlink()
     with pytest.raises(ConfigurationError, match="holds another run"):
->>>>>>>> contract:tests/contract/test_meta_harness.py
         search(log_dir=tmp_path / "run")
 
 

@@ -1,4 +1,4 @@
-"""A search in a process of its own, to be killed and taken up again: `python -m tests.harness.child DIR KIND ITERATIONS`.
+"""A search in a process of its own, to be killed and taken up again: `python -m tests.harness.child DIR KIND COUNT`.
 
 The language models are named fakes in the process, a little slow. Every call of the metric or of `learn` and every
 proposal appends a line to a file of DIR before anything else, so that what was really paid can be counted afterwards.

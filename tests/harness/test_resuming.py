@@ -122,8 +122,8 @@ def test_a_proposer_that_was_interrupted_is_asked_again_in_its_direction(tmp_pat
         pass
 
     directions = ["red", "green", "blue"]
+    proposer = fake_lm(Ends(lambda prompt: proposes(log, prompt), 3))
     with pytest.raises(RunAbortedError):
-        proposer = fake_lm(Ends(lambda prompt: proposes(log, prompt), 3))
         run(tmp_path, "lockstep", 3, proposer_lm=proposer, directions=directions)
     assert rows(tmp_path, "SELECT COUNT(*) FROM steps") == [(3,)]
     details = run(tmp_path, "lockstep", 3, directions=directions).detailed_results
