@@ -20,7 +20,7 @@ PAID_TWICE = """
     SELECT b.id, b.step, b.stage, b.example FROM rollouts a
     JOIN rollouts b ON b.candidate = a.candidate AND b.split = a.split AND b.example = a.example
         AND b.traced = a.traced AND b.session > a.session
-    LEFT JOIN steps first ON first.number = a.step LEFT JOIN ends e ON e.step = a.step
+    LEFT JOIN ends e ON e.step = a.step
     LEFT JOIN steps second ON second.number = b.step JOIN sessions s ON s.id = b.session
     WHERE json_extract(s.settings, '$.schedule') IS NOT 'lockstep' AND a.step >= 0
         AND (e.session IS NULL OR e.session >= b.session) AND second.session <= a.session
