@@ -1,0 +1,267 @@
+"""AsyncACE with a log_dir: stopped, refused, aborted or killed, it goes on; nothing is lost, applied or paid twice."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import dspy
+import pytest
+from dspy.utils.exceptions import LMAuthError
+
+from dspy_flashevolve import AsyncACE, ConfigurationError, Playbook, RunAbortedError
+from dspy_flashevolve.engine.check import check
+from dspy_flashevolve.engine.errors import RunDirectoryError
+from dspy_flashevolve.engine.journal import FILE
+from tests.ace.child import SLOTS, TRAIN, VAL, SlowChain, facts, replies, run
+from tests.fakes import digits, examples, fake_lm
+
+SPAN_SECONDS = 0.35
+"""Longest time from the first metric call of a process to its end."""
+
+
+def made(directory: Path) -> int:
+    """Metric calls that the metric itself has counted, over all processes."""
+    path = directory / "calls.txt"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def rows(directory: Path, query: str) -> list[Any]:
+    with closing(sqlite3.connect(directory / "run" / FILE)) as connection:
+        return connection.execute(query).fetchall()
+
+
+def wrongs(directory: Path) -> Iterator[str]:
+    """What the journal says that must not be; an addition that was said already is a tag that is not counted."""
+    yield from check(directory / "run").problems
+    [(twice,)] = rows(directory, "SELECT COUNT(*) - COUNT(DISTINCT candidate || split || example) FROM rollouts")
+    if twice:
+        yield f"{twice} rollouts were paid twice"
+    for (text,) in rows(directory, "SELECT value FROM state WHERE name = 'playbook'"):
+        kept = json.loads(text)
+        book, counts = Playbook.from_dict(kept["playbook"]), kept["counts"]
+        tagged = sum(one.helpful + one.harmful for one in book.bullets)
+        if "said already" not in counts["problems"] and tagged != sum(counts["tags"].values()):
+            yield f"the bullets have {tagged} tags, {counts['tags']} were counted"
+        [(ended,)] = rows(directory, "SELECT COUNT(*) FROM ends WHERE way IN ('committed', 'rejected')")
+        if not counts["samples"] - len(kept["applied"]) <= ended <= counts["samples"]:
+            yield f"{counts['samples']} samples were applied, {ended} have ended so"
+
+
+# In this process
+
+
+class Refusing:
+    """Answers, but refuses the key from a given call on; a named fake."""
+
+    def __init__(self, at: int | None, mixed: bool) -> None:
+        self.calls, self._at, self._mixed = 0, at, mixed
+
+    def __call__(self, prompt: str) -> str:
+        self.calls += 1
+        if self._at is not None and self.calls >= self._at:
+            raise LMAuthError("the key is rejected", model="fake/model", provider="fake")
+        return replies(prompt, self._mixed)
+
+
+def compiled(log_dir: Path | None, at: int | None = None, metric: Any = digits, **options: Any) -> tuple[Any, Refusing]:
+    answer = Refusing(at, mixed=options.get("schedule") == "lockstep")
+    settings = {"max_rounds": 2, "epochs": 2, "eval_every": 5, "num_threads": 8, "token_budget": 10**6, **options}
+    student, trainset = settings.pop("student", None) or SlowChain(), settings.pop("trainset", TRAIN)
+    with dspy.context(lm=fake_lm(answer)):
+        optimizer = AsyncACE(metric, log_dir=log_dir, **settings)
+        return optimizer.compile(student, trainset=trainset, valset=VAL), answer
+
+
+@pytest.mark.parametrize("at", [1, 9, 12, 90])
+def test_lockstep_aborted_anywhere_goes_on_as_if_it_had_not_been(tmp_path: Path, at: int) -> None:
+    whole, asked = compiled(None, schedule="lockstep")
+    with pytest.raises(RunAbortedError):
+        compiled(tmp_path / "run", at, schedule="lockstep")
+    program, again = compiled(tmp_path / "run", schedule="lockstep")
+    assert facts(program) == facts(whole)
+    assert program.async_stats.metric_calls == whole.async_stats.metric_calls
+    assert again.calls <= asked.calls - (at - 1) + SLOTS, "what was answered is not asked again"
+    assert list(wrongs(tmp_path)) == []
+
+
+def test_lockstep_aborted_again_and_again_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
+    whole, _ = compiled(None, schedule="lockstep")
+    for _ in range(60):
+        try:
+            program, _ = compiled(tmp_path / "run", 12, schedule="lockstep")
+            break
+        except RunAbortedError:
+            assert list(wrongs(tmp_path)) == []
+    else:
+        pytest.fail("it makes no progress")
+    assert facts(program) == facts(whole)
+    assert list(wrongs(tmp_path)) == []
+
+
+@pytest.mark.parametrize("staleness", ["guarded", "reflective"])
+def test_aborted_samples_run_again_with_what_was_paid_for_them(tmp_path: Path, staleness: str) -> None:
+    for at in (25, 40, 30):
+        with pytest.raises(RunAbortedError):
+            compiled(tmp_path / "run", at, staleness=staleness)
+        assert list(wrongs(tmp_path)) == []
+    program, _ = compiled(tmp_path / "run", staleness=staleness)
+    stats = program.async_stats
+    assert stats.samples == stats.operations["add"] == 24
+    assert "said already" not in stats.problems
+    assert list(wrongs(tmp_path)) == []
+
+
+def test_a_run_that_is_over_pays_nothing_more_and_goes_on_with_more_epochs(tmp_path: Path) -> None:
+    first, _ = compiled(tmp_path / "run")
+    again, asked = compiled(tmp_path / "run")
+    assert facts(again) == facts(first)
+    assert asked.calls == 0
+    more, asked = compiled(tmp_path / "run", epochs=3)
+    assert more.async_stats.samples == more.async_stats.operations["add"] == 36
+    assert asked.calls > 0
+    assert [one.version for one in more.async_stats.snapshots][: len(first.async_stats.snapshots)] == [
+        one.version for one in first.async_stats.snapshots
+    ]
+
+
+def test_a_run_at_the_end_of_its_budget_goes_on_with_a_larger_one(tmp_path: Path) -> None:
+    small, _ = compiled(tmp_path / "run", max_metric_calls=60)
+    assert small.async_stats.metric_calls <= 60
+    larger, _ = compiled(tmp_path / "run", max_metric_calls=120)
+    assert small.async_stats.metric_calls < larger.async_stats.metric_calls <= 120
+    assert larger.async_stats.samples > small.async_stats.samples
+    assert list(wrongs(tmp_path)) == []
+
+
+def test_a_playbook_in_which_a_secret_was_written_goes_on_without_it(tmp_path: Path) -> None:
+    def answer(prompt: str) -> str:
+        return replies(prompt).replace("Insight ", "Use key sk-abcdefgh12345678ijkl ")
+
+    for epochs in (1, 2):
+        with dspy.context(lm=fake_lm(answer)):
+            optimizer = AsyncACE(digits, log_dir=tmp_path / "run", epochs=epochs, num_threads=4, max_rounds=1)
+            program: Any = optimizer.compile(SlowChain(), trainset=TRAIN, valset=VAL)
+        assert program.async_stats.samples == 12 * epochs
+    assert b"sk-abcdefgh12345678ijkl" not in (tmp_path / "run" / FILE).read_bytes()
+
+
+class Other(SlowChain):
+    """Another program."""
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"student": Other()}, "program was SlowChain, is Other"),
+        ({"trainset": examples("x", 12)}, "trainset was 12 examples"),
+        ({"metric": lambda gold, pred: 0.5}, "metric was digits"),
+        ({"seed": 7}, "seed has changed"),
+        ({"playbook": Playbook().adding("other", "x")}, "seed text of .* has changed"),
+    ],
+)
+def test_another_run_is_refused_by_name_before_anything_is_paid(
+    tmp_path: Path, change: dict[str, Any], named: str
+) -> None:
+    compiled(tmp_path, max_seconds=0.05)
+    playbook = change.pop("playbook", None)
+    if playbook is None:
+        with pytest.raises(RunDirectoryError, match=named):
+            compiled(tmp_path, **change)
+        return
+    with dspy.context(lm=fake_lm(replies)), pytest.raises(RunDirectoryError, match=named):
+        AsyncACE(digits, log_dir=tmp_path).compile(SlowChain(), trainset=TRAIN, valset=VAL, playbook=playbook)
+
+
+def test_a_stream_is_not_resumed_and_a_log_dir_for_one_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="a stream cannot be read again"):
+        AsyncACE(digits, log_dir=tmp_path).adapt(SlowChain(), TRAIN)
+
+
+def test_a_log_dir_that_is_no_path_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="log_dir is 3"):
+        AsyncACE(digits, log_dir=3)  # type: ignore[arg-type]
+
+
+# kill -9
+
+
+def started(directory: Path, staleness: str, epochs: int) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "tests.ace.child", str(directory), staleness, str(epochs)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def killed(directory: Path, staleness: str, epochs: int, seconds: float) -> bool:
+    """Run, and kill `seconds` after the first metric call; False where the run came to its end before."""
+    before, process = made(directory), started(directory, staleness, epochs)
+    try:
+        while process.poll() is None and made(directory) == before:
+            time.sleep(0.002)  # until the process is at work: it is watched from outside
+        time.sleep(seconds)
+    finally:
+        process.kill()
+        _, errors = process.communicate()
+    assert process.returncode in (0, -9), errors[-2000:]
+    return process.returncode == -9
+
+
+def survives(directory: Path, staleness: str, epochs: int, kills: int, seed: int) -> Iterator[str]:
+    """Kill and go on; yields what is wrong."""
+    rng, done, applied, scored = random.Random(seed), 0, 0, 0
+    for _ in range(kills):
+        if not killed(directory, staleness, epochs, rng.random() * SPAN_SECONDS):
+            break
+        done += 1
+        yield from (f"kill {done}: {problem}" for problem in wrongs(directory))
+        [(ended,)] = rows(directory, "SELECT COUNT(*) FROM ends WHERE way IN ('committed', 'rejected')")
+        [(snapshots,)] = rows(directory, "SELECT COUNT(*) FROM commits")
+        if ended < applied or snapshots < scored:
+            yield f"kill {done} lost what had been applied or scored"
+        applied, scored = ended, snapshots
+    process = started(directory, staleness, epochs)
+    out, errors = process.communicate()
+    assert process.returncode == 0, errors[-2000:]
+    result = json.loads(out.splitlines()[-1])
+    yield from wrongs(directory)
+    samples = epochs * len(TRAIN)
+    if result["samples"] != samples:
+        yield f"{result['samples']} samples were applied, {samples} there were"
+    if staleness != "lockstep" and (result["operations"] != {"add": samples} or result["version"] != samples):
+        yield f"each sample adds one bullet: {result['operations']}, version {result['version']}"
+    [(spent,)] = rows(directory, "SELECT SUM(calls) FROM calls")
+    [(finished,)] = rows(directory, "SELECT COUNT(*) FROM rollouts")
+    if not finished <= made(directory) <= spent == result["calls"] or spent - finished > done * SLOTS:
+        yield f"{made(directory)} calls made, {finished} of use, {spent} counted, {result['calls']} told, {done} kills"
+    [(unfinished,)] = rows(directory, "SELECT COUNT(*) FROM steps WHERE number NOT IN (SELECT step FROM ends)")
+    if unfinished:
+        yield f"{unfinished} steps have no end"
+    if staleness == "lockstep":
+        (whole := directory / "whole").mkdir()
+        never = json.loads(json.dumps(facts(run(whole, staleness, epochs, log_dir=None))))
+        if never != {name: value for name, value in result.items() if name != "calls"}:
+            yield "it came to something else than a run that was never killed"
+    if done < min(kills, 2):
+        yield f"the run was killed {done} times only: the test says nothing"
+
+
+@pytest.mark.parametrize("staleness", ["reflective", "lockstep"])
+def test_a_killed_run_goes_on_and_applies_every_sample_once_and_pays_nothing_twice(
+    tmp_path: Path, staleness: str
+) -> None:
+    assert list(survives(tmp_path, staleness, epochs=3, kills=2, seed=1)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("staleness", ["full", "guarded", "reflective", "lockstep"])
+def test_thirty_kills_apply_every_sample_once_and_pay_nothing_twice(tmp_path: Path, staleness: str) -> None:
+    assert list(survives(tmp_path, staleness, epochs=20, kills=30, seed=30)) == []
