@@ -237,7 +237,7 @@ def survives(directory: Path, staleness: str, epochs: int, kills: int, seed: int
     if result["samples"] != samples:
         yield f"{result['samples']} samples were applied, {samples} there were"
     if staleness != "lockstep" and (result["operations"] != {"add": samples} or result["version"] != samples):
-        yield f"each sample adds one bullet: {result['operations']}, version {result['version']}"
+        yield f"each sample adds one bullet: {result['operations']}, {result['problems']}, {result['additions']}"
     [(spent,)] = rows(directory, "SELECT SUM(calls) FROM calls")
     [(finished,)] = rows(directory, "SELECT COUNT(*) FROM rollouts")
     if not finished <= made(directory) <= spent == result["calls"] or spent - finished > done * SLOTS:

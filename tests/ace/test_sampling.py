@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncIterator, Coroutine
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -12,26 +12,13 @@ from hypothesis import strategies as st
 
 from dspy_flashevolve.ace.playbook import Playbook
 from dspy_flashevolve.ace.sampling import Epochs, Taken, Windows
-from dspy_flashevolve.engine.item import Ticket
-from dspy_flashevolve.engine.pipeline import NotNow
-
-T = TypeVar("T")
+from dspy_flashevolve.engine.steps import NothingToDoError
 
 
-def take(data: Epochs | Windows, number: int, version: int = 0) -> Taken | NotNow:
-    """What a ticket takes; where the stream is to be read first, after that."""
-    ticket, playbook = Ticket.create(number, 0), Playbook(version=version)
-    taken = at_once(data.take(ticket, playbook))
-    if isinstance(data, Windows) and taken is NotNow.WAITING:
-        at_once(data.fill())
-        taken = at_once(data.take(ticket, playbook))
-    return taken
-
-
-def at_once(work: Coroutine[Any, Any, T]) -> T:
-    """The result of work that waits for nothing."""
+def take(data: Epochs | Windows, step: int, version: int = 0) -> Taken:
+    """What a step takes, when nothing has to be waited for."""
     try:
-        work.send(None)
+        data.take(step, lambda: Playbook(version=version)).send(None)
     except StopIteration as end:
         return end.value
     raise AssertionError("it waits")
@@ -40,11 +27,17 @@ def at_once(work: Coroutine[Any, Any, T]) -> T:
 @given(st.integers(1, 7), st.integers(1, 3), st.integers(0, 5))
 def test_every_example_is_taken_once_an_epoch(size: int, epochs: int, seed: int) -> None:
     data = Epochs(list(range(size)), epochs, seed)
-    taken = [take(data, number) for number in range(size * epochs)]
-    indices = [one.index for one in taken if isinstance(one, Taken)]
+    indices = [take(data, number).index for number in range(size * epochs)]
     assert all(Counter(indices[size * e : size * (e + 1)]) == Counter(range(size)) for e in range(epochs))
-    assert take(data, size * epochs) is NotNow.EXHAUSTED
-    assert [take(Epochs(list(range(size)), epochs, seed), 0)] == taken[:1]
+    with pytest.raises(NothingToDoError):
+        take(data, size * epochs)
+
+
+@given(st.integers(1, 7), st.integers(0, 5), st.lists(st.integers(0, 20), max_size=5))
+def test_what_a_step_takes_follows_from_its_number(size: int, seed: int, steps: list[int]) -> None:
+    in_order, again = Epochs(list(range(size)), 21, seed), Epochs(list(range(size)), 21, seed)
+    taken = [take(in_order, number).index for number in range(21)]
+    assert [take(again, number).index for number in steps] == [taken[number] for number in steps]
 
 
 async def stream(size: int) -> AsyncIterator[Any]:
@@ -52,33 +45,51 @@ async def stream(size: int) -> AsyncIterator[Any]:
         yield number
 
 
+class Waits:
+    """Counts how often it was waited for the end of a window."""
+
+    def __init__(self) -> None:
+        self.times = 0
+
+    async def __call__(self) -> None:
+        self.times += 1
+
+
 def test_a_window_begins_when_all_of_the_last_one_have_ended() -> None:
-    data = Windows(stream(5), 2)
+    waits = Waits()
+    data = Windows(stream(5), 2, waits)
     first = [take(data, 0, version=7), take(data, 1, version=9)]
-    assert [one.playbook for one in first if isinstance(one, Taken)] == [Playbook(version=7)] * 2
-    assert take(data, 2) is NotNow.FULL
-    data.ended(Ticket.create(1, 0))
-    assert take(data, 2) is NotNow.FULL
-    data.ended(Ticket.create(0, 0))
+    assert [one.playbook for one in first] == [Playbook(version=7)] * 2
+    assert waits.times == 1
     second = take(data, 2, version=9)
-    assert isinstance(second, Taken)
-    assert (second.example, second.window, second.playbook) == (2, 1, Playbook(version=9))
+    assert waits.times == 2
+    assert (second.example, second.index, second.window, second.playbook) == (2, 2, 1, Playbook(version=9))
 
 
 def test_the_last_window_may_have_fewer_and_then_there_is_none() -> None:
-    data = Windows(stream(3), 2)
-    for number in range(3):
-        assert isinstance(take(data, number), Taken)
-        data.ended(Ticket.create(number, 0))
-    assert take(data, 3) is NotNow.EXHAUSTED
+    data = Windows(stream(3), 2, Waits())
+    assert [take(data, number).example for number in range(3)] == [0, 1, 2]
+    with pytest.raises(NothingToDoError):
+        take(data, 3)
     assert [(one.examples, one.score) for one in data.windows] == [(2, None), (1, None)]
 
 
 def test_a_windows_score_is_the_mean_of_those_that_were_answered() -> None:
-    data = Windows(stream(2), 2)
+    data = Windows(stream(2), 2, Waits())
     take(data, 0)
-    take(data, 1)
-    data.scored(0, 0.5)
+    data.windows[0].scores.append(0.5)
     assert data.windows[0].score == pytest.approx(0.5)
-    data.scored(0, 1.0)
+    data.windows[0].scores.append(1.0)
     assert data.windows[0].score == pytest.approx(0.75)
+
+
+def test_what_a_stream_raises_ends_it_after_what_came_before() -> None:
+    async def broken() -> AsyncIterator[Any]:
+        yield 1
+        raise ConnectionError("the line is dead")
+
+    data = Windows(broken(), 2, Waits())
+    assert take(data, 0).example == 1
+    assert isinstance(data.failure, ConnectionError)
+    with pytest.raises(NothingToDoError):
+        take(data, 1)

@@ -110,7 +110,7 @@ def test_the_first_and_the_last_are_validated_whatever_samples_take(limit: int, 
     of = Validations(budget=budget)
     while budget.reserve(1) is not None:  # samples take all there is
         pass
-    anyio.run(of.snapshots.first, version(0))
+    anyio.run(of.snapshots.begin, version(0))
     of.end_one()
     of.learnt(*range(1, 1 + len(taken)))
     anyio.run(of.snapshots.finish, version(99))
@@ -145,7 +145,7 @@ def test_nothing_is_saved_for_a_validation_that_can_never_be_paid() -> None:
 def test_a_first_one_without_an_answer_is_tried_again_at_the_next_snapshot() -> None:
     of = Validations()
     of.scores[0] = None
-    anyio.run(of.snapshots.first, version(0))
+    anyio.run(of.snapshots.begin, version(0))
     of.end_one()
     of.scores[0] = 0.9
     of.learnt(1)
@@ -159,7 +159,7 @@ def test_a_first_one_without_an_answer_is_tried_again_at_the_next_snapshot() -> 
 def test_a_first_one_without_an_answer_is_tried_again_at_the_end() -> None:
     of = Validations(every=9)
     of.scores[0] = None
-    anyio.run(of.snapshots.first, version(0))
+    anyio.run(of.snapshots.begin, version(0))
     of.end_one()
     of.scores[0] = 0.9
     of.learnt(1)
