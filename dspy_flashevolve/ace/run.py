@@ -169,7 +169,9 @@ class AceRun:
         return self.program()
 
     async def _evolved(self) -> None:
-        self._calls.set_aside()
+        if self._valset is not None:
+            self._calls.set_aside()
+            await self.snapshots.begin(self._first)
         admission = LearningShare(self.run.slots, lambda: self.snapshots.running > 0)
         await self.run.evolve(self.step, admission, calls=1 + self._of.max_rounds, ended=self._ended, first=self._next)
         counts = self._writer.counts
@@ -220,8 +222,6 @@ class AceRun:
         elif journal is not None:
             playbook = self._learner.playbook_of(journal.texts[selection["playbook"]], selection["version"])
         self.run.begin(step, playbook.version, selection=selection)
-        if self._valset is not None:
-            await self.snapshots.begin(self._first)
         return Sample(taken.example, taken.index, playbook, taken.window)
 
     async def _attempt(self, step: Step, sample: Sample) -> Sample:
@@ -412,7 +412,7 @@ class AceRun:
             scored.append(Scored(Playbook.from_dict(more["playbook"]), row["score"], more["seconds"], more["tokens"]))
         unscored = [Playbook.from_dict(one) for one in open_ones.get("open", [])]
         self._samples_before, self._commits = self._writer.counts.samples, len(scored)
-        self.snapshots.restore(self._first, scored, unscored, self._samples_before, open_ones.get("superseded", 0))
+        self.snapshots.restore(scored, unscored, self._samples_before, open_ones.get("superseded", 0))
         self._next = journal.last_step + 1
         journal.take_up(seeded=False)
 

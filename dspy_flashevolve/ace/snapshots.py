@@ -108,7 +108,7 @@ class Snapshots:
     ) -> None:
         self._every, self._at_once = every, at_once
         self._validate, self._start, self._calls, self._changed = validate, start, calls, changed
-        self._samples, self._has_begun = 0, False
+        self._samples = 0
         self._first: Playbook | None = None
         self._waiting: Playbook | None = None
         self._under_way: list[Playbook] = []
@@ -118,17 +118,14 @@ class Snapshots:
         self.scored: list[Scored] = []
         self.superseded = 0
 
-    def restore(
-        self, first: Playbook, scored: Sequence[Scored], unscored: Sequence[Playbook], samples: int, superseded: int
-    ) -> None:
+    def restore(self, scored: Sequence[Scored], unscored: Sequence[Playbook], samples: int, superseded: int) -> None:
         """Go on from where another run was.
 
         Args:
-            first: the initial playbook.
             unscored: what :attr:`open` was.
             samples: that were learnt from.
         """
-        self._first, self.scored, self._left_open = first, list(scored), unscored
+        self.scored, self._left_open = list(scored), unscored
         self._begun = {one.playbook.version for one in scored}
         self._samples, self.superseded = samples, superseded
 
@@ -158,10 +155,8 @@ class Snapshots:
         return self._waiting is not None and self.running < self._at_once
 
     async def begin(self, playbook: Playbook) -> None:
-        """Have the initial playbook validated, out of what was set aside for that, and what was left open; once."""
-        if self._has_begun:
-            return
-        self._has_begun, self._first = True, playbook
+        """Have the initial playbook validated, out of what was set aside for that, and what was left open."""
+        self._first = playbook
         if not self._is_scored(playbook) and (pays := self._calls.take(playbook)) is not None:
             await self._begin(playbook, pays)
         for one in self._left_open:
