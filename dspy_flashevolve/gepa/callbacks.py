@@ -275,10 +275,10 @@ def commit(pool: Pool, step: Step, work: Validated) -> list[Commit]:
         entries = [(proposal.candidate, proposal.parent_program_ids, evaluation) for proposal, evaluation in made]
         write_commits(pool.journal, step.number, len(pool.state.program_candidates), pool.version, entries)
     commits: list[Commit] = []
-    for proposal, evaluation in zip(work.proposals, work.evaluations, strict=True):
+    for proposal, evaluation, calls in zip(work.proposals, work.evaluations, work.calls, strict=True):
         before, after = sum(proposal.subsample_scores_before or []), sum(proposal.subsample_scores_after or [])
         pool.logger.log(f"Iteration {step.number + 1}: Accepted candidate (subsample score {before} -> {after})")
-        done = pool.add(step, proposal, evaluation)
+        done = pool.add(step, proposal, evaluation, calls)
         if work.merge:
             _merge_accepted(pool, step, proposal, done.candidate)
         else:

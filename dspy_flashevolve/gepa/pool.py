@@ -220,15 +220,17 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
     def _uncounted(self) -> int:
         return max(0, self._calls_made() - self.state.total_num_evals) if self.seed_confirmed else 0
 
-    def add(self, step: Step, proposal: CandidateProposal[Any], evaluation: ValsetEvaluation[Any, Any]) -> Commit:
-        """Add a validated candidate: the only place where the pool grows."""
+    def add(
+        self, step: Step, proposal: CandidateProposal[Any], evaluation: ValsetEvaluation[Any, Any], calls: int
+    ) -> Commit:
+        """Add a validated candidate, whose validation cost ``calls`` at most: the only place where the pool grows."""
         with self.acting_for(step):
             index, best = self._add_evaluated_program(
                 new_program=proposal.candidate,
                 state=self.state,
                 parent_program_idx=proposal.parent_program_ids,
                 valset_evaluation=evaluation,
-                num_actual_evals=self._uncounted(),
+                num_actual_evals=min(calls, self._uncounted()),
             )
         self.version += 1
         self.generations.append(1 + max(self.generations[parent] for parent in proposal.parent_program_ids))

@@ -138,6 +138,7 @@ class Validated:
     """Proposals with their validations, to be committed.
 
     Args:
+        calls: metric calls that each validation cost at most (cached examples cost none).
         bases: see :class:`Screened`.
         keys: for each the handle under which it could be selected while it was validated; None where it could not.
         head: handle of the head that is confirmed; None for an ordinary candidate.
@@ -145,6 +146,7 @@ class Validated:
 
     proposals: tuple[CandidateProposal[Any], ...]
     evaluations: tuple[ValsetEvaluation[Any, Any], ...]
+    calls: tuple[int, ...]
     bases: tuple[int | None, ...] = ()
     keys: tuple[int | None, ...] = ()
     merge: bool = False

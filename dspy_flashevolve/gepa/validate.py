@@ -138,7 +138,8 @@ class Validation:
             await self.withdraw(step, keys, str(error))
             raise
         evaluations, handles = zip(*found, strict=True)
-        return Validated(tuple(proposals), evaluations, tuple(bases), handles, screened.merge)
+        calls = tuple(len(plan.missing) for plan in plans)
+        return Validated(tuple(proposals), evaluations, calls, tuple(bases), handles, screened.merge)
 
     async def _child(
         self,
@@ -263,7 +264,7 @@ class Validation:
             await self.pool.write(self.pool.count_calls)
         known = await self.pool.write(callbacks.complete_validation, self.pool, plan, in_order(fresh, plan.missing))
         self.order.record(known.scores_by_val_id)
-        return Validated((proposal,), (known,), (None,), (None,), head=key)
+        return Validated((proposal,), (known,), (len(plan.missing),), (None,), (None,), head=key)
 
     async def commit_head(self, step: Step, work: Validated) -> list[Commit]:
         """Put a validated head into gepa's pool; the heads under it need no validation of their own."""
