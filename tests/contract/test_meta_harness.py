@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,7 +19,7 @@ from benchmarks.in_process import InProcessStandIn
 from dspy_flashevolve import AsyncMetaHarness, ConfigurationError, DataError, Harness, Limits, RunAbortedError
 from dspy_flashevolve.sim import HouseRules
 from dspy_flashevolve.sim.virtual import SimulatedModel, run
-from tests.contract.surface import steps_of
+from tests.contract.surface import left_threads, steps_of
 from tests.fakes import fake_lm, reply_for
 
 LAYERS = ("user", "namespaces", "landlock", "seccomp")
@@ -327,3 +329,36 @@ def test_the_student_is_not_changed() -> None:
 
     run(main)
     assert one.dump_state() == before
+
+
+def test_ctrl_c_ends_a_search_with_the_best_candidate_so_far_and_leaves_no_thread() -> None:
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    written = 0
+
+    def answer(prompt: str) -> str:
+        nonlocal written
+        written += 1
+        if written == 40:
+            os.kill(os.getpid(), signal.SIGINT)
+        source = LEARNER.replace('"memory"', f'"memory {written}"').replace(
+            "# name: memory", f"# name: memory {written}"
+        )
+        return reply_for(
+            prompt, answer="A", next_thought="t", next_tool_name="finish", next_tool_args="{}", reasoning="r",
+            modules=f"```python\n{source}\n```",
+        )  # fmt: skip
+
+    lm = fake_lm(answer)
+    data = [dspy.Example(question=f"{word} ?", answer=word.upper()).with_inputs("question") for word in "abc"]
+    optimizer = AsyncMetaHarness(
+        lambda gold, pred, trace=None: float(gold.answer == pred.answer),
+        proposer_lm=lm, iterations=1000, k=1, proposers=2, num_threads=4, sandbox=Watched(),
+    )  # fmt: skip
+    with dspy.context(lm=lm):
+        program: Any = optimizer.compile(dspy.Predict("question -> answer"), trainset=data, valset=data)
+    stats = program.detailed_results.stats
+    assert (stats.outcome, stats.stop_reason) == ("stopped", "interrupted by Ctrl-C")
+    assert 0 < steps_of(stats) < 1000
+    assert sum(stats.ended.values()) == steps_of(stats)
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
+    assert left_threads() == []
