@@ -15,6 +15,7 @@ import pytest
 from tests.fakes import task_lm
 
 os.environ["TQDM_DISABLE"] = "1"  # read by tqdm when a bar is made
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # litellm is imported when it is needed; no test needs the network
 hypothesis.settings.register_profile("untimed", deadline=None)  # no test is a measurement of time
 hypothesis.settings.load_profile("untimed")
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
+import signal
 import threading
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
@@ -20,7 +22,7 @@ from hypothesis import strategies as st
 from dspy_flashevolve import AceStats, AsyncACE, ConfigurationError, DataError, Playbook, RunAbortedError
 from dspy_flashevolve.sim import PROFILES, HouseRules
 from dspy_flashevolve.sim.virtual import SimulatedModel, run
-from tests.contract.surface import steps_of
+from tests.contract.surface import left_threads, steps_of
 from tests.fakes import Chain, digits, examples, fake_lm, hashed, reply_for
 
 TASK = HouseRules(rules=12, rules_per_example=4, seed=0)
@@ -757,3 +759,24 @@ def test_an_optimizer_can_be_pickled_after_a_run() -> None:
     copied = pickle.loads(pickle.dumps(optimizer))
     assert copied.best_so_far() is copied.stats_so_far() is None
     assert pickle.loads(pickle.dumps(program.playbook)) == program.playbook
+
+
+def test_ctrl_c_ends_a_run_with_the_best_program_so_far_and_leaves_no_thread() -> None:
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    pressed: list[int] = []
+
+    def metric(gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None) -> Any:
+        pressed.append(1)
+        if len(pressed) == 10:
+            os.kill(os.getpid(), signal.SIGINT)
+        return digits(gold, pred)
+
+    optimizer = AsyncACE(metric, num_threads=2, max_rounds=1, epochs=1000)
+    with dspy.context(lm=fake_lm(lambda prompt: reply_for(prompt, answer="3", insight="x", operations="[]"))):
+        program: Any = optimizer.compile(Chain(), trainset=examples("t", 4), valset=examples("v", 2))
+    stats: AceStats = program.async_stats
+    assert (stats.outcome, stats.stop_reason) == ("stopped", "interrupted by Ctrl-C")
+    assert 0 < stats.samples < 4000
+    assert isinstance(program.playbook, Playbook)
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
+    assert left_threads() == []

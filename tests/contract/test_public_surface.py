@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import subprocess
 import sys
+from pathlib import Path
 
 import dspy
 import pytest
@@ -107,3 +109,14 @@ def test_importing_the_package_alone_does_not_import_dspy() -> None:
 def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
         dspy_flashevolve.Nothing  # noqa: B018
+
+
+def test_the_contract_is_written_in_terms_of_the_public_surface() -> None:
+    """Of this package its tests import what it exports, and ``sim``; nothing is patched inside it."""
+    for path in Path(__file__).parent.rglob("*.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        names = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+        names += [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+        ours = {name for name in names if name.split(".")[0] == "dspy_flashevolve"}
+        allowed = {name for name in ours if name == "dspy_flashevolve" or name.startswith("dspy_flashevolve.sim")}
+        assert ours == allowed, path.name
