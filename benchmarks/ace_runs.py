@@ -16,7 +16,8 @@ from benchmarks.tasks import task_kind
 from benchmarks.virtual import told
 from benchmarks.workloads.registry import workload_named, workload_names
 from benchmarks.workloads.simulated import Data, simulated
-from dspy_flashevolve import AceStats, AsyncACE
+from dspy_flashevolve import AsyncACE
+from dspy_flashevolve.observe.statistics import AceStats
 from dspy_flashevolve.sim import ReplyModel
 from dspy_flashevolve.sim.profiles import Profile, profile_named
 from dspy_flashevolve.sim.virtual import SimulatedModel, run
