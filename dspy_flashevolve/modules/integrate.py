@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import difflib
+import json
 import logging
 import math
 import random
@@ -241,44 +242,82 @@ def again(attempt: int) -> dict[str, Any]:
 
 
 _PLAIN = re.compile(
-    r"child\W{0,4}(\d{1,9})\W{1,8}(?:is\s+)?(orthogonal|subsumed|conflicting)\b[ \t]*[-:,.]?([^\n]*)", re.IGNORECASE
+    r"child\W{0,4}(\d{1,9})\W{1,8}(?:(?:is|verdict)\W{1,6})?(orthogonal|subsumed|conflicting)\b[ \t]*[-:,.]?([^\n]*)",
+    re.IGNORECASE,
 )
+_TEXT_FIELD = re.compile(r"\[\[\s*##\s*new_text\s*##\s*\]\](.*?)(?=\[\[\s*##|\Z)", re.DOTALL)
+_TEXT_TAG = re.compile(r"<new_text>(.*?)</new_text>", re.DOTALL)
 _FENCED = re.compile(r"\A\s*```[\w-]*\n(.*?)\n?```\s*\Z", re.DOTALL)
+_FENCES = re.compile(r"```[\w-]*\n(.*?)\n```", re.DOTALL)
 
 
 def _read(job: _Job, reply: Any) -> _Answer:
-    """A reply as an answer; for one that dspy's adapter could not read, what :func:`_plain_verdicts` finds in it."""
-    component = job.inputs["component"]
+    """A reply as an answer. The new text decides; verdicts are a bonus, as far as they can be read."""
+    component, is_error = job.inputs["component"], isinstance(reply, Exception)
+    said, verdicts = _found_in(reply) if is_error else (str(reply.new_text or ""), _listed(reply.verdicts))
+    text = _FENCED.sub(lambda found: found[1], said).strip()
     try:
-        new_text, said = _plain_verdicts(reply) if isinstance(reply, Exception) else (reply.new_text, reply.verdicts)
-        verdicts = {one.child: one for one in said or [] if one.child in job.numbers}
-        text = _FENCED.sub(lambda found: found[1], str(new_text or "")).strip()
-        if not text:
-            raise ValueError("the new text is empty")
-        if isinstance(reply, Exception) and not verdicts:
-            raise reply
+        if not text or text == "{new_text}":
+            raise reply if is_error else ValueError("the new text is empty")
         if job.is_code:
-            ast.parse(text)
+            text = _source(text)
     except Exception as error:
-        cause = reply if isinstance(reply, Exception) else error
-        problem = f"{type(cause).__name__}: {cause}"
+        problem = f"{type(error).__name__}: {error}"
         logger.info("An integration's reply could not be read: %s", problem)
         return _Answer(component, problem=problem[:300])
-    return _Answer(component, text, tuple(verdicts.values()))
+    return _Answer(component, text, tuple(one for number, one in verdicts.items() if number in job.numbers))
 
 
-def _plain_verdicts(error: Exception) -> tuple[str, list[ChildVerdict]]:
-    """The text and verdicts of a reply with verdicts in plain lines ("Child 1: orthogonal"), as small models write.
+def _listed(verdicts: Any) -> dict[int, ChildVerdict]:
+    """Child's number -> its verdict; of several for one child the last counts."""
+    listed: list[Any] = list(verdicts) if isinstance(verdicts, list | tuple) else [verdicts]
+    return {one.child: one for one in listed if isinstance(one, ChildVerdict)}
 
-    Of several verdicts for one child the first counts. Empty where there is no text.
+
+def _found_in(error: Any) -> tuple[str, dict[int, ChildVerdict]]:
+    """The text, and verdicts in plain lines ("Child 1: orthogonal"), of a reply that dspy's adapter could not read.
+
+    Small models leave the verdicts out, write them in a form of their own, or write some. Of several verdicts for one
+    child the first counts.
     """
     reply = getattr(error, "lm_response", None)
-    head, _, text = (reply if isinstance(reply, str) else "").rpartition("[[ ## new_text ## ]]")
-    found: dict[int, ChildVerdict] = {}
-    for number, word, reason in _PLAIN.findall(head):
+    if not isinstance(reply, str):
+        return "", {}
+    fields = _TEXT_FIELD.findall(reply) or _TEXT_TAG.findall(reply) or [_json_field(reply)]
+    text: str = fields[-1]
+    verdicts: dict[int, ChildVerdict] = {}
+    for number, word, reason in _PLAIN.findall(reply.replace(text, "")):
         verdict: Any = word.lower()
-        found.setdefault(int(number), ChildVerdict(child=int(number), verdict=verdict, reason=reason.strip()[:300]))
-    return text.partition("[[ ##")[0] if head else "", list(found.values())
+        verdicts.setdefault(int(number), ChildVerdict(child=int(number), verdict=verdict, reason=reason.strip()[:300]))
+    return text, verdicts
+
+
+def _json_field(reply: str) -> str:
+    """The text of a reply that is a JSON object, whatever stands around it; empty where there is none."""
+    start = reply.find("{")
+    try:
+        found: Any = json.JSONDecoder(strict=False).raw_decode(reply, start)[0] if start >= 0 else None
+    except (ValueError, RecursionError):
+        return ""
+    text = found.get("new_text") if isinstance(found, dict) else None  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    return text if isinstance(text, str) else ""
+
+
+def _source(text: str) -> str:
+    """Python source: the text, or the one block in it that is fenced.
+
+    Raises:
+        SyntaxError: neither is Python.
+    """
+    blocks: list[str] = _FENCES.findall(text)
+    try:
+        ast.parse(text)
+    except SyntaxError:
+        if len(blocks) != 1:
+            raise
+        ast.parse(blocks[0])
+        return blocks[0]
+    return text
 
 
 def _gathered(answers: Sequence[_Answer]) -> dspy.Prediction:

@@ -121,8 +121,10 @@ async def test_verdicts_on_unknown_children_are_dropped_and_of_two_on_one_child_
         reply("", c1="orthogonal"),
         reply("   \n ", c1="orthogonal"),
         reply("```\n\n```", c1="orthogonal"),
-        reply_for("", verdicts='[{"child": 1, "verdict": "maybe"}]', new_text="t"),
-        reply_for("", verdicts="soon", new_text="t"),
+        reply("{new_text}", c1="orthogonal"),
+        '{"verdicts": [], "new_text": ',
+        '{"verdicts": [], "new_text": 7}',
+        '[[ ## verdicts ## ]]\n[{"child": 1, "verdict": "orthogonal"}]',
     ],
 )
 async def test_a_reply_that_cannot_be_read_is_asked_for_once_more_and_then_reported(
@@ -431,13 +433,59 @@ async def test_verdicts_in_plain_lines_are_read_as_a_small_model_writes_them(asy
 
 @pytest.mark.parametrize(
     "text",
-    [
-        PLAIN_LINES.replace("the new text", " "),
-        PLAIN_LINES.partition("[[ ## new_text")[0],
-        PLAIN_LINES.replace("hild", "hapter"),
-    ],
+    [PLAIN_LINES.replace("the new text", " "), PLAIN_LINES.partition("[[ ## new_text")[0], "Child 1: orthogonal"],
 )
-async def test_plain_lines_without_a_text_or_a_verdict_count_as_unreadable(text: str) -> None:
+async def test_verdicts_without_a_text_count_as_unreadable(text: str) -> None:
     answer = await integrated(Scripted(text), [child(1), child(2)])
     assert not answer.texts
     assert set(answer.failed) == {"p"}
+
+
+FIELD, DONE = "[[ ## new_text ## ]]\nthe new text", "[[ ## completed ## ]]"
+ONE = '{"child": 1, "verdict": "orthogonal", "reason": "r"}'
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize(
+    ("text", "judged"),
+    [
+        (f"[[ ## verdicts ## ]]\n[]\n\n{FIELD}\n\n{DONE}", []),
+        (f"{FIELD}\n\n{DONE}", []),
+        (FIELD, []),
+        (f"[[ ## verdicts ## ]]\n\n{FIELD}", []),
+        (f'[[ ## verdicts ## ]]\n[{{"child": 7, "verdict": "orthogonal"}}]\n\n{FIELD}', []),
+        (f'[[ ## verdicts ## ]]\n[{{"child": 1, "verdict": "maybe"}}]\n\n{FIELD}', []),
+        (f'[[ ## verdicts ## ]]\n[{ONE}, {{"child": 2, "verdict": "maybe"}}]\n\n{FIELD}', [1]),
+        (f'[[ ## verdicts ## ]]\n[{ONE}, {{"child": 2, "ver\n\n{FIELD}', [1]),
+        (f"[[ ## verdicts ## ]]\nsoon\n\n{FIELD}\n\n{DONE}", []),
+        (f"[[ ## verdicts ## ]]\nAll of them are orthogonal.\n\n{FIELD}\n\n{DONE}", []),
+        (f'[[ ## verdicts ## ]]\n{{"verdict": "orthogonal"}}\n\n{FIELD}\n\n{DONE}', []),
+        ("[[ ## verdicts ## ]]\n\n[[ ## new_text ## ]]\n```text\nthe new text\n```\n\n" + DONE, []),
+        (f"Of course. Here is what I made of it.\n\n[[## new_text ##]]\nthe new text\n\n{DONE}\n\nDone!", []),
+        (f"{FIELD}\n\n[[ ## verdicts ## ]]\nChild 2 is subsumed.", [2]),
+        (f"{FIELD.replace('the new', 'an old')}\n\nNo, rather:\n\n{FIELD}", []),
+        ('Here you are: {"new_text": "the new text"} And no more.', []),
+        ('{"verdicts": "orthogonal", "new_text": "```\\nthe new text\\n```"}', []),
+        ("<new_text>\nthe new text\n</new_text>", []),
+    ],
+)
+async def test_a_good_text_is_used_whatever_the_verdicts(text: str, judged: list[int], asynchronous: bool) -> None:
+    script = Scripted(text)
+    answer = await integrated(script, [child(1), child(2)], asynchronous)
+    assert (answer.texts, answer.failed) == ({"p": "the new text"}, {})
+    assert [one.child for one in answer.verdicts] == judged
+    assert len(script.prompts) == 1
+
+
+async def test_a_reply_in_json_is_read_where_dspy_asks_for_json() -> None:
+    with dspy.context(adapter=dspy.JSONAdapter()):
+        answer = await integrated(Scripted('{"new_text": "the new text"}'), [child(1)])
+    assert (answer.texts, answer.verdicts) == ({"p": "the new text"}, [])
+
+
+async def test_the_fenced_source_in_prose_is_what_counts_of_code() -> None:
+    code = "def f():\n    return 1"
+    text = f"{FIELD.partition('the')[0]}Here is the code:\n```python\n{code}\n```\nIt works."
+    assert (await integrated(Scripted(text), [child(1)], code_components=["p"])).texts == {"p": code}
+    two = text + "\n```\ndef g(): ...\n```"
+    assert list((await integrated(Scripted(two), [child(1)], code_components=["p"])).failed) == ["p"]
