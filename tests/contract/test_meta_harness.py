@@ -194,6 +194,12 @@ def test_the_run_directory_holds_every_candidate_and_is_for_one_run(tmp_path: Pa
     found = search(log_dir=tmp_path / "run").detailed_results
     sources = sorted((tmp_path / "run" / "candidates").glob("*/source.py"))
     assert [path.read_text() for path in sources] == [one.draft.source for one in found.candidates]
+    again = search(log_dir=tmp_path / "run").detailed_results
+    assert (again.candidates, again.failed) == (found.candidates, found.failed)
+    with pytest.raises(ConfigurationError, match=r"holds another run.* trainset was 6 examples"):
+        search(log_dir=tmp_path / "run", train=5)
+    for file in (tmp_path / "run").glob("journal*"):
+        file.unlink()
     with pytest.raises(ConfigurationError, match="holds another run"):
         search(log_dir=tmp_path / "run")
 
