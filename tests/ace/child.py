@@ -1,4 +1,4 @@
-"""AsyncACE in a process of its own, to be killed and taken up again: `python -m tests.ace.child DIR STALENESS EPOCHS`.
+"""AsyncACE in a process of its own, to be killed and taken up again: `python -m tests.ace.child DIR STALENESS SAMPLES`.
 
 The language models are named fakes in the process (tests/fakes.py), a little slow; every call of the metric appends a
 line to DIR/calls.txt before it does anything else, so that what was really paid can be counted afterwards.
@@ -18,7 +18,7 @@ import dspy
 from dspy_flashevolve import AsyncACE
 from tests.fakes import Chain, digits, examples, fake_lm, hashed, reply_for
 
-TRAIN, VAL = examples("t", 12), examples("v", 6)
+VAL = examples("v", 6)
 ROUNDS, SLOTS = 2, 8
 
 
@@ -50,7 +50,7 @@ def replies(prompt: str, mixed: bool = False) -> str:
     )
 
 
-def run(directory: Path, staleness: str, epochs: int, **options: Any) -> Any:
+def run(directory: Path, staleness: str, samples: int, **options: Any) -> Any:
     """One compile; `staleness` is a policy, or "lockstep", in which operations are mixed."""
     lockstep = staleness == "lockstep"
     written = os.open(directory / "calls.txt", os.O_APPEND | os.O_CREAT | os.O_WRONLY)
@@ -60,10 +60,10 @@ def run(directory: Path, staleness: str, epochs: int, **options: Any) -> Any:
         return digits(gold, pred)
 
     chosen = {"schedule": "lockstep"} if lockstep else {"staleness": staleness, "num_threads": SLOTS}
-    settings = {"max_rounds": ROUNDS, "epochs": epochs, "eval_every": 5, "token_budget": 10**6, **chosen, **options}
+    settings = {"max_rounds": ROUNDS, "eval_every": 5, "token_budget": 10**6, **chosen, **options}
     optimizer = AsyncACE(metric, **{"log_dir": directory / "run", **settings})
     with dspy.context(lm=fake_lm(lambda prompt: replies(prompt, mixed=lockstep)), num_threads=SLOTS):
-        return optimizer.compile(SlowChain(), trainset=TRAIN, valset=VAL)
+        return optimizer.compile(SlowChain(), trainset=examples("t", samples), valset=VAL)
 
 
 def facts(program: Any) -> dict[str, Any]:
@@ -83,6 +83,6 @@ def facts(program: Any) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    _, where, kind, times = sys.argv
-    program = run(Path(where), kind, int(times))
+    _, where, kind, count = sys.argv
+    program = run(Path(where), kind, int(count))
     print(json.dumps({**facts(program), "calls": program.async_stats.metric_calls}))

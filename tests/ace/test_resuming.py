@@ -22,9 +22,10 @@ from dspy_flashevolve import AsyncACE, ConfigurationError, Playbook, RunAbortedE
 from dspy_flashevolve.engine.check import check
 from dspy_flashevolve.engine.errors import RunDirectoryError
 from dspy_flashevolve.engine.journal import FILE
-from tests.ace.child import SLOTS, TRAIN, VAL, SlowChain, facts, replies, run
+from tests.ace.child import SLOTS, VAL, SlowChain, facts, replies, run
 from tests.fakes import digits, examples, fake_lm
 
+TRAIN = examples("t", 24)
 SPAN_SECONDS = 0.35
 """Longest time from the first metric call of a process to its end."""
 
@@ -75,7 +76,7 @@ class Refusing:
 
 def compiled(log_dir: Path | None, at: int | None = None, metric: Any = digits, **options: Any) -> tuple[Any, Refusing]:
     answer = Refusing(at, mixed=options.get("schedule") == "lockstep")
-    settings = {"max_rounds": 2, "epochs": 2, "eval_every": 5, "num_threads": 8, "token_budget": 10**6, **options}
+    settings = {"max_rounds": 2, "eval_every": 5, "num_threads": 8, "token_budget": 10**6, **options}
     student, trainset = settings.pop("student", None) or SlowChain(), settings.pop("trainset", TRAIN)
     with dspy.context(lm=fake_lm(answer)):
         optimizer = AsyncACE(metric, log_dir=log_dir, **settings)
@@ -126,8 +127,8 @@ def test_a_run_that_is_over_pays_nothing_more_and_goes_on_with_more_epochs(tmp_p
     again, asked = compiled(tmp_path / "run")
     assert facts(again) == facts(first)
     assert asked.calls == 0
-    more, asked = compiled(tmp_path / "run", epochs=3)
-    assert more.async_stats.samples == more.async_stats.operations["add"] == 36
+    more, asked = compiled(tmp_path / "run", epochs=2)
+    assert (first.async_stats.samples, more.async_stats.samples) == (24, 48)
     assert asked.calls > 0
     assert [one.version for one in more.async_stats.snapshots][: len(first.async_stats.snapshots)] == [
         one.version for one in first.async_stats.snapshots
@@ -151,7 +152,7 @@ def test_a_playbook_in_which_a_secret_was_written_goes_on_without_it(tmp_path: P
         with dspy.context(lm=fake_lm(answer)):
             optimizer = AsyncACE(digits, log_dir=tmp_path / "run", epochs=epochs, num_threads=4, max_rounds=1)
             program: Any = optimizer.compile(SlowChain(), trainset=TRAIN, valset=VAL)
-        assert program.async_stats.samples == 12 * epochs
+        assert program.async_stats.samples == 24 * epochs
     assert b"sk-abcdefgh12345678ijkl" not in (tmp_path / "run" / FILE).read_bytes()
 
 
@@ -163,7 +164,7 @@ class Other(SlowChain):
     ("change", "named"),
     [
         ({"student": Other()}, "program was SlowChain, is Other"),
-        ({"trainset": examples("x", 12)}, "trainset was 12 examples"),
+        ({"trainset": examples("x", 24)}, "trainset was 24 examples"),
         ({"metric": lambda gold, pred: 0.5}, "metric was digits"),
         ({"seed": 7}, "seed has changed"),
         ({"playbook": Playbook().adding("other", "x")}, "seed text of .* has changed"),
@@ -195,15 +196,15 @@ def test_a_log_dir_that_is_no_path_is_refused() -> None:
 # kill -9
 
 
-def started(directory: Path, staleness: str, epochs: int) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "tests.ace.child", str(directory), staleness, str(epochs)]
+def started(directory: Path, staleness: str, samples: int) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "tests.ace.child", str(directory), staleness, str(samples)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def killed(directory: Path, staleness: str, epochs: int, seconds: float) -> bool:
+def killed(directory: Path, staleness: str, samples: int, seconds: float) -> bool:
     """Run, and kill `seconds` after the first metric call; False where the run came to its end before."""
-    before, process = made(directory), started(directory, staleness, epochs)
+    before, process = made(directory), started(directory, staleness, samples)
     try:
         while process.poll() is None and made(directory) == before:
             time.sleep(0.002)  # until the process is at work: it is watched from outside
@@ -215,11 +216,11 @@ def killed(directory: Path, staleness: str, epochs: int, seconds: float) -> bool
     return process.returncode == -9
 
 
-def survives(directory: Path, staleness: str, epochs: int, kills: int, seed: int) -> Iterator[str]:
+def survives(directory: Path, staleness: str, samples: int, kills: int, seed: int) -> Iterator[str]:
     """Kill and go on; yields what is wrong."""
     rng, done, applied, scored = random.Random(seed), 0, 0, 0
     for _ in range(kills):
-        if not killed(directory, staleness, epochs, rng.random() * SPAN_SECONDS):
+        if not killed(directory, staleness, samples, rng.random() * SPAN_SECONDS):
             break
         done += 1
         yield from (f"kill {done}: {problem}" for problem in wrongs(directory))
@@ -228,12 +229,11 @@ def survives(directory: Path, staleness: str, epochs: int, kills: int, seed: int
         if ended < applied or snapshots < scored:
             yield f"kill {done} lost what had been applied or scored"
         applied, scored = ended, snapshots
-    process = started(directory, staleness, epochs)
+    process = started(directory, staleness, samples)
     out, errors = process.communicate()
     assert process.returncode == 0, errors[-2000:]
     result = json.loads(out.splitlines()[-1])
     yield from wrongs(directory)
-    samples = epochs * len(TRAIN)
     if result["samples"] != samples:
         yield f"{result['samples']} samples were applied, {samples} there were"
     if staleness != "lockstep" and (result["operations"] != {"add": samples} or result["version"] != samples):
@@ -247,7 +247,7 @@ def survives(directory: Path, staleness: str, epochs: int, kills: int, seed: int
         yield f"{unfinished} steps have no end"
     if staleness == "lockstep":
         (whole := directory / "whole").mkdir()
-        never = json.loads(json.dumps(facts(run(whole, staleness, epochs, log_dir=None))))
+        never = json.loads(json.dumps(facts(run(whole, staleness, samples, log_dir=None))))
         if never != {name: value for name, value in result.items() if name != "calls"}:
             yield "it came to something else than a run that was never killed"
     if done < min(kills, 2):
@@ -258,10 +258,10 @@ def survives(directory: Path, staleness: str, epochs: int, kills: int, seed: int
 def test_a_killed_run_goes_on_and_applies_every_sample_once_and_pays_nothing_twice(
     tmp_path: Path, staleness: str
 ) -> None:
-    assert list(survives(tmp_path, staleness, epochs=3, kills=2, seed=1)) == []
+    assert list(survives(tmp_path, staleness, samples=40, kills=2, seed=1)) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("staleness", ["full", "guarded", "reflective", "lockstep"])
 def test_thirty_kills_apply_every_sample_once_and_pay_nothing_twice(tmp_path: Path, staleness: str) -> None:
-    assert list(survives(tmp_path, staleness, epochs=20, kills=30, seed=30)) == []
+    assert list(survives(tmp_path, staleness, samples=250, kills=30, seed=30)) == []
