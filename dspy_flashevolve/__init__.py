@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from dspy_flashevolve.ace.playbook import Playbook
     from dspy_flashevolve.async_ace import AsyncACE
     from dspy_flashevolve.async_gepa import AsyncGEPA
-    from dspy_flashevolve.async_meta_harness import AsyncMetaHarness, MetaHarnessResult
-    from dspy_flashevolve.engine.errors import ConfigurationError, FlashEvolveError, RunAbortedError
+    from dspy_flashevolve.async_meta_harness import AsyncMetaHarness
+    from dspy_flashevolve.engine.errors import ConfigurationError, DataError, FlashEvolveError, RunAbortedError
     from dspy_flashevolve.engine.staleness import Full, Guarded, Reflective
     from dspy_flashevolve.engine.workflow import Workflow
     from dspy_flashevolve.gepa.compilation import AsyncGEPAResult
@@ -35,6 +35,7 @@ __all__ = [
     "AsyncStats",
     "CombeeReflection",
     "ConfigurationError",
+    "DataError",
     "DspyRun",
     "FlashEvolveError",
     "Full",
@@ -42,7 +43,6 @@ __all__ = [
     "Harness",
     "HarnessError",
     "Limits",
-    "MetaHarnessResult",
     "Playbook",
     "Reflective",
     "RunAbortedError",
@@ -63,7 +63,6 @@ _HOMES = {
     "Harness": "harness.program",
     "HarnessError": "harness.program",
     "Limits": "sandbox.contract",
-    "MetaHarnessResult": "async_meta_harness",
     "Playbook": "ace.playbook",
     "Reflective": "engine.staleness",
     "StaleCandidateReflection": "modules.integrate",

@@ -7,7 +7,6 @@ writes a loop with them, docs/staleness.md a policy.
 from dspy_flashevolve.engine.admission import Admission, LiveSteps, Load
 from dspy_flashevolve.engine.errors import (
     BudgetError,
-    DataError,
     JournalError,
     RolloutUnresolvedError,
     RunDirectoryError,
@@ -21,7 +20,6 @@ __all__ = [
     "Admission",
     "Admit",
     "BudgetError",
-    "DataError",
     "Discard",
     "End",
     "EndKind",

@@ -189,7 +189,7 @@ class EvolutionRun:
                 "%s: %s. Steps that run are finished, no further one starts%s.",
                 self.name,
                 reason,
-                "; a second time cancels them" if outcome == "stopped" else "",
+                ". A second time cancels them" if outcome == "stopped" else "",
             )
         for number, scope in self._scopes.items():
             if not self._live[number].has_begun:
@@ -450,8 +450,8 @@ class EvolutionRun:
         if pays is None:
             if not self._live and not self._beside:
                 self.stop(
-                    f"the budget of {self.budget.limit} metric calls: the {self.budget.left} left cannot pay a step, "
-                    f"which may cost {self._most_calls}",
+                    f"max_metric_calls={self.budget.limit}: the {self.budget.left} calls left cannot pay a step, which may "
+                    f"cost {self._most_calls}",
                     "finished",
                 )
             return None
@@ -542,7 +542,7 @@ class EvolutionRun:
 
     async def _watch_time(self) -> None:
         assert self._max_seconds is not None
-        await anyio.sleep(self.clock.began + self._max_seconds - self.clock())
+        await anyio.sleep(max(0.0, self.clock.began + self._max_seconds - self.clock()))
         self.stop(f"max_seconds={self._max_seconds:g} is over", "finished")
 
     async def _move_slots(self) -> None:

@@ -224,7 +224,7 @@ class Compilation:
         except BaseException as error:
             with anyio.CancelScope(shield=True):
                 try:
-                    await pool.write(pool.fail, error, run.live)
+                    await pool.write(pool.fail, error)
                 except OSError as also:  # the first error is the one to tell
                     logger.error("The checkpoint could not be written (%s); the one before it is as it was.", also)
             raise

@@ -102,6 +102,7 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
         self._seed_key = self.speculative.add(seed_candidate).key
         self._checkpoint_seconds = checkpoint_seconds
         self._saved_at = float("-inf")
+        self._begun = set[int]()
         self._calls_made = calls_made
         self.journal = journal
         self.shares_randomness = shares_randomness
@@ -192,11 +193,13 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
         if not trace:
             trace["i"] = step.number
             log.append(trace)
+        self._begun.add(step.number)
         self.notify("on_iteration_start", iteration=step.number + 1, state=self.state, trainset_loader=self.trainset)
         return trace
 
     def end_step(self, step: Step, accepted: bool) -> bool:
         """Report a step's end and ask the stoppers; True when one of them says stop."""
+        self._begun.discard(step.number)
         self.notify("on_iteration_end", iteration=step.number + 1, state=self.state, proposal_accepted=accepted)
         self.keep_strategies()
         return self.should_stop()
@@ -291,12 +294,11 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
             self.save(force=True)
             self._report_end()
 
-    def fail(self, error: BaseException, live: list[int]) -> None:
-        """Save and tell the callbacks: the run ended by ``error`` while the steps ``live`` were on their way."""
+    def fail(self, error: BaseException) -> None:
+        """Save and tell the callbacks: the run ended by ``error``, and with it the steps that were on their way."""
         if isinstance(error, Exception):
             self.notify("on_error", iteration=self.state.i + 1, exception=error, will_continue=False)
-        begun = {entry["i"] for entry in self.state.full_program_trace}
-        for number in begun.intersection(live):
+        for number in sorted(self._begun):
             self.notify("on_iteration_end", iteration=number + 1, state=self.state, proposal_accepted=False)
         self.state.total_num_evals = max(self.state.total_num_evals, self._calls_made())
         self.save(force=True)

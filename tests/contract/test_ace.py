@@ -19,7 +19,7 @@ from dspy.utils.exceptions import LMAuthError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dspy_flashevolve import AceStats, AsyncACE, ConfigurationError, DataError, Playbook, RunAbortedError
+from dspy_flashevolve import AsyncACE, ConfigurationError, DataError, Playbook, RunAbortedError
 from dspy_flashevolve.sim import PROFILES, HouseRules
 from dspy_flashevolve.sim.virtual import SimulatedModel, run
 from tests.contract.surface import left_threads, steps_of
@@ -51,7 +51,7 @@ def learnt() -> Any:
 
 
 def test_the_playbook_makes_the_program_better_and_the_best_validated_one_is_returned(learnt: Any) -> None:
-    stats: AceStats = learnt.async_stats
+    stats: Any = learnt.async_stats
     assert stats.snapshots[0].version == 0, "the initial playbook is scored too"
     best = max(stats.snapshots, key=lambda one: one.score)
     assert best.score > stats.snapshots[0].score + 0.4
@@ -61,7 +61,7 @@ def test_the_playbook_makes_the_program_better_and_the_best_validated_one_is_ret
 
 
 def test_every_sample_comes_through_and_is_counted(learnt: Any) -> None:
-    stats: AceStats = learnt.async_stats
+    stats: Any = learnt.async_stats
     assert stats.samples == steps_of(stats) == 48
     assert stats.operations["add"] >= len(learnt.playbook) > 0
     assert stats.tags["helpful"] > 0
@@ -147,7 +147,7 @@ def test_predictors_that_do_not_exist_are_refused() -> None:
 
 def test_in_lockstep_one_sample_is_under_way_at_a_time() -> None:
     program = compiled(schedule="lockstep", max_seconds=100, eval_every=100)
-    stats: AceStats = program.async_stats
+    stats: Any = program.async_stats
     working = sum(stats.busy_seconds_by_stage[name] for name in ("rollout", "reflect", "curate"))
     assert working <= stats.seconds
     assert stats.gaps["before_commit"] == {0: stats.samples}
@@ -160,14 +160,14 @@ def test_the_asynchronous_form_learns_from_more_samples_in_the_same_time() -> No
 
 
 def test_the_slots_adapt_where_no_number_of_threads_is_given() -> None:
-    stats: AceStats = compiled(num_threads=None, max_concurrency=32, max_seconds=60).async_stats
+    stats: Any = compiled(num_threads=None, max_concurrency=32, max_seconds=60).async_stats
     assert stats.limit_changes
     assert stats.samples > 0
 
 
 @pytest.mark.parametrize("staleness", ["full", "guarded", "reflective"])
 def test_stale_additions_are_counted_by_what_became_of_them(staleness: str) -> None:
-    stats: AceStats = compiled(staleness=staleness, num_threads=24).async_stats
+    stats: Any = compiled(staleness=staleness, num_threads=24).async_stats
     assert sum(stats.additions.values()) > 0
     assert ("reconcile" in stats.requests_by_stage) == (staleness == "reflective")
     assert stats.looks["integrate" if staleness == "reflective" else "admit"] > 0
@@ -189,7 +189,7 @@ def test_metric_calls_never_exceed_the_budget_and_what_is_returned_is_validated(
     program = compiled(
         metric=metric, max_metric_calls=limit, schedule=schedule, num_threads=slots, eval_every=2, epochs=2
     )
-    stats: AceStats = program.async_stats
+    stats: Any = program.async_stats
     assert calls == stats.metric_calls <= limit
     assert stats.best_version in [one.version for one in stats.snapshots]
     assert 0 in [one.version for one in stats.snapshots], "the initial playbook is scored too"
@@ -202,7 +202,7 @@ def test_a_budget_that_cannot_pay_two_validations_and_a_sample_is_refused() -> N
 
 
 def test_the_token_budget_holds_and_what_it_drove_out_is_counted() -> None:
-    stats: AceStats = compiled(token_budget=90).async_stats
+    stats: Any = compiled(token_budget=90).async_stats
     assert all(one.tokens <= 90 for one in stats.snapshots)
     assert stats.evicted > 0
     assert stats.problems["over the token budget"] == stats.evicted
@@ -228,7 +228,7 @@ def test_rate_limits_are_retried_and_are_no_scores() -> None:
         return TASK.metric(gold, pred)
 
     model = SimulatedModel(tight, seed=0, reply_model=TASK.reply_model)
-    stats: AceStats = compiled(model=model, metric=metric, max_seconds=60).async_stats
+    stats: Any = compiled(model=model, metric=metric, max_seconds=60).async_stats
     assert model.refused
     assert min(seen) > 0, "no score of a request that was refused"
     assert stats.ended["failed"] > 0, "some samples found no answer at all"
@@ -264,7 +264,7 @@ def answered_by(reply: Callable[[str], str], **options: Any) -> Any:
     "reply", ["", "I cannot do that.", "[[ ## insight ## ]]\n\n[[ ## operations ## ]]\n[{]", "{" * 300, "{}"]
 )
 def test_replies_that_cannot_be_read_are_counted_and_never_fatal(reply: str) -> None:
-    stats: AceStats = answered_by(lambda prompt: reply).async_stats
+    stats: Any = answered_by(lambda prompt: reply).async_stats
     assert stats.samples == 12
     assert sum(stats.problems.values()) > 0
     assert stats.first_problems
@@ -278,7 +278,7 @@ def test_what_can_be_read_of_a_bad_reply_is_used() -> None:
         return reply_for(prompt, insight="x", operations=operations, bullet_tags='{"oth-1": "helpful", "x": "bad"}')
 
     program = answered_by(reply)
-    stats: AceStats = program.async_stats
+    stats: Any = program.async_stats
     assert [one.content for one in program.playbook.bullets] in ([], ["Add digits."])
     assert stats.operations["add"] == 1
     assert stats.problems["unknown operation"] >= 1
@@ -390,7 +390,7 @@ def test_an_embedder_that_fails_leaves_the_comparison_by_words(caplog: pytest.Lo
         raise OSError("no model")
 
     reply = reply_for("", insight="x", operations='[{"type": "ADD", "section": "other", "content": "Add digits."}]')
-    stats: AceStats = answered_by(lambda prompt: reply, deduplicate=0.9, embedder=broken).async_stats
+    stats: Any = answered_by(lambda prompt: reply, deduplicate=0.9, embedder=broken).async_stats
     assert stats.operations["add"] == 1
     assert stats.problems["embedder failed"] > 1
     assert caplog.text.count("embedder failed") == 1
@@ -401,7 +401,7 @@ def test_a_reflector_that_always_raises_is_told_once_and_at_the_end(caplog: pyte
         def forward(self, **inputs: Any) -> Any:
             raise ValueError("wrong fields")
 
-    stats: AceStats = answered_by(lambda prompt: "", reflector=Broken()).async_stats
+    stats: Any = answered_by(lambda prompt: "", reflector=Broken()).async_stats
     assert stats.problems["reflect failed"] == 12
     assert caplog.text.count("reflect failed, which") == 1
     assert caplog.text.count("no sample changed the playbook") == 1
@@ -497,7 +497,7 @@ def test_other_students_and_adapters_learn_and_are_saved(make: Any, adapter: Any
     with dspy.context(lm=fake_lm(answer), adapter=adapter, track_usage=True):
         program: Any = optimizer.compile(make(), trainset=examples("t", 2))
         assert program(question="q").answer == "3"
-    stats: AceStats = program.async_stats
+    stats: Any = program.async_stats
     assert (stats.samples, stats.operations["add"]) == (6, 1)
     assert stats.tags["helpful"] > 0
     assert {one.score for one in stats.snapshots} == {0.5}
@@ -617,7 +617,7 @@ def test_a_quiet_stream_holds_up_no_limit_of_time() -> None:
             yield one
         await anyio.sleep(10_000)
 
-    stats: AceStats = adapted(quiet(), max_seconds=300).async_stats
+    stats: Any = adapted(quiet(), max_seconds=300).async_stats
     assert stats.seconds < 400
     assert [(one.examples, one.scored) for one in stats.windows] == [(12, 12)]
     assert stats.stop_reason == "max_seconds=300 is over"
@@ -729,7 +729,7 @@ def test_data_that_cannot_be_used_is_refused() -> None:
 
 
 def test_what_there_is_so_far_can_be_asked_from_any_thread_while_it_runs() -> None:
-    told: list[tuple[AceStats | None, Any]] = []
+    told: list[tuple[Any, Any]] = []
 
     def watched(example: dspy.Example, prediction: dspy.Prediction, *more: Any) -> float:
         ask = threading.Thread(target=lambda: told.append((optimizer.stats_so_far(), optimizer.best_so_far())))
@@ -774,7 +774,7 @@ def test_ctrl_c_ends_a_run_with_the_best_program_so_far_and_leaves_no_thread() -
     optimizer = AsyncACE(metric, num_threads=2, max_rounds=1, epochs=1000)
     with dspy.context(lm=fake_lm(lambda prompt: reply_for(prompt, answer="3", insight="x", operations="[]"))):
         program: Any = optimizer.compile(Chain(), trainset=examples("t", 4), valset=examples("v", 2))
-    stats: AceStats = program.async_stats
+    stats: Any = program.async_stats
     assert (stats.outcome, stats.stop_reason) == ("stopped", "interrupted by Ctrl-C")
     assert 0 < stats.samples < 4000
     assert isinstance(program.playbook, Playbook)
