@@ -10,7 +10,10 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from dspy_flashevolve.ace.operations import Add, Merge, Operation, Problem, Remove, Update, ids_of
 from dspy_flashevolve.ace.playbook import Bullet, CountTokens, Playbook, Tag, approximate_tokens
@@ -67,14 +70,8 @@ def apply_operations(
         seen: the version that the curator read; None for this one.
         find_duplicate: finds a bullet that says the same as a new one.
     """
-    draft = _Draft(
-        playbook,
-        token_budget,
-        count_tokens,
-        changed or {},
-        playbook.version if seen is None else seen,
-        find_duplicate,
-    )
+    seen = playbook.version if seen is None else seen
+    draft = _Draft(playbook, token_budget, count_tokens, changed or {}, seen, find_duplicate)
     for operation in operations:
         draft.apply(operation)
     evicted = draft.excess(draft.playbook)
@@ -85,25 +82,23 @@ def apply_operations(
     return Applied(after, tuple(draft.done), tuple(problems), tuple(evicted))
 
 
+@dataclass
 class _Draft:
     """A playbook while a list of operations is applied to it."""
 
-    def __init__(
-        self,
-        playbook: Playbook,
-        token_budget: int | None,
-        count_tokens: CountTokens,
-        changed: Mapping[str, int],
-        seen: int,
-        find_duplicate: FindDuplicate,
-    ) -> None:
-        self.playbook = replace(playbook, version=playbook.version + 1)
-        self.done: list[Operation] = []
-        self.problems: list[Problem] = []
-        self._token_budget, self._count_tokens = token_budget, count_tokens
-        self._changed, self._seen, self._find_duplicate = changed, seen, find_duplicate
-        self._touched: dict[str, Operation] = {}
-        self._driven_out = len(self.excess(playbook))
+    playbook: Playbook
+    token_budget: int | None
+    count_tokens: CountTokens
+    changed: Mapping[str, int]
+    seen: int
+    find_duplicate: FindDuplicate
+    done: list[Operation] = field(default_factory=list[Operation])
+    problems: list[Problem] = field(default_factory=list[Problem])
+    touched: dict[str, Operation] = field(default_factory=dict[str, Operation])
+
+    def __post_init__(self) -> None:
+        self.driven_out = len(self.excess(self.playbook))
+        self.playbook = replace(self.playbook, version=self.playbook.version + 1)
 
     def apply(self, operation: Operation) -> None:
         """Do it, or note why not."""
@@ -112,7 +107,7 @@ class _Draft:
         if problem is None and (problem := self._crowding(before, operation)) is not None:
             self.playbook = before
             for one in ids_of(operation):
-                del self._touched[one]
+                del self.touched[one]
         if problem is not None:
             self.problems.append(problem)
         else:
@@ -133,13 +128,13 @@ class _Draft:
         return order[: bisect_left(range(len(order)), True, key=fits_without)]
 
     def _fits(self, playbook: Playbook) -> bool:
-        return self._token_budget is None or playbook.tokens(self._count_tokens) <= self._token_budget
+        return self.token_budget is None or playbook.tokens(self.count_tokens) <= self.token_budget
 
     def _add(self, operation: Add) -> Problem | None:
         section = next((s for s in self.playbook.sections if s.lower() == operation.section.lower()), None)
         if section is None:
             return Problem("unknown section", operation.section[:80])
-        known = self._find_duplicate(operation.content, self.playbook.bullets)
+        known = self.find_duplicate(operation.content, self.playbook.bullets)
         if known is not None:
             self.playbook = self.playbook.tagged([(known.id, "helpful")])
             return Problem("said already", f"{known.id}: {operation.content}"[:200])
@@ -151,7 +146,7 @@ class _Draft:
         problem = next((found for one in ids if (found := self._hindrance(one, operation))), None)
         if problem is not None:
             return problem
-        self._touched |= dict.fromkeys(ids, operation)
+        self.touched |= dict.fromkeys(ids, operation)
         if isinstance(operation, Remove):
             self.playbook = self.playbook.replacing(b for b in bullets if b.id not in ids)
             return None
@@ -173,19 +168,19 @@ class _Draft:
             return Problem("longer than the token budget", detail)
         excess = self.excess(self.playbook)
         most = max(1, len(self.playbook) // MOST_DRIVEN_OUT)
-        if len(excess) - self._driven_out > most or any(one.id in excess for one in written):
+        if len(excess) - self.driven_out > most or any(one.id in excess for one in written):
             return Problem("takes too much room", detail)
-        self._driven_out = len(excess)
+        self.driven_out = len(excess)
         return None
 
     def _hindrance(self, bullet_id: str, operation: Operation) -> Problem | None:
-        earlier = self._touched.get(bullet_id)
+        earlier = self.touched.get(bullet_id)
         if earlier is not None:
             kind = "said twice" if earlier == operation else "contradiction"
             return Problem(kind, f"{type(operation).__name__} after {type(earlier).__name__} of {bullet_id}")
         if bullet_id not in self.playbook:
             return Problem("gone id" if self.playbook.has_had(bullet_id) else "unknown id", bullet_id[:80])
-        if self._changed.get(bullet_id, 0) > self._seen:
+        if self.changed.get(bullet_id, 0) > self.seen:
             return Problem("overtaken", f"{type(operation).__name__} of {bullet_id}, which others have changed since")
         return None
 
@@ -221,19 +216,8 @@ class Counts:
     problems: Counter[str] = field(default_factory=Counter[str])
     first_problems: list[Problem] = field(default_factory=list[Problem])
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data, ready for JSON; of its own."""
-        found = {name: dict(value) if isinstance(value, Counter) else value for name, value in vars(self).items()}
-        return {**found, "first_problems": [[one.kind, one.detail] for one in self.first_problems]}
 
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Counts:
-        """What :meth:`to_dict` gave."""
-        found: dict[str, Any] = {
-            name: Counter[str](value) if isinstance(value, dict) else value for name, value in data.items()
-        }
-        found["first_problems"] = [Problem(*one) for one in data["first_problems"]]
-        return cls(**found)
+_COUNTS = TypeAdapter(Counts)
 
 
 class PlaybookWriter:
@@ -256,10 +240,11 @@ class PlaybookWriter:
         count_tokens: CountTokens = approximate_tokens,
         find_duplicate: FindDuplicate = same_words,
     ) -> None:
-        self.playbook = playbook
-        self._token_budget, self._count_tokens, self._find_duplicate = token_budget, count_tokens, find_duplicate
+        self.playbook, self.counts = playbook, Counts()
         self._changed: dict[str, int] = {}
-        self.counts = Counts()
+        self._apply = partial(
+            apply_operations, token_budget=token_budget, count_tokens=count_tokens, find_duplicate=find_duplicate
+        )
 
     def tag(self, tags: Iterable[tuple[str, Tag]]) -> None:
         """Count tags; those of bullets that are gone are problems."""
@@ -272,15 +257,7 @@ class PlaybookWriter:
 
     def apply(self, operations: Sequence[Operation], seen: int) -> Applied:
         """Do what a curator asks for who saw version ``seen``."""
-        applied = apply_operations(
-            self.playbook,
-            operations,
-            token_budget=self._token_budget,
-            count_tokens=self._count_tokens,
-            changed=self._changed,
-            seen=seen,
-            find_duplicate=self._find_duplicate,
-        )
+        applied = self._apply(self.playbook, operations, changed=self._changed, seen=seen)
         self._changed |= changes(self.playbook, applied.playbook)
         self.playbook = applied.playbook
         self.counts.operations.update(type(one).__name__.lower() for one in applied.done)
@@ -301,11 +278,10 @@ class PlaybookWriter:
 
     def to_dict(self) -> dict[str, Any]:
         """All that is needed to go on with another writer, as plain data."""
-        return {
-            "playbook": self.playbook.to_dict(), "changed": dict(self._changed), "counts": self.counts.to_dict()
-        }  # fmt: skip
+        counts = _COUNTS.dump_python(self.counts)
+        return {"playbook": self.playbook.to_dict(), "changed": dict(self._changed), "counts": counts}
 
     def restore(self, data: Mapping[str, Any]) -> None:
         """Go on from what :meth:`to_dict` gave."""
         self.playbook, self._changed = Playbook.from_dict(data["playbook"]), dict(data["changed"])
-        self.counts = Counts.from_dict(data["counts"])
+        self.counts = _COUNTS.validate_python(data["counts"])

@@ -42,6 +42,10 @@ from dspy_flashevolve.programs.run import DspyRun
 
 logger = logging.getLogger(__name__)
 
+OPTIONS = (
+    "num_threads", "max_concurrency", "max_metric_calls", "max_seconds", "schedule", "rollout_timeout_seconds", "seed"
+)  # fmt: skip
+"""Arguments that AsyncACE hands on to its run."""
 LEARNING_SHARE = 0.75
 """Of the slots, what samples may take while a playbook is validated."""
 
@@ -105,14 +109,8 @@ class AceRun:
         self.run = DspyRun(
             name="AsyncACE",
             stages={"rollout": [student], **asked, "evaluate": [student]},
-            num_threads=optimizer.num_threads,
-            max_concurrency=optimizer.max_concurrency,
-            max_metric_calls=optimizer.max_metric_calls,
-            max_seconds=optimizer.max_seconds,
-            schedule=optimizer.schedule,
-            rollout_timeout_seconds=optimizer.rollout_timeout_seconds,
-            seed=optimizer.seed,
             journal=journal,
+            **{name: getattr(optimizer, name) for name in OPTIONS},
         )
         duplicates = duplicates_of(optimizer)
         self._writer = PlaybookWriter(
