@@ -31,7 +31,7 @@ METHODS = (
     "combee-40", "async-full", "async-guarded-8", "async-patch", "async+speculation=off", "async+slots=adaptive",
     "async",
 )  # fmt: skip
-"""All that are compared; `async` is the default, with its train and with speculation."""
+"""All that are compared; `async` is the default, with its integrations and with early reflection."""
 SECONDS = 120.0
 
 

@@ -56,7 +56,7 @@ class ChaosRow:
         seconds: Real seconds.
         injected: Kind of fault -> how often.
         restarts: Of the server.
-        failed_tickets: Of AsyncGEPA.
+        failed_steps: Of AsyncGEPA.
         timed_out: Rollouts that AsyncGEPA gave up and asked for again.
         retried: Requests that AsyncGEPA made again.
         stop_reason: Why AsyncGEPA ended.
@@ -82,7 +82,7 @@ class ChaosRow:
     seconds: float = 0.0
     injected: dict[str, int] = field(default_factory=dict)
     restarts: int = 0
-    failed_tickets: int = 0
+    failed_steps: int = 0
     timed_out: int = 0
     retried: int = 0
     stop_reason: str = ""
@@ -231,7 +231,7 @@ def run_job(job: Job) -> ChaosRow:
     }
     if stats is not None:
         row |= {
-            "failed_tickets": stats.ended["failed"],
+            "failed_steps": stats.ended["failed"],
             "timed_out": stats.timed_out_rollouts,
             "retried": stats.retried_requests,
             "stop_reason": stats.stop_reason,

@@ -14,7 +14,7 @@ from typing import Any
 import dspy
 
 from benchmarks.workloads import ifeval
-from dspy_flashevolve import AsyncGEPA, Reflective, StaleCandidateReflection
+from dspy_flashevolve import AsyncGEPA, Reflective, StaleCandidateReflection, Workflow
 from dspy_flashevolve.modules.integrate import changes
 
 INTEGRATIONS: list[tuple[dict[str, Any], dspy.Prediction]] = []
@@ -39,7 +39,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--calls", type=int, default=80, help="metric calls")
     parser.add_argument("--slots", type=int, default=16)
     parser.add_argument("--examples", type=int, default=10, help="training and validation examples, as many of each")
-    parser.add_argument("--batch", type=int, default=4, help="children a train")
+    parser.add_argument("--batch", type=int, default=4, help="children an integration reads")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args(arguments)
 
@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         reflection_lm=dspy.LM(f"openai/{options.model}", max_tokens=512, temperature=1.0, **served),
         staleness=Reflective(batch=options.batch),
         stale_candidate_reflection=Recorded(),
-        max_live_tickets=2 * options.batch,
+        workflow=Workflow(live_steps=2 * options.batch),
         track_stats=True,
         seed=options.seed,
     )

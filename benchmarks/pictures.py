@@ -75,18 +75,18 @@ def slots(results: Sequence[Result]) -> bytes | None:
 
 
 def stages(result: Result) -> bytes:
-    """What the first tickets of a run did when: a line a ticket, a bar each stage that worked on it."""
+    """What the first steps of a run did when: a line a step, a bar each stage that worked on it."""
     figure = _figure(4.5)
     axes = figure.subplots()
     names = list(dict.fromkeys(stage for _, stage, _, _ in result.stages))
     colours = {name: f"C{number}" for number, name in enumerate(names)}
     for name in names:
-        for ticket, _, began, ended in [row for row in result.stages if row[1] == name]:
-            axes.broken_barh([(began, ended - began)], (ticket - 0.4, 0.8), color=colours[name])
+        for step, _, began, ended in [row for row in result.stages if row[1] == name]:
+            axes.broken_barh([(began, ended - began)], (step - 0.4, 0.8), color=colours[name])
         axes.plot([], [], color=colours[name], linewidth=6, label=name)
     axes.set_xlim(0, result.seconds)
     axes.set_xlabel("seconds")
-    axes.set_ylabel("ticket")
+    axes.set_ylabel("step")
     axes.set_title(f"{_plain(result.method)}, seed {result.seed}", fontsize="medium")
     axes.invert_yaxis()
     return _png(figure, axes)

@@ -61,7 +61,7 @@ class Result:
         error: What ended the run early; empty when nothing did.
         trajectory: Rows of `Point`'s fields where score or depth changed.
         busy: Seconds, and the requests in flight (the mean since the row before, or as sampled there).
-        stages: Ticket, stage, and the seconds when it began and ended there; of the first seed alone.
+        stages: Step, stage, and the seconds when it began and ended there; of the first seed alone.
         settings: What else tells runs apart, in words: the length of replies, the time scale; empty for the defaults.
     """
 

@@ -1,7 +1,4 @@
-"""AsyncGEPA's variants by name: a base, and changes after plus signs, as in `async-full+prefix=0.5+slots=32`.
-
-A name is checked as soon as it is read; what a controller needs is imported when its run is built.
-"""
+"""AsyncGEPA's variants by name: a base, and changes after plus signs, as in `async-full+prefix=0.5+slots=32`."""
 
 from __future__ import annotations
 
@@ -10,10 +7,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from dspy_flashevolve import ConfigurationError, Workflow
+from dspy_flashevolve.engine.workflow import BARRIERS
+
 ADAPTIVE_START = 8
 """Slots that an adaptive run begins with (`dspy.settings.num_threads`)."""
 ADAPTIVE_MOST = 256
 """Slots that an adaptive run may come to (`max_concurrency`)."""
+MEDIAN_SECONDS = 10.0
+"""How often the median rule moves slots."""
 
 Options = dict[str, Any]
 """AsyncGEPA's own arguments."""
@@ -27,10 +29,14 @@ def _guarded(number: int, seed: int) -> Options:
     return {"staleness": Guarded(max_gap=number)}
 
 
-def _train(number: int, seed: int) -> Options:
+def _integrating(number: int, seed: int) -> Options:
     from dspy_flashevolve import Reflective
 
     return {"staleness": Reflective(batch=number, take="proposals", heads=True)}
+
+
+def _live(number: int, seed: int) -> Options:
+    return {"workflow": Workflow(live_steps=number)}
 
 
 def _combee(number: int, seed: int) -> Options:
@@ -49,9 +55,9 @@ PLAIN: dict[str, Options] = {
 }
 """Base -> AsyncGEPA's own arguments."""
 NUMBERED: dict[str, tuple[int, Callable[[int, int], Options]]] = {
-    "async-live": (1, lambda number, seed: {"max_live_tickets": number}),
+    "async-live": (1, _live),
     "async-guarded": (0, _guarded),
-    "async-train": (1, _train),
+    "async-train": (1, _integrating),
     "combee": (1, _combee),
 }
 """Base before the number -> the least number, and AsyncGEPA's own arguments for a number and a seed."""
@@ -64,80 +70,43 @@ def _slots(text: str) -> Change:
     return lambda options, slots: options.update(num_threads=number)
 
 
+def _workflow(**changed: Any) -> Change:
+    """Other fields of the workflow; raises `ConfigurationError` for what cannot be."""
+    replace(Workflow(), **changed)
+
+    def change(options: Options, slots: int) -> None:
+        options["workflow"] = replace(options.get("workflow", Workflow()), **changed)
+
+    return change
+
+
 def _speculation(text: str) -> Change:
-    from dspy_flashevolve.scheduling import DEFAULT_SPECULATION
-
-    value = {"on": DEFAULT_SPECULATION, "off": None}[text]
-    return lambda options, slots: options.update(speculation=value)
+    value = {"on": Workflow(), "off": BARRIERS}[text]
+    return _workflow(rollout=value.rollout, validate=value.validate)
 
 
-def _speculating(field: str, off: float | None) -> Callable[[str], Change]:
-    """One field of `Speculation`; beside `speculation=off` every other one stays off."""
-
-    def read(text: str) -> Change:
-        from dspy_flashevolve.engine.speculation import NOT_SPECULATIVE
-        from dspy_flashevolve.scheduling import DEFAULT_SPECULATION
-
-        value = off if text == "off" else float(text)
-        replace(NOT_SPECULATIVE, **{field: value})  # raises for what cannot be
-
-        def change(options: Options, slots: int) -> None:
-            before = options.get("speculation", DEFAULT_SPECULATION) or NOT_SPECULATIVE
-            options["speculation"] = replace(before, **{field: value})
-
-        return change
-
-    return read
-
-
-def _order(text: str) -> Change:
-    if text not in ("value", "deepest"):
-        raise ValueError(text)
-    return lambda options, slots: options.update(slot_order=text)
+def _share(field: str) -> Callable[[str], Change]:
+    return lambda text: _workflow(**{field: 1.0 if text == "off" else float(text)})
 
 
 def _admission(text: str) -> Change:
     kind, _, digits = text.partition(":")
-    number = _whole(digits, {"gap": 0, "live": 1}[kind])
-
-    def change(options: Options, slots: int) -> None:
-        from dspy_flashevolve import GapBound, LiveTickets
-        from dspy_flashevolve.engine.admission import for_slots
-
-        width = options.get("max_concurrency") or options.get("num_threads") or slots
-        bound = GapBound(number, for_slots(width, generations=0.0)) if kind == "gap" else LiveTickets(number)
-        options["admission"] = bound
-
-    return change
+    if kind != "live":
+        raise ValueError(text)
+    return _workflow(live_steps=_whole(digits, 1))
 
 
 def _controller(text: str) -> Change:
-    kind, _, digits = text.partition(":")
-    if text not in ("none", "median", "backlog") and kind != "fixed":
-        raise ValueError(text)
-    number = _whole(digits, 1) if kind == "fixed" else 0
-
-    def change(options: Options, slots: int) -> None:
-        options["controller"] = None
-        if kind != "none":
-            from dspy_flashevolve.engine import control
-
-            rules = {"median": control.MedianRate, "backlog": control.Backlog, "fixed": lambda: control.Fixed(number)}
-            options["controller"] = rules[kind]()
-
-    return change
+    return _workflow(median_seconds={"none": None, "median": MEDIAN_SECONDS}[text])
 
 
 CHANGES: dict[str, tuple[str, Callable[[str], Change]]] = {
     "slots": ("adaptive or a number", _slots),
     "speculation": ("on or off", _speculation),
-    "prefix": ("off or a share", _speculating("validate", 1.0)),
-    "rollout": ("off or a share", _speculating("rollout", 1.0)),
-    "screen": ("off or a share", _speculating("screen", 1.0)),
-    "racing": ("off or a margin", _speculating("racing", None)),
-    "order": ("value or deepest", _order),
-    "admission": ("gap:N or live:N", _admission),
-    "controller": ("none, median, backlog or fixed:N", _controller),
+    "prefix": ("off or a share", _share("validate")),
+    "rollout": ("off or a share", _share("rollout")),
+    "admission": ("live:N", _admission),
+    "controller": ("none or median", _controller),
 }
 """Name of a change -> what it may be, and its reader; they are made in this order, however they are written."""
 
@@ -168,8 +137,8 @@ def variant(name: str) -> Variant:
     """The variant of that name; raises `ValueError` for a name that is none, with what is wrong.
 
     Example:
-        >>> variant("async-full+order=value+slots=32").options()
-        {'staleness': 'full', 'num_threads': 32, 'slot_order': 'value'}
+        >>> variant("async-full+slots=32").options()
+        {'staleness': 'full', 'num_threads': 32}
     """
     first, *others = name.split("+")
     base = _base(first)
@@ -178,7 +147,7 @@ def variant(name: str) -> Variant:
         changes = ", ".join(f"{key}={spelling}" for key, (spelling, _) in CHANGES.items())
         raise ValueError(
             f"unknown method {name!r}; there are {', '.join([*PLAIN, *numbered])}, and with changes, as in "
-            f"async+prefix=0.5+order=value: {changes}"
+            f"async+prefix=0.5+slots=32: {changes}"
         )
     written: dict[str, str] = {}
     for other in others:
@@ -207,15 +176,15 @@ def _read(name: str, key: str, text: str) -> Change:
     spelling, read = CHANGES[key]
     try:
         return read(text)
-    except (KeyError, ValueError) as error:
+    except (KeyError, ValueError, ConfigurationError) as error:
         raise ValueError(f"unknown method {name!r}: {key} is {text!r}, expected {spelling}") from error
 
 
 def _check_combination(name: str, base: Options, written: dict[str, str]) -> None:
     if base.get("schedule") == "lockstep" and (wrong := [key for key in written if key != "slots"]):
         raise ValueError(f"unknown method {name!r}: lockstep takes one step at a time, without {', '.join(wrong)}")
-    if "max_live_tickets" in base and "admission" in written:
-        raise ValueError(f"unknown method {name!r}: it bounds its live tickets already, without admission")
+    if "admission" in written and "workflow" in base:
+        raise ValueError(f"unknown method {name!r}: it bounds its live steps already, without admission")
 
 
 def _whole(text: str, least: int) -> int:

@@ -173,7 +173,7 @@ class VirtualRun:
 
     @property
     def landed(self) -> int:
-        """Proposals whose work is in a candidate of the pool by the limit: a train brings many in one candidate.
+        """Proposals whose work is in a candidate of the pool by the limit: an integration brings many in one candidate.
 
         A head that a later one superseded is in that one.
         """

@@ -108,10 +108,10 @@ def test_a_bench_in_virtual_time_stands_lockstep_for_gepa_and_goes_on_where_it_s
         row["error"] == "" and row["seconds"] == 200.0 and row["busy"] and row["stages"] for row in rows.values()
     )
     assert rows["gepa-independent-2"]["trajectory"] != rows["gepa"]["trajectory"], "two tasks a step are other steps"
-    # One step after another: in lockstep no two tickets are ever worked on at the same time.
-    ends = {ticket: end for ticket, _, _, end in rows["gepa"]["stages"]}
-    starts = {ticket: began for ticket, _, began, _ in reversed(rows["gepa"]["stages"])}
-    assert all(starts[ticket] >= ends[ticket - 1] for ticket in starts if ticket)
+    # One step after another: in lockstep no two steps are ever worked on at the same time.
+    ends = {step: end for step, _, _, end in rows["gepa"]["stages"]}
+    starts = {step: began for step, _, began, _ in reversed(rows["gepa"]["stages"])}
+    assert all(starts[step] >= ends[step - 1] for step in starts if step)
     assert max(running for _, running in rows["async"]["busy"]) <= 4.0 + 1e-9
     assert rows["async"]["mean_running"] > rows["gepa"]["mean_running"]
     out.write_text("".join(out.read_text().splitlines(keepends=True)[:2]))

@@ -41,8 +41,8 @@ def test_a_good_run_has_no_problem() -> None:
         ({"foreign": 1}, "1 candidates hold a text that no reflection wrote"),
         ({"spent": 101, "answered": 101}, "1 metric calls more than 100 were spent"),
         (
-            {"spent": 80, "answered": 80, "stop_reason": "tickets failed"},
-            "20 metric calls were left, .* tickets failed",
+            {"spent": 80, "answered": 80, "stop_reason": "steps failed"},
+            "20 metric calls were left, .* steps failed",
         ),
         ({"injected": {}}, "no hang was injected"),
         ({"restarts": 0}, "the server was restarted 0 times"),

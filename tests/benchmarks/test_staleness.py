@@ -15,7 +15,8 @@ from benchmarks.staleness import Row
 from benchmarks.tasks import TASKS, task_kind
 from benchmarks.trajectory import Point, Trajectory
 from benchmarks.virtual import Heads, Setting, VirtualRun, run_virtually
-from dspy_flashevolve import AsyncGEPA, CombeeReflection, CommitRecord, Guarded, HeadRecord, Reflective
+from dspy_flashevolve import AsyncGEPA, CombeeReflection, Guarded, Reflective, Workflow
+from dspy_flashevolve.observe.statistics import CommitRecord, HeadRecord
 
 SMALL = Setting(train=12, val=12)
 
@@ -36,7 +37,7 @@ def test_a_name_says_what_asyncgepa_is_given() -> None:
     assert async_options("async-patch") == {"staleness": "patch"}
     assert async_options("async-guarded-8") == {"staleness": Guarded(8)}
     assert async_options("async-train-4") == {"staleness": Reflective(batch=4)}
-    assert async_options("async-live-3") == {"max_live_tickets": 3}
+    assert async_options("async-live-3") == {"workflow": Workflow(live_steps=3)}
     combee, again = async_options("combee-9"), async_options("combee-9")
     assert (combee["schedule"], combee["reflection_minibatch_size"]) == ("lockstep", 9)
     assert isinstance(combee["instruction_proposer"], CombeeReflection)

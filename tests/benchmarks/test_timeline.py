@@ -6,14 +6,15 @@ from types import SimpleNamespace
 from typing import Any
 
 from benchmarks.methods import Limits
-from benchmarks.timeline import MOST_TICKETS, timeline
-from dspy_flashevolve import StageRecord
+from benchmarks.timeline import MOST_STEPS, timeline
+from dspy_flashevolve.observe.statistics import StageRecord
 
 
-def test_the_first_tickets_of_seed_0_up_to_the_limit_in_the_servers_time() -> None:
+def test_the_first_steps_of_seed_0_up_to_the_limit_in_the_servers_time() -> None:
     records = [
+        StageRecord(-1, "validate", 0.0, 0.0, 0.5),
         StageRecord(0, "rollout", 0.0, 0.5, 2.0),
-        StageRecord(MOST_TICKETS, "rollout", 0.0, 1.0, 2.0),
+        StageRecord(MOST_STEPS, "rollout", 0.0, 1.0, 2.0),
         StageRecord(1, "propose", 9.0, 10.5, 12.0),
     ]
     stats: Any = SimpleNamespace(stages=records)
