@@ -299,7 +299,7 @@ def _json_field(reply: str) -> str:
         found: Any = json.JSONDecoder(strict=False).raw_decode(reply, start)[0] if start >= 0 else None
     except (ValueError, RecursionError):
         return ""
-    text = found.get("new_text") if isinstance(found, dict) else None  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    text = found.get("new_text") if isinstance(found, dict) else None
     return text if isinstance(text, str) else ""
 
 
