@@ -1,8 +1,8 @@
 """Which schedule makes the better program: `python -m benchmarks.scheduling`, and with `--lead` the lead figure.
 
 `--lead`: the gain of the default, of lockstep (dspy.GEPA, barrier for barrier) and of Combee at a fixed time, and of
-each mechanism alone, left out, and together. Without it: how much of a validation is its prefix, the median rule, and how
-many slots there are.
+each mechanism alone, left out, and together. Without it: how much of a validation is its prefix, the median rule, and
+how many slots there are.
 
 Everything runs in virtual time (`benchmarks.virtual`): it needs no server, and the same command gives the same figures
 on any machine. An interrupted command goes on where it stopped: what its file has is not run again.

@@ -16,7 +16,8 @@ MOST_STEPS = 80
 def timeline(stats: AsyncStats | None, limits: Limits) -> list[list[Any]]:
     """Step, stage, and the seconds of the server's clock when it began and ended there; of seed 0 alone.
 
-    A picture shows the first steps of one run; all of five runs would make the files many times as long. The seed's validation is no step.
+    A picture shows the first steps of one run; all of five runs would make the files many times as long.
+    The seed's validation is no step.
     """
     if stats is None or limits.seed != 0:
         return []
