@@ -68,11 +68,6 @@ class LearningShare:
         slots = self.limit if load.slots is None else min(self.limit, load.slots)
         return load.live < (max(1, math.ceil(LEARNING_SHARE * slots)) if self.is_validating() else slots)
 
-    def is_narrowed(self, load: Load) -> bool:
-        """See :class:`~dspy_flashevolve.engine.admission.Admission`: never, the budget bounds samples one by one."""
-        del load
-        return False
-
 
 class AceRun:
     """Everything that belongs to one run.

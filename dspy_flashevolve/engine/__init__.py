@@ -5,6 +5,7 @@ writes a loop with them, docs/staleness.md a policy.
 """
 
 from dspy_flashevolve.engine.admission import Admission, LiveSteps, Load
+from dspy_flashevolve.engine.endpoints import RetryPolicy
 from dspy_flashevolve.engine.errors import (
     BudgetError,
     JournalError,
@@ -30,6 +31,7 @@ __all__ = [
     "Load",
     "Look",
     "NothingToDoError",
+    "RetryPolicy",
     "Rollout",
     "RolloutUnresolvedError",
     "RunDirectoryError",

@@ -44,21 +44,10 @@ class Load:
 
 
 class Admission(Protocol):
-    """Decides whether one more step may start.
-
-    Attributes:
-        limit: live steps at most, whatever the load; it sizes the run.
-    """
-
-    @property
-    def limit(self) -> int: ...
+    """Decides whether one more step may start."""
 
     def admits(self, load: Load) -> bool:
-        """A pure function of the load."""
-        ...
-
-    def is_narrowed(self, load: Load) -> bool:
-        """Whether the budget of metric calls is what bounds the live steps."""
+        """Asked whenever a step has begun or ended, a slot is free, or the pool has changed."""
         ...
 
 
@@ -126,7 +115,7 @@ class LiveSteps:
         return load.idle_slots - self.burst * load.unasked >= self.burst
 
     def is_narrowed(self, load: Load) -> bool:
-        """See :meth:`Admission.is_narrowed`."""
+        """Whether the budget of metric calls is what bounds the live steps."""
         return self.bound(load) < self._scaled(self.limit, load)
 
     def bound(self, load: Load) -> int:

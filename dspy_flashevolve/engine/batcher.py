@@ -76,7 +76,8 @@ class Batcher(Generic[I, O]):
             await self._run.changed()
 
     def _is_due(self) -> bool:
-        return 2 * len(self._waiting) >= self._most or not self._run.working
+        waiting = sum(one.step.is_working for one in self._waiting)
+        return 2 * len(self._waiting) >= self._most or self._run.working <= waiting
 
     async def _begin(self) -> None:
         """Begin a batch, freshest steps first."""

@@ -234,7 +234,9 @@ class RunJournal:
         )
 
     def opened(self, step: int, version: int, selection: Any) -> None:
-        """Write what a step has selected; it must be JSON."""
+        """Write what a step has selected, unless it runs again; it must be JSON."""
+        if step in self._numbers:
+            return
         self.journal.append(
             "steps", number=step, session=self._session, opened_at=time.time(), version=version,
             selection=json.dumps(selection),

@@ -243,8 +243,13 @@ class EvolutionRun:
             """Keep the first exception as it is; task groups would wrap it."""
             try:
                 await work()
-            except anyio.get_cancelled_exc_class():
-                raise
+            except anyio.get_cancelled_exc_class() as error:
+                if anyio.current_effective_deadline() == -math.inf:
+                    raise
+                failure = RuntimeError(f"{self.name}: a step, or what runs beside them, was cancelled by its own code")
+                failure.__cause__ = error
+                failures.append(failure)
+                group.cancel_scope.cancel()
             except BaseException as error:
                 failures.append(error)
                 group.cancel_scope.cancel()
@@ -274,7 +279,7 @@ class EvolutionRun:
         """
         step.saw(version, value)
         step.has_begun = True
-        if self.journal is not None and step.recorded is None:
+        if self.journal is not None:
             self.journal.opened(step.number, version, selection)
         self.bus.emit(StepOpened(self.clock(), step.number, version, len(self._live)))
         self.tell()
@@ -409,7 +414,7 @@ class EvolutionRun:
         may_open: Callable[[], str | None],
         ended: Callable[[Step, End], Awaitable[None]] | None,
     ) -> None:
-        most_failures = max(10, 2 * rule.limit)
+        most_failures = max(10, 2 * self.slots)
         while True:
             change = self._change
             if self._broken:  # the cancellation has not come here yet
@@ -450,8 +455,8 @@ class EvolutionRun:
         if pays is None:
             if not self._live and not self._beside:
                 self.stop(
-                    f"max_metric_calls={self.budget.limit}: the {self.budget.left} calls left cannot pay a step, which may "
-                    f"cost {self._most_calls}",
+                    f"max_metric_calls={self.budget.limit}: the {self.budget.left} calls left cannot pay a step, which "
+                    f"may cost {self._most_calls}",
                     "finished",
                 )
             return None
@@ -483,6 +488,8 @@ class EvolutionRun:
                 end = await self._end_of(step, loop)
             if end is not None:
                 with anyio.CancelScope(shield=True):  # a step ends once, whatever else comes to its end
+                    if not step.has_begun:  # it counts all the same, or its number would be opened for ever
+                        self.begin(step, step.version)
                     self._count(step, end, most_failures)
                     if ended is not None:
                         await ended(step, end)

@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar, cast
 import anyio
 import dspy
 from dspy.primitives import Example, Module, Prediction
+from dspy.utils.exceptions import AdapterParseError
 from dspy.utils.usage_tracker import track_usage
 
 from dspy_flashevolve.engine.budget import Reservation
@@ -22,7 +23,7 @@ from dspy_flashevolve.engine.replay import RunJournal, hash_of
 from dspy_flashevolve.engine.rollouts import Granted, Rollout, RolloutKey, Spent, batch
 from dspy_flashevolve.engine.run import EvolutionRun
 from dspy_flashevolve.engine.scheduler import Requester
-from dspy_flashevolve.engine.steps import Step
+from dspy_flashevolve.engine.steps import EndKind, Step, StepEnded
 from dspy_flashevolve.observe.progress import Progress
 from dspy_flashevolve.observe.statistics import Recorder, RunStats
 from dspy_flashevolve.programs.copies import isolated_copy
@@ -210,10 +211,13 @@ class DspyRun(EvolutionRun):
         Raises:
             RolloutUnresolvedError: the provider gave no answer.
             RunAbortedError: the provider refused for good.
-            Exception: what the module raised; ``AdapterParseError`` where a reply did not fit its format.
+            StepEnded: as failed: no reply fitted its format.
+            Exception: what the module raised.
         """
         record = None if self.journal is None else ReplyText(position)
         asked = await self.asked(stage, step, module, inputs, lm=lm, read=lambda answer: answer, record=record)
+        if isinstance(asked.error, AdapterParseError):
+            raise StepEnded(EndKind.FAILED, f"no reply in its format: {asked.error}") from asked.error
         if asked.error is not None:
             raise asked.error
         return asked.answer
