@@ -9,7 +9,9 @@ from dspy_flashevolve import DspyRun
 from dspy_flashevolve.engine import End, EndKind, Load, Step
 
 FIELDS = "current_instruction, examples_with_feedback -> new_instruction"
-PROPOSE = dspy.Predict(dspy.Signature(FIELDS, "Improve an assistant's instruction, from what was said of its answers."))
+PROPOSE = dspy.Predict(
+    dspy.make_signature(FIELDS, "Improve an assistant's instruction, from what was said of its answers.")
+)
 
 
 class HillClimber:
@@ -25,12 +27,12 @@ class HillClimber:
     def __init__(self, metric: Callable[..., Any], proposer_lm: Any = None, live: int = 4, **options: Any) -> None:
         self.metric, self.proposer_lm, self.live, self.options = metric, proposer_lm, live, options
 
-    def compile(self, student: dspy.Module, *, trainset: Sequence[dspy.Example]) -> dspy.Module:
+    def compile(self, student: Any, *, trainset: Sequence[dspy.Example]) -> dspy.Module:
         """The program with the best instruction found; its ``stats`` say how the run went."""
         climb = Climb(self, student, trainset)
         return climb.run.run_sync(climb.main)
 
-    async def acompile(self, student: dspy.Module, *, trainset: Sequence[dspy.Example]) -> dspy.Module:
+    async def acompile(self, student: Any, *, trainset: Sequence[dspy.Example]) -> dspy.Module:
         climb = Climb(self, student, trainset)
         return await climb.run.run_async(climb.main)
 
@@ -38,7 +40,7 @@ class HillClimber:
 class Climb:
     """One run: its state, when a step may start, and the step."""
 
-    def __init__(self, of: HillClimber, student: dspy.Module, trainset: Sequence[dspy.Example]) -> None:
+    def __init__(self, of: HillClimber, student: Any, trainset: Sequence[dspy.Example]) -> None:
         stages = {"propose": [of.proposer_lm], "evaluate": [student]}
         self.run = DspyRun(name="HillClimber", stages=stages, **of.options)
         self.of, self.trainset, self.runner = of, trainset, self.run.runner(student, of.metric)

@@ -166,5 +166,6 @@ def test_it_works_over_http_in_a_plain_script(server: SimServer) -> None:
     assert program.stats.metric_calls <= 200
     assert program.stats.commits[-1].best_score > program.stats.commits[0].score
     assert server.stats().finished >= program.stats.metric_calls
-    before, after = (one.predictors()[0].signature.instructions for one in (TASK.program(), program))
+    programs: list[Any] = [TASK.program(), program]
+    before, after = (one.predictors()[0].signature.instructions for one in programs)
     assert after != before
