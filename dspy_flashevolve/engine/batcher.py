@@ -76,7 +76,7 @@ class Batcher(Generic[I, O]):
             await self._run.changed()
 
     def _is_due(self) -> bool:
-        waiting = sum(one.step.is_working for one in self._waiting)
+        waiting = sum(one.step.is_working and not one.step.rests for one in self._waiting)
         return 2 * len(self._waiting) >= self._most or self._run.working <= waiting
 
     async def _begin(self) -> None:

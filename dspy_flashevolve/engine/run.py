@@ -233,7 +233,7 @@ class EvolutionRun:
             RunAbortedError: the provider refused for good.
             Exception: what a step raised, or what runs beside them, after the rest was cancelled.
         """
-        rule = LiveSteps(1) if self.lockstep else admission or LiveSteps(self.slots)
+        rule = LiveSteps(1, strict=True) if self.lockstep else admission or LiveSteps(self.slots)
         self._next, self._exhausted, self._most_calls = max(first, self._next), False, calls
         self._broken = False
         self._recorded = [] if self.journal is None else self.journal.unfinished
@@ -296,8 +296,8 @@ class EvolutionRun:
 
     @property
     def working(self) -> int:
-        """Steps that work towards a child."""
-        return sum(step.is_working for step in self._live.values())
+        """Steps that work towards a child, and do not wait for others."""
+        return sum(step.is_working and not step.rests for step in self._live.values())
 
     def load(self) -> Load:
         """What admission looks at."""
