@@ -1,0 +1,502 @@
+"""Slots: the limits, work conservation, who is next, cancellation, slots that are given back for a while."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter
+from typing import Any
+
+import anyio
+import pytest
+from anyio.lowlevel import checkpoint
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dspy_flashevolve.engine.errors import ConfigurationError
+from dspy_flashevolve.engine.scheduler import (
+    DISCOUNT,
+    Scheduler,
+    StageVisit,
+    StageWindow,
+    current_slot,
+    median_shares,
+    priority,
+)
+from tests.engine.stepped import STAGES, Asker, Stepped, settle, stepped
+
+ENDPOINTS = {"rollout": "task", "screen": "task", "validate": "task", "propose": "reflection"}
+
+
+# The limits
+
+
+ACTIONS = st.one_of(
+    st.tuples(st.just("ask"), st.sampled_from(STAGES), st.integers(0, 3), st.integers(1, 4)),
+    st.tuples(st.just("end"), st.integers(0, 9)),
+    st.tuples(st.just("cancel"), st.integers(0, 30)),
+    st.tuples(st.just("pause"), st.integers(0, 9)),
+    st.tuples(st.just("resume"), st.integers(0, 9)),
+    st.tuples(st.just("resize"), st.sampled_from(["task", "reflection"]), st.integers(1, 6)),
+    st.tuples(st.just("share"), st.sampled_from(STAGES), st.integers(1, 6)),
+)
+
+
+async def act(on: Stepped, action: Any, limits: dict[str, int], shares: dict[str, int]) -> None:
+    match action:
+        case ("ask", stage, step, count):
+            await on.ask(stage, Asker(step, version=step, value=step / 3), count)
+        case ("end", which) if held := on.of("held"):
+            held[which % len(held)].end.set()
+        case ("cancel", which) if there := on.of("waiting", "held", "paused"):
+            await on.cancel(there[which % len(there)])
+        case ("pause", which) if held := on.of("held"):
+            held[which % len(held)].pause.set()
+        case ("resume", which) if paused := on.of("paused"):
+            paused[which % len(paused)].go_on.set()
+        case ("resize", endpoint, limit):
+            limits[endpoint] = limit
+            on.scheduler.resize(limit, endpoint)
+        case ("share", stage, share):
+            shares[stage] = share
+            on.scheduler.share({stage: share})
+        case _:
+            pass
+    await settle()
+
+
+@settings(max_examples=200)
+@given(st.integers(1, 6), st.lists(ACTIONS, max_size=40))
+def test_no_limit_is_exceeded_by_a_grant_and_no_slot_that_somebody_may_have_is_free(
+    total: int, actions: list[Any]
+) -> None:
+    limits, shares = dict[str, int](), dict[str, int]()
+
+    def within() -> None:
+        stages = on.scheduler.statistics().stages
+        assert sum(one.running for one in stages.values()) <= total
+        for endpoint, limit in limits.items():
+            assert on.scheduler.busy_at(endpoint) <= limit
+        for stage, share in shares.items():
+            assert stages[stage].running <= share
+
+    on = Stepped(total, within, endpoints=ENDPOINTS)
+
+    async def main() -> None:
+        for action in actions:
+            await act(on, action, limits, shares)
+            seen = on.scheduler.statistics()
+            assert seen.busy == len(on.of("held"))
+            for name, one in seen.stages.items():
+                full = on.scheduler.busy_at(ENDPOINTS[name]) >= limits.get(ENDPOINTS[name], total)
+                assert seen.busy >= total or full or one.running >= shares.get(name, total) or not one.waiting
+        await on.end_all()
+
+    stepped(main)
+    seen = on.scheduler.statistics()
+    assert seen.busy == sum(one.waiting for one in seen.stages.values()) == 0
+    assert sum(one.done for one in seen.stages.values()) >= len(on.granted)
+    assert not on.scheduler._lines, "nothing is kept of a line that has come to its end"
+
+
+def test_a_validation_of_300_examples_takes_every_free_slot_and_does_not_block_a_screen_of_3() -> None:
+    on = Stepped(8)
+
+    async def main() -> None:
+        await on.ask("validate", 1, 300)
+        assert on.scheduler.statistics().busy == 8
+        await on.ask("screen", 2, 3)
+        await on.end(3)
+        assert on.granted[8:] == [("screen", 2)] * 3
+        for one in on.of("waiting"):
+            await on.cancel(one)
+        await on.end_all()
+
+    stepped(main)
+
+
+def test_validations_do_not_share_the_more_valuable_one_ends_first() -> None:
+    on = Stepped(4)
+
+    async def main() -> None:
+        await on.ask("validate", Asker(1, value=0.2), 40)
+        await on.ask("validate", Asker(2, value=0.9), 20)
+        await on.end(20)
+        assert on.granted == [("validate", 1)] * 4 + [("validate", 2)] * 20
+        await on.end_all()
+
+    stepped(main)
+
+
+def test_an_endpoint_that_is_full_does_not_hold_up_another() -> None:
+    on = Stepped(8, endpoints=ENDPOINTS)
+    on.scheduler.resize(2, "task")
+
+    async def main() -> None:
+        await on.ask("validate", 1, 6)
+        await on.ask("propose", 2, 3)
+        assert on.granted == [("validate", 1)] * 2 + [("propose", 2)] * 3
+        assert on.scheduler.idle == 0, "at the one that is full"
+        assert (on.scheduler.busy_at("task"), on.scheduler.busy_at("reflection")) == (2, 3)
+        await on.end()
+        assert on.granted[-1] == ("validate", 1)
+        await on.end_all()
+
+    stepped(main)
+
+
+def test_shrinking_lets_holders_finish_and_growing_hands_on_at_once() -> None:
+    on = Stepped(8, endpoints=ENDPOINTS)
+
+    async def main() -> None:
+        await on.ask("screen", 1, 7)
+        on.scheduler.resize(5, "task")
+        on.scheduler.resize(2, "task")
+        assert (len(on.of("held")), on.scheduler.limit, on.scheduler.idle) == (7, 2, 0)
+        await on.ask("screen", 2, 4)
+        await on.end(5)
+        assert len(on.of("held")) == 2
+        await on.end()
+        assert len(on.of("held")) == 2
+        on.scheduler.resize(6, "task")
+        await settle()
+        assert len(on.of("held")) == 5
+        await on.end_all()
+
+    stepped(main)
+
+
+def test_it_is_known_whether_requests_waited_for_an_endpoints_own_limit() -> None:
+    on = Stepped(3, endpoints=ENDPOINTS)
+    on.scheduler.resize(2, "task")
+
+    async def main() -> None:
+        await on.ask("screen", 1, 2)
+        assert not on.scheduler.pressed("task")
+        await on.ask("screen", 1)
+        assert on.scheduler.pressed("task")
+        assert on.scheduler.pressed("task"), "it still waits"
+        await on.end()
+        assert not on.scheduler.pressed("task")
+        await on.end_all()
+
+    stepped(main)
+
+
+@pytest.mark.parametrize("what", [lambda: Scheduler(0, STAGES), lambda: Scheduler(4, STAGES).resize(0, "")])
+def test_a_limit_under_one_is_refused(what: Any) -> None:
+    with pytest.raises(ConfigurationError, match="limit is 0, expected at least 1"):
+        what()
+
+
+def test_a_stage_that_there_is_not_is_refused_by_name() -> None:
+    async def main() -> None:
+        with pytest.raises(ConfigurationError, match="stage 'judge' is not one of"):
+            await Scheduler(1, STAGES).run("judge", Asker(0), settle)
+
+    stepped(main)
+
+
+def test_an_idle_slot_is_announced_only_where_nobody_takes_it() -> None:
+    idle: list[int] = []
+    on = Stepped(2, idle=lambda: idle.append(on.scheduler.idle))
+
+    async def main() -> None:
+        await on.ask("screen", 1, 3)
+        await on.end()
+        assert idle == []
+        await on.end()
+        assert idle == [1]
+        await on.end_all()
+        assert idle == [1, 2]
+        on.scheduler.resize(2, "")
+        assert idle == [1, 2, 2], "growth that nobody waits for"
+
+    stepped(main)
+
+
+# Who is next
+
+
+WORTH = st.floats(0, 1)
+REQUESTS = st.integers(1, 500)
+
+
+def place(depth: int = 2, value: float = 0.5, version: int = 3, requests: int = 10, **options: Any) -> Any:
+    defaults: dict[str, Any] = {"held": 0, "rank": 0.0, "step": 7, "first": 4}
+    return priority(depth, value, version, requests, **(defaults | options))
+
+
+@given(WORTH, REQUESTS, REQUESTS)
+def test_of_equal_requests_the_line_with_fewer_goes_first(value: float, one: int, other: int) -> None:
+    assert (place(value=value, requests=one) < place(value=value, requests=other)) == (one < other)
+
+
+@given(st.floats(0.001, 1), st.integers(1, 100), st.integers(1, 6), REQUESTS)
+def test_what_is_worth_more_deeper_fresher_or_ranked_higher_goes_first(
+    more: float, commits: int, depth: int, requests: int
+) -> None:
+    here = place(depth, requests=requests)
+    assert place(depth, value=0.5 + more, requests=requests) < here
+    assert place(depth + 1, requests=requests) < here
+    assert place(depth, version=3 + commits, requests=requests) < here
+    assert place(depth, rank=1.0, requests=requests) < here
+    assert place(depth, step=6, requests=requests) < here < place(depth, step=8, requests=requests)
+
+
+@given(st.integers(0, 40), st.integers(1, 40))
+def test_each_commit_that_was_not_seen_costs_the_discount(version: int, behind: int) -> None:
+    """A step that has seen more is worth as much with more requests: their logarithms are what is compared."""
+    stale, fresh = place(version=version)[0], place(version=version + behind)[0]
+    assert stale - fresh == pytest.approx(-behind * math.log(DISCOUNT))
+
+
+@given(st.integers(0, 8), st.integers(1, 8), REQUESTS)
+def test_the_seeds_validation_has_its_slots_first_and_beyond_them_holds_nobody_back(
+    held: int, first: int, requests: int
+) -> None:
+    seed = place(1, value=math.inf, requests=requests, held=held, first=first)
+    assert (seed < place(9, value=1e6, requests=1)) == (held < first)
+    assert place(1, value=math.inf, requests=requests, held=first, first=first) > place(2, value=0.0, requests=1)
+
+
+def test_the_scheduler_asks_for_the_smallest_place_each_time_that_a_slot_comes_free() -> None:
+    on = Stepped(1)
+
+    async def main() -> None:
+        await on.ask("validate", 9)
+        await on.ask("rollout", 1)
+        await on.ask("screen", Asker(2, version=0))
+        await on.ask("screen", Asker(3, version=5))
+        await on.ask("screen", Asker(4, version=0, value=3.0))
+        await on.ask("screen", Asker(5, version=0), rank=1.0)
+        await on.end_all()
+
+    stepped(main)
+    assert [number for _, number in on.granted] == [9, 4, 3, 5, 2, 1]
+
+
+# Cancellation
+
+
+def test_a_request_that_is_cancelled_while_it_waits_leaves_no_trace() -> None:
+    on = Stepped(1)
+
+    async def main() -> None:
+        await on.ask("validate", 1)
+        await on.ask("screen", 2, 2)
+        await on.cancel(on.of("waiting")[0])
+        assert on.scheduler.statistics().stages["screen"].waiting == 1
+        await on.end_all()
+
+    stepped(main)
+    assert on.granted == [("validate", 1), ("screen", 2)]
+
+
+def test_a_slot_granted_to_one_that_is_cancelled_at_once_goes_to_the_next() -> None:
+    on = Stepped(1)
+
+    async def main() -> None:
+        await on.ask("validate", 1)
+        await on.ask("screen", 2)
+        await on.ask("rollout", 3)
+        holder, second = on.requests[0], on.requests[1]
+        holder.end.set()
+        while on.scheduler.statistics().stages["screen"].waiting:
+            await checkpoint()
+        assert second.state == "waiting", "the slot is handed over, the new holder has not run yet"
+        await on.cancel(second)
+        assert on.granted == [("validate", 1), ("rollout", 3)]
+        await on.end_all()
+
+    stepped(main)
+
+
+# What is counted
+
+
+def test_seconds_waited_and_served_are_counted_a_stage() -> None:
+    on = Stepped(1)
+
+    async def main() -> None:
+        await on.ask("screen", 1)
+        await on.ask("validate", 2)
+        on.clock.now = 3.0
+        await on.end()
+        on.clock.now = 4.0
+        await on.end()
+
+    stepped(main)
+    seen = on.scheduler.statistics()
+    assert (seen.stages["screen"].waited_seconds, seen.stages["screen"].served_seconds) == (0.0, 3.0)
+    assert (seen.stages["validate"].waited_seconds, seen.stages["validate"].served_seconds) == (3.0, 1.0)
+    assert (seen.peak, seen.busy, seen.busy_seconds, seen.limit_seconds) == (1, 0, 4.0, 4.0)
+
+
+def test_slots_and_limits_are_summed_over_time() -> None:
+    on = Stepped(4)
+
+    async def main() -> None:
+        on.clock.now = 5.0  # nothing is counted before the first request
+        await on.ask("screen", 1, 2)
+        on.clock.now = 8.0
+        on.scheduler.resize(2, "")
+        on.clock.now = 10.0
+        await on.end_all()
+
+    stepped(main)
+    assert on.scheduler.width_seconds("") == 10.0
+    assert on.scheduler.statistics().limit_seconds == 4 * 3 + 2 * 2
+
+
+def test_a_visit_is_from_a_steps_first_request_in_a_stage_to_its_last() -> None:
+    on = Stepped(1)
+
+    async def main() -> None:
+        await on.ask("rollout", 5)
+        on.clock.now = 1.0
+        await on.ask("screen", 7, 2)
+        on.clock.now = 2.0
+        await on.end()
+        on.clock.now = 6.0
+        await on.end(2)
+
+    stepped(main)
+    assert on.visits == [StageVisit(5, "rollout", 0.0, 0.0, 2.0), StageVisit(7, "screen", 1.0, 2.0, 6.0)]
+
+
+WINDOWS = st.dictionaries(
+    st.sampled_from(STAGES),
+    st.builds(StageWindow, st.integers(0, 40), st.integers(0, 9), st.integers(0, 9), st.integers(1, 12)),
+    min_size=1,
+)
+
+
+@given(WINDOWS, st.integers(1, 12))
+def test_the_median_rule_moves_a_stage_by_at_most_one_slot_within_its_bounds(
+    windows: dict[str, StageWindow], slots: int
+) -> None:
+    shares = median_shares(windows, slots)
+    assert set(shares) == set(windows)
+    for name, share in shares.items():
+        assert 1 <= share <= slots
+        assert abs(share - min(slots, windows[name].share)) <= 1
+
+
+@given(WINDOWS)
+def test_the_median_rule_gives_only_to_what_waits_with_its_share_in_use(windows: dict[str, StageWindow]) -> None:
+    for name, share in median_shares(windows, 12).items():
+        if share > windows[name].share:
+            assert windows[name].waiting
+            assert windows[name].running >= windows[name].share
+
+
+def test_a_window_counts_the_visits_since_the_last_one() -> None:
+    on = Stepped(3)
+
+    async def main() -> None:
+        await on.ask("rollout", 1)
+        await on.ask("rollout", 2, 2)
+        await on.ask("rollout", 3)
+        await on.end()
+        assert on.scheduler.windows()["rollout"] == StageWindow(finished=1, waiting=0, running=3, share=3)
+        on.scheduler.share({"rollout": 2})
+        await on.end(2)
+        assert on.scheduler.windows()["rollout"] == StageWindow(finished=1, waiting=0, running=1, share=2)
+        await on.end_all()
+
+    stepped(main)
+
+
+# Slots that are given back for a while
+
+
+def test_a_paused_slot_is_of_use_to_others_and_is_taken_again_in_order() -> None:
+    on = Stepped(1)
+
+    async def main() -> None:
+        await on.ask("screen", 1)
+        await on.ask("rollout", 2)
+        on.clock.now = 1.0
+        first, other = on.requests
+        first.pause.set()
+        await settle()
+        assert (first.state, other.state) == ("paused", "held")
+        first.go_on.set()
+        await settle()
+        assert first.state == "waiting"
+        on.clock.now = 5.0
+        await on.end()
+        assert first.state == "held"
+        on.clock.now = 7.0
+        await on.end()
+
+    stepped(main)
+    stages = on.scheduler.statistics().stages
+    assert (stages["screen"].served_seconds, stages["rollout"].served_seconds) == (1.0 + 2.0, 4.0)
+
+
+def test_parts_of_one_request_share_its_slot() -> None:
+    scheduler, busy = Scheduler(1, STAGES), list[int]()
+
+    async def part() -> None:
+        slot = current_slot()
+        assert slot is not None
+        async with slot.released():
+            busy.append(scheduler.statistics().busy)
+            await settle()
+        busy.append(scheduler.statistics().busy)
+
+    async def call() -> None:
+        async with anyio.create_task_group() as group:
+            for _ in range(3):
+                group.start_soon(part)
+        busy.append(scheduler.statistics().busy)
+
+    async def main() -> None:
+        await scheduler.run("screen", Asker(1), call)
+
+    stepped(main)
+    assert busy == [0, 0, 0, 1, 1, 1, 1]
+    assert scheduler.statistics().busy == 0
+
+
+def test_a_slot_that_its_holder_wants_back_after_the_end_is_not_held() -> None:
+    """A part of a request, in a task of its own, may live longer than the request."""
+    scheduler = Scheduler(1, STAGES)
+    parts: list[asyncio.Task[None]] = []
+    go_on = anyio.Event()
+
+    async def part() -> None:
+        slot = current_slot()
+        assert slot is not None
+        async with slot.released():
+            await go_on.wait()
+
+    async def call() -> None:
+        parts.append(asyncio.create_task(part()))
+        await settle()
+
+    async def main() -> None:
+        await scheduler.run("screen", Asker(1), call)
+        go_on.set()
+        await asyncio.gather(*parts)
+        assert scheduler.statistics().busy == 0
+
+    stepped(main)
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 6)), min_size=1, max_size=8), st.integers(1, 4))
+def test_every_request_is_served_once_however_they_come(asked: list[tuple[int, int]], limit: int) -> None:
+    on = Stepped(limit)
+
+    async def main() -> None:
+        for step, count in asked:
+            await on.ask(STAGES[step], step, count)
+        await on.end_all()
+
+    stepped(main)
+    wanted = Counter[tuple[str, int]]()
+    for step, count in asked:
+        wanted[STAGES[step], step] += count
+    assert Counter(on.granted) == wanted
