@@ -1,173 +1,242 @@
-"""Requests: slots, retries, single flight."""
+"""Rollouts: paid once, retried, given up when they take too long; batches of them that cost no task while they wait."""
 
 from __future__ import annotations
 
+import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
 
 import anyio
 import pytest
 from anyio.lowlevel import checkpoint
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dspy_flashevolve.engine.budget import Budget, Reservation
-from dspy_flashevolve.engine.claims import Claim
-from dspy_flashevolve.engine.errors import RolloutUnresolvedError, TransientError
-from dspy_flashevolve.engine.events import Event, EventBus, RolloutFinished
-from dspy_flashevolve.engine.rollouts import RetryPolicy, Rollout, Rollouts
-from dspy_flashevolve.engine.slots import Slots
+from dspy_flashevolve.engine.endpoints import Endpoints, RetryPolicy
+from dspy_flashevolve.engine.errors import RolloutUnresolvedError, RunAbortedError, TransientError
+from dspy_flashevolve.engine.events import Event, EventBus, RequestFinished, RolloutFinished, RolloutTimedOut
+from dspy_flashevolve.engine.rollouts import (
+    NoLongerWantedError,
+    Rollout,
+    RolloutKey,
+    Rollouts,
+    Spent,
+    batch,
+    gather,
+    metric_begins,
+)
+from dspy_flashevolve.engine.scheduler import Scheduler, current_slot
+from dspy_flashevolve.engine.steps import EndKind, StepEnded
+from dspy_flashevolve.sim.virtual import run
+from tests.engine.stepped import STAGES, Asker
 
-pytestmark = pytest.mark.anyio
-FIRST, SECOND = Claim(0, "screen", 3), Claim(1, "screen", 3)
-AT_ONCE = RetryPolicy(attempts=3, first_seconds=0.0)
-
-
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-def service(bus: EventBus | None = None, slots: int = 4, **options: object) -> tuple[Rollouts, Slots]:
-    shared = Slots(slots)
-    return Rollouts(shared, bus or EventBus(), retry=AT_ONCE, rng=random.Random(0), **options), shared  # type: ignore[arg-type]
-
-
-def reserved(calls: int) -> Reservation:
-    reservation = Budget(None).reserve(calls)
-    assert reservation is not None
-    return reservation
+ONE, OTHER = Asker(0), Asker(1)
 
 
-class Call:
-    """A rollout that ends when it is told to; counts how often it was run."""
+def now() -> float:
+    """Virtual seconds; 0 before there is a loop."""
+    try:
+        return asyncio.get_running_loop().time()
+    except RuntimeError:
+        return 0.0
 
-    def __init__(self) -> None:
-        self.runs = 0
-        self.go = anyio.Event()
+
+class Bench:
+    """A rollout service in virtual time, with what it used and told."""
+
+    def __init__(self, slots: int = 4, limit: int | None = 100, first_seconds: float = 0.0, **options: Any) -> None:
+        self.events: list[Event] = []
+        bus = EventBus([self.events.append])
+        self.scheduler = Scheduler(slots, STAGES, clock=now)
+        self.budget = Budget(limit)
+        retry = RetryPolicy(attempts=3, first_seconds=first_seconds)
+        endpoints = Endpoints(dict.fromkeys(STAGES, ["e"]), None, self.scheduler, bus, now, retry, random.Random(0))
+        self.rollouts = Rollouts(self.scheduler, bus, endpoints, rng=random.Random(0), **options)
+
+    def reserved(self, calls: int = 1) -> Reservation:
+        reservation = self.budget.reserve(calls)
+        assert reservation is not None
+        return reservation
+
+    async def rollout(
+        self, call: Callable[[], Awaitable[Rollout]], pays: Reservation, step: Asker = ONE, example: Any = "example"
+    ) -> tuple[Rollout, bool]:
+        return await self.rollouts.rollout(RolloutKey("c", "train", example), "screen", step, pays, call)
+
+    def of(self, kind: type[Any]) -> list[Any]:
+        return [event for event in self.events if isinstance(event, kind)]
+
+    def check_nothing_is_held(self) -> None:
+        used = self.scheduler.statistics()
+        assert used.busy == used.stages["screen"].waiting == 0
+
+
+class Taking:
+    """A rollout whose first run takes the first time, its second the second, and so on; the last repeats."""
+
+    def __init__(self, *seconds: float, metric_after: float | None = None) -> None:
+        self.seconds, self.metric_after = seconds, metric_after
+        self.runs = self.ended = 0
 
     async def __call__(self) -> Rollout:
+        number = self.runs
         self.runs += 1
-        await self.go.wait()
-        return Rollout("output", 0.5, tokens=7)
+        seconds = self.seconds[min(number, len(self.seconds) - 1)]
+        if self.metric_after is not None and self.metric_after < seconds:
+            await anyio.sleep(self.metric_after)
+            await metric_begins()
+            seconds -= self.metric_after
+        await anyio.sleep(seconds)
+        self.ended += 1
+        return Rollout(f"run {number}", 0.5, tokens=7)
 
 
-async def test_equal_rollouts_in_flight_are_run_and_paid_once() -> None:
-    rollouts, _ = service()
-    call, results = Call(), list[tuple[Rollout, bool]]()
-    paying, joining = reserved(1), reserved(1)
-
-    async def one(claim: Claim, reservation: Reservation) -> None:
-        results.append(await rollouts.rollout("key", claim, reservation, call))
-
-    async with anyio.create_task_group() as group:
-        group.start_soon(one, FIRST, paying)
-        await checkpoint()
-        group.start_soon(one, SECOND, joining)
-        await checkpoint()
-        call.go.set()
-    assert call.runs == 1
-    assert sorted(paid for _, paid in results) == [False, True]
-    assert (paying.settled, joining.settled, rollouts.shared) == (1, 0, 1)
-
-
-async def test_equal_rollouts_one_after_the_other_are_run_twice() -> None:
-    rollouts, _ = service()
-    call = Call()
-    call.go.set()
-    for _ in range(2):
-        await rollouts.rollout("key", FIRST, reserved(1), call)
-    assert call.runs == 2
-
-
-async def test_without_single_flight_every_rollout_is_run() -> None:
-    rollouts, _ = service(single_flight=False)
-    call = Call()
-    async with anyio.create_task_group() as group:
-        for claim in (FIRST, SECOND):
-            group.start_soon(rollouts.rollout, "key", claim, reserved(1), call)
-        await checkpoint()
-        await checkpoint()
-        call.go.set()
-    assert call.runs == 2
-
-
-async def test_one_who_joined_flies_himself_when_the_first_is_cancelled() -> None:
-    rollouts, _ = service()
-    call, results = Call(), list[tuple[Rollout, bool]]()
-
-    async def second() -> None:
-        results.append(await rollouts.rollout("key", SECOND, reserved(1), call))
-
-    async with anyio.create_task_group() as outer:
-        async with anyio.create_task_group() as inner:
-            inner.start_soon(rollouts.rollout, "key", FIRST, reserved(1), call)
-            await checkpoint()
-            outer.start_soon(second)
-            await checkpoint()
-            inner.cancel_scope.cancel()
-        for _ in range(5):
-            await checkpoint()
-        call.go.set()
-    assert call.runs == 2
-    assert results == [(Rollout("output", 0.5, tokens=7), True)]
-
-
-def failing(times: int, seen: Callable[[], None] = lambda: None) -> Callable[[], object]:
+def failing(times: int) -> Callable[[], Coroutine[Any, Any, Rollout]]:
     left = times
 
     async def call() -> Rollout:
         nonlocal left
-        seen()
-        if left:
-            left -= 1
+        left -= 1
+        if left >= 0:
             raise TransientError("429")
         return Rollout("output", 1.0)
 
     return call
 
 
-async def test_a_transient_fault_is_retried_and_leaves_no_trace_in_the_score() -> None:
-    rollouts, _ = service()
-    reservation = reserved(1)
-    rollout, paid = await rollouts.rollout("key", FIRST, reservation, failing(2))  # type: ignore[arg-type]
-    assert (rollout.score, paid, reservation.settled, rollouts.retried) == (1.0, True, 1, 2)
+# Paid once
 
 
-async def test_an_unresolved_rollout_is_neither_scored_nor_paid() -> None:
-    events: list[Event] = []
-    bus = EventBus()
-    bus.subscribe(events.append)
-    rollouts, _ = service(bus)
-    reservation = reserved(1)
-    with pytest.raises(RolloutUnresolvedError, match="no answer after 3 attempts: 429"):
-        await rollouts.rollout("key", FIRST, reservation, failing(3))  # type: ignore[arg-type]
-    assert (reservation.settled, reservation.open, events) == (0, 1, [])
+def test_equal_rollouts_in_flight_are_run_and_paid_once() -> None:
+    bench, call, results = Bench(), Taking(3.0), list[bool]()
+
+    async def one(step: Asker, pays: Reservation) -> None:
+        rollout, paid = await bench.rollout(call, pays, step)
+        assert rollout.output == "run 0"
+        results.append(paid)
+
+    async def main() -> None:
+        first, second = bench.reserved(), bench.reserved()
+        await gather([lambda: one(ONE, first), lambda: one(OTHER, second)])
+        assert {first.settled, second.settled} == {0, 1}
+
+    run(main)
+    assert (call.runs, sorted(results), bench.rollouts.shared) == (1, [False, True], 1)
 
 
-async def test_no_slot_is_held_while_waiting_for_a_retry(monkeypatch: pytest.MonkeyPatch) -> None:
-    rollouts, slots = service()
-    busy_while_waiting: list[int] = []
+def test_equal_rollouts_one_after_the_other_are_run_twice() -> None:
+    bench, call = Bench(), Taking(1.0)
 
-    async def sleep(seconds: float) -> None:
-        busy_while_waiting.append(slots.statistics().busy)
+    async def main() -> None:
+        for _ in range(2):
+            await bench.rollout(call, bench.reserved())
 
-    monkeypatch.setattr("dspy_flashevolve.engine.rollouts.anyio.sleep", sleep)
-    await rollouts.rollout("key", FIRST, reserved(1), failing(2))  # type: ignore[arg-type]
-    assert busy_while_waiting == [0, 0]
+    run(main)
+    assert call.runs == 2
 
 
-async def test_a_paid_rollout_is_reported_with_its_score_and_tokens() -> None:
-    events: list[Event] = []
-    bus = EventBus()
-    bus.subscribe(events.append)
-    rollouts, _ = service(bus)
-    call = Call()
-    call.go.set()
-    await rollouts.rollout("key", FIRST, reserved(1), call)
-    (event,) = events
-    assert isinstance(event, RolloutFinished)
-    assert (event.ticket, event.stage, event.score, event.tokens) == (0, "screen", 0.5, 7)
+def test_without_single_flight_every_rollout_is_run() -> None:
+    bench, call = Bench(single_flight=False), Taking(1.0)
+
+    async def main() -> None:
+        await gather([lambda: bench.rollout(call, bench.reserved()) for _ in range(2)])
+
+    run(main)
+    assert (call.runs, bench.budget.spent) == (2, 2)
+
+
+def test_one_who_joined_runs_it_himself_when_the_first_is_cancelled_or_got_no_answer() -> None:
+    for seconds, call in ((2.0, Taking(9.0)), (99.0, failing(3))):
+        bench, results = Bench(first_seconds=1.0), list[tuple[Rollout, bool]]()
+
+        async def first(bench: Bench = bench, call: Any = call, seconds: float = seconds) -> None:
+            with anyio.move_on_after(seconds):
+                with pytest.raises(RolloutUnresolvedError):
+                    await bench.rollout(call, bench.reserved())
+
+        async def second(bench: Bench = bench, call: Any = call, results: Any = results) -> None:
+            await anyio.sleep(0.1)
+            results.append(await bench.rollout(call, bench.reserved(), OTHER))
+
+        async def main(first: Any = first, second: Any = second) -> None:
+            await gather([first, second])
+
+        run(main)
+        assert [paid for _, paid in results] == [True]
+        assert bench.budget.spent == 1
+
+
+def test_a_paid_rollout_and_a_request_are_told_with_what_they_cost() -> None:
+    bench = Bench()
+
+    async def main() -> None:
+        await bench.rollout(Taking(2.0), bench.reserved())
+        await bench.rollouts.request("propose", OTHER, lambda: anyio.sleep(3.0), lambda _: Spent(5, 0.1))
+
+    run(main)
+    ran, asked = bench.events
+    assert isinstance(ran, RolloutFinished)
+    assert (ran.step, ran.stage, ran.score, ran.latency_seconds, ran.tokens) == (0, "screen", 0.5, 2.0, 7)
+    assert isinstance(asked, RequestFinished)
+    assert (asked.step, asked.stage, asked.latency_seconds, asked.tokens) == (1, "propose", 3.0, 5)
+
+
+# Retries
+
+
+def test_a_transient_fault_is_retried_and_leaves_no_trace_in_the_score() -> None:
+    bench = Bench()
+
+    async def main() -> None:
+        rollout, paid = await bench.rollout(failing(2), bench.reserved())
+        assert (rollout.score, paid) == (1.0, True)
+
+    run(main)
+    assert (bench.budget.spent, bench.rollouts.retried) == (1, 2)
+
+
+def test_an_unresolved_rollout_is_neither_scored_nor_paid() -> None:
+    bench = Bench()
+
+    async def main() -> None:
+        pays = bench.reserved()
+        with pytest.raises(RolloutUnresolvedError, match="no answer after 3 attempts: 429"):
+            await bench.rollout(failing(3), pays)
+        assert (pays.settled, pays.open, bench.events) == (0, 1, [])
+
+    run(main)
+
+
+def test_attempts_that_were_made_inside_count() -> None:
+    async def once() -> Rollout:
+        raise TransientError("429", attempts=3)
+
+    async def main() -> None:
+        with pytest.raises(RolloutUnresolvedError, match="no answer after 3 attempts"):
+            await Bench().rollout(once, Budget(None).reserve(1))  # type: ignore[arg-type]
+
+    run(main)
+
+
+def test_no_slot_is_held_while_waiting_for_a_retry() -> None:
+    bench, order = Bench(slots=1, first_seconds=30.0), list[str]()
+
+    async def other() -> None:
+        await anyio.sleep(0.01)
+        await bench.rollout(Taking(1.0), bench.reserved(), OTHER, "another")
+        order.append("other")
+
+    async def refused() -> None:
+        await bench.rollout(failing(1), bench.reserved())
+        order.append("refused")
+
+    async def main() -> None:
+        await gather([refused, other])
+
+    run(main)
+    assert order == ["other", "refused"]
 
 
 @given(st.integers(0, 20), st.none() | st.floats(0, 100), st.floats(0, 0.999))
@@ -180,3 +249,254 @@ def test_a_wait_is_at_least_what_the_provider_asked_for_and_else_bounded(
         assert 0 <= wait <= policy.most_seconds
     else:
         assert retry_after <= wait <= retry_after + policy.first_seconds
+
+
+# Rollouts that take too long
+
+
+def test_a_rollout_that_takes_too_long_is_given_up_and_tried_again() -> None:
+    bench, call = Bench(timeout_seconds=5.0), Taking(60.0, 60.0, 2.0)
+
+    async def main() -> None:
+        rollout, _ = await bench.rollout(call, bench.reserved())
+        assert (rollout.output, now()) == ("run 2", 12.0)
+
+    run(main)
+    assert (call.runs, call.ended, bench.rollouts.timed_out, bench.budget.spent) == (3, 1, 2, 1)
+    assert [event.attempt for event in bench.of(RolloutTimedOut)] == [1, 2]
+    bench.check_nothing_is_held()
+
+
+def test_one_that_always_takes_too_long_is_unresolved_and_not_paid() -> None:
+    bench = Bench(timeout_seconds=5.0)
+
+    async def main() -> None:
+        with pytest.raises(RolloutUnresolvedError, match="no answer within 5 seconds"):
+            await bench.rollout(Taking(60.0), bench.reserved())
+
+    run(main)
+    assert bench.budget.spent == 0
+
+
+def test_neither_the_wait_for_a_slot_nor_what_the_provider_lets_it_wait_counts() -> None:
+    bench = Bench(slots=1, timeout_seconds=5.0)
+
+    async def paused() -> Rollout:
+        slot = current_slot()
+        assert slot is not None
+        await anyio.sleep(2.0)
+        async with slot.released():
+            await anyio.sleep(100.0)
+        await anyio.sleep(2.0)
+        return Rollout("paused", 1.0)
+
+    async def main() -> None:
+        answers = await gather(
+            [lambda n=n: bench.rollout(paused, bench.reserved(), Asker(n), n) for n in range(3)]
+        )  # fmt: skip
+        assert [rollout.output for rollout, _ in answers] == ["paused"] * 3
+
+    run(main)
+    assert bench.rollouts.timed_out == 0
+
+
+def test_what_is_left_of_the_time_still_counts_after_a_pause() -> None:
+    bench = Bench(timeout_seconds=5.0)
+
+    async def paused() -> Rollout:
+        slot = current_slot()
+        assert slot is not None
+        await anyio.sleep(2.0)
+        async with slot.released():
+            await anyio.sleep(100.0)
+        await anyio.sleep(3.5)
+        return Rollout("late", 1.0)
+
+    async def main() -> None:
+        with pytest.raises(RolloutUnresolvedError):
+            await bench.rollout(paused, bench.reserved())
+
+    run(main)
+    assert bench.rollouts.timed_out == 3
+
+
+def test_a_metric_that_had_begun_is_paid_and_so_is_the_next_attempt() -> None:
+    bench = Bench(timeout_seconds=5.0, limit=2)
+
+    async def main() -> None:
+        pays = bench.reserved()
+        await bench.rollout(Taking(60.0, 3.0, metric_after=1.0), pays)
+        assert (pays.settled, pays.open) == (2, 0)
+
+    run(main)
+
+
+def test_without_budget_for_another_attempt_it_is_unresolved() -> None:
+    bench = Bench(timeout_seconds=5.0, limit=1)
+
+    async def main() -> None:
+        with pytest.raises(RolloutUnresolvedError, match="the budget does not pay another attempt"):
+            await bench.rollout(Taking(60.0, metric_after=1.0), bench.reserved())
+
+    run(main)
+    assert bench.budget.spent == 1
+
+
+def test_a_cancelled_rollout_is_paid_where_its_metric_had_begun() -> None:
+    bench = Bench()
+
+    async def main() -> None:
+        for metric_after, spent in ((1.0, 1), (None, 1)):
+            with anyio.move_on_after(3.0):
+                await bench.rollout(Taking(60.0, metric_after=metric_after), bench.reserved())
+            assert bench.budget.spent == spent
+
+    run(main)
+    bench.check_nothing_is_held()
+
+
+def test_a_timeout_of_the_program_itself_is_not_taken_for_one() -> None:
+    bench = Bench(timeout_seconds=5.0)
+
+    async def program() -> Rollout:
+        raise TimeoutError("the program's own")
+
+    async def main() -> None:
+        with pytest.raises(TimeoutError, match="the program's own"):
+            await bench.rollout(program, bench.reserved())
+
+    run(main)
+    assert (bench.rollouts.timed_out, bench.budget.spent) == (0, 0)
+
+
+# Batches
+
+
+def test_results_come_in_order_and_each_begins_when_the_one_before_has_its_slot() -> None:
+    begun: list[int] = []
+
+    async def call(index: int, granted: Callable[[], None]) -> int:
+        begun.append(index)
+        await anyio.sleep(3.0 if index % 2 else 1.0)
+        if index != 2:
+            granted()
+        await anyio.sleep(1.0)
+        return 10 * index
+
+    async def main() -> None:
+        assert await batch(5, call) == [0, 10, 20, 30, 40]
+        assert await batch(0, call) == []
+
+    run(main)
+    assert begun == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(("steps", "examples", "slots"), [(1, 5000, 8), (40, 250, 16)])
+def test_what_waits_for_a_slot_costs_no_task(steps: int, examples: int, slots: int) -> None:
+    bench, most = Bench(slots=slots, limit=None), 0
+
+    async def one(step: Asker) -> None:
+        async def call() -> Rollout:
+            nonlocal most
+            most = max(most, len(asyncio.all_tasks()))
+            await anyio.sleep(1.0)
+            return Rollout(None, 0.0)
+
+        async def example(index: int, granted: Callable[[], None]) -> None:
+            key = RolloutKey("c", str(step.number), index)
+            pays, behind = bench.reserved(), examples - index - 1
+            await bench.rollouts.rollout(key, "screen", step, pays, call, behind=behind, granted=granted)
+
+        await batch(examples, example)
+
+    async def main() -> None:
+        await gather([lambda n=n: one(Asker(n)) for n in range(steps)])
+
+    run(main)
+    assert bench.budget.spent == steps * examples
+    assert bench.scheduler.statistics().peak == slots
+    assert most <= slots + 3 * steps + 5
+
+
+def test_one_without_an_answer_is_raised_when_the_others_have_ended_which_may_be_paid_already() -> None:
+    ended: list[int] = []
+
+    async def call(index: int, granted: Callable[[], None]) -> None:
+        granted()
+        await anyio.sleep(1.0 + index)
+        if index == 0:
+            raise RolloutUnresolvedError("no answer")
+        if index == 1:
+            raise StepEnded(EndKind.DISCARDED, "goes before it")
+        if index == 2:
+            raise NoLongerWantedError
+        ended.append(index)
+
+    async def main() -> None:
+        with pytest.raises(StepEnded, match="goes before it"):
+            await batch(6, call)
+
+    run(main)
+    assert ended == [3, 4, 5]
+
+
+def test_any_other_error_is_raised_as_it_is_and_cancels_the_rest_at_once() -> None:
+    error = RunAbortedError("the key is refused")
+
+    async def call(index: int, granted: Callable[[], None]) -> None:
+        granted()
+        await anyio.sleep(1.0)
+        if index == 1:
+            raise error
+        await anyio.sleep(1000.0)
+
+    async def main() -> None:
+        with pytest.raises(RunAbortedError) as caught:
+            await batch(3, call)
+        assert caught.value is error
+        assert now() == 1.0
+
+    run(main)
+
+
+# Whatever happens
+
+
+@settings(max_examples=60)
+@given(st.integers(0, 2**16), st.integers(1, 4), st.integers(1, 12), st.booleans())
+def test_each_is_settled_once_for_each_call_of_its_metric_and_no_slot_is_left_held(
+    seed: int, slots: int, count: int, single_flight: bool
+) -> None:
+    bench = Bench(slots, limit=200, timeout_seconds=4.0, single_flight=single_flight, first_seconds=1.0)
+    rng, metrics, unpaid = random.Random(seed), 0, 0
+
+    async def call() -> Rollout:
+        nonlocal metrics, unpaid
+        await anyio.sleep(rng.random() * 6)
+        if rng.random() < 0.2:
+            raise TransientError("503")
+        await metric_begins()
+        metrics += 1
+        if rng.random() < 0.1:
+            metrics -= 1  # a metric that raises the provider's fault is no call
+            unpaid += 1
+            raise TransientError("the judge's 503")
+        await anyio.sleep(rng.random() * 2)
+        return Rollout(None, 0.5)
+
+    async def one(number: int) -> None:
+        pays = bench.reserved()
+        with anyio.move_on_after(rng.choice([3.0, 1000.0])):
+            try:
+                await bench.rollout(call, pays, Asker(number), rng.randint(0, 5))
+            except RolloutUnresolvedError:
+                pass
+        pays.refund()
+
+    async def main() -> None:
+        await gather([lambda n=n: one(n) for n in range(count)])
+
+    run(main)
+    bench.check_nothing_is_held()
+    assert (bench.budget.spent, bench.budget.reserved) == (metrics, 0)
+    assert bench.rollouts._flights == {}
