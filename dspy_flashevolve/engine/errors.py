@@ -1,4 +1,4 @@
-"""The errors that this package raises, as a tree.
+"""The errors that this package raises, as a tree; and which of the user's objects raised one.
 
 .. code-block:: text
 
@@ -16,6 +16,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import logging
+from collections.abc import Iterator, Mapping
+from types import CodeType, TracebackType
 from typing import Any
 
 
@@ -74,3 +79,75 @@ class RunAbortedError(FlashEvolveError):
 
 class JournalError(RunAbortedError):
     """The journal cannot be written any more. What was committed before is safe."""
+
+
+logger = logging.getLogger(__name__)
+
+
+def who_raised(error: BaseException, hooks: Mapping[str, Any]) -> str | None:
+    """The hook that an exception came through, as "hook: Class.method" or "hook: function"; None if through none.
+
+    The innermost counts: a selector that a sampling strategy asks, not the strategy.
+
+    Args:
+        hooks: name of a hook -> a callable, an object with methods, or something that has several in ``stoppers``.
+
+    >>> def broken(): raise LookupError
+    >>> try: broken()
+    ... except LookupError as error: print(who_raised(error, {"component_selector": broken}))
+    component_selector: broken
+    """
+    objects = {id(one): hook for hook, given in hooks.items() for one in _members(given)}
+    codes = {code: hook for hook, given in hooks.items() for one in _members(given) if (code := _code_of(one))}
+    found: str | None = None
+    for code, owner in _frames(error.__traceback__):
+        if code in codes:
+            found = f"{codes[code]}: {_name_in(code)}"
+        elif id(owner) in objects:
+            found = f"{objects[id(owner)]}: {type(owner).__qualname__}.{code.co_name}"
+    return found
+
+
+def report(error: Exception, hooks: Mapping[str, Any]) -> None:
+    """Say which of the user's objects ended the run, in the log and, from Python 3.11 on, in the error's notes."""
+    hook = who_raised(error, hooks)
+    if hook is None:
+        return
+    logger.error("The run has ended: %s raised %s: %s", hook, type(error).__name__, error)
+    note = getattr(error, "add_note", None)
+    if note is not None:
+        note(f"raised by {hook}")
+
+
+def hand_over(error: Exception, program: Any) -> None:
+    """Let the one who catches ``error`` have the best program so far, as ``error.best_program``."""
+    with contextlib.suppress(AttributeError, TypeError):  # an exception class may refuse attributes
+        setattr(error, "best_program", program)  # noqa: B010
+
+
+def _members(given: Any) -> Iterator[Any]:
+    """A strategy, and those that it is put together from (stoppers of a composite), inner ones last."""
+    if given is None:
+        return
+    yield given
+    for one in getattr(given, "stoppers", None) or ():
+        yield from _members(one)
+
+
+def _code_of(given: Any) -> CodeType | None:
+    while isinstance(given, functools.partial):
+        given = given.func
+    return getattr(getattr(given, "__func__", given), "__code__", None)
+
+
+def _name_in(code: CodeType) -> str:
+    name: str = getattr(code, "co_qualname", code.co_name)  # Python 3.11
+    return name.rpartition("<locals>.")[2]
+
+
+def _frames(trace: TracebackType | None) -> Iterator[tuple[CodeType, Any]]:
+    """The code of each frame, outermost first, and the object whose method it is."""
+    while trace is not None:
+        frame = trace.tb_frame
+        yield frame.f_code, frame.f_locals.get("self")
+        trace = trace.tb_next

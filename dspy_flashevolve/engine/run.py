@@ -31,13 +31,12 @@ from dspy_flashevolve.engine.events import (
     Subscriber,
 )
 from dspy_flashevolve.engine.limits import Bounds
-from dspy_flashevolve.engine.loop import LoopClock, run_to_end
+from dspy_flashevolve.engine.loop import LoopClock, Threads, run_to_end
 from dspy_flashevolve.engine.replay import RunJournal, Unfinished
 from dspy_flashevolve.engine.rollouts import Rollouts
 from dspy_flashevolve.engine.scheduler import Scheduler, StageVisit, median_shares
 from dspy_flashevolve.engine.staleness import GapHistogram
 from dspy_flashevolve.engine.steps import End, EndKind, NothingToDoError, Step, StepEnded, rng_of
-from dspy_flashevolve.engine.threads import Threads
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -18,7 +18,7 @@ from gepa.core.data_loader import ensure_loader
 from gepa.core.result import GEPAResult
 
 from dspy_flashevolve.engine.admission import LiveSteps, for_slots
-from dspy_flashevolve.engine.blame import hand_over, report
+from dspy_flashevolve.engine.errors import hand_over, report
 from dspy_flashevolve.engine.loop import run_to_end
 from dspy_flashevolve.engine.replay import RunJournal
 from dspy_flashevolve.engine.staleness import Full, Reflective, StalenessPolicy, policy_named

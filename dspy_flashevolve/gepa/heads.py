@@ -11,7 +11,7 @@ from typing import Any
 
 from gepa.proposer.base import CandidateProposal
 
-from dspy_flashevolve.engine.integration import Texts
+from dspy_flashevolve.engine.staleness import Texts
 from dspy_flashevolve.gepa.pool import Pool
 from dspy_flashevolve.gepa.records import Base, Candidate
 

@@ -24,16 +24,18 @@ from gepa.proposer.base import CandidateProposal
 from dspy_flashevolve.engine.batcher import Batcher
 from dspy_flashevolve.engine.errors import RolloutUnresolvedError
 from dspy_flashevolve.engine.events import HeadLanded, Integrated
-from dspy_flashevolve.engine.integration import (
+from dspy_flashevolve.engine.rollouts import NoLongerWantedError, gather
+from dspy_flashevolve.engine.staleness import (
     VERDICTS,
+    Fate,
     Integration,
     IntegrationRequest,
     Judgement,
+    Reflective,
     StaleChild,
     Texts,
+    gap,
 )
-from dspy_flashevolve.engine.rollouts import NoLongerWantedError, gather
-from dspy_flashevolve.engine.staleness import Fate, Reflective, gap
 from dspy_flashevolve.engine.steps import End, EndKind, Step, StepEnded
 from dspy_flashevolve.gepa import callbacks, resume
 from dspy_flashevolve.gepa.evaluate import Evaluations, Gate, passes_screen, rejects_by_sum

@@ -21,10 +21,10 @@ from gepa.core.result import GEPAResult
 from gepa.core.state import GEPAState, ValsetEvaluation, initialize_gepa_state
 from gepa.proposer.base import CandidateProposal
 
-from dspy_flashevolve.engine.integration import PastCommit
+from dspy_flashevolve.engine.loop import Threads
 from dspy_flashevolve.engine.replay import RunJournal, id_text
+from dspy_flashevolve.engine.staleness import PastCommit
 from dspy_flashevolve.engine.steps import Step
-from dspy_flashevolve.engine.threads import Threads
 from dspy_flashevolve.gepa.options import GepaOptions, Parts, strategies_of
 from dspy_flashevolve.gepa.records import Candidate, Commit
 from dspy_flashevolve.gepa.speculative import SpeculativeCandidates

@@ -19,11 +19,10 @@ from typing import Any
 import anyio
 from gepa.proposer.base import CandidateProposal
 
-from dspy_flashevolve.engine.admission import Admission
+from dspy_flashevolve.engine.admission import LiveSteps
 from dspy_flashevolve.engine.budget import Reservation
 from dspy_flashevolve.engine.errors import ConfigurationError, FlashEvolveError
 from dspy_flashevolve.engine.events import Event, HeadEnded, Looked
-from dspy_flashevolve.engine.integration import Texts
 from dspy_flashevolve.engine.replay import BEFORE_STEPS
 from dspy_flashevolve.engine.rollouts import NoLongerWantedError, Spent, gather
 from dspy_flashevolve.engine.staleness import (
@@ -34,6 +33,7 @@ from dspy_flashevolve.engine.staleness import (
     Place,
     Reflective,
     StalenessPolicy,
+    Texts,
     gap,
 )
 from dspy_flashevolve.engine.steps import End, EndKind, Step, StepEnded
@@ -79,7 +79,7 @@ class GepaLoop:
         *,
         policy: StalenessPolicy,
         workflow: Workflow,
-        admission: Admission,
+        admission: LiveSteps,
         minibatch: int,
         integration: tuple[Any, Any, Sequence[str]],
         same_data: bool,

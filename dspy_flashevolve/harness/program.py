@@ -26,7 +26,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import to_jsonable_python
 
 from dspy_flashevolve.engine.errors import ConfigurationError
-from dspy_flashevolve.harness.drafts import DraftError, draft_of
+from dspy_flashevolve.harness.archive import DraftError, draft_of
 from dspy_flashevolve.sandbox.contract import Failure, Job, Limits, LmAnswer, LmRecord, LmRequest
 from dspy_flashevolve.sandbox.sandbox import Sandbox, accepted_layers
 

@@ -10,8 +10,7 @@ from typing import Any, Literal
 import dspy
 
 from dspy_flashevolve.engine.errors import ConfigurationError
-from dspy_flashevolve.harness.archive import Archive, tools_of
-from dspy_flashevolve.harness.drafts import IMPORTABLE
+from dspy_flashevolve.harness.archive import IMPORTABLE, Archive, tools_of
 from dspy_flashevolve.sandbox.contract import Limits
 
 DIRECTIONS = (

@@ -19,14 +19,12 @@ import anyio
 import dspy
 
 from dspy_flashevolve.engine.admission import LiveSteps
-from dspy_flashevolve.engine.blame import hand_over
-from dspy_flashevolve.engine.errors import DataError, RolloutUnresolvedError, RunAbortedError
+from dspy_flashevolve.engine.errors import DataError, RolloutUnresolvedError, RunAbortedError, hand_over
 from dspy_flashevolve.engine.redaction import MARK
 from dspy_flashevolve.engine.rollouts import gather
 from dspy_flashevolve.engine.staleness import Discard, History, Integrate, Look
 from dspy_flashevolve.engine.steps import End, EndKind, NothingToDoError, Step, StepEnded
-from dspy_flashevolve.harness.archive import Archive, Checked, Failed, checked_in
-from dspy_flashevolve.harness.drafts import Draft, drafts_in
+from dspy_flashevolve.harness.archive import Archive, Checked, Draft, Failed, checked_in, drafts_in
 from dspy_flashevolve.harness.evaluating import Evaluations, HarnessTask, texts_of
 from dspy_flashevolve.harness.program import Harness
 from dspy_flashevolve.harness.proposing import Directions, ReviseHarness, admitted_since, interface_for, proposer_of

@@ -25,7 +25,7 @@ from dspy.clients.errors import LMError
 from dspy.teleprompt.gepa.instruction_proposal import ProposeInstruction
 from pydantic import BaseModel, Field
 
-from dspy_flashevolve.engine.integration import StaleChild
+from dspy_flashevolve.engine.staleness import StaleChild
 
 logger = logging.getLogger(__name__)
 

@@ -27,8 +27,8 @@ from dspy.utils.exceptions import LMServerError
 from dspy.utils.usage_tracker import UsageTracker, track_usage
 
 from dspy_flashevolve.engine.endpoints import Endpoint, Endpoints, Sent
+from dspy_flashevolve.engine.loop import LoopWaits
 from dspy_flashevolve.engine.scheduler import Slot, current_slot
-from dspy_flashevolve.engine.threads import LoopWaits
 from dspy_flashevolve.programs.faults import is_refusal, is_timeout, mark_attempts, may_repeat, retry_after_of
 
 CACHED_SECONDS = 0.01

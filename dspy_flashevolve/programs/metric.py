@@ -11,8 +11,8 @@ from typing import Any
 import anyio
 
 from dspy_flashevolve.engine.errors import ConfigurationError
+from dspy_flashevolve.engine.loop import Threads
 from dspy_flashevolve.engine.rollouts import metric_begins
-from dspy_flashevolve.engine.threads import Threads
 
 MetricFn = Callable[..., Any]
 

@@ -16,9 +16,9 @@ from dspy.teleprompt.gepa.gepa_utils import DspyAdapter
 from dspy.utils.usage_tracker import track_usage
 from gepa.core.adapter import EvaluationBatch
 
-from dspy_flashevolve.engine.blame import who_raised
+from dspy_flashevolve.engine.errors import who_raised
+from dspy_flashevolve.engine.loop import Threads
 from dspy_flashevolve.engine.rollouts import Rollout
-from dspy_flashevolve.engine.threads import Threads
 from dspy_flashevolve.programs.faults import heard_lm_calls, raise_provider_fault
 from dspy_flashevolve.programs.lm import LanguageModels, cost_of, tokens_of
 from dspy_flashevolve.programs.metric import Metric

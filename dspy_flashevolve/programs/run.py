@@ -26,12 +26,17 @@ from dspy_flashevolve.engine.scheduler import Requester
 from dspy_flashevolve.engine.steps import EndKind, Step, StepEnded
 from dspy_flashevolve.observe.progress import Progress
 from dspy_flashevolve.observe.statistics import Recorder, RunStats
-from dspy_flashevolve.programs.copies import isolated_copy
 from dspy_flashevolve.programs.faults import heard_lm_calls, raise_provider_fault
 from dspy_flashevolve.programs.lm import LanguageModels, calls_of, cost_of, endpoints_of, tokens_of
 from dspy_flashevolve.programs.metric import Metric
 from dspy_flashevolve.programs.records import Asked, ProgramRecord, ReplyText
-from dspy_flashevolve.programs.runner import ProgramRunner, plain_adapter, runs_on_loop, settings_snapshot
+from dspy_flashevolve.programs.runner import (
+    ProgramRunner,
+    isolated_copy,
+    plain_adapter,
+    runs_on_loop,
+    settings_snapshot,
+)
 from dspy_flashevolve.programs.vllm_metrics import watchers
 
 T = TypeVar("T")

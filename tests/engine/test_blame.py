@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dspy_flashevolve.engine.blame import hand_over, report, who_raised
+from dspy_flashevolve.engine.errors import hand_over, report, who_raised
 
 
 class Selector:

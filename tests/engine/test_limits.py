@@ -5,32 +5,40 @@ from __future__ import annotations
 import asyncio
 import random
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dspy_flashevolve.engine.claims import Claim
-from dspy_flashevolve.engine.endpoint_events import EndpointPaused, LimitChanged
-from dspy_flashevolve.engine.endpoints import Endpoints, Sent
+from dspy_flashevolve.engine.endpoints import Endpoints, RetryPolicy, Sent
 from dspy_flashevolve.engine.errors import ConfigurationError
-from dspy_flashevolve.engine.events import Event, EventBus
-from dspy_flashevolve.engine.gradient import Gradient, Level, elasticity
-from dspy_flashevolve.engine.limiter import Limiter
-from dspy_flashevolve.engine.limits import AdaptiveLimit, Gauge, State, Window, after_refusals, decide
-from dspy_flashevolve.engine.rollouts import RetryPolicy
-from dspy_flashevolve.engine.slots import Slots
+from dspy_flashevolve.engine.events import EndpointPaused, Event, EventBus, LimitChanged
+from dspy_flashevolve.engine.limits import (
+    SAMPLES,
+    AdaptiveLimit,
+    Bounds,
+    Gauge,
+    Level,
+    State,
+    Throughput,
+    Window,
+    after_refusals,
+    decide,
+    elasticity,
+)
+from dspy_flashevolve.engine.scheduler import Scheduler, current_slot
 from dspy_flashevolve.sim.driver import BatchDriver
 from dspy_flashevolve.sim.profiles import PROFILES
 from dspy_flashevolve.sim.virtual import run
+from tests.engine.stepped import Asker
 
-RULES = AdaptiveLimit(start=8, high=256)
+RULES = Bounds(start=8, high=256)
 BUSY = Window(seconds=10.0, finished=3, pressed=True)
 
 
-def limit_after(state: State, window: Window, rules: AdaptiveLimit = RULES) -> int:
+def limit_after(state: State, window: Window, rules: Bounds = RULES) -> int:
     return decide(rules, state, window)[0].limit
 
 
@@ -105,13 +113,13 @@ def test_a_burst_costs_what_was_refused_and_never_more_than_half() -> None:
     assert limits == [103, 95, 52, 52]
 
 
-@pytest.mark.parametrize("wrong", [{"low": 0}, {"start": 300}, {"window_seconds": 0.0}, {"headroom": 1.5}])
-def test_rules_that_cannot_be_are_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ConfigurationError, match="adaptive limit"):
-        AdaptiveLimit(**{"start": 8, "high": 256, **wrong})
+@pytest.mark.parametrize("wrong", [{"low": 0}, {"low": 9}, {"start": 300}, {"high": 7}])
+def test_bounds_that_cannot_be_are_refused(wrong: dict[str, int]) -> None:
+    with pytest.raises(ConfigurationError, match="expected 1 <= low <= start <= high"):
+        Bounds(**{"start": 8, "high": 256, **wrong})
 
 
-# The gradient
+# Throughput
 
 
 def test_elasticity_is_the_share_of_width_that_became_throughput() -> None:
@@ -120,26 +128,25 @@ def test_elasticity_is_the_share_of_width_that_became_throughput() -> None:
 
 
 def test_requests_with_much_company_are_compared_with_those_with_less() -> None:
-    gradient = Gradient(samples=4)
-    for _ in range(4):
-        gradient.add(width=4, seconds=2.0, tokens=200)
-    assert gradient.compared() is None
-    for _ in range(4):
-        gradient.add(width=8, seconds=4.0, tokens=200)
-    narrow, wide = gradient.compared() or pytest.fail("nothing to compare")
-    assert (narrow, wide) == (Level(4, 100.0), Level(8, 50.0))
-    assert gradient.compared() is None
+    seen = Throughput()
+    for _ in range(SAMPLES):
+        seen.add(width=4, seconds=2.0, tokens=200)
+    assert seen.compared() is None
+    for _ in range(SAMPLES):
+        seen.add(width=8, seconds=4.0, tokens=200)
+    assert seen.compared() == (Level(4, 100.0), Level(8, 50.0))
+    assert seen.compared() is None
 
 
 def test_a_wide_level_waits_for_requests_that_are_not_the_shortest() -> None:
-    gradient = Gradient(samples=4)
-    for _ in range(4):
-        gradient.add(width=4, seconds=2.0, tokens=200)
-    for _ in range(49):
-        gradient.add(width=100, seconds=1.0, tokens=10)
-    assert gradient.compared() is None
-    gradient.add(width=100, seconds=1.0, tokens=10)
-    assert gradient.compared() is not None
+    seen = Throughput()
+    for _ in range(SAMPLES):
+        seen.add(width=4, seconds=2.0, tokens=200)
+    for _ in range(99):
+        seen.add(width=200, seconds=1.0, tokens=10)
+    assert seen.compared() is None
+    seen.add(width=200, seconds=1.0, tokens=10)
+    assert seen.compared() is not None
 
 
 # The machine
@@ -161,7 +168,7 @@ SIGNALS = st.one_of(
 )
 
 
-def give(limiter: Limiter, clock: Clock, signal: Any) -> None:
+def give(limiter: AdaptiveLimit, clock: Clock, signal: Any) -> None:
     match signal:
         case ("finished", seconds, tokens):
             limiter.finished(seconds, tokens)
@@ -181,9 +188,9 @@ def give(limiter: Limiter, clock: Clock, signal: Any) -> None:
 )
 def test_no_signals_drive_it_out_of_its_bounds(low: int, more: int, most: int, steps: list[Any]) -> None:
     clock, pressed = Clock(), False
-    rules = AdaptiveLimit(start=low + more, low=low, high=low + more + most)
+    rules = Bounds(start=low + more, low=low, high=low + more + most)
     told: list[tuple[int, int, str]] = []
-    limiter = Limiter(rules, clock, lambda: pressed, lambda *change: told.append(change))
+    limiter = AdaptiveLimit(rules, clock, lambda: pressed, lambda *change: told.append(change))
     for wait, signal, pressed in steps:  # noqa: B007  # read by the limiter
         clock.now += wait
         before = limiter.limit
@@ -198,7 +205,7 @@ def test_no_signals_drive_it_out_of_its_bounds(low: int, more: int, most: int, s
 def test_nothing_grows_on_stale_signals(steps: list[Any]) -> None:
     """No answer, no fresh gauge: whatever else is heard, and however much it binds."""
     clock = Clock()
-    limiter = Limiter(RULES, clock, lambda: True)
+    limiter = AdaptiveLimit(RULES, clock, lambda: True)
     for wait, signal in steps:
         if signal[0] in ("finished", "gauge"):
             continue
@@ -210,7 +217,7 @@ def test_nothing_grows_on_stale_signals(steps: list[Any]) -> None:
 
 def test_a_gauge_that_has_grown_old_is_ignored() -> None:
     clock = Clock()
-    limiter = Limiter(RULES, clock, lambda: True)
+    limiter = AdaptiveLimit(RULES, clock, lambda: True)
     limiter.gauge(waiting=0, running=8, cache_use=0.99)
     clock.now = 1.0
     limiter.finished(1.0, 100)
@@ -222,7 +229,7 @@ def test_a_gauge_that_has_grown_old_is_ignored() -> None:
 
 def test_refusals_of_what_was_sent_before_the_cut_belong_to_its_burst() -> None:
     clock = Clock()
-    limiter = Limiter(AdaptiveLimit(start=110), clock, lambda: True)
+    limiter = AdaptiveLimit(Bounds(start=110), clock, lambda: True)
     clock.now = 5.0
     for _ in range(10):
         limiter.refused(1.0, sent_seconds=4.9, busy=110)
@@ -234,7 +241,7 @@ def test_refusals_of_what_was_sent_before_the_cut_belong_to_its_burst() -> None:
 
 def test_timeouts_cut_once_a_burst() -> None:
     clock = Clock()
-    limiter = Limiter(AdaptiveLimit(start=100), clock, lambda: True)
+    limiter = AdaptiveLimit(Bounds(start=100), clock, lambda: True)
     clock.now = 60.0
     for _ in range(30):
         limiter.timed_out(sent_seconds=0.0, busy=100)
@@ -245,7 +252,7 @@ def test_timeouts_cut_once_a_burst() -> None:
 def test_it_settles_under_a_stationary_load(capacity: int, seed: int) -> None:
     """An endpoint that refuses what is above its capacity, and answers in about 4 s."""
     clock, draw = Clock(), random.Random(seed)
-    limiter = Limiter(RULES, clock, lambda: True)
+    limiter = AdaptiveLimit(RULES, clock, lambda: True)
     in_flight, seen = list[tuple[float, float]](), list[int]()  # (ends, began)
     for step in range(2400):
         clock.now = step / 20
@@ -277,32 +284,28 @@ class Outcome:
 class Loop:
     """Rollouts of one request each."""
 
-    def __init__(self, profile: str, slots: int, rules: AdaptiveLimit | None, gauges: bool) -> None:
+    def __init__(self, profile: str, slots: int, rules: Bounds | None, gauges: bool) -> None:
         self.profile, self.gauges, self.outcome = PROFILES[profile], gauges, Outcome()
         self.clock = asyncio.get_running_loop().time
         self.driver = BatchDriver(self.profile, time_scale=1.0)
-        self.slots, bus = Slots(slots, clock=self.clock), EventBus()
-        bus.subscribe(self.outcome.events.append)
-        endpoints = Endpoints(rules, RetryPolicy(), random.Random(0))
-        endpoints.assign({"work": ["e"]})
-        endpoints.attach(self.slots, bus, self.clock)
+        bus = EventBus([self.outcome.events.append])
+        self.scheduler = Scheduler(slots, ["work"], {"work": "e"}, self.clock)
+        endpoints = Endpoints({"work": ["e"]}, rules, self.scheduler, bus, self.clock, RetryPolicy(), random.Random(0))
         self.endpoint = endpoints.endpoint("e")
         self.draw = random.Random(0)
 
-    async def rollout(self) -> None:
-        tokens = self.profile.task_length.tokens(self.draw.uniform(1e-6, 1 - 1e-6))
-        async with self.slots.hold(Claim(0, "work", 0)) as lease:
-            attempt = 0
-            while True:
-                await self.endpoint.admit(lease)
-                sent = Sent()
-                self.endpoint.send(sent)
-                if await self.answered(tokens):
-                    self.endpoint.finished(sent, tokens)
-                    return
-                self.endpoint.refused(sent, self.profile.retry_after_seconds)
-                await self.endpoint.rest(lease, attempt, self.profile.retry_after_seconds)
-                attempt += 1
+    async def request(self, tokens: int) -> None:
+        slot, attempt = current_slot(), 0
+        while True:
+            await self.endpoint.admit(slot)
+            sent = Sent()
+            self.endpoint.send(sent)
+            if await self.answered(tokens):
+                self.endpoint.finished(sent, tokens)
+                return
+            self.endpoint.refused(sent, self.profile.retry_after_seconds)
+            await self.endpoint.rest(slot, attempt, self.profile.retry_after_seconds)
+            attempt += 1
 
     async def answered(self, tokens: int) -> bool:
         late = self.clock() > 10
@@ -321,7 +324,8 @@ class Loop:
 
     async def work(self) -> None:
         while True:
-            await self.rollout()
+            tokens = self.profile.task_length.tokens(self.draw.uniform(1e-6, 1 - 1e-6))
+            await self.scheduler.run("work", Asker(0), partial(self.request, tokens))
 
     async def poll(self) -> None:
         while True:
@@ -333,7 +337,7 @@ class Loop:
 @lru_cache
 def closed_loop(profile: str, slots: int, start: int | None = None, gauges: bool = False) -> Outcome:
     async def main() -> Outcome:
-        loop = Loop(profile, slots, None if start is None else AdaptiveLimit(start=start, high=slots), gauges)
+        loop = Loop(profile, slots, None if start is None else Bounds(start=start, high=slots), gauges)
         tasks = [asyncio.ensure_future(loop.work()) for _ in range(slots + 50)]
         if gauges:
             tasks.append(asyncio.ensure_future(loop.poll()))

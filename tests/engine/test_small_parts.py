@@ -1,4 +1,4 @@
-"""Admission, staleness, tickets, events, threads, the loop of one's own."""
+"""Gaps, the randomness of steps, events, threads, the loop of one's own."""
 
 from __future__ import annotations
 
@@ -9,78 +9,16 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-from typing import Any
 
 import anyio
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from dspy_flashevolve.engine.admission import LiveTickets, Load, for_slots
-from dspy_flashevolve.engine.errors import ConfigurationError
 from dspy_flashevolve.engine.events import Event, EventBus
-from dspy_flashevolve.engine.item import Ticket
-from dspy_flashevolve.engine.loop import run_to_end
+from dspy_flashevolve.engine.loop import Threads, run_to_end
 from dspy_flashevolve.engine.staleness import GapHistogram
-from dspy_flashevolve.engine.threads import Threads
+from dspy_flashevolve.engine.steps import rng_of
 
 VARIABLE = contextvars.ContextVar("VARIABLE", default="outside")
-
-
-RULES = st.builds(LiveTickets, st.integers(1, 64), st.none() | st.integers(1, 64), st.floats(0, 30), st.integers(1, 8))
-LOADS = st.tuples(st.integers(0, 5000) | st.none(), st.integers(0, 5000), st.floats(0, 200))
-
-
-@given(RULES, LOADS)
-def test_one_ticket_may_always_live_and_never_more_than_the_bound(
-    rule: LiveTickets, load: tuple[int | None, int, float]
-) -> None:
-    bound = rule.bound(Load(0, 0, 0, *load))
-    assert 1 <= bound <= rule.limit
-    assert rule.admits(Load(0, 0, 0, *load))
-    assert not rule.admits(Load(bound, 0, 64, *load))
-
-
-@given(RULES, LOADS, st.integers(0, 64), st.integers(0, 64), st.integers(-8, 64))
-def test_beyond_the_working_bound_a_ticket_starts_only_in_idle_slots(
-    rule: LiveTickets, load: tuple[int | None, int, float], live: int, working: int, idle: int
-) -> None:
-    admitted = rule.admits(Load(live, working, idle, *load))
-    room = live < rule.bound(Load(live, working, idle, *load))
-    competes = rule.working_limit is None or working < rule.working_limit
-    assert admitted == (room and (competes or idle >= rule.burst))
-
-
-def test_a_small_budget_is_spread_over_the_generations_asked_for() -> None:
-    rule = LiveTickets(16, generations=10)
-    assert rule.bound(Load(0, 0, 0, calls_left=900, calls_reserved=0, calls_per_ticket=30)) == 3
-    assert rule.bound(Load(0, 0, 0, calls_left=600, calls_reserved=300, calls_per_ticket=30)) == 3
-    assert rule.bound(Load(0, 0, 0, calls_left=None, calls_reserved=0, calls_per_ticket=30)) == 16
-
-
-@given(st.integers(1, 128), st.integers(1, 128), st.integers(0, 200), st.integers(0, 64))
-def test_while_there_may_be_fewer_slots_the_bounds_shrink_with_them(
-    most: int, now: int, live: int, working: int
-) -> None:
-    """As many tickets as a rule for that number would let in, give or take what is rounded."""
-    load = Load(live, working, 0, None, 0, 1.0, slots=now)
-    rule, own = for_slots(most, 8.0), for_slots(min(now, most), 8.0)
-    assert rule.bound(load) - own.bound(load) in (0, 1)
-    assert rule.bound(load) <= rule.limit
-    assert rule.bound(replace(load, slots=None)) == rule.limit
-    assert not rule.is_narrowed(load)
-    if own.admits(load):
-        assert rule.admits(load)
-
-
-@pytest.mark.parametrize(
-    "rule",
-    [{"limit": 0}, {"limit": 1, "working_limit": 0}, {"limit": 1, "generations": -1.0}, {"limit": 1, "burst": 0}],
-)
-def test_a_bound_that_cannot_be_is_refused(rule: dict[str, Any]) -> None:
-    with pytest.raises(ConfigurationError, match="live tickets"):
-        LiveTickets(**rule)
 
 
 def test_the_gap_histogram_counts_looks_by_place() -> None:
@@ -90,11 +28,11 @@ def test_the_gap_histogram_counts_looks_by_place() -> None:
     assert seen.as_dict() == {"commit": {0: 1, 2: 2}, "screen": {0: 1}}
 
 
-def test_what_a_ticket_draws_depends_on_the_seed_and_its_number_alone() -> None:
-    first, again = Ticket.create(5, seed=1), Ticket.create(5, seed=1)
-    Ticket.create(4, seed=1).rng.random()
-    assert first.rng.random() == again.rng.random()
-    draws = {Ticket.create(number, seed).rng.random() for number in range(20) for seed in range(3)}
+def test_what_a_step_draws_depends_on_the_seed_and_its_number_alone() -> None:
+    first, again = rng_of(5, seed=1), rng_of(5, seed=1)
+    rng_of(4, seed=1).random()
+    assert first.random() == again.random()
+    draws = {rng_of(number, seed).random() for number in range(20) for seed in (0, 1, None)}
     assert len(draws) == 60
 
 

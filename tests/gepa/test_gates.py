@@ -10,6 +10,7 @@ from typing import Any
 
 import dspy
 import pytest
+from dspy_flashevolve.gepa.gates import Gate, passes_screen
 from gepa.strategies.acceptance import ImprovementOrEqualAcceptance, StrictImprovementAcceptance
 from gepa.strategies.proposal_sampling import IndependentSampling
 from gepa.utils import MaxCandidateProposalsStopper
@@ -19,7 +20,6 @@ from hypothesis import strategies as st
 from dspy_flashevolve import AsyncGEPA, Reflective
 from dspy_flashevolve.engine.events import HeadLanded, TicketClosed
 from dspy_flashevolve.gepa import gates, stages, train_screen
-from dspy_flashevolve.gepa.gates import Gate, passes_screen
 from dspy_flashevolve.programs.program import DspyProgram
 from tests.gepa.worlds import TRAIN, VAL, Callbacks, Outcome, World, chance, play
 

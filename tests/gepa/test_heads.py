@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from dspy_flashevolve.gepa.payloads import Base
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dspy_flashevolve.gepa.heads import Heads
-from dspy_flashevolve.gepa.payloads import Base
 from dspy_flashevolve.gepa.pool import Pool
 from tests.gepa.test_order import EXAMPLES, commit, evaluation, frontier, pool_of
 

@@ -6,6 +6,8 @@ import pickle
 from typing import Any
 
 import pytest
+from dspy_flashevolve.engine.item import Ticket
+from dspy_flashevolve.gepa.selection import sample, selectable
 from gepa.core.state import ValsetEvaluation
 from gepa.gepa_utils import find_dominator_programs
 from gepa.proposer.base import CandidateProposal
@@ -13,9 +15,7 @@ from gepa.strategies.proposal_sampling import ProposalTask
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dspy_flashevolve.engine.item import Ticket
 from dspy_flashevolve.gepa.pool import Pool
-from dspy_flashevolve.gepa.selection import sample, selectable
 from tests.gepa.test_order import EXAMPLES, commit, evaluation, frontier, pool_of
 
 FULL = st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0]), min_size=EXAMPLES, max_size=EXAMPLES)

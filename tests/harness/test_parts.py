@@ -11,8 +11,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dspy_flashevolve import ConfigurationError, Limits
-from dspy_flashevolve.harness.archive import Archive, Evaluated, Failed, Trial, context_tokens, pareto_front, tools_of
-from dspy_flashevolve.harness.drafts import Draft, DraftError, blocks_in, draft_of, drafts_in
+from dspy_flashevolve.harness.archive import (
+    Archive,
+    Draft,
+    DraftError,
+    Evaluated,
+    Failed,
+    Trial,
+    blocks_in,
+    context_tokens,
+    draft_of,
+    drafts_in,
+    pareto_front,
+    tools_of,
+)
 from dspy_flashevolve.harness.program import typed_fields
 from dspy_flashevolve.harness.proposing import Directions
 from dspy_flashevolve.sandbox.contract import HEADER, Failure, LmRecord, Outcome, WireError, decode, encode

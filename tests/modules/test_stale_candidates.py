@@ -18,8 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dspy_flashevolve.engine.errors import RunAbortedError, TransientError
-from dspy_flashevolve.engine.integration import Integration, IntegrationRequest, PastCommit, StaleChild
-from dspy_flashevolve.engine.threads import Threads
+from dspy_flashevolve.engine.loop import Threads
+from dspy_flashevolve.engine.staleness import Integration, IntegrationRequest, PastCommit, StaleChild
 from dspy_flashevolve.modules.integrate import StaleCandidateReflection, changes
 from dspy_flashevolve.programs.program import DspyIntegrator
 from tests.fakes import fake_lm, reply_for

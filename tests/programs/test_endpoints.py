@@ -17,17 +17,17 @@ import pytest
 from dspy.utils.callback import BaseCallback
 from dspy.utils.dummies import DummyLM
 from dspy.utils.exceptions import LMAuthError, LMRateLimitError, LMServerError, LMTimeoutError
-
-from dspy_flashevolve import AsyncGEPA
 from dspy_flashevolve.engine.claims import Claim
 from dspy_flashevolve.engine.endpoint_events import LimitChanged
+from dspy_flashevolve.engine.slots import Slots
+
+from dspy_flashevolve import AsyncGEPA
 from dspy_flashevolve.engine.endpoints import Endpoints
 from dspy_flashevolve.engine.errors import RolloutUnresolvedError, TransientError
 from dspy_flashevolve.engine.events import Event, EventBus
 from dspy_flashevolve.engine.limits import AdaptiveLimit
+from dspy_flashevolve.engine.loop import Threads
 from dspy_flashevolve.engine.rollouts import RetryPolicy, Rollouts
-from dspy_flashevolve.engine.slots import Slots
-from dspy_flashevolve.engine.threads import Threads
 from dspy_flashevolve.programs.faults import raise_provider_fault, retry_after_of
 from dspy_flashevolve.programs.lm import LanguageModels, endpoint_of, endpoints_of
 from dspy_flashevolve.programs.runner import answers_asynchronously

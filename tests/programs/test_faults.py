@@ -24,14 +24,14 @@ from dspy.utils.exceptions import (
     LMUnsupportedFeatureError,
     LMUnsupportedModelError,
 )
+from dspy_flashevolve.engine.flights import Rollout
+from dspy_flashevolve.engine.retries import RetryPolicy
+from dspy_flashevolve.engine.slots import Slots
 
 from dspy_flashevolve.engine.endpoints import Endpoints
 from dspy_flashevolve.engine.errors import RunAbortedError, TransientError
 from dspy_flashevolve.engine.events import EventBus
-from dspy_flashevolve.engine.flights import Rollout
-from dspy_flashevolve.engine.retries import RetryPolicy
-from dspy_flashevolve.engine.slots import Slots
-from dspy_flashevolve.engine.threads import Threads
+from dspy_flashevolve.engine.loop import Threads
 from dspy_flashevolve.programs.faults import Fault, fault_of, raise_provider_fault
 from dspy_flashevolve.programs.lm import LanguageModels
 from dspy_flashevolve.programs.metric import Metric

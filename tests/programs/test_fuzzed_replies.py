@@ -12,14 +12,14 @@ from typing import Any
 import dspy
 import pytest
 from dspy.clients.base_lm import BaseLM
+from dspy_flashevolve.engine.flights import Rollout
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dspy_flashevolve import AsyncGEPA
 from dspy_flashevolve.engine.errors import TransientError
-from dspy_flashevolve.engine.flights import Rollout
-from dspy_flashevolve.engine.integration import Integration, IntegrationRequest, StaleChild
-from dspy_flashevolve.engine.threads import Threads
+from dspy_flashevolve.engine.loop import Threads
+from dspy_flashevolve.engine.staleness import Integration, IntegrationRequest, StaleChild
 from dspy_flashevolve.modules.integrate import StaleCandidateReflection
 from dspy_flashevolve.programs.metric import Metric
 from dspy_flashevolve.programs.program import DspyIntegrator, DspyProgram, Reflection

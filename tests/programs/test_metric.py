@@ -7,7 +7,7 @@ from typing import Any
 
 import anyio
 
-from dspy_flashevolve.engine.threads import Threads
+from dspy_flashevolve.engine.loop import Threads
 from dspy_flashevolve.programs.metric import Metric
 
 

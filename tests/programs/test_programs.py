@@ -17,15 +17,20 @@ from dspy.teleprompt.gepa.gepa_utils import DspyAdapter
 from dspy.utils.callback import BaseCallback
 from dspy.utils.dummies import DummyLM
 from dspy.utils.exceptions import ContextWindowExceededError, LMAuthError, LMRateLimitError, LMServerError
+from dspy_flashevolve.engine.flights import Rollout
+from dspy_flashevolve.gepa.evaluations import as_batch
 
 from dspy_flashevolve.engine.errors import ConfigurationError, RunAbortedError, TransientError
-from dspy_flashevolve.engine.flights import Rollout
-from dspy_flashevolve.engine.threads import Threads
-from dspy_flashevolve.gepa.evaluations import as_batch
-from dspy_flashevolve.programs.copies import LARGEST_CONTAINER, isolated_copy
+from dspy_flashevolve.engine.loop import Threads
 from dspy_flashevolve.programs.faults import raise_provider_fault
 from dspy_flashevolve.programs.metric import Metric, check_metric
-from dspy_flashevolve.programs.runner import ProgramRunner, answers_asynchronously, runs_on_loop
+from dspy_flashevolve.programs.runner import (
+    LARGEST_CONTAINER,
+    ProgramRunner,
+    answers_asynchronously,
+    isolated_copy,
+    runs_on_loop,
+)
 from tests.fakes import Chain, digits, examples, fake_lm, hashed, reply_for, task_lm
 
 # Copies

@@ -13,8 +13,7 @@ from typing import Any, NoReturn
 import dspy
 import pytest
 
-from dspy_flashevolve.harness.archive import Archive, Evaluated, Failed
-from dspy_flashevolve.harness.drafts import Draft
+from dspy_flashevolve.harness.archive import Archive, Draft, Evaluated, Failed
 from dspy_flashevolve.harness.evaluating import task_of
 from dspy_flashevolve.sandbox import guest
 from dspy_flashevolve.sandbox.contract import Failure, Limits

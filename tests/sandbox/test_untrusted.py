@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dspy_flashevolve.harness.drafts import MOST_REPLY_CHARACTERS, DraftError, blocks_in, draft_of, drafts_in
+from dspy_flashevolve.harness.archive import MOST_REPLY_CHARACTERS, DraftError, blocks_in, draft_of, drafts_in
 from dspy_flashevolve.harness.program import typed_fields
 from dspy_flashevolve.sandbox.contract import HEADER, MOST_DEPTH, LmRequest, WireError, decode, encode
 from dspy_flashevolve.sandbox.conversation import ROLES, parse_request
