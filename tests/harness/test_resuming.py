@@ -17,8 +17,8 @@ import dspy
 import pytest
 from dspy.utils.exceptions import LMAuthError
 
-from dspy_flashevolve import AsyncMetaHarness, RunAbortedError
-from dspy_flashevolve.engine import DataError, RunDirectoryError
+from dspy_flashevolve import AsyncMetaHarness, DataError, RunAbortedError
+from dspy_flashevolve.engine import RunDirectoryError
 from dspy_flashevolve.engine.check import check
 from dspy_flashevolve.engine.journal import FILE
 from dspy_flashevolve.harness.archive import context_tokens

@@ -17,51 +17,49 @@ import pytest
 from dspy.utils.callback import BaseCallback
 from dspy.utils.dummies import DummyLM
 from dspy.utils.exceptions import LMAuthError, LMRateLimitError, LMServerError, LMTimeoutError
-from dspy_flashevolve.engine.claims import Claim
-from dspy_flashevolve.engine.endpoint_events import LimitChanged
-from dspy_flashevolve.engine.slots import Slots
 
-from dspy_flashevolve import AsyncGEPA
-from dspy_flashevolve.engine.endpoints import Endpoints
+from dspy_flashevolve import AsyncGEPA, Workflow
+from dspy_flashevolve.engine.budget import Budget
+from dspy_flashevolve.engine.endpoints import Endpoints, RetryPolicy, groups_of
 from dspy_flashevolve.engine.errors import RolloutUnresolvedError, TransientError
-from dspy_flashevolve.engine.events import Event, EventBus
-from dspy_flashevolve.engine.limits import AdaptiveLimit
+from dspy_flashevolve.engine.events import Event, EventBus, LimitChanged
+from dspy_flashevolve.engine.limits import Bounds
 from dspy_flashevolve.engine.loop import Threads
-from dspy_flashevolve.engine.rollouts import RetryPolicy, Rollouts
+from dspy_flashevolve.engine.rollouts import Rollout, RolloutKey, Rollouts
+from dspy_flashevolve.engine.scheduler import Scheduler
 from dspy_flashevolve.programs.faults import raise_provider_fault, retry_after_of
 from dspy_flashevolve.programs.lm import LanguageModels, endpoint_of, endpoints_of
 from dspy_flashevolve.programs.runner import answers_asynchronously
 from dspy_flashevolve.programs.vllm_metrics import VllmMetrics, watchers
 from dspy_flashevolve.sim import PROFILES, SimServer
 from dspy_flashevolve.sim.virtual import SimulatedModel, run
+from tests.engine.stepped import Asker
 from tests.fakes import Chain, digits, examples, fake_lm, hashed, reflection_lm, reply_for
 
 FAST = RetryPolicy(first_seconds=0.02)
 PREDICT = dspy.Predict("question -> answer")
-CLAIM = Claim(0, "work", 0)
+STEP = Asker(0)
 
 
 @dataclass
 class Run:
-    """What a run has: slots, endpoints, paced LMs and threads."""
+    """What a run has: a scheduler, endpoints, paced LMs and threads."""
 
-    slots: Slots
+    scheduler: Scheduler
     models: LanguageModels
     rollouts: Rollouts
     threads: Threads
     events: list[Event]
 
     @classmethod
-    def on_loop(cls, slots: int, names: set[str], retry: RetryPolicy, adaptive: AdaptiveLimit | None = None) -> Run:
-        loop, events, bus = asyncio.get_running_loop(), list[Event](), EventBus()
-        bus.subscribe(events.append)
-        shared = Slots(slots, clock=loop.time)
-        endpoints = Endpoints(adaptive, retry, random.Random(0))
-        endpoints.assign({"work": names})
-        endpoints.attach(shared, bus, loop.time)
+    def on_loop(cls, slots: int, names: set[str], retry: RetryPolicy, adaptive: Bounds | None = None) -> Run:
+        loop, events = asyncio.get_running_loop(), list[Event]()
+        bus, asked = EventBus([events.append]), {"work": names}
+        scheduler = Scheduler(slots, list(asked), groups_of(asked), loop.time)
+        endpoints = Endpoints(asked, adaptive, scheduler, bus, loop.time, retry, random.Random(0))
         models = LanguageModels(endpoints)
         models.attach(loop)
-        return cls(shared, models, Rollouts(shared, bus, loop.time, retry), Threads(64, "test"), events)
+        return cls(scheduler, models, Rollouts(scheduler, bus, endpoints), Threads(64, "test"), events)
 
     async def ask(self, lm: Any, question: str, asynchronous: bool = True) -> str:
         """One rollout of one question."""
@@ -76,7 +74,7 @@ class Run:
                 raise_provider_fault(error)
                 raise
 
-        return (await self.rollouts.request(CLAIM, call)).answer
+        return (await self.rollouts.request("work", STEP, call)).answer
 
     async def ask_all(self, lm: Any, count: int, asynchronous: bool = True) -> list[str]:
         return await asyncio.gather(*(self.ask(lm, f"question {n}", asynchronous) for n in range(count)))
@@ -116,6 +114,11 @@ def limited() -> Exception:
     return LMRateLimitError("slow down", retry_after=7.0)
 
 
+def endpoints(asked: dict[str, list[str]], adaptive: Bounds | None = None) -> Endpoints:
+    scheduler = Scheduler(4, ["rollout", "propose"], groups_of(asked))
+    return Endpoints(asked, adaptive, scheduler, EventBus(), scheduler.clock, RetryPolicy(), random.Random(0))
+
+
 # Waiting
 
 
@@ -129,7 +132,7 @@ def test_a_request_that_waits_for_a_retry_after_holds_no_slot_unless_it_holds_a_
         async def watch() -> None:
             for _ in range(3):
                 await anyio.sleep(2.0)
-                busy.append(made.slots.statistics().busy)
+                busy.append(made.scheduler.statistics().busy)
 
         watching = asyncio.ensure_future(watch())
         answer = await made.ask(lm, "?", asynchronous)
@@ -220,7 +223,7 @@ def test_a_short_outage_does_not_hang_a_program_that_runs_in_threads(virtually: 
             digits,
             max_metric_calls=100,
             num_threads=4,
-            max_live_tickets=2,
+            workflow=Workflow(live_steps=2),
             track_stats=True,
             reflection_lm=reflection_lm(),
         )
@@ -306,7 +309,7 @@ def test_the_end_of_the_run_frees_threads_that_wait_to_ask_again(virtually: bool
         assert lm.engine.calls == 1
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
-        assert made.slots.statistics().busy == 0
+        assert made.scheduler.statistics().busy == 0
 
     in_run(body, virtually=virtually)
     assert lm.engine.calls == 1
@@ -330,7 +333,7 @@ def test_the_users_lm_stays_as_it_is_and_keeps_its_history() -> None:
 
 def test_copies_and_pickles_of_a_paced_lm_are_plain_lms_again() -> None:
     lm = dspy.LM("openai/gpt-5-nano", num_retries=2, api_base="http://localhost:1/v1")
-    paced = LanguageModels(Endpoints(None)).paced(lm)
+    paced = LanguageModels(endpoints({})).paced(lm)
     assert isinstance(paced, dspy.LM)
     assert paced is not lm
     for plain in (copy.deepcopy(paced), pickle.loads(pickle.dumps(paced))):
@@ -342,7 +345,7 @@ def test_copies_and_pickles_of_a_paced_lm_are_plain_lms_again() -> None:
 
 
 def test_each_lm_is_paced_once_and_what_is_no_dspy_lm_is_not() -> None:
-    models, lm = LanguageModels(Endpoints(None)), fake_lm(lambda prompt: "")
+    models, lm = LanguageModels(endpoints({})), fake_lm(lambda prompt: "")
     assert models.paced(lm) is models.paced(lm) is models.paced(models.paced(lm))
     dummy = DummyLM([{"answer": "yes"}])
     assert models.paced(dummy) is dummy
@@ -415,19 +418,6 @@ def test_lms_at_one_address_share_an_endpoint() -> None:
     assert endpoints_of(program.predictors(), None) == set()
 
 
-def test_stages_that_ask_the_same_endpoint_share_its_limit_and_others_do_not() -> None:
-    slots, bus, events = Slots(64, clock=lambda: 0.0), EventBus(), list[Event]()
-    bus.subscribe(events.append)
-    endpoints = Endpoints(AdaptiveLimit(start=4, high=64))
-    endpoints.assign({"rollout": {"a", "b"}, "propose": {"b"}, "integrate": {"c"}})
-    endpoints.attach(slots, bus, lambda: 0.0)
-    assert slots.statistics().limits == {"a + b": 4, "c": 4}
-    assert endpoints.group_of("a") is endpoints.group_of("b")
-    assert endpoints.group_of("c") is not endpoints.group_of("a")
-    assert endpoints.group_of("unheard of").limiter is None
-    assert slots.limit == 8
-
-
 @pytest.mark.parametrize(("error", "after"), [(limited, 11), (lambda: LMTimeoutError("late"), 8)])
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_refusals_and_timeouts_reach_the_limit(error: Any, after: int, asynchronous: bool) -> None:
@@ -436,10 +426,10 @@ def test_refusals_and_timeouts_reach_the_limit(error: Any, after: int, asynchron
     async def body(made: Run) -> None:
         await made.ask_all(lm, 20, asynchronous)
         changes = [event for event in made.events if isinstance(event, LimitChanged)]
-        assert [(change.endpoint, change.before) for change in changes][:1] == [("fake", 12)]
+        assert [(change.name, change.before) for change in changes][:1] == [("fake", 12)]
         assert changes[0].after <= after + 1
 
-    in_run(body, slots=64, adaptive=AdaptiveLimit(start=12, high=64))
+    in_run(body, slots=64, adaptive=Bounds(start=12, high=64))
 
 
 def test_a_limit_grows_with_answers_from_the_loop_and_from_threads_alike() -> None:
@@ -449,37 +439,30 @@ def test_a_limit_grows_with_answers_from_the_loop_and_from_threads_alike() -> No
 
         async def body(made: Run) -> tuple[int, int]:
             await made.ask_all(lm, 120, asynchronous)
-            return made.slots.limit, len([event for event in made.events if isinstance(event, LimitChanged)])
+            return made.scheduler.limit, len([event for event in made.events if isinstance(event, LimitChanged)])
 
-        return in_run(body, slots=64, names={endpoint_of(lm)}, adaptive=AdaptiveLimit(start=4, high=64))
+        return in_run(body, slots=64, names={endpoint_of(lm)}, adaptive=Bounds(start=4, high=64))
 
     assert grown(True)[0] > 16
     assert grown(False)[0] > 16
 
 
 def test_an_lm_that_cannot_be_seen_is_heard_through_its_rollouts() -> None:
-    async def body(made: Run) -> None:
-        from dspy_flashevolve.engine.events import RolloutFinished
+    async def body(made: Run) -> int:
+        async def answered() -> Rollout:
+            await anyio.sleep(2.0)
+            return Rollout(1.0, "", None)
 
-        made.rollouts.on_retry = made.models.endpoints.heard_retry
-        bus = EventBus()
-        endpoints = Endpoints(AdaptiveLimit(start=4, high=64), FAST)
-        endpoints.assign({"work": {"mine"}})
-        slots = Slots(64, clock=asyncio.get_running_loop().time)
-        endpoints.attach(slots, bus, asyncio.get_running_loop().time)
-        async with anyio.create_task_group() as group:
-            for _ in range(8):
-                group.start_soon(hold_for, slots, 2.0)
-            await anyio.sleep(1.0)
-            bus.emit(RolloutFinished(1.0, 0, "work", 1.0, 1.0, 0))
-        assert slots.limit == 6
+        async def one(number: int) -> None:
+            key = RolloutKey("candidate", "train", number, False)
+            budget = Budget(None).reserve(1)
+            assert budget is not None
+            await made.rollouts.rollout(key, "work", STEP, budget, answered)
 
-    in_run(body)
+        await asyncio.gather(*(one(number) for number in range(40)))
+        return made.scheduler.limit
 
-
-async def hold_for(slots: Slots, seconds: float) -> None:
-    async with slots.hold(CLAIM):
-        await anyio.sleep(seconds)
+    assert in_run(body, slots=64, adaptive=Bounds(start=4, high=64)) > 4
 
 
 # Over HTTP
@@ -529,7 +512,7 @@ def test_rollouts_beyond_what_the_server_takes_are_all_answered(narrow: SimServe
         answers = await made.ask_all(lm, 12, asynchronous)
         assert made.models.endpoints.retried == narrow.stats().refused > 0
         assert made.rollouts.retried == 0
-        assert made.slots.statistics().busy == 0
+        assert made.scheduler.statistics().busy == 0
         return answers
 
     policy = RetryPolicy(attempts=50, first_seconds=0.05)
@@ -545,11 +528,11 @@ def test_task_and_reflection_models_of_one_server_share_its_limit(narrow: SimSer
 
     async def body(made: Run) -> None:
         await asyncio.gather(made.ask_all(task, 20), made.ask_all(judge, 20))
-        assert made.slots.limit <= 4
-        assert set(made.slots.statistics().limits) == {narrow.api_base}
+        assert made.scheduler.limit <= 4
+        assert set(made.models.endpoints.limits) == {narrow.api_base}
         assert narrow.stats().finished == 40
 
-    rules, policy = AdaptiveLimit(start=6, high=8), RetryPolicy(attempts=50, first_seconds=0.05)
+    rules, policy = Bounds(start=6, high=8), RetryPolicy(attempts=50, first_seconds=0.05)
     in_run(body, virtually=False, slots=8, names={narrow.api_base}, adaptive=rules, retry=policy)
 
 
@@ -576,6 +559,5 @@ def test_what_is_no_vllm_is_asked_once(narrow: SimServer) -> None:
 
 
 def test_only_addresses_are_watched() -> None:
-    endpoints = Endpoints(AdaptiveLimit(start=4))
-    endpoints.assign({"rollout": {"openai"}, "propose": {"http://localhost:8000/v1"}})
-    assert len(watchers(endpoints)) == 1
+    asked = {"rollout": ["openai"], "propose": ["http://localhost:8000/v1"]}
+    assert len(watchers(endpoints(asked, Bounds(start=4)))) == 1

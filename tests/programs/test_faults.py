@@ -24,14 +24,13 @@ from dspy.utils.exceptions import (
     LMUnsupportedFeatureError,
     LMUnsupportedModelError,
 )
-from dspy_flashevolve.engine.flights import Rollout
-from dspy_flashevolve.engine.retries import RetryPolicy
-from dspy_flashevolve.engine.slots import Slots
 
-from dspy_flashevolve.engine.endpoints import Endpoints
+from dspy_flashevolve.engine.endpoints import Endpoints, RetryPolicy
 from dspy_flashevolve.engine.errors import RunAbortedError, TransientError
 from dspy_flashevolve.engine.events import EventBus
 from dspy_flashevolve.engine.loop import Threads
+from dspy_flashevolve.engine.rollouts import Rollout
+from dspy_flashevolve.engine.scheduler import Scheduler
 from dspy_flashevolve.programs.faults import Fault, fault_of, raise_provider_fault
 from dspy_flashevolve.programs.lm import LanguageModels
 from dspy_flashevolve.programs.metric import Metric
@@ -62,8 +61,8 @@ def rolled_out(
 
     async def main() -> Rollout:
         loop, threads = asyncio.get_running_loop(), Threads(2, "test")
-        endpoints = Endpoints(None, retry or RetryPolicy(attempts=1), random.Random(0))
-        endpoints.attach(Slots(1), EventBus(), loop.time)
+        once = retry or RetryPolicy(attempts=1)
+        endpoints = Endpoints({}, None, Scheduler(1, ["work"]), EventBus(), loop.time, once, random.Random(0))
         models = LanguageModels(endpoints)
         models.attach(loop)
         made = program or Chain()

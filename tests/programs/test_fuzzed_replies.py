@@ -12,17 +12,22 @@ from typing import Any
 import dspy
 import pytest
 from dspy.clients.base_lm import BaseLM
-from dspy_flashevolve.engine.flights import Rollout
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dspy_flashevolve import AsyncGEPA
-from dspy_flashevolve.engine.errors import TransientError
+from dspy_flashevolve.engine.endpoints import RetryPolicy
+from dspy_flashevolve.engine.errors import RolloutUnresolvedError, TransientError
 from dspy_flashevolve.engine.loop import Threads
+from dspy_flashevolve.engine.rollouts import Rollout
 from dspy_flashevolve.engine.staleness import Integration, IntegrationRequest, StaleChild
+from dspy_flashevolve.gepa.integration import read_answer
 from dspy_flashevolve.modules.integrate import StaleCandidateReflection
 from dspy_flashevolve.programs.metric import Metric
-from dspy_flashevolve.programs.program import DspyIntegrator, DspyProgram, Reflection
+from dspy_flashevolve.programs.program import DspyProgram, Reflection
+from dspy_flashevolve.programs.records import Asked
+from dspy_flashevolve.programs.run import DspyRun
+from tests.engine.stepped import Asker
 from tests.fakes import Chain, digits, examples, fake_lm
 from tests.programs.test_programs import adapter_for
 
@@ -120,7 +125,7 @@ def test_no_reply_of_the_task_model_is_anything_but_a_score_or_a_transient_fault
 @pytest.mark.parametrize("adapter", ADAPTERS, ids=lambda one: type(one).__name__)
 @settings(max_examples=15, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(replies | st.none(), min_size=1, max_size=3))
-def test_no_reply_of_the_reflection_model_is_anything_but_texts_or_an_error_that_skips_the_ticket(
+def test_no_reply_of_the_reflection_model_is_anything_but_texts_or_an_error_that_fails_the_step(
     adapter: Any, given_replies: list[Any]
 ) -> None:
     dataset = {"steps[0]": [{"Inputs": {"question": "q"}, "Generated Outputs": {"answer": "5"}, "Feedback": "wrong"}]}
@@ -132,7 +137,7 @@ def test_no_reply_of_the_reflection_model_is_anything_but_texts_or_an_error_that
                 try:
                     proposed = await world.program.propose(HEAD, dataset, ["steps[0]"])
                 except Exception:
-                    continue  # the proposer asks once more, and fails the ticket (gepa/proposing.py)
+                    continue  # the proposer asks once more, and fails the step (gepa/step.py)
                 assert isinstance(proposed, Reflection)
                 assert all(isinstance(text, str) for text in proposed.texts.values())
 
@@ -146,26 +151,35 @@ def test_no_reply_to_an_integration_is_anything_but_an_integration_or_a_transien
     adapter: Any, given_replies: list[Any]
 ) -> None:
     children = [StaleChild(n, {"steps[0]": f"child {n}"}, HEAD, 0.2, 0.5) for n in (1, 2)]
+    request = IntegrationRequest(HEAD, children)
+    inputs = {"head": HEAD, "children": children, "commits": [], "code_components": []}
 
-    async def body(world: World) -> None:
-        for lm in lms(given_replies):
-            integrator = DspyIntegrator(StaleCandidateReflection(), lm, [], world.threads)
-            with dspy.context(adapter=adapter):
-                try:
-                    integration = await integrator.integrate(IntegrationRequest(HEAD, children))
-                except TransientError:
-                    continue
-            assert isinstance(integration, Integration)
-            assert integration.texts.keys() <= HEAD.keys()
-            assert {one.child for one in integration.judgements} <= {1, 2}
-            assert integration.failed or integration.texts or integration.judgements
+    for lm in lms(given_replies):
+        once = RetryPolicy(attempts=1)
+        made = DspyRun(name="Fuzz", stages={"integrate": [lm]}, num_threads=2, retry=once)
 
-    in_world(body)
+        async def body(made: DspyRun = made, lm: Any = lm) -> Asked[Integration]:
+            module = StaleCandidateReflection()
+            return await made.asked(
+                "integrate", Asker(0), module, inputs, lm=lm, read=lambda answer: read_answer(answer, request)
+            )
+
+        with dspy.context(adapter=adapter):
+            try:
+                asked = made.run_sync(body)
+            except RolloutUnresolvedError:
+                continue
+        if asked.answer is None:
+            assert asked.error is not None
+            continue
+        assert asked.answer.texts.keys() <= HEAD.keys()
+        assert {one.child for one in asked.answer.judgements} <= {1, 2}
+        assert asked.answer.failed or asked.answer.texts or asked.answer.judgements
 
 
 @settings(max_examples=8, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(replies, min_size=1, max_size=4), st.lists(replies, min_size=1, max_size=4))
-def test_no_replies_end_a_run_with_anything_but_counted_tickets(task: list[str], reflection: list[str]) -> None:
+def test_no_replies_end_a_run_with_anything_but_counted_steps(task: list[str], reflection: list[str]) -> None:
     tasks, reflections = itertools.cycle(task), itertools.cycle(reflection)
     with tempfile.TemporaryDirectory() as folder, dspy.context(lm=fake_lm(lambda prompt: next(tasks)), num_threads=4):
         optimizer = AsyncGEPA(
@@ -178,6 +192,6 @@ def test_no_replies_end_a_run_with_anything_but_counted_tickets(task: list[str],
         )
         program: Any = optimizer.compile(Chain(), trainset=examples("t", 4), valset=examples("v", 4))
     stats = program.async_stats
-    assert sum(stats.ended.values()) == stats.tickets
+    assert sum(stats.ended.values()) == stats.steps
     assert stats.metric_calls <= 40
     assert len(program.detailed_results.val_subscores[0]) == 4

@@ -17,11 +17,11 @@ from dspy.teleprompt.gepa.gepa_utils import DspyAdapter
 from dspy.utils.callback import BaseCallback
 from dspy.utils.dummies import DummyLM
 from dspy.utils.exceptions import ContextWindowExceededError, LMAuthError, LMRateLimitError, LMServerError
-from dspy_flashevolve.engine.flights import Rollout
-from dspy_flashevolve.gepa.evaluations import as_batch
 
 from dspy_flashevolve.engine.errors import ConfigurationError, RunAbortedError, TransientError
 from dspy_flashevolve.engine.loop import Threads
+from dspy_flashevolve.engine.rollouts import Rollout
+from dspy_flashevolve.gepa.evaluate import as_batch
 from dspy_flashevolve.programs.faults import raise_provider_fault
 from dspy_flashevolve.programs.metric import Metric, check_metric
 from dspy_flashevolve.programs.runner import (
@@ -307,7 +307,7 @@ def test_rollouts_give_the_outputs_scores_and_traces_of_dspys_adapter(capture: b
         adapter = adapter_for(Faulty(2), picky)
         candidate = {name: p.signature.instructions for name, p in adapter.student.named_predictors()}
         expected = adapter.evaluate(batch, candidate, capture_traces=capture)
-        ours, _ = as_batch([(rollout, True) for rollout in roll_out(adapter, picky, batch, capture)])
+        ours = as_batch(roll_out(adapter, picky, batch, capture))
     assert ours.scores == expected.scores
     assert [str(one) for one in ours.outputs] == [str(one) for one in expected.outputs]
     assert {-0.5} < set(ours.scores), "some must fail and some succeed"

@@ -9,12 +9,12 @@ from typing import Any
 import dspy
 import pytest
 from dspy.teleprompt.bootstrap_trace import FailedPrediction
-from dspy_flashevolve.engine.flights import Rollout
 from gepa.core.data_loader import ListDataLoader
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
+from dspy_flashevolve.engine.rollouts import Rollout
 from dspy_flashevolve.programs.fingerprints import differences, fingerprints_of
 from dspy_flashevolve.programs.records import InexactError, RolloutRecords, decoded, encoded
 from tests.fakes import Chain, digits, examples
