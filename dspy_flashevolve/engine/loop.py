@@ -8,7 +8,7 @@ import contextvars
 import signal
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Generator
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import Any, Generic, ParamSpec, TypeVar
 
@@ -92,6 +92,8 @@ class _Ending(Generic[T]):
         """Wait for :meth:`run`, in the caller's thread."""
         while True:
             try:
+                while not future.done():
+                    wait([future], timeout=LOOK_SECONDS)
                 return future.result()
             except KeyboardInterrupt:  # by a handler that is not ours
                 if future.done() or self._signals > 1:
@@ -118,6 +120,8 @@ class _Ending(Generic[T]):
             self._scope.cancel()
 
 
+LOOK_SECONDS = 0.5
+"""A signal that comes just before the main thread goes to sleep does not wake it: it looks this often."""
 REASONS = {"SIGINT": "interrupted by Ctrl-C", "SIGTERM": "terminated by SIGTERM"}
 """Signal -> the reason that a run gives for its end."""
 
