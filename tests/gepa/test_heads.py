@@ -1,17 +1,17 @@
-"""Heads of the train over a real pool: what stays, what goes with what, and who stands for those that went."""
+"""Heads over a real pool: what stays, what goes with what, and who stands for those that went."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-from dspy_flashevolve.gepa.payloads import Base
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dspy_flashevolve.gepa.heads import Heads
 from dspy_flashevolve.gepa.pool import Pool
-from tests.gepa.test_order import EXAMPLES, commit, evaluation, frontier, pool_of
+from dspy_flashevolve.gepa.records import Base
+from tests.gepa.pools import EXAMPLES, commit, frontier, pool_of
 
 SEED_SCORES = [0.5] * EXAMPLES
 WORSE, EQUAL = {0: -1.0, 1: -1.0}, {0: 2.0, 1: 2.0}
@@ -26,13 +26,12 @@ class Line:
 
     def __init__(self) -> None:
         self.pool: Pool = pool_of()
-        self.pool.confirm_seed(evaluation(SEED_SCORES))
         self.heads = Heads(self.pool, margin=0.0)
         self.base_of: dict[int, Base] = {}
         self.others: dict[int, tuple[int, ...]] = {}
         self.index_of: dict[int, int] = {}
         self.passed: set[int] = set()
-        self.tickets = 0
+        self.commits = 0
 
     @property
     def waiting(self) -> list[int]:
@@ -51,11 +50,11 @@ class Line:
         self.passed.add(key)
 
     def ordinary(self, scores: list[float] | None = None) -> int:
-        self.tickets += 1
-        return commit(self.pool, self.tickets, f"ordinary {self.tickets}", scores or SEED_SCORES).candidate
+        self.commits += 1
+        return commit(self.pool, self.commits, scores or SEED_SCORES, p=f"ordinary {self.commits}").candidate
 
     def confirm(self, key: int) -> tuple[int, ...]:
-        """As the train does it: the parents are read, it is committed, and those under it go."""
+        """As a validation does it: the parents are read, it is committed, and those under it go."""
         assert self.heads.parents_of(key)
         self.index_of[key] = self.ordinary([0.5 + 0.01 * key] * EXAMPLES)
         return self.heads.confirmed(key, self.index_of[key])
@@ -228,12 +227,12 @@ def test_one_that_went_while_its_parent_waited_is_led_to_that_parent_once_it_is_
     line.pool.close()
 
 
-def test_a_heads_own_base_comes_before_the_parents_of_its_riders() -> None:
+def test_a_heads_own_base_comes_before_the_parents_of_its_children() -> None:
     line = Line()
-    rider = line.ordinary([0.1] * EXAMPLES)
+    parent = line.ordinary([0.1] * EXAMPLES)
     line.begin()
-    second = line.begin(others=(rider,))
-    assert line.heads.parents_of(second) == [0, rider]
+    second = line.begin(others=(parent,))
+    assert line.heads.parents_of(second) == [0, parent]
     assert line.heads.newest(visible=False).index == 0
     line.pool.close()
 
@@ -286,7 +285,7 @@ def test_a_rolled_back_head_leaves_the_pool_as_if_it_had_never_been_there(
     assert seen[0] == seen[1]
 
 
-def test_a_train_from_a_head_that_is_no_longer_the_newest_is_turned_away() -> None:
+def test_an_integration_onto_a_head_that_is_no_longer_the_newest_is_turned_away() -> None:
     line = Line()
     stale = line.heads.newest(visible=False)
     key = line.begin()
@@ -296,7 +295,7 @@ def test_a_train_from_a_head_that_is_no_longer_the_newest_is_turned_away() -> No
     line.pool.close()
 
 
-def test_a_train_onto_a_confirmed_base_is_turned_away_when_a_better_one_was_committed() -> None:
+def test_an_integration_onto_a_confirmed_base_is_turned_away_when_a_better_one_was_committed() -> None:
     line = Line()
     stale = line.heads.newest(visible=False)
     line.ordinary([0.9] * EXAMPLES)
@@ -304,18 +303,31 @@ def test_a_train_onto_a_confirmed_base_is_turned_away_when_a_better_one_was_comm
     line.pool.close()
 
 
-def test_a_train_goes_on_when_the_head_under_it_was_confirmed_meanwhile() -> None:
+def test_an_integration_goes_on_when_the_head_under_it_was_confirmed_meanwhile() -> None:
     line = Line()
     line.begin("text")
     base = line.heads.newest(visible=False)
     key = base.key
     assert key is not None
-    index = commit(line.pool, 99, "text", [0.9] * EXAMPLES).candidate
+    index = commit(line.pool, 99, [0.9] * EXAMPLES, p="text").candidate
     line.heads.confirmed(key, index)
     begun = line.heads.begin({"p": "on it"}, base, ())
     assert begun is not None
     assert line.heads.parents_of(begun[0]) == [index]
     line.pool.close()
+
+
+def test_an_integration_of_other_components_is_put_onto_the_newest_head() -> None:
+    pool = pool_of(p="seed", q="seed")
+    heads = Heads(pool, margin=0.0)
+    base = heads.newest(visible=False)
+    first, second = heads.begin({"p": "mine"}, base, ()), heads.begin({"q": "mine"}, base, ())
+    assert first is not None
+    assert second is not None
+    _, candidate, stands_on = second
+    assert (candidate, stands_on.key) == ({"p": "mine", "q": "mine"}, first[0])
+    assert heads.begin({"p": "late"}, base, ()) is None
+    pool.close()
 
 
 def test_a_head_on_its_prefix_is_compared_on_the_same_examples_only() -> None:

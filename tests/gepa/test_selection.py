@@ -6,17 +6,15 @@ import pickle
 from typing import Any
 
 import pytest
-from dspy_flashevolve.engine.item import Ticket
-from dspy_flashevolve.gepa.selection import sample, selectable
 from gepa.core.state import ValsetEvaluation
 from gepa.gepa_utils import find_dominator_programs
-from gepa.proposer.base import CandidateProposal
 from gepa.strategies.proposal_sampling import ProposalTask
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dspy_flashevolve.gepa.pool import Pool
-from tests.gepa.test_order import EXAMPLES, commit, evaluation, frontier, pool_of
+from dspy_flashevolve.gepa.select import sample, selectable
+from tests.gepa.pools import EXAMPLES, commit, frontier, pool_of
 
 FULL = st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0]), min_size=EXAMPLES, max_size=EXAMPLES)
 PREFIX = st.dictionaries(st.integers(0, EXAMPLES - 1), st.sampled_from([0.0, 0.5, 1.0]), min_size=1)
@@ -27,12 +25,6 @@ STEPS = st.lists(
     ),
     max_size=14,
 )
-
-
-def started() -> Pool:
-    pool = pool_of()
-    pool.confirm_seed(evaluation([0.5] * EXAMPLES))
-    return pool
 
 
 def part(scores: dict[int, float]) -> ValsetEvaluation[Any, Any]:
@@ -58,7 +50,7 @@ class Play:
     """The same steps with or without the candidates that will not stay."""
 
     def __init__(self, doomed_too: bool) -> None:
-        self.pool = started()
+        self.pool = pool_of()
         self.doomed_too = doomed_too
         self.kept: list[int] = []
         self.doomed: list[int] = []
@@ -66,7 +58,7 @@ class Play:
 
     def commit(self, scores: list[float]) -> int:
         self.committed += 1
-        return commit(self.pool, self.committed, f"committed {self.committed}", scores).candidate
+        return commit(self.pool, self.committed, scores, p=f"committed {self.committed}").candidate
 
     def step(self, action: str, scores: Any, which: int) -> None:
         waiting = self.pool.speculative
@@ -136,7 +128,7 @@ def test_gepas_state_holds_what_was_committed_and_looking_does_not_change_it(ste
 
 
 def test_a_view_is_only_a_view_of_the_fronts_too() -> None:
-    pool = started()
+    pool = pool_of()
     pool.speculative.add({"p": "better"}, (), (0,), 1, evaluation=part({0: 1.0, 1: 0.5}))
     view, _ = selectable(pool)
     assert view.get_pareto_front_mapping() == {0: {1}, 1: {0, 1}, 2: {0}, 3: {0}}
@@ -146,7 +138,7 @@ def test_a_view_is_only_a_view_of_the_fronts_too() -> None:
 
 
 def test_heads_and_what_is_not_to_be_seen_are_not_in_the_view() -> None:
-    pool = started()
+    pool = pool_of()
     pool.speculative.add({"p": "head"})
     pool.speculative.add({"p": "hidden"}, visible=False, evaluation=part({0: 1.0}))
     assert selectable(pool) == (pool.state, [])
@@ -154,8 +146,8 @@ def test_heads_and_what_is_not_to_be_seen_are_not_in_the_view() -> None:
 
 
 def test_a_task_from_the_view_names_the_candidate_and_its_nearest_confirmed_ancestor() -> None:
-    pool = started()
-    index = commit(pool, 1, "committed", [0.75] * EXAMPLES).candidate
+    pool = pool_of()
+    index = commit(pool, 1, [0.75] * EXAMPLES, p="committed").candidate
     first = pool.speculative.add({"p": "first"}, (), (index,), 2, evaluation=part({0: 1.0}))
     second = pool.speculative.add({"p": "second"}, (first.key,), (0,), 3, evaluation=part({0: 1.0}))
 
@@ -174,7 +166,7 @@ def test_a_task_from_the_view_names_the_candidate_and_its_nearest_confirmed_ance
 
 
 def test_one_that_went_with_its_parent_and_was_confirmed_all_the_same_stands_for_itself() -> None:
-    pool = started()
+    pool = pool_of()
     waiting = pool.speculative
     parent = waiting.add({"p": "parent"}, (), (0,), 1)
     child = waiting.add({"p": "child"}, (parent.key,), (), 2)
@@ -191,7 +183,7 @@ def test_one_that_went_with_its_parent_and_was_confirmed_all_the_same_stands_for
 
 @pytest.mark.parametrize("late", [False, True])
 def test_confirming_puts_the_index_in_place_of_the_handle(late: bool) -> None:
-    pool = started()
+    pool = pool_of()
     waiting = pool.speculative
     one = waiting.add({"p": "one"}, (), (0,), 1)
     child = waiting.add({"p": "child"}, (one.key,), (), 2)
@@ -203,17 +195,11 @@ def test_confirming_puts_the_index_in_place_of_the_handle(late: bool) -> None:
 
 
 def test_a_state_with_speculative_candidates_beside_it_is_read_by_gepa(tmp_path: Any) -> None:
-    pool = started()
+    pool = pool_of()
     pool.speculative.add({"p": "waits"}, (), (0,), 1, evaluation=part({0: 1.0}))
-    pool.add(_ticket(pool), CandidateProposal({"p": "child"}, [0]), evaluation([1.0] * EXAMPLES), EXAMPLES)
+    commit(pool, 1, [1.0] * EXAMPLES, p="child")
     pool.state.save(str(tmp_path))
     loaded = type(pool.state).load(str(tmp_path))
     assert [one["p"] for one in loaded.program_candidates] == ["seed", "child"]
     assert loaded.is_consistent()
     pool.close()
-
-
-def _ticket(pool: Pool) -> Ticket:
-    ticket = Ticket.create(1, 0)
-    pool.begin_ticket(ticket)
-    return ticket

@@ -1,0 +1,50 @@
+"""A real pool of gepa's, without a run around it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from gepa.core.data_loader import ListDataLoader
+from gepa.core.state import ValsetEvaluation
+from gepa.proposer.base import CandidateProposal
+
+from dspy_flashevolve.engine.budget import Budget, Reservation
+from dspy_flashevolve.engine.steps import Step, rng_of
+from dspy_flashevolve.gepa.options import GepaOptions, build_parts
+from dspy_flashevolve.gepa.pool import Pool
+from dspy_flashevolve.gepa.records import Commit
+
+EXAMPLES = 4
+
+
+def pool_of(**texts: str) -> Pool:
+    """A pool whose seed is validated: .5 on each of four examples. Its candidates have one component, p, by default."""
+    loader = ListDataLoader(list(range(EXAMPLES)))
+    options, quiet = GepaOptions(max_metric_calls=1000), SimpleNamespace(log=lambda message: None)
+    parts = build_parts(options, loader, quiet)
+    seed = texts or {"p": "seed"}
+    pool = Pool(parts, options, object(), seed, loader, loader, quiet, 0.0, False, calls_made=lambda: 0)
+    pool.confirm_seed(evaluation([0.5] * EXAMPLES))
+    return pool
+
+
+def evaluation(scores: list[float]) -> ValsetEvaluation[Any, Any]:
+    """Of the validation set."""
+    by_id = dict(enumerate(scores))
+    return ValsetEvaluation(dict.fromkeys(by_id), by_id, None)
+
+
+def commit(pool: Pool, number: int, scores: list[float], **texts: str) -> Commit:
+    """Commit a child of the seed in a step of its own."""
+    step = Step(number, rng_of(number, seed=0), Reservation(Budget(None), 0))
+    pool.begin_step(step)
+    candidate = {**pool.seed_candidate, **texts}
+    return pool.add(step, CandidateProposal(candidate, [0]), evaluation(scores), EXAMPLES)
+
+
+def frontier(pool: Pool) -> tuple[dict[int, float], dict[int, set[str]]]:
+    """Best score and best texts, for each validation example."""
+    texts = [candidate["p"] for candidate in pool.state.program_candidates]
+    fronts = pool.state.program_at_pareto_front_valset
+    return dict(pool.state.pareto_front_valset), {i: {texts[c] for c in front} for i, front in fronts.items()}
