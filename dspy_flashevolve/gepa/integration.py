@@ -158,8 +158,7 @@ class Integrations:
                     screened = await self._screen(step, outcome)
                     if screened is not None:
                         return screened
-                with self._run.waiting(step):
-                    await outcome.done.wait()
+                await outcome.done.wait()
                 if outcome.left is None:
                     raise StepEnded(EndKind.INTEGRATED, self._where(outcome))
                 outcome = outcome.left
@@ -173,7 +172,7 @@ class Integrations:
         number = landing.members[0][0].number
         if landing.key is None:
             return f"in the candidate of step {number}"
-        return f"in head {landing.key}, carried by step {number}"
+        return f"in head {landing.key}, of step {number}"
 
     # Integrating.
 

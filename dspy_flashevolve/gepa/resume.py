@@ -217,7 +217,7 @@ def _close_what_is_done(journal: RunJournal) -> None:
     for row in rows("SELECT members, step, head FROM heads ORDER BY id"):
         for member in set(json.loads(row["members"])) - {row["step"]} - ended:
             ended.add(member)
-            reason = f"in head {row['head']}, carried by step {row['step']}"
+            reason = f"in head {row['head']}, of step {row['step']}"
             journal.ended(member, "integrated", reason, before=True)
     flush()
     for row in rows(

@@ -17,11 +17,14 @@ from dspy.utils.exceptions import LMAuthError, LMRateLimitError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dspy_flashevolve.engine.errors import RunAbortedError, TransientError
-from dspy_flashevolve.engine.loop import Threads
+from dspy_flashevolve.engine.endpoints import RetryPolicy
+from dspy_flashevolve.engine.errors import RolloutUnresolvedError, RunAbortedError
 from dspy_flashevolve.engine.staleness import Integration, IntegrationRequest, PastCommit, StaleChild
+from dspy_flashevolve.gepa.integration import read_answer
 from dspy_flashevolve.modules.integrate import StaleCandidateReflection, changes
-from dspy_flashevolve.programs.program import DspyIntegrator
+from dspy_flashevolve.programs.records import Asked
+from dspy_flashevolve.programs.run import DspyRun
+from tests.engine.stepped import Asker
 from tests.fakes import fake_lm, reply_for
 
 pytestmark = pytest.mark.anyio
@@ -345,38 +348,47 @@ def said(texts: dict[str, str], failed: dict[str, str] | None = None, **verdicts
     return dspy.Prediction(texts=texts, verdicts=listed, failed=failed or {})
 
 
-async def integration(module: dspy.Module, children: list[StaleChild], lm: Any = None) -> Integration:
-    threads = Threads(1, "own")
-    try:
-        return await DspyIntegrator(module, lm, [], threads).integrate(IntegrationRequest(HEAD, children))
-    finally:
-        threads.close()
+async def integration(module: dspy.Module, children: list[StaleChild], lm: Any = None) -> Asked[Integration]:
+    """What a run makes of a module's answer."""
+    request = IntegrationRequest(HEAD, children)
+    made = DspyRun(name="Own", stages={"integrate": [lm]}, num_threads=1, retry=RetryPolicy(attempts=1))
+    inputs = {"head": dict(HEAD), "children": children, "commits": [], "code_components": []}
+    return await made.run_async(
+        lambda: made.asked("integrate", Asker(0), module, inputs, lm=lm, read=lambda one: read_answer(one, request))
+    )
+
+
+async def integrated_by(module: dspy.Module, *children: StaleChild) -> Integration:
+    answer = (await integration(module, list(children))).answer
+    assert answer is not None
+    return answer
 
 
 async def test_a_module_of_the_users_own_without_an_awaitable_twin_runs_in_a_thread() -> None:
     NAMES.clear()
-    seen = await integration(Own(said({"p": "mine"}, c1="orthogonal", c5="subsumed")), [child(1)])
-    assert (seen.texts, seen.failed, seen.of("orthogonal"), seen.of("subsumed")) == ({"p": "mine"}, "", {1}, set())
+    seen = await integrated_by(Own(said({"p": "mine"}, c1="orthogonal", c5="subsumed")), child(1))
+    assert (seen.texts, seen.failed) == ({"p": "mine"}, "")
+    assert [(one.child, one.verdict) for one in seen.judgements] == [(1, "orthogonal")]
     assert len(NAMES) == 1
-    assert NAMES[0].startswith("flashevolve-own")
+    assert NAMES[0].startswith("flashevolve-work")
 
 
 @pytest.mark.parametrize("answer", [ZeroDivisionError("boom"), None, "text", dspy.Prediction(texts=None, verdicts=[])])
 async def test_a_module_that_raises_or_returns_something_else_has_failed_and_nothing_is_raised(answer: Any) -> None:
     seen = await integration(Own(answer), [child(1)])
-    assert (seen.texts, seen.judgements) == ({}, ())
-    assert seen.failed
-    assert seen.calls >= 1
+    assert seen.answer is None
+    assert seen.error is not None
+    assert seen.spent.error
 
 
 async def test_texts_of_components_that_no_child_changed_are_dropped() -> None:
-    seen = await integration(Own(said({"p": "mine", "q": "not asked", "z": "unknown"}, c1="orthogonal")), [child(1)])
+    seen = await integrated_by(Own(said({"p": "mine", "q": "not asked", "z": "unknown"}, c1="orthogonal")), child(1))
     assert seen.texts == {"p": "mine"}
 
 
 @pytest.mark.parametrize(
     ("error", "seen"),
-    [(LMRateLimitError("slow", retry_after=3.0), TransientError), (LMAuthError("who?"), RunAbortedError)],
+    [(LMRateLimitError("slow", retry_after=0.0), RolloutUnresolvedError), (LMAuthError("who?"), RunAbortedError)],
 )
 async def test_the_providers_faults_reach_the_loop(error: Exception, seen: type[Exception]) -> None:
     with pytest.raises(seen):
@@ -386,13 +398,15 @@ async def test_the_providers_faults_reach_the_loop(error: Exception, seen: type[
 async def test_calls_and_tokens_are_counted_second_attempts_included() -> None:
     script = Scripted("nonsense", reply("better", c1="orthogonal"))
     seen = await integration(StaleCandidateReflection(), [child(1)], fake_lm(script))
-    assert (seen.texts, seen.calls, seen.tokens) == ({"p": "better"}, 2, 14)
+    assert seen.answer is not None
+    assert (seen.answer.texts, seen.calls, seen.spent.tokens) == ({"p": "better"}, 2, 14)
 
 
 async def test_a_reply_that_cannot_be_read_is_a_failure_with_its_reason() -> None:
     seen = await integration(StaleCandidateReflection(), [child(1)], fake_lm(Scripted("nonsense")))
-    assert (seen.texts, seen.calls) == ({}, 2)
-    assert seen.failed.startswith("p: AdapterParseError")
+    assert seen.answer is not None
+    assert (seen.answer.texts, seen.calls) == ({}, 2)
+    assert seen.answer.failed.startswith("p: AdapterParseError")
 
 
 async def test_what_an_integration_does_to_its_module_does_not_stay() -> None:
@@ -402,12 +416,13 @@ async def test_what_an_integration_does_to_its_module_does_not_stay() -> None:
             return said({"p": str(len(self.threads))}, c1="orthogonal")
 
     module = Forgetful(None)
-    assert [(await integration(module, [child(1)])).texts for _ in range(2)] == [{"p": "1"}, {"p": "1"}]
+    assert [(await integrated_by(module, child(1))).texts for _ in range(2)] == [{"p": "1"}, {"p": "1"}]
 
 
 async def test_a_module_that_finds_nothing_worth_a_change_has_not_failed() -> None:
-    seen = await integration(Own(said({}, c1="subsumed")), [child(1)])
-    assert (seen.texts, seen.failed, seen.of("subsumed")) == ({}, "", {1})
+    seen = await integrated_by(Own(said({}, c1="subsumed")), child(1))
+    assert (seen.texts, seen.failed) == ({}, "")
+    assert [(one.child, one.verdict) for one in seen.judgements] == [(1, "subsumed")]
 
 
 PLAIN_LINES = """[[ ## verdicts ## ]]

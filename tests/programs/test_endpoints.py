@@ -451,7 +451,7 @@ def test_an_lm_that_cannot_be_seen_is_heard_through_its_rollouts() -> None:
     async def body(made: Run) -> int:
         async def answered() -> Rollout:
             await anyio.sleep(2.0)
-            return Rollout(1.0, "", None)
+            return Rollout("", 1.0, {}, None)
 
         async def one(number: int) -> None:
             key = RolloutKey("candidate", "train", number, False)
