@@ -69,9 +69,7 @@ def test_the_freshest_go_first_then_the_most_valuable_then_the_oldest() -> None:
     assert sorted(number for _, batch in batches for number in batch) == list(range(8))
 
 
-@given(
-    st.lists(st.floats(0, 30), max_size=14), st.integers(1, 5), st.integers(1, 3), st.integers(1, 9), st.booleans()
-)
+@given(st.lists(st.floats(0, 30), max_size=14), st.integers(1, 5), st.integers(1, 3), st.integers(1, 9), st.booleans())
 def test_each_hears_its_own_outcome_no_batch_is_larger_and_no_more_run_at_once(
     seconds: list[float], most: int, at_once: int, live: int, has_child: bool
 ) -> None:

@@ -10,7 +10,11 @@ from dspy_flashevolve.engine.budget import Budget, Reservation
 from dspy_flashevolve.engine.errors import BudgetError, ConfigurationError
 
 STEPS = st.lists(
-    st.tuples(st.sampled_from(["reserve", "split", "lend", "settle", "cover", "refund"]), st.integers(0, 12), st.integers(0, 5)),
+    st.tuples(
+        st.sampled_from(["reserve", "split", "lend", "settle", "cover", "refund"]),
+        st.integers(0, 12),
+        st.integers(0, 5),
+    ),
     max_size=60,
 )
 

@@ -373,5 +373,5 @@ def test_every_change_is_an_event() -> None:
         event for event in closed_loop("api-gpt-4o-mini", 256, start=8).events if isinstance(event, LimitChanged)
     ]
     assert changes[0].before == 8
-    assert {event.endpoint for event in changes} == {"e"}
+    assert {event.name for event in changes} == {"e"}
     assert {event.reason for event in changes} == {"it binds", "refused"}

@@ -9,7 +9,6 @@ from typing import Any
 
 import anyio
 import pytest
-from anyio.lowlevel import checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,6 +16,7 @@ from dspy_flashevolve.engine.budget import Budget, Reservation
 from dspy_flashevolve.engine.endpoints import Endpoints, RetryPolicy
 from dspy_flashevolve.engine.errors import RolloutUnresolvedError, RunAbortedError, TransientError
 from dspy_flashevolve.engine.events import Event, EventBus, RequestFinished, RolloutFinished, RolloutTimedOut
+from dspy_flashevolve.engine.loop import Threads
 from dspy_flashevolve.engine.rollouts import (
     NoLongerWantedError,
     Rollout,
@@ -29,6 +29,7 @@ from dspy_flashevolve.engine.rollouts import (
 )
 from dspy_flashevolve.engine.scheduler import Scheduler, current_slot
 from dspy_flashevolve.engine.steps import EndKind, StepEnded
+from dspy_flashevolve.programs.metric import Metric
 from dspy_flashevolve.sim.virtual import run
 from tests.engine.stepped import STAGES, Asker
 
@@ -367,6 +368,90 @@ def test_a_timeout_of_the_program_itself_is_not_taken_for_one() -> None:
 
     run(main)
     assert (bench.rollouts.timed_out, bench.budget.spent) == (0, 0)
+
+
+# Threads cannot be interrupted
+
+
+@pytest.mark.parametrize("late", ["returns", "raises"])
+def test_a_program_in_a_thread_is_left_behind_and_what_it_gives_is_dropped(late: str) -> None:
+    ended, leaked = list[float](), list[dict[str, Any]]()
+
+    async def main() -> None:
+        loop: Any = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda loop, context: leaked.append(context))
+        bench, threads, runs = Bench(timeout_seconds=10.0), Threads(4, "test"), list[int]()
+
+        def program(seconds: float) -> Rollout:
+            loop.wait_from_thread(asyncio.sleep(seconds))
+            ended.append(loop.time())
+            if seconds > 10.0 and late == "raises":
+                raise ValueError("late")
+            return Rollout(f"after {seconds:g}", 0.5)
+
+        async def call() -> Rollout:
+            runs.append(len(runs))
+            return await threads.run(program, 25.0 if len(runs) == 1 else 4.0)
+
+        rollout, _ = await bench.rollout(call, bench.reserved())
+        assert (rollout.output, now(), bench.rollouts.timed_out, bench.budget.spent) == ("after 4", 14.0, 1, 1)
+        bench.check_nothing_is_held()
+        await anyio.sleep(20.0)
+        assert ended == [14.0, 25.0]
+        threads.close(wait=False)
+
+    run(main)
+    assert leaked == []
+
+
+def test_a_synchronous_metric_that_has_begun_is_waited_for_beyond_the_timeout() -> None:
+    """Its rollout is paid: its answer counts."""
+
+    async def main() -> None:
+        bench, threads = Bench(timeout_seconds=10.0), Threads(2, "test")
+
+        def scored(gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None) -> float:
+            loop = asyncio_loop
+            loop.wait_from_thread(asyncio.sleep(30.0))
+            return 0.75
+
+        asyncio_loop: Any = asyncio.get_running_loop()
+        metric = Metric(scored, threads)
+
+        async def call() -> Rollout:
+            await anyio.sleep(5.0)
+            return Rollout("output", await metric.score(None, None))
+
+        rollout, paid = await bench.rollout(call, bench.reserved())
+        assert (rollout.score, paid, now()) == (0.75, True, 35.0)
+        assert (bench.budget.spent, bench.rollouts.timed_out) == (1, 0)
+        threads.close(wait=False)
+
+    run(main)
+
+
+def test_a_coroutine_metric_is_given_up_and_paid() -> None:
+    async def main() -> None:
+        bench, threads, judged = Bench(timeout_seconds=10.0), Threads(2, "test"), list[float]()
+
+        async def judge(
+            gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None
+        ) -> float:
+            judged.append(now())
+            await anyio.sleep(1000.0 if len(judged) == 1 else 1.0)
+            return 0.25
+
+        metric = Metric(judge, threads)
+
+        async def call() -> Rollout:
+            return Rollout("output", await metric.score(None, None))
+
+        await bench.rollout(call, bench.reserved())
+        assert judged == [0.0, 10.0]
+        assert bench.budget.spent == 2, "the metric was called twice"
+        threads.close()
+
+    run(main)
 
 
 # Batches

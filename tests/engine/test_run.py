@@ -702,7 +702,9 @@ class Chaos:
     async def evaluate(self, stage: str, step: Step, count: int, pays: Reservation) -> None:
         async def one(index: int, granted: Any) -> None:
             key = RolloutKey("c", "train", self.rng.randint(0, 30))
-            await self.run.rollouts.rollout(key, stage, step, pays, self.call, behind=count - index - 1, granted=granted)
+            await self.run.rollouts.rollout(
+                key, stage, step, pays, self.call, behind=count - index - 1, granted=granted
+            )
 
         await batch(count, one)
 

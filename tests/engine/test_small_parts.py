@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import anyio
 import pytest
+from anyio.lowlevel import checkpoint
 
 from dspy_flashevolve.engine.events import Event, EventBus
 from dspy_flashevolve.engine.loop import Threads, run_to_end
@@ -72,6 +73,55 @@ def test_closing_the_threads_ends_them() -> None:
 
     anyio.run(main)
     assert not any(thread.name.startswith("flashevolve-ending") for thread in threading.enumerate())
+
+
+def test_calls_that_were_given_up_do_not_hold_up_those_that_follow() -> None:
+    go = threading.Event()
+
+    async def main() -> None:
+        threads = Threads(2, "test")
+        for _ in range(3):
+            began = threading.Event()
+            hung = asyncio.ensure_future(threads.run(lambda: (began.set(), go.wait(timeout=10))))  # noqa: B023
+            while not began.is_set():
+                await checkpoint()
+            hung.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await hung
+        with anyio.fail_after(10):
+            assert await threads.run(lambda: "in time") == "in time"
+        go.set()
+        threads.close()
+
+    asyncio.run(main())
+
+
+def test_one_worker_stays_one_so_that_its_calls_stay_in_order() -> None:
+    go, inside, most = threading.Event(), 0, 0
+
+    def work() -> None:
+        nonlocal inside, most
+        inside += 1
+        most = max(most, inside)
+        assert go.wait(timeout=10)
+        inside -= 1
+
+    async def main() -> None:
+        threads = Threads(1, "test")
+        began = threading.Event()
+        first = asyncio.ensure_future(threads.run(lambda: (began.set(), work())))
+        while not began.is_set():
+            await checkpoint()
+        first.cancel()
+        second = asyncio.ensure_future(threads.run(work))
+        for _ in range(50):
+            await checkpoint()
+        go.set()
+        await second
+        threads.close()
+
+    asyncio.run(main())
+    assert most == 1
 
 
 async def answer() -> tuple[str, str, bool]:

@@ -110,21 +110,21 @@ def test_reflective_integrates_from_min_gap_on_and_discards_nothing(
         assert policy.decide(look, History(VERSION)) == expected
 
 
-def test_a_patch_and_a_train_have_defaults_of_their_own() -> None:
-    patch, train = Reflective(), Reflective(batch=2)
-    assert (patch.train, patch.min_gap, patch.take, patch.untaken) == (False, 1, "screened", "alone")
-    assert (train.train, train.min_gap, train.take, train.untaken) == (True, 0, "proposals", "retry")
-    assert (patch.looks, train.looks) == (("after_screen",), ("after_propose",))
+def test_a_patch_and_an_integration_of_several_have_defaults_of_their_own() -> None:
+    patch, joined = Reflective(), Reflective(batch=2)
+    assert (patch.heads, patch.min_gap, patch.take, patch.left_out) == (False, 1, "screened", "alone")
+    assert (joined.heads, joined.min_gap, joined.take, joined.left_out) == (True, 0, "proposals", "retry")
+    assert (patch.looks, joined.looks) == (("after_screen",), ("after_propose",))
 
 
 def test_what_was_asked_for_is_not_overruled_by_a_default() -> None:
-    policy = Reflective(batch=4, min_gap=2, take="screened", untaken="drop")
-    assert (policy.min_gap, policy.take, policy.untaken, policy.looks) == (2, "screened", "drop", ("after_screen",))
+    policy = Reflective(batch=4, min_gap=2, take="screened", left_out="drop")
+    assert (policy.min_gap, policy.take, policy.left_out, policy.looks) == (2, "screened", "drop", ("after_screen",))
 
 
 def test_a_policy_can_be_hashed_and_compared() -> None:
     assert {Guarded(1), Guarded(1), Guarded(2)} == {Guarded(1), Guarded(2)}
-    assert Reflective(batch=8) == Reflective(batch=8, min_gap=0, take="proposals", untaken="retry")
+    assert Reflective(batch=8) == Reflective(batch=8, min_gap=0, take="proposals", left_out="retry")
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_a_policy_can_be_hashed_and_compared() -> None:
         ({"min_gap": -1}, "min_gap is -1, expected at least 0"),
         ({"integrators": 0}, "integrators is 0, expected at least 1"),
         ({"take": "all"}, "take is 'all', expected one of"),
-        ({"untaken": "keep"}, "untaken is 'keep', expected one of"),
+        ({"left_out": "keep"}, "left_out is 'keep', expected one of"),
         ({"frontier_share": 1.5}, "frontier_share is 1.5, expected 0 to 1"),
         ({"frontier_share": -0.1}, "frontier_share is -0.1, expected 0 to 1"),
         ({"frontier_share": float("nan")}, "frontier_share is nan"),

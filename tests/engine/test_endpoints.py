@@ -1,0 +1,165 @@
+"""Endpoints: which stages share a limit, when one pauses as a whole, and who is heard of it."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dspy_flashevolve.engine.endpoints import BURST_REFUSALS, MOST_PAUSES, Endpoints, RetryPolicy, Sent, groups_of
+from dspy_flashevolve.engine.errors import ConfigurationError
+from dspy_flashevolve.engine.events import EndpointPaused, Event, EventBus, LimitChanged
+from dspy_flashevolve.engine.limits import Bounds
+from dspy_flashevolve.engine.scheduler import Scheduler, current_slot
+from dspy_flashevolve.sim.virtual import run
+from tests.engine.stepped import Asker
+from tests.engine.test_rollouts import now
+
+ASKED = {"rollout": ["task"], "propose": ["reflection"], "validate": ["task", "judge"]}
+
+
+class Bench:
+    def __init__(self, slots: int = 4, adaptive: Bounds | None = None, asked: Any = ASKED) -> None:
+        self.events: list[Event] = []
+        self.scheduler = Scheduler(slots, list(asked), groups_of(asked), now)
+        bus = EventBus([self.events.append])
+        self.endpoints = Endpoints(
+            asked, adaptive, self.scheduler, bus, now, RetryPolicy(first_seconds=1.0), random.Random(0)
+        )
+
+    def refuse(self, name: str, times: int, retry_after: float | None = 8.0) -> None:
+        for _ in range(times):
+            sent = Sent()
+            self.endpoints.endpoint(name).send(sent)
+            self.endpoints.endpoint(name).refused(sent, retry_after)
+
+    @property
+    def pauses(self) -> list[tuple[str, float]]:
+        return [(one.endpoint, one.pause_seconds) for one in self.events if isinstance(one, EndpointPaused)]
+
+
+@given(st.dictionaries(st.sampled_from("stuvwx"), st.sets(st.sampled_from("abcdef"), min_size=1), min_size=1))
+def test_stages_are_in_one_group_where_endpoints_connect_them(asked: dict[str, set[str]]) -> None:
+    groups = groups_of(asked)
+    assert set(groups) == set(asked)
+    for one, other in [(one, other) for one in asked for other in asked if asked[one] & asked[other]]:
+        assert groups[one] == groups[other]
+    for stage, group in groups.items():
+        assert asked[stage] <= set(group.split(" + "))
+    assert groups == groups_of(dict(reversed(asked.items())))
+
+
+def test_a_burst_of_refusals_pauses_an_endpoint_and_no_other_and_a_longer_one_follows_without_an_answer() -> None:
+    bench = Bench()
+
+    async def main() -> None:
+        bench.refuse("task", BURST_REFUSALS - 1)
+        assert bench.pauses == []
+        bench.refuse("task", 3)
+        assert bench.pauses == [("task", 8.0)]
+        await bench.endpoints.endpoint("reflection").admit(None)
+        assert now() == 0.0
+        await bench.endpoints.endpoint("task").admit(None)
+        assert 8.0 <= now() <= 9.0
+        for pause in (2.0, 4.0):
+            bench.refuse("task", BURST_REFUSALS, None)
+            assert bench.pauses[-1] == ("task", pause)
+            await bench.endpoints.endpoint("task").admit(None)
+        bench.endpoints.endpoint("task").finished(Sent(), 1)
+        bench.refuse("task", BURST_REFUSALS, None)
+        assert bench.pauses[-1] == ("task", 1.0)
+
+    run(main)
+
+
+def test_refusals_among_as_many_answers_pause_nothing() -> None:
+    bench = Bench()
+
+    async def main() -> None:
+        for _ in range(20):
+            bench.endpoints.endpoint("task").finished(Sent(), 1)
+            bench.refuse("task", 1)
+        assert bench.pauses == []
+
+    run(main)
+
+
+def test_a_request_that_waits_for_the_end_of_a_pause_holds_no_slot_and_is_sent_at_last_all_the_same() -> None:
+    bench = Bench(slots=1)
+    task = bench.endpoints.endpoint("task")
+    order: list[str] = []
+
+    async def request(name: str) -> None:
+        await task.admit(current_slot())
+        order.append(name)
+
+    async def always_refusing() -> None:
+        for _ in range(2 * MOST_PAUSES):
+            bench.refuse("task", BURST_REFUSALS)
+            await anyio.sleep(8.0)
+
+    async def main() -> None:
+        async with anyio.create_task_group() as group:
+            group.start_soon(always_refusing)
+            await anyio.sleep(0.1)
+            group.start_soon(bench.scheduler.run, "rollout", Asker(0), lambda: request("paused"))
+            await anyio.sleep(0.1)
+            await bench.scheduler.run("propose", Asker(1), lambda: anyio.lowlevel.checkpoint())
+            order.append("another")
+
+    run(main)
+    assert order == ["another", "paused"]
+
+
+def test_each_group_has_a_limit_of_its_own_and_every_change_is_told() -> None:
+    bench = Bench(8, Bounds(start=2, high=8))
+    assert set(bench.endpoints.limits) == {"judge + task", "reflection"}
+    assert bench.scheduler.limit == 4
+
+    async def main() -> None:
+        async def request() -> None:
+            sent = Sent()
+            bench.endpoints.endpoint("judge").send(sent)
+            await anyio.sleep(1.0)
+            bench.endpoints.endpoint("judge").finished(sent, 100)
+
+        async with anyio.create_task_group() as group:
+            for number in range(12):
+                group.start_soon(bench.scheduler.run, "rollout", Asker(number), request)
+
+    run(main)
+    changes = [one for one in bench.events if isinstance(one, LimitChanged)]
+    assert {(one.name, one.reason) for one in changes} == {("judge + task", "it binds")}
+    assert changes[0].before == 2
+    assert bench.endpoints.limits["reflection"].limit == 2
+
+
+def test_whole_rollouts_are_heard_only_where_their_lm_calls_are_not() -> None:
+    bench = Bench(8, Bounds(start=8, high=8))
+
+    async def main() -> None:
+        await anyio.sleep(60.0)
+        bench.endpoints.turned_away("propose", None)
+        assert bench.endpoints.limits["reflection"].limit < 8
+        bench.endpoints.endpoint("task").send(Sent())
+        bench.endpoints.turned_away("rollout", None)
+        assert bench.endpoints.limits["judge + task"].limit == 8
+
+    run(main)
+
+
+def test_an_endpoint_that_no_stage_names_has_no_limit() -> None:
+    bench = Bench(8, Bounds(start=1))
+    assert bench.endpoints.names == ["judge", "reflection", "task"]
+    assert bench.endpoints.group_of("of a module's own") == "of a module's own"
+    bench.endpoints.endpoint("of a module's own").refused(Sent(), None)
+
+
+def test_a_policy_without_an_attempt_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="attempts is 0"):
+        RetryPolicy(attempts=0)

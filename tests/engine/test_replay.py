@@ -1,0 +1,259 @@
+"""Resume as replay: what was paid for a step that had no end is answered, everything else is paid anew."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dspy_flashevolve.engine.admission import LiveSteps
+from dspy_flashevolve.engine.check import check
+from dspy_flashevolve.engine.journal import Journal
+from dspy_flashevolve.engine.redaction import MARK, Redaction
+from dspy_flashevolve.engine.replay import BEFORE_STEPS, RunJournal, Unfinished, hash_of, id_text
+from dspy_flashevolve.engine.rollouts import Rollout, RolloutKey, Spent, gather, metric_begins
+from dspy_flashevolve.engine.run import EvolutionRun
+from dspy_flashevolve.engine.steps import End, EndKind, NothingToDoError, Step
+from dspy_flashevolve.sim.virtual import run as in_virtual_time
+
+KEY = RolloutKey(hash_of({"p": "text"}), "train", 3)
+
+
+class Kept:
+    """A rollout as the journal has it: only its score."""
+
+    def __init__(self, traced: bool = True) -> None:
+        self.traced = traced
+
+    def write(self, rollout: Rollout) -> tuple[str, str | None]:
+        return json.dumps(rollout.output), "trace" if self.traced else None
+
+    def read(self, row: Any) -> Rollout | None:
+        return Rollout(json.loads(row["output"]), row["score"])
+
+
+class Words:
+    """A reply as text."""
+
+    def __init__(self, position: str) -> None:
+        self.position = position
+
+    def write(self, answer: str) -> str | None:
+        return answer or None
+
+    def read(self, text: str) -> str | None:
+        return text
+
+
+def session(directory: Path) -> RunJournal:
+    journal = Journal(directory)
+    journal.append(
+        "sessions", id=journal.session, began_at=0.0, pid=1, fingerprints={},
+        settings={"max_metric_calls": 10**6, "schedule": "async"},
+    )  # fmt: skip
+    return RunJournal(journal)
+
+
+def write(journal: RunJournal, step: int, score: float = 0.5, key: RolloutKey = KEY, trace: str | None = "t") -> None:
+    journal.finished(key, "rollout", step, Rollout("out", score), ('"out"', trace), 1.0, journal.call_counts("r", step))
+
+
+def closed(journal: RunJournal) -> None:
+    journal.session_ended("aborted", "")
+
+
+def found(journal: RunJournal, step: int, key: RolloutKey = KEY) -> float | None:
+    rollout = journal.rollout(key, step, Kept().read)
+    return None if rollout is None else rollout.score
+
+
+def test_steps_without_an_end_are_found_with_what_they_had_selected(tmp_path: Path) -> None:
+    journal = session(tmp_path)
+    for number in range(4):
+        journal.opened(number, version=number, selection={"parent": number})
+    journal.ended(1, "rejected", "")
+    journal.ended(3, "committed", "")
+    closed(journal)
+    journal = session(tmp_path)
+    assert journal.take_up() == [Unfinished(0, 0, {"parent": 0}), Unfinished(2, 2, {"parent": 2})]
+    assert journal.last_step == 3
+    closed(journal)
+
+
+def test_a_rollout_that_was_paid_answers_only_steps_that_run_again(tmp_path: Path) -> None:
+    journal = session(tmp_path)
+    journal.opened(0, 0, None)
+    journal.opened(1, 0, None)
+    write(journal, 0)
+    write(journal, 1, 0.9, RolloutKey(KEY.candidate, "train", 4))
+    journal.ended(1, "rejected", "")
+    assert found(journal, 0) is None, "nothing is taken up"
+    closed(journal)
+    journal = session(tmp_path)
+    journal.take_up()
+    assert found(journal, 0) == 0.5
+    assert found(journal, 0, RolloutKey(KEY.candidate, "train", 4)) is None, "of a step that has ended"
+    assert found(journal, 0, RolloutKey(KEY.candidate, "val", 3)) is None
+    assert found(journal, 0, RolloutKey(KEY.candidate, "train", 3, traced=False)) is None
+    assert found(journal, 7) is None, "a new step pays"
+    assert (journal.spent, journal.paid[0], journal.paid[1]) == (2, 1, 0)
+    closed(journal)
+
+
+@pytest.mark.parametrize("each_once", [False, True])
+def test_one_that_is_kept_answers_all_that_are_equal_or_in_lockstep_one(tmp_path: Path, each_once: bool) -> None:
+    journal = session(tmp_path)
+    journal.opened(0, 0, None)
+    write(journal, 0, 0.25)
+    write(journal, 0, 0.5)
+    closed(journal)
+    journal = RunJournal(Journal(tmp_path), each_once)
+    journal.take_up()
+    assert [found(journal, 0) for _ in range(3)] == ([0.25, 0.5, None] if each_once else [0.5] * 3)
+    closed(journal)
+
+
+def test_what_is_missing_is_what_is_still_to_be_paid_and_a_trace_that_is_needed_is_paid_again(tmp_path: Path) -> None:
+    journal = session(tmp_path)
+    journal.opened(0, 0, None)
+    write(journal, 0)
+    write(journal, 0, key=RolloutKey(KEY.candidate, "train", 4), trace=None)
+    closed(journal)
+    journal = session(tmp_path)
+    journal.take_up()
+    ids = [3, 4, 5]
+    assert journal.missing(0, KEY.candidate, "train", ids) == 1
+    assert journal.missing(0, KEY.candidate, "train", ids, needs_trace=True) == 2
+    assert journal.missing(0, KEY.candidate, "val", ids) == 3
+    assert journal.missing(9, KEY.candidate, "train", ids) == 3
+    closed(journal)
+
+
+def test_what_belongs_to_no_step_is_found_where_it_is_not_done(tmp_path: Path) -> None:
+    journal = session(tmp_path)
+    write(journal, BEFORE_STEPS)
+    closed(journal)
+    for seeded, score in ((False, 0.5), (True, None)):
+        journal = session(tmp_path)
+        journal.take_up(seeded)
+        assert found(journal, BEFORE_STEPS) == score
+        closed(journal)
+
+
+def test_a_call_that_came_back_without_a_score_is_taken_back(tmp_path: Path) -> None:
+    journal = session(tmp_path)
+    in_virtual_time(lambda: journal.call_begins("rollout", 0))
+    in_virtual_time(lambda: journal.call_begins("rollout", 0))
+    journal.call_returned("rollout", 0)
+    journal.calls_elsewhere(7)
+    closed(journal)
+    journal = session(tmp_path)
+    assert journal.spent == 8
+    closed(journal)
+
+
+def test_a_step_whose_texts_had_a_secret_taken_out_fails_and_runs_no_more(tmp_path: Path) -> None:
+    journal = RunJournal(Journal(tmp_path, Redaction(["swordfish-42"])))
+    name = journal.candidate({"p": "say swordfish-42"})
+    journal.opened(0, 0, {"candidate": name})
+    journal.opened(1, 0, {"question": "is it swordfish-42?"})
+    journal.opened(2, 0, {})
+    journal.replied(2, "propose", "0", "swordfish-42", 0, 0.0)
+    journal.replied(2, "propose", "1", "a plain word", 0, 0.0)
+    closed(journal)
+    journal = session(tmp_path)
+    assert [one.number for one in journal.take_up()] == [2]
+    assert MARK in journal.texts[name]["p"]
+    assert (journal.reply(2, "propose", "0"), journal.reply(2, "propose", "1")) == (None, "a plain word")
+    closed(journal)
+    journal = session(tmp_path)
+    assert {row["step"]: row["way"] for row in journal.journal.rows("SELECT * FROM ends")} == dict.fromkeys(
+        (0, 1), "failed"
+    )
+    closed(journal)
+
+
+@given(st.one_of(st.integers(), st.text(), st.tuples(st.integers(), st.text()), st.none(), st.floats(allow_nan=False)))
+def test_ids_are_told_apart_as_text(one: Any) -> None:
+    assert id_text(one) == id_text(one)
+    assert id_text(one) != id_text([one])
+
+
+# Whole runs
+
+
+class Loop:
+    """Steps of two evaluations and a question; counts what is paid. Killed at a moment, it goes on."""
+
+    def __init__(self, directory: Path, seed: int, paid: Counter[Any], steps: int = 12, selects: bool = True) -> None:
+        self.seed, self.paid, self.steps, self.selects = seed, paid, steps, selects
+        self.run = EvolutionRun(
+            name="a loop", stages={"rollout": ["e"], "propose": ["e"]}, slots=3, journal=session(directory), seed=seed
+        )
+
+    async def step(self, step: Step) -> End:
+        if step.number >= self.steps:
+            raise NothingToDoError
+        rng, run = random.Random(f"{self.seed}/{step.number}"), self.run
+        self.run.begin(step, 0, 0.0, {"texts": f"text {step.number}"} if self.selects else None)
+        if step.recorded is not None:
+            assert step.recorded == {"texts": f"text {step.number}"}
+
+        async def one(text: str, example: int) -> float:
+            async def call() -> Rollout:
+                await anyio.sleep(1.0 + rng.random())
+                await metric_begins()
+                await anyio.sleep(0.1)
+                self.paid["rollout", step.number, text, example] += 1
+                return Rollout(f"{text} {example}", example / 10)
+
+            key = RolloutKey(hash_of({"p": text}), "train", example)
+            rollout, _ = await run.rollouts.rollout(key, "rollout", step, step.reservation, call, Kept())
+            assert rollout.output == f"{text} {example}"
+            return rollout.score
+
+        async def ask() -> str:
+            await anyio.sleep(2.0)
+            self.paid["ask", step.number] += 1
+            return f"child of {step.number}"
+
+        await gather([lambda e=example: one(f"parent of {step.number}", e) for example in range(3)])
+        child = await run.rollouts.request("propose", step, ask, lambda _: Spent(1, 0.5), Words("0"))
+        await gather([lambda e=example: one(child, e) for example in range(3)])
+        return End(EndKind.COMMITTED)
+
+    def play(self, seconds: float) -> None:
+        async def main() -> None:
+            journal = self.run.journal
+            assert journal is not None
+            journal.take_up()
+            with anyio.move_on_after(seconds):
+                await self.run.evolve(self.step, LiveSteps(4), calls=6, first=journal.last_step + 1)
+
+        in_virtual_time(lambda: self.run.run_async(main))
+
+
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.integers(0, 2**16), st.lists(st.floats(0, 30), max_size=4), st.booleans())
+def test_however_often_it_is_interrupted_nothing_that_was_paid_is_paid_again_and_every_step_ends_once(
+    tmp_path_factory: pytest.TempPathFactory, seed: int, interruptions: list[float], selects: bool
+) -> None:
+    directory, paid = tmp_path_factory.mktemp("run"), Counter[Any]()
+    for seconds in (*interruptions, 10_000.0):
+        Loop(directory, seed, paid, selects=selects).play(seconds)
+    assert set(paid.values()) == {1}
+    assert len(paid) == 12 * 7
+    journal = Journal(directory)
+    ends = [row["step"] for row in journal.rows("SELECT step FROM ends ORDER BY step")]
+    spent = journal.rows("SELECT SUM(calls) AS spent FROM calls")[0]["spent"]
+    journal.close()
+    assert ends == list(range(12))
+    assert 72 <= spent <= 72 + 3 * len(interruptions), "a metric that had begun when it was interrupted counts"
+    assert check(directory).problems == []
