@@ -14,11 +14,11 @@ from typing import Any
 import dspy
 import pytest
 
-from dspy_flashevolve import AsyncGEPA
+from dspy_flashevolve import AsyncGEPA, Workflow
 from dspy_flashevolve.engine.check import check
 from dspy_flashevolve.engine.errors import JournalError
 from dspy_flashevolve.engine.journal import Journal
-from dspy_flashevolve.gepa import reports
+from dspy_flashevolve.gepa import callbacks
 from tests.contract.surface import sql as rows
 from tests.contract.test_going_on import TRAIN, VAL, run
 from tests.fakes import Chain, digits, reflection_lm
@@ -54,7 +54,7 @@ def test_a_journal_that_fails_ends_the_run_at_once_and_scores_nothing(
 
 def test_half_a_surrogate_pair_is_written_and_nobody_waits_for_ever(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
-    journal.append("ends", ticket=1, session=1, ended_at=0.0, way="failed", reason="cut \ud83d off")
+    journal.append("ends", step=1, session=1, ended_at=0.0, way="failed", reason="cut \ud83d off")
     waiting = threading.Thread(target=journal.flush_here, daemon=True)
     waiting.start()
     waiting.join(10)
@@ -65,7 +65,7 @@ def test_half_a_surrogate_pair_is_written_and_nobody_waits_for_ever(tmp_path: Pa
 
 def test_whatever_cannot_be_written_fails_the_flush_and_does_not_hang(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
-    journal.append("ends", ticket=2**70, session=1, ended_at=0.0, way="failed", reason="")  # OverflowError
+    journal.append("ends", step=2**70, session=1, ended_at=0.0, way="failed", reason="")  # OverflowError
     with pytest.raises(JournalError, match="too large"):
         journal.flush_here()
     journal.close()
@@ -109,48 +109,54 @@ def test_sets_and_bytes_in_examples_are_the_same_in_every_process() -> None:
     assert len(found) == 1
 
 
-def test_a_merge_that_was_under_way_goes_on_where_further_merges_are_not_wanted(
+def test_a_crossover_that_was_under_way_goes_on_where_further_ones_are_not_wanted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    commit = reports.commit
+    commit = callbacks.commit
 
-    def killed(pool: Any, ticket: Any, work: Any) -> Any:
+    def killed(pool: Any, step: Any, work: Any) -> Any:
         if work.merge:
-            raise KeyError("killed before the commit of a merge")
-        return commit(pool, ticket, work)
+            raise KeyError("killed before the commit of a crossover")
+        return commit(pool, step, work)
 
-    monkeypatch.setattr(reports, "commit", killed)
+    monkeypatch.setattr(callbacks, "commit", killed)
     options: dict[str, Any] = {"schedule": "lockstep", "predictors": 2, "seed": 2}
     with pytest.raises(KeyError):
         run(tmp_path, 900, **options)
     monkeypatch.undo()
     run(tmp_path, 900, use_merge=False, **options)
-    [(ways,)] = rows(tmp_path, "SELECT COUNT(*) FROM tickets t JOIN ends e ON e.ticket = t.number "
-                     "WHERE t.kind = 'merge' AND e.session = 2 AND e.way = 'committed'")  # fmt: skip
-    assert ways >= 1
+    [(committed,)] = rows(tmp_path, "SELECT COUNT(*) FROM steps s JOIN ends e ON e.step = s.number "
+                          "WHERE s.selection LIKE '%ancestor%' AND e.session = 2 AND e.way = 'committed'")  # fmt: skip
+    assert committed == 1
     assert check(tmp_path).problems == []
 
 
 @pytest.mark.parametrize("budget", [96, 108, 121, 140])
-def test_a_validated_child_is_committed_although_the_budget_pays_no_further_ticket(
+def test_a_validated_child_is_committed_although_the_budget_pays_no_further_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, budget: int
 ) -> None:
     """What is paid is not thrown away, wherever in its budget a run was interrupted."""
-    commit, held = reports.commit, list[Any]()
+    commit, held, made = callbacks.commit, list[Any](), 0
 
-    def killed(pool: Any, ticket: Any, work: Any) -> Any:
-        if pool.calls_made() >= budget - 20:
-            held.append(ticket.number)
+    def metric(gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None) -> Any:
+        nonlocal made
+        made += pred_name is None
+        return digits(gold, pred, trace, pred_name, pred_trace)
+
+    def killed(pool: Any, step: Any, work: Any) -> Any:
+        if made >= budget - 30:
+            held.append(step.number)
             raise KeyError("killed before a commit")
-        return commit(pool, ticket, work)
+        return commit(pool, step, work)
 
-    monkeypatch.setattr(reports, "commit", killed)
+    monkeypatch.setattr(callbacks, "commit", killed)
     with suppress(KeyError):
-        run(tmp_path, budget, predictors=1, staleness="full", num_threads=8)
+        run(tmp_path, budget, predictors=1, staleness="full", num_threads=8, metric=metric)
     monkeypatch.undo()
-    details = run(tmp_path, budget, predictors=1, staleness="full", num_threads=8)
-    assert details.total_metric_calls <= budget
-    ways = dict(rows(tmp_path, "SELECT ticket, way FROM ends"))
+    details = run(tmp_path, budget, predictors=1, staleness="full", num_threads=8, metric=metric)
+    assert made <= details.total_metric_calls <= budget
+    assert held
+    ways = dict(rows(tmp_path, "SELECT step, way FROM ends"))
     assert [ways[number] for number in held] == ["committed"] * len(held)
     assert check(tmp_path).problems == []
 
@@ -171,7 +177,7 @@ def test_no_file_of_the_run_has_a_key_that_an_error_repeats(tmp_path: Path, monk
         instruction_proposer=Refusing(),
         log_dir=str(tmp_path),
         staleness="full",
-        max_live_tickets=2,
+        workflow=Workflow(live_steps=2),
     )
     optimizer.compile(Chain(1), trainset=TRAIN, valset=VAL)
     written = {path.name: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
