@@ -455,7 +455,7 @@ def test_a_cancellation_from_outside_ends_every_step_and_goes_on() -> None:
 
 
 def test_a_step_that_cancels_itself_does_not_end_the_run_in_silence() -> None:
-    """asyncio's CancelledError is no Exception: user code that awaits a task of its own which was cancelled raises it."""
+    """asyncio's CancelledError is no Exception: code that awaits a task of its own which was cancelled raises it."""
     world = World(2)
 
     async def step(step: Step) -> End:
