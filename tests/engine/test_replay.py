@@ -52,8 +52,8 @@ class Words:
         return text
 
 
-def session(directory: Path) -> RunJournal:
-    journal = Journal(directory)
+def session(directory: Path, *secrets: str) -> RunJournal:
+    journal = Journal(directory, Redaction(secrets))
     journal.append(
         "sessions", id=journal.session, began_at=0.0, pid=1, fingerprints={},
         settings={"max_metric_calls": 10**6, "schedule": "async"},
@@ -160,7 +160,7 @@ def test_a_call_that_came_back_without_a_score_is_taken_back(tmp_path: Path) -> 
 
 
 def test_a_step_whose_texts_had_a_secret_taken_out_fails_and_runs_no_more(tmp_path: Path) -> None:
-    journal = RunJournal(Journal(tmp_path, Redaction(["swordfish-42"])))
+    journal = session(tmp_path, "swordfish-42")
     name = journal.candidate({"p": "say swordfish-42"})
     journal.opened(0, 0, {"candidate": name})
     journal.opened(1, 0, {"question": "is it swordfish-42?"})

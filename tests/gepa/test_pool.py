@@ -1,0 +1,93 @@
+"""The pool: its frontier, its version, whose iteration gepa's code sees; speculative candidates leave no trace."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dspy_flashevolve.engine.budget import Budget, Reservation
+from dspy_flashevolve.engine.errors import ConfigurationError
+from dspy_flashevolve.engine.steps import Step, rng_of
+from dspy_flashevolve.gepa.speculative import SpeculativeCandidates
+from tests.gepa.pools import EXAMPLES, commit, frontier, pool_of
+
+SCORES = st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0]), min_size=EXAMPLES, max_size=EXAMPLES)
+
+
+def step_of(number: int) -> Step:
+    return Step(number, rng_of(number, seed=0), Reservation(Budget(None), 0))
+
+
+@given(st.lists(SCORES, max_size=6), st.randoms(use_true_random=False))
+def test_the_frontier_does_not_depend_on_the_order_of_commits(
+    children: list[list[float]], shuffler: random.Random
+) -> None:
+    results = []
+    order = list(enumerate(children))
+    for _ in range(2):
+        pool = pool_of()
+        for number, (name, scores) in enumerate(order):
+            commit(pool, number, scores, p=f"child {name}")
+        results.append((frontier(pool), pool.best_score(), pool.version, pool.state.total_num_evals))
+        pool.close()
+        shuffler.shuffle(order)
+    assert results[0] == results[1]
+
+
+@given(st.lists(SCORES, max_size=6))
+def test_the_version_rises_by_one_a_commit_and_the_best_never_falls(children: list[list[float]]) -> None:
+    pool, best = pool_of(), [0.5]
+    for number, scores in enumerate(children):
+        done = commit(pool, number, scores, p=f"child {number}")
+        assert (done.version, done.candidate, done.generation) == (number + 1, number + 1, 1)
+        best.append(done.best_score)
+    assert best == sorted(best)
+    assert pool.state.is_consistent()
+    pool.close()
+
+
+def test_gepas_code_sees_the_iteration_of_the_step_it_acts_for() -> None:
+    pool = pool_of()
+    steps = [step_of(number) for number in range(3)]
+    for step in steps:
+        pool.begin_step(step)
+    with pool.acting_for(steps[1]):
+        assert pool.state.i == 1
+        pool.state.full_program_trace[-1]["mark"] = True
+    assert pool.state.i == 2
+    assert [entry.get("mark") for entry in pool.state.full_program_trace] == [None, True, None]
+    pool.close()
+
+
+STEPS = st.lists(st.tuples(st.sampled_from(["add", "child", "confirm", "remove"]), st.integers(0, 5)), max_size=30)
+
+
+@given(STEPS)
+def test_a_removed_speculative_candidate_leaves_nothing_behind(steps: list[tuple[str, int]]) -> None:
+    waiting = SpeculativeCandidates()
+    for action, which in steps:
+        alive = waiting.all()
+        if action == "add" or not alive:
+            waiting.add({"p": "x"})
+        elif action == "child":
+            waiting.add({"p": "y"}, parents=(alive[which % len(alive)].key,))
+        elif action == "confirm":
+            waiting.confirm(alive[which % len(alive)].key)
+        else:
+            before = {one.key for one in alive}
+            gone = {one.key for one in waiting.remove(alive[which % len(alive)].key)}
+            assert {one.key for one in waiting.all()} == before - gone
+        left = {one.key for one in waiting.all()}
+        assert all(set(one.parents) <= left for one in waiting.all()), "no candidate stands on one that is gone"
+
+
+def test_confirming_what_is_not_speculative_is_an_error() -> None:
+    waiting = SpeculativeCandidates()
+    for call in (waiting.confirm, waiting.remove):
+        with pytest.raises(ConfigurationError, match="candidate 7 is not speculative"):
+            call(7)
+    with pytest.raises(ConfigurationError, match=r"speculative parents \[3\]"):
+        waiting.add({"p": "x"}, parents=(3,))
