@@ -185,7 +185,8 @@ class Reflective:
         left_out: what becomes of a child that no head took in: it goes on "alone", it may "retry" with the next
             integration (once; after that it is dropped), or it is a "drop". Default: alone for a patch, retry with
             heads.
-        unreadable: the same for children of an integration whose reply could not be read twice.
+        unreadable: the same for children of an integration whose reply could not be read twice, and for those that its
+            text leaves out without a verdict that says why.
         frontier_share: share of the steps that start from the Pareto frontier instead of the head, 0 to 1.
         rollback_margin: how far a head may lie under the pool's best, in score, before it is rolled back.
         heads: whether integrated candidates become heads, which steps start from before they are validated.

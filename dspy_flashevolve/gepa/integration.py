@@ -262,7 +262,8 @@ class Integrations:
     ) -> list[tuple[Step, _Outcome]]:
         """Sort the children by verdict, and put the candidate with those that were taken in on its way.
 
-        The new text decides: a child that was not judged, of those that were shown, is taken for being in it.
+        The new text decides: a child that was not judged, of those that were shown, is taken for being in it; where it
+        is the base's, none is. Children of which the reply says nothing that holds are left as if it were unreadable.
         """
         outcomes: list[tuple[Step, _Outcome]] = []
         members: list[tuple[Step, Waiting]] = []
@@ -271,14 +272,14 @@ class Integrations:
         for step, waiting in group:
             mine = {number for number, one in owner.items() if one == step.number}
             reason = {one.verdict: one.reason for one in made.judgements if one.child in mine}
-            if "orthogonal" in reason or (not reason and shown and texts):
+            if texts and ("orthogonal" in reason or (not reason and shown)):
                 members.append((step, waiting))
             elif "conflicting" in reason:
                 outcomes.append((step, self._left_out(f"conflicting: {reason['conflicting']}")))
             elif "subsumed" in reason:
                 outcomes.append((step, End(EndKind.DISCARDED, f"subsumed: {reason['subsumed']}")))
             else:
-                outcomes.append((step, self._left_out("the integration did not judge it")))
+                outcomes.append((step, _Left(self._policy.unreadable, "it is not in the integrated text")))
         if not members:
             return outcomes
         if await self._pool.write(self._heads.is_known, {**base.candidate, **texts}):

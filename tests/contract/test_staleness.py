@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import dspy
@@ -23,6 +25,7 @@ from dspy_flashevolve.sim import HouseRules, ReplyModel
 from dspy_flashevolve.sim.virtual import SimulatedModel, run
 from tests.contract.surface import check_ends, check_winner, command, facts, journal_of
 from tests.contract.worlds import World, play
+from tests.fakes import fake_lm
 
 TRAIN, VAL = 12, 12
 
@@ -101,18 +104,63 @@ def test_a_run_that_is_stopped_by_time_ends_with_everything_settled(seconds: int
     assert stats.outcome == "finished"
 
 
-def test_no_reply_to_an_integration_costs_more_than_itself() -> None:
-    """Children that no integration could read go on as in ``full``."""
+class Saying(dspy.Module):
+    """A named fake of an integration: says, or raises, one and the same."""
 
-    class Mute(dspy.Module):
-        async def aforward(self, **_: Any) -> Any:
-            raise ValueError("no idea")
+    asked = 0
 
-    stats = compiled(300, stale_candidate_reflection=Mute()).async_stats
-    assert stats.integrations
-    assert all("no idea" in record.failed for record in stats.integrations)
-    assert stats.ended["committed"] > 0
+    def __init__(self, reply: Callable[[dict[str, str], Any], Any]) -> None:
+        super().__init__()
+        self.reply = reply
+
+    async def aforward(self, head: Any, children: Any, **_: Any) -> Any:
+        Saying.asked += 1
+        reply = self.reply(head, children)
+        if isinstance(reply, Exception):
+            raise reply
+        return reply
+
+
+def verdicts(word: str, children: Any) -> list[Any]:
+    return [SimpleNamespace(child=one.number, verdict=word, reason="so") for one in children]
+
+
+def unread() -> dspy.Module:
+    """The real module, with an LM that answers beside the point."""
+    module = StaleCandidateReflection()
+    module.set_lm(fake_lm(lambda prompt: "As a language model I have no opinion."))
+    return module
+
+
+USELESS: dict[str, tuple[Any, str]] = {
+    "no format": (unread, "steps[0]: AdapterParseError"),
+    "it raises": (lambda: Saying(lambda head, _: ValueError("no idea")), "no idea"),
+    "nothing": (lambda: Saying(lambda head, _: None), "AttributeError"),
+    "neither text nor verdict": (lambda: Saying(lambda head, _: dspy.Prediction(texts={}, verdicts=[])), "neither"),
+    "the head's text, and no verdicts": (
+        lambda: Saying(lambda head, _: dspy.Prediction(texts=dict(head), verdicts=[])), ""
+    ),
+    "the head's text, and verdicts that say otherwise": (
+        lambda: Saying(lambda head, found: dspy.Prediction(texts=dict(head), verdicts=verdicts("orthogonal", found))),
+        "",
+    ),
+    "no answer": (lambda: Saying(lambda head, _: LMRateLimitError("slow down", model="simulated")), "-"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", USELESS)
+@pytest.mark.parametrize("staleness", ["reflective", "patch"])
+def test_no_reply_to_an_integration_costs_more_than_itself(name: str, staleness: str) -> None:
+    """Children that are in no text, for no reason that holds, go on as in ``full``: they end by their own scores."""
+    module, failed = USELESS[name]
+    Saying.asked = 0
+    stats = play(World(), staleness=staleness, stale_candidate_reflection=module()).async_stats
     check_ends(stats)
+    assert all(failed in record.failed and bool(record.failed) == bool(failed) for record in stats.integrations)
+    assert stats.integrations or (failed == "-" and Saying.asked > 0)
+    assert stats.ended["committed"] > 5
+    assert stats.ended["integrated"] == stats.ended["failed"] == 0
+    assert not [reason for reason in stats.end_reasons if "integrat" in reason or "head" in reason]
 
 
 def test_a_provider_that_fails_during_an_integration_costs_no_score() -> None:
