@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import threading
-from contextlib import suppress
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from dspy_flashevolve.engine.check import check
 from dspy_flashevolve.engine.errors import JournalError
 from dspy_flashevolve.engine.journal import Journal
 from dspy_flashevolve.gepa import callbacks
+from tests.contract.surface import simulated
 from tests.contract.surface import sql as rows
 from tests.contract.test_going_on import TRAIN, VAL, run
 from tests.fakes import Chain, digits, reflection_lm
@@ -144,18 +144,18 @@ def test_a_validated_child_is_committed_although_the_budget_pays_no_further_step
         return digits(gold, pred, trace, pred_name, pred_trace)
 
     def killed(pool: Any, step: Any, work: Any) -> Any:
-        if made >= budget - 30:
+        if made >= budget - 20:
             held.append(step.number)
             raise KeyError("killed before a commit")
         return commit(pool, step, work)
 
     monkeypatch.setattr(callbacks, "commit", killed)
-    with suppress(KeyError):
-        run(tmp_path, budget, predictors=1, staleness="full", num_threads=8, metric=metric)
+    options: dict[str, Any] = {"staleness": "full", "num_threads": 8, "metric": metric, "log_dir": str(tmp_path)}
+    with pytest.raises(KeyError):
+        simulated(budget, **options)
     monkeypatch.undo()
-    details = run(tmp_path, budget, predictors=1, staleness="full", num_threads=8, metric=metric)
+    details = simulated(budget, **options).detailed_results
     assert made <= details.total_metric_calls <= budget
-    assert held
     ways = dict(rows(tmp_path, "SELECT step, way FROM ends"))
     assert [ways[number] for number in held] == ["committed"] * len(held)
     assert check(tmp_path).problems == []
