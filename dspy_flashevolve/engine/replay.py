@@ -13,17 +13,14 @@ import hashlib
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from dspy_flashevolve.engine.events import Event, RequestFinished, RolloutFinished, StepClosed
 from dspy_flashevolve.engine.journal import Journal
 from dspy_flashevolve.engine.redaction import MARK
 from dspy_flashevolve.engine.steps import EndKind
-
-if TYPE_CHECKING:
-    from dspy_flashevolve.engine.rollouts import Rollout, RolloutKey
 
 BEFORE_STEPS = -1
 """Stands for the number of a step in what belongs to none: the seed's validation, say."""
@@ -37,6 +34,46 @@ def id_text(example_id: Any) -> str:
 def hash_of(texts: Mapping[str, str]) -> str:
     """A candidate's name: a hash of its texts, component -> text."""
     return hashlib.sha256(json.dumps(sorted(texts.items())).encode()).hexdigest()[:32]
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """One run of a program with a candidate on one example.
+
+    Args:
+        output: what the program returned.
+        score: higher is better.
+        objective_scores: objective name -> score; empty when the metric has one objective.
+        trajectory: what reflection reads; None when no trace was asked for or none could be taken.
+        tokens: prompt and completion tokens that the LMs reported.
+        cost_dollars: of these tokens; 0 where a price is not known.
+        error: what the program or its metric raised, as a sentence; empty where neither did.
+    """
+
+    output: Any
+    score: float
+    objective_scores: dict[str, float] = field(default_factory=dict[str, float])
+    trajectory: Any = None
+    tokens: int = 0
+    cost_dollars: float = 0.0
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutKey:
+    """Equal keys mean the same rollout.
+
+    Args:
+        candidate: its name, by :func:`hash_of`, or another text that tells candidates apart.
+        split: "train", "val", or another set of examples.
+        example: tells the examples of the set apart.
+        traced: whether a trace is taken.
+    """
+
+    candidate: str
+    split: str
+    example: Hashable
+    traced: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ interrupted run is not made again. Other requests (a reflection, an integration)
 from __future__ import annotations
 
 import random
-from collections.abc import Awaitable, Callable, Hashable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
@@ -18,35 +18,12 @@ from dspy_flashevolve.engine.budget import Reservation
 from dspy_flashevolve.engine.endpoints import Endpoints
 from dspy_flashevolve.engine.errors import FlashEvolveError, RolloutUnresolvedError, TransientError
 from dspy_flashevolve.engine.events import EventBus, RequestFinished, RolloutFinished, RolloutTimedOut
-from dspy_flashevolve.engine.replay import RunJournal
+from dspy_flashevolve.engine.replay import Rollout, RolloutKey, RunJournal
 from dspy_flashevolve.engine.scheduler import Requester, Scheduler, current_slot
 from dspy_flashevolve.engine.steps import Step, StepEnded
 
 T = TypeVar("T")
 Granted = Callable[[], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Rollout:
-    """One run of a program with a candidate on one example.
-
-    Args:
-        output: what the program returned.
-        score: higher is better.
-        objective_scores: objective name -> score; empty when the metric has one objective.
-        trajectory: what reflection reads; None when no trace was asked for or none could be taken.
-        tokens: prompt and completion tokens that the LMs reported.
-        cost_dollars: of these tokens; 0 where a price is not known.
-        error: what the program or its metric raised, as a sentence; empty where neither did.
-    """
-
-    output: Any
-    score: float
-    objective_scores: dict[str, float] = field(default_factory=dict[str, float])
-    trajectory: Any = None
-    tokens: int = 0
-    cost_dollars: float = 0.0
-    error: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,23 +38,6 @@ class Spent:
     tokens: int
     cost_dollars: float = 0.0
     error: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class RolloutKey:
-    """Equal keys mean the same rollout.
-
-    Args:
-        candidate: its name, by :func:`~.replay.hash_of`, or another text that tells candidates apart.
-        split: "train", "val", or another set of examples.
-        example: tells the examples of the set apart.
-        traced: whether a trace is taken.
-    """
-
-    candidate: str
-    split: str
-    example: Hashable
-    traced: bool = True
 
 
 class RolloutRecord(Protocol):
