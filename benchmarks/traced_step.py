@@ -2,9 +2,9 @@
 
     python -m benchmarks.traced_step
 
-In virtual time, with the default policy and 64 slots: every call into the package that is made on behalf of a step which
-ends in a commit, in its own task, those that it starts and the threads that work for it. For each of them the files and
-functions are counted; the step with the most files is listed. Calls of ``sim/`` do not count.
+In virtual time, with the default policy and 64 slots: every call into the package that is made on behalf of a step
+which ends in a commit, in its own task, those that it starts and the threads that work for it. For each of them the
+files and functions are counted; the step with the most files is listed. Calls of ``sim/`` do not count.
 """
 
 from __future__ import annotations
