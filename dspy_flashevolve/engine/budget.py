@@ -1,7 +1,7 @@
 """The budget of metric calls: reserve before, settle after, refund the rest.
 
 ``spent + reserved <= limit`` holds at every moment, so a run never exceeds its limit, whatever is in
-flight (DESIGN section 4, invariant 2).
+flight (docs/architecture.md).
 """
 
 from __future__ import annotations

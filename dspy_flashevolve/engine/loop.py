@@ -47,7 +47,7 @@ def run_to_end(main: Callable[[], Awaitable[T]], stop: Callable[[str], None]) ->
 
     In the main thread, Ctrl-C (a notebook's "Interrupt" is one) and SIGTERM are the same: the first asks for an end,
     the second cancels, and a third does what it would do without this function. See
-    :func:`~dspy_flashevolve.engine.signals.heard` for whose handlers are left alone; a KeyboardInterrupt that such a
+    :func:`heard` for whose handlers are left alone; a KeyboardInterrupt that such a
     handler raises counts like a signal, and any other exception of it cancels.
 
     Args:

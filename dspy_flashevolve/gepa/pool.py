@@ -1,7 +1,7 @@
 """The pool and its one writer.
 
 Everything that reads or changes gepa's state, and every callback, selector, stopper and tracker, runs in
-one thread, one call at a time, in the order in which the calls were made (DESIGN section 4, invariant 1).
+one thread, one call at a time, in the order in which the calls were made (docs/architecture.md).
 The pool is gepa's engine without its loop: how a candidate is added, reported and logged is gepa's code.
 """
 
@@ -226,7 +226,7 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
     def add(
         self, step: Step, proposal: CandidateProposal[Any], evaluation: ValsetEvaluation[Any, Any], calls: int
     ) -> Commit:
-        """Add a validated candidate, whose validation cost ``calls`` at most: the only place where the pool grows."""
+        """Add a validated candidate, whose validation cost ``calls`` at most; `gepa/resume.py` adds those of an interrupted run."""
         with self.acting_for(step):
             index, best = self._add_evaluated_program(
                 new_program=proposal.candidate,

@@ -100,8 +100,8 @@ class StaleCandidateReflection(dspy.Module):
 
         Args:
             head: component -> text of the candidate that the result stands on.
-            children: records with the fields of ``engine.integration.StaleChild``.
-            commits: records with the fields of ``engine.integration.PastCommit``.
+            children: records with the fields of ``engine.staleness.StaleChild``.
+            commits: records with the fields of ``engine.staleness.PastCommit``.
             code_components: components that hold Python source (``dspy.Flex``).
 
         Returns:

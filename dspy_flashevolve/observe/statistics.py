@@ -168,7 +168,7 @@ class RunStats:
         occupancy: share of slot-seconds in use, 0 to 1, of the slots that there were by the limits of their time.
         busy_seconds_by_stage: slot-seconds.
         waited_seconds_by_stage: summed over requests, in the stage's queue.
-        gaps: place -> gap -> looks (DESIGN: gap = version now less version seen).
+        gaps: place -> gap (version now less version seen) -> looks.
         shared_rollouts: rollouts that joined one in flight instead of being paid.
         retried_requests: requests that the provider asked to come back later.
         timed_out_rollouts: runs of rollouts that took longer than rollout_timeout_seconds.
