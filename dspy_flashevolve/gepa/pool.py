@@ -226,7 +226,7 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
     def add(
         self, step: Step, proposal: CandidateProposal[Any], evaluation: ValsetEvaluation[Any, Any], calls: int
     ) -> Commit:
-        """Add a validated candidate, whose validation cost ``calls`` at most; `gepa/resume.py` adds those of an interrupted run."""
+        """Add a validated candidate, whose validation cost ``calls`` at most; resume.py adds an interrupted run's."""
         with self.acting_for(step):
             index, best = self._add_evaluated_program(
                 new_program=proposal.candidate,
