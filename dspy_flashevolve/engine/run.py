@@ -275,7 +275,13 @@ class EvolutionRun:
             version: the pool's, that it saw.
             value: what it is thought to reach, in score.
             selection: what the loop needs to run it again from here; JSON, for the journal.
+
+        Raises:
+            NothingToDoError: a stop came first: the step never was.
         """
+        scope = self._scopes.get(step.number)
+        if scope is not None and scope.cancel_called:  # it has not heard of it yet
+            raise NothingToDoError
         step.saw(version, value)
         step.has_begun = True
         if self.journal is not None:
@@ -483,9 +489,10 @@ class EvolutionRun:
     ) -> None:
         end: End | None = None
         try:
-            with anyio.CancelScope() as self._scopes[step.number]:
+            with anyio.CancelScope() as scope:
+                self._scopes[step.number] = scope
                 end = await self._end_of(step, loop)
-            if end is not None:
+            if end is not None and (step.has_begun or not scope.cancel_called):
                 with anyio.CancelScope(shield=True):  # a step ends once, whatever else comes to its end
                     if not step.has_begun:  # it counts all the same, or its number would be opened for ever
                         self.begin(step, step.version)

@@ -343,6 +343,24 @@ def test_a_stop_finishes_what_runs_and_cancels_what_has_selected_nothing_yet() -
     assert (world.run.stop_reason, world.run.outcome) == ("somebody asked", "stopped")
 
 
+def test_a_step_that_has_selected_in_the_moment_of_a_stop_never_was() -> None:
+    """It has what it waited for, and has not run since: its cancellation comes after its beginning."""
+    world, selected = World(4), anyio.Event()
+
+    async def step(step: Step) -> End:
+        if step.number == 1:
+            await selected.wait()
+        world.run.begin(step, 0)
+        await world.ask("rollout", step, 5.0)
+        if step.number == 0:
+            selected.set()
+            world.run.stop("somebody asked")
+        return End(EndKind.REJECTED)
+
+    world.evolve(step)
+    assert (world.run.ended["cancelled"], world.run.ended["rejected"]) == (0, 1)
+
+
 def test_a_stop_before_the_first_step_leaves_nothing_to_do() -> None:
     world = World()
     world.run.stop("at once")
