@@ -1,0 +1,155 @@
+"""Steps overlap: reflection on a part, selection before validation, heads before they are confirmed; and it is true."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from dspy.utils.exceptions import LMServerError
+
+from dspy_flashevolve import Reflective, Workflow
+from dspy_flashevolve.engine.staleness import Admit, Discard
+from tests.contract.surface import Heard, check_ends
+from tests.contract.worlds import World, chance, play
+
+
+class Kept(World):
+    """Keeps who was made from whom; one rollout in three takes long."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.parent: dict[str, str] = {}
+        self.gone = ""
+
+    def seconds(self, text: str, question: str) -> float:
+        if question == self.gone:
+            raise LMServerError("503")
+        return 40.0 if question.endswith(("2", "5", "8")) else 1.0 + chance("t", text, question)
+
+    async def acall(self, candidate: Any, reflective_dataset: Any, components_to_update: list[str]) -> dict[str, str]:
+        made = await super().acall(candidate, reflective_dataset, components_to_update)
+        self.parent |= {text: candidate[name] for name, text in made.items()}
+        return made
+
+
+def heard(world: World, calls: int = 400, **options: Any) -> tuple[Any, Heard]:
+    events = Heard()
+    gepa_kwargs = {"callbacks": [events]} | options.pop("gepa_kwargs", {})
+    return play(world, calls, gepa_kwargs=gepa_kwargs, **options), events
+
+
+def texts(program: Any) -> list[str]:
+    return [one.steps[0].signature.instructions for one in program.detailed_results.candidates]
+
+
+def only(candidate: Any) -> str:
+    return next(iter(candidate.values()))
+
+
+# Reflection on a part of the minibatch
+
+
+def test_a_child_is_compared_with_the_whole_minibatch_of_its_parent_though_reflection_saw_a_part() -> None:
+    world = Kept()
+    program, events = heard(world, staleness="full", workflow=Workflow(rollout=0.34))
+    ids = {event["iteration"]: event["minibatch_ids"] for event in events.of("on_minibatch_sampled")}
+    parent = {event["iteration"]: only(event["parent_candidate"]) for event in events.of("on_proposal_start")}
+    shown = {event["iteration"]: only(event["reflective_dataset"]) for event in events.of("on_proposal_start")}
+    assert any(len(rows) < 3 for rows in shown.values()), "no reflection began on a part: this run shows nothing"
+    rejected = [event for event in events.of("on_candidate_rejected") if event["iteration"] in parent]
+    assert rejected
+    for event in rejected:
+        number = event["iteration"]
+        assert event["old_score"] == pytest.approx(sum(world.score(parent[number], f"t {i}") for i in ids[number]))
+    check_ends(program.async_stats)
+
+
+def test_a_late_rollout_without_an_answer_fails_its_step_and_is_not_scored() -> None:
+    world = Kept()
+    world.gone = "t 2"
+    program, _ = heard(world, 200, staleness="full", workflow=Workflow(rollout=0.34))
+    stats = program.async_stats
+    assert stats.ended["failed"] > 0
+    assert "t 2" not in {question for _, question in world.scored}
+    check_ends(stats)
+
+
+def test_late_rollouts_are_paid_once_and_counted() -> None:
+    world = Kept()
+    program, _ = heard(world, 300, staleness=Reflective(batch=3), workflow=Workflow(rollout=0.34))
+    assert len(world.scored) == program.async_stats.metric_calls <= 300
+
+
+# Selection before validation
+
+
+GREEDY = {"candidate_selection_strategy": "current_best"}
+
+
+@pytest.mark.parametrize(("share", "early"), [(0.25, True), (1.0, False)])
+def test_a_child_may_be_selected_before_its_validation_is_done_where_the_prefix_may_tell(
+    share: float, early: bool
+) -> None:
+    _, events = heard(Kept(seed=3), 600, staleness="full", workflow=Workflow(validate=share), **GREEDY)
+    validated, ahead = {"0.3 seed 0"}, 0
+    for name, event in events.events:
+        if name == "on_valset_evaluated":
+            validated.add(only(event["candidate"]))
+        elif name == "on_candidate_selected":
+            ahead += only(event["candidate"]) not in validated
+    assert bool(ahead) == early
+
+
+@pytest.mark.parametrize("seed", [0, 1, 3])
+def test_parents_are_true_whatever_became_of_them_meanwhile(seed: int) -> None:
+    world = Kept(seed=seed)
+    program, _ = heard(world, 600, staleness="full", workflow=Workflow(validate=0.25), use_merge=False, **GREEDY)
+    there = texts(program)
+    index = {text: number for number, text in enumerate(there)}
+    for number, parents in enumerate(program.detailed_results.parents[1:], start=1):
+        made_from = world.parent[there[number]]
+        while made_from not in index:
+            made_from = world.parent[made_from]
+        assert parents == [index[made_from]]
+
+
+# Heads
+
+
+def test_steps_start_from_a_head_before_it_is_validated_and_the_pool_holds_it_only_when_it_is() -> None:
+    program, events = heard(Kept(), 600, staleness=Reflective(batch=4, frontier_share=0.25))
+    validated, ahead = {"0.3 seed 0"}, 0
+    for name, event in events.events:
+        if name == "on_valset_evaluated":
+            validated.add(only(event["candidate"]))
+        elif name == "on_candidate_selected":
+            ahead += only(event["candidate"]) not in validated
+    assert ahead
+    assert all(len(scores) == 12 for scores in program.detailed_results.val_subscores)
+    landed = [head for head in program.async_stats.heads if head.end == "confirmed"]
+    assert landed
+
+
+# The policy
+
+
+class Asked:
+    """Discards at one place every other time; admits else."""
+
+    def __init__(self, place: Any) -> None:
+        self.looks: tuple[Any, ...] = (place,)
+        self.seen: list[Any] = []
+
+    def decide(self, look: Any, history: Any) -> Any:
+        self.seen.append(look.place)
+        return Discard("enough") if len(self.seen) % 2 else Admit()
+
+
+@pytest.mark.parametrize("place", ["before_propose", "after_propose", "after_screen", "before_commit"])
+def test_a_policy_is_asked_where_it_says_and_a_discard_ends_the_step_there(place: Any) -> None:
+    policy = Asked(place)
+    program, _ = heard(Kept(), 300, staleness=policy, use_merge=False)
+    stats = program.async_stats
+    assert set(policy.seen) == {place}
+    assert stats.end_reasons["stale: enough"] == stats.ended["discarded"] == -(-len(policy.seen) // 2)
+    check_ends(stats)

@@ -1,0 +1,400 @@
+"""A run of any loop over DSPy programs: modules that are asked, rollouts, settings, stops, statistics."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import anyio
+import dspy
+import pytest
+from anyio.lowlevel import checkpoint
+from dspy.lm15 import Response
+from dspy.utils.exceptions import AdapterParseError, LMAuthError, LMRateLimitError
+
+from dspy_flashevolve import DspyRun
+from dspy_flashevolve.engine.admission import LiveSteps
+from dspy_flashevolve.engine.endpoints import RetryPolicy
+from dspy_flashevolve.engine.errors import ConfigurationError, RunAbortedError
+from dspy_flashevolve.engine.events import Event, RequestFinished
+from dspy_flashevolve.engine.rollouts import gather
+from dspy_flashevolve.engine.steps import End, EndKind, NothingToDoError, Step
+from dspy_flashevolve.observe.statistics import RunStats
+from dspy_flashevolve.sim.virtual import run
+from tests.fakes import AsyncFakeEngine, Chain, FakeEngine, digits, examples, fake_lm, reply_for, task_lm
+
+PREDICT = dspy.Predict("question -> answer")
+TRAIN = examples("t", 5)
+
+
+class SlowEngine(AsyncFakeEngine):
+    """Answers after some virtual seconds."""
+
+    def __init__(self, engine: FakeEngine, seconds: float) -> None:
+        super().__init__(engine)
+        self.seconds = seconds
+
+    async def complete(self, request: Any) -> Response:
+        await asyncio.sleep(self.seconds)
+        return await super().complete(request)
+
+
+def slow_lm(answer: Callable[[str], str] | None = None, seconds: float = 10.0) -> dspy.LM:
+    engine = FakeEngine(answer or (lambda prompt: reply_for(prompt, answer="3")))
+    return dspy.LM("fake/model", engine=engine, async_engine=SlowEngine(engine, seconds), cache=False, num_retries=0)
+
+
+class Turn:
+    """Raises while its list of errors lasts."""
+
+    def __init__(self, *errors: Exception) -> None:
+        self.errors = list(errors)
+
+    def __call__(self, prompt: str) -> str:
+        if self.errors:
+            raise self.errors.pop(0)
+        return reply_for(prompt, answer="3")
+
+
+def made(**options: Any) -> DspyRun:
+    return DspyRun(**({"name": "a loop", "stages": {"work": [None]}, "num_threads": 4} | options))
+
+
+class Loop:
+    """So many steps of one piece of work."""
+
+    def __init__(self, run: DspyRun, work: Callable[[Step], Awaitable[Any]], steps: int = 3) -> None:
+        self.run, self.work, self.steps = run, work, steps
+
+    async def step(self, step: Step) -> End:
+        if step.number >= self.steps:
+            raise NothingToDoError
+        self.run.begin(step, 0)
+        await self.work(step)
+        return End(EndKind.REJECTED, "done")
+
+    async def main(self) -> RunStats:
+        await self.run.evolve(self.step, LiveSteps(4), calls=0 if self.run.max_metric_calls is None else 4)
+        return self.run.statistics()
+
+    def play(self) -> RunStats:
+        """In virtual time."""
+        return run(lambda: self.run.run_async(self.main))
+
+
+def asking(run: DspyRun, module: dspy.Module = PREDICT, lm: Any = None) -> Callable[[Step], Awaitable[Any]]:
+    return lambda step: run.ask("work", step, module, lm=lm, question=f"question {step.number}")
+
+
+# Arguments
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"schedule": "sync"}, "schedule is 'sync', expected 'async' or 'lockstep'"),
+    ({"num_threads": 0}, "num_threads is 0, expected a whole number of at least 1, or None"),
+    ({"num_threads": True}, "num_threads is True"),
+    ({"num_threads": 9, "max_concurrency": 8}, "num_threads is 9, above max_concurrency=8"),
+    ({"max_metric_calls": 0}, "max_metric_calls is 0, expected a whole number"),
+    ({"max_metric_calls": 2.5}, "max_metric_calls is 2.5"),
+    ({"max_seconds": 0}, "max_seconds is 0, expected a number above 0, or None"),
+    ({"rollout_timeout_seconds": -1}, "rollout_timeout_seconds is -1"),
+    ({"stages": {"work": None}}, "expected stage -> a list of what it asks"),
+    ({"stages": {"work": []}}, "expected stage -> a list of what it asks"),
+    ({"stages": {}}, "has no stages"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED, ids=[message for _, message in REFUSED])
+def test_arguments_that_cannot_work_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        made(**options)
+
+
+def test_slots_adapt_where_nobody_says_how_many_and_modules_can_be_awaited() -> None:
+    assert made(num_threads=None).slots == 256
+    assert made(num_threads=None, max_concurrency=32).slots == 32
+    assert made(num_threads=None, stages={"work": [Threaded()]}).slots == dspy.settings.num_threads
+    assert made(num_threads=None, schedule="lockstep").slots == dspy.settings.num_threads
+
+
+# Where it runs
+
+
+def test_it_runs_in_a_script_on_a_running_loop_and_awaited() -> None:
+    def played() -> RunStats:
+        one = made()
+        return one.run_sync(Loop(one, asking(one)).main)
+
+    async def nested() -> RunStats:
+        return played()
+
+    async def awaited() -> RunStats:
+        one = made()
+        return await one.run_async(Loop(one, asking(one)).main)
+
+    for stats in (played(), asyncio.run(nested()), asyncio.run(awaited())):
+        assert (stats.steps, stats.ended["rejected"], stats.outcome) == (3, 3, "finished")
+
+
+def test_what_main_returns_and_raises_reaches_the_caller() -> None:
+    async def returns() -> int:
+        return 7
+
+    async def raises() -> None:
+        raise ZeroDivisionError("boom")
+
+    assert made().run_sync(returns) == 7
+    one = made()
+    with pytest.raises(ZeroDivisionError, match="boom"):
+        one.run_sync(raises)
+    stats = one.statistics()
+    assert (stats.outcome, stats.stop_reason) == ("aborted", "ZeroDivisionError: boom")
+
+
+def test_a_run_keeps_the_settings_that_it_was_made_with() -> None:
+    lm = task_lm(3)
+    with dspy.context(lm=lm):
+        one = made()
+    with dspy.context(lm=fake_lm(lambda prompt: "nobody may ask this one")):
+        stats = Loop(one, asking(one)).play()
+    assert stats.ended["rejected"] == len(lm.history) == 3
+
+
+def test_ctrl_c_ends_the_run_early_and_a_second_one_at_once() -> None:
+    def interrupted(times: int) -> RunStats:
+        one = made()
+
+        async def work(step: Step) -> None:
+            for _ in range(times):
+                os.kill(os.getpid(), signal.SIGINT)
+                while not one.stop_reason:
+                    await checkpoint()
+            if times > 1:
+                await anyio.sleep_forever()
+
+        loop = Loop(one, work, steps=1000)
+        if times == 1:
+            one.run_sync(loop.main)
+        else:
+            with pytest.raises(KeyboardInterrupt):
+                one.run_sync(loop.main)
+        return one.statistics()
+
+    first, second = interrupted(1), interrupted(2)
+    assert first.ended["rejected"] == first.steps <= 4
+    assert (first.outcome, first.stop_reason) == ("stopped", "interrupted by Ctrl-C")
+    assert second.outcome == "aborted"
+    assert second.ended["cancelled"] == second.steps > 0
+
+
+# Modules
+
+
+class Threaded(dspy.Module):
+    """It cannot be awaited."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.step = dspy.Predict("question -> answer")
+
+    def forward(self, question: str) -> dspy.Prediction:
+        return self.step(question=question)
+
+
+@pytest.mark.parametrize("module", [PREDICT, Threaded(), Chain(2)], ids=["awaited", "in a thread", "two calls"])
+def test_a_module_is_asked_and_what_it_costs_is_counted(module: dspy.Module) -> None:
+    one, heard = made(priced=True), list[Event]()
+    one.bus.subscribe(heard.append)
+    stats = Loop(one, asking(one, module)).play()
+    calls = 2 if isinstance(module, Chain) else 1
+    assert stats.requests_by_stage == {"work": 3}
+    assert stats.tokens_by_stage == {"work": 3 * 7 * calls}
+    assert [event.error for event in heard if isinstance(event, RequestFinished)] == ["", "", ""]
+
+
+def test_a_module_is_not_changed_and_its_own_lm_is_asked() -> None:
+    mine = fake_lm(lambda prompt: reply_for(prompt, answer="mine"))
+    module = dspy.Predict("question -> answer")
+    module.lm = mine
+    one, replies = made(stages={"work": [module]}), list[str]()
+
+    async def work(step: Step) -> None:
+        for asked, lm in ((module, None), (PREDICT, mine), (PREDICT, None)):
+            replies.append((await one.ask("work", step, asked, lm=lm, question="q")).answer)
+
+    Loop(one, work, steps=1).play()
+    assert replies[:2] == ["mine", "mine"]
+    assert replies[2] != "mine"
+    assert module.lm is mine
+    assert not module.history
+
+
+def test_a_reply_that_does_not_fit_its_format_is_the_callers_and_is_paid() -> None:
+    one = made()
+
+    async def work(step: Step) -> None:
+        with pytest.raises(AdapterParseError):
+            await one.ask("work", step, PREDICT, lm=fake_lm(lambda prompt: "no fields at all"), question="q")
+
+    stats = Loop(one, work, steps=1).play()
+    assert stats.tokens_by_stage["work"] >= 7
+    assert stats.retried_requests == 0
+
+
+def test_a_module_that_cancels_itself_has_failed_and_the_run_goes_on() -> None:
+    class Cancelled(dspy.Module):
+        async def aforward(self, question: str) -> dspy.Prediction:
+            raise asyncio.CancelledError("by itself")
+
+        def forward(self, question: str) -> dspy.Prediction:
+            raise AssertionError("it is awaited")
+
+    one = made()
+
+    async def work(step: Step) -> None:
+        with pytest.raises(RuntimeError, match="cancelled: by itself"):
+            await one.ask("work", step, Cancelled(), question="q")
+
+    assert Loop(one, work).play().ended["rejected"] == 3
+
+
+def test_a_refused_request_waits_without_its_slot_and_is_made_again() -> None:
+    refused = slow_lm(Turn(LMRateLimitError("later", retry_after=100.0)), seconds=1.0)
+    one, order = made(num_threads=1), list[tuple[int, float]]()
+
+    async def work(step: Step) -> None:
+        lm = refused if step.number == 0 else slow_lm(seconds=1.0)
+        await one.ask("work", step, PREDICT, lm=lm, question="q")
+        order.append((step.number, one.clock()))
+
+    stats = Loop(one, work).play()
+    assert [number for number, _ in order] == [1, 2, 0]
+    assert order[1][1] < 100 < order[2][1]
+    assert (stats.retried_requests, stats.peak_slots) == (1, 1)
+
+
+def test_a_provider_that_stays_away_fails_steps_and_then_gives_the_run_up() -> None:
+    away = fake_lm(Turn(*[LMRateLimitError("later") for _ in range(1000)]))
+    one = made(retry=RetryPolicy(attempts=2))
+    stats = Loop(one, asking(one, lm=away), steps=1000).play()
+    assert stats.failed
+    assert "steps in a row failed; the last: no answer" in stats.stop_reason
+    assert 10 <= stats.ended["failed"] < 20
+
+
+def test_a_rejected_key_ends_the_run() -> None:
+    one = made()
+    with pytest.raises(RunAbortedError):
+        Loop(one, asking(one, lm=fake_lm(Turn(LMAuthError("no such key"))))).play()
+    stats = one.statistics()
+    assert stats.outcome == "aborted"
+    assert sum(stats.ended.values()) == stats.steps
+
+
+# Rollouts
+
+
+def rolling(one: DspyRun, key: Callable[[Step, int], Any], runner: Any = None, steps: int = 1) -> RunStats:
+    """Steps of four rollouts each."""
+    runs = runner or one.runner(Chain(), digits)
+
+    async def work(step: Step) -> None:
+        await gather(
+            [lambda i=i: one.rollout("work", step, runs, {}, TRAIN[i], key(step, i)) for i in range(4)]
+        )  # fmt: skip
+
+    return Loop(one, work, steps).play()
+
+
+def test_equal_rollouts_in_flight_are_shared_and_cost_nothing_except_in_lockstep() -> None:
+    with dspy.context(lm=slow_lm()):
+        shared = rolling(made(max_metric_calls=99), lambda step, index: "the same", steps=2)
+        alone = rolling(made(schedule="lockstep", max_metric_calls=99), lambda step, index: "the same", steps=2)
+    assert (shared.metric_calls, shared.shared_rollouts) == (1, 7)
+    assert (alone.metric_calls, alone.shared_rollouts) == (8, 0)
+
+
+def test_a_rollout_that_takes_too_long_is_given_up_and_not_paid_where_its_metric_has_not_begun() -> None:
+    with dspy.context(lm=slow_lm(seconds=10.0)):
+        one = made(rollout_timeout_seconds=5.0, retry=RetryPolicy(attempts=2), max_metric_calls=4)
+        stats = rolling(one, lambda step, index: (step.number, index))
+    assert stats.ended["failed"] == 1
+    assert (stats.timed_out_rollouts, stats.metric_calls) == (8, 0)
+
+
+def test_a_runner_takes_any_metric_and_scores_failures_as_it_is_told() -> None:
+    def short(gold: Any, pred: Any) -> float:
+        return 1.0 / int(pred.answer)
+
+    async def coroutine(gold: Any, pred: Any, trace: Any) -> float:
+        await anyio.sleep(1)
+        return 0.5
+
+    one, scores = made(max_metric_calls=99), list[float]()
+
+    async def work(step: Step) -> None:
+        for number, metric in enumerate((short, coroutine)):
+            runner = one.runner(Chain(), metric, failure_score=-1.0)
+            for lm in ("0", "4"):
+                with dspy.context(lm=fake_lm(lambda prompt, lm=lm: reply_for(prompt, answer=lm))):
+                    rollout = await one.rollout("work", step, runner, {}, TRAIN[0], (number, lm))
+                scores.append(rollout.score)
+
+    Loop(one, work, steps=1).play()
+    assert scores == [-1.0, 0.25, 0.5, 0.5]
+
+
+@pytest.mark.parametrize(("lock", "most"), [(True, 1), (False, 4)])
+def test_a_metric_with_a_lock_is_called_once_at_a_time(lock: bool, most: int) -> None:
+    now = peak = 0
+
+    async def metric(gold: Any, pred: Any) -> float:
+        nonlocal now, peak
+        now, peak = now + 1, max(peak, now + 1)
+        await anyio.sleep(1)
+        now -= 1
+        return 1.0
+
+    one = made(max_metric_calls=99)
+    rolling(one, lambda step, index: (step.number, index), one.runner(Chain(), metric, metric_lock=lock))
+    assert peak == most
+
+
+def test_candidates_are_run_and_the_program_stays_as_it_is() -> None:
+    prompts: list[str] = []
+    student = Chain()
+    before = student.steps[0].signature.instructions
+
+    def answer(prompt: str) -> str:
+        prompts.append(prompt)
+        return reply_for(prompt, answer="6")
+
+    with dspy.context(lm=fake_lm(answer)):
+        one = made(max_metric_calls=99)
+        runner = one.runner(student, digits)
+
+        async def work(step: Step) -> None:
+            await one.evaluate("work", step, runner, {"steps[0]": "Count to six."}, TRAIN[:3])
+
+        stats = Loop(one, work, steps=1).play()
+    assert stats.metric_calls == 3
+    assert all("Count to six." in prompt for prompt in prompts)
+    assert student.steps[0].signature.instructions == before
+
+
+def test_a_commit_is_in_the_statistics() -> None:
+    one = made()
+
+    async def work(step: Step) -> None:
+        parents = [step.number - 1] if step.number else []
+        one.commit(step, version=step.number + 1, candidate=step.number, score=1.0 - step.number, parents=parents)
+
+    stats = Loop(one, work).play()
+    assert [(one.candidate, one.gap, one.generation, one.best_score) for one in stats.commits] == [
+        (0, 0, 0, 1.0), (1, 1, 1, 1.0), (2, 2, 2, 1.0),
+    ]  # fmt: skip
+    assert stats.gaps == {"before_commit": {0: 1, 1: 1, 2: 1}}
+    assert stats.to_dict()["commits"][1]["gap"] == 1
