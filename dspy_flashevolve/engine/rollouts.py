@@ -6,6 +6,7 @@ interrupted run is not made again. Other requests (a reflection, an integration)
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from contextvars import ContextVar
@@ -115,8 +116,13 @@ async def batch(count: int, call: Callable[[int, Granted], Awaitable[T]]) -> lis
                 results[index] = await call(index, granted)
             except (RolloutUnresolvedError, NoLongerWantedError, StepEnded) as error:
                 put_off.append(error)
-            except anyio.get_cancelled_exc_class():
-                raise
+            except anyio.get_cancelled_exc_class() as error:
+                if anyio.current_effective_deadline() == -math.inf:
+                    raise
+                failure = RuntimeError("a request was cancelled by its own code")
+                failure.__cause__ = error
+                failures.append(failure)
+                group.cancel_scope.cancel()
             except BaseException as error:
                 failures.append(error)
                 group.cancel_scope.cancel()

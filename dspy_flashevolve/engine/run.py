@@ -491,6 +491,8 @@ class EvolutionRun:
         try:
             with anyio.CancelScope() as scope:
                 self._scopes[step.number] = scope
+                if self.stop_reason:  # it came between the opening and this
+                    scope.cancel()
                 end = await self._end_of(step, loop)
             if end is not None and (step.has_begun or not scope.cancel_called):
                 with anyio.CancelScope(shield=True):  # a step ends once, whatever else comes to its end

@@ -290,6 +290,7 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
 
     def finish(self) -> None:
         """Save and tell the callbacks: the run came to its end."""
+        self.count_calls()  # the late part of a minibatch may end after its step
         if self.seed_confirmed:
             self.save(force=True)
             self._report_end()

@@ -162,6 +162,7 @@ class GepaLoop:
         await run.evolve(
             self.step,
             self._admission,
+            calls=self._most_calls,
             reserve=self._reserve,
             may_open=self._spent_up,
             ended=self._ended,

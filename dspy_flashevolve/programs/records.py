@@ -62,14 +62,18 @@ class RolloutRecords:
         self._predictors: dict[tuple[tuple[str, str], ...], dict[str, Any]] = {}
 
     def output(self, rollout: Rollout) -> str:
-        """What the program returned."""
+        """What the program returned; whatever it is, since it is only shown."""
         try:
             return json.dumps(encoded(rollout.output))
-        except InexactError:
+        except Exception:
             value: Any = rollout.output
+        try:
             fields = dict(value.items()) if isinstance(value, dspy.Prediction) else {"text": str(value)}
             plain: dict[str, Any] = to_jsonable_python(fields, fallback=repr, inf_nan_mode="strings")
             return json.dumps({"p": {name: encoded(one) for name, one in plain.items()}})
+        except Exception as error:  # bytes that are no text, a cycle, a repr that raises
+            said = f"a {type(value).__name__} that cannot be written down: {type(error).__name__}"
+            return json.dumps({"p": {"text": said}})
 
     def trace(self, candidate: dict[str, str], rollout: Rollout) -> str | None:
         """What reflection reads of a rollout, "null" where there is nothing to read; None where it cannot be kept."""
@@ -88,7 +92,7 @@ class RolloutRecords:
                 "score": encoded(rollout.trajectory["score"]),
             }
             return json.dumps({**kept, "trace": steps})
-        except (InexactError, KeyError, TypeError, ValueError):
+        except Exception:
             return None
 
     def read_output(self, text: str | None) -> Any:
@@ -192,7 +196,7 @@ class ReplyText:
             return None
         try:
             return json.dumps(encoded(answer.answer))
-        except InexactError:
+        except Exception:
             return None
 
     def read(self, text: str) -> Any:

@@ -131,3 +131,18 @@ def test_a_run_goes_on_until_its_budget_pays_no_further_step() -> None:
     stats = play(World(), 300).async_stats
     assert 300 - (3 * 3 + 12) <= stats.metric_calls <= 300
     assert steps_of(stats) > 5
+
+
+class NothingNew(World):
+    """Its reflections change nothing, so that steps end before the late part of their minibatch does."""
+
+    async def acall(self, candidate: Any, reflective_dataset: Any, components_to_update: Any) -> dict[str, str]:
+        await self.busy(self.reflection_seconds)
+        return {name: candidate[name] for name in components_to_update}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_every_metric_call_is_told_even_one_that_ends_after_the_last_step(seed: int) -> None:
+    world = NothingNew(seed=seed, spread=60.0, reflection_seconds=0.1)
+    program = play(world, calls=60 + seed, staleness="reflective")
+    assert program.async_stats.metric_calls == program.detailed_results.total_metric_calls == len(world.scored)

@@ -787,3 +787,40 @@ def test_every_run_ends_whatever_its_steps_meet(
     assert budget is None or chaos.run.budget.spent <= budget
     used = chaos.run.scheduler.statistics()
     assert used.peak <= slots
+
+
+@pytest.mark.parametrize("ticks", range(8))
+def test_a_stop_in_any_moment_ends_a_step_that_still_waits_for_something_to_work_on(ticks: int) -> None:
+    made = EvolutionRun(name="quiet", stages={"work": ["endpoint"]}, slots=4)
+
+    async def step(one: Step) -> End:
+        if one.number == 1:
+            await anyio.Event().wait()
+        made.begin(one, 0)
+        await anyio.sleep(5)
+        return End(EndKind.REJECTED)
+
+    async def stopper() -> None:
+        await anyio.sleep(5)
+        for _ in range(ticks):
+            await checkpoint()
+        made.stop("enough")
+
+    async def main() -> None:
+        with anyio.fail_after(1000):
+            await made.evolve(step, LiveSteps(1), watchers=[stopper])
+
+    in_virtual_time(lambda: made.run_async(main))
+    assert made.ended["rejected"] == 1
+
+
+def test_a_request_that_is_cancelled_by_its_own_code_ends_a_batch_with_an_error_that_says_so() -> None:
+    async def call(index: int, granted: Any) -> int:
+        granted()
+        if index == 1:
+            raise asyncio.CancelledError
+        await anyio.sleep(1)
+        return index
+
+    with pytest.raises(RuntimeError, match="cancelled by its own code"):
+        in_virtual_time(lambda: batch(3, call))

@@ -16,7 +16,7 @@ from pydantic import BaseModel
 
 from dspy_flashevolve.engine.rollouts import Rollout
 from dspy_flashevolve.programs.fingerprints import differences, fingerprints_of
-from dspy_flashevolve.programs.records import InexactError, RolloutRecords, decoded, encoded
+from dspy_flashevolve.programs.records import Asked, InexactError, ReplyText, RolloutRecords, decoded, encoded
 from tests.fakes import Chain, digits, examples
 
 
@@ -180,3 +180,26 @@ def test_a_field_that_is_described_otherwise_is_another_predictor() -> None:
     changed = Chain(2)
     changed.steps[0].signature = changed.steps[0].signature.with_updated_fields("answer", desc="in one word")
     assert differences(prints(), prints(changed)) == ["predictor 'steps[0]' has changed"]
+
+
+class Unprintable:
+    def __repr__(self) -> str:
+        raise ValueError("no repr")
+
+
+CYCLE: list[Any] = []
+CYCLE.append(CYCLE)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [b"\xff\xfe", {(1, 2): "tuple key"}, Unprintable(), CYCLE, [dspy.Prediction(answer=Unprintable())]],
+    ids=["bytes", "key", "repr", "cycle", "inside"],
+)
+def test_an_output_that_cannot_be_written_down_costs_the_run_nothing(value: Any) -> None:
+    records = RolloutRecords(Chain(1))
+    for output in (value, dspy.Prediction(answer=value)):
+        assert records.read_output(records.output(Rollout(output, 1.0))) is not None
+        trajectory = {"trace": [], "prediction": output, "score": 1.0}
+        records.trace({"steps[0]": "x"}, Rollout(output, 1.0, {}, trajectory))
+        ReplyText("0").write(Asked(output))
