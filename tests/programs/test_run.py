@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import anyio
 import dspy
 import pytest
-from anyio.lowlevel import checkpoint
 from dspy.lm15 import Response
 from dspy.utils.exceptions import AdapterParseError, LMAuthError, LMRateLimitError
 
@@ -161,33 +158,6 @@ def test_a_run_keeps_the_settings_that_it_was_made_with() -> None:
     with dspy.context(lm=fake_lm(lambda prompt: "nobody may ask this one")):
         stats = Loop(one, asking(one)).play()
     assert stats.ended["rejected"] == len(lm.history) == 3
-
-
-def test_ctrl_c_ends_the_run_early_and_a_second_one_at_once() -> None:
-    def interrupted(times: int) -> RunStats:
-        one = made()
-
-        async def work(step: Step) -> None:
-            for _ in range(times):
-                os.kill(os.getpid(), signal.SIGINT)
-                while not one.stop_reason:
-                    await checkpoint()
-            if times > 1:
-                await anyio.sleep_forever()
-
-        loop = Loop(one, work, steps=1000)
-        if times == 1:
-            one.run_sync(loop.main)
-        else:
-            with pytest.raises(KeyboardInterrupt):
-                one.run_sync(loop.main)
-        return one.statistics()
-
-    first, second = interrupted(1), interrupted(2)
-    assert first.ended["rejected"] == first.steps <= 4
-    assert (first.outcome, first.stop_reason) == ("stopped", "interrupted by Ctrl-C")
-    assert second.outcome == "aborted"
-    assert second.ended["cancelled"] == second.steps > 0
 
 
 # Modules
