@@ -210,6 +210,8 @@ class Reflective:
     frontier_share: float = 0.25
     rollback_margin: float = 0.0
     heads: bool | None = None
+    changes: bool = False
+    undecided: int = 16
     looks: tuple[Place, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -249,7 +251,7 @@ POLICIES: dict[str, StalenessPolicy] = {
     "full": Full(),
     "guarded": Guarded(max_gap=8),
     "patch": Reflective(batch=1),
-    "reflective": Reflective(batch=12),
+    "reflective": Reflective(changes=True),
 }
 """What the names of policies stand for."""
 

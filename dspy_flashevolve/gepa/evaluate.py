@@ -17,7 +17,7 @@ from gepa.strategies.proposal_selection import AllImprovements, BestImprovement,
 
 from dspy_flashevolve.engine.budget import Reservation
 from dspy_flashevolve.engine.errors import RolloutUnresolvedError
-from dspy_flashevolve.engine.replay import hash_of
+from dspy_flashevolve.engine.replay import hash_of, id_text
 from dspy_flashevolve.engine.rollouts import Granted, NoLongerWantedError, Rollout, RolloutKey, batch
 from dspy_flashevolve.engine.scheduler import Requester
 from dspy_flashevolve.engine.steps import Step
@@ -105,6 +105,8 @@ class Evaluations:
         """The highest score that an example can have; infinity once one above it was seen."""
         self.train_split = "val" if same_data else "train"
         self._known: OrderedDict[str, dict[Any, float]] = OrderedDict()
+        self.hears: Callable[[str, str, str, float], None] = lambda candidate, split, example, score: None
+        """Told of every rollout: the hash of its candidate, the split, the example, the score."""
 
     def saw(self, score: float) -> None:
         """Take note of a score: a metric that does not keep to its bound lets nothing be told early."""
@@ -314,6 +316,7 @@ class Evaluations:
                 key, stage, step, pays, call, record, rank=rank, behind=behind, granted=granted
             )
             self.saw(rollout.score)
+            self.hears(name, split, id_text(ids[index]), rollout.score)
             finished(index, rollout)
             left -= 1
             if watch is not None and not watch(index, rollout.score) and left:

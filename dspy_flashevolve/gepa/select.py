@@ -8,6 +8,7 @@ the confirmed ones, with the scores of their validation prefix; the state itself
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,9 +19,10 @@ from gepa.proposer.merge import MergeProposer, sample_and_attempt_merge_programs
 from gepa.strategies.proposal_sampling import ProposalTask
 
 from dspy_flashevolve.engine.steps import Step
+from dspy_flashevolve.gepa.credit import Credit
 from dspy_flashevolve.gepa.heads import Heads
 from dspy_flashevolve.gepa.pool import Pool
-from dspy_flashevolve.gepa.records import Base, Crossover, Selected
+from dspy_flashevolve.gepa.records import Base, Candidate, Crossover, Selected
 
 State = GEPAState[Any, Any]
 CONTAINERS = (
@@ -51,8 +53,9 @@ class Selection:
         frontier_share: share of the steps that start from the Pareto frontier all the same.
     """
 
-    def __init__(self, pool: Pool, heads: Heads | None, frontier_share: float) -> None:
+    def __init__(self, pool: Pool, heads: Heads | None, credit: Credit | None, frontier_share: float) -> None:
         self._pool = pool
+        self._credit = credit
         self._heads = heads
         self._frontier_share = frontier_share
         self._crossovers = 0
@@ -61,11 +64,12 @@ class Selection:
         """What the step works on, the version that it saw, and the best validation score among the parents."""
         pool = self._pool
         trace = pool.begin_step(step)
-        draw = 1.0
+        draw, rng = 1.0, random.Random()
         if not pool.shares_randomness:
             pool.parts.rng.seed(step.rng.getrandbits(64))
             draw = step.rng.random()
-        work = self._crossover(step, trace) or self._sample(step, draw)
+            rng.seed(step.rng.getrandbits(64))
+        work = self._crossover(step, trace) or self._sample(step, draw, rng)
         pool.keep_strategies()
         return pool.version, 0.0 if pool.shares_randomness else self.parent_score(work), work
 
@@ -81,6 +85,7 @@ class Selection:
         if not self._pool.shares_randomness:
             step.rng.getrandbits(64)
             step.rng.random()
+            step.rng.getrandbits(64)
             self._pool.parts.rng.seed(step.number)
         if crossover:
             trace["invoked_merge"] = True
@@ -103,10 +108,14 @@ class Selection:
         self._crossovers += plan is not None
         return plan
 
-    def _sample(self, step: Step, draw: float) -> Selected:
+    def _sample(self, step: Step, draw: float, rng: random.Random) -> Selected:
         pool, parts = self._pool, self._pool.parts
         selector = parts.candidate_selector if pool.seed_confirmed else _Fixed(0)
         head: Base | None = None
+        variant: Candidate | None = None
+        if self._credit is not None and draw >= self._frontier_share:
+            variant = self._credit.variant(rng)
+            selector = _Fixed(self._credit.parent)
         if self._heads is not None and draw >= self._frontier_share:
             head = self._heads.newest(visible=True)
             selector = _Fixed(head.index)
@@ -114,6 +123,11 @@ class Selection:
             pool,
             lambda state: parts.sampling_strategy.sample_tasks(state, selector, parts.batch_sampler, pool.trainset),
         )
+        if variant is not None:
+            parent = self._credit.parent if self._credit is not None else 0
+            for place, task in enumerate(tasks):  # a strategy of the user's may choose parents by itself
+                if task.parent_idx == parent and (bases[place] is None or not pool.seed_confirmed):
+                    tasks[place] = replace(task, parent_candidate=dict(variant))
         if head is not None and head.key is not None:
             for place, task in enumerate(tasks):  # a strategy of the user's may choose parents by itself
                 if task.parent_idx == head.index and bases[place] is None:

@@ -23,7 +23,7 @@ from dspy_flashevolve.engine.admission import LiveSteps
 from dspy_flashevolve.engine.budget import Reservation
 from dspy_flashevolve.engine.errors import ConfigurationError, FlashEvolveError
 from dspy_flashevolve.engine.events import Event, HeadEnded, Looked
-from dspy_flashevolve.engine.replay import BEFORE_STEPS
+from dspy_flashevolve.engine.replay import BEFORE_STEPS, id_text
 from dspy_flashevolve.engine.rollouts import NoLongerWantedError, Spent, gather
 from dspy_flashevolve.engine.staleness import (
     Discard,
@@ -36,9 +36,11 @@ from dspy_flashevolve.engine.staleness import (
     Texts,
     gap,
 )
-from dspy_flashevolve.engine.steps import End, EndKind, Step, StepEnded
+from dspy_flashevolve.engine.steps import End, EndKind, NothingToDoError, Step, StepEnded
 from dspy_flashevolve.engine.workflow import BARRIERS, Workflow
 from dspy_flashevolve.gepa import callbacks, resume
+from dspy_flashevolve.gepa.credit import Credit
+from dspy_flashevolve.gepa.credit import Head as NewHead
 from dspy_flashevolve.gepa.evaluate import Evaluations, Gate, passes_screen, rejects_by_sum
 from dspy_flashevolve.gepa.heads import Heads
 from dspy_flashevolve.gepa.integration import Head, Integrations, Waiting
@@ -49,6 +51,8 @@ from dspy_flashevolve.gepa.validate import Validation
 from dspy_flashevolve.programs.program import DspyProgram, Reflection
 from dspy_flashevolve.programs.run import DspyRun
 
+HEADS_SHARE = 0.2
+"""Share of the metric calls spent that validations of heads may cost, before the last one."""
 ATTEMPTS = 2
 """gepa asks a reflection that raised once more, then skips the task."""
 
@@ -104,8 +108,16 @@ class GepaLoop:
             self._integrations = Integrations(
                 run, pool, self._evaluations, heads, reflective, self._validation, *integration
             )
+        self._credit: Credit | None = None
+        if reflective is not None and reflective.changes:
+            perfect = pool.options.perfect_score
+            self._credit = Credit(pool.seed_candidate, integration[2], reflective.undecided, perfect or 1.0)
+            self._evaluations.hears = self._credit.saw
+        self._validating: dict[int, NewHead] = {}
+        self._validation_calls = 0
+        self._is_last = False
         share = 1.0 if reflective is None else reflective.frontier_share
-        self._selection = Selection(pool, self._heads, share)
+        self._selection = Selection(pool, self._heads, self._credit, share)
         self._seeded = anyio.Event()
         self._restored: dict[int, tuple[int, CandidateProposal[Any]]] = {}
         self._crossing: set[int] = set()
@@ -164,7 +176,7 @@ class GepaLoop:
             self._admission,
             calls=self._most_calls,
             reserve=self._reserve,
-            may_open=self._spent_up,
+            may_open=self._may_open,
             ended=self._ended,
             first=max(pool.state.i, last) + 1,
             watchers=[] if self._integrations is None else [self._integrations.watch],
@@ -173,6 +185,8 @@ class GepaLoop:
 
     async def step(self, step: Step) -> End:
         """One step. A part of it that finds nothing to go on with ends the step by raising :class:`StepEnded`."""
+        if self._is_last:
+            return await self.last_step(step)
         work = await self.select(step)
         if isinstance(work, Crossover):
             found: Head | Screened = await self.screen_crossover(step, work)
@@ -180,10 +194,84 @@ class GepaLoop:
             found = work  # of an interrupted run
         else:
             parents = await self.rollout(step, work)
+            try:
+                found = await self.children(step, parents)
+            except StepEnded:
+                head = await self._pool.write(self._head_to_validate, step, 0.01)
+                if head is None:
+                    raise
+                found = head
+        try:
+            validated = await self.validate(step, found)
+            return await self.commit(step, validated)
+        finally:
+            self._validating.pop(step.number, None)
+
+    async def children(self, step: Step, parents: list[Parent]) -> Head | Screened:
+        """What the step's reflections make of its parents, as far as it is to be validated by itself.
+
+        Raises:
+            StepEnded: nothing is.
+        """
+        credit = self._credit
+        if credit is None:
             children = await self.propose(step, parents)
-            found = await self.integrate(step, Waiting(children)) or await self.screen(step, children)
-        validated = await self.validate(step, found)
-        return await self.commit(step, validated)
+            return await self.integrate(step, Waiting(children)) or await self.screen(step, children)
+        if step.recorded is None and not await self._pool.write(credit.may_ask):
+            raise StepEnded(EndKind.REJECTED, "its rollouts tested the changes that there are")
+        credit.asking += 1
+        try:
+            return await self.screen(step, await self.propose(step, parents))
+        finally:
+            credit.asking -= 1
+
+    async def last_step(self, step: Step) -> End:
+        """Validate the head as it is in the end, with what is set aside for it."""
+        head = await self._pool.write(self._head_to_validate, step, 0.0, True)
+        if head is None:
+            raise NothingToDoError
+        await self._pool.write(self._pool.begin_step, step)
+        self._run.begin(step, self._pool.version, selection=[])
+        try:
+            return await self.commit(step, await self.validate(step, head))
+        finally:
+            self._validating.clear()
+
+    def _due(self, least: float, last: bool = False) -> NewHead | None:
+        """The head, where it is worth a validation now; in the pool's writer, or where nothing else is under way."""
+        credit, pool = self._credit, self._pool
+        if credit is None or self._validating or not pool.seed_confirmed:
+            return None
+        if not last and self._validation_calls + len(pool.loader) > HEADS_SHARE * self._run.budget.spent:
+            return None
+        head = credit.head()
+        return None if head.gain <= least or head.candidate in pool.state.program_candidates else head
+
+    def _head_to_validate(self, step: Step, least: float, last: bool = False) -> Screened | None:
+        credit, head = self._credit, self._due(least, last)
+        if credit is None or head is None:
+            return None
+        self._validating[step.number] = head
+        self._validation_calls += len(self._pool.loader)
+        proposal = CandidateProposal[Any](
+            candidate=dict(head.candidate), parent_program_ids=[credit.parent], subsample_indices=[],
+            subsample_scores_before=[], subsample_scores_after=[], tag="head", metadata={},
+        )  # fmt: skip
+        return Screened((proposal,), (None,))
+
+    def _learn(self, step: Step, commits: Sequence[Commit]) -> None:
+        """Changes go onto the best candidate there is: the head that was validated, or one that beats it."""
+        credit, pool = self._credit, self._pool
+        if credit is None:
+            return
+        if step.number in self._validating:
+            credit.validated(self._validating[step.number], commits[0].candidate)
+            return
+        for one in commits:
+            texts = pool.state.program_candidates[one.candidate]
+            head = pool.score_of(credit.parent) + max(0.0, credit.head().gain)
+            if one.score > head and not credit.is_made_of_changes(texts):
+                credit.stand_on(texts, one.candidate)
 
     async def select(self, step: Step) -> Selected | Crossover | Head:
         """Choose parents and minibatches, or two candidates to cross; of an interrupted run, what was chosen then."""
@@ -353,11 +441,29 @@ class GepaLoop:
             raise StepEnded(EndKind.REJECTED, "no child passed its screen")
         child_of_proposal = {id(proposal): child for child, proposal in zip(there, proposals, strict=True)}
         passed = tuple(child_of_proposal[id(one)] for one in kept)  # a selection strategy may change the order
+        if self._credit is not None:
+            alone = [
+                (child, proposal)
+                for child, proposal in zip(passed, kept, strict=True)
+                if not await pool.write(self._joins_head, child, proposal)
+            ]
+            if not alone:
+                raise StepEnded(EndKind.INTEGRATED, "its changes are in the head")
+            passed, kept = tuple(child for child, _ in alone), [proposal for _, proposal in alone]
         integrated = await self.integrate(step, Waiting(passed, tuple(kept)))
         if integrated is not None:
             return integrated
         step.saw(step.version, await pool.write(callbacks.expected_score, pool, kept))
         return Screened(tuple(kept), tuple(one.parent.base for one in passed))
+
+    def _joins_head(self, child: Child, proposal: CandidateProposal[Any]) -> bool:
+        """Put a child's changes to the others, where it can be taken apart; in the pool's writer."""
+        assert self._credit is not None
+        ids, scores = proposal.subsample_indices or [], proposal.subsample_scores_after or []
+        return self._credit.take(
+            child.parent.task.parent_candidate, child.candidate, self._evaluations.train_split,
+            {id_text(one): score for one, score in zip(ids, scores, strict=True)},
+        )  # fmt: skip
 
     async def _screened(self, step: Step, child: Child) -> tuple[Child, Batch] | None:
         """A child on its parent's minibatch; None where it was given up, since it could not pass any more."""
@@ -425,6 +531,7 @@ class GepaLoop:
         with anyio.CancelScope(shield=True):  # what enters the pool is told and counted, even if the run ends meanwhile
             if work.head is None:
                 commits = await self._validation.commit_children(step, work)
+                await self._pool.write(self._learn, step, commits)
             else:
                 commits = await self._validation.commit_head(step, work)
             for one in commits:
@@ -484,14 +591,27 @@ class GepaLoop:
         Where children are integrated, a step sets aside its rollouts and its share of a screen, of the base too;
         validations are paid apart.
         """
+        if self._credit is not None:
+            return 2 * self._minibatch
         return 3 * self._minibatch if self._heads is not None else 2 * self._minibatch + len(self._pool.loader)
 
     def _reserve(self) -> Reservation | None:
         """Set a step's calls aside, and beside them a validation for the last head."""
         aside, budget = self._validation.set_aside, self._run.budget
-        if self._heads is not None and not aside.extend(max(0, len(self._pool.loader) - aside.open)):
-            return None
-        return budget.reserve(self._most_calls)
+        pays = None
+        if self._spent_up() is None:
+            if (self._heads or self._credit) is None or aside.extend(max(0, len(self._pool.loader) - aside.open)):
+                pays = budget.reserve(self._most_calls)
+            if pays is not None or self._run.live:
+                return pays
+        self._is_last = not self._is_last and not self._run.live and self._due(0.0, last=True) is not None
+        return budget.reserve(0) if self._is_last else None
+
+    def _may_open(self) -> str | None:
+        """Why no further step may start; None while one may, or the last head is to be validated."""
+        reason = self._spent_up()
+        waits = self._run.live or (not self._is_last and self._due(0.0, last=True) is not None)
+        return None if reason is None or (self._credit is not None and waits) else reason
 
     def _spent_up(self) -> str | None:
         run, journal = self._run, self._run.journal

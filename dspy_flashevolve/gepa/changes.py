@@ -1,0 +1,161 @@
+"""Taking prompts apart: what a child adds to the text it was made from, and texts with some of the changes in them.
+
+A text is a list of parts: a line with what is indented under it, or a sentence of a long line. A change is a part that
+a child has and its parent has not. It needs no LM to be put into a text or to be left out again.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+LONG_LINE = 240
+"""Characters from which a line is taken apart into sentences."""
+KEPT = 0.5
+"""Share of its parent's parts that a child has to keep; else it is a rewrite, which cannot be taken apart."""
+REWORDED = 0.8
+"""Share of a part's words that another holds, from which that is taken for the part in other words."""
+
+_SENTENCE = re.compile(r"(?<=[.!?])(\s+)(?=[A-Z\"'(\[*_`])")
+_WORD = re.compile(r"\w+")
+_MARK = re.compile(r"\A\s*(?:[-*+•]|\d{1,3}[.)])\s+")
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A part that is put into a component's text, or taken out of it.
+
+    Args:
+        component: the component's name.
+        part: the text that is put in; empty where the change only takes something out.
+        after: the part that stood before it in the child; None for the start. Where the text has no such part, it goes
+            to the end.
+        replaces: the part of the text that goes out for it; empty for none.
+    """
+
+    component: str
+    part: str
+    after: str | None = None
+    replaces: str = ""
+
+    @property
+    def identity(self) -> tuple[str, str, str]:
+        """Equal for changes that do the same, wherever they stand and however they are numbered or spaced."""
+        return self.component, normal(self.part), normal(self.replaces)
+
+
+def parts_of(text: str) -> list[str]:
+    """Take a text apart. Joined, the parts are the text again.
+
+    >>> parts_of("Answer.\\n- Be brief:\\n  two lines\\n\\n- Be kind")
+    ['Answer.\\n', '- Be brief:\\n  two lines\\n\\n', '- Be kind']
+    """
+    parts: list[str] = []
+    fenced = False
+    for line in text.splitlines(keepends=True):
+        bare = line.strip()
+        goes_on = fenced or not bare or (line[0] in " \t" and not _MARK.match(line))
+        if parts and goes_on:
+            parts[-1] += line
+        else:
+            parts += _sentences(line)
+        if bare.startswith("```"):
+            fenced = not fenced
+    return parts
+
+
+def _sentences(line: str) -> list[str]:
+    if len(line) <= LONG_LINE:
+        return [line]
+    pieces = _SENTENCE.split(line)
+    return [first + space for first, space in zip(pieces[::2], [*pieces[1::2], ""], strict=True)]
+
+
+def normal(part: str) -> str:
+    """A part without its bullet or number, in lower case, with single spaces: what tells parts apart."""
+    return " ".join(_MARK.sub("", part).lower().split())
+
+
+def changes_between(parent: Mapping[str, str], child: Mapping[str, str], code: Collection[str]) -> list[Change] | None:
+    """What a child adds to its parent; None for a rewrite.
+
+    What a child leaves out is no change while it adds something: reflections forget, and whether a part is worth its
+    place is found out anyway. A part in other words goes in for the one that it rewords.
+
+    Args:
+        parent, child: component -> text.
+        code: components that hold code, which is not taken apart.
+    """
+    found: list[Change] = []
+    for component, text in child.items():
+        before = parent[component]
+        if text == before:
+            continue
+        if component in code:
+            return None
+        old, new = parts_of(before), parts_of(text)
+        had, has = {normal(one) for one in old}, {normal(one) for one in new}
+        gone = [one for one in old if normal(one) and normal(one) not in has]
+        if len(had & has) < KEPT * len(had):
+            return None
+        added: list[Change] = []
+        last: str | None = None
+        for part in new:
+            if not normal(part):
+                continue
+            if normal(part) not in had:
+                replaced = next((one for one in gone if _rewords(part, one)), "")
+                if replaced:
+                    gone.remove(replaced)
+                added.append(Change(component, part, last, replaced))
+            last = part
+        found += added or [Change(component, "", None, one) for one in gone]
+    return found or None
+
+
+def _rewords(part: str, other: str) -> bool:
+    mine, words = set(_WORD.findall(normal(part))), set(_WORD.findall(normal(other)))
+    return bool(words) and len(words & mine) >= REWORDED * len(words)
+
+
+def apply(base: Mapping[str, str], changes: Iterable[Change]) -> dict[str, str]:
+    """The base with changes in it.
+
+    >>> apply({"answer": "Answer.\\nThanks."}, [Change("answer", "Be brief.", after="Answer.\\n")])
+    {'answer': 'Answer.\\nBe brief.\\nThanks.'}
+    """
+    parts = {name: parts_of(text) for name, text in base.items()}
+    touched: set[str] = set()
+    for change in changes:
+        text = parts[change.component]
+        place = _place(text, change)
+        if change.replaces and (at := _find(text, change.replaces)) is not None:
+            del text[at]
+            place = at
+        if change.part and _find(text, change.part) is None:
+            text.insert(place, change.part)
+        touched.add(change.component)
+    return {name: _joined(parts[name]) if name in touched else text for name, text in base.items()}
+
+
+def _place(text: Sequence[str], change: Change) -> int:
+    if change.after is None:
+        return 0
+    at = _find(text, change.after)
+    return len(text) if at is None else at + 1
+
+
+def _find(text: Sequence[str], part: str) -> int | None:
+    wanted = normal(part)
+    return next((at for at, one in enumerate(text) if normal(one) == wanted), None)
+
+
+def _joined(parts: Sequence[str]) -> str:
+    """The text of parts: those that ended a text, or stood in one line, get lines of their own where they do not."""
+    text = ""
+    for part in parts:
+        if text and not text[-1].isspace():
+            text += "\n"
+        text += part
+    return text.rstrip("\n") if not parts or not parts[-1].endswith("\n\n") else text

@@ -1,0 +1,288 @@
+"""Credit assignment: what each change to the prompts is worth, from all rollouts at once.
+
+Every rollout of a candidate is evidence on all the changes in it. Steps start from variants of the head, each without
+some of the changes of which little is known, so that the rollouts that reflection needs anyway form a screening design
+(Plackett and Burman 1946). A linear model, score = example + sum of the changes in the candidate, gives each change's
+effect; how effects spread over changes (their prior) is estimated from the same rollouts. Where changes mostly help,
+new ones are trusted at once; where many harm, few are tried at a time.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import threading
+from collections.abc import Collection, Hashable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dspy_flashevolve.engine.replay import hash_of
+from dspy_flashevolve.engine.staleness import Texts
+from dspy_flashevolve.gepa.changes import Change, apply, changes_between
+
+Array = NDArray[np.float64]
+
+PRIOR_MEAN, PRIOR_SD = 1 / 30, 1 / 10
+"""Of a change's effect before anything is known, in standard deviations of a rollout's score on one example."""
+PRIOR_WEIGHT = 6.0
+"""Changes that the prior mean counts as."""
+SPREADS = (1 / 6, 1 / 3, 2 / 3, 1.0, 5 / 3, 8 / 3, 4.0)
+"""Standard deviations of effects that are considered, in those of the prior."""
+EXAMPLE_SD = 0.25
+"""Standard deviation of examples' mean scores, as a share of the range of scores."""
+FIRST_NOISE = 0.3
+"""The same of a rollout's score on one example, until it is known."""
+HELPS, HARMS, HARMS_MUCH = 1.0, -0.7, -1.5
+"""Effects, in their standard errors, from which a change counts as known to help, or to harm."""
+RETESTED = 0.03
+"""Share of the variants that a change which is known to help is left out of all the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class Effects:
+    """Estimates for changes, in the order of the changes.
+
+    Args:
+        mean: expected effects on the score.
+        error: their standard errors.
+        prior: mean and standard deviation of the effects of changes of which nothing is known.
+    """
+
+    mean: Array
+    error: Array
+    prior: tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The candidate that stands on all the evidence.
+
+    Args:
+        candidate: its texts.
+        changes: numbers of the changes in it.
+        gain: what it is expected to bring over the last validated head, in score.
+    """
+
+    candidate: Texts
+    changes: frozenset[int]
+    gain: float
+
+
+class Evidence:
+    """Scores of compositions, sets of changes, on examples."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._rows: list[tuple[int, int, float]] = []
+        self._examples: dict[Hashable, int] = {}
+        self._compositions: dict[frozenset[int], int] = {}
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def add(self, example: Hashable, composition: frozenset[int], score: float) -> None:
+        """Take one rollout's score; any thread may."""
+        with self._lock:
+            row = self._examples.setdefault(example, len(self._examples))
+            column = self._compositions.setdefault(composition, len(self._compositions))
+            self._rows.append((row, column, score))
+
+    def effects(self, changes: int, scale: float) -> Effects:
+        """Estimate the effects of changes number 0 to ``changes`` - 1.
+
+        Args:
+            scale: the range of scores.
+        """
+        with self._lock:
+            table = np.array(self._rows)
+            examples, known = len(self._examples), list(self._compositions)
+        rows, columns, scores = table[:, 0].astype(np.intp), table[:, 1].astype(np.intp), table[:, 2]
+        compositions = len(known)
+        design = np.zeros((compositions, changes))
+        for row, composition in enumerate(known):
+            design[row, list(composition)] = 1.0
+        count = np.bincount(rows * compositions + columns, minlength=examples * compositions)
+        count = count.reshape(examples, compositions).astype(float)
+        of_example, totals = count.sum(1), np.bincount(rows, scores, minlength=examples)
+        noise = _noise(rows, scores, of_example, totals, scale)
+        # Examples have effects of their own, with a spread, around a common mean: all of these are eliminated.
+        weight = 1 / (of_example + (noise / (EXAMPLE_SD * scale)) ** 2)
+        per_example = count @ design
+        information = (design.T * count.sum(0)) @ design - (per_example.T * weight) @ per_example
+        pull = design.T @ np.bincount(columns, scores, minlength=compositions) - per_example.T @ (weight * totals)
+        cross, own = per_example.T @ (1 - weight * of_example), of_example * (1 - weight * of_example)
+        mean_of_all = max(float(own.sum()), 1e-12)
+        information -= np.outer(cross, cross) / mean_of_all
+        pull -= cross * float((totals * (1 - weight * of_example)).sum()) / mean_of_all
+        return posterior(information / noise**2, pull / noise**2, noise)
+
+
+def _noise(rows: NDArray[np.intp], scores: Array, of_example: Array, totals: Array, scale: float) -> float:
+    """Standard deviation of the scores of one example."""
+    freedom = len(scores) - len(of_example)
+    if freedom < 20:
+        return FIRST_NOISE * scale
+    centred = scores - (totals / of_example)[rows]
+    return max(0.02 * scale, math.sqrt(float(centred @ centred) / freedom))
+
+
+def posterior(information: Array, pull: Array, noise: float) -> Effects:
+    """Effects from the normal equations of a linear model, with a prior whose mean and spread are estimated too.
+
+    Args:
+        information: precision matrix of the effects, by the rollouts alone.
+        pull: the same times the least squares estimate.
+        noise: standard deviation of a rollout's score.
+    """
+    size = len(pull)
+    values, vectors = np.linalg.eigh(information)
+    known = values > 1e-6 * max(1.0, float(values.max(initial=0.0)))
+    ones = (vectors.T @ np.ones(size))[known]
+    variance = 1 / values[known]
+    estimate = (vectors.T @ pull)[known] * variance
+    first, unit = PRIOR_MEAN * noise, PRIOR_SD * noise
+    strength = PRIOR_WEIGHT / unit**2
+    best, spread, mean = -math.inf, unit, first
+    for factor in SPREADS:
+        total = (factor * unit) ** 2 + variance
+        centre = float(((ones * estimate / total).sum() + strength * first) / ((ones**2 / total).sum() + strength))
+        likelihood = -0.5 * float((np.log(total) + (estimate - centre * ones) ** 2 / total).sum())
+        likelihood -= 0.5 * strength * (centre - first) ** 2 + 0.5 * (math.log(factor) / 0.7) ** 2
+        if likelihood > best:
+            best, spread, mean = likelihood, factor * unit, centre
+    covariance = np.linalg.inv(information + np.eye(size) / spread**2)
+    return Effects(
+        covariance @ (pull + mean / spread**2), np.sqrt(np.diag(covariance)), (mean, spread)
+    )
+
+
+class Credit:
+    """Changes, the evidence on them, and the candidates that follow: variants to learn from, and the head.
+
+    Everything but :meth:`saw` runs in the pool's writer.
+
+    Args:
+        seed: component -> text, on which changes are put.
+        code: components that hold code, which is not taken apart.
+        undecided: changes of unknown effect, from which on no child is asked for.
+        scale: the range of scores.
+    """
+
+    def __init__(self, seed: Texts, code: Collection[str], undecided: int, scale: float) -> None:
+        self._base, self._code, self._undecided, self._scale = dict(seed), frozenset(code), undecided, scale
+        self._era = 0
+        self._changes: list[Change] = []
+        self._numbers: dict[tuple[str, str, str], int] = {}
+        self._compositions: dict[str, frozenset[int]] = {hash_of(seed): frozenset()}
+        self._evidence = Evidence()
+        self._effects = Effects(np.zeros(0), np.zeros(0), self._first_prior())
+        self._fitted = 0
+        self.asking = 0
+        """Reflections on their way, whose children may add changes."""
+        self._validated = frozenset[int]()
+        self.parent = 0
+        """The pool's index of the last validated head."""
+
+    def saw(self, candidate: str, split: str, example: Hashable, score: float) -> None:
+        """Take the score of a rollout as evidence, where the candidate is made of known changes.
+
+        Args:
+            candidate: the hash of its texts.
+        """
+        composition = self._compositions.get(candidate)
+        if composition is not None:
+            self._evidence.add((self._era, split, example), composition, score)
+
+    def variant(self, rng: random.Random) -> Texts:
+        """The head without some of the changes of which little is known, and with some of those that it lacks."""
+        self._refit()
+        chosen: set[int] = set()
+        for number, ratio in enumerate(self._ratios()):
+            chance = (
+                1 - RETESTED if ratio > HELPS else 0.0 if ratio < HARMS_MUCH else RETESTED if ratio < HARMS else 0.5
+            )
+            if rng.random() < chance:
+                chosen.add(number)
+        return self._compose(frozenset(chosen))
+
+    def may_ask(self) -> bool:
+        """Whether there is room for more changes of unknown effect."""
+        unknown = sum(HARMS <= ratio <= HELPS for ratio in self._ratios())
+        return unknown + self.asking < self._undecided
+
+    def take(self, parent: Texts, child: Texts, split: str, scores: Mapping[Hashable, float]) -> bool:
+        """Take a child apart that beat its parent; False where it stands for itself.
+
+        Args:
+            parent, child: their texts.
+            split, scores: what the child had on its screen.
+        """
+        composition = self._compositions.get(hash_of(parent))
+        if composition is None:
+            return False
+        changes = changes_between(parent, child, self._code)
+        if changes is None:
+            return False
+        for change in changes:
+            if change.identity not in self._numbers:
+                self._numbers[change.identity] = len(self._changes)
+                self._changes.append(change)
+        composition |= {self._numbers[change.identity] for change in changes}
+        for example, score in scores.items():
+            self._evidence.add((self._era, split, example), composition, score)
+        return True
+
+    def head(self) -> Head:
+        """All changes that are expected to help, on the base."""
+        self._refit()
+        mean = self._means()
+        chosen = frozenset(number for number, effect in enumerate(mean) if effect > 0)
+        gain = sum(mean[one] for one in chosen - self._validated) - sum(mean[one] for one in self._validated - chosen)
+        return Head(self._compose(chosen), chosen, gain)
+
+    def validated(self, head: Head, index: int) -> None:
+        """A head is in gepa's pool at ``index``."""
+        self._validated, self.parent = head.changes, index
+
+    def stand_on(self, candidate: Texts, index: int) -> None:
+        """Put changes on another candidate from now on; those of components that it has written anew are gone."""
+        texts = {name for name, text in candidate.items() if text != self._base[name]}
+        self._changes = [one for one in self._changes if one.component not in texts]
+        self._numbers = {one.identity: number for number, one in enumerate(self._changes)}
+        self._era += 1
+        self._base, self._validated, self.parent = dict(candidate), frozenset(), index
+        self._compositions = {hash_of(candidate): frozenset()}
+        self._evidence, self._fitted = Evidence(), 0
+        self._effects = Effects(np.zeros(0), np.zeros(0), self._first_prior())
+
+    def is_made_of_changes(self, candidate: Texts) -> bool:
+        """Whether a candidate is the base with changes in it."""
+        return hash_of(candidate) in self._compositions
+
+    def _compose(self, chosen: frozenset[int]) -> Texts:
+        candidate = apply(self._base, (self._changes[one] for one in sorted(chosen)))
+        self._compositions.setdefault(hash_of(candidate), chosen)
+        return candidate
+
+    def _means(self) -> list[float]:
+        """Expected effects; of changes that are newer than the estimate, the prior's."""
+        effects = self._effects
+        return [*map(float, effects.mean), *[effects.prior[0]] * (len(self._changes) - len(effects.mean))]
+
+    def _ratios(self) -> list[float]:
+        """Expected effects in their standard errors."""
+        effects, (mean, spread) = self._effects, self._effects.prior
+        known = [float(one) for one in effects.mean / effects.error]
+        return [*known, *[mean / spread] * (len(self._changes) - len(known))]
+
+    def _refit(self) -> None:
+        """Estimate anew once enough evidence has come in."""
+        if self._changes and len(self._evidence) - self._fitted >= 12 + len(self._evidence) // 50:
+            self._fitted = len(self._evidence)
+            self._effects = self._evidence.effects(len(self._changes), self._scale)
+
+    def _first_prior(self) -> tuple[float, float]:
+        noise = FIRST_NOISE * self._scale
+        return PRIOR_MEAN * noise, PRIOR_SD * noise
