@@ -16,6 +16,7 @@ from benchmarks.vllm_cpu import VllmMeter
 from benchmarks.workloads.registry import workload_named
 from benchmarks.workloads.simulated import served, simulated
 from dspy_flashevolve.sim import HouseRules
+from dspy_flashevolve.sim.reply_model import DEFAULT_MODEL, reply_model_named
 
 NO_KEY = "none"
 """litellm wants a key even where the endpoint does not."""
@@ -33,7 +34,8 @@ class Backend:
     Attributes:
         profile: Of the simulated server; unused with a `model`.
         api_base: Of a server with OpenAI's API; None for the one that litellm knows by the model's name.
-        model: The real model: by its name on that server, or by litellm's name for it; None for the simulated one.
+        model: The real model: by its name on that server, or by litellm's name for it; None for a simulated one.
+        simulated: The simulated model's name (`sim.REPLY_MODELS`); unused with a `model`.
         time_scale: The simulated server's seconds in a real one.
         max_tokens: Longest reply of a real model to the task.
         reflection_tokens: Longest reply of a real model to a reflection.
@@ -49,6 +51,7 @@ class Backend:
     reflection_tokens: int = 4096
     is_vllm: bool = False
     json_fallback: bool = True
+    simulated: str = DEFAULT_MODEL
 
     @property
     def name(self) -> str:
@@ -57,9 +60,10 @@ class Backend:
 
     @property
     def settings(self) -> str:
-        """What else tells its runs apart, for the results; empty for a simulated server in its own time."""
+        """What else tells its runs apart, for the results."""
         if self.model is None:
-            return "" if self.time_scale == 1.0 else f"time scale {self.time_scale:g}"
+            scale = "" if self.time_scale == 1.0 else f", time scale {self.time_scale:g}"
+            return f"{self.simulated} model{scale}"
         lengths = f"replies up to {self.max_tokens} tokens, reflections {self.reflection_tokens}"
         return lengths if self.json_fallback else f"{lengths}, no second try as JSON"
 
@@ -75,8 +79,9 @@ class Backend:
         """
         chosen = workload_named(name, train=train, val=val, test=0, seed=seed)
         if self.model is None:
-            asked = simulated(chosen, HouseRules(seed=seed))
-            with served(benchmark, asked, self.profile, seed, self.time_scale) as (bench, workload):
+            task = HouseRules(seed=seed, reply_model=reply_model_named(self.simulated))
+            asked = simulated(chosen, task)
+            with served(benchmark, asked, self.profile, seed, self.time_scale, task.reply_model) as (bench, workload):
                 yield replace(bench, settings=self.settings), workload
             return
         task_lm, reflection_lm = self.lms(self.model)

@@ -20,11 +20,12 @@ from pathlib import Path
 from benchmarks.backends import Backend
 from benchmarks.methods import Limits, method
 from benchmarks.report import COLUMNS, cells, named, page, read
-from benchmarks.results import RESULTS, Result, RunKey, shown, table, write_result
+from benchmarks.results import RESULTS, Result, RunKey, commit, shown, table, write_result
 from benchmarks.workloads.registry import definition_named, workload_names
 from benchmarks.workloads.rows import RowsMissing
 from benchmarks.workloads.virtual import VirtualJob, run_job
 from dspy_flashevolve.sim.profiles import PROFILES
+from dspy_flashevolve.sim.reply_model import DEFAULT_MODEL, REPLY_MODELS
 
 METHODS = (
     "gepa", "gepa-independent-4", "gepa-independent-10", "gepa-independent-40", "gepa-pxn-3x3", "combee-10",
@@ -69,8 +70,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=1, help="runs side by side, in virtual time")
     parser.add_argument(
         "--model",
-        help="a real model instead of the simulated one: its name on the server of --api-base, or litellm's name for "
-        "it, as in openai/gpt-4o-mini, with the key in the environment",
+        default=DEFAULT_MODEL,
+        help=f"the simulated model ({', '.join(REPLY_MODELS)}), or a real one: its name on the server of --api-base, "
+        "or litellm's name for it, as in openai/gpt-4o-mini, with the key in the environment",
     )
     parser.add_argument("--api-base", help="a server with OpenAI's API that serves the model")
     parser.add_argument(
@@ -97,6 +99,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--fresh", action="store_true", help="run again what the file has")
     parser.add_argument("--html", type=Path, help="write the report there")
     options = parser.parse_args(arguments)
+    options.simulated = options.model
+    if options.model in REPLY_MODELS:
+        options.model = None
     if options.model is None and (options.api_base is not None or options.vllm):
         parser.error("--api-base and --vllm need the --model that the server serves")
     for name in ("seeds", "slots", "jobs", "most", "train", "val", "calls"):
@@ -136,6 +141,7 @@ def runs(options: argparse.Namespace, there: Known) -> Iterator[Result]:
             options.reflection_tokens,
             options.vllm,
             not options.no_json_fallback,
+            options.simulated,
         )
         yield from _on(backend, options, there)
 
@@ -164,6 +170,7 @@ def _in_virtual_time(options: argparse.Namespace, there: Known) -> Iterator[Resu
             name,
             *sizes(workload, options),
             Limits(options.slots, seed, options.seconds[workload, profile], options.calls),
+            options.simulated,
         )
         for profile in options.backend
         for workload in options.workload
@@ -212,11 +219,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if there:
         print(f"{options.out} has {len(there)} runs, which are not made again; --fresh makes them again", flush=True)
     failed = False
+    commit()  # before the code changes under a long run
     try:
         for result in runs(options, there):
             write_result(options.out, result)
             failed = failed or bool(result.error)
-            score = shown(result.best_score, ".3f")
+            score = shown(result.best_score if result.true_score is None else result.true_score, ".3f")
             print(
                 f"{result.benchmark}, {result.backend}, seed {result.seed}: {result.method}: {score} {result.error}",
                 flush=True,

@@ -149,7 +149,7 @@ class Bench:
         logging.getLogger("dspy").setLevel(logging.CRITICAL)
         metric = CountedMetric(workload.metric)
         counted = replace(workload, metric=metric)
-        recorder = Recorder(limits.time_scale)
+        recorder = Recorder(limits.time_scale, true_score=workload.true_score)
         reading = _Reading(self.meter, recorder)
         timer = threading.Timer(limits.wall_seconds or threading.TIMEOUT_MAX, reading.take)
         timer.daemon = True
@@ -194,6 +194,8 @@ class Bench:
             call_limit=limits.metric_calls,
             best_score=point.best_score,
             seed_score=trajectory.seed_score,
+            true_score=point.true_score,
+            seed_true_score=trajectory.seed_true_score,
             depth=point.depth,
             accepted=point.accepted,
             error=error,

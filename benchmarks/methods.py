@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -25,7 +25,10 @@ UNLIMITED_CALLS = 10**9
 
 @dataclass(frozen=True)
 class Workload:
-    """What is optimized and the language models that serve it; every model must have its cache off."""
+    """What is optimized and the language models that serve it; every model must have its cache off.
+
+    `true_score` gives a candidate's score on examples that nobody saw, by its texts; `None` where nobody knows it.
+    """
 
     program: Callable[[], dspy.Module]
     trainset: list[dspy.Example]
@@ -34,6 +37,7 @@ class Workload:
     task_lm: dspy.LM
     reflection_lm: dspy.LM
     adapter: dspy.Adapter | None = None
+    true_score: Callable[[Mapping[str, str]], float] | None = None
 
 
 @dataclass(frozen=True)

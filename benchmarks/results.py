@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import platform
 import shlex
 import statistics
+import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -51,6 +53,8 @@ class Result:
         call_limit: `max_metric_calls`, or `None`.
         best_score: Best fully validated score at the limit.
         seed_score: The seed program's.
+        true_score: What the program with the best score is to score on examples that nobody saw, where that is known.
+        seed_true_score: The seed program's, likewise.
         depth: Generations at the limit.
         accepted: Candidates accepted at the limit.
         prompt_tokens: Read by the server.
@@ -62,7 +66,8 @@ class Result:
         trajectory: Rows of `Point`'s fields where score or depth changed.
         busy: Seconds, and the requests in flight (the mean since the row before, or as sampled there).
         stages: Step, stage, and the seconds when it began and ended there; of the first seed alone.
-        settings: What else tells runs apart, in words: the length of replies, the time scale; empty for the defaults.
+        settings: What else tells runs apart, in words: the simulated model's name, the length of replies, the time
+            scale. Rows without a name of a simulated model were made by the one that is "obliging" now.
     """
 
     benchmark: str
@@ -80,6 +85,8 @@ class Result:
     call_limit: int | None = None
     best_score: float | None = None
     seed_score: float | None = None
+    true_score: float | None = None
+    seed_true_score: float | None = None
     depth: int = 0
     accepted: int = 0
     prompt_tokens: float = 0.0
@@ -196,12 +203,31 @@ def versions() -> dict[str, str]:
     return found
 
 
+@functools.cache
+def commit() -> str:
+    """The commit that this process runs, as it was when it was first asked for; empty outside a checkout.
+
+    "(changed)" stands after it where the code had changes that were not committed.
+    """
+    root = Path(__file__).parents[1]
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(("git", "-C", str(root), *arguments), capture_output=True, text=True, check=True).stdout
+
+    try:
+        changed = git("status", "--porcelain", "--", "dspy_flashevolve", "benchmarks/*.py")
+        return git("rev-parse", "--short=12", "HEAD").strip() + (" (changed)" if changed.strip() else "")
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
 def provenance() -> dict[str, object]:
-    """Command, date, versions and machine, as they stand in every line of a results file."""
+    """Command, commit, date, versions and machine, as they stand in every line of a results file."""
     spec = sys.modules["__main__"].__spec__ if hasattr(sys.modules["__main__"], "__spec__") else None
     program = ["python", "-m", spec.name] if spec else ["python", *sys.argv[:1]]
     return {
         "command": shlex.join([*program, *sys.argv[1:]]),
+        "commit": commit(),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "versions": versions(),
         "machine": {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -10,8 +11,9 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from benchmarks.methods import Limits, method
-from benchmarks.results import Spread, append_json_lines, middle, shown
+from benchmarks.results import Spread, append_json_lines, commit, middle, shown
 from benchmarks.tasks import task_kind
+from benchmarks.trajectory import Point
 from benchmarks.virtual import Setting, run_virtually
 
 Key = tuple[str | float, ...]
@@ -33,8 +35,15 @@ class Row:
         slots: Requests in flight at most, unless the method says otherwise.
         train: Training examples.
         val: Validation examples.
+        model: The simulated model's name; rows that name none were made by the one that is "obliging" now.
         best_score: Best fully validated score; at "calls" of the candidates that were paid for within the limit.
         seed_score: The seed program's.
+        true_score: What the program with the best score is to score on examples that nobody saw (`true_score` of
+            `HouseRules`); `None` in rows that are older than it.
+        seed_true_score: The seed program's, likewise.
+        lm_calls: Requests that were no rollout's: reflections, integrations.
+        task_tokens: Tokens read and written for rollouts.
+        reflection_tokens: Tokens read and written for the others.
         half_score: The best score at half the limit.
         metric_calls: Counted by the optimizer; at "calls" those within the limit.
         overshoot: Metric calls past the limit, drained.
@@ -54,6 +63,7 @@ class Row:
         heads: Way in which a head ended -> heads that were screened by then.
         error: What ended the run early; empty when nothing did.
         trajectory: Rows of `Point`'s fields where score or depth changed, drained.
+        commit: That made the run (`results.commit`); empty where that is not known.
     """
 
     task: str
@@ -65,8 +75,14 @@ class Row:
     slots: int
     train: int = 60
     val: int = 60
+    model: str = "obliging"
     best_score: float | None = None
     seed_score: float | None = None
+    true_score: float | None = None
+    seed_true_score: float | None = None
+    lm_calls: int = 0
+    task_tokens: int = 0
+    reflection_tokens: int = 0
     half_score: float | None = None
     metric_calls: int = 0
     overshoot: int = 0
@@ -86,18 +102,42 @@ class Row:
     heads: dict[str, int] = field(default_factory=dict)
     error: str = ""
     trajectory: list[list[float | int | None]] = field(default_factory=list)
+    commit: str = ""
+
+    @property
+    def score(self) -> float | None:
+        """The true score; the best validated one in a row that has none."""
+        return self.best_score if self.true_score is None else self.true_score
 
     @property
     def gain(self) -> float | None:
-        """How far the best score lies above the seed program's; `None` without one, or after an error."""
-        if self.error or self.best_score is None or self.seed_score is None:
+        """How far the score lies above the seed program's; `None` without one, or after an error."""
+        seed = self.seed_score if self.true_score is None else self.seed_true_score
+        if self.error or self.score is None or seed is None:
             return None
-        return self.best_score - self.seed_score
+        return self.score - seed
+
+    def true_score_at(self, seconds: float) -> float | None:
+        """The true score after so many seconds; `None` where the run was shorter, or had none yet."""
+        if self.condition == "time" and seconds > self.limit:
+            return None
+        return next((true for at, true in reversed(self._true_scores) if at <= seconds), None)
+
+    def seconds_to(self, score: float) -> float | None:
+        """Seconds, within the limit, until the true score was at least this; `None` if it never was."""
+        last = self.limit if self.condition == "time" else math.inf
+        reached = (at for at, true in self._true_scores if at <= last and true >= score - TOLERANCE)
+        return next(reached, None)
+
+    @property
+    def _true_scores(self) -> list[tuple[float, float]]:
+        points = [Point(*row) for row in self.trajectory]  # pyright: ignore[reportArgumentType]
+        return [(point.seconds, point.true_score) for point in points if point.true_score is not None]
 
     @property
     def key(self) -> Key:
         """What the run was to be: of two rows with the same key, the later counts."""
-        size = (self.profile, self.slots, self.train, self.val)
+        size = (self.profile, self.model, self.slots, self.train, self.val)
         return (self.condition, self.limit, *size, self.task, self.seed, self.method)
 
     def a_minute(self, count: float) -> float | None:
@@ -112,7 +152,7 @@ class Row:
     @property
     def title(self) -> str:
         """Which run it is, for people."""
-        return f"{self.where} ({self.profile}), seed {self.seed}: {self.method}"
+        return f"{self.where} ({self.profile}, {self.model}), seed {self.seed}: {self.method}"
 
 
 @dataclass(frozen=True)
@@ -130,17 +170,21 @@ class Job:
         limits, setting = self.limits, self.setting
         condition, limit = ("calls", limits.metric_calls) if limits.metric_calls else ("time", limits.seconds or 0.0)
         names = (self.task, self.method, limits.seed, condition, float(limit))
-        return Row(*names, setting.profile, limits.slots, setting.train, setting.val)
+        return Row(*names, setting.profile, limits.slots, setting.train, setting.val, setting.model)
 
 
 def measure(job: Job) -> Row:
     """One run."""
-    run = run_virtually(method(job.method), task_kind(job.task).task(job.limits.seed), job.limits, job.setting)
+    task = task_kind(job.task).task(job.limits.seed, job.setting.model)
+    run = run_virtually(method(job.method, virtual=True), task, job.limits, job.setting)
     point = run.at()
     return replace(
         job.row,
         best_score=point.best_score,
         seed_score=run.trajectory.seed_score,
+        true_score=point.true_score,
+        seed_true_score=run.trajectory.seed_true_score,
+        **asdict(point.spent),
         half_score=run.at(0.5).best_score,
         metric_calls=point.metric_calls,
         overshoot=run.overshoot,
@@ -160,6 +204,7 @@ def measure(job: Job) -> Row:
         heads=asdict(run.heads),
         error=run.error,
         trajectory=run.trajectory.compact(),
+        commit=commit(),
     )
 
 
@@ -181,9 +226,10 @@ def make(benchmark: str, jobs: Sequence[Job], side_by_side: int, out: Path) -> I
         side_by_side: Runs at a time.
         out: JSON lines are appended to it.
     """
+    commit()  # before the code changes under a long run
     for row in measured(jobs, side_by_side):
         append_json_lines(out, [{"benchmark": benchmark, "gain": row.gain, **asdict(row)}])
-        print(f"{row.title}: {shown(row.best_score, '.3f')} {row.error}".rstrip(), flush=True)
+        print(f"{row.title}: {shown(row.score, '.3f')} {row.error}".rstrip(), flush=True)
         yield row
 
 
@@ -195,6 +241,23 @@ def recorded(path: Path) -> list[Row]:
         row = Row(**{name: value for name, value in json.loads(line).items() if name in known})
         found[row.key] = row
     return list(found.values())
+
+
+def missing(jobs: Sequence[Job], path: Path, fresh: bool = False) -> tuple[list[Row], list[Job]]:
+    """What a file has of the runs, without those that failed, and the runs that are to be made.
+
+    Args:
+        jobs: All runs.
+        path: The file; it need not be there.
+        fresh: Whether all are to be made again.
+    """
+    wanted = {job.row.key for job in jobs}
+    rows = [] if fresh or not path.is_file() else recorded(path)
+    there = {row.key: row for row in rows if row.key in wanted and not row.error}
+    if there:
+        commits = ", ".join(sorted({row.commit or "unknown" for row in there.values()}))
+        print(f"{path} has {len(there)} of {len(jobs)} runs (commit {commits}); --fresh runs them again", flush=True)
+    return list(there.values()), [job for job in jobs if job.row.key not in there]
 
 
 def median_of(rows: Sequence[Row], name: str | None, figure: Callable[[Row], float | None]) -> float | None:
@@ -219,8 +282,8 @@ def verdict(met: bool) -> str:
 
 
 def score_spread(rows: Sequence[Row]) -> str:
-    """The median of the best scores and their range, for a table."""
-    scores = [row.best_score for row in rows if row.best_score is not None]
+    """The median of the scores (`Row.score`) and their range, for a table."""
+    scores = [row.score for row in rows if row.score is not None]
     if not scores:
         return "-"
     spread = Spread.of(scores)

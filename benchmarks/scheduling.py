@@ -18,12 +18,13 @@ from pathlib import Path
 
 from benchmarks.methods import Limits
 from benchmarks.results import RESULTS
-from benchmarks.runs import Job, Key, Row, make, recorded
+from benchmarks.runs import Job, make, missing, recorded
 from benchmarks.scheduling_tables import EXPERIMENTS, LEAD, report
 from benchmarks.tasks import TASKS, task_kind
 from benchmarks.variants import variant
 from benchmarks.virtual import Setting
 from dspy_flashevolve.sim.profiles import PROFILES, profile_named
+from dspy_flashevolve.sim.reply_model import REPLY_MODELS
 
 COMPARED = tuple(dict.fromkeys(name for named in EXPERIMENTS.values() for name in named))
 SECONDS = 120.0
@@ -35,6 +36,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     common = Setting()
     parser.add_argument("--lead", action="store_true", help="the lead figure and its ablation")
     parser.add_argument("--profiles", nargs="+", default=list(PROFILES), help="the simulated models")
+    parser.add_argument("--model", choices=REPLY_MODELS, default=common.model, help="how well it obeys and reflects")
     parser.add_argument("--tasks", nargs="+", help="kinds of task, as few or many:rules=96; all with --lead, else many")
     parser.add_argument(
         "--methods", nargs="+", help="variants, as async+prefix=0.5; those of the comparison if not given"
@@ -68,20 +70,13 @@ def planned(options: argparse.Namespace) -> list[Job]:
     """Every run, in the order of profiles, tasks, seeds and variants."""
     return [
         Job(
-            Setting(profile, options.train, options.val),
+            Setting(profile, options.train, options.val, options.model),
             Limits(options.slots, seed, seconds=options.seconds[profile]),
             task,
             name,
         )
         for profile, task, seed, name in product(options.profiles, options.tasks, range(options.seeds), options.methods)
     ]
-
-
-def known(path: Path, jobs: Sequence[Job]) -> dict[Key, Row]:
-    """Those of the runs that a file has, without those that failed."""
-    wanted = {job.row.key for job in jobs}
-    rows = recorded(path) if path.exists() else []
-    return {row.key: row for row in rows if row.key in wanted and not row.error}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -93,11 +88,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     os.environ.setdefault("TQDM_DISABLE", "1")
     jobs = planned(options)
-    rows = {} if options.fresh else known(options.out, jobs)
-    if rows:
-        print(f"{options.out} has {len(rows)} of {len(jobs)} runs; --fresh runs them again", flush=True)
-    missing = [job for job in jobs if job.row.key not in rows]
-    rows |= {row.key: row for row in make("scheduling", missing, options.jobs, options.out)}
+    there, left = missing(jobs, options.out, options.fresh)
+    rows = {row.key: row for row in [*there, *make("scheduling", left, options.jobs, options.out)]}
     every_row = [rows[job.row.key] for job in jobs]
     problems = [f"{row.title}: {row.error}" for row in every_row if row.error]
     print("\n".join(["", report(every_row, options.lead), *problems]))

@@ -69,7 +69,7 @@ FIGURES: dict[str, tuple[Figure, str]] = {
 }
 """Column -> its figure of a run, of which the table has the median, and the form."""
 RATIOS = ("x lockstep's gain", "x best Combee's")
-SCORES = ("variant", "what it is", "best score (min-max)", "gain")
+SCORES = ("variant", "what it is", "score (min-max)", "gain")
 LEAD_FIGURES = tuple(FIGURES)[:-3]
 
 
@@ -189,7 +189,7 @@ def report(rows: Sequence[Row], lead: bool) -> str:
     """Every table, and then every verdict."""
     grouped: dict[str, list[Row]] = {}
     for row in rows:
-        title = f"{_place([row])}, {row.slots} slots, {row.train} + {row.val} examples"
+        title = f"{_place([row])}, {row.slots} slots, {row.train} + {row.val} examples, {row.model} model"
         grouped.setdefault(title, []).append(row)
     parts: list[str] = []
     for title, group in grouped.items():

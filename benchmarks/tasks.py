@@ -4,22 +4,27 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
-from dspy_flashevolve.sim import HouseRules, ReplyModel
+from dspy_flashevolve.sim import HouseRules
+from dspy_flashevolve.sim.reply_model import DEFAULT_MODEL, reply_model_named
 
 
 @dataclass(frozen=True)
 class TaskKind:
-    """A kind of house rules task; see `HouseRules` and `ReplyModel` for the fields."""
+    """A kind of house rules task; see `HouseRules` and `ReplyModel` for the fields.
+
+    A model whose own `crowding` is higher keeps it.
+    """
 
     rules: int = 24
     rules_per_example: int = 6
     rivals: bool = False
     crowding: float = 0.0
 
-    def task(self, seed: int) -> HouseRules:
-        """The task of that seed."""
-        model = ReplyModel(rivals=self.rivals, crowding=self.crowding)
-        return HouseRules(rules=self.rules, rules_per_example=self.rules_per_example, seed=seed, reply_model=model)
+    def task(self, seed: int, model: str = DEFAULT_MODEL) -> HouseRules:
+        """The task of that seed, for the simulated model of that name."""
+        named = reply_model_named(model)
+        own = replace(named, rivals=self.rivals, crowding=max(named.crowding, self.crowding))
+        return HouseRules(rules=self.rules, rules_per_example=self.rules_per_example, seed=seed, reply_model=own)
 
 
 TASKS = {

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +23,21 @@ from gepa.core.callbacks import (
 
 
 @dataclass(frozen=True)
+class Spent:
+    """What the language models have done so far.
+
+    Attributes:
+        lm_calls: Requests that were no rollout's: reflections, integrations.
+        task_tokens: Tokens read and written for rollouts.
+        reflection_tokens: Tokens read and written for the others.
+    """
+
+    lm_calls: int = 0
+    task_tokens: int = 0
+    reflection_tokens: int = 0
+
+
+@dataclass(frozen=True)
 class Point:
     """The state of a run at one moment; every count is a total since the start.
 
@@ -34,7 +49,10 @@ class Point:
         rejected: Proposals that were turned down.
         best_score: Best mean over the whole validation set so far; `None` until the seed has one.
         depth: Generations from the seed to the deepest candidate; the seed's is 0.
+        true_score: What the program with that best score is to score on examples that nobody saw; `None` where that is
+            not known.
         validations: Candidates that were scored on the whole validation set; the seed is one.
+        spent: By the language models, where that is known.
     """
 
     seconds: float = 0.0
@@ -44,7 +62,9 @@ class Point:
     rejected: int = 0
     best_score: float | None = None
     depth: int = 0
+    true_score: float | None = None
     validations: int = 0
+    spent: Spent = Spent()
 
 
 @dataclass(frozen=True)
@@ -88,6 +108,11 @@ class Trajectory:
         """The first validated score, which is the seed program's; `None` if there is none."""
         return next((p.best_score for p in self.points if p.best_score is not None), None)
 
+    @property
+    def seed_true_score(self) -> float | None:
+        """The seed program's true score; `None` where that is not known."""
+        return next((p.true_score for p in self.points if p.true_score is not None), None)
+
     def compact(self) -> list[list[float | int | None]]:
         """The points where score or depth changed, and the last one, as rows of `Point`'s first fields, for JSON."""
         kept = [
@@ -96,7 +121,16 @@ class Trajectory:
             if (point.best_score, point.depth) != (before.best_score, before.depth) or point is self.points[-1]
         ]
         return [
-            [round(p.seconds, 3), p.metric_calls, p.proposals, p.accepted, p.rejected, p.best_score, p.depth]
+            [
+                round(p.seconds, 3),
+                p.metric_calls,
+                p.proposals,
+                p.accepted,
+                p.rejected,
+                p.best_score,
+                p.depth,
+                p.true_score,
+            ]
             for p in kept
         ]
 
@@ -107,10 +141,20 @@ class Recorder:
     Args:
         time_scale: Seconds of the server's clock that pass in one real second.
         clock: Gives real seconds.
+        true_score: Gives a candidate's true score; `None` where nobody knows it.
+        spent: Gives what the language models have done so far; `None` where nobody knows it.
     """
 
-    def __init__(self, time_scale: float = 1.0, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self,
+        time_scale: float = 1.0,
+        clock: Callable[[], float] = time.perf_counter,
+        true_score: Callable[[Mapping[str, str]], float] | None = None,
+        spent: Callable[[], Spent] | None = None,
+    ) -> None:
         self._time_scale = time_scale
+        self._true_score = true_score
+        self._spent = spent
         self._clock = clock
         self._began = clock()
         self._now = Point()
@@ -146,14 +190,15 @@ class Recorder:
     def on_valset_evaluated(self, event: ValsetEvaluatedEvent) -> None:
         """A candidate has validation scores; only a full set of them is compared with the best."""
         depth = self._depth(event["candidate_idx"], event["parent_ids"])
-        best, validations = self._now.best_score, self._now.validations
+        best, true, validations = self._now.best_score, self._now.true_score, self._now.validations
         if event["num_examples_evaluated"] == event["total_valset_size"]:
-            score = float(event["average_score"])
-            best, validations = score if best is None else max(best, score), validations + 1
+            score, validations = float(event["average_score"]), validations + 1
+            if best is None or score > best:
+                best, true = score, None if self._true_score is None else self._true_score(event["candidate"])
         seed_calls = event["num_examples_evaluated"] if event["candidate_idx"] == 0 else 0
         calls = max(self._now.metric_calls, seed_calls)
         depth = max(self._now.depth, depth)
-        self._record(best_score=best, depth=depth, metric_calls=calls, validations=validations)
+        self._record(best_score=best, true_score=true, depth=depth, metric_calls=calls, validations=validations)
 
     def on_budget_updated(self, event: BudgetUpdatedEvent) -> None:
         """The optimizer counted metric calls."""
@@ -169,5 +214,6 @@ class Recorder:
         return self._depths[candidate]
 
     def _record(self, **changes: Any) -> None:
-        self._now = replace(self._now, seconds=self.seconds, **changes)
+        spent = Spent() if self._spent is None else self._spent()
+        self._now = replace(self._now, seconds=self.seconds, spent=spent, **changes)
         self._points.append(self._now)

@@ -23,10 +23,12 @@ import dspy
 
 from benchmarks.methods import Limits, Method, Workload
 from benchmarks.timeline import SAMPLES
-from benchmarks.trajectory import Point, Recorder, Trajectory
+from benchmarks.trajectory import Point, Recorder, Spent, Trajectory
 from benchmarks.variants import ADAPTIVE_START
 from dspy_flashevolve import AsyncGEPA, AsyncStats
 from dspy_flashevolve.sim import HouseRules
+from dspy_flashevolve.sim.reply_model import DEFAULT_MODEL
+from dspy_flashevolve.sim.task import OUTPUTS
 from dspy_flashevolve.sim.virtual import SimulatedModel, run
 
 SETTLED_SECONDS = 10.0
@@ -35,11 +37,12 @@ SETTLED_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Setting:
-    """What the runs of a command have in common: the profile of the model, and the numbers of examples."""
+    """What the runs of a command have in common: the backend's profile, examples, the name of the simulated model."""
 
     profile: str = "h100-qwen3-8b"
     train: int = 60
     val: int = 60
+    model: str = DEFAULT_MODEL
 
 
 @dataclass(frozen=True)
@@ -210,6 +213,7 @@ def run_virtually(chosen: Method, task: HouseRules, limits: Limits, setting: Set
             metric=task.metric,
             task_lm=model.lm(),
             reflection_lm=model.lm(),
+            true_score=lambda texts: task.true_score([texts[name] for name in OUTPUTS if name in texts]),
         )
 
     model = SimulatedModel(setting.profile, seed=limits.seed, reply_model=task.reply_model)
@@ -240,8 +244,8 @@ def run_served(
 
     async def main() -> VirtualRun:
         loop = asyncio.get_running_loop()
-        recorder = Recorder(clock=loop.time)
         workload = serve(model)
+        recorder = Recorder(clock=loop.time, true_score=workload.true_score, spent=lambda: spent_by(model))
         try:
             optimizer = chosen.build(workload, limits, recorder)
         except Exception as raised:
@@ -265,6 +269,12 @@ def run_served(
         return VirtualRun(limits, recorder.trajectory, settled, final, recorder.seconds, busy, stats, error)
 
     return run(main)
+
+
+def spent_by(model: SimulatedModel) -> Spent:
+    """What a model has done so far."""
+    calls, task = sum(model.requests.values()), model.tokens.get("task", 0)
+    return Spent(calls - model.requests.get("task", 0), task, sum(model.tokens.values()) - task)
 
 
 async def _compiled(optimizer: AsyncGEPA, workload: Workload, cancelled_after: float | None) -> AsyncStats | None:

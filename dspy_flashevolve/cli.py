@@ -22,6 +22,7 @@ from dspy_flashevolve.observe.lineage import tree
 from dspy_flashevolve.sim.faults import DRAWN_KINDS, Faults
 from dspy_flashevolve.sim.process import require_aiohttp
 from dspy_flashevolve.sim.profiles import PROFILES, profile_named
+from dspy_flashevolve.sim.reply_model import DEFAULT_MODEL, REPLY_MODELS
 
 if TYPE_CHECKING:
     from dspy_flashevolve.sim.server import ServerConfig
@@ -68,6 +69,12 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     server.add_argument("--profile", type=_profile_name, default="h100-qwen3-8b", help=" | ".join(sorted(PROFILES)))
+    server.add_argument(
+        "--model",
+        choices=REPLY_MODELS,
+        default=DEFAULT_MODEL,
+        help="how well the simulated model obeys, reflects and integrates",
+    )
     server.add_argument("--host", default="127.0.0.1", help="address to bind; there is no authentication")
     server.add_argument("--port", type=_port, default=8000, help="port to bind; 0 for any free one")
     server.add_argument("--seed", type=int, default=0, help="part of every random choice")
@@ -164,6 +171,7 @@ def _sim_server(arguments: argparse.Namespace) -> int:
         profile=profile_named(arguments.profile),
         seed=arguments.seed,
         time_scale=arguments.time_scale,
+        reply_model=REPLY_MODELS[arguments.model],
         faults=arguments.faults,
         host=arguments.host,
         port=arguments.port,

@@ -94,7 +94,10 @@ class Definition:
 
 @dataclass(frozen=True)
 class NamedWorkload:
-    """A workload with its rows; `served` adds the language models. See `Definition` for the attributes."""
+    """A workload with its rows; `served` adds the language models. See `Definition` for the attributes.
+
+    `true_score` is `methods.Workload`'s.
+    """
 
     name: str
     program: Callable[[], dspy.Module]
@@ -104,6 +107,7 @@ class NamedWorkload:
     testset: list[dspy.Example]
     outputs: Mapping[str, str]
     reply_length: LengthLaw
+    true_score: Callable[[Mapping[str, str]], float] | None = None
 
     @property
     def size(self) -> Size:
@@ -122,6 +126,7 @@ class NamedWorkload:
             task_lm=task_lm,
             reflection_lm=reflection_lm or task_lm.copy(),
             adapter=adapter,
+            true_score=self.true_score,
         )
 
     def profile(self, base: str | Profile) -> Profile:

@@ -19,7 +19,9 @@ from benchmarks.measure import Bench
 from benchmarks.methods import Workload
 from benchmarks.workloads.definition import NamedWorkload, text_of
 from benchmarks.workloads.house_rules import SimMeter
-from dspy_flashevolve.sim import HouseRules, SimServer
+from dspy_flashevolve.sim import HouseRules, ReplyModel, SimServer
+from dspy_flashevolve.sim.reply_model import Choices
+from dspy_flashevolve.sim.task import feedback_on
 from dspy_flashevolve.sim.words import Rule, words_present
 
 
@@ -42,7 +44,8 @@ def simulated(workload: NamedWorkload, task: HouseRules) -> NamedWorkload:
     return replace(
         workload,
         program=functools.partial(_seeded, workload.program, workload.outputs, task.all_rules()[: task.seed_rules]),
-        metric=HouseMetric(dict(workload.outputs)),
+        metric=HouseMetric(dict(workload.outputs), task.reply_model),
+        true_score=lambda texts: task.true_score([texts[name] for name in workload.outputs]),
         trainset=_asking(workload.trainset, task.trainset(len(workload.trainset))),
         valset=_asking(workload.valset, held_out[: len(workload.valset)]),
         testset=_asking(workload.testset, held_out[len(workload.valset) :]),
@@ -55,9 +58,11 @@ class HouseMetric:
 
     Attributes:
         outputs: The predictors' names, and the field of the prediction that each wrote.
+        reply_model: How many of the missed rules the feedback does not name.
     """
 
     outputs: Mapping[str, str]
+    reply_model: ReplyModel
 
     def __call__(
         self, gold: Any, pred: Any, trace: Any = None, pred_name: str | None = None, pred_trace: Any = None
@@ -69,7 +74,8 @@ class HouseMetric:
             rule for rule, owner in owners.items() if not words_present(text_of(pred, self.outputs[owner]), [rule.word])
         ]
         concerned = [rule for rule in missed if pred_name not in self.outputs or owners[rule] == pred_name]
-        feedback = "Missed: " + " ".join(map(str, concerned)) if concerned else "All rules were kept."
+        drawn = [[str(rule) for rule in required], [text_of(pred, field) for field in self.outputs.values()]]
+        feedback = feedback_on(concerned, self.reply_model, Choices(0, str(drawn)))
         return dspy.Prediction(score=1 - len(missed) / len(required), feedback=feedback)
 
 
@@ -90,7 +96,12 @@ class Data:
 
 @contextmanager
 def served(
-    benchmark: str, workload: NamedWorkload, profile: str, seed: int = 0, time_scale: float = 1.0
+    benchmark: str,
+    workload: NamedWorkload,
+    profile: str,
+    seed: int = 0,
+    time_scale: float = 1.0,
+    reply_model: ReplyModel | None = None,
 ) -> Iterator[tuple[Bench, Workload]]:
     """A running simulated server with the bench and the workload for it.
 
@@ -100,8 +111,10 @@ def served(
         profile: The name of a profile; its task replies get the workload's lengths.
         seed: The server's.
         time_scale: The server's seconds that pass in a real one.
+        reply_model: How well the simulated model answers; that of the task; `None` for the default.
     """
-    with SimServer(profile=workload.profile(profile), seed=seed, time_scale=time_scale) as server:
+    backend = workload.profile(profile)
+    with SimServer(backend, seed=seed, time_scale=time_scale, reply_model=reply_model) as server:
         language_model = dspy.LM("openai/simulated", api_base=server.api_base, api_key="none", cache=False)
         yield Bench(benchmark, profile, SimMeter(server)), workload.served(language_model)
 

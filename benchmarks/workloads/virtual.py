@@ -11,6 +11,7 @@ from benchmarks.virtual import VirtualRun, run_served
 from benchmarks.workloads.registry import workload_named
 from benchmarks.workloads.simulated import simulated
 from dspy_flashevolve.sim import HouseRules
+from dspy_flashevolve.sim.reply_model import DEFAULT_MODEL, reply_model_named
 from dspy_flashevolve.sim.virtual import SimulatedModel
 
 
@@ -26,6 +27,7 @@ class VirtualJob:
         train: Training examples; `None` for the workload's own number.
         val: Validation examples; likewise.
         limits: Seed, slots, virtual seconds, metric calls.
+        model: The simulated model's name (`sim.REPLY_MODELS`).
     """
 
     benchmark: str
@@ -35,6 +37,12 @@ class VirtualJob:
     train: int | None
     val: int | None
     limits: Limits
+    model: str = DEFAULT_MODEL
+
+    @property
+    def settings(self) -> str:
+        """What else tells its run apart, for the results."""
+        return f"{self.model} model"
 
     @property
     def backend(self) -> str:
@@ -44,8 +52,8 @@ class VirtualJob:
     @property
     def key(self) -> RunKey:
         """That of its result."""
-        limits = self.limits
-        return RunKey(self.benchmark, self.backend, "", limits.slots, limits.metric_calls, self.method, limits.seed)
+        limits, what = self.limits, (self.benchmark, self.backend, self.settings)
+        return RunKey(*what, limits.slots, limits.metric_calls, self.method, limits.seed)
 
     def run(self) -> Result:
         """Make the run.
@@ -54,10 +62,11 @@ class VirtualJob:
             RowsMissing: The workload's rows are nowhere.
             ValueError: There is no such workload, method or profile, or the workload has fewer rows.
         """
-        limits, task = self.limits, HouseRules(seed=self.limits.seed)
+        limits, reply_model = self.limits, reply_model_named(self.model)
+        task = HouseRules(seed=limits.seed, reply_model=reply_model)
         rows = workload_named(self.workload, train=self.train, val=self.val, test=0, seed=limits.seed)
         asked = simulated(rows, task)
-        model = SimulatedModel(asked.profile(self.profile), seed=limits.seed, reply_model=task.reply_model)
+        model = SimulatedModel(asked.profile(self.profile), seed=limits.seed, reply_model=reply_model)
         chosen = method(self.method, virtual=True)
         return self._result(run_served(chosen, model, lambda served: asked.served(served.lm(), served.lm()), limits))
 
@@ -78,6 +87,8 @@ class VirtualJob:
             call_limit=self.limits.metric_calls,
             best_score=point.best_score,
             seed_score=run.trajectory.seed_score,
+            true_score=point.true_score,
+            seed_true_score=run.trajectory.seed_true_score,
             depth=point.depth,
             accepted=point.accepted,
             prompt_tokens=reading.prompt_tokens,
@@ -89,6 +100,7 @@ class VirtualJob:
             trajectory=run.trajectory.compact(),
             busy=[[round(second, 2), round(running, 2)] for second, running in run.busy],
             stages=timeline(run.stats, self.limits),
+            settings=self.settings,
         )
 
 

@@ -4,7 +4,7 @@ SimServer       the server in a process of its own, for a `with` block
 HouseRules      the task: data, program, metric and optimum (needs dspy, imported on first use)
 Profile         what a backend can do; PROFILES holds the two that are calibrated
 LengthLaw       lognormal output lengths
-ReplyModel      how well the simulated model obeys and reflects
+ReplyModel      how well the simulated model obeys and reflects; REPLY_MODELS holds the named ones
 Faults          what goes wrong on purpose, and how often
 ServerStats     what the server counted, with KindStats for each kind of prompt
 """
@@ -17,13 +17,14 @@ from dspy_flashevolve.sim.counters import KindStats, ServerStats
 from dspy_flashevolve.sim.faults import Faults
 from dspy_flashevolve.sim.process import SimServer
 from dspy_flashevolve.sim.profiles import PROFILES, LengthLaw, Profile
-from dspy_flashevolve.sim.replies import ReplyModel
+from dspy_flashevolve.sim.reply_model import REPLY_MODELS, ReplyModel
 
 if TYPE_CHECKING:
     from dspy_flashevolve.sim.task import HouseRules
 
 __all__ = [
     "PROFILES",
+    "REPLY_MODELS",
     "Faults",
     "HouseRules",
     "KindStats",

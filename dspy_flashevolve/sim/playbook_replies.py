@@ -12,10 +12,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from dspy_flashevolve.sim.reply_model import Choices, ReplyModel
-from dspy_flashevolve.sim.words import USELESS_SENTENCES, Rule, instructed_words, rules_in, words_present
+from dspy_flashevolve.sim.reply_model import Choices, ReplyModel, useless_sentence
+from dspy_flashevolve.sim.words import Rule, harmful_sentences, instructed_words, rules_in, words_present
 
 CITATIONS = "cited_bullets"
 """The output field in which a program in training names the bullets that it used."""
@@ -37,12 +38,17 @@ def citations(instruction: str, body: str) -> str:
 def reflect(inputs: Mapping[str, str], model: ReplyModel, choices: Choices) -> dict[str, str]:
     """A reflection on one sample: the rules that it missed, and a tag for each bullet that it cited."""
     missed = rules_in(inputs["feedback"])
-    useless = not missed or choices.uniform("useless") < model.useless
+    sentence = model.sentence(choices)
+    named = [] if sentence else [rule for rule in missed if choices.uniform(f"read {rule.word}") < model.reads]
     tags = {name: "helpful" for name, _ in _BULLET.findall(inputs["cited_bullets"])}
     return {
         "what_went_wrong": "Something was left out." if missed else "",
         "right_approach": "Follow each of the house rules.",
-        "insight": _useless(choices) if useless else "An answer has to keep these: " + " ".join(map(str, missed)),
+        "insight": (
+            "An answer has to keep these: " + " ".join(map(str, named))
+            if named
+            else sentence or useless_sentence(choices)
+        ),
         "bullet_tags": json.dumps(tags),
     }
 
@@ -54,10 +60,10 @@ def curate(inputs: Mapping[str, str], model: ReplyModel, choices: Choices) -> di
     missed = [rule for rule in rules_in(inputs["reflection"]) if rule.word not in known]
     missed = [rule for rule in missed if not _contradicts(rule, bullets, model, choices)]
     section = inputs["sections"].partition(",")[0].strip()
-    missed.sort(key=lambda rule: choices.uniform(f"add {rule.word}"))
-    added = [str(rule) for rule in missed[: 1 + choices.index("how many", model.rules_added)]]
+    added = [str(rule) for rule in replace(model, reads=1).read(missed, choices)]
     if not rules_in(inputs["reflection"]):
-        added = [_useless(choices)]
+        harmful = harmful_sentences(inputs["reflection"])
+        added = harmful or [useless_sentence(choices)]
     operations: list[dict[str, Any]] = [{"type": "ADD", "section": section, "content": one} for one in added]
     if bullets and choices.uniform("forget") < model.forgets:
         operations.append({"type": "REMOVE", "id": bullets[choices.index("forget which", len(bullets))][0]})
@@ -83,7 +89,3 @@ def _contradicts(rule: Rule, bullets: list[tuple[str, Rule]], model: ReplyModel,
     pairs = {(other.number + 1) // 2 for _, other in bullets if other.word != rule.word}
     rival = model.rivals and (rule.number + 1) // 2 in pairs
     return rival and choices.uniform(f"conflict {rule.word}") < model.spots_conflicts
-
-
-def _useless(choices: Choices) -> str:
-    return USELESS_SENTENCES[choices.index("useless which", len(USELESS_SENTENCES))]

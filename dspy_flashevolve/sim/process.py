@@ -20,7 +20,7 @@ from typing import IO, TYPE_CHECKING, Any
 from dspy_flashevolve.sim.counters import ServerStats
 from dspy_flashevolve.sim.faults import Faults
 from dspy_flashevolve.sim.profiles import LengthLaw, Profile, profile_named
-from dspy_flashevolve.sim.replies import ReplyModel
+from dspy_flashevolve.sim.reply_model import ReplyModel, default_reply_model
 
 if TYPE_CHECKING:
     from dspy_flashevolve.sim.server import ServerConfig
@@ -42,7 +42,7 @@ class SimServer:
         seed: Part of every random choice of the server.
         port: Port to bind; 0 for any free one.
         time_scale: Model seconds a wall second; 50 makes everything 50 times faster.
-        reply_model: How well the simulated model obeys and reflects.
+        reply_model: How well the simulated model obeys and reflects; None for "plain" of `REPLY_MODELS`.
         faults: What goes wrong on purpose, and how often; None for nothing.
 
     Raises:
@@ -70,7 +70,7 @@ class SimServer:
             "profile": asdict(profile_named(profile) if isinstance(profile, str) else profile),
             "seed": seed,
             "time_scale": time_scale,
-            "reply_model": asdict(reply_model or ReplyModel()),
+            "reply_model": asdict(reply_model or default_reply_model()),
             "faults": None if faults is None else asdict(faults),
             "port": port,
         }

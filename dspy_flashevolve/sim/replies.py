@@ -3,34 +3,40 @@
 The task is "house rules": an instruction may hold sentences such as `Rule 07: mention the word "amber".`
 (a keyword constraint, as in IFEval, Zhou et al., arXiv 2311.07911), and a reply obeys each of them with a known
 probability. A reflection prompt yields the current instruction with some of the rules that the feedback says were
-missed, and sometimes with less than before. So prompts improve step by step towards a known optimum.
+missed, and sometimes with less than before, or with a sentence that does harm. So prompts improve step by step towards
+a known optimum.
 
-Every random choice is a hash of (seed, content, what is decided): equal requests get equal replies in any order.
+Every random choice is a hash of (seed, content, what is decided), so that replies do not depend on the order of the
+requests. Equal requests get equal replies, unless the model resamples (`Repeats`).
 """
 
 from __future__ import annotations
 
 import ast
+import hashlib
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from dspy_flashevolve.sim.harness_replies import harness_fields, is_tool_call
 from dspy_flashevolve.sim.playbook_replies import CITATIONS, citations, curate, reconcile, reflect
 from dspy_flashevolve.sim.profiles import Profile
 from dspy_flashevolve.sim.prompts import ChatRequest, OutputField
-from dspy_flashevolve.sim.reply_model import Choices, ReplyModel
+from dspy_flashevolve.sim.reply_model import Choices, ReplyModel, useless_sentence
+from dspy_flashevolve.sim.sloppy import formed, formed_reply, formed_verdicts, sloppy_form
 from dspy_flashevolve.sim.words import (
     FILLER_CLOSING,
     FILLER_OPENING,
     FILLER_SENTENCES,
-    USELESS_SENTENCES,
+    WORDINGS,
     Rule,
-    instructed_words,
+    harmful_sentences,
     rules_in,
+    useless_sentences,
     without_rules,
 )
 
@@ -53,7 +59,7 @@ class Reply:
     finish_reason: Literal["stop", "length"]
 
 
-def reply_to(request: ChatRequest, profile: Profile, model: ReplyModel, seed: int) -> Reply:
+def reply_to(request: ChatRequest, profile: Profile, model: ReplyModel, seed: int, repeat: int = 0) -> Reply:
     """The simulated model's reply.
 
     Args:
@@ -61,7 +67,10 @@ def reply_to(request: ChatRequest, profile: Profile, model: ReplyModel, seed: in
         profile: Gives the law of the output lengths.
         model: How well the simulated model obeys and reflects.
         seed: The server's seed.
+        repeat: How often the same request came before; counts where the model resamples.
     """
+    if repeat and model.resamples:
+        request = replace(request, content=f"{repeat} {request.content}")
     choices = Choices(seed, request.content)
     quick = request.kind in ("task", "other") or is_tool_call(request)
     law = profile.task_length if quick else profile.reflection_length
@@ -72,6 +81,19 @@ def reply_to(request: ChatRequest, profile: Profile, model: ReplyModel, seed: in
         completion_tokens=min(wanted, limit),
         finish_reason="length" if wanted > limit else "stop",
     )
+
+
+class Repeats:
+    """Counts how often each request came."""
+
+    def __init__(self) -> None:
+        self._seen: Counter[bytes] = Counter()
+
+    def of(self, request: ChatRequest) -> int:
+        """How often the same request came before; it counts from now on."""
+        content = hashlib.blake2b(request.content.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+        self._seen[content] += 1
+        return self._seen[content] - 1
 
 
 def _text(request: ChatRequest, model: ReplyModel, choices: Choices, seed: int) -> str:
@@ -87,22 +109,24 @@ def _text(request: ChatRequest, model: ReplyModel, choices: Choices, seed: int) 
     if request.kind in _PLAYBOOK_REPLIES:
         values = _PLAYBOOK_REPLIES[request.kind](request.inputs, model, choices)
         return _written(request, {one.name: values.get(one.name, FILLER_OPENING) for one in request.output_fields})
-    return _format(request, _body(request, model, choices))
-
-
-def _body(request: ChatRequest, model: ReplyModel, choices: Choices) -> str:
     if request.kind == "reflection":
-        inputs = request.inputs
-        return new_instruction(inputs["current_instruction"], inputs["examples_with_feedback"], model, choices)
-    return answer(request.instruction, model, choices)
+        return _reflection(request, model, choices)
+    return _format(request, answer(request.instruction, model, choices))
+
+
+def _reflection(request: ChatRequest, model: ReplyModel, choices: Choices) -> str:
+    current, feedback = request.inputs["current_instruction"], request.inputs["examples_with_feedback"]
+    text, form = new_instruction(current, feedback, model, choices), sloppy_form(model, choices, verdicts=False)
+    if form is None:
+        return _format(request, text)
+    return formed_reply(form, _format(request, formed(form, text, current)))
 
 
 def answer(instruction: str, model: ReplyModel, choices: Choices) -> str:
     """A task reply: filler sentences around those instructed words that the model obeys this time."""
-    words = instructed_words(instruction)
-    obedience = model.obedience_with(len(words))
     ignored = _ignored_rivals(instruction, choices) if model.rivals else set[str]()
-    obeyed = [word for word in words if word not in ignored and choices.uniform(f"obey {word}") < obedience]
+    likely = model.obeyed(instruction).items()
+    obeyed = [word for word, share in likely if word not in ignored and choices.uniform(f"obey {word}") < share]
     sentences = [FILLER_SENTENCES[i % len(FILLER_SENTENCES)].format(word=word) for i, word in enumerate(obeyed)]
     return " ".join([FILLER_OPENING, *sentences, FILLER_CLOSING])
 
@@ -119,7 +143,7 @@ _CHILD = re.compile(r"^### Child (\d{1,9})$", re.MULTILINE)
 
 
 def integrate(head: str, children: str, model: ReplyModel, choices: Choices) -> tuple[list[dict[str, object]], str]:
-    """An integration: the head with the rules that the children add, minus what it overlooks.
+    """An integration: the head with the rules and sentences that the children add, minus what it loses.
 
     Args:
         head: The newest text.
@@ -133,7 +157,9 @@ def integrate(head: str, children: str, model: ReplyModel, choices: Choices) -> 
     rules, base = rules_in(head), without_rules(head)
     known = {rule.word for rule in rules}
     pairs = {(rule.number + 1) // 2 for rule in rules}
+    held = set(_sentences(head))
     added: list[Rule] = []
+    sentences: list[str] = []
     verdicts: list[dict[str, object]] = []
     marks = list(_CHILD.finditer(children))
     for mark, end in zip(marks, [*(one.start() for one in marks[1:]), len(children)], strict=False):
@@ -144,25 +170,49 @@ def integrate(head: str, children: str, model: ReplyModel, choices: Choices) -> 
         if rivals and choices.uniform(f"conflict {number}") < model.spots_conflicts:
             verdicts.append({"child": number, "verdict": "conflicting", "reason": f"Contradicts: {rivals[0]}"})
             continue
-        verdict = "orthogonal" if fresh else "subsumed"
+        said = [sentence for sentence in _sentences(put_in) if sentence not in held]
+        held.update(said)
+        sentences += said
+        verdict = "orthogonal" if fresh or said else "subsumed"
         verdicts.append({"child": number, "verdict": verdict, "reason": f"Adds {len(fresh)} rules."})
         added += fresh
         known |= {rule.word for rule in fresh}
         pairs |= {(rule.number + 1) // 2 for rule in fresh}
     lost = 1 - math.exp(-model.overload * len(added))
     kept = [rule for rule in added if choices.uniform(f"lose {rule.word}") >= lost]
+    kept = [rule for rule in kept if choices.uniform(f"put in {rule.word}") < model.keeps]
+    said = [sentence for sentence in sentences if choices.uniform(f"put in {sentence}") < model.keeps]
     if rules and choices.uniform("forget") < model.forgets:
         del rules[choices.index("forget which", len(rules))]
-    return verdicts, "\n".join([base, *map(str, sorted([*rules, *kept]))]).strip()
+    rules = [rule for rule in rules if choices.uniform(f"drop {rule.word}") >= model.loses]
+    dropped = {one for one in _sentences(base) if choices.uniform(f"drop {one}") < model.loses}
+    base = "\n".join(line for line in base.splitlines() if line.strip() not in dropped)
+    whole = [_reworded(rule, model, choices) for rule in (*rules, *kept)]
+    return verdicts, "\n".join([base, *said, *map(str, sorted(whole))]).strip()
+
+
+def _sentences(text: str) -> list[str]:
+    return [*useless_sentences(text), *harmful_sentences(text)]
+
+
+def _reworded(rule: Rule, model: ReplyModel, choices: Choices) -> Rule:
+    if choices.uniform(f"reword {rule.word}") >= model.rewords:
+        return rule
+    return rule.reworded(1 + choices.index(f"reword {rule.word} how", WORDINGS - 1))
 
 
 def _integration(request: ChatRequest, model: ReplyModel, choices: Choices) -> str:
-    verdicts, text = integrate(request.inputs["head_text"], request.inputs["children"], model, choices)
+    head = request.inputs["head_text"]
+    verdicts, text = integrate(head, request.inputs["children"], model, choices)
+    form = sloppy_form(model, choices, verdicts=True) or ""
+    judged, text = formed_verdicts(form, verdicts), formed(form, text, head)
     values: dict[str, object] = {}
     for field in request.output_fields:
         is_list = field.type_name.strip().startswith("list")
-        values[field.name] = verdicts if is_list else FILLER_OPENING if field.name == "reasoning" else text
-    return _written(request, values)
+        value = judged if is_list else FILLER_OPENING if field.name == "reasoning" else text
+        if value is not None:
+            values[field.name] = value
+    return formed_reply(form, _written(request, values))
 
 
 def new_instruction(current: str, feedback: str, model: ReplyModel, choices: Choices) -> str:
@@ -177,19 +227,16 @@ def new_instruction(current: str, feedback: str, model: ReplyModel, choices: Cho
     rules, base = rules_in(current), without_rules(current)
     known = {rule.word for rule in rules}
     missed = [rule for rule in rules_in(feedback) if rule.word not in known]
-    if not missed or choices.uniform("useless") < model.useless:
-        base = _with_useless_addition(base, choices)
-        added: list[Rule] = []
-    else:
-        missed.sort(key=lambda rule: choices.uniform(f"add {rule.word}"))
-        added = missed[: 1 + choices.index("how many", model.rules_added)]
+    sentence = model.sentence(choices)
+    added = [] if sentence else model.read(missed, choices)
+    if not added:
+        base = _with(base, sentence or useless_sentence(choices))
     if rules and choices.uniform("forget") < model.forgets:
         del rules[choices.index("forget which", len(rules))]
     return "\n".join([base, *map(str, sorted([*rules, *added]))]).strip()
 
 
-def _with_useless_addition(base: str, choices: Choices) -> str:
-    sentence = USELESS_SENTENCES[choices.index("useless which", len(USELESS_SENTENCES))]
+def _with(base: str, sentence: str) -> str:
     return base if sentence in base else f"{base}\n{sentence}".strip()
 
 

@@ -26,7 +26,8 @@ from dspy_flashevolve.sim.faults import BODY_KINDS, Fault, Faults
 from dspy_flashevolve.sim.injection import damage, refuse, retry_headers
 from dspy_flashevolve.sim.profiles import H100_QWEN3_8B, Profile
 from dspy_flashevolve.sim.prompts import BadRequest, ChatRequest, parse_chat_request
-from dspy_flashevolve.sim.replies import Reply, ReplyModel, reply_to
+from dspy_flashevolve.sim.replies import Repeats, Reply, reply_to
+from dspy_flashevolve.sim.reply_model import ReplyModel, default_reply_model
 
 _MAX_BODY_BYTES = 64 * 2**20
 
@@ -51,7 +52,7 @@ class ServerConfig:
     profile: Profile = H100_QWEN3_8B
     seed: int = 0
     time_scale: float = 1.0
-    reply_model: ReplyModel = field(default_factory=ReplyModel)
+    reply_model: ReplyModel = field(default_factory=default_reply_model)
     faults: Faults | None = None
     host: str = "127.0.0.1"
     port: int = 0
@@ -118,6 +119,7 @@ class _Handlers:
         self._driver = BatchDriver(config.profile, config.time_scale)
         self._since_start = Counters()
         self._received = 0
+        self._repeats = Repeats()
         self._window = _Window(self._driver.now(), self._driver.load())
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
@@ -132,7 +134,8 @@ class _Handlers:
         limit = self._profile.concurrency_limit
         if limit is not None and self._driver.in_flight >= limit:
             return self._refusal(limit)
-        reply = reply_to(chat, self._profile, self._config.reply_model, self._config.seed)
+        repeat = self._repeats.of(chat)
+        reply = reply_to(chat, self._profile, self._config.reply_model, self._config.seed, repeat)
         for counters in self._counters:
             counters.requests += 1
         generation = self._driver.submit(chat.prompt_tokens, reply.completion_tokens)

@@ -7,14 +7,16 @@ an instruction states with a known probability, which makes the best possible sc
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, Literal
 
 import dspy
 
-from dspy_flashevolve.sim.replies import ReplyModel
+from dspy_flashevolve.sim.reply_model import Choices, ReplyModel, default_reply_model
 from dspy_flashevolve.sim.words import WORDS, Rule, words_present
 
 _TEMPLATES = (
@@ -34,7 +36,8 @@ _TOPICS = (
     "singing in a choir", "drawing faces", "growing tomatoes", "collecting stamps", "training for a marathon",
     "painting houses", "repairing clocks", "cooking for a crowd",
 )  # fmt: skip
-_OUTPUTS = ("answer", "draft", "outline")
+OUTPUTS = ("answer", "draft", "outline")
+"""Predictors and what they write, in the order in which they get the rules."""
 
 
 @dataclass(frozen=True)
@@ -53,13 +56,13 @@ class HouseRules:
         seed_rules: How many rules the seed program's instruction already holds.
         favoured: Where the reply model has rivals: probability that an example which asks for one rule of a pair asks
             for the first of it.
-        reply_model: What the server's replies follow; `optimum` is derived from it.
+        reply_model: What the server's replies follow; `optimum` and `true_score` are derived from it.
 
     Raises:
         ValueError: If a count is out of its range or `prompts` is empty.
 
     Example:
-        >>> task = HouseRules(rules=24, seed=0)
+        >>> task = HouseRules(rules=24, seed=0, reply_model=ReplyModel())
         >>> task.optimum
         0.9
         >>> example = task.trainset(1)[0]
@@ -73,7 +76,7 @@ class HouseRules:
     prompts: Sequence[str] | None = None
     seed_rules: int = 2
     favoured: float = 0.75
-    reply_model: ReplyModel = field(default_factory=ReplyModel)
+    reply_model: ReplyModel = field(default_factory=default_reply_model)
 
     def __post_init__(self) -> None:
         for name, low, high in (
@@ -115,27 +118,69 @@ class HouseRules:
         return self._program(predictors, self.all_rules()[: self.seed_rules])
 
     def optimal_program(self, predictors: Literal[1, 2, 3] = 1) -> dspy.Module:
-        """The program whose instructions hold all the rules.
+        """The program whose instructions hold the rules that are worth their length: all, where length costs nothing.
 
         Raises:
             ValueError: If `predictors` is not 1, 2 or 3.
         """
-        return self._program(predictors, self._best_rules())
+        return self._program(predictors, self._best_rules(predictors))
 
     def optimal_instruction(self) -> str:
-        """The instruction that holds all the rules, for the program of one predictor."""
-        return _instruction("answer", self._best_rules())
+        """The instruction of `optimal_program` with one predictor."""
+        return _instruction("answer", self._best_rules(1))
 
-    def _best_rules(self) -> list[Rule]:
-        """All the rules; of two that contradict each other the favoured one."""
-        return self.all_rules()[:: 2 if self.reply_model.rivals else 1]
+    def _best_rules(self, predictors: int) -> list[Rule]:
+        """For each predictor those of its rules that make the score highest; of two that contradict each other one."""
+        rules = self.all_rules()
+        if self.reply_model.rivals:
+            rules = [max(pair, key=self._worth) for pair in zip(rules[::2], rules[1::2], strict=True)]
+        best: list[Rule] = []
+        for first in range(predictors):
+            own = [rule for rule in rules if (rule.number - 1) % predictors == first]
+            own.sort(key=self._worth, reverse=True)
+            worth = accumulate(map(self._worth, own), initial=0.0)
+            scores = [sum_ * self.reply_model.obedience_with(length) for length, sum_ in enumerate(worth)]
+            best += own[: scores.index(max(scores))]
+        return sorted(best)
+
+    def _asked(self, rule: Rule) -> float:
+        """The share of a score that is this rule's, on average over all examples that there may be."""
+        if not self.reply_model.rivals:
+            return 1 / self.rules
+        return (self.favoured if rule.number % 2 else 1 - self.favoured) / (self.rules // 2)
+
+    def _worth(self, rule: Rule) -> float:
+        return self._asked(rule) * self.reply_model.obedience_to(rule.word)
 
     @property
     def optimum(self) -> float:
-        """The expected score of `optimal_instruction()`: each word is there with the model's obedience."""
-        if self.reply_model.rivals:
-            return self.favoured * self.reply_model.obedience_with(self.rules // 2)
-        return self.reply_model.obedience_with(self.rules)
+        """The true score of `optimal_instruction()`."""
+        return self.true_score([self.optimal_instruction()])
+
+    def true_score(self, instructions: Sequence[str]) -> float:
+        """The score that is to be expected of an example that neither training nor validation has seen.
+
+        It is exact: an expectation over all examples that there may be, and over the draws of the model. A validation
+        score is an estimate of it, and the best of many validation scores is an estimate that is too high.
+
+        Args:
+            instructions: One for each predictor, in the order of `OUTPUTS`.
+
+        Example:
+            >>> task = HouseRules(rules=24, seed_rules=2, reply_model=ReplyModel(obedience=0.9))
+            >>> instruction = task.program().answer.signature.instructions
+            >>> round(task.true_score([instruction]), 4) == round(0.9 * 2 / 24, 4)
+            True
+        """
+        obeyed = [self.reply_model.obeyed(text) for text in instructions]
+        rules = self.all_rules()
+
+        def kept(rule: Rule) -> float:
+            own = obeyed[(rule.number - 1) % len(obeyed)]
+            rival = rules[(rule.number - 1) ^ 1].word if self.reply_model.rivals else None
+            return own.get(rule.word, 0.0) * (0.5 if rival in own else 1.0)
+
+        return math.fsum(self._asked(rule) * self.rules * kept(rule) for rule in rules) / self.rules
 
     def metric(
         self,
@@ -156,13 +201,14 @@ class HouseRules:
 
         Returns:
             `score`, the share of the required words that are there (over all predictors, whatever `pred_name`), and
-            `feedback`, which names the missed rules of the predictor.
+            `feedback`, which names the missed rules of the predictor, or some of them (`ReplyModel.vague`).
         """
         required: list[Rule] = list(gold["required"])
-        outputs = [name for name in _OUTPUTS if name in pred]
+        outputs = [name for name in OUTPUTS if name in pred]
         missed = [rule for rule in required if not _kept(rule, outputs, pred)]
         concerned = [rule for rule in missed if pred_name not in outputs or _owner(rule, outputs) == pred_name]
-        text = "Missed: " + " ".join(map(str, concerned)) if concerned else "All rules were kept."
+        drawn = f"{gold.question}\0{[str(pred[name]) for name in outputs]}"
+        text = feedback_on(concerned, self.reply_model, Choices(self.seed, drawn))
         return dspy.Prediction(score=1 - len(missed) / len(required), feedback=text)
 
     def _questions(self) -> list[str]:
@@ -187,8 +233,23 @@ class HouseRules:
     def _program(self, predictors: int, rules: Sequence[Rule]) -> dspy.Module:
         if predictors not in (1, 2, 3):
             raise ValueError(f"predictors must be 1, 2 or 3, got {predictors!r}")
-        outputs = _OUTPUTS[:predictors]
+        outputs = OUTPUTS[:predictors]
         return _Chain({name: [rule for rule in rules if _owner(rule, outputs) == name] for name in outputs})
+
+
+def feedback_on(missed: Sequence[Rule], model: ReplyModel, choices: Choices) -> str:
+    """What the metric says of the rules that an answer missed.
+
+    Args:
+        missed: The rules.
+        model: How many of them it does not name.
+        choices: The random choices of this answer.
+    """
+    if not missed:
+        return "All rules were kept."
+    named = [rule for rule in missed if choices.uniform(f"name {rule.word}") >= model.vague]
+    rest = [] if len(named) == len(missed) else ["Something else that was expected is not there."]
+    return " ".join(["Missed:", *map(str, named), *rest])
 
 
 def _owner(rule: Rule, outputs: Sequence[str]) -> str:

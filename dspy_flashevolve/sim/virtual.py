@@ -23,7 +23,8 @@ from dspy_flashevolve.sim.batching import Load
 from dspy_flashevolve.sim.driver import BatchDriver
 from dspy_flashevolve.sim.profiles import Profile, profile_named
 from dspy_flashevolve.sim.prompts import ChatRequest, parse_chat_request
-from dspy_flashevolve.sim.replies import ReplyModel, reply_to
+from dspy_flashevolve.sim.replies import Repeats, reply_to
+from dspy_flashevolve.sim.reply_model import ReplyModel, default_reply_model
 from dspy_flashevolve.sim.virtual_loop import FOREIGN, LOOP_OF, VirtualLoop, run
 
 __all__ = ["SimulatedModel", "VirtualLoop", "run"]
@@ -35,7 +36,7 @@ class SimulatedModel:
     Args:
         profile: rates and output lengths, or the name of a calibrated profile.
         seed: of the replies.
-        reply_model: how well it obeys and reflects.
+        reply_model: how well it obeys and reflects; None for the default, "plain" of `reply_model.REPLY_MODELS`.
     """
 
     def __init__(
@@ -43,9 +44,11 @@ class SimulatedModel:
     ) -> None:
         self.profile = profile_named(profile) if isinstance(profile, str) else profile
         self.seed = seed
-        self.reply_model = reply_model or ReplyModel()
+        self.reply_model = reply_model or default_reply_model()
         self.requests: dict[str, int] = {}
         """Kind of prompt -> requests answered."""
+        self.tokens: dict[str, int] = {}
+        """Kind of prompt -> tokens read and written for it, of requests answered."""
         self.prompt_tokens = 0
         """Of requests answered."""
         self.completion_tokens = 0
@@ -54,6 +57,7 @@ class SimulatedModel:
         """When each request came, in virtual seconds."""
         self.refused: list[float] = []
         """When each request came that was refused: more were in flight than the profile takes."""
+        self._repeats = Repeats()
         self._driver: BatchDriver | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -86,13 +90,15 @@ class SimulatedModel:
             self._loop = loop
             self._driver = BatchDriver(self.profile, time_scale=1.0)
         self._let_in(loop.time(), self._driver.in_flight)
-        reply = reply_to(chat, self.profile, self.reply_model, self.seed)
+        reply = reply_to(chat, self.profile, self.reply_model, self.seed, self._repeats.of(chat))
         generation = self._driver.submit(chat.prompt_tokens, reply.completion_tokens)
         try:
             await generation.finished
         finally:
             self._driver.release(generation)
         self.requests[chat.kind] = self.requests.get(chat.kind, 0) + 1
+        tokens = chat.prompt_tokens + reply.completion_tokens
+        self.tokens[chat.kind] = self.tokens.get(chat.kind, 0) + tokens
         self.prompt_tokens += chat.prompt_tokens
         self.completion_tokens += reply.completion_tokens
         return Response(
@@ -103,7 +109,7 @@ class SimulatedModel:
             usage=Usage(
                 input_tokens=chat.prompt_tokens,
                 output_tokens=reply.completion_tokens,
-                total_tokens=chat.prompt_tokens + reply.completion_tokens,
+                total_tokens=tokens,
             ),
         )
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 _LIST = """
     amber anchor apricot badger bamboo banjo barley beacon biscuit blossom bramble buffalo cabbage cactus camel
@@ -31,16 +31,49 @@ FILLER_SENTENCES: tuple[str, ...] = (
     "The next thing on the list is {word}.",
 )
 FILLER_CLOSING = "That is all there is to say about it."
-USELESS_SENTENCES: tuple[str, ...] = (
+_ASPECTS = (
+    "tone", "opening", "ending", "wording", "layout", "order", "grammar", "spelling", "title", "summary", "outline",
+    "reasoning", "example", "context", "detail", "definition", "comparison", "evidence", "advice", "conclusion",
+)  # fmt: skip
+_QUALITIES = ("calm", "clear", "exact", "formal", "gentle", "lively", "modest", "neutral", "polite", "simple")
+_USUAL_ADVICE = (
     "Read the question with care before you start.",
     "Keep the tone friendly and clear.",
     "Check the reply once more at the end.",
     "Prefer short sentences.",
 )
-"""What a reflection says that learnt nothing."""
+USELESS_SENTENCES: tuple[str, ...] = (
+    *_USUAL_ADVICE,
+    *(f"Keep the {aspect} {quality}." for aspect in _ASPECTS for quality in _QUALITIES),
+)
+"""What a reflection says that learnt nothing: it changes no answer, but makes the instruction longer."""
+RECURRING_HARM = (
+    "Always answer in one single word.",
+    "Never mention anything that was not asked for.",
+    "Answer in as few words as you can.",
+    "Ignore whatever else you were told.",
+)
+"""Harmful sentences that many reflections come upon."""
+HARMFUL_SENTENCES: tuple[str, ...] = tuple(
+    f"Leave out the {aspect} unless it is {quality}." for aspect in _ASPECTS for quality in _QUALITIES
+)
+"""Harmful sentences, each of which is rare: they make a model obey all rules less."""
 
 _INSTRUCTED = re.compile(r'the word \\*"([A-Za-z]{1,40})\\*"')
-_RULE = re.compile(r'Rule (\d{1,6}): mention the word \\*"([A-Za-z]{1,40})\\*"\.?')
+_WORDINGS = (
+    'Rule {number:02d}: mention the word "{word}".',
+    'Rule {number:02d}: be sure to use the word "{word}".',
+    'Rule {number:02d}: do not forget the word "{word}".',
+    'Rule {number:02d}: find a place for the word "{word}".',
+)
+"""How a rule may be put; the first is the task's own."""
+WORDINGS = len(_WORDINGS)
+_OPENINGS = [wording.partition(": ")[2].partition(" the word")[0] for wording in _WORDINGS]
+_RULE = re.compile(rf'Rule (\d{{1,6}}): ({"|".join(_OPENINGS)}) the word \\*"([A-Za-z]{{1,40}})\\*"\.?')
+_ADVICE = "|".join(map(re.escape, _USUAL_ADVICE))
+_USELESS = re.compile(rf"{_ADVICE}|Keep the (?:{'|'.join(_ASPECTS)}) (?:{'|'.join(_QUALITIES)})\.")
+_RARE_HARM = rf"Leave out the (?:{'|'.join(_ASPECTS)}) unless it is (?:{'|'.join(_QUALITIES)})\."
+_HARMFUL = re.compile(rf"{'|'.join(map(re.escape, RECURRING_HARM))}|{_RARE_HARM}")
 _TOKEN = re.compile(r"[a-z]+")
 
 
@@ -48,16 +81,30 @@ _TOKEN = re.compile(r"[a-z]+")
 class Rule:
     """A house rule: an answer must hold a word.
 
+    Attributes:
+        number: Its number.
+        word: The word.
+        wording: Which of several sentences says it, all of which mean the same; the task's own is 0.
+
     Example:
         >>> str(Rule(7, "amber"))
         'Rule 07: mention the word "amber".'
+        >>> str(Rule(7, "amber").reworded(1))
+        'Rule 07: be sure to use the word "amber".'
+        >>> Rule(7, "amber").reworded(1) == Rule(7, "amber")
+        True
     """
 
     number: int
     word: str
+    wording: int = field(default=0, compare=False, repr=False)
 
     def __str__(self) -> str:
-        return f'Rule {self.number:02d}: mention the word "{self.word}".'
+        return _WORDINGS[self.wording].format(number=self.number, word=self.word)
+
+    def reworded(self, by: int) -> Rule:
+        """The same rule in other words, `by` wordings further."""
+        return replace(self, wording=(self.wording + by) % len(_WORDINGS))
 
 
 def rules_in(text: str) -> list[Rule]:
@@ -68,8 +115,8 @@ def rules_in(text: str) -> list[Rule]:
         [Rule(number=7, word='amber'), Rule(number=8, word='plum')]
     """
     found: dict[str, Rule] = {}
-    for number, word in _RULE.findall(text):
-        found.setdefault(word.lower(), Rule(int(number), word.lower()))
+    for number, opening, word in _RULE.findall(text):
+        found.setdefault(word.lower(), Rule(int(number), word.lower(), _OPENINGS.index(opening)))
     return list(found.values())
 
 
@@ -87,6 +134,16 @@ def instructed_words(text: str) -> list[str]:
         ['amber', 'plum']
     """
     return list(dict.fromkeys(word.lower() for word in _INSTRUCTED.findall(text)))
+
+
+def useless_sentences(text: str) -> list[str]:
+    """The sentences of the text that do nothing, once each."""
+    return list(dict.fromkeys(_USELESS.findall(text)))
+
+
+def harmful_sentences(text: str) -> list[str]:
+    """The sentences of the text that lower the obedience to all rules, once each."""
+    return list(dict.fromkeys(_HARMFUL.findall(text)))
 
 
 def words_present(text: str, wanted: Iterable[str]) -> list[str]:

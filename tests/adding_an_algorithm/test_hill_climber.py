@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 from dspy_flashevolve.engine.endpoints import RetryPolicy
 from dspy_flashevolve.engine.events import Event, RequestFinished, RolloutFinished
 from dspy_flashevolve.observe.statistics import RunStats
-from dspy_flashevolve.sim import HouseRules, SimServer
+from dspy_flashevolve.sim import REPLY_MODELS, HouseRules, SimServer
 from dspy_flashevolve.sim.virtual import SimulatedModel, run
 from tests.adding_an_algorithm.hill_climber import Climb, HillClimber
 from tests.fakes import Chain, digits, examples, fake_lm, reply_for
 
 HERE = Path(__file__).parent
 PAGE = HERE.parents[1] / "docs" / "adding-an-algorithm.md"
-TASK = HouseRules()
+TASK = HouseRules(reply_model=REPLY_MODELS["obliging"])
 TRAIN = TASK.trainset(16)
 
 
@@ -55,7 +55,7 @@ def spans(schedule: Any) -> dict[str, list[tuple[float, float]]]:
         if isinstance(event, RolloutFinished | RequestFinished):
             found.setdefault(event.stage, []).append((event.seconds - event.latency_seconds, event.seconds))
 
-    lm = SimulatedModel().lm()
+    lm = SimulatedModel(reply_model=TASK.reply_model).lm()
     with dspy.context(lm=lm):
         climber = HillClimber(TASK.metric, lm, max_metric_calls=200, num_threads=16, schedule=schedule)
         one = Climb(climber, TASK.program(), TRAIN)
@@ -78,7 +78,7 @@ def test_the_page_shows_the_example_as_it_is_and_it_has_fewer_than_80_lines() ->
 
 @pytest.mark.parametrize("schedule", ["async", "lockstep"])
 def test_it_improves_the_program_within_its_budget(schedule: str) -> None:
-    lm = SimulatedModel().lm()
+    lm = SimulatedModel(reply_model=TASK.reply_model).lm()
     program, stats = climb(400, schedule, lm)
     assert stats.metric_calls <= 400
     assert score(program, lm) > score(TASK.program(), lm) + 0.2
@@ -94,7 +94,7 @@ def test_stages_overlap_but_not_in_lockstep() -> None:
 
 def test_it_does_more_than_twice_as_much_in_the_same_time() -> None:
     steps = {
-        schedule: climb(10_000, schedule, SimulatedModel().lm(), max_seconds=120.0)[1]
+        schedule: climb(10_000, schedule, SimulatedModel(reply_model=TASK.reply_model).lm(), max_seconds=120.0)[1]
         for schedule in ("async", "lockstep")
     }
     assert all(one.stop_reason == "max_seconds=120 is over" for one in steps.values())
@@ -105,7 +105,7 @@ def test_it_does_more_than_twice_as_much_in_the_same_time() -> None:
 @settings(max_examples=10)
 @given(calls=st.integers(1, 120), live=st.integers(1, 6), schedule=st.sampled_from(["async", "lockstep"]))
 def test_the_budget_is_never_exceeded(calls: int, live: int, schedule: str) -> None:
-    _, stats = climb(calls, schedule, SimulatedModel().lm(), live=live)
+    _, stats = climb(calls, schedule, SimulatedModel(reply_model=TASK.reply_model).lm(), live=live)
     assert stats.metric_calls <= calls
     assert stats.steps == calls // 16
 
@@ -154,7 +154,7 @@ def test_a_first_step_that_gets_no_answer_is_followed_by_another() -> None:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[SimServer]:
-    with SimServer(profile="h100-qwen3-8b", seed=0, time_scale=100) as server:
+    with SimServer(seed=0, time_scale=100, reply_model=TASK.reply_model) as server:
         yield server
 
 

@@ -135,9 +135,9 @@ def test_runs_of_other_slots_and_lengths_are_other_runs_and_stand_in_tables_of_t
     assert len(served) == 3
     assert "has 3 runs, which are not made again" in said
     assert [line for line in said.splitlines() if line.startswith("bench-aime on")] == [
-        "bench-aime on h100-qwen3-8b, 4 slots, 40 metric calls",
-        "bench-aime on h100-qwen3-8b, 2 slots, 40 metric calls",
-        "bench-aime on h100-qwen3-8b, 4 slots, 40 metric calls, time scale 2",
+        "bench-aime on h100-qwen3-8b, 4 slots, 40 metric calls, plain model",
+        "bench-aime on h100-qwen3-8b, 2 slots, 40 metric calls, plain model",
+        "bench-aime on h100-qwen3-8b, 4 slots, 40 metric calls, plain model, time scale 2",
     ]
     assert bench.main([*one, "--fresh"]) == 0
     assert len(served) == 4

@@ -75,7 +75,7 @@ def test_an_empty_trajectory_is_at_nothing() -> None:
 
 def test_the_compact_form_keeps_changes_of_the_score_and_the_end() -> None:
     run = Trajectory((Point(1, 5), Point(2, 6, best_score=0.1), Point(3, 7, best_score=0.1), Point(4, 8, 1, 0, 0, 0.1)))
-    assert run.compact() == [[2, 6, 0, 0, 0, 0.1, 0], [4, 8, 1, 0, 0, 0.1, 0]]
+    assert run.compact() == [[2, 6, 0, 0, 0, 0.1, 0, None], [4, 8, 1, 0, 0, 0.1, 0, None]]
 
 
 def _validated(candidate: int, parents: list[int], score: float, examples: int, of: int) -> Any:
@@ -96,6 +96,14 @@ def test_a_partly_validated_candidate_does_not_count_for_the_best_score() -> Non
     recorder.on_valset_evaluated(_validated(1, [0], 0.3, 10, 10))
     assert recorder.trajectory.end.best_score == 0.3
     assert recorder.trajectory.seed_score == 0.2
+
+
+def test_the_true_score_is_that_of_the_program_with_the_best_validated_score() -> None:
+    recorder = Recorder(clock=iter(range(9)).__next__, true_score=lambda texts: float(texts["p"]))
+    for number, (score, true) in enumerate([(0.2, "0.3"), (0.5, "0.1"), (0.4, "0.9"), (0.6, "0.2")]):
+        recorder.on_valset_evaluated({**_validated(number, [], score, 10, 10), "candidate": {"p": true}})
+    assert [point.true_score for point in recorder.trajectory.points] == [0.3, 0.1, 0.1, 0.2]
+    assert recorder.trajectory.seed_true_score == 0.3
 
 
 def test_depth_is_the_longest_line_of_descent_and_the_clock_is_the_servers() -> None:

@@ -20,12 +20,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dspy_flashevolve import AsyncACE, ConfigurationError, DataError, Playbook, RunAbortedError
-from dspy_flashevolve.sim import PROFILES, HouseRules
+from dspy_flashevolve.sim import PROFILES, REPLY_MODELS, HouseRules
 from dspy_flashevolve.sim.virtual import SimulatedModel, run
 from tests.contract.surface import left_threads, steps_of
 from tests.fakes import Chain, digits, examples, fake_lm, hashed, reply_for
 
-TASK = HouseRules(rules=12, rules_per_example=4, seed=0)
+TASK = HouseRules(rules=12, rules_per_example=4, seed=0, reply_model=REPLY_MODELS["obliging"])
 TRAIN, VAL = TASK.trainset(24), TASK.valset(16)
 
 

@@ -9,17 +9,17 @@ import dspy
 import pytest
 
 from dspy_flashevolve import AsyncACE, AsyncGEPA
-from dspy_flashevolve.sim import Faults, HouseRules, SimServer
+from dspy_flashevolve.sim import REPLY_MODELS, Faults, HouseRules, SimServer
 from tests.contract.surface import check_ends, check_winner
 
-TASK = HouseRules(rules=12, rules_per_example=4, seed=0)
+TASK = HouseRules(rules=12, rules_per_example=4, seed=0, reply_model=REPLY_MODELS["obliging"])
 
 
 @pytest.fixture(
     scope="module", params=[None, Faults(server_error=0.05, malformed_body=0.05, seed=0)], ids=["", "faults"]
 )
 def server(request: pytest.FixtureRequest) -> Iterator[SimServer]:
-    with SimServer(seed=0, time_scale=300, faults=request.param or Faults()) as one:
+    with SimServer(seed=0, time_scale=300, reply_model=TASK.reply_model, faults=request.param or Faults()) as one:
         yield one
 
 

@@ -17,14 +17,14 @@ from dspy.utils.exceptions import LMAuthError, LMRateLimitError
 
 from benchmarks.in_process import InProcessStandIn
 from dspy_flashevolve import AsyncMetaHarness, ConfigurationError, DataError, Harness, Limits, RunAbortedError
-from dspy_flashevolve.sim import HouseRules
+from dspy_flashevolve.sim import REPLY_MODELS, HouseRules
 from dspy_flashevolve.sim.virtual import SimulatedModel, run
 from tests.contract.surface import left_threads, steps_of
 from tests.fakes import fake_lm, reply_for
 
 LAYERS = ("user", "namespaces", "landlock", "seccomp")
 """Of the sandbox; a machine that runs tests may lack some."""
-TASK = HouseRules(rules=12, rules_per_example=4, seed=0)
+TASK = HouseRules(rules=12, rules_per_example=4, seed=0, reply_model=REPLY_MODELS["obliging"])
 
 
 def student() -> dspy.Module:

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from dspy_flashevolve.sim import REPLY_MODELS
 from dspy_flashevolve.sim.counters import KINDS
 from dspy_flashevolve.sim.profiles import API_GPT_4O_MINI, H100_QWEN3_8B, Profile
 from dspy_flashevolve.sim.server import ServerConfig, serve
@@ -29,7 +30,7 @@ async def client(profile: Profile = H100_QWEN3_8B, time_scale: float = SOON) -> 
     loop = asyncio.get_running_loop()
     port: asyncio.Future[int] = loop.create_future()
     stop = asyncio.Event()
-    config = ServerConfig(profile=profile, time_scale=time_scale)
+    config = ServerConfig(profile=profile, time_scale=time_scale, reply_model=REPLY_MODELS["obliging"])
     server = asyncio.create_task(serve(config, on_ready=port.set_result, stop=stop))
     async with aiohttp.ClientSession(f"http://127.0.0.1:{await port}") as session:
         yield session

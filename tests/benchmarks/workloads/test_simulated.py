@@ -9,11 +9,11 @@ from benchmarks.workloads.definition import NamedWorkload
 from benchmarks.workloads.registry import workload_named
 from benchmarks.workloads.simulated import served, simulated
 from dspy_flashevolve import AsyncGEPA
-from dspy_flashevolve.sim import HouseRules, ReplyModel
+from dspy_flashevolve.sim import REPLY_MODELS, HouseRules, ReplyModel
 from dspy_flashevolve.sim.virtual import SimulatedModel, run
 from tests.benchmarks.workloads.samples import NAMES
 
-TASK = HouseRules(rules=12, rules_per_example=4, seed=1)
+TASK = HouseRules(rules=12, rules_per_example=4, seed=1, reply_model=REPLY_MODELS["obliging"])
 
 
 def _simulated(name: str) -> NamedWorkload:
@@ -37,7 +37,7 @@ def test_the_program_keeps_its_shape_and_questions(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_run_gets_better_by_the_feedback(name: str) -> None:
     workload = _simulated(name)
-    model = SimulatedModel(workload.profile("h100-qwen3-8b"))
+    model = SimulatedModel(workload.profile("h100-qwen3-8b"), reply_model=TASK.reply_model)
     language_model = model.lm()
     optimizer = AsyncGEPA(
         metric=workload.metric, max_metric_calls=90, reflection_lm=language_model, num_threads=8, track_stats=True

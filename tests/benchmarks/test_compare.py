@@ -1,4 +1,4 @@
-"""The comparison of staleness policies: names, runs in virtual time, tables, targets."""
+"""The comparison of optimizers: names, runs in virtual time, tables, targets."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks import staleness
+from benchmarks import compare
 from benchmarks.methods import Limits, async_options, method
-from benchmarks.staleness import Row
+from benchmarks.results import commit
+from benchmarks.runs import Row
 from benchmarks.tasks import TASKS, task_kind
 from benchmarks.trajectory import Point, Trajectory
 from benchmarks.virtual import Heads, Setting, VirtualRun, run_virtually
@@ -25,9 +26,9 @@ def _row(name: str, gain: float, task: str = "few", condition: str = "time", see
     return Row(task, name, seed, condition, 120.0, "simulated", 64, best_score=0.1 + gain, seed_score=0.1, **more)
 
 
-@pytest.mark.parametrize("name", staleness.METHODS)
+@pytest.mark.parametrize("name", compare.METHODS)
 def test_every_default_method_is_one(name: str) -> None:
-    assert method(name).name == name
+    assert method(name, virtual=True).name == name
 
 
 def test_a_name_says_what_asyncgepa_is_given() -> None:
@@ -62,12 +63,12 @@ def test_a_task_is_a_kind_with_changes() -> None:
             task_kind(wrong)
 
 
-@pytest.mark.parametrize("arguments", [["--methods", "gepa"], ["--tasks", "none"]])
+@pytest.mark.parametrize("arguments", [["--methods", "magic"], ["--tasks", "none"], ["--model", "kind"]])
 def test_what_cannot_run_is_refused_before_anything_runs(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
-        staleness.parse(arguments)
+        compare.parse(arguments)
     assert arguments[1] in capsys.readouterr().err
 
 
@@ -91,9 +92,9 @@ def test_an_error_of_a_run_stands_in_its_row(
     monkeypatch.setattr(AsyncGEPA, "acompile", broken)
     out = tmp_path / "runs.jsonl"
     arguments = ["--jobs", "1", "--seeds", "1", "--tasks", "few", "--methods", "async", "--calls", "0"]
-    assert staleness.main([*arguments, "--out", str(out)]) == 1
+    assert compare.main([*arguments, "--out", str(out)]) == 1
     assert json.loads(out.read_text())["error"] == "RuntimeError: no such model"
-    assert staleness.main(["--report", str(out)]) == 0
+    assert compare.main(["--report", str(out)]) == 0
     assert "async" in capsys.readouterr().out
 
 
@@ -130,16 +131,27 @@ def test_a_table_compares_medians_and_leaves_failed_runs_out() -> None:
         *(_row("lockstep", gain, seed=seed) for seed, gain in enumerate([0.1, 0.2, 0.3])),
         _row("combee-9", 0.3),
         _row("combee-25", 0.4),
-        _row("async", 0.6, metric_calls=600, proposals=40, generations=5, discarded=0.0, integrated=1.0, heads=heads),
+        _row(
+            "async",
+            0.6,
+            metric_calls=600,
+            proposals=40,
+            lm_calls=50,
+            task_tokens=7000,
+            reflection_tokens=900,
+            integrated=1.0,
+            heads=heads,
+        ),
         _row("async", 9.0, seed=1, error="RuntimeError: no"),
     ]
-    lines = {line[0]: line[1:] for line in staleness.cells(rows)}
-    assert lines["lockstep"][:4] == ["0.300 (0.200-0.400)", "+0.200", "1.00", "0.50"]
+    lines = {line[0]: line[1:] for line in compare.cells(rows)}
+    assert lines["lockstep"][:6] == ["3", "0.300 (0.200-0.400)", "0.300", "+0.200", "1.00", "0.50"]
     assert lines["async"] == [
-        "0.700 (0.700-0.700)", "+0.600", "3.00", "1.50", "600", "40", "5", "0%", "100%", "3/2/1",
+        "1", "0.700 (0.700-0.700)", "0.700", "+0.600", "3.00", "1.50", "600", "50", "7000", "900", "-", "40", "100%",
+        "3/2/1",
     ]  # fmt: skip
-    assert lines["combee-9"][-3:] == ["-", "-", "-"]
-    assert "few, at 120 virtual seconds" in staleness.report(rows)
+    assert lines["combee-9"][-2:] == ["-", "-"]
+    assert "few, at 120 virtual seconds" in compare.report(rows)
 
 
 def test_the_targets_at_a_fixed_time() -> None:
@@ -156,9 +168,9 @@ def test_the_targets_at_a_fixed_time() -> None:
         ),
     ):
         rows = [_row(name, gain, task) for name, gain in {**rivals, "async": 0.4}.items()]
-        lines = staleness.verdicts(rows)
+        lines = compare.verdicts(rows)
         assert [line.endswith(word) for line, word in zip(lines, words, strict=True)] == [True] * len(words)
-    assert staleness.verdicts([_row("lockstep", 0.1)]) == []
+    assert compare.verdicts([_row("lockstep", 0.1)]) == []
 
 
 @pytest.mark.parametrize(("ours", "verdict"), [(0.35, "met"), (0.25, "MISSED")])
@@ -168,16 +180,58 @@ def test_at_equal_calls_the_spread_between_seeds_is_allowed(ours: float, verdict
         _row("lockstep", 0.1, condition="calls"),
         _row("async", ours, condition="calls"),
     ]
-    assert staleness.verdicts(rows) == [
-        f"few, at 120 metric calls: async {ours:+.3f} against combee-9 +0.400, less its spread of 0.100: {verdict}"
+    where = "few, at 120 metric calls (obliging)"
+    assert compare.verdicts(rows) == [
+        f"{where}: async {ours:+.3f} against combee-9 +0.400, less its spread of 0.100: {verdict}"
     ]
 
 
-def test_a_file_of_two_commands_gives_the_later_run(tmp_path: Path) -> None:
+def scored(method: str, seed: int, *scores: tuple[float, float], **more: Any) -> Row:
+    """A row whose best program had these true scores from these seconds on."""
+    points: list[list[float | int | None]] = [[at, 60, 1, 1, 0, 0.9, 1, true] for at, true in scores]
+    more = {"true_score": scores[-1][1], "seed_true_score": 0.05, "best_score": 0.9, **more}
+    return Row("few", method, seed, "time", 900.0, "simulated", 64, trajectory=points, **more)
+
+
+def test_a_table_has_true_scores_their_time_and_the_time_until_locksteps_last() -> None:
+    rows = [
+        scored("lockstep", 0, (50.0, 0.1), (700.0, 0.2)),
+        scored("lockstep", 1, (50.0, 0.1), (700.0, 0.3)),
+        scored("async", 0, (20.0, 0.15), (130.0, 0.4), (950.0, 0.1), true_score=0.4),
+        scored("async", 1, (20.0, 0.15), (130.0, 0.2)),
+    ]
+    header = (*compare.HEADER, "at 120", "at 600")
+    lines = {line[0]: dict(zip(header, line, strict=True)) for line in compare.cells(rows)}
+    ours = lines["async"]
+    assert ours["true score (min-max)"] == "0.300 (0.200-0.400)"
+    assert ours["validated"] == "0.900"
+    assert ours["gain"] == "+0.250"
+    assert ours["seconds to lockstep's score"] == "130 (1/2)"
+    assert (ours["at 120"], ours["at 600"]) == ("0.150", "0.300")
+    assert lines["lockstep"]["seconds to lockstep's score"] == "700 (2/2)"
+    assert "at 600 s" in compare.report(rows)
+
+
+def test_a_run_under_a_named_model_has_its_true_score_its_cost_and_its_commit(tmp_path: Path) -> None:
+    out = tmp_path / "runs.jsonl"
+    run = ["--jobs", "1", "--seeds", "1", "--tasks", "few", "--methods", "async", "--seconds", "40", "--calls", "0"]
+    assert compare.main([*run, "--train", "6", "--val", "6", "--model", "obliging", "plain", "--out", str(out)]) == 0
+    obliging, plain = compare.recorded(out)
+    assert (obliging.model, plain.model) == ("obliging", "plain")
+    assert obliging.seed_true_score == pytest.approx(0.9 * 2 / 24)
+    assert plain.seed_true_score not in (None, obliging.seed_true_score)
+    for row in (obliging, plain):
+        assert min(row.lm_calls, row.reflection_tokens, row.task_tokens) > 0
+        assert row.true_score is not None
+        assert row.trajectory[-1][-1] is not None
+        assert row.commit == commit()
+
+
+def test_a_command_goes_on_where_it_stopped_and_of_two_runs_the_later_counts(tmp_path: Path) -> None:
     out = tmp_path / "runs.jsonl"
     run = ["--jobs", "1", "--seeds", "1", "--tasks", "few", "--methods", "lockstep", "--seconds", "20", "--calls", "0"]
-    for _ in range(2):
-        assert staleness.main([*run, "--train", "6", "--val", "6", "--out", str(out)]) == 0
+    for more in ([], [], ["--fresh"]):
+        assert compare.main([*run, "--train", "6", "--val", "6", "--out", str(out), *more]) == 0
     assert len(out.read_text().splitlines()) == 2
-    (row,) = staleness.recorded(out)
+    (row,) = compare.recorded(out)
     assert (row.task, row.method, row.limit) == ("few", "lockstep", 20.0)

@@ -1,9 +1,12 @@
-"""Which staleness policy makes the better program: `python -m benchmarks.staleness`.
+"""Which optimizer makes the better program: `python -m benchmarks.compare`.
 
-The policies, lockstep (dspy.GEPA, barrier for barrier) and Combee, on three kinds of task and several seeds, in
-virtual time: once at a fixed time, and once at an equal number of metric calls. It needs no server, and the same
-command gives the same figures on any machine. `async-train-1` integrates one proposal at a time onto the head;
-`async-patch` repairs one stale child that passed its screen, and makes no head.
+dspy.GEPA (lockstep, which takes its steps barrier for barrier), its parallel sampling, Combee, and AsyncGEPA by
+staleness policy, on three kinds of task, under simulated models that are more or less obliging, on several seeds, in
+virtual time: once at a fixed time, and once at an equal number of metric calls. Scores are true scores: what the best
+validated program of the moment is to score on examples that neither training nor validation saw. It needs no server,
+and the same command gives the same figures on any machine. An interrupted command goes on where it stopped: what its
+file has is not run again. `async-train-1` integrates one proposal at a time onto the head; `async-patch` repairs one
+stale child that passed its screen, and makes no head.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 
-from benchmarks.methods import Limits
+from benchmarks.methods import Limits, method
 from benchmarks.results import RESULTS, ratio, shown, table
 from benchmarks.runs import (
     TOLERANCE,
@@ -26,31 +29,41 @@ from benchmarks.runs import (
     make,
     median_gain,
     median_of,
+    missing,
     recorded,
     score_spread,
     verdict,
 )
 from benchmarks.tasks import TASKS, task_kind
-from benchmarks.variants import variant
 from benchmarks.virtual import Setting
+from dspy_flashevolve.sim.profiles import PROFILES
+from dspy_flashevolve.sim.reply_model import REPLY_MODELS
 
 METHODS = (
-    "lockstep", "combee-9", "combee-25", "async-full", "async-guarded-2", "async-guarded-8", "async-patch",
-    "async-train-1", "async-train-2", "async-train-4", "async-train-8", "async-train-12", "async-train-24", "async",
+    "lockstep", "gepa-independent-10", "combee-9", "combee-25", "combee-40", "async-full", "async-patch", "async",
 )  # fmt: skip
+"""All that are compared; `async` is the default, with its integrations."""
 TARGET_OVER_LOCKSTEP = 3.0
 TARGET_OVER_COMBEE = 1.5
+MOMENTS = (120.0, 600.0, 1800.0)
+"""Seconds at which longer runs are read as well."""
 HEADER = (
-    "method", "best score (min-max)", "gain", "x lockstep's gain", "x best Combee's", "metric calls", "proposals",
-    "generations", "discarded", "integrated", "heads confirmed/superseded/rolled back",
+    "method", "seeds", "true score (min-max)", "validated", "gain", "x lockstep's gain", "x best Combee's",
+    "rollouts", "LM calls", "task tokens", "reflection tokens", "seconds to lockstep's score", "proposals",
+    "integrated", "heads confirmed/superseded/rolled back",
 )  # fmt: skip
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command's options."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.staleness", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.compare", description=__doc__)
     common = Setting()
-    parser.add_argument("--profile", default=common.profile, help="the simulated model")
+    parser.add_argument(
+        "--profiles", nargs="+", choices=list(PROFILES), default=[common.profile], help="the simulated backends"
+    )
+    parser.add_argument(
+        "--model", nargs="+", choices=list(REPLY_MODELS), default=[common.model], help="how well they obey and reflect"
+    )
     parser.add_argument("--slots", type=int, default=64, help="requests in flight at most")
     parser.add_argument("--train", type=int, default=common.train, help="training examples")
     parser.add_argument("--val", type=int, default=common.val, help="validation examples")
@@ -60,12 +73,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--calls", type=int, default=600, help="the equal number of metric calls; 0 to skip")
     parser.add_argument("--seeds", type=int, default=5, help="how many seeds")
     parser.add_argument("--jobs", type=int, default=2, help="runs side by side")
+    parser.add_argument("--fresh", action="store_true", help="run again what the file has")
     parser.add_argument("--report", type=Path, help="print the tables of an earlier file; run nothing")
-    parser.add_argument("--out", type=Path, default=RESULTS / "staleness.jsonl")
+    parser.add_argument("--out", type=Path, default=RESULTS / "compare.jsonl")
     options = parser.parse_args(arguments)
     try:
         for name in options.methods:
-            variant(name)
+            method(name, virtual=True)
         for name in options.tasks:
             task_kind(name)
     except ValueError as error:
@@ -77,17 +91,24 @@ def planned(options: argparse.Namespace) -> list[Job]:
     """Every run, in the order of conditions, tasks, seeds and methods."""
     ends = [{"seconds": options.seconds}] if options.seconds else []
     ends += [{"metric_calls": options.calls}] if options.calls else []
-    setting = Setting(options.profile, options.train, options.val)
     return [
-        Job(setting, Limits(options.slots, seed, **end), task, name)
+        Job(Setting(profile, options.train, options.val, model), Limits(options.slots, seed, **end), task, name)
         for end in ends
-        for task, seed, name in product(options.tasks, range(options.seeds), options.methods)
+        for profile, model, task, seed, name in product(
+            options.profiles, options.model, options.tasks, range(options.seeds), options.methods
+        )
     ]
+
+
+def moments(rows: Sequence[Row]) -> list[float]:
+    """The seconds before their limit at which runs at a fixed time are read as well."""
+    return [seconds for seconds in MOMENTS if rows[0].condition == "time" and seconds < rows[0].limit]
 
 
 def cells(rows: Sequence[Row]) -> list[list[str]]:
     """The table of one task and condition, a line a method: medians over the seeds."""
     lockstep, combee = median_gain(rows, "lockstep"), median_gain(rows, best_combee(rows))
+    final = {row.seed: row.score for row in rows if row.method == "lockstep" and not row.error}
     lines: list[list[str]] = []
     for name in dict.fromkeys(row.method for row in rows):
         mine = [row for row in rows if row.method == name and not row.error]
@@ -95,18 +116,30 @@ def cells(rows: Sequence[Row]) -> list[list[str]]:
         heads = [middle(lambda row, end=end: row.heads.get(end)) for end in ("confirmed", "superseded", "rolled_back")]
         lines.append([
             name,
+            str(len(mine)),
             score_spread(mine),
+            shown(middle(lambda row: row.best_score), ".3f"),
             shown(median_gain(mine, name), "+.3f"),
             shown(ratio(median_gain(mine, name), lockstep), ".2f"),
             shown(ratio(median_gain(mine, name), combee), ".2f"),
             shown(middle(lambda row: row.metric_calls), ".0f"),
+            shown(middle(lambda row: row.lm_calls), ".0f"),
+            shown(middle(lambda row: row.task_tokens), ".0f"),
+            shown(middle(lambda row: row.reflection_tokens), ".0f"),
+            _seconds_to(mine, final),
             shown(middle(lambda row: row.proposals), ".0f"),
-            shown(middle(lambda row: row.generations), ".0f"),
-            shown(middle(lambda row: row.discarded), ".0%"),
             shown(middle(lambda row: row.integrated), ".0%"),
             "/".join(shown(count, ".0f") for count in heads) if any(heads) else "-",
+            *(shown(middle(lambda row, at=at: row.true_score_at(at)), ".3f") for at in moments(rows)),
         ])  # fmt: skip
     return lines
+
+
+def _seconds_to(mine: Sequence[Row], final: dict[int, float | None]) -> str:
+    """The median of the seconds until the score that lockstep ended with on the same seed, and how many came to it."""
+    goals = [(row, goal) for row in mine if (goal := final.get(row.seed)) is not None]
+    reached = [seconds for row, goal in goals if (seconds := row.seconds_to(goal)) is not None]
+    return f"{statistics.median(reached):.0f} ({len(reached)}/{len(goals)})" if reached else "-"
 
 
 def verdicts(rows: Sequence[Row]) -> list[str]:
@@ -119,6 +152,7 @@ def verdicts(rows: Sequence[Row]) -> list[str]:
     ours, combee = median_gain(rows, "async"), best_combee(rows)
     if ours is None:
         return []
+    where = f"{rows[0].where} ({rows[0].model})"
     if rows[0].condition == "calls":
         rival = max(("lockstep", combee), key=lambda name: median_gain(rows, name) or 0.0)
         gains = [row.gain for row in rows if row.method == rival and row.gain is not None]
@@ -126,9 +160,7 @@ def verdicts(rows: Sequence[Row]) -> list[str]:
             return []
         spread, theirs = max(gains) - min(gains), statistics.median(gains)
         met = verdict(ours >= theirs - spread - TOLERANCE)
-        return [
-            f"{rows[0].where}: async {ours:+.3f} against {rival} {theirs:+.3f}, less its spread of {spread:.3f}: {met}"
-        ]
+        return [f"{where}: async {ours:+.3f} against {rival} {theirs:+.3f}, less its spread of {spread:.3f}: {met}"]
     if rows[0].task.partition(":")[0] == "many":
         targets = {"lockstep": TARGET_OVER_LOCKSTEP, combee: TARGET_OVER_COMBEE}
     else:
@@ -138,9 +170,7 @@ def verdicts(rows: Sequence[Row]) -> list[str]:
         if (theirs := median_gain(rows, rival)) is not None:
             times = shown(ratio(ours, theirs), ".2f", " x ")
             met = verdict(ours >= factor * theirs - TOLERANCE)
-            lines.append(
-                f"{rows[0].where}: async {ours:+.3f} is {times}{rival}'s {theirs:+.3f}, target {factor:g} x: {met}"
-            )
+            lines.append(f"{where}: async {ours:+.3f} is {times}{rival}'s {theirs:+.3f}, target {factor:g} x: {met}")
     return lines
 
 
@@ -148,8 +178,11 @@ def report(rows: Sequence[Row]) -> str:
     """Every table, and then every verdict."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
-        groups.setdefault(f"{row.where} ({row.profile}, {row.slots} slots)", []).append(row)
-    tables = [f"{title}\n{table(HEADER, cells(group))}" for title, group in groups.items()]
+        groups.setdefault(f"{row.where} ({row.profile}, {row.model}, {row.slots} slots)", []).append(row)
+    tables: list[str] = []
+    for title, group in groups.items():
+        header = (*HEADER, *(f"at {seconds:g} s" for seconds in moments(group)))
+        tables.append(f"{title}\n{table(header, cells(group))}")
     lines = [line for group in groups.values() for line in verdicts(group)]
     return "\n\n".join([*tables, "\n".join(lines)] if lines else tables)
 
@@ -161,9 +194,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(report(recorded(options.report)))
         return 0
     os.environ.setdefault("TQDM_DISABLE", "1")
-    rows = list(make("staleness", planned(options), options.jobs, options.out))
-    problems = [f"{row.title}: {row.error}" for row in rows if row.error]
-    print("\n".join(["", report(rows), *problems]))
+    jobs = planned(options)
+    there, left = missing(jobs, options.out, options.fresh)
+    rows = {row.key: row for row in [*there, *make("compare", left, options.jobs, options.out)]}
+    every_row = [rows[job.row.key] for job in jobs]
+    problems = [f"{row.title}: {row.error}" for row in every_row if row.error]
+    print("\n".join(["", report(every_row), *problems]))
     return int(bool(problems))
 
 
