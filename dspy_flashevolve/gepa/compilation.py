@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -288,5 +289,7 @@ def admission_of(workflow: Workflow, policy: StalenessPolicy, slots: int, burst:
     """When a step may start: as many as the workflow says, else a bound that follows from slots, budget and policy."""
     if workflow.live_steps is not None:
         return LiveSteps(workflow.live_steps, strict=True)
+    if isinstance(policy, Reflective) and policy.changes:
+        return LiveSteps(max(2, math.ceil(3 * slots / 4)), None, GENERATIONS_WITH_HEADS, burst, slots)
     heads = isinstance(policy, Reflective) and policy.heads
     return for_slots(slots, GENERATIONS_WITH_HEADS if heads else GENERATIONS, burst=burst)

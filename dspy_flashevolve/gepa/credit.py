@@ -242,9 +242,9 @@ class Credit:
         gain = sum(mean[one] for one in chosen - self._validated) - sum(mean[one] for one in self._validated - chosen)
         return Head(self._compose(chosen), chosen, gain)
 
-    def validated(self, head: Head, index: int) -> None:
-        """A head is in gepa's pool at ``index``."""
-        self._validated, self.parent = head.changes, index
+    def tries(self, head: Head) -> None:
+        """A head is on its way to its validation: later ones are compared with it."""
+        self._validated = head.changes
 
     def stand_on(self, candidate: Texts, index: int) -> None:
         """Put changes on another candidate from now on; those of components that it has written anew are gone."""

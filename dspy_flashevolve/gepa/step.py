@@ -11,6 +11,7 @@ The order of callbacks, log entries, metrics and counts within a step is that of
 from __future__ import annotations
 
 import json
+import math
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -51,7 +52,7 @@ from dspy_flashevolve.gepa.validate import Validation
 from dspy_flashevolve.programs.program import DspyProgram, Reflection
 from dspy_flashevolve.programs.run import DspyRun
 
-HEADS_SHARE = 0.2
+HEADS_SHARE = 0.25
 """Share of the metric calls spent that validations of heads may cost, before the last one."""
 ATTEMPTS = 2
 """gepa asks a reflection that raised once more, then skips the task."""
@@ -240,7 +241,7 @@ class GepaLoop:
     def _due(self, least: float, last: bool = False) -> NewHead | None:
         """The head, where it is worth a validation now; in the pool's writer, or where nothing else is under way."""
         credit, pool = self._credit, self._pool
-        if credit is None or self._validating or not pool.seed_confirmed:
+        if credit is None or not pool.seed_confirmed:
             return None
         if not last and self._validation_calls + len(pool.loader) > HEADS_SHARE * self._run.budget.spent:
             return None
@@ -251,7 +252,9 @@ class GepaLoop:
         credit, head = self._credit, self._due(least, last)
         if credit is None or head is None:
             return None
+        step.saw(self._pool.version, math.inf)  # every later step builds on what it finds: it goes first
         self._validating[step.number] = head
+        credit.tries(head)
         self._validation_calls += len(self._pool.loader)
         proposal = CandidateProposal[Any](
             candidate=dict(head.candidate), parent_program_ids=[credit.parent], subsample_indices=[],
@@ -265,7 +268,8 @@ class GepaLoop:
         if credit is None:
             return
         if step.number in self._validating:
-            credit.validated(self._validating[step.number], commits[0].candidate)
+            if commits[0].score >= pool.score_of(credit.parent):
+                credit.parent = commits[0].candidate
             return
         for one in commits:
             texts = pool.state.program_candidates[one.candidate]
