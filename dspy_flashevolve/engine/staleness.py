@@ -162,87 +162,56 @@ class Guarded:
         return Admit()
 
 
-Fate = Literal["alone", "retry", "drop"]
-FATES: tuple[Fate, ...] = ("alone", "retry", "drop")
-"""A child goes on by itself, as without an integration; waits for the next integration; or ends."""
-
-
 @dataclass(frozen=True, slots=True)
 class Reflective:
-    """Let a language model read what is stale and integrate it with what was committed meanwhile.
+    """Repair what is stale: by text where a child only adds to its parent, else by a language model that reads it.
 
-    With ``batch=1`` a stale child is patched: one call reads the child, its parent and what was committed
-    since, and writes a text that stands on the pool's best candidate. With a larger batch, up to ``batch`` children are
-    integrated at once onto the head, the newest integrated candidate; the result becomes the head when it beats the one
-    before on the union of the children's minibatches, and steps start from it before its validation has confirmed it.
+    A stale child that passed its screen is read together with its parent and with what was committed since, and a text
+    is written that stands on the pool's best candidate; with ``batch`` above 1, one call reads several children. What
+    such an integration does not take in goes on by itself.
+
+    With ``changes``, the default, children are taken apart first. What a child adds is a change, which is put into the
+    newest head without an LM call, and is tested there together with all others: steps start from variants of the head,
+    each with some of the changes left out, and one linear model over all rollouts tells what each change is worth. What
+    harms leaves the head, and the head is validated when it is expected to be better. Where few changes harm, new ones
+    are trusted at once; where many do, few are tried at a time.
 
     Args:
-        batch: children that one integration takes at most; 1 patches.
-        min_gap: commits behind from which an item is integrated. Default: 1 for a patch; 0 with heads: everything.
-        take: "screened" children, which beat their parent, or "proposals" as they are, which saves their screens.
-            Default: screened for a patch, proposals with heads.
-        integrators: integrations that may run at once; those of one component follow each other all the same.
-        left_out: what becomes of a child that no head took in: it goes on "alone", it may "retry" with the next
-            integration (once; after that it is dropped), or it is a "drop". Default: alone for a patch, retry with
-            heads.
-        unreadable: the same for children of an integration whose reply could not be read twice, and for those that its
-            text leaves out without a verdict that says why.
+        batch: stale children that one LM call reads at most.
+        min_gap: commits behind from which a child is stale.
+        integrators: LM calls of this kind that may run at once.
+        changes: take children apart into changes.
+        undecided: changes of unknown effect, from which on steps test these and ask for no further child.
         frontier_share: share of the steps that start from the Pareto frontier instead of the head, 0 to 1.
-        rollback_margin: how far a head may lie under the pool's best, in score, before it is rolled back.
-        heads: whether integrated candidates become heads, which steps start from before they are validated.
-            Default: for batches of more than one child.
 
     Raises:
         ConfigurationError: a value that cannot work.
 
     >>> Reflective().decide(Look("after_screen", seen=3), History(version=4))
     Integrate()
-    >>> Reflective(batch=8).looks
-    ('after_propose',)
     """
 
     batch: int = 1
-    min_gap: int | None = None
-    take: Literal["proposals", "screened"] | None = None
+    min_gap: int = 1
     integrators: int = 2
-    left_out: Fate | None = None
-    unreadable: Fate = "alone"
-    frontier_share: float = 0.25
-    rollback_margin: float = 0.0
-    heads: bool | None = None
-    changes: bool = False
+    changes: bool = True
     undecided: int = 16
-    looks: tuple[Place, ...] = field(init=False)
+    frontier_share: float = 0.25
 
     def __post_init__(self) -> None:
-        if self.heads is None:
-            object.__setattr__(self, "heads", self.batch > 1)
-        defaults = {
-            "min_gap": 0 if self.heads else 1,
-            "take": "proposals" if self.heads else "screened",
-            "left_out": "retry" if self.heads else "alone",
-        }
-        for name, value in defaults.items():
-            if getattr(self, name) is None:
-                object.__setattr__(self, name, value)
-        self._check()
-        object.__setattr__(self, "looks", ("after_propose" if self.take == "proposals" else "after_screen",))
-
-    def _check(self) -> None:
-        for name, low in (("batch", 1), ("min_gap", 0), ("integrators", 1)):
+        for name, low in (("batch", 1), ("min_gap", 0), ("integrators", 1), ("undecided", 1)):
             if getattr(self, name) < low:
                 raise ConfigurationError(f"Reflective: {name} is {getattr(self, name)}, expected at least {low}.")
-        for name, choices in (("take", ("proposals", "screened")), ("left_out", FATES), ("unreadable", FATES)):
-            if getattr(self, name) not in choices:
-                raise ConfigurationError(f"Reflective: {name} is {getattr(self, name)!r}, expected one of {choices}.")
         if not 0 <= self.frontier_share <= 1:
             raise ConfigurationError(f"Reflective: frontier_share is {self.frontier_share}, expected 0 to 1.")
-        if self.rollback_margin < 0:
-            raise ConfigurationError(f"Reflective: rollback_margin is {self.rollback_margin}, expected 0 or more.")
+
+    @property
+    def looks(self) -> tuple[Place, ...]:
+        """Where it is asked: at children that beat their parent."""
+        return ("after_screen",)
 
     def decide(self, look: Look, history: History) -> Decision:
         """See :meth:`StalenessPolicy.decide`."""
-        assert self.min_gap is not None
         stale = look.orphaned or gap(history.version, look.seen) >= self.min_gap
         return Integrate() if stale else Admit()
 
@@ -250,8 +219,8 @@ class Reflective:
 POLICIES: dict[str, StalenessPolicy] = {
     "full": Full(),
     "guarded": Guarded(max_gap=8),
-    "patch": Reflective(batch=1),
-    "reflective": Reflective(changes=True),
+    "patch": Reflective(changes=False),
+    "reflective": Reflective(),
 }
 """What the names of policies stand for."""
 

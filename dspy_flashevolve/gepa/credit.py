@@ -153,9 +153,7 @@ def posterior(information: Array, pull: Array, noise: float) -> Effects:
         if likelihood > best:
             best, spread, mean = likelihood, factor * unit, centre
     covariance = np.linalg.inv(information + np.eye(size) / spread**2)
-    return Effects(
-        covariance @ (pull + mean / spread**2), np.sqrt(np.diag(covariance)), (mean, spread)
-    )
+    return Effects(covariance @ (pull + mean / spread**2), np.sqrt(np.diag(covariance)), (mean, spread))
 
 
 class Credit:

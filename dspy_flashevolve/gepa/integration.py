@@ -1,19 +1,19 @@
-"""Integration: one LM call joins the changes of several children on the head, the newest integrated candidate.
+"""Integration: one LM call reads stale children and joins what they learnt on the pool's best candidate.
 
-    children of many steps -> batch -> integrate -> screen (union of minibatches, beside the base) -> head
-        -> visible to selection -> validation prefix -> the rest -> commit
+    screened children of many steps -> batch -> integrate -> screen (union of minibatches, beside the base) -> validate
 
-A patch is an integration of one child that makes no head: it is screened on its child's minibatch and validated like
-any other candidate. What an integration does not take in goes on by itself, waits for the next one, or ends, as the
-policy says; a reply that cannot be read, and a call that gets no answer, cost the children nothing.
+The new text decides; verdicts are a bonus. An integration costs its own request and screen, never the children that it
+was about: those go on by themselves where its reply cannot be read, changes nothing, is longer than it can need, leaves
+them out, or does not pass its screen. A run whose integrations do not land stops asking for them.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Sequence
-from contextlib import AsyncExitStack, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -23,11 +23,10 @@ from gepa.proposer.base import CandidateProposal
 
 from dspy_flashevolve.engine.batcher import Batcher
 from dspy_flashevolve.engine.errors import RolloutUnresolvedError
-from dspy_flashevolve.engine.events import HeadLanded, Integrated
+from dspy_flashevolve.engine.events import Integrated
 from dspy_flashevolve.engine.rollouts import NoLongerWantedError, gather
 from dspy_flashevolve.engine.staleness import (
     VERDICTS,
-    Fate,
     Integration,
     IntegrationRequest,
     Judgement,
@@ -36,45 +35,29 @@ from dspy_flashevolve.engine.staleness import (
     Texts,
     gap,
 )
-from dspy_flashevolve.engine.steps import End, EndKind, Step, StepEnded
-from dspy_flashevolve.gepa import callbacks, resume
+from dspy_flashevolve.engine.steps import EndKind, Step, StepEnded
+from dspy_flashevolve.gepa import callbacks
 from dspy_flashevolve.gepa.evaluate import Evaluations, Gate, passes_screen, rejects_by_sum
-from dspy_flashevolve.gepa.heads import Heads
 from dspy_flashevolve.gepa.pool import Pool
-from dspy_flashevolve.gepa.records import Base, Candidate, Child, Screened
-from dspy_flashevolve.gepa.validate import Validation
+from dspy_flashevolve.gepa.records import Candidate, Child, Screened
 from dspy_flashevolve.programs.program import checked_texts
 from dspy_flashevolve.programs.records import Asked
 from dspy_flashevolve.programs.run import DspyRun
 
+logger = logging.getLogger(__name__)
+
+MOST_MISSES = 3
+"""Integrations in a row that did not land, after which a run asks for no more."""
+SPARE_CHARACTERS = 1000
+"""Characters by which a new text may be longer than the base and the children's texts together."""
+
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """Children of one step that wait to be integrated.
-
-    Args:
-        children: as proposed.
-        proposals: those of them that passed their screen; empty where they were not screened.
-    """
+    """Children of one step that passed their screen and wait to be integrated, and their proposals."""
 
     children: tuple[Child, ...]
-    proposals: tuple[CandidateProposal[Any], ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Head:
-    """An integrated candidate that passed its screen: it is to be validated."""
-
-    key: int
-    proposal: CandidateProposal[Any]
-
-
-@dataclass(frozen=True, slots=True)
-class _Left:
-    """No integration took the children in."""
-
-    fate: Fate
-    reason: str
+    proposals: tuple[CandidateProposal[Any], ...]
 
 
 @dataclass(eq=False)
@@ -82,21 +65,18 @@ class _Landing:
     """An integrated candidate on its way through its screen; its first member brings it there, the others wait.
 
     Args:
-        key: its handle as a head; None for a patch.
+        base: what it was made from, and its index in the pool.
         version: the pool's, that the integration read.
-        left: what becomes of the others once it is done; None where they are in it.
+        has_landed: it passed its screen, once it is done.
     """
 
     candidate: Candidate
-    base: Base
-    key: int | None
+    base: Candidate
+    base_index: int
     version: int
     members: list[tuple[Step, Waiting]]
     done: anyio.Event = field(default_factory=anyio.Event)
-    left: _Left | None = None
-
-
-_Outcome = _Left | End | _Landing
+    has_landed: bool = False
 
 
 class Integrations:
@@ -106,9 +86,7 @@ class Integrations:
         run: slots, budget, events.
         pool: gepa's state.
         evaluations: runs candidates.
-        heads: the line of heads.
-        policy: how many at once, and what becomes of what was not taken in.
-        validation: hears of heads that are taken back.
+        policy: how many at once.
         module: a dspy module with the signature of ``StaleCandidateReflection``.
         lm: what it asks, unless its predictors have LMs of their own.
         code_components: components that hold Python source.
@@ -119,18 +97,15 @@ class Integrations:
         run: DspyRun,
         pool: Pool,
         evaluations: Evaluations,
-        heads: Heads,
         policy: Reflective,
-        validation: Validation,
         module: Module,
         lm: Any,
         code_components: Sequence[str],
     ) -> None:
-        self._run, self._pool, self._evaluations, self._heads = run, pool, evaluations, heads
-        self._policy, self._validation = policy, validation
+        self._run, self._pool, self._evaluations = run, pool, evaluations
         self._module, self._lm, self._code = module, lm, list(code_components)
-        self._batcher = Batcher[Waiting, _Outcome](run, policy.batch, policy.integrators, self._integrate)
-        self._lines = {name: anyio.Lock() for name in pool.seed_candidate}
+        self._batcher = Batcher[Waiting, _Landing | None](run, policy.batch, policy.integrators, self._integrate)
+        self._misses = 0
         self.calls = 0
         """LM calls of integrations."""
 
@@ -138,104 +113,95 @@ class Integrations:
         """Begin integrations as they become due; runs beside the steps."""
         await self._batcher.watch()
 
-    async def take_in(self, step: Step, waiting: Waiting) -> Head | Screened | None:
+    async def take_in(self, step: Step, waiting: Waiting) -> Screened | None:
         """Have a step's children integrated.
 
         Returns:
-            A head, or a screened patch, that the step is to bring to its end; None where the children go on by
-            themselves.
+            An integrated candidate that passed its screen, which the step is to bring to its end; None where the
+            children go on by themselves.
 
         Raises:
-            StepEnded: the children are in a candidate that another step brings to its end, or go no further.
+            StepEnded: the children are in a candidate that another step brings to its end.
         """
-        retried = False
-        while True:
-            outcome = await self._batcher.hand_in(step, waiting)
-            if isinstance(outcome, End):
-                raise StepEnded(outcome.kind, outcome.reason)
-            if isinstance(outcome, _Landing):
-                if outcome.members[0][0] is step:
-                    screened = await self._screen(step, outcome)
-                    if screened is not None:
-                        return screened
-                await outcome.done.wait()
-                if outcome.left is None:
-                    raise StepEnded(EndKind.INTEGRATED, self._where(outcome))
-                outcome = outcome.left
-            if outcome.fate == "alone":
-                return None
-            if outcome.fate == "drop" or retried:
-                raise StepEnded(EndKind.REJECTED, outcome.reason)
-            retried = True
+        if self._misses >= MOST_MISSES:
+            return None
+        landing = await self._batcher.hand_in(step, waiting)
+        if landing is None:
+            return None
+        first = landing.members[0][0]
+        if first is step:
+            return await self._screen(step, landing)
+        await landing.done.wait()
+        if not landing.has_landed:
+            return None
+        raise StepEnded(EndKind.INTEGRATED, f"in the candidate of step {first.number}")
 
-    def _where(self, landing: _Landing) -> str:
-        number = landing.members[0][0].number
-        if landing.key is None:
-            return f"in the candidate of step {number}"
-        return f"in head {landing.key}, of step {number}"
+    def _landed(self, has_landed: bool) -> None:
+        """Count an integration that came to something, or to nothing."""
+        if self._misses >= MOST_MISSES:
+            return
+        self._misses = 0 if has_landed else self._misses + 1
+        if self._misses >= MOST_MISSES:
+            logger.warning(
+                "%d integrations in a row came to nothing: stale candidates are admitted as they are from now on, as "
+                "with staleness='full'. A stronger reflection_lm may do better.",
+                MOST_MISSES,
+            )
 
-    # Integrating.
-
-    async def _integrate(self, batch: Sequence[tuple[Step, Waiting]]) -> list[_Outcome]:
+    async def _integrate(self, batch: Sequence[tuple[Step, Waiting]]) -> list[_Landing | None]:
         """Integrate a batch: one call for each set of components that its children changed."""
         groups: dict[tuple[str, ...], list[tuple[Step, Waiting]]] = {}
         for step, waiting in batch:
             groups.setdefault(changed_components(waiting.children), []).append((step, waiting))
-        outcomes = await gather(
-            [lambda names=names, group=group: self._guarded(names, group) for names, group in groups.items()]
-        )
-        found = {step.number: outcome for group in outcomes for step, outcome in group}
-        return [found[step.number] for step, _ in batch]
+        landings = await gather([lambda group=group: self._group(group) for group in groups.values()])
+        found = {step.number: one for one in landings if one is not None for step, _ in one.members}
+        return [found.get(step.number) for step, _ in batch]
 
-    async def _guarded(
-        self, components: tuple[str, ...], group: list[tuple[Step, Waiting]]
-    ) -> list[tuple[Step, _Outcome]]:
-        """One integration after the other for a component; a patch makes no head, and has no order to keep."""
-        async with AsyncExitStack() as locks:
-            for name in components if self._policy.heads else ():
-                await locks.enter_async_context(self._lines[name])
-            try:
-                return await self._group(group)
-            except RolloutUnresolvedError as error:
-                return [(step, _Left("alone", f"integration: {error}")) for step, _ in group]
-
-    async def _group(self, group: list[tuple[Step, Waiting]]) -> list[tuple[Step, _Outcome]]:
-        base, version = await self._pool.write(self._base)
+    async def _group(self, group: list[tuple[Step, Waiting]]) -> _Landing | None:
+        base, index, version = await self._pool.write(self._base)
         numbered = [(step, child) for step, waiting in group for child in waiting.children]
-        seen = min(step.version for step, _ in group)
         waiting_of = {step.number: waiting for step, waiting in group}
         request = IntegrationRequest(
-            head=base.candidate,
+            head=base,
             children=[
                 stale_child(number, child, waiting_of[step.number].proposals, gap(version, step.version))
                 for number, (step, child) in enumerate(numbered, start=1)
             ],
-            commits=await self._pool.write(self._pool.commits_since, seen),
+            commits=await self._pool.write(self._pool.commits_since, min(step.version for step, _ in group)),
         )
         lead = group[0][0]
-        made = await self._asked(lead, request)
+        try:
+            made = await self._asked(lead, request)
+        except RolloutUnresolvedError as error:
+            made = Integration({}, (), failed=str(error))
         self.calls += made.calls
         owner = {number: step.number for number, (step, _) in enumerate(numbered, start=1)}
+        verdicts = tuple((owner[one.child], one.verdict, one.reason) for one in made.judgements)
         self._run.bus.emit(
             Integrated(
-                self._run.clock(),
-                lead.number,
-                base.key,
-                base.index,
-                tuple(step.number for step, _ in group),
-                tuple((owner[one.child], one.verdict, one.reason) for one in made.judgements),
-                made.failed,
+                self._run.clock(), lead.number, index, tuple(step.number for step, _ in group), verdicts, made.failed
             )
         )
-        if made.failed:
-            left = _Left(self._policy.unreadable, f"the integration could not be read: {made.failed}")
-            return [(step, left) for step, _ in group]
-        return await self._composed(group, owner, base, version, made)
+        texts = {name: text for name, text in made.texts.items() if text.strip() != base[name].strip()}
+        candidate = {**base, **texts}
+        if not texts or too_long(texts, request) or await self._pool.write(self._is_known, candidate):
+            self._landed(False)
+            return None
+        # A child that contradicts what was kept is in no text; where that is said of all of them, the text decides.
+        left = {step for step, verdict, _ in verdicts if verdict == "conflicting"}
+        left -= {step for step, verdict, _ in verdicts if verdict != "conflicting"}
+        members = [(step, waiting) for step, waiting in group if step.number not in left] or group
+        return _Landing(candidate, base, index, version, members)
 
-    def _base(self) -> tuple[Base, int]:
-        """What the integration stands on, and the pool's version that it reads."""
-        base = self._heads.newest(visible=False) if self._policy.heads else self._heads.confirmed_base()
-        return base, self._pool.version
+    def _base(self) -> tuple[Candidate, int, int]:
+        """The pool's best candidate, its index, and the version that is read; the seed before it is validated."""
+        pool = self._pool
+        index = pool.val_evaluation_policy.get_best_program(pool.state) if pool.seed_confirmed else 0
+        return pool.state.program_candidates[index], index, pool.version
+
+    def _is_known(self, candidate: Candidate) -> bool:
+        waiting = (entry.candidate for entry in self._pool.speculative.all())
+        return any(candidate == other for other in (*self._pool.state.program_candidates, *waiting))
 
     async def _asked(self, lead: Step, request: IntegrationRequest) -> Integration:
         inputs: dict[str, Any] = {
@@ -252,130 +218,37 @@ class Integrations:
         made = asked.answer or Integration({}, (), failed=asked.spent.error or "no answer")
         return Integration(made.texts, made.judgements, max(1, asked.calls), failed=made.failed)
 
-    async def _composed(
-        self,
-        group: list[tuple[Step, Waiting]],
-        owner: dict[int, int],
-        base: Base,
-        version: int,
-        made: Integration,
-    ) -> list[tuple[Step, _Outcome]]:
-        """Sort the children by verdict, and put the candidate with those that were taken in on its way.
-
-        The new text decides: a child that was not judged, of those that were shown, is taken for being in it; where it
-        is the base's, none is. Children of which the reply says nothing that holds are left as if it were unreadable.
-        """
-        outcomes: list[tuple[Step, _Outcome]] = []
-        members: list[tuple[Step, Waiting]] = []
-        shown = len(owner) <= getattr(self._module, "max_children", len(owner))
-        texts = {name: text for name, text in made.texts.items() if text != base.candidate[name]}
-        for step, waiting in group:
-            mine = {number for number, one in owner.items() if one == step.number}
-            reason = {one.verdict: one.reason for one in made.judgements if one.child in mine}
-            if texts and ("orthogonal" in reason or (not reason and shown)):
-                members.append((step, waiting))
-            elif "conflicting" in reason:
-                outcomes.append((step, self._left_out(f"conflicting: {reason['conflicting']}")))
-            elif "subsumed" in reason:
-                outcomes.append((step, End(EndKind.DISCARDED, f"subsumed: {reason['subsumed']}")))
-            else:
-                outcomes.append((step, _Left(self._policy.unreadable, "it is not in the integrated text")))
-        if not members:
-            return outcomes
-        if await self._pool.write(self._heads.is_known, {**base.candidate, **texts}):
-            same = End(EndKind.DISCARDED, "the integrated text is a candidate already")
-            return [*outcomes, *((step, same) for step, _ in members)]
-        return [*outcomes, *await self._departed(members, texts, base, version)]
-
-    async def _departed(
-        self, members: list[tuple[Step, Waiting]], texts: Texts, base: Base, version: int
-    ) -> list[tuple[Step, _Outcome]]:
-        candidate, key = {**base.candidate, **texts}, None
-        if self._policy.heads:
-            children = [child for _, waiting in members for child in waiting.children]
-            others = tuple(dict.fromkeys(self._parent_of(child) for child in children))
-            begun = await self._pool.write(self._heads.begin, texts, base, others)
-            if begun is None:  # another head was made on the same one meanwhile: the change must not be lost
-                return [(step, _Left("retry", "the head has moved on twice")) for step, _ in members]
-            key, candidate, base = begun
-        for step, _ in members[1:]:
-            step.reservation.refund()
-        landing = _Landing(candidate, base, key, version, members)
-        return [(step, landing) for step, _ in members]
-
-    def _parent_of(self, child: Child) -> int:
-        """A child's parent in gepa's pool; where it was speculative and did not last, what stands for it."""
-        bases = () if child.parent.base is None else (child.parent.base,)
-        return (*self._pool.speculative.resolve(bases), child.parent.task.parent_idx)[0]
-
-    def _left_out(self, reason: str) -> _Left:
-        assert self._policy.left_out is not None
-        return _Left(self._policy.left_out, reason)
-
     # Screening what was integrated.
 
-    async def _screen(self, step: Step, landing: _Landing) -> Head | Screened | None:
-        """Run an integrated candidate on the union of its children's minibatches, beside its base.
-
-        Returns:
-            What passed; None where it did not, and ``landing.left`` says what becomes of its members.
-        """
-        if landing.key is None:
-            step.saw(landing.version)  # a patch has read what was committed until then
-        landing.left = _Left("alone", "the screen of the integrated candidate came to no end")
+    async def _screen(self, step: Step, landing: _Landing) -> Screened | None:
+        """Run an integrated candidate on the union of its children's minibatches, beside its base."""
+        step.saw(landing.version)  # it has read what was committed until then
+        members = tuple(one.number for one, _ in landing.members)
+        integrated = callbacks.Integrated(landing.candidate, landing.base_index, members)
         try:
-            return await self._screened(step, landing)
+            proposal = await self._compared(step, landing, integrated)
+            if proposal is not None:
+                if await self._pool.write(callbacks.integrated_passes, self._pool, step, proposal):
+                    landing.has_landed = True
+                else:
+                    await self._pool.write(self._pool.reject, step, proposal)
+            self._landed(landing.has_landed)
         except RolloutUnresolvedError:
-            if landing.key is not None:
-                await self._validation.drop(step.number, landing.key)
             return None
         finally:
             landing.done.set()
-
-    async def _screened(self, step: Step, landing: _Landing) -> Head | Screened | None:
-        members = [one for one, _ in landing.members]
-        integrated = callbacks.Integrated(
-            landing.candidate, landing.base, landing.key, tuple(one.number for one in members)
-        )
-        proposal = await self._compared(step, landing, integrated)
-        passed = proposal is not None and await self._pool.write(
-            callbacks.integrated_passes, self._pool, step, proposal
-        )
-        if proposal is not None and not passed:
-            await self._pool.write(self._pool.reject, step, proposal)
-        if landing.key is None:
-            if proposal is None or not passed:
-                landing.left = self._left_out("the patch failed its screen")
-                return None
-            landing.left = None
-            step.saw(step.version, await self._pool.write(callbacks.expected_score, self._pool, [proposal]))
-            return Screened((proposal,), (None,))
-        landed = passed and await self._pool.write(self._heads.land, landing.key)
-        if landed and proposal is not None and self._run.journal is not None:
-            resume.head_landed(self._run.journal, step.number, landing, proposal)
-        before, after = (0.0, 0.0) if proposal is None else sums(proposal)
-        self._run.bus.emit(
-            HeadLanded(
-                self._run.clock(), step.number, landing.key, landing.base.key, landing.base.index,
-                integrated.members, landed, before, after,
-            )
-        )  # fmt: skip
-        if proposal is None or not landed:
-            await self._validation.drop(step.number, landing.key, landed=False)
-            landing.left = self._left_out(
-                f"the integrated candidate failed with {'the head under it' if passed else 'its screen'}"
-            )
+        if proposal is None or not landing.has_landed:
             return None
-        landing.left = None
+        for other, _ in landing.members[1:]:
+            other.reservation.refund()
         step.saw(step.version, await self._pool.write(callbacks.expected_score, self._pool, [proposal]))
-        self._run.tell()
-        return Head(landing.key, proposal)
+        return Screened((proposal,), (None,))
 
     async def _compared(
         self, step: Step, landing: _Landing, integrated: callbacks.Integrated
     ) -> CandidateProposal[Any] | None:
         """The candidate and its base on the same examples, as a proposal; None where it could not pass any more."""
-        base = landing.base.candidate
+        base = landing.base
         examples = {
             i: example
             for _, waiting in landing.members
@@ -429,10 +302,12 @@ class Integrations:
 
     def _parents(self, landing: _Landing) -> list[int]:
         """The base first, then the children's parents, as far as they are in gepa's pool."""
-        if landing.key is not None and landing.key in self._pool.speculative:
-            return self._heads.parents_of(landing.key)
-        theirs = [self._parent_of(child) for _, waiting in landing.members for child in waiting.children]
-        return list(dict.fromkeys([landing.base.index, *theirs]))
+        theirs = [
+            (*self._pool.speculative.resolve(() if child.parent.base is None else (child.parent.base,)),
+             child.parent.task.parent_idx)[0]
+            for _, waiting in landing.members for child in waiting.children
+        ]  # fmt: skip
+        return list(dict.fromkeys([landing.base_index, *theirs]))
 
 
 class _IntegrationRecord:
@@ -492,12 +367,14 @@ def stale_child(number: int, child: Child, proposals: Sequence[CandidateProposal
     )
 
 
+def too_long(texts: Texts, request: IntegrationRequest) -> bool:
+    """Whether new texts are longer than all that they were made from, and some more."""
+    sources = [request.head, *(one.texts for one in request.children)]
+    most = {name: SPARE_CHARACTERS + sum(len(one.get(name, "")) for one in sources) for name in texts}
+    return any(len(text) > most[name] for name, text in texts.items())
+
+
 def changed_components(children: Sequence[Child]) -> tuple[str, ...]:
     """The components that children changed, sorted."""
     parent = [(child.candidate, child.parent.task.parent_candidate) for child in children]
     return tuple(sorted({name for mine, theirs in parent for name, text in mine.items() if text != theirs[name]}))
-
-
-def sums(proposal: CandidateProposal[Any]) -> tuple[float, float]:
-    """Summed scores of the base and of the candidate."""
-    return sum(proposal.subsample_scores_before or []), sum(proposal.subsample_scores_after or [])

@@ -20,9 +20,8 @@ from gepa.strategies.proposal_sampling import ProposalTask
 
 from dspy_flashevolve.engine.steps import Step
 from dspy_flashevolve.gepa.credit import Credit
-from dspy_flashevolve.gepa.heads import Heads
 from dspy_flashevolve.gepa.pool import Pool
-from dspy_flashevolve.gepa.records import Base, Candidate, Crossover, Selected
+from dspy_flashevolve.gepa.records import Crossover, Selected
 
 State = GEPAState[Any, Any]
 CONTAINERS = (
@@ -49,14 +48,13 @@ class Selection:
 
     Args:
         pool: gepa's state and strategies.
-        heads: where steps start from besides the Pareto frontier; None where there are no heads.
+        credit: composes what steps start from besides the Pareto frontier; None where nothing is composed.
         frontier_share: share of the steps that start from the Pareto frontier all the same.
     """
 
-    def __init__(self, pool: Pool, heads: Heads | None, credit: Credit | None, frontier_share: float) -> None:
+    def __init__(self, pool: Pool, credit: Credit | None, frontier_share: float) -> None:
         self._pool = pool
         self._credit = credit
-        self._heads = heads
         self._frontier_share = frontier_share
         self._crossovers = 0
 
@@ -111,28 +109,18 @@ class Selection:
     def _sample(self, step: Step, draw: float, rng: random.Random) -> Selected:
         pool, parts = self._pool, self._pool.parts
         selector = parts.candidate_selector if pool.seed_confirmed else _Fixed(0)
-        head: Base | None = None
-        variant: Candidate | None = None
-        if self._credit is not None and draw >= self._frontier_share:
-            variant = self._credit.variant(rng)
-            selector = _Fixed(self._credit.parent)
-        if self._heads is not None and draw >= self._frontier_share:
-            head = self._heads.newest(visible=True)
-            selector = _Fixed(head.index)
+        credit, variant = self._credit, None
+        if credit is not None and draw >= self._frontier_share:
+            variant = credit.variant(rng)
+            selector = _Fixed(credit.parent)
         tasks, bases = sample(
             pool,
             lambda state: parts.sampling_strategy.sample_tasks(state, selector, parts.batch_sampler, pool.trainset),
         )
-        if variant is not None:
-            parent = self._credit.parent if self._credit is not None else 0
+        if credit is not None and variant is not None:
             for place, task in enumerate(tasks):  # a strategy of the user's may choose parents by itself
-                if task.parent_idx == parent and (bases[place] is None or not pool.seed_confirmed):
+                if task.parent_idx == credit.parent and (bases[place] is None or not pool.seed_confirmed):
                     tasks[place] = replace(task, parent_candidate=dict(variant))
-        if head is not None and head.key is not None:
-            for place, task in enumerate(tasks):  # a strategy of the user's may choose parents by itself
-                if task.parent_idx == head.index and bases[place] is None:
-                    tasks[place] = replace(task, parent_candidate=dict(head.candidate))
-                    bases[place] = head.key
         iteration = step.number + 1
         for task in tasks:
             pool.notify(
@@ -190,7 +178,7 @@ def selectable(pool: Pool) -> tuple[State, list[int]]:
 
 
 class _Fixed:
-    """Selects one candidate: the seed while there is nothing else, or the one that stands for a head."""
+    """Selects one candidate: the seed while there is nothing else, or the parent of what is composed."""
 
     def __init__(self, index: int) -> None:
         self._index = index

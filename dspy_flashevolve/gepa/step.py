@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 import traceback
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from gepa.proposer.base import CandidateProposal
 from dspy_flashevolve.engine.admission import LiveSteps
 from dspy_flashevolve.engine.budget import Reservation
 from dspy_flashevolve.engine.errors import ConfigurationError, FlashEvolveError
-from dspy_flashevolve.engine.events import Event, HeadEnded, Looked
+from dspy_flashevolve.engine.events import Looked
 from dspy_flashevolve.engine.replay import BEFORE_STEPS, id_text
 from dspy_flashevolve.engine.rollouts import NoLongerWantedError, Spent, gather
 from dspy_flashevolve.engine.staleness import (
@@ -40,11 +40,9 @@ from dspy_flashevolve.engine.staleness import (
 from dspy_flashevolve.engine.steps import End, EndKind, NothingToDoError, Step, StepEnded
 from dspy_flashevolve.engine.workflow import BARRIERS, Workflow
 from dspy_flashevolve.gepa import callbacks, resume
-from dspy_flashevolve.gepa.credit import Credit
-from dspy_flashevolve.gepa.credit import Head as NewHead
+from dspy_flashevolve.gepa.credit import Credit, Head
 from dspy_flashevolve.gepa.evaluate import Evaluations, Gate, passes_screen, rejects_by_sum
-from dspy_flashevolve.gepa.heads import Heads
-from dspy_flashevolve.gepa.integration import Head, Integrations, Waiting
+from dspy_flashevolve.gepa.integration import Integrations, Waiting
 from dspy_flashevolve.gepa.pool import Pool
 from dspy_flashevolve.gepa.records import Batch, Child, Commit, Crossover, Parent, Screened, Selected, Validated
 from dspy_flashevolve.gepa.select import Selection
@@ -97,30 +95,22 @@ class GepaLoop:
         self._max_reflection_calls, self._max_cost = max_reflection_calls, max_cost
         workflow = BARRIERS if run.lockstep else workflow
         reflective = policy if isinstance(policy, Reflective) and not run.lockstep else None
-        heads = None if reflective is None else Heads(pool, reflective.rollback_margin)
-        self._heads = heads if reflective is not None and reflective.heads else None
         self._evaluations = Evaluations(run, program, pool, workflow, same_data)
-        self._validation = Validation(
-            run, pool, self._evaluations, workflow, heads, 0.0 if reflective is None else reflective.rollback_margin,
-            lambda: admission.is_narrowed(run.load()),
-        )  # fmt: skip
+        self._validation = Validation(run, pool, self._evaluations, workflow)
         self._integrations = None
-        if reflective is not None and heads is not None:
-            self._integrations = Integrations(
-                run, pool, self._evaluations, heads, reflective, self._validation, *integration
-            )
+        if reflective is not None:
+            self._integrations = Integrations(run, pool, self._evaluations, reflective, *integration)
         self._credit: Credit | None = None
         if reflective is not None and reflective.changes:
             perfect = pool.options.perfect_score
             self._credit = Credit(pool.seed_candidate, integration[2], reflective.undecided, perfect or 1.0)
             self._evaluations.hears = self._credit.saw
-        self._validating: dict[int, NewHead] = {}
+        self._validating: dict[int, Head] = {}
         self._validation_calls = 0
         self._is_last = False
         share = 1.0 if reflective is None else reflective.frontier_share
-        self._selection = Selection(pool, self._heads, self._credit, share)
+        self._selection = Selection(pool, self._credit, share)
         self._seeded = anyio.Event()
-        self._restored: dict[int, tuple[int, CandidateProposal[Any]]] = {}
         self._crossing: set[int] = set()
         self._passed = self._discarded = 0
         self._reflections = 0
@@ -154,8 +144,6 @@ class GepaLoop:
         if run.journal is not None:
             await pool.write(resume.take_up, run.journal, pool, self._program.records, is_seeded)
             run.budget.spent = run.journal.spent
-            if self._heads is not None:
-                self._restored = await pool.write(resume.restore_heads, run.journal, pool, self._heads)
         if is_seeded:
             run.budget.spent = pool.state.total_num_evals
             for scores in pool.state.prog_candidate_val_subscores:
@@ -190,9 +178,7 @@ class GepaLoop:
             return await self.last_step(step)
         work = await self.select(step)
         if isinstance(work, Crossover):
-            found: Head | Screened = await self.screen_crossover(step, work)
-        elif isinstance(work, Head):
-            found = work  # of an interrupted run
+            found = await self.screen_crossover(step, work)
         else:
             parents = await self.rollout(step, work)
             try:
@@ -208,7 +194,7 @@ class GepaLoop:
         finally:
             self._validating.pop(step.number, None)
 
-    async def children(self, step: Step, parents: list[Parent]) -> Head | Screened:
+    async def children(self, step: Step, parents: list[Parent]) -> Screened:
         """What the step's reflections make of its parents, as far as it is to be validated by itself.
 
         Raises:
@@ -216,8 +202,7 @@ class GepaLoop:
         """
         credit = self._credit
         if credit is None:
-            children = await self.propose(step, parents)
-            return await self.integrate(step, Waiting(children)) or await self.screen(step, children)
+            return await self.screen(step, await self.propose(step, parents))
         if step.recorded is None and not await self._pool.write(credit.may_ask):
             raise StepEnded(EndKind.REJECTED, "its rollouts tested the changes that there are")
         credit.asking += 1
@@ -238,7 +223,7 @@ class GepaLoop:
         finally:
             self._validating.clear()
 
-    def _due(self, least: float, last: bool = False) -> NewHead | None:
+    def _due(self, least: float, last: bool = False) -> Head | None:
         """The head, where it is worth a validation now; in the pool's writer, or where nothing else is under way."""
         credit, pool = self._credit, self._pool
         if credit is None or not pool.seed_confirmed:
@@ -277,7 +262,7 @@ class GepaLoop:
             if one.score > head and not credit.is_made_of_changes(texts):
                 credit.stand_on(texts, one.candidate)
 
-    async def select(self, step: Step) -> Selected | Crossover | Head:
+    async def select(self, step: Step) -> Selected | Crossover:
         """Choose parents and minibatches, or two candidates to cross; of an interrupted run, what was chosen then."""
         run, pool = self._run, self._pool
         if step.recorded is not None:
@@ -295,7 +280,7 @@ class GepaLoop:
             tasks.pop()  # a sampling strategy asked for more than the budget holds
         return Selected(tuple(tasks), work.bases[: len(tasks)])
 
-    async def _selected_again(self, step: Step) -> Selected | Crossover | Head:
+    async def _selected_again(self, step: Step) -> Selected | Crossover:
         run, pool = self._run, self._pool
         assert run.journal is not None
         work = await pool.write(resume.selected_again, run.journal, pool, step.recorded)
@@ -304,11 +289,6 @@ class GepaLoop:
         if crosses:
             self._crossing.add(step.number)
         run.begin(step, step.version, await pool.write(self._selection.parent_score, work))
-        if step.number in self._restored:
-            key, proposal = self._restored.pop(step.number)
-            step.saw(step.version, sum(proposal.subsample_scores_after or []))
-            run.has_child(step)
-            return Head(key, proposal)
         if isinstance(work, Selected):
             self._see_minibatches(work)
         return work
@@ -416,16 +396,15 @@ class GepaLoop:
             return one.parent, made.texts, record.feedback
         return _Skipped(reason, failed=True)
 
-    async def integrate(self, step: Step, waiting: Waiting) -> Head | Screened | None:
+    async def integrate(self, step: Step, waiting: Waiting) -> Screened | None:
         """Where the policy says so, have children joined with those of other steps; None where they go on alone."""
-        place: Place = "after_screen" if waiting.proposals else "after_propose"
-        if not self._look(step, place, [one.parent.base for one in waiting.children]):
+        if not self._look(step, "after_screen", [one.parent.base for one in waiting.children]):
             return None
         assert self._integrations is not None
         self._run.has_child(step)
         return await self._integrations.take_in(step, waiting)
 
-    async def screen(self, step: Step, children: Sequence[Child]) -> Head | Screened:
+    async def screen(self, step: Step, children: Sequence[Child]) -> Screened:
         """Run the children on their parents' minibatches, and let gepa's criterion decide."""
         pool = self._pool
         calls = sum(
@@ -516,11 +495,9 @@ class GepaLoop:
         step.saw(step.version, await pool.write(callbacks.crossover_score, pool, plan))
         return Screened((proposal,), (None,), merge=True)
 
-    async def validate(self, step: Step, found: Head | Screened) -> Validated:
+    async def validate(self, step: Step, found: Screened) -> Validated:
         """Run what passed its screen on the validation examples that gepa's evaluation policy names."""
         self._run.has_child(step)
-        if isinstance(found, Head):
-            return await self._validation.head(step, found.key, found.proposal)
         return await self._validation.children(step, found)
 
     async def commit(self, step: Step, work: Validated) -> End:
@@ -531,13 +508,9 @@ class GepaLoop:
         except StepEnded as ended:
             await self._validation.withdraw(step, work.keys, ended.end.reason)
             raise
-        commits: list[Commit] = []
         with anyio.CancelScope(shield=True):  # what enters the pool is told and counted, even if the run ends meanwhile
-            if work.head is None:
-                commits = await self._validation.commit_children(step, work)
-                await self._pool.write(self._learn, step, commits)
-            else:
-                commits = await self._validation.commit_head(step, work)
+            commits = await self._validation.commit_children(step, work)
+            await self._pool.write(self._learn, step, commits)
             for one in commits:
                 self._run.commit(
                     step,
@@ -592,19 +565,18 @@ class GepaLoop:
     def _most_calls(self) -> int:
         """Metric calls that are set aside for one task: the most that it can cost.
 
-        Where children are integrated, a step sets aside its rollouts and its share of a screen, of the base too;
-        validations are paid apart.
+        Where changes are tested, validations are paid apart.
         """
         if self._credit is not None:
             return 2 * self._minibatch
-        return 3 * self._minibatch if self._heads is not None else 2 * self._minibatch + len(self._pool.loader)
+        return 2 * self._minibatch + len(self._pool.loader)
 
     def _reserve(self) -> Reservation | None:
         """Set a step's calls aside, and beside them a validation for the last head."""
         aside, budget = self._validation.set_aside, self._run.budget
         pays = None
         if self._spent_up() is None:
-            if (self._heads or self._credit) is None or aside.extend(max(0, len(self._pool.loader) - aside.open)):
+            if self._credit is None or aside.extend(max(0, len(self._pool.loader) - aside.open)):
                 pays = budget.reserve(self._most_calls)
             if pays is not None or self._run.live:
                 return pays
@@ -711,13 +683,3 @@ def feedback_in(dataset: Mapping[str, Sequence[Mapping[str, Any]]]) -> tuple[str
     """What the metric said, one text an example; dspy's adapter keeps it under "Feedback"."""
     texts = [str(record["Feedback"]) for rows in dataset.values() for record in rows if record.get("Feedback")]
     return tuple(dict.fromkeys(texts))
-
-
-def heads_in_journal(run: DspyRun) -> Callable[[Event], None]:
-    """Writes the ends of heads into the run's journal; a subscriber of the run's bus."""
-
-    def hear(event: Event) -> None:
-        if isinstance(event, HeadEnded) and run.journal is not None:
-            resume.head_ended(run.journal, run.journal.journal.session, event.head, event.end)
-
-    return hear
