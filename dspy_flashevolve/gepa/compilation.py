@@ -202,7 +202,7 @@ class Compilation:
                 report(error, hooks_of(self._parts, self._optimizer))
                 if pool.seed_confirmed:
                     hand_over(error, self._result(stats))
-            log_summary(logger, stats, pool.best.score, isinstance(error, Exception), made=self._made())
+            log_summary(logger, stats, pool.best.score, isinstance(error, Exception))
             raise
         stats = self._stats()
         if self._loop.discarded_share > MUCH_DISCARDED:
@@ -211,7 +211,7 @@ class Compilation:
                 "Raise max_gap, lower Workflow.live_steps, or use staleness='reflective'.",
                 100 * self._loop.discarded_share,
             )
-        log_summary(logger, stats, pool.best.score, made=self._made())
+        log_summary(logger, stats, pool.best.score)
         return self._result(stats)
 
     async def _evolved(self) -> None:
@@ -262,9 +262,6 @@ class Compilation:
             logger.warning("There is no LM that could integrate stale candidates: they are admitted as they are.")
             return Full()
         return policy
-
-    def _made(self) -> str:
-        return f"{self._loop.proposals} proposals"
 
     def _stats(self) -> AsyncStats:
         of_run = self._run.statistics(metric_calls=self._pool.state.total_num_evals)
