@@ -188,11 +188,7 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
             self.save()
             self.notify("on_state_saved", iteration=self.state.i + 1, run_dir=self.run_dir)
         self.state.i = max(self.state.i, step.number)
-        log = self.state.full_program_trace
-        trace: dict[str, Any] = next((entry for entry in reversed(log) if entry["i"] == step.number), {})
-        if not trace:
-            trace["i"] = step.number
-            log.append(trace)
+        trace = self.log_entry(step)
         self._begun.add(step.number)
         self.notify("on_iteration_start", iteration=step.number + 1, state=self.state, trainset_loader=self.trainset)
         return trace
@@ -304,13 +300,21 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
         self.state.total_num_evals = max(self.state.total_num_evals, self._calls_made())
         self.save(force=True)
 
+    def log_entry(self, step: Step) -> dict[str, Any]:
+        """The step's entry of gepa's run log, made where there is none."""
+        log = self.state.full_program_trace
+        entry = next((one for one in reversed(log) if one["i"] == step.number), None)
+        if entry is None:
+            entry = {"i": step.number}
+            log.append(entry)
+        return entry
+
     @contextmanager
     def acting_for(self, step: Step) -> Generator[None, None, None]:
         """Let gepa's code, which reads the iteration and the newest log entry from the state, act for ``step``."""
         state = self.state
         newest, log = state.i, state.full_program_trace
-        entry = next(entry for entry in reversed(log) if entry["i"] == step.number)
-        state.i, state.full_program_trace = step.number, [entry]
+        state.i, state.full_program_trace = step.number, [self.log_entry(step)]
         try:
             yield
         finally:

@@ -392,7 +392,7 @@ class GepaLoop:
         """Run the child of two parents on validation examples that both were run on: gepa's merge."""
         pool = self._pool
         await pool.write(callbacks.crossover_starts, pool, step, plan)
-        lookup = await pool.write(callbacks.cached_subsample, pool, plan)
+        lookup = await pool.write(callbacks.lookup, pool, plan.candidate, list(plan.ids))
         calls = self._evaluations.unpaid(step, plan.candidate, lookup.missing, traced=False)
         if not step.reservation.cover(calls):
             raise StepEnded(EndKind.DISCARDED, f"no budget is left for a screen of {calls}")
