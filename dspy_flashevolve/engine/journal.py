@@ -15,8 +15,10 @@ import asyncio
 import json
 import math
 import queue
+import re
 import sqlite3
 import threading
+import time
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from contextlib import closing, contextmanager, suppress
@@ -78,7 +80,12 @@ SCHEMA = (
     "CREATE TABLE state (name TEXT PRIMARY KEY, value TEXT NOT NULL)",
 )
 
-TABLES = frozenset(statement.split()[2] for statement in SCHEMA if statement.startswith("CREATE TABLE"))
+COLUMNS = {
+    statement.split()[2]: re.findall(r"(\w+) (?:INTEGER|REAL|TEXT)\b", statement)
+    for statement in SCHEMA
+    if statement.startswith("CREATE TABLE")
+}
+"""Table -> its columns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,12 +132,17 @@ class Journal:
     def append(self, table: str, **values: Any) -> None:
         """Append a row; numbers, texts and None as they are, everything else as JSON. Any thread may call it.
 
-        The writer's thread makes the JSON: what is given must not change any more.
+        What is not given of the session and of the time is this session, and now. The writer's thread makes the JSON:
+        what is given must not change any more.
         """
+        for name in COLUMNS[table]:
+            if name == "session":
+                values.setdefault(name, self.session)
+            elif name == "at" or name.endswith("_at"):
+                values.setdefault(name, time.time())
         names = tuple(values)
         statement = self._statements.get((table, names))
         if statement is None:
-            assert table in TABLES, f"the journal has no table {table!r}"
             columns, marks = ", ".join(names), ", ".join("?" * len(names))
             statement = f"INSERT INTO {table} ({columns}) VALUES ({marks})"
             self._statements[table, names] = statement

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import sqlite3
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -119,10 +118,8 @@ def _write_head(
 ) -> None:
     journal.journal.append(
         "heads",
-        session=journal.journal.session,
         head=key,
         step=step,
-        at=time.time(),
         candidate=journal.candidate(proposal.candidate),
         base=base,
         parents=list(proposal.parent_program_ids),
@@ -136,7 +133,7 @@ def _write_head(
 
 def head_ended(journal: RunJournal, session: int, head: int, way: str) -> None:
     """Write a head's end."""
-    journal.journal.append("head_ends", session=session, head=head, way=way, at=time.time())
+    journal.journal.append("head_ends", session=session, head=head, way=way)
 
 
 def restore_heads(journal: RunJournal, pool: Pool, heads: Heads) -> dict[int, tuple[int, CandidateProposal[Any]]]:
