@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -25,6 +26,7 @@ from dspy_flashevolve.engine.staleness import Full, Reflective, StalenessPolicy,
 from dspy_flashevolve.engine.workflow import Workflow
 from dspy_flashevolve.gepa.options import GepaOptions, build_parts, has_foreign, hooks_of
 from dspy_flashevolve.gepa.pool import BestResult, Pool
+from dspy_flashevolve.gepa.resume import check_checkpoint
 from dspy_flashevolve.gepa.step import GepaLoop, heads_in_journal
 from dspy_flashevolve.modules.integrate import StaleCandidateReflection
 from dspy_flashevolve.observe.statistics import AsyncStats, log_summary
@@ -115,6 +117,8 @@ class Compilation:
         self._seed: dict[str, str] = {name: one.signature.instructions for name, one in predictors}
         for path, flex in enumerate_flex_submodules(student).items():
             self._seed[path] = flex.module_src
+        if options.run_dir is not None:
+            check_checkpoint(options.run_dir, bool(options.get("use_cloudpickle")))
         journal = self._journal()
         try:
             self._build(journal)
@@ -181,13 +185,23 @@ class Compilation:
 
     def run_sync(self) -> Module:
         """Run to the end on a loop of its own, and build the best program; see :func:`run_to_end` for signals."""
-        with self._parts.tracker:  # in the caller's thread: mlflow's active run belongs to a thread
+        with self._tracked():  # in the caller's thread: mlflow's active run belongs to a thread
             return run_to_end(self._run_to_result, self._run.stop)
 
     async def run_async(self) -> Module:
         """The same on the caller's loop."""
-        with self._parts.tracker:
+        with self._tracked():
             return await self._run_to_result()
+
+    @contextmanager
+    def _tracked(self) -> Generator[None, None, None]:
+        """gepa's tracker around the run; where it cannot begin, others may have the directory."""
+        try:
+            with self._parts.tracker:
+                yield
+        finally:
+            if self._run.journal is not None:
+                self._run.journal.journal.close()
 
     async def _run_to_result(self) -> Module:
         run, pool = self._run, self._pool

@@ -8,17 +8,20 @@ The pool is gepa's engine without its loop: how a candidate is added, reported a
 from __future__ import annotations
 
 import os
+import pickle
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, ParamSpec, TypeVar
 
+import cloudpickle
 from gepa.core.callbacks import notify_callbacks
 from gepa.core.data_loader import DataLoader
 from gepa.core.engine import GEPAEngine
 from gepa.core.result import GEPAResult
-from gepa.core.state import GEPAState, ValsetEvaluation, initialize_gepa_state
+from gepa.core.state import EvaluationCache, GEPAState, ValsetEvaluation, initialize_gepa_state
 from gepa.proposer.base import CandidateProposal
 
 from dspy_flashevolve.engine.loop import Threads
@@ -28,6 +31,7 @@ from dspy_flashevolve.engine.steps import Step
 from dspy_flashevolve.gepa.options import GepaOptions, Parts, strategies_of
 from dspy_flashevolve.gepa.records import Candidate, Commit
 from dspy_flashevolve.gepa.speculative import SpeculativeCandidates
+from dspy_flashevolve.programs.records import output_in, output_text
 
 A = ParamSpec("A")
 T = TypeVar("T")
@@ -177,10 +181,40 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
         # What live steps have spent is spent, even if the run is killed before they end.
         self.state.total_num_evals = max(counted, self._calls_made())
         try:
-            self.state.save(self.run_dir, use_cloudpickle=self.use_cloudpickle)
+            self._write_checkpoint()
         finally:
             self.state.total_num_evals = counted
         self._saved_at = time.monotonic()
+
+    def _write_checkpoint(self) -> None:
+        """As gepa does; outputs that cannot be pickled are written as the journal has them.
+
+        That of a predictor whose signature was made from a string is one.
+        """
+        state = self.state
+        best, cache = state.best_outputs_valset, state.evaluation_cache
+        dumps = cloudpickle.dumps if self.use_cloudpickle else pickle.dumps
+
+        def kept(output: Any) -> Any:
+            try:
+                dumps(output)
+            except Exception:
+                return output_in(output_text(output))
+            return output
+
+        try:
+            state.save(self.run_dir, use_cloudpickle=self.use_cloudpickle)
+        except OSError:
+            raise
+        except Exception:
+            if best is not None:
+                state.best_outputs_valset = {i: [(one, kept(output)) for one, output in of] for i, of in best.items()}
+            if cache is not None:
+                entries = {key: replace(one, output=kept(one.output)) for key, one in cache._cache.items()}  # pyright: ignore[reportPrivateUsage]
+                state.evaluation_cache = EvaluationCache(entries)
+            state.save(self.run_dir, use_cloudpickle=self.use_cloudpickle)
+        finally:
+            state.best_outputs_valset, state.evaluation_cache = best, cache
 
     def begin_step(self, step: Step) -> dict[str, Any]:
         """Advance the iteration; returns the step's entry of the run log. One that goes on may have one already."""
@@ -286,6 +320,7 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
 
     def finish(self) -> None:
         """Save and tell the callbacks: the run came to its end."""
+        self._end_iterations()  # a stop came while a step was selecting
         self.count_calls()  # the late part of a minibatch may end after its step
         if self.seed_confirmed:
             self.save(force=True)
@@ -295,10 +330,15 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
         """Save and tell the callbacks: the run ended by ``error``, and with it the steps that were on their way."""
         if isinstance(error, Exception):
             self.notify("on_error", iteration=self.state.i + 1, exception=error, will_continue=False)
-        for number in sorted(self._begun):
-            self.notify("on_iteration_end", iteration=number + 1, state=self.state, proposal_accepted=False)
+        self._end_iterations()
         self.state.total_num_evals = max(self.state.total_num_evals, self._calls_made())
         self.save(force=True)
+
+    def _end_iterations(self) -> None:
+        """Tell the callbacks that what they heard begin, and no step brought to an end, is over."""
+        for number in sorted(self._begun):
+            self.notify("on_iteration_end", iteration=number + 1, state=self.state, proposal_accepted=False)
+        self._begun.clear()
 
     def log_entry(self, step: Step) -> dict[str, Any]:
         """The step's entry of gepa's run log, made where there is none."""

@@ -7,14 +7,21 @@ What touches the pool runs in its writer.
 from __future__ import annotations
 
 import json
+import pickle
 import sqlite3
+import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import is_dataclass
+from enum import Enum
+from pathlib import Path
 from typing import Any, Protocol
 
+import dspy
 from gepa.core.data_loader import DataLoader
-from gepa.core.state import ValsetEvaluation
+from gepa.core.state import GEPAState, ValsetEvaluation
 from gepa.proposer.base import CandidateProposal
 from gepa.strategies.proposal_sampling import ProposalTask
+from pydantic import BaseModel
 
 from dspy_flashevolve.engine.errors import RunDirectoryError
 from dspy_flashevolve.engine.redaction import MARK
@@ -23,7 +30,75 @@ from dspy_flashevolve.gepa.heads import Heads
 from dspy_flashevolve.gepa.options import restore_strategies
 from dspy_flashevolve.gepa.pool import Pool, write_commits
 from dspy_flashevolve.gepa.records import Base, Crossover, Selected
-from dspy_flashevolve.programs.records import RolloutRecords
+from dspy_flashevolve.programs.records import output_in
+
+# gepa's checkpoint. It is a pickle: what somebody else put there must not run.
+
+DATA = {
+    "builtins": {"set", "frozenset", "bytearray", "complex", "list", "dict", "tuple", "int", "float", "str", "bool"},
+    "collections": {"OrderedDict", "defaultdict", "Counter", "deque"},
+    "datetime": {"date", "datetime", "time", "timedelta", "timezone"},
+    "decimal": {"Decimal"},
+    "fractions": {"Fraction"},
+    "uuid": {"UUID"},
+    "dspy.primitives.prediction": {"Completions"},
+    "numpy": {"dtype", "ndarray"},
+    "numpy.core.multiarray": {"scalar", "_reconstruct"},
+    "numpy._core.multiarray": {"scalar", "_reconstruct"},
+}
+"""Module -> what a checkpoint may name of it, beside classes of which :func:`_holds_data` says yes."""
+
+
+class _DataOnly(pickle.Unpickler):
+    """Reads a pickle that names nothing but classes that hold data, all of them imported already."""
+
+    def find_class(self, module_name: str, global_name: str, /) -> Any:
+        if global_name in DATA.get(module_name, ()):
+            return super().find_class(module_name, global_name)
+        found: Any = sys.modules.get(module_name)
+        for part in global_name.split("."):
+            found = getattr(found, part, None)
+        if _holds_data(found):
+            return found
+        raise RunDirectoryError(
+            f"it names {module_name}.{global_name}, which is no class for data that this process has imported, and is "
+            "not run. Import what defines it, or, if you trust the file, allow code in it by "
+            "gepa_kwargs={'use_cloudpickle': True}"
+        )
+
+
+def _holds_data(found: Any) -> bool:
+    if not isinstance(found, type):
+        return False
+    if issubclass(found, BaseModel | dspy.Example | Enum) or (issubclass(found, tuple) and hasattr(found, "_fields")):
+        return True
+    return is_dataclass(found) and not hasattr(found, "__post_init__")
+
+
+def check_checkpoint(directory: str, runs_code: bool) -> None:
+    """Look whether gepa's checkpoint in a directory, where there is one, can be read without running what is in it.
+
+    Args:
+        runs_code: what it holds may run, as it must where cloudpickle wrote classes or functions into it.
+
+    Raises:
+        RunDirectoryError: it cannot.
+    """
+    path = Path(directory) / "gepa_state.bin"
+    if not path.exists():
+        return
+    try:
+        if not runs_code:
+            with path.open("rb") as file:
+                _DataOnly(file).load()
+        GEPAState[Any, Any].load(directory)
+    except Exception as error:
+        why = str(error) if isinstance(error, RunDirectoryError) else f"{type(error).__name__}: {error}; it is damaged"
+        raise RunDirectoryError(
+            f"{path} cannot be read: {why}. Put a copy of it back, give another log_dir, or move it and journal.sqlite "
+            "away to begin anew."
+        ) from error
+
 
 # What a step has selected.
 
@@ -166,11 +241,10 @@ def restore_heads(journal: RunJournal, pool: Pool, heads: Heads) -> dict[int, tu
 # The run.
 
 
-def take_up(journal: RunJournal, pool: Pool, records: RolloutRecords, seeded: bool) -> None:
+def take_up(journal: RunJournal, pool: Pool, seeded: bool) -> None:
     """Put the pool where the journal says that it was, and find the steps that had no end.
 
     Args:
-        records: read the outputs of rollouts.
         seeded: gepa's checkpoint was there.
 
     Raises:
@@ -193,7 +267,7 @@ def take_up(journal: RunJournal, pool: Pool, records: RolloutRecords, seeded: bo
     if kept is not None:
         restore_strategies(kept, pool.parts, pool.adapter, pool.state, ids_of(pool.trainset))
     if seeded:
-        _reconcile(journal, pool, records)
+        _reconcile(journal, pool)
 
 
 def _close_what_is_done(journal: RunJournal) -> None:
@@ -225,7 +299,7 @@ def _close_what_is_done(journal: RunJournal) -> None:
     flush()
 
 
-def _reconcile(journal: RunJournal, pool: Pool, records: RolloutRecords) -> None:
+def _reconcile(journal: RunJournal, pool: Pool) -> None:
     """Bring gepa's checkpoint and the journal to the same commits and the same count.
 
     Commits that gepa's checkpoint had not got yet are made again; those that another program made are written down.
@@ -253,7 +327,7 @@ def _reconcile(journal: RunJournal, pool: Pool, records: RolloutRecords) -> None
         write_commits(journal, None, known + 1, known, elsewhere)
     ids = ids_of(pool.loader)
     for row in rows("SELECT * FROM commits WHERE candidate_index > ? ORDER BY candidate_index", (have,)):
-        _commit_again(journal, pool, records, row, ids)
+        _commit_again(journal, pool, row, ids)
     if state.total_num_evals > journal.spent:
         journal.calls_elsewhere(state.total_num_evals - journal.spent)
         journal.spent = state.total_num_evals
@@ -261,7 +335,7 @@ def _reconcile(journal: RunJournal, pool: Pool, records: RolloutRecords) -> None
         state.increment_evals(journal.spent - state.total_num_evals)
 
 
-def _commit_again(journal: RunJournal, pool: Pool, records: RolloutRecords, row: Any, ids: Mapping[str, Any]) -> None:
+def _commit_again(journal: RunJournal, pool: Pool, row: Any, ids: Mapping[str, Any]) -> None:
     scores = {ids[text]: score for text, score in json.loads(row["scores"]).items()}
     kept = None if row["more"] is None else json.loads(row["more"])
     objectives = None if kept is None else {ids[text]: scores for text, scores in kept.items()}
@@ -271,7 +345,7 @@ def _commit_again(journal: RunJournal, pool: Pool, records: RolloutRecords, row:
             "SELECT output FROM rollouts WHERE candidate = ? AND split = 'val' AND example = ? ORDER BY id DESC",
             (row["candidate"], id_text(one)),
         )
-        outputs[one] = records.read_output(found[0]["output"]) if found else None
+        outputs[one] = output_in(found[0]["output"]) if found else None
     parents: list[int] = json.loads(row["parents"])
     pool.state.update_state_with_new_program(
         list(parents),

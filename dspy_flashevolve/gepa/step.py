@@ -139,7 +139,7 @@ class GepaLoop:
         run, pool = self._run, self._pool
         is_seeded = await pool.write(pool.start)
         if run.journal is not None:
-            await pool.write(resume.take_up, run.journal, pool, self._program.records, is_seeded)
+            await pool.write(resume.take_up, run.journal, pool, is_seeded)
             run.budget.spent = run.journal.spent
             if self._heads is not None:
                 self._restored = await pool.write(resume.restore_heads, run.journal, pool, self._heads)

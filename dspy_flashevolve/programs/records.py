@@ -61,20 +61,6 @@ class RolloutRecords:
         self._code = code
         self._predictors: dict[tuple[tuple[str, str], ...], dict[str, Any]] = {}
 
-    def output(self, rollout: Rollout) -> str:
-        """What the program returned; whatever it is, since it is only shown."""
-        try:
-            return json.dumps(encoded(rollout.output))
-        except Exception:
-            value: Any = rollout.output
-        try:
-            fields = dict(value.items()) if isinstance(value, dspy.Prediction) else {"text": str(value)}
-            plain: dict[str, Any] = to_jsonable_python(fields, fallback=repr, inf_nan_mode="strings")
-            return json.dumps({"p": {name: encoded(one) for name, one in plain.items()}})
-        except Exception as error:  # bytes that are no text, a cycle, a repr that raises
-            said = f"a {type(value).__name__} that cannot be written down: {type(error).__name__}"
-            return json.dumps({"p": {"text": said}})
-
     def trace(self, candidate: dict[str, str], rollout: Rollout) -> str | None:
         """What reflection reads of a rollout, "null" where there is nothing to read; None where it cannot be kept."""
         if rollout.trajectory is None:
@@ -93,13 +79,6 @@ class RolloutRecords:
             }
             return json.dumps({**kept, "trace": steps})
         except Exception:
-            return None
-
-    def read_output(self, text: str | None) -> Any:
-        """An output, as far as it was kept: it is only shown."""
-        try:
-            return None if text is None else decoded(json.loads(text))
-        except InexactError:
             return None
 
     def read_trace(self, candidate: dict[str, str], example: Any, text: str) -> Any:
@@ -163,7 +142,7 @@ class ProgramRecord:
     def write(self, rollout: Rollout) -> tuple[str, str | None]:
         """Output and trace as text."""
         trace = self._records.trace(self._candidate, rollout) if self._traced else None
-        return self._records.output(rollout), trace
+        return output_text(rollout.output), trace
 
     def read(self, row: Any) -> Rollout | None:
         """The rollout in a row; None where its trace is needed, and could not be kept."""
@@ -176,7 +155,7 @@ class ProgramRecord:
             except Exception:
                 if self._needs_trace:
                     return None
-        output = self._records.read_output(row["output"])
+        output = output_in(row["output"])
         return Rollout(output, float(row["score"]), json.loads(row["objective_scores"]), trajectory)
 
 
@@ -205,6 +184,29 @@ class ReplyText:
             return Asked(decoded(json.loads(text)))
         except InexactError:
             return None
+
+
+def output_text(output: Any) -> str:
+    """What a program returned, as text; whatever it is, since it is only shown."""
+    try:
+        return json.dumps(encoded(output))
+    except Exception:
+        pass
+    try:
+        fields = dict(output.items()) if isinstance(output, dspy.Prediction) else {"text": str(output)}
+        plain: dict[str, Any] = to_jsonable_python(fields, fallback=repr, inf_nan_mode="strings")
+        return json.dumps({"p": {name: encoded(one) for name, one in plain.items()}})
+    except Exception as error:  # bytes that are no text, a cycle, a repr that raises
+        said = f"a {type(output).__name__} that cannot be written down: {type(error).__name__}"
+        return json.dumps({"p": {"text": said}})
+
+
+def output_in(text: str | None) -> Any:
+    """An output, as far as :func:`output_text` could keep it."""
+    try:
+        return None if text is None else decoded(json.loads(text))
+    except InexactError:
+        return None
 
 
 def _name_of(predictor: Any, known: dict[str, Any]) -> str:
