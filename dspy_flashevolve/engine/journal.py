@@ -12,6 +12,7 @@ is no pickle in the file, and no secret: every text goes through :class:`~dspy_f
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import math
 import queue
@@ -22,7 +23,6 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -88,12 +88,6 @@ COLUMNS = {
 """Table -> its columns."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
-    statement: str
-    values: tuple[Any, ...]
-
-
 _END = object()
 
 
@@ -114,8 +108,7 @@ class Journal:
         self.path = self.directory / FILE
         self.redaction = redaction or Redaction()
         self._lock = self._locked()
-        self._ids: dict[str, int] = {}
-        self._statements: dict[tuple[str, tuple[str, ...]], str] = {}
+        self._ids: dict[str, itertools.count[int]] = {}
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.failure: JournalError | None = None
         """Why nothing is written any more; None while all is well."""
@@ -124,7 +117,7 @@ class Journal:
         except BaseException:
             self._lock.release()
             raise
-        self.session = self._next_id("sessions")
+        self.session = self.next_id("sessions")
         """Number of this run on the directory, from 1."""
         self._thread = threading.Thread(target=self._write, name="flashevolve-journal", daemon=True)
         self._thread.start()
@@ -140,27 +133,22 @@ class Journal:
                 values.setdefault(name, self.session)
             elif name == "at" or name.endswith("_at"):
                 values.setdefault(name, time.time())
-        names = tuple(values)
-        statement = self._statements.get((table, names))
-        if statement is None:
-            columns, marks = ", ".join(names), ", ".join("?" * len(names))
-            statement = f"INSERT INTO {table} ({columns}) VALUES ({marks})"
-            self._statements[table, names] = statement
-        self._queue.put(_Row(statement, tuple(values.values())))
+        columns, marks = ", ".join(values), ", ".join("?" * len(values))
+        self._queue.put((f"INSERT INTO {table} ({columns}) VALUES ({marks})", tuple(values.values())))
 
     def keep(self, name: str, value: Any) -> None:
         """Keep one value under a name, in place of the one before."""
         statement = (
             "INSERT INTO state (name, value) VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value=excluded.value"
         )
-        self._queue.put(_Row(statement, (name, json.dumps(value))))
+        self._queue.put((statement, (name, json.dumps(value))))
 
     def next_id(self, table: str) -> int:
         """A new number for a row of ``table``, from 1, without gaps as far as all of them are used."""
         if table not in self._ids:
-            self._ids[table] = self._next_id(table) - 1
-        self._ids[table] += 1
-        return self._ids[table]
+            last = int(self.rows(f"SELECT COALESCE(MAX(id), 0) AS last FROM {table}")[0]["last"])
+            self._ids[table] = itertools.count(last + 1)
+        return next(self._ids[table])
 
     async def flush(self) -> None:
         """Wait until everything that was appended is written.
@@ -205,9 +193,6 @@ class Journal:
         self._queue.put(future)
         return future
 
-    def _next_id(self, table: str) -> int:
-        return 1 + int(self.rows(f"SELECT COALESCE(MAX(id), 0) AS last FROM {table}")[0]["last"])
-
     def _locked(self) -> FileLock:
         lock = FileLock(self.directory / LOCK, timeout=0, thread_local=False)  # it is released on the loop
         try:
@@ -234,7 +219,7 @@ class Journal:
                     entries.append(self._queue.get_nowait())
                 except queue.Empty:
                     break
-            self._write_batch([entry for entry in entries if isinstance(entry, _Row)])
+            self._write_batch([entry for entry in entries if isinstance(entry, tuple)])
             for entry in entries:
                 if isinstance(entry, Future):
                     self._tell(entry)  # pyright: ignore[reportUnknownArgumentType]
@@ -248,13 +233,13 @@ class Journal:
         else:
             waiting.set_exception(self.failure)
 
-    def _write_batch(self, rows: list[_Row]) -> None:
+    def _write_batch(self, rows: list[tuple[str, tuple[Any, ...]]]) -> None:
         if not rows or self.failure is not None:
             return
         try:
             self._writing.execute("BEGIN IMMEDIATE")
-            for row in rows:
-                self._writing.execute(row.statement, [self.redaction.of(_plain(value)) for value in row.values])
+            for statement, values in rows:
+                self._writing.execute(statement, [self.redaction.of(_plain(value)) for value in values])
             self._writing.execute("COMMIT")
         except Exception as error:  # whatever it is: a writer that ends would leave those who wait waiting
             self.failure = JournalError(

@@ -16,7 +16,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from dspy_flashevolve.engine.events import Event, RolloutFinished, StepClosed
+from dspy_flashevolve.engine.events import Event, HeadEnded, RolloutFinished, StepClosed
 from dspy_flashevolve.engine.journal import Journal
 from dspy_flashevolve.engine.redaction import MARK
 from dspy_flashevolve.engine.steps import EndKind
@@ -323,6 +323,8 @@ class RunJournal:
             if event.end.kind is not EndKind.CANCELLED:  # a run that goes on runs it again
                 self.ended(event.step, event.end.kind.value, event.end.reason)
             return
+        if isinstance(event, HeadEnded):
+            self.journal.append("head_ends", head=event.head, way=event.end)
         fields = {name: value for name, value in asdict(event).items() if name not in ("seconds", "step")}
         self.journal.append(
             "events",

@@ -27,7 +27,7 @@ from dspy_flashevolve.engine.workflow import Workflow
 from dspy_flashevolve.gepa.options import GepaOptions, build_parts, has_foreign, hooks_of
 from dspy_flashevolve.gepa.pool import BestResult, Pool
 from dspy_flashevolve.gepa.resume import check_checkpoint
-from dspy_flashevolve.gepa.step import GepaLoop, heads_in_journal
+from dspy_flashevolve.gepa.step import GepaLoop
 from dspy_flashevolve.modules.integrate import StaleCandidateReflection
 from dspy_flashevolve.observe.statistics import AsyncStats, log_summary
 from dspy_flashevolve.programs.fingerprints import fingerprints_of, open_journal
@@ -145,7 +145,6 @@ class Compilation:
             journal=journal,
             shown_calls=optimizer.max_metric_calls,
         )
-        run.bus.subscribe(heads_in_journal(run))
         self._metric = Metric(optimizer.metric_fn, run.threads, optimizer.metric_lock)
         reflection_lm = run.paced(optimizer.reflection_lm)
         adapter = adapter_of(optimizer, self._student, self._metric, reflection_lm)

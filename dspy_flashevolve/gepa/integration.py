@@ -352,7 +352,10 @@ class Integrations:
             return Screened((proposal,), (None,))
         landed = passed and await self._pool.write(self._heads.land, landing.key)
         if landed and proposal is not None and self._run.journal is not None:
-            resume.head_landed(self._run.journal, step.number, landing, proposal)
+            base = landing.base
+            resume.write_head(
+                self._run.journal, step.number, landing.key, base.key, base.generation + 1, proposal, integrated.members
+            )
         before, after = (0.0, 0.0) if proposal is None else sums(proposal)
         self._run.bus.emit(
             HeadLanded(

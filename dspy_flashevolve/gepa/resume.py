@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import is_dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import dspy
 from gepa.core.data_loader import DataLoader
@@ -29,7 +29,7 @@ from dspy_flashevolve.engine.replay import RunJournal, id_text
 from dspy_flashevolve.gepa.heads import Heads
 from dspy_flashevolve.gepa.options import restore_strategies
 from dspy_flashevolve.gepa.pool import Pool, write_commits
-from dspy_flashevolve.gepa.records import Base, Crossover, Selected
+from dspy_flashevolve.gepa.records import Crossover, Selected
 from dspy_flashevolve.programs.records import output_in
 
 # gepa's checkpoint. It is a pickle: what somebody else put there must not run.
@@ -127,7 +127,16 @@ def selection_of(journal: RunJournal, work: Selected | Crossover) -> Any:
 def selected_again(journal: RunJournal, pool: Pool, selection: Any) -> Selected | Crossover:
     """What an interrupted step had selected."""
     if isinstance(selection, dict):
-        return _crossover(journal, pool, selection)
+        kept: Mapping[str, Any] = selection
+        first, second = kept["parents"]
+        scores, ids = kept["parent_scores"], ids_of(pool.loader)
+        return Crossover(
+            dict(journal.texts[kept["candidate"]]),
+            (first, second),
+            kept["ancestor"],
+            tuple(ids[text] for text in kept["ids"]),
+            (tuple(scores[0]), tuple(scores[1])),
+        )
     ids = ids_of(pool.trainset)
     tasks: list[ProposalTask[Any, Any]] = []
     bases: list[int | None] = []
@@ -143,19 +152,6 @@ def selected_again(journal: RunJournal, pool: Pool, selection: Any) -> Selected 
     return Selected(tuple(tasks), tuple(bases))
 
 
-def _crossover(journal: RunJournal, pool: Pool, kept: Mapping[str, Any]) -> Crossover:
-    ids = ids_of(pool.loader)
-    first, second = kept["parents"]
-    scores = kept["parent_scores"]
-    return Crossover(
-        dict(journal.texts[kept["candidate"]]),
-        (first, second),
-        kept["ancestor"],
-        tuple(ids[text] for text in kept["ids"]),
-        (tuple(scores[0]), tuple(scores[1])),
-    )
-
-
 def ids_of(loader: DataLoader[Any, Any]) -> dict[str, Any]:
     """Text of an id -> the id."""
     return {id_text(one): one for one in loader.all_ids()}
@@ -164,25 +160,14 @@ def ids_of(loader: DataLoader[Any, Any]) -> dict[str, Any]:
 # Heads.
 
 
-class Landed(Protocol):
-    """An integrated candidate that passed its screen."""
-
-    @property
-    def base(self) -> Base: ...
-    @property
-    def key(self) -> int | None: ...
-    @property
-    def members(self) -> Sequence[Any]: ...
+NEWEST_HEADS = """
+    SELECT h.*, e.way FROM heads h LEFT JOIN head_ends e ON e.session = h.session AND e.head = h.head
+    WHERE h.id = (SELECT MAX(id) FROM heads WHERE step = h.step) AND h.step NOT IN (SELECT step FROM ends) ORDER BY h.id
+"""
+"""The head of each step without an end, as it stood last, and its end; a step in which a run goes on has it again."""
 
 
-def head_landed(journal: RunJournal, step: int, landed: Landed, proposal: CandidateProposal[Any]) -> None:
-    """Write that an integrated candidate is a head: it passed its screen."""
-    assert landed.key is not None
-    members = [one.number for one, _ in landed.members]
-    _write_head(journal, step, landed.key, landed.base.key, landed.base.generation + 1, proposal, members)
-
-
-def _write_head(
+def write_head(
     journal: RunJournal,
     step: int,
     key: int,
@@ -191,6 +176,14 @@ def _write_head(
     proposal: CandidateProposal[Any],
     members: Sequence[int],
 ) -> None:
+    """Write that an integrated candidate is a head: it passed its screen.
+
+    Args:
+        key: its handle.
+        base: handle of the head under it; None where it stands on a confirmed candidate.
+        generation: steps from the seed.
+        members: steps whose children are in it.
+    """
     journal.journal.append(
         "heads",
         head=key,
@@ -206,22 +199,13 @@ def _write_head(
     )
 
 
-def head_ended(journal: RunJournal, session: int, head: int, way: str) -> None:
-    """Write a head's end."""
-    journal.journal.append("head_ends", session=session, head=head, way=way)
-
-
 def restore_heads(journal: RunJournal, pool: Pool, heads: Heads) -> dict[int, tuple[int, CandidateProposal[Any]]]:
     """Put heads whose validation was under way back on the line; step -> the head's handle now, and its proposal."""
     ids, restored = ids_of(pool.trainset), dict[tuple[int, int], int]()
-    found: dict[int, Any] = {}
-    for row in journal.journal.rows(
-        "SELECT h.* FROM heads h LEFT JOIN head_ends e ON e.session = h.session AND e.head = h.head "
-        "WHERE e.id IS NULL AND h.step NOT IN (SELECT step FROM ends) ORDER BY h.id"
-    ):
-        found[row["step"]] = row  # the newest row of a step counts
     heads_of: dict[int, tuple[int, CandidateProposal[Any]]] = {}
-    for step, row in found.items():
+    for row in journal.journal.rows(NEWEST_HEADS):
+        if row["way"] is not None:
+            continue
         proposal = CandidateProposal[Any](
             candidate=dict(journal.texts[row["candidate"]]),
             parent_program_ids=json.loads(row["parents"]),
@@ -232,9 +216,9 @@ def restore_heads(journal: RunJournal, pool: Pool, heads: Heads) -> dict[int, tu
         )
         base = None if row["base"] is None else restored.get((row["session"], row["base"]))
         key = restored[row["session"], row["head"]] = heads.restore(proposal, base, row["generation"])
-        _write_head(journal, step, key, base, row["generation"], proposal, ())
-        head_ended(journal, row["session"], row["head"], "restored")
-        heads_of[step] = key, proposal
+        write_head(journal, row["step"], key, base, row["generation"], proposal, ())
+        journal.journal.append("head_ends", session=row["session"], head=row["head"], way="restored")
+        heads_of[row["step"]] = key, proposal
     return heads_of
 
 
@@ -276,12 +260,9 @@ def _close_what_is_done(journal: RunJournal) -> None:
     is_open = "NOT IN (SELECT step FROM ends)"
     for row in rows(f"SELECT DISTINCT step FROM commits WHERE step IS NOT NULL AND step {is_open}"):
         journal.ended(row["step"], "committed", "the run was killed after the commit", before=True)
-    for row in rows(
-        "SELECT h.*, e.way FROM heads h LEFT JOIN head_ends e ON e.session = h.session AND e.head = h.head "
-        f"WHERE h.step {is_open} AND h.step NOT IN (SELECT step FROM commits WHERE step IS NOT NULL) ORDER BY h.id"
-    ):
-        newer = rows("SELECT 1 FROM heads WHERE step = ? AND id > ?", (row["step"], row["id"]))
-        if row["way"] is not None and not newer:
+    committed = {row["step"] for row in rows("SELECT step FROM commits")}
+    for row in rows(NEWEST_HEADS):
+        if row["way"] is not None and row["step"] not in committed:
             journal.ended(row["step"], "integrated", f"head {row['head']} was {row['way']}", before=True)
     flush()
     ended = {row["step"] for row in rows("SELECT step FROM ends")}
@@ -295,7 +276,7 @@ def _close_what_is_done(journal: RunJournal) -> None:
         "SELECT h.session, h.head, t.way FROM heads h JOIN ends t ON t.step = h.step LEFT JOIN head_ends e "
         "ON e.session = h.session AND e.head = h.head WHERE e.id IS NULL"
     ):
-        head_ended(journal, row["session"], row["head"], row["way"])
+        journal.journal.append("head_ends", session=row["session"], head=row["head"], way=row["way"])
     flush()
 
 

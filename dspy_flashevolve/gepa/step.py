@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import traceback
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from gepa.proposer.base import CandidateProposal
 from dspy_flashevolve.engine.admission import LiveSteps
 from dspy_flashevolve.engine.budget import Reservation
 from dspy_flashevolve.engine.errors import ConfigurationError, FlashEvolveError
-from dspy_flashevolve.engine.events import Event, HeadEnded, Looked
+from dspy_flashevolve.engine.events import Looked
 from dspy_flashevolve.engine.replay import BEFORE_STEPS
 from dspy_flashevolve.engine.rollouts import NoLongerWantedError, Spent, gather
 from dspy_flashevolve.engine.staleness import (
@@ -587,13 +587,3 @@ def feedback_in(dataset: Mapping[str, Sequence[Mapping[str, Any]]]) -> tuple[str
     """What the metric said, one text an example; dspy's adapter keeps it under "Feedback"."""
     texts = [str(record["Feedback"]) for rows in dataset.values() for record in rows if record.get("Feedback")]
     return tuple(dict.fromkeys(texts))
-
-
-def heads_in_journal(run: DspyRun) -> Callable[[Event], None]:
-    """Writes the ends of heads into the run's journal; a subscriber of the run's bus."""
-
-    def hear(event: Event) -> None:
-        if isinstance(event, HeadEnded) and run.journal is not None:
-            resume.head_ended(run.journal, run.journal.journal.session, event.head, event.end)
-
-    return hear
