@@ -35,35 +35,6 @@ class StepOpened(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Speculated(Event):
-    """A candidate may be selected before its validation is done: ``score`` on a part is above the ``best``'s there."""
-
-    step: int
-    key: int
-    score: float
-    best: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class SpeculationEnded(Event):
-    """The rest of the validation has decided.
-
-    Args:
-        key: its handle.
-        end: "confirmed"; "fell behind", when it is in the pool, under the best, and what was made from it is stale; or
-            "removed" and why.
-        score: its validation score; None when it was removed.
-        candidate: its place in the pool; None when it was removed.
-    """
-
-    step: int
-    key: int
-    end: str
-    score: float | None
-    candidate: int | None
-
-
-@dataclass(frozen=True, slots=True)
 class StageVisited(Event):
     """The requests of a step in one stage have come to their end; see :class:`~.scheduler.StageVisit`."""
 

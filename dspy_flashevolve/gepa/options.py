@@ -246,12 +246,15 @@ def build_parts(options: GepaOptions, valset: DataLoader[Any, Any], logger: Any)
         logger: gepa's logger protocol.
     """
     rng = random.Random(options.seed)
+    sampler = options.get("batch_sampler", "epoch_shuffled")
+    if sampler == "epoch_shuffled":
+        sampler = EpochShuffledBatchSampler(minibatch_size=options.reflection_minibatch_size or 3, rng=rng)
     made = {name: NAMED[name][one](rng) if isinstance(one, str) else one for name, one in options.strategies().items()}
     return Parts(
         rng=rng,
         candidate_selector=made["candidate_selection_strategy"],
         component_selector=made["component_selector"],
-        batch_sampler=_batch_sampler(options, rng),
+        batch_sampler=sampler,
         sampling_strategy=options.get("sampling_strategy") or SingleMutationSampling(),
         selection_strategy=options.get("selection_strategy") or AllImprovements(),
         acceptance=made["acceptance_criterion"],
@@ -262,13 +265,6 @@ def build_parts(options: GepaOptions, valset: DataLoader[Any, Any], logger: Any)
         cache=EvaluationCache[Any, Any]() if options.get("cache_evaluation", False) else None,
         callbacks=options.get("callbacks"),
     )
-
-
-def _batch_sampler(options: GepaOptions, rng: random.Random) -> Any:
-    given = options.get("batch_sampler", "epoch_shuffled")
-    if given != "epoch_shuffled":
-        return given
-    return EpochShuffledBatchSampler(minibatch_size=options.reflection_minibatch_size or 3, rng=rng)
 
 
 def _merge(options: GepaOptions, valset: DataLoader[Any, Any], logger: Any, rng: random.Random) -> MergeProposer[Any]:

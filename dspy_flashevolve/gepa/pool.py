@@ -8,7 +8,6 @@ The pool is gepa's engine without its loop: how a candidate is added, reported a
 from __future__ import annotations
 
 import os
-import pickle
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -16,7 +15,6 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, ParamSpec, TypeVar
 
-import cloudpickle
 from gepa.core.callbacks import notify_callbacks
 from gepa.core.data_loader import DataLoader
 from gepa.core.engine import GEPAEngine
@@ -31,7 +29,7 @@ from dspy_flashevolve.engine.steps import Step
 from dspy_flashevolve.gepa.options import GepaOptions, Parts, strategies_of
 from dspy_flashevolve.gepa.records import Candidate, Commit
 from dspy_flashevolve.gepa.speculative import SpeculativeCandidates
-from dspy_flashevolve.programs.records import output_in, output_text
+from dspy_flashevolve.programs.records import picklable
 
 A = ParamSpec("A")
 T = TypeVar("T")
@@ -193,24 +191,17 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
         """
         state = self.state
         best, cache = state.best_outputs_valset, state.evaluation_cache
-        dumps = cloudpickle.dumps if self.use_cloudpickle else pickle.dumps
-
-        def kept(output: Any) -> Any:
-            try:
-                dumps(output)
-            except Exception:
-                return output_in(output_text(output))
-            return output
-
         try:
             state.save(self.run_dir, use_cloudpickle=self.use_cloudpickle)
         except OSError:
             raise
         except Exception:
             if best is not None:
-                state.best_outputs_valset = {i: [(one, kept(output)) for one, output in of] for i, of in best.items()}
+                state.best_outputs_valset = {
+                    i: [(one, picklable(output)) for one, output in of] for i, of in best.items()
+                }
             if cache is not None:
-                entries = {key: replace(one, output=kept(one.output)) for key, one in cache._cache.items()}  # pyright: ignore[reportPrivateUsage]
+                entries = {key: replace(one, output=picklable(one.output)) for key, one in cache._cache.items()}  # pyright: ignore[reportPrivateUsage]
                 state.evaluation_cache = EvaluationCache(entries)
             state.save(self.run_dir, use_cloudpickle=self.use_cloudpickle)
         finally:

@@ -7,21 +7,15 @@ What touches the pool runs in its writer.
 from __future__ import annotations
 
 import json
-import pickle
 import sqlite3
-import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import is_dataclass
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
-import dspy
 from gepa.core.data_loader import DataLoader
 from gepa.core.state import GEPAState, ValsetEvaluation
 from gepa.proposer.base import CandidateProposal
 from gepa.strategies.proposal_sampling import ProposalTask
-from pydantic import BaseModel
 
 from dspy_flashevolve.engine.errors import RunDirectoryError
 from dspy_flashevolve.engine.redaction import MARK
@@ -30,49 +24,9 @@ from dspy_flashevolve.gepa.heads import Heads
 from dspy_flashevolve.gepa.options import restore_strategies
 from dspy_flashevolve.gepa.pool import Pool, write_commits
 from dspy_flashevolve.gepa.records import Crossover, Selected
-from dspy_flashevolve.programs.records import output_in
+from dspy_flashevolve.programs.records import DataUnpickler, output_in
 
-# gepa's checkpoint. It is a pickle: what somebody else put there must not run.
-
-DATA = {
-    "builtins": {"set", "frozenset", "bytearray", "complex", "list", "dict", "tuple", "int", "float", "str", "bool"},
-    "collections": {"OrderedDict", "defaultdict", "Counter", "deque"},
-    "datetime": {"date", "datetime", "time", "timedelta", "timezone"},
-    "decimal": {"Decimal"},
-    "fractions": {"Fraction"},
-    "uuid": {"UUID"},
-    "dspy.primitives.prediction": {"Completions"},
-    "numpy": {"dtype", "ndarray"},
-    "numpy.core.multiarray": {"scalar", "_reconstruct"},
-    "numpy._core.multiarray": {"scalar", "_reconstruct"},
-}
-"""Module -> what a checkpoint may name of it, beside classes of which :func:`_holds_data` says yes."""
-
-
-class _DataOnly(pickle.Unpickler):
-    """Reads a pickle that names nothing but classes that hold data, all of them imported already."""
-
-    def find_class(self, module_name: str, global_name: str, /) -> Any:
-        if global_name in DATA.get(module_name, ()):
-            return super().find_class(module_name, global_name)
-        found: Any = sys.modules.get(module_name)
-        for part in global_name.split("."):
-            found = getattr(found, part, None)
-        if _holds_data(found):
-            return found
-        raise RunDirectoryError(
-            f"it names {module_name}.{global_name}, which is no class for data that this process has imported, and is "
-            "not run. Import what defines it, or, if you trust the file, allow code in it by "
-            "gepa_kwargs={'use_cloudpickle': True}"
-        )
-
-
-def _holds_data(found: Any) -> bool:
-    if not isinstance(found, type):
-        return False
-    if issubclass(found, BaseModel | dspy.Example | Enum) or (issubclass(found, tuple) and hasattr(found, "_fields")):
-        return True
-    return is_dataclass(found) and not hasattr(found, "__post_init__")
+# gepa's checkpoint.
 
 
 def check_checkpoint(directory: str, runs_code: bool) -> None:
@@ -90,7 +44,7 @@ def check_checkpoint(directory: str, runs_code: bool) -> None:
     try:
         if not runs_code:
             with path.open("rb") as file:
-                _DataOnly(file).load()
+                DataUnpickler(file).load()
         GEPAState[Any, Any].load(directory)
     except Exception as error:
         why = str(error) if isinstance(error, RunDirectoryError) else f"{type(error).__name__}: {error}; it is damaged"

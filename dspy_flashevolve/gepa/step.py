@@ -418,8 +418,8 @@ class GepaLoop:
         await self._seeded.wait()
         try:
             self._look(step, "before_commit", work.bases)
-        except StepEnded as ended:
-            await self._validation.withdraw(step, work.keys, ended.end.reason)
+        except StepEnded:
+            await self._validation.withdraw(work.keys)
             raise
         commits: list[Commit] = []
         with anyio.CancelScope(shield=True):  # what enters the pool is told and counted, even if the run ends meanwhile

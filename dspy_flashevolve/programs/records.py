@@ -9,8 +9,10 @@ from __future__ import annotations
 import copy
 import json
 import math
+import pickle
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
+from enum import Enum
 from typing import Any, Generic, TypeVar, cast
 
 import dspy
@@ -18,6 +20,7 @@ from dspy.teleprompt.bootstrap_trace import FailedPrediction
 from pydantic import BaseModel
 from pydantic_core import to_jsonable_python
 
+from dspy_flashevolve.engine.errors import RunDirectoryError
 from dspy_flashevolve.engine.rollouts import Rollout, Spent
 
 REMEMBERED = 64
@@ -209,6 +212,15 @@ def output_in(text: str | None) -> Any:
         return None
 
 
+def picklable(output: Any) -> Any:
+    """An output, where it can be pickled; else as far as :func:`output_text` can keep it."""
+    try:
+        pickle.dumps(output)
+    except Exception:
+        return output_in(output_text(output))
+    return output
+
+
 def _name_of(predictor: Any, known: dict[str, Any]) -> str:
     for name, other in known.items():
         if predictor.signature.equals(other.signature):
@@ -285,3 +297,50 @@ def _model_named(module: str, qualified: str) -> type[BaseModel] | None:
     for part in qualified.split("."):
         found = getattr(found, part, None)
     return found if isinstance(found, type) and issubclass(found, BaseModel) else None
+
+
+# gepa's checkpoint is a pickle: what somebody else put there must not run.
+
+DATA = {
+    "builtins": {"set", "frozenset", "bytearray", "complex", "list", "dict", "tuple", "int", "float", "str", "bool"},
+    "collections": {"OrderedDict", "defaultdict", "Counter", "deque"},
+    "datetime": {"date", "datetime", "time", "timedelta", "timezone"},
+    "decimal": {"Decimal"},
+    "fractions": {"Fraction"},
+    "uuid": {"UUID"},
+    "dspy.primitives.prediction": {"Completions"},
+    "numpy": {"dtype", "ndarray"},
+    "numpy.core.multiarray": {"scalar", "_reconstruct"},
+    "numpy._core.multiarray": {"scalar", "_reconstruct"},
+}
+"""Module -> what a checkpoint may name of it, beside classes of which :func:`_holds_data` says yes."""
+
+
+class DataUnpickler(pickle.Unpickler):
+    """Reads a pickle that names nothing but classes that hold data, all of them imported already.
+
+    Raises:
+        RunDirectoryError: it names something else.
+    """
+
+    def find_class(self, module_name: str, global_name: str, /) -> Any:
+        if global_name in DATA.get(module_name, ()):
+            return super().find_class(module_name, global_name)
+        found: Any = sys.modules.get(module_name)
+        for part in global_name.split("."):
+            found = getattr(found, part, None)
+        if _holds_data(found):
+            return found
+        raise RunDirectoryError(
+            f"it names {module_name}.{global_name}, which is no class for data that this process has imported, and is "
+            "not run. Import what defines it, or, if you trust the file, allow code in it by "
+            "gepa_kwargs={'use_cloudpickle': True}"
+        )
+
+
+def _holds_data(found: Any) -> bool:
+    if not isinstance(found, type):
+        return False
+    if issubclass(found, BaseModel | dspy.Example | Enum) or (issubclass(found, tuple) and hasattr(found, "_fields")):
+        return True
+    return is_dataclass(found) and not hasattr(found, "__post_init__")
