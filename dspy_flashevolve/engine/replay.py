@@ -106,7 +106,7 @@ class RunJournal:
         """Metric calls of all sessions before."""
         [asked] = rows(
             "SELECT COUNT(*) AS calls, COALESCE(SUM(json_extract(fields, '$.cost_dollars')), 0) AS dollars FROM events "
-            "WHERE kind = 'RequestFinished'"
+            "WHERE kind = 'RequestFinished' AND json_valid(fields)"
         )
         [ran] = rows("SELECT COALESCE(SUM(cost_dollars), 0) AS dollars FROM rollouts")
         self.requests_before: int = asked["calls"]
@@ -136,10 +136,12 @@ class RunJournal:
         """
         rows = self.journal.rows
         for row in rows("SELECT * FROM steps WHERE number NOT IN (SELECT step FROM ends) ORDER BY number"):
-            if MARK in row["selection"] or any(MARK in text for text in _texts_in(self.texts, row["selection"])):
+            selection = row["selection"]
+            texts = [text for name, parts in self.texts.items() if name in selection for text in parts.values()]
+            if any(MARK in text for text in (selection, *texts)):
                 self.ended(row["number"], "failed", "a secret was taken out of its texts: they are not what they were")
                 continue
-            self.unfinished.append(Unfinished(row["number"], row["version"], json.loads(row["selection"])))
+            self.unfinished.append(Unfinished(row["number"], row["version"], json.loads(selection)))
         self._numbers = {one.number for one in self.unfinished} | (set[int]() if seeded else {BEFORE_STEPS})
         for row in rows("SELECT id, step, candidate, split, example, traced, trace IS NULL AS bare FROM rollouts"):
             if row["step"] in self._numbers:
@@ -333,8 +335,3 @@ class RunJournal:
             step=getattr(event, "step", None),
             fields=json.dumps(fields, default=str),
         )
-
-
-def _texts_in(texts: Mapping[str, Mapping[str, str]], selection: str) -> list[str]:
-    """The texts of all candidates that a selection names."""
-    return [text for name, parts in texts.items() if name in selection for text in parts.values()]

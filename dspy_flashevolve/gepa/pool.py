@@ -7,11 +7,14 @@ The pool is gepa's engine without its loop: how a candidate is added, reported a
 
 from __future__ import annotations
 
+import json
 import os
+import pickle
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, ParamSpec, TypeVar
 
@@ -20,6 +23,7 @@ from gepa.core.data_loader import DataLoader
 from gepa.core.engine import GEPAEngine
 from gepa.core.result import GEPAResult
 from gepa.core.state import EvaluationCache, GEPAState, ValsetEvaluation, initialize_gepa_state
+from gepa.gepa_utils import json_default
 from gepa.proposer.base import CandidateProposal
 
 from dspy_flashevolve.engine.loop import Threads
@@ -29,7 +33,7 @@ from dspy_flashevolve.engine.steps import Step
 from dspy_flashevolve.gepa.options import GepaOptions, Parts, strategies_of
 from dspy_flashevolve.gepa.records import Candidate, Commit
 from dspy_flashevolve.gepa.speculative import SpeculativeCandidates
-from dspy_flashevolve.programs.records import picklable
+from dspy_flashevolve.programs.records import kept
 
 A = ParamSpec("A")
 T = TypeVar("T")
@@ -152,7 +156,7 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
             run_dir=self.run_dir,
             logger=self.logger,
             seed_candidate=self.seed_candidate,
-            seed_valset_evaluation=evaluation,
+            seed_valset_evaluation=self._writable(evaluation),
             track_best_outputs=self.track_best_outputs,
             frontier_type=self.frontier_type,
             evaluation_cache=self._initial_evaluation_cache,
@@ -198,10 +202,11 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
         except Exception:
             if best is not None:
                 state.best_outputs_valset = {
-                    i: [(one, picklable(output)) for one, output in of] for i, of in best.items()
+                    i: [(one, kept(output, pickle.dumps)) for one, output in of] for i, of in best.items()
                 }
             if cache is not None:
-                entries = {key: replace(one, output=picklable(one.output)) for key, one in cache._cache.items()}  # pyright: ignore[reportPrivateUsage]
+                known = cache._cache  # pyright: ignore[reportPrivateUsage]
+                entries = {key: replace(one, output=kept(one.output, pickle.dumps)) for key, one in known.items()}
                 state.evaluation_cache = EvaluationCache(entries)
             state.save(self.run_dir, use_cloudpickle=self.use_cloudpickle)
         finally:
@@ -253,7 +258,7 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
                 new_program=proposal.candidate,
                 state=self.state,
                 parent_program_idx=proposal.parent_program_ids,
-                valset_evaluation=evaluation,
+                valset_evaluation=self._writable(evaluation),
                 num_actual_evals=min(calls, self._uncounted()),
             )
         self.version += 1
@@ -350,6 +355,14 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
             yield
         finally:
             state.i, state.full_program_trace = newest, log
+
+    def _writable(self, evaluation: ValsetEvaluation[Any, Any]) -> ValsetEvaluation[Any, Any]:
+        """The same; gepa writes outputs into the run directory, and ends the run where JSON does not have one."""
+        if self.run_dir is None:
+            return evaluation
+        write = partial(json.dumps, default=json_default)
+        outputs = {i: kept(output, write) for i, output in evaluation.outputs_by_val_id.items()}
+        return replace(evaluation, outputs_by_val_id=outputs)
 
     def _report_seed(self) -> None:
         """What gepa logs of the seed (gepa 0.1.4, ``GEPAEngine.run``)."""

@@ -11,6 +11,7 @@ import json
 import math
 import pickle
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field, is_dataclass
 from enum import Enum
 from typing import Any, Generic, TypeVar, cast
@@ -212,10 +213,10 @@ def output_in(text: str | None) -> Any:
         return None
 
 
-def picklable(output: Any) -> Any:
-    """An output, where it can be pickled; else as far as :func:`output_text` can keep it."""
+def kept(output: Any, write: Callable[[Any], object]) -> Any:
+    """An output, where ``write`` can write it; else as far as :func:`output_text` can keep it."""
     try:
-        pickle.dumps(output)
+        write(output)
     except Exception:
         return output_in(output_text(output))
     return output
