@@ -17,7 +17,7 @@ from gepa.core.adapter import ProposalFn
 from gepa.proposer.reflective_mutation.base import ReflectionComponentSelector
 
 from dspy_flashevolve.engine.errors import ConfigurationError
-from dspy_flashevolve.engine.staleness import Reflective, StalenessPolicy, policy_named
+from dspy_flashevolve.engine.staleness import StalenessPolicy, policy_named
 from dspy_flashevolve.engine.workflow import Workflow
 from dspy_flashevolve.gepa.compilation import Best, Compilation
 from dspy_flashevolve.gepa.options import GepaOptions, check_options
@@ -170,7 +170,7 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
         self.metric_lock = metric_lock
         self._best = Best()
         self._check_arguments()
-        check_options(self._options())
+        check_options(GepaOptions.of(self))
         self._check_callbacks()
 
     def compile(
@@ -260,15 +260,13 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
                 "validated first, on every validation example. Give a larger budget or a smaller valset."
             )
         self._warn_of_small_budget(size)
-        compilation = Compilation(self, self._options(), student, trainset, valset)
+        compilation = Compilation(self, GepaOptions.of(self), student, trainset, valset)
         self._best = compilation.best
         return compilation
 
     def _warn_of_small_budget(self, valset_size: int) -> None:
         """A budget that pays for the seed's validation alone returns the seed."""
-        policy = policy_named(self.staleness)
-        screens = 3 if isinstance(policy, Reflective) and policy.heads else 2  # a head is screened beside its base
-        needed = 2 * valset_size + screens * (self.reflection_minibatch_size or 3)
+        needed = 2 * valset_size + 2 * (self.reflection_minibatch_size or 3)
         if self.schedule == "async" and self.max_metric_calls is not None and self.max_metric_calls < needed:
             logger.warning(
                 "The budget of %d metric calls pays for the seed's validation (%d) but not for one more step, which "
@@ -296,26 +294,6 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
                 "No valset given: the trainset is used for both, and prompts may overfit to it. Pass a separate valset "
                 "to find prompts that generalize."
             )
-
-    def _options(self) -> GepaOptions:
-        return GepaOptions(
-            candidate_selection_strategy=self.candidate_selection_strategy,
-            component_selector=self.component_selector,
-            reflection_minibatch_size=self.reflection_minibatch_size,
-            skip_perfect_score=self.skip_perfect_score,
-            perfect_score=self.perfect_score,
-            use_merge=self.use_merge,
-            max_merge_invocations=self.max_merge_invocations,
-            max_metric_calls=self.max_metric_calls,
-            run_dir=self.log_dir,
-            use_wandb=self.use_wandb,
-            wandb_api_key=self.wandb_api_key,
-            wandb_init_kwargs=self.wandb_init_kwargs,
-            use_mlflow=self.use_mlflow,
-            track_best_outputs=self.track_best_outputs,
-            seed=self.seed,
-            extra=self.gepa_kwargs,
-        )
 
     def _check_arguments(self) -> None:
         """Raise ConfigurationError for an argument of AsyncGEPA's own that cannot work."""

@@ -97,10 +97,8 @@ def _unknown_references(rows: Rows, keeps_texts: bool) -> list[str]:
     references = [
         ("rollouts", "call", "SELECT id FROM calls"),
         ("commits", "candidate", candidates),
-        ("heads", "candidate", candidates),
         ("ends", "step", steps),
         ("replies", "step", f"{steps} UNION SELECT {BEFORE_STEPS}"),
-        ("heads", "step", steps),
     ]
     if keeps_texts:
         beside = "SELECT candidate FROM rollouts WHERE step < 0"

@@ -35,35 +35,6 @@ class StepOpened(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Speculated(Event):
-    """A candidate may be selected before its validation is done: ``score`` on a part is above the ``best``'s there."""
-
-    step: int
-    key: int
-    score: float
-    best: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class SpeculationEnded(Event):
-    """The rest of the validation has decided.
-
-    Args:
-        key: its handle.
-        end: "confirmed"; "fell behind", when it is in the pool, under the best, and what was made from it is stale; or
-            "removed" and why.
-        score: its validation score; None when it was removed.
-        candidate: its place in the pool; None when it was removed.
-    """
-
-    step: int
-    key: int
-    end: str
-    score: float | None
-    candidate: int | None
-
-
-@dataclass(frozen=True, slots=True)
 class StageVisited(Event):
     """The requests of a step in one stage have come to their end; see :class:`~.scheduler.StageVisit`."""
 
@@ -181,59 +152,17 @@ class Integrated(Event):
 
     Args:
         step: the one that brings the result to its end.
-        base: handle of the head below; None where it is a confirmed candidate.
-        base_candidate: index in the pool, of the head's nearest confirmed ancestor where it is one.
+        base: index in the pool of what it stands on.
         members: steps whose children were read.
         verdicts: (step, orthogonal | subsumed | conflicting, reason), one a child and component.
         failed: why no reply could be read; empty when one was.
     """
 
     step: int
-    base: int | None
-    base_candidate: int
+    base: int
     members: tuple[int, ...]
     verdicts: tuple[tuple[int, str, str], ...]
     failed: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class HeadLanded(Event):
-    """An integrated candidate was screened against its base.
-
-    Args:
-        head: its handle.
-        members: steps whose children are in it.
-        passed: it is the head now.
-        before, after: summed scores of the base and of the candidate on the same examples.
-    """
-
-    step: int
-    head: int
-    base: int | None
-    base_candidate: int
-    members: tuple[int, ...]
-    passed: bool
-    before: float
-    after: float
-
-
-@dataclass(frozen=True, slots=True)
-class HeadEnded(Event):
-    """A head is speculative no more.
-
-    Args:
-        end: "confirmed", "superseded" or "rolled back".
-        score: its score on the validation examples that decided; None where none did.
-        best: the pool's best on the same examples; None where none decided.
-        candidate: index in the pool; None unless it was confirmed.
-    """
-
-    step: int
-    head: int
-    end: str
-    score: float | None = None
-    best: float | None = None
-    candidate: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,15 +12,17 @@ is no pickle in the file, and no secret: every text goes through :class:`~dspy_f
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import math
 import queue
+import re
 import sqlite3
 import threading
+import time
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -63,13 +65,6 @@ SCHEMA = (
     """CREATE TABLE replies (id INTEGER PRIMARY KEY, session INTEGER NOT NULL, step INTEGER NOT NULL,
         stage TEXT NOT NULL, position TEXT NOT NULL, reply TEXT NOT NULL, tokens INTEGER NOT NULL,
         cost_dollars REAL NOT NULL, at REAL NOT NULL)""",
-    # Integrated candidates that passed their screen, and how each ended. A head's handle is unique in its session.
-    """CREATE TABLE heads (id INTEGER PRIMARY KEY, session INTEGER NOT NULL, head INTEGER NOT NULL,
-        step INTEGER NOT NULL, at REAL NOT NULL, candidate TEXT NOT NULL, base INTEGER, parents TEXT NOT NULL,
-        generation INTEGER NOT NULL, examples TEXT NOT NULL, before TEXT NOT NULL, after TEXT NOT NULL,
-        members TEXT NOT NULL)""",
-    """CREATE TABLE head_ends (id INTEGER PRIMARY KEY, session INTEGER NOT NULL, head INTEGER NOT NULL,
-        way TEXT NOT NULL, at REAL NOT NULL)""",
     """CREATE TABLE commits (id INTEGER PRIMARY KEY, candidate_index INTEGER NOT NULL UNIQUE, session INTEGER NOT NULL,
         step INTEGER, at REAL NOT NULL, version INTEGER NOT NULL, candidate TEXT NOT NULL, parents TEXT NOT NULL,
         score REAL NOT NULL, scores TEXT NOT NULL, more TEXT)""",
@@ -78,13 +73,12 @@ SCHEMA = (
     "CREATE TABLE state (name TEXT PRIMARY KEY, value TEXT NOT NULL)",
 )
 
-TABLES = frozenset(statement.split()[2] for statement in SCHEMA if statement.startswith("CREATE TABLE"))
-
-
-@dataclass(frozen=True, slots=True)
-class _Row:
-    statement: str
-    values: tuple[Any, ...]
+COLUMNS = {
+    statement.split()[2]: re.findall(r"(\w+) (?:INTEGER|REAL|TEXT)\b", statement)
+    for statement in SCHEMA
+    if statement.startswith("CREATE TABLE")
+}
+"""Table -> its columns."""
 
 
 _END = object()
@@ -107,8 +101,7 @@ class Journal:
         self.path = self.directory / FILE
         self.redaction = redaction or Redaction()
         self._lock = self._locked()
-        self._ids: dict[str, int] = {}
-        self._statements: dict[tuple[str, tuple[str, ...]], str] = {}
+        self._ids: dict[str, itertools.count[int]] = {}
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.failure: JournalError | None = None
         """Why nothing is written any more; None while all is well."""
@@ -117,7 +110,7 @@ class Journal:
         except BaseException:
             self._lock.release()
             raise
-        self.session = self._next_id("sessions")
+        self.session = self.next_id("sessions")
         """Number of this run on the directory, from 1."""
         self._thread = threading.Thread(target=self._write, name="flashevolve-journal", daemon=True)
         self._thread.start()
@@ -125,30 +118,30 @@ class Journal:
     def append(self, table: str, **values: Any) -> None:
         """Append a row; numbers, texts and None as they are, everything else as JSON. Any thread may call it.
 
-        The writer's thread makes the JSON: what is given must not change any more.
+        What is not given of the session and of the time is this session, and now. The writer's thread makes the JSON:
+        what is given must not change any more.
         """
-        names = tuple(values)
-        statement = self._statements.get((table, names))
-        if statement is None:
-            assert table in TABLES, f"the journal has no table {table!r}"
-            columns, marks = ", ".join(names), ", ".join("?" * len(names))
-            statement = f"INSERT INTO {table} ({columns}) VALUES ({marks})"
-            self._statements[table, names] = statement
-        self._queue.put(_Row(statement, tuple(values.values())))
+        for name in COLUMNS[table]:
+            if name == "session":
+                values.setdefault(name, self.session)
+            elif name == "at" or name.endswith("_at"):
+                values.setdefault(name, time.time())
+        columns, marks = ", ".join(values), ", ".join("?" * len(values))
+        self._queue.put((f"INSERT INTO {table} ({columns}) VALUES ({marks})", tuple(values.values())))
 
     def keep(self, name: str, value: Any) -> None:
         """Keep one value under a name, in place of the one before."""
         statement = (
             "INSERT INTO state (name, value) VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value=excluded.value"
         )
-        self._queue.put(_Row(statement, (name, json.dumps(value))))
+        self._queue.put((statement, (name, json.dumps(value))))
 
     def next_id(self, table: str) -> int:
         """A new number for a row of ``table``, from 1, without gaps as far as all of them are used."""
         if table not in self._ids:
-            self._ids[table] = self._next_id(table) - 1
-        self._ids[table] += 1
-        return self._ids[table]
+            last = int(self.rows(f"SELECT COALESCE(MAX(id), 0) AS last FROM {table}")[0]["last"])
+            self._ids[table] = itertools.count(last + 1)
+        return next(self._ids[table])
 
     async def flush(self) -> None:
         """Wait until everything that was appended is written.
@@ -193,9 +186,6 @@ class Journal:
         self._queue.put(future)
         return future
 
-    def _next_id(self, table: str) -> int:
-        return 1 + int(self.rows(f"SELECT COALESCE(MAX(id), 0) AS last FROM {table}")[0]["last"])
-
     def _locked(self) -> FileLock:
         lock = FileLock(self.directory / LOCK, timeout=0, thread_local=False)  # it is released on the loop
         try:
@@ -222,7 +212,7 @@ class Journal:
                     entries.append(self._queue.get_nowait())
                 except queue.Empty:
                     break
-            self._write_batch([entry for entry in entries if isinstance(entry, _Row)])
+            self._write_batch([entry for entry in entries if isinstance(entry, tuple)])
             for entry in entries:
                 if isinstance(entry, Future):
                     self._tell(entry)  # pyright: ignore[reportUnknownArgumentType]
@@ -236,13 +226,13 @@ class Journal:
         else:
             waiting.set_exception(self.failure)
 
-    def _write_batch(self, rows: list[_Row]) -> None:
+    def _write_batch(self, rows: list[tuple[str, tuple[Any, ...]]]) -> None:
         if not rows or self.failure is not None:
             return
         try:
             self._writing.execute("BEGIN IMMEDIATE")
-            for row in rows:
-                self._writing.execute(row.statement, [self.redaction.of(_plain(value)) for value in row.values])
+            for statement, values in rows:
+                self._writing.execute(statement, [self.redaction.of(_plain(value)) for value in values])
             self._writing.execute("COMMIT")
         except Exception as error:  # whatever it is: a writer that ends would leave those who wait waiting
             self.failure = JournalError(

@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from dspy_flashevolve.engine.events import Event, RequestFinished, RolloutFinished, StepClosed
+from dspy_flashevolve.engine.events import Event, RolloutFinished, StepClosed
 from dspy_flashevolve.engine.journal import Journal
 from dspy_flashevolve.engine.redaction import MARK
 from dspy_flashevolve.engine.steps import EndKind
@@ -102,17 +101,18 @@ class RunJournal:
     def __init__(self, journal: Journal, each_once: bool = False) -> None:
         self.journal = journal
         self._each_once = each_once
-        self._session = journal.session
         rows = journal.rows
         self.spent = int(rows("SELECT COALESCE(SUM(calls), 0) AS spent FROM calls")[0]["spent"])
         """Metric calls of all sessions before."""
-        [asked] = rows("SELECT COUNT(*) AS calls, COALESCE(SUM(cost_dollars), 0) AS dollars FROM replies")
+        [asked] = rows(
+            "SELECT COUNT(*) AS calls, COALESCE(SUM(json_extract(fields, '$.cost_dollars')), 0) AS dollars FROM events "
+            "WHERE kind = 'RequestFinished' AND json_valid(fields)"
+        )
         [ran] = rows("SELECT COALESCE(SUM(cost_dollars), 0) AS dollars FROM rollouts")
-        kept = journal.kept("spent") or {}  # of the last step's end; what was spent after it stands in the rows
-        self.requests_before = max(kept.get("requests", 0), asked["calls"])
+        self.requests_before: int = asked["calls"]
         """Requests that were no rollouts, of all sessions before."""
-        self.dollars_before = max(kept.get("cost_dollars", 0.0), asked["dollars"] + ran["dollars"])
-        self._requests, self._dollars = 0, 0.0
+        self.dollars_before: float = asked["dollars"] + ran["dollars"]
+        """What these, and the rollouts, have cost."""
         self.last_step = int(rows("SELECT COALESCE(MAX(number), -1) AS last FROM steps")[0]["last"])
         """The highest number that a step had; -1 for none."""
         self.texts: dict[str, dict[str, str]] = {
@@ -136,10 +136,12 @@ class RunJournal:
         """
         rows = self.journal.rows
         for row in rows("SELECT * FROM steps WHERE number NOT IN (SELECT step FROM ends) ORDER BY number"):
-            if MARK in row["selection"] or any(MARK in text for text in _texts_in(self.texts, row["selection"])):
+            selection = row["selection"]
+            texts = [text for name, parts in self.texts.items() if name in selection for text in parts.values()]
+            if any(MARK in text for text in (selection, *texts)):
                 self.ended(row["number"], "failed", "a secret was taken out of its texts: they are not what they were")
                 continue
-            self.unfinished.append(Unfinished(row["number"], row["version"], json.loads(row["selection"])))
+            self.unfinished.append(Unfinished(row["number"], row["version"], json.loads(selection)))
         self._numbers = {one.number for one in self.unfinished} | (set[int]() if seeded else {BEFORE_STEPS})
         for row in rows("SELECT id, step, candidate, split, example, traced, trace IS NULL AS bare FROM rollouts"):
             if row["step"] in self._numbers:
@@ -220,9 +222,7 @@ class RunJournal:
 
     def _call(self, stage: str, step: int, calls: int) -> int:
         number = self.journal.next_id("calls")
-        self.journal.append(
-            "calls", id=number, session=self._session, step=step, stage=stage, at=time.time(), calls=calls
-        )
+        self.journal.append("calls", id=number, step=step, stage=stage, calls=calls)
         return number
 
     def finished(
@@ -239,7 +239,6 @@ class RunJournal:
         self.journal.append(
             "rollouts",
             call=call,
-            session=self._session,
             step=step,
             stage=stage,
             candidate=key.candidate,
@@ -253,31 +252,25 @@ class RunJournal:
             tokens=rollout.tokens,
             cost_dollars=rollout.cost_dollars,
             latency_seconds=seconds,
-            at=time.time(),
         )
 
     def replied(self, step: int, stage: str, position: str, reply: str, tokens: int, cost_dollars: float) -> None:
         """Write what a request that is no rollout was answered."""
         self.journal.append(
             "replies",
-            session=self._session,
             step=step,
             stage=stage,
             position=position,
             reply=reply,
             tokens=tokens,
             cost_dollars=cost_dollars,
-            at=time.time(),
         )
 
     def opened(self, step: int, version: int, selection: Any) -> None:
         """Write what a step has selected, unless it runs again; it must be JSON."""
         if step in self._numbers:
             return
-        self.journal.append(
-            "steps", number=step, session=self._session, opened_at=time.time(), version=version,
-            selection=json.dumps(selection),
-        )  # fmt: skip
+        self.journal.append("steps", number=step, version=version, selection=json.dumps(selection))
 
     def ended(self, step: int, way: str, reason: str, before: bool = False) -> None:
         """Write a step's end.
@@ -285,8 +278,8 @@ class RunJournal:
         Args:
             before: it had ended in the session before, which did not come to write it.
         """
-        session = self._session - before
-        self.journal.append("ends", step=step, session=session, ended_at=time.time(), way=way, reason=reason)
+        session = self.journal.session - before
+        self.journal.append("ends", step=step, session=session, way=way, reason=reason)
 
     def committed(
         self,
@@ -310,9 +303,7 @@ class RunJournal:
         self.journal.append(
             "commits",
             candidate_index=candidate_index,
-            session=self._session,
             step=step,
-            at=time.time(),
             version=version,
             candidate=self.candidate(texts),
             parents=list(parents),
@@ -323,36 +314,22 @@ class RunJournal:
 
     def session_ended(self, state: str, reason: str) -> None:
         """Write how the run ended, and close the journal."""
-        self.journal.append("session_ends", id=self._session, ended_at=time.time(), state=state, reason=reason)
+        self.journal.append("session_ends", id=self.journal.session, state=state, reason=reason)
         self.journal.close()
 
     def __call__(self, event: Event) -> None:
         """A subscriber of the run's bus."""
-        if isinstance(event, RequestFinished | RolloutFinished):
-            self._requests += isinstance(event, RequestFinished)
-            self._dollars += event.cost_dollars
-            if isinstance(event, RolloutFinished):
-                return  # it is a row of its own
+        if isinstance(event, RolloutFinished):
+            return  # it is a row of its own
         if isinstance(event, StepClosed):
-            spent = {
-                "requests": self.requests_before + self._requests, "cost_dollars": self.dollars_before + self._dollars
-            }  # fmt: skip
-            self.journal.keep("spent", spent)
             if event.end.kind is not EndKind.CANCELLED:  # a run that goes on runs it again
                 self.ended(event.step, event.end.kind.value, event.end.reason)
             return
         fields = {name: value for name, value in asdict(event).items() if name not in ("seconds", "step")}
         self.journal.append(
             "events",
-            session=self._session,
-            at=time.time(),
             seconds=event.seconds,
             kind=type(event).__name__,
             step=getattr(event, "step", None),
             fields=json.dumps(fields, default=str),
         )
-
-
-def _texts_in(texts: Mapping[str, Mapping[str, str]], selection: str) -> list[str]:
-    """The texts of all candidates that a selection names."""
-    return [text for name, parts in texts.items() if name in selection for text in parts.values()]

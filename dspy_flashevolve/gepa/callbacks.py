@@ -12,13 +12,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gepa.core.adapter import EvaluationBatch
+from gepa.core.engine import _MemoizedAcceptance  # pyright: ignore[reportPrivateUsage]
 from gepa.core.state import CachedEvaluation, ValsetEvaluation
 from gepa.proposer.base import CandidateProposal, SubsampleEvaluation
 from gepa.strategies.proposal_sampling import ProposalTask
 
 from dspy_flashevolve.engine.steps import Step
 from dspy_flashevolve.gepa.pool import Pool, write_commits
-from dspy_flashevolve.gepa.records import Base, Batch, Candidate, Child, Commit, Crossover, Validated
+from dspy_flashevolve.gepa.records import Batch, Candidate, Child, Commit, Crossover, Validated
 
 Task = ProposalTask[Any, Any]
 Proposal = CandidateProposal[Any]
@@ -43,30 +44,30 @@ def expected_score(pool: Pool, proposals: Sequence[Proposal]) -> float:
 
     It orders validations: the child that is likely to be the next parent is validated first.
     """
-    parents = [pool.score_of(one.parent_program_ids[0]) if pool.seed_confirmed else 0.0 for one in proposals]
-    return max(score + _mean_gain(proposal) for score, proposal in zip(parents, proposals, strict=True))
 
+    def reach(one: Proposal) -> float:
+        after, before = one.subsample_scores_after or [], one.subsample_scores_before or []
+        parent = pool.score_of(one.parent_program_ids[0]) if pool.seed_confirmed else 0.0
+        return parent + (sum(after) - sum(before)) / max(1, len(after))
 
-def log_entry(pool: Pool, step: Step) -> dict[str, Any]:
-    """The step's entry of gepa's run log."""
-    return next(entry for entry in reversed(pool.state.full_program_trace) if entry["i"] == step.number)
+    return max(map(reach, proposals))
 
 
 def parents_start(pool: Pool, step: Step, tasks: Sequence[Task]) -> None:
     """The parents are about to be evaluated."""
     for task in tasks:
-        _evaluation_start(pool, step, task, task.parent_idx, _parents_of(pool, task))
+        _evaluation_start(pool, step, task.minibatch, _parents_of(pool, task), task.parent_idx)
 
 
 def parents_end(pool: Pool, step: Step, tasks: Sequence[Task], evaluations: Sequence[Batch]) -> None:
     """The parents are evaluated."""
     for task, batch in zip(tasks, evaluations, strict=True):
-        _evaluation_end(pool, step, batch, task.parent_idx, _parents_of(pool, task))
+        _evaluation_end(pool, step, batch, _parents_of(pool, task), task.parent_idx)
     pool.count_calls()
     for task, batch in zip(tasks, evaluations, strict=True):
         remember(pool, task.parent_candidate, task, batch)
     first, iteration = tasks[0], step.number + 1
-    log_entry(pool, step).update(
+    pool.log_entry(step).update(
         selected_program_candidate=first.parent_idx,
         subsample_ids=first.minibatch_ids,
         n_tasks=len(tasks),
@@ -149,12 +150,12 @@ def proposed(pool: Pool, step: Step, texts: dict[str, str]) -> None:
 def children_start(pool: Pool, step: Step, children: Sequence[Child]) -> None:
     """The children are about to be screened."""
     for child in children:
-        _evaluation_start(pool, step, child.parent.task, None, [child.parent.task.parent_idx])
+        _evaluation_start(pool, step, child.parent.task.minibatch, [child.parent.task.parent_idx])
 
 
 def given_up(pool: Pool, step: Step, child: Child, scores: list[float]) -> None:
     """A child could not pass its screen any more: it is reported with the scores that there are, and none is stored."""
-    _evaluation_end(pool, step, EvaluationBatch([None] * len(scores), scores), None, [child.parent.task.parent_idx])
+    _evaluation_end(pool, step, _scored(scores), [child.parent.task.parent_idx])
     proposal = replace(_proposal(child, EvaluationBatch([], [])), eval_after=None, subsample_scores_after=scores)
     reason = (
         f"it cannot pass its screen any more, after {len(scores)} of {len(child.parent.task.minibatch_ids)} examples"
@@ -165,9 +166,9 @@ def given_up(pool: Pool, step: Step, child: Child, scores: list[float]) -> None:
 def children_end(pool: Pool, step: Step, children: Sequence[Child], batches: Sequence[Batch]) -> list[Proposal]:
     """The children are screened: gepa's proposals, for its criterion."""
     for child, batch in zip(children, batches, strict=True):
-        _evaluation_end(pool, step, batch, None, [child.parent.task.parent_idx])
+        _evaluation_end(pool, step, batch, [child.parent.task.parent_idx])
     pool.count_calls()
-    trace = log_entry(pool, step)
+    trace = pool.log_entry(step)
     for child, batch in zip(children, batches, strict=True):
         remember(pool, child.candidate, child.parent.task, batch)
         trace["tasks"][child.parent.index]["subsample_scores"] = list(child.parent.evaluation.scores)
@@ -187,52 +188,24 @@ def children_end(pool: Pool, step: Step, children: Sequence[Child], batches: Seq
     return [_proposal(child, batch) for child, batch in zip(children, batches, strict=True)]
 
 
-class _JudgedOnce:
-    """An acceptance criterion that is asked once a proposal, however often it is consulted.
-
-    The selection strategy and the report of the rejected both want the verdict; a criterion that draws
-    lots, or counts, must give them the same one.
-    """
-
-    def __init__(self, criterion: Any) -> None:
-        self._criterion = criterion
-        self._verdicts: dict[int, bool] = {}
-
-    def should_accept(self, proposal: Proposal, state: Any) -> bool:
-        """The criterion's verdict, remembered."""
-        if id(proposal) not in self._verdicts:
-            self._verdicts[id(proposal)] = self._criterion.should_accept(proposal, state)
-        return self._verdicts[id(proposal)]
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._criterion, name)
-
-
 def choose(pool: Pool, step: Step, proposals: list[Proposal]) -> list[Proposal]:
     """Ask the selection strategy, report what it left, and return what goes on. Runs in the pool's writer."""
     with pool.acting_for(step):
-        criterion = _JudgedOnce(pool.acceptance_criterion)
-        picked = pool.selection_strategy.select(list(proposals), pool.state, criterion)  # pyright: ignore[reportArgumentType]
-        kept, copies = _without_copies([one for one in picked if any(one is known for known in proposals)])
+        criterion = _MemoizedAcceptance(pool.acceptance_criterion)  # draws lots, or counts, once a proposal
+        picked = list(pool.selection_strategy.select(list(proposals), pool.state, criterion))  # pyright: ignore[reportArgumentType]
+        unique: dict[tuple[tuple[str, str], ...], Proposal] = {}
+        for one in picked:
+            if any(one is known for known in proposals):
+                unique.setdefault(tuple(sorted(one.candidate.items())), one)
+        kept = list(unique.values())
         for proposal in proposals:
             if any(proposal is one for one in kept):
                 continue
-            if any(proposal is copy for copy in copies):
+            if any(proposal is one for one in picked):
                 pool.reject(step, proposal, reason="Duplicate of another candidate selected this iteration")
             else:
                 pool.reject(step, proposal, passed=criterion.should_accept(proposal, pool.state))
     return kept
-
-
-def _without_copies(picked: list[Proposal]) -> tuple[list[Proposal], list[Proposal]]:
-    seen: set[tuple[tuple[str, str], ...]] = set()
-    kept: list[Proposal] = []
-    copies: list[Proposal] = []
-    for proposal in picked:
-        content = tuple(sorted(proposal.candidate.items()))
-        (copies if content in seen else kept).append(proposal)
-        seen.add(content)
-    return kept, copies
 
 
 def cached_validation(pool: Pool, candidate: Candidate) -> ValidationPlan:
@@ -241,9 +214,11 @@ def cached_validation(pool: Pool, candidate: Candidate) -> ValidationPlan:
     return lookup(pool, candidate, ids)
 
 
-def cached_subsample(pool: Pool, plan: Crossover) -> ValidationPlan:
-    """Ask the cache for what is known of a merge's subsample."""
-    return lookup(pool, plan.candidate, list(plan.ids))
+def lookup(pool: Pool, candidate: Candidate, ids: list[Any]) -> ValidationPlan:
+    """Ask the cache for what is known of a candidate on validation examples."""
+    cache = pool.state.evaluation_cache
+    cached, missing = ({}, ids) if cache is None else cache.get_batch(candidate, ids)
+    return ValidationPlan(candidate, cached, missing)
 
 
 def complete_validation(
@@ -279,20 +254,21 @@ def commit(pool: Pool, step: Step, work: Validated) -> list[Commit]:
         before, after = sum(proposal.subsample_scores_before or []), sum(proposal.subsample_scores_after or [])
         pool.logger.log(f"Iteration {step.number + 1}: Accepted candidate (subsample score {before} -> {after})")
         done = pool.add(step, proposal, evaluation, calls)
-        if work.merge:
-            _merge_accepted(pool, step, proposal, done.candidate)
-        else:
-            pool.log_proposal(step, proposal, done.candidate)
-        pool.notify(
-            "on_candidate_accepted",
-            iteration=step.number + 1,
-            new_candidate_idx=done.candidate,
-            new_score=after,
-            parent_ids=proposal.parent_program_ids,
+        merge, of_it = (
+            pool.parts.merge,
+            {"new_candidate_idx": done.candidate, "parent_ids": proposal.parent_program_ids},
         )
-        if not work.merge and pool.parts.merge is not None:
-            pool.parts.merge.last_iter_found_new_program = True
-            pool.parts.merge.schedule_if_needed()
+        if not work.merge:
+            pool.log_proposal(step, proposal, done.candidate)
+        else:
+            if merge is not None:  # else the run goes on without merges, and this one was planned before
+                merge.merges_due -= 1
+                merge.total_merges_tested += 1
+            pool.notify("on_merge_accepted", iteration=step.number + 1, **of_it)
+        pool.notify("on_candidate_accepted", iteration=step.number + 1, new_score=after, **of_it)
+        if not work.merge and merge is not None:
+            merge.last_iter_found_new_program = True
+            merge.schedule_if_needed()
         commits.append(done)
     pool.save(force=True)
     return commits
@@ -308,16 +284,7 @@ def crossover_score(pool: Pool, plan: Crossover) -> float:
 
 def crossover_starts(pool: Pool, step: Step, plan: Crossover) -> None:
     """A crossover is about to be screened."""
-    pool.notify(
-        "on_evaluation_start",
-        iteration=step.number + 1,
-        candidate_idx=None,
-        batch_size=len(plan.ids),
-        capture_traces=False,
-        parent_ids=list(plan.parents),
-        inputs=pool.loader.fetch(list(plan.ids)),
-        is_seed_candidate=False,
-    )
+    _evaluation_start(pool, step, pool.loader.fetch(list(plan.ids)), list(plan.parents), traced=False)
 
 
 def crossover_ended(
@@ -329,22 +296,15 @@ def crossover_ended(
 ) -> Proposal | None:
     """Judge a crossover as gepa does: not worse than the better of its parents. None when it is."""
     result = complete_validation(pool, lookup, fresh)
-    scores = [result.scores_by_val_id[i] for i in plan.ids]
-    objectives = result.objective_scores_by_val_id
+    objectives, scores = result.objective_scores_by_val_id, [result.scores_by_val_id[i] for i in plan.ids]
     iteration = step.number + 1
-    pool.notify(
-        "on_evaluation_end",
-        iteration=iteration,
-        candidate_idx=None,
-        scores=scores,
-        has_trajectories=False,
-        parent_ids=list(plan.parents),
+    batch: Batch = EvaluationBatch(
         outputs=[result.outputs_by_val_id[i] for i in plan.ids],
-        trajectories=None,
+        scores=scores,
         objective_scores=[objectives[i] for i in plan.ids] if objectives else None,
-        is_seed_candidate=False,
     )
-    log_entry(pool, step).update(
+    _evaluation_end(pool, step, batch, list(plan.parents))
+    pool.log_entry(step).update(
         id1_subsample_scores=list(plan.parent_scores[0]),
         id2_subsample_scores=list(plan.parent_scores[1]),
         new_program_subsample_scores=scores,
@@ -378,28 +338,18 @@ class Integrated:
     """An integrated candidate, to be screened.
 
     Args:
-        key: its handle as a head; None for a patch, which becomes no head.
+        base: index in the pool of what it stands on.
         members: numbers of the steps whose children are in it; the first one brings it to its end.
     """
 
     candidate: Candidate
-    base: Base
-    key: int | None
+    base: int
     members: tuple[int, ...]
 
 
 def integrated_starts(pool: Pool, step: Step, one: Integrated, examples: Sequence[Any]) -> None:
     """An integrated candidate is about to be screened."""
-    pool.notify(
-        "on_evaluation_start",
-        iteration=step.number + 1,
-        candidate_idx=None,
-        batch_size=len(examples),
-        capture_traces=True,
-        parent_ids=[one.base.index],
-        inputs=list(examples),
-        is_seed_candidate=False,
-    )
+    _evaluation_start(pool, step, list(examples), [one.base])
 
 
 def integrated_passes(pool: Pool, step: Step, proposal: Proposal) -> bool:
@@ -418,20 +368,9 @@ def integrated_ended(
     parents: list[int],
 ) -> Proposal:
     """An integrated candidate is screened: gepa's proposal, for its criterion."""
-    pool.notify(
-        "on_evaluation_end",
-        iteration=step.number + 1,
-        candidate_idx=None,
-        scores=after,
-        has_trajectories=False,
-        parent_ids=parents,
-        outputs=[None] * len(after),
-        trajectories=None,
-        objective_scores=None,
-        is_seed_candidate=False,
-    )
+    _evaluation_end(pool, step, _scored(after), parents)
     members = list(one.members)
-    log_entry(pool, step).update(
+    pool.log_entry(step).update(
         integrated_steps=members, subsample_scores=before, new_subsample_scores=after, subsample_ids=ids
     )
     return CandidateProposal(
@@ -442,7 +381,7 @@ def integrated_ended(
         subsample_scores_after=after,
         eval_before=SubsampleEvaluation(scores=before),
         eval_after=SubsampleEvaluation(scores=after),
-        tag="patch" if one.key is None else "integration",
+        tag="integration",
         metadata={"steps": members},
     )
 
@@ -451,44 +390,15 @@ def integrated_given_up(pool: Pool, step: Step, one: Integrated, scores: list[fl
     """An integrated candidate could not pass its screen any more; the scores that there are are stored nowhere."""
     proposal: Proposal = CandidateProposal(
         candidate=one.candidate,
-        parent_program_ids=[one.base.index],
+        parent_program_ids=[one.base],
         subsample_scores_after=scores,
-        tag="patch" if one.key is None else "integration",
+        tag="integration",
     )
-    pool.notify(
-        "on_evaluation_end",
-        iteration=step.number + 1,
-        candidate_idx=None,
-        scores=scores,
-        has_trajectories=False,
-        parent_ids=[one.base.index],
-        outputs=[None] * len(scores),
-        trajectories=None,
-        objective_scores=None,
-        is_seed_candidate=False,
-    )
+    _evaluation_end(pool, step, _scored(scores), [one.base])
     pool.reject(step, proposal, reason=f"it cannot pass its screen any more, after {len(scores)} examples")
 
 
 # How it is put.
-
-
-def _mean_gain(proposal: Proposal) -> float:
-    after, before = proposal.subsample_scores_after or [], proposal.subsample_scores_before or []
-    return (sum(after) - sum(before)) / max(1, len(after))
-
-
-def _merge_accepted(pool: Pool, step: Step, proposal: Proposal, index: int) -> None:
-    merge = pool.parts.merge
-    if merge is not None:  # else the run goes on without merges, and this one was planned before
-        merge.merges_due -= 1
-        merge.total_merges_tested += 1
-    pool.notify(
-        "on_merge_accepted",
-        iteration=step.number + 1,
-        new_candidate_idx=index,
-        parent_ids=proposal.parent_program_ids,
-    )
 
 
 def _proposal(child: Child, batch: Batch) -> Proposal:
@@ -515,14 +425,6 @@ def _subsample(batch: Batch) -> SubsampleEvaluation:
     )
 
 
-def lookup(pool: Pool, candidate: Candidate, ids: list[Any]) -> ValidationPlan:
-    cache = pool.state.evaluation_cache
-    if cache is None:
-        return ValidationPlan(candidate, {}, ids)
-    cached, missing = cache.get_batch(candidate, ids)
-    return ValidationPlan(candidate, cached, missing)
-
-
 def remember(pool: Pool, candidate: Candidate, task: Task, batch: Batch) -> None:
     """gepa's cache has one key for a training and a validation example of equal id; only lockstep keeps that."""
     cache = pool.state.evaluation_cache
@@ -535,20 +437,27 @@ def _parents_of(pool: Pool, task: Task) -> list[int]:
     return [parent for parent in pool.state.parent_program_for_candidate[task.parent_idx] if parent is not None]
 
 
-def _evaluation_start(pool: Pool, step: Step, task: Task, index: int | None, parents: list[int]) -> None:
+def _scored(scores: list[float]) -> Batch:
+    """An evaluation of which nobody needs more than the scores."""
+    return EvaluationBatch([None] * len(scores), scores)
+
+
+def _evaluation_start(
+    pool: Pool, step: Step, inputs: list[Any], parents: list[int], index: int | None = None, traced: bool = True
+) -> None:
     pool.notify(
         "on_evaluation_start",
         iteration=step.number + 1,
         candidate_idx=index,
-        batch_size=len(task.minibatch),
-        capture_traces=True,
+        batch_size=len(inputs),
+        capture_traces=traced,
         parent_ids=parents,
-        inputs=task.minibatch,
+        inputs=inputs,
         is_seed_candidate=index == 0,
     )
 
 
-def _evaluation_end(pool: Pool, step: Step, batch: Batch, index: int | None, parents: list[int]) -> None:
+def _evaluation_end(pool: Pool, step: Step, batch: Batch, parents: list[int], index: int | None = None) -> None:
     pool.notify(
         "on_evaluation_end",
         iteration=step.number + 1,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -26,7 +27,8 @@ from dspy_flashevolve.engine.staleness import Full, Reflective, StalenessPolicy,
 from dspy_flashevolve.engine.workflow import Workflow
 from dspy_flashevolve.gepa.options import GepaOptions, build_parts, has_foreign, hooks_of
 from dspy_flashevolve.gepa.pool import BestResult, Pool
-from dspy_flashevolve.gepa.step import GepaLoop, heads_in_journal
+from dspy_flashevolve.gepa.resume import check_checkpoint
+from dspy_flashevolve.gepa.step import GepaLoop
 from dspy_flashevolve.modules.integrate import StaleCandidateReflection
 from dspy_flashevolve.observe.statistics import AsyncStats, log_summary
 from dspy_flashevolve.programs.fingerprints import fingerprints_of, open_journal
@@ -37,9 +39,9 @@ from dspy_flashevolve.programs.run import DspyRun
 logger = logging.getLogger(__name__)
 gepa_logger = logging.getLogger("dspy.teleprompt.gepa.gepa")
 """gepa's own log lines go where ``dspy.GEPA`` sends them."""
-GENERATIONS, GENERATIONS_WITH_HEADS = 12.0, 6.0
-"""A limited budget is spread over at least this many generations (:class:`LiveSteps`); fewer where integrations bring
-the work of many steps together."""
+GENERATIONS, GENERATIONS_OF_CHANGES = 12.0, 6.0
+"""A limited budget is spread over at least this many generations (:class:`LiveSteps`); fewer where the work of many
+steps comes together in one head."""
 MUCH_DISCARDED = 0.5
 """Share of the children from which a run says that its staleness policy discards too much."""
 CHECKPOINT_SECONDS = 5.0
@@ -116,6 +118,8 @@ class Compilation:
         self._seed: dict[str, str] = {name: one.signature.instructions for name, one in predictors}
         for path, flex in enumerate_flex_submodules(student).items():
             self._seed[path] = flex.module_src
+        if options.run_dir is not None:
+            check_checkpoint(options.run_dir, bool(options.get("use_cloudpickle")))
         journal = self._journal()
         try:
             self._build(journal)
@@ -142,7 +146,6 @@ class Compilation:
             journal=journal,
             shown_calls=optimizer.max_metric_calls,
         )
-        run.bus.subscribe(heads_in_journal(run))
         self._metric = Metric(optimizer.metric_fn, run.threads, optimizer.metric_lock)
         reflection_lm = run.paced(optimizer.reflection_lm)
         adapter = adapter_of(optimizer, self._student, self._metric, reflection_lm)
@@ -182,13 +185,23 @@ class Compilation:
 
     def run_sync(self) -> Module:
         """Run to the end on a loop of its own, and build the best program; see :func:`run_to_end` for signals."""
-        with self._parts.tracker:  # in the caller's thread: mlflow's active run belongs to a thread
+        with self._tracked():  # in the caller's thread: mlflow's active run belongs to a thread
             return run_to_end(self._run_to_result, self._run.stop)
 
     async def run_async(self) -> Module:
         """The same on the caller's loop."""
-        with self._parts.tracker:
+        with self._tracked():
             return await self._run_to_result()
+
+    @contextmanager
+    def _tracked(self) -> Generator[None, None, None]:
+        """gepa's tracker around the run; where it cannot begin, others may have the directory."""
+        try:
+            with self._parts.tracker:
+                yield
+        finally:
+            if self._run.journal is not None:
+                self._run.journal.journal.close()
 
     async def _run_to_result(self) -> Module:
         run, pool = self._run, self._pool
@@ -203,7 +216,7 @@ class Compilation:
                 report(error, hooks_of(self._parts, self._optimizer))
                 if pool.seed_confirmed:
                     hand_over(error, self._result(stats))
-            log_summary(logger, stats, pool.best.score, isinstance(error, Exception), made=self._made())
+            log_summary(logger, stats, pool.best.score, isinstance(error, Exception))
             raise
         stats = self._stats()
         if self._loop.discarded_share > MUCH_DISCARDED:
@@ -212,7 +225,7 @@ class Compilation:
                 "Raise max_gap, lower Workflow.live_steps, or use staleness='reflective'.",
                 100 * self._loop.discarded_share,
             )
-        log_summary(logger, stats, pool.best.score, made=self._made())
+        log_summary(logger, stats, pool.best.score)
         return self._result(stats)
 
     async def _evolved(self) -> None:
@@ -264,9 +277,6 @@ class Compilation:
             return Full()
         return policy
 
-    def _made(self) -> str:
-        return f"{self._loop.proposals} proposals"
-
     def _stats(self) -> AsyncStats:
         of_run = self._run.statistics(metric_calls=self._pool.state.total_num_evals)
         return self._run.recorder.async_stats(
@@ -274,6 +284,7 @@ class Compilation:
             proposals=self._loop.proposals,
             reflection_calls=self._loop.reflection_calls,
             integration_calls=self._loop.integration_calls,
+            changes=self._loop.changes(),
         )
 
     def _result(self, stats: AsyncStats) -> Module:
@@ -289,7 +300,6 @@ def admission_of(workflow: Workflow, policy: StalenessPolicy, slots: int, burst:
     """When a step may start: as many as the workflow says, else a bound that follows from slots, budget and policy."""
     if workflow.live_steps is not None:
         return LiveSteps(workflow.live_steps, strict=True)
-    if isinstance(policy, Reflective) and policy.changes:
-        return LiveSteps(max(2, math.ceil(3 * slots / 4)), None, GENERATIONS_WITH_HEADS, burst, slots)
-    heads = isinstance(policy, Reflective) and policy.heads
-    return for_slots(slots, GENERATIONS_WITH_HEADS if heads else GENERATIONS, burst=burst)
+    if isinstance(policy, Reflective) and policy.changes:  # all steps are short: each does one step's work
+        return LiveSteps(max(2, math.ceil(3 * slots / 4)), None, GENERATIONS_OF_CHANGES, burst, slots)
+    return for_slots(slots, GENERATIONS, burst=burst)

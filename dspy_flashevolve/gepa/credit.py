@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from dspy_flashevolve.engine.replay import hash_of
 from dspy_flashevolve.engine.staleness import Texts
 from dspy_flashevolve.gepa.changes import Change, apply, changes_between
+from dspy_flashevolve.observe.statistics import ChangeRecord
 
 Array = NDArray[np.float64]
 
@@ -105,7 +106,8 @@ class Evidence:
             design[row, list(composition)] = 1.0
         count = np.bincount(rows * compositions + columns, minlength=examples * compositions)
         count = count.reshape(examples, compositions).astype(float)
-        of_example, totals = count.sum(1), np.bincount(rows, scores, minlength=examples)
+        of_example = count.sum(1)
+        totals = np.bincount(rows, scores, minlength=examples).astype(np.float64)
         noise = _noise(rows, scores, of_example, totals, scale)
         # Examples have effects of their own, with a spread, around a common mean: all of these are eliminated.
         weight = 1 / (of_example + (noise / (EXAMPLE_SD * scale)) ** 2)
@@ -172,6 +174,7 @@ class Credit:
         self._base, self._code, self._undecided, self._scale = dict(seed), frozenset(code), undecided, scale
         self._era = 0
         self._changes: list[Change] = []
+        self._steps: list[int] = []
         self._numbers: dict[tuple[str, str, str], int] = {}
         self._compositions: dict[str, frozenset[int]] = {hash_of(seed): frozenset()}
         self._evidence = Evidence()
@@ -210,10 +213,11 @@ class Credit:
         unknown = sum(HARMS <= ratio <= HELPS for ratio in self._ratios())
         return unknown + self.asking < self._undecided
 
-    def take(self, parent: Texts, child: Texts, split: str, scores: Mapping[Hashable, float]) -> bool:
+    def take(self, step: int, parent: Texts, child: Texts, split: str, scores: Mapping[Hashable, float]) -> bool:
         """Take a child apart that beat its parent; False where it stands for itself.
 
         Args:
+            step: that made it.
             parent, child: their texts.
             split, scores: what the child had on its screen.
         """
@@ -227,6 +231,7 @@ class Credit:
             if change.identity not in self._numbers:
                 self._numbers[change.identity] = len(self._changes)
                 self._changes.append(change)
+                self._steps.append(step)
         composition |= {self._numbers[change.identity] for change in changes}
         for example, score in scores.items():
             self._evidence.add((self._era, split, example), composition, score)
@@ -247,13 +252,22 @@ class Credit:
     def stand_on(self, candidate: Texts, index: int) -> None:
         """Put changes on another candidate from now on; those of components that it has written anew are gone."""
         texts = {name for name, text in candidate.items() if text != self._base[name]}
-        self._changes = [one for one in self._changes if one.component not in texts]
+        kept = [number for number, one in enumerate(self._changes) if one.component not in texts]
+        self._changes, self._steps = [self._changes[one] for one in kept], [self._steps[one] for one in kept]
         self._numbers = {one.identity: number for number, one in enumerate(self._changes)}
         self._era += 1
         self._base, self._validated, self.parent = dict(candidate), frozenset(), index
         self._compositions = {hash_of(candidate): frozenset()}
         self._evidence, self._fitted = Evidence(), 0
         self._effects = Effects(np.zeros(0), np.zeros(0), self._first_prior())
+
+    def records(self) -> list[ChangeRecord]:
+        """Every change, with its estimate."""
+        errors = [*map(float, self._effects.error), *[self._effects.prior[1]] * len(self._changes)]
+        return [
+            ChangeRecord(step, one.component, one.part, one.replaces, effect, error)
+            for step, one, effect, error in zip(self._steps, self._changes, self._means(), errors, strict=False)
+        ]
 
     def is_made_of_changes(self, candidate: Texts) -> bool:
         """Whether a candidate is the base with changes in it."""

@@ -9,7 +9,7 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from gepa.api import optimize
@@ -32,35 +32,12 @@ from gepa.strategies.component_selector import (
 )
 from gepa.strategies.eval_policy import EvaluationPolicy, FullEvaluationPolicy
 from gepa.strategies.proposal_sampling import (
-    IndependentSampling,
-    PxNSampling,
-    SameParentSampling,
     SingleMutationSampling,
 )
-from gepa.strategies.proposal_selection import AllImprovements, BestImprovement, TopKImprovements
+from gepa.strategies.proposal_selection import AllImprovements
 from gepa.utils import CompositeStopper, FileStopper, MaxMetricCallsStopper
 
 from dspy_flashevolve.engine.errors import ConfigurationError
-
-ARGUMENTS = {
-    "reflection_lm": "reflection_lm",
-    "candidate_selection_strategy": "candidate_selection_strategy",
-    "skip_perfect_score": "skip_perfect_score",
-    "reflection_minibatch_size": "reflection_minibatch_size",
-    "module_selector": "component_selector",
-    "perfect_score": "perfect_score",
-    "use_merge": "use_merge",
-    "max_merge_invocations": "max_merge_invocations",
-    "max_metric_calls": "max_metric_calls",
-    "run_dir": "log_dir",
-    "use_wandb": "use_wandb",
-    "wandb_api_key": "wandb_api_key",
-    "wandb_init_kwargs": "wandb_init_kwargs",
-    "use_mlflow": "use_mlflow",
-    "track_best_outputs": "track_best_outputs",
-    "seed": "seed",
-}
-"""gepa's name -> the optimizer's own argument that sets it."""
 
 REFUSED = {
     "seed_candidate": "it is read from the student that compile() gets",
@@ -80,9 +57,30 @@ REFUSED = {
 }
 """gepa's name -> why it cannot be passed through."""
 
-CANDIDATE_SELECTORS = ("pareto", "current_best", "epsilon_greedy", "top_k_pareto")
-COMPONENT_SELECTORS = ("round_robin", "all")
-ACCEPTANCE = ("strict_improvement", "improvement_or_equal")
+NAMED: dict[str, dict[str, Callable[[random.Random], Any]]] = {
+    "candidate_selection_strategy": {
+        "pareto": lambda rng: ParetoCandidateSelector(rng=rng),
+        "current_best": lambda rng: CurrentBestCandidateSelector(),
+        "epsilon_greedy": lambda rng: EpsilonGreedyCandidateSelector(epsilon=0.1, rng=rng),
+        "top_k_pareto": lambda rng: TopKParetoCandidateSelector(k=5, rng=rng),
+    },
+    "component_selector": {
+        "round_robin": lambda rng: RoundRobinReflectionComponentSelector(),
+        "all": lambda rng: AllReflectionComponentSelector(),
+    },
+    "acceptance_criterion": {
+        "strict_improvement": lambda rng: StrictImprovementAcceptance(),
+        "improvement_or_equal": lambda rng: ImprovementOrEqualAcceptance(),
+    },
+    "val_evaluation_policy": {"full_eval": lambda rng: FullEvaluationPolicy()},
+}
+"""Strategy -> the names that gepa has for its own -> what makes one."""
+PROTOCOLS: dict[str, type] = {
+    "candidate_selection_strategy": CandidateSelector,
+    "acceptance_criterion": AcceptanceCriterion,
+    "val_evaluation_policy": EvaluationPolicy,
+}
+"""Strategy -> what an object of the user's own must be; a component selector may be any callable."""
 FRONTIERS = ("instance", "objective", "hybrid", "cartesian")
 
 
@@ -110,9 +108,33 @@ class GepaOptions:
     seed: int | None = 0
     extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
+    @classmethod
+    def of(cls, optimizer: Any) -> GepaOptions:
+        """Those of an optimizer, which has dspy.GEPA's arguments as attributes."""
+        own = {one.name: ARGUMENTS.get(one.name, one.name) for one in fields(cls)} | {"extra": "gepa_kwargs"}
+        return cls(**{name: getattr(optimizer, attribute) for name, attribute in own.items()})
+
     def get(self, name: str, default: Any = None) -> Any:
         """A value of ``gepa_kwargs``."""
         return self.extra.get(name, default)
+
+    def strategies(self) -> dict[str, Any]:
+        """Strategy -> gepa's name of one of its own, or an object; of those in ``NAMED``."""
+        return {
+            "candidate_selection_strategy": self.candidate_selection_strategy,
+            "component_selector": self.component_selector,
+            "acceptance_criterion": self.get("acceptance_criterion", "strict_improvement"),
+            "val_evaluation_policy": self.get("val_evaluation_policy") or "full_eval",
+        }
+
+
+ARGUMENTS = {
+    **{one.name: one.name for one in fields(GepaOptions) if one.name not in ("component_selector", "extra")},
+    "module_selector": "component_selector",
+    "run_dir": "log_dir",
+    "reflection_lm": "reflection_lm",
+}
+"""gepa's name -> the optimizer's own argument that sets it."""
 
 
 def check_options(options: GepaOptions) -> None:
@@ -126,16 +148,8 @@ def check_options(options: GepaOptions) -> None:
     for name, value in options.extra.items():
         if name not in REFUSED or value is not None:  # None is gepa's own default: nothing was asked for
             _check_key(name, known)
-    _check_choice(
-        "candidate_selection_strategy", options.candidate_selection_strategy, CANDIDATE_SELECTORS, CandidateSelector
-    )
-    _check_choice("component_selector", options.component_selector, COMPONENT_SELECTORS, None)
-    _check_choice(
-        "acceptance_criterion", options.get("acceptance_criterion", ACCEPTANCE[0]), ACCEPTANCE, AcceptanceCriterion
-    )
-    _check_choice(
-        "val_evaluation_policy", options.get("val_evaluation_policy") or "full_eval", ("full_eval",), EvaluationPolicy
-    )
+    for name, given in options.strategies().items():
+        _check_choice(name, given, PROTOCOLS.get(name))
     frontier = options.get("frontier_type", "instance")
     if frontier not in FRONTIERS:
         raise ConfigurationError(f"frontier_type is {frontier!r}, expected one of {', '.join(FRONTIERS)}.")
@@ -156,13 +170,14 @@ def _check_key(name: str, known: set[str]) -> None:
         raise ConfigurationError(f"gepa_kwargs has {name!r}, which gepa does not know. It knows: {allowed}.")
 
 
-def _check_choice(name: str, given: Any, names: tuple[str, ...], protocol: type | None) -> None:
+def _check_choice(name: str, given: Any, protocol: type | None) -> None:
+    names = ", ".join(NAMED[name])
     if isinstance(given, str):
-        if given not in names:
-            raise ConfigurationError(f"{name} is {given!r}, expected one of {', '.join(names)}, or an object.")
-    elif (protocol is None and not callable(given)) or (protocol is not None and not isinstance(given, protocol)):
+        if given not in NAMED[name]:
+            raise ConfigurationError(f"{name} is {given!r}, expected one of {names}, or an object.")
+    elif not (callable(given) if protocol is None else isinstance(given, protocol)):
         kind = "a callable" if protocol is None else f"a {protocol.__name__}"
-        raise ConfigurationError(f"{name} is {given!r}, expected one of {', '.join(names)}, or {kind}.")
+        raise ConfigurationError(f"{name} is {given!r}, expected one of {names}, or {kind}.")
 
 
 def _check_minibatches(options: GepaOptions) -> None:
@@ -196,55 +211,30 @@ class Parts:
     callbacks: list[Any] | None
 
 
-BUILT_IN = (
-    ParetoCandidateSelector,
-    CurrentBestCandidateSelector,
-    EpsilonGreedyCandidateSelector,
-    TopKParetoCandidateSelector,
-    RoundRobinReflectionComponentSelector,
-    AllReflectionComponentSelector,
-    EpochShuffledBatchSampler,
-    SingleMutationSampling,
-    SameParentSampling,
-    IndependentSampling,
-    PxNSampling,
-    AllImprovements,
-    BestImprovement,
-    TopKImprovements,
-    StrictImprovementAcceptance,
-    ImprovementOrEqualAcceptance,
-    FullEvaluationPolicy,
-)
-"""gepa's strategies that do without the seed's scores while the seed is the only candidate."""
+HOOKS = {
+    "candidate_selection_strategy": "candidate_selector",
+    "component_selector": "component_selector",
+    "batch_sampler": "batch_sampler",
+    "sampling_strategy": "sampling_strategy",
+    "selection_strategy": "selection_strategy",
+    "acceptance_criterion": "acceptance",
+    "val_evaluation_policy": "evaluation_policy",
+}
+"""Argument of the optimizer, or key of ``gepa_kwargs`` -> the attribute of :class:`Parts` with the object behind it."""
 
 
 def hooks_of(parts: Parts, optimizer: Any) -> dict[str, Any]:
     """Argument of the optimizer, or key of ``gepa_kwargs`` -> the object that stands behind it in this run."""
-    return {
-        "staleness": optimizer.staleness,
-        "candidate_selection_strategy": parts.candidate_selector,
-        "component_selector": parts.component_selector,
-        "batch_sampler": parts.batch_sampler,
-        "sampling_strategy": parts.sampling_strategy,
-        "selection_strategy": parts.selection_strategy,
-        "acceptance_criterion": parts.acceptance,
-        "val_evaluation_policy": parts.evaluation_policy,
-        "stop_callbacks": parts.stopper,
-    }
+    found = {hook: getattr(parts, name) for hook, name in HOOKS.items()}
+    return {"staleness": optimizer.staleness, **found, "stop_callbacks": parts.stopper}
 
 
 def has_foreign(parts: Parts) -> bool:
-    """Whether a strategy is not gepa's own: it may look at scores, and must not see a pool without any."""
-    strategies = (
-        parts.candidate_selector,
-        parts.component_selector,
-        parts.batch_sampler,
-        parts.sampling_strategy,
-        parts.selection_strategy,
-        parts.acceptance,
-        parts.evaluation_policy,
-    )
-    return any(type(one) not in BUILT_IN for one in strategies)
+    """Whether a strategy is not gepa's own: it may look at scores, and must not see a pool without any.
+
+    gepa's do without the seed's scores while the seed is the only candidate.
+    """
+    return any(not type(getattr(parts, name)).__module__.startswith("gepa.strategies.") for name in HOOKS.values())
 
 
 def build_parts(options: GepaOptions, valset: DataLoader[Any, Any], logger: Any) -> Parts:
@@ -256,52 +246,25 @@ def build_parts(options: GepaOptions, valset: DataLoader[Any, Any], logger: Any)
         logger: gepa's logger protocol.
     """
     rng = random.Random(options.seed)
+    sampler = options.get("batch_sampler", "epoch_shuffled")
+    if sampler == "epoch_shuffled":
+        sampler = EpochShuffledBatchSampler(minibatch_size=options.reflection_minibatch_size or 3, rng=rng)
+    made = {name: NAMED[name][one](rng) if isinstance(one, str) else one for name, one in options.strategies().items()}
     return Parts(
         rng=rng,
-        candidate_selector=_candidate_selector(options.candidate_selection_strategy, rng),
-        component_selector=_component_selector(options.component_selector),
-        batch_sampler=_batch_sampler(options, rng),
+        candidate_selector=made["candidate_selection_strategy"],
+        component_selector=made["component_selector"],
+        batch_sampler=sampler,
         sampling_strategy=options.get("sampling_strategy") or SingleMutationSampling(),
         selection_strategy=options.get("selection_strategy") or AllImprovements(),
-        acceptance=_acceptance(options.get("acceptance_criterion", "strict_improvement")),
-        evaluation_policy=_evaluation_policy(options.get("val_evaluation_policy")),
+        acceptance=made["acceptance_criterion"],
+        evaluation_policy=made["val_evaluation_policy"],
         stopper=stoppers_of(options),
         merge=_merge(options, valset, logger, rng) if options.use_merge else None,
         tracker=_tracker(options),
         cache=EvaluationCache[Any, Any]() if options.get("cache_evaluation", False) else None,
         callbacks=options.get("callbacks"),
     )
-
-
-def _candidate_selector(given: Any, rng: random.Random) -> Any:
-    built_in = {
-        "pareto": lambda: ParetoCandidateSelector(rng=rng),
-        "current_best": CurrentBestCandidateSelector,
-        "epsilon_greedy": lambda: EpsilonGreedyCandidateSelector(epsilon=0.1, rng=rng),
-        "top_k_pareto": lambda: TopKParetoCandidateSelector(k=5, rng=rng),
-    }
-    return built_in[given]() if isinstance(given, str) else given
-
-
-def _component_selector(given: Any) -> Any:
-    built_in = {"round_robin": RoundRobinReflectionComponentSelector, "all": AllReflectionComponentSelector}
-    return built_in[given]() if isinstance(given, str) else given
-
-
-def _batch_sampler(options: GepaOptions, rng: random.Random) -> Any:
-    given = options.get("batch_sampler", "epoch_shuffled")
-    if given != "epoch_shuffled":
-        return given
-    return EpochShuffledBatchSampler(minibatch_size=options.reflection_minibatch_size or 3, rng=rng)
-
-
-def _acceptance(given: Any) -> Any:
-    built_in = {"strict_improvement": StrictImprovementAcceptance, "improvement_or_equal": ImprovementOrEqualAcceptance}
-    return built_in[given]() if isinstance(given, str) else given
-
-
-def _evaluation_policy(given: Any) -> Any:
-    return FullEvaluationPolicy() if given is None or given == "full_eval" else given
 
 
 def _merge(options: GepaOptions, valset: DataLoader[Any, Any], logger: Any, rng: random.Random) -> MergeProposer[Any]:
@@ -322,16 +285,14 @@ def _never_called(*_: Any) -> Any:
 
 
 def _tracker(options: GepaOptions) -> Any:
+    passed_on = ("wandb_attach_existing", "mlflow_tracking_uri", "mlflow_experiment_name", "mlflow_attach_existing")
     return create_experiment_tracker(
         use_wandb=options.use_wandb,
         wandb_api_key=options.wandb_api_key,
         wandb_init_kwargs=options.wandb_init_kwargs,
-        wandb_attach_existing=options.get("wandb_attach_existing", False),
         use_mlflow=options.use_mlflow,
-        mlflow_tracking_uri=options.get("mlflow_tracking_uri"),
-        mlflow_experiment_name=options.get("mlflow_experiment_name"),
-        mlflow_attach_existing=options.get("mlflow_attach_existing", False),
         key_prefix=options.get("tracking_key_prefix", ""),
+        **{name: options.extra[name] for name in passed_on if name in options.extra},
     )
 
 
@@ -381,6 +342,16 @@ def _reason(stopper: Any) -> str:
 # sampler's epoch, the merges tried, and in lockstep the shared randomness. Strategies of the user's own begin anew.
 
 
+SAMPLER = {
+    "epoch": "epoch",
+    "trainset_size": "last_trainset_size",
+    "iteration": "_current_iteration",
+    "calls": "_calls_in_iteration",
+}
+MERGE = {"due": "merges_due", "tested": "total_merges_tested", "found_new": "last_iter_found_new_program"}
+"""Name in what is kept -> attribute of gepa's object."""
+
+
 def strategies_of(
     parts: Parts, adapter: Any, state: GEPAState[Any, Any], shared_randomness: bool, text_of: Callable[[Any], str]
 ) -> dict[str, Any]:
@@ -395,20 +366,11 @@ def strategies_of(
     kept: dict[str, Any] = {}
     sampler, merge = parts.batch_sampler, parts.merge
     if type(sampler) is EpochShuffledBatchSampler:
-        kept["sampler"] = {
-            "epoch": sampler.epoch,
-            "shuffled_ids": [text_of(one) for one in sampler.shuffled_ids],
-            "trainset_size": sampler.last_trainset_size,
-            "iteration": sampler._current_iteration,  # pyright: ignore[reportPrivateUsage]
-            "calls": sampler._calls_in_iteration,  # pyright: ignore[reportPrivateUsage]
-        }
+        kept["sampler"] = {name: getattr(sampler, attribute) for name, attribute in SAMPLER.items()}
+        kept["sampler"]["shuffled_ids"] = [text_of(one) for one in sampler.shuffled_ids]
     if merge is not None:
-        kept["merge"] = {
-            "due": merge.merges_due,
-            "tested": merge.total_merges_tested,
-            "performed": merge.merges_performed,
-            "found_new": merge.last_iter_found_new_program,
-        }
+        kept["merge"] = {name: getattr(merge, attribute) for name, attribute in MERGE.items()}
+        kept["merge"]["performed"] = merge.merges_performed
     if shared_randomness:
         kept["rng"] = parts.rng.getstate()
         kept["next_components"] = state.named_predictor_id_to_update_next_for_program_candidate
@@ -430,18 +392,15 @@ def restore_strategies(
     if type(sampler) is EpochShuffledBatchSampler and (there := kept.get("sampler")):
         names: list[str] = there["shuffled_ids"]
         if all(name in ids for name in names):
-            sampler.epoch = there["epoch"]
+            for name, attribute in SAMPLER.items():
+                setattr(sampler, attribute, there[name])
             sampler.shuffled_ids = [ids[name] for name in names]
             sampler.id_freqs = Counter(sampler.shuffled_ids)
-            sampler.last_trainset_size = there["trainset_size"]
-            sampler._current_iteration = there["iteration"]  # pyright: ignore[reportPrivateUsage]
-            sampler._calls_in_iteration = there["calls"]  # pyright: ignore[reportPrivateUsage]
     if merge is not None and (there := kept.get("merge")):
-        merge.merges_due = there["due"]
-        merge.total_merges_tested = there["tested"]
+        for name, attribute in MERGE.items():
+            setattr(merge, attribute, there[name])
         first, second = there["performed"]
         merge.merges_performed = ([_tuples(one) for one in first], [_tuples(one) for one in second])
-        merge.last_iter_found_new_program = there["found_new"]
     if "rng" in kept:
         turns: list[int] = kept["next_components"]
         state.named_predictor_id_to_update_next_for_program_candidate[: len(turns)] = turns

@@ -7,10 +7,14 @@ The pool is gepa's engine without its loop: how a candidate is added, reported a
 
 from __future__ import annotations
 
+import json
 import os
+import pickle
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, ParamSpec, TypeVar
 
@@ -18,7 +22,8 @@ from gepa.core.callbacks import notify_callbacks
 from gepa.core.data_loader import DataLoader
 from gepa.core.engine import GEPAEngine
 from gepa.core.result import GEPAResult
-from gepa.core.state import GEPAState, ValsetEvaluation, initialize_gepa_state
+from gepa.core.state import EvaluationCache, GEPAState, ValsetEvaluation, initialize_gepa_state
+from gepa.gepa_utils import json_default
 from gepa.proposer.base import CandidateProposal
 
 from dspy_flashevolve.engine.loop import Threads
@@ -28,6 +33,7 @@ from dspy_flashevolve.engine.steps import Step
 from dspy_flashevolve.gepa.options import GepaOptions, Parts, strategies_of
 from dspy_flashevolve.gepa.records import Candidate, Commit
 from dspy_flashevolve.gepa.speculative import SpeculativeCandidates
+from dspy_flashevolve.programs.records import kept
 
 A = ParamSpec("A")
 T = TypeVar("T")
@@ -150,7 +156,7 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
             run_dir=self.run_dir,
             logger=self.logger,
             seed_candidate=self.seed_candidate,
-            seed_valset_evaluation=evaluation,
+            seed_valset_evaluation=self._writable(evaluation),
             track_best_outputs=self.track_best_outputs,
             frontier_type=self.frontier_type,
             evaluation_cache=self._initial_evaluation_cache,
@@ -177,10 +183,34 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
         # What live steps have spent is spent, even if the run is killed before they end.
         self.state.total_num_evals = max(counted, self._calls_made())
         try:
-            self.state.save(self.run_dir, use_cloudpickle=self.use_cloudpickle)
+            self._write_checkpoint()
         finally:
             self.state.total_num_evals = counted
         self._saved_at = time.monotonic()
+
+    def _write_checkpoint(self) -> None:
+        """As gepa does; outputs that cannot be pickled are written as the journal has them.
+
+        That of a predictor whose signature was made from a string is one.
+        """
+        state = self.state
+        best, cache = state.best_outputs_valset, state.evaluation_cache
+        try:
+            state.save(self.run_dir, use_cloudpickle=self.use_cloudpickle)
+        except OSError:
+            raise
+        except Exception:
+            if best is not None:
+                state.best_outputs_valset = {
+                    i: [(one, kept(output, pickle.dumps)) for one, output in of] for i, of in best.items()
+                }
+            if cache is not None:
+                known = cache._cache  # pyright: ignore[reportPrivateUsage]
+                entries = {key: replace(one, output=kept(one.output, pickle.dumps)) for key, one in known.items()}
+                state.evaluation_cache = EvaluationCache(entries)
+            state.save(self.run_dir, use_cloudpickle=self.use_cloudpickle)
+        finally:
+            state.best_outputs_valset, state.evaluation_cache = best, cache
 
     def begin_step(self, step: Step) -> dict[str, Any]:
         """Advance the iteration; returns the step's entry of the run log. One that goes on may have one already."""
@@ -188,11 +218,7 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
             self.save()
             self.notify("on_state_saved", iteration=self.state.i + 1, run_dir=self.run_dir)
         self.state.i = max(self.state.i, step.number)
-        log = self.state.full_program_trace
-        trace: dict[str, Any] = next((entry for entry in reversed(log) if entry["i"] == step.number), {})
-        if not trace:
-            trace["i"] = step.number
-            log.append(trace)
+        trace = self.log_entry(step)
         self._begun.add(step.number)
         self.notify("on_iteration_start", iteration=step.number + 1, state=self.state, trainset_loader=self.trainset)
         return trace
@@ -232,7 +258,7 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
                 new_program=proposal.candidate,
                 state=self.state,
                 parent_program_idx=proposal.parent_program_ids,
-                valset_evaluation=evaluation,
+                valset_evaluation=self._writable(evaluation),
                 num_actual_evals=min(calls, self._uncounted()),
             )
         self.version += 1
@@ -290,6 +316,7 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
 
     def finish(self) -> None:
         """Save and tell the callbacks: the run came to its end."""
+        self._end_iterations()  # a stop came while a step was selecting
         self.count_calls()  # the late part of a minibatch may end after its step
         if self.seed_confirmed:
             self.save(force=True)
@@ -299,22 +326,43 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
         """Save and tell the callbacks: the run ended by ``error``, and with it the steps that were on their way."""
         if isinstance(error, Exception):
             self.notify("on_error", iteration=self.state.i + 1, exception=error, will_continue=False)
-        for number in sorted(self._begun):
-            self.notify("on_iteration_end", iteration=number + 1, state=self.state, proposal_accepted=False)
+        self._end_iterations()
         self.state.total_num_evals = max(self.state.total_num_evals, self._calls_made())
         self.save(force=True)
+
+    def _end_iterations(self) -> None:
+        """Tell the callbacks that what they heard begin, and no step brought to an end, is over."""
+        for number in sorted(self._begun):
+            self.notify("on_iteration_end", iteration=number + 1, state=self.state, proposal_accepted=False)
+        self._begun.clear()
+
+    def log_entry(self, step: Step) -> dict[str, Any]:
+        """The step's entry of gepa's run log, made where there is none."""
+        log = self.state.full_program_trace
+        entry = next((one for one in reversed(log) if one["i"] == step.number), None)
+        if entry is None:
+            entry = {"i": step.number}
+            log.append(entry)
+        return entry
 
     @contextmanager
     def acting_for(self, step: Step) -> Generator[None, None, None]:
         """Let gepa's code, which reads the iteration and the newest log entry from the state, act for ``step``."""
         state = self.state
         newest, log = state.i, state.full_program_trace
-        entry = next(entry for entry in reversed(log) if entry["i"] == step.number)
-        state.i, state.full_program_trace = step.number, [entry]
+        state.i, state.full_program_trace = step.number, [self.log_entry(step)]
         try:
             yield
         finally:
             state.i, state.full_program_trace = newest, log
+
+    def _writable(self, evaluation: ValsetEvaluation[Any, Any]) -> ValsetEvaluation[Any, Any]:
+        """The same; gepa writes outputs into the run directory, and ends the run where JSON does not have one."""
+        if self.run_dir is None:
+            return evaluation
+        write = partial(json.dumps, default=json_default)
+        outputs = {i: kept(output, write) for i, output in evaluation.outputs_by_val_id.items()}
+        return replace(evaluation, outputs_by_val_id=outputs)
 
     def _report_seed(self) -> None:
         """What gepa logs of the seed (gepa 0.1.4, ``GEPAEngine.run``)."""

@@ -89,22 +89,6 @@ class Child:
 
 
 @dataclass(frozen=True, slots=True)
-class Base:
-    """What an integration stands on.
-
-    Args:
-        index: its place in gepa's pool; of its nearest confirmed ancestor where it is a head.
-        key: its handle; None where it is confirmed.
-        generation: steps from the seed.
-    """
-
-    candidate: Candidate
-    index: int
-    key: int | None
-    generation: int
-
-
-@dataclass(frozen=True, slots=True)
 class Crossover:
     """Two parents of the frontier and what their child is screened on (gepa's merge).
 
@@ -141,7 +125,6 @@ class Validated:
         calls: metric calls that each validation cost at most (cached examples cost none).
         bases: see :class:`Screened`.
         keys: for each the handle under which it could be selected while it was validated; None where it could not.
-        head: handle of the head that is confirmed; None for an ordinary candidate.
     """
 
     proposals: tuple[CandidateProposal[Any], ...]
@@ -150,7 +133,6 @@ class Validated:
     bases: tuple[int | None, ...] = ()
     keys: tuple[int | None, ...] = ()
     merge: bool = False
-    head: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

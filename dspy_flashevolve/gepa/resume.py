@@ -8,23 +8,49 @@ from __future__ import annotations
 
 import json
 import sqlite3
-import time
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 from gepa.core.data_loader import DataLoader
-from gepa.core.state import ValsetEvaluation
-from gepa.proposer.base import CandidateProposal
+from gepa.core.state import GEPAState, ValsetEvaluation
 from gepa.strategies.proposal_sampling import ProposalTask
 
 from dspy_flashevolve.engine.errors import RunDirectoryError
 from dspy_flashevolve.engine.redaction import MARK
 from dspy_flashevolve.engine.replay import RunJournal, id_text
-from dspy_flashevolve.gepa.heads import Heads
 from dspy_flashevolve.gepa.options import restore_strategies
 from dspy_flashevolve.gepa.pool import Pool, write_commits
-from dspy_flashevolve.gepa.records import Base, Crossover, Selected
-from dspy_flashevolve.programs.records import RolloutRecords
+from dspy_flashevolve.gepa.records import Crossover, Selected
+from dspy_flashevolve.programs.records import DataUnpickler, output_in
+
+# gepa's checkpoint.
+
+
+def check_checkpoint(directory: str, runs_code: bool) -> None:
+    """Look whether gepa's checkpoint in a directory, where there is one, can be read without running what is in it.
+
+    Args:
+        runs_code: what it holds may run, as it must where cloudpickle wrote classes or functions into it.
+
+    Raises:
+        RunDirectoryError: it cannot.
+    """
+    path = Path(directory) / "gepa_state.bin"
+    if not path.exists():
+        return
+    try:
+        if not runs_code:
+            with path.open("rb") as file:
+                DataUnpickler(file).load()
+        GEPAState[Any, Any].load(directory)
+    except Exception as error:
+        why = str(error) if isinstance(error, RunDirectoryError) else f"{type(error).__name__}: {error}; it is damaged"
+        raise RunDirectoryError(
+            f"{path} cannot be read: {why}. Put a copy of it back, give another log_dir, or move it and journal.sqlite "
+            "away to begin anew."
+        ) from error
+
 
 # What a step has selected.
 
@@ -53,7 +79,16 @@ def selection_of(journal: RunJournal, work: Selected | Crossover) -> Any:
 def selected_again(journal: RunJournal, pool: Pool, selection: Any) -> Selected | Crossover:
     """What an interrupted step had selected."""
     if isinstance(selection, dict):
-        return _crossover(journal, pool, selection)
+        kept: Mapping[str, Any] = selection
+        first, second = kept["parents"]
+        scores, ids = kept["parent_scores"], ids_of(pool.loader)
+        return Crossover(
+            dict(journal.texts[kept["candidate"]]),
+            (first, second),
+            kept["ancestor"],
+            tuple(ids[text] for text in kept["ids"]),
+            (tuple(scores[0]), tuple(scores[1])),
+        )
     ids = ids_of(pool.trainset)
     tasks: list[ProposalTask[Any, Any]] = []
     bases: list[int | None] = []
@@ -61,25 +96,12 @@ def selected_again(journal: RunJournal, pool: Pool, selection: Any) -> Selected 
         candidate = journal.texts[kept["candidate"]]
         mine = [ids[text] for text in kept["ids"]]
         parent = kept["parent"]
-        if candidate in pool.state.program_candidates:  # a head that was confirmed since
+        if candidate in pool.state.program_candidates:  # a head that was validated since
             parent = pool.state.program_candidates.index(candidate)
-        waiting = [entry.key for entry in pool.speculative.all() if entry.candidate == candidate and entry.visible]
+        waiting = [entry.key for entry in pool.speculative.all() if entry.candidate == candidate]
         tasks.append(ProposalTask(parent, dict(candidate), mine, list(pool.trainset.fetch(mine))))
         bases.append(waiting[-1] if kept["base"] is not None and waiting else None)
     return Selected(tuple(tasks), tuple(bases))
-
-
-def _crossover(journal: RunJournal, pool: Pool, kept: Mapping[str, Any]) -> Crossover:
-    ids = ids_of(pool.loader)
-    first, second = kept["parents"]
-    scores = kept["parent_scores"]
-    return Crossover(
-        dict(journal.texts[kept["candidate"]]),
-        (first, second),
-        kept["ancestor"],
-        tuple(ids[text] for text in kept["ids"]),
-        (tuple(scores[0]), tuple(scores[1])),
-    )
 
 
 def ids_of(loader: DataLoader[Any, Any]) -> dict[str, Any]:
@@ -87,93 +109,13 @@ def ids_of(loader: DataLoader[Any, Any]) -> dict[str, Any]:
     return {id_text(one): one for one in loader.all_ids()}
 
 
-# Heads.
-
-
-class Landed(Protocol):
-    """An integrated candidate that passed its screen."""
-
-    @property
-    def base(self) -> Base: ...
-    @property
-    def key(self) -> int | None: ...
-    @property
-    def members(self) -> Sequence[Any]: ...
-
-
-def head_landed(journal: RunJournal, step: int, landed: Landed, proposal: CandidateProposal[Any]) -> None:
-    """Write that an integrated candidate is a head: it passed its screen."""
-    assert landed.key is not None
-    members = [one.number for one, _ in landed.members]
-    _write_head(journal, step, landed.key, landed.base.key, landed.base.generation + 1, proposal, members)
-
-
-def _write_head(
-    journal: RunJournal,
-    step: int,
-    key: int,
-    base: int | None,
-    generation: int,
-    proposal: CandidateProposal[Any],
-    members: Sequence[int],
-) -> None:
-    journal.journal.append(
-        "heads",
-        session=journal.journal.session,
-        head=key,
-        step=step,
-        at=time.time(),
-        candidate=journal.candidate(proposal.candidate),
-        base=base,
-        parents=list(proposal.parent_program_ids),
-        generation=generation,
-        examples=[id_text(one) for one in proposal.subsample_indices or []],
-        before=list(proposal.subsample_scores_before or []),
-        after=list(proposal.subsample_scores_after or []),
-        members=list(members),
-    )
-
-
-def head_ended(journal: RunJournal, session: int, head: int, way: str) -> None:
-    """Write a head's end."""
-    journal.journal.append("head_ends", session=session, head=head, way=way, at=time.time())
-
-
-def restore_heads(journal: RunJournal, pool: Pool, heads: Heads) -> dict[int, tuple[int, CandidateProposal[Any]]]:
-    """Put heads whose validation was under way back on the line; step -> the head's handle now, and its proposal."""
-    ids, restored = ids_of(pool.trainset), dict[tuple[int, int], int]()
-    found: dict[int, Any] = {}
-    for row in journal.journal.rows(
-        "SELECT h.* FROM heads h LEFT JOIN head_ends e ON e.session = h.session AND e.head = h.head "
-        "WHERE e.id IS NULL AND h.step NOT IN (SELECT step FROM ends) ORDER BY h.id"
-    ):
-        found[row["step"]] = row  # the newest row of a step counts
-    heads_of: dict[int, tuple[int, CandidateProposal[Any]]] = {}
-    for step, row in found.items():
-        proposal = CandidateProposal[Any](
-            candidate=dict(journal.texts[row["candidate"]]),
-            parent_program_ids=json.loads(row["parents"]),
-            subsample_indices=[ids[text] for text in json.loads(row["examples"])],
-            subsample_scores_before=json.loads(row["before"]),
-            subsample_scores_after=json.loads(row["after"]),
-            tag="integration",
-        )
-        base = None if row["base"] is None else restored.get((row["session"], row["base"]))
-        key = restored[row["session"], row["head"]] = heads.restore(proposal, base, row["generation"])
-        _write_head(journal, step, key, base, row["generation"], proposal, ())
-        head_ended(journal, row["session"], row["head"], "restored")
-        heads_of[step] = key, proposal
-    return heads_of
-
-
 # The run.
 
 
-def take_up(journal: RunJournal, pool: Pool, records: RolloutRecords, seeded: bool) -> None:
+def take_up(journal: RunJournal, pool: Pool, seeded: bool) -> None:
     """Put the pool where the journal says that it was, and find the steps that had no end.
 
     Args:
-        records: read the outputs of rollouts.
         seeded: gepa's checkpoint was there.
 
     Raises:
@@ -196,7 +138,7 @@ def take_up(journal: RunJournal, pool: Pool, records: RolloutRecords, seeded: bo
     if kept is not None:
         restore_strategies(kept, pool.parts, pool.adapter, pool.state, ids_of(pool.trainset))
     if seeded:
-        _reconcile(journal, pool, records)
+        _reconcile(journal, pool)
 
 
 def _close_what_is_done(journal: RunJournal) -> None:
@@ -205,30 +147,10 @@ def _close_what_is_done(journal: RunJournal) -> None:
     is_open = "NOT IN (SELECT step FROM ends)"
     for row in rows(f"SELECT DISTINCT step FROM commits WHERE step IS NOT NULL AND step {is_open}"):
         journal.ended(row["step"], "committed", "the run was killed after the commit", before=True)
-    for row in rows(
-        "SELECT h.*, e.way FROM heads h LEFT JOIN head_ends e ON e.session = h.session AND e.head = h.head "
-        f"WHERE h.step {is_open} AND h.step NOT IN (SELECT step FROM commits WHERE step IS NOT NULL) ORDER BY h.id"
-    ):
-        newer = rows("SELECT 1 FROM heads WHERE step = ? AND id > ?", (row["step"], row["id"]))
-        if row["way"] is not None and not newer:
-            journal.ended(row["step"], "integrated", f"head {row['head']} was {row['way']}", before=True)
-    flush()
-    ended = {row["step"] for row in rows("SELECT step FROM ends")}
-    for row in rows("SELECT members, step, head FROM heads ORDER BY id"):
-        for member in set(json.loads(row["members"])) - {row["step"]} - ended:
-            ended.add(member)
-            reason = f"in head {row['head']}, of step {row['step']}"
-            journal.ended(member, "integrated", reason, before=True)
-    flush()
-    for row in rows(
-        "SELECT h.session, h.head, t.way FROM heads h JOIN ends t ON t.step = h.step LEFT JOIN head_ends e "
-        "ON e.session = h.session AND e.head = h.head WHERE e.id IS NULL"
-    ):
-        head_ended(journal, row["session"], row["head"], row["way"])
     flush()
 
 
-def _reconcile(journal: RunJournal, pool: Pool, records: RolloutRecords) -> None:
+def _reconcile(journal: RunJournal, pool: Pool) -> None:
     """Bring gepa's checkpoint and the journal to the same commits and the same count.
 
     Commits that gepa's checkpoint had not got yet are made again; those that another program made are written down.
@@ -256,7 +178,7 @@ def _reconcile(journal: RunJournal, pool: Pool, records: RolloutRecords) -> None
         write_commits(journal, None, known + 1, known, elsewhere)
     ids = ids_of(pool.loader)
     for row in rows("SELECT * FROM commits WHERE candidate_index > ? ORDER BY candidate_index", (have,)):
-        _commit_again(journal, pool, records, row, ids)
+        _commit_again(journal, pool, row, ids)
     if state.total_num_evals > journal.spent:
         journal.calls_elsewhere(state.total_num_evals - journal.spent)
         journal.spent = state.total_num_evals
@@ -264,7 +186,7 @@ def _reconcile(journal: RunJournal, pool: Pool, records: RolloutRecords) -> None
         state.increment_evals(journal.spent - state.total_num_evals)
 
 
-def _commit_again(journal: RunJournal, pool: Pool, records: RolloutRecords, row: Any, ids: Mapping[str, Any]) -> None:
+def _commit_again(journal: RunJournal, pool: Pool, row: Any, ids: Mapping[str, Any]) -> None:
     scores = {ids[text]: score for text, score in json.loads(row["scores"]).items()}
     kept = None if row["more"] is None else json.loads(row["more"])
     objectives = None if kept is None else {ids[text]: scores for text, scores in kept.items()}
@@ -274,7 +196,7 @@ def _commit_again(journal: RunJournal, pool: Pool, records: RolloutRecords, row:
             "SELECT output FROM rollouts WHERE candidate = ? AND split = 'val' AND example = ? ORDER BY id DESC",
             (row["candidate"], id_text(one)),
         )
-        outputs[one] = records.read_output(found[0]["output"]) if found else None
+        outputs[one] = output_in(found[0]["output"]) if found else None
     parents: list[int] = json.loads(row["parents"])
     pool.state.update_state_with_new_program(
         list(parents),

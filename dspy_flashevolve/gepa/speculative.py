@@ -1,12 +1,11 @@
 """Candidates that steps may build on before their validation has confirmed them.
 
 They stand beside gepa's state, which only ever holds confirmed candidates and stays readable by gepa.
-The first is the seed itself: steps start from it while it is being validated. Heads follow.
+The first is the seed itself: steps start from it while it is being validated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,8 +25,7 @@ class Speculative:
         parents: handles of speculative parents.
         indices: confirmed parents, as indices of gepa's pool.
         generation: steps from the seed.
-        visible: whether selection may pick it; a head that is still being screened may not be.
-        evaluation: what is known of its validation; None for a head, which selection picks for being the newest.
+        evaluation: what is known of its validation; None for the seed, which selection picks while it is alone.
     """
 
     key: int
@@ -35,7 +33,6 @@ class Speculative:
     parents: tuple[int, ...] = ()
     indices: tuple[int, ...] = ()
     generation: int = 0
-    visible: bool = True
     evaluation: ValsetEvaluation[Any, Any] | None = None
 
 
@@ -78,7 +75,6 @@ class SpeculativeCandidates:
         parents: tuple[int, ...] = (),
         indices: tuple[int, ...] = (),
         generation: int = 0,
-        visible: bool = True,
         evaluation: ValsetEvaluation[Any, Any] | None = None,
     ) -> Speculative:
         """Put a candidate up for speculation.
@@ -89,19 +85,9 @@ class SpeculativeCandidates:
         unknown = [parent for parent in parents if parent not in self._waiting]
         if unknown:
             raise ConfigurationError(f"speculative parents {unknown} are not waiting; waiting: {list(self._waiting)}.")
-        entry = Speculative(self._next, dict(candidate), parents, indices, generation, visible, evaluation)
+        entry = Speculative(self._next, dict(candidate), parents, indices, generation, evaluation)
         self._waiting[entry.key] = entry
         self._next += 1
-        return entry
-
-    def show(self, key: int) -> Speculative:
-        """Let selection pick it from now on.
-
-        Raises:
-            ConfigurationError: it does not wait.
-        """
-        entry = replace(self._known(key), visible=True)
-        self._waiting[key] = entry
         return entry
 
     def confirm(self, key: int, index: int | None = None) -> Speculative:
@@ -124,39 +110,15 @@ class SpeculativeCandidates:
         self._settled[key] = (index,), ()
         self.fallen.discard(key)
 
-    def supersede(self, key: int) -> Speculative:
-        """A descendant was confirmed first: it goes without a validation of its own; its children keep its parents.
-
-        Raises:
-            ConfigurationError: it does not wait.
-        """
-        entry = self._known(key)
-        self._leave(entry, entry.indices, heirs=entry.parents)
-        return entry
-
-    def ancestors(self, key: int) -> list[int]:
-        """Those of its ancestors that wait, nearest first."""
-        found: list[int] = []
-        line = list(self._waiting[key].parents) if key in self._waiting else []
-        while line:
-            parent = line.pop(0)
-            if parent in self._waiting and parent not in found:
-                found.append(parent)
-                line += self._waiting[parent].parents
-        return found
-
-    def remove(self, key: int, spare: Collection[int] = ()) -> list[Speculative]:
+    def remove(self, key: int) -> list[Speculative]:
         """Take it back with its descendants, as if they had never been there; returns them, it first.
-
-        Args:
-            spare: descendants with evidence of their own; they stay, and stand on its parents instead.
 
         Raises:
             ConfigurationError: it does not wait.
         """
         gone = [self._known(key)]
         for entry in list(self._waiting.values()):  # children always come after their parents
-            if entry.key not in spare and any(parent.key in entry.parents for parent in gone):
+            if any(parent.key in entry.parents for parent in gone):
                 gone.append(entry)
         for before in gone:
             entry = self._waiting[before.key]  # as it is now: the one under it has left

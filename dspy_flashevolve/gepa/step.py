@@ -47,6 +47,7 @@ from dspy_flashevolve.gepa.pool import Pool
 from dspy_flashevolve.gepa.records import Batch, Child, Commit, Crossover, Parent, Screened, Selected, Validated
 from dspy_flashevolve.gepa.select import Selection
 from dspy_flashevolve.gepa.validate import Validation
+from dspy_flashevolve.observe.statistics import ChangeRecord
 from dspy_flashevolve.programs.program import DspyProgram, Reflection
 from dspy_flashevolve.programs.run import DspyRun
 
@@ -132,6 +133,10 @@ class GepaLoop:
         """Of the children that the staleness policy looked at, the share that it discarded."""
         return self._discarded / max(1, self._discarded + self._passed)
 
+    def changes(self) -> list[ChangeRecord]:
+        """What reflections added to the head, and what it is worth."""
+        return [] if self._credit is None else self._credit.records()
+
     async def evolve(self) -> None:
         """Run to the end; the pool holds the result.
 
@@ -142,7 +147,7 @@ class GepaLoop:
         run, pool = self._run, self._pool
         is_seeded = await pool.write(pool.start)
         if run.journal is not None:
-            await pool.write(resume.take_up, run.journal, pool, self._program.records, is_seeded)
+            await pool.write(resume.take_up, run.journal, pool, is_seeded)
             run.budget.spent = run.journal.spent
         if is_seeded:
             run.budget.spent = pool.state.total_num_evals
@@ -428,7 +433,7 @@ class GepaLoop:
             alone = [
                 (child, proposal)
                 for child, proposal in zip(passed, kept, strict=True)
-                if not await pool.write(self._joins_head, child, proposal)
+                if not await pool.write(self._joins_head, step, child, proposal)
             ]
             if not alone:
                 raise StepEnded(EndKind.INTEGRATED, "its changes are in the head")
@@ -439,12 +444,12 @@ class GepaLoop:
         step.saw(step.version, await pool.write(callbacks.expected_score, pool, kept))
         return Screened(tuple(kept), tuple(one.parent.base for one in passed))
 
-    def _joins_head(self, child: Child, proposal: CandidateProposal[Any]) -> bool:
+    def _joins_head(self, step: Step, child: Child, proposal: CandidateProposal[Any]) -> bool:
         """Put a child's changes to the others, where it can be taken apart; in the pool's writer."""
         assert self._credit is not None
         ids, scores = proposal.subsample_indices or [], proposal.subsample_scores_after or []
         return self._credit.take(
-            child.parent.task.parent_candidate, child.candidate, self._evaluations.train_split,
+            step.number, child.parent.task.parent_candidate, child.candidate, self._evaluations.train_split,
             {id_text(one): score for one, score in zip(ids, scores, strict=True)},
         )  # fmt: skip
 
@@ -481,7 +486,7 @@ class GepaLoop:
         """Run the child of two parents on validation examples that both were run on: gepa's merge."""
         pool = self._pool
         await pool.write(callbacks.crossover_starts, pool, step, plan)
-        lookup = await pool.write(callbacks.cached_subsample, pool, plan)
+        lookup = await pool.write(callbacks.lookup, pool, plan.candidate, list(plan.ids))
         calls = self._evaluations.unpaid(step, plan.candidate, lookup.missing, traced=False)
         if not step.reservation.cover(calls):
             raise StepEnded(EndKind.DISCARDED, f"no budget is left for a screen of {calls}")
@@ -505,9 +510,10 @@ class GepaLoop:
         await self._seeded.wait()
         try:
             self._look(step, "before_commit", work.bases)
-        except StepEnded as ended:
-            await self._validation.withdraw(step, work.keys, ended.end.reason)
+        except StepEnded:
+            await self._validation.withdraw(work.keys)
             raise
+        commits: list[Commit] = []
         with anyio.CancelScope(shield=True):  # what enters the pool is told and counted, even if the run ends meanwhile
             commits = await self._validation.commit_children(step, work)
             await self._pool.write(self._learn, step, commits)

@@ -15,7 +15,6 @@ from gepa.proposer.base import CandidateProposal
 
 from dspy_flashevolve.engine.budget import Reservation
 from dspy_flashevolve.engine.errors import RolloutUnresolvedError, RunAbortedError
-from dspy_flashevolve.engine.events import Speculated, SpeculationEnded
 from dspy_flashevolve.engine.replay import BEFORE_STEPS
 from dspy_flashevolve.engine.rollouts import gather
 from dspy_flashevolve.engine.steps import EndKind, Step, StepEnded
@@ -110,8 +109,8 @@ class Validation:
             found = await gather([
                 lambda one=one: self._child(step, *one, keys) for one in zip(proposals, bases, plans, strict=True)
             ])  # fmt: skip
-        except RolloutUnresolvedError as error:
-            await self.withdraw(step, keys, str(error))
+        except RolloutUnresolvedError:
+            await self.withdraw(keys)
             raise
         evaluations, handles = zip(*found, strict=True)
         calls = tuple(len(plan.missing) for plan in plans)
@@ -139,8 +138,6 @@ class Validation:
             key = await self.pool.write(self._release, proposal, base, replace(plan, missing=ids[:size]), fresh)
             if key is not None:
                 keys.append(key)
-                mean, best = against_best(self.pool, fresh.scores_by_val_id)
-                self._run.bus.emit(Speculated(self._run.clock(), step.number, key, mean, best))
             return fresh
 
         if self._run.lockstep or size == len(ids) or not self.pool.seed_confirmed:
@@ -172,12 +169,9 @@ class Validation:
 
     async def commit_children(self, step: Step, work: Validated) -> list[Commit]:
         """Put children into gepa's pool; one that fell behind its prefix leaves what was made from it stale."""
-        commits, ends = await self.pool.write(self._confirm_children, step, work)
-        for key, end, done in ends:
-            self._run.bus.emit(SpeculationEnded(self._run.clock(), step.number, key, end, done.score, done.candidate))
-        return commits
+        return await self.pool.write(self._confirm_children, step, work)
 
-    def _confirm_children(self, step: Step, work: Validated) -> tuple[list[Commit], list[tuple[int, str, Commit]]]:
+    def _confirm_children(self, step: Step, work: Validated) -> list[Commit]:
         waiting, best = self.pool.speculative, self.pool.best_score()
         proposals = tuple(
             proposal
@@ -186,26 +180,22 @@ class Validation:
             for proposal, base in zip(work.proposals, work.bases, strict=True)
         )
         commits = callbacks.commit(self.pool, step, replace(work, proposals=proposals))
-        ends: list[tuple[int, str, Commit]] = []
         for key, done in zip(work.keys, commits, strict=True):
             if key is not None:
                 waiting.confirm_late(key, done.candidate)
-                kept = best is None or done.score >= best
-                if not kept:
+                if best is not None and done.score < best:
                     waiting.fallen.add(key)
-                ends.append((key, "confirmed" if kept else "fell behind", done))
-        return commits, ends
+        return commits
 
-    async def withdraw(self, step: Step, keys: Sequence[int | None], reason: str) -> None:
+    async def withdraw(self, keys: Sequence[int | None]) -> None:
         """Take speculative candidates back, as if they had never been there; what was made from them is stale."""
 
-        def take_back(key: int) -> None:
-            if key in self.pool.speculative:  # else it went with one under it
-                self.pool.speculative.remove(key)
+        def take_back() -> None:
+            for key in keys:
+                if key is not None and key in self.pool.speculative:  # else it went with one under it
+                    self.pool.speculative.remove(key)
 
-        for key in [one for one in keys if one is not None]:
-            await self.pool.write(take_back, key)
-            self._run.bus.emit(SpeculationEnded(self._run.clock(), step.number, key, f"removed: {reason}", None, None))
+        await self.pool.write(take_back)
 
     def _affords(self, step: Step, calls: int) -> bool:
         """Whether the validations can be paid: by the budget, or by what is set aside for a head when there is none."""

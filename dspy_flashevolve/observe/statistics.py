@@ -11,15 +11,11 @@ from dspy_flashevolve.engine.events import (
     Committed,
     EndpointPaused,
     Event,
-    HeadEnded,
-    HeadLanded,
     Integrated,
     LimitChanged,
     Looked,
     RequestFinished,
     RolloutFinished,
-    Speculated,
-    SpeculationEnded,
     StageVisited,
     StepClosed,
     StepOpened,
@@ -27,7 +23,7 @@ from dspy_flashevolve.engine.events import (
 from dspy_flashevolve.engine.loop import LoopClock
 from dspy_flashevolve.engine.rollouts import Rollouts
 from dspy_flashevolve.engine.run import Outcome
-from dspy_flashevolve.engine.scheduler import SlotStatistics
+from dspy_flashevolve.engine.scheduler import SlotStatistics, StageVisit
 from dspy_flashevolve.engine.steps import EndKind
 
 MOST_STAGE_RECORDS = 10_000
@@ -37,115 +33,29 @@ REFLECTION_STAGES = ("propose", "integrate")
 
 
 @dataclass(frozen=True, slots=True)
-class CommitRecord:
-    """One change of the pool.
-
-    Args:
-        seconds: since the run began.
-        candidate: its index.
-        score: its aggregate validation score.
-        best_score: the pool's best after it.
-        gap: commits that its step had not seen.
-        generation: steps from the seed.
-    """
-
-    seconds: float
-    candidate: int
-    score: float
-    best_score: float
-    gap: int
-    generation: int
-
-
-@dataclass(frozen=True, slots=True)
-class IntegrationRecord:
-    """Children that were read together.
-
-    Args:
-        seconds: since the run began.
-        step: the one that carries the result.
-        members: steps whose children were read.
-        verdicts: (step, verdict, reason), one a child and component.
-        failed: why no reply could be read; empty when one was.
-    """
-
-    seconds: float
-    step: int
-    members: tuple[int, ...]
-    verdicts: tuple[tuple[int, str, str], ...]
-    failed: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class HeadRecord:
-    """An integrated candidate.
-
-    Args:
-        seconds: since the run began, when its screen ended.
-        head: its handle.
-        base: handle of the head below; None where it stands on a confirmed candidate.
-        base_candidate: index of that candidate, or of the head's nearest confirmed ancestor.
-        members: steps whose children are in it.
-        before, after: summed scores of its base and of itself on the same examples.
-        end: "failed its screen", "confirmed", "superseded", "rolled back" or "unfinished".
-        score: on the validation examples that decided; None where none did.
-        best: the pool's best on these.
-        candidate: its index in the pool; None unless it was confirmed.
-    """
-
-    seconds: float
-    head: int
-    base: int | None
-    base_candidate: int
-    members: tuple[int, ...]
-    before: float
-    after: float
-    end: str
-    score: float | None = None
-    best: float | None = None
-    candidate: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class ChangeRecord:
-    """Slots that a rule has changed: those of an endpoint, or of a stage.
+    """A part that a reflection added to a prompt, or took out of it, and what it is estimated to be worth.
 
     Args:
-        seconds: since the run began.
-        name: the endpoint, or the stage.
-        before, after: slots.
-        reason: a sentence for people.
-    """
-
-    seconds: float
-    name: str
-    before: int
-    after: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class StageRecord:
-    """A step's time in one stage, from its first request there to its last.
-
-    Args:
-        step: its number.
-        stage: the stage's name.
-        queued: when its first request came into the stage's queue, in seconds since the run began.
-        began: when that had a slot.
-        ended: when the last one was done.
+        step: whose child brought it.
+        component: the predictor's name.
+        part: the text that it puts in; empty where it only takes something out.
+        replaces: the text that goes out for it; empty for none.
+        effect: on a rollout's score.
+        error: standard error of the effect.
     """
 
     step: int
-    stage: str
-    queued: float
-    began: float
-    ended: float
+    component: str
+    part: str
+    replaces: str
+    effect: float
+    error: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStats:
-    """What a run on the engine did, whatever it evolved.
+    """What a run on the engine did, whatever it evolved. Seconds, also those of events, are since the run began.
 
     Args:
         schedule: "async" or "lockstep".
@@ -167,7 +77,6 @@ class RunStats:
         peak_slots: the most that were in use at once.
         occupancy: share of slot-seconds in use, 0 to 1, of the slots that there were by the limits of their time.
         busy_seconds_by_stage: slot-seconds.
-        waited_seconds_by_stage: summed over requests, in the stage's queue.
         gaps: place -> gap (version now less version seen) -> looks.
         shared_rollouts: rollouts that joined one in flight instead of being paid.
         retried_requests: requests that the provider asked to come back later.
@@ -198,7 +107,6 @@ class RunStats:
     peak_slots: int
     occupancy: float
     busy_seconds_by_stage: dict[str, float]
-    waited_seconds_by_stage: dict[str, float]
     gaps: dict[str, dict[int, int]]
     shared_rollouts: int
     retried_requests: int
@@ -207,11 +115,11 @@ class RunStats:
     tokens_by_stage: dict[str, int]
     cost_dollars: float
     generations: int
-    commits: list[CommitRecord] = field(default_factory=list[CommitRecord])
+    commits: list[Committed] = field(default_factory=list[Committed])
     looks: dict[str, int] = field(default_factory=dict[str, int])
-    limit_changes: list[ChangeRecord] = field(default_factory=list[ChangeRecord])
+    limit_changes: list[LimitChanged] = field(default_factory=list[LimitChanged])
     pauses: int = 0
-    stages: list[StageRecord] = field(default_factory=list[StageRecord])
+    stages: list[StageVisit] = field(default_factory=list[StageVisit])
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, ready for JSON."""
@@ -231,9 +139,8 @@ class AsyncStats(RunStats):
         integration_calls: LM calls of integrations.
         verdicts: orthogonal, subsumed, conflicting -> children judged so.
         integrations: every integration, in order, with the verdicts and their reasons.
-        heads: every integrated candidate that was screened as a head, in order, with what became of it.
-        speculated: candidates that could be selected before their validation was done, heads before their screen was.
-        speculation_ends: confirmed, fell behind, removed -> speculative candidates that are no heads.
+        changes: what reflections added to the head, in order, with what it is estimated to be worth; of the newest
+            base.
     """
 
     proposals: int
@@ -243,15 +150,8 @@ class AsyncStats(RunStats):
     reflection_calls: int
     integration_calls: int
     verdicts: dict[str, int] = field(default_factory=dict[str, int])
-    integrations: list[IntegrationRecord] = field(default_factory=list[IntegrationRecord])
-    heads: list[HeadRecord] = field(default_factory=list[HeadRecord])
-    speculated: int = 0
-    speculation_ends: dict[str, int] = field(default_factory=dict[str, int])
-
-    @property
-    def head_ends(self) -> dict[str, int]:
-        """confirmed, superseded, rolled back, failed its screen, unfinished -> heads."""
-        return dict(Counter(head.end for head in self.heads))
+    integrations: list[Integrated] = field(default_factory=list[Integrated])
+    changes: list[ChangeRecord] = field(default_factory=list[ChangeRecord])
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,25 +261,19 @@ class Recorder:
 
     def __init__(self, clock: LoopClock) -> None:
         self.clock = clock
-        self.steps = 0
+        self.steps = self.pauses = 0
         self.ended: dict[str, int] = {kind.value: 0 for kind in EndKind}
-        self.end_reasons = Counter[str]()
-        self.requests = Counter[str]()
-        self.tokens = Counter[str]()
+        self.end_reasons, self.looks = Counter[str](), Counter[str]()
+        self.requests, self.tokens = Counter[str](), Counter[str]()
         self.cost_dollars = 0.0
-        self.commits: list[CommitRecord] = []
-        self.looks = Counter[str]()
-        self.integrations: list[IntegrationRecord] = []
-        self.heads: dict[int, HeadRecord] = {}
-        self.speculated = 0
-        self.speculation_ends = Counter[str]()
-        self.limit_changes: list[ChangeRecord] = []
-        self.pauses = 0
-        self.stages: list[StageRecord] = []
+        self.commits: list[Committed] = []
+        self.integrations: list[Integrated] = []
+        self.limit_changes: list[LimitChanged] = []
+        self.stages: list[StageVisit] = []
 
     def __call__(self, event: Event) -> None:
         """Take one event."""
-        seconds = event.seconds - self.clock.began
+        event = replace(event, seconds=event.seconds - self.clock.began)
         if isinstance(event, RolloutFinished | RequestFinished):
             self.requests[event.stage] += 1
             self.tokens[event.stage] += event.tokens
@@ -389,79 +283,39 @@ class Recorder:
         elif isinstance(event, StageVisited):
             if len(self.stages) < MOST_STAGE_RECORDS:
                 queued, began = event.queued_seconds - self.clock.began, event.began_seconds - self.clock.began
-                self.stages.append(StageRecord(event.step, event.stage, queued, began, ended=seconds))
+                self.stages.append(StageVisit(event.step, event.stage, queued, began, ended=event.seconds))
         elif isinstance(event, StepClosed):
             self.ended[event.end.kind.value] += 1
             if event.end.kind is not EndKind.COMMITTED:
                 self.end_reasons[event.end.reason] += 1
         elif isinstance(event, Committed):
-            self.commits.append(
-                CommitRecord(seconds, event.candidate, event.score, event.best_score, event.gap, event.generation)
-            )
-        elif isinstance(event, Speculated):
-            self.speculated += 1
-        elif isinstance(event, SpeculationEnded):
-            self.speculation_ends[event.end.split(":")[0]] += 1
+            self.commits.append(event)
         elif isinstance(event, LimitChanged):
-            self.limit_changes.append(ChangeRecord(seconds, event.name, event.before, event.after, event.reason))
+            self.limit_changes.append(event)
         elif isinstance(event, EndpointPaused):
             self.pauses += 1
         elif isinstance(event, Looked):
             self.looks[event.decision] += 1
         elif isinstance(event, Integrated):
-            self.integrations.append(
-                IntegrationRecord(seconds, event.step, event.members, event.verdicts, event.failed)
-            )
-        elif isinstance(event, HeadLanded):
-            self.heads[event.head] = HeadRecord(
-                seconds,
-                event.head,
-                event.base,
-                event.base_candidate,
-                event.members,
-                event.before,
-                event.after,
-                end="unfinished" if event.passed else "failed its screen",
-            )
-        elif isinstance(event, HeadEnded) and event.head in self.heads:
-            self.heads[event.head] = replace(
-                self.heads[event.head], end=event.end, score=event.score, best=event.best, candidate=event.candidate
-            )
+            self.integrations.append(event)
 
-    def stats(
-        self,
-        *,
-        schedule: str,
-        seconds: float,
-        stop_reason: str,
-        outcome: Outcome,
-        metric_calls: int,
-        max_metric_calls: int | None,
-        slots: SlotStatistics,
-        gaps: dict[str, dict[int, int]],
-        rollouts: Rollouts,
-        retried_requests: int,
-    ) -> RunStats:
-        """The record of the run so far."""
+    def stats(self, *, outcome: Outcome, slots: SlotStatistics, rollouts: Rollouts, **figures: Any) -> RunStats:
+        """The record of the run so far.
+
+        Args:
+            figures: those of :class:`RunStats` that no event tells.
+        """
         return RunStats(
-            schedule=schedule,
-            seconds=seconds,
-            stop_reason=stop_reason,
-            failed=outcome == "failed",
             outcome=outcome,
+            failed=outcome == "failed",
             steps=self.steps,
             ended=dict(self.ended),
             end_reasons=dict(self.end_reasons),
-            metric_calls=metric_calls,
-            max_metric_calls=max_metric_calls,
             slots=slots.limit,
             peak_slots=slots.peak,
             occupancy=slots.busy_seconds / slots.limit_seconds if slots.limit_seconds else 0.0,
             busy_seconds_by_stage={name: one.served_seconds for name, one in slots.stages.items()},
-            waited_seconds_by_stage={name: one.waited_seconds for name, one in slots.stages.items()},
-            gaps=gaps,
             shared_rollouts=rollouts.shared,
-            retried_requests=retried_requests,
             timed_out_rollouts=rollouts.timed_out,
             requests_by_stage=dict(self.requests),
             tokens_by_stage=dict(self.tokens),
@@ -472,39 +326,26 @@ class Recorder:
             limit_changes=list(self.limit_changes),
             pauses=self.pauses,
             stages=list(self.stages),
+            **figures,
         )
 
-    def async_stats(
-        self,
-        of_run: RunStats,
-        *,
-        proposals: int,
-        reflection_calls: int,
-        integration_calls: int,
-    ) -> AsyncStats:
+    def async_stats(self, of_run: RunStats, **figures: Any) -> AsyncStats:
         """The same with what is GEPA's own.
 
         Args:
             of_run: what :meth:`stats` says.
-            proposals: children that the reflection wrote.
-            reflection_calls: reflections and integrations asked for.
-            integration_calls: LM calls of integrations.
+            figures: proposals, reflection_calls, integration_calls and changes of :class:`AsyncStats`.
         """
         minutes = of_run.seconds / 60
         reflection = sum(self.tokens[stage] for stage in REFLECTION_STAGES)
         return AsyncStats(
             **{one.name: getattr(of_run, one.name) for one in fields(of_run)},
-            proposals=proposals,
-            proposals_per_minute=proposals / minutes if minutes else 0.0,
+            **figures,
+            proposals_per_minute=figures["proposals"] / minutes if minutes else 0.0,
             task_tokens=sum(self.tokens.values()) - reflection,
             reflection_tokens=reflection,
-            reflection_calls=reflection_calls,
-            integration_calls=integration_calls,
             verdicts=dict(Counter(verdict for one in self.integrations for _, verdict, _ in one.verdicts)),
             integrations=list(self.integrations),
-            heads=list(self.heads.values()),
-            speculated=self.speculated,
-            speculation_ends=dict(self.speculation_ends),
         )
 
 
@@ -516,15 +357,7 @@ WORDS = {
 }
 
 
-def log_summary(
-    logger: logging.Logger,
-    stats: RunStats,
-    best_score: float | None,
-    error: bool = False,
-    *,
-    name: str = "AsyncGEPA",
-    made: str = "",
-) -> None:
+def log_summary(logger: logging.Logger, stats: AsyncStats, best_score: float | None, error: bool = False) -> None:
     """Say how a run ended, what it has found and what it has spent.
 
     INFO where it came to its end, WARNING where it was cancelled, ERROR where it failed or an error ended it.
@@ -532,17 +365,14 @@ def log_summary(
     Args:
         best_score: the pool's best; None where the seed was not validated.
         error: what aborted the run was an error.
-        name: of the optimizer.
-        made: what it has made, such as "12 proposals"; default its steps.
     """
     level = logging.ERROR if stats.failed or error else logging.INFO
     level = logging.WARNING if stats.outcome == "aborted" and not error else level
     logger.log(
         level,
-        "%s %s: %s, %d accepted, best score %s, %d of %s metric calls, %.1f s; %s.",
-        name,
+        "AsyncGEPA %s: %d proposals, %d accepted, best score %s, %d of %s metric calls, %.1f s; %s.",
         WORDS[stats.outcome],
-        made or f"{stats.steps} steps",
+        stats.proposals,
         stats.ended["committed"],
         "unknown" if best_score is None else f"{best_score:.4g}",
         stats.metric_calls,

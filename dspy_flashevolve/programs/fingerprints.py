@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import re
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, cast
@@ -189,7 +188,6 @@ def open_journal(
         journal.append(
             "sessions",
             id=journal.session,
-            began_at=time.time(),
             pid=os.getpid(),
             settings={**settings_of(optimizer), "versions": packages},
             fingerprints=now,

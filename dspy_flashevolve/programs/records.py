@@ -9,8 +9,11 @@ from __future__ import annotations
 import copy
 import json
 import math
+import pickle
 import sys
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, is_dataclass
+from enum import Enum
 from typing import Any, Generic, TypeVar, cast
 
 import dspy
@@ -18,6 +21,7 @@ from dspy.teleprompt.bootstrap_trace import FailedPrediction
 from pydantic import BaseModel
 from pydantic_core import to_jsonable_python
 
+from dspy_flashevolve.engine.errors import RunDirectoryError
 from dspy_flashevolve.engine.rollouts import Rollout, Spent
 
 REMEMBERED = 64
@@ -61,20 +65,6 @@ class RolloutRecords:
         self._code = code
         self._predictors: dict[tuple[tuple[str, str], ...], dict[str, Any]] = {}
 
-    def output(self, rollout: Rollout) -> str:
-        """What the program returned; whatever it is, since it is only shown."""
-        try:
-            return json.dumps(encoded(rollout.output))
-        except Exception:
-            value: Any = rollout.output
-        try:
-            fields = dict(value.items()) if isinstance(value, dspy.Prediction) else {"text": str(value)}
-            plain: dict[str, Any] = to_jsonable_python(fields, fallback=repr, inf_nan_mode="strings")
-            return json.dumps({"p": {name: encoded(one) for name, one in plain.items()}})
-        except Exception as error:  # bytes that are no text, a cycle, a repr that raises
-            said = f"a {type(value).__name__} that cannot be written down: {type(error).__name__}"
-            return json.dumps({"p": {"text": said}})
-
     def trace(self, candidate: dict[str, str], rollout: Rollout) -> str | None:
         """What reflection reads of a rollout, "null" where there is nothing to read; None where it cannot be kept."""
         if rollout.trajectory is None:
@@ -93,13 +83,6 @@ class RolloutRecords:
             }
             return json.dumps({**kept, "trace": steps})
         except Exception:
-            return None
-
-    def read_output(self, text: str | None) -> Any:
-        """An output, as far as it was kept: it is only shown."""
-        try:
-            return None if text is None else decoded(json.loads(text))
-        except InexactError:
             return None
 
     def read_trace(self, candidate: dict[str, str], example: Any, text: str) -> Any:
@@ -163,7 +146,7 @@ class ProgramRecord:
     def write(self, rollout: Rollout) -> tuple[str, str | None]:
         """Output and trace as text."""
         trace = self._records.trace(self._candidate, rollout) if self._traced else None
-        return self._records.output(rollout), trace
+        return output_text(rollout.output), trace
 
     def read(self, row: Any) -> Rollout | None:
         """The rollout in a row; None where its trace is needed, and could not be kept."""
@@ -176,7 +159,7 @@ class ProgramRecord:
             except Exception:
                 if self._needs_trace:
                     return None
-        output = self._records.read_output(row["output"])
+        output = output_in(row["output"])
         return Rollout(output, float(row["score"]), json.loads(row["objective_scores"]), trajectory)
 
 
@@ -205,6 +188,38 @@ class ReplyText:
             return Asked(decoded(json.loads(text)))
         except InexactError:
             return None
+
+
+def output_text(output: Any) -> str:
+    """What a program returned, as text; whatever it is, since it is only shown."""
+    try:
+        return json.dumps(encoded(output))
+    except Exception:
+        pass
+    try:
+        fields = dict(output.items()) if isinstance(output, dspy.Prediction) else {"text": str(output)}
+        plain: dict[str, Any] = to_jsonable_python(fields, fallback=repr, inf_nan_mode="strings")
+        return json.dumps({"p": {name: encoded(one) for name, one in plain.items()}})
+    except Exception as error:  # bytes that are no text, a cycle, a repr that raises
+        said = f"a {type(output).__name__} that cannot be written down: {type(error).__name__}"
+        return json.dumps({"p": {"text": said}})
+
+
+def output_in(text: str | None) -> Any:
+    """An output, as far as :func:`output_text` could keep it."""
+    try:
+        return None if text is None else decoded(json.loads(text))
+    except InexactError:
+        return None
+
+
+def kept(output: Any, write: Callable[[Any], object]) -> Any:
+    """An output, where ``write`` can write it; else as far as :func:`output_text` can keep it."""
+    try:
+        write(output)
+    except Exception:
+        return output_in(output_text(output))
+    return output
 
 
 def _name_of(predictor: Any, known: dict[str, Any]) -> str:
@@ -283,3 +298,50 @@ def _model_named(module: str, qualified: str) -> type[BaseModel] | None:
     for part in qualified.split("."):
         found = getattr(found, part, None)
     return found if isinstance(found, type) and issubclass(found, BaseModel) else None
+
+
+# gepa's checkpoint is a pickle: what somebody else put there must not run.
+
+DATA = {
+    "builtins": {"set", "frozenset", "bytearray", "complex", "list", "dict", "tuple", "int", "float", "str", "bool"},
+    "collections": {"OrderedDict", "defaultdict", "Counter", "deque"},
+    "datetime": {"date", "datetime", "time", "timedelta", "timezone"},
+    "decimal": {"Decimal"},
+    "fractions": {"Fraction"},
+    "uuid": {"UUID"},
+    "dspy.primitives.prediction": {"Completions"},
+    "numpy": {"dtype", "ndarray"},
+    "numpy.core.multiarray": {"scalar", "_reconstruct"},
+    "numpy._core.multiarray": {"scalar", "_reconstruct"},
+}
+"""Module -> what a checkpoint may name of it, beside classes of which :func:`_holds_data` says yes."""
+
+
+class DataUnpickler(pickle.Unpickler):
+    """Reads a pickle that names nothing but classes that hold data, all of them imported already.
+
+    Raises:
+        RunDirectoryError: it names something else.
+    """
+
+    def find_class(self, module_name: str, global_name: str, /) -> Any:
+        if global_name in DATA.get(module_name, ()):
+            return super().find_class(module_name, global_name)
+        found: Any = sys.modules.get(module_name)
+        for part in global_name.split("."):
+            found = getattr(found, part, None)
+        if _holds_data(found):
+            return found
+        raise RunDirectoryError(
+            f"it names {module_name}.{global_name}, which is no class for data that this process has imported, and is "
+            "not run. Import what defines it, or, if you trust the file, allow code in it by "
+            "gepa_kwargs={'use_cloudpickle': True}"
+        )
+
+
+def _holds_data(found: Any) -> bool:
+    if not isinstance(found, type):
+        return False
+    if issubclass(found, BaseModel | dspy.Example | Enum) or (issubclass(found, tuple) and hasattr(found, "_fields")):
+        return True
+    return is_dataclass(found) and not hasattr(found, "__post_init__")

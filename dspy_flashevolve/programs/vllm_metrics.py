@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -55,46 +56,35 @@ def metrics_url(api_base: str) -> str | None:
     return f"{parts.scheme}://{parts.netloc}{path}/metrics"
 
 
-class VllmMetrics:
-    """Asks a server how full it is, as long as it answers like vLLM.
+async def watch(url: str, report: Callable[[float, float, float], None], every_seconds: float = 1.0) -> None:
+    """Ask a server how full it is, as long as it answers like vLLM, or until this is cancelled. Raises nothing.
 
     Args:
         url: of ``/metrics``.
         report: called with requests waiting, requests running and the share of the KV cache in use.
         every_seconds: between two questions.
     """
+    import httpx  # takes a moment to import, and only endpoints with an address need it
 
-    def __init__(self, url: str, report: Callable[[float, float, float], None], every_seconds: float = 1.0) -> None:
-        self._url = url
-        self._report = report
-        self._every_seconds = every_seconds
-
-    async def run(self) -> None:
-        """Ask until it is cancelled, or the server turns out to be something else. Raises nothing."""
-        try:
-            await self._ask()
-        except Exception as error:  # a proxy or a certificate that httpx cannot use is no reason to end a run
-            logger.debug("No gauges from %s: %s", self._url, error)
-
-    async def _ask(self) -> None:
-        import httpx  # takes a moment to import, and only endpoints with an address need it
-
-        failures, answered = 0, False
+    failures, answered = 0, False
+    try:
         async with httpx.AsyncClient(timeout=READ_SECONDS) as client:
             while failures < (MOST_FAILURES if answered else 1):
                 try:
-                    reply = await client.get(self._url)
+                    reply = await client.get(url)
                     gauges = gauges_in(reply.text) if reply.status_code == 200 else None
                 except (httpx.HTTPError, httpx.InvalidURL, UnicodeError):
                     gauges = None
                 failures = failures + 1 if gauges is None else 0
                 if gauges is not None:
                     answered = True
-                    self._report(*gauges)
-                await anyio.sleep(self._every_seconds)
+                    report(*gauges)
+                await anyio.sleep(every_seconds)
+    except Exception as error:  # a proxy or a certificate that httpx cannot use is no reason to end a run
+        logger.debug("No gauges from %s: %s", url, error)
 
 
 def watchers(endpoints: Endpoints) -> list[Callable[[], Coroutine[Any, Any, None]]]:
     """What reads the gauges of all endpoints that have an address, to be run beside the run."""
     urls = {name: metrics_url(name) for name in endpoints.names}
-    return [VllmMetrics(url, endpoints.endpoint(name).gauge).run for name, url in urls.items() if url is not None]
+    return [partial(watch, url, endpoints.endpoint(name).gauge) for name, url in urls.items() if url is not None]

@@ -10,7 +10,7 @@ import dspy
 from benchmarks import adaptive_slots
 from benchmarks.adaptive_slots import Kept, Slots
 from benchmarks.results import Result
-from dspy_flashevolve.observe.statistics import ChangeRecord
+from dspy_flashevolve.engine.events import LimitChanged
 from tests.fakes import Chain, digits, examples, reflection_lm
 
 
@@ -19,7 +19,7 @@ def result(tokens: float) -> Result:
 
 
 def finished(slots: Slots) -> Slots:
-    changes = [ChangeRecord(0.5, "e", 1, 2, "it binds"), ChangeRecord(9.0, "e", 2, 1, "refused")]
+    changes = [LimitChanged(0.5, "e", 1, 2, "it binds"), LimitChanged(9.0, "e", 2, 1, "refused")]
     stats: Any = SimpleNamespace(limit_changes=changes, peak_slots=2, retried_requests=1, pauses=0)
     slots.kept.append(Kept({}, 1, stats))
     return slots

@@ -17,7 +17,8 @@ from benchmarks.tasks import TASKS, task_kind
 from benchmarks.trajectory import Point, Trajectory
 from benchmarks.virtual import Heads, Setting, VirtualRun, run_virtually
 from dspy_flashevolve import AsyncGEPA, CombeeReflection, Guarded, Reflective, Workflow
-from dspy_flashevolve.observe.statistics import CommitRecord, HeadRecord
+from dspy_flashevolve.engine.events import Committed
+from dspy_flashevolve.observe.statistics import HeadRecord
 
 SMALL = Setting(train=12, val=12)
 
@@ -116,10 +117,10 @@ def test_only_what_was_paid_within_the_limit_counts() -> None:
 def test_heads_and_commits_after_the_limit_do_not_count() -> None:
     ends = [(2.0, "confirmed", 1), (3.0, "rolled back", None), (4.0, "confirmed", 2), (11.0, "confirmed", 3)]
     heads = [
-        HeadRecord(seconds, number, None, 0, (number,), 1.0, 2.0, end, candidate=candidate)
+        HeadRecord(seconds, number, number, None, 0, (number,), True, 1.0, 2.0, end, candidate=candidate)
         for number, (seconds, end, candidate) in enumerate(ends)
     ]
-    commits = [CommitRecord(seconds, i, 0.5, 0.5, 0, 1) for i, seconds in ((1, 6.0), (2, 10.5), (3, 12.0))]
+    commits = [Committed(seconds, i, i, 0, i, 0.5, 0.5, 1) for i, seconds in ((1, 6.0), (2, 10.5), (3, 12.0))]
     stats: Any = SimpleNamespace(heads=heads, commits=commits)
     run = VirtualRun(Limits(64, 0, seconds=10.0), seconds=12.0, stats=stats)
     assert run.heads == Heads(confirmed=1, rolled_back=1, unfinished=1)

@@ -21,8 +21,9 @@ from benchmarks.trajectory import Point, Recorder, Trajectory
 from benchmarks.variants import variant
 from benchmarks.virtual import Reading, Setting, VirtualRun, run_virtually
 from dspy_flashevolve import Workflow
+from dspy_flashevolve.engine.events import Committed
 from dspy_flashevolve.engine.workflow import BARRIERS
-from dspy_flashevolve.observe.statistics import CommitRecord, HeadRecord
+from dspy_flashevolve.observe.statistics import HeadRecord
 from dspy_flashevolve.sim.batching import Load
 
 SMALL = Setting(train=6, val=6)
@@ -288,10 +289,10 @@ def test_the_slots_in_use_are_sampled_up_to_the_limit() -> None:
 def test_a_candidate_lands_the_proposals_of_its_integration_and_of_those_under_it() -> None:
     ends = [("confirmed", 1, 3, None), ("superseded", None, 2, None), ("rolled back", None, 4, 0.5)]
     heads = [
-        HeadRecord(2.0, key, None, 0, tuple(range(members)), 1.0, 2.0, end, best=best, candidate=candidate)
+        HeadRecord(2.0, key, key, None, 0, tuple(range(members)), True, 1.0, 2.0, end, best=best, candidate=candidate)
         for key, (end, candidate, members, best) in enumerate(ends)
     ]
-    commits = [CommitRecord(seconds, i, 0.5, 0.5, 0, 1) for i, seconds in ((1, 6.0), (2, 8.0), (3, 11.0))]
+    commits = [Committed(seconds, i, i, 0, i, 0.5, 0.5, 1) for i, seconds in ((1, 6.0), (2, 8.0), (3, 11.0))]
     stats: Any = SimpleNamespace(heads=heads, commits=commits)
     run = VirtualRun(Limits(64, 0, seconds=10.0), Trajectory(), seconds=12.0, stats=stats)
     assert run.landed == 3 + 2 + 1, "a head of three, one of two under it, and a candidate of its own"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import pickle
 import shutil
 import sqlite3
 import subprocess
@@ -197,6 +199,106 @@ def test_a_journal_without_its_checkpoint_is_refused(directory: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"gepa_state.bin is missing"):
         compiled(directory, metric=metric, calls=100)
     assert metric.calls == 0
+
+
+def test_a_damaged_checkpoint_is_refused_with_the_ways_out(directory: Path) -> None:
+    path = directory / "gepa_state.bin"
+    whole = path.read_bytes()
+    for damaged in (b"", whole[: len(whole) // 2], b"notes of mine", pickle.dumps(["no state"]), pickle.dumps({})):
+        path.write_bytes(damaged)
+        refused(
+            directory, r"gepa_state.bin cannot be read: .* damaged. Put a copy .* another log_dir", metric=Counted()
+        )
+    path.write_bytes(whole)
+    assert compiled(directory, metric=Counted(), calls=100).detailed_results.total_metric_calls > 60
+
+
+class Planted:
+    """Makes a file when it is read."""
+
+    def __init__(self, call: Any, *arguments: Any) -> None:
+        self.call, self.arguments = call, arguments
+
+    def __reduce__(self) -> Any:
+        return self.call, self.arguments
+
+
+@pytest.mark.parametrize("journal", [True, False])
+def test_a_planted_checkpoint_is_refused_and_does_not_run(directory: Path, tmp_path: Path, journal: bool) -> None:
+    path, made = directory / "gepa_state.bin", tmp_path / "made"
+    state = pickle.loads(path.read_bytes())
+    if not journal:
+        journal_of(directory).unlink()
+    calls = [(os.mkdir, str(made)), (exec, f"open({str(made)!r}, 'w')"), (subprocess.Popen, ["touch", str(made)])]
+    for call in calls:
+        path.write_bytes(pickle.dumps({**state, "adapter_state": {"x": Planted(*call)}}))
+        refused(directory, r"it names (posix|nt|builtins|subprocess)\.\w+, .* is not run", metric=Counted())
+    assert not made.exists()
+
+
+@pytest.mark.parametrize("more", [{"track_best_outputs": True}, {"gepa_kwargs": {"cache_evaluation": True}}])
+def test_outputs_that_cannot_be_pickled_end_no_run_and_come_back(tmp_path: Path, more: dict[str, Any]) -> None:
+    """Those of a predictor whose signature was made from a string have that in them, which no pickle can name."""
+    student = dspy.Predict("question -> answer")
+    first = compiled(tmp_path, student=student, calls=40, **more)
+    again = compiled(tmp_path, student=student, calls=60, **more)
+    assert again.detailed_results.total_metric_calls > first.detailed_results.total_metric_calls
+    for details in (first.detailed_results, again.detailed_results) if "track_best_outputs" in more else ():
+        outputs = [output for found in details.best_outputs_valset.values() for _, output in found]
+        assert len(outputs) >= len(VAL)
+        assert all(output.answer for output in outputs)
+    assert problems(tmp_path) == []
+
+
+def test_outputs_that_json_does_not_have_end_no_run(tmp_path: Path) -> None:
+    """gepa writes the best outputs into the directory, those of the seed before anything else."""
+    student, calls = Told({(1, 2): "keys that are no text"}), [40, 60]
+    details = [
+        compiled(tmp_path, student=student, calls=number, track_best_outputs=True).detailed_results for number in calls
+    ]
+    assert details[1].total_metric_calls > details[0].total_metric_calls
+    assert all(found[0][1].answer for found in details[1].best_outputs_valset.values())
+    assert problems(tmp_path) == []
+
+
+def test_a_checkpoint_with_code_is_read_where_that_was_asked_for(tmp_path: Path) -> None:
+    """cloudpickle writes a function into it, as it does with classes of a script."""
+    tracked = {"track_best_outputs": True, "student": Told(), "gepa_kwargs": {"use_cloudpickle": True}}
+    compiled(tmp_path, calls=40, **tracked)
+    refused(tmp_path, "it names cloudpickle.*use_cloudpickle", **{**tracked, "gepa_kwargs": {}}, metric=digits)
+    details = compiled(tmp_path, calls=60, **tracked).detailed_results
+    assert details.best_outputs_valset[0][0][1].more() == "called"
+
+
+class Told(dspy.Module):
+    """Returns something beside its answer; by default a function."""
+
+    def __init__(self, more: Any = None) -> None:
+        super().__init__()
+        self.more = more
+        self.step = dspy.Predict("question -> answer")
+
+    async def aforward(self, question: str) -> dspy.Prediction:
+        done = await self.step.acall(question=question)
+        return self.told(done.answer)
+
+    def forward(self, question: str) -> dspy.Prediction:
+        return self.told(self.step(question=question).answer)
+
+    def told(self, answer: str) -> dspy.Prediction:
+        return dspy.Prediction(answer=answer, more=self.more or (lambda: "called"))
+
+
+@pytest.mark.parametrize("awaited", [False, True])
+def test_a_tracker_that_cannot_begin_leaves_the_directory_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, awaited: bool
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)  # not installed
+    settings = {"max_metric_calls": 60, "reflection_lm": reflection_lm(), "log_dir": str(tmp_path), "staleness": "full"}
+    tracked, data = AsyncGEPA(digits, use_wandb=True, **settings), {"trainset": TRAIN, "valset": VAL}  # type: ignore[arg-type]
+    with pytest.raises(ImportError):
+        asyncio.run(tracked.acompile(Chain(), **data)) if awaited else tracked.compile(Chain(), **data)
+    assert compiled(tmp_path).detailed_results.total_metric_calls > 0
 
 
 FULL = """

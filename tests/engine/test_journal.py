@@ -20,7 +20,7 @@ from dspy_flashevolve.cli import main
 from dspy_flashevolve.engine import journal as module
 from dspy_flashevolve.engine.check import check
 from dspy_flashevolve.engine.errors import JournalError, RunDirectoryError
-from dspy_flashevolve.engine.journal import FILE, SCHEMA_VERSION, TABLES, Journal, checked
+from dspy_flashevolve.engine.journal import COLUMNS, FILE, SCHEMA_VERSION, Journal, checked
 from dspy_flashevolve.engine.redaction import MARK, Redaction, secrets_in
 from dspy_flashevolve.engine.replay import hash_of
 from dspy_flashevolve.observe.lineage import tree
@@ -252,7 +252,7 @@ def test_the_page_has_every_table_with_its_columns_and_its_queries_run(filled: P
     page = (Path(__file__).parents[2] / "docs" / "journal.md").read_text(encoding="utf-8")
     assert f"Version {SCHEMA_VERSION} of the schema" in page
     described = re.findall(r"^\| `(\w+)` \| .* \| (.*) \|$", page, re.MULTILINE)
-    assert {name for name, _ in described} == TABLES
+    assert {name for name, _ in described} == set(COLUMNS)
     with closing(sqlite3.connect(filled / FILE)) as connection:
         for name, columns in described:
             names = [row[1] for row in connection.execute(f"PRAGMA table_info({name})")]

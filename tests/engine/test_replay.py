@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from dspy_flashevolve.engine.admission import LiveSteps
 from dspy_flashevolve.engine.check import check
+from dspy_flashevolve.engine.events import RequestFinished, StepClosed
 from dspy_flashevolve.engine.journal import Journal
 from dspy_flashevolve.engine.redaction import MARK, Redaction
 from dspy_flashevolve.engine.replay import BEFORE_STEPS, RunJournal, Unfinished, hash_of, id_text
@@ -157,6 +158,23 @@ def test_a_call_that_came_back_without_a_score_is_taken_back(tmp_path: Path) -> 
     journal = session(tmp_path)
     assert journal.spent == 8
     closed(journal)
+
+
+def test_requests_and_dollars_of_a_session_that_was_killed_count_to_the_last_one(tmp_path: Path) -> None:
+    """Also those whose answer was of no use, after the last end of a step, and all of earlier sessions."""
+    for before in (0, 1):
+        journal = session(tmp_path)
+        assert (journal.requests_before, journal.dollars_before) == (3 * before, pytest.approx(0.75 * before))
+        journal(RequestFinished(1.0, 0, "propose", 1.0, 10, 0.25))
+        journal.replied(0, "propose", "0", "an answer", 10, 0.25)
+        journal(StepClosed(2.0, 2 * before, End(EndKind.REJECTED, ""), 0))
+        journal(RequestFinished(3.0, 1, "propose", 1.0, 10, 0.125, error="unreadable"))
+        journal(RequestFinished(4.0, 1, "integrate", 1.0, 10, 0.125))
+        journal.finished(KEY, "rollout", 1, Rollout("out", 0.5, cost_dollars=0.25), ("", None), 1.0, 1)
+        journal.journal.close()  # no end of the session is written
+    killed = session(tmp_path)
+    assert (killed.requests_before, killed.dollars_before) == (6, pytest.approx(1.5))
+    killed.journal.close()
 
 
 def test_a_step_whose_texts_had_a_secret_taken_out_fails_and_runs_no_more(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from dspy_flashevolve.engine.budget import Budget, Reservation
 from dspy_flashevolve.engine.errors import ConfigurationError
 from dspy_flashevolve.engine.steps import Step, rng_of
 from dspy_flashevolve.gepa.speculative import SpeculativeCandidates
+from tests.contract.surface import Heard
 from tests.gepa.pools import EXAMPLES, commit, frontier, pool_of
 
 SCORES = st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0]), min_size=EXAMPLES, max_size=EXAMPLES)
@@ -59,6 +60,23 @@ def test_gepas_code_sees_the_iteration_of_the_step_it_acts_for() -> None:
         pool.state.full_program_trace[-1]["mark"] = True
     assert pool.state.i == 2
     assert [entry.get("mark") for entry in pool.state.full_program_trace] == [None, True, None]
+    pool.close()
+
+
+@pytest.mark.parametrize("ends", ["finish", "fail"])
+def test_what_callbacks_heard_begin_has_an_end_also_where_a_stop_came_during_the_selection(ends: str) -> None:
+    pool, heard = pool_of(), Heard()
+    pool.callbacks = [heard]
+    for number in range(3):
+        pool.begin_step(step_of(number))
+    pool.end_step(step_of(1), accepted=True)
+    if ends == "finish":
+        pool.finish()
+    else:
+        pool.fail(RuntimeError("the run was ended"))
+    ended = [(event["iteration"], event["proposal_accepted"]) for event in heard.of("on_iteration_end")]
+    assert ended == [(2, True), (1, False), (3, False)]
+    assert sorted(one for one, _ in ended) == [event["iteration"] for event in heard.of("on_iteration_start")]
     pool.close()
 
 

@@ -30,7 +30,7 @@ from dspy_flashevolve.engine.scheduler import Scheduler
 from dspy_flashevolve.programs.faults import raise_provider_fault, retry_after_of
 from dspy_flashevolve.programs.lm import LanguageModels, endpoint_of, endpoints_of
 from dspy_flashevolve.programs.runner import answers_asynchronously
-from dspy_flashevolve.programs.vllm_metrics import VllmMetrics, watchers
+from dspy_flashevolve.programs.vllm_metrics import watch, watchers
 from dspy_flashevolve.sim import PROFILES, SimServer
 from dspy_flashevolve.sim.virtual import SimulatedModel, run
 from tests.engine.stepped import Asker
@@ -542,7 +542,7 @@ def test_task_and_reflection_models_of_one_server_share_its_limit(narrow: SimSer
 async def gauges_of(url: str, seconds: float) -> list[tuple[float, ...]]:
     seen: list[tuple[float, ...]] = []
     with anyio.move_on_after(seconds):
-        await VllmMetrics(url, lambda *gauges: seen.append(gauges), every_seconds=0.02).run()
+        await watch(url, lambda *gauges: seen.append(gauges), every_seconds=0.02)
         seen.append(())
     return seen
 

@@ -16,7 +16,16 @@ from pydantic import BaseModel
 
 from dspy_flashevolve.engine.rollouts import Rollout
 from dspy_flashevolve.programs.fingerprints import differences, fingerprints_of
-from dspy_flashevolve.programs.records import Asked, InexactError, ReplyText, RolloutRecords, decoded, encoded
+from dspy_flashevolve.programs.records import (
+    Asked,
+    InexactError,
+    ReplyText,
+    RolloutRecords,
+    decoded,
+    encoded,
+    output_in,
+    output_text,
+)
 from tests.fakes import Chain, digits, examples
 
 
@@ -126,7 +135,7 @@ def test_a_trace_with_a_value_that_json_does_not_have_is_not_kept_but_the_output
     rollout.output.tool = Thing()
     records = RolloutRecords(student)
     assert records.trace(candidate, rollout) is None
-    kept = records.read_output(records.output(rollout))
+    kept = output_in(output_text(rollout.output))
     assert kept.answer == "3 3"
     assert "Thing" in kept.tool
 
@@ -199,7 +208,7 @@ CYCLE.append(CYCLE)
 def test_an_output_that_cannot_be_written_down_costs_the_run_nothing(value: Any) -> None:
     records = RolloutRecords(Chain(1))
     for output in (value, dspy.Prediction(answer=value)):
-        assert records.read_output(records.output(Rollout(output, 1.0))) is not None
+        assert output_in(output_text(output)) is not None
         trajectory = {"trace": [], "prediction": output, "score": 1.0}
         records.trace({"steps[0]": "x"}, Rollout(output, 1.0, {}, trajectory))
         ReplyText("0").write(Asked(output))
