@@ -241,7 +241,7 @@ def test_outputs_that_cannot_be_pickled_end_no_run_and_come_back(tmp_path: Path,
     """Those of a predictor whose signature was made from a string have that in them, which no pickle can name."""
     student = dspy.Predict("question -> answer")
     first = compiled(tmp_path, student=student, calls=40, **more)
-    again = compiled(tmp_path, student=student, calls=60, **more)
+    again = compiled(tmp_path, student=student, calls=150, **more)
     assert again.detailed_results.total_metric_calls > first.detailed_results.total_metric_calls
     for details in (first.detailed_results, again.detailed_results) if "track_best_outputs" in more else ():
         outputs = [output for found in details.best_outputs_valset.values() for _, output in found]
@@ -252,7 +252,7 @@ def test_outputs_that_cannot_be_pickled_end_no_run_and_come_back(tmp_path: Path,
 
 def test_outputs_that_json_does_not_have_end_no_run(tmp_path: Path) -> None:
     """gepa writes the best outputs into the directory, those of the seed before anything else."""
-    student, calls = Told({(1, 2): "keys that are no text"}), [40, 60]
+    student, calls = Told({(1, 2): "keys that are no text"}), [40, 150]
     details = [
         compiled(tmp_path, student=student, calls=number, track_best_outputs=True).detailed_results for number in calls
     ]
