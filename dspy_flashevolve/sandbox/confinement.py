@@ -168,6 +168,8 @@ def confine(layers: Layers, limits: Limits, scratch: str, owner: tuple[int, int]
     if layers.namespaces:
         linux.map_identity(*owner)
         linux.keep_mounts_to_oneself()
+        with contextlib.suppress(OSError):  # an older kernel: seccomp refuses the changes, too
+            linux.let_nothing_be_changed()
         linux.cover("/proc", 4096)
         linux.cover(scratch, limits.scratch_bytes, 0o700)
     os.chdir(scratch)
