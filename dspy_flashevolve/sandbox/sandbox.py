@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -38,7 +36,6 @@ class _Started:
 
     process: subprocess.Popen[bytes]
     control: socket.socket
-    scratch: str
     missing: tuple[str, ...] = ()
     endings: dict[int, asyncio.Future[Ending]] = field(default_factory=dict[int, "asyncio.Future[Ending]"])
 
@@ -238,19 +235,18 @@ def accepted_layers(names: Iterable[str]) -> tuple[str, ...]:
 def _launched(without: tuple[str, ...]) -> _Started:
     control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     control.setblocking(False)
-    scratch = os.path.realpath(tempfile.mkdtemp(prefix="flashevolve-"))
     nothing, number = subprocess.DEVNULL, theirs.fileno()
     with theirs:
         process = subprocess.Popen(
-            [sys.executable, "-I", "-c", _START, _ROOT, str(number), scratch, *without],
-            env={},
+            [sys.executable, "-I", "-c", _START, _ROOT, str(number), *without],
+            env={"TMPDIR": tempfile.gettempdir()},
             pass_fds=[number],
             cwd="/",
             stdin=nothing,
             stdout=nothing,
             start_new_session=True,
         )
-    return _Started(process, control, scratch)
+    return _Started(process, control)
 
 
 def _reap(server: _Started) -> None:
@@ -259,4 +255,3 @@ def _reap(server: _Started) -> None:
     except subprocess.TimeoutExpired:
         server.process.kill()
         server.process.wait()
-    shutil.rmtree(server.scratch, ignore_errors=True)

@@ -15,6 +15,7 @@ import shutil
 import signal
 import socket
 import sys
+import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -160,12 +161,14 @@ def _tasks_of(uid: int) -> int:
     return count
 
 
-def main(control_number: int, scratch: str, *without: str) -> None:
-    """Be the fork server. Started by the host with an empty environment, as ``python -I -c``.
+def main(control_number: int, *without: str) -> None:
+    """Be the fork server. Started by the host with nothing but ``TMPDIR`` in its environment, as ``python -I -c``.
+
+    Its directory lies in a file system of its own where it can have one, and is removed when it ends, however the host
+    has ended.
 
     Args:
         control_number: the file number of the control socket.
-        scratch: an empty directory of this run's, which the host removes.
         without: layers to leave out.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the host to hear, which closes the control socket
@@ -173,7 +176,15 @@ def main(control_number: int, scratch: str, *without: str) -> None:
     roots = confinement.readable_roots()
     sys.path[:] = [path for path in sys.path if any(Path(path).is_relative_to(root) for root in roots)]
     if "namespaces" not in without:
-        confinement.hide_others_files([*roots, scratch])
+        confinement.hide_others_files(roots)
+    scratch = os.path.realpath(tempfile.mkdtemp(prefix="flashevolve-"))
+    try:
+        _serve(control, scratch, without)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _serve(control: socket.socket, scratch: str, without: tuple[str, ...]) -> None:
     user = "user" not in without and confinement.become_nobody(scratch)
     linux.adopt_orphans()
     os.environ.update(DSPY_CACHEDIR=os.path.join(scratch, "cache"), LITELLM_LOCAL_MODEL_COST_MAP="True", HOME=scratch)
@@ -182,8 +193,9 @@ def main(control_number: int, scratch: str, *without: str) -> None:
     gc.collect()
     gc.freeze()
     layers = confinement.probe_layers(user, scratch, without)
-    control.send(json.dumps({"ready": {"layers": asdict(layers)}}).encode())
     zygote = Zygote(control, layers, scratch)
+    with contextlib.suppress(BrokenPipeError):  # the host has gone already
+        control.send(json.dumps({"ready": {"layers": asdict(layers)}}).encode())
     try:
         zygote.serve()
     finally:
