@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from enum import EnumMeta
 from functools import lru_cache
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import dspy
 from dspy.adapters.base import Adapter
@@ -55,8 +55,6 @@ class Harness(Flex):  # pyright: ignore[reportGeneralTypeIssues,reportUntypedBas
         module_src: the source of one subclass of ``dspy.Module``. Default: that of ``dspy.Flex``, one ``dspy.Predict``.
         memory: JSON that is the module's ``memory``; None leaves it as its constructor makes it.
         limits: of each call.
-        sandbox: "process" (Linux), or "deno": dspy's own interpreter, where Deno is installed; it runs a subset of
-            Python, without memory, and ``limits.lm_calls`` is its only limit.
         accept_missing_protection: layers of the process sandbox that this machine may lack, as of
             :class:`AsyncMetaHarness`.
 
@@ -74,13 +72,9 @@ class Harness(Flex):  # pyright: ignore[reportGeneralTypeIssues,reportUntypedBas
         *,
         memory: Any = None,
         limits: Limits | None = None,
-        sandbox: Literal["process", "deno"] = "process",
         accept_missing_protection: Iterable[str] = (),
     ) -> None:
-        if sandbox not in ("process", "deno"):
-            raise ConfigurationError(f"sandbox is {sandbox!r}, expected 'process' or 'deno'.")
         self.limits = limits or Limits()
-        self.sandbox = sandbox
         self.accept_missing_protection = accepted_layers(accept_missing_protection)
         self.memory = as_json(memory)
         super().__init__(signature, max_predictor_calls=self.limits.lm_calls)
@@ -109,14 +103,10 @@ class Harness(Flex):  # pyright: ignore[reportGeneralTypeIssues,reportUntypedBas
         """
         if args:
             raise TypeError("a Harness takes its inputs by name")
-        if self.sandbox == "deno":
-            return super().forward(**kwargs)
         return _service().run(self._predict(kwargs, contextvars.copy_context())).result()
 
     async def aforward(self, **kwargs: Any) -> dspy.Prediction:
         """The awaitable twin of :meth:`forward`."""
-        if self.sandbox == "deno":
-            return await asyncio.to_thread(super().forward, **kwargs)
         return await asyncio.wrap_future(_service().run(self._predict(kwargs, contextvars.copy_context())))
 
     async def _predict(self, inputs: dict[str, Any], context: contextvars.Context) -> dspy.Prediction:

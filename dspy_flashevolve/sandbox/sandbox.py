@@ -179,7 +179,7 @@ class Sandbox:
             await asyncio.to_thread(_reap, server)
             raise ConfigurationError(
                 f"this machine does not give the sandbox its layers {', '.join(refused)}, so that candidate code is "
-                "not run: use a machine that does, sandbox='deno', or, where the whole process is in a container or a "
+                "not run: use a machine that does, or, where the whole process is in a container or a "
                 f"virtual machine that holds nothing of worth, accept_missing_protection={refused!r} "
                 "(docs/meta-harness.md says what is lost)."
             )
