@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
@@ -28,7 +29,6 @@ from dspy_flashevolve.sandbox.contract import (
     encode,
 )
 
-FIRST = asyncio.FIRST_COMPLETED
 S = TypeVar("S")
 T = TypeVar("T")
 START_SECONDS = 120.0
@@ -90,7 +90,6 @@ class Conversation:
         self._bytes = 0
         self._calls_left = limits.lm_calls
         self._tokens_left = limits.lm_tokens
-        self._began = 0.0
         self._ahead: asyncio.Future[dict[str, Any]] | None = None
         self.calls: list[LmRecord] = []
         self.printed = ""
@@ -111,19 +110,29 @@ class Conversation:
                 raise OSError(f"a child could not be locked up: {started.get('message')}")
         except _Over as error:
             raise OSError(f"a child ended before it was locked up ({error})") from error
-        self._began = asyncio.get_running_loop().time()
+        clock, limits = asyncio.get_running_loop().time, self._limits
+        began, called = clock(), 0.0
         try:
-            await self._timed(self._send(job))
-            while True:
-                message = await self._timed(self._next())
-                if "lm" not in message:
-                    return _read(self._last, message)
-                await self._serve(_read(parse_request, message["lm"]))
+            with anyio.move_on_after(limits.total_seconds) as all_of_it, anyio.move_on_after(limits.seconds) as bound:
+                await self._send(job)
+                while "lm" in (message := await self._next()):
+                    request, asked = _read(parse_request, message["lm"]), clock()
+                    self._count(request)
+                    left, bound.deadline = bound.deadline - asked, math.inf
+                    answer = await self._called(request)
+                    called += clock() - asked
+                    bound.deadline = clock() + left
+                    await self._send(self._kept(answer, clock() - asked))
+                return _read(self._last, message)
+            if all_of_it.cancelled_caught:
+                return Failure("time", f"it ran for more than {limits.total_seconds:g} seconds, its LM calls included")
+            return Failure("time", f"it ran for more than {limits.seconds:g} seconds")
         except _Over as error:
             return error.failure
         except WireError as error:
             return Failure("protocol", f"it sent {error}"[:MESSAGE_CHARACTERS])
         finally:
+            self.seconds = clock() - began - called
             if self._ahead is not None:
                 await _given_up(self._ahead)
 
@@ -142,21 +151,13 @@ class Conversation:
         calls, fields = tuple(self.calls), answer.get("fields", {})
         return Outcome(fields, answer.get("memory"), failure, calls, self.printed, self.seconds, ended.cpu_seconds)
 
-    async def _serve(self, request: LmRequest) -> None:
+    def _count(self, request: LmRequest) -> None:
+        """Raise _Over where the child may not make this LM call any more."""
         self._calls_left -= request.replies
         if self._calls_left < 0:
             raise _Over("lm_calls", f"it asked for more than {self._limits.lm_calls} LM calls")
         if self._tokens_left <= 0:
             raise _Over("lm_tokens", f"its LM calls used its {self._limits.lm_tokens} tokens, and it asked for another")
-        loop = asyncio.get_running_loop()
-        began = loop.time()
-        answer = await self._called(request)
-        if answer.record is None:
-            await self._timed(self._send({"error": answer.error}))
-            return
-        self.calls.append(replace(answer.record, seconds=loop.time() - began))
-        self._tokens_left -= answer.record.tokens
-        await self._timed(self._send({"outputs": answer.record.outputs}))
 
     async def _called(self, request: LmRequest) -> LmAnswer:
         """Make an LM call; a child that ends meanwhile, or that has nothing to wait for, ends the call."""
@@ -164,16 +165,20 @@ class Conversation:
         try:
             if self._ahead is None:
                 self._ahead = asyncio.ensure_future(self._frame())
-            ended, _ = await asyncio.wait([call, self._ahead], timeout=self._left, return_when=FIRST)
-            if self._ahead in ended and not call.done():
-                if "lm" not in self._ahead.result():
-                    raise WireError("an answer before its LM call had ended")
-                await asyncio.wait([call], timeout=self._left)
-            if not call.done():
-                raise self._too_long()
+            await asyncio.wait([call, self._ahead], return_when=asyncio.FIRST_COMPLETED)
+            if not call.done() and "lm" not in self._ahead.result():
+                raise WireError("an answer before its LM call had ended")
             return await call
         finally:
             await _given_up(call)
+
+    def _kept(self, answer: LmAnswer, seconds: float) -> dict[str, Any]:
+        """Keep an LM call; returns what the child is told."""
+        if answer.record is None:
+            return {"error": answer.error}
+        self.calls.append(replace(answer.record, seconds=seconds))
+        self._tokens_left -= answer.record.tokens
+        return {"outputs": answer.record.outputs}
 
     async def _next(self) -> dict[str, Any]:
         """The next frame, which may have been waited for during an LM call."""
@@ -209,27 +214,6 @@ class Conversation:
             await self._writer.drain()
         except ConnectionError as error:
             raise _Over("died", "it ended without an answer") from error
-
-    @property
-    def _left(self) -> float:
-        """Seconds of the limit on all of its wall time."""
-        return max(0.0, self._began + self._limits.total_seconds - asyncio.get_running_loop().time())
-
-    def _too_long(self) -> _Over:
-        return _Over("time", f"it ran for more than {self._limits.total_seconds:g} seconds, its LM calls included")
-
-    async def _timed(self, step: Awaitable[T]) -> T:
-        """Await a step of the candidate's own time."""
-        loop = asyncio.get_running_loop()
-        began, own, left = loop.time(), max(0.0, self._limits.seconds - self.seconds), self._left
-        try:
-            return await asyncio.wait_for(step, min(own, left))
-        except asyncio.TimeoutError as error:
-            if left < own:
-                raise self._too_long() from error
-            raise _Over("time", f"it ran for more than {self._limits.seconds:g} seconds") from error
-        finally:
-            self.seconds += loop.time() - began
 
 
 def _read(reader: Callable[[S], T], said: S) -> T:
