@@ -18,7 +18,6 @@ import platform
 import struct
 from collections.abc import Iterable
 
-_NUMBERS = {"x86_64": {"clone": 56, "capset": 126}, "aarch64": {"clone": 220, "capset": 91}}
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
 NAMESPACES = 0x10000000 | 0x20000000 | 0x40000000 | 0x00020000 | 0x08000000 | 0x04000000
 """CLONE_NEWUSER, NEWPID, NEWNET, NEWNS, NEWIPC, NEWUTS."""
@@ -107,8 +106,9 @@ def _prctl(option: int, value: int) -> None:
 
 def clone(flags: int) -> int:
     """Fork into new namespaces; 0 in the child. Call it in a process with one thread only."""
+    number = _CHECKED["clone"][_column(platform.machine())]
     ctypes.pythonapi.PyOS_BeforeFork()
-    pid = int(_libc.syscall(ctypes.c_long(_number("clone")), ctypes.c_long(flags | _SIGCHLD), None, None, None, None))
+    pid = int(_libc.syscall(ctypes.c_long(number), ctypes.c_long(flags | _SIGCHLD), None, None, None, None))
     if pid == 0:
         ctypes.pythonapi.PyOS_AfterFork_Child()
         return 0
@@ -161,8 +161,8 @@ def let_nothing_be_changed() -> None:
 
 def drop_capabilities() -> None:
     """Give up every capability, those in a user namespace of one's own included."""
-    header, data = struct.pack("=Ii", 0x20080522, 0), bytes(24)
-    _call(_number("capset"), header, data)
+    if _libc.capset(struct.pack("=Ii", 0x20080522, 0), bytes(24)):
+        raise OSError(ctypes.get_errno(), "capset")
 
 
 def no_new_privileges() -> None:
@@ -229,11 +229,11 @@ def _allow(ruleset: int, path: str, rights: int) -> None:
         os.close(beneath)
 
 
-def _number(name: str) -> int:
-    numbers = _NUMBERS.get(platform.machine())
-    if numbers is None:
-        raise OSError(f"no number is known for the system call {name} on {platform.machine()}")
-    return numbers[name]
+def _column(machine: str) -> int:
+    """Where the numbers of a machine's system calls stand."""
+    if machine not in ARCHITECTURES:
+        raise OSError(errno.ENOSYS, f"no system calls are known for {machine}")
+    return _COLUMNS.index(machine)
 
 
 def refuse_system_calls() -> None:
@@ -252,9 +252,7 @@ def refuse_system_calls() -> None:
 
 def _program(machine: str, own_pid: int) -> bytes:
     """The filter for a process, in the kernel's BPF."""
-    if machine not in ARCHITECTURES:
-        raise OSError(errno.ENOSYS, f"no system calls are known for {machine}")
-    column = _COLUMNS.index(machine)
+    column = _column(machine)
     code = [_step(_LOAD, _ARCHITECTURE), _step(_EQUAL, ARCHITECTURES[machine], 1, 0), _end(_END)]
     code += [_step(_LOAD, _NUMBER), _step(_GREATER, _LAST, 0, 1), _refuse(errno.ENOSYS)]
     code += _if_number(_CLONE3, [_refuse(errno.ENOSYS)])  # libc makes do with clone, whose flags can be seen

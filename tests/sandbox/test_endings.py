@@ -19,7 +19,7 @@ from dspy_flashevolve.harness.archive import Archive, Draft, Evaluated, Failed
 from dspy_flashevolve.harness.evaluating import task_of
 from dspy_flashevolve.sandbox import guest
 from dspy_flashevolve.sandbox.contract import Failure, Limits
-from dspy_flashevolve.sandbox.conversation import ANSWER_BYTES, PRINTED_CHARACTERS
+from dspy_flashevolve.sandbox.sandbox import ANSWER_BYTES, PRINTED_CHARACTERS
 from tests.contract.test_meta_harness import Watched, search
 from tests.sandbox.test_hostile import children_of, wire_code
 from tests.sandbox.worlds import GOOD, Lab, lab, module
