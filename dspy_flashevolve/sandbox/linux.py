@@ -5,8 +5,8 @@ Python's standard library has no names for these system calls, so they are made 
 
 The seccomp filter says which system calls a child may not make, whatever code makes them. It has no second process, no
 socket but the one that it was given, no memory outside its address space's limit, no view of other processes, no mounts
-and no name spaces, and changes no mode, owner, time or attribute of a file, which Landlock does not govern. Threads,
-files and pairs of stream sockets (asyncio has one) stay.
+and no name spaces, and changes no mode, owner, time, attribute or lock of a file, which Landlock does not govern.
+Threads, files and pairs of stream sockets (asyncio has one) stay.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ _OLD = {  # name: numbers on x86_64 and aarch64, None where there is no such cal
     "bpf": (321, 280), "chmod": (90, None), "chown": (92, None), "chroot": (161, 51), "connect": (42, 203),
     "delete_module": (176, 106), "execve": (59, 221), "execveat": (322, 281), "fanotify_init": (300, 262),
     "fchmod": (91, 52), "fchmodat": (268, 53), "fchown": (93, 55), "fchownat": (260, 54), "finit_module": (313, 273),
-    "fork": (57, None), "fremovexattr": (199, 16), "fsetxattr": (190, 7), "futimesat": (261, None),
-    "init_module": (175, 105), "io_setup": (206, 0), "ioperm": (173, None), "iopl": (172, None),
-    "ioprio_set": (251, 30), "kcmp": (312, 272), "kexec_file_load": (320, 294), "kexec_load": (246, 104),
-    "keyctl": (250, 219), "lchown": (94, None), "listen": (50, 201), "lremovexattr": (198, 15), "lsetxattr": (189, 6),
-    "memfd_create": (319, 279), "migrate_pages": (256, 238), "mknod": (133, None), "mknodat": (259, 33),
-    "mount": (165, 40), "move_pages": (279, 239), "mq_open": (240, 180), "msgget": (68, 186),
-    "name_to_handle_at": (303, 264), "open_by_handle_at": (304, 265), "perf_event_open": (298, 241),
-    "personality": (135, 92), "pivot_root": (155, 41), "process_vm_readv": (310, 270),
-    "process_vm_writev": (311, 271), "ptrace": (101, 117), "quotactl": (179, 60), "reboot": (169, 142),
-    "removexattr": (197, 14), "request_key": (249, 218), "rt_sigqueueinfo": (129, 138),
+    "flock": (73, 32), "fork": (57, None), "fremovexattr": (199, 16), "fsetxattr": (190, 7), "futimesat": (261, None),
+    "init_module": (175, 105), "inotify_init": (253, None), "inotify_init1": (294, 26), "io_setup": (206, 0),
+    "ioperm": (173, None), "iopl": (172, None), "ioprio_set": (251, 30), "kcmp": (312, 272),
+    "kexec_file_load": (320, 294), "kexec_load": (246, 104), "keyctl": (250, 219), "lchown": (94, None),
+    "listen": (50, 201), "lremovexattr": (198, 15), "lsetxattr": (189, 6), "memfd_create": (319, 279),
+    "migrate_pages": (256, 238), "mknod": (133, None), "mknodat": (259, 33), "mount": (165, 40),
+    "move_pages": (279, 239), "mq_open": (240, 180), "msgget": (68, 186), "name_to_handle_at": (303, 264),
+    "open_by_handle_at": (304, 265), "perf_event_open": (298, 241), "personality": (135, 92), "pivot_root": (155, 41),
+    "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "ptrace": (101, 117), "quotactl": (179, 60),
+    "reboot": (169, 142), "removexattr": (197, 14), "request_key": (249, 218), "rt_sigqueueinfo": (129, 138),
     "rt_tgsigqueueinfo": (297, 240), "sched_setaffinity": (203, 122), "sched_setattr": (314, 274),
     "sched_setparam": (142, 118), "sched_setscheduler": (144, 119), "semget": (64, 190), "setns": (308, 268),
     "setpriority": (141, 140), "setxattr": (188, 5), "shmat": (30, 196), "shmget": (29, 194), "socket": (41, 198),
@@ -83,7 +83,7 @@ _FIRST, _SECOND = 16, 24
 _ALLOW, _END, _ERROR = 0x7FFF0000, 0x80000000, 0x00050000
 _CLONE_THREAD, _CLONE_NEW = 0x00010000, 0x7E020000
 _AF_UNIX, _SOCK_STREAM, _SOCKET_KIND = 1, 1, 0xF
-_F_SETLKW, _F_DUPFD_CLOEXEC = 7, 1030
+_F_SETFL, _F_DUPFD_CLOEXEC = 4, 1030
 _TERMINAL_IOCTLS = 0x5400
 """Those of terminals, with the flags of any file (FIOCLEX, FIONBIO, FIONREAD); others set owners and attributes."""
 _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 22, 2
@@ -269,7 +269,7 @@ def _checks(own_pid: int) -> dict[str, list[bytes]]:
     itself = _if_first(own_pid, [_end(_ALLOW)])
     thread = [_step(_LOAD, _FIRST), _step(_ANY_BIT, _CLONE_NEW, 0, 1), _refuse()]
     thread += [_step(_ANY_BIT, _CLONE_THREAD, 1, 0), _refuse(), _end(_ALLOW)]
-    plain = [_step(_LOAD, _SECOND), _step(_EQUAL, _F_DUPFD_CLOEXEC, 1, 0), _step(_GREATER, _F_SETLKW, 1, 0)]
+    plain = [_step(_LOAD, _SECOND), _step(_EQUAL, _F_DUPFD_CLOEXEC, 1, 0), _step(_GREATER, _F_SETFL, 1, 0)]
     flags = [_step(_LOAD, _SECOND), _step(_AND, 0xFFFFFF00), _step(_EQUAL, _TERMINAL_IOCTLS, 1, 0), _refuse()]
     stream = [_step(_LOAD, _SECOND), _step(_AND, _SOCKET_KIND), _step(_EQUAL, _SOCK_STREAM, 1, 0), _refuse()]
     return {

@@ -45,6 +45,7 @@ def filtered(request: pytest.FixtureRequest) -> Generator[Lab]:
     "import os; os.chmod('printed', 0)", "import os; os.utime('printed')", "import os; os.fchown(1, -1, -1)",
     "import os; os.setxattr('printed', 'user.note', b'x')", "import os; os.removexattr('printed', 'user.note')",
     "import fcntl, os; fcntl.fcntl(1, fcntl.F_SETOWN, os.getppid())", "import fcntl; fcntl.fcntl(1, fcntl.F_SETSIG, 9)",
+    "import fcntl; fcntl.flock(1, fcntl.LOCK_SH)", "import fcntl; fcntl.lockf(1, fcntl.LOCK_EX)",
     "import fcntl; fcntl.ioctl(1, 0x8901, bytes(4))", "import fcntl; fcntl.ioctl(1, 0x40086602, bytes(8))",
     "import os; os.setpriority(os.PRIO_PROCESS, os.getppid(), 19)", "import os; os.sched_setaffinity(1, {0})",
 ])  # fmt: skip
