@@ -13,7 +13,7 @@ import dspy
 from dspy.clients.base_lm import BaseLM
 
 from dspy_flashevolve.sandbox.contract import CallLm, Failure, Job, LmRecord, Outcome
-from dspy_flashevolve.sandbox.conversation import parse_request
+from dspy_flashevolve.sandbox.sandbox import parse_request
 
 
 class InProcessStandIn:
@@ -50,7 +50,7 @@ class _Caller(BaseLM):
 
     async def acall(self, prompt: str | None = None, *, messages: Any = None, **kwargs: Any) -> Any:
         answer = await self._call_lm(parse_request({"messages": messages, "options": {}}))
-        if answer.record is None:
-            raise ValueError(answer.error)
-        self.calls.append(answer.record)
-        return answer.record.outputs
+        if isinstance(answer, str):
+            raise ValueError(answer)
+        self.calls.append(answer)
+        return answer.outputs

@@ -26,7 +26,6 @@ from dspy_flashevolve.observe.statistics import RunStats
 from dspy_flashevolve.programs.fingerprints import fingerprints_of, open_journal
 from dspy_flashevolve.programs.run import DspyRun, Schedule, check_counts
 from dspy_flashevolve.sandbox.contract import CodeSandbox, Limits
-from dspy_flashevolve.sandbox.deno import DenoSandbox
 from dspy_flashevolve.sandbox.sandbox import Sandbox, accepted_layers
 
 
@@ -81,8 +80,7 @@ class AsyncMetaHarness(Teleprompter):
         learn_batch: training examples in a batch of ``learn``.
         failure_score: of an example on which a candidate or the metric raises.
         max_seconds: no proposal starts after it; None for no limit.
-        sandbox: where candidates run: "process" (Linux), "deno" (dspy's interpreter, where Deno is installed; see
-            docs/meta-harness.md for what it lacks), or a :class:`~dspy_flashevolve.sandbox.contract.CodeSandbox`.
+        sandbox: where candidates run: "process" (Linux), or a :class:`~dspy_flashevolve.sandbox.contract.CodeSandbox`.
         accept_missing_protection: layers of the process sandbox ("user", "namespaces", "landlock", "seccomp") that this
             machine may lack. Default: none, so that ``compile`` refuses before any request where one is missing.
         seed: of the choice of examples.
@@ -114,7 +112,7 @@ class AsyncMetaHarness(Teleprompter):
         learn_batch: int = 16,
         failure_score: float = 0.0,
         max_seconds: float | None = None,
-        sandbox: Literal["process", "deno"] | CodeSandbox = "process",
+        sandbox: Literal["process"] | CodeSandbox = "process",
         accept_missing_protection: Iterable[str] = (),
         seed: int | None = 0,
     ) -> None:
@@ -131,8 +129,8 @@ class AsyncMetaHarness(Teleprompter):
         self.num_threads, self.max_seconds, self.seed, self.sandbox = num_threads, max_seconds, seed, sandbox
         check_counts(self, "iterations", "k", "proposers", "proposer_steps", "learn_batch")
         Directions(directions)
-        if isinstance(sandbox, str) and sandbox not in ("process", "deno"):
-            raise ConfigurationError(f"sandbox is {sandbox!r}, expected 'process', 'deno', or a CodeSandbox.")
+        if isinstance(sandbox, str) and sandbox != "process":
+            raise ConfigurationError(f"sandbox is {sandbox!r}, expected 'process' or a CodeSandbox.")
 
     def compile(  # pyright: ignore[reportIncompatibleMethodOverride] # as in dspy.GEPA, with the teacher left out
         self,
@@ -175,9 +173,7 @@ class AsyncMetaHarness(Teleprompter):
 
     def _search(self, student: Any, trainset: Any, valset: Any) -> HarnessRun:
         task, sandbox = task_of(student, trainset, valset), self.sandbox
-        if sandbox == "deno":
-            sandbox = DenoSandbox(task.signature, self.limits)
-        elif isinstance(sandbox, str):
+        if isinstance(sandbox, str):
             sandbox = Sandbox(self.limits, accept_missing_protection=self.accept_missing_protection)
         _check_directory(self.log_dir)
         data, seed = (task.trainset, task.valset), {"source": task.seed.source, "task": task.signature.instructions}

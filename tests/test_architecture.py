@@ -17,7 +17,7 @@ ALLOWED = {
     "engine": ({"engine"}, {"anyio", "filelock", "sniffio"}),
     "observe": ({"engine", "observe"}, {"tqdm"}),
     "modules": ({"engine", "modules"}, {"dspy", "pydantic"}),
-    "sandbox": ({"engine", "sandbox"}, {"anyio", "dspy", "pydantic_core"}),
+    "sandbox": ({"engine", "sandbox"}, {"anyio", "dspy", "pydantic", "pydantic_core"}),
     "programs": (
         {"engine", "observe", "programs"},
         {"anyio", "dspy", "gepa", "httpx", "litellm", "pydantic", "pydantic_core"},

@@ -24,7 +24,7 @@ from dspy_flashevolve.programs.metric import Metric
 from dspy_flashevolve.programs.records import Asked, ReplyText
 from dspy_flashevolve.programs.run import DspyRun, check_data
 from dspy_flashevolve.programs.runner import answers_asynchronously
-from dspy_flashevolve.sandbox.contract import CodeSandbox, Failure, Job, LmAnswer, LmRequest, Outcome, SandboxError
+from dspy_flashevolve.sandbox.contract import CodeSandbox, Failure, Job, LmRecord, LmRequest, Outcome, SandboxError
 
 FLEX: Any = dspy.Flex
 """Its decorator hides from type checkers that it is a class."""
@@ -310,7 +310,7 @@ class Evaluations:
         except SandboxError as error:
             raise RolloutUnresolvedError(f"the sandbox failed: {error}") from error
 
-    async def _call_lm(self, request: LmRequest) -> LmAnswer:
+    async def _call_lm(self, request: LmRequest) -> LmRecord | str:
         """Make a candidate's LM call: on the loop where the LM can, else in a thread."""
         with heard_lm_calls() as calls:
             try:
@@ -319,7 +319,7 @@ class Evaluations:
                 return await self._run.threads.run(call_in_thread, self._lm, request)
             except Exception as error:
                 raise_provider_fault(error, calls.errors)
-                return LmAnswer(None, f"{type(error).__name__}: {error}"[:MESSAGE_CHARACTERS])
+                return f"{type(error).__name__}: {error}"[:MESSAGE_CHARACTERS]
 
     async def _scored(self, example: Any, fields: dict[str, Any]) -> tuple[float, str]:
         """Score and feedback, as dspy.GEPA reads a metric: a number, or a prediction with ``score`` and ``feedback``.

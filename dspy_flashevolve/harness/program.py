@@ -10,10 +10,10 @@ import atexit
 import contextvars
 import json
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Coroutine, Iterable, Mapping
 from enum import EnumMeta
 from functools import lru_cache
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import dspy
 from dspy.adapters.base import Adapter
@@ -27,7 +27,7 @@ from pydantic_core import to_jsonable_python
 
 from dspy_flashevolve.engine.errors import ConfigurationError
 from dspy_flashevolve.harness.archive import DraftError, draft_of
-from dspy_flashevolve.sandbox.contract import Failure, Job, Limits, LmAnswer, LmRecord, LmRequest
+from dspy_flashevolve.sandbox.contract import Failure, Job, Limits, LmRecord, LmRequest
 from dspy_flashevolve.sandbox.sandbox import Sandbox, accepted_layers
 
 T = TypeVar("T")
@@ -55,8 +55,6 @@ class Harness(Flex):  # pyright: ignore[reportGeneralTypeIssues,reportUntypedBas
         module_src: the source of one subclass of ``dspy.Module``. Default: that of ``dspy.Flex``, one ``dspy.Predict``.
         memory: JSON that is the module's ``memory``; None leaves it as its constructor makes it.
         limits: of each call.
-        sandbox: "process" (Linux), or "deno": dspy's own interpreter, where Deno is installed; it runs a subset of
-            Python, without memory, and ``limits.lm_calls`` is its only limit.
         accept_missing_protection: layers of the process sandbox that this machine may lack, as of
             :class:`AsyncMetaHarness`.
 
@@ -74,13 +72,9 @@ class Harness(Flex):  # pyright: ignore[reportGeneralTypeIssues,reportUntypedBas
         *,
         memory: Any = None,
         limits: Limits | None = None,
-        sandbox: Literal["process", "deno"] = "process",
         accept_missing_protection: Iterable[str] = (),
     ) -> None:
-        if sandbox not in ("process", "deno"):
-            raise ConfigurationError(f"sandbox is {sandbox!r}, expected 'process' or 'deno'.")
         self.limits = limits or Limits()
-        self.sandbox = sandbox
         self.accept_missing_protection = accepted_layers(accept_missing_protection)
         self.memory = as_json(memory)
         super().__init__(signature, max_predictor_calls=self.limits.lm_calls)
@@ -109,14 +103,10 @@ class Harness(Flex):  # pyright: ignore[reportGeneralTypeIssues,reportUntypedBas
         """
         if args:
             raise TypeError("a Harness takes its inputs by name")
-        if self.sandbox == "deno":
-            return super().forward(**kwargs)
         return _service().run(self._predict(kwargs, contextvars.copy_context())).result()
 
     async def aforward(self, **kwargs: Any) -> dspy.Prediction:
         """The awaitable twin of :meth:`forward`."""
-        if self.sandbox == "deno":
-            return await asyncio.to_thread(super().forward, **kwargs)
         return await asyncio.wrap_future(_service().run(self._predict(kwargs, contextvars.copy_context())))
 
     async def _predict(self, inputs: dict[str, Any], context: contextvars.Context) -> dspy.Prediction:
@@ -125,7 +115,7 @@ class Harness(Flex):  # pyright: ignore[reportGeneralTypeIssues,reportUntypedBas
         if lm is None:
             raise ConfigurationError("no LM is configured: dspy.configure(lm=...), or set_lm() of the Harness.")
 
-        async def call_lm(request: LmRequest) -> LmAnswer:
+        async def call_lm(request: LmRequest) -> LmRecord:
             call = context.copy()  # a context runs once at a time
             return await asyncio.to_thread(call.run, call_in_thread, lm, request)
 
@@ -155,11 +145,8 @@ class _Service:
         return self._sandboxes.setdefault((limits, accepted), made)
 
     def _close(self) -> None:
-        async def shut_down() -> list[Callable[[], None]]:
-            return [sandbox.shut_down() for sandbox in self._sandboxes.values()]
-
-        for wait in self.run(shut_down()).result():
-            wait()
+        for sandbox in self._sandboxes.values():
+            self.run(sandbox.__aexit__()).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
 
 
@@ -230,18 +217,18 @@ class _AsItIs(Adapter):
         return {"text": completion}
 
 
-def call_in_thread(lm: Any, request: LmRequest) -> LmAnswer:
+def call_in_thread(lm: Any, request: LmRequest) -> LmRecord:
     """Make the call, and wait for it."""
     with track_usage() as usage:
         replies = _AsItIs(request.messages)(lm, dict(request.options), _SIGNATURE, [], {})
-    return LmAnswer(_record(request, replies, usage.usage_data))
+    return _record(request, replies, usage.usage_data)
 
 
-async def call_on_loop(lm: Any, request: LmRequest) -> LmAnswer:
+async def call_on_loop(lm: Any, request: LmRequest) -> LmRecord:
     """Make the call of an LM that can be awaited."""
     with track_usage() as usage:
         replies = await _AsItIs(request.messages).acall(lm, dict(request.options), _SIGNATURE, [], {})
-    return LmAnswer(_record(request, replies, usage.usage_data))
+    return _record(request, replies, usage.usage_data)
 
 
 def _record(request: LmRequest, replies: list[dict[str, Any]], usage: dict[str, list[dict[str, Any]]]) -> LmRecord:

@@ -12,6 +12,7 @@ import resource
 import signal
 import sys
 import sysconfig
+import tempfile
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -68,7 +69,8 @@ def readable_roots() -> tuple[str, ...]:
 
 
 def hide_others_files(kept: Iterable[str]) -> bool:
-    """In a mount namespace of one's own, empty the :data:`HIDDEN` directories of all but ``kept``.
+    """In a mount namespace of one's own, empty the :data:`HIDDEN` directories, and that of temporary files, of all but
+    ``kept``.
 
     Returns:
         Whether the kernel allows it.
@@ -81,11 +83,13 @@ def hide_others_files(kept: Iterable[str]) -> bool:
         linux.keep_mounts_to_oneself()
     except OSError:
         return False
-    hidden = [path for path in HIDDEN if os.path.isdir(path) and not os.path.islink(path)]
+    places = dict.fromkeys((*HIDDEN, os.path.realpath(tempfile.gettempdir())))
+    hidden = [path for path in places if os.path.isdir(path) and not os.path.islink(path)]
     inside = [path for path in kept if os.path.isdir(path) and any(Path(path).is_relative_to(one) for one in hidden)]
     held = [(path, os.open(path, os.O_PATH | os.O_DIRECTORY)) for path in inside]
     for path in hidden:
-        linux.cover(path, 1 << 20)
+        os.makedirs(path, exist_ok=True)
+        linux.cover(path, 64 << 20)
     for path, number in held:
         os.makedirs(path, exist_ok=True)
         linux.bind(number, path)
@@ -168,6 +172,8 @@ def confine(layers: Layers, limits: Limits, scratch: str, owner: tuple[int, int]
     if layers.namespaces:
         linux.map_identity(*owner)
         linux.keep_mounts_to_oneself()
+        with contextlib.suppress(OSError):  # an older kernel: seccomp refuses the changes, too
+            linux.let_nothing_be_changed()
         linux.cover("/proc", 4096)
         linux.cover(scratch, limits.scratch_bytes, 0o700)
     os.chdir(scratch)

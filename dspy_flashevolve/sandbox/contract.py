@@ -189,16 +189,11 @@ class LmRequest:
         return int(self.options.get("n", 1))
 
 
-@dataclass(frozen=True)
-class LmAnswer:
-    """What an LM call came to: a record, or the words of an error that the candidate may handle."""
+CallLm = Callable[[LmRequest], Coroutine[Any, Any, LmRecord | str]]
+"""Makes one LM call of a candidate's, in the host: a record, or the words of an error that the candidate may handle.
 
-    record: LmRecord | None
-    error: str = ""
-
-
-CallLm = Callable[[LmRequest], Coroutine[Any, Any, LmAnswer]]
-"""Makes one LM call of a candidate's, in the host. What it raises ends the run of the candidate and passes through."""
+What it raises ends the run of the candidate and passes through.
+"""
 
 
 class CodeSandbox(Protocol):
@@ -234,7 +229,8 @@ def encode(message: dict[str, Any]) -> bytes:
     >>> decode(encode({"kind": "ready"})[HEADER.size:])
     {'kind': 'ready'}
     """
-    payload = json.dumps(message, allow_nan=False, separators=(",", ":")).encode("utf-8", "replace")
+    text = json.dumps(message, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+    payload = text.encode("utf-8", "replace")
     return HEADER.pack(len(payload)) + payload
 
 

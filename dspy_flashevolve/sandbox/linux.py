@@ -5,7 +5,8 @@ Python's standard library has no names for these system calls, so they are made 
 
 The seccomp filter says which system calls a child may not make, whatever code makes them. It has no second process, no
 socket but the one that it was given, no memory outside its address space's limit, no view of other processes, no mounts
-and no name spaces. Threads, files and pairs of stream sockets (asyncio has one) stay.
+and no name spaces, and changes no mode, owner, time, attribute or lock of a file, which Landlock does not govern.
+Threads, files and pairs of stream sockets (asyncio has one) stay.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ import platform
 import struct
 from collections.abc import Iterable
 
-_NUMBERS = {"x86_64": {"clone": 56, "capset": 126}, "aarch64": {"clone": 220, "capset": 91}}
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
 NAMESPACES = 0x10000000 | 0x20000000 | 0x40000000 | 0x00020000 | 0x08000000 | 0x04000000
 """CLONE_NEWUSER, NEWPID, NEWNET, NEWNS, NEWIPC, NEWUTS."""
 OWN_MOUNTS, OWN_USERS = 0x00020000, 0x10000000
 """CLONE_NEWNS; CLONE_NEWUSER."""
 _SIGCHLD = 17
+_AT_FDCWD, _AT_RECURSIVE = ctypes.c_int(-100), ctypes.c_uint(0x8000)
 _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_BIND, _MS_REC, _MS_PRIVATE = 2, 4, 8, 4096, 16384, 1 << 18
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 4, 36, 38
 
@@ -39,33 +40,40 @@ ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _COLUMNS = tuple(ARCHITECTURES)
 _OLD = {  # name: numbers on x86_64 and aarch64, None where there is no such call
     "accept": (43, 202), "accept4": (288, 242), "acct": (163, 89), "add_key": (248, 217), "bind": (49, 200),
-    "bpf": (321, 280), "chroot": (161, 51), "connect": (42, 203), "delete_module": (176, 106),
-    "execve": (59, 221), "execveat": (322, 281), "fanotify_init": (300, 262), "finit_module": (313, 273),
-    "fork": (57, None), "init_module": (175, 105), "io_setup": (206, 0), "ioperm": (173, None),
-    "iopl": (172, None), "kcmp": (312, 272), "kexec_file_load": (320, 294), "kexec_load": (246, 104),
-    "keyctl": (250, 219), "listen": (50, 201), "memfd_create": (319, 279), "migrate_pages": (256, 238),
-    "mknod": (133, None), "mknodat": (259, 33), "mount": (165, 40), "move_pages": (279, 239),
-    "mq_open": (240, 180), "msgget": (68, 186), "name_to_handle_at": (303, 264),
-    "open_by_handle_at": (304, 265), "perf_event_open": (298, 241), "personality": (135, 92),
-    "pivot_root": (155, 41), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271),
-    "ptrace": (101, 117), "quotactl": (179, 60), "reboot": (169, 142), "request_key": (249, 218),
-    "rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240), "semget": (64, 190), "setns": (308, 268),
-    "shmat": (30, 196), "shmget": (29, 194), "socket": (41, 198), "swapoff": (168, 225), "swapon": (167, 224),
-    "syslog": (103, 116), "tkill": (200, 130), "umount2": (166, 39), "unshare": (272, 97),
-    "userfaultfd": (323, 282), "vfork": (58, None),
+    "bpf": (321, 280), "chmod": (90, None), "chown": (92, None), "chroot": (161, 51), "connect": (42, 203),
+    "delete_module": (176, 106), "execve": (59, 221), "execveat": (322, 281), "fanotify_init": (300, 262),
+    "fchmod": (91, 52), "fchmodat": (268, 53), "fchown": (93, 55), "fchownat": (260, 54), "finit_module": (313, 273),
+    "flock": (73, 32), "fork": (57, None), "fremovexattr": (199, 16), "fsetxattr": (190, 7), "futimesat": (261, None),
+    "init_module": (175, 105), "inotify_init": (253, None), "inotify_init1": (294, 26), "io_setup": (206, 0),
+    "ioperm": (173, None), "iopl": (172, None), "ioprio_set": (251, 30), "kcmp": (312, 272),
+    "kexec_file_load": (320, 294), "kexec_load": (246, 104), "keyctl": (250, 219), "lchown": (94, None),
+    "listen": (50, 201), "lremovexattr": (198, 15), "lsetxattr": (189, 6), "memfd_create": (319, 279),
+    "migrate_pages": (256, 238), "mknod": (133, None), "mknodat": (259, 33), "mount": (165, 40),
+    "move_pages": (279, 239), "mq_open": (240, 180), "msgget": (68, 186), "name_to_handle_at": (303, 264),
+    "open_by_handle_at": (304, 265), "perf_event_open": (298, 241), "personality": (135, 92), "pivot_root": (155, 41),
+    "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "ptrace": (101, 117), "quotactl": (179, 60),
+    "reboot": (169, 142), "removexattr": (197, 14), "request_key": (249, 218), "rt_sigqueueinfo": (129, 138),
+    "rt_tgsigqueueinfo": (297, 240), "sched_setaffinity": (203, 122), "sched_setattr": (314, 274),
+    "sched_setparam": (142, 118), "sched_setscheduler": (144, 119), "semget": (64, 190), "setns": (308, 268),
+    "setpriority": (141, 140), "setxattr": (188, 5), "shmat": (30, 196), "shmget": (29, 194), "socket": (41, 198),
+    "swapoff": (168, 225), "swapon": (167, 224), "syslog": (103, 116), "tkill": (200, 130), "umount2": (166, 39),
+    "unshare": (272, 97), "userfaultfd": (323, 282), "utime": (132, None), "utimensat": (280, 88),
+    "utimes": (235, None), "vfork": (58, None),
 }  # fmt: skip
 _NEW = {
-    "fsconfig": 431, "fsmount": 432, "fsopen": 430, "fspick": 433, "io_uring_enter": 426, "io_uring_register": 427,
-    "io_uring_setup": 425, "memfd_secret": 447, "mount_setattr": 442, "move_mount": 429, "open_tree": 428,
-    "pidfd_getfd": 438, "pidfd_open": 434, "pidfd_send_signal": 424, "process_madvise": 440,
+    "fchmodat2": 452, "fsconfig": 431, "fsmount": 432, "fsopen": 430, "fspick": 433, "io_uring_enter": 426,
+    "io_uring_register": 427, "io_uring_setup": 425, "memfd_secret": 447, "mount_setattr": 442, "move_mount": 429,
+    "open_tree": 428, "pidfd_getfd": 438, "pidfd_open": 434, "pidfd_send_signal": 424, "process_madvise": 440,
     "process_mrelease": 448, "quotactl_fd": 443,
 }  # fmt: skip
 """Calls that have the same number everywhere."""
 _LAST = 456
 """What came after it is not looked at one by one: it is not there."""
 _CLONE3 = 435
-_CHECKED = {"clone": (56, 220), "kill": (62, 129), "prctl": (157, 167), "prlimit64": (302, 261),
-            "socketpair": (53, 199), "tgkill": (234, 131)}  # fmt: skip
+_CHECKED = {
+    "clone": (56, 220), "fcntl": (72, 25), "ioctl": (16, 29), "kill": (62, 129), "prctl": (157, 167),
+    "prlimit64": (302, 261), "socketpair": (53, 199), "tgkill": (234, 131),
+}  # fmt: skip
 """Calls that are allowed with some arguments."""
 
 _LOAD, _EQUAL, _GREATER, _ANY_BIT, _AND, _RETURN = 0x20, 0x15, 0x25, 0x45, 0x54, 0x06
@@ -75,6 +83,9 @@ _FIRST, _SECOND = 16, 24
 _ALLOW, _END, _ERROR = 0x7FFF0000, 0x80000000, 0x00050000
 _CLONE_THREAD, _CLONE_NEW = 0x00010000, 0x7E020000
 _AF_UNIX, _SOCK_STREAM, _SOCKET_KIND = 1, 1, 0xF
+_F_SETFL, _F_DUPFD_CLOEXEC = 4, 1030
+_TERMINAL_IOCTLS = 0x5400
+"""Those of terminals, with the flags of any file (FIOCLEX, FIONBIO, FIONREAD); others set owners and attributes."""
 _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 22, 2
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -95,8 +106,9 @@ def _prctl(option: int, value: int) -> None:
 
 def clone(flags: int) -> int:
     """Fork into new namespaces; 0 in the child. Call it in a process with one thread only."""
+    number = _CHECKED["clone"][_column(platform.machine())]
     ctypes.pythonapi.PyOS_BeforeFork()
-    pid = int(_libc.syscall(ctypes.c_long(_number("clone")), ctypes.c_long(flags | _SIGCHLD), None, None, None, None))
+    pid = int(_libc.syscall(ctypes.c_long(number), ctypes.c_long(flags | _SIGCHLD), None, None, None, None))
     if pid == 0:
         ctypes.pythonapi.PyOS_AfterFork_Child()
         return 0
@@ -141,10 +153,16 @@ def keep_mounts_to_oneself() -> None:
         raise OSError(ctypes.get_errno(), "mount --make-rprivate /")
 
 
+def let_nothing_be_changed() -> None:
+    """Make every mount of one's own mount namespace read-only, what is mounted later excepted; Linux 5.12 and later."""
+    attributes = struct.pack("=4Q", 1, 0, 0, 0)  # MOUNT_ATTR_RDONLY
+    _call(_NEW["mount_setattr"], _AT_FDCWD, b"/", _AT_RECURSIVE, attributes, ctypes.c_size_t(len(attributes)))
+
+
 def drop_capabilities() -> None:
     """Give up every capability, those in a user namespace of one's own included."""
-    header, data = struct.pack("=Ii", 0x20080522, 0), bytes(24)
-    _call(_number("capset"), header, data)
+    if _libc.capset(struct.pack("=Ii", 0x20080522, 0), bytes(24)):
+        raise OSError(ctypes.get_errno(), "capset")
 
 
 def no_new_privileges() -> None:
@@ -211,11 +229,11 @@ def _allow(ruleset: int, path: str, rights: int) -> None:
         os.close(beneath)
 
 
-def _number(name: str) -> int:
-    numbers = _NUMBERS.get(platform.machine())
-    if numbers is None:
-        raise OSError(f"no number is known for the system call {name} on {platform.machine()}")
-    return numbers[name]
+def _column(machine: str) -> int:
+    """Where the numbers of a machine's system calls stand."""
+    if machine not in ARCHITECTURES:
+        raise OSError(errno.ENOSYS, f"no system calls are known for {machine}")
+    return _COLUMNS.index(machine)
 
 
 def refuse_system_calls() -> None:
@@ -234,9 +252,7 @@ def refuse_system_calls() -> None:
 
 def _program(machine: str, own_pid: int) -> bytes:
     """The filter for a process, in the kernel's BPF."""
-    if machine not in ARCHITECTURES:
-        raise OSError(errno.ENOSYS, f"no system calls are known for {machine}")
-    column = _COLUMNS.index(machine)
+    column = _column(machine)
     code = [_step(_LOAD, _ARCHITECTURE), _step(_EQUAL, ARCHITECTURES[machine], 1, 0), _end(_END)]
     code += [_step(_LOAD, _NUMBER), _step(_GREATER, _LAST, 0, 1), _refuse(errno.ENOSYS)]
     code += _if_number(_CLONE3, [_refuse(errno.ENOSYS)])  # libc makes do with clone, whose flags can be seen
@@ -253,9 +269,13 @@ def _checks(own_pid: int) -> dict[str, list[bytes]]:
     itself = _if_first(own_pid, [_end(_ALLOW)])
     thread = [_step(_LOAD, _FIRST), _step(_ANY_BIT, _CLONE_NEW, 0, 1), _refuse()]
     thread += [_step(_ANY_BIT, _CLONE_THREAD, 1, 0), _refuse(), _end(_ALLOW)]
+    plain = [_step(_LOAD, _SECOND), _step(_EQUAL, _F_DUPFD_CLOEXEC, 1, 0), _step(_GREATER, _F_SETFL, 1, 0)]
+    flags = [_step(_LOAD, _SECOND), _step(_AND, 0xFFFFFF00), _step(_EQUAL, _TERMINAL_IOCTLS, 1, 0), _refuse()]
     stream = [_step(_LOAD, _SECOND), _step(_AND, _SOCKET_KIND), _step(_EQUAL, _SOCK_STREAM, 1, 0), _refuse()]
     return {
         "clone": thread,
+        "fcntl": [*plain, _end(_ALLOW), _refuse()],
+        "ioctl": [*flags, _end(_ALLOW)],
         "kill": [*itself, _refuse()],
         "tgkill": [*itself, _refuse()],
         "prlimit64": [*itself, *_if_first(0, [_end(_ALLOW)]), _refuse()],

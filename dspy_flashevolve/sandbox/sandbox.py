@@ -1,28 +1,47 @@
-"""The host's side of the sandbox: one run of candidate code in a process of its own, its LM calls made here."""
+"""The host's side of the sandbox: one run of candidate code in a process of its own, its LM calls made here.
+
+:class:`Sandbox` starts the process, :class:`Conversation` talks with it and holds it to its limits.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import logging
+import math
 import os
-import shutil
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, TypeVar, cast
 
 import anyio
+from pydantic import BaseModel, BeforeValidator, Field, StrictFloat, StrictInt, ValidationError
 
 import dspy_flashevolve
 from dspy_flashevolve.engine.errors import ConfigurationError
 from dspy_flashevolve.sandbox.confinement import LAYERS, Layers
-from dspy_flashevolve.sandbox.contract import CallLm, Job, Limits, Outcome, SandboxError
-from dspy_flashevolve.sandbox.conversation import START_SECONDS, Conversation, Ending
+from dspy_flashevolve.sandbox.contract import (
+    HEADER,
+    REASONS,
+    CallLm,
+    Failure,
+    Job,
+    Limits,
+    LmRecord,
+    LmRequest,
+    Outcome,
+    Reason,
+    SandboxError,
+    WireError,
+    decode,
+    encode,
+)
 
 logger = logging.getLogger(__name__)
 _ROOT = str(Path(dspy_flashevolve.__file__).parent.parent)
@@ -30,6 +49,27 @@ _START = (
     "import sys; sys.path.insert(0, sys.argv[1]); "
     "from dspy_flashevolve.sandbox.zygote import main; main(int(sys.argv[2]), *sys.argv[3:])"
 )
+S = TypeVar("S")
+T = TypeVar("T")
+START_SECONDS = 120.0
+"""How long a child may take to be forked and locked up, on a busy machine."""
+MESSAGE_CHARACTERS = 4000
+PRINTED_CHARACTERS = 2000
+ANSWER_BYTES = 1 << 20
+"""Of the last frame: what a prediction returns and a module remembers is kept, and sent on."""
+CPU_SHARE = 0.5
+"""The kernel's two counts of processor time differ; a child that was killed beyond this share had used its time."""
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+Number = StrictInt | StrictFloat
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a child ended, as the fork server saw it."""
+
+    status: int
+    cpu_seconds: float
+    why: str
 
 
 @dataclass
@@ -38,7 +78,6 @@ class _Started:
 
     process: subprocess.Popen[bytes]
     control: socket.socket
-    scratch: str
     missing: tuple[str, ...] = ()
     endings: dict[int, asyncio.Future[Ending]] = field(default_factory=dict[int, "asyncio.Future[Ending]"])
 
@@ -86,10 +125,13 @@ class Sandbox:
 
     async def __aexit__(self, *_: object) -> None:
         """End the fork server and every child."""
+        server, self._server = self._server, None
         with anyio.CancelScope(shield=True):
             if self._reaping is not None:
                 await self._reaping
-            await asyncio.to_thread(self.shut_down())
+            if server is not None:
+                self._lost(server)
+                await _reap(server.process)
 
     @property
     def missing(self) -> tuple[str, ...]:
@@ -100,18 +142,6 @@ class Sandbox:
     def process_id(self) -> int | None:
         """Of the fork server."""
         return None if self._server is None else self._server.process.pid
-
-    def shut_down(self) -> Callable[[], None]:
-        """Begin to end the fork server and every child, on the loop.
-
-        Returns:
-            A function that waits for their end; call it in any thread.
-        """
-        server, self._server = self._server, None
-        if server is None:
-            return lambda: None
-        self._lost(server)
-        return lambda: _reap(server)
 
     async def run(self, job: Job, call_lm: CallLm) -> Outcome:
         """See :class:`CodeSandbox`; it fails where it has failed twice."""
@@ -172,17 +202,17 @@ class Sandbox:
         except BaseException as error:
             server.control.close()
             server.process.kill()
-            _reap(server)
+            server.process.wait()
             if not isinstance(error, Exception):
                 raise
             raise SandboxError(f"the fork server did not start ({type(error).__name__}: {error})") from error
         refused = layers.refused(self._accepted)
         if refused:
             server.control.close()
-            await asyncio.to_thread(_reap, server)
+            await _reap(server.process)
             raise ConfigurationError(
                 f"this machine does not give the sandbox its layers {', '.join(refused)}, so that candidate code is "
-                "not run: use a machine that does, sandbox='deno', or, where the whole process is in a container or a "
+                "not run: use a machine that does, or, where the whole process is in a container or a "
                 f"virtual machine that holds nothing of worth, accept_missing_protection={refused!r} "
                 "(docs/meta-harness.md says what is lost)."
             )
@@ -203,7 +233,7 @@ class Sandbox:
             self._lost(server)
             if self._server is server:
                 self._server = None
-            self._reaping = asyncio.get_running_loop().run_in_executor(None, _reap, server)
+            self._reaping = asyncio.ensure_future(_reap(server.process))
             return
         told = json.loads(data)
         ending = server.endings.get(told.pop("ended"))
@@ -238,25 +268,268 @@ def accepted_layers(names: Iterable[str]) -> tuple[str, ...]:
 def _launched(without: tuple[str, ...]) -> _Started:
     control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     control.setblocking(False)
-    scratch = os.path.realpath(tempfile.mkdtemp(prefix="flashevolve-"))
     nothing, number = subprocess.DEVNULL, theirs.fileno()
     with theirs:
         process = subprocess.Popen(
-            [sys.executable, "-I", "-c", _START, _ROOT, str(number), scratch, *without],
-            env={},
+            [sys.executable, "-I", "-c", _START, _ROOT, str(number), *without],
+            env={"TMPDIR": tempfile.gettempdir()},
             pass_fds=[number],
             cwd="/",
             stdin=nothing,
             stdout=nothing,
             start_new_session=True,
         )
-    return _Started(process, control, scratch)
+    return _Started(process, control)
 
 
-def _reap(server: _Started) -> None:
+async def _reap(process: subprocess.Popen[bytes]) -> None:
+    """Wait for the end of a fork server whose socket is closed; on the loop, since an exit has no threads any more."""
+    number, ended = os.pidfd_open(process.pid), asyncio.Event()
+    asyncio.get_running_loop().add_reader(number, ended.set)
+    with anyio.move_on_after(10):
+        await ended.wait()
+    asyncio.get_running_loop().remove_reader(number)
+    os.close(number)
+    process.kill()
+    process.wait()
+
+
+class _Over(Exception):
+    """The candidate failed."""
+
+    def __init__(self, reason: Reason, message: str) -> None:
+        super().__init__(message)
+        self.failure = Failure(reason, message)
+
+
+class Conversation:
+    """Talk with one child until it has answered or failed.
+
+    Args:
+        reader, writer: the socket to it.
+        limits: of this run.
+        call_lm: makes its LM calls.
+    """
+
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, limits: Limits, call_lm: CallLm
+    ) -> None:
+        self._reader, self._writer = reader, writer
+        self._limits = limits
+        self._call_lm = call_lm
+        self._bytes_left = limits.output_bytes
+        self._bytes = 0
+        self._calls_left = limits.lm_calls
+        self._tokens_left = limits.lm_tokens
+        self._ahead: asyncio.Future[dict[str, Any]] | None = None
+        self.calls: list[LmRecord] = []
+        self.printed = ""
+        self.seconds = 0.0
+
+    async def hold(self, job: dict[str, Any]) -> dict[str, Any] | Failure:
+        """Tell the child its job, serve its LM calls, and hear its answer.
+
+        Returns:
+            Its answer (``fields``, ``memory``), or why it failed.
+
+        Raises:
+            OSError: it could not be started.
+        """
+        try:
+            started = await asyncio.wait_for(self._frame(), START_SECONDS)
+            if started.get("kind") != "ready":
+                raise OSError(f"a child could not be locked up: {started.get('message')}")
+        except _Over as error:
+            raise OSError(f"a child ended before it was locked up ({error})") from error
+        clock, limits = asyncio.get_running_loop().time, self._limits
+        began, called = clock(), 0.0
+        try:
+            with anyio.move_on_after(limits.total_seconds) as all_of_it, anyio.move_on_after(limits.seconds) as bound:
+                await self._send(job)
+                while "lm" in (message := await self._next()):
+                    request, asked = _read(parse_request, message["lm"]), clock()
+                    self._count(request)
+                    left, bound.deadline = bound.deadline - asked, math.inf
+                    answer = await self._called(request)
+                    called += clock() - asked
+                    bound.deadline = clock() + left
+                    await self._send(self._kept(answer, clock() - asked))
+                return _read(self._last, message)
+            if all_of_it.cancelled_caught:
+                return Failure("time", f"it ran for more than {limits.total_seconds:g} seconds, its LM calls included")
+            return Failure("time", f"it ran for more than {limits.seconds:g} seconds")
+        except _Over as error:
+            return error.failure
+        except WireError as error:
+            return Failure("protocol", f"it sent {error}"[:MESSAGE_CHARACTERS])
+        finally:
+            self.seconds = clock() - began - called
+            if self._ahead is not None:
+                await _given_up(self._ahead)
+
+    def outcome(self, told: dict[str, Any] | Failure, ended: Ending) -> Outcome:
+        """What the run came to, by what the child said and how it ended.
+
+        Raises:
+            SandboxError: it could not be started.
+        """
+        failure = told if isinstance(told, Failure) else None
+        if ended.why == "processes":
+            failure = Failure("processes", "it had a second process")
+        elif failure is not None and failure.reason == "died":
+            failure = _cause_of_death(ended, self._limits)
+        answer = {} if failure is not None or isinstance(told, Failure) else told
+        calls, fields = tuple(self.calls), answer.get("fields", {})
+        return Outcome(fields, answer.get("memory"), failure, calls, self.printed, self.seconds, ended.cpu_seconds)
+
+    def _count(self, request: LmRequest) -> None:
+        """Raise _Over where the child may not make this LM call any more."""
+        self._calls_left -= request.replies
+        if self._calls_left < 0:
+            raise _Over("lm_calls", f"it asked for more than {self._limits.lm_calls} LM calls")
+        if self._tokens_left <= 0:
+            raise _Over("lm_tokens", f"its LM calls used its {self._limits.lm_tokens} tokens, and it asked for another")
+
+    async def _called(self, request: LmRequest) -> LmRecord | str:
+        """Make an LM call; a child that ends meanwhile, or that has nothing to wait for, ends the call."""
+        call = asyncio.ensure_future(self._call_lm(request))
+        try:
+            if self._ahead is None:
+                self._ahead = asyncio.ensure_future(self._frame())
+            await asyncio.wait([call, self._ahead], return_when=asyncio.FIRST_COMPLETED)
+            if not call.done() and "lm" not in self._ahead.result():
+                raise WireError("an answer before its LM call had ended")
+            return await call
+        finally:
+            await _given_up(call)
+
+    def _kept(self, answer: LmRecord | str, seconds: float) -> dict[str, Any]:
+        """Keep an LM call; returns what the child is told."""
+        if isinstance(answer, str):
+            return {"error": answer}
+        self.calls.append(replace(answer, seconds=seconds))
+        self._tokens_left -= answer.tokens
+        return {"outputs": answer.outputs}
+
+    async def _next(self) -> dict[str, Any]:
+        """The next frame, which may have been waited for during an LM call."""
+        ahead, self._ahead = self._ahead, None
+        return await (self._frame() if ahead is None else ahead)
+
+    def _last(self, message: dict[str, Any]) -> dict[str, Any] | Failure:
+        kind, printed = message.get("kind"), message.get("printed", "")
+        self.printed = printed[-PRINTED_CHARACTERS:] if isinstance(printed, str) else ""
+        if self._bytes > ANSWER_BYTES:
+            raise _Over("output", f"its answer and its memory have more than {ANSWER_BYTES} bytes")
+        if kind == "done" and isinstance(message.get("fields"), dict):
+            return message
+        reason, said = message.get("reason"), message.get("message")
+        if kind != "failed" or not isinstance(reason, str) or reason not in REASONS or not isinstance(said, str):
+            raise WireError(f"a frame that the protocol does not know ({sorted(message)[:5]})")
+        return Failure(cast("Reason", reason), said[:MESSAGE_CHARACTERS])
+
+    async def _frame(self) -> dict[str, Any]:
+        try:
+            length = HEADER.unpack(await self._reader.readexactly(HEADER.size))[0]
+            self._bytes = HEADER.size + length
+            self._bytes_left -= self._bytes
+            if self._bytes_left < 0:
+                raise _Over("output", f"it sent more than {self._limits.output_bytes} bytes")
+            return _read(decode, await self._reader.readexactly(length))
+        except (asyncio.IncompleteReadError, ConnectionError) as error:
+            raise _Over("died", "it ended without an answer") from error
+
+    async def _send(self, message: dict[str, Any]) -> None:
+        self._writer.write(encode(message))
+        try:
+            await self._writer.drain()
+        except ConnectionError as error:
+            raise _Over("died", "it ended without an answer") from error
+
+
+def _read(reader: Callable[[S], T], said: S) -> T:
+    """Read what a child said; whatever goes wrong there is the child's doing, never an error of the host's."""
     try:
-        server.process.wait(10)
-    except subprocess.TimeoutExpired:
-        server.process.kill()
-        server.process.wait()
-    shutil.rmtree(server.scratch, ignore_errors=True)
+        return reader(said)
+    except (WireError, _Over):
+        raise
+    except Exception as error:
+        raise WireError(f"what cannot be read ({type(error).__name__}: {error})") from error
+
+
+async def _given_up(work: asyncio.Future[Any]) -> None:
+    """Cancel what runs, and wait until it has ended; nobody asks what it came to."""
+    work.cancel()
+    with anyio.CancelScope(shield=True):
+        await asyncio.wait([work])
+    if not work.cancelled():
+        work.exception()
+
+
+def _cause_of_death(ended: Ending, limits: Limits) -> Failure:
+    if ended.why:
+        raise SandboxError(ended.why)
+    if ended.cpu_seconds >= limits.cpu_seconds * CPU_SHARE and ended.status == signal.SIGKILL:
+        return Failure("cpu", f"it used its {limits.cpu_seconds} seconds of processor time")
+    if os.WIFSIGNALED(ended.status):
+        return Failure("died", f"it was ended by {signal.Signals(os.WTERMSIG(ended.status)).name}")
+    return Failure("died", f"it exited with status {os.waitstatus_to_exitcode(ended.status)} without an answer")
+
+
+class _Text(BaseModel):
+    type: Literal["text"]
+    text: str
+
+
+class _Address(BaseModel):
+    url: str = Field(pattern="^data:image/")
+
+
+class _Picture(BaseModel):
+    type: Literal["image_url"]
+    image_url: _Address
+
+
+class _Message(BaseModel):
+    role: Role
+    content: str | list[_Text | _Picture]
+
+
+class _Options(BaseModel, extra="forbid"):
+    """All the options that a candidate may set."""
+
+    temperature: Number = Field(default=0, ge=0, le=2)
+    top_p: Number = Field(default=0, ge=0, le=1)
+    presence_penalty: Number = Field(default=0, ge=-2, le=2)
+    frequency_penalty: Number = Field(default=0, ge=-2, le=2)
+    seed: StrictInt = Field(default=0, ge=0, le=2**31)
+    rollout_id: StrictInt = Field(default=0, ge=0, le=2**31)
+    max_tokens: StrictInt = Field(default=1, ge=1, le=1 << 15)
+    n: StrictInt = Field(default=1, ge=1, le=64)
+    stop: Annotated[list[str], BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop)] = Field(
+        default=[], max_length=16
+    )
+
+
+class _Request(BaseModel):
+    messages: list[_Message] = Field(min_length=1)
+    options: _Options = _Options()
+
+
+def parse_request(message: Any) -> LmRequest:
+    """What a child asked for.
+
+    Raises:
+        WireError: it is no LM request, or asks for what a candidate may not ask for.
+
+    >>> parse_request({"messages": [{"role": "user", "content": "Hello"}], "options": {"api_base": "http://x"}})
+    Traceback (most recent call last):
+    dspy_flashevolve.sandbox.contract.WireError: an LM request with options.api_base: Extra inputs are not permitted
+    """
+    try:
+        read = _Request.model_validate(message).model_dump(exclude_unset=True)
+    except ValidationError as error:
+        wrong = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(map(str, wrong["loc"])) or "its form"
+        raise WireError(f"an LM request with {where}: {wrong['msg']}") from error
+    return LmRequest(read["messages"], read.get("options", {}))

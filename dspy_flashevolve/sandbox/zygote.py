@@ -15,7 +15,8 @@ import shutil
 import signal
 import socket
 import sys
-from dataclasses import asdict
+import tempfile
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,15 @@ from dspy_flashevolve.sandbox.contract import Limits, encode
 WATCH_SECONDS = 0.05
 """How often children are counted."""
 MESSAGE_BYTES = 4096
+
+
+@dataclass
+class _Child:
+    """A child that runs: its process, its run's number, and why it was killed here."""
+
+    pid: int
+    job: int
+    why: str = ""
 
 
 class Zygote:
@@ -42,9 +52,8 @@ class Zygote:
         self._layers = layers
         self._scratch = scratch
         self._owner = os.getuid(), os.getgid()
-        self._children: dict[int, int] = {}
-        self._pidfds: dict[int, int] = {}
-        self._reasons: dict[int, str] = {}
+        self._children: dict[int, _Child] = {}
+        """By their pidfds."""
 
     def serve(self) -> None:
         """Serve until the host closes the control socket."""
@@ -56,9 +65,13 @@ class Zygote:
                     data, fds, _, _ = socket.recv_fds(self._control, MESSAGE_BYTES, 1)
                     if not data:
                         return
-                    pidfd = self._obey(json.loads(data), fds)
-                    if pidfd is not None:
-                        poll.register(pidfd, select.POLLIN)
+                    order = json.loads(data)
+                    if "start" in order:
+                        self._start(order["start"], Limits(**order["limits"]), fds[0], poll)
+                    else:
+                        for child in self._children.values():
+                            if child.job == order["kill"]:
+                                _kill(child.pid)
                 else:
                     poll.unregister(number)
                     self._ended(number)
@@ -66,30 +79,24 @@ class Zygote:
 
     def close(self) -> None:
         """Kill every child."""
-        for pid in self._children:
-            self._kill(pid)
-        for pidfd in list(self._pidfds):
-            self._ended(pidfd, tell=False)
+        for child in self._children.values():
+            _kill(child.pid)
+        for pidfd in list(self._children):
+            self._ended(pidfd)
 
-    def _obey(self, order: dict[str, Any], fds: list[int]) -> int | None:
-        if "kill" in order:
-            for pid in [pid for pid, job in self._children.items() if job == order["kill"]]:
-                self._kill(pid)
-            return None
-        job = order["start"]
+    def _start(self, job: int, limits: Limits, connection: int, poll: select.poll) -> None:
         try:
             pid = linux.clone(linux.NAMESPACES) if self._layers.namespaces else os.fork()
         except OSError as error:
-            os.close(fds[0])
             self._tell(ended=job, status=-1, cpu_seconds=0.0, why=f"no process could be started: {error}")
-            return None
-        if pid == 0:
-            self._child(job, Limits(**order["limits"]), fds[0])
-        os.close(fds[0])
-        self._children[pid] = job
-        pidfd = os.pidfd_open(pid)
-        self._pidfds[pidfd] = pid
-        return pidfd
+        else:
+            if pid == 0:
+                self._child(job, limits, connection)
+            pidfd = os.pidfd_open(pid)
+            self._children[pidfd] = _Child(pid, job)
+            poll.register(pidfd, select.POLLIN)
+        finally:
+            os.close(connection)
 
     def _child(self, job: int, limits: Limits, number: int) -> None:
         try:
@@ -111,34 +118,33 @@ class Zygote:
 
     def _watch(self) -> None:
         """One process a child: threads are its own affair, processes are not."""
-        for pid in self._children:
-            if pid not in self._reasons and _children_of(pid):
-                self._reasons[pid] = "processes"
-                self._kill(pid)
-        for stray in _children_of(os.getpid()) - set(self._children):
+        for child in self._children.values():
+            if not child.why and _children_of(child.pid):
+                child.why = "processes"
+                _kill(child.pid)
+        for stray in _children_of(os.getpid()) - {child.pid for child in self._children.values()}:
             os.kill(stray, signal.SIGKILL)
             os.waitpid(stray, 0)
 
-    def _kill(self, pid: int) -> None:
-        for kill in (os.killpg, os.kill):
-            with contextlib.suppress(ProcessLookupError):
-                kill(pid, signal.SIGKILL)
-
-    def _ended(self, pidfd: int, tell: bool = True) -> None:
-        pid = self._pidfds.pop(pidfd)
+    def _ended(self, pidfd: int) -> None:
+        child = self._children.pop(pidfd)
         os.close(pidfd)
-        _, status, usage = os.wait4(pid, 0)
-        job, why = self._children.pop(pid), self._reasons.pop(pid, "")
+        _, status, usage = os.wait4(child.pid, 0)
         if not self._layers.namespaces:
             with contextlib.suppress(ProcessLookupError):  # its number is taken while its group has members
-                os.killpg(pid, signal.SIGKILL)
-            shutil.rmtree(os.path.join(self._scratch, str(job)), ignore_errors=True)
-        if tell:
-            self._tell(ended=job, status=status, cpu_seconds=usage.ru_utime + usage.ru_stime, why=why)
+                os.killpg(child.pid, signal.SIGKILL)
+            shutil.rmtree(os.path.join(self._scratch, str(child.job)), ignore_errors=True)
+        self._tell(ended=child.job, status=status, cpu_seconds=usage.ru_utime + usage.ru_stime, why=child.why)
 
     def _tell(self, **message: Any) -> None:
         with contextlib.suppress(OSError):  # where the host is gone, the loop will see it
             self._control.send(json.dumps(message).encode())
+
+
+def _kill(pid: int) -> None:
+    for kill in (os.killpg, os.kill):
+        with contextlib.suppress(ProcessLookupError):
+            kill(pid, signal.SIGKILL)
 
 
 def _children_of(pid: int) -> set[int]:
@@ -160,12 +166,14 @@ def _tasks_of(uid: int) -> int:
     return count
 
 
-def main(control_number: int, scratch: str, *without: str) -> None:
-    """Be the fork server. Started by the host with an empty environment, as ``python -I -c``.
+def main(control_number: int, *without: str) -> None:
+    """Be the fork server. Started by the host with nothing but ``TMPDIR`` in its environment, as ``python -I -c``.
+
+    Its directory lies in a file system of its own where it can have one, and is removed when it ends, however the host
+    has ended.
 
     Args:
         control_number: the file number of the control socket.
-        scratch: an empty directory of this run's, which the host removes.
         without: layers to leave out.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the host to hear, which closes the control socket
@@ -173,7 +181,15 @@ def main(control_number: int, scratch: str, *without: str) -> None:
     roots = confinement.readable_roots()
     sys.path[:] = [path for path in sys.path if any(Path(path).is_relative_to(root) for root in roots)]
     if "namespaces" not in without:
-        confinement.hide_others_files([*roots, scratch])
+        confinement.hide_others_files(roots)
+    scratch = os.path.realpath(tempfile.mkdtemp(prefix="flashevolve-"))
+    try:
+        _serve(control, scratch, without)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _serve(control: socket.socket, scratch: str, without: tuple[str, ...]) -> None:
     user = "user" not in without and confinement.become_nobody(scratch)
     linux.adopt_orphans()
     os.environ.update(DSPY_CACHEDIR=os.path.join(scratch, "cache"), LITELLM_LOCAL_MODEL_COST_MAP="True", HOME=scratch)
@@ -182,8 +198,9 @@ def main(control_number: int, scratch: str, *without: str) -> None:
     gc.collect()
     gc.freeze()
     layers = confinement.probe_layers(user, scratch, without)
-    control.send(json.dumps({"ready": {"layers": asdict(layers)}}).encode())
     zygote = Zygote(control, layers, scratch)
+    with contextlib.suppress(BrokenPipeError):  # the host has gone already
+        control.send(json.dumps({"ready": {"layers": asdict(layers)}}).encode())
     try:
         zygote.serve()
     finally:

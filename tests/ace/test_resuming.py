@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import sqlite3
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +21,7 @@ from dspy_flashevolve.engine.errors import RunDirectoryError
 from dspy_flashevolve.engine.journal import FILE
 from tests.ace.child import SLOTS, VAL, SlowChain, facts, replies, run
 from tests.fakes import digits, examples, fake_lm
+from tests.killing import finished, killed_after
 
 TRAIN = examples("t", 24)
 SPAN_SECONDS = 0.35
@@ -197,31 +195,12 @@ def test_a_log_dir_that_is_no_path_is_refused() -> None:
 # kill -9
 
 
-def started(directory: Path, staleness: str, samples: int) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "tests.ace.child", str(directory), staleness, str(samples)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def killed(directory: Path, staleness: str, samples: int, seconds: float) -> bool:
-    """Run, and kill `seconds` after the first metric call; False where the run came to its end before."""
-    before, process = made(directory), started(directory, staleness, samples)
-    try:
-        while process.poll() is None and made(directory) == before:
-            time.sleep(0.002)  # until the process is at work: it is watched from outside
-        time.sleep(seconds)
-    finally:
-        process.kill()
-        _, errors = process.communicate()
-    assert process.returncode in (0, -9), errors[-2000:]
-    return process.returncode == -9
-
-
 def survives(directory: Path, staleness: str, samples: int, kills: int, seed: int) -> Iterator[str]:
     """Kill and go on; yields what is wrong."""
     rng, done, applied, scored = random.Random(seed), 0, 0, 0
+    module = "tests.ace.child", directory, staleness, samples
     for _ in range(kills):
-        if not killed(directory, staleness, samples, rng.random() * SPAN_SECONDS):
+        if not killed_after(rng.random() * SPAN_SECONDS, partial(made, directory), *module):
             break
         done += 1
         yield from (f"kill {done}: {problem}" for problem in wrongs(directory))
@@ -230,19 +209,16 @@ def survives(directory: Path, staleness: str, samples: int, kills: int, seed: in
         if ended < applied or snapshots < scored:
             yield f"kill {done} lost what had been applied or scored"
         applied, scored = ended, snapshots
-    process = started(directory, staleness, samples)
-    out, errors = process.communicate()
-    assert process.returncode == 0, errors[-2000:]
-    result = json.loads(out.splitlines()[-1])
+    result = finished(*module)
     yield from wrongs(directory)
     if result["samples"] != samples:
         yield f"{result['samples']} samples were applied, {samples} there were"
     if staleness != "lockstep" and (result["operations"] != {"add": samples} or result["version"] != samples):
         yield f"each sample adds one bullet: {result['operations']}, {result['problems']}, {result['additions']}"
     [(spent,)] = rows(directory, "SELECT SUM(calls) FROM calls")
-    [(finished,)] = rows(directory, "SELECT COUNT(*) FROM rollouts")
-    if not finished <= made(directory) <= spent == result["calls"] or spent - finished > done * SLOTS:
-        yield f"{made(directory)} calls made, {finished} of use, {spent} counted, {result['calls']} told, {done} kills"
+    [(kept,)] = rows(directory, "SELECT COUNT(*) FROM rollouts")
+    if not kept <= made(directory) <= spent == result["calls"] or spent - kept > done * SLOTS:
+        yield f"{made(directory)} calls made, {kept} of use, {spent} counted, {result['calls']} told, {done} kills"
     [(unfinished,)] = rows(directory, "SELECT COUNT(*) FROM steps WHERE number NOT IN (SELECT step FROM ends)")
     if unfinished:
         yield f"{unfinished} steps have no end"

@@ -20,28 +20,11 @@ import pytest
 
 from dspy_flashevolve import AsyncMetaHarness, ConfigurationError, Harness, HarnessError, Limits
 from tests.fakes import fake_lm, reply_for
+from tests.sandbox import worlds
+from tests.sandbox.worlds import GOOD, TIGHT
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the sandbox needs Linux")
 LAYERS = ("user", "namespaces", "landlock", "seccomp")
-TIGHT = Limits(
-    seconds=60.0,
-    cpu_seconds=1,
-    memory_bytes=256 << 20,
-    output_bytes=1 << 20,
-    scratch_bytes=4 << 20,
-    lm_calls=3,
-    tasks=8,
-)
-"""Limits under which a test machine survives whatever a candidate does. One for all: a fork server for each."""
-GOOD = """
-class Good(dspy.Module):
-    def __init__(self):
-        super().__init__()
-        self.predict = dspy.Predict("question -> answer")
-
-    def forward(self, question):
-        return self.predict(question=question)
-"""
 
 
 def module(body: str) -> str:
@@ -52,11 +35,7 @@ def module(body: str) -> str:
     body = re.sub(r"import ([\w.]+(?:, [\w.]+)*)", lambda found: "; ".join(
         f"{name.split('.')[0]} = __import__({name!r})" for name in found[1].split(", ")
     ), body)  # fmt: skip
-    lines = "\n".join(f"        {line}" for line in body.strip().splitlines())
-    return (
-        f"class Candidate(dspy.Module):\n    def forward(self, question):\n        found = ''\n{lines}\n"
-        "        return dspy.Prediction(answer=str(found))\n"
-    )
+    return worlds.module(f"{body}\nfound = str(found)")
 
 
 def harness(source: str, limits: Limits = TIGHT, **options: Any) -> Harness:
@@ -196,7 +175,7 @@ def test_memory_is_saved_loaded_and_copied_with_the_source(tmp_path: Path) -> No
 
 @pytest.mark.parametrize(("arguments", "said"), [
     ({"module_src": "import os"}, "imports os"), ({"module_src": "x"}, "0 subclasses"),
-    ({"sandbox": "vm"}, "sandbox is"), ({"accept_missing_protection": ["nothing"]}, "accept_missing_protection is"),
+    ({"accept_missing_protection": ["nothing"]}, "accept_missing_protection is"),
 ])  # fmt: skip
 def test_a_harness_that_cannot_run_is_refused(arguments: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigurationError, match=said):

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +12,7 @@ import pytest
 
 from tests.contract.child import VAL
 from tests.contract.surface import problems
+from tests.killing import finished, killed_after
 
 SPAN_SECONDS = 0.35
 """Longest time from the first metric call of a process to its end."""
@@ -33,36 +30,18 @@ class Victim:
     def __init__(self, directory: Path, schedule: str, calls: int) -> None:
         self.directory = directory
         self.run = directory / "run"
-        self._command = [sys.executable, "-m", "tests.contract.child", str(directory), schedule, str(calls)]
-        self._environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        self._module = "tests.contract.child", directory, schedule, calls
 
     def calls_made(self) -> int:
         """What the metric itself has counted, over all processes."""
         path = self.directory / "calls.txt"
         return path.read_bytes().count(b"\n") if path.exists() else 0
 
-    def started(self) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            self._command, env=self._environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-
     def killed_after(self, seconds: float) -> bool:
-        """Run, and kill `seconds` after the first metric call; False where the run came to its end before."""
-        before, process = self.calls_made(), self.started()
-        try:
-            while process.poll() is None and self.calls_made() == before:
-                time.sleep(0.002)  # until the process is at work: it is watched from outside
-            time.sleep(seconds)
-        finally:
-            process.kill()
-            _, errors = process.communicate()
-        assert process.returncode in (0, -9), errors[-2000:]
-        return process.returncode == -9
+        return killed_after(seconds, self.calls_made, *self._module)
 
     def finished(self) -> dict[str, Any]:
-        out, errors = (process := self.started()).communicate()
-        assert process.returncode == 0, errors[-2000:]
-        return json.loads(out.splitlines()[-1])
+        return finished(*self._module)
 
     def candidates(self) -> list[dict[str, str]]:
         path = self.run / "candidates.json"

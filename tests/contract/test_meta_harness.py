@@ -166,7 +166,10 @@ def test_stale_proposals_are_patched_before_they_are_evaluated_where_that_is_ask
     found = search(staleness="reflective", iterations=12).detailed_results
     assert found.stats.requests_by_stage["patch"] > 0
     assert any("patched" in one.draft.name for one in found.candidates)
-    assert "patch" not in search(iterations=6).detailed_results.stats.requests_by_stage
+    assert found.stats.looks["integrate"] > 0
+    plain = search(iterations=6).detailed_results.stats
+    assert "patch" not in plain.requests_by_stage
+    assert plain.looks == {"admit": 6}, "each proposal is looked at, and every look is told"
 
 
 def test_a_proposer_that_writes_nothing_is_a_rejected_proposal() -> None:

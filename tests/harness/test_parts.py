@@ -28,7 +28,7 @@ from dspy_flashevolve.harness.archive import (
 from dspy_flashevolve.harness.program import typed_fields
 from dspy_flashevolve.harness.proposing import Directions
 from dspy_flashevolve.sandbox.contract import HEADER, Failure, LmRecord, Outcome, WireError, decode, encode
-from dspy_flashevolve.sandbox.conversation import parse_request
+from dspy_flashevolve.sandbox.sandbox import parse_request
 from tests.sandbox.worlds import GOOD
 
 JSON = st.recursive(

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import random
 import sqlite3
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -25,6 +21,7 @@ from dspy_flashevolve.harness.archive import context_tokens
 from dspy_flashevolve.sandbox.contract import Failure, Job, Outcome, SandboxError
 from tests.fakes import fake_lm
 from tests.harness.child import SLOTS, TRAIN, VAL, Learner, answers, proposes, run
+from tests.killing import killed_after
 
 SPAN_SECONDS = 0.3
 """Longest time from the first metric call of a process to its end."""
@@ -246,24 +243,10 @@ class Victim:
 
     def __init__(self, directory: Path, kind: str, iterations: int) -> None:
         self.directory = directory
-        self._command = [sys.executable, "-m", "tests.harness.child", str(directory), kind, str(iterations)]
-        self._environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-
-    def started(self) -> subprocess.Popen[str]:
-        return subprocess.Popen(self._command, env=self._environment, stderr=subprocess.PIPE, text=True)
+        self._module = "tests.harness.child", directory, kind, iterations
 
     def killed_after(self, seconds: float) -> bool:
-        """Run, and kill `seconds` after the first metric call; False where the search came to its end before."""
-        before, process = len(lines(self.directory, "scored")), self.started()
-        try:
-            while process.poll() is None and len(lines(self.directory, "scored")) == before:
-                time.sleep(0.002)  # until the process is at work: it is watched from outside
-            time.sleep(seconds)
-        finally:
-            process.kill()
-            _, errors = process.communicate()
-        assert process.returncode in (0, -9), errors[-2000:]
-        return process.returncode == -9
+        return killed_after(seconds, lambda: len(lines(self.directory, "scored")), *self._module)
 
     def archive(self) -> list[str]:
         """Candidates and failures, as the journal has them."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
 import sys
+import tempfile
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any, NoReturn
@@ -17,7 +19,7 @@ from dspy_flashevolve.harness.archive import Archive, Draft, Evaluated, Failed
 from dspy_flashevolve.harness.evaluating import task_of
 from dspy_flashevolve.sandbox import guest
 from dspy_flashevolve.sandbox.contract import Failure, Limits
-from dspy_flashevolve.sandbox.conversation import ANSWER_BYTES, PRINTED_CHARACTERS
+from dspy_flashevolve.sandbox.sandbox import ANSWER_BYTES, PRINTED_CHARACTERS
 from tests.contract.test_meta_harness import Watched, search
 from tests.sandbox.test_hostile import children_of, wire_code
 from tests.sandbox.worlds import GOOD, Lab, lab, module
@@ -154,9 +156,22 @@ def test_what_a_candidate_forges_is_kept_in_part_only(roomy: Lab) -> None:
     assert large.failure.reason == "output"
 
 
+@pytest.fixture
+def temporary(monkeypatch: pytest.MonkeyPatch) -> Generator[Path]:
+    """A directory for temporary files, of this process and those that it starts; it must be left empty."""
+    with tempfile.TemporaryDirectory() as directory:
+        os.chmod(directory, 0o755)
+        monkeypatch.setattr(tempfile, "tempdir", directory)
+        monkeypatch.setenv("TMPDIR", directory)
+        yield Path(directory)
+        assert list(Path(directory).iterdir()) == []
+
+
 @linux
-def test_a_fork_server_that_died_is_reaped_and_its_files_are_gone() -> None:
+def test_a_fork_server_that_died_is_reaped_and_its_files_are_gone(temporary: Path) -> None:
     with lab() as one:
+        if "namespaces" in one.sandbox.missing:
+            pytest.skip("nobody is left who could remove its files")
         server = one.sandbox._server
         assert server is not None
         os.kill(server.process.pid, signal.SIGKILL)
@@ -165,7 +180,25 @@ def test_a_fork_server_that_died_is_reaped_and_its_files_are_gone() -> None:
         assert reaping is not None
         one.await_(asyncio.wait([reaping]))
         assert server.process.returncode == -signal.SIGKILL
-        assert not Path(server.scratch).exists()
+
+
+@linux
+@pytest.mark.parametrize("without", [(), ("namespaces",)], ids=["all layers", "no namespaces"])
+def test_a_host_that_is_killed_leaves_no_process_and_no_file(temporary: Path, without: tuple[str, ...]) -> None:
+    waits = (
+        "from tests.sandbox.worlds import lab, module\n"
+        f"with lab(without={without!r}) as one:\n"
+        "    body = 'import os; os.mkdir(str(1)); dspy.settings.lm(str(1))'\n"
+        "    one.run(module(body), call_lm=lambda _: input(print('run')))"
+    )
+    host = subprocess.Popen(
+        [sys.executable, "-u", "-c", waits], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert host.stdout is not None
+    assert host.stdout.readline() == b"run\n"
+    host.kill()
+    host.communicate()  # the fork server has its errors' pipe, too: it has ended
+    assert host.returncode == -signal.SIGKILL
 
 
 @linux

@@ -20,7 +20,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dspy_flashevolve.sandbox.contract import Job, Limits, LmAnswer, LmRecord
+from dspy_flashevolve.sandbox.contract import Job, Limits, LmRecord
 from tests.sandbox.worlds import TIGHT, Lab, lab, module
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the sandbox needs Linux")
@@ -362,8 +362,8 @@ def test_a_child_that_does_not_read_is_ended() -> None:
     """The host's answers fill the socket; the time is the candidate's."""
     message = b'{"lm":{"messages":[{"role":"user","content":"x"}]}}'
 
-    async def long(request: object) -> LmAnswer:
-        return LmAnswer(LmRecord([], ["x" * 4_000_000], 1, 1))
+    async def long(request: object) -> LmRecord:
+        return LmRecord([], ["x" * 4_000_000], 1, 1)
 
     body = f"for _ in range(3): os.write(wire, ({len(message)}).to_bytes(4, 'big') + {message!r})\nwhile True: pass"
     with lab(Limits(seconds=2.0, cpu_seconds=60, lm_calls=5)) as one:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import socket
 import struct
+import subprocess
 import sys
+import sysconfig
+import tempfile
 from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +21,10 @@ from dspy_flashevolve.sandbox import linux
 from tests.sandbox.worlds import Lab, lab, module
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the sandbox needs Linux")
+ROOT = Path(__file__).parents[2]
+ORDINARY_USER = 1234
+AS_ORDINARY_USER: Any = {"user": ORDINARY_USER, "group": ORDINARY_USER, "extra_groups": []} if os.geteuid() == 0 else {}
+"""How a test that root runs starts a process without root's rights."""
 
 
 @pytest.fixture(scope="module", params=[(), ("namespaces", "landlock")], ids=["all layers", "seccomp alone"])
@@ -32,6 +42,12 @@ def filtered(request: pytest.FixtureRequest) -> Generator[Lab]:
     "import socket; socket.socket(socket.AF_UNIX)", "import os; os.kill(os.getppid(), 9)", "import os; os.kill(-1, 9)",
     "import socket; socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)", "import os; os.mkfifo('pipe')",
     "import os, resource; resource.prlimit(os.getpid() + 1, resource.RLIMIT_CPU)",
+    "import os; os.chmod('printed', 0)", "import os; os.utime('printed')", "import os; os.fchown(1, -1, -1)",
+    "import os; os.setxattr('printed', 'user.note', b'x')", "import os; os.removexattr('printed', 'user.note')",
+    "import fcntl, os; fcntl.fcntl(1, fcntl.F_SETOWN, os.getppid())", "import fcntl; fcntl.fcntl(1, fcntl.F_SETSIG, 9)",
+    "import fcntl; fcntl.flock(1, fcntl.LOCK_SH)", "import fcntl; fcntl.lockf(1, fcntl.LOCK_EX)",
+    "import fcntl; fcntl.ioctl(1, 0x8901, bytes(4))", "import fcntl; fcntl.ioctl(1, 0x40086602, bytes(8))",
+    "import os; os.setpriority(os.PRIO_PROCESS, os.getppid(), 19)", "import os; os.sched_setaffinity(1, {0})",
 ])  # fmt: skip
 def test_what_python_asks_of_the_kernel_is_refused(filtered: Lab, body: str) -> None:
     outcome = filtered.run(module(body))
@@ -101,3 +117,56 @@ def test_the_layer_is_named_where_it_is_missing() -> None:
     with lab(without=("seccomp",)) as one:
         assert "seccomp" in one.sandbox.missing
         assert one.is_well()
+
+
+def python_of_an_ordinary_user(home: Path) -> list[str]:
+    """A Python with this one's libraries that an ordinary user may run; this one may lie in root's own directory."""
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    for python in (os.path.realpath(sys.executable), shutil.which(version, path="/usr/local/bin:/usr/bin")):
+        if python is None:
+            continue
+        try:
+            subprocess.run([python, "-c", ""], check=True, **AS_ORDINARY_USER)
+        except (OSError, subprocess.CalledProcessError):
+            continue
+        subprocess.run([python, "-m", "venv", "--without-pip", home], check=True)
+        libraries = home / "lib" / version / "site-packages"
+        libraries.rmdir()
+        libraries.symlink_to(sysconfig.get_path("purelib"))
+        return [str(home / "bin" / "python")]
+    pytest.skip("no Python that an ordinary user may run")
+
+
+@pytest.fixture
+def home_of_another() -> Generator[Path]:
+    """A directory of an ordinary user's, with a copy of this package."""
+    with tempfile.TemporaryDirectory() as home:
+        shutil.copytree(ROOT / "dspy_flashevolve", Path(home, "dspy_flashevolve"))
+        if os.geteuid() == 0:
+            for path in (Path(home), *Path(home).rglob("*")):
+                os.chown(path, ORDINARY_USER, ORDINARY_USER)
+        yield Path(home)
+
+
+def test_a_candidate_changes_nothing_of_what_belongs_to_the_user_who_runs_it(home_of_another: Path) -> None:
+    """No mode, owner, time or attribute of the host's library: it would not import, or keep notes for later runs."""
+    target = home_of_another / "dspy_flashevolve" / "engine" / "loop.py"
+
+    def state() -> list[object]:
+        told = target.stat()
+        return [told.st_mode, told.st_uid, told.st_gid, told.st_mtime_ns, told.st_ctime_ns, os.listxattr(target)]
+
+    before = state()
+    ended = subprocess.run(
+        [*python_of_an_ordinary_user(home_of_another / "python"), "-m", "tests.sandbox.ordinary_user", str(target)],
+        cwd=home_of_another,
+        env={"PYTHONPATH": str(ROOT), "HOME": str(home_of_another)},
+        capture_output=True,
+        text=True,
+        **AS_ORDINARY_USER,
+    )
+    assert ended.returncode == 0, ended.stderr
+    for missing, found in map(json.loads, ended.stdout.splitlines()):
+        if not {"namespaces", "seccomp"} <= set(missing):
+            assert not {name: told for name, told in found.items() if told[0] == 0}, f"without {missing}"
+    assert state() == before

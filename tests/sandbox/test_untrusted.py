@@ -7,7 +7,7 @@ import json
 import math
 import sys
 from collections.abc import Generator
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import pydantic
 import pytest
@@ -17,11 +17,12 @@ from hypothesis import strategies as st
 from dspy_flashevolve.harness.archive import MOST_REPLY_CHARACTERS, DraftError, blocks_in, draft_of, drafts_in
 from dspy_flashevolve.harness.program import typed_fields
 from dspy_flashevolve.sandbox.contract import HEADER, MOST_DEPTH, LmRequest, WireError, decode, encode
-from dspy_flashevolve.sandbox.conversation import ROLES, parse_request
+from dspy_flashevolve.sandbox.sandbox import Role, parse_request
 from tests.harness.test_parts import JSON
 from tests.sandbox.test_hostile import wire_code
 from tests.sandbox.worlds import GOOD, Lab, lab, module
 
+ROLES = get_args(Role)
 PART = st.fixed_dictionaries({"type": JSON | st.sampled_from(["text", "image_url"])}, optional={
     "text": JSON, "image_url": JSON | st.fixed_dictionaries({"url": JSON | st.just("data:image/png;base64,x")})
 })  # fmt: skip

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from dspy_flashevolve.sandbox.confinement import LAYERS
-from dspy_flashevolve.sandbox.contract import Job, Limits, LmAnswer, LmRecord, LmRequest, Outcome
+from dspy_flashevolve.sandbox.contract import Job, Limits, LmRecord, LmRequest, Outcome
 from dspy_flashevolve.sandbox.sandbox import Sandbox
 
 TIGHT = Limits(
@@ -40,10 +40,10 @@ def module(body: str, name: str = "Candidate") -> str:
     )
 
 
-async def answered(request: LmRequest) -> LmAnswer:
+async def answered(request: LmRequest) -> LmRecord:
     """An LM that always answers "42"."""
     outputs = ["[[ ## answer ## ]]\n42\n\n[[ ## completed ## ]]"] * request.replies
-    return LmAnswer(LmRecord(request.messages, outputs, prompt_tokens=3, completion_tokens=4))
+    return LmRecord(request.messages, outputs, prompt_tokens=3, completion_tokens=4)
 
 
 class Lab:
