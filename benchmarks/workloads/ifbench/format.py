@@ -35,19 +35,20 @@ def emoji(response: str) -> bool:
 
 @verifier("format:line_indent", "Indent each new line by more spaces than the line before, like stairs.")
 def line_indent(response: str) -> bool:
-    """Single empty lines do not count; of several in a row every second one does, as the evaluator has it."""
+    """Single blank lines do not count; of several in a row every second one does, as the evaluator has it."""
     widths = [len(line) - len(line.lstrip(" ")) for line in _without_blanks(response.split("\n"))]
     return all(before < after for before, after in pairwise(widths))
 
 
 def _without_blanks(lines: list[str]) -> list[str]:
-    kept: list[str] = []
-    after_blank = False
-    for line in lines:
-        after_blank = not line.strip() and not after_blank
-        if not after_blank:
-            kept.append(line)
-    return kept
+    """The lines without blank ones; like the evaluator, it does not look at the line after one that it takes out."""
+    left = list(lines)
+    place = 0
+    while place < len(left):
+        if not left[place].strip():
+            left.remove(left[place])
+        place += 1
+    return left
 
 
 @verifier("format:list", "Answer with a list of items, and use {sep} in place of bullet points.")

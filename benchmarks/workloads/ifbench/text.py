@@ -86,9 +86,10 @@ def sentences(text: str) -> list[str]:
         >>> sentences('Dr. Bell? "Yes!" he said at 3.30.\\nThe end')
         ['Dr. Bell?', '"Yes!"', 'he said at 3.30.', 'The end']
     """
+    text = text.strip()
     found: list[str] = []
     start = 0
-    for end, following in [*_ends(text), (len(text.rstrip()), len(text))]:
+    for end, following in [*_ends(text), (len(text), len(text))]:
         closing = _CLOSING.match(text, following)
         found.append(text[start : following + len(closing[0].rstrip()) if closing else end])
         start = closing.end() if closing else following
@@ -96,21 +97,27 @@ def sentences(text: str) -> list[str]:
 
 
 def _ends(text: str) -> Iterator[tuple[int, int]]:
-    """Where each sentence but the last ends and the next one begins: at most once between two spaces."""
+    """Where each sentence but the last ends and the next one begins.
+
+    Of the marks between two spaces the last one counts, and the first one too if nothing stands before it.
+    """
     for part, later in pairwise([*re.finditer(r"\S+", text), None]):
         if part is None:
             return
         start, end = part.span()
-        inside = list(_MARK_INSIDE.finditer(text, start, end))
+        marks = [mark.end() for mark in _MARK_INSIDE.finditer(text, start, end)]
         if later and text[end - 1] in ".?!":
             context, following = text[start : later.end()], later.start()
-        elif inside:
-            end = following = inside[-1].end()
-            context = text[start : end + 1]
+            marks.append(end)
+        elif marks:
+            following = marks[-1]
+            context = text[start : following + 1]
         else:
             continue
+        if marks[0] == start + 1 < marks[-1]:
+            yield start + 1, start + 1
         if any(_breaks(one, two) for one, two in pairwise(_PIECE.findall(context))):
-            yield end, following
+            yield marks[-1], following
 
 
 def _breaks(piece: str, following: str) -> bool:
