@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import string
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -253,11 +254,13 @@ def _word_range(text: str, given: Arguments) -> str | None:
 
 @_check("count:unique_word_count")
 def _unique_words(text: str, given: Arguments) -> str | None:
-    return _compared(len({word.lower() for word in words(text)}), "at least", given["N"], "different words")
+    used = {word.strip(string.punctuation) for word in text.lower().split()}
+    return _compared(len(used), "at least", given["N"], "different words")
 
 
 @_check("count:keywords_multiple")
 def _keywords_multiple(text: str, given: Arguments) -> str | None:
     wanted = {given[f"keyword{number}"]: times for number, times in enumerate((1, 2, 3, 5, 7), start=1)}
-    wrong = [f"{word!r} {times} times" for word, times in wanted.items() if _occurrences(word, text) != times]
+    counts = {word: text.lower().count(word.strip().lower()) for word in wanted}
+    wrong = [f"{word!r} {times} times" for word, times in wanted.items() if counts[word] != times]
     return f"Use {', '.join(wrong)}, no more and no less." if wrong else None

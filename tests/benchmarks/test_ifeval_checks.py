@@ -220,9 +220,9 @@ def _unique(draw: Any) -> Case:
 
 @_case("count:keywords_multiple")
 def _keywords(draw: Any) -> Case:
-    arguments = {f"keyword{number}": "x" * number for number in range(1, 6)}
+    arguments = {f"keyword{number}": word for number, word in enumerate(("xq", "yq", "zq", "xy", "xz"), start=1)}
     good = [word for word, times in zip(arguments.values(), (1, 2, 3, 5, 7), strict=True) for _ in range(times)]
-    changed = draw(st.sampled_from([good[1:], [*good, "x"]]))
+    changed = draw(st.sampled_from([good[1:], [*good, "axqa"]]))
     return Case(arguments, " ".join([*_filler(draw), *good]), " ".join(changed))
 
 

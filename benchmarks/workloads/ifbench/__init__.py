@@ -1,5 +1,7 @@
 """IFBench (train on IFEval prompts, test on IFBench): verifiers of our own, accuracies, splits, program and metric.
 
+A constraint is met where the official evaluator says so; `agreement` compares the verdicts.
+
 Example:
     >>> from benchmarks.workloads.ifbench import verify
     >>> verify("Run, ran.", ["words:start_verb", "punctuation:no_comma"], [{}, {}]).strict

@@ -3,83 +3,81 @@
 from __future__ import annotations
 
 import re
+import string
 from itertools import pairwise
 
-from benchmarks.workloads.ifbench.lexicon import MINOR_WORDS
-from benchmarks.workloads.ifbench.nesting import bracket_depth, quote_depth
-from benchmarks.workloads.ifbench.text import is_emoji, lines, paragraphs, sentence_ends, sentences, words
+from benchmarks.workloads.ifbench.text import (
+    MARKS,
+    SENTENCE_ENDS,
+    bare,
+    is_emoji,
+    sentences,
+    tokens,
+    trimmed,
+)
 from benchmarks.workloads.ifbench.verifier import verifier
 
 TEMPLATE = ("My Answer:", "My Conclusion:", "Future Outlook:")
 BRACKET_DEPTH, QUOTE_DEPTH = 5, 3
-_BULLET = re.compile(r"\s*\*\s+\S")
-_SUB_BULLET = re.compile(r"\s*-\s+\S")
-_LIST_MARK = re.compile(r"\s*(?:[*•+-]|\d+[.)])\s+")
-_HEADING = re.compile(r"\s*(?:#{1,6}\s|<h[1-6]\b|\*\*[^*]+\*\*:?\s*$)", re.IGNORECASE)
-_CONTAINERS = r"(?:\s*<(?:html|body|main|article|section|div|p)\b[^<>]*>)*"
-_ITALICS = re.compile(_CONTAINERS + r"\s*<(i|em)>(.*?)</\1>", re.IGNORECASE | re.DOTALL)
-_TAG = re.compile(r"<[^<>]*>")
-_QUOTED = re.compile(r"\"[^\"]*\"|“[^”]*”")
+_BRACKETS = {")": "(", "]": "[", "}": "{"}
+_LETTERED = re.compile(r"\W*a\W*b\W*c", re.IGNORECASE)
 
 
-@verifier(
-    "format:emoji",
-    "End every sentence with an emoji.",
-    approximate="emojis by their Unicode blocks; the emoji may stand before or after the sentence's mark",
-)
+@verifier("format:emoji", "End every sentence with an emoji.", approximate=SENTENCE_ENDS)
 def emoji(response: str) -> bool:
-    """Each sentence, and each text without a mark at a line's end after it, ends with an emoji."""
-    text = response.strip()
-    ends = sentence_ends(text)
-    rest = text[ends[-1][1] :] if ends else text
-    return bool(words(text)) and all(_emoji_at(text, *end) for end in ends) and (not words(rest) or is_emoji(text[-1]))
+    """Each sentence has an emoji among its last two characters, punctuation aside, or as the first after it."""
+    parts = [bare(sentence).strip() for sentence in sentences(response)]
+    return all(
+        any(map(is_emoji, part[-2:])) or (part and is_emoji(following[:1]))
+        for part, following in pairwise([*parts, ""])
+    )
 
 
-def _emoji_at(text: str, start: int, end: int) -> bool:
-    before, after = text[:start][-3:].rstrip(), text[end : end + 3].lstrip(" ")
-    return is_emoji(before[-1:] or " ") or is_emoji(after[:1] or " ")
-
-
-@verifier("format:line_indent", "Indent each new line more than the line before, like stairs.")
+@verifier("format:line_indent", "Indent each new line by more spaces than the line before, like stairs.")
 def line_indent(response: str) -> bool:
-    """At least two lines; empty ones do not count."""
-    given = [line.expandtabs() for line in lines(response)]
-    widths = [len(line) - len(line.lstrip()) for line in given]
-    return len(widths) > 1 and all(before < after for before, after in pairwise(widths))
+    """Single blank lines do not count; of several in a row every second one does, as the evaluator has it."""
+    widths = [len(line) - len(line.lstrip(" ")) for line in _without_blanks(response.split("\n"))]
+    return all(before < after for before, after in pairwise(widths))
 
 
-@verifier(
-    "format:list",
-    "Answer with a list of items that begin with {sep} in place of bullet points.",
-    approximate="items begin a line with the mark, or (for a mark that is no hyphen) stand between marks",
-)
+def _without_blanks(lines: list[str]) -> list[str]:
+    """The lines without blank ones; like the evaluator, it does not look at the line after one that it takes out."""
+    left = list(lines)
+    place = 0
+    while place < len(left):
+        if not left[place].strip():
+            left.remove(left[place])
+        place += 1
+    return left
+
+
+@verifier("format:list", "Answer with a list of items, and use {sep} in place of bullet points.")
 def item_list(response: str, sep: str) -> bool:
-    """At least two items with the mark `sep`, and no line with another bullet point or number."""
-    given = lines(response)
-    marked = [line for line in given if line.strip().startswith(sep) and line.strip() != sep]
-    between = [part for part in response.split(sep) if part.strip()] if sep != "-" else []
-    others = [line for line in given if _LIST_MARK.match(line) and not line.strip().startswith(sep)]
-    return max(len(marked), len(between)) > 1 and not others
+    """At least two times the mark `sep`, wherever it stands."""
+    return response.count(sep) >= 2
 
 
 @verifier("format:newline", "Write each word on a new line.")
 def newline(response: str) -> bool:
-    """No line holds more than one word."""
-    given = lines(response)
-    return bool(given) and all(len(line.split()) == 1 for line in given)
+    """As many lines as words; lines that are empty without their punctuation do not count."""
+    text = bare(response).strip()
+    return sum(line != "" for line in text.split("\n")) == len(text.split())
 
 
 @verifier(
     "format:no_bullets_bullets",
-    "Write at least two sentences that end in a period, and after them at least two bullet points denoted by *.",
+    "Write at least two sentences without an empty line between them, and after them, after one empty line at most, at "
+    "least two bullet points denoted by * without an empty line between them, and nothing else.",
+    approximate=SENTENCE_ENDS,
 )
 def no_bullets_bullets(response: str) -> bool:
-    """Two sentences before the first bullet point, and two bullet points."""
-    given = lines(response)
-    bullets = [number for number, line in enumerate(given) if _BULLET.match(line)]
-    before = "\n\n".join(given[: bullets[0]]) if bullets else ""
-    closed = [sentence for sentence in sentences(before) if sentence.rstrip("*_\"' ").endswith(".")]
-    return len(bullets) > 1 and len(closed) > 1
+    """Lines with two sentences or more, at most one empty line, then two or more lines that begin with `*`."""
+    given = [line.strip() for line in response.split("\n")]
+    bulleted = [line.startswith("*") for line in given]
+    first = bulleted.index(True) if True in bulleted else len(given)
+    before = given[: first - 1] if first and not given[first - 1] else given[:first]
+    written = sum(len(sentences(line)) for line in before)
+    return all(before) and written >= 2 and all(bulleted[first:]) and len(given) - first >= 2
 
 
 @verifier("format:no_whitespace", "Use no whitespace.")
@@ -90,13 +88,12 @@ def no_whitespace(response: str) -> bool:
 
 @verifier("format:options", "Answer with one of these options and nothing else: {options}.")
 def options(response: str, options: str) -> bool:
-    """One of the options without regard to case, quotes and a last period."""
-    mark = next((mark for mark in (", ", "/", " or ") if mark in options), ", ")
-    return _bare(response) in {_bare(option) for option in options.split(mark)}
-
-
-def _bare(option: str) -> str:
-    return option.replace("’", "'").strip(" \n\t\"'.*`)(").casefold()
+    """One of the options without regard to case and marks around it; if they are a, b, c, exactly one of them."""
+    mark = next((mark for mark in ("/", "or") if mark in options), ",")
+    given = [option.strip() for option in options.split(mark)]
+    if _LETTERED.match(options):
+        return response in given
+    return trimmed(response).lower() in {trimmed(option).lower() for option in given}
 
 
 @verifier(
@@ -104,39 +101,50 @@ def _bare(option: str) -> str:
     "Use exactly this template: My Answer: [answer] My Conclusion: [conclusion] Future Outlook: [outlook]",
 )
 def output_template(response: str) -> bool:
-    """The three labels once each and in order, the first at the start, with text after each."""
-    text = response.strip()
-    starts = [text.find(label) for label in TEMPLATE]
-    ordered = starts[0] == 0 and starts == sorted(starts) and all(text.count(label) == 1 for label in TEMPLATE)
-    spans = zip(TEMPLATE, starts, [*starts[1:], len(text)], strict=True)
-    return ordered and all(words(text[start + len(label) : end]) for label, start, end in spans)
+    """The three labels, wherever they stand."""
+    return all(label in response for label in TEMPLATE)
 
 
 @verifier("format:parentheses", "Nest brackets at least 5 levels deep.")
 def parentheses(response: str) -> bool:
-    """Round, square and curly brackets that are closed in order, of any kinds."""
-    return bracket_depth(response) >= BRACKET_DEPTH
+    """Round, square and curly brackets; of five or more open ones the last is closed by its own kind."""
+    still_open: list[str] = []
+    for character in response:
+        if character in "([{":
+            still_open.append(character)
+        elif character in _BRACKETS:
+            if not still_open or still_open[-1] != _BRACKETS[character]:
+                still_open.clear()
+            elif len(still_open) >= BRACKET_DEPTH:
+                return True
+            else:
+                still_open.pop()
+    return False
 
 
-@verifier(
-    "format:quotes",
-    "Nest quotes at least 3 levels deep, alternating between double and single quotes.",
-    approximate="a single quote inside or after a word is an apostrophe unless a single quotation is open",
-)
+@verifier("format:quotes", "Nest quotes at least 3 levels deep, alternating between double and single quotes.")
 def quotes(response: str) -> bool:
-    """Straight or curly quotes; the outer ones may be either kind."""
-    return quote_depth(response) >= QUOTE_DEPTH
+    """Straight quotes and apostrophes alike: each closes the last open one if that is its like, else it opens one."""
+    still_open: list[str] = []
+    deepest = 0
+    for character in response:
+        if character not in "\"'":
+            continue
+        if still_open and still_open[-1] == character:
+            still_open.pop()
+            if deepest - len(still_open) >= QUOTE_DEPTH:
+                return True
+        else:
+            still_open.append(character)
+            deepest = max(deepest, len(still_open))
+    return False
 
 
-@verifier(
-    "format:quote_unquote",
-    "Follow every quoted phrase with an explanation that is not quoted.",
-    approximate="an explanation is any word between a quotation and the next; needs at least one quotation",
-)
+@verifier("format:quote_unquote", "Follow every quoted phrase with an explanation that is not quoted.")
 def quote_unquote(response: str) -> bool:
-    """There is a word after each quotation in double quotes and before the next."""
-    after = _QUOTED.split(response)[1:]
-    return bool(after) and all(words(part) for part in after)
+    """No two straight double quotes side by side, spaces aside, and none at the end, other marks and digits aside."""
+    text = "".join(response.replace("'\"'", "").split())
+    return '""' not in text and not text.strip(string.digits + MARKS.replace('"', "")).endswith('"')
 
 
 @verifier(
@@ -144,40 +152,20 @@ def quote_unquote(response: str) -> bool:
     "Use bullet points denoted by * and at least one sub-bullet point denoted by - for each of them.",
 )
 def sub_bullets(response: str) -> bool:
-    """At least one bullet point, and a sub-bullet between each and the next."""
-    given = lines(response)
-    starts = [number for number, line in enumerate(given) if _BULLET.match(line)]
-    spans = pairwise([*starts, len(given)])
-    return bool(starts) and all(any(map(_SUB_BULLET.match, given[start:end])) for start, end in spans)
+    """A hyphen after every asterisk and before the next one; a text without asterisks is well too."""
+    return all("-" in part for part in response.split("*")[1:])
 
 
-@verifier(
-    "format:thesis",
-    "Begin each section with a thesis statement in HTML italics (<i> or <em>).",
-    approximate="sections are what stands between headings (Markdown, HTML or a bold line), else the paragraphs",
-)
+@verifier("format:thesis", "Begin each section with a thesis statement in HTML italics (<i> or <em>).")
 def thesis(response: str) -> bool:
-    """The text of each section begins with italics that hold a word."""
-    sections = _sections(response)
-    found = [_ITALICS.match(section) for section in sections]
-    return bool(sections) and all(italics and words(italics[2]) for italics in found)
+    """Text in the first italics and text after them; of <em> and </em> the evaluator asks for no more than the tags."""
+    _, begun, rest = response.partition("<i>" if "<i>" in response else "<em>")
+    inside, ended, after = rest.partition("</i>" if "</i>" in rest else "</em>")
+    return bool(begun and ended and (begun == "<em>" or inside.strip()) and (ended == "</em>" or after.strip()))
 
 
-def _sections(response: str) -> list[str]:
-    given = lines(response)
-    headings = [number for number, line in enumerate(given) if _HEADING.match(line)]
-    starts, ends = [0, *(number + 1 for number in headings)], [*headings, len(given)]
-    bodies = ["\n".join(given[start:end]) for start, end in zip(starts, ends, strict=True)]
-    return [body for body in (bodies if headings else paragraphs(response)) if words(_TAG.sub(" ", body))]
-
-
-@verifier(
-    "format:title_case",
-    "Write everything in title case: a capital first letter for every major word.",
-    approximate="articles, conjunctions and short prepositions of our list may be in lower case except at the start",
-)
+@verifier("format:title_case", "Write everything in title case: a capital first letter for every word.")
 def title_case(response: str) -> bool:
-    """No word but a minor one begins with a lower-case letter."""
-    used = words(response)
-    major = [word for number, word in enumerate(used) if number == 0 or word not in MINOR_WORDS]
-    return any(word[0].isupper() for word in used) and not any(word[0].islower() for word in major)
+    """No token begins with a small letter, unless the rest of it has both small and capital letters."""
+    begun = [token for token in tokens(response) if token[0].isalpha() and token[0].islower()]
+    return all(token[1:] and not token[1:].islower() and not token[1:].isupper() for token in begun)

@@ -1,8 +1,12 @@
-"""Our own short word lists and a syllable rule: no part-of-speech tagger and no download, so all are approximations."""
+"""Word lists, tables and rules in place of the models and data that the official evaluator downloads."""
 
 from __future__ import annotations
 
+import functools
+import importlib
+import importlib.util
 import re
+from typing import Any
 
 
 def word_set(listed: str) -> frozenset[str]:
@@ -10,7 +14,7 @@ def word_set(listed: str) -> frozenset[str]:
     return frozenset(listed.split())
 
 
-COORDINATING_CONJUNCTIONS = word_set("for and nor but or yet so")
+CONJUNCTIONS = word_set("for and nor but or yet so")
 
 PERSON_NAMES = word_set(
     """Emma Liam Sophia Jackson Olivia Noah Ava Lucas Isabella Mason Mia Ethan Charlotte Alexander Amelia Benjamin
@@ -21,26 +25,46 @@ PERSON_NAMES = word_set(
 
 PRONOUNS = word_set(
     """i me my mine myself we us our ours ourselves you your yours yourself yourselves he him his himself she her hers
-    herself it its itself they them their theirs themselves themself this that these those who whom whose which what
-    whoever whomever whichever whatever anybody anyone anything everybody everyone everything nobody none nothing
-    somebody someone something another other others each either neither both all any few many most much one several
-    some such"""
+    herself it its itself they them their theirs themselves"""
 )
 
+# English stop words as \w+ finds them: the pieces of contractions are apart.
 STOP_WORDS = word_set(
-    """a about above after again against all am an and any are as at be because been before being below between both but
-    by can could did do does doing don't down during each either few for from further had has have having he her here
-    hers herself him himself his how i if in into is it its itself just may me might more most must my myself neither no
-    nor not now of off on once only or other our ours ourselves out over own same shall she should so some such than
-    that the their theirs them themselves then there these they this those through to too under until up upon very was
-    we were what when where which while who whom whose why will with would you your yours yourself yourselves i'm i've
-    i'll i'd you're you've you'll he's she's it's we're we've they're they've that's there's isn't aren't wasn't weren't
-    doesn't didn't won't wouldn't can't couldn't shouldn't hasn't haven't"""
+    """a about above after again against ain all am an and any are aren as at be because been before being below between
+    both but by can couldn d did didn do does doesn doing don down during each few for from further had hadn has hasn
+    have haven having he her here hers herself him himself his how i if in into is isn it its itself just ll m ma me
+    mightn more most mustn my myself needn no nor not now o of off on once only or other our ours ourselves out over own
+    re s same shan she should shouldn so some such t than that the their theirs them themselves then there these they
+    this those through to too under until up ve very was wasn we were weren what when where which while who whom why
+    will with won wouldn y you your yours yourself yourselves"""
 )
 
-MINOR_WORDS = word_set(
-    """a an the and but or nor for so yet as at by in of off on per to up via vs from into onto over with than if upon
-    about after before between through under without within among against during"""
+ABBREVIATIONS = word_set(
+    """adm ala ariz aug ave bros calif capt co col colo conn corp cos ct dec dr feb fla fri ft ga gen gov ill inc jan jr
+    kan lt ltd maj mass md messrs mg mich minn mo mr mrs ms nev nov oct okla ore pa ph.d prof rep reps rev sen sep sept
+    sgt sr st tenn tues va vs vt wash wed wis yr a.d a.m b.c d.c i.b.m l.a m.b.a n.c n.h n.j n.m n.y p.m r.i s.c u.k u.n
+    u.s u.s.a u.s.s.r"""
+)
+
+# What Unicode counts as an emoji by itself (emoji-test.txt, version 17), in hexadecimal.
+_EMOJI_RANGES = """
+    A9 AE 203C 2049 2122 2139 2194-2199 21A9-21AA 231A-231B 2328 23CF 23E9-23F3 23F8-23FA 24C2 25AA-25AB 25B6 25C0
+    25FB-25FE 2600-2604 260E 2611 2614-2615 2618 261D 2620 2622-2623 2626 262A 262E-262F 2638-263A 2640 2642
+    2648-2653 265F-2660 2663 2665-2666 2668 267B 267E-267F 2692-2697 2699 269B-269C 26A0-26A1 26A7 26AA-26AB
+    26B0-26B1 26BD-26BE 26C4-26C5 26C8 26CE-26CF 26D1 26D3-26D4 26E9-26EA 26F0-26F5 26F7-26FA 26FD 2702 2705
+    2708-270D 270F 2712 2714 2716 271D 2721 2728 2733-2734 2744 2747 274C 274E 2753-2755 2757 2763-2764 2795-2797
+    27A1 27B0 27BF 2934-2935 2B05-2B07 2B1B-2B1C 2B50 2B55 3030 303D 3297 3299 1F004 1F0CF 1F170-1F171 1F17E-1F17F
+    1F18E 1F191-1F19A 1F201-1F202 1F21A 1F22F 1F232-1F23A 1F250-1F251 1F300-1F321 1F324-1F393 1F396-1F397
+    1F399-1F39B 1F39E-1F3F0 1F3F3-1F3F5 1F3F7-1F4FD 1F4FF-1F53D 1F549-1F54E 1F550-1F567 1F56F-1F570 1F573-1F57A
+    1F587 1F58A-1F58D 1F590 1F595-1F596 1F5A4-1F5A5 1F5A8 1F5B1-1F5B2 1F5BC 1F5C2-1F5C4 1F5D1-1F5D3 1F5DC-1F5DE
+    1F5E1 1F5E3 1F5E8 1F5EF 1F5F3 1F5FA-1F64F 1F680-1F6C5 1F6CB-1F6D2 1F6D5-1F6D9 1F6DC-1F6E5 1F6E9 1F6EB-1F6EC
+    1F6F0 1F6F3-1F6FC 1F7E0-1F7EB 1F7F0 1F90C-1F93A 1F93C-1F945 1F947-1F9FF 1FA70-1FA7C 1FA80-1FAC6 1FAC8
+    1FACC-1FADD 1FADF-1FAEB 1FAEF-1FAFA
+"""
+EMOJIS = frozenset(
+    chr(code)
+    for first, _, last in (part.partition("-") for part in _EMOJI_RANGES.split())
+    for code in range(int(first, 16), int(last or first, 16) + 1)
 )
 
 _VERBS = word_set(
@@ -75,25 +99,30 @@ _VERBS = word_set(
     wear weave weigh welcome wield win wish witness wonder work worry write yield"""
 )
 _OTHER_VERB_FORMS = word_set(
-    """am is are was were been being isn't aren't wasn't weren't do does did done don't doesn't didn't has had can can't
-    could couldn't may might must shall should shouldn't will won't would wouldn't began begun became bent bought broke
-    broken brought built came caught chose chosen cut drawn drew driven drove ate eaten fallen fell felt found flew
-    flown forgot gave given gone went got grew grown heard held kept knew known led left let's lost made meant met paid
-    ran rose risen said sat sang saw seen sent shown slept sold sought spent spoke spoken stood struck swam taken took
-    taught thought threw thrown told understood won wore woven wrote written"""
+    """am is are was were been being do does did done has had began begun became bent bought broke broken brought built
+    came caught chose chosen cut drawn drew driven drove ate eaten fallen fell felt found flew flown forgot gave given
+    gone went got grew grown heard held kept knew known led left lost made meant met paid ran rose risen said sat sang
+    saw seen sent shown slept sold sought spent spoke spoken stood struck swam taken took taught thought threw thrown
+    told understood won wore woven wrote written"""
+)
+_NO_VERBS = word_set(
+    """during ceiling evening morning string spring thing anything everything nothing something hundred indeed sacred
+    kindred"""
 )
 _ENDINGS = (("ies", "y"), ("ied", "y"), ("es", ""), ("s", ""), ("ed", ""), ("ed", "e"), ("ing", ""), ("ing", "e"))
+_PARTICIPLE = re.compile(r"\w*[aeiouy]\w*(?:ing|ed)")
 
 
 def may_be_verb(word: str) -> bool:
-    """Whether it is a common English verb in any of its forms; it may be a noun as well ("plan", "walks").
+    """Whether it may be an English verb in one of its forms, modal verbs aside; it may be a noun as well ("plan").
 
     Example:
-        >>> [may_be_verb(word) for word in ("Imagine", "running", "went", "bird")]
-        [True, True, True, False]
+        >>> [may_be_verb(word) for word in ("Imagine", "whirring", "went", "bird", "must")]
+        [True, True, True, False, False]
     """
-    lower = word.casefold().replace("’", "'")
-    return lower in _VERBS or lower in _OTHER_VERB_FORMS or any(stem in _VERBS for stem in _stems(lower))
+    lower = word.casefold()
+    known = lower in _VERBS or lower in _OTHER_VERB_FORMS or any(stem in _VERBS for stem in _stems(lower))
+    return known or (lower not in _NO_VERBS and len(lower) > 4 and _PARTICIPLE.fullmatch(lower) is not None)
 
 
 def _stems(word: str) -> list[str]:
@@ -109,14 +138,29 @@ _SYLLABLES = {
 }  # fmt: skip
 
 
+@functools.cache
+def _syllapy() -> Any:
+    """The package by which the official evaluator counts; `None` if it is not installed."""
+    return importlib.import_module("syllapy") if importlib.util.find_spec("syllapy") else None
+
+
 def syllables(word: str) -> int:
-    """The number of syllables, at least 1: groups of vowels without a silent e; a short list of exceptions.
+    """The number of syllables by syllapy where it is installed (extra `benchmarks`), else by our own rule.
+
+    The rule: groups of vowels without a silent e, at least 1, and a short list of exceptions; 0 for what has a digit.
 
     Example:
-        >>> [syllables(word) for word in ("strength", "table", "hoped", "wanted", "banana")]
-        [1, 2, 1, 2, 3]
+        >>> [syllables(word) for word in ("strength", "table", "hoped", "banana", "3rd")]
+        [1, 2, 1, 3, 0]
     """
+    counted = _syllapy()
+    return counted.count(word) if counted else _estimated_syllables(word)
+
+
+def _estimated_syllables(word: str) -> int:
     letters = re.sub(r"[^a-z]", "", word.casefold())
+    if not letters or any(character.isdigit() for character in word):
+        return 0
     if letters in _SYLLABLES:
         return _SYLLABLES[letters]
     groups = len(re.findall(r"[aeiouy]+", letters))

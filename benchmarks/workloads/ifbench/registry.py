@@ -11,4 +11,4 @@ __all__ = ["APPROXIMATE", "MODULES", "VERIFIERS", "Verifier"]
 MODULES = (counting, words, sentences, format, repeat, custom, ifeval_kinds)
 
 APPROXIMATE: dict[str, str] = {kind: rule.approximate for kind, rule in VERIFIERS.items() if rule.approximate}
-"""How a rule may differ from a careful reader's, by instruction id."""
+"""In what a verdict may differ from the official evaluator's, by instruction id."""

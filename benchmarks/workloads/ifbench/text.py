@@ -1,125 +1,165 @@
-"""Words, sentences, paragraphs and lines of a response, as the verifiers read them."""
+"""A response as the official evaluator reads it: bare words, tokens, sentences and emojis.
+
+Words are split as IFBench splits them. Tokens and sentences are what NLTK's `word_tokenize` and `sent_tokenize` find,
+without NLTK and the data that it downloads: Penn Treebank tokens, and sentences after Kiss and Strunk, "Unsupervised
+Multilingual Sentence Boundary Detection" (Computational Linguistics 32:4, 2006), with our own list of abbreviations
+where NLTK has a trained model.
+"""
 
 from __future__ import annotations
 
 import re
-from itertools import groupby, pairwise
+import string
+import unicodedata
+from collections.abc import Iterator
+from itertools import pairwise
 
-from benchmarks.workloads.ifbench.lexicon import word_set
+from benchmarks.workloads.ifbench import lexicon
 
-_WORD = re.compile(r"[^\W_]+(?:['’\-][^\W_]+)*")
-_END = re.compile(r"[.!?…。！？]+([\"'”’)\]*_]*)")
-_EMPTY_LINE = re.compile(r"\n[^\S\n]*\n")
-_ABBREVIATIONS = word_set("dr mr mrs ms prof st vs e.g i.e cf vol fig approx")
-_NEEDS_NO_SPACE = "。！？"
-_EMOJI_RANGES = (
-    (0x1F000, 0x1FAFF), (0x2600, 0x27BF), (0x2B05, 0x2B55), (0x231A, 0x231B), (0x23E9, 0x23FA), (0x25AA, 0x25FE),
-    (0x2194, 0x21AA), (0xE0020, 0xE007F),
-)  # fmt: skip
-_EMOJI_SINGLES = frozenset((0x200D, 0xFE0F, 0x20E3, 0x203C, 0x2049, 0x2122, 0x2139, 0x3030, 0x303D, 0x3297, 0x3299))
+MARKS = string.punctuation
+SENTENCE_ENDS = "where a sentence ends after an abbreviation, an initial or an ellipsis"
+"""What is approximate of every verifier that reads sentences."""
+_NO_MARKS = str.maketrans("", "", MARKS)
+
+_OUTSIDE_WORDS = r"[)\";}\]*:@'({\[?!]"
+_RUN = r"-{2,}|\.{2,}|(?:\.\s){2,}\."
+_PIECE = re.compile(
+    rf"{_RUN}|[^\s(\"`{{\[:;&#*@)}}\]\-,](?:(?!{_OUTSIDE_WORDS}|{_RUN}|,(?:$|\s|{_OUTSIDE_WORDS}|{_RUN}))\S)*|\S"
+)
+_MARK_INSIDE = re.compile(rf"[.?!](?={_OUTSIDE_WORDS})")
+_CLOSING = re.compile(r"[\"')\]}]+?(?:\s+|(?=--)|$)", re.MULTILINE)
+_NUMBER = re.compile(r"-?[.,]?\d[\d,.-]*")
+
+_FINAL_PERIOD = re.compile(r"(?<!\.)\.(?=[\])}>\"'»”’ ]*$)")
+_SEPARATE = re.compile(
+    r"\.{2,}|--|`+|''|[;@#$%&?!*\[\](){}<>\"«»“”‘’„\u2012-\u2015]|[:,](?!\d)"
+    r"|(?<!\w)'(?!(?:re|ve|ll|m|t|s|d|n)\b)(?=\w)",
+    re.IGNORECASE,
+)
+_ENDING = re.compile(r"(?<=[^'])(?:'(?:s|m|d|ll|re|ve)?|n't)$", re.IGNORECASE)
+
+_JOINED = {"cannot": 3, "gonna": 3, "gotta": 3, "wanna": 3, "gimme": 3, "lemme": 3}
 
 
-def words(text: str) -> list[str]:
-    """The words: letters and digits, with apostrophes and hyphens inside.
+def bare(text: str) -> str:
+    """The text without the 32 punctuation marks of ASCII.
 
     Example:
-        >>> words("It's well-known: 3 o'clock!")
-        ["It's", 'well-known', '3', "o'clock"]
+        >>> bare("It's 3.5, well-known!")
+        'Its 35 wellknown'
     """
-    return _WORD.findall(text)
+    return text.translate(_NO_MARKS)
 
 
-def lower_words(text: str) -> list[str]:
-    """The words without regard to case, with straight apostrophes."""
-    return [word.casefold().replace("’", "'") for word in words(text)]
+def bare_words(text: str) -> list[str]:
+    """The words between spaces, without the punctuation marks around them and in them.
 
-
-def letters_and_digits(word: str) -> str:
-    """The word without its apostrophes and hyphens."""
-    return re.sub(r"['’\-]", "", word)
-
-
-def sentence_ends(text: str) -> list[tuple[int, int]]:
-    """Where sentences end: the spans of their marks with the quotes and brackets that close after them.
-
-    Not an end: the period of a common abbreviation or of a list's number, a mark inside a word, and a mark that closes
-    a quotation when the next word is in lower case.
+    Example:
+        >>> bare_words("Wait - it's here.")
+        ['Wait', 'its', 'here']
     """
-    return [found.span() for found in _END.finditer(text) if _is_end(text, found)]
+    return bare(text).split()
 
 
-def _is_end(text: str, found: re.Match[str]) -> bool:
-    following = text[found.end() : found.end() + 2]
-    if found[0][0] in _NEEDS_NO_SPACE:
-        return True
-    if following and not following[0].isspace() and not is_emoji(following[0]):
-        return False
-    if found[1] and following[1:].islower():
-        return False
-    if found[0] != ".":
-        return True
-    before = text[max(0, found.start() - 12) : found.start()]
-    last = re.split(r"[\s(\"']", before)[-1]
-    numbers_an_item = last.isdigit() and len(last) < 3 and not before[: -len(last)].split("\n")[-1].strip()
-    return last.casefold() not in _ABBREVIATIONS and not numbers_an_item
+def trimmed(text: str) -> str:
+    """The text without the punctuation marks and spaces around it."""
+    return text.strip(MARKS + " ")
+
+
+def plain(text: str) -> str:
+    """The text without accents and without what has no counterpart in ASCII.
+
+    Example:
+        >>> plain("Chișinău")
+        'Chisinau'
+    """
+    return unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode("ascii")
 
 
 def sentences(text: str) -> list[str]:
-    """The sentences: up to a `.`, `!` or `?` before a space, or up to an empty line; those without a word are left out.
+    """The sentences: up to a `.`, `?` or `!` before a space, with the quotes and brackets that close after it.
+
+    A line break is a space like any other. After an abbreviation, an ellipsis or an initial a sentence begins only with
+    the capital letter of a word that is often written small; after a number, not with a small letter.
 
     Example:
-        >>> sentences('Dr. Who? "Yes!" he said at 3.30.\\n\\n1. The end')
-        ['Dr. Who?', '"Yes!" he said at 3.30.', '1. The end']
+        >>> sentences('Dr. Bell? "Yes!" he said at 3.30.\\nThe end')
+        ['Dr. Bell?', '"Yes!"', 'he said at 3.30.', 'The end']
     """
-    return [part.strip() for block in _EMPTY_LINE.split(text) for part in _parts(block) if _WORD.search(part)]
+    text = text.strip()
+    found: list[str] = []
+    start = 0
+    for end, following in [*_ends(text), (len(text), len(text))]:
+        closing = _CLOSING.match(text, following)
+        found.append(text[start : following + len(closing[0].rstrip()) if closing else end])
+        start = closing.end() if closing else following
+    return [sentence for sentence in found if sentence]
 
 
-def _parts(block: str) -> list[str]:
-    ends = [0, *(_after_emojis(block, end) for _, end in sentence_ends(block)), len(block)]
-    return [block[start:end] for start, end in pairwise(ends)]
+def _ends(text: str) -> Iterator[tuple[int, int]]:
+    """Where each sentence but the last ends and the next one begins.
+
+    Of the marks between two spaces the last one counts, and the first one too if nothing stands before it.
+    """
+    for part, later in pairwise([*re.finditer(r"\S+", text), None]):
+        if part is None:
+            return
+        start, end = part.span()
+        marks = [mark.end() for mark in _MARK_INSIDE.finditer(text, start, end)]
+        if later and text[end - 1] in ".?!":
+            context, following = text[start : later.end()], later.start()
+            marks.append(end)
+        elif marks:
+            following = marks[-1]
+            context = text[start : following + 1]
+        else:
+            continue
+        if marks[0] == start + 1 < marks[-1]:
+            yield start + 1, start + 1
+        if any(_breaks(one, two) for one, two in pairwise(_PIECE.findall(context))):
+            yield marks[-1], following
 
 
-def _after_emojis(block: str, end: int) -> int:
-    """Where the emojis end that stand after a sentence's mark."""
-    place = end + (block[end : end + 1] == " ")
-    if not is_emoji(block[place : place + 1] or " "):
-        return end
-    return next((other for other in range(place, len(block)) if not is_emoji(block[other])), len(block))
+def _breaks(piece: str, following: str) -> bool:
+    """Whether a sentence ends with a piece, given the piece after it."""
+    if piece in {".", "?", "!"}:
+        return True
+    if not piece.endswith("."):
+        return False
+    word, begins = piece[:-1].casefold(), following[0]
+    often_small = begins.isupper() and following.rstrip(".").casefold() in lexicon.STOP_WORDS
+    goes_on = begins.islower() or following in {";", ":", ",", ".", "!", "?"}
+    if len(word) == 1 and word.isalpha():
+        return often_small or not (goes_on or begins.isupper())
+    if piece.endswith("..") or not lexicon.ABBREVIATIONS.isdisjoint((word, word.split("-")[-1])):
+        return often_small
+    return not (goes_on and _NUMBER.fullmatch(word))
 
 
-def lines(text: str) -> list[str]:
-    """The lines that are not blank, with their indentation."""
-    return [line.rstrip() for line in text.splitlines() if line.strip()]
-
-
-def paragraphs(text: str) -> list[str]:
-    """The parts between empty lines."""
-    return [block.strip() for block in _EMPTY_LINE.split(text) if block.strip()]
-
-
-def without_fence(text: str) -> str:
-    """The text inside a code fence that encloses all of it, else the text.
+def tokens(text: str) -> list[str]:
+    """The Penn Treebank tokens: words, clitics and punctuation marks, one after the other.
 
     Example:
-        >>> without_fence("```csv\\na,b\\n```")
-        'a,b'
+        >>> tokens("Don't: it's at 3:30, Mr. X (no).")
+        ['Do', "n't", ':', 'it', "'s", 'at', '3:30', ',', 'Mr.', 'X', '(', 'no', ')', '.']
     """
-    given = text.strip().splitlines()
-    fenced = len(given) > 1 and given[0].startswith("```") and given[-1].strip() == "```"
-    return "\n".join(given[1:-1]) if fenced else text.strip("\n")
+    return [token for sentence in sentences(text) for token in _sentence_tokens(sentence)]
 
 
-def longest_run(values: list[str]) -> int:
-    """The length of the longest run of equal neighbours.
-
-    Example:
-        >>> longest_run(["a", "b", "b", "a"])
-        2
-    """
-    return max((sum(1 for _ in run) for _, run in groupby(values)), default=0)
+def _sentence_tokens(sentence: str) -> Iterator[str]:
+    apart = _SEPARATE.sub(r" \g<0> ", _FINAL_PERIOD.sub(" . ", sentence))
+    for part in apart.split():
+        ending = _ENDING.search(part)
+        word, clitic = (part[: ending.start()], ending[0]) if ending else (part, "")
+        first = _JOINED.get(word.casefold(), len(word))
+        yield from filter(None, (word[:first], word[first:], clitic))
 
 
 def is_emoji(character: str) -> bool:
-    """Whether it is an emoji or joins emojis, by the main Unicode blocks (a few plain symbols of these count too)."""
-    code = ord(character)
-    return code in _EMOJI_SINGLES or any(low <= code <= high for low, high in _EMOJI_RANGES)
+    """Whether it is an emoji by itself, as by the package `emoji`: no joiner, no half of a flag.
+
+    Example:
+        >>> [is_emoji(character) for character in "😀❤1©"]
+        [True, True, False, True]
+    """
+    return character in lexicon.EMOJIS

@@ -17,7 +17,7 @@ class Verifier:
         kind: The instruction id, such as `"count:numbers"`.
         accepts: The rule: takes the response and the constraint's arguments by name.
         wanted: The constraint as one sentence, a template that `str.format` fills with the arguments.
-        approximate: How the rule may differ from what a careful reader would say; empty where it does not.
+        approximate: In what the verdict may differ from the official evaluator's; empty where it does not.
     """
 
     kind: str

@@ -41,21 +41,23 @@ def _language(draw: Any) -> Case:
 def _repeat_change(draw: Any) -> Case:
     request = ["Write", *filler(draw)]
     bad = draw(st.sampled_from([request, ["Tell", *request], ["Tell", *request[1:], "indeed"]]))
-    return Case({"prompt_to_repeat": " ".join(request)}, " ".join(["Tell", *request[1:]]), " ".join(bad))
+    good = draw(st.sampled_from([" ", "  "])).join(["Tell", *request[1:]])
+    return Case({"prompt_to_repeat": " ".join(request)}, good, " ".join(bad))
 
 
 def _repeat_simple(draw: Any) -> Case:
     sentence = "Only output this sentence here, ignore all other requests."
-    return Case({}, sentence, draw(st.sampled_from([f"Sure. {sentence}", sentence[:-1], " ".join(filler(draw))])))
+    good = draw(st.sampled_from([sentence, f"{sentence.upper()}\n"]))
+    return Case({}, good, draw(st.sampled_from([f"Sure. {sentence}", sentence[:-1], " ".join(filler(draw))])))
 
 
 def _repeat_span(draw: Any) -> Case:
     request = [f"{word}{number}" for number, word in enumerate(filler(draw, 6))]
     start = draw(st.integers(0, 3))
-    end = draw(st.integers(start, 4))
+    end = draw(st.integers(start + 1, 5))
     arguments = {"prompt_to_repeat": "  ".join(request), "n_start": start, "n_end": end}
-    bad = draw(st.sampled_from([request[start : end + 2], request[start + 1 : end + 2]]))
-    return Case(arguments, " ".join(request[start : end + 1]), " ".join(bad))
+    bad = draw(st.sampled_from([request[start : end + 1], request[start + 1 : end + 1]]))
+    return Case(arguments, " ".join(request[start:end]).upper(), " ".join(bad))
 
 
 CASES: dict[str, Callable[[Any], Case]] = {

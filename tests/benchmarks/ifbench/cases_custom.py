@@ -8,56 +8,61 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from benchmarks.workloads.ifbench.places import AFRICAN_COUNTRIES, CAPITALS_NORTH_OF_45
-from tests.benchmarks.ifbench.building import Case, filler
+from benchmarks.workloads.ifbench.custom import CAPITALS_NORTH_OF_45
+from tests.benchmarks.ifbench.building import Case, different, filler
 
 
 def multiples(draw: Any) -> Case:
-    mark = draw(st.sampled_from([", ", "\n", " "]))
+    mark = draw(st.sampled_from([", ", "\n", " ", ","]))
     right = [14, 21, 28, 35, 42, 49]
-    wrong = draw(st.sampled_from([right[1:], [7, *right], right[::-1], [*right, "and done"], list(range(10, 51))]))
-    return Case({}, mark.join(map(str, right)), mark.join(map(str, wrong)))
+    wrong = draw(st.sampled_from([right[1:], [7, *right], right[::-1], [*right, 56], list(range(10, 51))]))
+    said = draw(st.sampled_from(["", "Here: "]))
+    return Case({}, said + mark.join(map(str, right)), mark.join(map(str, wrong)))
 
 
 def character_reverse(draw: Any) -> Case:
-    sentence = f"The bald eagle {' '.join(filler(draw))}."
-    return Case({}, sentence[::-1], draw(st.sampled_from([sentence, f"{sentence} {sentence[::-1]}", "nosib eht"])))
+    sentence = f"The Bald Eagle {' '.join(filler(draw))}."
+    return Case({}, sentence[::-1], draw(st.sampled_from([sentence, "elgae", "nosib eht"])))
 
 
 def word_reverse(draw: Any) -> Case:
     sentence = ["The", "bald", "Eagle", *filler(draw)]
-    return Case({}, " ".join(sentence[::-1]), " ".join(draw(st.sampled_from([sentence, sentence[:1:-1]]))))
+    return Case({}, " ".join(sentence[::-1]) + ".", " ".join(draw(st.sampled_from([sentence, sentence[:1:-1]]))))
 
 
 def sentence_alphabet(draw: Any) -> Case:
     good = [f"{letter}x {' '.join(filler(draw, 2))}." for letter in string.ascii_uppercase]
-    return Case({}, " ".join(good), " ".join(draw(st.sampled_from([good[:-1], good[1:], good[::-1], [*good, "A b."]]))))
+    bad = [good[:-1], good[1:], good[::-1], [*good, "A b."], [*good[:-1], f'"{good[-1]}"']]
+    return Case({}, " ".join(good), " ".join(draw(st.sampled_from(bad))))
 
 
 def date_format_list(draw: Any) -> Case:
-    days = draw(st.lists(st.integers(1, 28), min_size=2, max_size=5))
-    good = [f"1805-12-{day:02d}" for day in days]
-    worse = draw(st.sampled_from(["2 December 1805", "1805-13-02", "1805-02-30", "1999-12-02", "Austerlitz"]))
-    return Case({}, ", ".join(good), draw(st.sampled_from([", ".join([*good, worse]), " ".join(good), good[0]])))
+    days = draw(st.lists(st.integers(1, 28), min_size=1, max_size=5))
+    good = [f"1805-02-{day:02d}" for day in [*days, 29]]
+    worse = ["2 December 1805", "1805-13-02", "1805-02-30", "1805-04-31", "1999-12-02", "1768-01-01", "Austerlitz"]
+    bad = draw(st.sampled_from([", ".join([*good, draw(st.sampled_from(worse))]), " ".join(good), f"{good[0]}."]))
+    return Case({}, ", ".join(good), bad)
 
 
 def european_capitals_sort(draw: Any) -> Case:
-    right = [name.title() for name, _ in CAPITALS_NORTH_OF_45]
+    right = CAPITALS_NORTH_OF_45
     wrong = draw(st.sampled_from([right[1:], right[::-1], [*right, "Rome"], [right[1], right[0], *right[2:]]]))
-    return Case({}, ", ".join(right), ", ".join(wrong))
+    return Case({}, ", ".join(right).replace("Chisinau", "Chișinău"), ", ".join(wrong))
 
 
 def reverse_newline(draw: Any) -> Case:
-    left_out = draw(st.sampled_from(sorted(AFRICAN_COUNTRIES)))
-    right = [name.title() for name in sorted(AFRICAN_COUNTRIES - {left_out}, reverse=True)]
-    wrong = draw(st.sampled_from([right[::-1], ["Peru", *right], right[:30], [right[0], *right]]))
+    names = sorted(set(different(draw, 52)), reverse=True)
+    right = ["Sure:", "* Zimbabwe", *(f"* {name.capitalize()}" for name in names[:51]), ""]
+    wrong = draw(st.sampled_from([right[:1] + right[2:], [right[1], *right[:1:-1]], right[:52], right[::-1]]))
     return Case({}, "\n".join(right), draw(st.sampled_from(["\n".join(wrong), ", ".join(right)])))
 
 
 def mcq_count_length(draw: Any) -> Case:
+    mark = draw(st.sampled_from([")", "."]))
+
     def question(number: int, options: int = 5) -> str:
-        rows = [f"{letter}) {word}" for letter, word in zip("ABCDE", filler(draw, options), strict=False)]
-        return "\n".join([f"Question {number}: {'what ' * number}is it?", *rows])
+        rows = [f"{letter}{mark} {word}" for letter, word in zip("ABCDE", filler(draw, options), strict=False)]
+        return "\n".join([f"Question {number}: {'what ' * number}is it?", "", *rows])
 
     good = [question(number) for number in (1, 2, 3, 4)]
     bad = [good[:3], good[::-1], [*good[:3], question(4, options=4)], ["Here you are:", *good], [good[0], *good[:3]]]
@@ -66,19 +71,21 @@ def mcq_count_length(draw: Any) -> Case:
 
 def csv_city(draw: Any) -> Case:
     header = "ID,Country,City,Year,Count"
-    rows = [f"{number},{','.join(filler(draw, 2))},2020,{number}" for number in range(7)]
+    rows = [f'{number},"{", ".join(filler(draw, 2))}",Town,2020,{number}' for number in range(7)]
     good = "\n".join([header, *rows])
-    bad = [good.replace(",", ";"), "\n".join([header, *rows[1:]]), "\n".join(rows), f"{good}\n8,a,b,2020"]
-    return Case({}, draw(st.sampled_from([good, f"```csv\n{good}\n```"])), draw(st.sampled_from(bad)))
+    worse = ["\n".join([header, *rows[1:]]), "\n".join(rows), f"{good}\n8,a,b,2020,1", f"```csv\n{good}\n```"]
+    bad = [good.replace(",", ";"), good.replace(",", ", "), "\n".join([header, *rows[1:], "8,a,b,2020"]), *worse]
+    return Case({}, good, draw(st.sampled_from(bad)))
 
 
 def csv_special_character(draw: Any) -> Case:
-    header = "ProductID,Category,Brand,Price,Stock"
+    header = "ProductID, Category, Brand, Price, Stock"
     rows = [f"{number},{','.join(filler(draw, 2))},9.99,{number}" for number in range(13)]
     special = draw(st.sampled_from(['"a & b"', '"x, y"', '"100%"']))
-    good = "\n".join([header, *rows, f"13,{special},b,1,2"])
-    bad = [[header, *rows, "13,a & b,b,1,2"], [header, *rows], [header, *rows, '13,"plain",b,1,2']]
-    return Case({}, good, "\n".join(draw(st.sampled_from(bad))))
+    good = [header, *rows, f"13,{special},b,1,2"]
+    bad = [[header, *rows, "13,a & b,b,1,2"], [header, *rows], [header, *rows, '13,"plain",b,1,2'], good[1:]]
+    bad += [[*good, "14,a,b,1,2"], [*good[:1], "0,1", *good[2:]], ["```csv", *good, "```"]]
+    return Case({}, "\n".join(good), "\n".join(draw(st.sampled_from(bad))))
 
 
 def csv_quotes(draw: Any) -> Case:
@@ -91,6 +98,7 @@ def csv_quotes(draw: Any) -> Case:
         good.replace("\t", ","),
         good.replace(first, first.replace('"', "")),
         f"{good}\n{good}",
+        f"```\n{good}\n```",
     ]
     return Case({}, good, draw(st.sampled_from(bad)))
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.benchmarks.ifbench.building import Case, filler
 
-EMOJIS = st.sampled_from(["😀", "🎉", "❤️", "👩‍🚀", "🇫🇷"])
+EMOJIS = st.sampled_from(["😀", "🎉", "❤️", "👩‍🚀", "©"])
 
 
 def _text(draw: Any) -> str:
@@ -17,12 +17,11 @@ def _text(draw: Any) -> str:
 
 
 def emoji(draw: Any) -> Case:
-    shapes = ["{} {}.", "{}! {}", "{}.{}", "{}?\n{}\n"]
-    parts = [
-        draw(st.sampled_from(shapes[:3])).format(_text(draw), draw(EMOJIS)) for _ in range(draw(st.integers(1, 4)))
-    ]
-    good = " ".join(parts)
-    bad = draw(st.sampled_from([f"{good} More.", f"Well. {good}", f"{good} More", "Never!"]))
+    marks = draw(st.lists(st.sampled_from([" {}.", " {}!", " **{}**?"]), min_size=1, max_size=4))
+    good = " ".join(_text(draw) + mark.format(draw(EMOJIS)) for mark in marks)
+    # An emoji may begin the next sentence, unless there is none.
+    good = draw(st.sampled_from([good, f"Well. {draw(EMOJIS)} {good}"]))
+    bad = draw(st.sampled_from([f"{good} More.", f"Well. {good}", f"{good} More", "Never!", "Flag 🇫🇷."]))
     return Case({}, good, bad)
 
 
@@ -30,27 +29,28 @@ def line_indent(draw: Any) -> Case:
     steps = draw(st.lists(st.integers(1, 4), min_size=1, max_size=5))
     widths = [sum(steps[:number]) for number in range(len(steps) + 1)]
     good = [" " * width + _text(draw) for width in widths]
-    bad = draw(st.sampled_from([[*good, good[-1]], good[::-1], good[:1]]))
-    return Case({}, draw(st.sampled_from(["\n", "\n\n"])).join(good), "\n".join(bad))
+    bad = draw(st.sampled_from(["\n".join([*good, good[-1]]), "\n".join(good[::-1]), "\n\n\n".join(good)]))
+    return Case({}, draw(st.sampled_from(["\n", "\n\n"])).join(good), bad)
 
 
 def item_list(draw: Any) -> Case:
     sep = draw(st.sampled_from(["!?!?", "SEPARATOR", "-"]))
     items = [f"{sep} {_text(draw)}" for _ in range(draw(st.integers(2, 5)))]
-    bad = draw(st.sampled_from([items[0], _text(draw), "\n".join(f"* {item}" for item in items), "1. a\n2. b"]))
-    return Case({"sep": sep}, "\n".join(["Here:", *items]), bad)
+    bad = draw(st.sampled_from([items[0], _text(draw), "* a\n* b", "1. a\n2. b"]))
+    return Case({"sep": sep}, draw(st.sampled_from(["\n", " "])).join(["Here:", *items]), bad)
 
 
 def newline(draw: Any) -> Case:
     words = filler(draw)
-    return Case({}, "\n".join(words), "\n".join([*words, "two words"]))
+    return Case({}, "\n".join([*words, "**", ""]), "\n".join([*words, "two words"]))
 
 
 def no_bullets_bullets(draw: Any) -> Case:
     bullets = "\n".join(f"* {_text(draw)}" for _ in range(draw(st.integers(2, 4))))
-    before = f"{_text(draw)}. {_text(draw)}."
-    bad = [f"{before}\n* one", f"One.\n{bullets}", f"{bullets}\n{before}", f"One! Two?\n{bullets}", before]
-    return Case({}, f"{before}\n\n{bullets}", draw(st.sampled_from(bad)))
+    before = draw(st.sampled_from([". ", ".\n", "! "])).join([_text(draw), f"{_text(draw)}."])
+    bad = [f"{before}\n* one", f"One.\n{bullets}", f"{bullets}\n{before}", before, f"{before}\n\n\n{bullets}"]
+    bad += [f"{before}\n\n{bullets}\nMore.", f"{before}\n* one\n\n* two", f"One.\n\n{before}\n{bullets}"]
+    return Case({}, draw(st.sampled_from(["\n", "\n\n"])).join([before, bullets]), draw(st.sampled_from(bad)))
 
 
 def no_whitespace(draw: Any) -> Case:
@@ -60,16 +60,18 @@ def no_whitespace(draw: Any) -> Case:
 
 def options(draw: Any) -> Case:
     given = draw(st.sampled_from(["yes/no/maybe", "I know or I don't know", "a), b), c), d)"]))
-    good = {"yes/no/maybe": ["Yes", "no.", "maybe"], "I know or I don't know": ["I know.", "I don’t know"]}
-    bad = ["I know, yes", "b) and c)", "perhaps", "Yes, because", "e)"]
-    chosen = draw(st.sampled_from(good.get(given, ["a)", "B)", "d"])))
+    good = {"yes/no/maybe": ["Yes", '"no".', "- maybe"], "I know or I don't know": ["I KNOW.", "I don't know"]}
+    bad = ["I know, yes", "b) and c)", "perhaps", "Yes, because", "e)", "a", "B)", "I don’t know", "yes\n"]
+    chosen = draw(st.sampled_from(good.get(given, ["a)", "d)"])))
     return Case({"options": given}, chosen, draw(st.sampled_from(bad)))
 
 
 def output_template(draw: Any) -> Case:
     parts = [f"My Answer: {_text(draw)}", f"My Conclusion: {_text(draw)}", f"Future Outlook: {_text(draw)}"]
-    bad = [parts[:2], parts[::-1], ["Sure!", *parts], [*parts[:2], "Future Outlook:"], [parts[0], *parts]]
-    return Case({}, draw(st.sampled_from(["\n", " "])).join(parts), "\n".join(draw(st.sampled_from(bad))))
+    bad = draw(
+        st.sampled_from([parts[:2], parts[1:], [part.upper() for part in parts], [*parts[:2], "Future Outlook"]])
+    )
+    return Case({}, draw(st.sampled_from(["\n", " "])).join(["Sure!", *draw(st.permutations(parts))]), "\n".join(bad))
 
 
 def parentheses(draw: Any) -> Case:
@@ -80,27 +82,31 @@ def parentheses(draw: Any) -> Case:
             text = f"{_text(draw)} {one}{text}{two}"
         return text
 
-    bad = draw(st.sampled_from([nested(4), "((((((((", f"{nested(4)} {nested(2)}", "([([([)])])]", "" + "()" * 9]))
-    return Case({}, nested(draw(st.integers(5, 7))), bad)
+    bad = draw(st.sampled_from([nested(4), "((((((((", f"{nested(4)} {nested(2)}", "([([([)])])]", "()" * 9]))
+    good = nested(draw(st.integers(5, 7)))
+    return Case({}, draw(st.sampled_from([good, f"(((({good}", f"1) {good}"])), bad)
 
 
 def quotes(draw: Any) -> Case:
-    outer, inner = draw(st.sampled_from([('""', "''"), ("''", '""'), ("“”", "‘’")]))
-    two = f"{inner[0]}{_text(draw)} {outer[0]}it's {_text(draw)}{outer[1]}{inner[1]}"
-    good = f"I said, {outer[0]}{_text(draw)} {two} now.{outer[1]}"
-    return Case({}, good, draw(st.sampled_from([two, f"{two} and {two}", '"a" \'b\' "c"', '"\'"\'"', "don't it's"])))
+    outer, inner = draw(st.sampled_from(["\"'", "'\""]))
+    two = f"{inner}{_text(draw)} {outer}it is {_text(draw)}{outer}{inner}"
+    good = f"I said, {outer}{_text(draw)} {two} now.{outer}"
+    curly = "“one ‘two “three” two’ one”"
+    return Case({}, good, draw(st.sampled_from([two, f"{two} and {two}", '"a" \'b\' "c"', curly, "don't it's"])))
 
 
 def quote_unquote(draw: Any) -> Case:
     parts = [f'"{_text(draw)}" means {_text(draw)}.' for _ in range(draw(st.integers(1, 3)))]
     good = " ".join(parts)
-    return Case({}, good, draw(st.sampled_from([f'{good} "no"', f'"no" "{good}', "without quotes", f"{good} “no”."])))
+    good = draw(st.sampled_from([good, "without quotes", f"{good} “curly”.", f"{good} Write '\"' twice: '\"'"]))
+    return Case({}, good, draw(st.sampled_from([f'{good} "no"', f'"no" "{good}', f'{good} "no". 1)'])))
 
 
 def sub_bullets(draw: Any) -> Case:
     blocks = [f"* {_text(draw)}\n  - {_text(draw)}" for _ in range(draw(st.integers(1, 4)))]
     good = "\n".join(blocks)
-    return Case({}, good, draw(st.sampled_from([f"{good}\n* alone", f"* alone\n{good}", "- only\n- these", "none"])))
+    good = draw(st.sampled_from([good, f"Bullets:\n{good}", "- only\n- these", "none"]))
+    return Case({}, good, draw(st.sampled_from([f"{good}\n* alone", f"* alone\n* x\n{good}", f"**bold**\n{good}"])))
 
 
 def thesis(draw: Any) -> Case:
@@ -110,10 +116,11 @@ def thesis(draw: Any) -> Case:
     heading = draw(st.sampled_from(["", "## One\n", "<h2>One</h2>\n", "**One**\n\n"]))
     good = "\n\n".join(f"{heading}{body}" for _ in range(draw(st.integers(1, 3))))
     bad = [
-        f"{good}\n\n{heading}plain text",
         f"*{_text(draw)}* text",
         "<b>bold</b> text",
-        "<i></i> text",
+        "<i> </i> text",
+        "<i>italic</i>",
+        "<i>open text",
         "<p>plain</p>",
     ]
     return Case({}, good, draw(st.sampled_from(bad)))
@@ -121,8 +128,8 @@ def thesis(draw: Any) -> Case:
 
 def title_case(draw: Any) -> Case:
     titles = " ".join(word.capitalize() for word in filler(draw))
-    good = f"The {titles} of the 3 Kings and LLMs."
-    return Case({}, good, draw(st.sampled_from([f"{good} lower", f"the {titles}", f"{titles} kings"])))
+    good = f"The {titles} Of The 3 Kings And Queen's LLMs (With An IPhone And iPads)."
+    return Case({}, good, draw(st.sampled_from([f"{good} lower", f"the {titles}", f"{titles} a", f"{titles} Don't"])))
 
 
 CASES: dict[str, Callable[[Any], Case]] = {

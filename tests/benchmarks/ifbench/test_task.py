@@ -25,8 +25,8 @@ from tests.fakes import fake_lm, reply_for
 
 GOLD = dspy.Example(
     prompt="Say something.",
-    kinds=["punctuation:no_comma", "words:start_verb", "startend:quotation"],
-    arguments=[{}, {}, {}],
+    kinds=["punctuation:no_comma", "count:numbers", "startend:quotation"],
+    arguments=[{}, {"N": 0.0}, {}],
 ).with_inputs("prompt")
 
 
@@ -42,12 +42,12 @@ def test_the_optimizer_sees_two_predictors() -> None:
 
 
 def test_the_score_is_the_share_that_is_met_loosely() -> None:
-    result = metric(GOLD, dspy.Prediction(response="Sure, here:\nRun and jump"))
+    result = metric(GOLD, dspy.Prediction(response="Sure, 1:\nRun and jump"))
     assert result.score == pytest.approx(2 / 3)
     assert result.feedback.splitlines() == [
         "Not met: Wrap the whole response in double quotation marks.",
         "Met only without the first or last line or the asterisks: Use no comma.",
-        "Met only without the first or last line or the asterisks: Begin with a verb.",
+        "Met only without the first or last line or the asterisks: Include exactly 0 numbers, in digits.",
         "Strictly, 0 of 3 constraints are met.",
     ]
 
