@@ -23,7 +23,7 @@ from dspy_flashevolve.ace.run import AceRun
 from dspy_flashevolve.ace.similarity import Embedder
 from dspy_flashevolve.engine.errors import ConfigurationError, DataError
 from dspy_flashevolve.engine.staleness import StalenessPolicy
-from dspy_flashevolve.modules.playbook import AdditionReconciliation, PlaybookCuration, SampleReflection
+from dspy_flashevolve.modules.playbook import PlaybookCuration, SampleReflection
 from dspy_flashevolve.observe.statistics import AceStats
 from dspy_flashevolve.programs.fingerprints import fingerprints_of, open_journal
 from dspy_flashevolve.programs.run import Schedule, check_data
@@ -43,7 +43,7 @@ class AsyncACE(Teleprompter):
             ``dspy.Prediction`` with ``score`` and ``feedback``. Where it gives no feedback, the reflector is shown the
             example's labels.
         reflector_lm: reflects on samples. Default: the configured LM.
-        curator_lm: writes operations, and reads stale additions. Default: the configured LM.
+        curator_lm: writes operations. Default: the configured LM.
         max_rounds: reflections a sample; each of a wrong attempt is followed by another attempt, so that a sample costs
             up to ``1 + max_rounds`` metric calls.
         epochs: times that each training example is taken.
@@ -52,8 +52,8 @@ class AsyncACE(Teleprompter):
         attach: names of the predictors that get the playbook, as ``named_predictors`` has them, or "all".
         staleness: what becomes of an ADD that was written before others added bullets: "full" admits it; "guarded"
             (default) drops it when it is more than 64 versions behind, and merges it into a newer bullet that says
-            nearly the same in words; "reflective" lets the curator LM read it together with the newer bullets. Or a
-            policy: :class:`Full`, :class:`Guarded`, :class:`Reflective`, or an object of your own.
+            nearly the same in words. Or a policy: :class:`Full`, :class:`Guarded`, or an object of your own that
+            admits or discards.
         num_threads: requests in flight at most, over all stages. Default: found out while the run goes on.
         max_concurrency: the most requests in flight when ``num_threads`` is None. Default: 256.
         schedule: "async" (default), or "lockstep": one sample at a time, and no sample during a validation.
@@ -67,8 +67,7 @@ class AsyncACE(Teleprompter):
             Default: None, by words only.
         embedder: texts -> one vector each, for ``deduplicate``. Default: sentence-transformers, which
             ``pip install 'dspy-flashevolve[ace]'`` brings.
-        reflector, curator, reconciler: modules in place of :class:`SampleReflection`, :class:`PlaybookCuration` and
-            :class:`AdditionReconciliation`.
+        reflector, curator: modules in place of :class:`SampleReflection` and :class:`PlaybookCuration`.
         count_tokens: counts a text's tokens. Default: one for every four bytes.
         validations_at_once: snapshots that are validated at the same time.
         rollout_timeout_seconds: a rollout that takes longer is given up and asked for again. Default: never.
@@ -92,7 +91,7 @@ class AsyncACE(Teleprompter):
         token_budget: int = 8192,
         eval_every: int = 10,
         attach: Literal["all"] | Sequence[str] = "all",
-        staleness: Literal["full", "guarded", "reflective"] | StalenessPolicy = "guarded",
+        staleness: Literal["full", "guarded"] | StalenessPolicy = "guarded",
         num_threads: int | None = None,
         max_concurrency: int | None = None,
         schedule: Schedule = "async",
@@ -105,7 +104,6 @@ class AsyncACE(Teleprompter):
         embedder: Embedder | None = None,
         reflector: Module | None = None,
         curator: Module | None = None,
-        reconciler: Module | None = None,
         count_tokens: CountTokens = approximate_tokens,
         validations_at_once: int = 1,
         rollout_timeout_seconds: float | None = None,
@@ -126,7 +124,6 @@ class AsyncACE(Teleprompter):
         self.deduplicate, self.embedder = deduplicate, embedder
         self.reflector = reflector or SampleReflection()
         self.curator = curator or PlaybookCuration()
-        self.reconciler = reconciler or AdditionReconciliation()
         self.count_tokens = count_tokens
         self.validations_at_once = validations_at_once
         self.rollout_timeout_seconds = rollout_timeout_seconds
@@ -238,7 +235,6 @@ class AsyncACE(Teleprompter):
         return {
             "reflect": (self.reflector, self.reflector_lm),
             "curate": (self.curator, self.curator_lm),
-            "reconcile": (self.reconciler, self.curator_lm),
         }
 
     def __getstate__(self) -> dict[str, Any]:

@@ -19,7 +19,6 @@ from dspy_flashevolve.programs.run import check_counts, check_run
 POLICIES: dict[str, StalenessPolicy] = {
     "full": Full(looks=("before_commit",)),
     "guarded": Guarded(max_gap=64, looks=("before_commit",)),
-    "reflective": Reflective(),
 }
 """What the names of ``staleness`` stand for."""
 EMBEDDING_MODEL = "all-MiniLM-L6-v2"
@@ -46,7 +45,7 @@ def check_arguments(optimizer: Any) -> None:
     attach = optimizer.attach
     if attach != "all" and (isinstance(attach, str) or not isinstance(attach, list | tuple) or not attach):
         raise ConfigurationError(f"attach is {attach!r}, expected 'all' or a list of predictor names.")
-    for name in ("reflector", "curator", "reconciler"):
+    for name in ("reflector", "curator"):
         if not isinstance(getattr(optimizer, name), Module):
             raise ConfigurationError(f"{name} is {getattr(optimizer, name)!r}, expected a dspy.Module.")
     if not callable(optimizer.count_tokens):
@@ -66,10 +65,10 @@ def policy_of(optimizer: Any) -> StalenessPolicy:
     staleness = optimizer.staleness
     if isinstance(staleness, str) and staleness in POLICIES:
         return POLICIES[staleness]
-    if isinstance(staleness, str | type) or not callable(getattr(staleness, "decide", None)):
+    if isinstance(staleness, str | type | Reflective) or not callable(getattr(staleness, "decide", None)):
         raise ConfigurationError(
-            f"staleness is {staleness!r}, expected one of {list(POLICIES)}, or a policy: an object with "
-            "decide(look, history)."
+            f"staleness is {staleness!r}, expected 'full', 'guarded', or a policy: an object with "
+            "decide(look, history) that admits or discards. In place of 'reflective' and Reflective use 'guarded'."
         )
     return staleness
 

@@ -10,9 +10,9 @@ from typing import Any
 import dspy
 from dspy.primitives.module import Module
 
-from dspy_flashevolve.ace.operations import Add, Operation, Problem, parse_operations, parse_tags
+from dspy_flashevolve.ace.operations import Operation, Problem, parse_operations, parse_tags
 from dspy_flashevolve.ace.playbook import Bullet, Playbook, Tag, attached
-from dspy_flashevolve.ace.similarity import EmbeddingDuplicates, decided
+from dspy_flashevolve.ace.similarity import EmbeddingDuplicates
 from dspy_flashevolve.engine.budget import Reservation
 from dspy_flashevolve.engine.replay import hash_of
 from dspy_flashevolve.engine.rollouts import Rollout, RolloutKey
@@ -102,7 +102,7 @@ class Lesson:
     """What a sample asks of the playbook.
 
     Args:
-        operations: that its curator, or the reading of stale additions, asks for.
+        operations: that its curator asks for.
         seen: the playbook's version for which they were written.
         problems: what could not be read.
     """
@@ -113,7 +113,7 @@ class Lesson:
 
 
 class Learner:
-    """Runs the program with playbooks, and the modules that reflect, curate and reconcile.
+    """Runs the program with playbooks, and the modules that reflect and curate.
 
     What a reply says that cannot be used is a problem and no error; only requests that the provider leaves without an
     answer raise.
@@ -235,15 +235,6 @@ class Learner:
             reflection=reflection,
         )
         operations, unread = parse_operations(getattr(reply, "operations", ""))
-        return Lesson(tuple(operations), seen, (*problems, *unread))
-
-    async def reconcile(self, step: Step, additions: list[Add], newer: list[Bullet], version: int) -> Lesson:
-        """Ask what becomes of additions that were written before some bullets of the playbook as it is now."""
-        numbered = [f"{number}. {one.content}" for number, one in enumerate(additions, start=1)]
-        reply, seen, problems = await self._asked(
-            "reconcile", step, 0, version, additions="\n".join(numbered), newer_bullets=_listed(newer)
-        )
-        operations, unread = decided(additions, newer, getattr(reply, "decisions", ""))
         return Lesson(tuple(operations), seen, (*problems, *unread))
 
     async def validate(self, step: Step, playbook: Playbook, pays: Reservation) -> list[float]:

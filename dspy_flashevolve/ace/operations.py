@@ -100,21 +100,14 @@ def parse_operations(reply: object) -> tuple[list[Operation], list[Problem]]:
     >>> parse_operations('Here: [{"type": "REMOVE", "id": "str-1"}, {"type": "SHOUT"}]')
     ([Remove(id='str-1')], [Problem(kind='unknown operation', detail='SHOUT')])
     """
-    found, problems = parse_objects(reply)
-    read = [_operation(one) for one in found]
-    problems += [one for one in read if isinstance(one, Problem)]
-    return [one for one in read if not isinstance(one, Problem)], problems
-
-
-def parse_objects(reply: object) -> tuple[list[Mapping[str, Any]], list[Problem]]:
-    """The objects of the lists in a reply, of any kind; see :func:`parse_operations`."""
     values = list(_values(reply))
     if not values and isinstance(reply, str) and reply.strip():
         return [], [Problem("unreadable reply", reply.strip()[:200])]
     found = [one for value in values for one in _objects(value)]
-    if len(found) <= MOST_OPERATIONS:
-        return found, []
-    return found[:MOST_OPERATIONS], [Problem("too many operations", f"{len(found)}, read {MOST_OPERATIONS}")]
+    read = [_operation(one) for one in found[:MOST_OPERATIONS]]
+    if len(found) > MOST_OPERATIONS:
+        read.append(Problem("too many operations", f"{len(found)}, read {MOST_OPERATIONS}"))
+    return [one for one in read if not isinstance(one, Problem)], [one for one in read if isinstance(one, Problem)]
 
 
 def parse_tags(reply: object) -> tuple[list[tuple[str, Tag]], list[Problem]]:
@@ -200,7 +193,7 @@ def _objects(value: object, depth: int = _DEPTH) -> Iterator[Mapping[str, Any]]:
             yield from _objects(one, depth - 1)
     elif isinstance(value, Mapping):
         data = cast("Mapping[str, Any]", value)
-        inner = data.get("operations", data.get("decisions"))
+        inner = data.get("operations")
         if isinstance(inner, list | dict | str):
             yield from (one for value in _values(cast("object", inner)) for one in _objects(value, depth - 1))
         elif data and all(str(name).upper() in KINDS and isinstance(listed, list) for name, listed in data.items()):

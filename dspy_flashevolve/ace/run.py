@@ -3,8 +3,8 @@
 .. code-block:: text
 
     sample -> attempt -> reflect -> curate -> apply (the one writer) -> end
-                 ^          |          |        ^
-                 +- wrong --+          +--------+ reconcile: stale additions, where the policy says so
+                 ^          |
+                 +- wrong --+
 
 Source: ACE (arXiv 2510.04618) section 3; the queue of operations and staleness follow FlashEvolve (arXiv 2605.08520).
 """
@@ -15,8 +15,8 @@ import json
 import logging
 import math
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import fields, replace
 from typing import Any
 
 import anyio
@@ -32,7 +32,7 @@ from dspy_flashevolve.ace.similarity import same_words, without_repeats
 from dspy_flashevolve.ace.snapshots import Scored, Snapshots, ValidationCalls
 from dspy_flashevolve.engine.admission import Load
 from dspy_flashevolve.engine.budget import Reservation
-from dspy_flashevolve.engine.errors import RolloutUnresolvedError, RunAbortedError
+from dspy_flashevolve.engine.errors import ConfigurationError, RolloutUnresolvedError, RunAbortedError
 from dspy_flashevolve.engine.events import Committed, Looked
 from dspy_flashevolve.engine.replay import BEFORE_STEPS, RunJournal, hash_of, id_text
 from dspy_flashevolve.engine.staleness import Admit, Discard, Full, History, Integrate, Look, gap
@@ -48,25 +48,6 @@ OPTIONS = (
 """Arguments that AsyncACE hands on to its run."""
 LEARNING_SHARE = 0.75
 """Of the slots, what samples may take while a playbook is validated."""
-
-
-@dataclass(frozen=True)
-class LearningShare:
-    """As many live samples as there are slots, each of which has one request in flight at most; fewer, by a share,
-    while a playbook is validated: a request of a sample goes before one of a validation, which would wait for ever.
-
-    Args:
-        limit: slots at most.
-        is_validating: whether a validation is under way.
-    """
-
-    limit: int
-    is_validating: Callable[[], bool]
-
-    def admits(self, load: Load) -> bool:
-        """See :class:`~dspy_flashevolve.engine.admission.Admission`."""
-        slots = self.limit if load.slots is None else min(self.limit, load.slots)
-        return load.live < (max(1, math.ceil(LEARNING_SHARE * slots)) if self.is_validating() else slots)
 
 
 class AceRun:
@@ -131,8 +112,6 @@ class AceRun:
         self._discarded = self._passed = self._unresolved = self._samples_before = self._commits = self._next = 0
         self._applied: dict[int, str] = {}
         """Step that has been applied -> the way of its end, until that is written down."""
-        self._half: set[int] = set()
-        """Steps whose additions are still to come: the rest of what they asked for has been applied."""
         self._seconds_before = self._last_sample = 0.0
         self.has_begun = False
         """Whether :meth:`main` was called."""
@@ -165,14 +144,20 @@ class AceRun:
         if self._valset is not None:
             self._calls.set_aside()
             await self.snapshots.begin(self._first)
-        admission = LearningShare(self.run.slots, lambda: self.snapshots.running > 0)
-        await self.run.evolve(self.step, admission, calls=1 + self._of.max_rounds, ended=self._ended, first=self._next)
+        await self.run.evolve(self.step, self, calls=1 + self._of.max_rounds, ended=self._ended, first=self._next)
         counts = self._writer.counts
         if counts.samples and not counts.operations:
             kinds = dict(counts.problems)
             logger.warning("AsyncACE: no sample changed the playbook. What stood in the way, by kind: %s", kinds)
         if self._valset is not None:
             await self.snapshots.finish(self._writer.playbook)
+
+    def admits(self, load: Load) -> bool:
+        """As many live samples as there are slots, each of which has one request in flight at most; fewer, by a share,
+        while a playbook is validated: a request of a sample goes before one of a validation, which would wait for ever.
+        """
+        slots = self.run.slots if load.slots is None else load.slots
+        return load.live < (max(1, math.ceil(LEARNING_SHARE * slots)) if self.snapshots.running else slots)
 
     async def _ended(self, step: Step, end: End) -> None:
         del step, end
@@ -228,71 +213,41 @@ class AceRun:
 
     async def _learn(self, step: Step, sample: Sample, lesson: Lesson) -> End:
         """The one writer: count the tags, settle what is stale, do the rest."""
-        writer = self._writer
         async with self._writing:
             operations = self._settled(step, lesson)
-            if operations is not None:
-                self._count_tags(sample, lesson)
-                return await self._apply(step, sample, operations, lesson.seen)
-            if step.number not in self._half:  # what is no addition need not wait
-                self._count_tags(sample, lesson)
-                writer.apply([one for one in lesson.operations if not isinstance(one, Add)], lesson.seen)
-                self._half.add(step.number)
-                self._keep()
-        additions = [one for one in lesson.operations if isinstance(one, Add)]
-        newer, version = writer.newer_than(lesson.seen), writer.playbook.version
-        read = await self._learner.reconcile(step, additions, newer, version)
-        async with self._writing:
-            writer.note(read.problems)
-            admitted = sum(isinstance(one, Add) for one in read.operations)
-            merged = len(read.operations) - admitted
-            dropped = len(additions) - admitted - merged
-            writer.counts.additions.update(admitted=admitted, merged=merged, dropped=dropped)
-            operations = read.operations
-            if admitted and (newer := writer.newer_than(read.seen)):
-                operations = self._without_repeats(operations, newer)
-            return await self._apply(step, sample, operations, read.seen)
+            self._writer.note([*(problem for one in sample.reflections for problem in one.problems), *lesson.problems])
+            self._writer.tag(sample.tags)
+            return await self._apply(step, sample, operations, lesson.seen)
 
-    def _count_tags(self, sample: Sample, lesson: Lesson) -> None:
-        self._writer.note([*(problem for one in sample.reflections for problem in one.problems), *lesson.problems])
-        self._writer.tag(sample.tags)
-
-    def _settled(self, step: Step, lesson: Lesson) -> Sequence[Operation] | None:
-        """The operations without stale additions that do not stay; None where a language model has to read them."""
-        if step.number in self._half:
-            return None
+    def _settled(self, step: Step, lesson: Lesson) -> Sequence[Operation]:
+        """The operations without stale additions that do not stay."""
         writer, operations = self._writer, lesson.operations
         newer = writer.newer_than(lesson.seen)
         additions = sum(isinstance(one, Add) for one in operations)
         if not newer or not additions:
             return operations
         decision = self._decide(step, lesson.seen)
-        if isinstance(decision, Integrate):
-            return None
         if isinstance(decision, Discard):
             writer.counts.additions["dropped"] += additions
             writer.note([Problem("stale addition", decision.reason)] * additions)
             return [one for one in operations if not isinstance(one, Add)]
         if not isinstance(self._policy, Full):
-            operations = self._without_repeats(operations, newer)
+            operations, problems, repeated = without_repeats(operations, newer)
+            writer.note(problems)
+            writer.tag(tuple((bullet_id, "helpful") for bullet_id in repeated))
         admitted = sum(isinstance(one, Add) for one in operations)
         writer.counts.additions.update(admitted=admitted, merged=additions - admitted)
         return operations
 
-    def _without_repeats(self, operations: Sequence[Operation], newer: Sequence[Any]) -> list[Operation]:
-        kept, problems, repeated = without_repeats(operations, newer)
-        self._writer.note(problems)
-        self._writer.tag(tuple((bullet_id, "helpful") for bullet_id in repeated))
-        return kept
-
-    def _decide(self, step: Step, seen: int) -> Admit | Discard | Integrate:
+    def _decide(self, step: Step, seen: int) -> Admit | Discard:
         version = self._writer.playbook.version
         decision = self._policy.decide(Look("before_commit", seen), History(version, self._discarded, self._passed))
+        if isinstance(decision, Integrate):
+            raise ConfigurationError(f"{self._policy!r} wants to integrate, where AsyncACE can admit or discard.")
         is_discard = isinstance(decision, Discard)
         self._discarded += is_discard
         self._passed += not is_discard
-        word = "discard" if is_discard else "integrate" if isinstance(decision, Integrate) else "admit"
-        reason = decision.reason if isinstance(decision, Discard) else ""
+        word, reason = ("discard", decision.reason) if isinstance(decision, Discard) else ("admit", "")
         self.run.bus.emit(Looked(self.run.clock(), step.number, "before_commit", gap(version, seen), word, reason))
         return decision
 
@@ -314,7 +269,6 @@ class AceRun:
         end = End(EndKind.REJECTED, "the playbook stays as it is")
         if writer.playbook.version > before:
             end = End(EndKind.COMMITTED, f"version {writer.playbook.version}")
-        self._half.discard(step.number)
         live = self.run.live
         self._applied = {number: way for number, way in self._applied.items() if number in live}
         self._applied[step.number] = end.kind.value
@@ -368,10 +322,8 @@ class AceRun:
         """Write down what has been learnt; what the journal has before this row is part of it, and nothing after."""
         if self._journal is None:
             return
-        live = self.run.live
         kept = {
             "applied": [[number, way] for number, way in self._applied.items()],
-            "half": [number for number in self._half if number in live],
             "looks": [self._discarded, self._passed],
             "seconds": self._seconds(),
         }
@@ -392,7 +344,6 @@ class AceRun:
             self._first = self._writer.playbook = Playbook.from_dict(first)
         if kept is not None:
             self._writer.restore(kept)
-            self._half = set(kept["half"])
             (self._discarded, self._passed), self._seconds_before = kept["looks"], kept["seconds"]
             endless = log.rows("SELECT number FROM steps WHERE number NOT IN (SELECT step FROM ends)")
             for number, way in kept["applied"]:

@@ -1,14 +1,13 @@
-"""When do two bullets say the same? By their words, an embedding, or a language model that reads stale additions."""
+"""When do two bullets say the same? By their words, or by an embedding."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
-from dspy_flashevolve.ace.operations import Add, Operation, Problem, Update, parse_objects
-from dspy_flashevolve.ace.playbook import Bullet, cleaned
+from dspy_flashevolve.ace.operations import Add, Operation, Problem
+from dspy_flashevolve.ace.playbook import Bullet
 from dspy_flashevolve.engine.errors import ConfigurationError
 
 Embedder = Callable[[list[str]], Sequence[Sequence[float]]]
@@ -165,40 +164,3 @@ def without_repeats(
             problems.append(Problem("repeats a newer bullet", f"{bullet.id}: {bullet.content}"[:200]))
             repeated.append(bullet.id)
     return kept, problems, repeated
-
-
-def decided(additions: Sequence[Add], newer: Sequence[Bullet], reply: object) -> tuple[list[Operation], list[Problem]]:
-    """What a reply makes of stale additions; one that it does not mention, or not clearly, is admitted.
-
-    Args:
-        additions: numbered from 1 in the reply.
-        newer: bullets that an addition may be merged with.
-        reply: a list of objects with "addition", "decision" (admit, drop or merge), and for a merge "id" and "content".
-
-    Returns:
-        Operations in place of the additions, and what was dropped or could not be used.
-    """
-    found, problems = parse_objects(reply)
-    numbers = [str(number) for number in range(1, len(additions) + 1)]
-    decisions: dict[int, dict[str, Any]] = {}
-    for one in found:
-        number = str(one.get("addition")).strip(" .#")
-        if number in numbers:
-            decisions.setdefault(numbers.index(number), dict(one))
-        else:
-            problems.append(Problem("unknown addition", number[:80]))
-    ids = {bullet.id for bullet in newer}
-    operations: list[Operation] = []
-    for number, addition in enumerate(additions):
-        decision = decisions.get(number, {})
-        word = str(decision.get("decision", "admit")).strip().lower()
-        target, content = str(decision.get("id", "")).strip(" []").lower(), decision.get("content")
-        if word == "drop":
-            problems.append(Problem("stale addition dropped", addition.content[:200]))
-        elif word == "merge" and target in ids and isinstance(content, str) and cleaned(content):
-            operations.append(Update(target, cleaned(content)))
-        else:
-            if word != "admit":
-                problems.append(Problem("unknown decision", f"{word} {target}"[:80]))
-            operations.append(addition)
-    return operations, problems

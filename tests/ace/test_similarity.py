@@ -1,56 +1,12 @@
-"""What a reply makes of stale additions."""
+"""When two texts say the same."""
 
 from __future__ import annotations
 
-import json
-
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from dspy_flashevolve.ace.operations import Add, Remove, Update
-from dspy_flashevolve.ace.similarity import decided, same_words, without_repeats
+from dspy_flashevolve.ace.operations import Add, Remove
+from dspy_flashevolve.ace.similarity import same_words, without_repeats
 from tests.ace.books import book_of
-from tests.ace.test_playbook import JSON
-
-ADDS = [Add("other", "a"), Add("other", "b"), Add("other", "c")]
-NEWER = book_of([("other", "x"), ("other", "y")]).bullets
-
-
-def test_additions_are_admitted_dropped_or_merged_as_the_reply_says() -> None:
-    reply = json.dumps(
-        [
-            {"addition": 1, "decision": "drop"},
-            {"addition": "2.", "decision": "Merge", "id": "[oth-1]", "content": "x and b"},
-            {"addition": 3, "decision": "admit"},
-        ]
-    )
-    operations, problems = decided(ADDS, NEWER, reply)
-    assert operations == [Update("oth-1", "x and b"), ADDS[2]]
-    assert [one.kind for one in problems] == ["stale addition dropped"]
-
-
-@pytest.mark.parametrize(
-    ("decision", "kind"),
-    [
-        ({"addition": 1, "decision": "merge", "id": "oth-7", "content": "z"}, "unknown decision"),
-        ({"addition": 1, "decision": "merge", "id": "oth-1"}, "unknown decision"),
-        ({"addition": 1, "decision": "ponder"}, "unknown decision"),
-        ({"addition": 9, "decision": "drop"}, "unknown addition"),
-        ({"decision": "drop"}, "unknown addition"),
-    ],
-)
-def test_what_the_reply_does_not_decide_is_admitted(decision: object, kind: str) -> None:
-    operations, problems = decided(ADDS, NEWER, [decision])
-    assert operations == ADDS
-    assert [one.kind for one in problems] == [kind]
-
-
-@given(st.one_of(JSON, JSON.map(json.dumps), st.text()))
-def test_no_reply_loses_an_addition_unsaid(reply: object) -> None:
-    operations, problems = decided(ADDS, NEWER, reply)
-    dropped = sum(one.kind == "stale addition dropped" for one in problems)
-    assert len(operations) + dropped == len(ADDS)
 
 
 @pytest.mark.parametrize(
