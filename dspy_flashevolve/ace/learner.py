@@ -121,6 +121,7 @@ class Learner:
     Args:
         run: whose slots and journal it uses.
         optimizer: an AsyncACE; only its arguments are read.
+        modules: stage -> the module that it asks, and the LM that this asks.
         student: the program; it is not changed.
         names: the predictors that get the playbook.
         valset: what playbooks are scored on.
@@ -131,13 +132,14 @@ class Learner:
         self,
         run: DspyRun,
         optimizer: Any,
+        modules: Mapping[str, tuple[Module, Any]],
         student: Module,
         names: Sequence[str],
         valset: Sequence[Any],
         duplicates: EmbeddingDuplicates | None,
     ) -> None:
         self._run = run
-        self._of = optimizer
+        self._of, self._modules = optimizer, modules
         predictors: list[tuple[str, Any]] = student.named_predictors()
         self._instructions = {name: one.signature.instructions for name, one in predictors if name in names}
         taken = {name for _, one in predictors for name in one.signature.fields}
@@ -267,7 +269,7 @@ class Learner:
 
         A module that raises says nothing, which is a problem and no error.
         """
-        module, lm = self._of.modules()[stage]
+        module, lm = self._modules[stage]
         record = None if self._run.journal is None else ReplyText(str(position))
         asked = await self._run.asked(
             stage, step, module, inputs, lm=lm, read=lambda reply: (version, reply), record=record
@@ -289,14 +291,37 @@ class Learner:
 
 
 def with_playbook(student: Module, names: Sequence[str], playbook: Playbook) -> Module:
-    """A copy of a program whose predictors of these names have a playbook in their instructions."""
+    """A copy of a program that has a playbook: in the instructions of these predictors, and as an attribute."""
     program = student.deepcopy()
     predictors: list[tuple[str, Any]] = program.named_predictors()
     for name, predictor in predictors:
         if name in names:
             text = attached(predictor.signature.instructions, playbook.render())
             predictor.signature = predictor.signature.with_instructions(text)
+    setattr(program, _attribute_of(program), playbook)
     return program
+
+
+def held_playbook(student: Module, names: Sequence[str], sections: Sequence[str]) -> Playbook:
+    """The playbook of a student, empty where it has none: the one in its instructions.
+
+    As its attribute has it, where that is the same text, which has counters too.
+
+    Args:
+        names: of the predictors that get the playbook.
+        sections: that it has beside those of its bullets.
+    """
+    predictors: list[tuple[str, Any]] = student.named_predictors()
+    texts: list[str] = [one.signature.instructions for name, one in predictors if name in names]
+    found = (Playbook.from_instructions(text, sections) for text in texts)
+    held = next((one for one in found if one is not None), Playbook(sections=tuple(sections)))
+    own: Any = getattr(student, _attribute_of(student), None)
+    return own if isinstance(own, Playbook) and own.render() == held.render() else held
+
+
+def _attribute_of(program: Any) -> str:
+    """The attribute of a program that has its playbook: ``playbook``, unless the program has another use for that."""
+    return "playbook" if isinstance(getattr(program, "playbook", None), Playbook | None) else "ace_playbook"
 
 
 def _citing(student: Module, names: Sequence[str], citations: str) -> Module:

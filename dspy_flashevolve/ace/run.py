@@ -23,19 +23,29 @@ import anyio
 from dspy.primitives.module import Module
 
 from dspy_flashevolve.ace.applying import PlaybookWriter
-from dspy_flashevolve.ace.arguments import attribute_of, duplicates_of, policy_of
 from dspy_flashevolve.ace.learner import Learner, Lesson, Sample, with_playbook
 from dspy_flashevolve.ace.operations import Add, Operation, Problem, Remove
 from dspy_flashevolve.ace.playbook import Playbook
 from dspy_flashevolve.ace.sampling import Epochs, Windows, as_async
-from dspy_flashevolve.ace.similarity import same_words, without_repeats
+from dspy_flashevolve.ace.similarity import EmbeddingDuplicates, same_words, without_repeats
 from dspy_flashevolve.ace.snapshots import Scored, Snapshots, ValidationCalls
 from dspy_flashevolve.engine.admission import Load
 from dspy_flashevolve.engine.budget import Reservation
 from dspy_flashevolve.engine.errors import ConfigurationError, RolloutUnresolvedError, RunAbortedError
 from dspy_flashevolve.engine.events import Committed, Looked
 from dspy_flashevolve.engine.replay import BEFORE_STEPS, RunJournal, hash_of, id_text
-from dspy_flashevolve.engine.staleness import Admit, Discard, Full, History, Integrate, Look, gap
+from dspy_flashevolve.engine.staleness import (
+    Admit,
+    Discard,
+    Full,
+    Guarded,
+    History,
+    Integrate,
+    Look,
+    Reflective,
+    StalenessPolicy,
+    gap,
+)
 from dspy_flashevolve.engine.steps import End, EndKind, Step
 from dspy_flashevolve.observe.statistics import AceStats, ProblemRecord, RunStats, SnapshotRecord, WindowRecord
 from dspy_flashevolve.programs.run import DspyRun
@@ -46,8 +56,29 @@ OPTIONS = (
     "num_threads", "max_concurrency", "max_metric_calls", "max_seconds", "schedule", "rollout_timeout_seconds", "seed"
 )  # fmt: skip
 """Arguments that AsyncACE hands on to its run."""
+POLICIES: dict[str, StalenessPolicy] = {
+    "full": Full(looks=("before_commit",)),
+    "guarded": Guarded(max_gap=64, looks=("before_commit",)),
+}
+"""What the names of ``staleness`` stand for."""
 LEARNING_SHARE = 0.75
 """Of the slots, what samples may take while a playbook is validated."""
+
+
+def policy_of(staleness: Any) -> StalenessPolicy:
+    """The policy that a name stands for, or the policy itself.
+
+    Raises:
+        ConfigurationError: no such name, and no policy that could be one of AsyncACE's.
+    """
+    if isinstance(staleness, str) and staleness in POLICIES:
+        return POLICIES[staleness]
+    if isinstance(staleness, str | type | Reflective) or not callable(getattr(staleness, "decide", None)):
+        raise ConfigurationError(
+            f"staleness is {staleness!r}, expected 'full', 'guarded', or a policy: an object with "
+            "decide(look, history) that admits or discards. In place of 'reflective' and Reflective use 'guarded'."
+        )
+    return staleness
 
 
 class AceRun:
@@ -78,7 +109,10 @@ class AceRun:
         journal: RunJournal | None = None,
     ) -> None:
         self._of, self._student, self._names, self._valset, self._journal = optimizer, student, names, valset, journal
-        modules: dict[str, tuple[Module, Any]] = optimizer.modules()
+        modules: dict[str, tuple[Module, Any]] = {
+            "reflect": (optimizer.reflector, optimizer.reflector_lm),
+            "curate": (optimizer.curator, optimizer.curator_lm),
+        }
         asked = {
             stage: [one.lm or lm for one in module.predictors()] or [lm] for stage, (module, lm) in modules.items()
         }
@@ -88,11 +122,12 @@ class AceRun:
             journal=journal,
             **{name: getattr(optimizer, name) for name in OPTIONS},
         )
-        duplicates = duplicates_of(optimizer)
+        threshold = optimizer.deduplicate
+        duplicates = None if threshold is None else EmbeddingDuplicates(optimizer.embedder, threshold)
         self._writer = PlaybookWriter(
             playbook, optimizer.token_budget, optimizer.count_tokens, duplicates or same_words
         )
-        self._learner = Learner(self.run, optimizer, student, names, valset or (), duplicates)
+        self._learner = Learner(self.run, optimizer, modules, student, names, valset or (), duplicates)
         self._data = (
             Windows(as_async(stream, self.run.threads.run), window, self._window_over)
             if trainset is None
@@ -107,7 +142,7 @@ class AceRun:
             self._calls,
             self._keep_snapshots,
         )
-        self._first, self._policy, self._writing = playbook, policy_of(optimizer), anyio.Lock()
+        self._first, self._policy, self._writing = playbook, policy_of(optimizer.staleness), anyio.Lock()
         self._validating = Step(BEFORE_STEPS, random.Random(optimizer.seed), Reservation(self.run.budget, 0))
         self._discarded = self._passed = self._unresolved = self._samples_before = self._commits = self._next = 0
         self._applied: dict[int, str] = {}
@@ -382,7 +417,6 @@ class AceRun:
         best = self.best()
         playbook = self._writer.playbook if best is None else best
         program: Any = with_playbook(self._student, self._names, playbook)
-        setattr(program, attribute_of(program), playbook)
         program.async_stats = self.statistics()
         return program
 

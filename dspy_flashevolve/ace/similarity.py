@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from dspy_flashevolve.ace.operations import Add, Operation, Problem
 from dspy_flashevolve.ace.playbook import Bullet
@@ -14,6 +16,8 @@ Embedder = Callable[[list[str]], Sequence[Sequence[float]]]
 """Texts -> one vector each, all of one length."""
 FindDuplicate = Callable[[str, Sequence[Bullet]], Bullet | None]
 """The bullet, of those given, that says the same as a text; None where there is none."""
+EMBEDDING_MODEL = "all-MiniLM-L6-v2"
+"""The sentence-transformers model that embeds bullets, unless an embedder is given."""
 LEAST_OVERLAP = 0.7
 """Shared words from which an addition repeats a newer bullet."""
 _WORD = re.compile(r"\w+")
@@ -98,17 +102,17 @@ class EmbeddingDuplicates:
     """Finds the bullet that says the same as a text by the cosine of their embeddings.
 
     Args:
-        embedder: embeds texts; called once a text.
+        embedder: embeds texts; called once a text. None for sentence-transformers' :data:`EMBEDDING_MODEL`.
         threshold: cosine from which two texts say the same, above 0 and up to 1.
-
-    Raises:
-        ConfigurationError: a threshold outside of that.
     """
 
-    def __init__(self, embedder: Embedder, threshold: float) -> None:
-        if not 0 < threshold <= 1:
-            raise ConfigurationError(f"deduplication: the threshold is {threshold!r}, expected above 0 and up to 1.")
-        self._embedder = embedder
+    def __init__(self, embedder: Embedder | None, threshold: float) -> None:
+        if embedder is None:
+            transformers: Any = importlib.import_module("sentence_transformers")  # it takes seconds, and is optional
+            model = transformers.SentenceTransformer(EMBEDDING_MODEL)
+            self._embedder: Embedder = lambda texts: model.encode(texts).tolist()
+        else:
+            self._embedder = embedder
         self._threshold = threshold
         self._known: dict[str, tuple[float, ...]] = {}
 

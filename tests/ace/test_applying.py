@@ -233,12 +233,6 @@ def test_opposites_and_other_numbers_are_no_repeats(one: str, other: str) -> Non
     assert duplicates(other, book.bullets) is None
 
 
-@pytest.mark.parametrize("threshold", [0.0, -1.0, 1.1, float("nan")])
-def test_a_threshold_that_no_cosine_has_is_refused(threshold: float) -> None:
-    with pytest.raises(ConfigurationError, match="threshold"):
-        EmbeddingDuplicates(letters, threshold)
-
-
 def test_overlap_is_the_share_of_common_words() -> None:
     assert overlap("", "") == 1.0
     assert overlap("a b", "b a.") == 1.0

@@ -713,7 +713,10 @@ def test_what_a_policy_raises_ends_the_run_with_the_best_program_so_far() -> Non
         ({"reflector": object()}, "reflector is"),
         ({"count_tokens": 3}, "count_tokens is 3"),
         ({"metric_lock": 1}, "metric_lock is 1"),
-        ({"deduplicate": 2.0, "embedder": stand_in}, "deduplicate is 2.0"),
+        *(
+            ({"deduplicate": bad, "embedder": stand_in}, f"deduplicate is {bad}")
+            for bad in (2.0, 0.0, -1.0, 1.1, True, float("nan"))
+        ),
         ({"embedder": stand_in}, "deduplicate is None"),
     ],
 )
