@@ -15,9 +15,10 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from dspy_flashevolve.ace.operations import Add, Merge, Operation, Problem, Remove, Update, ids_of
+from dspy_flashevolve.ace.operations import Add, Merge, Operation, Remove, Update, ids_of
 from dspy_flashevolve.ace.playbook import Bullet, CountTokens, Playbook, Tag, approximate_tokens
 from dspy_flashevolve.ace.similarity import FindDuplicate, same_words
+from dspy_flashevolve.observe.statistics import Problem
 
 NEWEST = 4
 """One in so many bullets, the newest, has time to prove itself before it makes room."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from dspy_flashevolve.ace.playbook import TAGS, Tag, cleaned
+from dspy_flashevolve.observe.statistics import Problem
 
 MOST_OPERATIONS = 200
 """Of one reply; what comes after them is not read."""
@@ -63,19 +64,6 @@ class Remove:
 
 
 Operation = Add | Update | Merge | Remove
-
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """Something that was asked for and not done, or not as it was asked for.
-
-    Args:
-        kind: a few words; problems are counted by it.
-        detail: what it was, for people.
-    """
-
-    kind: str
-    detail: str = ""
 
 
 def ids_of(operation: Operation) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ import json
 import logging
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -24,11 +24,10 @@ from dspy.primitives.module import Module
 
 from dspy_flashevolve.ace.applying import PlaybookWriter
 from dspy_flashevolve.ace.learner import Learner, Lesson, Sample, with_playbook
-from dspy_flashevolve.ace.operations import Add, Operation, Problem, Remove
+from dspy_flashevolve.ace.operations import Add, Operation, Remove
 from dspy_flashevolve.ace.playbook import Playbook
-from dspy_flashevolve.ace.sampling import Epochs, Windows, as_async
 from dspy_flashevolve.ace.similarity import EmbeddingDuplicates, same_words, without_repeats
-from dspy_flashevolve.ace.snapshots import Scored, Snapshots, ValidationCalls
+from dspy_flashevolve.ace.snapshots import Scored, Snapshots
 from dspy_flashevolve.engine.admission import Load
 from dspy_flashevolve.engine.budget import Reservation
 from dspy_flashevolve.engine.errors import ConfigurationError, RolloutUnresolvedError, RunAbortedError
@@ -46,8 +45,8 @@ from dspy_flashevolve.engine.staleness import (
     StalenessPolicy,
     gap,
 )
-from dspy_flashevolve.engine.steps import End, EndKind, Step
-from dspy_flashevolve.observe.statistics import AceStats, ProblemRecord, RunStats, SnapshotRecord, WindowRecord
+from dspy_flashevolve.engine.steps import End, EndKind, NothingToDoError, Step
+from dspy_flashevolve.observe.statistics import AceStats, Problem, RunStats, SnapshotRecord, WindowRecord
 from dspy_flashevolve.programs.run import DspyRun
 
 logger = logging.getLogger(__name__)
@@ -133,13 +132,14 @@ class AceRun:
             if trainset is None
             else Epochs(trainset, optimizer.epochs, optimizer.seed)
         )
-        self._calls = ValidationCalls(self.run.budget, len(valset or ()), self._unpaid)
         self.snapshots = Snapshots(
             optimizer.eval_every,
             optimizer.validations_at_once,
+            self.run.budget,
+            len(valset or ()),
+            self._unpaid,
             self._validated,
             self.run.beside,
-            self._calls,
             self._keep_snapshots,
         )
         self._first, self._policy, self._writing = playbook, policy_of(optimizer.staleness), anyio.Lock()
@@ -177,7 +177,6 @@ class AceRun:
 
     async def _evolved(self) -> None:
         if self._valset is not None:
-            self._calls.set_aside()
             await self.snapshots.begin(self._first)
         await self.run.evolve(self.step, self, calls=1 + self._of.max_rounds, ended=self._ended, first=self._next)
         counts = self._writer.counts
@@ -196,8 +195,7 @@ class AceRun:
 
     async def _ended(self, step: Step, end: End) -> None:
         del step, end
-        if self.snapshots.waits_for_calls:  # before another sample takes what this one gave back
-            self._calls.save()
+        self.snapshots.save_up()
 
     async def _window_over(self) -> None:
         while self.run.live:
@@ -227,20 +225,21 @@ class AceRun:
 
     async def _select(self, step: Step) -> Sample:
         """The step's example with the newest playbook; with the one that it had, where it runs again."""
-        taken = await self._data.take(step.number, lambda: self._writer.playbook)
-        playbook, selection, journal = taken.playbook, step.recorded, self._journal
+        sample = await self._data.take(step.number, lambda: self._writer.playbook)
+        selection, journal = step.recorded, self._journal
         if journal is not None and selection is None:
-            candidate = journal.candidate(self._learner.candidate(playbook.render()))
-            selection = {"example": taken.index, "playbook": candidate, "version": playbook.version}
+            candidate = journal.candidate(self._learner.candidate(sample.playbook.render()))
+            selection = {"example": sample.index, "playbook": candidate, "version": sample.playbook.version}
         elif journal is not None:
             playbook = self._learner.playbook_of(journal.texts[selection["playbook"]], selection["version"])
-        self.run.begin(step, playbook.version, selection=selection)
-        return Sample(taken.example, taken.index, playbook, taken.window)
+            sample = replace(sample, playbook=playbook)
+        self.run.begin(step, sample.playbook.version, selection=selection)
+        return sample
 
     async def _attempt(self, step: Step, sample: Sample) -> Sample:
         attempt = await self._learner.attempt(step, sample)
         if sample.window is not None and not sample.attempts and isinstance(self._data, Windows):
-            self._data.windows[sample.window].scores.append(attempt.score)
+            self._data.scored(sample.window, attempt.score)
         return replace(sample, attempts=(*sample.attempts, attempt))
 
     def _is_right(self, sample: Sample) -> bool:
@@ -310,7 +309,7 @@ class AceRun:
         self._last_sample = self.run.clock()
         self._keep()
         if self._valset is not None:
-            await self.snapshots.learnt(writer.playbook)
+            await self.snapshots.learnt(writer.playbook, counts.samples)
         return end
 
     # Snapshots.
@@ -391,7 +390,7 @@ class AceRun:
             scored.append(Scored(Playbook.from_dict(more["playbook"]), row["score"], more["seconds"], more["tokens"]))
         unscored = [Playbook.from_dict(one) for one in open_ones.get("open", [])]
         self._samples_before, self._commits = self._writer.counts.samples, len(scored)
-        self.snapshots.restore(scored, unscored, self._samples_before, open_ones.get("superseded", 0))
+        self.snapshots.restore(scored, unscored, open_ones.get("superseded", 0))
         self._next = journal.last_step + 1
         journal.take_up(seeded=False)
 
@@ -425,7 +424,7 @@ class AceRun:
         run, writer, best = self.run.statistics(), self._writer, self.best()
         minutes = (self._last_sample - self.run.clock.began) / 60
         counts = {name: dict(one) if isinstance(one, dict) else one for name, one in vars(writer.counts).items()}
-        counts["first_problems"] = [ProblemRecord(one.kind, one.detail) for one in writer.counts.first_problems]
+        counts["first_problems"] = list(writer.counts.first_problems)
         known: dict[str, Any] = {one.name: getattr(run, one.name) for one in fields(RunStats)} | counts
         return AceStats(
             **known,
@@ -439,8 +438,111 @@ class AceRun:
             superseded=self.snapshots.superseded,
             unpaid=self.snapshots.unpaid,
             unresolved=self._unresolved,
-            windows=[
-                WindowRecord(one.number, one.version, one.examples, len(one.scores), one.score)
-                for one in (self._data.windows if isinstance(self._data, Windows) else [])
-            ],
+            windows=list(self._data.windows) if isinstance(self._data, Windows) else [],
         )
+
+
+# Where samples come from.
+
+
+class Epochs:
+    """Every example once an epoch, in an order of its own each time; which one a step takes follows from its number.
+
+    Args:
+        examples: the training set.
+        epochs: times that each is taken.
+        seed: of the order.
+    """
+
+    def __init__(self, examples: Sequence[Any], epochs: int, seed: int | None) -> None:
+        self._examples, self._epochs, self._seed = examples, epochs, seed
+        self._orders: dict[int, list[int]] = {}
+
+    async def take(self, step: int, newest: Callable[[], Playbook]) -> Sample:
+        """The example of a step.
+
+        Args:
+            newest: the playbook as it is.
+
+        Raises:
+            NothingToDoError: all were taken.
+        """
+        epoch, place = divmod(step, len(self._examples))
+        if epoch >= self._epochs:
+            raise NothingToDoError
+        if epoch not in self._orders:
+            order = list(range(len(self._examples)))
+            random.Random(f"{self._seed}/epoch {epoch}").shuffle(order)
+            self._orders = {epoch: order}
+        index = self._orders[epoch][place]
+        return Sample(self._examples[index], index, newest())
+
+
+class Windows:
+    """A stream, window by window: the next one begins when all of the last have been learnt from.
+
+    All of a window are scored with the playbook as it was when the window began. What was read of a window that had not
+    begun at a stop is lost.
+
+    Args:
+        stream: examples; it may have no end.
+        size: examples of a window; the last one may have fewer.
+        over: waits until no step of the last window is left.
+
+    Attributes:
+        windows: those that have begun, in order.
+        failure: what the stream raised; it ends where it did.
+    """
+
+    def __init__(self, stream: AsyncIterator[Any], size: int, over: Callable[[], Awaitable[None]]) -> None:
+        self._stream, self._size, self._over = stream, size, over
+        self._left: list[Sample] = []
+        self._has_ended = False
+        self.windows: list[WindowRecord] = []
+        self.failure: Exception | None = None
+
+    async def take(self, step: int, newest: Callable[[], Playbook]) -> Sample:
+        """The next example of the window; else of the next window, once it is there.
+
+        Raises:
+            NothingToDoError: the stream has ended.
+        """
+        del step
+        if not self._left:
+            await self._over()
+            examples = await self._read()
+            if not examples:
+                raise NothingToDoError
+            first, number, playbook = sum(one.examples for one in self.windows), len(self.windows), newest()
+            self._left = [Sample(one, first + place, playbook, number) for place, one in enumerate(examples)]
+            self.windows.append(WindowRecord(number, playbook.version, len(examples), 0, None))
+        return self._left.pop(0)
+
+    def scored(self, window: int, score: float) -> None:
+        """An example of a window was tried for the first time."""
+        before = self.windows[window]
+        total = (before.score or 0.0) * before.scored + score
+        self.windows[window] = replace(before, scored=before.scored + 1, score=total / (before.scored + 1))
+
+    async def _read(self) -> list[Any]:
+        """The next window; what the stream raises is kept as ``failure``, and ends it."""
+        examples: list[Any] = []
+        try:
+            while len(examples) < self._size and not self._has_ended:
+                examples.append(await anext(self._stream))
+        except StopAsyncIteration:
+            self._has_ended = True
+        except Exception as error:
+            self._has_ended, self.failure = True, error
+        return examples
+
+
+async def as_async(stream: Any, run_in_thread: Any) -> AsyncIterator[Any]:
+    """A stream as an async iterator; what it gives synchronously is waited for in a thread."""
+    if hasattr(stream, "__aiter__"):
+        async for one in stream:
+            yield one
+        return
+    iterator, end = iter(stream), object()
+    while (one := await run_in_thread(next, iterator, end)) is not end:
+        yield one

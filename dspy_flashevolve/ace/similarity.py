@@ -8,9 +8,10 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from dspy_flashevolve.ace.operations import Add, Operation, Problem
+from dspy_flashevolve.ace.operations import Add, Operation
 from dspy_flashevolve.ace.playbook import Bullet
 from dspy_flashevolve.engine.errors import ConfigurationError
+from dspy_flashevolve.observe.statistics import Problem
 
 Embedder = Callable[[list[str]], Sequence[Sequence[float]]]
 """Texts -> one vector each, all of one length."""

@@ -13,12 +13,12 @@ from dspy_flashevolve.ace.operations import (
     MOST_OPERATIONS,
     Add,
     Merge,
-    Problem,
     Remove,
     Update,
     parse_operations,
     parse_tags,
 )
+from dspy_flashevolve.observe.statistics import Problem
 from tests.ace.test_playbook import JSON
 
 LIST = [

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dspy_flashevolve.ace.playbook import Playbook
-from dspy_flashevolve.ace.snapshots import Scored, Snapshots, ValidationCalls
+from dspy_flashevolve.ace.snapshots import Scored, Snapshots
 from dspy_flashevolve.engine.budget import Budget, Reservation
 
 Work = Callable[[], Awaitable[None]]
@@ -26,9 +26,10 @@ class Validations:
         self.begun: list[int] = []
         self.left: list[Work] = []
         self.scores: dict[int, float | None] = {}
-        self.calls = ValidationCalls(budget or Budget(None), 4)
-        self.calls.set_aside()
-        self.snapshots = Snapshots(every, at_once, self._validate, self._start, self.calls)
+        self.samples = 0
+        self.snapshots = Snapshots(
+            every, at_once, budget or Budget(None), 4, lambda playbook: 4, self._validate, self._start, lambda: None
+        )
 
     async def _validate(self, playbook: Playbook, pays: Reservation) -> Scored | None:
         self.begun.append(playbook.version)
@@ -41,7 +42,8 @@ class Validations:
 
     def learnt(self, *versions: int) -> None:
         for number in versions:
-            anyio.run(self.snapshots.learnt, version(number))
+            self.samples += 1
+            anyio.run(self.snapshots.learnt, version(number), self.samples)
 
     def end_one(self) -> None:
         anyio.run(self.left.pop(0))
@@ -124,11 +126,11 @@ def test_one_that_cannot_be_paid_is_tried_again_as_samples_give_calls_back() -> 
     samples = budget.reserve(12)
     assert samples is not None
     of.learnt(1)
-    assert (of.left, of.snapshots.waits_for_calls, of.snapshots.unpaid) == ([], True, 1)
+    assert (of.left, of.snapshots.open, of.snapshots.unpaid) == ([], [version(1)], 1)
     for _ in range(4):
         part = samples.split(1)
         part.refund()
-        of.calls.save()
+        of.snapshots.save_up()
         assert budget.left == 0, "it is saved for the validation before another sample takes it"
     of.learnt(1)
     of.end_one()
