@@ -78,8 +78,7 @@ def parse_operations(reply: object) -> tuple[list[Operation], list[Problem]]:
 
     Args:
         reply: a list of objects with "type" (ADD, UPDATE, MERGE or REMOVE), "section", "content", "id" or "ids"; the
-            same as JSON or as Python source, inside other text, cut off, or as an object that holds it, or that holds
-            a list for each type.
+            same as JSON or as Python source, inside other text, cut off, or as an object that holds it.
 
     Returns:
         The operations in order, and what could not be read. Text without any JSON is one problem; an empty list, or
@@ -184,19 +183,8 @@ def _objects(value: object, depth: int = _DEPTH) -> Iterator[Mapping[str, Any]]:
         inner = data.get("operations")
         if isinstance(inner, list | dict | str):
             yield from (one for value in _values(cast("object", inner)) for one in _objects(value, depth - 1))
-        elif data and all(str(name).upper() in KINDS and isinstance(listed, list) for name, listed in data.items()):
-            yield from (_of_type(str(name), one) for name, listed in data.items() for one in listed)
         else:
             yield data
-
-
-def _of_type(name: str, one: object) -> Mapping[str, Any]:
-    """What stands in the list of a type: an operation without its type, or only its id or its text."""
-    if isinstance(one, Mapping):
-        return {**one, "type": name}
-    if not isinstance(one, str):
-        return {"type": name}
-    return {"type": name, "id" if name.upper() in ("REMOVE", "DELETE") else "content": one}
 
 
 def _values(reply: object) -> Iterator[object]:

@@ -25,8 +25,8 @@ from dspy.primitives.module import Module
 from dspy_flashevolve.ace.applying import PlaybookWriter
 from dspy_flashevolve.ace.learner import Learner, Lesson, Sample, with_playbook
 from dspy_flashevolve.ace.operations import Add, Operation, Remove
-from dspy_flashevolve.ace.playbook import Playbook
-from dspy_flashevolve.ace.similarity import EmbeddingDuplicates, same_words, without_repeats
+from dspy_flashevolve.ace.playbook import Bullet, Playbook
+from dspy_flashevolve.ace.similarity import EmbeddingDuplicates, closest, same_words
 from dspy_flashevolve.ace.snapshots import Scored, Snapshots
 from dspy_flashevolve.engine.admission import Load
 from dspy_flashevolve.engine.budget import Reservation
@@ -163,16 +163,11 @@ class AceRun:
         self.has_begun = True
         try:
             await self._evolved()
-        except RunAbortedError as error:
-            raise self._with_best(error) from error.__cause__
-        except Exception as error:
-            said = f"The run ended early, since something raised {type(error).__name__}: {error}"
-            raise self._with_best(RunAbortedError(said)) from error
-        if isinstance(self._data, Windows) and (error := self._data.failure) is not None:
-            said = f"The stream raised {type(error).__name__}: {error}. What came before it has been learnt from."
-            raise self._with_best(RunAbortedError(said)) from error
-        if self.best() is None:
-            raise RunAbortedError("No playbook could be validated: the provider answered no validation to its end.")
+        except Exception as raised:
+            said = f"The run ended early, since something raised {type(raised).__name__}: {raised}"
+            error = raised if isinstance(raised, RunAbortedError) else RunAbortedError(said)
+            error.best_program = self.program() if self.has_result else None
+            raise error from (raised.__cause__ if error is raised else raised)
         return self.program()
 
     async def _evolved(self) -> None:
@@ -185,6 +180,10 @@ class AceRun:
             logger.warning("AsyncACE: no sample changed the playbook. What stood in the way, by kind: %s", kinds)
         if self._valset is not None:
             await self.snapshots.finish(self._writer.playbook)
+        if isinstance(self._data, Windows) and self._data.failure is not None:
+            raise self._data.failure  # what came before has been learnt from
+        if self.best() is None:
+            raise RunAbortedError("No playbook could be validated: the provider answered no validation to its end.")
 
     def admits(self, load: Load) -> bool:
         """As many live samples as there are slots, each of which has one request in flight at most; fewer, by a share,
@@ -266,12 +265,18 @@ class AceRun:
             writer.note([Problem("stale addition", decision.reason)] * additions)
             return [one for one in operations if not isinstance(one, Add)]
         if not isinstance(self._policy, Full):
-            operations, problems, repeated = without_repeats(operations, newer)
-            writer.note(problems)
-            writer.tag(tuple((bullet_id, "helpful") for bullet_id in repeated))
+            operations = [one for one in operations if not self._is_repeat(one, newer)]
         admitted = sum(isinstance(one, Add) for one in operations)
         writer.counts.additions.update(admitted=admitted, merged=additions - admitted)
         return operations
+
+    def _is_repeat(self, operation: Operation, newer: Sequence[Bullet]) -> bool:
+        """Whether an addition nearly repeats a newer bullet, into which it is merged: it speaks for that."""
+        bullet = closest(operation.content, newer) if isinstance(operation, Add) else None
+        if bullet is not None:
+            self._writer.note([Problem("repeats a newer bullet", f"{bullet.id}: {bullet.content}"[:200])])
+            self._writer.tag([(bullet.id, "helpful")])
+        return bullet is not None
 
     def _decide(self, step: Step, seen: int) -> Admit | Discard:
         version = self._writer.playbook.version
@@ -395,10 +400,6 @@ class AceRun:
         journal.take_up(seeded=False)
 
     # What there is, now and at the end.
-
-    def _with_best(self, error: RunAbortedError) -> RunAbortedError:
-        error.best_program = self.program() if self.has_result else None
-        return error
 
     def best(self) -> Playbook | None:
         """The best validated playbook; the newest one where there is no validation set."""

@@ -5,16 +5,16 @@ from __future__ import annotations
 import importlib
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from dspy_flashevolve.ace.operations import Add, Operation
 from dspy_flashevolve.ace.playbook import Bullet
 from dspy_flashevolve.engine.errors import ConfigurationError
-from dspy_flashevolve.observe.statistics import Problem
 
 Embedder = Callable[[list[str]], Sequence[Sequence[float]]]
 """Texts -> one vector each, all of one length."""
+Likeness = Callable[[str, str], float]
+"""How much alike two texts are, up to 1."""
 FindDuplicate = Callable[[str, Sequence[Bullet]], Bullet | None]
 """The bullet, of those given, that says the same as a text; None where there is none."""
 EMBEDDING_MODEL = "all-MiniLM-L6-v2"
@@ -27,7 +27,6 @@ _DENIAL = re.compile(r"\b(?:not|no|never|none|without|cannot|avoid|unless|except
 _SIGN = re.compile(r"([\w)\]]+)( *)(!=|<=|>=|==|[-+*/=<>^%×÷\u2212≤≥≠±])( *)(?=([\w(\[]+))")
 _JOINS = "-*/"
 """Signs that stand between words, too: "right-hand", "input/output", "**bold**"."""
-_EITHER_WAY = "+*×=≠!=="
 
 
 def signs_of(text: str) -> list[tuple[str, str, str]]:
@@ -77,24 +76,22 @@ def differs(one: str, other: str) -> bool:
 
     >>> differs("Always round up.", "Never round up."), differs("Use 2 digits.", "Use two digits.")
     (True, True)
-    >>> differs("Do not round.", "Don't round."), differs("Take a / b.", "Take b / a."), differs("a + b", "b + a")
-    (False, True, False)
+    >>> differs("Do not round.", "Don't round."), differs("Take a / b.", "Take b / a.")
+    (False, True)
     """
     return _said(one) != _said(other)
 
 
-def _said(text: str) -> tuple[set[str], list[tuple[str, ...]], int]:
-    signs = [
-        (sign, *sorted((left, right))) if sign in _EITHER_WAY else (sign, left, right)
-        for left, sign, right in signs_of(text)
-    ]
+def _said(text: str) -> tuple[set[str], list[tuple[str, str, str]], int]:
     denials = len(_DENIAL.findall(text.lower().replace("\N{RIGHT SINGLE QUOTATION MARK}", "'")))
-    return set(_NUMBER.findall(text)), sorted(signs), denials
+    return set(_NUMBER.findall(text)), sorted(signs_of(text)), denials
 
 
-def closest(content: str, bullets: Sequence[Bullet], least: float) -> Bullet | None:
-    """The bullet that overlaps most, of those that do by at least ``least`` and do not differ in a number or a no."""
-    near = [(overlap(content, one.content), one) for one in bullets if not differs(content, one.content)]
+def closest(
+    content: str, bullets: Sequence[Bullet], least: float = LEAST_OVERLAP, likeness: Likeness = overlap
+) -> Bullet | None:
+    """The bullet that is most alike, of those that are by at least ``least`` and do not differ in a number or a no."""
+    near = [(likeness(content, one.content), one) for one in bullets if not differs(content, one.content)]
     best = max(near, key=lambda pair: pair[0], default=(0.0, None))
     return best[1] if best[0] >= least else None
 
@@ -136,36 +133,13 @@ class EmbeddingDuplicates:
 
         Texts that are not prepared are compared by words only.
         """
-        if (same := same_words(content, bullets)) is not None or (own := self._known.get(content)) is None:
+        same = same_words(content, bullets)
+        if same is not None or content not in self._known:
             return same
-        known = [one for one in bullets if one.content in self._known and not differs(content, one.content)]
-        near = [(_cosine(own, self._known[one.content]), one) for one in known]
-        best = max(near, key=lambda pair: pair[0], default=(0.0, None))
-        return best[1] if best[0] >= self._threshold else None
+        known = [one for one in bullets if one.content in self._known]
+        return closest(content, known, self._threshold, self._cosine)
 
-
-def _cosine(one: Sequence[float], other: Sequence[float]) -> float:
-    lengths = math.hypot(*one) * math.hypot(*other)
-    return sum(a * b for a, b in zip(one, other, strict=True)) / lengths if lengths else 0.0
-
-
-def without_repeats(
-    operations: Iterable[Operation], newer: Sequence[Bullet]
-) -> tuple[list[Operation], list[Problem], list[str]]:
-    """The operations without additions that nearly repeat a newer bullet.
-
-    Returns:
-        The other operations, a problem for each addition that went, and the ids of the bullets that say it: the
-        addition is merged into these, and speaks for them.
-    """
-    kept: list[Operation] = []
-    problems: list[Problem] = []
-    repeated: list[str] = []
-    for operation in operations:
-        bullet = closest(operation.content, newer, LEAST_OVERLAP) if isinstance(operation, Add) else None
-        if bullet is None:
-            kept.append(operation)
-        else:
-            problems.append(Problem("repeats a newer bullet", f"{bullet.id}: {bullet.content}"[:200]))
-            repeated.append(bullet.id)
-    return kept, problems, repeated
+    def _cosine(self, one: str, other: str) -> float:
+        ours, theirs = self._known[one], self._known[other]
+        lengths = math.hypot(*ours) * math.hypot(*theirs)
+        return sum(a * b for a, b in zip(ours, theirs, strict=True)) / lengths if lengths else 0.0
