@@ -15,10 +15,10 @@ from dspy_flashevolve.ace.playbook import Bullet, Playbook, Tag, attached
 from dspy_flashevolve.ace.similarity import EmbeddingDuplicates
 from dspy_flashevolve.engine.budget import Reservation
 from dspy_flashevolve.engine.replay import hash_of
-from dspy_flashevolve.engine.rollouts import Rollout, RolloutKey
+from dspy_flashevolve.engine.rollouts import Rollout
 from dspy_flashevolve.engine.steps import EndKind, Step, StepEnded
 from dspy_flashevolve.observe.statistics import Problem
-from dspy_flashevolve.programs.records import ProgramRecord, ReplyText
+from dspy_flashevolve.programs.records import ReplyText
 from dspy_flashevolve.programs.run import DspyRun
 from dspy_flashevolve.programs.runner import ProgramRunner, isolated_copy
 
@@ -173,26 +173,17 @@ class Learner:
             StepEnded: a run that goes on has lost calls of its budget in the crash, and cannot pay another attempt.
         """
         run, text, advice = self._run, sample.playbook.render(), sample.insight
-        named, candidate = hash_of(self.candidate(text)), self.candidate(text)
+        candidate = self.candidate(text)
+        name = hash_of(candidate)  # an attempt is named after its playbook; the advice stands beside the example
         if advice:
             told = f"{text}\n\nWhat was learnt from an earlier attempt at this task:\n{advice}".strip()
             candidate = self.candidate(told)
-        # Attempts are named after their playbook; the advice is told apart beside the example.
         example = (sample.index, step.number, len(sample.attempts), hash_of({"advice": advice})[:8])
-        key, record = RolloutKey(named, "train", example), None
         if run.journal is not None:
-            record = ProgramRecord(self._training.records, candidate, sample.example)
-            unpaid = run.journal.missing(step.number, named, "train", [example], needs_trace=True)
+            unpaid = run.journal.missing(step.number, name, "train", [example], needs_trace=True)
             if not step.reservation.cover(unpaid):
                 raise StepEnded(EndKind.CANCELLED, "the budget does not pay its next attempt")
-        rollout, _ = await run.rollouts.rollout(
-            key,
-            "rollout",
-            step,
-            step.reservation,
-            lambda: self._training.rollout(candidate, sample.example, capture_traces=True),
-            record,
-        )
+        rollout = await run.rollout("rollout", step, self._training, candidate, sample.example, example, name=name)
         return _attempt_of(rollout, sample, self._citations)
 
     async def reflect(self, step: Step, sample: Sample) -> Reflection:
