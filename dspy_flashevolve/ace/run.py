@@ -22,12 +22,11 @@ from typing import Any
 import anyio
 from dspy.primitives.module import Module
 
-from dspy_flashevolve.ace.applying import PlaybookWriter
 from dspy_flashevolve.ace.learner import Learner, Lesson, Sample, with_playbook
-from dspy_flashevolve.ace.operations import Add, Operation, Remove
+from dspy_flashevolve.ace.operations import Add, Operation, PlaybookWriter, Remove
 from dspy_flashevolve.ace.playbook import Bullet, Playbook
 from dspy_flashevolve.ace.similarity import EmbeddingDuplicates, closest, same_words
-from dspy_flashevolve.ace.snapshots import Scored, Snapshots
+from dspy_flashevolve.ace.snapshots import Snapshots
 from dspy_flashevolve.engine.admission import Load
 from dspy_flashevolve.engine.budget import Reservation
 from dspy_flashevolve.engine.errors import ConfigurationError, RolloutUnresolvedError, RunAbortedError
@@ -327,8 +326,8 @@ class AceRun:
         candidate = hash_of(self._learner.candidate(playbook.render()))
         return self._journal.missing(BEFORE_STEPS, candidate, "val", examples, traced=False)
 
-    async def _validated(self, playbook: Playbook, pays: Reservation) -> Scored | None:
-        """A playbook with its score; None where the provider gave no answer."""
+    async def _validated(self, playbook: Playbook, pays: Reservation) -> SnapshotRecord | None:
+        """A playbook's score; None where the provider gave no answer."""
         self._validating.saw(playbook.version)
         try:
             scores = await self._learner.validate(self._validating, playbook, pays)
@@ -337,9 +336,10 @@ class AceRun:
             self._unresolved += 1
             return None
         score, tokens = sum(scores) / len(scores), playbook.tokens(self._of.count_tokens)
-        scored, number, version = Scored(playbook, score, self._seconds(), tokens), self._commits, playbook.version
+        number, version = self._commits, playbook.version
+        scored = SnapshotRecord(self._seconds(), version, score, len(playbook), tokens)
         self._commits += 1
-        best = max([score, *(one.score for one in self.snapshots.scored)])
+        best = max([score, *(one.score for one in self.snapshots.scored.values())])
         behind = self._writer.playbook.version - version
         change = (version, behind, number, score, best, version)
         self.run.bus.emit(Committed(self.run.clock(), BEFORE_STEPS, *change))
@@ -389,10 +389,11 @@ class AceRun:
                 if any(row["number"] == number for row in endless):
                     journal.ended(number, way, "it was applied when the run was killed", before=True)
             await log.flush()
-        scored: list[Scored] = []
+        scored: dict[Playbook, SnapshotRecord] = {}
         for row in log.rows("SELECT score, more FROM commits ORDER BY candidate_index"):
             more = json.loads(row["more"])
-            scored.append(Scored(Playbook.from_dict(more["playbook"]), row["score"], more["seconds"], more["tokens"]))
+            book = Playbook.from_dict(more["playbook"])
+            scored[book] = SnapshotRecord(more["seconds"], book.version, row["score"], len(book), more["tokens"])
         unscored = [Playbook.from_dict(one) for one in open_ones.get("open", [])]
         self._samples_before, self._commits = self._writer.counts.samples, len(scored)
         self.snapshots.restore(scored, unscored, open_ones.get("superseded", 0))
@@ -403,9 +404,7 @@ class AceRun:
 
     def best(self) -> Playbook | None:
         """The best validated playbook; the newest one where there is no validation set."""
-        if self._valset is None:
-            return self._writer.playbook
-        return None if self.snapshots.best is None else self.snapshots.best.playbook
+        return self._writer.playbook if self._valset is None else self.snapshots.best
 
     @property
     def has_result(self) -> bool:
@@ -432,10 +431,7 @@ class AceRun:
             samples_per_minute=(writer.counts.samples - self._samples_before) / minutes if minutes > 0 else 0.0,
             version=writer.playbook.version,
             best_version=writer.playbook.version if best is None else best.version,
-            snapshots=[
-                SnapshotRecord(one.seconds, one.playbook.version, one.score, len(one.playbook), one.tokens)
-                for one in self.snapshots.scored
-            ],
+            snapshots=list(self.snapshots.scored.values()),
             superseded=self.snapshots.superseded,
             unpaid=self.snapshots.unpaid,
             unresolved=self._unresolved,

@@ -119,12 +119,12 @@ class EmbeddingDuplicates:
         missing = [text for text in dict.fromkeys(texts) if text not in self._known]
         if missing:
             vectors = [tuple(float(number) for number in vector) for vector in self._embedder(missing)]
-            if len(vectors) != len(missing):
-                raise ConfigurationError(f"embedder: {len(missing)} texts gave {len(vectors)} vectors.")
             lengths = {len(vector) for vector in (*vectors, *list(self._known.values())[:1])}
-            if len(lengths) > 1 or not all(math.isfinite(number) for vector in vectors for number in vector):
+            is_finite = all(math.isfinite(number) for vector in vectors for number in vector)
+            if len(vectors) != len(missing) or len(lengths) > 1 or not is_finite:
                 raise ConfigurationError(
-                    f"embedder: vectors of lengths {sorted(lengths)}, expected one, finite numbers."
+                    f"embedder: {len(missing)} texts gave {len(vectors)} vectors of lengths {sorted(lengths)}, "
+                    "expected one vector a text, all of one length and of finite numbers."
                 )
             self._known |= dict(zip(missing, vectors, strict=True))
 

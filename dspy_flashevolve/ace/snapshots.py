@@ -2,28 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from dspy_flashevolve.ace.playbook import Playbook
 from dspy_flashevolve.engine.budget import Budget, Reservation
-
-
-@dataclass(frozen=True, slots=True)
-class Scored:
-    """A playbook with its validation score.
-
-    Args:
-        playbook: as it was when its validation began.
-        score: mean over the validation set.
-        seconds: since the run began, when it was known.
-        tokens: of its text.
-    """
-
-    playbook: Playbook
-    score: float
-    seconds: float
-    tokens: int = 0
+from dspy_flashevolve.observe.statistics import SnapshotRecord
 
 
 class Snapshots:
@@ -46,7 +29,7 @@ class Snapshots:
         changed: called when another validation has begun, waits, or has ended.
 
     Attributes:
-        scored: in the order in which scores came.
+        scored: playbooks as they were when their validations began, in the order in which scores came.
         superseded: snapshots that a newer one replaced before they were validated.
     """
 
@@ -57,7 +40,7 @@ class Snapshots:
         budget: Budget,
         calls: int,
         unpaid: Callable[[Playbook], int],
-        validate: Callable[[Playbook, Reservation], Awaitable[Scored | None]],
+        validate: Callable[[Playbook, Reservation], Awaitable[SnapshotRecord | None]],
         start: Callable[[Callable[[], Awaitable[None]]], Awaitable[None]],
         changed: Callable[[], None],
     ) -> None:
@@ -71,13 +54,13 @@ class Snapshots:
         self._left_open: Sequence[Playbook] = ()
         self._begun: set[int] = set()
         self._refused: set[int] = set()
-        self.scored: list[Scored] = []
+        self.scored: dict[Playbook, SnapshotRecord] = {}
         self.superseded = 0
 
-    def restore(self, scored: Sequence[Scored], unscored: Sequence[Playbook], superseded: int) -> None:
+    def restore(self, scored: Mapping[Playbook, SnapshotRecord], unscored: Sequence[Playbook], superseded: int) -> None:
         """Go on from where another run was; ``unscored`` is what :attr:`open` was."""
-        self.scored, self._left_open, self.superseded = list(scored), unscored, superseded
-        self._begun = {one.playbook.version for one in scored}
+        self.scored, self._left_open, self.superseded = dict(scored), unscored, superseded
+        self._begun = {one.version for one in scored}
 
     @property
     def open(self) -> list[Playbook]:
@@ -90,9 +73,10 @@ class Snapshots:
         return len(self._under_way)
 
     @property
-    def best(self) -> Scored | None:
+    def best(self) -> Playbook | None:
         """The earliest version of those with the highest score; None before there is one."""
-        return max(self.scored, key=lambda one: (one.score, -one.playbook.version), default=None)
+        scored = list(self.scored.items())
+        return max(scored, key=lambda one: (one[1].score, -one[0].version), default=(None, None))[0]
 
     @property
     def unpaid(self) -> int:
@@ -194,7 +178,7 @@ class Snapshots:
         if scored is None:
             self._begun.discard(playbook.version)
         else:
-            self.scored.append(scored)
+            self.scored[playbook] = scored
 
     def _is_scored(self, playbook: Playbook) -> bool:
-        return any(one.playbook.version == playbook.version for one in self.scored)
+        return any(one.version == playbook.version for one in list(self.scored))

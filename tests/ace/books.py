@@ -8,8 +8,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from dspy_flashevolve.ace.applying import MOST_EXAMPLES, PlaybookWriter
-from dspy_flashevolve.ace.operations import Add, Merge, Operation, Remove, Update
+from dspy_flashevolve.ace.operations import MOST_EXAMPLES, Add, Merge, Operation, PlaybookWriter, Remove, Update
 from dspy_flashevolve.ace.playbook import SECTIONS, CountTokens, Playbook, approximate_tokens
 from dspy_flashevolve.ace.similarity import FindDuplicate, same_words
 from dspy_flashevolve.observe.statistics import Problem

@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dspy_flashevolve.ace.playbook import Playbook
-from dspy_flashevolve.ace.snapshots import Scored, Snapshots
+from dspy_flashevolve.ace.snapshots import Snapshots
 from dspy_flashevolve.engine.budget import Budget, Reservation
+from dspy_flashevolve.observe.statistics import SnapshotRecord
 
 Work = Callable[[], Awaitable[None]]
 
@@ -31,11 +32,11 @@ class Validations:
             every, at_once, budget or Budget(None), 4, lambda playbook: 4, self._validate, self._start, lambda: None
         )
 
-    async def _validate(self, playbook: Playbook, pays: Reservation) -> Scored | None:
+    async def _validate(self, playbook: Playbook, pays: Reservation) -> SnapshotRecord | None:
         self.begun.append(playbook.version)
         pays.settle(4)
         score = self.scores.get(playbook.version, playbook.version / 100)
-        return None if score is None else Scored(playbook, score, 0.0)
+        return None if score is None else SnapshotRecord(0.0, playbook.version, score, 0, 0)
 
     async def _start(self, work: Work) -> None:
         self.left.append(work)
@@ -103,7 +104,7 @@ def test_the_best_is_the_first_with_the_highest_score(scores: list[float]) -> No
     while of.left:
         of.end_one()
     assert of.snapshots.best is not None
-    assert of.snapshots.best.playbook.version == scores.index(max(scores))
+    assert of.snapshots.best.version == scores.index(max(scores))
 
 
 @given(st.integers(8, 40), st.lists(st.integers(0, 4), max_size=12))
@@ -155,7 +156,7 @@ def test_a_first_one_without_an_answer_is_tried_again_at_the_next_snapshot() -> 
     of.end_one()
     assert of.begun == [0, 0, 1]
     assert of.snapshots.best is not None
-    assert of.snapshots.best.playbook.version == 0
+    assert of.snapshots.best.version == 0
 
 
 def test_a_first_one_without_an_answer_is_tried_again_at_the_end() -> None:
