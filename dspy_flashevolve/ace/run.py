@@ -30,14 +30,12 @@ from dspy_flashevolve.ace.snapshots import Snapshots
 from dspy_flashevolve.engine.admission import Load
 from dspy_flashevolve.engine.budget import Reservation
 from dspy_flashevolve.engine.errors import ConfigurationError, RolloutUnresolvedError, RunAbortedError
-from dspy_flashevolve.engine.events import Committed, Looked
+from dspy_flashevolve.engine.events import Committed
 from dspy_flashevolve.engine.replay import BEFORE_STEPS, RunJournal, hash_of, id_text
 from dspy_flashevolve.engine.staleness import (
-    Admit,
     Discard,
     Full,
     Guarded,
-    History,
     Integrate,
     Look,
     Reflective,
@@ -143,7 +141,7 @@ class AceRun:
         )
         self._first, self._policy, self._writing = playbook, policy_of(optimizer.staleness), anyio.Lock()
         self._validating = Step(BEFORE_STEPS, random.Random(optimizer.seed), Reservation(self.run.budget, 0))
-        self._discarded = self._passed = self._unresolved = self._samples_before = self._commits = self._next = 0
+        self._unresolved = self._samples_before = self._commits = self._next = 0
         self._applied: dict[int, str] = {}
         """Step that has been applied -> the way of its end, until that is written down."""
         self._seconds_before = self._last_sample = 0.0
@@ -258,7 +256,9 @@ class AceRun:
         additions = sum(isinstance(one, Add) for one in operations)
         if not newer or not additions:
             return operations
-        decision = self._decide(step, lesson.seen)
+        decision = self.run.look(step, self._policy, Look("before_commit", lesson.seen), writer.playbook.version)
+        if isinstance(decision, Integrate):
+            raise ConfigurationError(f"{self._policy!r} wants to integrate, where AsyncACE can admit or discard.")
         if isinstance(decision, Discard):
             writer.counts.additions["dropped"] += additions
             writer.note([Problem("stale addition", decision.reason)] * additions)
@@ -276,18 +276,6 @@ class AceRun:
             self._writer.note([Problem("repeats a newer bullet", f"{bullet.id}: {bullet.content}"[:200])])
             self._writer.tag([(bullet.id, "helpful")])
         return bullet is not None
-
-    def _decide(self, step: Step, seen: int) -> Admit | Discard:
-        version = self._writer.playbook.version
-        decision = self._policy.decide(Look("before_commit", seen), History(version, self._discarded, self._passed))
-        if isinstance(decision, Integrate):
-            raise ConfigurationError(f"{self._policy!r} wants to integrate, where AsyncACE can admit or discard.")
-        is_discard = isinstance(decision, Discard)
-        self._discarded += is_discard
-        self._passed += not is_discard
-        word, reason = ("discard", decision.reason) if isinstance(decision, Discard) else ("admit", "")
-        self.run.bus.emit(Looked(self.run.clock(), step.number, "before_commit", gap(version, seen), word, reason))
-        return decision
 
     async def _apply(self, step: Step, sample: Sample, operations: Sequence[Operation], seen: int) -> End:
         """Change the playbook and write it down, with no wait between: what comes later in the journal stands on it."""
@@ -363,7 +351,7 @@ class AceRun:
             return
         kept = {
             "applied": [[number, way] for number, way in self._applied.items()],
-            "looks": [self._discarded, self._passed],
+            "looks": self.run.looks,
             "seconds": self._seconds(),
         }
         self._journal.journal.keep("playbook", {**self._writer.to_dict(), **kept})
@@ -383,7 +371,8 @@ class AceRun:
             self._first = self._writer.playbook = Playbook.from_dict(first)
         if kept is not None:
             self._writer.restore(kept)
-            (self._discarded, self._passed), self._seconds_before = kept["looks"], kept["seconds"]
+            self.run.looks.update(kept["looks"])
+            self._seconds_before = kept["seconds"]
             endless = log.rows("SELECT number FROM steps WHERE number NOT IN (SELECT step FROM ends)")
             for number, way in kept["applied"]:
                 if any(row["number"] == number for row in endless):
