@@ -20,7 +20,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dspy_flashevolve import AsyncACE, ConfigurationError, DataError, Playbook, Reflective, RunAbortedError
-from dspy_flashevolve.engine.staleness import Integrate
 from dspy_flashevolve.sim import PROFILES, HouseRules
 from dspy_flashevolve.sim.virtual import SimulatedModel, run
 from tests.contract.surface import left_threads, steps_of
@@ -668,7 +667,7 @@ def test_a_cancelled_run_waits_for_no_validation() -> None:
 def test_a_policy_that_wants_to_integrate_ends_the_run_by_name() -> None:
     class Integrates:
         def decide(self, look: Any, history: Any) -> Any:
-            return Integrate()
+            return Reflective(min_gap=0).decide(look, history)
 
     with pytest.raises(RunAbortedError, match=r"Integrates.* wants to integrate") as raised:
         compiled(staleness=Integrates(), num_threads=24)
