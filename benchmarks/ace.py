@@ -106,7 +106,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--tasks", nargs="+", default=["few", "formula"], help=f"{', '.join(TASKS)}, or named workloads"
     )
-    parser.add_argument("--staleness", nargs="+", default=["guarded"], help="full, guarded, reflective")
+    parser.add_argument("--staleness", nargs="+", default=["guarded"], help="full, guarded")
     parser.add_argument("--seconds", type=float, default=240.0, help="the fixed time")
     parser.add_argument("--slots", type=int, default=64, help="requests in flight at most")
     parser.add_argument("--seeds", type=int, default=5, help="how many seeds")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import math
 from collections.abc import AsyncIterable, Callable, Iterable, Sequence
 from os import PathLike
 from typing import Any, Literal
@@ -10,7 +12,7 @@ import dspy
 from dspy.primitives import Example, Module
 from dspy.teleprompt.teleprompt import Teleprompter
 
-from dspy_flashevolve.ace.arguments import check_arguments, check_budget, check_student, first_playbook
+from dspy_flashevolve.ace.learner import held_playbook
 from dspy_flashevolve.ace.playbook import (
     SECTIONS,
     CountTokens,
@@ -19,14 +21,17 @@ from dspy_flashevolve.ace.playbook import (
     attached,
     checked_sections,
 )
-from dspy_flashevolve.ace.run import AceRun
+from dspy_flashevolve.ace.run import AceRun, policy_of
 from dspy_flashevolve.ace.similarity import Embedder
 from dspy_flashevolve.engine.errors import ConfigurationError, DataError
 from dspy_flashevolve.engine.staleness import StalenessPolicy
-from dspy_flashevolve.modules.playbook import AdditionReconciliation, PlaybookCuration, SampleReflection
+from dspy_flashevolve.modules.playbook import PlaybookCuration, SampleReflection
 from dspy_flashevolve.observe.statistics import AceStats
 from dspy_flashevolve.programs.fingerprints import fingerprints_of, open_journal
-from dspy_flashevolve.programs.run import Schedule, check_data
+from dspy_flashevolve.programs.run import Schedule, check_counts, check_data, check_run
+
+COUNTS = ("max_rounds", "epochs", "token_budget", "eval_every", "validations_at_once")
+"""Arguments that are whole numbers of at least 1."""
 
 
 class AsyncACE(Teleprompter):
@@ -43,7 +48,7 @@ class AsyncACE(Teleprompter):
             ``dspy.Prediction`` with ``score`` and ``feedback``. Where it gives no feedback, the reflector is shown the
             example's labels.
         reflector_lm: reflects on samples. Default: the configured LM.
-        curator_lm: writes operations, and reads stale additions. Default: the configured LM.
+        curator_lm: writes operations. Default: the configured LM.
         max_rounds: reflections a sample; each of a wrong attempt is followed by another attempt, so that a sample costs
             up to ``1 + max_rounds`` metric calls.
         epochs: times that each training example is taken.
@@ -52,8 +57,8 @@ class AsyncACE(Teleprompter):
         attach: names of the predictors that get the playbook, as ``named_predictors`` has them, or "all".
         staleness: what becomes of an ADD that was written before others added bullets: "full" admits it; "guarded"
             (default) drops it when it is more than 64 versions behind, and merges it into a newer bullet that says
-            nearly the same in words; "reflective" lets the curator LM read it together with the newer bullets. Or a
-            policy: :class:`Full`, :class:`Guarded`, :class:`Reflective`, or an object of your own.
+            nearly the same in words. Or a policy: :class:`Full`, :class:`Guarded`, or an object of your own that
+            admits or discards.
         num_threads: requests in flight at most, over all stages. Default: found out while the run goes on.
         max_concurrency: the most requests in flight when ``num_threads`` is None. Default: 256.
         schedule: "async" (default), or "lockstep": one sample at a time, and no sample during a validation.
@@ -67,8 +72,7 @@ class AsyncACE(Teleprompter):
             Default: None, by words only.
         embedder: texts -> one vector each, for ``deduplicate``. Default: sentence-transformers, which
             ``pip install 'dspy-flashevolve[ace]'`` brings.
-        reflector, curator, reconciler: modules in place of :class:`SampleReflection`, :class:`PlaybookCuration` and
-            :class:`AdditionReconciliation`.
+        reflector, curator: modules in place of :class:`SampleReflection` and :class:`PlaybookCuration`.
         count_tokens: counts a text's tokens. Default: one for every four bytes.
         validations_at_once: snapshots that are validated at the same time.
         rollout_timeout_seconds: a rollout that takes longer is given up and asked for again. Default: never.
@@ -92,7 +96,7 @@ class AsyncACE(Teleprompter):
         token_budget: int = 8192,
         eval_every: int = 10,
         attach: Literal["all"] | Sequence[str] = "all",
-        staleness: Literal["full", "guarded", "reflective"] | StalenessPolicy = "guarded",
+        staleness: Literal["full", "guarded"] | StalenessPolicy = "guarded",
         num_threads: int | None = None,
         max_concurrency: int | None = None,
         schedule: Schedule = "async",
@@ -105,7 +109,6 @@ class AsyncACE(Teleprompter):
         embedder: Embedder | None = None,
         reflector: Module | None = None,
         curator: Module | None = None,
-        reconciler: Module | None = None,
         count_tokens: CountTokens = approximate_tokens,
         validations_at_once: int = 1,
         rollout_timeout_seconds: float | None = None,
@@ -126,14 +129,13 @@ class AsyncACE(Teleprompter):
         self.deduplicate, self.embedder = deduplicate, embedder
         self.reflector = reflector or SampleReflection()
         self.curator = curator or PlaybookCuration()
-        self.reconciler = reconciler or AdditionReconciliation()
         self.count_tokens = count_tokens
         self.validations_at_once = validations_at_once
         self.rollout_timeout_seconds = rollout_timeout_seconds
         self.metric_lock = metric_lock
         self.seed, self.log_dir = seed, log_dir
         self._run: AceRun | None = None
-        check_arguments(self)
+        _check_arguments(self)
 
     def compile(  # pyright: ignore[reportIncompatibleMethodOverride]  # dspy's has a teacher, which ACE has no use for
         self,
@@ -233,24 +235,14 @@ class AsyncACE(Teleprompter):
         """What the newest run has done by now, for any thread at any time; None before one has begun."""
         return None if self._run is None or not self._run.has_begun else self._run.statistics()
 
-    def modules(self) -> dict[str, tuple[Module, Any]]:
-        """Stage -> the module that it asks, and the LM that this asks."""
-        return {
-            "reflect": (self.reflector, self.reflector_lm),
-            "curate": (self.curator, self.curator_lm),
-            "reconcile": (self.reconciler, self.curator_lm),
-        }
-
     def __getstate__(self) -> dict[str, Any]:
         """A run belongs to the optimizer that began it, and to no copy."""
         return {**self.__dict__, "_run": None}
 
     def _offline(self, student: Module, trainset: Any, valset: Any, playbook: Playbook | None) -> AceRun:
         check_data(student, trainset, None, valset)
-        names = check_student(student, self.attach)
         scored_on = list(trainset if valset is None else valset)
-        check_budget(self, len(scored_on))
-        first = first_playbook(self, student, names, playbook)
+        names, first = self._begun(student, playbook, len(scored_on))
         predictors: list[tuple[str, Any]] = student.named_predictors()
         texts = {name: one.signature.instructions for name, one in predictors}
         texts |= {name: attached(texts[name], first.render()) for name in names}
@@ -267,7 +259,7 @@ class AsyncACE(Teleprompter):
         return self._run
 
     def _online(self, student: Module, stream: Any, window: int, playbook: Playbook | None) -> AceRun:
-        names = check_student(student, self.attach)
+        names, first = self._begun(student, playbook, validation=0)
         if not isinstance(window, int) or isinstance(window, bool) or window < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigurationError(f"window is {window!r}, expected a whole number of at least 1.")
         if not hasattr(stream, "__iter__") and not hasattr(stream, "__aiter__"):
@@ -277,7 +269,75 @@ class AsyncACE(Teleprompter):
                 f"log_dir is {str(self.log_dir)!r}, but a stream cannot be read again: leave it out, keep what is "
                 "learnt with Playbook.save, and go on from playbook=Playbook.load(...)."
             )
-        check_budget(self, 0)
-        first = first_playbook(self, student, names, playbook)
         self._run = AceRun(self, student, names, first, None, None, stream=stream, window=window)
         return self._run
+
+    def _begun(self, student: Any, playbook: Any, validation: int) -> tuple[list[str], Playbook]:
+        """The names of the predictors that get the playbook, and the playbook to begin with.
+
+        Args:
+            playbook: what the user gives; None for the student's.
+            validation: examples of the validation set; 0 where there is none.
+
+        Raises:
+            ConfigurationError: a student, a playbook or a budget that cannot be used, with the reason.
+        """
+        if not isinstance(student, Module):
+            raise DataError(f"student is {student!r}, expected a dspy.Module.")
+        known = [name for name, _ in student.named_predictors()]
+        wanted = known if self.attach == "all" else list(self.attach)
+        if not wanted or any(name not in known for name in wanted):
+            raise ConfigurationError(f"attach is {self.attach!r}, but the program's predictors are {known}.")
+        names = [name for name in known if name in wanted]
+        first = held_playbook(student, names, self.sections) if playbook is None else playbook
+        if not isinstance(first, Playbook):
+            raise ConfigurationError(f"playbook is {first!r:.80}, expected a Playbook: Playbook.load(path) reads one.")
+        tokens = first.tokens(self.count_tokens)
+        if tokens > self.token_budget:
+            raise ConfigurationError(
+                f"The playbook to begin with has {tokens} tokens, above token_budget={self.token_budget}. Raise the "
+                "budget, or leave bullets out."
+            )
+        sample, limit = 1 + self.max_rounds, self.max_metric_calls
+        if limit is not None and limit < 2 * validation + sample:
+            raise ConfigurationError(
+                f"max_metric_calls is {limit}, expected at least {2 * validation + sample}: {sample} for a sample"
+                + (f", and {validation} each for the first and the last playbook's validation." if validation else ".")
+            )
+        return names, first
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _check_arguments(of: Any) -> None:
+    """Raise ConfigurationError for an argument of AsyncACE that cannot work."""
+    check_run(of)
+    check_counts(of, *COUNTS, "max_metric_calls")
+    policy_of(of.staleness)
+    attach, log_dir, threshold = of.attach, of.log_dir, of.deduplicate
+    expected = {
+        "metric": (callable(of.metric), "a function (example, prediction, ...)"),
+        **{name: (getattr(of, name) is not None, "a whole number of at least 1") for name in COUNTS},
+        "log_dir": (log_dir is None or isinstance(log_dir, str | PathLike), "a path, or None"),
+        "perfect_score": (_is_number(of.perfect_score), "a number"),
+        "failure_score": (_is_number(of.failure_score), "a number"),
+        "attach": (attach == "all" or (isinstance(attach, list | tuple) and attach), "'all' or predictor names"),
+        "reflector": (isinstance(of.reflector, Module), "a dspy.Module"),
+        "curator": (isinstance(of.curator, Module), "a dspy.Module"),
+        "count_tokens": (callable(of.count_tokens), "a function (text) -> tokens"),
+        "metric_lock": (isinstance(of.metric_lock, bool), "True or False"),
+        "deduplicate": (
+            of.embedder is None if threshold is None else _is_number(threshold) and 0 < threshold <= 1,
+            "a cosine above 0 and up to 1, such as 0.9, or None and no embedder",
+        ),
+    }
+    for name, (is_right, what) in expected.items():
+        if not is_right:
+            raise ConfigurationError(f"{name} is {getattr(of, name)!r}, expected {what}.")
+    if threshold is not None and of.embedder is None and importlib.util.find_spec("sentence_transformers") is None:
+        raise ConfigurationError(
+            f"deduplicate is {threshold!r}, which needs an embedder: pass embedder=..., or "
+            "pip install 'dspy-flashevolve[ace]' for sentence-transformers."
+        )

@@ -10,14 +10,15 @@ from typing import Any
 import dspy
 from dspy.primitives.module import Module
 
-from dspy_flashevolve.ace.operations import Add, Operation, Problem, parse_operations, parse_tags
+from dspy_flashevolve.ace.operations import Operation, parse_operations, parse_tags
 from dspy_flashevolve.ace.playbook import Bullet, Playbook, Tag, attached
-from dspy_flashevolve.ace.similarity import EmbeddingDuplicates, decided
+from dspy_flashevolve.ace.similarity import EmbeddingDuplicates
 from dspy_flashevolve.engine.budget import Reservation
 from dspy_flashevolve.engine.replay import hash_of
-from dspy_flashevolve.engine.rollouts import Rollout, RolloutKey
+from dspy_flashevolve.engine.rollouts import Rollout
 from dspy_flashevolve.engine.steps import EndKind, Step, StepEnded
-from dspy_flashevolve.programs.records import ProgramRecord, ReplyText
+from dspy_flashevolve.observe.statistics import Problem
+from dspy_flashevolve.programs.records import ReplyText
 from dspy_flashevolve.programs.run import DspyRun
 from dspy_flashevolve.programs.runner import ProgramRunner, isolated_copy
 
@@ -102,7 +103,7 @@ class Lesson:
     """What a sample asks of the playbook.
 
     Args:
-        operations: that its curator, or the reading of stale additions, asks for.
+        operations: that its curator asks for.
         seen: the playbook's version for which they were written.
         problems: what could not be read.
     """
@@ -113,7 +114,7 @@ class Lesson:
 
 
 class Learner:
-    """Runs the program with playbooks, and the modules that reflect, curate and reconcile.
+    """Runs the program with playbooks, and the modules that reflect and curate.
 
     What a reply says that cannot be used is a problem and no error; only requests that the provider leaves without an
     answer raise.
@@ -121,6 +122,7 @@ class Learner:
     Args:
         run: whose slots and journal it uses.
         optimizer: an AsyncACE; only its arguments are read.
+        modules: stage -> the module that it asks, and the LM that this asks.
         student: the program; it is not changed.
         names: the predictors that get the playbook.
         valset: what playbooks are scored on.
@@ -131,13 +133,14 @@ class Learner:
         self,
         run: DspyRun,
         optimizer: Any,
+        modules: Mapping[str, tuple[Module, Any]],
         student: Module,
         names: Sequence[str],
         valset: Sequence[Any],
         duplicates: EmbeddingDuplicates | None,
     ) -> None:
         self._run = run
-        self._of = optimizer
+        self._of, self._modules = optimizer, modules
         predictors: list[tuple[str, Any]] = student.named_predictors()
         self._instructions = {name: one.signature.instructions for name, one in predictors if name in names}
         taken = {name for _, one in predictors for name in one.signature.fields}
@@ -170,26 +173,17 @@ class Learner:
             StepEnded: a run that goes on has lost calls of its budget in the crash, and cannot pay another attempt.
         """
         run, text, advice = self._run, sample.playbook.render(), sample.insight
-        named, candidate = hash_of(self.candidate(text)), self.candidate(text)
+        candidate = self.candidate(text)
+        name = hash_of(candidate)  # an attempt is named after its playbook; the advice stands beside the example
         if advice:
             told = f"{text}\n\nWhat was learnt from an earlier attempt at this task:\n{advice}".strip()
             candidate = self.candidate(told)
-        # Attempts are named after their playbook; the advice is told apart beside the example.
         example = (sample.index, step.number, len(sample.attempts), hash_of({"advice": advice})[:8])
-        key, record = RolloutKey(named, "train", example), None
         if run.journal is not None:
-            record = ProgramRecord(self._training.records, candidate, sample.example)
-            unpaid = run.journal.missing(step.number, named, "train", [example], needs_trace=True)
+            unpaid = run.journal.missing(step.number, name, "train", [example], needs_trace=True)
             if not step.reservation.cover(unpaid):
                 raise StepEnded(EndKind.CANCELLED, "the budget does not pay its next attempt")
-        rollout, _ = await run.rollouts.rollout(
-            key,
-            "rollout",
-            step,
-            step.reservation,
-            lambda: self._training.rollout(candidate, sample.example, capture_traces=True),
-            record,
-        )
+        rollout = await run.rollout("rollout", step, self._training, candidate, sample.example, example, name=name)
         return _attempt_of(rollout, sample, self._citations)
 
     async def reflect(self, step: Step, sample: Sample) -> Reflection:
@@ -237,15 +231,6 @@ class Learner:
         operations, unread = parse_operations(getattr(reply, "operations", ""))
         return Lesson(tuple(operations), seen, (*problems, *unread))
 
-    async def reconcile(self, step: Step, additions: list[Add], newer: list[Bullet], version: int) -> Lesson:
-        """Ask what becomes of additions that were written before some bullets of the playbook as it is now."""
-        numbered = [f"{number}. {one.content}" for number, one in enumerate(additions, start=1)]
-        reply, seen, problems = await self._asked(
-            "reconcile", step, 0, version, additions="\n".join(numbered), newer_bullets=_listed(newer)
-        )
-        operations, unread = decided(additions, newer, getattr(reply, "decisions", ""))
-        return Lesson(tuple(operations), seen, (*problems, *unread))
-
     async def validate(self, step: Step, playbook: Playbook, pays: Reservation) -> list[float]:
         """The scores of the program with a playbook on the validation set.
 
@@ -276,7 +261,7 @@ class Learner:
 
         A module that raises says nothing, which is a problem and no error.
         """
-        module, lm = self._of.modules()[stage]
+        module, lm = self._modules[stage]
         record = None if self._run.journal is None else ReplyText(str(position))
         asked = await self._run.asked(
             stage, step, module, inputs, lm=lm, read=lambda reply: (version, reply), record=record
@@ -298,14 +283,37 @@ class Learner:
 
 
 def with_playbook(student: Module, names: Sequence[str], playbook: Playbook) -> Module:
-    """A copy of a program whose predictors of these names have a playbook in their instructions."""
+    """A copy of a program that has a playbook: in the instructions of these predictors, and as an attribute."""
     program = student.deepcopy()
     predictors: list[tuple[str, Any]] = program.named_predictors()
     for name, predictor in predictors:
         if name in names:
             text = attached(predictor.signature.instructions, playbook.render())
             predictor.signature = predictor.signature.with_instructions(text)
+    setattr(program, _attribute_of(program), playbook)
     return program
+
+
+def held_playbook(student: Module, names: Sequence[str], sections: Sequence[str]) -> Playbook:
+    """The playbook of a student, empty where it has none: the one in its instructions.
+
+    As its attribute has it, where that is the same text, which has counters too.
+
+    Args:
+        names: of the predictors that get the playbook.
+        sections: that it has beside those of its bullets.
+    """
+    predictors: list[tuple[str, Any]] = student.named_predictors()
+    texts: list[str] = [one.signature.instructions for name, one in predictors if name in names]
+    found = (Playbook.from_instructions(text, sections) for text in texts)
+    held = next((one for one in found if one is not None), Playbook(sections=tuple(sections)))
+    own: Any = getattr(student, _attribute_of(student), None)
+    return own if isinstance(own, Playbook) and own.render() == held.render() else held
+
+
+def _attribute_of(program: Any) -> str:
+    """The attribute of a program that has its playbook: ``playbook``, unless the program has another use for that."""
+    return "playbook" if isinstance(getattr(program, "playbook", None), Playbook | None) else "ace_playbook"
 
 
 def _citing(student: Module, names: Sequence[str], citations: str) -> Module:

@@ -12,7 +12,7 @@ import re
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -103,12 +103,10 @@ class Playbook:
     bullets: tuple[Bullet, ...] = ()
     next_number: int = 1
     version: int = 0
-    _by_id: dict[str, Bullet] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sections", checked_sections(self.sections))
         object.__setattr__(self, "bullets", tuple(self.bullets))
-        object.__setattr__(self, "_by_id", {bullet.id: bullet for bullet in self.bullets})
         numbers = {one.id.rpartition("-")[2].lstrip("0") for one in self.bullets}
         if len(numbers) != len(self.bullets):
             raise ConfigurationError("playbook: two bullets have the same id, or ids with the same number.")
@@ -136,16 +134,11 @@ class Playbook:
         return len(self.bullets)
 
     def __contains__(self, bullet_id: object) -> bool:
-        return bullet_id in self._by_id
+        return any(one.id == bullet_id for one in self.bullets)
 
     def get(self, bullet_id: str) -> Bullet | None:
         """The bullet of that id; None where there is none."""
-        return self._by_id.get(bullet_id)
-
-    def has_had(self, bullet_id: str) -> bool:
-        """Whether the id was given to a bullet that is here no more."""
-        could_be = bullet_id not in self and _ID.fullmatch(bullet_id) is not None
-        return could_be and 0 < int(bullet_id.rpartition("-")[2]) < self.next_number
+        return next((one for one in self.bullets if one.id == bullet_id), None)
 
     def adding(self, section: str, content: str, *, version: int | None = None) -> Playbook:
         """With one more bullet at the end.

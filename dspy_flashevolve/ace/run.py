@@ -3,8 +3,8 @@
 .. code-block:: text
 
     sample -> attempt -> reflect -> curate -> apply (the one writer) -> end
-                 ^          |          |        ^
-                 +- wrong --+          +--------+ reconcile: stale additions, where the policy says so
+                 ^          |
+                 +- wrong --+
 
 Source: ACE (arXiv 2510.04618) section 3; the queue of operations and staleness follow FlashEvolve (arXiv 2605.08520).
 """
@@ -15,29 +15,35 @@ import json
 import logging
 import math
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import fields, replace
 from typing import Any
 
 import anyio
 from dspy.primitives.module import Module
 
-from dspy_flashevolve.ace.applying import PlaybookWriter
-from dspy_flashevolve.ace.arguments import attribute_of, duplicates_of, policy_of
 from dspy_flashevolve.ace.learner import Learner, Lesson, Sample, with_playbook
-from dspy_flashevolve.ace.operations import Add, Operation, Problem, Remove
-from dspy_flashevolve.ace.playbook import Playbook
-from dspy_flashevolve.ace.sampling import Epochs, Windows, as_async
-from dspy_flashevolve.ace.similarity import same_words, without_repeats
-from dspy_flashevolve.ace.snapshots import Scored, Snapshots, ValidationCalls
+from dspy_flashevolve.ace.operations import Add, Operation, PlaybookWriter, Remove
+from dspy_flashevolve.ace.playbook import Bullet, Playbook
+from dspy_flashevolve.ace.similarity import EmbeddingDuplicates, closest, same_words
+from dspy_flashevolve.ace.snapshots import Snapshots
 from dspy_flashevolve.engine.admission import Load
 from dspy_flashevolve.engine.budget import Reservation
-from dspy_flashevolve.engine.errors import RolloutUnresolvedError, RunAbortedError
-from dspy_flashevolve.engine.events import Committed, Looked
+from dspy_flashevolve.engine.errors import ConfigurationError, RolloutUnresolvedError, RunAbortedError
+from dspy_flashevolve.engine.events import Committed
 from dspy_flashevolve.engine.replay import BEFORE_STEPS, RunJournal, hash_of, id_text
-from dspy_flashevolve.engine.staleness import Admit, Discard, Full, History, Integrate, Look, gap
-from dspy_flashevolve.engine.steps import End, EndKind, Step
-from dspy_flashevolve.observe.statistics import AceStats, ProblemRecord, RunStats, SnapshotRecord, WindowRecord
+from dspy_flashevolve.engine.staleness import (
+    Discard,
+    Full,
+    Guarded,
+    Integrate,
+    Look,
+    Reflective,
+    StalenessPolicy,
+    gap,
+)
+from dspy_flashevolve.engine.steps import End, EndKind, NothingToDoError, Step
+from dspy_flashevolve.observe.statistics import AceStats, Problem, RunStats, SnapshotRecord, WindowRecord
 from dspy_flashevolve.programs.run import DspyRun
 
 logger = logging.getLogger(__name__)
@@ -46,27 +52,29 @@ OPTIONS = (
     "num_threads", "max_concurrency", "max_metric_calls", "max_seconds", "schedule", "rollout_timeout_seconds", "seed"
 )  # fmt: skip
 """Arguments that AsyncACE hands on to its run."""
+POLICIES: dict[str, StalenessPolicy] = {
+    "full": Full(looks=("before_commit",)),
+    "guarded": Guarded(max_gap=64, looks=("before_commit",)),
+}
+"""What the names of ``staleness`` stand for."""
 LEARNING_SHARE = 0.75
 """Of the slots, what samples may take while a playbook is validated."""
 
 
-@dataclass(frozen=True)
-class LearningShare:
-    """As many live samples as there are slots, each of which has one request in flight at most; fewer, by a share,
-    while a playbook is validated: a request of a sample goes before one of a validation, which would wait for ever.
+def policy_of(staleness: Any) -> StalenessPolicy:
+    """The policy that a name stands for, or the policy itself.
 
-    Args:
-        limit: slots at most.
-        is_validating: whether a validation is under way.
+    Raises:
+        ConfigurationError: no such name, and no policy that could be one of AsyncACE's.
     """
-
-    limit: int
-    is_validating: Callable[[], bool]
-
-    def admits(self, load: Load) -> bool:
-        """See :class:`~dspy_flashevolve.engine.admission.Admission`."""
-        slots = self.limit if load.slots is None else min(self.limit, load.slots)
-        return load.live < (max(1, math.ceil(LEARNING_SHARE * slots)) if self.is_validating() else slots)
+    if isinstance(staleness, str) and staleness in POLICIES:
+        return POLICIES[staleness]
+    if isinstance(staleness, str | type | Reflective) or not callable(getattr(staleness, "decide", None)):
+        raise ConfigurationError(
+            f"staleness is {staleness!r}, expected 'full', 'guarded', or a policy: an object with "
+            "decide(look, history) that admits or discards. In place of 'reflective' and Reflective use 'guarded'."
+        )
+    return staleness
 
 
 class AceRun:
@@ -97,7 +105,10 @@ class AceRun:
         journal: RunJournal | None = None,
     ) -> None:
         self._of, self._student, self._names, self._valset, self._journal = optimizer, student, names, valset, journal
-        modules: dict[str, tuple[Module, Any]] = optimizer.modules()
+        modules: dict[str, tuple[Module, Any]] = {
+            "reflect": (optimizer.reflector, optimizer.reflector_lm),
+            "curate": (optimizer.curator, optimizer.curator_lm),
+        }
         asked = {
             stage: [one.lm or lm for one in module.predictors()] or [lm] for stage, (module, lm) in modules.items()
         }
@@ -107,32 +118,32 @@ class AceRun:
             journal=journal,
             **{name: getattr(optimizer, name) for name in OPTIONS},
         )
-        duplicates = duplicates_of(optimizer)
+        threshold = optimizer.deduplicate
+        duplicates = None if threshold is None else EmbeddingDuplicates(optimizer.embedder, threshold)
         self._writer = PlaybookWriter(
             playbook, optimizer.token_budget, optimizer.count_tokens, duplicates or same_words
         )
-        self._learner = Learner(self.run, optimizer, student, names, valset or (), duplicates)
+        self._learner = Learner(self.run, optimizer, modules, student, names, valset or (), duplicates)
         self._data = (
             Windows(as_async(stream, self.run.threads.run), window, self._window_over)
             if trainset is None
             else Epochs(trainset, optimizer.epochs, optimizer.seed)
         )
-        self._calls = ValidationCalls(self.run.budget, len(valset or ()), self._unpaid)
         self.snapshots = Snapshots(
             optimizer.eval_every,
             optimizer.validations_at_once,
+            self.run.budget,
+            len(valset or ()),
+            self._unpaid,
             self._validated,
             self.run.beside,
-            self._calls,
             self._keep_snapshots,
         )
-        self._first, self._policy, self._writing = playbook, policy_of(optimizer), anyio.Lock()
+        self._first, self._policy, self._writing = playbook, policy_of(optimizer.staleness), anyio.Lock()
         self._validating = Step(BEFORE_STEPS, random.Random(optimizer.seed), Reservation(self.run.budget, 0))
-        self._discarded = self._passed = self._unresolved = self._samples_before = self._commits = self._next = 0
+        self._unresolved = self._samples_before = self._commits = self._next = 0
         self._applied: dict[int, str] = {}
         """Step that has been applied -> the way of its end, until that is written down."""
-        self._half: set[int] = set()
-        """Steps whose additions are still to come: the rest of what they asked for has been applied."""
         self._seconds_before = self._last_sample = 0.0
         self.has_begun = False
         """Whether :meth:`main` was called."""
@@ -149,35 +160,38 @@ class AceRun:
         self.has_begun = True
         try:
             await self._evolved()
-        except RunAbortedError as error:
-            raise self._with_best(error) from error.__cause__
-        except Exception as error:
-            said = f"The run ended early, since something raised {type(error).__name__}: {error}"
-            raise self._with_best(RunAbortedError(said)) from error
-        if isinstance(self._data, Windows) and (error := self._data.failure) is not None:
-            said = f"The stream raised {type(error).__name__}: {error}. What came before it has been learnt from."
-            raise self._with_best(RunAbortedError(said)) from error
-        if self.best() is None:
-            raise RunAbortedError("No playbook could be validated: the provider answered no validation to its end.")
+        except Exception as raised:
+            said = f"The run ended early, since something raised {type(raised).__name__}: {raised}"
+            error = raised if isinstance(raised, RunAbortedError) else RunAbortedError(said)
+            error.best_program = self.program() if self.has_result else None
+            raise error from (raised.__cause__ if error is raised else raised)
         return self.program()
 
     async def _evolved(self) -> None:
         if self._valset is not None:
-            self._calls.set_aside()
             await self.snapshots.begin(self._first)
-        admission = LearningShare(self.run.slots, lambda: self.snapshots.running > 0)
-        await self.run.evolve(self.step, admission, calls=1 + self._of.max_rounds, ended=self._ended, first=self._next)
+        await self.run.evolve(self.step, self, calls=1 + self._of.max_rounds, ended=self._ended, first=self._next)
         counts = self._writer.counts
         if counts.samples and not counts.operations:
             kinds = dict(counts.problems)
             logger.warning("AsyncACE: no sample changed the playbook. What stood in the way, by kind: %s", kinds)
         if self._valset is not None:
             await self.snapshots.finish(self._writer.playbook)
+        if isinstance(self._data, Windows) and self._data.failure is not None:
+            raise self._data.failure  # what came before has been learnt from
+        if self.best() is None:
+            raise RunAbortedError("No playbook could be validated: the provider answered no validation to its end.")
+
+    def admits(self, load: Load) -> bool:
+        """As many live samples as there are slots, each of which has one request in flight at most; fewer, by a share,
+        while a playbook is validated: a request of a sample goes before one of a validation, which would wait for ever.
+        """
+        slots = self.run.slots if load.slots is None else load.slots
+        return load.live < (max(1, math.ceil(LEARNING_SHARE * slots)) if self.snapshots.running else slots)
 
     async def _ended(self, step: Step, end: End) -> None:
         del step, end
-        if self.snapshots.waits_for_calls:  # before another sample takes what this one gave back
-            self._calls.save()
+        self.snapshots.save_up()
 
     async def _window_over(self) -> None:
         while self.run.live:
@@ -207,20 +221,21 @@ class AceRun:
 
     async def _select(self, step: Step) -> Sample:
         """The step's example with the newest playbook; with the one that it had, where it runs again."""
-        taken = await self._data.take(step.number, lambda: self._writer.playbook)
-        playbook, selection, journal = taken.playbook, step.recorded, self._journal
+        sample = await self._data.take(step.number, lambda: self._writer.playbook)
+        selection, journal = step.recorded, self._journal
         if journal is not None and selection is None:
-            candidate = journal.candidate(self._learner.candidate(playbook.render()))
-            selection = {"example": taken.index, "playbook": candidate, "version": playbook.version}
+            candidate = journal.candidate(self._learner.candidate(sample.playbook.render()))
+            selection = {"example": sample.index, "playbook": candidate, "version": sample.playbook.version}
         elif journal is not None:
             playbook = self._learner.playbook_of(journal.texts[selection["playbook"]], selection["version"])
-        self.run.begin(step, playbook.version, selection=selection)
-        return Sample(taken.example, taken.index, playbook, taken.window)
+            sample = replace(sample, playbook=playbook)
+        self.run.begin(step, sample.playbook.version, selection=selection)
+        return sample
 
     async def _attempt(self, step: Step, sample: Sample) -> Sample:
         attempt = await self._learner.attempt(step, sample)
         if sample.window is not None and not sample.attempts and isinstance(self._data, Windows):
-            self._data.windows[sample.window].scores.append(attempt.score)
+            self._data.scored(sample.window, attempt.score)
         return replace(sample, attempts=(*sample.attempts, attempt))
 
     def _is_right(self, sample: Sample) -> bool:
@@ -228,73 +243,39 @@ class AceRun:
 
     async def _learn(self, step: Step, sample: Sample, lesson: Lesson) -> End:
         """The one writer: count the tags, settle what is stale, do the rest."""
-        writer = self._writer
         async with self._writing:
             operations = self._settled(step, lesson)
-            if operations is not None:
-                self._count_tags(sample, lesson)
-                return await self._apply(step, sample, operations, lesson.seen)
-            if step.number not in self._half:  # what is no addition need not wait
-                self._count_tags(sample, lesson)
-                writer.apply([one for one in lesson.operations if not isinstance(one, Add)], lesson.seen)
-                self._half.add(step.number)
-                self._keep()
-        additions = [one for one in lesson.operations if isinstance(one, Add)]
-        newer, version = writer.newer_than(lesson.seen), writer.playbook.version
-        read = await self._learner.reconcile(step, additions, newer, version)
-        async with self._writing:
-            writer.note(read.problems)
-            admitted = sum(isinstance(one, Add) for one in read.operations)
-            merged = len(read.operations) - admitted
-            dropped = len(additions) - admitted - merged
-            writer.counts.additions.update(admitted=admitted, merged=merged, dropped=dropped)
-            operations = read.operations
-            if admitted and (newer := writer.newer_than(read.seen)):
-                operations = self._without_repeats(operations, newer)
-            return await self._apply(step, sample, operations, read.seen)
+            self._writer.note([*(problem for one in sample.reflections for problem in one.problems), *lesson.problems])
+            self._writer.tag(sample.tags)
+            return await self._apply(step, sample, operations, lesson.seen)
 
-    def _count_tags(self, sample: Sample, lesson: Lesson) -> None:
-        self._writer.note([*(problem for one in sample.reflections for problem in one.problems), *lesson.problems])
-        self._writer.tag(sample.tags)
-
-    def _settled(self, step: Step, lesson: Lesson) -> Sequence[Operation] | None:
-        """The operations without stale additions that do not stay; None where a language model has to read them."""
-        if step.number in self._half:
-            return None
+    def _settled(self, step: Step, lesson: Lesson) -> Sequence[Operation]:
+        """The operations without stale additions that do not stay."""
         writer, operations = self._writer, lesson.operations
         newer = writer.newer_than(lesson.seen)
         additions = sum(isinstance(one, Add) for one in operations)
         if not newer or not additions:
             return operations
-        decision = self._decide(step, lesson.seen)
+        decision = self.run.look(step, self._policy, Look("before_commit", lesson.seen), writer.playbook.version)
         if isinstance(decision, Integrate):
-            return None
+            raise ConfigurationError(f"{self._policy!r} wants to integrate, where AsyncACE can admit or discard.")
         if isinstance(decision, Discard):
             writer.counts.additions["dropped"] += additions
             writer.note([Problem("stale addition", decision.reason)] * additions)
             return [one for one in operations if not isinstance(one, Add)]
         if not isinstance(self._policy, Full):
-            operations = self._without_repeats(operations, newer)
+            operations = [one for one in operations if not self._is_repeat(one, newer)]
         admitted = sum(isinstance(one, Add) for one in operations)
         writer.counts.additions.update(admitted=admitted, merged=additions - admitted)
         return operations
 
-    def _without_repeats(self, operations: Sequence[Operation], newer: Sequence[Any]) -> list[Operation]:
-        kept, problems, repeated = without_repeats(operations, newer)
-        self._writer.note(problems)
-        self._writer.tag(tuple((bullet_id, "helpful") for bullet_id in repeated))
-        return kept
-
-    def _decide(self, step: Step, seen: int) -> Admit | Discard | Integrate:
-        version = self._writer.playbook.version
-        decision = self._policy.decide(Look("before_commit", seen), History(version, self._discarded, self._passed))
-        is_discard = isinstance(decision, Discard)
-        self._discarded += is_discard
-        self._passed += not is_discard
-        word = "discard" if is_discard else "integrate" if isinstance(decision, Integrate) else "admit"
-        reason = decision.reason if isinstance(decision, Discard) else ""
-        self.run.bus.emit(Looked(self.run.clock(), step.number, "before_commit", gap(version, seen), word, reason))
-        return decision
+    def _is_repeat(self, operation: Operation, newer: Sequence[Bullet]) -> bool:
+        """Whether an addition nearly repeats a newer bullet, into which it is merged: it speaks for that."""
+        bullet = closest(operation.content, newer) if isinstance(operation, Add) else None
+        if bullet is not None:
+            self._writer.note([Problem("repeats a newer bullet", f"{bullet.id}: {bullet.content}"[:200])])
+            self._writer.tag([(bullet.id, "helpful")])
+        return bullet is not None
 
     async def _apply(self, step: Step, sample: Sample, operations: Sequence[Operation], seen: int) -> End:
         """Change the playbook and write it down, with no wait between: what comes later in the journal stands on it."""
@@ -314,14 +295,13 @@ class AceRun:
         end = End(EndKind.REJECTED, "the playbook stays as it is")
         if writer.playbook.version > before:
             end = End(EndKind.COMMITTED, f"version {writer.playbook.version}")
-        self._half.discard(step.number)
         live = self.run.live
         self._applied = {number: way for number, way in self._applied.items() if number in live}
         self._applied[step.number] = end.kind.value
         self._last_sample = self.run.clock()
         self._keep()
         if self._valset is not None:
-            await self.snapshots.learnt(writer.playbook)
+            await self.snapshots.learnt(writer.playbook, counts.samples)
         return end
 
     # Snapshots.
@@ -334,8 +314,8 @@ class AceRun:
         candidate = hash_of(self._learner.candidate(playbook.render()))
         return self._journal.missing(BEFORE_STEPS, candidate, "val", examples, traced=False)
 
-    async def _validated(self, playbook: Playbook, pays: Reservation) -> Scored | None:
-        """A playbook with its score; None where the provider gave no answer."""
+    async def _validated(self, playbook: Playbook, pays: Reservation) -> SnapshotRecord | None:
+        """A playbook's score; None where the provider gave no answer."""
         self._validating.saw(playbook.version)
         try:
             scores = await self._learner.validate(self._validating, playbook, pays)
@@ -344,9 +324,10 @@ class AceRun:
             self._unresolved += 1
             return None
         score, tokens = sum(scores) / len(scores), playbook.tokens(self._of.count_tokens)
-        scored, number, version = Scored(playbook, score, self._seconds(), tokens), self._commits, playbook.version
+        number, version = self._commits, playbook.version
+        scored = SnapshotRecord(self._seconds(), version, score, len(playbook), tokens)
         self._commits += 1
-        best = max([score, *(one.score for one in self.snapshots.scored)])
+        best = max([score, *(one.score for one in self.snapshots.scored.values())])
         behind = self._writer.playbook.version - version
         change = (version, behind, number, score, best, version)
         self.run.bus.emit(Committed(self.run.clock(), BEFORE_STEPS, *change))
@@ -368,11 +349,9 @@ class AceRun:
         """Write down what has been learnt; what the journal has before this row is part of it, and nothing after."""
         if self._journal is None:
             return
-        live = self.run.live
         kept = {
             "applied": [[number, way] for number, way in self._applied.items()],
-            "half": [number for number in self._half if number in live],
-            "looks": [self._discarded, self._passed],
+            "looks": self.run.looks,
             "seconds": self._seconds(),
         }
         self._journal.journal.keep("playbook", {**self._writer.to_dict(), **kept})
@@ -392,34 +371,29 @@ class AceRun:
             self._first = self._writer.playbook = Playbook.from_dict(first)
         if kept is not None:
             self._writer.restore(kept)
-            self._half = set(kept["half"])
-            (self._discarded, self._passed), self._seconds_before = kept["looks"], kept["seconds"]
+            self.run.looks.update(kept["looks"])
+            self._seconds_before = kept["seconds"]
             endless = log.rows("SELECT number FROM steps WHERE number NOT IN (SELECT step FROM ends)")
             for number, way in kept["applied"]:
                 if any(row["number"] == number for row in endless):
                     journal.ended(number, way, "it was applied when the run was killed", before=True)
             await log.flush()
-        scored: list[Scored] = []
+        scored: dict[Playbook, SnapshotRecord] = {}
         for row in log.rows("SELECT score, more FROM commits ORDER BY candidate_index"):
             more = json.loads(row["more"])
-            scored.append(Scored(Playbook.from_dict(more["playbook"]), row["score"], more["seconds"], more["tokens"]))
+            book = Playbook.from_dict(more["playbook"])
+            scored[book] = SnapshotRecord(more["seconds"], book.version, row["score"], len(book), more["tokens"])
         unscored = [Playbook.from_dict(one) for one in open_ones.get("open", [])]
         self._samples_before, self._commits = self._writer.counts.samples, len(scored)
-        self.snapshots.restore(scored, unscored, self._samples_before, open_ones.get("superseded", 0))
+        self.snapshots.restore(scored, unscored, open_ones.get("superseded", 0))
         self._next = journal.last_step + 1
         journal.take_up(seeded=False)
 
     # What there is, now and at the end.
 
-    def _with_best(self, error: RunAbortedError) -> RunAbortedError:
-        error.best_program = self.program() if self.has_result else None
-        return error
-
     def best(self) -> Playbook | None:
         """The best validated playbook; the newest one where there is no validation set."""
-        if self._valset is None:
-            return self._writer.playbook
-        return None if self.snapshots.best is None else self.snapshots.best.playbook
+        return self._writer.playbook if self._valset is None else self.snapshots.best
 
     @property
     def has_result(self) -> bool:
@@ -431,7 +405,6 @@ class AceRun:
         best = self.best()
         playbook = self._writer.playbook if best is None else best
         program: Any = with_playbook(self._student, self._names, playbook)
-        setattr(program, attribute_of(program), playbook)
         program.async_stats = self.statistics()
         return program
 
@@ -440,22 +413,122 @@ class AceRun:
         run, writer, best = self.run.statistics(), self._writer, self.best()
         minutes = (self._last_sample - self.run.clock.began) / 60
         counts = {name: dict(one) if isinstance(one, dict) else one for name, one in vars(writer.counts).items()}
-        counts["first_problems"] = [ProblemRecord(one.kind, one.detail) for one in writer.counts.first_problems]
+        counts["first_problems"] = list(writer.counts.first_problems)
         known: dict[str, Any] = {one.name: getattr(run, one.name) for one in fields(RunStats)} | counts
         return AceStats(
             **known,
             samples_per_minute=(writer.counts.samples - self._samples_before) / minutes if minutes > 0 else 0.0,
             version=writer.playbook.version,
             best_version=writer.playbook.version if best is None else best.version,
-            snapshots=[
-                SnapshotRecord(one.seconds, one.playbook.version, one.score, len(one.playbook), one.tokens)
-                for one in self.snapshots.scored
-            ],
+            snapshots=list(self.snapshots.scored.values()),
             superseded=self.snapshots.superseded,
             unpaid=self.snapshots.unpaid,
             unresolved=self._unresolved,
-            windows=[
-                WindowRecord(one.number, one.version, one.examples, len(one.scores), one.score)
-                for one in (self._data.windows if isinstance(self._data, Windows) else [])
-            ],
+            windows=list(self._data.windows) if isinstance(self._data, Windows) else [],
         )
+
+
+# Where samples come from.
+
+
+class Epochs:
+    """Every example once an epoch, in an order of its own each time; which one a step takes follows from its number.
+
+    Args:
+        examples: the training set.
+        epochs: times that each is taken.
+        seed: of the order.
+    """
+
+    def __init__(self, examples: Sequence[Any], epochs: int, seed: int | None) -> None:
+        self._examples, self._epochs, self._seed = examples, epochs, seed
+        self._orders: dict[int, list[int]] = {}
+
+    async def take(self, step: int, newest: Callable[[], Playbook]) -> Sample:
+        """The example of a step.
+
+        Args:
+            newest: the playbook as it is.
+
+        Raises:
+            NothingToDoError: all were taken.
+        """
+        epoch, place = divmod(step, len(self._examples))
+        if epoch >= self._epochs:
+            raise NothingToDoError
+        if epoch not in self._orders:
+            order = list(range(len(self._examples)))
+            random.Random(f"{self._seed}/epoch {epoch}").shuffle(order)
+            self._orders = {epoch: order}
+        index = self._orders[epoch][place]
+        return Sample(self._examples[index], index, newest())
+
+
+class Windows:
+    """A stream, window by window: the next one begins when all of the last have been learnt from.
+
+    All of a window are scored with the playbook as it was when the window began. What was read of a window that had not
+    begun at a stop is lost.
+
+    Args:
+        stream: examples; it may have no end.
+        size: examples of a window; the last one may have fewer.
+        over: waits until no step of the last window is left.
+
+    Attributes:
+        windows: those that have begun, in order.
+        failure: what the stream raised; it ends where it did.
+    """
+
+    def __init__(self, stream: AsyncIterator[Any], size: int, over: Callable[[], Awaitable[None]]) -> None:
+        self._stream, self._size, self._over = stream, size, over
+        self._left: list[Sample] = []
+        self._has_ended = False
+        self.windows: list[WindowRecord] = []
+        self.failure: Exception | None = None
+
+    async def take(self, step: int, newest: Callable[[], Playbook]) -> Sample:
+        """The next example of the window; else of the next window, once it is there.
+
+        Raises:
+            NothingToDoError: the stream has ended.
+        """
+        del step
+        if not self._left:
+            await self._over()
+            examples = await self._read()
+            if not examples:
+                raise NothingToDoError
+            first, number, playbook = sum(one.examples for one in self.windows), len(self.windows), newest()
+            self._left = [Sample(one, first + place, playbook, number) for place, one in enumerate(examples)]
+            self.windows.append(WindowRecord(number, playbook.version, len(examples), 0, None))
+        return self._left.pop(0)
+
+    def scored(self, window: int, score: float) -> None:
+        """An example of a window was tried for the first time."""
+        before = self.windows[window]
+        total = (before.score or 0.0) * before.scored + score
+        self.windows[window] = replace(before, scored=before.scored + 1, score=total / (before.scored + 1))
+
+    async def _read(self) -> list[Any]:
+        """The next window; what the stream raises is kept as ``failure``, and ends it."""
+        examples: list[Any] = []
+        try:
+            while len(examples) < self._size and not self._has_ended:
+                examples.append(await anext(self._stream))
+        except StopAsyncIteration:
+            self._has_ended = True
+        except Exception as error:
+            self._has_ended, self.failure = True, error
+        return examples
+
+
+async def as_async(stream: Any, run_in_thread: Any) -> AsyncIterator[Any]:
+    """A stream as an async iterator; what it gives synchronously is waited for in a thread."""
+    if hasattr(stream, "__aiter__"):
+        async for one in stream:
+            yield one
+        return
+    iterator, end = iter(stream), object()
+    while (one := await run_in_thread(next, iterator, end)) is not end:
+        yield one

@@ -1,20 +1,24 @@
-"""When do two bullets say the same? By their words, an embedding, or a language model that reads stale additions."""
+"""When do two bullets say the same? By their words, or by an embedding."""
 
 from __future__ import annotations
 
+import importlib
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from dspy_flashevolve.ace.operations import Add, Operation, Problem, Update, parse_objects
-from dspy_flashevolve.ace.playbook import Bullet, cleaned
+from dspy_flashevolve.ace.playbook import Bullet
 from dspy_flashevolve.engine.errors import ConfigurationError
 
 Embedder = Callable[[list[str]], Sequence[Sequence[float]]]
 """Texts -> one vector each, all of one length."""
+Likeness = Callable[[str, str], float]
+"""How much alike two texts are, up to 1."""
 FindDuplicate = Callable[[str, Sequence[Bullet]], Bullet | None]
 """The bullet, of those given, that says the same as a text; None where there is none."""
+EMBEDDING_MODEL = "all-MiniLM-L6-v2"
+"""The sentence-transformers model that embeds bullets, unless an embedder is given."""
 LEAST_OVERLAP = 0.7
 """Shared words from which an addition repeats a newer bullet."""
 _WORD = re.compile(r"\w+")
@@ -23,7 +27,6 @@ _DENIAL = re.compile(r"\b(?:not|no|never|none|without|cannot|avoid|unless|except
 _SIGN = re.compile(r"([\w)\]]+)( *)(!=|<=|>=|==|[-+*/=<>^%×÷\u2212≤≥≠±])( *)(?=([\w(\[]+))")
 _JOINS = "-*/"
 """Signs that stand between words, too: "right-hand", "input/output", "**bold**"."""
-_EITHER_WAY = "+*×=≠!=="
 
 
 def signs_of(text: str) -> list[tuple[str, str, str]]:
@@ -73,24 +76,22 @@ def differs(one: str, other: str) -> bool:
 
     >>> differs("Always round up.", "Never round up."), differs("Use 2 digits.", "Use two digits.")
     (True, True)
-    >>> differs("Do not round.", "Don't round."), differs("Take a / b.", "Take b / a."), differs("a + b", "b + a")
-    (False, True, False)
+    >>> differs("Do not round.", "Don't round."), differs("Take a / b.", "Take b / a.")
+    (False, True)
     """
     return _said(one) != _said(other)
 
 
-def _said(text: str) -> tuple[set[str], list[tuple[str, ...]], int]:
-    signs = [
-        (sign, *sorted((left, right))) if sign in _EITHER_WAY else (sign, left, right)
-        for left, sign, right in signs_of(text)
-    ]
+def _said(text: str) -> tuple[set[str], list[tuple[str, str, str]], int]:
     denials = len(_DENIAL.findall(text.lower().replace("\N{RIGHT SINGLE QUOTATION MARK}", "'")))
-    return set(_NUMBER.findall(text)), sorted(signs), denials
+    return set(_NUMBER.findall(text)), sorted(signs_of(text)), denials
 
 
-def closest(content: str, bullets: Sequence[Bullet], least: float) -> Bullet | None:
-    """The bullet that overlaps most, of those that do by at least ``least`` and do not differ in a number or a no."""
-    near = [(overlap(content, one.content), one) for one in bullets if not differs(content, one.content)]
+def closest(
+    content: str, bullets: Sequence[Bullet], least: float = LEAST_OVERLAP, likeness: Likeness = overlap
+) -> Bullet | None:
+    """The bullet that is most alike, of those that are by at least ``least`` and do not differ in a number or a no."""
+    near = [(likeness(content, one.content), one) for one in bullets if not differs(content, one.content)]
     best = max(near, key=lambda pair: pair[0], default=(0.0, None))
     return best[1] if best[0] >= least else None
 
@@ -99,17 +100,17 @@ class EmbeddingDuplicates:
     """Finds the bullet that says the same as a text by the cosine of their embeddings.
 
     Args:
-        embedder: embeds texts; called once a text.
+        embedder: embeds texts; called once a text. None for sentence-transformers' :data:`EMBEDDING_MODEL`.
         threshold: cosine from which two texts say the same, above 0 and up to 1.
-
-    Raises:
-        ConfigurationError: a threshold outside of that.
     """
 
-    def __init__(self, embedder: Embedder, threshold: float) -> None:
-        if not 0 < threshold <= 1:
-            raise ConfigurationError(f"deduplication: the threshold is {threshold!r}, expected above 0 and up to 1.")
-        self._embedder = embedder
+    def __init__(self, embedder: Embedder | None, threshold: float) -> None:
+        if embedder is None:
+            transformers: Any = importlib.import_module("sentence_transformers")  # it takes seconds, and is optional
+            model = transformers.SentenceTransformer(EMBEDDING_MODEL)
+            self._embedder: Embedder = lambda texts: model.encode(texts).tolist()
+        else:
+            self._embedder = embedder
         self._threshold = threshold
         self._known: dict[str, tuple[float, ...]] = {}
 
@@ -118,12 +119,12 @@ class EmbeddingDuplicates:
         missing = [text for text in dict.fromkeys(texts) if text not in self._known]
         if missing:
             vectors = [tuple(float(number) for number in vector) for vector in self._embedder(missing)]
-            if len(vectors) != len(missing):
-                raise ConfigurationError(f"embedder: {len(missing)} texts gave {len(vectors)} vectors.")
             lengths = {len(vector) for vector in (*vectors, *list(self._known.values())[:1])}
-            if len(lengths) > 1 or not all(math.isfinite(number) for vector in vectors for number in vector):
+            is_finite = all(math.isfinite(number) for vector in vectors for number in vector)
+            if len(vectors) != len(missing) or len(lengths) > 1 or not is_finite:
                 raise ConfigurationError(
-                    f"embedder: vectors of lengths {sorted(lengths)}, expected one, finite numbers."
+                    f"embedder: {len(missing)} texts gave {len(vectors)} vectors of lengths {sorted(lengths)}, "
+                    "expected one vector a text, all of one length and of finite numbers."
                 )
             self._known |= dict(zip(missing, vectors, strict=True))
 
@@ -132,73 +133,13 @@ class EmbeddingDuplicates:
 
         Texts that are not prepared are compared by words only.
         """
-        if (same := same_words(content, bullets)) is not None or (own := self._known.get(content)) is None:
+        same = same_words(content, bullets)
+        if same is not None or content not in self._known:
             return same
-        known = [one for one in bullets if one.content in self._known and not differs(content, one.content)]
-        near = [(_cosine(own, self._known[one.content]), one) for one in known]
-        best = max(near, key=lambda pair: pair[0], default=(0.0, None))
-        return best[1] if best[0] >= self._threshold else None
+        known = [one for one in bullets if one.content in self._known]
+        return closest(content, known, self._threshold, self._cosine)
 
-
-def _cosine(one: Sequence[float], other: Sequence[float]) -> float:
-    lengths = math.hypot(*one) * math.hypot(*other)
-    return sum(a * b for a, b in zip(one, other, strict=True)) / lengths if lengths else 0.0
-
-
-def without_repeats(
-    operations: Iterable[Operation], newer: Sequence[Bullet]
-) -> tuple[list[Operation], list[Problem], list[str]]:
-    """The operations without additions that nearly repeat a newer bullet.
-
-    Returns:
-        The other operations, a problem for each addition that went, and the ids of the bullets that say it: the
-        addition is merged into these, and speaks for them.
-    """
-    kept: list[Operation] = []
-    problems: list[Problem] = []
-    repeated: list[str] = []
-    for operation in operations:
-        bullet = closest(operation.content, newer, LEAST_OVERLAP) if isinstance(operation, Add) else None
-        if bullet is None:
-            kept.append(operation)
-        else:
-            problems.append(Problem("repeats a newer bullet", f"{bullet.id}: {bullet.content}"[:200]))
-            repeated.append(bullet.id)
-    return kept, problems, repeated
-
-
-def decided(additions: Sequence[Add], newer: Sequence[Bullet], reply: object) -> tuple[list[Operation], list[Problem]]:
-    """What a reply makes of stale additions; one that it does not mention, or not clearly, is admitted.
-
-    Args:
-        additions: numbered from 1 in the reply.
-        newer: bullets that an addition may be merged with.
-        reply: a list of objects with "addition", "decision" (admit, drop or merge), and for a merge "id" and "content".
-
-    Returns:
-        Operations in place of the additions, and what was dropped or could not be used.
-    """
-    found, problems = parse_objects(reply)
-    numbers = [str(number) for number in range(1, len(additions) + 1)]
-    decisions: dict[int, dict[str, Any]] = {}
-    for one in found:
-        number = str(one.get("addition")).strip(" .#")
-        if number in numbers:
-            decisions.setdefault(numbers.index(number), dict(one))
-        else:
-            problems.append(Problem("unknown addition", number[:80]))
-    ids = {bullet.id for bullet in newer}
-    operations: list[Operation] = []
-    for number, addition in enumerate(additions):
-        decision = decisions.get(number, {})
-        word = str(decision.get("decision", "admit")).strip().lower()
-        target, content = str(decision.get("id", "")).strip(" []").lower(), decision.get("content")
-        if word == "drop":
-            problems.append(Problem("stale addition dropped", addition.content[:200]))
-        elif word == "merge" and target in ids and isinstance(content, str) and cleaned(content):
-            operations.append(Update(target, cleaned(content)))
-        else:
-            if word != "admit":
-                problems.append(Problem("unknown decision", f"{word} {target}"[:80]))
-            operations.append(addition)
-    return operations, problems
+    def _cosine(self, one: str, other: str) -> float:
+        ours, theirs = self._known[one], self._known[other]
+        lengths = math.hypot(*ours) * math.hypot(*theirs)
+        return sum(a * b for a, b in zip(ours, theirs, strict=True)) / lengths if lengths else 0.0

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import random
+from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
@@ -25,6 +26,7 @@ from dspy_flashevolve.engine.events import (
     Committed,
     EventBus,
     LimitChanged,
+    Looked,
     StageVisited,
     StepClosed,
     StepOpened,
@@ -35,7 +37,7 @@ from dspy_flashevolve.engine.loop import LoopClock, Threads, run_to_end
 from dspy_flashevolve.engine.replay import RunJournal, Unfinished
 from dspy_flashevolve.engine.rollouts import Rollouts
 from dspy_flashevolve.engine.scheduler import Scheduler, StageVisit, median_shares
-from dspy_flashevolve.engine.staleness import GapHistogram
+from dspy_flashevolve.engine.staleness import Decision, Discard, GapHistogram, History, Integrate, Look, StalenessPolicy
 from dspy_flashevolve.engine.steps import End, EndKind, NothingToDoError, Step, StepEnded, rng_of
 
 logger = logging.getLogger(__name__)
@@ -138,6 +140,8 @@ class EvolutionRun:
         self.budget = Budget(budget_calls, spent=0 if journal is None else journal.spent)
         self.threads = Threads(slots + SPARE_THREADS, "work")
         self.gaps = GapHistogram()
+        self.looks: Counter[str] = Counter()
+        """What a staleness policy decided (admit, discard, integrate) -> how often."""
         self.seed = self._seed(seed)
 
     # Beginning and end.
@@ -376,6 +380,24 @@ class EvolutionRun:
     async def changed(self) -> None:
         """Wait until something has changed."""
         await self._change.wait()
+
+    def look(
+        self, step: Step, policy: StalenessPolicy, look: Look, version: int, *, integrates: bool = True
+    ) -> Decision:
+        """Ask a staleness policy what becomes of a step, and tell the observers.
+
+        Args:
+            look: where, and what the step saw.
+            version: the pool's.
+            integrates: False where one that is to be integrated is admitted instead.
+        """
+        discarded = self.looks["discard"]
+        decision = policy.decide(look, History(version, discarded, self.looks.total() - discarded))
+        word = "integrate" if isinstance(decision, Integrate) and integrates else "admit"
+        word, reason = ("discard", decision.reason) if isinstance(decision, Discard) else (word, "")
+        self.looks[word] += 1
+        self.bus.emit(Looked(self.clock(), step.number, look.place, version - look.seen, word, reason))
+        return decision
 
     def commit(
         self,

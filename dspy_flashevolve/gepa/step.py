@@ -23,12 +23,10 @@ from gepa.proposer.base import CandidateProposal
 from dspy_flashevolve.engine.admission import LiveSteps
 from dspy_flashevolve.engine.budget import Reservation
 from dspy_flashevolve.engine.errors import ConfigurationError, FlashEvolveError
-from dspy_flashevolve.engine.events import Looked
 from dspy_flashevolve.engine.replay import BEFORE_STEPS, id_text
 from dspy_flashevolve.engine.rollouts import NoLongerWantedError, Spent, gather
 from dspy_flashevolve.engine.staleness import (
     Discard,
-    History,
     Integrate,
     Look,
     Place,
@@ -113,7 +111,6 @@ class GepaLoop:
         self._selection = Selection(pool, self._credit, share)
         self._seeded = anyio.Event()
         self._crossing: set[int] = set()
-        self._passed = self._discarded = 0
         self._reflections = 0
         self.proposals = 0
         """Children that the reflection wrote."""
@@ -131,7 +128,7 @@ class GepaLoop:
     @property
     def discarded_share(self) -> float:
         """Of the children that the staleness policy looked at, the share that it discarded."""
-        return self._discarded / max(1, self._discarded + self._passed)
+        return self._run.looks["discard"] / max(1, self._run.looks.total())
 
     def changes(self) -> list[ChangeRecord]:
         """What reflections added to the head, and what it is worth."""
@@ -545,24 +542,18 @@ class GepaLoop:
             StepEnded: it is discarded.
         """
         run, pool, policy = self._run, self._pool, self._policy
-        behind = gap(pool.version, step.version)
         if place != "before_commit":
-            run.gaps.record(place, behind)
+            run.gaps.record(place, gap(pool.version, step.version))
         if place not in policy.looks:
             return False
         orphaned = any(base in pool.speculative.fallen for base in bases)
-        history = History(pool.version, self._discarded, self._passed)
-        decision = policy.decide(Look(place, step.version, orphaned), history)
+        look = Look(place, step.version, orphaned)
+        decision = run.look(step, policy, look, pool.version, integrates=integrates)
+        if isinstance(decision, Discard):
+            raise StepEnded(EndKind.DISCARDED, f"stale: {decision.reason}")
         joins = isinstance(decision, Integrate) and integrates
         if joins and (self._integrations is None or place not in ("after_propose", "after_screen")):
             raise ConfigurationError(f"{policy!r} wants to integrate {place}, where there is no integration.")
-        self._discarded += isinstance(decision, Discard)
-        self._passed += not isinstance(decision, Discard)
-        word = "integrate" if joins else "discard" if isinstance(decision, Discard) else "admit"
-        reason = decision.reason if isinstance(decision, Discard) else ""
-        run.bus.emit(Looked(run.clock(), step.number, place, behind, word, reason))
-        if isinstance(decision, Discard):
-            raise StepEnded(EndKind.DISCARDED, f"stale: {decision.reason}")
         return joins
 
     # The budget, and how steps end.

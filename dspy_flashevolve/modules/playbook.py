@@ -1,7 +1,7 @@
-"""The dspy modules of AsyncACE: reflect on one sample, curate the playbook, reconcile what is stale.
+"""The dspy modules of AsyncACE: reflect on one sample, curate the playbook.
 
-Source: ACE (arXiv 2510.04618) section 3, Reflector and Curator; reconciling is this project's. Each can be replaced
-by a module that takes the same inputs and returns the same fields, and optimized like any other DSPy program.
+Source: ACE (arXiv 2510.04618) section 3, Reflector and Curator. Each can be replaced by a module that takes the same
+inputs and returns the same fields, and optimized like any other DSPy program.
 """
 
 from __future__ import annotations
@@ -50,19 +50,6 @@ class CuratePlaybook(dspy.Signature):
     operations: str = dspy.OutputField(
         desc='JSON: a list of {"type": "ADD", "section": ..., "content": ...}, {"type": "UPDATE", "id": ..., '
         '"content": ...}, {"type": "MERGE", "ids": [...], "content": ...} and {"type": "REMOVE", "id": ...}.'
-    )
-
-
-class ReconcileAdditions(dspy.Signature):
-    """Bullets are about to be added to a playbook. Since they were written, others have added bullets, which are
-    shown. Decide for each addition: admit it, as it says something new; drop it, as a newer bullet says it already or
-    contradicts it with better reason; or merge it with one newer bullet into a text that says both."""
-
-    additions: str = dspy.InputField(desc="The bullets to be added, numbered.")
-    newer_bullets: str = dspy.InputField(desc="The bullets that were added or changed meanwhile: id and text.")
-    decisions: str = dspy.OutputField(
-        desc='JSON: a list of {"addition": number, "decision": "admit" | "drop" | "merge", "id": of the newer bullet, '
-        '"content": the merged text}; id and content for merge only.'
     )
 
 
@@ -125,13 +112,3 @@ class PlaybookCuration(_Asking):
 
     def __init__(self) -> None:
         super().__init__(CuratePlaybook, "operations")
-
-
-class AdditionReconciliation(_Asking):
-    """What becomes of stale additions.
-
-    Inputs: ``additions``, ``newer_bullets``. Output: ``decisions``, text with a JSON list, or the list itself.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(ReconcileAdditions, "decisions")

@@ -21,7 +21,7 @@ def tree(run_dir: str | Path) -> str:
     """
     gaps: dict[int, int] = {}
     verdicts: dict[int, dict[str, None]] = {}  # step -> what was said of its child; said again in a run that goes on
-    members: dict[int, list[int]] = {}  # step that brings an integration to its end -> steps whose children were read
+    members: dict[Any, list[int]] = {}  # step that brings an integration to its end -> steps whose children were read
     children: dict[int, list[Any]] = {}
     with reading(run_dir) as rows:
         for row in rows(EVENTS):
@@ -43,7 +43,7 @@ def tree(run_dir: str | Path) -> str:
             maker = ", another program" if step is None else f", step {step}" if step >= 0 else ""
             also = f", also from {', '.join(map(str, others))}" if others else ""
             lines.append(f"{indent}candidate {index}: score {float(row['score']):.3f}{gap}{maker}{also}")
-            read: list[Any] = members[step] if step in members else [step]
+            read = members.get(step, [step])
             lines += [f"{indent}  step {member}: {said}" for member in read for said in verdicts.get(member, ())]
             left += [(child, indent + "  ") for child in reversed(children.get(index, []))]
     return "\n".join(lines)

@@ -193,16 +193,16 @@ class WindowRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class ProblemRecord:
+class Problem:
     """Something in a reply that could not be used.
 
     Args:
-        kind: problems are counted by it.
-        detail: the beginning of what it was.
+        kind: a few words; problems are counted by it.
+        detail: the beginning of what it was, for people.
     """
 
     kind: str
-    detail: str
+    detail: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,7 +244,7 @@ class AceStats(RunStats):
     additions: dict[str, int]
     evicted: int
     problems: dict[str, int]
-    first_problems: list[ProblemRecord]
+    first_problems: list[Problem]
     snapshots: list[SnapshotRecord] = field(default_factory=list[SnapshotRecord])
     superseded: int = 0
     unpaid: int = 0

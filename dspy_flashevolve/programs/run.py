@@ -254,6 +254,7 @@ class DspyRun(EvolutionRun):
         *,
         split: str = "train",
         traced: bool = True,
+        name: str = "",
         pays: Reservation | None = None,
         behind: int = 0,
         granted: Granted = lambda: None,
@@ -263,6 +264,7 @@ class DspyRun(EvolutionRun):
         Args:
             example_id: tells the examples of ``split`` apart.
             traced: take a trace.
+            name: of the candidate. Default: a hash of its texts.
             pays: for it. Default: what is set aside for the step.
             behind, granted: see :meth:`Scheduler.run`.
 
@@ -272,7 +274,7 @@ class DspyRun(EvolutionRun):
         """
         record = None if self.journal is None else ProgramRecord(runner.records, candidate, example, traced)
         rollout, _ = await self.rollouts.rollout(
-            RolloutKey(hash_of(candidate), split, example_id, traced),
+            RolloutKey(name or hash_of(candidate), split, example_id, traced),
             stage,
             step,
             step.reservation if pays is None else pays,

@@ -21,7 +21,6 @@ from dspy_flashevolve.sim.words import Rule, harmful_sentences, instructed_words
 CITATIONS = "cited_bullets"
 """The output field in which a program in training names the bullets that it used."""
 _BULLET = re.compile(r"^\[([a-z]{1,3}-\d{1,9})\] (?:helpful=\d+ harmful=\d+ )?(.*)$", re.MULTILINE)
-_ADDITION = re.compile(r"^(\d{1,4})\. (.*)$", re.MULTILINE)
 
 
 def citations(instruction: str, body: str) -> str:
@@ -68,20 +67,6 @@ def curate(inputs: Mapping[str, str], model: ReplyModel, choices: Choices) -> di
     if bullets and choices.uniform("forget") < model.forgets:
         operations.append({"type": "REMOVE", "id": bullets[choices.index("forget which", len(bullets))][0]})
     return {"operations": json.dumps(operations)}
-
-
-def reconcile(inputs: Mapping[str, str], model: ReplyModel, choices: Choices) -> dict[str, str]:
-    """A decision for each stale addition: dropped where a newer bullet says it already, else admitted."""
-    newer = inputs["newer_bullets"]
-    rules, texts = {rule.word for rule in rules_in(newer)}, {text for _, text in _BULLET.findall(newer)}
-    bullets = [(name, rule) for name, text in _BULLET.findall(newer) for rule in rules_in(text)]
-    decisions: list[dict[str, Any]] = []
-    for number, text in _ADDITION.findall(inputs["additions"]):
-        own = rules_in(text)
-        said = text in texts or (bool(own) and all(rule.word in rules for rule in own))
-        rival = any(_contradicts(rule, bullets, model, choices) for rule in own)
-        decisions.append({"addition": int(number), "decision": "drop" if said or rival else "admit"})
-    return {"decisions": json.dumps(decisions)}
 
 
 def _contradicts(rule: Rule, bullets: list[tuple[str, Rule]], model: ReplyModel, choices: Choices) -> bool:

@@ -14,9 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
-PromptKind = Literal[
-    "task", "reflection", "integration", "sample_reflection", "curation", "reconciliation", "harness", "other"
-]
+PromptKind = Literal["task", "reflection", "integration", "sample_reflection", "curation", "harness", "other"]
 
 _OBJECTIVE = "In adhering to this structure, your objective is:"
 _CHAT_REQUEST = "Respond with the corresponding output fields, starting with the field"
@@ -30,7 +28,6 @@ _INPUTS: tuple[tuple[PromptKind, frozenset[str]], ...] = (
     ("reflection", frozenset({"current_instruction", "examples_with_feedback"})),
     ("sample_reflection", frozenset({"attempt", "feedback", "cited_bullets"})),
     ("curation", frozenset({"playbook", "sections", "reflection"})),
-    ("reconciliation", frozenset({"additions", "newer_bullets"})),
     ("harness", frozenset({"archive_overview", "direction"})),
     ("harness", frozenset({"stale_module", "admitted_since"})),
 )
@@ -68,8 +65,8 @@ class ChatRequest:
 
     Attributes:
         kind: "task" (a dspy program's prompt), "reflection" (a proposer's), "integration" (of stale children, those of
-            `StaleCandidateReflection`), "sample_reflection", "curation" and "reconciliation" (those of a playbook,
-            of `modules.playbook`), "harness" (a proposer's of modules, `AsyncMetaHarness`) or "other" (no dspy
+            `StaleCandidateReflection`), "sample_reflection" and "curation" (those of a playbook, of
+            `modules.playbook`), "harness" (a proposer's of modules, `AsyncMetaHarness`) or "other" (no dspy
             format).
         content: Everything that the reply may depend on, as one string: messages, temperature, seed, format.
         instruction: The instruction part of the system message; the whole system message where there is no such part.

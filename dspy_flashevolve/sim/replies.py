@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from dspy_flashevolve.sim.harness_replies import harness_fields, is_tool_call
-from dspy_flashevolve.sim.playbook_replies import CITATIONS, citations, curate, reconcile, reflect
+from dspy_flashevolve.sim.playbook_replies import CITATIONS, citations, curate, reflect
 from dspy_flashevolve.sim.profiles import Profile
 from dspy_flashevolve.sim.prompts import ChatRequest, OutputField
 from dspy_flashevolve.sim.reply_model import Choices, ReplyModel, useless_sentence
@@ -40,7 +40,7 @@ from dspy_flashevolve.sim.words import (
     without_rules,
 )
 
-_PLAYBOOK_REPLIES = {"sample_reflection": reflect, "curation": curate, "reconciliation": reconcile}
+_PLAYBOOK_REPLIES = {"sample_reflection": reflect, "curation": curate}
 """Kind of prompt -> what writes the fields of its reply."""
 
 

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
 from hypothesis import strategies as st
 
-from dspy_flashevolve.ace.operations import Add, Merge, Operation, Remove, Update
-from dspy_flashevolve.ace.playbook import SECTIONS, Playbook
+from dspy_flashevolve.ace.operations import MOST_EXAMPLES, Add, Merge, Operation, PlaybookWriter, Remove, Update
+from dspy_flashevolve.ace.playbook import SECTIONS, CountTokens, Playbook, approximate_tokens
+from dspy_flashevolve.ace.similarity import FindDuplicate, same_words
+from dspy_flashevolve.observe.statistics import Problem
 
 TEXTS = st.text(st.characters(codec="utf-8"), max_size=30)
 CONTENTS = st.sampled_from([f"Insight {number} holds." for number in range(12)])
@@ -29,3 +35,34 @@ def book_of(contents: list[tuple[str, str]]) -> Playbook:
 
 
 PLAYBOOKS = st.lists(st.tuples(st.sampled_from(SECTIONS), CONTENTS), max_size=8).map(book_of)
+
+
+@dataclass
+class Applied:
+    """What became of a list of operations: the playbook, those that were done, why others were not, what made room."""
+
+    playbook: Playbook
+    done: list[Operation]
+    problems: list[Problem]
+    evicted: list[str]
+
+
+def writer_of(
+    playbook: Playbook,
+    token_budget: int = 10**9,
+    count_tokens: CountTokens = approximate_tokens,
+    find_duplicate: FindDuplicate = same_words,
+) -> PlaybookWriter:
+    """A writer that has changed nothing yet."""
+    return PlaybookWriter(playbook, token_budget, count_tokens, find_duplicate)
+
+
+def apply_operations(
+    playbook: Playbook, operations: Iterable[Operation], token_budget: int = 10**9, **options: Any
+) -> Applied:
+    """What a new writer makes of operations by a curator who saw the playbook as it is."""
+    writer = writer_of(playbook, token_budget, **options)
+    done, problems = writer.apply(operations, playbook.version), writer.counts.first_problems
+    evicted = [one.detail for one in problems if one.kind == "over the token budget"]
+    assert len(evicted) == writer.counts.evicted or len(problems) == MOST_EXAMPLES
+    return Applied(writer.playbook, done, problems, evicted)

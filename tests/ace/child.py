@@ -46,7 +46,6 @@ def replies(prompt: str, mixed: bool = False) -> str:
         insight=f"insight {number % 100}",
         bullet_tags=json.dumps({f"oth-{number % 20}": ("helpful", "harmful")[number % 2]}),
         operations=json.dumps(operations),
-        decisions='[{"addition": 1, "decision": "admit"}]',
     )
 
 

@@ -10,12 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dspy_flashevolve.ace.learner import Sample
 from dspy_flashevolve.ace.playbook import Playbook
-from dspy_flashevolve.ace.sampling import Epochs, Taken, Windows
+from dspy_flashevolve.ace.run import Epochs, Windows
 from dspy_flashevolve.engine.steps import NothingToDoError
 
 
-def take(data: Epochs | Windows, step: int, version: int = 0) -> Taken:
+def take(data: Epochs | Windows, step: int, version: int = 0) -> Sample:
     """What a step takes, when nothing has to be waited for."""
     try:
         data.take(step, lambda: Playbook(version=version)).send(None)
@@ -71,15 +72,15 @@ def test_the_last_window_may_have_fewer_and_then_there_is_none() -> None:
     assert [take(data, number).example for number in range(3)] == [0, 1, 2]
     with pytest.raises(NothingToDoError):
         take(data, 3)
-    assert [(one.examples, one.score) for one in data.windows] == [(2, None), (1, None)]
+    assert [(one.examples, one.scored, one.score) for one in data.windows] == [(2, 0, None), (1, 0, None)]
 
 
 def test_a_windows_score_is_the_mean_of_those_that_were_answered() -> None:
     data = Windows(stream(2), 2, Waits())
     take(data, 0)
-    data.windows[0].scores.append(0.5)
+    data.scored(0, 0.5)
     assert data.windows[0].score == pytest.approx(0.5)
-    data.windows[0].scores.append(1.0)
+    data.scored(0, 1.0)
     assert data.windows[0].score == pytest.approx(0.75)
 
 

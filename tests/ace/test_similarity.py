@@ -1,56 +1,11 @@
-"""What a reply makes of stale additions."""
+"""When two texts say the same."""
 
 from __future__ import annotations
 
-import json
-
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from dspy_flashevolve.ace.operations import Add, Remove, Update
-from dspy_flashevolve.ace.similarity import decided, same_words, without_repeats
+from dspy_flashevolve.ace.similarity import closest, same_words
 from tests.ace.books import book_of
-from tests.ace.test_playbook import JSON
-
-ADDS = [Add("other", "a"), Add("other", "b"), Add("other", "c")]
-NEWER = book_of([("other", "x"), ("other", "y")]).bullets
-
-
-def test_additions_are_admitted_dropped_or_merged_as_the_reply_says() -> None:
-    reply = json.dumps(
-        [
-            {"addition": 1, "decision": "drop"},
-            {"addition": "2.", "decision": "Merge", "id": "[oth-1]", "content": "x and b"},
-            {"addition": 3, "decision": "admit"},
-        ]
-    )
-    operations, problems = decided(ADDS, NEWER, reply)
-    assert operations == [Update("oth-1", "x and b"), ADDS[2]]
-    assert [one.kind for one in problems] == ["stale addition dropped"]
-
-
-@pytest.mark.parametrize(
-    ("decision", "kind"),
-    [
-        ({"addition": 1, "decision": "merge", "id": "oth-7", "content": "z"}, "unknown decision"),
-        ({"addition": 1, "decision": "merge", "id": "oth-1"}, "unknown decision"),
-        ({"addition": 1, "decision": "ponder"}, "unknown decision"),
-        ({"addition": 9, "decision": "drop"}, "unknown addition"),
-        ({"decision": "drop"}, "unknown addition"),
-    ],
-)
-def test_what_the_reply_does_not_decide_is_admitted(decision: object, kind: str) -> None:
-    operations, problems = decided(ADDS, NEWER, [decision])
-    assert operations == ADDS
-    assert [one.kind for one in problems] == [kind]
-
-
-@given(st.one_of(JSON, JSON.map(json.dumps), st.text()))
-def test_no_reply_loses_an_addition_unsaid(reply: object) -> None:
-    operations, problems = decided(ADDS, NEWER, reply)
-    dropped = sum(one.kind == "stale addition dropped" for one in problems)
-    assert len(operations) + dropped == len(ADDS)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +14,7 @@ def test_no_reply_loses_an_addition_unsaid(reply: object) -> None:
 )
 def test_another_sign_number_or_denial_is_no_repetition(other: str) -> None:
     book = book_of([("formulas", "Growth is a + b over b.")])
-    assert without_repeats([Add("other", other)], book.bullets)[0] == [Add("other", other)]
+    assert closest(other, book.bullets) is None
     assert same_words(other, book.bullets) is None
     assert same_words("growth is: a + b (over b)", book.bullets) == book.bullets[0]
 
@@ -79,12 +34,10 @@ def test_another_sign_number_or_denial_is_no_repetition(other: str) -> None:
 def test_signs_of_arithmetic_make_a_difference_and_marks_of_writing_do_not(one: str, other: str, same: bool) -> None:
     book = book_of([("formulas", one)])
     assert (same_words(other, book.bullets) is not None) == same
-    assert (without_repeats([Add("other", other)], book.bullets)[0] == []) == same
+    assert (closest(other, book.bullets) is not None) == same
 
 
-def test_an_addition_that_nearly_repeats_a_newer_bullet_goes_and_other_operations_stay() -> None:
-    newer = book_of([("other", "Check the sign of each term.")]).bullets
-    near, fresh = Add("other", "check the sign of each of the terms"), Add("other", "Convert the term.")
-    kept, problems, repeated = without_repeats([near, fresh, Remove("oth-1")], newer)
-    assert (kept, repeated) == ([fresh, Remove("oth-1")], ["oth-1"])
-    assert [one.kind for one in problems] == ["repeats a newer bullet"]
+def test_a_text_that_nearly_says_what_a_bullet_says_is_found() -> None:
+    book = book_of([("other", "Check the sign of each term.")])
+    assert closest("check the sign of each of the terms", book.bullets) == book.bullets[0]
+    assert closest("Convert the term.", book.bullets) is None

@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dspy_flashevolve.ace.playbook import Playbook
-from dspy_flashevolve.ace.snapshots import Scored, Snapshots, ValidationCalls
+from dspy_flashevolve.ace.snapshots import Snapshots
 from dspy_flashevolve.engine.budget import Budget, Reservation
+from dspy_flashevolve.observe.statistics import SnapshotRecord
 
 Work = Callable[[], Awaitable[None]]
 
@@ -26,22 +27,24 @@ class Validations:
         self.begun: list[int] = []
         self.left: list[Work] = []
         self.scores: dict[int, float | None] = {}
-        self.calls = ValidationCalls(budget or Budget(None), 4)
-        self.calls.set_aside()
-        self.snapshots = Snapshots(every, at_once, self._validate, self._start, self.calls)
+        self.samples = 0
+        self.snapshots = Snapshots(
+            every, at_once, budget or Budget(None), 4, lambda playbook: 4, self._validate, self._start, lambda: None
+        )
 
-    async def _validate(self, playbook: Playbook, pays: Reservation) -> Scored | None:
+    async def _validate(self, playbook: Playbook, pays: Reservation) -> SnapshotRecord | None:
         self.begun.append(playbook.version)
         pays.settle(4)
         score = self.scores.get(playbook.version, playbook.version / 100)
-        return None if score is None else Scored(playbook, score, 0.0)
+        return None if score is None else SnapshotRecord(0.0, playbook.version, score, 0, 0)
 
     async def _start(self, work: Work) -> None:
         self.left.append(work)
 
     def learnt(self, *versions: int) -> None:
         for number in versions:
-            anyio.run(self.snapshots.learnt, version(number))
+            self.samples += 1
+            anyio.run(self.snapshots.learnt, version(number), self.samples)
 
     def end_one(self) -> None:
         anyio.run(self.left.pop(0))
@@ -101,7 +104,7 @@ def test_the_best_is_the_first_with_the_highest_score(scores: list[float]) -> No
     while of.left:
         of.end_one()
     assert of.snapshots.best is not None
-    assert of.snapshots.best.playbook.version == scores.index(max(scores))
+    assert of.snapshots.best.version == scores.index(max(scores))
 
 
 @given(st.integers(8, 40), st.lists(st.integers(0, 4), max_size=12))
@@ -124,11 +127,11 @@ def test_one_that_cannot_be_paid_is_tried_again_as_samples_give_calls_back() -> 
     samples = budget.reserve(12)
     assert samples is not None
     of.learnt(1)
-    assert (of.left, of.snapshots.waits_for_calls, of.snapshots.unpaid) == ([], True, 1)
+    assert (of.left, of.snapshots.open, of.snapshots.unpaid) == ([], [version(1)], 1)
     for _ in range(4):
         part = samples.split(1)
         part.refund()
-        of.calls.save()
+        of.snapshots.save_up()
         assert budget.left == 0, "it is saved for the validation before another sample takes it"
     of.learnt(1)
     of.end_one()
@@ -153,7 +156,7 @@ def test_a_first_one_without_an_answer_is_tried_again_at_the_next_snapshot() -> 
     of.end_one()
     assert of.begun == [0, 0, 1]
     assert of.snapshots.best is not None
-    assert of.snapshots.best.playbook.version == 0
+    assert of.snapshots.best.version == 0
 
 
 def test_a_first_one_without_an_answer_is_tried_again_at_the_end() -> None:

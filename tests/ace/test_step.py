@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dspy_flashevolve import AsyncACE, Full, Guarded, Playbook, Reflective
+from dspy_flashevolve import AsyncACE, Full, Guarded, Playbook
 from dspy_flashevolve.observe.statistics import AceStats
 from dspy_flashevolve.sim.virtual import run
 from tests.ace.books import book_of
@@ -66,14 +66,12 @@ class Learnt:
         return [one.content for one in self.program.playbook.bullets]
 
     def way(self, sample: int = 0) -> list[str]:
-        return [one[0] for one in self.asked if one[1] == f"question: {sample}" or one[0] == "reconcile"]
+        return [one[0] for one in self.asked if one[1] == f"question: {sample}"]
 
 
 def learnt(
     *scripts: Script,
     playbook: Playbook = BOOK,
-    reconciled: Operations | None = None,
-    reconciling: float = 0.0,
     **options: Any,
 ) -> Learnt:
     """A stream of one window, a sample a script, all at once in virtual time."""
@@ -104,18 +102,11 @@ def learnt(
             await anyio.sleep(of(task).curating)
             return dspy.Prediction(operations=[*of(task).operations, {"type": "HUG"}])
 
-    class Reconciles(dspy.Module):
-        async def aforward(self, additions: str, newer_bullets: str) -> Any:
-            so_far: Any = optimizer.best_so_far()
-            asked.append(("reconcile", additions, newer_bullets, *(one.content for one in so_far.playbook.bullets)))
-            await anyio.sleep(reconciling)
-            return dspy.Prediction(decisions=reconciled or [])
-
     def answer(prompt: str) -> str:
         prompts.append(prompt)
         return reply_for(prompt, answer="1", cited_bullets="oth-1, oth-2, oth-9")
 
-    modules = {"reflector": Reflects(), "curator": Curates(), "reconciler": Reconciles()}
+    modules = {"reflector": Reflects(), "curator": Curates()}
     optimizer = AsyncACE(metric, **{"num_threads": 16, "token_budget": 10_000, **modules, **options})
     stream = [dspy.Example(question=str(number)).with_inputs("question") for number in range(len(scripts))]
 
@@ -217,7 +208,6 @@ def stale(policy: Any, content: str, *contents: str) -> Learnt:
 def test_full_admits_stale_additions_as_they_are() -> None:
     one = stale("full", f"{NEAR} first.", f"{NEAR}.")
     assert one.texts[2:] == [f"{NEAR}.", f"{NEAR} first."]
-    assert "reconcile" not in one.way()
     assert one.stats.additions == {"admitted": 1, "merged": 0}
 
 
@@ -245,33 +235,10 @@ def test_guarded_drops_what_is_too_late_and_only_additions() -> None:
     assert one.stats.gaps["before_commit"] == {0: 3, 3: 1}
 
 
-@pytest.mark.parametrize("policy", [Full(), Reflective()])
+@pytest.mark.parametrize("policy", [Full(), GUARDED])
 def test_an_addition_that_nobody_overtook_is_no_business_of_the_policy(policy: Any) -> None:
     one = stale(policy, NEW)
     assert (NEW in one.texts, one.way()[-1], one.stats.looks, one.stats.additions) == (True, "curate", {}, {})
-
-
-def test_reflective_lets_the_curator_read_stale_additions_and_the_rest_does_not_wait() -> None:
-    operations = [add(NEW), update("oth-1", "Mind all units.")]
-    late = Script(RIGHT, tags={"oth-2": "helpful"}, operations=operations, curating=100)
-    merge = {"addition": 1, "decision": "merge", "id": "oth-3", "content": "merged text"}
-    one = learnt(late, *others("b"), staleness=Reflective(), reconciled=[merge])
-    [(_, additions, newer, *seen)] = [asked for asked in one.asked if asked[0] == "reconcile"]
-    assert (additions, newer) == (f"1. {NEW}", "[oth-1] Mind all units.\n[oth-3] b")
-    assert seen == ["Mind all units.", "Round late.", "b"], "the update did not wait for the model"
-    assert one.texts == ["Mind all units.", "Round late.", "merged text"]
-    assert one.program.playbook.bullets[1].helpful == 1, "tags count once"
-    assert one.stats.additions == {"admitted": 0, "merged": 1, "dropped": 0}
-    assert one.stats.samples == 2
-
-
-def test_what_is_reconciled_is_not_reconciled_again_but_compared_by_words() -> None:
-    late = Script(RIGHT, operations=[add(f"{NEAR} first.")], curating=100)
-    meanwhile = [*others("b"), *others(f"{NEAR}.", first=150)]
-    one = learnt(late, *meanwhile, staleness=Reflective(), reconciling=100)
-    assert one.way().count("reconcile") == 1
-    assert one.texts[2:] == ["b", f"{NEAR}."]
-    assert one.stats.additions["admitted"] == 1
 
 
 def test_an_update_of_what_others_changed_meanwhile_does_not_overwrite_it() -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from dspy_flashevolve.gepa.heads import Heads
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from dspy_flashevolve.gepa.heads import Heads
 from dspy_flashevolve.gepa.pool import Pool
 from dspy_flashevolve.gepa.records import Base
 from tests.gepa.pools import EXAMPLES, commit, frontier, pool_of

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from dspy_flashevolve.gepa.heads import Heads
 from gepa.proposer.base import CandidateProposal
 from gepa.strategies.proposal_sampling import ProposalTask
 from hypothesis import given
@@ -16,7 +17,6 @@ from dspy_flashevolve.engine.budget import Budget
 from dspy_flashevolve.engine.staleness import VERDICTS, Integration, IntegrationRequest, Judgement, StaleChild
 from dspy_flashevolve.engine.steps import End, EndKind, Step, rng_of
 from dspy_flashevolve.gepa.evaluate import as_batch
-from dspy_flashevolve.gepa.heads import Heads
 from dspy_flashevolve.gepa.integration import Integrations, Waiting, changed_components, read_answer, stale_child
 from dspy_flashevolve.gepa.records import Child, Parent
 from dspy_flashevolve.sim.virtual import run

@@ -9,7 +9,7 @@ import pytest
 
 from dspy_flashevolve.ace.operations import Add, Remove, parse_operations, parse_tags
 from dspy_flashevolve.ace.playbook import Playbook, attached
-from dspy_flashevolve.modules.playbook import AdditionReconciliation, PlaybookCuration, SampleReflection
+from dspy_flashevolve.modules.playbook import PlaybookCuration, SampleReflection
 from dspy_flashevolve.sim import ReplyModel
 from dspy_flashevolve.sim.playbook_replies import CITATIONS
 from dspy_flashevolve.sim.virtual import SimulatedModel, run
@@ -69,14 +69,6 @@ def test_of_two_rules_that_contradict_each_other_the_second_is_not_added() -> No
     book = Playbook().adding("other", str(RULES[0]))
     assert curated(str(RULES[1]), book, model={"rivals": True}) == []
     assert len(curated(str(RULES[1]), book)) == 1
-
-
-@ADAPTERS
-def test_stale_additions_are_dropped_where_a_newer_bullet_says_them_already(adapter: dspy.Adapter) -> None:
-    inputs = {"additions": f"1. {RULES[0]}\n2. {RULES[4]}\n3. Be brief.", "newer_bullets": BOOK.render()}
-    decisions = asked(AdditionReconciliation(), "reconciliation", adapter, **inputs).decisions
-    verdicts = [one["decision"] for one in eval(decisions)]
-    assert verdicts == ["drop", "admit", "drop"]
 
 
 @ADAPTERS
