@@ -5,8 +5,8 @@ staleness policy, on three kinds of task, under simulated models that are more o
 virtual time: once at a fixed time, and once at an equal number of metric calls. Scores are true scores: what the best
 validated program of the moment is to score on examples that neither training nor validation saw. It needs no server,
 and the same command gives the same figures on any machine. An interrupted command goes on where it stopped: what its
-file has is not run again. `async-train-1` integrates one proposal at a time onto the head; `async-patch` repairs one
-stale child that passed its screen, and makes no head.
+file has is not run again. `async-patch` has an LM repair every
+stale child that passed its screen, and takes none apart into changes.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ MOMENTS = (120.0, 600.0, 1800.0)
 HEADER = (
     "method", "seeds", "true score (min-max)", "validated", "gain", "x lockstep's gain", "x best Combee's",
     "rollouts", "LM calls", "task tokens", "reflection tokens", "seconds to lockstep's score", "proposals",
-    "integrated", "heads confirmed/superseded/rolled back",
+    "integrated", "changes",
 )  # fmt: skip
 
 
@@ -113,7 +113,6 @@ def cells(rows: Sequence[Row]) -> list[list[str]]:
     for name in dict.fromkeys(row.method for row in rows):
         mine = [row for row in rows if row.method == name and not row.error]
         middle = partial(median_of, mine, name)
-        heads = [middle(lambda row, end=end: row.heads.get(end)) for end in ("confirmed", "superseded", "rolled_back")]
         lines.append([
             name,
             str(len(mine)),
@@ -129,7 +128,7 @@ def cells(rows: Sequence[Row]) -> list[list[str]]:
             _seconds_to(mine, final),
             shown(middle(lambda row: row.proposals), ".0f"),
             shown(middle(lambda row: row.integrated), ".0%"),
-            "/".join(shown(count, ".0f") for count in heads) if any(heads) else "-",
+            shown(middle(lambda row: row.changes), ".0f"),
             *(shown(middle(lambda row, at=at: row.true_score_at(at)), ".3f") for at in moments(rows)),
         ])  # fmt: skip
     return lines

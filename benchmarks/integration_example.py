@@ -1,7 +1,7 @@
 """What an integration looks like on a real model: `python -m benchmarks.integration_example`.
 
-One run of AsyncGEPA with `staleness="reflective"` on an OpenAI-compatible server, with IFEval prompts; every
-integration is printed: the head, what the children changed, what was committed meanwhile, the verdicts and the new
+One run of AsyncGEPA that integrates what is stale, on an OpenAI-compatible server, with IFEval prompts; every
+integration is printed: what it stands on, what the children changed, what was committed meanwhile, the verdicts and the new
 text.
 """
 
@@ -65,7 +65,7 @@ def shown(inputs: dict[str, Any], answer: dspy.Prediction) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run, and print every integration and what became of the heads."""
+    """Run, and print every integration and every change."""
     options = parse(arguments)
     count = options.examples
     trainset, valset = ifeval.examples(count, count, options.seed, 64, "ifeval")
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         max_metric_calls=options.calls,
         num_threads=options.slots,
         reflection_lm=dspy.LM(f"openai/{options.model}", max_tokens=512, temperature=1.0, **served),
-        staleness=Reflective(batch=options.batch),
+        staleness=Reflective(batch=options.batch, changes=False),
         stale_candidate_reflection=Recorded(),
         workflow=Workflow(live_steps=2 * options.batch),
         track_stats=True,
@@ -87,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for number, (inputs, answer) in enumerate(INTEGRATIONS, start=1):
         print(f"==== integration {number}\n{shown(inputs, answer)}\n")
     stats = program.async_stats
-    print("heads:", *stats.heads, sep="\n  ")
+    print("changes:", *stats.changes, sep="\n  ")
     print(f"verdicts {stats.verdicts}, ended {stats.ended}, {stats.metric_calls} metric calls")
     return 0
 

@@ -51,7 +51,6 @@ class Row:
         accepted: Candidates that entered the pool.
         landed: Proposals whose work is in these (`VirtualRun.landed`).
         validations: Candidates scored on the whole validation set, the seed included.
-        given_up: Validations of heads that their own prefix ended.
         generations: From the seed to the deepest candidate.
         tokens_per_second: Written by the model.
         span: Virtual seconds until the limit, or until the run's end where that came first.
@@ -60,7 +59,7 @@ class Row:
         refused_share: Of the requests after the first seconds (`virtual.SETTLED_SECONDS`), those refused.
         discarded: Share of what the policy looked at, drained; `None` where it looked at nothing.
         integrated: The same.
-        heads: Way in which a head ended -> heads that were screened by then.
+        changes: That reflections added to the head, drained.
         error: What ended the run early; empty when nothing did.
         trajectory: Rows of `Point`'s fields where score or depth changed, drained.
         commit: That made the run (`results.commit`); empty where that is not known.
@@ -90,7 +89,6 @@ class Row:
     accepted: int = 0
     landed: int = 0
     validations: int = 0
-    given_up: int = 0
     generations: int = 0
     tokens_per_second: float = 0.0
     span: float = 0.0
@@ -99,7 +97,7 @@ class Row:
     refused_share: float | None = None
     discarded: float | None = None
     integrated: float | None = None
-    heads: dict[str, int] = field(default_factory=dict)
+    changes: int = 0
     error: str = ""
     trajectory: list[list[float | int | None]] = field(default_factory=list)
     commit: str = ""
@@ -192,7 +190,6 @@ def measure(job: Job) -> Row:
         accepted=point.accepted,
         landed=run.landed,
         validations=point.validations,
-        given_up=run.given_up,
         generations=point.depth,
         tokens_per_second=run.tokens / run.span if run.span else 0.0,
         span=run.span,
@@ -201,7 +198,7 @@ def measure(job: Job) -> Row:
         refused_share=run.refused_share,
         discarded=run.share("discard"),
         integrated=run.share("integrate"),
-        heads=asdict(run.heads),
+        changes=run.changes,
         error=run.error,
         trajectory=run.trajectory.compact(),
         commit=commit(),

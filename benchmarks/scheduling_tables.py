@@ -57,7 +57,6 @@ ALLOCATION_FIGURE = "landed a minute"
 Figure = Callable[[Row], float | None]
 FIGURES: dict[str, tuple[Figure, str]] = {
     "validations a minute": (lambda row: row.a_minute(row.validations), ".2f"),
-    "given up a minute": (lambda row: row.a_minute(row.given_up), ".2f"),
     "accepted a minute": (lambda row: row.a_minute(row.accepted), ".2f"),
     "landed a minute": (lambda row: row.a_minute(row.landed), ".2f"),
     "generations": (lambda row: row.generations, ".0f"),

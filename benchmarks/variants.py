@@ -29,12 +29,6 @@ def _guarded(number: int, seed: int) -> Options:
     return {"staleness": Guarded(max_gap=number)}
 
 
-def _integrating(number: int, seed: int) -> Options:
-    from dspy_flashevolve import Reflective
-
-    return {"staleness": Reflective(batch=number, take="proposals", heads=True)}
-
-
 def _live(number: int, seed: int) -> Options:
     return {"workflow": Workflow(live_steps=number)}
 
@@ -57,7 +51,6 @@ PLAIN: dict[str, Options] = {
 NUMBERED: dict[str, tuple[int, Callable[[int, int], Options]]] = {
     "async-live": (1, _live),
     "async-guarded": (0, _guarded),
-    "async-train": (1, _integrating),
     "combee": (1, _combee),
 }
 """Base before the number -> the least number, and AsyncGEPA's own arguments for a number and a seed."""

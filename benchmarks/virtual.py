@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import traceback
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,28 +43,6 @@ class Setting:
     train: int = 60
     val: int = 60
     model: str = DEFAULT_MODEL
-
-
-@dataclass(frozen=True)
-class Heads:
-    """What became of the heads that were screened within the limit."""
-
-    confirmed: int = 0
-    superseded: int = 0
-    rolled_back: int = 0
-    failed: int = 0
-    unfinished: int = 0
-
-    @classmethod
-    def of(cls, ends: Sequence[str]) -> Heads:
-        """Counts of `HeadRecord.end`."""
-        return cls(
-            ends.count("confirmed"),
-            ends.count("superseded"),
-            ends.count("rolled back"),
-            ends.count("failed its screen"),
-            ends.count("unfinished"),
-        )
 
 
 @dataclass(frozen=True)
@@ -159,42 +137,16 @@ class VirtualRun:
         return 0 if limit is None else max(0, self.trajectory.end.metric_calls - limit)
 
     @property
-    def heads(self) -> Heads:
-        """What became of the heads that were screened by the limit.
-
-        One that was confirmed later is unfinished; when one was superseded or rolled back, AsyncGEPA does not say.
-        """
-        if self.stats is None:
-            return Heads()
-        committed = {commit.candidate: commit.seconds for commit in self.stats.commits}
-        ends: list[str] = []
-        for head in self.stats.heads:
-            late = head.candidate is not None and committed.get(head.candidate, 0.0) > self.span
-            if head.seconds <= self.span:
-                ends.append("unfinished" if late else head.end)
-        return Heads.of(ends)
+    def changes(self) -> int:
+        """Changes that reflections added to the head, drained."""
+        return 0 if self.stats is None else len(self.stats.changes)
 
     @property
     def landed(self) -> int:
-        """Proposals whose work is in a candidate of the pool by the limit: an integration brings many in one candidate.
-
-        A head that a later one superseded is in that one.
-        """
+        """Candidates of the pool by the limit."""
         if self.stats is None:
             return 0
-        candidates = {commit.candidate for commit in self.stats.commits if commit.seconds <= self.span}
-        heads = {head.candidate: len(head.members) for head in self.stats.heads if head.candidate is not None}
-        through = [len(h.members) for h in self.stats.heads if h.end == "superseded" and h.seconds <= self.span]
-        return sum(heads.get(candidate, 1) for candidate in candidates) + sum(through)
-
-    @property
-    def given_up(self) -> int:
-        """Validations of heads, screened by the limit, that their own prefix ended."""
-        heads = [] if self.stats is None else self.stats.heads
-        return sum(
-            head.end == "rolled back" and head.best is not None and head.candidate is None and head.seconds <= self.span
-            for head in heads
-        )
+        return sum(commit.seconds <= self.span for commit in self.stats.commits)
 
     def share(self, decision: str) -> float | None:
         """Of all that the policy looked at, the share that it decided so; `None` where it looked at nothing."""

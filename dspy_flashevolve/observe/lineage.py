@@ -20,7 +20,7 @@ def tree(run_dir: str | Path) -> str:
         RunDirectoryError: there is no journal in ``run_dir``, or it cannot be read.
     """
     gaps: dict[int, int] = {}
-    verdicts: dict[int, dict[str, None]] = {}  # step -> what was said of its child; said again in a run that goes on
+    verdicts: dict[Any, dict[str, None]] = {}  # step -> what was said of its child; said again in a run that goes on
     members: dict[Any, list[int]] = {}  # step that brings an integration to its end -> steps whose children were read
     children: dict[int, list[Any]] = {}
     with reading(run_dir) as rows:
