@@ -1,8 +1,8 @@
 """What an integration looks like on a real model: `python -m benchmarks.integration_example`.
 
 One run of AsyncGEPA that integrates what is stale, on an OpenAI-compatible server, with IFEval prompts; every
-integration is printed: what it stands on, what the children changed, what was committed meanwhile, the verdicts and the new
-text.
+integration is printed: what it stands on, what the children changed, what was committed meanwhile, the verdicts and the
+new text.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ from dspy_flashevolve.programs.run import DspyRun
 
 logger = logging.getLogger(__name__)
 
-MOST_MISSES = 3
+MOST_MISSES = 8
 """Integrations in a row that did not land, after which a run asks for no more."""
 SPARE_CHARACTERS = 1000
 """Characters by which a new text may be longer than the base and the children's texts together."""
