@@ -189,10 +189,10 @@ def test_the_true_score_is_what_a_large_sample_scores() -> None:
             rules = task.all_rules()
             text = text_of(*rules[:9], USELESS_SENTENCES[3], HARMFUL_SENTENCES[7])
             scores: list[float] = []
-            for index, gold in enumerate(task.valset(1000)):
+            for index, gold in enumerate(task.valset(300)):
                 reply = answer(text, task.reply_model, Choices(0, f"{index} {gold.question}"))
                 scores.append(task.metric(gold, dspy.Prediction(answer=reply)).score)
-            assert mean(scores) == pytest.approx(task.true_score([text]), abs=0.02)
+            assert mean(scores) == pytest.approx(task.true_score([text]), abs=0.03)
 
 
 def test_the_true_score_of_several_predictors_goes_by_whose_rule_it_is() -> None:
