@@ -30,6 +30,7 @@ from benchmarks.results import RESULTS, Spread, append_json_lines, ratio, shown,
 from benchmarks.tasks import TASKS
 from benchmarks.workloads.registry import workload_names
 from dspy_flashevolve.sim.profiles import PROFILES
+from dspy_flashevolve.sim.reply_model import DEFAULT_MODEL, REPLY_MODELS
 
 SCHEDULES = ("lockstep", "async")
 TARGET_SAMPLES = 2.5
@@ -39,7 +40,7 @@ def planned(options: argparse.Namespace) -> list[Row]:
     """Every run, without its figures."""
     backends = [options.model] if options.api_base else options.profiles
     runs = product(backends, options.tasks, range(options.seeds), options.staleness, SCHEDULES)
-    sizes = (options.train, options.val, options.eval_every)
+    sizes = (options.train, options.val, options.eval_every, "" if options.api_base else options.model)
     rows = [
         Row(task, schedule, staleness, backend, seed, options.slots, options.seconds, *sizes)
         for backend, task, seed, staleness, schedule in runs
@@ -68,7 +69,8 @@ def report(rows: Sequence[Row]) -> str:
     groups: dict[tuple[str, str, str], dict[str, list[Row]]] = {}
     for row in rows:
         if not row.error:
-            groups.setdefault((row.task, row.backend, row.staleness), {}).setdefault(row.schedule, []).append(row)
+            backend = f"{row.backend}, {row.model}" if row.model else row.backend
+            groups.setdefault((row.task, backend, row.staleness), {}).setdefault(row.schedule, []).append(row)
     lines: list[list[str]] = []
     verdicts: list[str] = []
     for (task, backend, staleness), of in groups.items():
@@ -115,7 +117,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--eval-every", type=int, default=5, help="samples between two validations")
     parser.add_argument("--jobs", type=int, default=1, help="virtual runs side by side")
     parser.add_argument("--api-base", help="of a real server, such as http://127.0.0.1:8000/v1")
-    parser.add_argument("--model", help="its model")
+    parser.add_argument(
+        "--model", default=DEFAULT_MODEL, help=f"the simulated model ({', '.join(REPLY_MODELS)}), or the real server's"
+    )
     parser.add_argument("--max-tokens", type=int, default=1024, help="of a reply of the real model to the task")
     parser.add_argument("--reflection-tokens", type=int, default=4096, help="of its reflections and operations")
     parser.add_argument(
@@ -125,8 +129,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--report", type=Path, help="print the tables of an earlier file; run nothing")
     parser.add_argument("--out", type=Path, default=RESULTS / "ace.jsonl")
     options = parser.parse_args(arguments)
-    if bool(options.api_base) != bool(options.model):
-        parser.error("--api-base and --model belong together")
+    if bool(options.api_base) == (options.model in REPLY_MODELS):
+        parser.error("--api-base and --model belong together: a real server, and the model that it serves")
     known = workload_names() if options.api_base else [*workload_names(), *TASKS]
     unknown = [task for task in options.tasks if task.partition(":")[0] not in known]
     if unknown:

@@ -41,6 +41,7 @@ class Row:
         train: Training examples.
         val: Validation examples.
         eval_every: AsyncACE's.
+        model: The simulated model's name, empty for a real one; rows that name none are of what is "obliging" now.
         samples: That came through to the playbook.
         best_score: Of the playbooks validated by then; `None` before the first.
         seed_score: Of the empty playbook; `None` where it was not validated by then.
@@ -65,6 +66,7 @@ class Row:
     train: int
     val: int
     eval_every: int
+    model: str = "obliging"
     samples: int = 0
     best_score: float | None = None
     seed_score: float | None = None
@@ -87,7 +89,7 @@ class Row:
     def key(self) -> tuple[object, ...]:
         """What the run was to be."""
         size = (self.slots, self.limit, self.train, self.val, self.eval_every)
-        return (self.task, self.backend, *size, self.seed, self.schedule, self.staleness)
+        return (self.task, self.backend, self.model, *size, self.seed, self.schedule, self.staleness)
 
 
 def optimizer_for(row: Row, metric: Callable[..., Any], reflection_lm: dspy.LM) -> AsyncACE:
@@ -137,7 +139,7 @@ def virtually(row: Row) -> Row:
 
 def _simulated(row: Row) -> tuple[Data, Profile, ReplyModel]:
     kind = task_kind("few" if row.task in workload_names() else row.task)
-    task, profile = kind.task(row.seed), profile_named(row.backend)
+    task, profile = kind.task(row.seed, row.model), profile_named(row.backend)
     if row.task not in workload_names():
         return (
             Data(task.program(), task.metric, task.trainset(row.train), task.valset(row.val)),

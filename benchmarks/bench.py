@@ -224,7 +224,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for result in runs(options, there):
             write_result(options.out, result)
             failed = failed or bool(result.error)
-            score = shown(result.best_score if result.true_score is None else result.true_score, ".3f")
+            score = shown(result.score, ".3f")
             print(
                 f"{result.benchmark}, {result.backend}, seed {result.seed}: {result.method}: {score} {result.error}",
                 flush=True,

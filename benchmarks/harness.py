@@ -36,6 +36,7 @@ from benchmarks.workloads.simulated import Data, simulated
 from dspy_flashevolve import AsyncMetaHarness
 from dspy_flashevolve.sim import HouseRules, SimServer
 from dspy_flashevolve.sim.profiles import Profile, profile_named
+from dspy_flashevolve.sim.reply_model import DEFAULT_MODEL, REPLY_MODELS, reply_model_named
 from dspy_flashevolve.sim.virtual import SimulatedModel, run
 
 TARGET = 4.0
@@ -69,6 +70,7 @@ class Row:
         occupancy: share of slot-seconds in use.
         train, val: examples.
         k: candidates a proposal.
+        model: the model's name; rows that name none are of the simulated one that is "obliging" now.
     """
 
     task: str
@@ -89,6 +91,7 @@ class Row:
     train: int
     val: int
     k: int
+    model: str = "obliging"
 
     @property
     def name(self) -> str:
@@ -106,7 +109,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.harness", description=__doc__)
     parser.add_argument("--backend", choices=["virtual", "http"], default="virtual")
     parser.add_argument("--api-base", help="a real server's address, with /v1")
-    parser.add_argument("--model", help="the model that it serves")
+    parser.add_argument(
+        "--model",
+        default=DEFAULT_MODEL,
+        help=f"the simulated model ({', '.join(REPLY_MODELS)}), or the one that the real server serves",
+    )
     parser.add_argument("--max-tokens", type=int, default=1024, help="of a reply of the real model to the task")
     parser.add_argument("--proposer-tokens", type=int, default=4096, help="of its replies to proposers")
     parser.add_argument("--proposer-steps", type=int, default=8, help="tool calls of a proposer")
@@ -125,8 +132,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rules", type=int, default=24)
     parser.add_argument("--out", type=Path, default=RESULTS / "harness.jsonl")
     options = parser.parse_args(arguments)
-    if bool(options.api_base) != bool(options.model):
-        parser.error("--api-base and --model belong together")
+    if bool(options.api_base) == (options.model in REPLY_MODELS):
+        parser.error("--api-base and --model belong together: a real server, and the model that it serves")
     known = [*([] if options.api_base else [HOUSE_RULES]), *workload_names()]
     if unknown := [name for name in options.tasks if name not in known]:
         parser.error(f"--tasks {' '.join(unknown)}: choose from {', '.join(known)}")
@@ -186,7 +193,8 @@ class Asked:
         return self._row(backend, program, time.monotonic() - began, scale)
 
     def _simulated(self) -> tuple[HouseRules, Data, Profile]:
-        options, rules = self.options, HouseRules(rules=self.options.rules, seed=self.seed)
+        options = self.options
+        rules = HouseRules(rules=options.rules, seed=self.seed, reply_model=reply_model_named(options.model))
         profile = profile_named(options.profile)
         if self.task == HOUSE_RULES:
             seed: Any = rules.program()
@@ -234,6 +242,7 @@ class Asked:
             train=self.options.train,
             val=self.options.val,
             k=self.options.k,
+            model=self.options.model,
         )
 
 

@@ -22,9 +22,11 @@ from benchmarks.workloads.definition import NamedWorkload
 from benchmarks.workloads.registry import definition_named, workload_named
 from benchmarks.workloads.rows import RowsMissing
 from benchmarks.workloads.simulated import simulated
-from dspy_flashevolve.sim import HouseRules, SimServer
+from dspy_flashevolve.sim import REPLY_MODELS, HouseRules, SimServer
 from dspy_flashevolve.sim.virtual import SimulatedModel, run
 
+MODEL = REPLY_MODELS["obliging"]
+"""The embedded backend's: with it, what the notebooks show is there to be seen within their minutes."""
 T = TypeVar("T")
 
 
@@ -39,7 +41,7 @@ def ifbench(api_base: str | None, *, train: int, val: int) -> NamedWorkload:
         val: Validation examples.
     """
     rows = f"{train} training and {val} validation prompts"
-    house = HouseRules()
+    house = HouseRules(reply_model=MODEL)
     try:
         real = workload_named("ifbench", train=train, val=val, test=0)
     except RowsMissing:
@@ -85,14 +87,14 @@ def served(
     """
     if api_base is not None:
         return endpoint(api_base)
-    server = SimServer(replace(task.profile(profile), **changes), time_scale=time_scale)
+    server = SimServer(replace(task.profile(profile), **changes), time_scale=time_scale, reply_model=MODEL)
     atexit.register(server.__enter__().__exit__, None, None, None)
     return {"api_base": server.api_base, "api_key": NO_KEY}
 
 
 def virtual_lm(task: NamedWorkload) -> dspy.LM:
     """A fresh simulated Qwen3-8B on an H100, in this process, for `in_virtual_time` only."""
-    return SimulatedModel(task.profile("h100-qwen3-8b")).lm()
+    return SimulatedModel(task.profile("h100-qwen3-8b"), reply_model=MODEL).lm()
 
 
 def in_virtual_time(main: Callable[[], Awaitable[T]]) -> T:

@@ -22,7 +22,7 @@ from benchmarks.results import Result, Spread, middle, ratio, shown
 
 BASELINE = "gepa"
 COLUMNS = (
-    "method", "seeds", "best score", "gain", f"x {BASELINE}'s gain", "proposals a minute", f"x {BASELINE}'s",
+    "method", "seeds", "score", "gain", "validated", f"x {BASELINE}'s gain", "proposals a minute", f"x {BASELINE}'s",
     "metric calls", "tokens/s", "slots busy", "generations", "overshoot", "failed",
 )  # fmt: skip
 STYLE = """
@@ -62,28 +62,25 @@ def named(result: Result) -> str:
     return f"{result.benchmark} on {result.backend}, {result.slots} slots{limit}{settings}"
 
 
-def gain(result: Result) -> float | None:
-    """How far the best score lies above the seed program's."""
-    if result.best_score is None or result.seed_score is None:
-        return None
-    return result.best_score - result.seed_score
-
-
 def cells(results: Sequence[Result]) -> list[list[str]]:
-    """A line a method, in the order in which they came; medians over the seeds, failed runs left out."""
+    """A line a method, in the order in which they came; medians over the seeds, failed runs left out.
+
+    The score is the true one where it is known (`Result.score`), and validated is what the validation set says of it.
+    """
     lines: list[list[str]] = []
     sound = [result for result in results if not result.error]
     base = [result for result in sound if result.method == BASELINE]
     for name in dict.fromkeys(result.method for result in results):
         mine = [result for result in sound if result.method == name]
-        scores = [result.best_score for result in mine if result.best_score is not None]
-        gained, pace = middle(mine, gain), middle(mine, lambda result: result.pace)
+        scores = [result.score for result in mine if result.score is not None]
+        gained, pace = middle(mine, lambda result: result.gain), middle(mine, lambda result: result.pace)
         lines.append([
             name,
             str(len({result.seed for result in mine})),
             str(Spread.of(scores)) if scores else "-",
             shown(gained, "+.3f"),
-            shown(ratio(gained, middle(base, gain)), ".2f"),
+            shown(middle(mine, lambda result: result.best_score), ".2f"),
+            shown(ratio(gained, middle(base, lambda result: result.gain)), ".2f"),
             shown(pace, ".1f"),
             shown(ratio(pace, middle(base, lambda result: result.pace)), ".1f"),
             shown(middle(mine, lambda result: result.metric_calls), ".0f"),

@@ -111,6 +111,17 @@ class Result:
         return self.key._replace(method="", seed=0)
 
     @property
+    def score(self) -> float | None:
+        """The true score of the program with the best validated score; that validated score where no other is known."""
+        return self.best_score if self.true_score is None else self.true_score
+
+    @property
+    def gain(self) -> float | None:
+        """How far the score lies above the seed program's."""
+        seed = self.seed_score if self.true_score is None else self.seed_true_score
+        return None if self.score is None or seed is None else self.score - seed
+
+    @property
     def proposals_per_minute(self) -> float:
         """Proposals a minute of the server's time."""
         return 60.0 * self.proposals / self.seconds if self.seconds else 0.0

@@ -64,10 +64,17 @@ def test_a_line_has_medians_spread_and_ratios_to_gepa() -> None:
     runs += [result("async", seed, best, proposals=300) for seed, best in enumerate([0.5, 0.8, 0.6])]
     runs += [result("async", 3, 9.0, error="RuntimeError: no", proposals=9999)]
     gepa, ours = (dict(zip(COLUMNS, line, strict=True)) for line in cells(runs))
-    assert (gepa["best score"], gepa["gain"], gepa["x gepa's gain"]) == ("0.30 (0.20-0.40)", "+0.100", "1.00")
-    assert (ours["best score"], ours["gain"], ours["x gepa's gain"]) == ("0.60 (0.50-0.80)", "+0.400", "4.00")
+    assert (gepa["score"], gepa["gain"], gepa["x gepa's gain"]) == ("0.30 (0.20-0.40)", "+0.100", "1.00")
+    assert (ours["score"], ours["gain"], ours["x gepa's gain"]) == ("0.60 (0.50-0.80)", "+0.400", "4.00")
     assert (ours["proposals a minute"], ours["x gepa's"], ours["tokens/s"]) == ("300.0", "10.0", "100")
     assert (ours["seeds"], ours["failed"]) == ("3", "1")
+
+
+def test_a_score_is_the_true_one_where_it_is_known() -> None:
+    runs = [result("gepa", best=0.5, true_score=0.4, seed_true_score=0.1), result("async", best=0.6)]
+    known, validated = (dict(zip(COLUMNS, line, strict=True)) for line in cells(runs))
+    assert (known["score"], known["gain"], known["validated"]) == ("0.40", "+0.300", "0.50")
+    assert (validated["score"], validated["gain"], validated["validated"]) == ("0.60", "+0.400", "0.60")
 
 
 def test_a_curve_is_the_median_and_the_range_from_where_every_seed_has_a_score() -> None:

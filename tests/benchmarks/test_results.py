@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+import subprocess
 from operator import attrgetter
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks import score, throughput
+from benchmarks import results, score, throughput
 from benchmarks.results import Result, Spread, ratio, table, write_result
 
 
@@ -56,9 +57,33 @@ def test_a_results_file_grows_by_a_line_a_run_with_its_provenance(tmp_path: Path
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["seed"] for line in lines] == [0, 1]
     assert lines[0]["trajectory"] == [[1.0, 5, 0, 0, 0, 0.5, 0]]
-    assert {"command", "date", "versions", "machine", "proposals_per_minute", "overshoot"} <= lines[0].keys()
+    assert {"command", "commit", "date", "versions", "machine", "proposals_per_minute", "overshoot"} <= lines[0].keys()
     assert lines[0]["machine"].keys() == {"cores", "architecture", "system", "python"}
     assert lines[0]["versions"]["dspy"] != "missing"
+
+
+def test_the_commit_is_that_of_the_checkout_and_says_what_was_not_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def git(*arguments: str) -> str:
+        names = ("-c", "user.name=n", "-c", "user.email=e@example.org")
+        return subprocess.run(
+            ("git", "-C", str(tmp_path), *names, *arguments), capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    now = results.commit.__wrapped__
+    monkeypatch.setattr(results, "__file__", str(tmp_path / "benchmarks" / "results.py"))
+    assert now() == "", "no checkout"
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks" / "results.py").write_text("1")
+    git("init", "--quiet")
+    git("add", ".")
+    git("commit", "--quiet", "--message", "x")
+    assert now() == git("rev-parse", "--short=12", "HEAD")
+    (tmp_path / "rows.jsonl").write_text("a results file is no change of the code")
+    assert now() == git("rev-parse", "--short=12", "HEAD")
+    (tmp_path / "benchmarks" / "results.py").write_text("2")
+    assert now() == git("rev-parse", "--short=12", "HEAD") + " (changed)"
 
 
 def test_a_table_is_as_wide_as_its_widest_cells() -> None:

@@ -1,0 +1,240 @@
+"""The axes of the simulated model: each does what it says, as often as it says."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from itertools import pairwise
+from statistics import mean
+from typing import Any
+
+import dspy
+import pytest
+
+from dspy_flashevolve.sim import REPLY_MODELS, HouseRules, ReplyModel
+from dspy_flashevolve.sim.profiles import H100_QWEN3_8B
+from dspy_flashevolve.sim.prompts import parse_chat_request
+from dspy_flashevolve.sim.replies import Choices, Repeats, answer, integrate, new_instruction, reply_to
+from dspy_flashevolve.sim.reply_model import reply_model_named
+from dspy_flashevolve.sim.virtual import SimulatedModel, run
+from dspy_flashevolve.sim.words import (
+    HARMFUL_SENTENCES,
+    RECURRING_HARM,
+    USELESS_SENTENCES,
+    WORDINGS,
+    WORDS,
+    Rule,
+    harmful_sentences,
+    rules_in,
+    useless_sentences,
+    words_present,
+)
+
+RULES = [Rule(number, word) for number, word in enumerate(WORDS[:40], start=1)]
+HEAD = "Do it well."
+FEEDBACK = "Missed: " + " ".join(map(str, RULES[:20]))
+
+
+def text_of(*parts: object) -> str:
+    return "\n".join([HEAD, *map(str, parts)])
+
+
+def many(count: int = 600) -> list[Choices]:
+    return [Choices(0, f"request {index}") for index in range(count)]
+
+
+def reflections(model: ReplyModel, current: str = HEAD, feedback: str = FEEDBACK, count: int = 600) -> list[str]:
+    return [new_instruction(current, feedback, model, choices) for choices in many(count)]
+
+
+def integrations(model: ReplyModel, head: str, added: str, count: int = 300) -> list[str]:
+    child = "### Child 1\nWhat it changed:\n" + "\n".join(f"+ {line}" for line in added.splitlines())
+    return [integrate(head, child, model, choices)[1] for choices in many(count)]
+
+
+# Reflections
+
+
+@pytest.mark.parametrize("reads", [0.0, 0.3, 1.0])
+def test_each_named_rule_is_written_with_the_probability_that_it_is_read(reads: float) -> None:
+    model = ReplyModel(rules_added=None, reads=reads, useless=0)
+    written = [len(rules_in(text)) for text in reflections(model)]
+    assert mean(written) == pytest.approx(20 * reads, abs=0.3)
+    assert max(written) <= 20
+
+
+def test_a_reflection_that_reads_nothing_says_something_that_does_nothing() -> None:
+    for text in reflections(ReplyModel(reads=0, useless=0, harmful=0), count=30):
+        assert (rules_in(text), len(useless_sentences(text)), harmful_sentences(text)) == ([], 1, [])
+
+
+def test_the_shares_of_reflections_that_do_nothing_and_that_do_harm() -> None:
+    texts = reflections(ReplyModel(useless=0.2, harmful=0.3, rules_added=None), count=2000)
+    assert mean(bool(useless_sentences(text)) for text in texts) == pytest.approx(0.2, abs=0.03)
+    assert mean(bool(harmful_sentences(text)) for text in texts) == pytest.approx(0.3, abs=0.03)
+    assert mean(bool(rules_in(text)) for text in texts) == pytest.approx(0.5, abs=0.03)
+
+
+def test_harm_is_mostly_distinct_and_sometimes_recurs() -> None:
+    texts = reflections(ReplyModel(useless=0, harmful=1, recurring=0.25), count=1000)
+    said = [sentence for text in texts for sentence in harmful_sentences(text)]
+    assert len(said) == 1000
+    assert mean(sentence in RECURRING_HARM for sentence in said) == pytest.approx(0.25, abs=0.04)
+    assert len(set(said)) > 150
+
+
+def test_sentences_are_told_from_each_other_and_hold_no_word_of_a_rule() -> None:
+    for sentence in USELESS_SENTENCES:
+        assert (useless_sentences(sentence), harmful_sentences(sentence)) == ([sentence], [])
+    for sentence in (*HARMFUL_SENTENCES, *RECURRING_HARM):
+        assert (useless_sentences(sentence), harmful_sentences(sentence)) == ([], [sentence])
+    everything = " ".join([*USELESS_SENTENCES, *HARMFUL_SENTENCES, *RECURRING_HARM]).lower()
+    assert not [word for word in WORDS if word in everything]
+
+
+# Obedience
+
+
+def test_each_harmful_sentence_lowers_the_obedience_to_every_rule() -> None:
+    model = ReplyModel(obedience=0.8, harm=0.5)
+    clean, harmed = text_of(*RULES[:3]), text_of(*RULES[:3], *HARMFUL_SENTENCES[:2])
+    assert set(model.obeyed(clean).values()) == {0.8}
+    assert set(model.obeyed(harmed).values()) == {0.8 * 0.25}
+    kept = [len(words_present(answer(harmed, model, choices), WORDS)) for choices in many()]
+    assert mean(kept) == pytest.approx(3 * 0.2, abs=0.1)
+
+
+def test_length_counts_rules_and_added_sentences() -> None:
+    model = ReplyModel(obedience=1, crowding=0.1, harm=1)
+    for parts, length in ((RULES[:4], 4), ([*RULES[:4], USELESS_SENTENCES[0], HARMFUL_SENTENCES[0]], 6)):
+        assert set(model.obeyed(text_of(*parts)).values()) == {math.exp(-0.1 * length)}
+
+
+def test_obedience_differs_from_rule_to_rule_and_some_rules_are_never_obeyed() -> None:
+    model = ReplyModel(unevenness=1, ignored=0.25)
+    shares = [model.obedience_to(f"word{number}") for number in range(2000)]
+    assert mean(share == 0 for share in shares) == pytest.approx(0.25, abs=0.03)
+    assert mean(share for share in shares if share) == pytest.approx(0.5, abs=0.03)
+    assert max(shares) > 0.95
+    assert [model.obedience_to(word) for word in WORDS] == [model.obedience_to(word) for word in WORDS]
+    assert {ReplyModel().obedience_to(word) for word in WORDS} == {1.0}
+
+
+# Integration
+
+
+def test_an_integration_puts_in_and_drops_parts_as_often_as_the_model_says() -> None:
+    model = ReplyModel(forgets=0, overload=0, keeps=0.7, loses=0.2)
+    head, added = text_of(*RULES[:10], USELESS_SENTENCES[5]), text_of(*RULES[10:20], HARMFUL_SENTENCES[5])
+    texts = integrations(model, head, added)
+    held = [set(rules_in(text)) for text in texts]
+    assert mean(len(rules & set(RULES[:10])) for rules in held) == pytest.approx(8, abs=0.3)
+    assert mean(len(rules & set(RULES[10:20])) for rules in held) == pytest.approx(7, abs=0.3)
+    assert mean(bool(useless_sentences(text)) for text in texts) == pytest.approx(0.8, abs=0.07)
+    assert mean(bool(harmful_sentences(text)) for text in texts) == pytest.approx(0.7, abs=0.07)
+    assert all(text.startswith(HEAD) for text in texts)
+
+
+def test_a_rule_in_other_words_is_another_line_and_works_as_well() -> None:
+    model = ReplyModel(obedience=1, forgets=0, overload=0, rewords=0.5)
+    head = text_of(*RULES[:20])
+    texts = integrations(model, head, "")
+    changed = [len(set(head.splitlines()) - set(text.splitlines())) for text in texts]
+    assert mean(changed) == pytest.approx(10, abs=0.5)
+    for text in texts[:20]:
+        assert rules_in(text) == RULES[:20]
+        assert len(words_present(answer(text, model, Choices(0, text)), WORDS)) == 20
+    assert len({str(RULES[0].reworded(by)) for by in range(WORDINGS)}) == WORDINGS
+
+
+# Feedback and noise
+
+
+def test_feedback_leaves_missed_rules_unnamed_as_often_as_the_model_says() -> None:
+    task = HouseRules(reply_model=ReplyModel(vague=0.4))
+    said = [task.metric(gold, dspy.Prediction(answer="Nothing.")) for gold in task.trainset(300)]
+    assert {result.score for result in said} == {0.0}
+    assert mean(len(rules_in(result.feedback)) / 6 for result in said) == pytest.approx(0.6, abs=0.04)
+    gold = task.trainset(1)[0]
+    assert len({task.metric(gold, dspy.Prediction(answer=f"{number}")).feedback for number in range(20)}) > 1
+
+
+def test_a_request_that_comes_again_is_answered_anew_by_a_model_that_resamples() -> None:
+    body = {"messages": [{"role": "system", "content": text_of(*RULES[:20])}]}
+    request = parse_chat_request(json.dumps(body).encode())
+
+    def texts(model: ReplyModel) -> list[str]:
+        repeats = Repeats()
+        return [reply_to(request, H100_QWEN3_8B, model, 0, repeats.of(request)).text for _ in range(5)]
+
+    assert len(set(texts(ReplyModel()))) == 1
+    assert len(set(texts(ReplyModel(resamples=True)))) > 1
+    assert texts(ReplyModel(resamples=True))[0] == texts(ReplyModel())[0]
+
+    async def twice(model: SimulatedModel) -> int:
+        replies = [await dspy.Predict("question -> answer").acall(question="why?", lm=model.lm()) for _ in range(2)]
+        return len(replies) if model.requests["task"] == 2 else 0
+
+    assert run(lambda: twice(SimulatedModel())) == 2
+
+
+# True scores
+
+
+def test_the_true_score_is_what_a_large_sample_scores() -> None:
+    for name in REPLY_MODELS:
+        for rivals in (False, True):
+            task = HouseRules(reply_model=replace(REPLY_MODELS[name], rivals=rivals))
+            rules = task.all_rules()
+            text = text_of(*rules[:9], USELESS_SENTENCES[3], HARMFUL_SENTENCES[7])
+            scores: list[float] = []
+            for index, gold in enumerate(task.valset(300)):
+                reply = answer(text, task.reply_model, Choices(0, f"{index} {gold.question}"))
+                scores.append(task.metric(gold, dspy.Prediction(answer=reply)).score)
+            assert mean(scores) == pytest.approx(task.true_score([text]), abs=0.03)
+
+
+def test_the_true_score_of_several_predictors_goes_by_whose_rule_it_is() -> None:
+    task = HouseRules(reply_model=ReplyModel(obedience=1))
+    rules = task.all_rules()
+    assert task.true_score([text_of(*rules[::2]), HEAD]) == pytest.approx(0.5)
+    assert task.true_score([HEAD, text_of(*rules[::2])]) == 0
+    assert task.true_score([text_of(*rules), text_of(*rules)]) == pytest.approx(1)
+
+
+def test_no_choice_of_rules_has_a_higher_true_score_than_the_optimum() -> None:
+    for name in REPLY_MODELS:
+        task = HouseRules(reply_model=REPLY_MODELS[name])
+        best = rules_in(task.optimal_instruction())
+        worth = sorted(task.all_rules(), key=lambda rule: task.reply_model.obedience_to(rule.word), reverse=True)
+        others = [text_of(*worth[:length]) for length in range(25)]
+        assert task.optimum == pytest.approx(max(task.true_score([text]) for text in others))
+        assert task.true_score([text_of(*best, HARMFUL_SENTENCES[0])]) <= task.optimum
+
+
+# Named models
+
+
+def test_the_named_models_go_from_obliging_to_harsh() -> None:
+    optima = [HouseRules(reply_model=REPLY_MODELS[name]).optimum for name in ("obliging", "plain", "harsh")]
+    assert all(kinder > harsher + 0.05 for kinder, harsher in pairwise(optima))
+    assert HouseRules().reply_model == SimulatedModel().reply_model == REPLY_MODELS["plain"]
+    assert REPLY_MODELS["obliging"] == ReplyModel()
+    assert REPLY_MODELS["vague"].vague > REPLY_MODELS["plain"].vague
+    assert REPLY_MODELS["sloppy"].sloppy > REPLY_MODELS["plain"].sloppy
+    with pytest.raises(ValueError, match="unknown model 'kind': choose one of obliging, plain"):
+        reply_model_named("kind")
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        *({name: 1.5} for name in ("ignored", "reads", "vague", "harmful", "harm", "recurring", "keeps", "loses")),
+        *({name: -0.5} for name in ("rewords", "sloppy", "unevenness")),
+        {"useless": 0.6, "harmful": 0.6},
+    ],
+)
+def test_impossible_numbers_are_refused(bad: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        ReplyModel(**bad)
