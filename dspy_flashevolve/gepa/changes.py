@@ -139,6 +139,20 @@ def apply(base: Mapping[str, str], changes: Iterable[Change]) -> dict[str, str]:
     return {name: _joined(parts[name]) if name in touched else text for name, text in base.items()}
 
 
+def changes_in(base: Mapping[str, str], texts: Mapping[str, str], changes: Sequence[Change]) -> frozenset[int] | None:
+    """Which of the changes a candidate has; None where it is not the base with changes in it."""
+    parts = {name: parts_of(text) for name, text in texts.items()}
+    found = frozenset(
+        number
+        for number, one in enumerate(changes)
+        if (_find(parts[one.component], one.part) is not None if one.part
+            else _find(parts[one.component], one.replaces) is None)
+    )  # fmt: skip
+    made = apply(base, (changes[number] for number in sorted(found)))
+    same = all({normal(one) for one in parts_of(made[name])} == {normal(one) for one in parts[name]} for name in texts)
+    return found if same else None
+
+
 def _place(text: Sequence[str], change: Change) -> int:
     if change.after is None:
         return 0

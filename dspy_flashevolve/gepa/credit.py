@@ -12,15 +12,16 @@ from __future__ import annotations
 import math
 import random
 import threading
-from collections.abc import Collection, Hashable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Hashable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dspy_flashevolve.engine.replay import hash_of
 from dspy_flashevolve.engine.staleness import Texts
-from dspy_flashevolve.gepa.changes import Change, apply, changes_between
+from dspy_flashevolve.gepa.changes import Change, apply, changes_between, changes_in
 from dspy_flashevolve.observe.statistics import ChangeRecord
 
 Array = NDArray[np.float64]
@@ -260,6 +261,37 @@ class Credit:
         self._compositions = {hash_of(candidate): frozenset()}
         self._evidence, self._fitted = Evidence(), 0
         self._effects = Effects(np.zeros(0), np.zeros(0), self._first_prior())
+
+    def kept(self) -> dict[str, Any]:
+        """What :meth:`restore` needs beside the candidates and their rollouts; JSON."""
+        return {
+            "base": self._base,
+            "parent": self.parent,
+            "changes": [asdict(one) for one in self._changes],
+            "steps": self._steps,
+            "tried": sorted(self._validated),
+        }
+
+    def restore(
+        self, kept: Mapping[str, Any], candidates: Mapping[str, Texts], rollouts: Iterable[tuple[str, str, str, float]]
+    ) -> None:
+        """Go on where a run was interrupted.
+
+        Args:
+            kept: see :meth:`kept`.
+            candidates: hash -> texts of all that were run.
+            rollouts: what :meth:`saw` was told then.
+        """
+        self._base, self.parent, self._steps = dict(kept["base"]), kept["parent"], list(kept["steps"])
+        self._changes = [Change(**one) for one in kept["changes"]]
+        self._numbers = {one.identity: number for number, one in enumerate(self._changes)}
+        self._validated = frozenset(kept["tried"])
+        for name, texts in candidates.items():
+            found = changes_in(self._base, texts, self._changes) if texts.keys() == self._base.keys() else None
+            if found is not None:
+                self._compositions.setdefault(name, found)
+        for rollout in rollouts:
+            self.saw(*rollout)
 
     def records(self) -> list[ChangeRecord]:
         """Every change, with its estimate."""

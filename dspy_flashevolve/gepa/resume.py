@@ -19,6 +19,7 @@ from gepa.strategies.proposal_sampling import ProposalTask
 from dspy_flashevolve.engine.errors import RunDirectoryError
 from dspy_flashevolve.engine.redaction import MARK
 from dspy_flashevolve.engine.replay import RunJournal, id_text
+from dspy_flashevolve.gepa.credit import Credit
 from dspy_flashevolve.gepa.options import restore_strategies
 from dspy_flashevolve.gepa.pool import Pool, write_commits
 from dspy_flashevolve.gepa.records import Crossover, Selected
@@ -107,6 +108,37 @@ def selected_again(journal: RunJournal, pool: Pool, selection: Any) -> Selected 
 def ids_of(loader: DataLoader[Any, Any]) -> dict[str, Any]:
     """Text of an id -> the id."""
     return {id_text(one): one for one in loader.all_ids()}
+
+
+# Credit assignment.
+
+
+def keep_credit(journal: RunJournal, credit: Credit) -> None:
+    """Write the changes down, and what they stand on."""
+    journal.journal.keep("credit", credit.kept())
+
+
+def restore_credit(journal: RunJournal, credit: Credit) -> None:
+    """Put the changes back, and the evidence on them from the rollouts of steps that have ended."""
+    kept = journal.journal.kept("credit")
+    if kept is not None:
+        rows = journal.journal.rows(
+            "SELECT candidate, split, example, score FROM rollouts WHERE step < 0 OR step IN (SELECT step FROM ends)"
+        )
+        credit.restore(
+            kept, journal.texts, [(one["candidate"], one["split"], one["example"], one["score"]) for one in rows]
+        )
+
+
+def keep_head(journal: RunJournal, step: int, candidate: Mapping[str, str]) -> None:
+    """Write that a step validates the head."""
+    journal.journal.keep(f"head of step {step}", journal.candidate(dict(candidate)))
+
+
+def kept_head(journal: RunJournal, step: int) -> dict[str, str] | None:
+    """The head that an interrupted step validates; None where it does not."""
+    kept = journal.journal.kept(f"head of step {step}")
+    return None if kept is None else dict(journal.texts[kept])
 
 
 # The run.

@@ -104,7 +104,7 @@ class GepaLoop:
             perfect = pool.options.perfect_score
             self._credit = Credit(pool.seed_candidate, integration[2], reflective.undecided, perfect or 1.0)
             self._evaluations.hears = self._credit.saw
-        self._validating: dict[int, Head] = {}
+        self._validating: set[int] = set()
         self._validation_calls = 0
         self._is_last = False
         share = 1.0 if reflective is None else reflective.frontier_share
@@ -146,6 +146,8 @@ class GepaLoop:
         if run.journal is not None:
             await pool.write(resume.take_up, run.journal, pool, is_seeded)
             run.budget.spent = run.journal.spent
+            if self._credit is not None:
+                await pool.write(resume.restore_credit, run.journal, self._credit)
         if is_seeded:
             run.budget.spent = pool.state.total_num_evals
             for scores in pool.state.prog_candidate_val_subscores:
@@ -176,8 +178,12 @@ class GepaLoop:
 
     async def step(self, step: Step) -> End:
         """One step. A part of it that finds nothing to go on with ends the step by raising :class:`StepEnded`."""
-        if self._is_last:
+        if self._is_last and step.recorded is None:
             return await self.last_step(step)
+        head = await self._pool.write(self._head_again, step)
+        if head is not None:
+            self._run.begin(step, step.version)
+            return await self.validated(step, head)
         work = await self.select(step)
         if isinstance(work, Crossover):
             found = await self.screen_crossover(step, work)
@@ -190,11 +196,14 @@ class GepaLoop:
                 if head is None:
                     raise
                 found = head
+        return await self.validated(step, found)
+
+    async def validated(self, step: Step, found: Screened) -> End:
+        """The rest of a step: validate and commit what was found."""
         try:
-            validated = await self.validate(step, found)
-            return await self.commit(step, validated)
+            return await self.commit(step, await self.validate(step, found))
         finally:
-            self._validating.pop(step.number, None)
+            self._validating.discard(step.number)
 
     async def children(self, step: Step, parents: list[Parent]) -> Screened:
         """What the step's reflections make of its parents, as far as it is to be validated by itself.
@@ -220,10 +229,7 @@ class GepaLoop:
             raise NothingToDoError
         await self._pool.write(self._pool.begin_step, step)
         self._run.begin(step, self._pool.version, selection=[])
-        try:
-            return await self.commit(step, await self.validate(step, head))
-        finally:
-            self._validating.clear()
+        return await self.validated(step, head)
 
     def _due(self, least: float, last: bool = False) -> Head | None:
         """The head, where it is worth a validation now; in the pool's writer, or where nothing else is under way."""
@@ -239,13 +245,30 @@ class GepaLoop:
         credit, head = self._credit, self._due(least, last)
         if credit is None or head is None:
             return None
-        step.saw(self._pool.version, math.inf)  # every later step builds on what it finds: it goes first
-        self._validating[step.number] = head
         credit.tries(head)
+        if self._run.journal is not None:
+            resume.keep_credit(self._run.journal, credit)
+            resume.keep_head(self._run.journal, step.number, head.candidate)
+        return self._begin_validation(step, head.candidate, credit.parent)
+
+    def _head_again(self, step: Step) -> Screened | None:
+        """The head that an interrupted step was about to validate."""
+        journal, credit = self._run.journal, self._credit
+        if journal is None or credit is None or step.recorded is None:
+            return None
+        candidate = resume.kept_head(journal, step.number)
+        if candidate is None:
+            return None
+        self._selection.runs_again(step, False)
+        return self._begin_validation(step, candidate, credit.parent)
+
+    def _begin_validation(self, step: Step, head: Texts, parent: int) -> Screened:
+        step.saw(self._pool.version, math.inf)  # every later step builds on what it finds: it goes first
+        self._validating.add(step.number)
         self._validation_calls += len(self._pool.loader)
         proposal = CandidateProposal[Any](
-            candidate=dict(head.candidate), parent_program_ids=[credit.parent], subsample_indices=[],
-            subsample_scores_before=[], subsample_scores_after=[], tag="head", metadata={},
+            candidate=dict(head), parent_program_ids=[parent], subsample_indices=[], subsample_scores_before=[],
+            subsample_scores_after=[], tag="head", metadata={},
         )  # fmt: skip
         return Screened((proposal,), (None,))
 
@@ -254,15 +277,15 @@ class GepaLoop:
         credit, pool = self._credit, self._pool
         if credit is None:
             return
-        if step.number in self._validating:
-            if commits[0].score >= pool.score_of(credit.parent):
-                credit.parent = commits[0].candidate
-            return
+        if step.number in self._validating and commits[0].score >= pool.score_of(credit.parent):
+            credit.parent = commits[0].candidate
         for one in commits:
             texts = pool.state.program_candidates[one.candidate]
             head = pool.score_of(credit.parent) + max(0.0, credit.head().gain)
             if one.score > head and not credit.is_made_of_changes(texts):
                 credit.stand_on(texts, one.candidate)
+        if self._run.journal is not None:
+            resume.keep_credit(self._run.journal, credit)
 
     async def select(self, step: Step) -> Selected | Crossover:
         """Choose parents and minibatches, or two candidates to cross; of an interrupted run, what was chosen then."""
@@ -445,10 +468,13 @@ class GepaLoop:
         """Put a child's changes to the others, where it can be taken apart; in the pool's writer."""
         assert self._credit is not None
         ids, scores = proposal.subsample_indices or [], proposal.subsample_scores_after or []
-        return self._credit.take(
+        is_taken = self._credit.take(
             step.number, child.parent.task.parent_candidate, child.candidate, self._evaluations.train_split,
             {id_text(one): score for one, score in zip(ids, scores, strict=True)},
         )  # fmt: skip
+        if is_taken and self._run.journal is not None:
+            resume.keep_credit(self._run.journal, self._credit)
+        return is_taken
 
     async def _screened(self, step: Step, child: Child) -> tuple[Child, Batch] | None:
         """A child on its parent's minibatch; None where it was given up, since it could not pass any more."""
