@@ -17,9 +17,10 @@ from dspy_flashevolve.engine.budget import Reservation
 from dspy_flashevolve.engine.replay import hash_of
 from dspy_flashevolve.engine.rollouts import Rollout, RolloutKey
 from dspy_flashevolve.engine.steps import EndKind, Step, StepEnded
+from dspy_flashevolve.programs.copies import isolated_copy
 from dspy_flashevolve.programs.records import ProgramRecord, ReplyText
 from dspy_flashevolve.programs.run import DspyRun
-from dspy_flashevolve.programs.runner import ProgramRunner, isolated_copy
+from dspy_flashevolve.programs.runner import ProgramRunner
 
 logger = logging.getLogger(__name__)
 

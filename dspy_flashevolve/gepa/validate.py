@@ -100,10 +100,14 @@ class Validation:
                 f"The budget of {self._run.budget.limit} metric calls cannot hold the seed's validation of {len(ids)} "
                 "examples."
             )
+        seed = pool.seed_candidate
+
+        async def validate() -> Evaluation:
+            return await self.evaluations.validation("validate", _Seed(), pays, seed, ids, traced=False)
+
+        self.evaluations.first_rollouts(len(ids))
         try:
-            evaluation = await self.evaluations.validation(
-                "validate", _Seed(), pays, pool.seed_candidate, ids, traced=False
-            )
+            evaluation = await self.evaluations.announced(seed, ids, validate)
         except RolloutUnresolvedError as error:
             raise RunAbortedError(f"The seed program could not be validated: {error}") from error
         finally:
@@ -167,10 +171,12 @@ class Validation:
                 self._run.bus.emit(Speculated(self._run.clock(), step.number, key, mean, best))
             return fresh
 
-        if self._run.lockstep or size == len(ids) or not self.pool.seed_confirmed:
-            fresh = await run(ids, "validate")
-        else:
-            fresh = joined(*await gather([prefix, lambda: run(ids[size:], "validate")]))
+        async def validate() -> Evaluation:
+            if self._run.lockstep or size == len(ids) or not self.pool.seed_confirmed:
+                return await run(ids, "validate")
+            return joined(*await gather([prefix, lambda: run(ids[size:], "validate")]))
+
+        fresh = await self.evaluations.announced(plan.candidate, plan.missing, validate)
         evaluation = await self.pool.write(
             callbacks.complete_validation, self.pool, plan, in_order(fresh, plan.missing)
         )
@@ -249,7 +255,7 @@ class Validation:
         plan = await self.pool.write(callbacks.cached_validation, self.pool, proposal.candidate)
         validating = _HeadValidation(self, step, key, plan, self._saves_calls())
         try:
-            fresh = await validating.run()
+            fresh = await self.evaluations.announced(plan.candidate, plan.missing, validating.run)
         except RolloutUnresolvedError:
             await self.drop(step.number, key)
             raise
