@@ -11,10 +11,10 @@ bound methods, ``functools.partial``, ``lru_cache``    bound to the copy of what
 functions without a closure, classes                   shared: they hold nothing of the program's
 functions with a closure, or with defaults             new ones over the copies of what belongs to the program; what
                                                        does not (a counter or a client of the caller's) is shared
-locks, events, queues, ``threading.local``             new ones
+locks and semaphores                                   shared: what they guard may be; asyncio's are copied once
 LMs, dspy callbacks, event loops, tasks, threads       shared, and so is a plain object that holds a thread or a task
-objects that cannot be copied (a connection, say)      shared; one that holds such an object is copied attribute by
-                                                       attribute
+objects that cannot be copied (a connection, say), or  shared; one that holds such an object is copied attribute by
+have a ``__del__``                                     attribute
 more than ``LARGEST`` elements, 64 kB of an array      copied once, shared by the rollouts: the cost of a rollout does
                                                        not grow with the data that a program carries
 =====================================================  ===============================================================
@@ -34,13 +34,14 @@ import sys
 import threading
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from concurrent.futures import Executor
 from contextvars import ContextVar
 from enum import Enum
 from types import BuiltinMethodType, CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, cast
 
+import anyio
 from dspy.clients.base_lm import BaseLM
 from dspy.primitives.module import Module
 from dspy.utils.callback import BaseCallback
@@ -53,13 +54,10 @@ VALUES = frozenset({type(None), bool, int, float, complex, str, bytes, type, typ
 """What cannot change."""
 SEQUENCES = (list, deque)
 MAPPINGS = (dict, defaultdict, OrderedDict, Counter)
-LOCKS: dict[type, Any] = {
-    type(threading.Lock()): threading.Lock,
-    type(threading.RLock()): threading.RLock,
-    threading.local: threading.local,
-}
-"""A kind of lock -> what makes a new one."""
-SHARED = (type, Enum, BaseLM, BaseCallback, ModuleType, ContextVar, weakref.ref)
+LOCKS = (type(threading.Lock()), type(threading.RLock()), threading.Semaphore, threading.local)
+LOOP_LOCKS = (asyncio.Lock, asyncio.Semaphore, anyio.Lock, anyio.Semaphore, anyio.CapacityLimiter)
+"""They belong to the loop that they are first waited for on, so that runs cannot share them; rollouts do."""
+SHARED = (type, Enum, BaseLM, BaseCallback, ModuleType, ContextVar, weakref.ref, *LOCKS)
 RESOURCES = (io.IOBase, Executor)
 ACTIVE = (asyncio.AbstractEventLoop, asyncio.Future, threading.Thread)
 """They work on objects of their owner's, so that a copy of the owner would wait for them in vain."""
@@ -123,18 +121,31 @@ class _Copying:
     def __init__(self, shared: dict[int, Any], first: bool) -> None:
         self._shared, self._first = shared, first
         self._memo: dict[int, Any] = {}
-        self._functions: list[tuple[FunctionType, FunctionType]] = []
+        self._own: set[int] = set()
+        self._cells: list[tuple[CellType, CellType]] = []
         self._whole = False  # raise for what cannot be copied
-        self._renews = True  # locks
         self._elements = 0
         self._modules = 0
 
     def program(self, program: Module) -> Module:
         self._memo.update({id(lm): lm for one in program.predictors() if (lm := getattr(one, "lm", None)) is not None})
+        if self._first:
+            self._walk(program)
         result = self.copy(program)
-        while self._functions:  # by now it is known what belongs to the program
-            self._bind(*self._functions.pop())
+        while self._cells:
+            new, old = self._cells.pop()
+            new.cell_contents = self.copy(old.cell_contents)
         return cast(Module, result)
+
+    def _walk(self, program: Module) -> None:
+        """Find out what belongs to the program: all that it holds, but not what functions have in their closures."""
+        waiting: list[Any] = [program]
+        while waiting:
+            value = waiting.pop()
+            if type(value) not in VALUES and not isinstance(value, SHARED) and id(value) not in self._own:
+                self._own.add(id(value))
+                if not isinstance(value, FunctionType):
+                    waiting += _parts_of(value)
 
     def copy(self, value: Any) -> Any:
         kind = type(value)
@@ -148,7 +159,8 @@ class _Copying:
             return value
         elements, modules = self._elements, self._modules
         result = self._copied(value, kind)
-        if self._elements - elements > LARGEST and self._modules == modules:
+        large = self._elements - elements > LARGEST and self._modules == modules
+        if large or isinstance(value, LOOP_LOCKS):
             self._elements = elements
             if self._first and result is not value:
                 self._shared[id(result)] = result
@@ -175,8 +187,6 @@ class _Copying:
             return self._keep(value, value if same else functools.lru_cache(**value.cache_parameters())(called))
         if kind is FunctionType:
             return self._function(value) if _holds(value) else value
-        if kind in LOCKS and self._renews:
-            return self._keep(value, LOCKS[kind]())
         return self._object(value)
 
     def _keep(self, value: Any, result: Any) -> Any:
@@ -185,14 +195,14 @@ class _Copying:
 
     def _module(self, module: Module) -> Module:
         result = self._keep(module, copy.copy(module))
-        before, self._whole, self._renews = (self._whole, self._renews), False, True
+        whole, self._whole = self._whole, False
         # copy.copy goes through __getstate__, which drops history and callbacks, and __setstate__, which renews them.
         for name, value in vars(module).items():
             if name == "history":
                 result.history = []
             else:
                 vars(result)[name] = list(value) if name == "callbacks" else self.copy(value)
-        self._whole, self._renews = before
+        self._whole = whole
         return result
 
     def _container(self, value: Any) -> Any:
@@ -218,38 +228,42 @@ class _Copying:
     # Functions
 
     def _function(self, value: FunctionType) -> FunctionType:
-        cells = tuple(CellType() for _ in value.__closure__ or ())
+        cells = tuple(map(self._cell, value.__closure__ or ()))
         result = FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, cells)
-        for name in ("__annotations__", "__doc__", "__kwdefaults__", "__module__", "__qualname__"):
+        self._keep(value, result)
+        for name in ("__annotations__", "__doc__", "__module__", "__qualname__"):
             setattr(result, name, getattr(value, name))
-        vars(result).update(vars(value))
-        self._functions.append((result, value))
-        return self._keep(value, result)
-
-    def _bind(self, result: FunctionType, value: FunctionType) -> None:
-        """Give the copy of a function the copies of what belongs to the program."""
-        for new, old in zip(result.__closure__ or (), value.__closure__ or (), strict=True):
-            if not _is_empty(old):
-                new.cell_contents = self._of_the_program(old.cell_contents)
         if value.__defaults__:
-            result.__defaults__ = tuple(self._of_the_program(one) for one in value.__defaults__)
+            result.__defaults__ = tuple(map(self._of_closure, value.__defaults__))
         if value.__kwdefaults__:
-            result.__kwdefaults__ = {name: self._of_the_program(one) for name, one in value.__kwdefaults__.items()}
-        vars(result).update({name: self._of_the_program(one) for name, one in vars(value).items()})
+            result.__kwdefaults__ = {name: self._of_closure(one) for name, one in value.__kwdefaults__.items()}
+        vars(result).update({name: self._of_closure(one) for name, one in vars(value).items()})
+        return result
 
-    def _of_the_program(self, value: Any) -> Any:
-        if id(value) in self._shared:
-            return value
-        return self.copy(value) if self._reaches(value, set()) else self._share(value)
+    def _cell(self, cell: CellType) -> CellType:
+        """A variable of a closure; what is not of the program's stays the caller's, who may look at it, or assign."""
+        if id(cell) in self._shared:
+            return cell
+        if id(cell) in self._memo:
+            return self._memo[id(cell)]
+        if self._first and (_is_empty(cell) or not self._reaches(cell.cell_contents, set(), self._own)):
+            return self._share(cell)
+        new = CellType()
+        self._cells.append((new, cell))
+        return self._keep(cell, new)
 
-    def _reaches(self, value: Any, seen: set[int]) -> bool:
-        """Whether something of the program's can be reached from a value."""
-        if isinstance(value, Module) or self._memo.get(id(value), value) is not value:
+    def _of_closure(self, value: Any) -> Any:
+        reached = not self._first or self._reaches(value, set(), self._own)
+        return self.copy(value) if reached else self._share(value)
+
+    def _reaches(self, value: Any, seen: set[int], own: Collection[int] = ()) -> bool:
+        """Whether a module, or one of the objects ``own``, can be reached from a value."""
+        if isinstance(value, Module) or id(value) in own:
             return True
         if type(value) in VALUES or isinstance(value, SHARED) or id(value) in seen or len(seen) > LARGEST:
             return False
         seen.add(id(value))
-        return any(self._reaches(part, seen) for part in _parts_of(value))
+        return any(self._reaches(part, seen, own) for part in _parts_of(value))
 
     # Objects
 
@@ -269,8 +283,8 @@ class _Copying:
         finally:
             self._whole = False
         if isinstance(value, RESOURCES + ACTIVE) or not _is_plain(value) or hasattr(value, "__del__"):
-            return self._share(value)  # the end of a copy must not close what it shares
-        return self._opened(value) if opens or self._reaches(value, set()) else self._share(value)
+            return self._share(value)
+        return self._opened(value) if opens or not self._first or self._reaches(value, set()) else self._share(value)
 
     def _whole_object(self, value: Any) -> Any:
         """The copy of an object and of all that is in it.
@@ -280,7 +294,7 @@ class _Copying:
         """
         if isinstance(value, ACTIVE):
             raise _ActiveError
-        if isinstance(value, RESOURCES) or type(value) in LOCKS:
+        if isinstance(value, RESOURCES) or hasattr(value, "__del__"):  # the end of a copy must close nothing
             raise _UncopyableError
         if not _is_plain(value):
             size = len(self._memo)
@@ -297,15 +311,16 @@ class _Copying:
         result = self._keep(value, copy.copy(value))
         for name, item in vars(value).items():
             size = len(self._memo)
-            self._whole, self._renews = True, False
+            self._whole = True
             try:
                 vars(result)[name] = self.copy(item)
                 continue
             except Exception:
                 self._forget(size)
             finally:
-                self._whole, self._renews = False, True
-            vars(result)[name] = self._of_the_program(item)
+                self._whole = False
+            reached = not self._first or self._reaches(item, set())
+            vars(result)[name] = self.copy(item) if reached else self._share(item)
         return result
 
     def _forget(self, size: int) -> None:
@@ -314,7 +329,7 @@ class _Copying:
             self._memo.popitem()
 
     def _share(self, value: Any) -> Any:
-        if self._first:
+        if self._first and type(value) not in VALUES:
             self._shared[id(value)] = value
         return value
 

@@ -105,10 +105,9 @@ class LanguageModels:
 
     def paced(self, lm: Any) -> Any:
         """Pace a ``dspy.LM`` for the length of the run; anything else stays as it is. Gives ``lm`` back."""
-        if isinstance(lm, dspy.LM):
-            pace = Pace(self, lm)
-            _, known = self._paced.setdefault(id(lm), (lm, pace))  # threads may come at once
-            if known is pace and self.waits is not None:
+        if isinstance(lm, dspy.LM) and id(lm) not in self._paced:
+            mine = lm, Pace(self, lm)
+            if self._paced.setdefault(id(lm), mine) is mine and self.waits is not None:  # threads may come at once
                 _begin(lm)
         return lm
 

@@ -204,6 +204,7 @@ class ProgramRunner:
             logger.warning("Example scored as a failure: %s", _said(run.error))
             return self._failed(capture_traces, f"The program failed: {_said(run.error)}")
         if isinstance(run.prediction, FailedPrediction):
+            self._first = None
             if not (capture_traces or self._flex):
                 return self._failed(capture_traces, "The program's reply could not be read.")
             return self._rollout(example, run, failure)

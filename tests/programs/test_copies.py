@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import queue
 import sqlite3
@@ -12,13 +13,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
+import anyio
 import dspy
 import pytest
 from dspy.utils.callback import BaseCallback
 
-from dspy_flashevolve.programs.copies import LARGEST, copied, isolated_copy
+from dspy_flashevolve.programs.copies import LARGEST, Copies, copied, isolated_copy
 from tests.fakes import Chain, fake_lm
 
 LM, GLOBAL_LIST = fake_lm(lambda prompt: ""), list[str]()
@@ -44,7 +46,7 @@ class Slotted:
 
 
 class Guarded:
-    """State behind a lock, as code that is called from threads has it."""
+    """State behind locks, as code that is called from threads has it."""
 
     def __init__(self) -> None:
         self.lock, self.changed, self.todo = threading.RLock(), threading.Condition(), queue.Queue[int]()
@@ -66,6 +68,18 @@ class Worker:
     def __init__(self) -> None:
         self.todo = queue.Queue[int]()
         self.thread = threading.Thread(target=print)
+
+
+class Closes:
+    """Its end closes what it has, as many clients do."""
+
+    closed = 0
+
+    def __init__(self) -> None:
+        self.connection = sqlite3.connect(":memory:")
+
+    def __del__(self) -> None:
+        Closes.closed += 1
 
 
 class Callable_:
@@ -192,7 +206,7 @@ SHARED: dict[str, Callable[[], Any]] = {
     "context variable": lambda: FLAG,
     "connection": lambda: sqlite3.connect(":memory:"),
     "object with a thread": Worker,
-    "engine of an lm": lambda: LM.engine if hasattr(LM, "engine") else LM,
+    "object with an end": Closes,
 }
 
 
@@ -201,8 +215,8 @@ def test_what_cannot_be_copied_or_is_nobodys_own_is_shared(name: str) -> None:
     student: Any = Holder(lambda program: SHARED[name]())
     first, copies = copied(student)
     rollout: Any = copies.again(first)
-    if name != "engine of an lm":
-        assert rollout.it is student.it
+    assert rollout.it is student.it
+    assert Closes.closed == 0
     assert rollout.step.callbacks == student.step.callbacks
 
 
@@ -214,13 +228,29 @@ def test_of_an_object_with_a_connection_the_connection_is_shared_and_a_lock_besi
     assert rollout.it.lock is student.it.lock
 
 
-def test_locks_of_a_copy_are_its_own_and_free() -> None:
+def test_what_limits_how_many_work_at_once_limits_all_rollouts() -> None:
+    locks = {
+        "lock": threading.RLock(), "semaphore": threading.Semaphore(2), "asyncio": asyncio.Semaphore(2),
+        "anyio": anyio.CapacityLimiter(2), "in an object": SimpleNamespace(lock=threading.Lock(), count=0),
+    }  # fmt: skip
+    student: Any = Holder(lambda program: locks)
+    first, copies = copied(student)
+    one, other = cast(Any, copies.again(first)), cast(Any, copies.again(first))
+    for name in ("lock", "semaphore", "asyncio", "anyio"):
+        assert one.it[name] is other.it[name]
+        assert (one.it[name] is student.it[name]) == (name != "asyncio"), "loops are a run's own"
+    assert one.it["in an object"] is not other.it["in an object"]
+    assert one.it["in an object"].lock is other.it["in an object"].lock
+
+
+def test_a_queue_of_a_copy_is_its_own_and_works() -> None:
     student: Any = Holder(lambda program: Guarded())
-    with student.it.lock, student.it.changed:
-        rollout: Any = isolated_copy(student)
-        assert rollout.it.lock is not student.it.lock
-        with rollout.it.changed:
-            rollout.it.changed.notify_all()
+    rollout: Any = isolated_copy(student)
+    rollout.it.todo.put(1)
+    with rollout.it.changed:
+        rollout.it.changed.notify_all()
+    assert rollout.it.todo.get(timeout=1) == 1
+    assert student.it.todo.empty()
 
 
 # What is called
@@ -269,6 +299,15 @@ def test_a_function_over_data_of_the_program_gets_the_copys_and_over_the_callers
     rollout: Any = copies.again(first)
     assert rollout.it("q") is rollout.notes
     assert rollout.notes is not student.notes
+    counts = 0
+
+    def count(query: str) -> None:
+        nonlocal counts
+        counts += 1
+
+    once: Any = Copies()
+    once.again(once.first(Holder(lambda program: count))).it("q")
+    assert counts == 1
     calls: list[str] = []
     counted: Any = copied(Holder(lambda program: lambda query: calls.append(query)))[0]
     counted.it("q")
