@@ -32,6 +32,10 @@ HELD_SECONDS = 0.1
 """Who holds the loop for so long, and does nothing, waits for something."""
 
 
+class NeedsThreadError(Exception):
+    """A program was awaited that can only be called."""
+
+
 class Place:
     """Where the rollouts of one program run: on the loop as long as that works, else in threads.
 
@@ -46,11 +50,28 @@ class Place:
         self._watched = self._blocked = 0
 
     async def call(self, program: Module, inputs: dict[str, Any]) -> Any:
-        """What a program returns."""
+        """What a program returns.
+
+        Raises:
+            NeedsThreadError: its ``aforward`` is no real one; a fresh copy is called by its ``forward``.
+            Exception: what the program raised.
+        """
         if self.on_loop is None:
             self.on_loop = runs_on_loop(program)
         if not self.on_loop:
             return await self._threads.run(_called, program, inputs)
+        try:
+            return await self._awaited(program, inputs)
+        except NotImplementedError as error:
+            if not _has(program, "forward"):
+                raise
+            if self.on_loop:
+                self.on_loop = False
+                name = type(program).__name__
+                logger.warning("%s.aforward raises NotImplementedError: rollouts run in threads, by its forward.", name)
+            raise NeedsThreadError from error
+
+    async def _awaited(self, program: Module, inputs: dict[str, Any]) -> Any:
         if self._watched >= WATCHED:
             return await program.acall(**inputs)
         watch = _Watch(lambda: self._has_blocked(program))
@@ -58,14 +79,6 @@ class Place:
             result = await watch.awaiting(program.acall(**inputs))
         self._watched += 1
         return result
-
-    def leave_loop(self, program: Module, why: str) -> bool:
-        """Run what follows in threads, and say so; False where it does, or where a program has no ``forward``."""
-        if not self.on_loop or not _has(program, "forward"):
-            return False
-        self.on_loop = False
-        logger.warning("%s.aforward %s: rollouts run in threads, by its forward.", type(program).__name__, why)
-        return True
 
     def _has_blocked(self, program: Module) -> None:
         self._blocked += 1

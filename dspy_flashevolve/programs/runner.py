@@ -32,7 +32,7 @@ from dspy_flashevolve.programs.copies import Copies, copied
 from dspy_flashevolve.programs.faults import LmCalls, fault_of, heard_lm_calls, raise_provider_fault
 from dspy_flashevolve.programs.lm import LanguageModels, cost_of, tokens_of
 from dspy_flashevolve.programs.metric import Metric, no_score
-from dspy_flashevolve.programs.place import Place
+from dspy_flashevolve.programs.place import NeedsThreadError, Place
 from dspy_flashevolve.programs.records import RolloutRecords
 
 logger = logging.getLogger(__name__)
@@ -164,9 +164,7 @@ class ProgramRunner:
                 inputs = dict(example.inputs())
                 try:
                     prediction = await self._place.call(program, inputs)
-                except NotImplementedError:
-                    if not self._place.leave_loop(program, "raises NotImplementedError"):
-                        raise
+                except NeedsThreadError:
                     program = copied()
                     trace.clear()
                     prediction = await self._place.call(program, inputs)

@@ -187,8 +187,8 @@ def test_a_program_without_a_real_aforward_is_called_by_its_forward(
     name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, logger="dspy_flashevolve"):
-        details = optimized(name, NotAsync()).detailed_results
-    assert min(details.val_aggregate_scores) > 0.2
+        optimized(name, NotAsync(), num_threads=16)
+    assert "scored as a failure" not in caplog.text
     warned = [one for one in caplog.messages if "NotAsync.aforward raises NotImplementedError" in one]
     assert len(warned) == (name != "dspy.GEPA")
 
