@@ -267,21 +267,17 @@ class FirstRollouts:
     """
 
     def __init__(self, count: int) -> None:
-        self._count = count
-        self._failures: list[Exception] = []
+        self._count, self._failed = count, 0
+        self._places, self._messages = set[tuple[Any, ...]](), set[str]()
 
     def failed(self, error: Exception) -> str:
         """Take note of a failure; what is to be said where it was the last that it needed, else nothing."""
-        self._failures.append(error)
-        number = len(self._failures)
-        if len({_raised_at(one) for one in self._failures}) > 1:
-            return ""
-        same = len({str(one) for one in self._failures}) == 1
-        return (
-            f"All of the first {number} rollouts failed alike"
-            if number >= self._count or (same and number >= ALIKE)
-            else ""
-        )
+        self._failed += 1
+        self._places.add(_raised_at(error))
+        self._messages.add(str(error))
+        enough = min(ALIKE, self._count) if len(self._messages) == 1 else self._count
+        alike = len(self._places) == 1 and self._failed >= enough
+        return f"All of the first {self._failed} rollouts failed alike" if alike else ""
 
 
 def _raised_at(error: Exception) -> tuple[Any, ...]:
