@@ -94,16 +94,16 @@ class GepaLoop:
         self._max_reflection_calls, self._max_cost = max_reflection_calls, max_cost
         workflow = BARRIERS if run.lockstep else workflow
         reflective = policy if isinstance(policy, Reflective) and not run.lockstep else None
-        self._evaluations = Evaluations(run, program, pool, workflow, same_data)
-        self._validation = Validation(run, pool, self._evaluations, workflow)
-        self._integrations = None
-        if reflective is not None:
-            self._integrations = Integrations(run, pool, self._evaluations, reflective, *integration)
         self._credit: Credit | None = None
         if reflective is not None and reflective.changes:
             perfect = pool.options.perfect_score
             self._credit = Credit(pool.seed_candidate, integration[2], reflective.undecided, perfect or 1.0)
-            self._evaluations.hears = self._credit.saw
+        hears = None if self._credit is None else self._credit.saw
+        self._evaluations = Evaluations(run, program, pool, workflow, same_data, hears)
+        self._validation = Validation(run, pool, self._evaluations, workflow)
+        self._integrations = None
+        if reflective is not None:
+            self._integrations = Integrations(run, pool, self._evaluations, reflective, *integration)
         self._validating: set[int] = set()
         self._validation_calls = 0
         self._is_last = False
