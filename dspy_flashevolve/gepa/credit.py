@@ -181,8 +181,6 @@ class Credit:
         self._evidence = Evidence()
         self._effects = Effects(np.zeros(0), np.zeros(0), self._first_prior())
         self._fitted = 0
-        self.asking = 0
-        """Reflections on their way, whose children may add changes."""
         self._validated = frozenset[int]()
         self.parent = 0
         """The pool's index of the last validated head."""
@@ -209,10 +207,10 @@ class Credit:
                 chosen.add(number)
         return self._compose(frozenset(chosen))
 
-    def may_ask(self) -> bool:
-        """Whether there is room for more changes of unknown effect."""
+    def may_ask(self, asking: int) -> bool:
+        """Whether there is room for more changes of unknown effect; ``asking`` children are on their way."""
         unknown = sum(HARMS <= ratio <= HELPS for ratio in self._ratios())
-        return unknown + self.asking < self._undecided
+        return unknown + asking < self._undecided
 
     def take(self, step: int, parent: Texts, child: Texts, split: str, scores: Mapping[Hashable, float]) -> bool:
         """Take a child apart that beat its parent; False where it stands for itself.
@@ -249,6 +247,10 @@ class Credit:
     def tries(self, head: Head) -> None:
         """A head is on its way to its validation: later ones are compared with it."""
         self._validated = head.changes
+
+    def validated(self, index: int) -> None:
+        """The best of the validated heads is in gepa's pool at ``index``."""
+        self.parent = index
 
     def stand_on(self, candidate: Texts, index: int) -> None:
         """Put changes on another candidate from now on; those of components that it has written anew are gone."""

@@ -107,6 +107,7 @@ class GepaLoop:
         self._validating: set[int] = set()
         self._validation_calls = 0
         self._is_last = False
+        self._asking = 0
         share = 1.0 if reflective is None else reflective.frontier_share
         self._selection = Selection(pool, self._credit, share)
         self._seeded = anyio.Event()
@@ -214,13 +215,13 @@ class GepaLoop:
         credit = self._credit
         if credit is None:
             return await self.screen(step, await self.propose(step, parents))
-        if step.recorded is None and not await self._pool.write(credit.may_ask):
+        if step.recorded is None and not await self._pool.write(credit.may_ask, self._asking):
             raise StepEnded(EndKind.REJECTED, "its rollouts tested the changes that there are")
-        credit.asking += 1
+        self._asking += 1
         try:
             return await self.screen(step, await self.propose(step, parents))
         finally:
-            credit.asking -= 1
+            self._asking -= 1
 
     async def last_step(self, step: Step) -> End:
         """Validate the head as it is in the end, with what is set aside for it."""
@@ -278,7 +279,7 @@ class GepaLoop:
         if credit is None:
             return
         if step.number in self._validating and commits[0].score >= pool.score_of(credit.parent):
-            credit.parent = commits[0].candidate
+            credit.validated(commits[0].candidate)
         for one in commits:
             texts = pool.state.program_candidates[one.candidate]
             head = pool.score_of(credit.parent) + max(0.0, credit.head().gain)
