@@ -296,6 +296,9 @@ class Evaluations:
         keeps_trace = split != "val" or self.train_split == "val"
         scope, left, decided = anyio.CancelScope(), len(ids), False
 
+        def failed(reason: str) -> Rollout:
+            return program.failed(reason, capture_traces=traced)
+
         async def one(index: int, granted: Granted) -> Rollout:
             nonlocal left, decided
 
@@ -311,7 +314,7 @@ class Evaluations:
             key = RolloutKey(name, split, ids[index], traced)
             behind = len(ids) - index - 1
             rollout, _ = await run.rollouts.rollout(
-                key, stage, step, pays, call, record, rank=rank, behind=behind, granted=granted
+                key, stage, step, pays, call, record, failed=failed, rank=rank, behind=behind, granted=granted
             )
             self.saw(rollout.score)
             finished(index, rollout)

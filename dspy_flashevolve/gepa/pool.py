@@ -22,6 +22,7 @@ from gepa.core.state import GEPAState, ValsetEvaluation, initialize_gepa_state
 from gepa.proposer.base import CandidateProposal
 
 from dspy_flashevolve.engine.loop import Threads
+from dspy_flashevolve.engine.redaction import make_private
 from dspy_flashevolve.engine.replay import RunJournal, id_text
 from dspy_flashevolve.engine.staleness import PastCommit
 from dspy_flashevolve.engine.steps import Step
@@ -180,6 +181,8 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
             self.state.save(self.run_dir, use_cloudpickle=self.use_cloudpickle)
         finally:
             self.state.total_num_evals = counted
+            if self.run_dir is not None:
+                make_private(self.run_dir)
         self._saved_at = time.monotonic()
 
     def begin_step(self, step: Step) -> dict[str, Any]:

@@ -105,7 +105,7 @@ class GepaLoop:
                 run, pool, self._evaluations, heads, reflective, self._validation, *integration
             )
         share = 1.0 if reflective is None else reflective.frontier_share
-        self._selection = Selection(pool, self._heads, share)
+        self._selection = Selection(pool, self._heads, share, self._unanswerable)
         self._seeded = anyio.Event()
         self._restored: dict[int, tuple[int, CandidateProposal[Any]]] = {}
         self._crossing: set[int] = set()
@@ -527,6 +527,11 @@ class GepaLoop:
         """A stopper said stop: of the user's, or gepa's for the budget."""
         stopper = self._pool.parts.stopper
         self._run.stop(stopper.said, "finished" if stopper.budget_spent else "stopped")
+
+    def _unanswerable(self) -> set[Any]:
+        """Training examples that minibatches avoid; in lockstep they are dspy.GEPA's."""
+        split = self._evaluations.train_split
+        return set() if self._run.lockstep else {one for of, one in self._run.rollouts.unanswerable if of == split}
 
     def _see_minibatches(self, work: Selected) -> None:
         self._minibatch = max([self._minibatch, *(len(task.minibatch_ids) for task in work.tasks)])

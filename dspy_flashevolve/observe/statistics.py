@@ -11,6 +11,7 @@ from dspy_flashevolve.engine.events import (
     Committed,
     EndpointPaused,
     Event,
+    ExampleGivenUp,
     HeadEnded,
     HeadLanded,
     Integrated,
@@ -171,6 +172,8 @@ class RunStats:
         gaps: place -> gap (version now less version seen) -> looks.
         shared_rollouts: rollouts that joined one in flight instead of being paid.
         retried_requests: requests that the provider asked to come back later.
+        unanswered_examples: those that got no answer while others did, and score ``failure_score``: for every
+            candidate, or for one alone where they were answered for others.
         timed_out_rollouts: runs of rollouts that took longer than rollout_timeout_seconds.
         requests_by_stage: rollouts and other requests that were answered.
         tokens_by_stage: prompt and completion tokens of them, as the LMs report them.
@@ -203,6 +206,7 @@ class RunStats:
     shared_rollouts: int
     retried_requests: int
     timed_out_rollouts: int
+    unanswered_examples: int
     requests_by_stage: dict[str, int]
     tokens_by_stage: dict[str, int]
     cost_dollars: float
@@ -375,6 +379,7 @@ class Recorder:
         self.speculation_ends = Counter[str]()
         self.limit_changes: list[ChangeRecord] = []
         self.pauses = 0
+        self.unanswered_examples = 0
         self.stages: list[StageRecord] = []
 
     def __call__(self, event: Event) -> None:
@@ -404,6 +409,8 @@ class Recorder:
             self.speculation_ends[event.end.split(":")[0]] += 1
         elif isinstance(event, LimitChanged):
             self.limit_changes.append(ChangeRecord(seconds, event.name, event.before, event.after, event.reason))
+        elif isinstance(event, ExampleGivenUp):
+            self.unanswered_examples += 1
         elif isinstance(event, EndpointPaused):
             self.pauses += 1
         elif isinstance(event, Looked):
@@ -462,6 +469,7 @@ class Recorder:
             gaps=gaps,
             shared_rollouts=rollouts.shared,
             retried_requests=retried_requests,
+            unanswered_examples=self.unanswered_examples,
             timed_out_rollouts=rollouts.timed_out,
             requests_by_stage=dict(self.requests),
             tokens_by_stage=dict(self.tokens),

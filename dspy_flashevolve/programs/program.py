@@ -125,6 +125,10 @@ class DspyProgram:
         """See :meth:`ProgramRunner.rollout`."""
         return await self._runner.rollout(candidate, example, capture_traces=capture_traces)
 
+    def failed(self, reason: str, *, capture_traces: bool) -> Rollout:
+        """See :meth:`ProgramRunner.failed`."""
+        return self._runner.failed(reason, capture_traces)
+
     async def reflective_dataset(
         self,
         candidate: dict[str, str],

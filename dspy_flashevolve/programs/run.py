@@ -127,7 +127,8 @@ class DspyRun(EvolutionRun):
             observers=(self.recorder, self._progress),
         )
         self.priced = priced
-        self.models = LanguageModels(self.endpoints) if paced else None
+        redaction = None if journal is None else journal.journal.redaction
+        self.models = LanguageModels(self.endpoints, redaction) if paced else None
         self.settings["lm"] = self.paced(lm)
         self._shown_calls = shown_calls or max_metric_calls
         self._seconds: float | None = None
@@ -278,6 +279,7 @@ class DspyRun(EvolutionRun):
             step.reservation if pays is None else pays,
             lambda: runner.rollout(candidate, example, capture_traces=traced),
             record,
+            failed=lambda reason: runner.failed(reason, traced),
             behind=behind,
             granted=granted,
         )
@@ -334,7 +336,7 @@ class DspyRun(EvolutionRun):
             slots=self.scheduler.statistics(),
             gaps=self.gaps.as_dict(),
             rollouts=self.rollouts,
-            retried_requests=self.rollouts.retried + self.endpoints.retried,
+            retried_requests=self.endpoints.retried,
         )
 
     def _own_watchers(self) -> list[Callable[[], Coroutine[Any, Any, None]]]:
