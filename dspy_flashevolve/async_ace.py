@@ -21,6 +21,7 @@ from dspy_flashevolve.ace.playbook import (
 )
 from dspy_flashevolve.ace.run import AceRun
 from dspy_flashevolve.ace.similarity import Embedder
+from dspy_flashevolve.engine.endpoints import OUTAGE_SECONDS
 from dspy_flashevolve.engine.errors import ConfigurationError, DataError
 from dspy_flashevolve.engine.staleness import StalenessPolicy
 from dspy_flashevolve.modules.playbook import AdditionReconciliation, PlaybookCuration, SampleReflection
@@ -72,6 +73,7 @@ class AsyncACE(Teleprompter):
         count_tokens: counts a text's tokens. Default: one for every four bytes.
         validations_at_once: snapshots that are validated at the same time.
         rollout_timeout_seconds: a rollout that takes longer is given up and asked for again. Default: never.
+        max_outage_seconds: as for :class:`AsyncGEPA`.
         metric_lock: True for a metric that is not thread-safe.
         seed: of the order of the samples.
         log_dir: a directory in which :meth:`compile` writes everything down that it pays for or decides, so that it can
@@ -109,6 +111,7 @@ class AsyncACE(Teleprompter):
         count_tokens: CountTokens = approximate_tokens,
         validations_at_once: int = 1,
         rollout_timeout_seconds: float | None = None,
+        max_outage_seconds: float | None = OUTAGE_SECONDS,
         metric_lock: bool = False,
         seed: int = 0,
         log_dir: str | PathLike[str] | None = None,
@@ -129,7 +132,7 @@ class AsyncACE(Teleprompter):
         self.reconciler = reconciler or AdditionReconciliation()
         self.count_tokens = count_tokens
         self.validations_at_once = validations_at_once
-        self.rollout_timeout_seconds = rollout_timeout_seconds
+        self.rollout_timeout_seconds, self.max_outage_seconds = rollout_timeout_seconds, max_outage_seconds
         self.metric_lock = metric_lock
         self.seed, self.log_dir = seed, log_dir
         self._run: AceRun | None = None

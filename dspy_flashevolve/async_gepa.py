@@ -16,6 +16,7 @@ from dspy.teleprompt.gepa.gepa_utils import CodeProposalFn
 from gepa.core.adapter import ProposalFn
 from gepa.proposer.reflective_mutation.base import ReflectionComponentSelector
 
+from dspy_flashevolve.engine.endpoints import OUTAGE_SECONDS
 from dspy_flashevolve.engine.errors import ConfigurationError
 from dspy_flashevolve.engine.staleness import Reflective, StalenessPolicy, policy_named
 from dspy_flashevolve.engine.workflow import Workflow
@@ -57,6 +58,9 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
             are, and whose slots they get; docs/scheduling.md.
         rollout_timeout_seconds: a rollout that takes longer, once it has its slot, is given up and asked for again, as
             after a rate limit. Default: as long as the LM's own timeout lets it.
+        max_outage_seconds: a run whose provider answers nothing for so long, and turns away all that it is sent, is
+            given up with the best program so far; no Retry-After is waited for longer. None to wait as long as it
+            takes. docs/faults.md. Default: 60.
         metric_lock: True for a metric that is not thread-safe: it is called once at a time within a run, for scores and
             for feedback, sync or coroutine, while programs go on side by side. A call that waits for its turn keeps
             its slot. Default: False, calls overlap.
@@ -124,6 +128,7 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
         max_concurrency: int | None = None,
         workflow: Workflow | None = None,
         rollout_timeout_seconds: float | None = None,
+        max_outage_seconds: float | None = OUTAGE_SECONDS,
         metric_lock: bool = False,
         **removed: Any,
     ) -> None:
@@ -167,6 +172,7 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
         self.max_concurrency = max_concurrency
         self.workflow = Workflow() if workflow is None else workflow
         self.rollout_timeout_seconds = rollout_timeout_seconds
+        self.max_outage_seconds = max_outage_seconds
         self.metric_lock = metric_lock
         self._best = Best()
         self._check_arguments()

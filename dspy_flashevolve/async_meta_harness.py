@@ -14,6 +14,7 @@ from typing import Any, Literal
 import dspy
 from dspy.teleprompt.teleprompt import Teleprompter
 
+from dspy_flashevolve.engine.endpoints import OUTAGE_SECONDS
 from dspy_flashevolve.engine.errors import ConfigurationError, RunDirectoryError
 from dspy_flashevolve.engine.journal import FILE
 from dspy_flashevolve.engine.staleness import StalenessPolicy, policy_named
@@ -81,6 +82,7 @@ class AsyncMetaHarness(Teleprompter):
         learn_batch: training examples in a batch of ``learn``.
         failure_score: of an example on which a candidate or the metric raises.
         max_seconds: no proposal starts after it; None for no limit.
+        max_outage_seconds: as for :class:`AsyncGEPA`.
         sandbox: where candidates run: "process" (Linux), "deno" (dspy's interpreter, where Deno is installed; see
             docs/meta-harness.md for what it lacks), or a :class:`~dspy_flashevolve.sandbox.contract.CodeSandbox`.
         accept_missing_protection: layers of the process sandbox ("user", "namespaces", "landlock", "seccomp") that this
@@ -114,6 +116,7 @@ class AsyncMetaHarness(Teleprompter):
         learn_batch: int = 16,
         failure_score: float = 0.0,
         max_seconds: float | None = None,
+        max_outage_seconds: float | None = OUTAGE_SECONDS,
         sandbox: Literal["process", "deno"] | CodeSandbox = "process",
         accept_missing_protection: Iterable[str] = (),
         seed: int | None = 0,
@@ -129,6 +132,7 @@ class AsyncMetaHarness(Teleprompter):
         self.accept_missing_protection = accepted_layers(accept_missing_protection)
         self.schedule: Schedule = schedule
         self.num_threads, self.max_seconds, self.seed, self.sandbox = num_threads, max_seconds, seed, sandbox
+        self.max_outage_seconds = max_outage_seconds
         check_counts(self, "iterations", "k", "proposers", "proposer_steps", "learn_batch")
         Directions(directions)
         if isinstance(sandbox, str) and sandbox not in ("process", "deno"):
@@ -196,6 +200,7 @@ class AsyncMetaHarness(Teleprompter):
                 num_threads=self.num_threads,
                 schedule=self.schedule,
                 max_seconds=self.max_seconds,
+                max_outage_seconds=self.max_outage_seconds,
                 seed=self.seed,
                 journal=journal,
             )

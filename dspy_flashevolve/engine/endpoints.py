@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 BURST_SECONDS = 1.0
 BURST_REFUSALS = 3
 """So many refusals within that time, and more than answers, are a burst: the endpoint pauses."""
+OUTAGE_SECONDS = 60.0
+"""So long a run waits for an answer of a provider that gives none, unless it is told otherwise."""
 MOST_PAUSES = 20
 """A request waits for the end of so many pauses in a row, and is then sent all the same."""
 COMPARED = 32
@@ -57,7 +59,7 @@ class RetryPolicy:
     attempts: int = 6
     first_seconds: float = 1.0
     most_seconds: float = 30.0
-    outage_seconds: float | None = 60.0
+    outage_seconds: float | None = OUTAGE_SECONDS
 
     def __post_init__(self) -> None:
         if self.attempts < 1:
@@ -185,7 +187,7 @@ class Answers:
                 f"the last: {said}"
             )
             self._of.give_up(self._of.gone)
-        elif self._turned_away == 2 and now >= self._said_seconds + SAY_AGAIN_SECONDS:
+        elif self._turned_away >= 2 and now >= self._said_seconds + SAY_AGAIN_SECONDS:
             self._said_seconds = now
             until = "until it answers" if limit is None else f"for up to {limit:g} seconds"
             logger.warning("%s does not answer (%s): it is asked again, %s.", self.name, said, until)

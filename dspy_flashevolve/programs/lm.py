@@ -81,10 +81,11 @@ class LanguageModels:
     Args:
         endpoints: of the run; get the signals.
         redaction: is told the LMs' secrets, and takes them out of what the LMs answer and raise.
+        paces: False for copies that do no more than that: the LMs retry by themselves.
     """
 
-    def __init__(self, endpoints: Endpoints, redaction: Redaction | None = None) -> None:
-        self.endpoints, self.redaction = endpoints, redaction or Redaction()
+    def __init__(self, endpoints: Endpoints, redaction: Redaction | None = None, paces: bool = True) -> None:
+        self.endpoints, self.redaction, self.paces = endpoints, redaction or Redaction(), paces
         self.waits: LoopWaits | None = None
         self._paced: dict[int, tuple[Any, Any]] = {}
 
@@ -113,7 +114,7 @@ class LanguageModels:
         if id(lm) not in self._paced:
             paced: Any = copy.copy(lm)  # shares what it refers to
             paced.__class__ = paced_class(type(lm))
-            paced.num_retries = 0
+            paced.num_retries = 0 if self.paces else lm.num_retries
             paced.pace = Pace(self, lm)
             self.redaction.add(secrets_held_by(lm))
             self._paced[id(lm)] = lm, paced
@@ -159,8 +160,9 @@ class Pace:
         """
         endpoint, waits, slot = self._endpoint, self.models.waits, current_slot()
         sent, again = Sent(), dict[str, Any]()
-        if waits is None or not waits.is_foreign():
-            return request(_plain(lm))
+        if waits is None or not waits.is_foreign() or not self.models.paces:
+            with self._without_secrets():
+                return self.models.redaction.known(request(self._alone(lm)))
         while True:
             if endpoint.open_seconds > waits.loop.time():
                 waits.wait(_untimed(slot, endpoint.admit, None))
@@ -187,8 +189,9 @@ class Pace:
         endpoint, slot = self._endpoint, current_slot()
         loop, waits = asyncio.get_running_loop(), self.models.waits
         sent, again = Sent(), dict[str, Any]()
-        if waits is None or waits.loop is not loop:
-            return await request(_plain(lm))
+        if waits is None or waits.loop is not loop or not self.models.paces:
+            with self._without_secrets():
+                return self.models.redaction.known(await request(self._alone(lm)))
         while True:
             await endpoint.admit(slot)
             began = loop.time()
@@ -205,6 +208,18 @@ class Pace:
                 return result
             finally:
                 endpoint.leave(sent)
+
+    def _alone(self, lm: Any) -> Any:
+        """What makes a request that is not paced."""
+        return _plain(lm) if self.models.paces else lm
+
+    @contextmanager
+    def _without_secrets(self) -> Generator[None, None, None]:
+        try:
+            yield
+        except Exception as error:
+            self.models.redaction.clean(chain_of(error))
+            raise
 
     async def _in_time(self, request: Awaitable[T]) -> T:
         with anyio.move_on_after(self.seconds):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any, Literal, TypeVar, cast
 
 import anyio
@@ -15,10 +17,11 @@ from dspy.utils.exceptions import AdapterParseError
 from dspy.utils.usage_tracker import track_usage
 
 from dspy_flashevolve.engine.budget import Reservation
-from dspy_flashevolve.engine.endpoints import RetryPolicy
+from dspy_flashevolve.engine.endpoints import OUTAGE_SECONDS, RetryPolicy
 from dspy_flashevolve.engine.errors import ConfigurationError, DataError
 from dspy_flashevolve.engine.limits import Bounds
 from dspy_flashevolve.engine.loop import LoopClock
+from dspy_flashevolve.engine.redaction import Redaction, secrets_in
 from dspy_flashevolve.engine.replay import RunJournal, hash_of
 from dspy_flashevolve.engine.rollouts import Granted, Rollout, RolloutKey, Spent, batch
 from dspy_flashevolve.engine.run import EvolutionRun
@@ -63,6 +66,8 @@ class DspyRun(EvolutionRun):
         max_seconds: no step starts after it; what runs is finished. None for no limit.
         schedule: "async", or "lockstep": one step at a time, nothing beside it, the same slots.
         rollout_timeout_seconds: a rollout that takes longer is given up and asked for again; None for no bound.
+        max_outage_seconds: when a provider that answers nothing is given up, and the longest Retry-After; None for
+            never.
         median_seconds: see :class:`Workflow`.
         seed: of the steps' randomness, and of jitter.
         priced: work out what LM calls cost, in dollars.
@@ -86,6 +91,7 @@ class DspyRun(EvolutionRun):
         max_seconds: float | None = None,
         schedule: Schedule = "async",
         rollout_timeout_seconds: float | None = None,
+        max_outage_seconds: float | None = OUTAGE_SECONDS,
         median_seconds: float | None = None,
         seed: int | None = 0,
         priced: bool = False,
@@ -96,7 +102,7 @@ class DspyRun(EvolutionRun):
     ) -> None:
         self.num_threads, self.max_concurrency, self.schedule = num_threads, max_concurrency, schedule
         self.max_metric_calls, self.max_seconds = max_metric_calls, max_seconds
-        self.rollout_timeout_seconds = rollout_timeout_seconds
+        self.rollout_timeout_seconds, self.max_outage_seconds = rollout_timeout_seconds, max_outage_seconds
         check_run(self)
         check_counts(self, "max_metric_calls")
         if not all(isinstance(one, list | tuple) and one for one in stages.values()):
@@ -122,26 +128,25 @@ class DspyRun(EvolutionRun):
             max_seconds=max_seconds,
             rollout_timeout_seconds=rollout_timeout_seconds,
             median_seconds=median_seconds,
-            retry=retry,
+            retry=replace(retry or RetryPolicy(), outage_seconds=max_outage_seconds),
             journal=journal,
             observers=(self.recorder, self._progress),
         )
         self.priced = priced
-        redaction = None if journal is None else journal.journal.redaction
-        self.models = LanguageModels(self.endpoints, redaction) if paced else None
+        redaction = Redaction(secrets_in(os.environ)) if journal is None else journal.journal.redaction
+        self.models = LanguageModels(self.endpoints, redaction, paced)
         self.settings["lm"] = self.paced(lm)
         self._shown_calls = shown_calls or max_metric_calls
         self._seconds: float | None = None
 
     def paced(self, lm: Any) -> Any:
         """The run's way to call an LM: paced, where the run paces LMs; None stays None."""
-        return lm if self.models is None else self.models.paced(lm)
+        return self.models.paced(lm)
 
     @asynccontextmanager
     async def opened(self) -> AsyncGenerator[None, None]:
         """See :meth:`EvolutionRun.opened`."""
-        if self.models is not None:
-            self.models.attach(asyncio.get_running_loop())
+        self.models.attach(asyncio.get_running_loop())
         try:
             with dspy.context(**self.settings):
                 async with super().opened():
@@ -150,8 +155,7 @@ class DspyRun(EvolutionRun):
         finally:
             self._seconds = self.clock() - self.clock.began
             self._progress.close()
-            if self.models is not None:
-                self.models.close()
+            self.models.close()
 
     async def asked(
         self,
@@ -178,8 +182,7 @@ class DspyRun(EvolutionRun):
             RolloutUnresolvedError: the provider gave no answer.
             RunAbortedError: the provider refused for good.
         """
-        copy = isolated_copy(module)
-        copy = copy if self.models is None else self.models.replace_in(copy)
+        copy = self.models.replace_in(isolated_copy(module))
         asks = self.settings.get("lm") if lm is None else self.paced(lm)
 
         async def call() -> Asked[T]:
@@ -360,7 +363,7 @@ def check_run(run: Any) -> None:
 
     Args:
         run: an optimizer or a run, with the attributes ``schedule``, ``num_threads``, ``max_concurrency``,
-            ``max_seconds`` and ``rollout_timeout_seconds``.
+            ``max_seconds``, ``rollout_timeout_seconds`` and ``max_outage_seconds``.
     """
     if run.schedule not in ("async", "lockstep"):
         raise ConfigurationError(f"schedule is {run.schedule!r}, expected 'async' or 'lockstep'.")
@@ -369,7 +372,7 @@ def check_run(run: Any) -> None:
         raise ConfigurationError(
             f"num_threads is {run.num_threads}, above max_concurrency={run.max_concurrency}. Give one of them."
         )
-    check_limits(run, "max_seconds", "rollout_timeout_seconds")
+    check_limits(run, "max_seconds", "rollout_timeout_seconds", "max_outage_seconds")
 
 
 def check_counts(run: Any, *names: str) -> None:

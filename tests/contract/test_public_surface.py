@@ -18,6 +18,7 @@ NEW = {
     "metric_lock",
     "max_concurrency",
     "max_cost",
+    "max_outage_seconds",
     "max_reflection_calls",
     "max_seconds",
     "rollout_timeout_seconds",
