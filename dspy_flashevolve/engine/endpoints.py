@@ -108,7 +108,7 @@ class Sent:
 
 class Answers:
     """Who is answered, and who is not: is it a request, or who is asked, that is in trouble? Made by
-    :class:`Endpoints`, for each endpoint, and for each stage."""
+    :class:`Endpoints`, for each endpoint, and for the stages that ask the same."""
 
     def __init__(self, name: str, of: Endpoints) -> None:
         self.name = name
@@ -310,7 +310,7 @@ class Endpoints:
         self.retried = 0
         """Requests that were made again."""
         self._sleeping: set[anyio.CancelScope] = set()
-        self._stages: dict[str, Answers] = {}
+        self._groups: dict[str, Answers] = {}
         self.limits: dict[str, AdaptiveLimit] = {}
         """Group of endpoints that share a limit -> the limit, where it adapts."""
         self.heard: set[str] = set()
@@ -332,8 +332,10 @@ class Endpoints:
         return self._endpoints.setdefault(name, Endpoint(name, self))
 
     def stage(self, name: str) -> Answers:
-        """Whole requests of a stage: what is left of faults when the endpoints' own requests were made again."""
-        return self._stages.setdefault(name, Answers(self._group_of_stage.get(name, name), self))
+        """Whole requests of a stage, and of those that ask the same: what is left of faults when the endpoints' own
+        requests were made again."""
+        group = self._group_of_stage.get(name, name)
+        return self._groups.setdefault(group, Answers(group, self))
 
     async def sleep(self, slot: Slot | None, seconds: float) -> None:
         """Wait, until :meth:`hurry` at the latest; from then on for a moment only. A slot is given back meanwhile."""

@@ -19,6 +19,7 @@ from dspy_flashevolve.engine.budget import Reservation
 from dspy_flashevolve.engine.endpoints import Endpoints, Sent
 from dspy_flashevolve.engine.errors import FlashEvolveError, RolloutUnresolvedError, TransientError
 from dspy_flashevolve.engine.events import EventBus, ExampleGivenUp, RequestFinished, RolloutFinished, RolloutTimedOut
+from dspy_flashevolve.engine.loop import check_main_thread
 from dspy_flashevolve.engine.replay import Rollout, RolloutKey, RunJournal
 from dspy_flashevolve.engine.scheduler import Requester, Scheduler, current_slot
 from dspy_flashevolve.engine.steps import Step, StepEnded
@@ -400,7 +401,9 @@ class _Run:
         try:
             with anyio.move_on_after(timeout) as bound:
                 _bind(bound)
-                return self._answered(await self._call(), clock() - began)
+                rollout = await self._call()
+                check_main_thread()
+                return self._answered(rollout, clock() - began)
         except anyio.get_cancelled_exc_class():
             if self._metric_began:
                 self._settle()

@@ -9,11 +9,14 @@ from typing import Any
 
 import dspy
 import pytest
-from dspy.utils.exceptions import LMRateLimitError, LMServerError
+from dspy.utils.exceptions import LMRateLimitError, LMServerError, LMTimeoutError
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from dspy_flashevolve import RunAbortedError
+from dspy_flashevolve.sim.virtual import run
 from tests.broken_server import BrokenServer
-from tests.contract.surface import ENDLESS, TRAIN, VAL, check_ends, check_winner, compiled, simulated
+from tests.contract.surface import ENDLESS, TRAIN, VAL, check_ends, check_winner, compiled, optimizer, simulated
 from tests.fakes import Chain, digits, fake_lm, hashed, reflection_lm, reply_for
 
 
@@ -195,19 +198,12 @@ def told_to_wait(*numbers: int) -> dspy.LM:
     return fake_lm(choose)
 
 
-@pytest.mark.parametrize("kind", [Chain, "thread"])
-def test_a_long_retry_after_neither_idles_the_run_nor_outlives_its_deadline(kind: Any) -> None:
-    class InThread(dspy.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.step = dspy.Predict("question -> answer")
-
-        def forward(self, question: str) -> Any:
-            return self.step(question=question)
-
-    program = InThread if kind == "thread" else kind
+@pytest.mark.parametrize("kind", ["loop", "thread"])
+def test_a_long_retry_after_neither_idles_the_run_nor_outlives_its_deadline(kind: str) -> None:
     with dspy.context(lm=told_to_wait(4, 20)):
-        stats = simulated(ENDLESS, program(), max_seconds=20, max_reflection_calls=60).async_stats
+        stats = simulated(
+            ENDLESS, InThread() if kind == "thread" else Chain(), max_seconds=20, max_reflection_calls=60
+        ).async_stats
     assert stats.outcome == "finished"
     assert stats.seconds < 40
     assert stats.metric_calls > 50, "the work of others goes on"
@@ -224,6 +220,76 @@ def test_a_stop_ends_every_wait() -> None:
             ENDLESS, gepa_kwargs={"stop_callbacks": [stop]}, max_outage_seconds=7200, max_seconds=100
         ).async_stats
     assert stats.seconds < 130
+
+
+class InThread(dspy.Module):
+    """As Chain, but nothing of it is awaited."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.step = dspy.Predict("question -> answer")
+
+    def forward(self, question: str) -> Any:
+        return self.step(question=question)
+
+
+FAULTS: dict[str, Callable[[], Exception]] = ALWAYS | {
+    "an hour": lambda: LMRateLimitError("429", retry_after=3600.0),
+    "refused": lambda: ConnectionRefusedError("connection refused"),
+    "timeout": lambda: LMTimeoutError("no answer"),
+}
+
+
+@settings(max_examples=25)
+@given(
+    faults=st.lists(
+        st.tuples(st.floats(0, 150), st.floats(0.1, 100), st.sampled_from(list(FAULTS)), st.floats(0.1, 1)), max_size=5
+    ),
+    kind=st.sampled_from(["async", "sync", "mixed"]),
+    slots=st.sampled_from([1, 3, 8]),
+    more=st.sampled_from([{}, {"schedule": "lockstep"}, {"max_seconds": 60}, {"rollout_timeout_seconds": 5.0}]),
+)
+def test_no_schedule_of_faults_leaves_a_run_that_waits_for_nothing(
+    faults: list[tuple[float, float, str, float]], kind: str, slots: int, more: dict[str, Any]
+) -> None:
+    """Faults of a share of the requests, from a time on, for a time; a metric that asks a judge in a thread."""
+    asked = 0
+
+    def choose(prompt: str) -> str:
+        nonlocal asked
+        asked += 1
+        now = LOOP[0].time()
+        for begin, length, name, share in faults:
+            if begin <= now < begin + length and hashed(asked, name) % 1000 < 1000 * share:
+                raise FAULTS[name]()
+        return answer(prompt)
+
+    lm = fake_lm(choose)
+
+    def metric(gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None) -> Any:
+        if kind == "mixed" and pred_name is None:
+            dspy.settings.lm(f"Is {pred.answer} right?")
+        return digits(gold, pred)
+
+    one = optimizer(150, metric=metric, num_threads=slots, reflection_lm=lm, **more)
+
+    async def compile_it() -> Any:
+        LOOP[:] = [asyncio.get_running_loop()]
+        with dspy.context(lm=lm):
+            student = InThread() if kind == "sync" else Slow()
+            return await one.acompile(student, trainset=TRAIN, valset=VAL)
+
+    try:
+        stats = run(compile_it).async_stats
+    except RunAbortedError as error:
+        assert "seed program" in str(error)  # noqa: PT017
+        return
+    check_ends(stats)
+    assert stats.outcome in ("finished", "failed")
+    assert stats.seconds < 3000, "in virtual time; the faults are over after 250 seconds"
+
+
+LOOP: list[Any] = []
 
 
 # Reflections
