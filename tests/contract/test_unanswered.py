@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import dspy
@@ -16,7 +17,17 @@ from hypothesis import strategies as st
 from dspy_flashevolve import RunAbortedError
 from dspy_flashevolve.sim.virtual import run
 from tests.broken_server import BrokenServer
-from tests.contract.surface import ENDLESS, TRAIN, VAL, check_ends, check_winner, compiled, optimizer, simulated
+from tests.contract.surface import (
+    ENDLESS,
+    TRAIN,
+    VAL,
+    check_ends,
+    check_winner,
+    compiled,
+    optimizer,
+    problems,
+    simulated,
+)
 from tests.fakes import Chain, digits, fake_lm, hashed, reflection_lm, reply_for
 
 
@@ -57,10 +68,10 @@ class Slow(Chain):
 
 @pytest.mark.parametrize("name", list(ALWAYS))
 def test_a_validation_example_without_an_answer_fails_for_every_candidate_alike(
-    name: str, caplog: pytest.LogCaptureFixture
+    name: str, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     with dspy.context(lm=except_for("v 3", ALWAYS[name])), caplog.at_level(logging.WARNING, "dspy_flashevolve"):
-        details = simulated(200, failure_score=-0.5).detailed_results
+        details = simulated(200, failure_score=-0.5, log_dir=str(tmp_path)).detailed_results
     stats = details.async_stats
     assert stats.outcome == "finished"
     assert len(details.val_subscores) > 1
@@ -71,6 +82,7 @@ def test_a_validation_example_without_an_answer_fails_for_every_candidate_alike(
     assert sum("v 3" in line or "Example 3 of val" in line for line in caplog.messages) == 1, "it is said once"
     assert stats.ended["failed"] == 0
     check_winner(details)
+    assert problems(tmp_path) == []
 
 
 def test_the_seed_scores_as_in_gepa_where_one_validation_example_gets_no_answer() -> None:
