@@ -94,7 +94,7 @@ class Sent:
         width_seconds: what :meth:`Scheduler.width_seconds` said then.
         faults: times that it was turned away.
         counted: those of them that count as attempts.
-        since: when it was turned away first.
+        since: requests that had come to an end before it was turned away first.
         is_odd: it was turned away last while others were answered: it is the request that gets no answer.
     """
 
@@ -102,7 +102,7 @@ class Sent:
     width_seconds: float = 0.0
     faults: int = 0
     counted: int = 0
-    since: float = 0.0
+    since: int = 0
     is_odd: bool = False
 
 
@@ -114,7 +114,8 @@ class Answers:
         self.name = name
         self._of = of
         self._under_way: set[Sent] = set()
-        self._last: deque[tuple[float, Sent, bool]] = deque(maxlen=COMPARED)
+        self._last: deque[tuple[int, Sent, bool]] = deque(maxlen=COMPARED)
+        self._count = 0
         self._silent_since: float | None = None
         self._turned_away = 0
         self._said_seconds = -math.inf
@@ -129,9 +130,7 @@ class Answers:
 
     def answered(self, sent: Sent) -> None:
         """It was answered."""
-        now = self._of.clock()
-        self.leave(sent)
-        self._last.append((now, sent, True))
+        self._note_end(sent, fine=True)
         self._silent_since, self._turned_away = None, 0
 
     def turned_away(self, sent: Sent, said: str, of_request: bool = False) -> None:
@@ -144,17 +143,21 @@ class Answers:
                 answered since it was turned away first.
         """
         now = self._of.clock()
-        self.leave(sent)
-        sent.since = sent.since if sent.faults else now
+        sent.since = sent.since if sent.faults else self._count
         sent.faults += 1
         others = [(one, fine) for at, one, fine in self._last if one is not sent and (of_request or at >= sent.since)]
         answered, away = ({one for one, fine in others if fine is kind} for kind in (True, False))
         sent.is_odd = len(answered) > len(away)
         sent.counted += self._of.hurried or len(answered) >= len(away)
-        self._last.append((now, sent, False))
+        self._note_end(sent, fine=False)
         self._silent_since = now if self._silent_since is None else self._silent_since
         self._turned_away += 1
         self._tell(now, said, sent.is_odd)
+
+    def _note_end(self, sent: Sent, fine: bool) -> None:
+        self.leave(sent)
+        self._last.append((self._count, sent, fine))
+        self._count += 1
 
     def goes_on(self, sent: Sent, attempts: int) -> bool:
         """Whether a request that was turned away is made again."""

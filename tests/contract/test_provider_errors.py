@@ -93,7 +93,7 @@ def test_bursts_of_errors_cost_no_score_and_no_call_of_the_budget(
 
     with dspy.context(lm=lm):
         try:
-            details = simulated(100, num_threads=slots, metric=metric).detailed_results
+            details = simulated(100, num_threads=slots, metric=metric, reflection_lm=lm).detailed_results
         except RunAbortedError as error:
             assert "seed program" in str(error)  # noqa: PT017
             return
