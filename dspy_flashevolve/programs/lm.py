@@ -81,7 +81,7 @@ class LanguageModels:
     Args:
         endpoints: of the run; get the signals.
         redaction: is told the LMs' secrets, and takes them out of what the LMs answer and raise.
-        paces: False for copies that do no more than that: the LMs retry by themselves.
+        paces: False for the LMs as they are.
     """
 
     def __init__(self, endpoints: Endpoints, redaction: Redaction | None = None, paces: bool = True) -> None:
@@ -104,7 +104,7 @@ class LanguageModels:
 
     def paced(self, lm: Any) -> Any:
         """The run's copy of a ``dspy.LM``, one an LM; anything else is given back as it is."""
-        if not isinstance(lm, dspy.LM):
+        if not isinstance(lm, dspy.LM) or not self.paces:
             return lm
         if hasattr(type(lm), "original_class"):
             pace: Any = getattr(lm, "pace", None)
@@ -114,7 +114,7 @@ class LanguageModels:
         if id(lm) not in self._paced:
             paced: Any = copy.copy(lm)  # shares what it refers to
             paced.__class__ = paced_class(type(lm))
-            paced.num_retries = 0 if self.paces else lm.num_retries
+            paced.num_retries = 0
             paced.pace = Pace(self, lm)
             self.redaction.add(secrets_held_by(lm))
             self._paced[id(lm)] = lm, paced
@@ -160,9 +160,9 @@ class Pace:
         """
         endpoint, waits, slot = self._endpoint, self.models.waits, current_slot()
         sent, again = Sent(), dict[str, Any]()
-        if waits is None or not waits.is_foreign() or not self.models.paces:
+        if waits is None or not waits.is_foreign():
             with self._without_secrets():
-                return self.models.redaction.known(request(self._alone(lm)))
+                return self.models.redaction.known(request(_plain(lm)))
         while True:
             if endpoint.open_seconds > waits.loop.time():
                 waits.wait(_untimed(slot, endpoint.admit, None))
@@ -189,9 +189,9 @@ class Pace:
         endpoint, slot = self._endpoint, current_slot()
         loop, waits = asyncio.get_running_loop(), self.models.waits
         sent, again = Sent(), dict[str, Any]()
-        if waits is None or waits.loop is not loop or not self.models.paces:
+        if waits is None or waits.loop is not loop:
             with self._without_secrets():
-                return self.models.redaction.known(await request(self._alone(lm)))
+                return self.models.redaction.known(await request(_plain(lm)))
         while True:
             await endpoint.admit(slot)
             began = loop.time()
@@ -208,10 +208,6 @@ class Pace:
                 return result
             finally:
                 endpoint.leave(sent)
-
-    def _alone(self, lm: Any) -> Any:
-        """What makes a request that is not paced."""
-        return _plain(lm) if self.models.paces else lm
 
     @contextmanager
     def _without_secrets(self) -> Generator[None, None, None]:
