@@ -118,7 +118,7 @@ def test_a_budget_for_the_seed_alone_returns_the_seed_with_a_warning(caplog: pyt
     with caplog.at_level(logging.WARNING, logger="dspy_flashevolve"):
         details = compiled(12).detailed_results
     assert len(details.candidates) == 1
-    assert "the seed will be returned. Give at least 27" in caplog.text
+    assert "the seed will be returned. Give at least 24" in caplog.text
 
 
 def test_equal_runs_in_virtual_time_are_equal() -> None:
