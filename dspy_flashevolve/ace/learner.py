@@ -18,9 +18,10 @@ from dspy_flashevolve.engine.replay import hash_of
 from dspy_flashevolve.engine.rollouts import Rollout
 from dspy_flashevolve.engine.steps import EndKind, Step, StepEnded
 from dspy_flashevolve.observe.statistics import Problem
+from dspy_flashevolve.programs.copies import isolated_copy
 from dspy_flashevolve.programs.records import ReplyText
 from dspy_flashevolve.programs.run import DspyRun
-from dspy_flashevolve.programs.runner import ProgramRunner, isolated_copy
+from dspy_flashevolve.programs.runner import ProgramRunner
 
 logger = logging.getLogger(__name__)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import math
 import signal
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Generator
@@ -16,6 +17,11 @@ import anyio
 from anyio.from_thread import start_blocking_portal
 
 T = TypeVar("T")
+
+
+def is_being_cancelled() -> bool:
+    """Whether a CancelledError that was caught here comes from outside; else the code that was called raised it."""
+    return anyio.current_effective_deadline() == -math.inf
 
 
 class LoopClock:

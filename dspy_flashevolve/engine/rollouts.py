@@ -6,7 +6,6 @@ interrupted run is not made again. Other requests (a reflection, an integration)
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from contextvars import ContextVar
@@ -19,6 +18,7 @@ from dspy_flashevolve.engine.budget import Reservation
 from dspy_flashevolve.engine.endpoints import Endpoints
 from dspy_flashevolve.engine.errors import FlashEvolveError, RolloutUnresolvedError, TransientError
 from dspy_flashevolve.engine.events import EventBus, RequestFinished, RolloutFinished, RolloutTimedOut
+from dspy_flashevolve.engine.loop import is_being_cancelled
 from dspy_flashevolve.engine.replay import Rollout, RolloutKey, RunJournal
 from dspy_flashevolve.engine.scheduler import Requester, Scheduler, current_slot
 from dspy_flashevolve.engine.steps import Step, StepEnded
@@ -117,7 +117,7 @@ async def batch(count: int, call: Callable[[int, Granted], Awaitable[T]]) -> lis
             except (RolloutUnresolvedError, NoLongerWantedError, StepEnded) as error:
                 put_off.append(error)
             except anyio.get_cancelled_exc_class() as error:
-                if anyio.current_effective_deadline() == -math.inf:
+                if is_being_cancelled():
                     raise
                 failure = RuntimeError("a request was cancelled by its own code")
                 failure.__cause__ = error

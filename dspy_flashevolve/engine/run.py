@@ -33,7 +33,7 @@ from dspy_flashevolve.engine.events import (
     Subscriber,
 )
 from dspy_flashevolve.engine.limits import Bounds
-from dspy_flashevolve.engine.loop import LoopClock, Threads, run_to_end
+from dspy_flashevolve.engine.loop import LoopClock, Threads, is_being_cancelled, run_to_end
 from dspy_flashevolve.engine.replay import RunJournal, Unfinished
 from dspy_flashevolve.engine.rollouts import Rollouts
 from dspy_flashevolve.engine.scheduler import Scheduler, StageVisit, median_shares
@@ -247,7 +247,7 @@ class EvolutionRun:
             try:
                 await work()
             except anyio.get_cancelled_exc_class() as error:
-                if anyio.current_effective_deadline() == -math.inf:
+                if is_being_cancelled():
                     raise
                 failure = RuntimeError(f"{self.name}: a step, or what runs beside them, was cancelled by its own code")
                 failure.__cause__ = error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -207,6 +207,27 @@ class Evaluations:
             scores_by_val_id=dict(zip(ids, done.scores, strict=True)),
             objective_scores_by_val_id=None if objectives is None else dict(zip(ids, objectives, strict=True)),
         )
+
+    def first_rollouts(self, count: int) -> None:
+        """See :meth:`ProgramRunner.first_rollouts`."""
+        self._program.first_rollouts(count)
+
+    async def announced(
+        self, candidate: Candidate, ids: Sequence[Any], validate: Callable[[], Awaitable[Evaluation]]
+    ) -> Evaluation:
+        """A full validation, of which dspy's callbacks hear as of one of ``dspy.Evaluate``.
+
+        Args:
+            ids: of its validation examples.
+            validate: makes it.
+        """
+
+        def results(found: Evaluation) -> list[tuple[Any, float]]:
+            return [(found.outputs_by_val_id[i], found.scores_by_val_id[i]) for i in ids]
+
+        if not ids:
+            return await validate()
+        return await self._program.announced(candidate, self._pool.loader.fetch(list(ids)), validate, results)
 
     async def parent(self, step: Step, task: ProposalTask[Any, Any], whole: bool) -> tuple[Batch, LateRollouts | None]:
         """A task's parent on its minibatch, until enough of it has finished to reflect on; the rest runs on beside.

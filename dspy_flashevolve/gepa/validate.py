@@ -75,10 +75,14 @@ class Validation:
                 f"The budget of {self._run.budget.limit} metric calls cannot hold the seed's validation of {len(ids)} "
                 "examples."
             )
+        seed = pool.seed_candidate
+
+        async def validate() -> Evaluation:
+            return await self.evaluations.validation("validate", _Seed(), pays, seed, ids, traced=False)
+
+        self.evaluations.first_rollouts(len(ids))
         try:
-            evaluation = await self.evaluations.validation(
-                "validate", _Seed(), pays, pool.seed_candidate, ids, traced=False
-            )
+            evaluation = await self.evaluations.announced(seed, ids, validate)
         except RolloutUnresolvedError as error:
             raise RunAbortedError(f"The seed program could not be validated: {error}") from error
         finally:
@@ -140,10 +144,12 @@ class Validation:
                 keys.append(key)
             return fresh
 
-        if self._run.lockstep or size == len(ids) or not self.pool.seed_confirmed:
-            fresh = await run(ids, "validate")
-        else:
-            fresh = joined(*await gather([prefix, lambda: run(ids[size:], "validate")]))
+        async def validate() -> Evaluation:
+            if self._run.lockstep or size == len(ids) or not self.pool.seed_confirmed:
+                return await run(ids, "validate")
+            return joined(*await gather([prefix, lambda: run(ids[size:], "validate")]))
+
+        fresh = await self.evaluations.announced(plan.candidate, plan.missing, validate)
         evaluation = await self.pool.write(
             callbacks.complete_validation, self.pool, plan, in_order(fresh, plan.missing)
         )

@@ -64,6 +64,8 @@ SDKS = frozenset({"anthropic", "cohere", "google", "groq", "huggingface_hub", "l
 """Packages whose errors come from a provider, whoever called it."""
 TRANSPORTS = frozenset({"aiohttp", "h11", "h2", "httpcore", "httpx", "requests", "urllib3"})
 """Packages whose errors come from a provider where an LM call raised them."""
+NO_PROVIDER = "LLM Provider NOT provided"
+"""What litellm says, with the status 400, of a model's name that names no provider."""
 WAITS = (408, 409, 425, 429)
 REFUSALS = (401, 402, 403, 404)
 BROKEN = (
@@ -176,7 +178,7 @@ def raise_provider_fault(error: Exception, heard: Sequence[BaseException] = ()) 
     said = str(culprit) or type(culprit).__name__
     if kind is Fault.LATER:
         raise TransientError(said, retry_after_of(culprit), attempts=getattr(culprit, ATTEMPTS, 1)) from error
-    if isinstance(culprit, LMUnsupportedModelError) or _status_of(culprit) == 404:
+    if isinstance(culprit, LMUnsupportedModelError) or _status_of(culprit) == 404 or NO_PROVIDER in said:
         raise RunAbortedError(
             f"The LM provider does not have what was asked for: {said}. Check the model's name and the address "
             "(api_base), then run again."
@@ -234,6 +236,8 @@ def _of_lm_error(error: LMError) -> Fault:
         return Fault.NEVER
     if isinstance(error, LMConfigurationError):  # a tool that cannot be described is the program's
         return Fault.REQUEST if isinstance(error.__cause__, lm15.ToolDerivationError) else Fault.NEVER
+    if NO_PROVIDER in str(error):
+        return Fault.NEVER
     if isinstance(error, LMInvalidRequestError):
         return Fault.REQUEST if error.status is None else _of_status(error.status)
     if isinstance(error, LMProviderError):  # of no kind: most often a body that is not JSON

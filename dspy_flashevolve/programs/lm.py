@@ -1,16 +1,19 @@
 """How the run calls the user's LMs: paced, their tokens counted, and a reply without a message told from an answer.
 
-``dspy.LM`` retries transient errors by itself, inside the slot, and tells nobody of a 429. The run calls paced copies
-of the user's LMs instead, with these retries off: a request that the provider turns away gives its slot back, waits as
-long as the provider said (else exponential backoff with full jitter), and is made again, up to the LM's own
-``num_retries`` and the run's. The user's LM is not changed. A paced LM shares its history, its callbacks, its
-connections and its cache keys; deep copies and pickles of it are plain LMs again. What is no ``dspy.LM`` is not paced.
+``dspy.LM`` retries transient errors by itself, inside the slot, and tells nobody of a 429. For the length of a run the
+user's LM is of a subclass that has these retries off where the run asks: a request that the provider turns away gives
+its slot back, waits as long as the provider said (else exponential backoff with full jitter), and is made again, up to
+the LM's own ``num_retries`` and the run's. It is the user's object that programs see and call, with its attributes and
+its history; whoever asks it from outside a run notices nothing, several runs may share it, and after the last of them
+its class is what it was. Deep copies and pickles of it are of the user's class. What is no ``dspy.LM`` is not paced: it
+is called as it is, and what it raises is retried a rollout at a time.
 """
 
 from __future__ import annotations
 
 import asyncio
 import copy
+import threading
 from collections.abc import Awaitable, Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -67,7 +70,7 @@ def endpoints_of(predictors: Iterable[Any], default: Any) -> set[str]:
 
 
 class LanguageModels:
-    """Makes the paced LMs of one run.
+    """Paces the LMs of one run.
 
     Args:
         endpoints: of the run; get the signals.
@@ -76,44 +79,70 @@ class LanguageModels:
     def __init__(self, endpoints: Endpoints) -> None:
         self.endpoints = endpoints
         self.waits: LoopWaits | None = None
-        self._paced: dict[int, tuple[Any, Any]] = {}
+        self._paced: dict[int, tuple[Any, Pace]] = {}
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Of dspy's, inside of which the run's requests are made."""
+        return {PACED_BY: self}
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
         """Say on which loop the run lives; before it, and after :meth:`close`, a paced LM is as the LM itself."""
         self.waits = LoopWaits(loop)
+        for lm, _ in list(self._paced.values()):
+            _begin(lm)
 
     def close(self) -> None:
         """The run has ended: threads that wait to call an LM again get an error."""
         if self.waits is not None:
             self.waits.close()
+            for lm, _ in list(self._paced.values()):
+                _end(lm)
         self.waits = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LanguageModels:
         return self
 
     def paced(self, lm: Any) -> Any:
-        """The run's copy of a ``dspy.LM``, one an LM; anything else is given back as it is."""
-        if not isinstance(lm, dspy.LM):
-            return lm
-        if hasattr(type(lm), "original_class"):
-            pace: Any = getattr(lm, "pace", None)
-            if pace is None or pace.models is self:
-                return lm
-            lm = pace.original  # it is paced by a run that this one runs inside of
-        if id(lm) not in self._paced:
-            paced: Any = copy.copy(lm)  # shares what it refers to
-            paced.__class__ = paced_class(type(lm))
-            paced.num_retries = 0
-            paced.pace = Pace(self, lm)
-            self._paced[id(lm)] = lm, paced
-        return self._paced[id(lm)][1]
+        """Pace a ``dspy.LM`` for the length of the run; anything else stays as it is. Gives ``lm`` back."""
+        if isinstance(lm, dspy.LM) and id(lm) not in self._paced:
+            mine = lm, Pace(self, lm)
+            if self._paced.setdefault(id(lm), mine) is mine and self.waits is not None:  # threads may come at once
+                _begin(lm)
+        return lm
 
-    def replace_in(self, program: Module) -> Module:
-        """Pace the predictors' own LMs in ``program``, which is changed."""
+    def pace_of(self, lm: Any) -> Pace:
+        """How the run calls an LM; one that a program made itself, as a copy of another, is called alike."""
+        _, pace = self._paced.get(id(lm)) or (lm, Pace(self, lm))
+        return pace
+
+    def pace_in(self, program: Module) -> Module:
+        """Pace the predictors' own LMs; gives ``program`` back."""
         for predictor in program.predictors():
-            if getattr(predictor, "lm", None) is not None:
-                predictor.lm = self.paced(predictor.lm)
+            self.paced(getattr(predictor, "lm", None))
         return program
+
+
+PACED_BY = "flashevolve_models"
+"""The setting of dspy's that says which run a call is made in: it reaches the threads that dspy starts."""
+_RUNS: dict[int, int] = {}
+"""LM (its id) -> how many runs pace it now."""
+_CLASSES = threading.Lock()
+
+
+def _begin(lm: Any) -> None:
+    with _CLASSES:
+        _RUNS[id(lm)] = _RUNS.get(id(lm), 0) + 1
+        if not hasattr(type(lm), "original_class"):
+            object.__setattr__(lm, "__class__", paced_class(type(lm)))
+
+
+def _end(lm: Any) -> None:
+    with _CLASSES:
+        _RUNS[id(lm)] -= 1
+        if not _RUNS[id(lm)]:
+            del _RUNS[id(lm)]
+            object.__setattr__(lm, "__class__", type(lm).original_class)
 
 
 class Pace:
@@ -134,7 +163,7 @@ class Pace:
 
         A thread keeps its slot while it waits: it keeps its place in the pool of threads too, and a rollout that got
         the slot could find no thread to run in. Where the run's loop cannot be waited for (on a loop, or after the
-        run), the plain LM makes the request.
+        run), the LM makes the request as it would without a run.
 
         Args:
             lm: the paced LM.
@@ -146,7 +175,7 @@ class Pace:
         endpoint, waits, slot = self._endpoint, self.models.waits, current_slot()
         attempt, again = 0, dict[str, Any]()
         if waits is None or not waits.is_foreign():
-            return request(_plain(lm))
+            return request(lm)
         while True:
             if endpoint.open_seconds > waits.loop.time():
                 waits.wait(_untimed(slot, endpoint.admit, None))
@@ -167,12 +196,12 @@ class Pace:
                 return result
 
     async def acall(self, lm: Any, request: Callable[..., Awaitable[Any]]) -> Any:
-        """The same on the run's loop, without the slot while it waits; on another loop the plain LM is called."""
+        """The same on the run's loop, without the slot while it waits; on another loop the LM is called as it is."""
         endpoint, slot = self._endpoint, current_slot()
         loop, waits = asyncio.get_running_loop(), self.models.waits
         attempt, again = 0, dict[str, Any]()
         if waits is None or waits.loop is not loop:
-            return await request(_plain(lm))
+            return await request(lm)
         while True:
             await endpoint.admit(slot)
             sent, began = Sent(), loop.time()
@@ -220,17 +249,23 @@ async def _untimed(slot: Slot | None, wait: Callable[..., Awaitable[None]], *arg
 
 @lru_cache(maxsize=64)
 def paced_class(kind: type[Any]) -> type[Any]:
-    """A subclass whose calls are paced. Callbacks hear of a call once, however often it is made."""
+    """A subclass whose calls are paced inside of a run. Callbacks hear of a call once, however often it is made."""
     call, acall = kind.__call__, kind.acall
     as_dspys = call is BaseLM.__call__ and acall is BaseLM.acall  # else the user's class has calls of its own
     if as_dspys:
         call, acall = getattr(call, "__wrapped__", call), getattr(acall, "__wrapped__", acall)
 
     def paced_call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return self.pace.call(self, lambda lm, **again: call(lm, *args, **{**kwargs, **again}))
+        models: LanguageModels | None = dspy.settings.get(PACED_BY)
+        if models is None:
+            return call(self, *args, **kwargs)
+        return models.pace_of(self).call(self, lambda lm, **again: call(lm, *args, **{**kwargs, **again}))
 
     async def paced_acall(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return await self.pace.acall(self, lambda lm, **again: acall(lm, *args, **{**kwargs, **again}))
+        models: LanguageModels | None = dspy.settings.get(PACED_BY)
+        if models is None:
+            return await acall(self, *args, **kwargs)
+        return await models.pace_of(self).acall(self, lambda lm, **again: acall(lm, *args, **{**kwargs, **again}))
 
     # Callbacks hear of a call's arguments by their names.
     def heard_call(self: Any, prompt: Any = None, *, messages: Any = None, **kwargs: Any) -> Any:
@@ -246,6 +281,12 @@ def paced_class(kind: type[Any]) -> type[Any]:
         if look is None or look.kept:
             kind.update_history(self, entry)
 
+    def num_retries(self: Any) -> int:
+        return vars(self)["num_retries"] if _LOOK.get() is None else 0
+
+    def set_num_retries(self: Any, value: int) -> None:
+        vars(self)["num_retries"] = value
+
     members: dict[str, Any] = {
         "__call__": with_callbacks(heard_call) if as_dspys else paced_call,
         "acall": with_callbacks(heard_acall) if as_dspys else paced_acall,
@@ -254,17 +295,16 @@ def paced_class(kind: type[Any]) -> type[Any]:
         "__module__": kind.__module__,
         "__qualname__": kind.__qualname__,
         "__doc__": kind.__doc__,
-        "dump_state": lambda self: _plain(self).dump_state(),
+        "num_retries": property(num_retries, set_num_retries),
         "original_class": kind,
     }
     return type(kind.__name__, (kind,), members)
 
 
 def _plain(paced: Any) -> Any:
-    """An LM that makes its requests as the user's does."""
+    """A shallow copy, of the user's class."""
     lm = copy.copy(paced)
-    lm.__class__ = type(paced).original_class
-    lm.num_retries = lm.__dict__.pop("pace").original.num_retries
+    object.__setattr__(lm, "__class__", type(paced).original_class)
     return lm
 
 

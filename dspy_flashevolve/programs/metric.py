@@ -37,6 +37,24 @@ def check_metric(metric: MetricFn) -> None:
         ) from error
 
 
+def no_score(metric: str, returned: Any, example: Any) -> Exception:
+    """What to raise for what is no score.
+
+    Args:
+        metric: its name.
+        returned: by the metric, for ``example``.
+
+    >>> no_score("exact_match", None, "the example")
+    TypeError("metric exact_match returned None for the example 'the example', expected a finite number, or a \
+dspy.Prediction with a score that is one.")
+    """
+    kind = ValueError if isinstance(returned, float) else TypeError
+    return kind(
+        f"metric {metric} returned {returned!r:.200} for the example {example!r:.500}, expected a finite number, or a "
+        "dspy.Prediction with a score that is one."
+    )
+
+
 def is_coroutine_metric(metric: MetricFn) -> bool:
     """True for ``async def`` functions and objects whose ``__call__`` is one."""
     return inspect.iscoroutinefunction(metric) or inspect.iscoroutinefunction(getattr(metric, "__call__", None))  # noqa: B004

@@ -11,8 +11,11 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import dspy
+from dspy.evaluate.evaluate import EvaluationResult
+from dspy.primitives.code_interpreter import CodeInterpreterError
 from dspy.primitives.module import Module
 from dspy.teleprompt.gepa.gepa_utils import DspyAdapter
+from dspy.utils.callback import with_callbacks
 from dspy.utils.usage_tracker import track_usage
 from gepa.core.adapter import EvaluationBatch
 
@@ -22,8 +25,9 @@ from dspy_flashevolve.engine.rollouts import Rollout
 from dspy_flashevolve.programs.faults import heard_lm_calls, raise_provider_fault
 from dspy_flashevolve.programs.lm import LanguageModels, cost_of, tokens_of
 from dspy_flashevolve.programs.metric import Metric
+from dspy_flashevolve.programs.place import has_own_aforward
 from dspy_flashevolve.programs.records import RolloutRecords
-from dspy_flashevolve.programs.runner import ProgramRunner, has_own_aforward
+from dspy_flashevolve.programs.runner import ProgramRunner
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +85,36 @@ class Reflection:
     cost_dollars: float = 0.0
 
 
+class _Announced(dspy.Evaluate):
+    """An evaluation as dspy's callbacks know it, made by the run.
+
+    Args:
+        evaluated: makes it; example, output and score of each example.
+        options: of ``dspy.Evaluate``.
+    """
+
+    def __init__(self, evaluated: Callable[[], Awaitable[list[tuple[Any, ...]]]], **options: Any) -> None:
+        super().__init__(**options)
+        self._evaluated = evaluated
+
+    @with_callbacks
+    async def __call__(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        program: Module,
+        metric: Any = None,
+        devset: Any = None,
+        num_threads: int | None = None,
+        display_progress: bool | None = None,
+        display_table: bool | int | None = None,
+        callback_metadata: dict[str, Any] | None = None,
+        save_as_csv: str | None = None,
+        save_as_json: str | None = None,
+    ) -> EvaluationResult:
+        results: Any = await self._evaluated()
+        score = 100 * sum(result[-1] for result in results) / len(results)
+        return EvaluationResult(round(score, 2), results)
+
+
 class DspyProgram:
     """Runs candidates of a student and reflects on them, through dspy's own GEPA adapter.
 
@@ -124,6 +158,47 @@ class DspyProgram:
     async def rollout(self, candidate: dict[str, str], example: Any, *, capture_traces: bool) -> Rollout:
         """See :meth:`ProgramRunner.rollout`."""
         return await self._runner.rollout(candidate, example, capture_traces=capture_traces)
+
+    def first_rollouts(self, count: int) -> None:
+        """See :meth:`ProgramRunner.first_rollouts`."""
+        self._runner.first_rollouts(count)
+
+    async def announced(
+        self,
+        candidate: dict[str, str],
+        examples: Sequence[Any],
+        evaluate: Callable[[], Awaitable[T]],
+        results: Callable[[T], Sequence[tuple[Any, float]]],
+    ) -> T:
+        """An evaluation of a candidate, of which dspy's callbacks hear as of one of ``dspy.Evaluate``.
+
+        Args:
+            examples: what it is evaluated on.
+            evaluate: makes it.
+            results: output and score of each example.
+        """
+        if not dspy.settings.callbacks:
+            return await evaluate()
+        try:
+            program = await self._threads.run(self.adapter.build_program, candidate)
+        except (SyntaxError, CodeInterpreterError):  # its rollouts will say so
+            program = self.adapter.student
+        found: list[T] = []
+
+        async def evaluated() -> list[tuple[Any, ...]]:
+            found.append(await evaluate())
+            return [(example, *result) for example, result in zip(examples, results(found[0]), strict=True)]
+
+        adapter = self.adapter
+        announced = _Announced(
+            evaluated,
+            devset=list(examples),
+            metric=adapter.metric_fn,
+            num_threads=adapter.num_threads,
+            failure_score=adapter.failure_score,
+        )
+        await announced(program, callback_metadata={"metric_key": "eval_full"})
+        return found[0]
 
     async def reflective_dataset(
         self,

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Literal, TypeVar, cast
 
-import anyio
 import dspy
 from dspy.primitives import Example, Module, Prediction
 from dspy.utils.exceptions import AdapterParseError
@@ -18,7 +16,7 @@ from dspy_flashevolve.engine.budget import Reservation
 from dspy_flashevolve.engine.endpoints import RetryPolicy
 from dspy_flashevolve.engine.errors import ConfigurationError, DataError
 from dspy_flashevolve.engine.limits import Bounds
-from dspy_flashevolve.engine.loop import LoopClock
+from dspy_flashevolve.engine.loop import LoopClock, is_being_cancelled
 from dspy_flashevolve.engine.replay import RunJournal, hash_of
 from dspy_flashevolve.engine.rollouts import Granted, Rollout, RolloutKey, Spent, batch
 from dspy_flashevolve.engine.run import EvolutionRun
@@ -26,17 +24,13 @@ from dspy_flashevolve.engine.scheduler import Requester
 from dspy_flashevolve.engine.steps import EndKind, Step, StepEnded
 from dspy_flashevolve.observe.progress import Progress
 from dspy_flashevolve.observe.statistics import Recorder, RunStats
+from dspy_flashevolve.programs.copies import isolated_copy
 from dspy_flashevolve.programs.faults import heard_lm_calls, raise_provider_fault
-from dspy_flashevolve.programs.lm import LanguageModels, calls_of, cost_of, endpoints_of, tokens_of
+from dspy_flashevolve.programs.lm import PACED_BY, LanguageModels, calls_of, cost_of, endpoints_of, tokens_of
 from dspy_flashevolve.programs.metric import Metric
+from dspy_flashevolve.programs.place import runs_on_loop
 from dspy_flashevolve.programs.records import Asked, ProgramRecord, ReplyText
-from dspy_flashevolve.programs.runner import (
-    ProgramRunner,
-    isolated_copy,
-    plain_adapter,
-    runs_on_loop,
-    settings_snapshot,
-)
+from dspy_flashevolve.programs.runner import ProgramRunner, plain_adapter, settings_snapshot
 from dspy_flashevolve.programs.vllm_metrics import watchers
 
 T = TypeVar("T")
@@ -128,12 +122,13 @@ class DspyRun(EvolutionRun):
         )
         self.priced = priced
         self.models = LanguageModels(self.endpoints) if paced else None
-        self.settings["lm"] = self.paced(lm)
+        self.paced(lm)
+        self.settings.update({PACED_BY: None} if self.models is None else self.models.settings)
         self._shown_calls = shown_calls or max_metric_calls
         self._seconds: float | None = None
 
     def paced(self, lm: Any) -> Any:
-        """The run's way to call an LM: paced, where the run paces LMs; None stays None."""
+        """The LM as it is given; the run paces it from now on, where it paces LMs."""
         return lm if self.models is None else self.models.paced(lm)
 
     @asynccontextmanager
@@ -178,7 +173,7 @@ class DspyRun(EvolutionRun):
             RunAbortedError: the provider refused for good.
         """
         copy = isolated_copy(module)
-        copy = copy if self.models is None else self.models.replace_in(copy)
+        copy = copy if self.models is None else self.models.pace_in(copy)
         asks = self.settings.get("lm") if lm is None else self.paced(lm)
 
         async def call() -> Asked[T]:
@@ -191,7 +186,7 @@ class DspyRun(EvolutionRun):
                     else:
                         answer = read(await self.threads.run(copy, **inputs))
                 except asyncio.CancelledError as error:
-                    if anyio.current_effective_deadline() == -math.inf:
+                    if is_being_cancelled():
                         raise  # the run is being cancelled, not the module by itself
                     failure = RuntimeError(f"the module was cancelled: {error}")
                 except Exception as error:

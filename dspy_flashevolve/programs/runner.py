@@ -8,44 +8,37 @@ provider is not a score (see :mod:`dspy_flashevolve.programs.faults`).
 from __future__ import annotations
 
 import asyncio
-import copy
-import inspect
 import logging
 import math
-from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable
+import traceback
+from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from enum import Enum
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import anyio
 import dspy
-from dspy.adapters.types.tool import Tool
-from dspy.clients.base_lm import BaseLM
 from dspy.primitives.code_interpreter import CodeInterpreterError
 from dspy.primitives.module import Module
 from dspy.teleprompt.bootstrap_trace import FailedPrediction
 from dspy.teleprompt.gepa.gepa_utils import DspyAdapter
-from dspy.utils.callback import BaseCallback
-from dspy.utils.dummies import DummyLM
 from dspy.utils.exceptions import AdapterParseError
 from dspy.utils.usage_tracker import track_usage
 
-from dspy_flashevolve.engine.errors import FlashEvolveError
-from dspy_flashevolve.engine.loop import Threads
+from dspy_flashevolve.engine.errors import FlashEvolveError, RunAbortedError
+from dspy_flashevolve.engine.loop import Threads, is_being_cancelled
 from dspy_flashevolve.engine.rollouts import Rollout
-from dspy_flashevolve.programs.faults import LmCalls, heard_lm_calls, raise_provider_fault
+from dspy_flashevolve.programs.copies import Copies, copied
+from dspy_flashevolve.programs.faults import LmCalls, fault_of, heard_lm_calls, raise_provider_fault
 from dspy_flashevolve.programs.lm import LanguageModels, cost_of, tokens_of
-from dspy_flashevolve.programs.metric import Metric
+from dspy_flashevolve.programs.metric import Metric, no_score
+from dspy_flashevolve.programs.place import NeedsThreadError, Place
 from dspy_flashevolve.programs.records import RolloutRecords
 
 logger = logging.getLogger(__name__)
 
 PROTOTYPES = 64
 """Programs that are kept ready; older ones are built again when they are needed."""
-BLOCKING = ("CodeAct", "Flex", "ProgramOfThought", "RLM")
-"""dspy's modules that run code in an interpreter and wait for it."""
 
 
 def settings_snapshot() -> dict[str, Any]:
@@ -76,7 +69,7 @@ class ProgramRunner:
         threads: where programs without a usable ``aforward`` run.
         priced: work out what the calls cost.
         models: pace the predictors' own LMs; None to call these as they are.
-        finite: a score that is no finite number is a failure, with a warning; else it is passed on, as dspy.GEPA does.
+        finite: a score that is no finite number is a failure, with a warning; else it ends the run.
     """
 
     def __init__(
@@ -97,14 +90,20 @@ class ProgramRunner:
         self._flex = bool(adapter._flex_paths)  # pyright: ignore[reportPrivateUsage]
         self.records = RolloutRecords(adapter.student, code=self._flex)
         """How its rollouts are written down."""
-        self._prototypes: OrderedDict[tuple[tuple[str, str], ...], Module | Exception] = OrderedDict()
+        self._student: tuple[Module, Copies] | None = None
+        self._prototypes: OrderedDict[tuple[tuple[str, str], ...], tuple[Module, Copies] | Exception] = OrderedDict()
         self._building = anyio.Lock()
-        self._on_loop: bool | None = None
+        self._place = Place(threads)
+        self._first: FirstRollouts | None = None
 
     @property
     def on_loop(self) -> bool:
         """Whether rollouts run on the loop; False before the first one."""
-        return bool(self._on_loop)
+        return bool(self._place.on_loop)
+
+    def first_rollouts(self, count: int) -> None:
+        """The next ``count`` rollouts are the run's first: where they all fail alike, their error ends the run."""
+        self._first = FirstRollouts(count)
 
     async def rollout(self, candidate: dict[str, str], example: dspy.Example, *, capture_traces: bool) -> Rollout:
         """Run ``candidate`` on ``example``.
@@ -112,18 +111,21 @@ class ProgramRunner:
         Raises:
             TransientError: the provider asks to come back later.
             RunAbortedError: the provider refuses for good.
+            TypeError, ValueError: what the metric returned is no score.
+            Exception: of the program or the metric, where all first rollouts failed alike.
         """
         prototype = await self._prototype(candidate)
         if isinstance(prototype, Exception):
             return Rollout(None, self._adapter.failure_score)
         with track_usage() as usage, heard_lm_calls() as calls:
-            run = await self._run(isolated_copy(prototype), example, calls)
+            program, copies = prototype
+            run = await self._run(lambda: copies.again(program), example, calls)
             if dspy.settings.track_usage and isinstance(run.prediction, dspy.Prediction):
                 run.prediction.set_lm_usage(usage.get_total_tokens())
             rollout = await self._scored(example, run, capture_traces, calls)
         return replace(rollout, tokens=tokens_of(usage), cost_dollars=cost_of(usage) if self._priced else 0.0)
 
-    async def _prototype(self, candidate: dict[str, str]) -> Module | Exception:
+    async def _prototype(self, candidate: dict[str, str]) -> tuple[Module, Copies] | Exception:
         """The program of a candidate; rollouts run copies of it. One is built at a time, each once."""
         key = tuple(sorted(candidate.items()))
         if key not in self._prototypes:
@@ -135,35 +137,39 @@ class ProgramRunner:
         self._prototypes.move_to_end(key)
         return self._prototypes[key]
 
-    def _built(self, candidate: dict[str, str]) -> Module | Exception:
+    def _built(self, candidate: dict[str, str]) -> tuple[Module, Copies] | Exception:
         if self._flex:
             try:
-                program: Module = self._adapter.build_program(candidate)
+                program, copies = copied(self._adapter.build_program(candidate))
             except (SyntaxError, CodeInterpreterError) as error:
                 logger.warning("Candidate failed to build (%s); its rollouts score as failures.", error)
                 return error
-        else:  # as dspy's adapter, but the data that a student carries is shared, not copied a candidate
-            program = isolated_copy(self._adapter.student)
+        else:  # as dspy's adapter, but large data that a student carries is copied once, not a candidate
+            if self._student is None:
+                self._student = copied(self._adapter.student)
+            student, copies = self._student
+            program = copies.again(student)
             for name, predictor in program.named_predictors():
                 if name in candidate:
                     signature: Any = predictor.signature
                     predictor.signature = signature.with_instructions(candidate[name])
-        return program if self._models is None else self._models.replace_in(program)
+        return program if self._models is None else self._models.pace_in(program), copies
 
-    async def _run(self, program: Module, example: dspy.Example, calls: LmCalls) -> _Run:
-        if self._on_loop is None:
-            self._on_loop = runs_on_loop(program)
+    async def _run(self, copied: Callable[[], Module], example: dspy.Example, calls: LmCalls) -> _Run:
+        program = copied()
         inputs: dict[str, Any] = {}
         trace: list[Any] = []
         with dspy.context(trace=trace):
             try:
                 inputs = dict(example.inputs())
-                if self._on_loop:
-                    prediction = await program.acall(**inputs)
-                else:
-                    prediction = await self._threads.run(program, **inputs)
+                try:
+                    prediction = await self._place.call(program, inputs)
+                except NeedsThreadError:
+                    program = copied()
+                    trace.clear()
+                    prediction = await self._place.call(program, inputs)
             except asyncio.CancelledError as error:
-                if anyio.current_effective_deadline() == -math.inf:
+                if is_being_cancelled():
                     raise  # the run is being cancelled, not the program by itself
                 return self._crash(trace, RuntimeError(f"the program was cancelled: {error}"), calls)
             except AdapterParseError as error:
@@ -192,9 +198,11 @@ class ProgramRunner:
     async def _scored(self, example: Any, run: _Run, capture_traces: bool, calls: LmCalls) -> Rollout:
         failure = self._adapter.failure_score
         if run.error is not None:
+            self._failed_alike(run.error, calls)
             logger.warning("Example scored as a failure: %s", _said(run.error))
             return self._failed(capture_traces, f"The program failed: {_said(run.error)}")
         if isinstance(run.prediction, FailedPrediction):
+            self._first = None
             if not (capture_traces or self._flex):
                 return self._failed(capture_traces, "The program's reply could not be read.")
             return self._rollout(example, run, failure)
@@ -204,11 +212,24 @@ class ProgramRunner:
             raise  # ours, not the metric's: the journal that could not note the call, say
         except Exception as error:
             raise_provider_fault(error, calls.errors)
+            self._failed_alike(error, calls)
             logger.warning("Metric %s raised on an example: %s", self._metric.name, _said(error))
             if self._flex:
                 return self._rollout(example, run, failure)
             return self._failed(capture_traces, f"The program answered, but the metric failed: {_said(error)}")
         return self._rollout(example, run, raw)
+
+    def _failed_alike(self, error: Exception, calls: LmCalls) -> None:
+        """Raise the error of a rollout if each of the first rollouts had it."""
+        if self._first is None or self._flex or isinstance(error, AdapterParseError):
+            self._first = None
+        elif said := self._first.failed(error):
+            logger.error("%s: %s", said, _said(error))
+            if fault_of(error, calls.errors) is not None:
+                raise RunAbortedError(f"{said}: {_said(error)}") from error
+            if add_note := getattr(error, "add_note", None):  # Python 3.11
+                add_note(said)
+            raise error
 
     def _failed(self, capture_traces: bool, error: str) -> Rollout:
         return Rollout(None if capture_traces else dspy.Prediction(), self._adapter.failure_score, error=error)
@@ -216,7 +237,10 @@ class ProgramRunner:
     def _rollout(self, example: Any, run: _Run, raw: Any) -> Rollout:
         score, objectives = raw, dict[str, float]()
         if isinstance(raw, dspy.Prediction):
-            score, objectives = raw.score, dict(raw.get("objective_scores") or {})
+            score, objectives = raw.get("score"), dict(raw.get("objective_scores") or {})
+        if not self._finite and not _is_number(score):
+            raise no_score(self._metric.name, raw, example)
+        self._first = None
         if self._finite and score is not None and not _is_number(score):
             logger.warning("Metric %s gave %r, expected a finite number: a failure.", self._metric.name, score)
             score = None
@@ -228,6 +252,40 @@ class ProgramRunner:
         )
 
 
+ALIKE = 8
+"""First rollouts that end a run if they all fail with one error: a mistake in a name, examples of another kind."""
+
+
+class FirstRollouts:
+    """Whether the first rollouts of a run all fail alike, so that nothing would be learnt from more of them.
+
+    Alike is: an error of one type, raised in one line of code. With one message, ``ALIKE`` are enough; else it may
+    depend on the data, and all of them are needed.
+
+    Args:
+        count: how many rollouts are the first.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count, self._failed = count, 0
+        self._places, self._messages = set[tuple[Any, ...]](), set[str]()
+
+    def failed(self, error: Exception) -> str:
+        """Take note of a failure; what is to be said where it was the last that it needed, else nothing."""
+        self._failed += 1
+        self._places.add(_raised_at(error))
+        self._messages.add(str(error))
+        enough = min(ALIKE, self._count) if len(self._messages) == 1 else self._count
+        alike = len(self._places) == 1 and self._failed >= enough
+        return f"All of the first {self._failed} rollouts failed alike" if alike else ""
+
+
+def _raised_at(error: Exception) -> tuple[Any, ...]:
+    """The type of an error, and the line of code that raised it."""
+    places = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    return type(error), *places[-1:]
+
+
 def _said(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
@@ -237,184 +295,3 @@ def _is_number(score: Any) -> bool:
         return not isinstance(score, str) and math.isfinite(score)
     except (TypeError, ValueError):
         return False
-
-
-# On the event loop, or in a thread?
-
-
-def runs_on_loop(program: Module) -> bool:
-    """True when ``program`` can be awaited and does the same as when it is called.
-
-    It needs an ``aforward`` that is at least as specific as its ``forward``: a subclass that overrides
-    only ``forward`` inherits an ``aforward`` that would skip its code. Every LM that it may call (its
-    predictors' own, else the configured one) must answer asynchronously. And what is known to block must
-    not be in it: dspy calls a tool that is no coroutine function on the loop, and code interpreters wait.
-    """
-    return (
-        has_own_aforward(program)
-        and all(answers_asynchronously(lm) for lm in _language_models(program))
-        and not any(_blocks(module) for _, module in program.named_sub_modules())
-    )
-
-
-def _blocks(module: Any) -> bool:
-    if any(kind.__name__ in BLOCKING and kind.__module__.startswith("dspy.") for kind in type(module).__mro__):
-        return True
-    tools = getattr(module, "tools", None)
-    listed = list(tools.values()) if isinstance(tools, dict) else tools if isinstance(tools, list | tuple) else []
-    return any(_blocking_tool(tool) for tool in listed)
-
-
-def _blocking_tool(tool: Any) -> bool:
-    function = tool.func if isinstance(tool, Tool) else tool
-    call = getattr(function, "__call__", None)  # noqa: B004
-    return callable(function) and not (inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call))
-
-
-def has_own_aforward(program: Module) -> bool:
-    """Whether a module's ``aforward`` is at least as specific as its ``forward``."""
-    if "forward" in vars(program) and "aforward" not in vars(program):
-        return False
-    for kind in type(program).__mro__:
-        if "aforward" in vars(kind):
-            return True
-        if "forward" in vars(kind):
-            return False
-    return False
-
-
-def _language_models(program: Module) -> list[Any]:
-    own = [getattr(predictor, "lm", None) for predictor in program.predictors()]
-    return [lm for lm in [*own, dspy.settings.lm] if lm is not None]
-
-
-def answers_asynchronously(lm: Any) -> bool:
-    """True when ``await lm.acall(...)`` works and does not block the loop for the length of a request."""
-    if isinstance(lm, DummyLM):
-        return True
-    if not isinstance(lm, BaseLM):
-        return inspect.iscoroutinefunction(getattr(lm, "acall", None))
-    engine = getattr(lm, "_engine_spec", "auto")
-    if not isinstance(engine, str) and getattr(lm, "_async_engine_spec", None) is None:
-        return False
-    return _overrides_aforward_last(getattr(type(lm), "original_class", type(lm)))
-
-
-def _overrides_aforward_last(kind: type) -> bool:
-    """Whether ``aforward`` is real, and no subclass changed ``forward`` or ``__call__`` alone."""
-    for base in kind.__mro__:
-        if base is BaseLM:
-            return False
-        names = vars(base)
-        if "aforward" in names or "acall" in names:
-            return True
-        if "forward" in names or "__call__" in names:
-            return False
-    return False
-
-
-LARGEST_CONTAINER = 256
-"""Containers with more elements are shared: they hold data (a corpus, an index), not state."""
-SEQUENCES = (list, deque)
-MAPPINGS = (dict, defaultdict, OrderedDict, Counter)
-OWN_WAYS = ("__slots__", "__copy__", "__deepcopy__", "__getstate__", "__setstate__", "__reduce__", "__del__")
-"""What a class has whose objects are more than their attributes."""
-VALUES = (type(None), bool, int, float, complex, str, bytes, Enum, type)
-"""What cannot change."""
-
-
-def isolated_copy(program: Module) -> Module:
-    """Copy the tree of modules, their small containers and plain objects; share everything else.
-
-    What a rollout may change is its own: attributes that are rebound, containers (of the standard kinds, with up to
-    ``LARGEST_CONTAINER`` elements) that are changed in place, and objects that hold nothing but values, containers,
-    modules and further such objects, as many in all, at any depth of the module tree. What holds anything else (a lock,
-    a socket, a function), LMs, callbacks, and large containers are shared by reference, as dspy.GEPA shares the whole
-    program between its threads. So the cost does not depend on the size of the data that a program carries.
-
-    Args:
-        program: any module; it is not changed.
-
-    Returns:
-        A module of the same class. Its call history is empty.
-    """
-    return cast(Module, _copied(program, {}))
-
-
-def _copied(value: Any, seen: dict[int, Any]) -> Any:
-    if id(value) in seen:
-        return seen[id(value)]
-    if isinstance(value, Module):
-        return _copied_module(value, seen)
-    kind = type(value)
-    if kind in SEQUENCES or kind in MAPPINGS:
-        return value if len(value) > LARGEST_CONTAINER else _copied_container(value, seen)
-    if kind is set:
-        return value if len(value) > LARGEST_CONTAINER else set(value)
-    if kind is tuple:
-        if len(value) > LARGEST_CONTAINER:
-            return value
-        items = tuple(_copied(item, seen) for item in value)
-        return items if any(new is not old for new, old in zip(items, value, strict=True)) else value
-    return _copied_object(value, seen) if _is_plain(value, {id(value)}) else value
-
-
-def _copied_container(value: Any, seen: dict[int, Any]) -> Any:
-    result = copy.copy(value)  # keeps a deque's length and a defaultdict's factory
-    result.clear()
-    seen[id(value)] = result
-    if isinstance(value, dict):
-        mapping = cast("dict[Any, Any]", value)
-        result.update({key: _copied(item, seen) for key, item in mapping.items()})
-    else:
-        result.extend(_copied(item, seen) for item in value)
-    return result
-
-
-def _copied_object(value: Any, seen: dict[int, Any]) -> Any:
-    result = copy.copy(value)
-    seen[id(value)] = result
-    vars(result).update({name: _copied(item, seen) for name, item in vars(value).items()})
-    return result
-
-
-def _is_plain(value: Any, seen: set[int]) -> bool:
-    """Whether an object is nothing but its attributes, and these are data."""
-    kind = type(value)
-    if isinstance(value, (*VALUES, BaseLM, BaseCallback)) or not hasattr(value, "__dict__"):
-        return False
-    if not _is_record(kind) and kind is not SimpleNamespace:
-        own = any(name in vars(base) for base in kind.__mro__[:-1] for name in OWN_WAYS)
-        if own or kind.__new__ is not object.__new__:
-            return False
-    return all(_is_data(item, seen) for item in vars(value).values())
-
-
-def _is_record(kind: type[Any]) -> bool:
-    """A class of pydantic's, such as ``dspy.History``."""
-    return hasattr(kind, "model_fields") and hasattr(kind, "__pydantic_validator__")
-
-
-def _is_data(value: Any, seen: set[int]) -> bool:
-    if isinstance(value, (*VALUES, Module)) or id(value) in seen:
-        return True
-    seen.add(id(value))
-    if len(seen) > LARGEST_CONTAINER:
-        return False
-    kind = type(value)
-    if kind in SEQUENCES or kind in MAPPINGS or kind in (set, tuple, frozenset):
-        items: Iterable[Any] = value.values() if isinstance(value, dict) else value
-        return len(value) > LARGEST_CONTAINER or all(_is_data(item, seen) for item in items)
-    return _is_plain(value, seen)
-
-
-def _copied_module(module: Module, seen: dict[int, Any]) -> Module:
-    result = copy.copy(module)
-    seen[id(module)] = result
-    # copy.copy goes through __getstate__, which drops history and callbacks, and __setstate__, which renews them.
-    for name, value in vars(module).items():
-        if name == "history":
-            result.history = []
-        else:
-            setattr(result, name, _copied(value, seen))
-    return result

@@ -29,7 +29,7 @@ from dspy_flashevolve.engine.rollouts import Rollout, RolloutKey, Rollouts
 from dspy_flashevolve.engine.scheduler import Scheduler
 from dspy_flashevolve.programs.faults import raise_provider_fault, retry_after_of
 from dspy_flashevolve.programs.lm import LanguageModels, endpoint_of, endpoints_of
-from dspy_flashevolve.programs.runner import answers_asynchronously
+from dspy_flashevolve.programs.place import answers_asynchronously
 from dspy_flashevolve.programs.vllm_metrics import watch, watchers
 from dspy_flashevolve.sim import PROFILES, SimServer
 from dspy_flashevolve.sim.virtual import SimulatedModel, run
@@ -66,7 +66,7 @@ class Run:
 
         async def call() -> Any:
             try:
-                with dspy.context(lm=self.models.paced(lm), adapter=dspy.ChatAdapter()):
+                with dspy.context(lm=self.models.paced(lm), adapter=dspy.ChatAdapter(), **self.models.settings):
                     if asynchronous:
                         return await PREDICT.acall(question=question)
                     return await self.threads.run(PREDICT, question=question)
@@ -278,7 +278,7 @@ def test_an_error_that_no_retry_mends_is_raised_at_once() -> None:
     lm = failing(1, lambda: LMAuthError("who?"))
 
     async def body(made: Run) -> None:
-        with dspy.context(lm=made.models.paced(lm)), pytest.raises(LMAuthError):
+        with dspy.context(lm=made.models.paced(lm), **made.models.settings), pytest.raises(LMAuthError):
             await PREDICT.acall(question="?")
 
     in_run(body)
@@ -287,16 +287,15 @@ def test_an_error_that_no_retry_mends_is_raised_at_once() -> None:
 
 def test_where_the_run_cannot_be_waited_for_a_paced_lm_is_as_the_lm_itself() -> None:
     lm = failing(2, lambda: LMRateLimitError("429", retry_after=0.0), num_retries=3)
-    kept: list[Any] = []
 
     async def body(made: Run) -> None:
-        kept.append(made.models.paced(lm))
-        assert kept[0]("on the loop itself") == ["[[ ## answer ## ]]\nyes\n\n[[ ## completed ## ]]"]
+        with dspy.context(**made.models.settings):
+            assert made.models.paced(lm)("on the loop itself") == ["[[ ## answer ## ]]\nyes\n\n[[ ## completed ## ]]"]
+            assert await made.threads.run(lambda: asyncio.run(lm.acall("on another loop")))
 
     in_run(body)
-    assert lm.engine.calls == 3
-    assert kept[0]("after the run")
-    assert asyncio.run(kept[0].acall("on another loop"))
+    assert lm.engine.calls == 4
+    assert lm("after the run")
 
 
 @pytest.mark.parametrize("virtually", [True, False])
@@ -323,6 +322,9 @@ def test_the_users_lm_stays_as_it_is_and_keeps_its_history() -> None:
     before, kwargs = dict(vars(lm)), dict(lm.kwargs)
 
     async def body(made: Run) -> list[str]:
+        assert made.models.paced(lm) is lm
+        assert isinstance(lm, dspy.LM)
+        assert lm.num_retries == 3
         return await made.ask_all(lm, 3)
 
     assert in_run(body) == ["yes"] * 3
@@ -333,25 +335,63 @@ def test_the_users_lm_stays_as_it_is_and_keeps_its_history() -> None:
 
 def test_copies_and_pickles_of_a_paced_lm_are_plain_lms_again() -> None:
     lm = dspy.LM("openai/gpt-5-nano", num_retries=2, api_base="http://localhost:1/v1")
-    paced = LanguageModels(endpoints({})).paced(lm)
-    assert isinstance(paced, dspy.LM)
-    assert paced is not lm
-    for plain in (copy.deepcopy(paced), pickle.loads(pickle.dumps(paced))):
-        assert type(plain) is dspy.LM
-        assert plain.num_retries == 2
-        assert not hasattr(plain, "pace")
-    assert paced.dump_state() == lm.dump_state()
-    assert hasattr(paced.copy(temperature=1.0), "pace")
+    state = lm.dump_state()
+
+    async def body(made: Run) -> None:
+        paced = made.models.paced(lm)
+        assert type(paced) is not dspy.LM
+        for plain in (copy.deepcopy(paced), pickle.loads(pickle.dumps(paced))):
+            assert type(plain) is dspy.LM
+            assert plain.num_retries == 2
+        assert paced.dump_state() == state
+        assert type(paced.copy(temperature=1.0)) is type(paced)
+
+    in_run(body)
+    assert type(lm) is dspy.LM
+    assert lm.dump_state() == state
 
 
-def test_each_lm_is_paced_once_and_what_is_no_dspy_lm_is_not() -> None:
-    models, lm = LanguageModels(endpoints({})), fake_lm(lambda prompt: "")
-    assert models.paced(lm) is models.paced(lm) is models.paced(models.paced(lm))
+def test_what_is_no_dspy_lm_is_not_paced() -> None:
     dummy = DummyLM([{"answer": "yes"}])
-    assert models.paced(dummy) is dummy
-    assert models.paced(None) is None
-    assert answers_asynchronously(models.paced(lm))
-    assert not answers_asynchronously(models.paced(fake_lm(lambda prompt: "", asynchronous=False)))
+    asynchronous, sync = fake_lm(lambda prompt: ""), fake_lm(lambda prompt: "", asynchronous=False)
+
+    async def body(made: Run) -> None:
+        assert made.models.paced(dummy) is dummy
+        assert made.models.paced(None) is None
+        assert answers_asynchronously(made.models.paced(asynchronous))
+        assert not answers_asynchronously(made.models.paced(sync))
+        assert type(dummy) is DummyLM
+
+    in_run(body)
+
+
+def test_runs_that_share_an_lm_pace_it_until_the_last_of_them_ends() -> None:
+    lm = failing(0, limited)
+
+    async def body(outer: Run) -> list[type]:
+        outer.models.paced(lm)
+        inner = Run.on_loop(1, {"fake"}, FAST)
+        inner.models.paced(lm)
+        during = type(lm)
+        inner.close()
+        assert await outer.ask(lm, "?") == "yes"
+        return [during, type(lm)]
+
+    during, after_inner = in_run(body)
+    assert during is after_inner is not dspy.LM
+    assert type(lm) is dspy.LM
+
+
+def test_who_asks_from_outside_of_a_run_meanwhile_gets_the_lm_as_it_is() -> None:
+    lm = failing(2, lambda: LMRateLimitError("429", retry_after=0.0), num_retries=3)
+
+    async def body(made: Run) -> None:
+        made.models.paced(lm)
+        assert await lm.acall("?")
+        assert made.models.endpoints.retried == 0
+
+    in_run(body)
+    assert lm.engine.calls == 3
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
@@ -399,7 +439,8 @@ def test_a_class_of_the_users_with_a_call_of_its_own_is_repeated_as_a_whole() ->
     lm = Shouting("fake/model", engine=plain.engine, async_engine=plain._async_engine_spec, cache=False)
 
     async def body(made: Run) -> Any:
-        return await made.threads.run(made.models.paced(lm), "hello")
+        with dspy.context(**made.models.settings):
+            return await made.threads.run(made.models.paced(lm), "hello")
 
     assert "YES" in in_run(body)[0]
 

@@ -5,16 +5,13 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
-from collections import Counter, defaultdict, deque
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import dspy
 import pytest
 from dspy.clients.base_lm import BaseLM
 from dspy.teleprompt.gepa.gepa_utils import DspyAdapter
-from dspy.utils.callback import BaseCallback
 from dspy.utils.dummies import DummyLM
 from dspy.utils.exceptions import ContextWindowExceededError, LMAuthError, LMRateLimitError, LMServerError
 
@@ -24,135 +21,9 @@ from dspy_flashevolve.engine.rollouts import Rollout
 from dspy_flashevolve.gepa.evaluate import as_batch
 from dspy_flashevolve.programs.faults import raise_provider_fault
 from dspy_flashevolve.programs.metric import Metric, check_metric
-from dspy_flashevolve.programs.runner import (
-    LARGEST_CONTAINER,
-    ProgramRunner,
-    answers_asynchronously,
-    isolated_copy,
-    runs_on_loop,
-)
+from dspy_flashevolve.programs.place import answers_asynchronously, runs_on_loop
+from dspy_flashevolve.programs.runner import ProgramRunner
 from tests.fakes import Chain, digits, examples, fake_lm, hashed, reply_for, task_lm
-
-# Copies
-
-
-class Stateful(dspy.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.step = dspy.Predict("question -> answer")
-        self.again = self.step
-        self.nested = {"list": [dspy.Predict("a -> b"), ("tuple", dspy.Predict("c -> d"))]}
-        self.seen: list[str] = []
-        self.corpus = list(range(LARGEST_CONTAINER + 1))
-        self.client = object()
-
-
-def test_a_copys_changes_never_reach_the_original() -> None:
-    original = Stateful()
-    copied: Any = isolated_copy(original)
-    copied.seen.append("x")
-    copied.step.demos.append("demo")
-    copied.nested["list"][0].signature = dspy.Signature("x -> y")
-    copied.nested["list"].append(1)
-    copied.new = True
-    assert original.seen == []
-    assert original.step.demos == []
-    assert list(original.nested["list"][0].signature.input_fields) == ["a"]
-    assert len(original.nested["list"]) == 2
-    assert not hasattr(original, "new")
-
-
-def test_a_copy_keeps_predictors_shared_within_the_program_shared() -> None:
-    copied: Any = isolated_copy(Stateful())
-    assert copied.step is copied.again
-    assert [name for name, _ in copied.named_predictors()] == [name for name, _ in Stateful().named_predictors()]
-
-
-def test_a_copy_shares_data_and_clients_so_that_its_cost_does_not_grow_with_them() -> None:
-    original = Stateful()
-    copied: Any = isolated_copy(original)
-    assert copied.corpus is original.corpus
-    assert copied.client is original.client
-
-
-@dataclass
-class Memory:
-    notes: list[Any] = field(default_factory=list[Any])
-    count: int = 0
-
-
-class Locked:
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.count = 0
-
-
-class Heard(BaseCallback):
-    def __init__(self) -> None:
-        self.count = 0
-
-
-class Plain(dspy.Module):
-    """Keeps its state in every kind of object that is nothing but data."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.step = dspy.Predict("question -> answer", callbacks=[Heard()])
-        self.step.demos = [dspy.Example(question="1 + 1", answer="2").with_inputs("question")]
-        self.memory = Memory(notes=[{"deep": [1]}])
-        self.memory.notes.append(self.memory)
-        self.same = self.memory
-        self.space = SimpleNamespace(seen=[1])
-        self.recent = deque([1, 2], maxlen=2)
-        self.groups: Any = defaultdict(list, a=[1])
-        self.words = Counter("aab")
-        self.talk = dspy.History(messages=[{"question": "q", "answer": "a"}])
-        self.locked = Locked()
-        self.corpus = Memory(notes=[Memory(notes=[n]) for n in range(LARGEST_CONTAINER)])
-        self.lm = fake_lm(lambda prompt: "")
-
-
-def state_of(program: Any) -> str:
-    memory = program.memory
-    plain = [memory.notes[:-1], memory.count, program.space, program.recent, program.groups, program.words]
-    return repr([*plain, program.talk, program.step.demos])
-
-
-def test_what_a_rollout_does_to_objects_that_are_nothing_but_data_never_reaches_the_original() -> None:
-    original = Plain()
-    before = state_of(original)
-    copied: Any = isolated_copy(original)
-    assert state_of(copied) == before
-    copied.memory.notes[0]["deep"].append(2)
-    copied.memory.count += 1
-    copied.space.seen.append(2)
-    copied.recent.append(3)
-    copied.groups["new"].append(1)
-    copied.words["b"] += 1
-    copied.talk.messages.append({"question": "r", "answer": "b"})
-    copied.step.demos[0].answer = "3"
-    assert state_of(original) == before
-
-
-def test_a_copys_objects_refer_to_each_other_as_the_originals_do() -> None:
-    copied: Any = isolated_copy(Plain())
-    assert copied.memory is copied.same is copied.memory.notes[-1]
-    assert (copied.recent.maxlen, copied.groups.default_factory) == (2, list)
-
-
-def test_a_copy_shares_what_is_more_than_data_and_what_is_too_much_of_it() -> None:
-    original = Plain()
-    copied: Any = isolated_copy(original)
-    assert copied.locked is original.locked
-    assert copied.corpus is original.corpus
-    assert copied.lm is original.lm
-    assert copied.step.callbacks[0] is original.step.callbacks[0]
-
-
-def test_a_copy_answers_as_the_original_does() -> None:
-    program = Chain(3)
-    assert isolated_copy(program)(question="q").answer == program(question="q").answer
-
 
 # Loop or thread
 
@@ -332,6 +203,11 @@ def test_a_program_that_changes_itself_starts_each_rollout_as_it_was() -> None:
 
     rollouts = roll_out(adapter_for(Remembers(), digits), digits, examples("q", 5), True)
     assert [rollout.output.answer for rollout in rollouts] == ["1"] * 5
+
+
+@dataclass
+class Memory:
+    notes: list[Any] = field(default_factory=list[Any])
 
 
 class Changes(dspy.Module):

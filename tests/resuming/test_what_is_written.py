@@ -72,14 +72,12 @@ def test_whatever_cannot_be_written_fails_the_flush_and_does_not_hang(tmp_path: 
 
 
 @pytest.mark.parametrize("options", [{"schedule": "lockstep"}, {"staleness": "full"}, {}])
-@pytest.mark.parametrize("kind", ["nan", "objectives"])
+@pytest.mark.parametrize("score", [0.5, True, 1])
 def test_scores_that_json_or_sqlite_does_not_know_do_not_end_a_run(
-    tmp_path: Path, kind: str, options: dict[str, Any]
+    tmp_path: Path, score: Any, options: dict[str, Any]
 ) -> None:
     def metric(gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None) -> Any:
-        if kind == "nan":
-            return dspy.Prediction(score=float("nan"), feedback="-")
-        return dspy.Prediction(score=0.5, feedback="-", objective_scores={"a": Fraction(1, 4)})
+        return dspy.Prediction(score=score, feedback="-", objective_scores={"a": Fraction(1, 4)})
 
     run(tmp_path, 60, predictors=1, metric=metric, **options)
     run(tmp_path, 80, predictors=1, metric=metric, **options)

@@ -1,0 +1,378 @@
+"""Copies of a program: what a rollout changes is its own, and nothing of the student is changed.
+
+dspy.GEPA runs a candidate on ``student.deepcopy()``, which its threads share; a rollout here has a copy of its own.
+
+=====================================================  ===============================================================
+in the program                                         in the copy
+=====================================================  ===============================================================
+modules, lists, dicts, sets, tuples, objects           copied, at any depth; a module's call history is empty
+bound methods, ``functools.partial``, ``lru_cache``    bound to the copy of what they were bound to
+``dspy.Tool``, callable objects                        copied, with the function that they call
+functions without a closure, classes                   shared: they hold nothing of the program's
+functions with a closure, or with defaults             new ones over the copies of what belongs to the program; what
+                                                       does not (a counter or a client of the caller's) is shared
+locks and semaphores                                   shared: what they guard may be; asyncio's are copied once
+LMs, dspy callbacks, event loops, tasks, threads       shared, and so is a plain object that holds a thread or a task
+objects that cannot be copied (a connection, say), or  shared; one that holds such an object is copied attribute by
+have a ``__del__``                                     attribute
+more than ``LARGEST`` elements, 64 kB of an array      copied once, shared by the rollouts: the cost of a rollout does
+                                                       not grow with the data that a program carries
+=====================================================  ===============================================================
+
+An object whose class says itself how it is copied (``__deepcopy__``, ``__reduce__``, ``__slots__`` ...) is copied as
+``copy.deepcopy`` does it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import functools
+import inspect
+import io
+import sys
+import threading
+import weakref
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Collection, Iterable
+from concurrent.futures import Executor
+from contextvars import ContextVar
+from enum import Enum
+from types import BuiltinMethodType, CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from typing import Any, cast
+
+import anyio
+from dspy.clients.base_lm import BaseLM
+from dspy.primitives.module import Module
+from dspy.utils.callback import BaseCallback
+
+LARGEST = 1000
+"""Elements of what is copied for each rollout; what has more is copied once."""
+BYTES_AN_ELEMENT = 64
+"""How many bytes of an array count as one element."""
+VALUES = frozenset({type(None), bool, int, float, complex, str, bytes, type, type(...), type(NotImplemented)})
+"""What cannot change."""
+SEQUENCES = (list, deque)
+MAPPINGS = (dict, defaultdict, OrderedDict, Counter)
+LOCKS = (type(threading.Lock()), type(threading.RLock()), threading.Semaphore, threading.local)
+LOOP_LOCKS = (asyncio.Lock, asyncio.Semaphore, anyio.Lock, anyio.Semaphore, anyio.CapacityLimiter)
+"""They belong to the loop that they are first waited for on, so that runs cannot share them; rollouts do."""
+SHARED = (type, Enum, BaseLM, BaseCallback, ModuleType, ContextVar, weakref.ref, *LOCKS)
+RESOURCES = (io.IOBase, Executor)
+ACTIVE = (asyncio.AbstractEventLoop, asyncio.Future, threading.Thread)
+"""They work on objects of their owner's, so that a copy of the owner would wait for them in vain."""
+OWN_WAYS = ("__slots__", "__copy__", "__deepcopy__", "__getstate__", "__setstate__", "__reduce__", "__reduce_ex__")
+"""What a class has whose objects are more than their attributes."""
+CACHED = type(functools.lru_cache(lambda: None))
+
+
+def isolated_copy(program: Module) -> Module:
+    """A copy of a program that shares with it only what the table above says.
+
+    Args:
+        program: any module; it is not changed.
+
+    Returns:
+        A module of the same class. Its call history is empty.
+    """
+    return copied(program)[0]
+
+
+def copied(program: Module) -> tuple[Module, Copies]:
+    """A copy of a program, and what makes further ones of it."""
+    copies = Copies()
+    return copies.first(program), copies
+
+
+class Copies:
+    """Copies one program, and then its copy for each rollout."""
+
+    def __init__(self) -> None:
+        self._shared: dict[int, Any] = {}
+
+    def first(self, program: Module) -> Module:
+        """A copy that shares no data with the program, however large."""
+        return _Copying(self._shared, first=True).program(program)
+
+    def again(self, program: Module) -> Module:
+        """A copy of what :meth:`first` or this method has returned: it shares large data with that.
+
+        Any number of threads may call it at once.
+        """
+        return _Copying(self._shared, first=False).program(program)
+
+
+class _ActiveError(Exception):
+    """An object holds a thread or a task, which knows its owner."""
+
+
+class _UncopyableError(Exception):
+    """An object cannot be copied."""
+
+
+class _Copying:
+    """One copy of one program.
+
+    Args:
+        shared: id -> what copies share; the first copy finds it out.
+        first: copy large data, too, and say that further copies share it.
+    """
+
+    def __init__(self, shared: dict[int, Any], first: bool) -> None:
+        self._shared, self._first = shared, first
+        self._memo: dict[int, Any] = {}
+        self._own: set[int] = set()
+        self._cells: list[tuple[CellType, CellType]] = []
+        self._whole = False  # raise for what cannot be copied
+        self._elements = 0
+        self._modules = 0
+
+    def program(self, program: Module) -> Module:
+        self._memo.update({id(lm): lm for one in program.predictors() if (lm := getattr(one, "lm", None)) is not None})
+        if self._first:
+            self._walk(program)
+        result = self.copy(program)
+        while self._cells:
+            new, old = self._cells.pop()
+            new.cell_contents = self.copy(old.cell_contents)
+        return cast(Module, result)
+
+    def _walk(self, program: Module) -> None:
+        """Find out what belongs to the program: all that it holds, but not what functions have in their closures."""
+        waiting: list[Any] = [program]
+        while waiting:
+            value = waiting.pop()
+            if type(value) not in VALUES and not isinstance(value, SHARED) and id(value) not in self._own:
+                self._own.add(id(value))
+                if not isinstance(value, FunctionType):
+                    waiting += _parts_of(value)
+
+    def copy(self, value: Any) -> Any:
+        kind = type(value)
+        if kind in VALUES or isinstance(value, SHARED):
+            return value
+        if isinstance(value, Module) or (kind is FunctionType and _holds(value)):
+            self._modules += 1
+        if id(value) in self._memo:
+            return self._memo[id(value)]
+        if id(value) in self._shared:
+            return value
+        elements, modules = self._elements, self._modules
+        result = self._copied(value, kind)
+        large = self._elements - elements > LARGEST and self._modules == modules
+        if large or isinstance(value, LOOP_LOCKS):
+            self._elements = elements
+            if self._first and result is not value:
+                self._shared[id(result)] = result
+        return result
+
+    def _copied(self, value: Any, kind: type) -> Any:
+        if isinstance(value, Module):
+            return self._module(value)
+        if kind in SEQUENCES or kind in MAPPINGS:
+            return self._container(value)
+        if kind in (tuple, set, frozenset):
+            self._elements += len(value)
+            items = [self.copy(item) for item in value]
+            same = kind is not set and all(new is old for new, old in zip(items, value, strict=True))
+            return self._keep(value, value if same else kind(items))
+        if kind in (MethodType, BuiltinMethodType):
+            return self._method(value)
+        if kind is functools.partial:
+            arguments = [self.copy(one) for one in (value.func, value.args, value.keywords)]
+            return self._keep(value, functools.partial(arguments[0], *arguments[1], **arguments[2]))
+        if kind is CACHED:
+            called = self.copy(value.__wrapped__)
+            same = called is value.__wrapped__
+            return self._keep(value, value if same else functools.lru_cache(**value.cache_parameters())(called))
+        if kind is FunctionType:
+            return self._function(value) if _holds(value) else value
+        return self._object(value)
+
+    def _keep(self, value: Any, result: Any) -> Any:
+        self._memo[id(value)] = result
+        return result
+
+    def _module(self, module: Module) -> Module:
+        result = self._keep(module, copy.copy(module))
+        whole, self._whole = self._whole, False
+        # copy.copy goes through __getstate__, which drops history and callbacks, and __setstate__, which renews them.
+        for name, value in vars(module).items():
+            if name == "history":
+                result.history = []
+            else:
+                vars(result)[name] = list(value) if name == "callbacks" else self.copy(value)
+        self._whole = whole
+        return result
+
+    def _container(self, value: Any) -> Any:
+        result = self._keep(value, copy.copy(value))  # keeps a deque's length and a defaultdict's factory
+        self._elements += len(value)
+        result.clear()
+        if isinstance(value, dict):
+            mapping = cast("dict[Any, Any]", value)
+            result.update({self.copy(key): self.copy(item) for key, item in mapping.items()})
+            if isinstance(value, defaultdict):
+                result.default_factory = self.copy(cast(Any, value).default_factory)
+        else:
+            result.extend(self.copy(item) for item in value)
+        return result
+
+    def _method(self, value: Any) -> Any:
+        owner = value.__self__
+        bound = self.copy(owner)
+        if bound is owner:
+            return value
+        return MethodType(value.__func__, bound) if isinstance(value, MethodType) else getattr(bound, value.__name__)
+
+    # Functions
+
+    def _function(self, value: FunctionType) -> FunctionType:
+        cells = tuple(map(self._cell, value.__closure__ or ()))
+        result = FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, cells)
+        self._keep(value, result)
+        for name in ("__annotations__", "__doc__", "__module__", "__qualname__"):
+            setattr(result, name, getattr(value, name))
+        if value.__defaults__:
+            result.__defaults__ = tuple(map(self._of_closure, value.__defaults__))
+        if value.__kwdefaults__:
+            result.__kwdefaults__ = {name: self._of_closure(one) for name, one in value.__kwdefaults__.items()}
+        vars(result).update({name: self._of_closure(one) for name, one in vars(value).items()})
+        return result
+
+    def _cell(self, cell: CellType) -> CellType:
+        """A variable of a closure; what is not of the program's stays the caller's, who may look at it, or assign."""
+        if id(cell) in self._shared:
+            return cell
+        if id(cell) in self._memo:
+            return self._memo[id(cell)]
+        if self._first and (_is_empty(cell) or not self._reaches(cell.cell_contents, set(), self._own)):
+            return self._share(cell)
+        new = CellType()
+        self._cells.append((new, cell))
+        return self._keep(cell, new)
+
+    def _of_closure(self, value: Any) -> Any:
+        reached = not self._first or self._reaches(value, set(), self._own)
+        return self.copy(value) if reached else self._share(value)
+
+    def _reaches(self, value: Any, seen: set[int], own: Collection[int] = ()) -> bool:
+        """Whether a module, or one of the objects ``own``, can be reached from a value."""
+        if isinstance(value, Module) or id(value) in own:
+            return True
+        if type(value) in VALUES or isinstance(value, SHARED) or id(value) in seen or len(seen) > LARGEST:
+            return False
+        seen.add(id(value))
+        return any(self._reaches(part, seen, own) for part in _parts_of(value))
+
+    # Objects
+
+    def _object(self, value: Any) -> Any:
+        size = len(self._memo)
+        if self._whole:
+            return self._whole_object(value)
+        self._whole = True
+        try:
+            return self._whole_object(value)
+        except _ActiveError:
+            self._forget(size)
+            opens = False
+        except Exception:
+            self._forget(size)
+            opens = True
+        finally:
+            self._whole = False
+        if isinstance(value, RESOURCES + ACTIVE) or not _is_plain(value) or hasattr(value, "__del__"):
+            return self._share(value)
+        return self._opened(value) if opens or not self._first or self._reaches(value, set()) else self._share(value)
+
+    def _whole_object(self, value: Any) -> Any:
+        """The copy of an object and of all that is in it.
+
+        Raises:
+            Exception: something in it cannot be copied.
+        """
+        if isinstance(value, ACTIVE):
+            raise _ActiveError
+        if isinstance(value, RESOURCES) or hasattr(value, "__del__"):  # the end of a copy must close nothing
+            raise _UncopyableError
+        if not _is_plain(value):
+            size = len(self._memo)
+            result = copy.deepcopy(value, self._memo)
+            self._elements += len(self._memo) - size + sys.getsizeof(result) // BYTES_AN_ELEMENT
+            return result
+        result = self._keep(value, copy.copy(value))
+        self._elements += len(vars(value))
+        vars(result).update({name: self.copy(item) for name, item in vars(value).items()})
+        return result
+
+    def _opened(self, value: Any) -> Any:
+        """The copy of an object that holds what cannot be copied: that is shared, the rest is its own."""
+        result = self._keep(value, copy.copy(value))
+        for name, item in vars(value).items():
+            size = len(self._memo)
+            self._whole = True
+            try:
+                vars(result)[name] = self.copy(item)
+                continue
+            except Exception:
+                self._forget(size)
+            finally:
+                self._whole = False
+            reached = not self._first or self._reaches(item, set())
+            vars(result)[name] = self.copy(item) if reached else self._share(item)
+        return result
+
+    def _forget(self, size: int) -> None:
+        """What was copied after the first ``size`` objects was for nothing."""
+        while len(self._memo) > size:
+            self._memo.popitem()
+
+    def _share(self, value: Any) -> Any:
+        if self._first and type(value) not in VALUES:
+            self._shared[id(value)] = value
+        return value
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether an object is nothing but its attributes."""
+    return hasattr(value, "__dict__") and _has_plain_objects(type(value))
+
+
+@functools.lru_cache(maxsize=256)
+def _has_plain_objects(kind: type) -> bool:
+    if kind is SimpleNamespace or (hasattr(kind, "model_fields") and hasattr(kind, "__pydantic_validator__")):
+        return True  # pydantic's, such as dspy.History and dspy.Tool
+    own = any(name in vars(base) for base in kind.__mro__[:-1] for name in OWN_WAYS)
+    return not own and kind.__new__ is object.__new__
+
+
+def _holds(function: FunctionType) -> bool:
+    """Whether a function holds something that can change."""
+    return any(type(one) not in VALUES for one in _parts_of(function))
+
+
+def _is_empty(cell: CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return True
+    return False
+
+
+def _parts_of(value: Any) -> Iterable[Any]:
+    """What a value holds directly."""
+    if isinstance(value, dict):
+        return list(cast("dict[Any, Any]", value).values())
+    if isinstance(value, (list, tuple, set, frozenset, deque)):
+        return list(cast("Iterable[Any]", value))
+    if isinstance(value, (MethodType, BuiltinMethodType)):
+        return [value.__self__]
+    if isinstance(value, functools.partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, FunctionType):
+        cells = [cell.cell_contents for cell in value.__closure__ or () if not _is_empty(cell)]
+        return [*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values(), *vars(value).values()]
+    if isinstance(value, (ModuleType, *ACTIVE)) or inspect.isclass(value):
+        return []
+    return list(getattr(value, "__dict__", {}).values())

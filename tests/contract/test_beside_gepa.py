@@ -1,0 +1,416 @@
+"""AsyncGEPA beside dspy.GEPA, on code of the user's: the same LM object, the same tools, the same errors."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import threading
+import traceback
+from typing import Any, ClassVar
+
+import dspy
+import pytest
+from dspy.utils.callback import BaseCallback
+
+from dspy_flashevolve import AsyncGEPA, RunAbortedError
+from tests.contract.surface import TRAIN, VAL
+from tests.fakes import AsyncFakeEngine, Chain, FakeEngine, digits, examples, fake_lm, hashed, reply_for
+
+OPTIMIZERS = {
+    "dspy.GEPA": (dspy.GEPA, {}),
+    "async": (AsyncGEPA, {}),
+    "lockstep": (AsyncGEPA, {"schedule": "lockstep"}),
+}
+"""Name -> class, options."""
+NO_LM = object()
+ours = pytest.mark.parametrize("name", ["async", "lockstep"])
+every = pytest.mark.parametrize("name", list(OPTIMIZERS))
+
+
+def optimized(name: str, program: dspy.Module, metric: Any = digits, lm: Any = None, **options: Any) -> Any:
+    """What one of the optimizers makes of a program."""
+    kind, own = OPTIMIZERS[name]
+    settings: dict[str, Any] = {"max_metric_calls": 80, "num_threads": 4, "track_stats": True}
+    settings |= {"reflection_lm": fake_lm(lambda prompt: reply_for(prompt, new_instruction="Look closely."))} | own
+    data = {"trainset": options.pop("trainset", TRAIN), "valset": options.pop("valset", VAL)}
+    optimizer = kind(metric, **(settings | options))
+    if lm is None:
+        return optimizer.compile(program, **data)
+    with dspy.context(lm=None if lm is NO_LM else lm):
+        return optimizer.compile(program, **data)
+
+
+# Tools
+
+
+class Agent(dspy.Module):
+    """An agent whose tool asks another predictor of the program, and notes that it was asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lookup = dspy.Predict("query -> found")
+        self.agent = dspy.ReAct("question -> answer", tools=[self.search], max_iters=2)
+        self.asked: list[str] = []
+
+    def search(self, query: str) -> str:
+        """Search."""
+        self.asked.append(query)
+        return str(self.lookup(query=query).found)
+
+    def forward(self, question: str) -> Any:
+        answer = self.agent(question=question).answer
+        assert len(self.asked) == len(set(self.asked)), "a rollout has its own notes"
+        return dspy.Prediction(answer=answer)
+
+
+def agents_lm() -> dspy.LM:
+    """Searches once; what is found depends on the instruction of the one who looks it up."""
+
+    def answer(prompt: str) -> str:
+        if "next_tool_name" in prompt and "observation_0" not in prompt:
+            arguments = json.dumps({"query": str(hashed(prompt))})
+            return reply_for(prompt, next_thought="-", next_tool_name="search", next_tool_args=arguments)
+        if "next_tool_name" in prompt:
+            return reply_for(prompt, next_thought="-", next_tool_name="finish", next_tool_args="{}")
+        if "`found`" in prompt:
+            return reply_for(prompt, found="right" if "Look closely." in prompt else "wrong")
+        return reply_for(prompt, reasoning="-", answer="right" if "right" in prompt else "wrong")
+
+    return fake_lm(answer)
+
+
+def is_right(gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None) -> float:
+    return float(pred.answer == "right")
+
+
+@every
+def test_a_tool_that_asks_a_predictor_of_the_program_asks_the_candidates(name: str) -> None:
+    student = Agent()
+    best = optimized(name, student, is_right, agents_lm(), max_metric_calls=150)
+    assert max(best.detailed_results.val_aggregate_scores) == 1.0
+    assert best.lookup.signature.instructions == "Look closely."
+    if name != "dspy.GEPA":
+        assert student.asked == []
+        assert student.lookup.history == []
+
+
+# The user's LM
+
+
+class Counting(dspy.LM):
+    """An LM of the user's that keeps things in itself."""
+
+    def __init__(self, **options: Any) -> None:
+        engine = FakeEngine(lambda prompt: reply_for(prompt, answer=str(hashed(prompt) % 7)))
+        super().__init__("fake/model", engine=engine, async_engine=AsyncFakeEngine(engine), cache=False, **options)
+        self.calls = 0
+        self.guard = threading.Lock()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self.guard:
+            self.calls += 1
+        return super().__call__(*args, **kwargs)
+
+    async def acall(self, *args: Any, **kwargs: Any) -> Any:
+        with self.guard:
+            self.calls += 1
+        return await super().acall(*args, **kwargs)
+
+
+class Legacy(dspy.LM):
+    """One with a ``forward`` of its own, which asks no engine."""
+
+    def __init__(self) -> None:
+        super().__init__("fake/model", cache=False)
+        self.calls = 0
+        self.guard = threading.Lock()
+
+    def forward(self, prompt: Any = None, messages: Any = None, **kwargs: Any) -> Any:
+        with self.guard:
+            self.calls += 1
+        text = "\n".join(message["content"] for message in messages)
+        message = {"content": reply_for(text, answer=str(hashed(text) % 7)), "role": "assistant"}
+        choice = dspy.dsp.utils.utils.dotdict(message=dspy.dsp.utils.utils.dotdict(message), finish_reason="stop")
+        return dspy.dsp.utils.utils.dotdict(choices=[choice], usage={}, model="fake")
+
+
+class Looks(Chain):
+    """Notes which LM it sees."""
+
+    seen: ClassVar[list[Any]] = []
+
+    async def aforward(self, question: str) -> dspy.Prediction:
+        self.seen.append(dspy.settings.lm)
+        return await super().aforward(question)
+
+    def forward(self, question: str) -> dspy.Prediction:
+        self.seen.append(dspy.settings.lm)
+        return super().forward(question)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # dspy's, of LMs with a forward of their own
+@pytest.mark.parametrize("kind", [Counting, Legacy])
+@every
+def test_the_users_own_lm_object_does_the_work(name: str, kind: Any) -> None:
+    lm = kind()
+    before = {key: value for key, value in vars(lm).items() if key not in ("calls", "history")}
+    Looks.seen.clear()
+    optimized(name, Looks(), lm=lm)
+    assert Looks.seen
+    assert all(one is lm for one in Looks.seen)
+    assert lm.calls == len(lm.history) >= len(Looks.seen)
+    assert type(lm) is kind
+    assert {key: value for key, value in vars(lm).items() if key not in ("calls", "history")} == before
+
+
+@ours
+def test_the_lm_of_a_predictor_does_the_work_too(name: str) -> None:
+    lm, program = Counting(num_retries=2), Chain()
+    program.steps[0].lm = lm
+    optimized(name, program)
+    assert lm.calls > 40
+    assert program.steps[0].lm is lm
+    assert (type(lm), lm.num_retries) == (Counting, 2)
+
+
+# Programs that cannot be awaited, though they say so
+
+
+class NotAsync(Chain):
+    async def aforward(self, question: str) -> Any:
+        raise NotImplementedError
+
+
+@every
+def test_a_program_without_a_real_aforward_is_called_by_its_forward(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="dspy_flashevolve"):
+        optimized(name, NotAsync(), num_threads=16)
+    assert "scored as a failure" not in caplog.text
+    warned = [one for one in caplog.messages if "NotAsync.aforward raises NotImplementedError" in one]
+    assert len(warned) == (name != "dspy.GEPA")
+
+
+class Together:
+    """Counts how many are in it at once; one waits a moment for another, in its thread."""
+
+    def __init__(self) -> None:
+        self.inside = self.most = 0
+        self.condition = threading.Condition()
+
+    def visit(self) -> None:
+        with self.condition:
+            self.inside += 1
+            self.most = max(self.most, self.inside)
+            self.condition.notify_all()
+            self.condition.wait_for(lambda: self.most > 1, timeout=0.15)
+            self.inside -= 1
+
+
+class Blocks(dspy.Module):
+    """Asks an LM, or something else, without awaiting it."""
+
+    together: ClassVar[Together]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.step = dspy.Predict("question -> answer")
+
+    async def aforward(self, question: str) -> Any:
+        await asyncio.sleep(0)
+        self.together.visit()
+        return await self.step.acall(question=question)
+
+
+class BlocksWithForward(Blocks):
+    async def aforward(self, question: str) -> Any:
+        return self.step(question=question)
+
+    def forward(self, question: str) -> Any:
+        self.together.visit()
+        return self.step(question=question)
+
+
+@pytest.mark.parametrize("kind", [Blocks, BlocksWithForward])
+@ours
+def test_a_program_that_blocks_the_loop_is_moved_to_threads_and_it_is_said(
+    name: str, kind: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    Blocks.together = Together()
+    with caplog.at_level(logging.WARNING, logger="dspy_flashevolve"):
+        details = optimized(name, kind()).detailed_results
+    assert Blocks.together.most > 1
+    assert min(details.val_aggregate_scores) > 0.2
+    [said] = [one for one in caplog.messages if "blocks the event loop" in one]
+    assert f"{kind.__name__}.aforward" in said
+    assert ("by its forward" in said) == (kind is BlocksWithForward)
+
+
+def test_a_program_that_awaits_what_waits_stays_on_the_loop(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="dspy_flashevolve"):
+        optimized("async", Looks())
+    assert "blocks the event loop" not in caplog.text
+
+
+# dspy's callbacks
+
+
+class Traces(BaseCallback):
+    """Hears of evaluations and of the calls inside, as a tracer does."""
+
+    def __init__(self) -> None:
+        self.begun: dict[str, dict[str, Any]] = {}
+        self.ended: dict[str, Any] = {}
+        self.inside: dict[str | None, int] = {}
+
+    def on_evaluate_start(self, call_id: str, instance: Any, inputs: dict[str, Any]) -> None:
+        assert isinstance(instance, dspy.Evaluate)
+        if not (inputs.get("callback_metadata") or {}).get("disable_logging"):
+            self.begun[call_id] = {**inputs, "devset": instance.devset}
+
+    def on_evaluate_end(self, call_id: str, outputs: Any, exception: Any = None) -> None:
+        if call_id in self.begun:
+            self.ended[call_id] = outputs if exception is None else exception
+
+    def on_module_start(self, call_id: str, instance: Any, inputs: dict[str, Any]) -> None:
+        parent = dspy.utils.callback.ACTIVE_CALL_ID.get()
+        self.inside[parent] = self.inside.get(parent, 0) + isinstance(instance, Chain)
+
+
+@every
+def test_every_full_validation_is_told_to_dspys_callbacks(name: str) -> None:
+    traces = Traces()
+    with dspy.context(callbacks=[traces]):
+        details = optimized(name, Chain(), max_metric_calls=120).detailed_results
+    scores = [outputs.score for outputs in traces.ended.values() if not isinstance(outputs, Exception)]
+    full = [one for one in traces.begun.values() if len(one["devset"]) == len(VAL)]
+    assert traces.begun.keys() == traces.ended.keys()
+    assert all(isinstance(one["program"], Chain) for one in full)
+    found = sorted(round(100 * score, 2) for score in details.val_aggregate_scores)
+    assert all(any(abs(score - one) < 0.02 for one in scores) for score in found)
+    assert len(full) >= len(found) > 1
+    assert sum(traces.inside.get(call_id, 0) for call_id in traces.begun) >= len(found) * len(VAL)
+
+
+# Mistakes that every rollout has
+
+
+def typo(gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None) -> float:
+    CALLS.append(1)
+    return float(pred.answr == gold.question)
+
+
+def says_the_example(gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None) -> float:
+    CALLS.append(1)
+    raise LookupError(f"nothing known of {gold.question}")
+
+
+class Typo(dspy.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.step = dspy.Predict("question -> answer")
+
+    def forward(self, question: str) -> Any:
+        CALLS.append(1)
+        return self.stp(question=question)
+
+
+class AsyncTypo(Typo):
+    async def aforward(self, question: str) -> Any:
+        return self.forward(question)
+
+
+CALLS: list[int] = []
+MISTAKES: dict[str, tuple[Any, Any, Any, str]] = {
+    "metric": (Chain, typo, AttributeError, "typo"),
+    "metric with the example": (Chain, says_the_example, LookupError, "says_the_example"),
+    "program": (Typo, digits, AttributeError, "forward"),
+    "program on the loop": (AsyncTypo, digits, AttributeError, "forward"),
+}
+"""What is wrong -> program, metric, error, the function that raises it."""
+
+
+@pytest.mark.parametrize("mistake", list(MISTAKES))
+@ours
+def test_a_mistake_that_every_first_rollout_has_ends_the_run_with_it(name: str, mistake: str) -> None:
+    program, metric, kind, function = MISTAKES[mistake]
+    CALLS.clear()
+    with pytest.raises(kind) as caught:
+        optimized(name, program(), metric, valset=examples("v", 30), max_metric_calls=300)
+    assert function in [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    first = 30 if "example" in mistake else 8
+    assert len(CALLS) <= first + 8, "the first, what was in the four slots, and what came into them meanwhile"
+
+
+def test_dspy_gepa_spends_its_budget_on_the_same_mistake() -> None:
+    CALLS.clear()
+    details = optimized("dspy.GEPA", Chain(), typo, max_metric_calls=60).detailed_results
+    assert details.val_aggregate_scores == [0.0]
+    assert len(CALLS) >= 60
+
+
+@ours
+def test_examples_that_are_dicts_are_told_at_once(name: str) -> None:
+    with pytest.raises(AttributeError, match="'dict' object has no attribute 'inputs'"):
+        optimized(name, Chain(), valset=[{"question": "q"} for _ in range(9)])
+
+
+@ours
+def test_no_lm_at_all_is_told_at_once(name: str) -> None:
+    with pytest.raises(ValueError, match="No LM is loaded"):
+        optimized(name, Chain(), lm=NO_LM)
+
+
+@ours
+def test_a_program_that_fails_on_some_of_the_first_examples_goes_on(name: str) -> None:
+    def metric(gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None) -> Any:
+        if gold.question != "v 6":
+            raise LookupError("one in nine is scored")
+        return digits(gold, pred)
+
+    assert optimized(name, Chain(), metric, num_threads=1).detailed_results.val_aggregate_scores[0] > 0
+
+
+@ours
+def test_a_model_that_does_not_exist_is_told_at_once(name: str) -> None:
+    with pytest.raises(RunAbortedError, match=r"(?s)nonsense-model.*Check the model's name"):
+        optimized(name, Chain(), lm=dspy.LM("nonsense-model", num_retries=0))
+
+
+@ours
+def test_a_reflection_model_that_does_not_exist_is_told_at_once(name: str) -> None:
+    lm = dspy.LM("nonsense-model", num_retries=0)
+    with pytest.raises(RunAbortedError, match=r"(?s)nonsense-model.*Check the model's name") as caught:
+        optimized(name, Chain(), reflection_lm=lm)
+    assert caught.value.best_program is not None
+
+
+# What is no score
+
+
+@pytest.mark.parametrize(
+    ("returned", "kind"),
+    [
+        (None, TypeError), ("0.5", TypeError), ([0.5], TypeError), ({"score": 0.5}, TypeError),
+        (float("nan"), ValueError), (float("inf"), ValueError),
+        (dspy.Prediction(score=None, feedback="-"), TypeError), (dspy.Prediction(feedback="-"), TypeError),
+    ],
+)  # fmt: skip
+@ours
+def test_what_is_no_score_is_told_at_the_first_call(name: str, returned: Any, kind: Any) -> None:
+    calls: list[int] = []
+
+    def my_metric(gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None) -> Any:
+        calls.append(1)
+        return returned
+
+    with pytest.raises(kind, match=r"(?s)my_metric returned .* for the example .*question.*, expected a finite number"):
+        optimized(name, Chain(), my_metric)
+    assert len(calls) <= 8, "what was in the four slots, and what came into them meanwhile"
+
+
+def test_dspy_gepa_does_not_go_on_with_a_metric_that_returns_none_either() -> None:
+    with pytest.raises(TypeError):
+        optimized("dspy.GEPA", Chain(), lambda gold, pred, trace=None, pred_name=None, pred_trace=None: None)
