@@ -12,7 +12,8 @@ from __future__ import annotations
 import math
 import random
 import threading
-from collections.abc import Collection, Hashable, Iterable, Mapping
+from collections.abc import Collection, Generator, Hashable, Iterable, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -181,8 +182,7 @@ class Credit:
         self._evidence = Evidence()
         self._effects = Effects(np.zeros(0), np.zeros(0), self._first_prior())
         self._fitted = 0
-        self.asking = 0
-        """Reflections on their way, whose children may add changes."""
+        self._asking = 0
         self._validated = frozenset[int]()
         self.parent = 0
         """The pool's index of the last validated head."""
@@ -212,7 +212,16 @@ class Credit:
     def may_ask(self) -> bool:
         """Whether there is room for more changes of unknown effect."""
         unknown = sum(HARMS <= ratio <= HELPS for ratio in self._ratios())
-        return unknown + self.asking < self._undecided
+        return unknown + self._asking < self._undecided
+
+    @contextmanager
+    def asking(self) -> Generator[None]:
+        """While a reflection is on its way, its child counts as a change of unknown effect."""
+        self._asking += 1
+        try:
+            yield
+        finally:
+            self._asking -= 1
 
     def take(self, step: int, parent: Texts, child: Texts, split: str, scores: Mapping[Hashable, float]) -> bool:
         """Take a child apart that beat its parent; False where it stands for itself.
@@ -249,6 +258,14 @@ class Credit:
     def tries(self, head: Head) -> None:
         """A head is on its way to its validation: later ones are compared with it."""
         self._validated = head.changes
+
+    def validated(self, index: int) -> None:
+        """A head was validated, and is no worse than the last one.
+
+        Args:
+            index: the pool's.
+        """
+        self.parent = index
 
     def stand_on(self, candidate: Texts, index: int) -> None:
         """Put changes on another candidate from now on; those of components that it has written anew are gone."""

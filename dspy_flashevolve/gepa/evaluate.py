@@ -96,17 +96,25 @@ class Evaluations:
         pool: gepa's state; only its data and options are read.
         workflow: when a parent's minibatch is released.
         same_data: the training set is the validation set, so that equal ids mean equal examples.
+        hears: told of every rollout: the hash of its candidate, the split, the example, the score.
     """
 
-    def __init__(self, run: DspyRun, program: DspyProgram, pool: Pool, workflow: Workflow, same_data: bool) -> None:
+    def __init__(
+        self,
+        run: DspyRun,
+        program: DspyProgram,
+        pool: Pool,
+        workflow: Workflow,
+        same_data: bool,
+        hears: Callable[[str, str, str, float], None] | None = None,
+    ) -> None:
         self._run, self._program, self._pool, self._workflow = run, program, pool, workflow
         perfect = pool.options.perfect_score
         self.highest = math.inf if perfect is None else perfect
         """The highest score that an example can have; infinity once one above it was seen."""
         self.train_split = "val" if same_data else "train"
         self._known: OrderedDict[str, dict[Any, float]] = OrderedDict()
-        self.hears: Callable[[str, str, str, float], None] = lambda candidate, split, example, score: None
-        """Told of every rollout: the hash of its candidate, the split, the example, the score."""
+        self._hears = hears
 
     def saw(self, score: float) -> None:
         """Take note of a score: a metric that does not keep to its bound lets nothing be told early."""
@@ -337,7 +345,8 @@ class Evaluations:
                 key, stage, step, pays, call, record, rank=rank, behind=behind, granted=granted
             )
             self.saw(rollout.score)
-            self.hears(name, split, id_text(ids[index]), rollout.score)
+            if self._hears is not None:
+                self._hears(name, split, id_text(ids[index]), rollout.score)
             finished(index, rollout)
             left -= 1
             if watch is not None and not watch(index, rollout.score) and left:

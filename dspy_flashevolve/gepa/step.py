@@ -94,16 +94,16 @@ class GepaLoop:
         self._max_reflection_calls, self._max_cost = max_reflection_calls, max_cost
         workflow = BARRIERS if run.lockstep else workflow
         reflective = policy if isinstance(policy, Reflective) and not run.lockstep else None
-        self._evaluations = Evaluations(run, program, pool, workflow, same_data)
+        self._credit: Credit | None = None
+        if reflective is not None and reflective.changes:
+            scale = abs(pool.options.perfect_score or 1.0)
+            self._credit = Credit(pool.seed_candidate, integration[2], reflective.undecided, scale)
+        hears = None if self._credit is None else self._credit.saw
+        self._evaluations = Evaluations(run, program, pool, workflow, same_data, hears)
         self._validation = Validation(run, pool, self._evaluations, workflow)
         self._integrations = None
         if reflective is not None:
             self._integrations = Integrations(run, pool, self._evaluations, reflective, *integration)
-        self._credit: Credit | None = None
-        if reflective is not None and reflective.changes:
-            perfect = pool.options.perfect_score
-            self._credit = Credit(pool.seed_candidate, integration[2], reflective.undecided, perfect or 1.0)
-            self._evaluations.hears = self._credit.saw
         self._validating: set[int] = set()
         self._validation_calls = 0
         self._is_last = False
@@ -216,11 +216,8 @@ class GepaLoop:
             return await self.screen(step, await self.propose(step, parents))
         if step.recorded is None and not await self._pool.write(credit.may_ask):
             raise StepEnded(EndKind.REJECTED, "its rollouts tested the changes that there are")
-        credit.asking += 1
-        try:
+        with credit.asking():
             return await self.screen(step, await self.propose(step, parents))
-        finally:
-            credit.asking -= 1
 
     async def last_step(self, step: Step) -> End:
         """Validate the head as it is in the end, with what is set aside for it."""
@@ -278,7 +275,7 @@ class GepaLoop:
         if credit is None:
             return
         if step.number in self._validating and commits[0].score >= pool.score_of(credit.parent):
-            credit.parent = commits[0].candidate
+            credit.validated(commits[0].candidate)
         for one in commits:
             texts = pool.state.program_candidates[one.candidate]
             head = pool.score_of(credit.parent) + max(0.0, credit.head().gain)

@@ -134,7 +134,8 @@ class World:
 
 @dataclass
 class Rules(World):
-    """A world whose candidates are lists of rules, one a line: each helps or harms. A child is its parent with one more.
+    """A world whose candidates are lists of rules, one a line: each helps or harms. A child has one more than its
+    parent.
 
     Of several predictors the first one's rules count.
 
