@@ -1,8 +1,8 @@
 """Taking prompts apart: what a child adds to the text it was made from, and texts with some of the changes in them.
 
-A text is a list of parts: a line of a list, a table or a heading with what is indented under it, a block of fenced code,
-or a sentence of any other line. A change is a part that a child has and its parent has not. It needs no LM to be put
-into a text or to be left out again.
+A text is a list of parts: a line of a list, a table or a heading with what is indented under it, a block of fenced
+code, or a sentence of any other line. A change is a part that a child has and its parent has not. It needs no LM to be
+put into a text or to be left out again.
 """
 
 from __future__ import annotations

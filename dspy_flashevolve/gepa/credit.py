@@ -12,8 +12,7 @@ from __future__ import annotations
 import math
 import random
 import threading
-from collections.abc import Collection, Generator, Hashable, Iterable, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Hashable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -182,7 +181,6 @@ class Credit:
         self._evidence = Evidence()
         self._effects = Effects(np.zeros(0), np.zeros(0), self._first_prior())
         self._fitted = 0
-        self._asking = 0
         self._validated = frozenset[int]()
         self.parent = 0
         """The pool's index of the last validated head."""
@@ -209,19 +207,10 @@ class Credit:
                 chosen.add(number)
         return self._compose(frozenset(chosen))
 
-    def may_ask(self) -> bool:
-        """Whether there is room for more changes of unknown effect."""
+    def may_ask(self, asking: int) -> bool:
+        """Whether there is room for more changes of unknown effect; ``asking`` children are on their way."""
         unknown = sum(HARMS <= ratio <= HELPS for ratio in self._ratios())
-        return unknown + self._asking < self._undecided
-
-    @contextmanager
-    def asking(self) -> Generator[None]:
-        """While a reflection is on its way, its child counts as a change of unknown effect."""
-        self._asking += 1
-        try:
-            yield
-        finally:
-            self._asking -= 1
+        return unknown + asking < self._undecided
 
     def take(self, step: int, parent: Texts, child: Texts, split: str, scores: Mapping[Hashable, float]) -> bool:
         """Take a child apart that beat its parent; False where it stands for itself.
@@ -260,11 +249,7 @@ class Credit:
         self._validated = head.changes
 
     def validated(self, index: int) -> None:
-        """A head was validated, and is no worse than the last one.
-
-        Args:
-            index: the pool's.
-        """
+        """The best of the validated heads is in gepa's pool at ``index``."""
         self.parent = index
 
     def stand_on(self, candidate: Texts, index: int) -> None:

@@ -114,7 +114,7 @@ class Evaluations:
         """The highest score that an example can have; infinity once one above it was seen."""
         self.train_split = "val" if same_data else "train"
         self._known: OrderedDict[str, dict[Any, float]] = OrderedDict()
-        self._hears = hears
+        self._hears = hears or (lambda candidate, split, example, score: None)
 
     def saw(self, score: float) -> None:
         """Take note of a score: a metric that does not keep to its bound lets nothing be told early."""
@@ -345,8 +345,7 @@ class Evaluations:
                 key, stage, step, pays, call, record, rank=rank, behind=behind, granted=granted
             )
             self.saw(rollout.score)
-            if self._hears is not None:
-                self._hears(name, split, id_text(ids[index]), rollout.score)
+            self._hears(name, split, id_text(ids[index]), rollout.score)
             finished(index, rollout)
             left -= 1
             if watch is not None and not watch(index, rollout.score) and left:

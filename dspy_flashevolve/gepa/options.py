@@ -8,7 +8,8 @@ import os
 import random
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -35,7 +36,7 @@ from gepa.strategies.proposal_sampling import (
     SingleMutationSampling,
 )
 from gepa.strategies.proposal_selection import AllImprovements
-from gepa.utils import CompositeStopper, FileStopper, MaxMetricCallsStopper
+from gepa.utils import CompositeStopper, FileStopper, MaxMetricCallsStopper, NoImprovementStopper
 
 from dspy_flashevolve.engine.errors import ConfigurationError
 
@@ -309,14 +310,25 @@ class Stoppers(CompositeStopper):
         """Why to stop; empty until a stopper has said so."""
         self.budget_spent = False
         """It was the budget of metric calls that said so."""
+        self._skips_counters = False
 
     def __call__(self, gepa_state: Any) -> bool:
         """Ask them in order."""
-        says = next((stopper for stopper in self.stoppers if stopper(gepa_state)), None)
+        asked = [one for one in self.stoppers if not (self._skips_counters and isinstance(one, NoImprovementStopper))]
+        says = next((stopper for stopper in asked if stopper(gepa_state)), None)
         if says is not None and not self.said:
             self.said = _reason(says)
             self.budget_spent = isinstance(says, MaxMetricCallsStopper)
         return says is not None
+
+    @contextmanager
+    def without_counters(self, skips: bool) -> Generator[None, None, None]:
+        """Inside, stoppers that count iterations are not asked, where ``skips`` says so."""
+        self._skips_counters = skips
+        try:
+            yield
+        finally:
+            self._skips_counters = False
 
 
 def stoppers_of(options: GepaOptions) -> Stoppers:

@@ -223,12 +223,17 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
         self.notify("on_iteration_start", iteration=step.number + 1, state=self.state, trainset_loader=self.trainset)
         return trace
 
-    def end_step(self, step: Step, accepted: bool) -> bool:
-        """Report a step's end and ask the stoppers; True when one of them says stop."""
+    def end_step(self, step: Step, accepted: bool, counts: bool = True) -> bool:
+        """Report a step's end and ask the stoppers; True when one of them says stop.
+
+        Args:
+            counts: the step is an iteration to stoppers that count those without improvement.
+        """
         self._begun.discard(step.number)
         self.notify("on_iteration_end", iteration=step.number + 1, state=self.state, proposal_accepted=accepted)
         self.keep_strategies()
-        return self.should_stop()
+        with self.parts.stopper.without_counters(not counts):
+            return self.should_stop()
 
     def should_stop(self) -> bool:
         """Ask the stoppers; before the seed is confirmed there is nothing to ask them about."""

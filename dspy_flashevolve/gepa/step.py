@@ -96,8 +96,8 @@ class GepaLoop:
         reflective = policy if isinstance(policy, Reflective) and not run.lockstep else None
         self._credit: Credit | None = None
         if reflective is not None and reflective.changes:
-            scale = abs(pool.options.perfect_score or 1.0)
-            self._credit = Credit(pool.seed_candidate, integration[2], reflective.undecided, scale)
+            perfect = pool.options.perfect_score
+            self._credit = Credit(pool.seed_candidate, integration[2], reflective.undecided, perfect or 1.0)
         hears = None if self._credit is None else self._credit.saw
         self._evaluations = Evaluations(run, program, pool, workflow, same_data, hears)
         self._validation = Validation(run, pool, self._evaluations, workflow)
@@ -107,6 +107,7 @@ class GepaLoop:
         self._validating: set[int] = set()
         self._validation_calls = 0
         self._is_last = False
+        self._asking = self._counts_from = 0
         share = 1.0 if reflective is None else reflective.frontier_share
         self._selection = Selection(pool, self._credit, share)
         self._seeded = anyio.Event()
@@ -214,10 +215,13 @@ class GepaLoop:
         credit = self._credit
         if credit is None:
             return await self.screen(step, await self.propose(step, parents))
-        if step.recorded is None and not await self._pool.write(credit.may_ask):
+        if step.recorded is None and not await self._pool.write(credit.may_ask, self._asking):
             raise StepEnded(EndKind.REJECTED, "its rollouts tested the changes that there are")
-        with credit.asking():
+        self._asking += 1
+        try:
             return await self.screen(step, await self.propose(step, parents))
+        finally:
+            self._asking -= 1
 
     async def last_step(self, step: Step) -> End:
         """Validate the head as it is in the end, with what is set aside for it."""
@@ -233,10 +237,14 @@ class GepaLoop:
         credit, pool = self._credit, self._pool
         if credit is None or not pool.seed_confirmed:
             return None
-        if not last and self._validation_calls + len(pool.loader) > HEADS_SHARE * self._run.budget.spent:
+        if not last and not self._may_validate():
             return None
         head = credit.head()
         return None if head.gain <= least or head.candidate in pool.state.program_candidates else head
+
+    def _may_validate(self) -> bool:
+        """Whether another head's validation keeps to its share of the metric calls."""
+        return self._validation_calls + len(self._pool.loader) <= HEADS_SHARE * self._run.budget.spent
 
     def _head_to_validate(self, step: Step, least: float, last: bool = False) -> Screened | None:
         credit, head = self._credit, self._due(least, last)
@@ -637,7 +645,12 @@ class GepaLoop:
             self._crossing.discard(step.number)
             await pool.write(self._selection.crossover_ended)
         await pool.write(pool.count_calls)
-        if await pool.write(pool.end_step, step, end.kind is EndKind.COMMITTED):
+        committed = end.kind is EndKind.COMMITTED
+        # Steps overlap: to who counts them, those are iterations that came one after the other, or were committed.
+        counts = committed or (step.number >= self._counts_from and (self._credit is None or self._may_validate()))
+        if counts:
+            self._counts_from = max(self._run.live, default=step.number) + 1
+        if await pool.write(pool.end_step, step, committed, counts or self._run.lockstep):
             self._stop()
 
     def _stop(self) -> None:
