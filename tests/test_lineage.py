@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from dspy_flashevolve.cli import main
 from dspy_flashevolve.engine.errors import RunDirectoryError
-from dspy_flashevolve.engine.events import Committed, HeadEnded, HeadLanded, Integrated
+from dspy_flashevolve.engine.events import Committed, Integrated
 from dspy_flashevolve.engine.journal import Journal
 from dspy_flashevolve.engine.replay import BEFORE_STEPS, RunJournal
 from dspy_flashevolve.observe.lineage import tree
@@ -39,23 +38,8 @@ class Session:
             self.written(Committed(0.0, step, index, gap, index, score, score, 1, known))
 
     def integrates(self, step: int, *verdicts: tuple[int, str, str]) -> None:
-        self.written(Integrated(0.0, step, None, 0, tuple(member for member, *_ in verdicts), verdicts))
-
-    def lands(self, step: int, head: int, *members: int, passed: bool = True) -> None:
-        self.written(HeadLanded(0.0, step, head, None, 0, members, passed, 1.0, 2.5 if passed else 0.5))
-        if passed:
-            self.holds(step, head)
-
-    def holds(self, step: int, head: int) -> None:
-        """The head is on the line: new, or taken up where the session before was killed."""
-        values: dict[str, Any] = {name: [] for name in ("parents", "examples", "before", "after", "members")}
-        self.journal.append(
-            "heads", session=self.journal.session, head=head, step=step, at=0.0, candidate="", base=None, generation=1,
-            **values,
-        )  # fmt: skip
-
-    def ends(self, step: int, head: int, end: str, candidate: int | None = None) -> None:
-        self.written(HeadEnded(0.0, step, head, end, candidate=candidate))
+        """Step ``step`` brings what was made of all these to its end."""
+        self.written(Integrated(0.0, step, 0, tuple(member for member, *_ in verdicts), verdicts))
 
 
 def test_every_candidate_stands_under_its_first_parent_with_what_was_said_of_its_changes(
@@ -64,13 +48,8 @@ def test_every_candidate_stands_under_its_first_parent_with_what_was_said_of_its
     with Session(tmp_path) as session:
         session.commits(0, 1, [0], 0.5)
         session.integrates(2, (2, "orthogonal", "Adds a rule."), (3, "subsumed", "It is there."))
-        session.lands(2, 0, 2, 3)
         session.commits(2, 2, [1, 0], 0.75, gap=1)
-        session.ends(2, 0, "confirmed", 2)
-        session.lands(4, 1, 4, 5, passed=False)
-        session.lands(4, 2, 4)
-        session.ends(2, 2, "rolled back")
-        session.lands(6, 3, 6)
+        session.integrates(4, (4, "orthogonal", "It did not pass its screen."))
         session.commits(None, 3, [None], 0.25)
     assert main(["lineage", str(tmp_path)]) == 0
     assert capsys.readouterr().out.splitlines() == [
@@ -80,39 +59,26 @@ def test_every_candidate_stands_under_its_first_parent_with_what_was_said_of_its
         "      step 2: orthogonal. Adds a rule.",
         "      step 3: subsumed. It is there.",
         "  candidate 3: score 0.250, another program",
-        "heads that are no candidates:",
-        "  head 1, steps 4, 5: failed its screen (1 -> 0.5 on its screen)",
-        "  head 2, steps 4: rolled back (1 -> 2.5 on its screen)",
-        "  head 3, steps 6: unfinished (1 -> 2.5 on its screen)",
     ]
 
 
-def test_a_head_of_a_killed_run_is_the_one_that_its_step_brings_to_its_end_later(tmp_path: Path) -> None:
-    """Handles of heads begin anew in every session: head 0 of the second one is not that of the first."""
+def test_what_was_said_before_and_after_a_kill_stands_once(tmp_path: Path) -> None:
     with Session(tmp_path) as killed:
-        killed.lands(0, 0, 0, 1)
-        killed.ends(0, 0, "superseded")
         killed.integrates(7, (7, "orthogonal", "Adds."), (8, "orthogonal", "Adds, too."))
-        killed.lands(7, 1, 7, 8)
     with Session(tmp_path) as session:
-        session.integrates(7, (7, "orthogonal", "Adds."))
-        session.holds(7, 0)
+        session.integrates(7, (7, "orthogonal", "Adds."), (8, "orthogonal", "Adds, too."))
         session.commits(7, 1, [0], 0.5)
-        session.ends(7, 0, "confirmed", 1)
     assert tree(tmp_path).splitlines() == [
         "candidate 0 (the seed)",
         "  candidate 1: score 0.500, gap 0, step 7",
         "    step 7: orthogonal. Adds.",
         "    step 8: orthogonal. Adds, too.",
-        "heads that are no candidates:",
-        "  head 0, steps 0, 1: superseded (1 -> 2.5 on its screen)",
     ]
 
 
 def test_a_commit_of_which_a_killed_run_told_nobody_is_there(tmp_path: Path) -> None:
     with Session(tmp_path) as session:
         session.written.committed(0, 0, 1, {"answer": "the seed"}, [], {"0": 0.5})
-        session.lands(1, 0, 1)
         session.written.committed(1, 1, 2, {"answer": "x"}, [0], {"0": float("nan")})
     assert tree(tmp_path) == "candidate 0 (the seed)\n  candidate 1: score nan, step 1"
 

@@ -1,7 +1,8 @@
 """Taking prompts apart: what a child adds to the text it was made from, and texts with some of the changes in them.
 
-A text is a list of parts: a line with what is indented under it, or a sentence of a long line. A change is a part that
-a child has and its parent has not. It needs no LM to be put into a text or to be left out again.
+A text is a list of parts: a line of a list, a table or a heading with what is indented under it, a block of fenced
+code, or a sentence of any other line. A change is a part that a child has and its parent has not. It needs no LM to be
+put into a text or to be left out again.
 """
 
 from __future__ import annotations
@@ -10,16 +11,15 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-LONG_LINE = 240
-"""Characters from which a line is taken apart into sentences."""
 KEPT = 0.5
 """Share of its parent's parts that a child has to keep; else it is a rewrite, which cannot be taken apart."""
 REWORDED = 0.8
 """Share of a part's words that another holds, from which that is taken for the part in other words."""
 
-_SENTENCE = re.compile(r"(?<=[.!?])(\s+)(?=[A-Z\"'(\[*_`])")
+_SENTENCE = re.compile(r"(?<=[.!?])(?<!\b[A-Z]\.)(?<!\be\.g\.)(?<!\bi\.e\.)(\s+)(?=[A-Z\"'(\[*_`])")
 _WORD = re.compile(r"\w+")
 _MARK = re.compile(r"\A\s*(?:[-*+•]|\d{1,3}[.)])\s+")
+_ROW = re.compile(r"\A\s*[|#>]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +48,8 @@ class Change:
 def parts_of(text: str) -> list[str]:
     """Take a text apart. Joined, the parts are the text again.
 
-    >>> parts_of("Answer.\\n- Be brief:\\n  two lines\\n\\n- Be kind")
-    ['Answer.\\n', '- Be brief:\\n  two lines\\n\\n', '- Be kind']
+    >>> parts_of("Answer. Think.\\n- Be brief:\\n  two lines\\n\\n- Be kind")
+    ['Answer. ', 'Think.\\n', '- Be brief:\\n  two lines\\n\\n', '- Be kind']
     """
     parts: list[str] = []
     fenced = False
@@ -60,13 +60,22 @@ def parts_of(text: str) -> list[str]:
             parts[-1] += line
         else:
             parts += _sentences(line)
-        if bare.startswith("```"):
+        if _turns_fence(line):
             fenced = not fenced
     return parts
 
 
+def _turns_fence(line: str) -> bool:
+    return line.strip().startswith("```") and line.count("```") % 2 == 1
+
+
+def _stands_alone(part: str) -> bool:
+    """Whether a part is one wherever it is put, as code whose fence is never closed is not."""
+    return parts_of(part) == [part] and sum(map(_turns_fence, part.splitlines())) % 2 == 0
+
+
 def _sentences(line: str) -> list[str]:
-    if len(line) <= LONG_LINE:
+    if _MARK.match(line) or _ROW.match(line):
         return [line]
     pieces = _SENTENCE.split(line)
     return [first + space for first, space in zip(pieces[::2], [*pieces[1::2], ""], strict=True)]
@@ -97,7 +106,7 @@ def changes_between(parent: Mapping[str, str], child: Mapping[str, str], code: C
         old, new = parts_of(before), parts_of(text)
         had, has = {normal(one) for one in old}, {normal(one) for one in new}
         gone = [one for one in old if normal(one) and normal(one) not in has]
-        if len(had & has) < KEPT * len(had):
+        if len(had & has) < KEPT * len(had) or not all(map(_stands_alone, [*old[-1:], *new])):
             return None
         added: list[Change] = []
         last: str | None = None
@@ -131,12 +140,26 @@ def apply(base: Mapping[str, str], changes: Iterable[Change]) -> dict[str, str]:
         text = parts[change.component]
         place = _place(text, change)
         if change.replaces and (at := _find(text, change.replaces)) is not None:
+            _end_line(text, at)  # what stands behind it does not join what stands before it
             del text[at]
             place = at
         if change.part and _find(text, change.part) is None:
-            text.insert(place, change.part)
+            place = max(place, 1) if text and _is_indented(text[0]) else place
+            _end_line(text, place)
+            text.insert(place, change.part.lstrip() if _is_indented(change.part) else change.part)
+            _end_line(text, place + 1)
         touched.add(change.component)
-    return {name: _joined(parts[name]) if name in touched else text for name, text in base.items()}
+    return {name: "".join(parts[name]).rstrip("\n") if name in touched else text for name, text in base.items()}
+
+
+def _end_line(text: list[str], place: int) -> None:
+    """Have what stands before a place end with its line."""
+    if place > 0 and not text[place - 1].endswith("\n"):
+        text[place - 1] += "\n"
+
+
+def _is_indented(part: str) -> bool:
+    return part[:1] in (" ", "\t") and not _MARK.match(part)
 
 
 def changes_in(base: Mapping[str, str], texts: Mapping[str, str], changes: Sequence[Change]) -> frozenset[int] | None:
@@ -163,13 +186,3 @@ def _place(text: Sequence[str], change: Change) -> int:
 def _find(text: Sequence[str], part: str) -> int | None:
     wanted = normal(part)
     return next((at for at, one in enumerate(text) if normal(one) == wanted), None)
-
-
-def _joined(parts: Sequence[str]) -> str:
-    """The text of parts: those that ended a text, or stood in one line, get lines of their own where they do not."""
-    text = ""
-    for part in parts:
-        if text and not text[-1].isspace():
-            text += "\n"
-        text += part
-    return text.rstrip("\n") if not parts or not parts[-1].endswith("\n\n") else text

@@ -38,6 +38,8 @@ FIRST_NOISE = 0.3
 """The same of a rollout's score on one example, until it is known."""
 HELPS, HARMS, HARMS_MUCH = 1.0, -0.7, -1.5
 """Effects, in their standard errors, from which a change counts as known to help, or to harm."""
+MOST = 1e6
+"""Scores are bounded by this times their range, so that nonsense does not overflow."""
 RETESTED = 0.03
 """Share of the variants that a change which is known to help is left out of all the same."""
 
@@ -85,7 +87,9 @@ class Evidence:
         return len(self._rows)
 
     def add(self, example: Hashable, composition: frozenset[int], score: float) -> None:
-        """Take one rollout's score; any thread may."""
+        """Take one rollout's score; any thread may. One that is no finite number says nothing."""
+        if not math.isfinite(score):
+            return
         with self._lock:
             row = self._examples.setdefault(example, len(self._examples))
             column = self._compositions.setdefault(composition, len(self._compositions))
@@ -100,7 +104,8 @@ class Evidence:
         with self._lock:
             table = np.array(self._rows)
             examples, known = len(self._examples), list(self._compositions)
-        rows, columns, scores = table[:, 0].astype(np.intp), table[:, 1].astype(np.intp), table[:, 2]
+        rows, columns = table[:, 0].astype(np.intp), table[:, 1].astype(np.intp)
+        scores = np.clip(table[:, 2], -MOST * scale, MOST * scale)
         compositions = len(known)
         design = np.zeros((compositions, changes))
         for row, composition in enumerate(known):

@@ -370,6 +370,7 @@ class GepaLoop:
             children = [one for one in children if one.candidate != one.parent.task.parent_candidate]
             if not children:
                 raise StepEnded(EndKind.REJECTED, "the reflection changed nothing")
+        self._look(step, "after_propose", [one.parent.base for one in children])
         return tuple(children)
 
     async def _prepared(self, step: Step, parent: Parent) -> _Prepared | _Skipped:
@@ -583,7 +584,7 @@ class GepaLoop:
         if isinstance(decision, Discard):
             raise StepEnded(EndKind.DISCARDED, f"stale: {decision.reason}")
         joins = isinstance(decision, Integrate) and integrates
-        if joins and (self._integrations is None or place not in ("after_propose", "after_screen")):
+        if joins and (self._integrations is None or place != "after_screen"):
             raise ConfigurationError(f"{policy!r} wants to integrate {place}, where there is no integration.")
         return joins
 

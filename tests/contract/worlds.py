@@ -132,6 +132,53 @@ class World:
         return World, ()
 
 
+@dataclass
+class Rules(World):
+    """A world whose candidates are lists of rules, one a line: each helps or harms. A child has one more than its
+    parent.
+
+    Of several predictors the first one's rules count.
+
+    Args:
+        rules: how many there are.
+        helps: what a rule adds to the probability of a right answer.
+        harmful: share of the rules that harm.
+        harm: what such a rule takes away.
+    """
+
+    rules: int = 40
+    helps: float = 0.03
+    harmful: float = 0.0
+    harm: float = 0.1
+
+    def __post_init__(self) -> None:
+        self.score = lambda text, question: 0.1 + 0.9 * (chance("s", text, question) < self.worth(text))
+
+    def effect(self, line: str) -> float:
+        """What a line adds to the probability of a right answer."""
+        if not line.startswith("- rule"):
+            return 0.0
+        return -self.harm if chance("h", self.seed, line) < self.harmful else self.helps
+
+    def worth(self, text: str) -> float:
+        """The probability of a right answer: of .3, with the text's rules."""
+        return 0.3 + sum(map(self.effect, set(text.splitlines())))
+
+    async def acall(self, candidate: Any, reflective_dataset: Any, components_to_update: list[str]) -> dict[str, str]:
+        """The proposer: adds one rule that is not there."""
+        self.reflections += 1
+        number = self.reflections
+        self.first_reflection = min(self.first_reflection, asyncio.get_running_loop().time())
+        await self.busy(self.reflection_seconds)
+        made: dict[str, str] = {}
+        for name in components_to_update:
+            first = hashed("n", self.seed, number) % self.rules
+            there = set(candidate[name].splitlines())
+            lines = (f"- rule {(first + shift) % self.rules}" for shift in range(self.rules))
+            made[name] = candidate[name] + "\n" + next(line for line in lines if line not in there)
+        return made
+
+
 def play(world: World, calls: int | None = 400, **options: Any) -> Any:
     """The program that AsyncGEPA makes of a world's, in virtual time."""
     settings: dict[str, Any] = {"max_metric_calls": calls, "num_threads": 16, "seed": world.seed, "track_stats": True}

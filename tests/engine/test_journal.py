@@ -81,9 +81,9 @@ def change(directory: Path, *statements: str) -> None:
 def test_rows_come_back_in_the_order_in_which_they_were_appended(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
     for number in range(3 * module.LARGEST_BATCH):
-        journal.append("head_ends", session=1, head=number, way="confirmed", at=0.0)
+        journal.append("calls", session=1, step=number, stage="rollout", at=0.0, calls=1)
     journal.flush_here()
-    assert [row["head"] for row in journal.rows("SELECT head FROM head_ends ORDER BY id")] == list(
+    assert [row["step"] for row in journal.rows("SELECT step FROM calls ORDER BY id")] == list(
         range(3 * module.LARGEST_BATCH)
     )
     journal.close()
@@ -94,7 +94,7 @@ def test_what_many_threads_append_is_all_there(tmp_path: Path) -> None:
 
     def work(thread: int) -> None:
         for number in range(200):
-            journal.append("head_ends", session=thread, head=number, way="confirmed", at=0.0)
+            journal.append("calls", session=thread, step=number, stage="rollout", at=0.0, calls=1)
         journal.flush_here()
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
@@ -103,17 +103,17 @@ def test_what_many_threads_append_is_all_there(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     for number in range(8):
-        found = journal.rows("SELECT head FROM head_ends WHERE session = ? ORDER BY id", (number,))
-        assert [row["head"] for row in found] == list(range(200))
+        found = journal.rows("SELECT step FROM calls WHERE session = ? ORDER BY id", (number,))
+        assert [row["step"] for row in found] == list(range(200))
     journal.close()
 
 
 def test_after_a_flush_another_connection_sees_everything(tmp_path: Path) -> None:
     async def appended() -> int:
-        journal.append("head_ends", session=1, head=7, way="confirmed", at=0.0)
+        journal.append("calls", session=1, step=7, stage="rollout", at=0.0, calls=1)
         await journal.flush()
         with closing(sqlite3.connect(tmp_path / FILE)) as other:
-            return other.execute("SELECT head FROM head_ends").fetchone()[0]
+            return other.execute("SELECT step FROM calls").fetchone()[0]
 
     journal = Journal(tmp_path)
     assert asyncio.run(appended()) == 7
@@ -136,13 +136,13 @@ def test_a_batch_that_fails_leaves_nothing_of_itself_and_ends_the_writing(tmp_pa
 
 def test_a_closed_journal_takes_no_flush_and_gives_the_directory_back(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
-    journal.append("head_ends", session=1, head=1, way="confirmed", at=0.0)
+    journal.append("calls", session=1, step=1, stage="rollout", at=0.0, calls=1)
     journal.close()
     journal.close()
     with pytest.raises(JournalError, match="closed"):
         journal.flush_here()
     again = Journal(tmp_path)
-    assert len(again.rows("SELECT * FROM head_ends")) == 1
+    assert len(again.rows("SELECT * FROM calls")) == 1
     again.close()
 
 

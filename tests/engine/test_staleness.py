@@ -24,12 +24,13 @@ from dspy_flashevolve.engine.staleness import (
     StalenessPolicy,
     check_looks,
     gap,
+    policy_named,
 )
 
 POLICIES = st.one_of(
     st.just(Full()),
     st.builds(Guarded, st.integers(0, 6)),
-    st.builds(Reflective, batch=st.integers(1, 9), min_gap=st.none() | st.integers(0, 4)),
+    st.builds(Reflective, batch=st.integers(1, 9), min_gap=st.integers(0, 4), changes=st.booleans()),
 )
 VERSION = 20
 LOOKS = st.lists(st.builds(Look, st.sampled_from(PLACES), st.integers(0, VERSION)), max_size=6)
@@ -110,21 +111,23 @@ def test_reflective_integrates_from_min_gap_on_and_discards_nothing(
         assert policy.decide(look, History(VERSION)) == expected
 
 
-def test_a_patch_and_an_integration_of_several_have_defaults_of_their_own() -> None:
-    patch, joined = Reflective(), Reflective(batch=2)
-    assert (patch.heads, patch.min_gap, patch.take, patch.left_out) == (False, 1, "screened", "alone")
-    assert (joined.heads, joined.min_gap, joined.take, joined.left_out) == (True, 0, "proposals", "retry")
-    assert (patch.looks, joined.looks) == (("after_screen",), ("after_propose",))
+@given(st.integers(1, 9), st.integers(0, 6), st.integers(0, VERSION))
+def test_what_was_made_from_a_candidate_that_did_not_last_is_stale_whatever_its_gap(
+    batch: int, min_gap: int, seen: int
+) -> None:
+    look = Look("after_screen", seen, orphaned=True)
+    assert Reflective(batch=batch, min_gap=min_gap).decide(look, History(VERSION)) == Integrate()
 
 
-def test_what_was_asked_for_is_not_overruled_by_a_default() -> None:
-    policy = Reflective(batch=4, min_gap=2, take="screened", left_out="drop")
-    assert (policy.min_gap, policy.take, policy.left_out, policy.looks) == (2, "screened", "drop", ("after_screen",))
+def test_a_patch_is_reflective_without_changes() -> None:
+    patch, default = policy_named("patch"), policy_named("reflective")
+    assert (patch, default) == (Reflective(changes=False), Reflective(changes=True))
+    assert patch.looks == default.looks == ("after_screen",)
 
 
 def test_a_policy_can_be_hashed_and_compared() -> None:
     assert {Guarded(1), Guarded(1), Guarded(2)} == {Guarded(1), Guarded(2)}
-    assert Reflective(batch=8) == Reflective(batch=8, min_gap=0, take="proposals", left_out="retry")
+    assert Reflective(batch=8) == Reflective(batch=8, min_gap=1, integrators=2)
 
 
 @pytest.mark.parametrize(
@@ -134,12 +137,10 @@ def test_a_policy_can_be_hashed_and_compared() -> None:
         ({"batch": -3}, "batch is -3, expected at least 1"),
         ({"min_gap": -1}, "min_gap is -1, expected at least 0"),
         ({"integrators": 0}, "integrators is 0, expected at least 1"),
-        ({"take": "all"}, "take is 'all', expected one of"),
-        ({"left_out": "keep"}, "left_out is 'keep', expected one of"),
+        ({"undecided": 0}, "undecided is 0, expected at least 1"),
         ({"frontier_share": 1.5}, "frontier_share is 1.5, expected 0 to 1"),
         ({"frontier_share": -0.1}, "frontier_share is -0.1, expected 0 to 1"),
         ({"frontier_share": float("nan")}, "frontier_share is nan"),
-        ({"rollback_margin": -0.5}, "rollback_margin is -0.5, expected 0 or more"),
     ],
 )
 def test_reflective_refuses_what_cannot_work(bad: dict[str, Any], message: str) -> None:

@@ -1,4 +1,4 @@
-"""Steps overlap: reflection on a part, selection before validation, heads before they are confirmed; and it is true."""
+"""Steps overlap: reflection on a part, selection before validation, variants of the head; and it is true."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dspy.utils.exceptions import LMServerError
 from dspy_flashevolve import Reflective, Workflow
 from dspy_flashevolve.engine.staleness import Admit, Discard
 from tests.contract.surface import Heard, check_ends
-from tests.contract.worlds import World, chance, play
+from tests.contract.worlds import Rules, World, chance, play
 
 
 class Kept(World):
@@ -113,21 +113,32 @@ def test_parents_are_true_whatever_became_of_them_meanwhile(seed: int) -> None:
         assert parents == [index[made_from]]
 
 
-# Heads
+# Variants of the head
 
 
-def test_steps_start_from_a_head_before_it_is_validated_and_the_pool_holds_it_only_when_it_is() -> None:
-    program, events = heard(Kept(), 600, staleness=Reflective(batch=4, frontier_share=0.25))
-    validated, ahead = {"0.3 seed 0"}, 0
+def started(frontier_share: float) -> tuple[Any, int, int]:
+    """A run's program, how many of its steps started from what was not validated, and how many from what was."""
+    program, events = heard(Rules(), 600, staleness=Reflective(frontier_share=frontier_share), use_merge=False)
+    validated, ahead, after = {"0.3 seed 0"}, 0, 0
     for name, event in events.events:
         if name == "on_valset_evaluated":
             validated.add(only(event["candidate"]))
         elif name == "on_candidate_selected":
             ahead += only(event["candidate"]) not in validated
-    assert ahead
+            after += only(event["candidate"]) in validated
+    return program, ahead, after
+
+
+def test_steps_start_from_variants_of_the_head_and_the_pool_holds_only_what_was_validated() -> None:
+    program, ahead, after = started(0.25)
+    assert ahead > after > 0
     assert all(len(scores) == 12 for scores in program.detailed_results.val_subscores)
-    landed = [head for head in program.async_stats.heads if head.end == "confirmed"]
-    assert landed
+    assert len(program.async_stats.changes) > 5
+
+
+def test_with_a_frontier_share_of_1_every_step_starts_from_the_frontier() -> None:
+    _, ahead, after = started(1.0)
+    assert ahead == 0 < after
 
 
 # The policy

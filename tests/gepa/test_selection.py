@@ -137,10 +137,9 @@ def test_a_view_is_only_a_view_of_the_fronts_too() -> None:
     pool.close()
 
 
-def test_heads_and_what_is_not_to_be_seen_are_not_in_the_view() -> None:
+def test_what_has_no_scores_yet_is_not_in_the_view() -> None:
     pool = pool_of()
-    pool.speculative.add({"p": "head"})
-    pool.speculative.add({"p": "hidden"}, visible=False, evaluation=part({0: 1.0}))
+    pool.speculative.add({"p": "the seed, while it is being validated"})
     assert selectable(pool) == (pool.state, [])
     pool.close()
 

@@ -1,0 +1,318 @@
+"""Credit assignment: what changes are worth by all rollouts at once, and the head and the variants that follow."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import warnings
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dspy_flashevolve.engine.replay import hash_of
+from dspy_flashevolve.gepa.credit import Credit, Evidence
+from tests.fakes import hashed
+
+SEED = {"answer": "Answer the question."}
+NOISE = 0.2
+
+
+def rule(number: int) -> str:
+    return f"- rule {number}"
+
+
+def numbers_in(candidate: dict[str, str]) -> set[int]:
+    lines = "\n".join(candidate.values()).splitlines()
+    return {int(line.removeprefix("- rule ")) for line in lines if line.startswith("- rule ")}
+
+
+class Task:
+    """Scores that are a sum: an example's own level, the effects of the rules in the candidate, noise."""
+
+    def __init__(self, effects: Sequence[float], examples: int = 20, seed: int = 0, undecided: int = 100) -> None:
+        self.effects, self.examples, self.rng = list(effects), examples, random.Random(seed)
+        self.levels = [self.rng.gauss(0.5, 0.2) for _ in range(examples)]
+        self.credit = Credit(SEED, (), undecided, 1.0)
+
+    def score(self, candidate: dict[str, str], example: int) -> float:
+        gain = sum(self.effects[number] for number in numbers_in(candidate))
+        return self.levels[example] + gain + self.rng.gauss(0, NOISE)
+
+    def runs(self, candidate: dict[str, str], split: str = "train", count: int = 3) -> dict[Hashable, float]:
+        scores = {str(one): self.score(candidate, one) for one in self.rng.sample(range(self.examples), count)}
+        for example, score in scores.items():
+            self.credit.saw(hash_of(candidate), split, example, score)
+        return scores
+
+    def add(self, number: int, split: str = "train") -> None:
+        """A child of the seed that adds a rule beats it, with nothing known of its scores."""
+        child = {"answer": f"{SEED['answer']}\n{rule(number)}"}
+        assert self.credit.take(number, SEED, child, split, {})
+
+    def steps(self, count: int) -> None:
+        """Rollouts of as many variants."""
+        for _ in range(count):
+            self.runs(self.credit.variant(self.rng))
+
+
+def estimates(task: Task) -> dict[int, tuple[float, float]]:
+    """Rule -> estimated effect, its standard error."""
+    return {one.step: (one.effect, one.error) for one in task.credit.records()}
+
+
+# Estimates
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_effects_are_estimated_within_their_errors(seed: int) -> None:
+    rng = random.Random(seed)
+    task = Task([rng.gauss(0.02, 0.06) for _ in range(12)], seed=seed)
+    for number in range(12):
+        task.add(number)
+    task.steps(150)
+    off = [(found - task.effects[number]) / error for number, (found, error) in estimates(task).items()]
+    assert len(off) == 12
+    assert max(map(abs, off)) < 4, "standard errors; the design is adaptive, the noise normal"
+    assert math.sqrt(sum(one * one for one in off) / 12) < 1.7
+    assert max(error for _, error in estimates(task).values()) < 0.1
+
+
+def test_more_rollouts_make_errors_smaller() -> None:
+    task, errors = Task([0.05] * 6), list[float]()
+    for number in range(6):
+        task.add(number)
+    for _ in range(3):
+        task.steps(60)
+        errors.append(sum(error for _, error in estimates(task).values()))
+    assert errors == sorted(errors, reverse=True)
+
+
+def test_examples_that_are_easy_are_not_taken_for_changes_that_help() -> None:
+    """Each change is seen on examples of its own: a mean of scores would say that the first one is worth .8."""
+    evidence = Evidence()
+    for example in range(10):
+        for composition, level in ((frozenset({0}), 0.9), (frozenset({1}), 0.1)):
+            for repeat in range(4):
+                evidence.add((level, example), composition, level + 0.01 * (repeat % 2))
+                evidence.add((level, example), frozenset(), level + 0.01 * (repeat % 2))
+    effects = evidence.effects(2, 1.0)
+    assert max(map(abs, effects.mean)) < 0.02
+
+
+def test_harmful_changes_leave_the_head_and_the_others_stay() -> None:
+    task = Task([0.08] * 8 + [-0.15] * 4)
+    for number in range(12):
+        task.add(number)
+    assert len(numbers_in(task.credit.head().candidate)) == 12, "nothing is known: all are trusted"
+    task.steps(150)
+    head = task.credit.head()
+    assert numbers_in(head.candidate) >= set(range(8))
+    assert not numbers_in(head.candidate) & set(range(8, 12))
+    assert task.credit.records()[8].effect < 0
+    tried = [numbers_in(task.credit.variant(task.rng)) for _ in range(100)]
+    assert sum(8 in one for one in tried) < 20, "what harms is hardly tried any more"
+    assert sum(0 in one for one in tried) > 80, "and what helps is in nearly all"
+
+
+def test_the_gain_of_a_head_is_what_it_has_over_the_last_one_that_was_tried() -> None:
+    task = Task([0.1] * 3)
+    for number in range(3):
+        task.add(number)
+    head = task.credit.head()
+    assert head.gain == pytest.approx(sum(one.effect for one in task.credit.records()))
+    task.credit.tries(head)
+    assert task.credit.head().gain == 0
+
+
+@given(st.randoms(use_true_random=False), st.integers(0, 99))
+@settings(max_examples=25)
+def test_estimates_do_not_depend_on_the_order_in_which_rollouts_end(shuffler: random.Random, seed: int) -> None:
+    """Invariant 4."""
+    rng = random.Random(seed)
+    rows = [(rng.randrange(6), frozenset(n for n in range(5) if rng.random() < 0.5), rng.random()) for _ in range(60)]
+    first, second = Evidence(), Evidence()
+    for row in rows:
+        first.add(*row)
+    shuffler.shuffle(rows)
+    for row in rows:
+        second.add(*row)
+    one, other = first.effects(5, 1.0), second.effects(5, 1.0)
+    assert one.mean == pytest.approx(other.mean, abs=1e-9)
+    assert one.error == pytest.approx(other.error, abs=1e-9)
+    assert one.prior == pytest.approx(other.prior, abs=1e-9)
+
+
+# Trust
+
+
+@pytest.mark.parametrize("effect", [0.1, -0.1])
+def test_where_all_changes_are_alike_the_next_one_is_expected_to_be_like_them(effect: float) -> None:
+    task = Task([effect] * 20)
+    task.add(19)
+    [(first, _)] = estimates(task).values()
+    assert first > 0, "before anything is known a change is expected to help"
+    for number in range(10):
+        task.add(number)
+    task.steps(80)
+    for number in range(10, 15):
+        task.add(number)
+    new = {one.step: one.effect for one in task.credit.records()}[12]
+    assert new > first if effect > 0 else new < 0
+    head = numbers_in(task.credit.head().candidate)
+    assert head & set(range(10, 15)) == (set(range(10, 15)) if effect > 0 else set()), "trusted where others helped"
+
+
+def test_no_child_is_asked_for_while_many_changes_are_of_unknown_effect_and_again_when_they_are_decided() -> None:
+    task = Task([0.1] * 6 + [-0.2] * 2, undecided=8)
+    assert task.credit.may_ask(7)
+    assert not task.credit.may_ask(8), "children that are on their way count"
+    for number in range(8):
+        task.add(number)
+    assert not task.credit.may_ask(0)
+    task.steps(150)
+    assert task.credit.may_ask(0)
+
+
+# What is a child, and what stands for itself
+
+
+def test_a_rewrite_and_a_child_of_a_stranger_stand_for_themselves() -> None:
+    credit = Credit(SEED, (), 16, 1.0)
+    assert not credit.take(0, SEED, {"answer": "Something else."}, "train", {"0": 1.0})
+    assert not credit.take(1, {"answer": "Unknown."}, {"answer": "Unknown.\n- rule 1"}, "train", {"0": 1.0})
+    assert credit.records() == []
+    assert credit.head().candidate == SEED
+
+
+def test_the_same_change_from_many_children_is_one_change() -> None:
+    credit = Credit(SEED, (), 16, 1.0)
+    for step, text in enumerate(["- rule 1", "* Rule 1", "1. rule  1\n"]):
+        assert credit.take(step, SEED, {"answer": f"{SEED['answer']}\n{text}"}, "train", {str(step): 1.0})
+    [one] = credit.records()
+    assert (one.step, one.component, one.part, one.replaces) == (0, "answer", "- rule 1", "")
+
+
+def test_a_child_of_a_variant_joins_the_changes_that_its_parent_has() -> None:
+    task = Task([0.1] * 3)
+    task.add(0)
+    task.add(1)
+    head = task.credit.head().candidate
+    assert task.credit.take(2, head, {"answer": f"{head['answer']}\n{rule(2)}"}, "train", {"0": 0.9})
+    assert numbers_in(task.credit.head().candidate) == {0, 1, 2}
+
+
+def test_standing_on_a_rewrite_forgets_the_changes_of_what_it_wrote_anew_and_keeps_the_others() -> None:
+    seed = {"one": "Answer.", "two": "Check."}
+    credit = Credit(seed, (), 16, 1.0)
+    assert credit.take(0, seed, {**seed, "one": "Answer.\n- rule 0"}, "train", {"0": 1.0})
+    assert credit.take(1, seed, {**seed, "two": "Check.\n- rule 1"}, "train", {"0": 1.0})
+    rewritten = {"one": "Everything is different.", "two": "Check."}
+    credit.stand_on(rewritten, 7)
+    assert [one.component for one in credit.records()] == ["two"]
+    assert credit.parent == 7
+    assert credit.head().candidate == {"one": "Everything is different.", "two": "Check.\n- rule 1"}
+    assert credit.is_made_of_changes(rewritten)
+    assert not credit.is_made_of_changes(seed)
+    assert not credit.take(2, seed, {**seed, "one": "Answer.\n- rule 2"}, "train", {}), (
+        "its parent is of the time before"
+    )
+    assert credit.take(3, rewritten, {**rewritten, "one": "Everything is different.\n- rule 3"}, "train", {})
+
+
+def test_what_is_kept_as_json_makes_the_same_head_again() -> None:
+    task, told = Task([0.08] * 4 + [-0.2] * 2), list[tuple[str, str, str, float]]()
+    candidates: dict[str, dict[str, str]] = {hash_of(SEED): SEED}
+    for number in range(6):
+        task.add(number)
+    for _ in range(80):
+        candidate = task.credit.variant(task.rng)
+        candidates[hash_of(candidate)] = candidate
+        told += [(hash_of(candidate), "train", str(e), s) for e, s in task.runs(candidate).items()]
+    again = Credit(SEED, (), 16, 1.0)
+    again.restore(json.loads(json.dumps(task.credit.kept())), candidates, told)
+    assert again.head().candidate == task.credit.head().candidate
+    assert [one.part for one in again.records()] == [one.part for one in task.credit.records()]
+
+
+# Evidence that says little, or nonsense
+
+
+def finite(credit: Credit) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        head, variant = credit.head(), credit.variant(random.Random(0))
+        records = credit.records()
+        credit.may_ask(0)
+    assert math.isfinite(head.gain)
+    assert all(math.isfinite(one.effect) and math.isfinite(one.error) and one.error >= 0 for one in records)
+    assert set(head.candidate) == set(variant) == set(SEED)
+
+
+ODD: dict[str, Any] = {
+    "constant": lambda example, number: 0.5,
+    "zero": lambda example, number: 0.0,
+    "its example alone": lambda example, number: example / 20,
+    "far above the perfect score": lambda example, number: 100.0 * (example + number % 3),
+    "negative": lambda example, number: -5.0 * number,
+    "huge": lambda example, number: 1e300 * (-1) ** number,
+    "tiny": lambda example, number: 1e-300 * number,
+    "infinite now and then": lambda example, number: math.inf if number % 7 == 0 else 0.5,
+    "not a number now and then": lambda example, number: math.nan if number % 7 == 0 else 0.5,
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+@pytest.mark.parametrize("examples", [1, 20])
+@pytest.mark.parametrize("changes", [0, 1, 9])
+def test_whatever_the_scores_are_the_estimates_are_finite(name: str, examples: int, changes: int) -> None:
+    task = Task([0.0] * changes)
+    for number in range(changes):
+        task.add(number)
+    for number in range(60):
+        candidate = task.credit.variant(task.rng)
+        score = ODD[name](hashed(number) % examples, number)
+        task.credit.saw(hash_of(candidate), "train", str(hashed(number) % examples), score)
+        if number % 6 == 0:
+            finite(task.credit)
+    finite(task.credit)
+
+
+def test_changes_without_a_rollout_and_changes_that_always_come_together_have_estimates() -> None:
+    task = Task([0.1] * 4)
+    for number in range(4):
+        task.add(number)
+    finite(task.credit)
+    head = task.credit.head().candidate
+    for _ in range(20):
+        task.runs(head)
+        task.runs(SEED)
+    finite(task.credit)
+    assert len({round(one.effect, 9) for one in task.credit.records()}) == 1, "nothing tells them apart"
+    assert sum(one.effect for one in task.credit.records()) > 0.1
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 3),
+            st.frozensets(st.integers(0, 4)),
+            st.floats(-1e6, 1e6) | st.sampled_from([0.0, 0.5, 1.0]),
+        ),
+        min_size=1,
+        max_size=40,
+    ),
+    st.sampled_from([1e-6, 1.0, 100.0]),
+)
+def test_any_evidence_has_estimates(rows: list[tuple[int, frozenset[int], float]], scale: float) -> None:
+    evidence = Evidence()
+    for row in rows:
+        evidence.add(*row)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        effects = evidence.effects(5, scale)
+    assert all(math.isfinite(one) for one in (*effects.mean, *effects.error, *effects.prior))
+    assert all(one > 0 for one in effects.error)
