@@ -23,12 +23,13 @@ from dspy_flashevolve.ace.playbook import (
 )
 from dspy_flashevolve.ace.run import AceRun, policy_of
 from dspy_flashevolve.ace.similarity import Embedder
+from dspy_flashevolve.engine.endpoints import OUTAGE_SECONDS
 from dspy_flashevolve.engine.errors import ConfigurationError, DataError
 from dspy_flashevolve.engine.staleness import StalenessPolicy
 from dspy_flashevolve.modules.playbook import PlaybookCuration, SampleReflection
 from dspy_flashevolve.observe.statistics import AceStats
 from dspy_flashevolve.programs.fingerprints import fingerprints_of, open_journal
-from dspy_flashevolve.programs.run import Schedule, check_counts, check_data, check_run
+from dspy_flashevolve.programs.run import Schedule, check_counts, check_data, check_limits, check_run
 
 COUNTS = ("max_rounds", "epochs", "token_budget", "eval_every", "validations_at_once")
 """Arguments that are whole numbers of at least 1."""
@@ -76,6 +77,7 @@ class AsyncACE(Teleprompter):
         count_tokens: counts a text's tokens. Default: one for every four bytes.
         validations_at_once: snapshots that are validated at the same time.
         rollout_timeout_seconds: a rollout that takes longer is given up and asked for again. Default: never.
+        max_outage_seconds: as for :class:`Workflow`.
         metric_lock: True for a metric that is not thread-safe.
         seed: of the order of the samples.
         log_dir: a directory in which :meth:`compile` writes everything down that it pays for or decides, so that it can
@@ -112,6 +114,7 @@ class AsyncACE(Teleprompter):
         count_tokens: CountTokens = approximate_tokens,
         validations_at_once: int = 1,
         rollout_timeout_seconds: float | None = None,
+        max_outage_seconds: float | None = OUTAGE_SECONDS,
         metric_lock: bool = False,
         seed: int = 0,
         log_dir: str | PathLike[str] | None = None,
@@ -131,7 +134,7 @@ class AsyncACE(Teleprompter):
         self.curator = curator or PlaybookCuration()
         self.count_tokens = count_tokens
         self.validations_at_once = validations_at_once
-        self.rollout_timeout_seconds = rollout_timeout_seconds
+        self.rollout_timeout_seconds, self.max_outage_seconds = rollout_timeout_seconds, max_outage_seconds
         self.metric_lock = metric_lock
         self.seed, self.log_dir = seed, log_dir
         self._run: AceRun | None = None
@@ -315,6 +318,7 @@ def _check_arguments(of: Any) -> None:
     """Raise ConfigurationError for an argument of AsyncACE that cannot work."""
     check_run(of)
     check_counts(of, *COUNTS, "max_metric_calls")
+    check_limits(of, "max_outage_seconds")
     policy_of(of.staleness)
     attach, log_dir, threshold = of.attach, of.log_dir, of.deduplicate
     expected = {

@@ -54,7 +54,7 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
         max_seconds: no step starts after this many seconds; those that run are finished. Default: no limit.
         max_concurrency: the most requests in flight when ``num_threads`` is None. Default: 256.
         workflow: how steps overlap, a :class:`Workflow`: how early stages release their output, how many steps there
-            are, and whose slots they get; docs/scheduling.md.
+            are, whose slots they get, and how long a provider that answers nothing is waited for; docs/scheduling.md.
         rollout_timeout_seconds: a rollout that takes longer, once it has its slot, is given up and asked for again, as
             after a rate limit. Default: as long as the LM's own timeout lets it.
         metric_lock: True for a metric that is not thread-safe: it is called once at a time within a run, for scores and

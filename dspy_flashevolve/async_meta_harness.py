@@ -14,6 +14,7 @@ from typing import Any, Literal
 import dspy
 from dspy.teleprompt.teleprompt import Teleprompter
 
+from dspy_flashevolve.engine.endpoints import OUTAGE_SECONDS
 from dspy_flashevolve.engine.errors import ConfigurationError, RunDirectoryError
 from dspy_flashevolve.engine.journal import FILE
 from dspy_flashevolve.engine.staleness import StalenessPolicy, policy_named
@@ -24,7 +25,7 @@ from dspy_flashevolve.harness.proposing import DIRECTIONS, Directions
 from dspy_flashevolve.harness.run import HarnessRun
 from dspy_flashevolve.observe.statistics import RunStats
 from dspy_flashevolve.programs.fingerprints import fingerprints_of, open_journal
-from dspy_flashevolve.programs.run import DspyRun, Schedule, check_counts
+from dspy_flashevolve.programs.run import DspyRun, Schedule, check_counts, check_limits
 from dspy_flashevolve.sandbox.contract import CodeSandbox, Limits
 from dspy_flashevolve.sandbox.sandbox import Sandbox, accepted_layers
 
@@ -80,6 +81,7 @@ class AsyncMetaHarness(Teleprompter):
         learn_batch: training examples in a batch of ``learn``.
         failure_score: of an example on which a candidate or the metric raises.
         max_seconds: no proposal starts after it; None for no limit.
+        max_outage_seconds: as for :class:`Workflow`.
         sandbox: where candidates run: "process" (Linux), or a :class:`~dspy_flashevolve.sandbox.contract.CodeSandbox`.
         accept_missing_protection: layers of the process sandbox ("user", "namespaces", "landlock", "seccomp") that this
             machine may lack. Default: none, so that ``compile`` refuses before any request where one is missing.
@@ -112,6 +114,7 @@ class AsyncMetaHarness(Teleprompter):
         learn_batch: int = 16,
         failure_score: float = 0.0,
         max_seconds: float | None = None,
+        max_outage_seconds: float | None = OUTAGE_SECONDS,
         sandbox: Literal["process"] | CodeSandbox = "process",
         accept_missing_protection: Iterable[str] = (),
         seed: int | None = 0,
@@ -127,7 +130,9 @@ class AsyncMetaHarness(Teleprompter):
         self.accept_missing_protection = accepted_layers(accept_missing_protection)
         self.schedule: Schedule = schedule
         self.num_threads, self.max_seconds, self.seed, self.sandbox = num_threads, max_seconds, seed, sandbox
+        self.max_outage_seconds = max_outage_seconds
         check_counts(self, "iterations", "k", "proposers", "proposer_steps", "learn_batch")
+        check_limits(self, "max_outage_seconds")
         Directions(directions)
         if isinstance(sandbox, str) and sandbox != "process":
             raise ConfigurationError(f"sandbox is {sandbox!r}, expected 'process' or a CodeSandbox.")
@@ -192,6 +197,7 @@ class AsyncMetaHarness(Teleprompter):
                 num_threads=self.num_threads,
                 schedule=self.schedule,
                 max_seconds=self.max_seconds,
+                max_outage_seconds=self.max_outage_seconds,
                 seed=self.seed,
                 journal=journal,
             )

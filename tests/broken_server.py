@@ -92,6 +92,7 @@ class BrokenServer:
     async def _start(self) -> web.AppRunner:
         app = web.Application()
         app.router.add_post("/{name}/v1/chat/completions", self._answer)
+        app.router.add_post("/{place}/{name}/v1/chat/completions", self._answer)
         runner = web.AppRunner(app, shutdown_timeout=0)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -107,12 +108,24 @@ class BrokenServer:
         if name in TEXTS:
             text, kind = TEXTS[name]
             return web.Response(text=text, content_type=kind)
+        if name == "drip":
+            return await _dripping(request)
         if name in BROKEN:
             return await _lost(request, begun=name == "closed_in_mid_body")
         if not name[0].isdigit():  # the text of a good reply
             return web.json_response(completion(content=name))
         status, _, code = name.partition("-")
         return web.json_response({"error": {"message": name, "type": code, "code": code or None}}, status=int(status))
+
+
+async def _dripping(request: web.Request) -> web.StreamResponse:
+    """A good reply, a byte at a time."""
+    response = web.StreamResponse(headers={"Content-Type": "application/json"})
+    await response.prepare(request)
+    for byte in json.dumps(GOOD).encode():
+        await response.write(bytes([byte]))
+        await asyncio.sleep(0.1)
+    return response
 
 
 async def _lost(request: web.Request, begun: bool) -> web.StreamResponse:

@@ -12,7 +12,7 @@ from typing import Any
 
 from dspy_flashevolve.engine.journal import reading
 from dspy_flashevolve.engine.redaction import MARK
-from dspy_flashevolve.engine.replay import BEFORE_STEPS, hash_of
+from dspy_flashevolve.engine.replay import BEFORE_STEPS, hash_of, id_text
 
 Rows = Callable[[str], list[sqlite3.Row]]
 
@@ -127,6 +127,10 @@ def _wrong_commits(rows: Rows, keeps_texts: bool, directory: Path) -> list[str]:
         "WHERE r.split = 'val' OR json_extract(s.settings, '$.schedule') = 'lockstep'"
     ):
         given.setdefault((row["candidate"], row["example"]), set()).add(row["score"])
+    unanswered: set[str] = {
+        id_text(json.loads(row["fields"])["example"])
+        for row in rows("SELECT fields FROM events WHERE kind = 'ExampleGivenUp'")
+    }
     for row in commits if keeps_texts else ():
         if row["step"] is None:  # another program's
             continue
@@ -134,7 +138,7 @@ def _wrong_commits(rows: Rows, keeps_texts: bool, directory: Path) -> list[str]:
         wrong = [
             one
             for one, score in scores.items()
-            if not math.isnan(score) and score not in given.get((row["candidate"], one), ())
+            if one not in unanswered and not math.isnan(score) and score not in given.get((row["candidate"], one), ())
         ]
         if wrong:
             found.append(f"candidate {row['candidate_index']} has scores that no rollout gave: examples {wrong[:3]}")

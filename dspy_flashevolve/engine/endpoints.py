@@ -1,6 +1,7 @@
 """Who answers the run's requests: when they may be asked, and how much at once.
 
-An endpoint is an address, or a provider's name. It pauses as a whole when it refuses most of what it is sent.
+An endpoint is an address, or a provider's name. It pauses as a whole when it refuses most of what it is sent, and is
+given up when it answers nothing for long. A request that gets no answer while others do is one that cannot be answered.
 Endpoints that one stage asks within one slot share a limit; so do stages that ask the same endpoint.
 
 Everything here happens on the run's loop.
@@ -8,6 +9,8 @@ Everything here happens on the run's loop.
 
 from __future__ import annotations
 
+import logging
+import math
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -21,11 +24,21 @@ from dspy_flashevolve.engine.events import EndpointPaused, EventBus, LimitChange
 from dspy_flashevolve.engine.limits import AdaptiveLimit, Bounds
 from dspy_flashevolve.engine.scheduler import Scheduler, Slot
 
+logger = logging.getLogger(__name__)
+
 BURST_SECONDS = 1.0
 BURST_REFUSALS = 3
 """So many refusals within that time, and more than answers, are a burst: the endpoint pauses."""
+OUTAGE_SECONDS = 60.0
+"""So long a run waits for an answer of a provider that gives none, unless it is told otherwise."""
 MOST_PAUSES = 20
 """A request waits for the end of so many pauses in a row, and is then sent all the same."""
+COMPARED = 32
+"""What became of the last so many requests tells whether it is a request, or who is asked, that is in trouble."""
+ODD_SECONDS = 2.0
+"""The longest backoff of a request that is turned away while others are answered: nobody is spared by a longer one."""
+SAY_AGAIN_SECONDS = 60.0
+"""An endpoint in trouble is logged at most this often."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +46,11 @@ class RetryPolicy:
     """Exponential backoff with full jitter.
 
     Args:
-        attempts: requests in all, at least 1.
+        attempts: requests in all, at least 1. Those made while most others are turned away, too, do not count.
         first_seconds: the longest first wait.
         most_seconds: the longest wait, unless the provider's Retry-After is longer.
+        outage_seconds: the run is given up when an endpoint has answered nothing for so long, and has turned away all
+            that it was sent; no Retry-After is waited for longer. None to wait as long as it takes.
 
     Raises:
         ConfigurationError: attempts under 1.
@@ -44,6 +59,7 @@ class RetryPolicy:
     attempts: int = 6
     first_seconds: float = 1.0
     most_seconds: float = 30.0
+    outage_seconds: float | None = OUTAGE_SECONDS
 
     def __post_init__(self) -> None:
         if self.attempts < 1:
@@ -57,70 +73,159 @@ class RetryPolicy:
 
         >>> RetryPolicy().wait_seconds(2, None, chance=0.5)
         2.0
-        >>> RetryPolicy().wait_seconds(0, 10.0, chance=0.5)
-        10.5
+        >>> RetryPolicy().wait_seconds(0, 10.0, chance=0.5), RetryPolicy().wait_seconds(0, 3600.0, chance=0.5)
+        (10.5, 60.5)
         """
-        backoff = min(self.most_seconds, self.first_seconds * 2**attempt) * chance
-        return backoff if retry_after_seconds is None else retry_after_seconds + self.first_seconds * chance
+        if retry_after_seconds is not None:
+            return self.told(retry_after_seconds) + self.first_seconds * chance
+        return min(self.most_seconds, self.first_seconds * 2 ** min(attempt, COMPARED)) * chance
+
+    def told(self, retry_after_seconds: float) -> float:
+        """What is waited of a Retry-After."""
+        return retry_after_seconds if self.outage_seconds is None else min(retry_after_seconds, self.outage_seconds)
 
 
-@dataclass(slots=True)
+@dataclass(eq=False, slots=True)
 class Sent:
-    """An LM call under way.
+    """A request, as often as it is sent.
 
     Args:
-        seconds: when it was sent.
+        seconds: when it was sent last.
         width_seconds: what :meth:`Scheduler.width_seconds` said then.
+        faults: times that it was turned away.
+        counted: those of them that count as attempts.
+        since: requests that had come to an end before it was turned away first.
+        is_odd: it was turned away last while others were answered: it is the request that gets no answer.
     """
 
     seconds: float = 0.0
     width_seconds: float = 0.0
+    faults: int = 0
+    counted: int = 0
+    since: int = 0
+    is_odd: bool = False
 
 
-class Endpoint:
-    """One address. Made by :class:`Endpoints`."""
+class Answers:
+    """Who is answered, and who is not: is it a request, or who is asked, that is in trouble? Made by
+    :class:`Endpoints`, for each endpoint, and for the stages that ask the same."""
 
     def __init__(self, name: str, of: Endpoints) -> None:
         self.name = name
         self._of = of
+        self._under_way: set[Sent] = set()
+        self._last: deque[tuple[int, Sent, bool]] = deque(maxlen=COMPARED)
+        self._count = 0
+        self._silent_since: float | None = None
+        self._turned_away = 0
+        self._said_seconds = -math.inf
+
+    def begin(self, sent: Sent) -> None:
+        """A request goes out now."""
+        self._under_way.add(sent)
+
+    def leave(self, sent: Sent) -> None:
+        """It is not under way any more, whatever became of it."""
+        self._under_way.discard(sent)
+
+    def answered(self, sent: Sent) -> None:
+        """It was answered."""
+        self._note_end(sent, fine=True)
+        self._silent_since, self._turned_away = None, 0
+
+    def turned_away(self, sent: Sent, said: str, of_request: bool = False) -> None:
+        """It was not answered.
+
+        Args:
+            said: the reason, for people.
+            of_request: the fault may well be the request's alone (an error inside the server, a reply that holds
+                nothing); it is compared with what others were answered before, too, and else with what they were
+                answered since it was turned away first.
+        """
+        now = self._of.clock()
+        sent.since = sent.since if sent.faults else self._count
+        sent.faults += 1
+        others = [(one, fine) for at, one, fine in self._last if one is not sent and (of_request or at >= sent.since)]
+        answered, away = ({one for one, fine in others if fine is kind} for kind in (True, False))
+        sent.is_odd = len(answered) > len(away)
+        sent.counted += self._of.hurried or len(answered) >= len(away)
+        self._note_end(sent, fine=False)
+        self._silent_since = now if self._silent_since is None else self._silent_since
+        self._turned_away += 1
+        self._tell(now, said, sent.is_odd)
+
+    def _note_end(self, sent: Sent, fine: bool) -> None:
+        self.leave(sent)
+        self._last.append((self._count, sent, fine))
+        self._count += 1
+
+    def goes_on(self, sent: Sent, attempts: int) -> bool:
+        """Whether a request that was turned away is made again."""
+        return not self._of.gone and sent.counted < attempts
+
+    async def rest(self, slot: Slot | None, sent: Sent, retry_after_seconds: float | None) -> None:
+        """Wait before a request is made again; see :meth:`RetryPolicy.wait_seconds`.
+
+        Args:
+            slot: given back meanwhile, and taken again; None where the caller keeps what it has.
+        """
+        retry = self._of.retry
+        self._of.retried += 1
+        seconds = retry.wait_seconds(sent.faults - 1, retry_after_seconds, self._of.chance())
+        if sent.is_odd and retry_after_seconds is None:
+            seconds = min(seconds, ODD_SECONDS)
+        if self._silent_since is not None and retry.outage_seconds is not None:
+            left = self._silent_since + retry.outage_seconds - self._of.clock()
+            seconds = min(seconds, left) if left > 0 else seconds  # the last attempt decides what is given up
+        await self._of.sleep(slot, seconds)
+
+    def _tell(self, now: float, said: str, is_odd: bool) -> None:
+        assert self._silent_since is not None
+        limit, silent = self._of.retry.outage_seconds, now - self._silent_since
+        if self._of.gone or is_odd:
+            return
+        if limit is not None and silent >= limit and not self._under_way:
+            self._of.gone = (
+                f"{self.name} has answered nothing for {silent:.0f} seconds, and turned away all that it was sent; "
+                f"the last: {said}"
+            )
+            self._of.give_up(self._of.gone)
+        elif self._turned_away >= 2 and now >= self._said_seconds + SAY_AGAIN_SECONDS:
+            self._said_seconds = now
+            until = "until it answers" if limit is None else f"for up to {limit:g} seconds"
+            logger.warning("%s does not answer (%s): it is asked again, %s.", self.name, said, until)
+
+
+class Endpoint(Answers):
+    """One address. Made by :class:`Endpoints`."""
+
+    def __init__(self, name: str, of: Endpoints) -> None:
+        super().__init__(name, of)
         self._recent: deque[tuple[float, bool]] = deque()
         self._pauses = 0
         self.open_seconds = 0.0
         """Nothing is sent before."""
 
     async def admit(self, slot: Slot | None) -> None:
-        """Wait for the end of a pause.
-
-        Args:
-            slot: given back meanwhile, and taken again; None where the caller keeps what it has.
-        """
+        """Wait for the end of a pause; see :meth:`rest` for the slot."""
         for _ in range(MOST_PAUSES):
             left = self.open_seconds - self._of.clock()
-            if left <= 0:
+            if left <= 0 or self._of.hurried:
                 break
-            await self._sleep(slot, left + self._of.chance() * self._of.retry.first_seconds)
+            await self._of.sleep(slot, left + self._of.chance() * self._of.retry.first_seconds)
         if slot is not None:
             await slot.take()
 
-    async def rest(self, slot: Slot | None, attempt: int, retry_after_seconds: float | None) -> None:
-        """Wait before an attempt is repeated; see :meth:`RetryPolicy.wait_seconds`, and :meth:`admit` for the slot."""
-        self._of.retried += 1
-        await self._sleep(slot, self._of.retry.wait_seconds(attempt, retry_after_seconds, self._of.chance()))
-
-    async def _sleep(self, slot: Slot | None, seconds: float) -> None:
-        async with AsyncExitStack() as stack:
-            if slot is not None:
-                await stack.enter_async_context(slot.released())
-            await anyio.sleep(seconds)
-
     def send(self, sent: Sent) -> None:
         """A request goes out now."""
+        self.begin(sent)
         group = self._of.group_of(self.name)
         self._of.heard.add(group)
         sent.seconds, sent.width_seconds = self._of.clock(), self._of.scheduler.width_seconds(group)
 
     def finished(self, sent: Sent, tokens: int) -> None:
         """It was answered."""
+        self.answered(sent)
         self._pauses = 0
         self._note(refused=False)
         group = self._of.group_of(self.name)
@@ -134,11 +239,12 @@ class Endpoint:
         self._note(refused=True)
         group = self._of.group_of(self.name)
         limit = self._of.limits.get(group)
+        told = None if retry_after_seconds is None else self._of.retry.told(retry_after_seconds)
         if limit is not None:
-            limit.refused(retry_after_seconds, sent.seconds, self._of.scheduler.busy_at(group))
+            limit.refused(told, sent.seconds, self._of.scheduler.busy_at(group))
         answers = [refused for _, refused in self._recent]
         if sum(answers) >= BURST_REFUSALS and 2 * sum(answers) > len(answers):
-            self._pause(retry_after_seconds)
+            self._pause(told)
 
     def timed_out(self, sent: Sent) -> None:
         """There was no answer in time."""
@@ -182,6 +288,7 @@ class Endpoints:
         clock: seconds.
         retry: backoff where a provider does not say when to come back.
         rng: jitter.
+        give_up: called with the reason when an endpoint is gone; see :class:`RetryPolicy`.
     """
 
     def __init__(
@@ -193,11 +300,20 @@ class Endpoints:
         clock: Callable[[], float],
         retry: RetryPolicy,
         rng: random.Random,
+        give_up: Callable[[str], None] = lambda reason: None,
     ) -> None:
         self.scheduler, self.bus, self.clock, self.retry = scheduler, bus, clock, retry
         self.chance: Callable[[], float] = rng.random
         """A draw from [0, 1)."""
+        self.give_up = give_up
+        self.gone = ""
+        """Why the run was given up; empty while every endpoint may still answer."""
+        self.hurried = False
+        """Nothing is waited for any more, and every attempt counts."""
         self.retried = 0
+        """Requests that were made again."""
+        self._sleeping: set[anyio.CancelScope] = set()
+        self._groups: dict[str, Answers] = {}
         self.limits: dict[str, AdaptiveLimit] = {}
         """Group of endpoints that share a limit -> the limit, where it adapts."""
         self.heard: set[str] = set()
@@ -217,6 +333,30 @@ class Endpoints:
     def endpoint(self, name: str) -> Endpoint:
         """The endpoint of that name, one a name."""
         return self._endpoints.setdefault(name, Endpoint(name, self))
+
+    def stage(self, name: str) -> Answers:
+        """Whole requests of a stage, and of those that ask the same: what is left of faults when the endpoints' own
+        requests were made again."""
+        group = self._group_of_stage.get(name, name)
+        return self._groups.setdefault(group, Answers(group, self))
+
+    async def sleep(self, slot: Slot | None, seconds: float) -> None:
+        """Wait, until :meth:`hurry` at the latest; from then on for a moment only. A slot is given back meanwhile."""
+        async with AsyncExitStack() as stack:
+            if slot is not None:
+                await stack.enter_async_context(slot.released())
+            with anyio.CancelScope() as scope:
+                self._sleeping.add(scope)
+                try:
+                    await anyio.sleep(min(seconds, self.retry.first_seconds) if self.hurried else seconds)
+                finally:
+                    self._sleeping.discard(scope)
+
+    def hurry(self) -> None:
+        """The run is to end: who waits is asked for again at once."""
+        self.hurried = True
+        for scope in self._sleeping:
+            scope.cancel()
 
     def group_of(self, name: str) -> str:
         """The group that an endpoint shares a limit with; one that no stage is known to ask has no limit."""

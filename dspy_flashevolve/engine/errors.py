@@ -50,20 +50,30 @@ class TransientError(FlashEvolveError):
     Args:
         message: what the provider said.
         retry_after_seconds: when the provider wants to be asked again; None when it did not say.
-        attempts: how often the request was made, if it was repeated already.
+        of_request: the fault may well be this request's alone.
+        asked: the request (:class:`~.endpoints.Sent`), if it was made as often as makes sense already; else None.
     """
 
-    def __init__(self, message: str, retry_after_seconds: float | None = None, attempts: int = 1) -> None:
+    def __init__(
+        self, message: str, retry_after_seconds: float | None = None, of_request: bool = False, asked: Any = None
+    ) -> None:
         super().__init__(message)
-        self.retry_after_seconds = retry_after_seconds
-        self.attempts = attempts
+        self.retry_after_seconds, self.of_request, self.asked = retry_after_seconds, of_request, asked
 
 
 class RolloutUnresolvedError(FlashEvolveError):
     """The provider gave no answer to a request after every retry.
 
     It says nothing of the candidate: the step ends as failed, and nothing is scored, cached or pooled.
+
+    Args:
+        message: what the provider said.
+        unanswerable: other requests were answered meanwhile: it is this one that gets no answer.
     """
+
+    def __init__(self, message: str, unanswerable: bool = False) -> None:
+        super().__init__(message)
+        self.unanswerable = unanswerable
 
 
 class RunAbortedError(FlashEvolveError):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from dspy_flashevolve.engine.steps import End
 
@@ -193,6 +194,25 @@ class EndpointPaused(Event):
 
     endpoint: str
     pause_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class ExampleGivenUp(Event):
+    """An example gets no answer while others do: it fails without being asked for again.
+
+    Args:
+        step, stage: whose rollout it was.
+        split, example: which example.
+        alone: it was answered for other candidates, and fails for this one alone; else it fails for every candidate.
+        reason: what the provider said last.
+    """
+
+    step: int
+    stage: str
+    split: str
+    example: Any
+    alone: bool
+    reason: str
 
 
 Subscriber = Callable[[Event], None]

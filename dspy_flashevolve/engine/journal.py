@@ -187,9 +187,9 @@ class Journal:
         return future
 
     def _locked(self) -> FileLock:
-        lock = FileLock(self.directory / LOCK, timeout=0, thread_local=False)  # it is released on the loop
+        lock = FileLock(self.directory / LOCK, timeout=0, mode=0o600, thread_local=False)  # it is released on the loop
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
+            self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             lock.acquire()
         except Timeout:
             raise RunDirectoryError(
@@ -332,6 +332,7 @@ def _create(path: Path) -> None:
     unfinished.unlink(missing_ok=True)
     for rest in ("-wal", "-shm"):  # of a journal that was moved away: SQLite would read it as the new one's
         path.with_name(path.name + rest).unlink(missing_ok=True)
+    unfinished.touch(mode=0o600)  # which its companions take over
     with _connected(unfinished) as connection:
         connection.execute("BEGIN IMMEDIATE")
         for statement in SCHEMA:

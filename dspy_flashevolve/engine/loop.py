@@ -16,6 +16,8 @@ from typing import Any, Generic, ParamSpec, TypeVar
 import anyio
 from anyio.from_thread import start_blocking_portal
 
+from dspy_flashevolve.engine.errors import RunAbortedError
+
 T = TypeVar("T")
 
 
@@ -183,6 +185,19 @@ def _off_the_loop(call: Callable[A, T], *args: A.args, **kwargs: A.kwargs) -> T:
     return call(*args, **kwargs)
 
 
+def check_main_thread() -> None:
+    """Look whether the process still lives: what a program gets from then on is no result of its own.
+
+    Raises:
+        RunAbortedError: the main thread has ended.
+    """
+    if not threading.main_thread().is_alive():
+        raise RunAbortedError(
+            "The main thread has ended while the run went on in another one, and Python starts no more work in threads "
+            "then. Wait for the run's thread (thread.join()) before the main thread ends."
+        )
+
+
 class Threads:
     """A pool of threads that one run owns.
 
@@ -219,6 +234,9 @@ class Threads:
 
         try:
             return await asyncio.get_running_loop().run_in_executor(self._executor, in_context)
+        except RuntimeError:
+            check_main_thread()
+            raise
         except asyncio.CancelledError:
             self.abandoned = self.abandoned or working
             if working and self._workers > 1:

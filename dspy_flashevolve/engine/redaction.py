@@ -1,51 +1,89 @@
-"""Taking secrets out of what is written down."""
+"""Taking secrets out of what leaves the process: out of the replies and errors of LMs as they come in, so that nothing
+that is made of them holds any, and out of all that is written down; and files that nobody else may read."""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, cast
+from urllib.parse import parse_qsl, unquote, urlsplit
 
 MARK = "[redacted]"
 SHORTEST = 12
-"""A known secret that is shorter, or has no digit, is left alone: "not-needed", as a key of a server of one's own, is
-no secret, and would be found in innocent texts."""
+"""A text that may be a secret, by the name of a setting, and is shorter or has no digit, is left alone."""
+SHORTEST_HELD = 8
+"""The same of what an LM holds, which is one, unless it stands for none."""
+LONG_SEGMENT = 16
+"""A part of a URL's path that is as long may be a key."""
+NO_SECRETS = frozenset({"not-needed", "not_needed", "no-key-needed", "no-key-required", "placeholder", "your-api-key"})
+"""What people write where a server of their own wants no key; it would be found in innocent texts."""
 SECRET_NAMES = re.compile(
     r"key$|keys$|token$|secret|passw(or)?d|passphrase|authorization|credential|cookie|api[_-]?key", re.IGNORECASE
 )
 """Names of settings and environment variables whose values are secret."""
+PUBLIC_HEADERS = re.compile(
+    r"accept|content-type|user-agent|referer|title|version|beta|organization|project|connection", re.IGNORECASE
+)
+"""Names of headers whose values are not secret."""
 _SHAPES = re.compile(
     r"\b(?:sk|pk|rk|gsk|hf|xai|ghp|glpat|AIza)[-_](?=[A-Za-z_\-]*\d)[A-Za-z0-9_\-]{12,}"
     r"|\bAIza[A-Za-z0-9_\-]{20,}"
     r"|(?i:bearer\s+)(?=[A-Za-z._~+/\-]*\d)[A-Za-z0-9._~+/\-]{8,}=*"
+    r"|(?<=://)[^\s/:@\"']+:[^\s/@\"']+(?=@)"
 )
-"""What keys of well-known providers look like, and what stands in an Authorization header. Each has a digit: words of a
-prompt ("pk_customer_orders", "bearer authentication") must stay, since a run that goes on reads them back."""
+"""What keys of well-known providers look like, what stands in an Authorization header, and a URL's user and password.
+The first have a digit: words of a prompt ("pk_customer_orders", "bearer authentication") must stay, since a run that
+goes on reads them back."""
 
 
 class Redaction:
     """Replaces secrets in texts: those that it was told, and what looks like a provider's key.
 
     Args:
-        secrets: texts that must not be written.
+        secrets: texts that may be secrets, by the names of the settings that hold them.
 
     >>> Redaction(["correct-horse-7"]).of("Authorization: Bearer abcdefgh1234, correct-horse-7")
     'Authorization: [redacted], [redacted]'
     """
 
     def __init__(self, secrets: Iterable[str] = ()) -> None:
-        known = sorted(
-            {one for one in secrets if len(one) >= SHORTEST and any(map(str.isdigit, one))}, key=len, reverse=True
-        )
+        self._texts = {one for one in secrets if len(one) >= SHORTEST and any(map(str.isdigit, one))}
+        self._known: re.Pattern[str] | None = None
+        self.add(())
+
+    def add(self, held: Iterable[str]) -> None:
+        """Take note of what LMs hold, which is secret; see :func:`secrets_held_by`."""
+        self._texts |= {one for one in held if len(one) >= SHORTEST_HELD and one.lower() not in NO_SECRETS}
+        known = sorted(self._texts, key=len, reverse=True)
         self._known = re.compile("|".join(map(re.escape, known))) if known else None
 
     def of(self, value: Any) -> Any:
         """A text without its secrets; anything else as it is."""
-        if not isinstance(value, str):
+        return _SHAPES.sub(MARK, self.known(value)) if isinstance(value, str) else value
+
+    def known(self, value: Any) -> Any:
+        """A text, or texts in lists and dicts at any depth, without the secrets that it was told."""
+        if self._known is None:
             return value
-        if self._known is not None:
-            value = self._known.sub(MARK, value)
-        return _SHAPES.sub(MARK, value)
+        if isinstance(value, str):
+            return self._known.sub(MARK, value)
+        if type(value) in (list, tuple):
+            return type(value)(map(self.known, value))
+        if type(value) is dict:
+            return {name: self.known(one) for name, one in cast("dict[Any, Any]", value).items()}
+        return value
+
+    def clean(self, errors: Iterable[BaseException]) -> None:
+        """Take the secrets that it was told out of what errors say."""
+        for error in errors:
+            with suppress(Exception):  # an exception class may do with its attributes as it likes
+                error.args = self.known(error.args)
+                for name, value in list(vars(error).items()):
+                    if isinstance(value, str | list | dict):
+                        setattr(error, name, self.known(value))
 
 
 def secrets_in(settings: Mapping[str, Any]) -> set[str]:
@@ -57,3 +95,57 @@ def secrets_in(settings: Mapping[str, Any]) -> set[str]:
         elif isinstance(value, str) and SECRET_NAMES.search(str(name)):
             found.add(value)
     return found
+
+
+def secrets_held_by(lm: Any) -> set[str]:
+    """Keys of an LM, by its settings, its headers, and its address: user, password, query, long parts of the path.
+
+    >>> from types import SimpleNamespace
+    >>> options = {"api_base": "https://me:open-sesame@host/v1", "extra_headers": {"X-Pass": "let-me-in"}}
+    >>> sorted(secrets_held_by(SimpleNamespace(kwargs=options)))
+    ['let-me-in', 'me', 'open-sesame']
+    """
+    found: set[str] = set()
+    for settings in (getattr(lm, "kwargs", None), getattr(lm, "__dict__", None)):
+        if not isinstance(settings, Mapping):
+            continue
+        options = cast("Mapping[str, Any]", settings)
+        found |= secrets_in(options)
+        for name in ("headers", "extra_headers", "default_headers"):
+            headers = options.get(name)
+            for header, value in headers.items() if isinstance(headers, Mapping) else ():  # pyright: ignore[reportUnknownVariableType]
+                words = str(value).split()  # pyright: ignore[reportUnknownArgumentType]
+                if len(words) in (1, 2) and not PUBLIC_HEADERS.search(str(header)):  # pyright: ignore[reportUnknownArgumentType]
+                    found.add(words[-1])
+        for name in ("api_base", "base_url"):
+            if isinstance(options.get(name), str):
+                found |= _in_address(options[name])
+    return found
+
+
+def _in_address(address: str) -> set[str]:
+    parts = urlsplit(address)
+    given = {parts.username or "", parts.password or "", *(value for _, value in parse_qsl(parts.query))}
+    given |= {one for one in parts.path.split("/") if len(one) >= LONG_SEGMENT}
+    return {one for text in given if text for one in (text, unquote(text))}
+
+
+def without_secrets(address: str) -> str:
+    """An address without user, password and query, and without what may be a key in its path.
+
+    >>> without_secrets("https://me:open-sesame@host:8000/keys/abcdefghijklmnop/v1/?token=x")
+    'https://host:8000/keys/[redacted]/v1'
+    """
+    parts = urlsplit(address)
+    if not parts.hostname:
+        return address.rstrip("/")
+    path = "/".join(MARK if len(one) >= LONG_SEGMENT else one for one in parts.path.split("/"))
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{path}".rstrip("/")
+
+
+def make_private(directory: str | Path) -> None:
+    """Let nobody but the user read or write the files under a directory."""
+    for place, _, names in os.walk(directory):
+        for name in names:
+            with suppress(OSError):  # somebody may have moved it away, or own it
+                os.chmod(os.path.join(place, name), 0o600)

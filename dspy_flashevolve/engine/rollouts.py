@@ -6,8 +6,8 @@ interrupted run is not made again. Other requests (a reflection, an integration)
 
 from __future__ import annotations
 
-import random
-from collections.abc import Awaitable, Callable, Sequence
+import logging
+from collections.abc import Awaitable, Callable, Hashable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
@@ -15,14 +15,15 @@ from typing import Any, Generic, Protocol, TypeVar
 import anyio
 
 from dspy_flashevolve.engine.budget import Reservation
-from dspy_flashevolve.engine.endpoints import Endpoints
+from dspy_flashevolve.engine.endpoints import Endpoints, Sent
 from dspy_flashevolve.engine.errors import FlashEvolveError, RolloutUnresolvedError, TransientError
-from dspy_flashevolve.engine.events import EventBus, RequestFinished, RolloutFinished, RolloutTimedOut
-from dspy_flashevolve.engine.loop import is_being_cancelled
+from dspy_flashevolve.engine.events import EventBus, ExampleGivenUp, RequestFinished, RolloutFinished, RolloutTimedOut
+from dspy_flashevolve.engine.loop import check_main_thread, is_being_cancelled
 from dspy_flashevolve.engine.replay import Rollout, RolloutKey, RunJournal
 from dspy_flashevolve.engine.scheduler import Requester, Scheduler, current_slot
 from dspy_flashevolve.engine.steps import Step, StepEnded
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Granted = Callable[[], None]
 
@@ -160,11 +161,11 @@ class Rollouts:
         bus: told of every request that was answered, and of every rollout that was given up.
         endpoints: who answers; their policy says how often a request is made again.
         single_flight: equal rollouts in flight are one.
-        rng: jitter.
         timeout_seconds: a run of a rollout that takes longer, from the grant of its slot, is cancelled and counts as a
             :class:`TransientError`. The time in which it has given its slot back, since its provider said when to come
             back, does not count. Code that runs in a thread cannot be cancelled: a program there is left behind, and
-            a metric there, which is the end of a rollout, is waited for. None for no bound.
+            a metric there, which is the end of a rollout, is waited for. None for no bound. Requests of any kind may
+            have another end: that of one LM call, see ``Pace``.
         journal: where rollouts and replies are written down; None for nowhere.
     """
 
@@ -175,7 +176,6 @@ class Rollouts:
         endpoints: Endpoints,
         *,
         single_flight: bool = True,
-        rng: random.Random | None = None,
         timeout_seconds: float | None = None,
         journal: RunJournal | None = None,
     ) -> None:
@@ -184,14 +184,15 @@ class Rollouts:
         self.endpoints = endpoints
         self.clock = scheduler.clock
         self._single_flight = single_flight
-        self._rng = rng or random.Random()
         self.timeout_seconds = timeout_seconds
         self.journal = journal
         self._flights: dict[RolloutKey, _Flight[Rollout]] = {}
         self.shared = 0
         """Rollouts that were joined instead of run."""
-        self.retried = 0
-        """Requests that were made again."""
+        self.unanswerable: dict[tuple[str, Hashable], str] = {}
+        """Split and example that get no answer -> what the provider says: every candidate fails on it."""
+        self._refused: dict[RolloutKey, str] = {}
+        self._answered: set[tuple[str, Hashable]] = set()
         self.timed_out = 0
         """Runs of rollouts that were given up."""
 
@@ -222,9 +223,16 @@ class Rollouts:
             if answer is not None:
                 return answer
 
-        async def once() -> T:
+        async def in_time() -> T:
             began = self.clock()
-            answer = await call()
+            with anyio.CancelScope() as bound:
+                _bind(bound)
+                return await call()
+            raise TransientError(f"no answer within {self.clock() - began:g} seconds", of_request=True)
+
+        async def once(attempt: int) -> T:
+            began = self.clock()
+            answer = await in_time()
             cost = Spent(0) if spent is None else spent(answer)
             if spent is not None:
                 seconds = self.clock() - began
@@ -237,7 +245,7 @@ class Rollouts:
                 journal.replied(step.number, stage, record.position, text, cost.tokens, cost.cost_dollars)
             return answer
 
-        return await self._retried(stage, lambda attempt: self.scheduler.run(stage, step, once))
+        return await self._retried(stage, step, once)
 
     async def rollout(
         self,
@@ -248,17 +256,23 @@ class Rollouts:
         call: Callable[[], Awaitable[Rollout]],
         record: RolloutRecord | None = None,
         *,
+        failed: Callable[[str], Rollout] | None = None,
         rank: float = 0.0,
         behind: int = 0,
         granted: Granted = lambda: None,
     ) -> tuple[Rollout, bool]:
         """Run one rollout, or join an equal one that is in flight, or read one that was paid before an interruption.
 
+        An example that gets no answer for the first candidate that is run on it, while others are answered, is asked
+        for no more: it fails for every candidate alike, and costs nothing. Where it was answered for another candidate,
+        it fails for those alone for which it gets none.
+
         Args:
             stage, step: whose queue it waits in.
             pays: a call of it is settled, unless it is joined or read.
             call: runs it.
             record: how it is written down; None where it is not.
+            failed: makes a failure of the reason why there is no answer; None where that is an error.
             rank, behind, granted: see :meth:`Scheduler.run`.
 
         Returns:
@@ -279,41 +293,82 @@ class Rollouts:
                 self.shared += 1
                 return flight.result, False
             # The one who flew was cancelled or got no answer: fly again.
+        example = key.split, key.example
+        if failed is not None and self.is_unanswered(key):
+            granted()
+            return failed(self.unanswerable.get(example) or self._refused[key]), False
         flight = _Flight[Rollout]()
         if self._single_flight:
             self._flights[key] = flight
+        one = _Run(self, key, stage, step, pays, call, record)
         try:
-            flight.result = await self._retried(
-                stage,
-                lambda attempt: self.scheduler.run(
-                    stage,
-                    step,
-                    _Run(self, key, stage, step, pays, call, record, attempt + 1).once,
-                    rank=rank,
-                    behind=behind,
-                    granted=granted,
-                ),
-            )
+            flight.result = await self._retried(stage, step, one.once, rank=rank, behind=behind, granted=granted)
+            self._answered.add(example)
+        except RolloutUnresolvedError as error:
+            if failed is None or not error.unanswerable:
+                raise
+            flight.result = failed(self._gives_up(key, step, stage, error))
+            return flight.result, False
         finally:
             if self._flights.get(key) is flight:
                 del self._flights[key]
             flight.landed.set()
         return flight.result, True
 
-    async def _retried(self, stage: str, once: Callable[[int], Awaitable[T]]) -> T:
-        """Call ``once`` with the number of the attempt, from 0, until it does not fail transiently."""
-        attempts, retry = 0, self.endpoints.retry
+    def is_unanswered(self, key: RolloutKey) -> bool:
+        """Whether a rollout fails because nobody answers it: its score says nothing of its candidate."""
+        return (key.split, key.example) in self.unanswerable or key in self._refused
+
+    async def _retried(self, stage: str, step: Requester, once: Callable[[int], Awaitable[T]], **queue: Any) -> T:
+        """Call ``once`` in a slot, with the number of the attempt, from 1, until it does not fail transiently."""
+        sent, answers = Sent(), self.endpoints.stage(stage)
+
+        async def call() -> T:
+            if self.endpoints.gone:
+                raise RolloutUnresolvedError(self.endpoints.gone)
+            answers.begin(sent)
+            try:
+                return await once(sent.faults + 1)
+            finally:
+                answers.leave(sent)
+
         while True:
             try:
-                return await once(attempts)
+                answer = await self.scheduler.run(stage, step, call, **queue)
             except TransientError as error:
-                attempts += error.attempts
-                if attempts >= retry.attempts:
-                    raise RolloutUnresolvedError(f"no answer after {attempts} attempts: {error}") from error
-                self.retried += 1
-                self.endpoints.turned_away(stage, error.retry_after_seconds)
-                wait = retry.wait_seconds(attempts - 1, error.retry_after_seconds, self._rng.random())
-            await anyio.sleep(wait)
+                asked = error.asked
+                if asked is None:
+                    answers.turned_away(sent, str(error), error.of_request)
+                    self.endpoints.turned_away(stage, error.retry_after_seconds)
+                    if answers.goes_on(sent, self.endpoints.retry.attempts):
+                        await answers.rest(None, sent, error.retry_after_seconds)
+                        continue
+                    asked = sent
+                raise RolloutUnresolvedError(
+                    f"no answer after {asked.faults} attempts: {error}", asked.is_odd
+                ) from error
+            answers.answered(sent)
+            return answer
+
+    def _gives_up(self, key: RolloutKey, step: Requester, stage: str, error: RolloutUnresolvedError) -> str:
+        """Take note of what cannot be answered; returns why."""
+        example, said = (key.split, key.example), str(error)
+        alone = example in self._answered
+        if example not in self.unanswerable and key not in self._refused:
+            self._refused[key] = said
+            self.bus.emit(ExampleGivenUp(self.clock(), step.number, stage, key.split, key.example, alone, said))
+            logger.warning(
+                "Example %r of %s gets %s, while others are answered: it fails for %s from now on.",
+                key.example, key.split, said, "this candidate" if alone else "every candidate",
+            )  # fmt: skip
+        if not alone:
+            self.unanswerable[example] = said
+        return said
+
+
+def _bind(bound: anyio.CancelScope) -> None:
+    if (slot := current_slot()) is not None:
+        slot.bound = bound
 
 
 def _asks(step: Requester) -> None:
@@ -333,26 +388,24 @@ class _Run:
         pays: Reservation,
         call: Callable[[], Awaitable[Rollout]],
         record: RolloutRecord | None,
-        attempt: int,
     ) -> None:
         self._of, self._key, self._stage, self._step = of, key, stage, step
-        self._pays, self._call, self._record, self._attempt = pays, call, record, attempt
+        self._pays, self._call, self._record = pays, call, record
         self._journal = of.journal
         self._number: int | None = None
         self._metric_began = False
 
-    async def once(self) -> Rollout:
-        of = self._of
-        clock, timeout = of.clock, of.timeout_seconds
+    async def once(self, attempt: int) -> Rollout:
+        self._number, self._metric_began = None, False
+        clock, timeout = self._of.clock, self._of.timeout_seconds
         began = clock()
         token = _METRIC_BEGINS.set(self._metric_begins)
         try:
-            if timeout is None:
-                return self._answered(await self._call(), clock() - began)
             with anyio.move_on_after(timeout) as bound:
-                if (slot := current_slot()) is not None:
-                    slot.bound = bound
-                return self._answered(await self._call(), clock() - began)
+                _bind(bound)
+                rollout = await self._call()
+                check_main_thread()
+                return self._answered(rollout, clock() - began)
         except anyio.get_cancelled_exc_class():
             if self._metric_began:
                 self._settle()
@@ -363,7 +416,7 @@ class _Run:
             raise
         finally:
             _METRIC_BEGINS.reset(token)
-        raise self._gave_up(clock() - began, timeout)
+        raise self._gave_up(clock() - began, attempt)
 
     async def _metric_begins(self) -> None:
         self._metric_began = True
@@ -391,17 +444,17 @@ class _Run:
         )
         return rollout
 
-    def _gave_up(self, seconds: float, timeout: float | None) -> FlashEvolveError:
+    def _gave_up(self, seconds: float, attempt: int) -> FlashEvolveError:
         """The run took too long: what to raise."""
         of = self._of
         of.timed_out += 1
-        of.bus.emit(RolloutTimedOut(of.clock(), self._step.number, self._stage, seconds, self._attempt))
-        late = f"no answer within {timeout:g} seconds"
+        of.bus.emit(RolloutTimedOut(of.clock(), self._step.number, self._stage, seconds, attempt))
+        late = f"no answer within {seconds:g} seconds"
         if self._metric_began:
             self._settle()
             if not self._pays.extend(1):
                 return RolloutUnresolvedError(f"{late}, and the budget does not pay another attempt.")
-        return TransientError(late)
+        return TransientError(late, of_request=True)
 
 
 _METRIC_BEGINS: ContextVar[Callable[[], Awaitable[None]] | None] = ContextVar("flashevolve_metric", default=None)

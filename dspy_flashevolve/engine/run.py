@@ -67,7 +67,7 @@ class EvolutionRun:
         max_seconds: no step starts after it; what runs is finished. None for no limit.
         rollout_timeout_seconds: see :class:`Rollouts`.
         median_seconds: every so many seconds, slots move between stages (:func:`median_shares`); None for never.
-        retry: how often a request is made that the provider turns away, and when.
+        retry: how often a request is made that the provider turns away, and when; when an endpoint is given up.
         journal: where the run is written down, so that it can go on; None for nowhere.
         observers: hear every event.
         clock: a clock of its own by default.
@@ -127,13 +127,15 @@ class EvolutionRun:
             slots, list(asked), groups_of(asked), self.clock, idle=self._slot_is_idle, visited=self._visited
         )
         rng = random.Random(seed)
-        self.endpoints = Endpoints(asked, adaptive, self.scheduler, self.bus, self.clock, retry or RetryPolicy(), rng)
+        self.endpoints = Endpoints(
+            asked, adaptive, self.scheduler, self.bus, self.clock, retry or RetryPolicy(), rng,
+            lambda reason: self.stop(reason, "failed"),
+        )  # fmt: skip
         self.rollouts = Rollouts(
             self.scheduler,
             self.bus,
             self.endpoints,
             single_flight=not lockstep,
-            rng=rng,
             timeout_seconds=rollout_timeout_seconds,
             journal=journal,
         )
@@ -179,6 +181,8 @@ class EvolutionRun:
     def stop(self, reason: str, outcome: Outcome = "stopped") -> None:
         """Open no more steps; what runs is finished. The first reason stays. Call it on the run's loop.
 
+        Unless it is at a limit of the run, nothing is waited for any more before it is asked for again.
+
         Args:
             reason: a sentence for people.
             outcome: "stopped" where somebody asked for it, "finished" at a limit of the run, "failed" where it is given
@@ -188,6 +192,7 @@ class EvolutionRun:
             return
         self.stop_reason, self.outcome = reason, outcome
         if outcome != "finished":
+            self.endpoints.hurry()
             logger.warning(
                 "%s: %s. Steps that run are finished, no further one starts%s.",
                 self.name,
@@ -549,10 +554,11 @@ class EvolutionRun:
             return End(EndKind.FAILED, str(error))
 
     def _count(self, step: Step, end: End, most_failures: int) -> None:
-        """A provider that is down must not be asked for ever: steps that fail cost no budget."""
+        """Steps that fail at no cost must not go on for ever; those that cost something end with the budget."""
         step.reservation.refund()
-        self._calls_of_ended += step.reservation.settled
-        self._failures = self._failures + 1 if end.kind is EndKind.FAILED else 0
+        spent = step.reservation.settled
+        self._calls_of_ended += spent
+        self._failures = self._failures + 1 if end.kind is EndKind.FAILED and not spent else 0
         if self._failures >= most_failures:
             self.stop(f"{self._failures} steps in a row failed; the last: {end.reason}", "failed")
 
@@ -581,6 +587,7 @@ class EvolutionRun:
         assert self._max_seconds is not None
         await anyio.sleep(max(0.0, self.clock.began + self._max_seconds - self.clock()))
         self.stop(f"max_seconds={self._max_seconds:g} is over", "finished")
+        self.endpoints.hurry()
 
     async def _move_slots(self) -> None:
         assert self._median_seconds is not None

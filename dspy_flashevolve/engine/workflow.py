@@ -15,6 +15,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from dspy_flashevolve.engine.endpoints import OUTAGE_SECONDS
 from dspy_flashevolve.engine.errors import ConfigurationError
 
 K = TypeVar("K", bound=Hashable)
@@ -33,7 +34,8 @@ def released_at(share: float, requests: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Workflow:
-    """How steps overlap: how early stages release their output, how many steps there are, and whose slots they get.
+    """How steps overlap, and what they wait for: how early stages release their output, how many steps there are, whose
+    slots they get, and how long nobody answers before the run ends.
 
     Args:
         rollout: share of a parent's minibatch after which reflection starts, on what is there; above 0, up to 1. The
@@ -48,9 +50,12 @@ class Workflow:
         median_seconds: every so many seconds, slots move to the stages that produce less than the others
             (:func:`~.scheduler.median_shares`). None for never: the order of the queues decides, which made the better
             programs.
+        max_outage_seconds: a run whose provider answers nothing for so long, and turns away all that it is sent, is
+            given up with the best program so far; no Retry-After is waited for longer. None to wait as long as it
+            takes; docs/faults.md.
 
     Raises:
-        ConfigurationError: a share outside (0, 1], fewer than one round or step, or a window that is no number above 0.
+        ConfigurationError: a share outside (0, 1], fewer than one round or step, or seconds that are no number above 0.
     """
 
     rollout: float = 0.67
@@ -58,6 +63,7 @@ class Workflow:
     rounds: int = 3
     live_steps: int | None = None
     median_seconds: float | None = None
+    max_outage_seconds: float | None = OUTAGE_SECONDS
 
     def __post_init__(self) -> None:
         for name in ("rollout", "validate"):
@@ -69,11 +75,12 @@ class Workflow:
                 continue
             if isinstance(count, bool) or not isinstance(count, int) or count < 1:
                 raise ConfigurationError(f"Workflow: {name} is {count!r}, expected a whole number of at least 1.")
-        seconds = self.median_seconds
-        if seconds is not None and (
-            isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < math.inf  # pyright: ignore[reportUnnecessaryIsInstance]
-        ):
-            raise ConfigurationError(f"Workflow: median_seconds is {seconds!r}, expected a number above 0, or None.")
+        for name in ("median_seconds", "max_outage_seconds"):
+            seconds = getattr(self, name)
+            if seconds is not None and (
+                isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < math.inf
+            ):
+                raise ConfigurationError(f"Workflow: {name} is {seconds!r}, expected a number above 0, or None.")
 
 
 SAVING_PREFIX = 0.25

@@ -139,6 +139,7 @@ class Compilation:
             max_seconds=optimizer.max_seconds,
             schedule=optimizer.schedule,
             rollout_timeout_seconds=optimizer.rollout_timeout_seconds,
+            max_outage_seconds=optimizer.workflow.max_outage_seconds,
             median_seconds=optimizer.workflow.median_seconds,
             seed=optimizer.seed,
             priced=optimizer.max_cost is not None,

@@ -96,7 +96,7 @@ class Evaluations:
         pool: gepa's state; only its data and options are read.
         workflow: when a parent's minibatch is released.
         same_data: the training set is the validation set, so that equal ids mean equal examples.
-        hears: told of every rollout: the hash of its candidate, the split, the example, the score.
+        hears: told of every rollout that was answered: the hash of its candidate, the split, the example, the score.
     """
 
     def __init__(
@@ -327,6 +327,9 @@ class Evaluations:
         keeps_trace = split != "val" or self.train_split == "val"
         scope, left, decided = anyio.CancelScope(), len(ids), False
 
+        def failed(reason: str) -> Rollout:
+            return program.failed(reason, capture_traces=traced)
+
         async def one(index: int, granted: Granted) -> Rollout:
             nonlocal left, decided
 
@@ -342,10 +345,11 @@ class Evaluations:
             key = RolloutKey(name, split, ids[index], traced)
             behind = len(ids) - index - 1
             rollout, _ = await run.rollouts.rollout(
-                key, stage, step, pays, call, record, rank=rank, behind=behind, granted=granted
+                key, stage, step, pays, call, record, failed=failed, rank=rank, behind=behind, granted=granted
             )
             self.saw(rollout.score)
-            self._hears(name, split, id_text(ids[index]), rollout.score)
+            if not run.rollouts.is_unanswered(key):
+                self._hears(name, split, id_text(ids[index]), rollout.score)
             finished(index, rollout)
             left -= 1
             if watch is not None and not watch(index, rollout.score) and left:

@@ -27,6 +27,7 @@ from gepa.gepa_utils import json_default
 from gepa.proposer.base import CandidateProposal
 
 from dspy_flashevolve.engine.loop import Threads
+from dspy_flashevolve.engine.redaction import make_private
 from dspy_flashevolve.engine.replay import RunJournal, id_text
 from dspy_flashevolve.engine.staleness import PastCommit
 from dspy_flashevolve.engine.steps import Step
@@ -186,6 +187,8 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
             self._write_checkpoint()
         finally:
             self.state.total_num_evals = counted
+            if self.run_dir is not None:
+                make_private(self.run_dir)
         self._saved_at = time.monotonic()
 
     def _write_checkpoint(self) -> None:

@@ -50,12 +50,16 @@ class Selection:
         pool: gepa's state and strategies.
         credit: composes what steps start from besides the Pareto frontier; None where nothing is composed.
         frontier_share: share of the steps that start from the Pareto frontier all the same.
+        unanswerable: training examples that get no answer: minibatches avoid them.
     """
 
-    def __init__(self, pool: Pool, credit: Credit | None, frontier_share: float) -> None:
+    def __init__(
+        self, pool: Pool, credit: Credit | None, frontier_share: float, unanswerable: Callable[[], set[Any]] = set
+    ) -> None:
         self._pool = pool
         self._credit = credit
         self._frontier_share = frontier_share
+        self._unanswerable = unanswerable
         self._crossovers = 0
 
     def select(self, step: Step) -> tuple[int, float, Selected | Crossover]:
@@ -122,6 +126,8 @@ class Selection:
                 if task.parent_idx == credit.parent and (bases[place] is None or not pool.seed_confirmed):
                     tasks[place] = replace(task, parent_candidate=dict(variant))
         iteration = step.number + 1
+        if out := self._unanswerable():
+            tasks = [self._answerable(task, out) for task in tasks]
         for task in tasks:
             pool.notify(
                 "on_candidate_selected",
@@ -137,6 +143,14 @@ class Selection:
                 trainset_size=len(pool.trainset),
             )
         return Selected(tuple(tasks), tuple(bases))
+
+    def _answerable(self, task: ProposalTask[Any, Any], out: set[Any]) -> ProposalTask[Any, Any]:
+        """The task with other training examples in the place of those that get no answer, as far as there are any."""
+        kept = [one for one in task.minibatch_ids if one not in out]
+        left = [one for one in self._pool.trainset.all_ids() if one not in out and one not in kept]
+        missing = len(task.minibatch_ids) - len(kept)
+        ids = kept + self._pool.parts.rng.sample(left, min(missing, len(left))) or list(task.minibatch_ids)
+        return replace(task, minibatch_ids=ids, minibatch=self._pool.trainset.fetch(ids)) if missing else task
 
 
 def sample(

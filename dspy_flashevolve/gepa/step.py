@@ -109,7 +109,7 @@ class GepaLoop:
         self._is_last = False
         self._asking = self._counts_from = 0
         share = 1.0 if reflective is None else reflective.frontier_share
-        self._selection = Selection(pool, self._credit, share)
+        self._selection = Selection(pool, self._credit, share, self._unanswerable)
         self._seeded = anyio.Event()
         self._crossing: set[int] = set()
         self._reflections = 0
@@ -665,6 +665,11 @@ class GepaLoop:
         """A stopper said stop: of the user's, or gepa's for the budget."""
         stopper = self._pool.parts.stopper
         self._run.stop(stopper.said, "finished" if stopper.budget_spent else "stopped")
+
+    def _unanswerable(self) -> set[Any]:
+        """Training examples that minibatches avoid; in lockstep they are dspy.GEPA's."""
+        split = self._evaluations.train_split
+        return set() if self._run.lockstep else {one for of, one in self._run.rollouts.unanswerable if of == split}
 
     def _see_minibatches(self, work: Selected) -> None:
         self._minibatch = max([self._minibatch, *(len(task.minibatch_ids) for task in work.tasks)])

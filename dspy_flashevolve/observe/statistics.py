@@ -11,6 +11,7 @@ from dspy_flashevolve.engine.events import (
     Committed,
     EndpointPaused,
     Event,
+    ExampleGivenUp,
     Integrated,
     LimitChanged,
     Looked,
@@ -80,6 +81,8 @@ class RunStats:
         gaps: place -> gap (version now less version seen) -> looks.
         shared_rollouts: rollouts that joined one in flight instead of being paid.
         retried_requests: requests that the provider asked to come back later.
+        unanswered_examples: those that got no answer while others did, and score ``failure_score``: for every
+            candidate, or for one alone where they were answered for others.
         timed_out_rollouts: runs of rollouts that took longer than rollout_timeout_seconds.
         requests_by_stage: rollouts and other requests that were answered.
         tokens_by_stage: prompt and completion tokens of them, as the LMs report them.
@@ -111,6 +114,7 @@ class RunStats:
     shared_rollouts: int
     retried_requests: int
     timed_out_rollouts: int
+    unanswered_examples: int
     requests_by_stage: dict[str, int]
     tokens_by_stage: dict[str, int]
     cost_dollars: float
@@ -266,6 +270,7 @@ class Recorder:
         self.end_reasons, self.looks = Counter[str](), Counter[str]()
         self.requests, self.tokens = Counter[str](), Counter[str]()
         self.cost_dollars = 0.0
+        self.unanswered_examples = 0
         self.commits: list[Committed] = []
         self.integrations: list[Integrated] = []
         self.limit_changes: list[LimitChanged] = []
@@ -292,6 +297,8 @@ class Recorder:
             self.commits.append(event)
         elif isinstance(event, LimitChanged):
             self.limit_changes.append(event)
+        elif isinstance(event, ExampleGivenUp):
+            self.unanswered_examples += 1
         elif isinstance(event, EndpointPaused):
             self.pauses += 1
         elif isinstance(event, Looked):
@@ -316,6 +323,7 @@ class Recorder:
             occupancy=slots.busy_seconds / slots.limit_seconds if slots.limit_seconds else 0.0,
             busy_seconds_by_stage={name: one.served_seconds for name, one in slots.stages.items()},
             shared_rollouts=rollouts.shared,
+            unanswered_examples=self.unanswered_examples,
             timed_out_rollouts=rollouts.timed_out,
             requests_by_stage=dict(self.requests),
             tokens_by_stage=dict(self.tokens),

@@ -53,9 +53,10 @@ from dspy.utils.exceptions import (
     is_retryable_lm_error,
 )
 
+from dspy_flashevolve.engine.endpoints import Sent
 from dspy_flashevolve.engine.errors import RunAbortedError, TransientError
 
-ATTEMPTS = "flashevolve_attempts"
+ASKED = "flashevolve_asked"
 REMEMBERED = 32
 """Errors of LM calls that are kept; a program that goes on after so many has been answered by other calls."""
 DEEPEST = 100
@@ -82,6 +83,10 @@ BROKEN = (
 """What an LM raises that lost its connection, or could not find its way in the body of a reply."""
 
 
+class HollowReplyError(LMServerError):
+    """A reply held no message."""
+
+
 class LmCalls(BaseCallback):
     """Hears of every LM call in its context, of any ``dspy.BaseLM``, on the loop and in threads."""
 
@@ -94,7 +99,7 @@ class LmCalls(BaseCallback):
         if isinstance(exception, Exception):
             self.errors.append(exception)
         elif exception is None and isinstance(outputs, list) and not outputs:
-            self.errors.append(LMServerError("the reply holds no choice"))
+            self.errors.append(HollowReplyError("the reply holds no choice"))
 
 
 @contextmanager
@@ -133,7 +138,7 @@ def fault_of(error: BaseException, heard: Sequence[BaseException] = ()) -> tuple
     <Fault.LATER: 1>
     """
     calls = {id(one) for one in heard}
-    for one in _chain(error, DEEPEST):
+    for one in chain_of(error):
         if isinstance(one, AdapterParseError):
             return None  # a reply came, whatever failed before it
         fault = _fault(one, id(one) in calls)
@@ -153,6 +158,16 @@ def may_repeat(error: BaseException) -> bool:
 def is_refusal(error: BaseException) -> bool:
     """Whether the provider asked for fewer requests."""
     return isinstance(error, LMRateLimitError) or _status_of(error) == 429 or retry_after_of(error) is not None
+
+
+def is_of_request(error: BaseException) -> bool:
+    """Whether a fault may be one request's alone: an error inside the server, or a reply that cannot be read. One that
+    is busy, restarts, or is not there turns every request away."""
+    status = _status_of(error)
+    if status is not None:
+        return status == 500 or status < 400
+    broken = (LookupError, AttributeError, ValueError, EOFError, LMUnexpectedError, HollowReplyError)
+    return isinstance(error, broken) or type(error) is LMProviderError
 
 
 def is_timeout(error: BaseException) -> bool:
@@ -177,7 +192,8 @@ def raise_provider_fault(error: Exception, heard: Sequence[BaseException] = ()) 
     kind, culprit = fault
     said = str(culprit) or type(culprit).__name__
     if kind is Fault.LATER:
-        raise TransientError(said, retry_after_of(culprit), attempts=getattr(culprit, ATTEMPTS, 1)) from error
+        asked = getattr(culprit, ASKED, None)
+        raise TransientError(said, retry_after_of(culprit), is_of_request(culprit), asked) from error
     if isinstance(culprit, LMUnsupportedModelError) or _status_of(culprit) == 404 or NO_PROVIDER in said:
         raise RunAbortedError(
             f"The LM provider does not have what was asked for: {said}. Check the model's name and the address "
@@ -188,15 +204,15 @@ def raise_provider_fault(error: Exception, heard: Sequence[BaseException] = ()) 
     ) from error
 
 
-def mark_attempts(error: BaseException, attempts: int) -> None:
-    """Note on an error how often the request was made, so that it is not repeated as often again."""
-    setattr(error, ATTEMPTS, attempts)
+def mark_asked(error: BaseException, sent: Sent) -> None:
+    """Note on an error that its request was made as often as makes sense, so that it is not made again."""
+    setattr(error, ASKED, sent)
 
 
-def _chain(error: BaseException, most: int) -> Iterator[BaseException]:
+def chain_of(error: BaseException) -> Iterator[BaseException]:
     """An error, what it groups, and what led to it, nearest first."""
     waiting, seen = [error], set[int]()
-    while waiting and len(seen) < most:
+    while waiting and len(seen) < DEEPEST:
         one = waiting.pop()
         if id(one) in seen:
             continue

@@ -16,7 +16,7 @@ from pydantic_core import to_jsonable_python
 
 from dspy_flashevolve.engine.errors import RunDirectoryError
 from dspy_flashevolve.engine.journal import Journal
-from dspy_flashevolve.engine.redaction import Redaction, secrets_in
+from dspy_flashevolve.engine.redaction import Redaction, secrets_held_by, secrets_in
 from dspy_flashevolve.engine.replay import RunJournal
 
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
@@ -77,16 +77,6 @@ def settings_of(optimizer: Any) -> dict[str, Any]:
             found[name] = str(getattr(value, "model", type(value).__name__))
         else:
             found[name] = getattr(value, "__qualname__", type(value).__qualname__)
-    return found
-
-
-def secrets_of(optimizer: Any, lms: Iterable[Any]) -> set[str]:
-    """Every secret that a run knows: its LMs' keys and headers, the optimizer's, and the environment's."""
-    found = secrets_in(vars(optimizer)) | secrets_in(os.environ)
-    for lm in lms:
-        for settings in (getattr(lm, "kwargs", None), vars(lm) if hasattr(lm, "__dict__") else None):
-            if isinstance(settings, Mapping):
-                found |= secrets_in(settings)  # pyright: ignore[reportUnknownArgumentType]
     return found
 
 
@@ -181,7 +171,10 @@ def open_journal(
     """
     if optimizer.log_dir is None:
         return None
-    journal = Journal(optimizer.log_dir, Redaction(secrets_of(optimizer, lms)))
+    redaction = Redaction(secrets_in(vars(optimizer)) | secrets_in(os.environ))
+    for lm in lms:
+        redaction.add(secrets_held_by(lm))
+    journal = Journal(optimizer.log_dir, redaction)
     try:
         now, packages = {"optimizer": type(optimizer).__qualname__, **parts}, versions()
         check_same(journal, now, packages)

@@ -5,8 +5,9 @@ user's LM is of a subclass that has these retries off where the run asks: a requ
 its slot back, waits as long as the provider said (else exponential backoff with full jitter), and is made again, up to
 the LM's own ``num_retries`` and the run's. It is the user's object that programs see and call, with its attributes and
 its history; whoever asks it from outside a run notices nothing, several runs may share it, and after the last of them
-its class is what it was. Deep copies and pickles of it are of the user's class. What is no ``dspy.LM`` is not paced: it
-is called as it is, and what it raises is retried a rollout at a time.
+its class is what it was. Deep copies and pickles of it are of the user's class. The secrets that it holds are taken out
+of what it answers and raises inside of a run. What is no ``dspy.LM`` is not paced: it is called as it is, and what it
+raises is retried a rollout at a time.
 """
 
 from __future__ import annotations
@@ -18,22 +19,35 @@ from collections.abc import Awaitable, Callable, Generator, Iterable, Iterator, 
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
-from typing import Any
-from urllib.parse import urlsplit
+from typing import Any, TypeVar
 
+import anyio
 import dspy
 from dspy import lm15
 from dspy.clients.base_lm import BaseLM
 from dspy.primitives.module import Module
 from dspy.utils.callback import with_callbacks
-from dspy.utils.exceptions import LMServerError
+from dspy.utils.exceptions import LMTimeoutError
 from dspy.utils.usage_tracker import UsageTracker, track_usage
 
 from dspy_flashevolve.engine.endpoints import Endpoint, Endpoints, Sent
 from dspy_flashevolve.engine.loop import LoopWaits
+from dspy_flashevolve.engine.redaction import Redaction, secrets_held_by, without_secrets
 from dspy_flashevolve.engine.scheduler import Slot, current_slot
-from dspy_flashevolve.programs.faults import is_refusal, is_timeout, mark_attempts, may_repeat, retry_after_of
+from dspy_flashevolve.programs.faults import (
+    HollowReplyError,
+    chain_of,
+    is_of_request,
+    is_refusal,
+    is_timeout,
+    mark_asked,
+    may_repeat,
+    retry_after_of,
+)
 
+T = TypeVar("T")
+REQUEST_SECONDS = 600.0
+"""The longest that a request may take in all where its LM has no ``timeout``."""
 CACHED_SECONDS = 0.01
 """An answer that took less and reports no tokens came from a cache, and says nothing of the endpoint."""
 
@@ -49,11 +63,7 @@ def endpoint_of(lm: Any) -> str:
     options: dict[str, Any] = getattr(lm, "kwargs", None) or {}
     address = options.get("api_base") or options.get("base_url")
     if address:
-        parts = urlsplit(str(address))
-        if not parts.hostname:
-            return str(address).rstrip("/")
-        place = parts.netloc.rpartition("@")[2]  # without a user's name and password
-        return f"{parts.scheme}://{place}{parts.path}".rstrip("/")
+        return without_secrets(str(address))
     model = str(getattr(lm, "model", type(lm).__name__))
     if "/" in model:
         return model.split("/", 1)[0]
@@ -70,14 +80,16 @@ def endpoints_of(predictors: Iterable[Any], default: Any) -> set[str]:
 
 
 class LanguageModels:
-    """Paces the LMs of one run.
+    """Calls the LMs of one run.
 
     Args:
         endpoints: of the run; get the signals.
+        redaction: is told the LMs' secrets, and takes them out of what the LMs answer and raise.
+        paces: False to leave retries and waits to the LMs themselves.
     """
 
-    def __init__(self, endpoints: Endpoints) -> None:
-        self.endpoints = endpoints
+    def __init__(self, endpoints: Endpoints, redaction: Redaction | None = None, paces: bool = True) -> None:
+        self.endpoints, self.redaction, self.paces = endpoints, redaction or Redaction(), paces
         self.waits: LoopWaits | None = None
         self._paced: dict[int, tuple[Any, Pace]] = {}
 
@@ -104,11 +116,13 @@ class LanguageModels:
         return self
 
     def paced(self, lm: Any) -> Any:
-        """Pace a ``dspy.LM`` for the length of the run; anything else stays as it is. Gives ``lm`` back."""
+        """The run calls a ``dspy.LM`` in its own way from now on; anything else stays as it is. Gives ``lm`` back."""
         if isinstance(lm, dspy.LM) and id(lm) not in self._paced:
             mine = lm, Pace(self, lm)
-            if self._paced.setdefault(id(lm), mine) is mine and self.waits is not None:  # threads may come at once
-                _begin(lm)
+            if self._paced.setdefault(id(lm), mine) is mine:  # threads may come at once
+                self.redaction.add(secrets_held_by(lm))
+                if self.waits is not None:
+                    _begin(lm)
         return lm
 
     def pace_of(self, lm: Any) -> Pace:
@@ -157,13 +171,17 @@ class Pace:
         self.models = models
         self.original = original
         self._endpoint: Endpoint = models.endpoints.endpoint(endpoint_of(original))
+        timeout = (getattr(original, "kwargs", None) or {}).get("timeout")
+        self.seconds = float(timeout) if isinstance(timeout, int | float) else REQUEST_SECONDS
+        """The longest that one request may take in all: an LM's timeout is one between two bytes."""
 
     def call(self, lm: Any, request: Callable[..., Any]) -> Any:
         """Make a request from a thread, again and again where need be.
 
         A thread keeps its slot while it waits: it keeps its place in the pool of threads too, and a rollout that got
         the slot could find no thread to run in. Where the run's loop cannot be waited for (on a loop, or after the
-        run), the LM makes the request as it would without a run.
+        run) or the run does not pace, the LM makes the request as it would without a run. One that takes too long
+        cannot be ended: what runs in the slot is.
 
         Args:
             lm: the paced LM.
@@ -173,76 +191,119 @@ class Pace:
             LMError: what the last attempt raised; of an LM class of the user's own any other error too.
         """
         endpoint, waits, slot = self._endpoint, self.models.waits, current_slot()
-        attempt, again = 0, dict[str, Any]()
-        if waits is None or not waits.is_foreign():
-            return request(lm)
+        sent, again = Sent(), dict[str, Any]()
+        if waits is None or not self.models.paces or not waits.is_foreign():
+            with self._without_secrets():
+                return self.models.redaction.known(request(lm))
         while True:
             if endpoint.open_seconds > waits.loop.time():
                 waits.wait(_untimed(slot, endpoint.admit, None))
-            sent, began = Sent(), waits.loop.time()
+            began, timer = waits.loop.time(), _Timer(self.seconds, slot)
             waits.call(endpoint.send, sent)
+            waits.call(timer.begin)
             try:
                 with track_usage() as usage, _looking_at_replies():
-                    result = request(lm, **again)
+                    result = self.models.redaction.known(request(lm, **again))
             except Exception as error:
-                waits.call(self._tell, error, sent)
-                if not self._goes_on(error, attempt):
+                waits.call(timer.end)
+                if not waits.wait(_untimed(slot, self._waits_again, error, sent, None)):
                     raise
-                waits.wait(_untimed(slot, endpoint.rest, None, attempt, retry_after_of(error)))
-                attempt, again = attempt + 1, _afresh(error)
+                again = _afresh(error)
             else:
-                if _written(usage) or waits.loop.time() - began > CACHED_SECONDS:
-                    waits.call(endpoint.finished, sent, _written(usage))
+                waits.call(timer.end)
+                waits.call(self._answered, sent, usage, waits.loop.time() - began)
                 return result
+            finally:
+                waits.call(endpoint.leave, sent)
 
     async def acall(self, lm: Any, request: Callable[..., Awaitable[Any]]) -> Any:
         """The same on the run's loop, without the slot while it waits; on another loop the LM is called as it is."""
         endpoint, slot = self._endpoint, current_slot()
         loop, waits = asyncio.get_running_loop(), self.models.waits
-        attempt, again = 0, dict[str, Any]()
-        if waits is None or waits.loop is not loop:
-            return await request(lm)
+        sent, again = Sent(), dict[str, Any]()
+        if waits is None or not self.models.paces or waits.loop is not loop:
+            with self._without_secrets():
+                return self.models.redaction.known(await request(lm))
         while True:
             await endpoint.admit(slot)
-            sent, began = Sent(), loop.time()
+            began = loop.time()
             endpoint.send(sent)
             try:
                 with track_usage() as usage, _looking_at_replies():
-                    result = await request(lm, **again)
+                    result = self.models.redaction.known(await self._in_time(request(lm, **again)))
             except Exception as error:
-                self._tell(error, sent)
-                if not self._goes_on(error, attempt):
+                if not await self._waits_again(error, sent, slot):
                     raise
-                await endpoint.rest(slot, attempt, retry_after_of(error))
-                attempt, again = attempt + 1, _afresh(error)
+                again = _afresh(error)
             else:
-                if _written(usage) or loop.time() - began > CACHED_SECONDS:
-                    endpoint.finished(sent, _written(usage))
+                self._answered(sent, usage, loop.time() - began)
                 return result
+            finally:
+                endpoint.leave(sent)
 
-    def _goes_on(self, error: Exception, attempt: int) -> bool:
-        """What was streamed may have been seen, and is not asked for twice."""
-        if not may_repeat(error) or dspy.settings.send_stream is not None:
-            return False
-        if attempt < self.original.num_retries + self.models.endpoints.retry.attempts - 1:
-            return True
-        mark_attempts(error, attempt + 1)
-        return False
+    @contextmanager
+    def _without_secrets(self) -> Generator[None, None, None]:
+        try:
+            yield
+        except Exception as error:
+            self.models.redaction.clean(chain_of(error))
+            raise
 
-    def _tell(self, error: Exception, sent: Sent) -> None:
+    async def _in_time(self, request: Awaitable[T]) -> T:
+        with anyio.move_on_after(self.seconds):
+            return await request
+        raise LMTimeoutError(f"no answer within {self.seconds:g} seconds")
+
+    async def _waits_again(self, error: Exception, sent: Sent, slot: Slot | None) -> bool:
+        """Take note of an error of the request, and wait until it is made again; False where it is not.
+
+        What was streamed may have been seen, and is not asked for twice.
+        """
+        self.models.redaction.clean(chain_of(error))
+        endpoint, retry_after = self._endpoint, retry_after_of(error)
         if is_refusal(error):
-            self._endpoint.refused(sent, retry_after_of(error))
+            endpoint.refused(sent, retry_after)
         elif is_timeout(error):
-            self._endpoint.timed_out(sent)
+            endpoint.timed_out(sent)
+        if not may_repeat(error):
+            return False
+        endpoint.turned_away(sent, str(error) or type(error).__name__, is_of_request(error))
+        attempts = self.original.num_retries + self.models.endpoints.retry.attempts
+        if dspy.settings.send_stream is not None or not endpoint.goes_on(sent, attempts):
+            mark_asked(error, sent)
+            return False
+        await endpoint.rest(slot, sent, retry_after)
+        return True
+
+    def _answered(self, sent: Sent, usage: UsageTracker, seconds: float) -> None:
+        if (tokens := _written(usage)) or seconds > CACHED_SECONDS:
+            self._endpoint.finished(sent, tokens)
 
 
-async def _untimed(slot: Slot | None, wait: Callable[..., Awaitable[None]], *args: Any) -> None:
+class _Timer:
+    """Ends what runs in a slot after some seconds; used on the loop."""
+
+    def __init__(self, seconds: float, slot: Slot | None) -> None:
+        self._seconds, self._slot = seconds, slot
+        self._handle: asyncio.TimerHandle | None = None
+
+    def begin(self) -> None:
+        bound = None if self._slot is None else self._slot.bound
+        if bound is not None:
+            self._handle = asyncio.get_running_loop().call_later(self._seconds, bound.cancel)
+
+    def end(self) -> None:
+        if self._handle is not None:
+            self._handle.cancel()
+
+
+async def _untimed(slot: Slot | None, wait: Callable[..., Awaitable[T]], *args: Any) -> T:
     """Wait, and keep the slot: the time in which the provider lets a rollout wait does not count against its bound."""
     if slot is None:
         return await wait(*args)
     slot.pause()
     try:
-        await wait(*args)
+        return await wait(*args)
     finally:
         slot.resume()
 
@@ -320,10 +381,6 @@ MESSAGES = frozenset({"candidates", "content", "generations", "message", "output
 """Where the bodies of other dialects than OpenAI's chat completions keep what the model said."""
 SAID = ("content", "text", "tool_calls", "function_call", "refusal", "reasoning_content", "reasoning", "audio")
 """What a message may say; an empty text is something that a model may say, null is not."""
-
-
-class HollowReplyError(LMServerError):
-    """A reply held no message."""
 
 
 class _Look:

@@ -200,6 +200,10 @@ class DspyProgram:
         await announced(program, callback_metadata={"metric_key": "eval_full"})
         return found[0]
 
+    def failed(self, reason: str, *, capture_traces: bool) -> Rollout:
+        """See :meth:`ProgramRunner.failed`."""
+        return self._runner.failed(reason, capture_traces)
+
     async def reflective_dataset(
         self,
         candidate: dict[str, str],

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any, Literal, TypeVar, cast
 
 import dspy
@@ -13,10 +15,11 @@ from dspy.utils.exceptions import AdapterParseError
 from dspy.utils.usage_tracker import track_usage
 
 from dspy_flashevolve.engine.budget import Reservation
-from dspy_flashevolve.engine.endpoints import RetryPolicy
+from dspy_flashevolve.engine.endpoints import OUTAGE_SECONDS, RetryPolicy
 from dspy_flashevolve.engine.errors import ConfigurationError, DataError
 from dspy_flashevolve.engine.limits import Bounds
 from dspy_flashevolve.engine.loop import LoopClock, is_being_cancelled
+from dspy_flashevolve.engine.redaction import Redaction, secrets_in
 from dspy_flashevolve.engine.replay import RunJournal, hash_of
 from dspy_flashevolve.engine.rollouts import Granted, Rollout, RolloutKey, Spent, batch
 from dspy_flashevolve.engine.run import EvolutionRun
@@ -26,7 +29,7 @@ from dspy_flashevolve.observe.progress import Progress
 from dspy_flashevolve.observe.statistics import Recorder, RunStats
 from dspy_flashevolve.programs.copies import isolated_copy
 from dspy_flashevolve.programs.faults import heard_lm_calls, raise_provider_fault
-from dspy_flashevolve.programs.lm import PACED_BY, LanguageModels, calls_of, cost_of, endpoints_of, tokens_of
+from dspy_flashevolve.programs.lm import LanguageModels, calls_of, cost_of, endpoints_of, tokens_of
 from dspy_flashevolve.programs.metric import Metric
 from dspy_flashevolve.programs.place import runs_on_loop
 from dspy_flashevolve.programs.records import Asked, ProgramRecord, ReplyText
@@ -57,6 +60,8 @@ class DspyRun(EvolutionRun):
         max_seconds: no step starts after it; what runs is finished. None for no limit.
         schedule: "async", or "lockstep": one step at a time, nothing beside it, the same slots.
         rollout_timeout_seconds: a rollout that takes longer is given up and asked for again; None for no bound.
+        max_outage_seconds: when a provider that answers nothing is given up, and the longest Retry-After; None for
+            never.
         median_seconds: see :class:`Workflow`.
         seed: of the steps' randomness, and of jitter.
         priced: work out what LM calls cost, in dollars.
@@ -80,6 +85,7 @@ class DspyRun(EvolutionRun):
         max_seconds: float | None = None,
         schedule: Schedule = "async",
         rollout_timeout_seconds: float | None = None,
+        max_outage_seconds: float | None = OUTAGE_SECONDS,
         median_seconds: float | None = None,
         seed: int | None = 0,
         priced: bool = False,
@@ -90,9 +96,10 @@ class DspyRun(EvolutionRun):
     ) -> None:
         self.num_threads, self.max_concurrency, self.schedule = num_threads, max_concurrency, schedule
         self.max_metric_calls, self.max_seconds = max_metric_calls, max_seconds
-        self.rollout_timeout_seconds = rollout_timeout_seconds
+        self.rollout_timeout_seconds, self.max_outage_seconds = rollout_timeout_seconds, max_outage_seconds
         check_run(self)
         check_counts(self, "max_metric_calls")
+        check_limits(self, "max_outage_seconds")
         if not all(isinstance(one, list | tuple) and one for one in stages.values()):
             raise ConfigurationError(
                 f"stages is {stages!r}, expected stage -> a list of what it asks: LMs, modules, or None for the "
@@ -116,26 +123,26 @@ class DspyRun(EvolutionRun):
             max_seconds=max_seconds,
             rollout_timeout_seconds=rollout_timeout_seconds,
             median_seconds=median_seconds,
-            retry=retry,
+            retry=replace(retry or RetryPolicy(), outage_seconds=max_outage_seconds),
             journal=journal,
             observers=(self.recorder, self._progress),
         )
         self.priced = priced
-        self.models = LanguageModels(self.endpoints) if paced else None
+        redaction = Redaction(secrets_in(os.environ)) if journal is None else journal.journal.redaction
+        self.models = LanguageModels(self.endpoints, redaction, paced)
         self.paced(lm)
-        self.settings.update({PACED_BY: None} if self.models is None else self.models.settings)
+        self.settings.update(self.models.settings)
         self._shown_calls = shown_calls or max_metric_calls
         self._seconds: float | None = None
 
     def paced(self, lm: Any) -> Any:
-        """The LM as it is given; the run paces it from now on, where it paces LMs."""
-        return lm if self.models is None else self.models.paced(lm)
+        """The LM as it is given; the run calls it in its own way from now on, see :class:`LanguageModels`."""
+        return self.models.paced(lm)
 
     @asynccontextmanager
     async def opened(self) -> AsyncGenerator[None, None]:
         """See :meth:`EvolutionRun.opened`."""
-        if self.models is not None:
-            self.models.attach(asyncio.get_running_loop())
+        self.models.attach(asyncio.get_running_loop())
         try:
             with dspy.context(**self.settings):
                 async with super().opened():
@@ -144,8 +151,7 @@ class DspyRun(EvolutionRun):
         finally:
             self._seconds = self.clock() - self.clock.began
             self._progress.close()
-            if self.models is not None:
-                self.models.close()
+            self.models.close()
 
     async def asked(
         self,
@@ -172,8 +178,7 @@ class DspyRun(EvolutionRun):
             RolloutUnresolvedError: the provider gave no answer.
             RunAbortedError: the provider refused for good.
         """
-        copy = isolated_copy(module)
-        copy = copy if self.models is None else self.models.pace_in(copy)
+        copy = self.models.pace_in(isolated_copy(module))
         asks = self.settings.get("lm") if lm is None else self.paced(lm)
 
         async def call() -> Asked[T]:
@@ -275,6 +280,7 @@ class DspyRun(EvolutionRun):
             step.reservation if pays is None else pays,
             lambda: runner.rollout(candidate, example, capture_traces=traced),
             record,
+            failed=lambda reason: runner.failed(reason, traced),
             behind=behind,
             granted=granted,
         )
@@ -331,7 +337,7 @@ class DspyRun(EvolutionRun):
             slots=self.scheduler.statistics(),
             gaps=self.gaps.as_dict(),
             rollouts=self.rollouts,
-            retried_requests=self.rollouts.retried + self.endpoints.retried,
+            retried_requests=self.endpoints.retried,
         )
 
     def _own_watchers(self) -> list[Callable[[], Coroutine[Any, Any, None]]]:

@@ -200,11 +200,11 @@ class ProgramRunner:
         if run.error is not None:
             self._failed_alike(run.error, calls)
             logger.warning("Example scored as a failure: %s", _said(run.error))
-            return self._failed(capture_traces, f"The program failed: {_said(run.error)}")
+            return self.failed(f"The program failed: {_said(run.error)}", capture_traces)
         if isinstance(run.prediction, FailedPrediction):
             self._first = None
             if not (capture_traces or self._flex):
-                return self._failed(capture_traces, "The program's reply could not be read.")
+                return self.failed("The program's reply could not be read.", capture_traces)
             return self._rollout(example, run, failure)
         try:
             raw = await self._metric.score(example, run.prediction, scoring_trace=run.trace, flex=self._flex)
@@ -216,7 +216,7 @@ class ProgramRunner:
             logger.warning("Metric %s raised on an example: %s", self._metric.name, _said(error))
             if self._flex:
                 return self._rollout(example, run, failure)
-            return self._failed(capture_traces, f"The program answered, but the metric failed: {_said(error)}")
+            return self.failed(f"The program answered, but the metric failed: {_said(error)}", capture_traces)
         return self._rollout(example, run, raw)
 
     def _failed_alike(self, error: Exception, calls: LmCalls) -> None:
@@ -231,7 +231,8 @@ class ProgramRunner:
                 add_note(said)
             raise error
 
-    def _failed(self, capture_traces: bool, error: str) -> Rollout:
+    def failed(self, error: str, capture_traces: bool) -> Rollout:
+        """A rollout that failed, with the reason."""
         return Rollout(None if capture_traces else dspy.Prediction(), self._adapter.failure_score, error=error)
 
     def _rollout(self, example: Any, run: _Run, raw: Any) -> Rollout:

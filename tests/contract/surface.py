@@ -184,6 +184,7 @@ def raising(choose: Callable[[int], Exception | None], lowest: int = 1) -> dspy.
         error = choose(count)
         if error is not None:
             raise error
-        return reply_for(prompt, answer=str(lowest + hashed(prompt) % (7 - lowest)))
+        number = hashed(prompt)
+        return reply_for(prompt, answer=str(lowest + number % (7 - lowest)), new_instruction=f"Instruction {number}")
 
     return fake_lm(answer)

@@ -634,3 +634,32 @@ def test_a_cancelled_acompile_leaves_the_best_so_far_and_a_warning(caplog: pytes
     assert (best.async_stats.outcome, best.async_stats.stop_reason) == ("aborted", "cancelled")
     assert summary(caplog).levelno == logging.WARNING
     assert left_threads() == []
+
+
+IN_A_THREAD = """
+import threading
+import dspy
+from tests.contract.surface import ENDLESS, compiled, on
+from tests.fakes import task_lm
+
+accepted = threading.Event()
+
+def optimize():
+    with dspy.context(lm=task_lm()):
+        try:
+            compiled(ENDLESS, gepa_kwargs=on("on_candidate_accepted", lambda _: accepted.set()))
+        except BaseException as error:
+            best = error.best_program.detailed_results
+            print(type(error).__name__, len(best.candidates) > 1, error, flush=True)
+
+threading.Thread(target=optimize).start()
+accepted.wait()
+"""
+
+
+def test_a_run_in_a_thread_says_so_when_the_main_thread_ends_before_it() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", IN_A_THREAD], capture_output=True, text=True, cwd=Path(__file__).parents[2], timeout=120
+    )
+    assert done.stdout.startswith("RunAbortedError True The main thread has ended"), done.stdout + done.stderr
+    assert "thread.join()" in done.stdout

@@ -295,17 +295,16 @@ class Loop:
         self.draw = random.Random(0)
 
     async def request(self, tokens: int) -> None:
-        slot, attempt = current_slot(), 0
+        slot, sent = current_slot(), Sent()
         while True:
             await self.endpoint.admit(slot)
-            sent = Sent()
             self.endpoint.send(sent)
             if await self.answered(tokens):
                 self.endpoint.finished(sent, tokens)
                 return
             self.endpoint.refused(sent, self.profile.retry_after_seconds)
-            await self.endpoint.rest(slot, attempt, self.profile.retry_after_seconds)
-            attempt += 1
+            self.endpoint.turned_away(sent, "429")
+            await self.endpoint.rest(slot, sent, self.profile.retry_after_seconds)
 
     async def answered(self, tokens: int) -> bool:
         late = self.clock() > 10

@@ -704,7 +704,8 @@ class Chaos:
         fate = rng.random()
         if fate < 0.1:
             endpoint.refused(sent, rng.choice([None, 2.0]))
-            await endpoint.rest(slot, 0, rng.choice([None, 2.0]))
+            endpoint.turned_away(sent, "429")
+            await endpoint.rest(slot, sent, rng.choice([None, 2.0, 3600.0]))
         elif fate < 0.15:
             raise TransientError("503", retry_after_seconds=rng.choice([None, 3.0]))
         elif fate < 0.2:

@@ -552,7 +552,6 @@ def test_rollouts_beyond_what_the_server_takes_are_all_answered(narrow: SimServe
     async def body(made: Run) -> list[str]:
         answers = await made.ask_all(lm, 12, asynchronous)
         assert made.models.endpoints.retried == narrow.stats().refused > 0
-        assert made.rollouts.retried == 0
         assert made.scheduler.statistics().busy == 0
         return answers
 

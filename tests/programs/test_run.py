@@ -242,7 +242,7 @@ def test_a_refused_request_waits_without_its_slot_and_is_made_again() -> None:
 
     stats = Loop(one, work).play()
     assert [number for number, _ in order] == [1, 2, 0]
-    assert order[1][1] < 100 < order[2][1]
+    assert order[1][1] < 60 < order[2][1], "no longer than max_outage_seconds"
     assert (stats.retried_requests, stats.peak_slots) == (1, 1)
 
 
@@ -251,8 +251,9 @@ def test_a_provider_that_stays_away_fails_steps_and_then_gives_the_run_up() -> N
     one = made(retry=RetryPolicy(attempts=2))
     stats = Loop(one, asking(one, lm=away), steps=1000).play()
     assert stats.failed
-    assert "steps in a row failed; the last: no answer" in stats.stop_reason
-    assert 10 <= stats.ended["failed"] < 20
+    assert "has answered nothing for" in stats.stop_reason
+    assert stats.ended["failed"] > 0
+    assert stats.seconds < 65
 
 
 def test_a_rejected_key_ends_the_run() -> None:
@@ -289,10 +290,13 @@ def test_equal_rollouts_in_flight_are_shared_and_cost_nothing_except_in_lockstep
 
 def test_a_rollout_that_takes_too_long_is_given_up_and_not_paid_where_its_metric_has_not_begun() -> None:
     with dspy.context(lm=slow_lm(seconds=10.0)):
-        one = made(rollout_timeout_seconds=5.0, retry=RetryPolicy(attempts=2), max_metric_calls=4)
+        one = made(
+            rollout_timeout_seconds=5.0, retry=RetryPolicy(attempts=2), max_metric_calls=4, max_outage_seconds=20
+        )
         stats = rolling(one, lambda step, index: (step.number, index))
     assert stats.ended["failed"] == 1
-    assert (stats.timed_out_rollouts, stats.metric_calls) == (8, 0)
+    assert stats.timed_out_rollouts >= 8
+    assert (stats.metric_calls, stats.outcome) == (0, "failed")
 
 
 def test_a_runner_takes_any_metric_and_scores_failures_as_it_is_told() -> None:
