@@ -257,6 +257,10 @@ class Credit:
         """The best of the validated heads is in gepa's pool at ``index``."""
         self.parent = index
 
+    def stays_on(self, candidate: Texts) -> None:
+        """A head that was tried was not validated after all: later ones are compared with the last that was."""
+        self._validated = self._compositions.get(hash_of(candidate), frozenset())
+
     def stand_on(self, candidate: Texts, index: int) -> None:
         """Put changes on another candidate from now on; those of components that it has written anew are gone."""
         texts = {name for name, text in candidate.items() if text != self._base[name]}

@@ -22,7 +22,7 @@ from gepa.proposer.base import CandidateProposal
 
 from dspy_flashevolve.engine.admission import LiveSteps
 from dspy_flashevolve.engine.budget import Reservation
-from dspy_flashevolve.engine.errors import ConfigurationError, FlashEvolveError
+from dspy_flashevolve.engine.errors import ConfigurationError, FlashEvolveError, RolloutUnresolvedError
 from dspy_flashevolve.engine.replay import BEFORE_STEPS, id_text
 from dspy_flashevolve.engine.rollouts import NoLongerWantedError, Spent, gather
 from dspy_flashevolve.engine.staleness import (
@@ -203,6 +203,9 @@ class GepaLoop:
         """The rest of a step: validate and commit what was found."""
         try:
             return await self.commit(step, await self.validate(step, found))
+        except (StepEnded, RolloutUnresolvedError):
+            await self._pool.write(self._not_validated, step)
+            raise
         finally:
             self._validating.discard(step.number)
 
@@ -276,6 +279,11 @@ class GepaLoop:
             subsample_scores_after=[], tag="head", metadata={},
         )  # fmt: skip
         return Screened((proposal,), (None,))
+
+    def _not_validated(self, step: Step) -> None:
+        """A head's validation came to nothing: it may be tried again."""
+        if self._credit is not None and step.number in self._validating:
+            self._credit.stays_on(self._pool.state.program_candidates[self._credit.parent])
 
     def _learn(self, step: Step, commits: Sequence[Commit]) -> None:
         """Changes go onto the best candidate there is: the head that was validated, or one that beats it."""

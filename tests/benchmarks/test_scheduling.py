@@ -23,7 +23,6 @@ from benchmarks.virtual import Reading, Setting, VirtualRun, run_virtually
 from dspy_flashevolve import Workflow
 from dspy_flashevolve.engine.events import Committed
 from dspy_flashevolve.engine.workflow import BARRIERS
-from dspy_flashevolve.observe.statistics import HeadRecord
 from dspy_flashevolve.sim.batching import Load
 
 SMALL = Setting(train=6, val=6)
@@ -286,18 +285,11 @@ def test_the_slots_in_use_are_sampled_up_to_the_limit() -> None:
     assert run_virtually(method("async"), TASKS["few"].task(0), Limits(4, 0, metric_calls=60), SMALL).busy == ()
 
 
-def test_a_candidate_lands_the_proposals_of_its_integration_and_of_those_under_it() -> None:
-    ends = [("confirmed", 1, 3, None), ("superseded", None, 2, None), ("rolled back", None, 4, 0.5)]
-    heads = [
-        HeadRecord(2.0, key, key, None, 0, tuple(range(members)), True, 1.0, 2.0, end, best=best, candidate=candidate)
-        for key, (end, candidate, members, best) in enumerate(ends)
-    ]
+def test_candidates_of_the_pool_by_the_limit_have_landed() -> None:
     commits = [Committed(seconds, i, i, 0, i, 0.5, 0.5, 1) for i, seconds in ((1, 6.0), (2, 8.0), (3, 11.0))]
-    stats: Any = SimpleNamespace(heads=heads, commits=commits)
-    run = VirtualRun(Limits(64, 0, seconds=10.0), Trajectory(), seconds=12.0, stats=stats)
-    assert run.landed == 3 + 2 + 1, "a head of three, one of two under it, and a candidate of its own"
-    assert run.given_up == 1
-    assert (VirtualRun(Limits(64, 0)).landed, VirtualRun(Limits(64, 0)).given_up) == (0, 0)
+    stats: Any = SimpleNamespace(changes=[], commits=commits)
+    assert VirtualRun(Limits(64, 0, seconds=10.0), Trajectory(), seconds=12.0, stats=stats).landed == 2
+    assert VirtualRun(Limits(64, 0)).landed == 0
 
 
 def test_only_whole_validations_are_counted() -> None:
