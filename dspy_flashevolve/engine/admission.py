@@ -114,10 +114,6 @@ class LiveSteps:
             return True
         return load.idle_slots - self.burst * load.unasked >= self.burst
 
-    def is_narrowed(self, load: Load) -> bool:
-        """Whether the budget of metric calls is what bounds the live steps."""
-        return self.bound(load) < self._scaled(self.limit, load)
-
     def bound(self, load: Load) -> int:
         """Live steps that the budget allows."""
         limit = self._scaled(self.limit, load)

@@ -257,7 +257,6 @@ class Rollouts:
         record: RolloutRecord | None = None,
         *,
         failed: Callable[[str], Rollout] | None = None,
-        rank: float = 0.0,
         behind: int = 0,
         granted: Granted = lambda: None,
     ) -> tuple[Rollout, bool]:
@@ -273,7 +272,7 @@ class Rollouts:
             call: runs it.
             record: how it is written down; None where it is not.
             failed: makes a failure of the reason why there is no answer; None where that is an error.
-            rank, behind, granted: see :meth:`Scheduler.run`.
+            behind, granted: see :meth:`Scheduler.run`.
 
         Returns:
             The rollout, and whether it was paid here.
@@ -302,7 +301,7 @@ class Rollouts:
             self._flights[key] = flight
         one = _Run(self, key, stage, step, pays, call, record)
         try:
-            flight.result = await self._retried(stage, step, one.once, rank=rank, behind=behind, granted=granted)
+            flight.result = await self._retried(stage, step, one.once, behind=behind, granted=granted)
             self._answered.add(example)
         except RolloutUnresolvedError as error:
             if failed is None or not error.unanswerable:

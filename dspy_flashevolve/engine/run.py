@@ -11,8 +11,8 @@ import logging
 import math
 import random
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, Literal, TypeVar
 
@@ -107,7 +107,6 @@ class EvolutionRun:
         """What ended the run; None while nothing did."""
         self._live: dict[int, Step] = {}
         self._scopes: dict[int, anyio.CancelScope] = {}
-        self._resting: dict[int, tuple[float, anyio.Event]] = {}
         self._recorded: list[Unfinished] = []
         self._next = 0
         self._exhausted = self._broken = False
@@ -330,28 +329,6 @@ class EvolutionRun:
             unasked=sum(not step.has_asked for step in steps),
         )
 
-    @contextmanager
-    def waiting(self, step: Step) -> Generator[None, None, None]:
-        """The step waits for others inside the block, and needs no room."""
-        step.rests = True
-        self.tell()
-        try:
-            yield
-        finally:
-            step.rests = False
-
-    async def rest(self, step: Step, over: anyio.Event, rank: float) -> None:
-        """Wait until ``over`` is set: by somebody else, or when nothing else is left to do.
-
-        Where no step can start and all that live rest here, the one with the highest rank goes on.
-        """
-        self._resting[step.number] = rank, over
-        try:
-            with self.waiting(step):
-                await over.wait()
-        finally:
-            del self._resting[step.number]
-
     async def beside(self, work: Callable[[], Awaitable[None]]) -> None:
         """Begin what no step waits for, beside the steps of :meth:`evolve`; in lockstep do it before this returns.
 
@@ -461,7 +438,6 @@ class EvolutionRun:
                 continue
             if not self._live and (self.stop_reason or self._exhausted):
                 return
-            self._let_rest_go()
             if not self._live and not self._beside:
                 self.stop("nothing more to do", "finished")
                 return
@@ -561,12 +537,6 @@ class EvolutionRun:
         self._failures = self._failures + 1 if end.kind is EndKind.FAILED and not spent else 0
         if self._failures >= most_failures:
             self.stop(f"{self._failures} steps in a row failed; the last: {end.reason}", "failed")
-
-    def _let_rest_go(self) -> None:
-        """Nothing can start; where all that live rest, the one with the highest rank goes on."""
-        waiting = {number: rank for number, (rank, over) in self._resting.items() if not over.is_set()}
-        if waiting and len(waiting) >= len(self._live) and not self._beside:
-            self._resting[max(waiting, key=waiting.__getitem__)][1].set()
 
     def _slot_is_idle(self) -> None:
         if self._waits_for_slots:

@@ -26,7 +26,7 @@ import anyio
 from dspy_flashevolve.engine.errors import ConfigurationError
 
 T = TypeVar("T")
-Priority = tuple[float, float, float]
+Priority = tuple[float, int]
 
 BASE_WORTH = 0.1
 """Of a step of which nothing is known, in score: new candidates may come from anywhere."""
@@ -34,9 +34,7 @@ DISCOUNT = 0.9
 """What a step keeps of its worth for each commit that it has not seen."""
 
 
-def priority(
-    depth: int, value: float, version: int, requests: int, held: int, rank: float, step: int, first: int
-) -> Priority:
+def priority(depth: int, value: float, version: int, requests: int, held: int, step: int, first: int) -> Priority:
     """The line with the smallest priority gets the next slot: what is worth most a request.
 
     A step is worth what it is thought to reach (its parent's score, and its child's gain on the screen once it is
@@ -50,18 +48,17 @@ def priority(
         version: the pool's version that the step saw.
         requests: of the line, in flight and waiting.
         held: of these, in flight.
-        rank: goes before the step's number among equals; higher goes first.
         first: see value.
 
-    >>> few, many = priority(3, 0.5, 7, 2, 0, 0.0, 4, 32), priority(3, 0.5, 7, 50, 0, 0.0, 3, 32)
-    >>> few < many, priority(3, 0.5, 8, 50, 0, 0.0, 5, 32) < many
+    >>> few, many = priority(3, 0.5, 7, 2, 0, 4, 32), priority(3, 0.5, 7, 50, 0, 3, 32)
+    >>> few < many, priority(3, 0.5, 8, 50, 0, 5, 32) < many
     (True, True)
     """
     if value == math.inf and held < first:
-        return (-math.inf, -rank, step)
+        return (-math.inf, step)
     worth = (BASE_WORTH + (max(0.0, value) if math.isfinite(value) else 0.0)) * depth
     # The logarithm of the share of worth, up to what is the same for all lines: how many commits there are.
-    return (version * math.log(DISCOUNT) - math.log(worth) + math.log(max(1, requests)), -rank, step)
+    return (version * math.log(DISCOUNT) - math.log(worth) + math.log(max(1, requests)), step)
 
 
 class Requester(Protocol):
@@ -210,7 +207,6 @@ class _Line:
 
     stage: _Stage
     step: Requester
-    rank: float
     queued: float
     began: float = math.nan
     held: int = 0
@@ -358,7 +354,6 @@ class Scheduler:
         step: Requester,
         call: Callable[[], Awaitable[T]],
         *,
-        rank: float = 0.0,
         behind: int = 0,
         granted: Callable[[], None] | None = None,
     ) -> T:
@@ -368,7 +363,6 @@ class Scheduler:
             stage: one of those that the scheduler has.
             step: who asks; its version and value decide when it is its turn.
             call: makes the request; it may find its slot by :func:`current_slot`.
-            rank: see :func:`priority`.
             behind: requests of the same batch that will come when this one has its slot.
             granted: called when it has.
 
@@ -378,7 +372,7 @@ class Scheduler:
         Raises:
             ConfigurationError: no such stage.
         """
-        slot = Slot(self, self._line(stage, step, rank))
+        slot = Slot(self, self._line(stage, step))
         await slot.take(behind)
         token = _slot.set(slot)
         try:
@@ -444,13 +438,12 @@ class Scheduler:
             self._endpoints[endpoint] = _Endpoint(self.clock())
         return self._endpoints[endpoint]
 
-    def _line(self, stage: str, step: Requester, rank: float) -> _Line:
+    def _line(self, stage: str, step: Requester) -> _Line:
         line = self._lines.get((stage, step.number))
         if line is None:
             if stage not in self._stages:
                 raise ConfigurationError(f"stage {stage!r} is not one of the run's: {list(self._stages)}.")
-            line = self._lines[stage, step.number] = _Line(self._stages[stage], step, rank, self.clock())
-        line.rank = rank
+            line = self._lines[stage, step.number] = _Line(self._stages[stage], step, self.clock())
         return line
 
     async def _enter(self, line: _Line, behind: int) -> None:
@@ -523,7 +516,7 @@ class Scheduler:
         step = line.step
         requests = line.held + len(line.waiting) + line.behind
         first = max(1, self._limit // 2)
-        place = priority(line.stage.depth, step.value, step.version, requests, line.held, line.rank, step.number, first)
+        place = priority(line.stage.depth, step.value, step.version, requests, line.held, step.number, first)
         if place != line.priority:
             line.priority = place
             self._entered += 1

@@ -41,9 +41,8 @@ class Workflow:
         rollout: share of a parent's minibatch after which reflection starts, on what is there; above 0, up to 1. The
             others run on: they are paid, remembered, and compared with the child's.
         validate: share of the validation set, the prefix, after which a candidate whose score there is above the pool's
-            best on the same examples may be selected, and a head below it is rolled back; the rest runs on. The default
-            waits for the whole: it made the best programs (docs/scheduling.md). Where metric calls are scarcer than
-            slots, a head is judged on a quarter all the same, before the rest is spent.
+            best on the same examples may be selected; the rest runs on. The default waits for the whole: it made the
+            best programs (docs/scheduling.md).
         rounds: an example of the validation set that this many candidates in a row have passed leaves the prefix.
         live_steps: steps at once, counted strictly. Default: as many as keep the slots busy, fewer where the budget of
             metric calls is small, so that steps can build on each other (:func:`~.admission.for_slots`).
@@ -83,8 +82,6 @@ class Workflow:
                 raise ConfigurationError(f"Workflow: {name} is {seconds!r}, expected a number above 0, or None.")
 
 
-SAVING_PREFIX = 0.25
-"""Share of a head's validation that is run before the rest is spent, where metric calls are scarce."""
 BARRIERS = Workflow(rollout=1.0, validate=1.0)
 """Every stage waits for all of its requests."""
 

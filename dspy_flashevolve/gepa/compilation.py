@@ -254,8 +254,8 @@ class Compilation:
 
     def _stages(self) -> dict[str, Sequence[Any]]:
         """Stage -> what its requests ask, in the order in which the stages go before others where slots are scarce:
-        what is nearer to a commit, but the long rest of a validation, on which nobody waits, after the screen and the
-        prefix of a head, on which every later step waits."""
+        what is nearer to a commit, but the long rest of a validation, on which nobody waits, after the screen and a
+        validation's prefix."""
         reflection = self._optimizer.reflection_lm
         integrating = [getattr(one, "lm", None) or reflection for one in self._integrating.predictors()]
         student = [self._student]

@@ -187,8 +187,6 @@ class Evaluations:
         ids: Sequence[Any],
         *,
         traced: bool = True,
-        rank: float = 0.0,
-        wanted: Callable[[], bool] | None = None,
         watch: Watch | None = None,
     ) -> Evaluation:
         """Evaluate on validation examples. The traces are dropped: a validation may be long, and nobody reads them.
@@ -196,18 +194,14 @@ class Evaluations:
         Args:
             traced: as dspy.GEPA does: False for the seed and for crossovers, where a failed example's output is an
                 empty prediction instead of None.
-            rank: see :func:`~dspy_flashevolve.engine.scheduler.priority`.
-            wanted: asked before each rollout; False gives up those that have not begun.
             watch: see :meth:`minibatch`.
 
         Raises:
-            NoLongerWantedError: ``wanted`` or ``watch`` said no.
+            NoLongerWantedError: ``watch`` said no.
             RolloutUnresolvedError: the provider gave no answer for an example.
         """
         examples = self._pool.loader.fetch(list(ids))
-        rollouts = await self._evaluated(
-            stage, step, candidate, "val", ids, examples, pays, traced, rank=rank, wanted=wanted, watch=watch
-        )
+        rollouts = await self._evaluated(stage, step, candidate, "val", ids, examples, pays, traced, watch=watch)
         done = as_batch(rollouts)
         objectives = done.objective_scores
         return Evaluation(
@@ -316,9 +310,7 @@ class Evaluations:
         pays: Reservation,
         traced: bool,
         *,
-        rank: float = 0.0,
         needs_trace: bool = False,
-        wanted: Callable[[], bool] | None = None,
         watch: Watch | None = None,
         finished: Callable[[int, Rollout], None] = lambda index, rollout: None,
     ) -> list[Rollout]:
@@ -334,7 +326,7 @@ class Evaluations:
             nonlocal left, decided
 
             async def call() -> Rollout:
-                if decided or (wanted is not None and not wanted()):
+                if decided:
                     raise NoLongerWantedError("its outcome is known, or nobody wants it any more")
                 rollout = await program.rollout(candidate, examples[index], capture_traces=traced)
                 return rollout if keeps_trace else replace(rollout, trajectory=None)
@@ -345,7 +337,7 @@ class Evaluations:
             key = RolloutKey(name, split, ids[index], traced)
             behind = len(ids) - index - 1
             rollout, _ = await run.rollouts.rollout(
-                key, stage, step, pays, call, record, failed=failed, rank=rank, behind=behind, granted=granted
+                key, stage, step, pays, call, record, failed=failed, behind=behind, granted=granted
             )
             self.saw(rollout.score)
             if not run.rollouts.is_unanswered(key):

@@ -42,8 +42,8 @@ async def settle() -> None:
 class Request:
     """One request; ``state`` is waiting, held, paused or gone."""
 
-    def __init__(self, stage: str, step: Asker, rank: float) -> None:
-        self.stage, self.step, self.rank = stage, step, rank
+    def __init__(self, stage: str, step: Asker) -> None:
+        self.stage, self.step = stage, step
         self.end, self.pause, self.go_on = anyio.Event(), anyio.Event(), anyio.Event()
         self.state = "waiting"
         self.task: asyncio.Task[None] | None = None
@@ -64,10 +64,10 @@ class Stepped:
         self.granted: list[tuple[str, int]] = []
         self.checked = checked
 
-    async def ask(self, stage: str, step: Asker | int, count: int = 1, rank: float = 0.0) -> None:
+    async def ask(self, stage: str, step: Asker | int, count: int = 1) -> None:
         asker = step if isinstance(step, Asker) else Asker(step)
         for _ in range(count):
-            one = Request(stage, asker, rank)
+            one = Request(stage, asker)
             one.task = asyncio.create_task(self._run(one))
             self.requests.append(one)
         await settle()
@@ -99,7 +99,7 @@ class Stepped:
                 self.checked()
 
         try:
-            await self.scheduler.run(one.stage, one.step, call, rank=one.rank, granted=granted)
+            await self.scheduler.run(one.stage, one.step, call, granted=granted)
         finally:
             one.state = "gone"
 

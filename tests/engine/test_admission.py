@@ -49,8 +49,6 @@ def test_a_small_budget_is_spread_over_the_generations_asked_for() -> None:
     assert rule.bound(replace(IDLE, calls_left=900)) == 3
     assert rule.bound(replace(IDLE, calls_left=600, calls_reserved=300)) == 3
     assert rule.bound(IDLE) == 16
-    assert rule.is_narrowed(replace(IDLE, calls_left=900))
-    assert not rule.is_narrowed(replace(IDLE, calls_left=90_000))
 
 
 @given(st.integers(1, 128), st.integers(1, 128), st.integers(0, 200), st.integers(0, 64))
@@ -63,7 +61,6 @@ def test_while_there_may_be_fewer_slots_the_bounds_shrink_with_them(
     assert own.bound(load) <= rule.bound(load) <= rule.limit
     assert rule.bound(load) <= 1.5 * own.limit + 3
     assert rule.bound(replace(load, slots=None)) == rule.limit
-    assert not rule.is_narrowed(load)
     if own.admits(load):
         assert rule.admits(load)
 

@@ -170,10 +170,6 @@ class Seen:
         self.loads.append(load)
         return load.live < 2
 
-    def is_narrowed(self, load: Load) -> bool:
-        del load
-        return False
-
 
 def test_admission_sees_the_load() -> None:
     world, rule = World(4, budget_calls=20), Seen()
@@ -533,42 +529,6 @@ def test_work_beside_the_steps_may_begin_before_them_and_what_got_no_answer_is_l
     assert world.run.outcome == "finished"
 
 
-def test_rest_goes_on_by_rank_when_nothing_else_can_and_needs_no_room_meanwhile() -> None:
-    world, order = World(4), list[int]()
-
-    async def step(step: Step) -> End:
-        if step.number == 6:
-            raise NothingToDoError
-        world.run.begin(step, 0)
-        await world.ask("rollout", step)
-        await world.run.rest(step, anyio.Event(), rank=step.number % 3 + step.number / 100)
-        order.append(step.number)
-        await world.ask("validate", step, 10.0)
-        return End(EndKind.COMMITTED)
-
-    world.evolve(step, LiveSteps(2))
-    assert order == [5, 2, 4, 1, 3, 0]
-
-
-def test_rest_ends_where_somebody_else_says_so() -> None:
-    world, event = World(4), anyio.Event()
-
-    async def step(step: Step) -> End:
-        if step.number == 2:
-            raise NothingToDoError
-        world.run.begin(step, 0)
-        if step.number == 0:
-            await world.run.rest(step, event, 0.0)
-            assert world.run.live == [0, 1]
-        else:
-            await world.ask("rollout", step)
-            event.set()
-            await world.ask("rollout", step)
-        return End(EndKind.REJECTED)
-
-    world.evolve(step)
-
-
 # Slots by stage
 
 
@@ -691,7 +651,6 @@ class Chaos:
         self.run = self.world.run
         self.batcher = Batcher[int, int](self.run, batch, self.rng.randint(1, 2), self.integrate)
         self.selected = anyio.Event()
-        self.heads: list[anyio.Event] = []
 
     async def call(self) -> Rollout:
         """An LM call within a rollout: it may be refused, hang, pause its endpoint, or be slow."""
@@ -760,12 +719,6 @@ class Chaos:
         if not step.reservation.cover(3):
             return End(EndKind.DISCARDED, "no budget is left")
         await self.evaluate("validate", step, 3, step.reservation)
-        if rng.random() < 0.3:
-            over = anyio.Event()
-            for other in self.heads:
-                other.set()
-            self.heads = [over] if rng.random() < 0.7 else []
-            await run.rest(step, over, rng.random())
         return End(rng.choice([EndKind.COMMITTED, EndKind.REJECTED]))
 
 

@@ -223,7 +223,7 @@ REQUESTS = st.integers(1, 500)
 
 
 def place(depth: int = 2, value: float = 0.5, version: int = 3, requests: int = 10, **options: Any) -> Any:
-    defaults: dict[str, Any] = {"held": 0, "rank": 0.0, "step": 7, "first": 4}
+    defaults: dict[str, Any] = {"held": 0, "step": 7, "first": 4}
     return priority(depth, value, version, requests, **(defaults | options))
 
 
@@ -233,14 +233,11 @@ def test_of_equal_requests_the_line_with_fewer_goes_first(value: float, one: int
 
 
 @given(st.floats(0.001, 1), st.integers(1, 100), st.integers(1, 6), REQUESTS)
-def test_what_is_worth_more_deeper_fresher_or_ranked_higher_goes_first(
-    more: float, commits: int, depth: int, requests: int
-) -> None:
+def test_what_is_worth_more_deeper_or_fresher_goes_first(more: float, commits: int, depth: int, requests: int) -> None:
     here = place(depth, requests=requests)
     assert place(depth, value=0.5 + more, requests=requests) < here
     assert place(depth + 1, requests=requests) < here
     assert place(depth, version=3 + commits, requests=requests) < here
-    assert place(depth, rank=1.0, requests=requests) < here
     assert place(depth, step=6, requests=requests) < here < place(depth, step=8, requests=requests)
 
 
@@ -269,11 +266,10 @@ def test_the_scheduler_asks_for_the_smallest_place_each_time_that_a_slot_comes_f
         await on.ask("screen", Asker(2, version=0))
         await on.ask("screen", Asker(3, version=5))
         await on.ask("screen", Asker(4, version=0, value=3.0))
-        await on.ask("screen", Asker(5, version=0), rank=1.0)
         await on.end_all()
 
     stepped(main)
-    assert [number for _, number in on.granted] == [9, 4, 3, 5, 2, 1]
+    assert [number for _, number in on.granted] == [9, 4, 3, 2, 1]
 
 
 # Cancellation
