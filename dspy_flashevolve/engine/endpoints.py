@@ -37,6 +37,8 @@ COMPARED = 32
 """What became of the last so many requests tells whether it is a request, or who is asked, that is in trouble."""
 ODD_SECONDS = 2.0
 """The longest backoff of a request that is turned away while others are answered: nobody is spared by a longer one."""
+EARLY_SECONDS = 0.01
+"""A timer may wake so much too early."""
 SAY_AGAIN_SECONDS = 60.0
 """An endpoint in trouble is logged at most this often."""
 
@@ -184,7 +186,7 @@ class Answers:
         limit, silent = self._of.retry.outage_seconds, now - self._silent_since
         if self._of.gone or is_odd:
             return
-        if limit is not None and silent >= limit and not self._under_way:
+        if limit is not None and silent >= limit - EARLY_SECONDS and not self._under_way:
             self._of.gone = (
                 f"{self.name} has answered nothing for {silent:.0f} seconds, and turned away all that it was sent; "
                 f"the last: {said}"

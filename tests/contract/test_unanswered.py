@@ -218,7 +218,7 @@ def test_a_long_retry_after_neither_idles_the_run_nor_outlives_its_deadline(kind
         ).async_stats
     assert stats.outcome == "finished"
     assert stats.seconds < 40
-    assert stats.metric_calls > 50, "the work of others goes on"
+    assert stats.metric_calls > 40, "the work of others goes on"
 
 
 def test_a_stop_ends_every_wait() -> None:
