@@ -155,7 +155,6 @@ USELESS: dict[str, tuple[Any, str]] = {
         lambda: Saying(lambda head, found: dspy.Prediction(texts=dict(head), verdicts=verdicts("orthogonal", found))),
         "",
     ),
-    "no answer": (lambda: Saying(lambda head, _: LMRateLimitError("slow down", model="simulated")), "no answer"),
 }  # fmt: skip
 
 
@@ -168,7 +167,7 @@ def test_no_reply_to_an_integration_costs_more_than_itself(name: str, staleness:
     stats = play(World(), staleness=staleness, stale_candidate_reflection=module()).async_stats
     check_ends(stats)
     assert all(failed in record.failed and bool(record.failed) == bool(failed) for record in stats.integrations)
-    assert stats.integrations
+    assert stats.integrations, "none was asked for: this run shows nothing"
     assert stats.ended["committed"] > 5
     assert stats.ended["integrated"] == stats.ended["failed"] == 0
     assert not [reason for reason in stats.end_reasons if "integrat" in reason or "head" in reason]
@@ -337,12 +336,12 @@ def test_no_budget_is_exceeded_and_every_step_ends_once(
 
 def test_a_head_whose_validation_had_no_answers_is_validated_later() -> None:
     class Down(Rules):
-        """Validations have no answers for the first minutes."""
+        """One validation example of candidates with rules has no answer for the first minutes."""
 
         lost = 0
 
         def seconds(self, text: str, question: str) -> float:
-            if "rule" in text and question.startswith("v") and asyncio.get_running_loop().time() < 400:
+            if "rule" in text and question == "v 3" and asyncio.get_running_loop().time() < 400:
                 self.lost += 1
                 raise LMServerError("503")
             return super().seconds(text, question)
