@@ -290,13 +290,13 @@ class GepaLoop:
         credit, pool = self._credit, self._pool
         if credit is None:
             return
-        if step.number in self._validating and commits[0].score >= pool.score_of(credit.parent):
-            credit.validated(commits[0].candidate)
         for one in commits:
-            texts = pool.state.program_candidates[one.candidate]
-            head = pool.score_of(credit.parent) + max(0.0, credit.head().gain)
-            if one.score > head and not credit.is_made_of_changes(texts):
-                credit.stand_on(texts, one.candidate)
+            texts, best = pool.state.program_candidates[one.candidate], pool.score_of(credit.parent)
+            if not credit.is_made_of_changes(texts):
+                if one.score > best + max(0.0, credit.head().gain):
+                    credit.stand_on(texts, one.candidate)
+            elif one.score >= best:
+                credit.validated(one.candidate)
         if self._run.journal is not None:
             resume.keep_credit(self._run.journal, credit)
 
