@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 KEPT = 0.5
 """Share of its parent's parts that a child has to keep; else it is a rewrite, which cannot be taken apart."""
@@ -81,6 +82,7 @@ def _sentences(line: str) -> list[str]:
     return [first + space for first, space in zip(pieces[::2], [*pieces[1::2], ""], strict=True)]
 
 
+@lru_cache(maxsize=2**16)
 def normal(part: str) -> str:
     """A part without its bullet or number, in lower case, with single spaces: what tells parts apart."""
     return " ".join(_MARK.sub("", part).lower().split())
