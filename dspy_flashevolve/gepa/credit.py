@@ -110,15 +110,15 @@ class Evidence:
         design = np.zeros((compositions, changes))
         for row, composition in enumerate(known):
             design[row, list(composition)] = 1.0
-        count = np.bincount(rows * compositions + columns, minlength=examples * compositions)
-        count = count.reshape(examples, compositions).astype(float)
-        of_example = count.sum(1)
+        of_example = np.bincount(rows, minlength=examples).astype(float)
         totals = np.bincount(rows, scores, minlength=examples).astype(np.float64)
         noise = _noise(rows, scores, of_example, totals, scale)
         # Examples have effects of their own, with a spread, around a common mean: all of these are eliminated.
         weight = 1 / (of_example + (noise / (EXAMPLE_SD * scale)) ** 2)
-        per_example = count @ design
-        information = (design.T * count.sum(0)) @ design - (per_example.T * weight) @ per_example
+        order, first = np.argsort(rows, kind="stable"), np.searchsorted(np.sort(rows), np.arange(examples))
+        per_example = np.add.reduceat(design[columns[order]], first)
+        information = (design.T * np.bincount(columns, minlength=compositions)) @ design
+        information -= (per_example.T * weight) @ per_example
         pull = design.T @ np.bincount(columns, scores, minlength=compositions) - per_example.T @ (weight * totals)
         cross, own = per_example.T @ (1 - weight * of_example), of_example * (1 - weight * of_example)
         mean_of_all = max(float(own.sum()), 1e-12)
@@ -146,7 +146,7 @@ def posterior(information: Array, pull: Array, noise: float) -> Effects:
     """
     size = len(pull)
     values, vectors = np.linalg.eigh(information)
-    known = values > 1e-6 * max(1.0, float(values.max(initial=0.0)))
+    known = values > 1e-6 * max(noise**-2, float(values.max(initial=0.0)))
     ones = (vectors.T @ np.ones(size))[known]
     variance = 1 / values[known]
     estimate = (vectors.T @ pull)[known] * variance
@@ -177,7 +177,7 @@ class Credit:
     """
 
     def __init__(self, seed: Texts, code: Collection[str], undecided: int, scale: float) -> None:
-        self._base, self._code, self._undecided, self._scale = dict(seed), frozenset(code), undecided, scale
+        self._base, self._code, self._undecided, self.scale = dict(seed), frozenset(code), undecided, scale
         self._era = 0
         self._changes: list[Change] = []
         self._steps: list[int] = []
@@ -196,9 +196,10 @@ class Credit:
         Args:
             candidate: the hash of its texts.
         """
+        evidence = self._evidence  # first: the writer may stand on another candidate meanwhile
         composition = self._compositions.get(candidate)
         if composition is not None:
-            self._evidence.add((self._era, split, example), composition, score)
+            evidence.add((self._era, split, example), composition, score)
 
     def variant(self, rng: random.Random) -> Texts:
         """The head without some of the changes of which little is known, and with some of those that it lacks."""
@@ -253,9 +254,10 @@ class Credit:
         """A head is on its way to its validation: later ones are compared with it."""
         self._validated = head.changes
 
-    def validated(self, index: int) -> None:
-        """The best of the validated heads is in gepa's pool at ``index``."""
-        self.parent = index
+    def validated(self, head: Texts, index: int) -> None:
+        """The best of the validated heads is in gepa's pool at ``index``; one of an earlier base stands for itself."""
+        if self.is_made_of_changes(head):
+            self.parent = index
 
     def stays_on(self, candidate: Texts) -> None:
         """A head that was tried was not validated after all: later ones are compared with the last that was."""
@@ -336,8 +338,8 @@ class Credit:
         """Estimate anew once enough evidence has come in."""
         if self._changes and len(self._evidence) - self._fitted >= 12 + len(self._evidence) // 50:
             self._fitted = len(self._evidence)
-            self._effects = self._evidence.effects(len(self._changes), self._scale)
+            self._effects = self._evidence.effects(len(self._changes), self.scale)
 
     def _first_prior(self) -> tuple[float, float]:
-        noise = FIRST_NOISE * self._scale
+        noise = FIRST_NOISE * self.scale
         return PRIOR_MEAN * noise, PRIOR_SD * noise

@@ -96,8 +96,8 @@ class GepaLoop:
         reflective = policy if isinstance(policy, Reflective) and not run.lockstep else None
         self._credit: Credit | None = None
         if reflective is not None and reflective.changes:
-            perfect = pool.options.perfect_score
-            self._credit = Credit(pool.seed_candidate, integration[2], reflective.undecided, perfect or 1.0)
+            scale = abs(pool.options.perfect_score or 1.0)
+            self._credit = Credit(pool.seed_candidate, integration[2], reflective.undecided, scale)
         hears = None if self._credit is None else self._credit.saw
         self._evaluations = Evaluations(run, program, pool, workflow, same_data, hears)
         self._validation = Validation(run, pool, self._evaluations, workflow)
@@ -236,14 +236,19 @@ class GepaLoop:
         return await self.validated(step, head)
 
     def _due(self, least: float, last: bool = False) -> Head | None:
-        """The head, where it is worth a validation now; in the pool's writer, or where nothing else is under way."""
+        """The head, where it is worth a validation now; in the pool's writer, or where nothing else is under way.
+
+        Args:
+            least: that it has to gain, as a share of the range of scores.
+            last: whatever share of the metric calls validations have had.
+        """
         credit, pool = self._credit, self._pool
         if credit is None or not pool.seed_confirmed:
             return None
         if not last and not self._may_validate():
             return None
         head = credit.head()
-        return None if head.gain <= least or head.candidate in pool.state.program_candidates else head
+        return None if head.gain <= least * credit.scale or head.candidate in pool.state.program_candidates else head
 
     def _may_validate(self) -> bool:
         """Whether another head's validation keeps to its share of the metric calls."""
@@ -284,6 +289,8 @@ class GepaLoop:
         """A head's validation came to nothing: it may be tried again."""
         if self._credit is not None and step.number in self._validating:
             self._credit.stays_on(self._pool.state.program_candidates[self._credit.parent])
+            if self._run.journal is not None:
+                resume.keep_credit(self._run.journal, self._credit)
 
     def _learn(self, step: Step, commits: Sequence[Commit]) -> None:
         """Changes go onto the best candidate there is: the head that was validated, or one that beats it."""
@@ -291,7 +298,7 @@ class GepaLoop:
         if credit is None:
             return
         if step.number in self._validating and commits[0].score >= pool.score_of(credit.parent):
-            credit.validated(commits[0].candidate)
+            credit.validated(pool.state.program_candidates[commits[0].candidate], commits[0].candidate)
         for one in commits:
             texts = pool.state.program_candidates[one.candidate]
             head = pool.score_of(credit.parent) + max(0.0, credit.head().gain)
