@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 KEPT = 0.5
 """Share of its parent's parts that a child has to keep; else it is a rewrite, which cannot be taken apart."""
@@ -81,6 +82,7 @@ def _sentences(line: str) -> list[str]:
     return [first + space for first, space in zip(pieces[::2], [*pieces[1::2], ""], strict=True)]
 
 
+@lru_cache(maxsize=2**16)
 def normal(part: str) -> str:
     """A part without its bullet or number, in lower case, with single spaces: what tells parts apart."""
     return " ".join(_MARK.sub("", part).lower().split())
@@ -121,6 +123,20 @@ def changes_between(parent: Mapping[str, str], child: Mapping[str, str], code: C
             last = part
         found += added or [Change(component, "", None, one) for one in gone]
     return found or None
+
+
+def removals_between(
+    base: Mapping[str, str], parent: Mapping[str, str], child: Mapping[str, str], changes: Collection[Change]
+) -> list[Change]:
+    """What a child leaves out of the base, where none of its ``changes`` goes in for it: each is a change as well."""
+    found: list[Change] = []
+    for component in child:
+        replaced = {normal(one.replaces) for one in changes if one.component == component}
+        had, has = ({normal(one) for one in parts_of(texts[component])} for texts in (parent, child))
+        for part in parts_of(base[component]) if had != has else ():
+            if normal(part) in had - has - replaced and normal(part):
+                found.append(Change(component, "", None, part))
+    return found
 
 
 def _rewords(part: str, other: str) -> bool:

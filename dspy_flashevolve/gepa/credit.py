@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from dspy_flashevolve.engine.replay import hash_of
 from dspy_flashevolve.engine.staleness import Texts
-from dspy_flashevolve.gepa.changes import Change, apply, changes_between, changes_in
+from dspy_flashevolve.gepa.changes import Change, apply, changes_between, changes_in, normal, removals_between
 from dspy_flashevolve.observe.statistics import ChangeRecord
 
 Array = NDArray[np.float64]
@@ -40,6 +40,8 @@ HELPS, HARMS, HARMS_MUCH = 1.0, -0.7, -1.5
 """Effects, in their standard errors, from which a change counts as known to help, or to harm."""
 MOST = 1e6
 """Scores are bounded by this times their range, so that nonsense does not overflow."""
+ENOUGH = 400
+"""Rollouts after which a change whose effect is still unknown keeps nobody from asking for further ones."""
 RETESTED = 0.03
 """Share of the variants that a change which is known to help is left out of all the same."""
 
@@ -110,15 +112,15 @@ class Evidence:
         design = np.zeros((compositions, changes))
         for row, composition in enumerate(known):
             design[row, list(composition)] = 1.0
-        count = np.bincount(rows * compositions + columns, minlength=examples * compositions)
-        count = count.reshape(examples, compositions).astype(float)
-        of_example = count.sum(1)
+        of_example = np.bincount(rows, minlength=examples).astype(float)
         totals = np.bincount(rows, scores, minlength=examples).astype(np.float64)
         noise = _noise(rows, scores, of_example, totals, scale)
         # Examples have effects of their own, with a spread, around a common mean: all of these are eliminated.
         weight = 1 / (of_example + (noise / (EXAMPLE_SD * scale)) ** 2)
-        per_example = count @ design
-        information = (design.T * count.sum(0)) @ design - (per_example.T * weight) @ per_example
+        order, first = np.argsort(rows, kind="stable"), np.searchsorted(np.sort(rows), np.arange(examples))
+        per_example = np.add.reduceat(design[columns[order]], first)
+        information = (design.T * np.bincount(columns, minlength=compositions)) @ design
+        information -= (per_example.T * weight) @ per_example
         pull = design.T @ np.bincount(columns, scores, minlength=compositions) - per_example.T @ (weight * totals)
         cross, own = per_example.T @ (1 - weight * of_example), of_example * (1 - weight * of_example)
         mean_of_all = max(float(own.sum()), 1e-12)
@@ -146,7 +148,7 @@ def posterior(information: Array, pull: Array, noise: float) -> Effects:
     """
     size = len(pull)
     values, vectors = np.linalg.eigh(information)
-    known = values > 1e-6 * max(1.0, float(values.max(initial=0.0)))
+    known = values > 1e-6 * max(noise**-2, float(values.max(initial=0.0)))
     ones = (vectors.T @ np.ones(size))[known]
     variance = 1 / values[known]
     estimate = (vectors.T @ pull)[known] * variance
@@ -177,10 +179,12 @@ class Credit:
     """
 
     def __init__(self, seed: Texts, code: Collection[str], undecided: int, scale: float) -> None:
-        self._base, self._code, self._undecided, self._scale = dict(seed), frozenset(code), undecided, scale
+        self._base, self._code, self._undecided, self.scale = dict(seed), frozenset(code), undecided, scale
         self._era = 0
         self._changes: list[Change] = []
         self._steps: list[int] = []
+        self._born: list[int] = []
+        """Rollouts that there were when each change came."""
         self._numbers: dict[tuple[str, str, str], int] = {}
         self._compositions: dict[str, frozenset[int]] = {hash_of(seed): frozenset()}
         self._evidence = Evidence()
@@ -196,25 +200,34 @@ class Credit:
         Args:
             candidate: the hash of its texts.
         """
+        evidence = self._evidence  # first: the writer may stand on another candidate meanwhile
         composition = self._compositions.get(candidate)
         if composition is not None:
-            self._evidence.add((self._era, split, example), composition, score)
+            evidence.add((self._era, split, example), composition, score)
 
     def variant(self, rng: random.Random) -> Texts:
         """The head without some of the changes of which little is known, and with some of those that it lacks."""
         self._refit()
-        chosen: set[int] = set()
+        chosen: list[int] = []
         for number, ratio in enumerate(self._ratios()):
             chance = (
                 1 - RETESTED if ratio > HELPS else 0.0 if ratio < HARMS_MUCH else RETESTED if ratio < HARMS else 0.5
             )
             if rng.random() < chance:
-                chosen.add(number)
-        return self._compose(frozenset(chosen))
+                chosen.append(number)
+        rng.shuffle(chosen)
+        return self._compose(self._without_rivals(chosen))
 
     def may_ask(self, asking: int) -> bool:
-        """Whether there is room for more changes of unknown effect; ``asking`` children are on their way."""
-        unknown = sum(HARMS <= ratio <= HELPS for ratio in self._ratios())
+        """Whether there is room for more changes of unknown effect; ``asking`` children are on their way.
+
+        One that has been tested for long, and neither helps nor harms, makes room: it does little either way.
+        """
+        rollouts = len(self._evidence)
+        unknown = sum(
+            HARMS <= ratio <= HELPS and rollouts - born < ENOUGH
+            for ratio, born in zip(self._ratios(), self._born, strict=True)
+        )
         return unknown + asking < self._undecided
 
     def take(self, step: int, parent: Texts, child: Texts, split: str, scores: Mapping[Hashable, float]) -> bool:
@@ -231,12 +244,15 @@ class Credit:
         changes = changes_between(parent, child, self._code)
         if changes is None:
             return False
+        changes += removals_between(self._base, parent, child, changes)
         for change in changes:
             if change.identity not in self._numbers:
                 self._numbers[change.identity] = len(self._changes)
                 self._changes.append(change)
                 self._steps.append(step)
+                self._born.append(len(self._evidence))
         composition |= {self._numbers[change.identity] for change in changes}
+        self._compositions.setdefault(hash_of(child), composition)
         for example, score in scores.items():
             self._evidence.add((self._era, split, example), composition, score)
         return True
@@ -245,7 +261,8 @@ class Credit:
         """All changes that are expected to help, on the base."""
         self._refit()
         mean = self._means()
-        chosen = frozenset(number for number, effect in enumerate(mean) if effect > 0)
+        helpful = sorted((-effect, number) for number, effect in enumerate(mean) if effect > 0)
+        chosen = self._without_rivals([number for _, number in helpful])
         gain = sum(mean[one] for one in chosen - self._validated) - sum(mean[one] for one in self._validated - chosen)
         return Head(self._compose(chosen), chosen, gain)
 
@@ -253,9 +270,10 @@ class Credit:
         """A head is on its way to its validation: later ones are compared with it."""
         self._validated = head.changes
 
-    def validated(self, index: int) -> None:
-        """The best of the validated heads is in gepa's pool at ``index``."""
-        self.parent = index
+    def validated(self, head: Texts, index: int) -> None:
+        """The best of the validated heads is in gepa's pool at ``index``; one of an earlier base stands for itself."""
+        if self.is_made_of_changes(head):
+            self.parent = index
 
     def stays_on(self, candidate: Texts) -> None:
         """A head that was tried was not validated after all: later ones are compared with the last that was."""
@@ -266,6 +284,7 @@ class Credit:
         texts = {name for name, text in candidate.items() if text != self._base[name]}
         kept = [number for number, one in enumerate(self._changes) if one.component not in texts]
         self._changes, self._steps = [self._changes[one] for one in kept], [self._steps[one] for one in kept]
+        self._born = [0] * len(kept)
         self._numbers = {one.identity: number for number, one in enumerate(self._changes)}
         self._era += 1
         self._base, self._validated, self.parent = dict(candidate), frozenset(), index
@@ -295,6 +314,7 @@ class Credit:
         """
         self._base, self.parent, self._steps = dict(kept["base"]), kept["parent"], list(kept["steps"])
         self._changes = [Change(**one) for one in kept["changes"]]
+        self._born = [0] * len(self._changes)
         self._numbers = {one.identity: number for number, one in enumerate(self._changes)}
         self._validated = frozenset(kept["tried"])
         for name, texts in candidates.items():
@@ -321,6 +341,18 @@ class Credit:
         self._compositions.setdefault(hash_of(candidate), chosen)
         return candidate
 
+    def _without_rivals(self, chosen: Iterable[int]) -> frozenset[int]:
+        """Of changes that go in for the same part the first."""
+        kept: set[int] = set()
+        gone: set[tuple[str, str]] = set()
+        for number in chosen:
+            change = self._changes[number]
+            rival = change.component, normal(change.replaces)
+            if not change.replaces or rival not in gone:
+                kept.add(number)
+                gone.add(rival)
+        return frozenset(kept)
+
     def _means(self) -> list[float]:
         """Expected effects; of changes that are newer than the estimate, the prior's."""
         effects = self._effects
@@ -336,8 +368,8 @@ class Credit:
         """Estimate anew once enough evidence has come in."""
         if self._changes and len(self._evidence) - self._fitted >= 12 + len(self._evidence) // 50:
             self._fitted = len(self._evidence)
-            self._effects = self._evidence.effects(len(self._changes), self._scale)
+            self._effects = self._evidence.effects(len(self._changes), self.scale)
 
     def _first_prior(self) -> tuple[float, float]:
-        noise = FIRST_NOISE * self._scale
+        noise = FIRST_NOISE * self.scale
         return PRIOR_MEAN * noise, PRIOR_SD * noise

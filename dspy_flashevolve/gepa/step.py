@@ -35,7 +35,7 @@ from dspy_flashevolve.engine.staleness import (
     Texts,
     gap,
 )
-from dspy_flashevolve.engine.steps import End, EndKind, NothingToDoError, Step, StepEnded
+from dspy_flashevolve.engine.steps import End, EndKind, Step, StepEnded
 from dspy_flashevolve.engine.workflow import BARRIERS, Workflow
 from dspy_flashevolve.gepa import callbacks, resume
 from dspy_flashevolve.gepa.credit import Credit, Head
@@ -49,6 +49,8 @@ from dspy_flashevolve.observe.statistics import ChangeRecord
 from dspy_flashevolve.programs.program import DspyProgram, Reflection
 from dspy_flashevolve.programs.run import DspyRun
 
+MOST_MISSES, ALONE_EVERY = 3, 3
+"""After so many heads in a row that were no better, every third step validates its child by itself as well."""
 HEADS_SHARE = 0.25
 """Share of the metric calls spent that validations of heads may cost, before the last one."""
 ATTEMPTS = 2
@@ -96,8 +98,8 @@ class GepaLoop:
         reflective = policy if isinstance(policy, Reflective) and not run.lockstep else None
         self._credit: Credit | None = None
         if reflective is not None and reflective.changes:
-            perfect = pool.options.perfect_score
-            self._credit = Credit(pool.seed_candidate, integration[2], reflective.undecided, perfect or 1.0)
+            scale = abs(pool.options.perfect_score or 1.0)
+            self._credit = Credit(pool.seed_candidate, integration[2], reflective.undecided, scale)
         hears = None if self._credit is None else self._credit.saw
         self._evaluations = Evaluations(run, program, pool, workflow, same_data, hears)
         self._validation = Validation(run, pool, self._evaluations, workflow)
@@ -107,6 +109,7 @@ class GepaLoop:
         self._validating: set[int] = set()
         self._validation_calls = 0
         self._is_last = False
+        self._misses = 0
         self._asking = self._counts_from = 0
         share = 1.0 if reflective is None else reflective.frontier_share
         self._selection = Selection(pool, self._credit, share, self._unanswerable)
@@ -218,32 +221,37 @@ class GepaLoop:
         credit = self._credit
         if credit is None:
             return await self.screen(step, await self.propose(step, parents))
-        if step.recorded is None and not await self._pool.write(credit.may_ask, self._asking):
-            raise StepEnded(EndKind.REJECTED, "its rollouts tested the changes that there are")
         self._asking += 1
         try:
+            if step.recorded is None and not await self._pool.write(credit.may_ask, self._asking - 1):
+                raise StepEnded(EndKind.REJECTED, "its rollouts tested the changes that there are")
             return await self.screen(step, await self.propose(step, parents))
         finally:
             self._asking -= 1
 
     async def last_step(self, step: Step) -> End:
         """Validate the head as it is in the end, with what is set aside for it."""
-        head = await self._pool.write(self._head_to_validate, step, 0.0, True)
-        if head is None:
-            raise NothingToDoError
         await self._pool.write(self._pool.begin_step, step)
         self._run.begin(step, self._pool.version, selection=[])
+        head = await self._pool.write(self._head_to_validate, step, 0.0, True)
+        if head is None:
+            raise StepEnded(EndKind.REJECTED, "the head is validated already")
         return await self.validated(step, head)
 
     def _due(self, least: float, last: bool = False) -> Head | None:
-        """The head, where it is worth a validation now; in the pool's writer, or where nothing else is under way."""
+        """The head, where it is worth a validation now; in the pool's writer, or where nothing else is under way.
+
+        Args:
+            least: that it has to gain, as a share of the range of scores.
+            last: whatever share of the metric calls validations have had.
+        """
         credit, pool = self._credit, self._pool
         if credit is None or not pool.seed_confirmed:
             return None
         if not last and not self._may_validate():
             return None
         head = credit.head()
-        return None if head.gain <= least or head.candidate in pool.state.program_candidates else head
+        return None if head.gain <= least * credit.scale or head.candidate in pool.state.program_candidates else head
 
     def _may_validate(self) -> bool:
         """Whether another head's validation keeps to its share of the metric calls."""
@@ -284,6 +292,8 @@ class GepaLoop:
         """A head's validation came to nothing: it may be tried again."""
         if self._credit is not None and step.number in self._validating:
             self._credit.stays_on(self._pool.state.program_candidates[self._credit.parent])
+            if self._run.journal is not None:
+                resume.keep_credit(self._run.journal, self._credit)
 
     def _learn(self, step: Step, commits: Sequence[Commit]) -> None:
         """Changes go onto the best candidate there is: the head that was validated, or one that beats it."""
@@ -292,11 +302,13 @@ class GepaLoop:
             return
         for one in commits:
             texts, best = pool.state.program_candidates[one.candidate], pool.score_of(credit.parent)
+            if step.number in self._validating:
+                self._misses = 0 if one.score > best else self._misses + 1
             if not credit.is_made_of_changes(texts):
                 if one.score > best + max(0.0, credit.head().gain):
                     credit.stand_on(texts, one.candidate)
             elif one.score >= best:
-                credit.validated(one.candidate)
+                credit.validated(texts, one.candidate)
         if self._run.journal is not None:
             resume.keep_credit(self._run.journal, credit)
 
@@ -467,7 +479,7 @@ class GepaLoop:
             alone = [
                 (child, proposal)
                 for child, proposal in zip(passed, kept, strict=True)
-                if not await pool.write(self._joins_head, step, child, proposal)
+                if not await pool.write(self._joins_head, step, child, proposal) or self._doubts_head(step)
             ]
             if not alone:
                 raise StepEnded(EndKind.INTEGRATED, "its changes are in the head")
@@ -477,6 +489,10 @@ class GepaLoop:
             return integrated
         step.saw(step.version, await pool.write(callbacks.expected_score, pool, kept))
         return Screened(tuple(kept), tuple(one.parent.base for one in passed))
+
+    def _doubts_head(self, step: Step) -> bool:
+        """Whether a step validates its own child, though its changes are in the head: heads bring nothing of late."""
+        return self._misses >= MOST_MISSES and step.number % ALONE_EVERY == 0
 
     def _joins_head(self, step: Step, child: Child, proposal: CandidateProposal[Any]) -> bool:
         """Put a child's changes to the others, where it can be taken apart; in the pool's writer."""

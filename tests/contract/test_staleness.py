@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -332,3 +333,50 @@ def test_no_budget_is_exceeded_and_every_step_ends_once(
     assert len(world.scored) == program.async_stats.metric_calls <= calls
     check_ends(program.async_stats)
     check_winner(program.detailed_results, 6)
+
+
+@pytest.mark.parametrize("scale", [0.001, 1.0, 100.0])
+def test_heads_are_validated_during_the_run_whatever_the_scale_of_scores(scale: float) -> None:
+    world = Rules()
+    plain = world.score
+    world.score = lambda text, question: scale * plain(text, question)
+    program = play(world, 400, perfect_score=scale)
+    assert program.async_stats.ended["committed"] > 3
+    assert program.async_stats.ended["integrated"] > 3
+    assert max(program.detailed_results.val_aggregate_scores) > 0.6 * scale
+
+
+def test_a_perfect_score_below_zero_ends_no_run() -> None:
+    world = Rules()
+    plain = world.score
+    world.score = lambda text, question: plain(text, question) - 5
+    program = play(world, 300, perfect_score=-4.0)
+    assert program.async_stats.changes
+    check_ends(program.async_stats)
+
+
+@dataclass
+class LaterValidated(Rules):
+    """One rule, and a provider that turns away the validation of what has it until further notice."""
+
+    turns_away: bool = True
+    rules: int = 1
+    helps: float = 0.3
+
+    def student(self) -> dspy.Module:
+        program: Any = super().student()
+        forward = program.aforward
+
+        async def aforward(question: str) -> dspy.Prediction:
+            if self.turns_away and question.startswith("v") and "rule" in program.steps[0].signature.instructions:
+                raise LMRateLimitError("later", model="m")
+            return await forward(question)
+
+        program.aforward = aforward
+        return program
+
+
+def test_a_head_that_could_not_be_validated_is_validated_when_the_run_goes_on(tmp_path: Path) -> None:
+    play(LaterValidated(), 100, log_dir=str(tmp_path), num_threads=4)
+    details = play(LaterValidated(turns_away=False), 100, log_dir=str(tmp_path), num_threads=4).detailed_results
+    assert "- rule 0" in details.candidates[details.best_idx].steps[0].signature.instructions

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import tracemalloc
 import warnings
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -223,6 +224,39 @@ def test_standing_on_a_rewrite_forgets_the_changes_of_what_it_wrote_anew_and_kee
     assert credit.take(3, rewritten, {**rewritten, "one": "Everything is different.\n- rule 3"}, "train", {})
 
 
+class Meanwhile(str):
+    """A candidate's hash; something happens while it is looked up."""
+
+    __slots__ = ("happens",)
+
+    def __hash__(self) -> int:
+        self.happens()
+        return super().__hash__()
+
+
+def test_a_score_that_comes_in_while_changes_get_another_base_is_no_evidence_on_other_changes() -> None:
+    """Rollouts end on the run's loop, the writer is another thread."""
+    credit, rewritten = Credit(SEED, (), 16, 1.0), {"answer": "Everything is different."}
+    for number in range(3):
+        credit.take(number, SEED, {"answer": f"{SEED['answer']}\n{rule(number)}"}, "train", {})
+    name = Meanwhile(hash_of(credit.head().candidate))
+    name.happens = lambda: credit.stand_on(rewritten, 1)
+    credit.saw(name, "train", "0", 0.5)
+    child = {"answer": "Everything is different.\n- rule 9"}
+    assert credit.take(9, rewritten, child, "train", {str(number): 0.5 for number in range(30)})
+    assert credit.head().candidate == child
+
+
+def test_a_validated_head_of_an_earlier_base_is_no_parent_of_what_stands_on_the_new_one() -> None:
+    credit = Credit(SEED, (), 16, 1.0)
+    credit.take(0, SEED, {"answer": f"{SEED['answer']}\n{rule(0)}"}, "train", {})
+    head = credit.head()
+    credit.tries(head)
+    credit.stand_on({"answer": "Everything is different."}, 4)
+    credit.validated(head.candidate, 5)
+    assert credit.parent == 4
+
+
 def test_what_is_kept_as_json_makes_the_same_head_again() -> None:
     task, told = Task([0.08] * 4 + [-0.2] * 2), list[tuple[str, str, str, float]]()
     candidates: dict[str, dict[str, str]] = {hash_of(SEED): SEED}
@@ -238,7 +272,30 @@ def test_what_is_kept_as_json_makes_the_same_head_again() -> None:
     assert [one.part for one in again.records()] == [one.part for one in task.credit.records()]
 
 
-# Evidence that says little, or nonsense
+# Evidence that is much, or says little, or is nonsense
+
+
+def test_memory_does_not_grow_with_examples_times_candidates() -> None:
+    rng, evidence = random.Random(0), Evidence()
+    for number in range(6000):
+        changes = frozenset(one for one in range(10) if number >> one & 1) | {10 + number % 3}
+        evidence.add(rng.randrange(3000), changes | {13 + number // 8 % 500}, rng.random())
+    tracemalloc.start()
+    evidence.effects(513, 1.0)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 8 * 6000 * 513 * 5, "bytes: some tables with a row a rollout, and a column a change"
+
+
+@pytest.mark.parametrize("scale", [2.0**-20, 128.0, 2.0**30])
+def test_estimates_grow_with_the_scale_of_scores(scale: float) -> None:
+    rng, first, second = random.Random(0), Evidence(), Evidence()
+    for _ in range(200):
+        row, changes = rng.randrange(9), frozenset(one for one in range(5) if rng.random() < 0.5)
+        score = 0.1 * len(changes) + rng.random()
+        first.add(row, changes, score)
+        second.add(row, changes, score * scale)
+    assert second.effects(5, scale).mean == pytest.approx(first.effects(5, 1.0).mean * scale, rel=1e-6)
 
 
 def finite(credit: Credit) -> None:
