@@ -40,7 +40,7 @@ ODD_SECONDS = 2.0
 EARLY_SECONDS = 0.01
 """A timer may wake so much too early."""
 SILENT_SECONDS = 10.0
-"""From so long a silence on, an endpoint counts as in trouble although requests are under way that it may answer; an API
+"""From so long a silence on, an endpoint counts as in trouble although requests are under way that it may answer: one
 that is asked for more than it takes at once refuses some while it is at work on the others."""
 SAY_AGAIN_SECONDS = 60.0
 """An endpoint in trouble is logged at most this often."""
