@@ -42,6 +42,8 @@ EARLY_SECONDS = 0.01
 SILENT_SECONDS = 10.0
 """From so long a silence on, an endpoint counts as in trouble although requests are under way that it may answer: one
 that is asked for more than it takes at once refuses some while it is at work on the others."""
+SPARE_STAGES = {"integrate"}
+"""A run goes on without them: where nobody else asks who is asked there, its silence ends no run."""
 SAY_AGAIN_SECONDS = 60.0
 """An endpoint in trouble is logged at most this often."""
 
@@ -124,6 +126,7 @@ class Answers:
         self._silent_since: float | None = None
         self._turned_away = 0
         self._said_seconds = -math.inf
+        self._is_spare = of.is_spare(name)
 
     def begin(self, sent: Sent) -> None:
         """A request goes out now."""
@@ -153,7 +156,7 @@ class Answers:
         others = [(one, fine) for at, one, fine in self._last if one is not sent and (of_request or at >= sent.since)]
         answered, away = ({one for one, fine in others if fine is kind} for kind in (True, False))
         sent.is_odd = len(answered) > len(away)
-        sent.counted += self._of.hurried or len(answered) >= len(away)
+        sent.counted += self._of.hurried or self._is_spare or len(answered) >= len(away)
         self._note_end(sent, fine=False)
         self._silent_since = now if self._silent_since is None else self._silent_since
         self._turned_away += 1
@@ -189,7 +192,7 @@ class Answers:
         limit, silent = self._of.retry.outage_seconds, now - self._silent_since
         if self._of.gone or is_odd:
             return
-        if limit is not None and silent >= limit - EARLY_SECONDS and not self._under_way:
+        if limit is not None and silent >= limit - EARLY_SECONDS and not self._under_way and not self._is_spare:
             self._of.gone = (
                 f"{self.name} has answered nothing for {silent:.0f} seconds, and turned away all that it was sent; "
                 f"the last: {said}"
@@ -328,7 +331,7 @@ class Endpoints:
         self.heard: set[str] = set()
         """Groups that get their signals from LM calls, so that those from whole rollouts are not needed."""
         self._endpoints: dict[str, Endpoint] = {}
-        self._group_of_stage = groups_of(asked)
+        self._asked, self._group_of_stage = {stage: set(names) for stage, names in asked.items()}, groups_of(asked)
         self._group_of_name = {name: self._group_of_stage[stage] for stage, names in asked.items() for name in names}
         for group in sorted(set(self._group_of_stage.values())) if adaptive is not None else ():
             assert adaptive is not None
@@ -338,6 +341,12 @@ class Endpoints:
     def names(self) -> list[str]:
         """The endpoints that stages are known to ask."""
         return sorted(self._group_of_name)
+
+    def is_spare(self, name: str) -> bool:
+        """Whether only stages that a run can do without ask an endpoint, or a group of them."""
+        group_of = self._group_of_stage
+        stages = {one for one, names in self._asked.items() if name in names or name == group_of.get(one, one)}
+        return bool(stages) and stages <= SPARE_STAGES
 
     def endpoint(self, name: str) -> Endpoint:
         """The endpoint of that name, one a name."""

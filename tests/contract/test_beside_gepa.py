@@ -164,7 +164,10 @@ def test_the_users_own_lm_object_does_the_work(name: str, kind: Any) -> None:
     optimized(name, Looks(), lm=lm)
     assert Looks.seen
     assert all(one is lm for one in Looks.seen)
-    assert lm.calls == len(lm.history) >= len(Looks.seen)
+    if name == "async":  # a rollout whose score can change nothing any more is given up in the middle of its call
+        assert lm.calls >= len(lm.history) > 40
+    else:
+        assert lm.calls == len(lm.history) >= len(Looks.seen)
     assert type(lm) is kind
     assert {key: value for key, value in vars(lm).items() if key not in ("calls", "history")} == before
 
@@ -320,7 +323,8 @@ class Traces(BaseCallback):
 def test_every_full_validation_is_told_to_dspys_callbacks(name: str) -> None:
     traces = Traces()
     with dspy.context(callbacks=[traces]):
-        details = optimized(name, Chain(), max_metric_calls=120).detailed_results
+        more = {"staleness": "full"} if name == "async" else {}
+        details = optimized(name, Chain(), max_metric_calls=120, **more).detailed_results
     scores = [outputs.score for outputs in traces.ended.values() if not isinstance(outputs, Exception)]
     full = [one for one in traces.begun.values() if len(one["devset"]) == len(VAL)]
     assert traces.begun.keys() == traces.ended.keys()

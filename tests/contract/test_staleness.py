@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +10,7 @@ from typing import Any
 import dspy
 import litellm
 import pytest
-from dspy.utils.exceptions import LMAuthError, LMRateLimitError, LMServerError
+from dspy.utils.exceptions import LMAuthError, LMRateLimitError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -155,7 +154,7 @@ USELESS: dict[str, tuple[Any, str]] = {
         lambda: Saying(lambda head, found: dspy.Prediction(texts=dict(head), verdicts=verdicts("orthogonal", found))),
         "",
     ),
-    "no answer": (lambda: Saying(lambda head, _: LMRateLimitError("slow down", model="simulated")), "no answer"),
+    "no answer": (lambda: Saying(lambda head, _: LMRateLimitError("slow down", model="simulated")), "slow down"),
 }  # fmt: skip
 
 
@@ -168,7 +167,7 @@ def test_no_reply_to_an_integration_costs_more_than_itself(name: str, staleness:
     stats = play(World(), staleness=staleness, stale_candidate_reflection=module()).async_stats
     check_ends(stats)
     assert all(failed in record.failed and bool(record.failed) == bool(failed) for record in stats.integrations)
-    assert stats.integrations
+    assert stats.integrations, "none was asked for: this run shows nothing"
     assert stats.ended["committed"] > 5
     assert stats.ended["integrated"] == stats.ended["failed"] == 0
     assert not [reason for reason in stats.end_reasons if "integrat" in reason or "head" in reason]
@@ -333,22 +332,3 @@ def test_no_budget_is_exceeded_and_every_step_ends_once(
     assert len(world.scored) == program.async_stats.metric_calls <= calls
     check_ends(program.async_stats)
     check_winner(program.detailed_results, 6)
-
-
-def test_a_head_whose_validation_had_no_answers_is_validated_later() -> None:
-    class Down(Rules):
-        """Validations have no answers for the first minutes."""
-
-        lost = 0
-
-        def seconds(self, text: str, question: str) -> float:
-            if "rule" in text and question.startswith("v") and asyncio.get_running_loop().time() < 400:
-                self.lost += 1
-                raise LMServerError("503")
-            return super().seconds(text, question)
-
-    world = Down(rules=4, helps=0.15, train=9, val=12)
-    program = play(world, 1200, use_merge=False)
-    assert world.lost > 0
-    check_ends(program.async_stats)
-    assert "rule" in best_text(program)
