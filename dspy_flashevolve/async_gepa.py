@@ -35,6 +35,7 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
     described here. ``max_metric_calls`` is never exceeded (``dspy.GEPA`` may, by a validation set).
 
     Args:
+        reflection_lm: as in ``dspy.GEPA``, or the name of a model, "openai/gpt-5".
         num_threads: requests in flight at most, over all stages. Default: found out while the run goes on, from
             ``dspy.settings.num_threads`` up to ``max_concurrency``, by what the endpoint refuses and how its
             throughput grows; docs/scheduling.md. ``dspy.settings.num_threads`` in lockstep, and for programs that run
@@ -50,8 +51,9 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
             ``reflection_lm`` unless its predictors have LMs of their own.
         max_reflection_calls: no step starts after this many reflections and integrations. Default: no limit.
         max_cost: no step starts after this many dollars, by litellm's cost map; what runs is finished, so a run may
-            end a little above it. Default: no limit.
-        max_seconds: no step starts after this many seconds; those that run are finished. Default: no limit.
+            end a little above it. Default: no limit. Given alone, it is the budget.
+        max_seconds: no step starts after this many seconds; those that run are finished. Default: no limit. Given
+            alone, it is the budget.
         max_concurrency: the most requests in flight when ``num_threads`` is None. Default: 256.
         workflow: how steps overlap, a :class:`Workflow`: how early stages release their output, how many steps there
             are, whose slots they get, and how long a provider that answers nothing is waited for; docs/scheduling.md.
@@ -64,7 +66,7 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
     Raises:
         ConfigurationError: an argument that cannot work, with the reason.
         TypeError: a metric with the wrong signature (as ``dspy.GEPA``).
-        AssertionError: no budget or more than one, or no reflection LM (as ``dspy.GEPA``).
+        AssertionError: no budget, or more than one in metric calls, or no reflection LM (as ``dspy.GEPA``).
 
     Example:
         >>> import dspy
@@ -88,7 +90,7 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
         # Reflection configuration
         reflection_minibatch_size: int = 3,
         candidate_selection_strategy: Literal["pareto", "current_best"] = "pareto",
-        reflection_lm: LM | None = None,
+        reflection_lm: LM | str | None = None,
         skip_perfect_score: bool = True,
         add_format_failure_as_feedback: bool = False,
         instruction_proposer: ProposalFn | None = None,
@@ -127,16 +129,20 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
         metric_lock: bool = False,
         **removed: Any,
     ) -> None:
-        check_removed(removed)
+        check_unknown(removed)
         check_metric(metric)
+        if auto is not None and auto not in AUTO_RUN_SETTINGS:
+            raise ConfigurationError(f"auto is {auto!r}, expected one of {', '.join(map(repr, AUTO_RUN_SETTINGS))}.")
+        counted = any(one is not None for one in (auto, max_full_evals, max_metric_calls))
+        without_calls = not counted and (max_seconds is not None or max_cost is not None)
         super().__init__(
             metric,
             auto=auto,
             max_full_evals=max_full_evals,
-            max_metric_calls=max_metric_calls,
+            max_metric_calls=1 if without_calls else max_metric_calls,  # dspy.GEPA wants one of them
             reflection_minibatch_size=reflection_minibatch_size,
             candidate_selection_strategy=candidate_selection_strategy,
-            reflection_lm=reflection_lm,
+            reflection_lm=dspy.LM(reflection_lm) if isinstance(reflection_lm, str) else reflection_lm,
             skip_perfect_score=skip_perfect_score,
             add_format_failure_as_feedback=add_format_failure_as_feedback,
             instruction_proposer=instruction_proposer,
@@ -158,6 +164,7 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
             seed=seed,
             gepa_kwargs=gepa_kwargs,
         )
+        self.max_metric_calls = None if without_calls else max_metric_calls
         self.schedule: Schedule = schedule
         self.staleness = staleness
         self.stale_candidate_reflection = stale_candidate_reflection
@@ -357,9 +364,25 @@ REMOVED = {
 """Argument of an earlier version -> what to use instead."""
 
 
-def check_removed(given: dict[str, Any]) -> None:
-    """Raise TypeError for arguments that there are not, with what to use instead where there were some."""
+OF_OTHERS = {
+    "max_steps": "max_metric_calls, max_full_evals, auto or max_seconds",
+    "num_trials": "max_metric_calls, max_full_evals, auto or max_seconds",
+    "depth": "max_metric_calls, max_full_evals, auto or max_seconds",
+    "num_candidates": "gepa_kwargs={'sampling_strategy': IndependentSampling(n)} of gepa for n children a step",
+    "breadth": "gepa_kwargs={'sampling_strategy': IndependentSampling(n)} of gepa for n children a step",
+    "bsize": "reflection_minibatch_size",
+    "prompt_model": "reflection_lm",
+    "task_model": "dspy.configure(lm=...), or set_lm of the program",
+    "max_errors": "nothing: an error of the program scores failure_score",
+}
+"""Argument of another of dspy's optimizers (SIMBA, MIPROv2, COPRO) -> what to use instead."""
+
+
+def check_unknown(given: dict[str, Any]) -> None:
+    """Raise TypeError for arguments that there are not, with what to use instead where that is known."""
     for name in given:
         if name in REMOVED:
             raise TypeError(f"AsyncGEPA has no argument {name!r} any more: use {REMOVED[name]}.")
+        if name in OF_OTHERS:
+            raise TypeError(f"AsyncGEPA has no argument {name!r}, as other optimizers do: use {OF_OTHERS[name]}.")
         raise TypeError(f"AsyncGEPA() got an unexpected keyword argument {name!r}")

@@ -39,6 +39,9 @@ ODD_SECONDS = 2.0
 """The longest backoff of a request that is turned away while others are answered: nobody is spared by a longer one."""
 EARLY_SECONDS = 0.01
 """A timer may wake so much too early."""
+SILENT_SECONDS = 10.0
+"""From so long a silence on, an endpoint counts as in trouble although requests are under way that it may answer: one
+that is asked for more than it takes at once refuses some while it is at work on the others."""
 SPARE_STAGES = {"integrate"}
 """A run goes on without them: where nobody else asks who is asked there, its silence ends no run."""
 SAY_AGAIN_SECONDS = 60.0
@@ -195,7 +198,11 @@ class Answers:
                 f"the last: {said}"
             )
             self._of.give_up(self._of.gone)
-        elif self._turned_away >= 2 and now >= self._said_seconds + SAY_AGAIN_SECONDS:
+        elif (
+            self._turned_away >= 2
+            and (not self._under_way or silent >= SILENT_SECONDS)
+            and now >= self._said_seconds + SAY_AGAIN_SECONDS
+        ):
             self._said_seconds = now
             until = "until it answers" if limit is None else f"for up to {limit:g} seconds"
             logger.warning("%s does not answer (%s): it is asked again, %s.", self.name, said, until)

@@ -136,14 +136,13 @@ class _Watch(BaseCallback):
         value: Any = None
         while True:
             self._begun.clear()
-            began, worked = time.perf_counter(), time.thread_time()
+            began = time.perf_counter() - _occupied_seconds()
             try:
                 awaited = resume(value)
             except StopIteration as end:
                 return end.value
             finally:
-                idle = time.perf_counter() - began - (time.thread_time() - worked)
-                if idle > HELD_SECONDS:
+                if time.perf_counter() - _occupied_seconds() - began > HELD_SECONDS:
                     self._tell()
             try:
                 resume, value = work.send, (yield awaited)
@@ -152,6 +151,16 @@ class _Watch(BaseCallback):
                 raise
             except BaseException as error:
                 resume, value = work.throw, error
+
+
+def _occupied_seconds() -> float:
+    """How long this thread has worked, or would have, had the machine had a processor for it (where Linux tells)."""
+    try:
+        with open("/proc/thread-self/schedstat", encoding="ascii") as file:
+            queued = int(file.read().split()[1]) / 1e9
+    except (OSError, IndexError, ValueError):
+        queued = 0.0
+    return time.thread_time() + queued
 
 
 def runs_on_loop(program: Module) -> bool:

@@ -19,7 +19,12 @@ SECONDS = 600
 """A notebook takes less than a minute; a machine that is busy with other tests takes longer."""
 SHOWN = {
     "01_quickstart.ipynb": [r"dspy\.GEPA +[\d.]+ +\d+", r"AsyncGEPA +[\d.]+ +\d+", r"--- (answer|draft)\n", "scores"],
-    "02_staleness_policies.ipynb": [r"full +0\.\d+", r"guarded +0\.\d+", r"patch +0\.\d+", "orthogonal", "confirmed"],
+    "02_staleness_policies.ipynb": [
+        r"full +0\.\d+",
+        r"guarded +0\.\d+",
+        r"patch +0\.\d+",
+        r"changes, \d+ expected to help",
+    ],
     "03_vllm_and_api.ipynb": [
         "slots: it binds",
         "max_reflection_calls=4 is spent",

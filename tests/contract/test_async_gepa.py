@@ -355,6 +355,12 @@ def test_a_checkpoint_is_read_by_gepa_and_a_run_goes_on_from_it(tmp_path: Any) -
         ({"perfect_score": None}, ConfigurationError, "perfect_score is None"),
         ({"reflection_lm": None}, AssertionError, "reflection language model"),
         ({"auto": "light"}, AssertionError, "Exactly one of max_metric_calls"),
+        ({"auto": "lite"}, ConfigurationError, "auto is 'lite', expected one of 'light', 'medium', 'heavy'"),
+        ({"max_metric_calls": None}, AssertionError, "Exactly one of max_metric_calls"),
+        ({"max_steps": 8}, TypeError, "'max_steps', as other optimizers do: use max_metric_calls"),
+        ({"breadth": 10}, TypeError, "'breadth', as other optimizers do: use gepa_kwargs"),
+        ({"max_live_tickets": 4}, TypeError, "'max_live_tickets' any more: use workflow"),
+        ({"max_full_eval": 4}, TypeError, "unexpected keyword argument 'max_full_eval'"),
         ({"metric": lambda gold, pred: 1}, TypeError, "must accept five arguments"),
         ({"metric": 5}, ConfigurationError, "metric is 5"),
         ({"track_best_outputs": True, "track_stats": False}, AssertionError, "track_stats must be True"),
@@ -365,6 +371,11 @@ def test_an_argument_that_cannot_work_is_refused_at_construction(
 ) -> None:
     with pytest.raises(kind, match=message):
         optimizer(**options)
+
+
+def test_a_model_may_be_named_where_it_reflects() -> None:
+    assert isinstance(optimizer(reflection_lm="openai/gpt-5").reflection_lm, dspy.LM)
+    assert optimizer(reflection_lm="openai/gpt-5").reflection_lm.model == "openai/gpt-5"
 
 
 class NoPredictor(dspy.Module):

@@ -5,8 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
+import subprocess
+import sys
 import threading
+import time
 import traceback
+from pathlib import Path
 from typing import Any, ClassVar
 
 import dspy
@@ -254,6 +259,38 @@ def test_a_program_that_blocks_the_loop_is_moved_to_threads_and_it_is_said(
 def test_a_program_that_awaits_what_waits_stays_on_the_loop(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="dspy_flashevolve"):
         optimized("async", Looks())
+    assert "blocks the event loop" not in caplog.text
+
+
+class Computes(Looks):
+    """Computes for a tenth of a second, at first."""
+
+    calls: ClassVar[list[str]] = []
+
+    async def aforward(self, question: str) -> Any:
+        self.calls.append(question)
+        began = time.thread_time()
+        while len(self.calls) <= 8 and time.thread_time() < began + 0.1:
+            pass
+        return await super().aforward(question)
+
+
+@pytest.mark.skipif(
+    not Path("/proc/thread-self/schedstat").exists(), reason="the machine does not tell who waits for it"
+)
+def test_a_program_that_waits_for_a_busy_processor_stays_on_the_loop(caplog: pytest.LogCaptureFixture) -> None:
+    processors = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(processors)})  # who is started now shares that one
+    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
+    try:
+        with caplog.at_level(logging.WARNING, logger="dspy_flashevolve"):
+            optimized("async", Computes())
+    finally:
+        os.sched_setaffinity(0, processors)
+        for other in others:
+            other.kill()
+            other.wait()
+    assert len(Computes.calls) > 8
     assert "blocks the event loop" not in caplog.text
 
 

@@ -6,6 +6,7 @@ import ast
 import inspect
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import dspy
@@ -59,6 +60,13 @@ def test_every_public_name_exists_and_is_documented() -> None:
     assert set(dspy_flashevolve.__all__) == EXPORTED
     assert len(EXPORTED) <= 20
     assert set(dir(dspy_flashevolve)) >= EXPORTED
+
+
+def test_the_package_says_its_version_and_where_it_comes_from() -> None:
+    assert dspy_flashevolve.__version__ == version("dspy-flashevolve")
+    project = (Path(__file__).resolve().parents[2] / "pyproject.toml").read_text(encoding="utf-8")
+    assert f'version = "{dspy_flashevolve.__version__}"' in project
+    assert "[project.urls]" in project
 
 
 def test_the_errors_are_a_tree_that_users_can_catch_by_its_branches() -> None:

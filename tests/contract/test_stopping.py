@@ -72,12 +72,16 @@ ENDS: dict[str, tuple[dict[str, Any], str, str]] = {
     "max_seconds": ({"max_seconds": 0.2}, "max_seconds=0.2 is over", "finished"),
     "max_reflection_calls": ({"max_reflection_calls": 4}, "max_reflection_calls=4 is spent", "finished"),
     "max_cost": ({"max_cost": 5e-5}, "max_cost=5e-05 dollars is spent", "finished"),
+    "max_seconds alone": ({"calls": None, "max_seconds": 0.2}, "max_seconds=0.2 is over", "finished"),
+    "max_cost alone": ({"calls": None, "max_cost": 5e-5}, "max_cost=5e-05 dollars is spent", "finished"),
     "a stopper": ({"gepa_kwargs": {"stop_callbacks": third}}, "a stopper said stop", "stopped"),
     "gepa.stop": ({}, "gepa.stop is there", "stopped"),
 }
 
 
-WAYS = [(way, "async") for way in ENDS] + [(way, "lockstep") for way in ("max_seconds", "a stopper", "gepa.stop")]
+WAYS = [(way, "async") for way in ENDS] + [
+    (way, "lockstep") for way in ("max_seconds", "max_seconds alone", "a stopper", "gepa.stop")
+]
 
 
 @pytest.mark.parametrize(("way", "schedule"), WAYS)
@@ -87,8 +91,8 @@ def test_every_end_drains_and_returns_the_best(way: str, schedule: Any, tmp_path
     if way == "gepa.stop":
         options |= {"log_dir": str(tmp_path), "gepa_kwargs": on("on_iteration_end", lambda _: touch(tmp_path))}
     lm = dspy.settings.lm
-    with dspy.context(lm=priced(lm) if way == "max_cost" else lm):
-        reflecting = priced(reflection_lm()) if way == "max_cost" else reflection_lm()
+    with dspy.context(lm=priced(lm) if "max_cost" in options else lm):
+        reflecting = priced(reflection_lm()) if "max_cost" in options else reflection_lm()
         program = compiled(optimizer(reflection_lm=reflecting, **options))
     details, stats = program.detailed_results, program.async_stats
     assert reason in stats.stop_reason

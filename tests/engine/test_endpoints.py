@@ -89,6 +89,48 @@ def test_refusals_among_as_many_answers_pause_nothing() -> None:
     run(main)
 
 
+def test_an_endpoint_that_refuses_some_while_it_is_at_work_on_others_is_not_said_to_be_silent(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    bench = Bench()
+    endpoint, at_work = bench.endpoints.endpoint("task"), Sent()
+
+    def turn_away() -> None:
+        for _ in range(2):
+            sent = Sent()
+            endpoint.send(sent)
+            endpoint.turned_away(sent, "429")
+
+    async def main() -> None:
+        endpoint.send(at_work)
+        turn_away()
+        assert "does not answer" not in caplog.text
+        endpoint.finished(at_work, 1)
+        turn_away()
+        assert "task does not answer (429)" in caplog.text
+
+    run(main)
+
+
+def test_an_endpoint_that_refuses_and_leaves_requests_hanging_is_said_to_be_silent_after_ten_seconds(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    bench = Bench()
+    endpoint = bench.endpoints.endpoint("task")
+
+    async def main() -> None:
+        endpoint.send(Sent())
+        for seconds in (0, 9, 2):
+            assert "does not answer" not in caplog.text
+            await anyio.sleep(seconds)
+            sent = Sent()
+            endpoint.send(sent)
+            endpoint.turned_away(sent, "429")
+        assert "task does not answer (429)" in caplog.text
+
+    run(main)
+
+
 def test_a_request_that_waits_for_the_end_of_a_pause_holds_no_slot_and_is_sent_at_last_all_the_same() -> None:
     bench = Bench(slots=1)
     task = bench.endpoints.endpoint("task")
