@@ -49,8 +49,9 @@ from dspy_flashevolve.observe.statistics import ChangeRecord
 from dspy_flashevolve.programs.program import DspyProgram, Reflection
 from dspy_flashevolve.programs.run import DspyRun
 
-MOST_MISSES, ALONE_EVERY = 3, 3
-"""After so many heads in a row that were no better, every third step validates its child by itself as well."""
+DOUBTED, PATIENCE, ALONE_EVERY = 0.5, 8, 3
+"""Where half of the metric calls, and half of those of eight validations, were spent since the last better candidate,
+every third step validates its own child, though its changes are in the head."""
 HEADS_SHARE = 0.25
 """Share of the metric calls spent that validations of heads may cost, before the last one."""
 ATTEMPTS = 2
@@ -109,7 +110,8 @@ class GepaLoop:
         self._validating: set[int] = set()
         self._validation_calls = 0
         self._is_last = False
-        self._misses = 0
+        self._improved_at = 0
+        """Metric calls that were spent when the pool's best candidate became better last."""
         self._asking = self._counts_from = 0
         share = 1.0 if reflective is None else reflective.frontier_share
         self._selection = Selection(pool, self._credit, share, self._unanswerable)
@@ -302,8 +304,8 @@ class GepaLoop:
             return
         for one in commits:
             texts, best = pool.state.program_candidates[one.candidate], pool.score_of(credit.parent)
-            if step.number in self._validating:
-                self._misses = 0 if one.score > best else self._misses + 1
+            if one.score >= one.best_score:
+                self._improved_at = self._run.budget.spent
             if not credit.is_made_of_changes(texts):
                 if one.score > best + max(0.0, credit.head().gain):
                     credit.stand_on(texts, one.candidate)
@@ -492,7 +494,9 @@ class GepaLoop:
 
     def _doubts_head(self, step: Step) -> bool:
         """Whether a step validates its own child, though its changes are in the head: heads bring nothing of late."""
-        return self._misses >= MOST_MISSES and step.number % ALONE_EVERY == 0
+        spent = self._run.budget.spent
+        since = spent - self._improved_at
+        return since > DOUBTED * max(spent, PATIENCE * len(self._pool.loader)) and step.number % ALONE_EVERY == 0
 
     def _joins_head(self, step: Step, child: Child, proposal: CandidateProposal[Any]) -> bool:
         """Put a child's changes to the others, where it can be taken apart; in the pool's writer."""

@@ -82,7 +82,8 @@ def test_what_a_provider_in_trouble_raises_is_asked_again_and_never_a_score(name
 def test_bursts_of_errors_cost_no_score_and_no_call_of_the_budget(
     bursts: list[tuple[int, int]], name: str, slots: int
 ) -> None:
-    """Of requests that fail in a row. Where they are a rollout's six attempts, its step fails, or the seed's run."""
+    """Of requests that fail in a row. Where they are all of a rollout's attempts, while most others are answered, its
+    example is given up, which is told; else nothing is scored by them."""
     lm = raising(lambda number: TEMPORARY[name]() if any(a <= number < a + n for a, n in bursts) else None)
     scored: list[Any] = []
 
@@ -97,7 +98,7 @@ def test_bursts_of_errors_cost_no_score_and_no_call_of_the_budget(
         except RunAbortedError as error:
             assert "seed program" in str(error)  # noqa: PT017
             return
-    assert min(scores_of(details)) > 0
+    assert min(scores_of(details)) > 0 or details.async_stats.unanswered_examples
     assert len(scored) == details.total_metric_calls <= 100
     check_ends(details.async_stats)
 
