@@ -1,0 +1,304 @@
+"""Random runs of AsyncGEPA under random trouble: `python -m benchmarks.stress --minutes 5 [--seed 0] [--case SEED]`.
+
+A case is a program, a budget, faults of the provider and a way to end, all drawn from its seed. It runs in virtual
+time, where a hang of hours takes no time; runs that are ended by a signal take real time. What must hold of each run
+is checked: it ends, spends what it may and says so, ends every step once, commits no wrong score, changes nothing of
+the student and leaves no thread behind. Over all cases the program must be no worse than dspy.GEPA's for as many metric
+calls: AsyncGEPA's lockstep, which takes dspy.GEPA's steps, without faults and without what it overshoots the budget.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+import statistics
+import tempfile
+import threading
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import dspy
+from dspy.utils.exceptions import AdapterParseError
+
+from benchmarks.measure import silence
+from benchmarks.results import commit, table
+from benchmarks.stress_cases import (
+    Backend,
+    Build,
+    Case,
+    Trouble,
+    Watch,
+    at_once,
+    state_of,
+    student,
+    texts_of,
+    true_score,
+)
+from benchmarks.trajectory import Recorder
+from dspy_flashevolve import AsyncGEPA, RunAbortedError
+from dspy_flashevolve.sim.virtual import run
+
+VIRTUAL_SECONDS = 100_000.0
+"""A run in virtual time that takes longer hangs: a thousand times what one takes."""
+WALL_SECONDS = 300
+"""The same in real time: a generous limit, for what waits for nothing that is planned."""
+
+
+@dataclass
+class Found:
+    """What a case left.
+
+    Attributes:
+        case: Which.
+        problems: What did not hold.
+        outcome: How the run ended.
+        counts: Figures for the table: metric calls, steps, scores, retried requests, unanswered examples.
+        true_score: Of the program that came out, on examples that nobody saw; `None` where none came.
+        rival: The same of dspy.GEPA's program for as many calls; `None` where it is not compared.
+    """
+
+    case: Case
+    problems: list[str] = field(default_factory=list[str])
+    outcome: str = ""
+    counts: Counter[str] = field(default_factory=Counter[str])
+    true_score: float | None = None
+    rival: float | None = None
+
+
+def deserved(case: Case, candidates: Sequence[dspy.Module]) -> list[list[float]]:
+    """What each candidate scores on each validation example, without faults."""
+    task = case.task()
+    backend = Backend(case, Trouble(empty=case.trouble.empty))
+
+    async def score(texts: dict[str, str], example: dspy.Example) -> float:
+        program = task.program(case.predictors)
+        for name, predictor in program.named_predictors():
+            predictor.signature = predictor.signature.with_instructions(texts[name])  # pyright: ignore[reportOptionalMemberAccess]
+        try:
+            prediction = await program.acall(**example.inputs())
+        except AdapterParseError:
+            return 0.0
+        return float(task.metric(example, prediction).score)
+
+    async def scores() -> list[list[float]]:
+        with dspy.context(lm=backend.lm()):
+            return [
+                await asyncio.gather(*(score(texts_of(one), example) for example in task.valset(case.val)))
+                for one in candidates
+            ]
+
+    return run(scores)
+
+
+def compiled(case: Case, watch: Watch, program: dspy.Module, directory: str, **options: Any) -> Any:
+    """The program that AsyncGEPA makes of it, in virtual time, or in real time where a signal ends it.
+
+    A cancelled run goes on from its directory.
+
+    Raises:
+        TimeoutError: It did not end.
+    """
+    real = case.ending in ("SIGINT", "SIGTERM")
+    task_model = Backend(case, case.trouble, instant=real)
+    reflection = Backend(case, case.trouble, reflects=True, instant=real)
+    task = case.task()
+    sets: Any = {"trainset": task.trainset(case.train), "valset": task.valset(case.val)}
+
+    def optimizer() -> AsyncGEPA:
+        settings: dict[str, Any] = {
+            "max_metric_calls": case.calls, "num_threads": case.slots, "seed": case.seed, "track_stats": True,
+            "reflection_lm": at_once(reflection) if real else reflection.lm(), "staleness": case.staleness,
+            "rollout_timeout_seconds": case.rollout_timeout,
+        }  # fmt: skip
+        if case.ending in ("stopped", "cancelled"):
+            settings["log_dir"] = directory
+        return AsyncGEPA(watch.metric, **(settings | options))
+
+    async def once() -> Any:
+        loop = asyncio.get_running_loop()
+        with dspy.context(lm=task_model.lm()):
+            running = asyncio.ensure_future(optimizer().acompile(program, **sets))
+            if case.ending == "cancelled":
+                watch.at_call = lambda: loop.call_soon_threadsafe(running.cancel)
+            try:
+                return await asyncio.wait_for(running, VIRTUAL_SECONDS)
+            except asyncio.CancelledError:
+                return None
+
+    if real:
+        watch.at_call = lambda: os.kill(os.getpid(), signal.Signals[case.ending])
+        with dspy.context(lm=task_model.lm()):
+            return optimizer().compile(program, **sets)
+    if case.ending == "stopped":
+        watch.at_call = lambda: open(os.path.join(directory, "gepa.stop"), "w").close()
+    return run(once) or run(once)
+
+
+def rival(case: Case) -> float | None:
+    """The true score of dspy.GEPA's program of a case without faults: of those validated within the budget."""
+    plain = replace(case, trouble=Trouble(empty=case.trouble.empty), staleness="reflective", ending="budget")
+    watch, points = Watch(plain), Recorder(clock=time.monotonic, true_score=lambda it: true_score(case.task(), it))
+    compiled(plain, watch, student(plain, watch), "", schedule="lockstep", gepa_kwargs={"callbacks": [points]})
+    paid = [point for point in points.trajectory.points if point.metric_calls <= case.calls]
+    return paid[-1].true_score if paid else None
+
+
+def audited(found: Found, program: Any, watch: Watch) -> None:
+    """What must hold of a run that has given a program back."""
+    case, details, stats = found.case, program.detailed_results, program.async_stats
+    found.outcome, best = stats.outcome, details.best_idx
+    found.true_score = true_score(case.task(), texts_of(program))
+    counted, spent = watch.scored + watch.unread, stats.metric_calls
+    ended, reasons = sum(stats.ended.values()), sum(stats.end_reasons.values())
+    truth = deserved(case, details.candidates)
+    wrong = [
+        (candidate, example, score, truth[candidate][example])
+        for candidate, scores in enumerate(details.val_subscores)
+        for example, score in scores.items()
+        if abs(score - truth[candidate][example]) > 1e-9 and not (stats.unanswered_examples and score == 0)
+    ]
+    holds = {
+        f"outcome {stats.outcome!r}: {stats.stop_reason}": stats.outcome in ("finished", "stopped"),
+        f"spent {spent} of {case.calls}": spent <= case.calls,
+        f"spent {spent}, counted {counted}": counted == spent or (case.ending == "cancelled" and counted < spent),
+        f"total_metric_calls {details.total_metric_calls}, spent {spent}": details.total_metric_calls == spent,
+        f"{stats.steps} steps, {ended} ended: {stats.ended}": stats.steps == ended,
+        f"{stats.steps} steps, {reasons} reasons": reasons == stats.steps - stats.ended.get("committed", 0),
+        f"wrong scores (candidate, example, stored, true): {wrong[:3]}": not wrong,
+        "the winner is not fully validated": len(details.val_subscores[best]) == case.val,
+        "the winner is not the best": details.val_aggregate_scores[best] == max(details.val_aggregate_scores),
+        "the program is not the winner": texts_of(program) == texts_of(details.candidates[best]),
+    }
+    found.problems += [problem for problem, good in holds.items() if not good]
+    found.counts.update(
+        {"metric calls": spent, "steps": stats.steps, "retried requests": stats.retried_requests},
+        **{"timed out": stats.timed_out_rollouts, "unanswered examples": stats.unanswered_examples},
+        **{"committed scores": sum(map(len, details.val_subscores)), "candidates": len(details.candidates)},
+    )
+
+
+@contextmanager
+def wall_limit(seconds: int) -> Generator[None]:
+    """Raises TimeoutError in the main thread after so long; elsewhere there is no limit."""
+
+    def over(number: int, frame: Any) -> None:
+        raise TimeoutError(f"no end after {seconds} s of real time")
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGALRM, over)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def examine(case: Case, build: Build = student, watch: Watch | None = None, compare: bool = True) -> Found:
+    """Run a case and check it.
+
+    Args:
+        case: The run.
+        build: Makes its program.
+        watch: Has its metric; `None` for the case's.
+        compare: Run dspy.GEPA's steps beside it, where the default policy spends the budget.
+    """
+    found, watch = Found(case), watch or Watch(case)
+    program = build(case, watch)
+    before, threads = state_of(program), set(threading.enumerate())
+    try:
+        with tempfile.TemporaryDirectory() as directory, wall_limit(WALL_SECONDS), silence():
+            audited(found, compiled(case, watch, program, directory), watch)
+            if compare and (case.staleness, case.ending) == ("reflective", "budget"):
+                found.rival = rival(case)
+    except RunAbortedError as error:
+        found.problems.append(f"aborted: {error}")
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt) and case.ending != "SIGINT":
+            raise
+        traceback.print_exception(error)
+        found.problems.append(f"{type(error).__name__}: {error}")
+    if state_of(program) != before:
+        found.problems.append("the student has changed")
+    left = [one for one in threading.enumerate() if one not in threads]
+    for thread in left:
+        thread.join(timeout=5)
+    if alive := [one.name for one in left if one.is_alive() and not one.daemon]:
+        found.problems.append(f"threads are left: {alive}")
+    return found
+
+
+def behind(found: Sequence[Found]) -> tuple[str, bool]:
+    """How the program stands beside dspy.GEPA's, and whether it is behind by more than the spread.
+
+    The spread is twice the standard error of the median of the cases' differences.
+    """
+    pairs = [(one.true_score, one.rival) for one in found if one.true_score is not None and one.rival is not None]
+    if len(pairs) < 2:
+        return "too few runs to compare with dspy.GEPA", False
+    apart = [ours - theirs for ours, theirs in pairs]
+    spread = 2 * 1.2533 * statistics.stdev(apart) / len(apart) ** 0.5
+    ours, theirs = (statistics.median(column) for column in zip(*pairs, strict=True))
+    said = f"true score, median of {len(pairs)}: {ours:.3f}, dspy.GEPA's {theirs:.3f} for as many calls; "
+    won = f"better in {sum(one > 0 for one in apart)}, equal in {sum(one == 0 for one in apart)}"
+    words = f"{said}difference, median {statistics.median(apart):+.3f} +- {spread:.3f}; {won}"
+    return words, ours < theirs - spread
+
+
+def report(found: Sequence[Found]) -> bool:
+    """Print the tables; whether anything failed."""
+    rows = [
+        [name, value, str(sum(getattr(one.case, name) == value for one in found)), str(sum(
+            getattr(one.case, name) == value and bool(one.problems) for one in found
+        ))]
+        for name in ("program", "ending", "staleness", "model")
+        for value in sorted({getattr(one.case, name) for one in found})
+    ]  # fmt: skip
+    print(table(("of", "value", "cases", "failed"), rows))
+    totals = sum((one.counts for one in found), Counter[str]())
+    print("\n" + ", ".join(f"{count} {name}" for name, count in totals.items()))
+    print("outcomes: " + ", ".join(f"{count} {name}" for name, count in Counter(one.outcome for one in found).items()))
+    words, is_behind = behind(found)
+    print(words)
+    failed = [one for one in found if one.problems]
+    print(f"{len(found)} cases, {len(failed)} failed; commit {commit()}")
+    for one in failed:
+        print(f"  --case {one.case.seed}: {'; '.join(one.problems)}")
+    return bool(failed) or is_behind
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run cases for so long; 1 where any failed, or where dspy.GEPA is better."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.stress", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=5.0, help="no case begins after them")
+    parser.add_argument("--seed", type=int, default=0, help="of the first case; the others follow")
+    parser.add_argument("--case", type=int, help="run this case alone, and say what it is")
+    options = parser.parse_args(arguments)
+    for name in ("dspy", "dspy_flashevolve"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    warnings.simplefilter("ignore")
+    if options.case is not None:
+        print(case := Case.drawn(options.case))
+        return int(report([examine(case)]))
+    found, end, seed = list[Found](), time.monotonic() + 60 * options.minutes, options.seed
+    while time.monotonic() < end:
+        found.append(examine(Case.drawn(seed)))
+        problems = "; ".join(found[-1].problems)
+        print(f"case {seed}: {f'FAILED: {problems}' if problems else 'good'}", flush=True)
+        seed += 1
+    return int(report(found))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
