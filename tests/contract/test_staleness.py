@@ -380,3 +380,15 @@ def test_a_head_that_could_not_be_validated_is_validated_when_the_run_goes_on(tm
     play(LaterValidated(), 100, log_dir=str(tmp_path), num_threads=4)
     details = play(LaterValidated(turns_away=False), 100, log_dir=str(tmp_path), num_threads=4).detailed_results
     assert "- rule 0" in details.candidates[details.best_idx].steps[0].signature.instructions
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_where_changes_do_not_add_up_children_are_validated_by_themselves_as_in_gepa(seed: int) -> None:
+    class OneOnly(Rules):
+        """One rule helps much; with two of them nothing works."""
+
+        def worth(self, text: str) -> float:
+            return [0.3, 0.8][text.count("- rule")] if text.count("- rule") < 2 else 0.1
+
+    world = OneOnly(seed=seed, train=30, val=30, rules=400)
+    assert world.worth(best_text(play(world, 1500))) == 0.8

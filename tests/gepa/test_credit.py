@@ -373,3 +373,42 @@ def test_any_evidence_has_estimates(rows: list[tuple[int, frozenset[int], float]
         effects = evidence.effects(5, scale)
     assert all(math.isfinite(one) for one in (*effects.mean, *effects.error, *effects.prior))
     assert all(one > 0 for one in effects.error)
+
+
+# What a child takes out, rivals, and changes that do little
+
+
+@pytest.mark.parametrize("adds", [True, False])
+def test_what_a_child_takes_out_of_the_base_is_a_change_and_leaves_where_it_harms(adds: bool) -> None:
+    base = {"answer": "Answer the question.\nBe polite.\nAlways answer in one word.\nCheck the facts."}
+    credit, rng = Credit(base, (), 16, 1.0), random.Random(0)
+    child = base["answer"].replace("Always answer in one word.\n", "")
+    assert credit.take(0, base, {"answer": child + ("\n- rule 1" if adds else "")}, "train", {})
+    for _ in range(60):
+        variant = credit.variant(rng)
+        for example in rng.sample(range(20), 3):
+            score = (0.2 if "one word" in variant["answer"] else 0.8) + rng.gauss(0, NOISE)
+            credit.saw(hash_of(variant), "train", example, score)
+    assert "one word" not in credit.head().candidate["answer"]
+
+
+def test_of_changes_that_go_in_for_the_same_part_one_is_in_a_text() -> None:
+    base = {"answer": "Answer the question.\nUse at most five plain short words here.\nBe polite."}
+    credit, rng = Credit(base, (), 16, 1.0), random.Random(0)
+    for number, words in enumerate(
+        ("at most five plain short words here, or six", "here at most five plain short words now")
+    ):
+        child = base["answer"].replace("at most five plain short words here", words)
+        assert credit.take(number, base, {"answer": child}, "train", {})
+    texts = [credit.variant(rng)["answer"] for _ in range(40)] + [credit.head().candidate["answer"]]
+    assert all(sum("plain short words" in line for line in text.splitlines()) == 1 for text in texts)
+    assert len(set(texts)) == 3
+
+
+def test_changes_that_were_tested_for_long_and_do_nothing_make_room_for_others() -> None:
+    task = Task([0.0] * 4, undecided=4)
+    for number in range(4):
+        task.add(number)
+    assert not task.credit.may_ask(0)
+    task.steps(140)
+    assert task.credit.may_ask(0)
