@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from dspy.utils.exceptions import LMServerError
+from gepa.utils import NoImprovementStopper
 
 from dspy_flashevolve import Reflective, Workflow
 from dspy_flashevolve.engine.staleness import Admit, Discard
@@ -164,3 +165,34 @@ def test_a_policy_is_asked_where_it_says_and_a_discard_ends_the_step_there(place
     assert set(policy.seen) == {place}
     assert stats.end_reasons["stale: enough"] == stats.ended["discarded"] == -(-len(policy.seen) // 2)
     check_ends(stats)
+
+
+# Stoppers that count iterations
+
+
+class Counted(NoImprovementStopper):
+    """Counts how often it is asked, and never says stop."""
+
+    def __init__(self) -> None:
+        super().__init__(10**9)
+        self.asked = 0
+
+    def __call__(self, gepa_state: Any) -> bool:
+        self.asked += 1
+        return super().__call__(gepa_state)
+
+
+@pytest.mark.parametrize("staleness", ["reflective", "full"])
+def test_a_stopper_that_counts_iterations_counts_those_that_came_one_after_the_other(staleness: Any) -> None:
+    """Sixteen steps that overlap are as many iterations as came after one another, and each commit is one."""
+    stopper = Counted()
+    options = {"workflow": Workflow(live_steps=16), "gepa_kwargs": {"stop_callbacks": stopper}}
+    stats = play(World(), 600, staleness=staleness, **options).async_stats
+    commits, steps = len(stats.commits), sum(stats.ended.values())
+    assert commits <= stopper.asked < commits + (steps - commits) / 2
+
+
+def test_in_lockstep_every_step_is_an_iteration_to_a_stopper() -> None:
+    stopper = Counted()
+    stats = play(World(), 200, schedule="lockstep", gepa_kwargs={"stop_callbacks": stopper}).async_stats
+    assert stopper.asked >= sum(stats.ended.values())
