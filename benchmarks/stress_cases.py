@@ -141,10 +141,6 @@ class Backend(SimulatedModel):
         super().__init__(profile, case.seed, case.task().reply_model)
         self.trouble, self._reflects, self._asked = trouble, reflects, 0
 
-    def lm(self, name: str = "simulated") -> dspy.LM:
-        """With the retries that a user's LM has by default."""
-        return super().lm(name).copy(num_retries=3)
-
     async def answer(self, request: lm15.Request) -> lm15.Response:
         """The reply, unless something goes wrong."""
         self._asked += 1

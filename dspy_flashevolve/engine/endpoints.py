@@ -75,8 +75,6 @@ class RetryPolicy:
     def wait_seconds(self, attempt: int, retry_after_seconds: float | None, chance: float) -> float:
         """How long to wait after failed attempt number ``attempt`` (from 0).
 
-        A Retry-After makes no wait shorter: some servers always say one second, however long they refuse.
-
         Args:
             chance: a draw from [0, 1); spreads out requests that failed together.
 
@@ -84,13 +82,10 @@ class RetryPolicy:
         2.0
         >>> RetryPolicy().wait_seconds(0, 10.0, chance=0.5), RetryPolicy().wait_seconds(0, 3600.0, chance=0.5)
         (10.5, 60.5)
-        >>> RetryPolicy().wait_seconds(4, 1.0, chance=0.5)
-        8.0
         """
-        backoff = min(self.most_seconds, self.first_seconds * 2 ** min(attempt, COMPARED)) * chance
-        if retry_after_seconds is None:
-            return backoff
-        return max(self.told(retry_after_seconds) + self.first_seconds * chance, backoff)
+        if retry_after_seconds is not None:
+            return self.told(retry_after_seconds) + self.first_seconds * chance
+        return min(self.most_seconds, self.first_seconds * 2 ** min(attempt, COMPARED)) * chance
 
     def told(self, retry_after_seconds: float) -> float:
         """What is waited of a Retry-After."""

@@ -205,13 +205,3 @@ def test_an_endpoint_that_no_stage_names_has_no_limit() -> None:
 def test_a_policy_without_an_attempt_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="attempts is 0"):
         RetryPolicy(attempts=0)
-
-
-@given(st.integers(0, 50), st.floats(0, 100), st.floats(0, 1, exclude_max=True))
-def test_a_retry_after_makes_no_wait_shorter_than_the_backoff_or_than_what_it_says(
-    attempt: int, told: float, chance: float
-) -> None:
-    policy = RetryPolicy()
-    seconds = policy.wait_seconds(attempt, told, chance)
-    assert seconds >= policy.wait_seconds(attempt, None, chance)
-    assert seconds >= policy.told(told)
