@@ -277,7 +277,7 @@ class FirstRollouts:
         self._places.add(_raised_at(error))
         self._messages.add(str(error))
         enough = min(ALIKE, self._count) if len(self._messages) == 1 else self._count
-        alike = len(self._places) == 1 and self._failed >= enough
+        alike = len(self._places) == 1 and self._failed == enough
         return f"All of the first {self._failed} rollouts failed alike" if alike else ""
 
 

@@ -11,8 +11,9 @@ import asyncio
 import selectors
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future
 from functools import partial
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -45,6 +46,19 @@ LOOP_OF: dict[int, VirtualLoop] = {}
 """Thread -> the virtual loop that gave it the floor."""
 
 
+class _Worker:
+    """A thread that makes one call after the other, until it is told None."""
+
+    def __init__(self) -> None:
+        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self.tell = self._calls.put
+        threading.Thread(target=self._work, name="virtual", daemon=True).start()
+
+    def _work(self) -> None:
+        while (call := self._calls.get()) is not None:
+            call()
+
+
 class VirtualLoop(asyncio.SelectorEventLoop):
     """An event loop whose ``time()`` starts at 0 and jumps from timer to timer."""
 
@@ -52,7 +66,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._jumping = _JumpingSelector()
         super().__init__(self._jumping)
         self._floor = threading.Condition()
-        self._threads = ThreadPoolExecutor(max_workers=10_000, thread_name_prefix="virtual")
+        self._idle: dict[int, list[_Worker]] = {}
         self._working = 0
         self._waits: set[Future[Any]] = set()
 
@@ -63,10 +77,10 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def run_in_executor(self, executor: Any, func: Callable[..., T], *args: Any) -> asyncio.Future[T]:  # type: ignore[override]
         """Run ``func`` in a thread, now, before anything else happens on the loop.
 
-        The executor is not used: calls that were made one after the other run one after the other. What never waits for
-        the loop runs on the loop's own thread, which comes to the same and saves two switches of threads.
+        The executor tells only whose threads are used again: one that was given calls one after the other has one
+        thread, as in reality. What never waits for the loop runs on the loop's own thread, which comes to the same and
+        saves two switches of threads.
         """
-        del executor
         result: asyncio.Future[T] = self.create_future()
         if isinstance(func, partial) and any(getattr(one, "__module__", "") in NEVER_WAITS for one in func.args[:1]):
             try:
@@ -76,6 +90,9 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             else:
                 self.call_soon(_succeed, result, value)
             return result
+
+        idle = self._idle.setdefault(id(executor), [])
+        worker = idle.pop() if idle else _Worker()
 
         def call() -> None:
             LOOP_OF[threading.get_ident()] = self
@@ -87,9 +104,13 @@ class VirtualLoop(asyncio.SelectorEventLoop):
                 self._tell(_succeed, result, value)
             finally:
                 LOOP_OF.pop(threading.get_ident(), None)
+                if self.is_closed():
+                    worker.tell(None)
+                else:
+                    idle.append(worker)  # before the loop goes on: its next call finds it
                 self._leave_floor()
 
-        self._give_floor(lambda: self._threads.submit(call))
+        self._give_floor(lambda: worker.tell(call))
         return result
 
     def wait_from_thread(self, work: Coroutine[Any, Any, T]) -> T:
@@ -126,8 +147,9 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         for wait in list(self._waits):
             if not wait.done():
                 wait.set_exception(CancelledError())
-        self._threads.shutdown(wait=False, cancel_futures=True)
         super().close()
+        for worker in [one for idle in self._idle.values() for one in idle]:
+            worker.tell(None)
 
     def _tell(self, call: Callable[..., None], *args: Any) -> None:
         """Call on the loop, unless it has closed."""

@@ -70,6 +70,8 @@ class World:
     running: int = 0
     most_running: int = 0
     """Rollouts and reflections at once."""
+    ended: int = 0
+    """Rollouts and reflections; what ends in the same moment does not fail alike."""
 
     def student(self) -> dspy.Module:
         world = self
@@ -105,7 +107,8 @@ class World:
             await asyncio.sleep(seconds)
         finally:
             self.running -= 1
-        draw = chance("f", self.seed, asyncio.get_running_loop().time(), seconds)
+        self.ended += 1
+        draw = chance("f", self.seed, self.ended, asyncio.get_running_loop().time(), seconds)
         if draw < self.faults:
             raise FAULTS[int(draw * 10_007) % len(FAULTS)]()
 
