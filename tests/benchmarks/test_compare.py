@@ -16,7 +16,7 @@ from benchmarks.runs import Row
 from benchmarks.tasks import TASKS, task_kind
 from benchmarks.trajectory import Point, Trajectory
 from benchmarks.virtual import Setting, VirtualRun, run_virtually
-from dspy_flashevolve import AsyncGEPA, CombeeReflection, Guarded, Workflow
+from dspy_flashevolve import AsyncGEPA, CombeeReflection, Guarded, Reflective, Workflow
 from dspy_flashevolve.engine.events import Committed
 
 SMALL = Setting(train=12, val=12)
@@ -37,6 +37,8 @@ def test_a_name_says_what_asyncgepa_is_given() -> None:
     assert async_options("async-full") == {"staleness": "full"}
     assert async_options("async-patch") == {"staleness": "patch"}
     assert async_options("async-guarded-8") == {"staleness": Guarded(8)}
+    assert async_options("async-patch-6") == {"staleness": Reflective(batch=6, changes=False)}
+    assert async_options("async-undecided-4") == {"staleness": Reflective(undecided=4)}
     assert async_options("async-live-3") == {"workflow": Workflow(live_steps=3)}
     combee, again = async_options("combee-9"), async_options("combee-9")
     assert (combee["schedule"], combee["reflection_minibatch_size"]) == ("lockstep", 9)
