@@ -18,8 +18,8 @@ from gepa.proposer.reflective_mutation.base import ReflectionComponentSelector
 
 from dspy_flashevolve.engine.errors import ConfigurationError
 from dspy_flashevolve.engine.staleness import StalenessPolicy, policy_named
-from dspy_flashevolve.engine.workflow import Workflow
 from dspy_flashevolve.gepa.compilation import Best, Compilation
+from dspy_flashevolve.gepa.evaluate import Workflow
 from dspy_flashevolve.gepa.options import GepaOptions, check_options
 from dspy_flashevolve.programs.lm import rates_of
 from dspy_flashevolve.programs.metric import check_metric
