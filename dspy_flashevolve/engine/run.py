@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
@@ -36,7 +36,7 @@ from dspy_flashevolve.engine.loop import LoopClock, Threads, is_being_cancelled,
 from dspy_flashevolve.engine.replay import RunJournal, Unfinished
 from dspy_flashevolve.engine.rollouts import Rollouts
 from dspy_flashevolve.engine.scheduler import Scheduler, StageVisit, median_shares
-from dspy_flashevolve.engine.staleness import Decision, Discard, GapHistogram, History, Integrate, Look, StalenessPolicy
+from dspy_flashevolve.engine.staleness import Decision, Discard, History, Integrate, Look, StalenessPolicy
 from dspy_flashevolve.engine.steps import Budget, End, EndKind, NothingToDoError, Reservation, Step, StepEnded, rng_of
 
 logger = logging.getLogger(__name__)
@@ -139,7 +139,8 @@ class EvolutionRun:
         )
         self.budget = Budget(budget_calls, spent=0 if journal is None else journal.spent)
         self.threads = Threads(slots + SPARE_THREADS, "work")
-        self.gaps = GapHistogram()
+        self.gaps: defaultdict[str, Counter[int]] = defaultdict(Counter)
+        """Place -> gap (version less version seen) -> how often it was seen there."""
         self.looks: Counter[str] = Counter()
         """What a staleness policy decided (admit, discard, integrate) -> how often."""
         self.seed = self._seed(seed)
@@ -403,7 +404,7 @@ class EvolutionRun:
             parents: numbers of the candidates that it was made from, what it was built on first; none for the seed.
         """
         gap = version - 1 - step.version
-        self.gaps.record("before_commit", gap)
+        self.gaps["before_commit"][gap] += 1
         if generation is None:
             generation = 1 + max((self._generations.get(one, 0) for one in parents), default=-1)
         self._generations[candidate] = generation

@@ -33,7 +33,6 @@ from dspy_flashevolve.engine.staleness import (
     Reflective,
     StaleChild,
     Texts,
-    gap,
 )
 from dspy_flashevolve.engine.steps import EndKind, Step, StepEnded
 from dspy_flashevolve.gepa import callbacks
@@ -163,7 +162,7 @@ class Integrations:
         request = IntegrationRequest(
             head=base,
             children=[
-                stale_child(number, child, waiting_of[step.number].proposals, gap(version, step.version))
+                stale_child(number, child, waiting_of[step.number].proposals, version - step.version)
                 for number, (step, child) in enumerate(numbered, start=1)
             ],
             commits=await self._pool.write(self._pool.commits_since, min(step.version for step, _ in group)),

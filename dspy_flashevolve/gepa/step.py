@@ -32,7 +32,6 @@ from dspy_flashevolve.engine.staleness import (
     Reflective,
     StalenessPolicy,
     Texts,
-    gap,
 )
 from dspy_flashevolve.engine.steps import End, EndKind, Reservation, Step, StepEnded
 from dspy_flashevolve.gepa import callbacks, resume
@@ -607,7 +606,7 @@ class GepaLoop:
         """
         run, pool, policy = self._run, self._pool, self._policy
         if place != "before_commit":
-            run.gaps.record(place, gap(pool.version, step.version))
+            run.gaps[place][pool.version - step.version] += 1
         if place not in policy.looks:
             return False
         orphaned = any(base in pool.speculative.fallen for base in bases)

@@ -23,7 +23,7 @@ from dspy_flashevolve.engine.errors import DataError, RolloutUnresolvedError, Ru
 from dspy_flashevolve.engine.events import Looked
 from dspy_flashevolve.engine.redaction import MARK
 from dspy_flashevolve.engine.rollouts import gather
-from dspy_flashevolve.engine.staleness import Discard, History, Integrate, Look, gap
+from dspy_flashevolve.engine.staleness import Discard, History, Integrate, Look
 from dspy_flashevolve.engine.steps import End, EndKind, NothingToDoError, Step, StepEnded
 from dspy_flashevolve.harness.archive import Archive, Checked, Draft, Failed, checked_in, drafts_in
 from dspy_flashevolve.harness.evaluating import Evaluations, HarnessTask, texts_of
@@ -154,8 +154,8 @@ class HarnessRun:
 
     async def patch(self, step: Step, drafts: list[Draft], version: int) -> list[Draft]:
         """Ask about each draft that was written while the archive grew whether it should take something over."""
-        behind = gap(version, step.version)
-        self.run.gaps.record("after_propose", behind)
+        behind = version - step.version
+        self.run.gaps["after_propose"][behind] += 1
         decision = self.of.staleness.decide(Look("after_propose", step.version), History(version))
         joins = isinstance(decision, Integrate) and behind > 0
         word, reason = "integrate" if joins else "admit", ""

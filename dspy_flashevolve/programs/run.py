@@ -334,7 +334,7 @@ class DspyRun(EvolutionRun):
             metric_calls=self.budget.spent if metric_calls is None else metric_calls,
             max_metric_calls=self._shown_calls,
             slots=self.scheduler.statistics(),
-            gaps=self.gaps.as_dict(),
+            gaps={place: dict(sorted(counts.items())) for place, counts in list(self.gaps.items())},
             rollouts=self.rollouts,
             retried_requests=self.endpoints.retried,
         )
