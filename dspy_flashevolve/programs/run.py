@@ -327,16 +327,12 @@ class DspyRun(EvolutionRun):
         error = self.error
         said = f"{type(error).__name__}: {error}" if isinstance(error, Exception) else "cancelled"
         return self.recorder.stats(
+            self,
             schedule=self.schedule,
             seconds=self.clock() - self.clock.began if self._seconds is None else self._seconds,
             stop_reason=self.stop_reason if error is None else said if not self.stop_reason else self.stop_reason,
-            outcome=self.outcome,
             metric_calls=self.budget.spent if metric_calls is None else metric_calls,
             max_metric_calls=self._shown_calls,
-            slots=self.scheduler.statistics(),
-            gaps={place: dict(sorted(counts.items())) for place, counts in list(self.gaps.items())},
-            rollouts=self.rollouts,
-            retried_requests=self.endpoints.retried,
         )
 
     def _own_watchers(self) -> list[Callable[[], Coroutine[Any, Any, None]]]:
