@@ -405,7 +405,7 @@ class _Run:
             raise
         except BaseException:
             if self.of.journal is not None and self.number is not None:
-                self.of.journal.call_returned(self.stage, self.step.number)
+                self.of.journal.call(self.stage, self.step.number, -1)
             raise
         finally:
             _METRIC_BEGINS.reset(token)
@@ -415,13 +415,15 @@ class _Run:
         self.metric_began = True
         if self.of.journal is not None and self.number is None:
             with anyio.CancelScope(shield=True):  # that must not be forgotten, whatever comes
-                self.number = await self.of.journal.call_begins(self.stage, self.step.number)
+                number = self.of.journal.call(self.stage, self.step.number)
+                await self.of.journal.journal.flush()
+                self.number = number
 
     def _settle(self) -> None:
         """Count the call of its metric, as the step's."""
         self.pays.settle()
         if self.of.journal is not None and self.number is None:
-            self.number = self.of.journal.call_counts(self.stage, self.step.number)
+            self.number = self.of.journal.call(self.stage, self.step.number)
 
     def _answered(self, rollout: Rollout, seconds: float) -> Rollout:
         self._settle()
