@@ -41,6 +41,7 @@ from dspy_flashevolve.engine.steps import Budget, End, EndKind, NothingToDoError
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+Work = Callable[[], Coroutine[Any, Any, None]]
 
 Outcome = Literal["finished", "stopped", "failed", "aborted"]
 """How a run ended: at the end of its work or at one of its limits; since somebody asked for it; since it was given up;
@@ -110,12 +111,12 @@ class EvolutionRun:
         self._next = 0
         self._exhausted = self._broken = False
         self._beside = 0
-        self._put_off: list[Callable[[], Coroutine[Any, Any, None]]] = []
+        self._put_off: list[Work] = []
+        self._start: Callable[[Work], object] = self._put_off.append
         self._failures = self._calls_of_ended = 0
         self._most_calls = 0
         self._change = anyio.Event()
         self._waits_for_slots = False
-        self._group: Any = None
         self._generations: dict[int, int] = {}
         self._best = -math.inf
         self.clock = clock or LoopClock()
@@ -219,7 +220,7 @@ class EvolutionRun:
         may_open: Callable[[], str | None] = lambda: None,
         ended: Callable[[Step, End], Awaitable[None]] | None = None,
         first: int = 0,
-        watchers: Iterable[Callable[[], Coroutine[Any, Any, None]]] = (),
+        watchers: Iterable[Work] = (),
     ) -> None:
         """Open steps until there is nothing to do or a stop is asked for, and wait for the last of them.
 
@@ -240,13 +241,15 @@ class EvolutionRun:
             RunAbortedError: the provider refused for good.
             Exception: what a step raised, or what runs beside them, after the rest was cancelled.
         """
-        rule = LiveSteps(1, strict=True) if self.lockstep else admission or LiveSteps(self.slots)
+        self._step, self._ended, self._may_open = step, ended, may_open
+        self._rule = LiveSteps(1, strict=True) if self.lockstep else admission or LiveSteps(self.slots)
+        self._reserve = reserve or (lambda: self.budget.reserve(calls))
         self._next, self._exhausted, self._most_calls = max(first, self._next), False, calls
         self._broken = False
         self._recorded = [] if self.journal is None else self.journal.unfinished
         failures: list[BaseException] = []
 
-        async def guarded(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        async def guarded(work: Work) -> None:
             """Keep the first exception as it is; task groups would wrap it."""
             try:
                 await work()
@@ -265,14 +268,12 @@ class EvolutionRun:
             for watch in (*watchers, *self._own_watchers()):
                 around.start_soon(guarded, watch)
             async with anyio.create_task_group() as group:
-                self._group = group, guarded
-                for work in self._put_off:
-                    group.start_soon(guarded, work)
+                self._start = lambda work: group.start_soon(guarded, work)
+                for work in (*self._put_off, self._admit):
+                    self._start(work)
                 self._put_off.clear()
-                pays = reserve or (lambda: self.budget.reserve(calls))
-                group.start_soon(guarded, partial(self._admit, step, rule, pays, may_open, ended))
             around.cancel_scope.cancel()
-        self._group = None
+        self._start = self._put_off.append
         if failures:
             raise failures[0]
 
@@ -348,11 +349,8 @@ class EvolutionRun:
         self._beside += 1
         if self.lockstep:
             await unresolved_is_told()
-        elif self._group is None:
-            self._put_off.append(unresolved_is_told)
         else:
-            group, guarded = self._group
-            group.start_soon(guarded, unresolved_is_told)
+            self._start(unresolved_is_told)
 
     def tell(self) -> None:
         """Something has changed that a step, or the opening of one, may wait for."""
@@ -415,24 +413,15 @@ class EvolutionRun:
 
     # How steps are opened and closed.
 
-    async def _admit(
-        self,
-        loop: Callable[[Step], Awaitable[End]],
-        rule: Admission,
-        reserve: Callable[[], Reservation | None],
-        may_open: Callable[[], str | None],
-        ended: Callable[[Step, End], Awaitable[None]] | None,
-    ) -> None:
-        most_failures = max(10, 2 * self.slots)
+    async def _admit(self) -> None:
         while True:
             change = self._change
             if self._broken:  # the cancellation has not come here yet
                 return
-            step = self._opened(rule, reserve, may_open)
+            step = self._opened()
             if step is not None:
-                _, guarded = self._group
                 self._live[step.number] = step
-                self._group[0].start_soon(guarded, partial(self._lives, step, loop, ended, most_failures))
+                self._start(partial(self._lives, step))
                 while step.number in self._live and not step.has_begun:
                     await self.changed()
                 continue
@@ -443,23 +432,21 @@ class EvolutionRun:
                 return
             await change.wait()
 
-    def _opened(
-        self, rule: Admission, reserve: Callable[[], Reservation | None], may_open: Callable[[], str | None]
-    ) -> Step | None:
+    def _opened(self) -> Step | None:
         """The next step, if one may start."""
         recorded = self._recorded[0] if self._recorded else None
         if recorded is not None and not self.stop_reason:
             return None if self.lockstep and self._live else self._runs_again(self._recorded.pop(0))
         if self.stop_reason or self._exhausted:
             return None
-        if (reason := may_open()) is not None:
+        if (reason := self._may_open()) is not None:
             self.stop(reason, "finished")
             return None
         self._waits_for_slots = False
-        if not rule.admits(self.load()):
+        if not self._rule.admits(self.load()):
             self._waits_for_slots = True
             return None
-        pays = reserve()
+        pays = self._reserve()
         if pays is None:
             if not self._live and not self._beside:
                 self.stop(
@@ -483,27 +470,21 @@ class EvolutionRun:
         step.saw(recorded.version)
         return step
 
-    async def _lives(
-        self,
-        step: Step,
-        loop: Callable[[Step], Awaitable[End]],
-        ended: Callable[[Step, End], Awaitable[None]] | None,
-        most_failures: int,
-    ) -> None:
+    async def _lives(self, step: Step) -> None:
         end: End | None = None
         try:
             with anyio.CancelScope() as scope:
                 self._scopes[step.number] = scope
                 if self.stop_reason:  # it came between the opening and this
                     scope.cancel()
-                end = await self._end_of(step, loop)
+                end = await self._end_of(step)
             if end is not None and (step.has_begun or not scope.cancel_called):
                 with anyio.CancelScope(shield=True):  # a step ends once, whatever else comes to its end
                     if not step.has_begun:  # it counts all the same, or its number would be opened for ever
                         self.begin(step, step.version)
-                    self._count(step, end, most_failures)
-                    if ended is not None:
-                        await ended(step, end)
+                    self._count(step, end)
+                    if self._ended is not None:
+                        await self._ended(step, end)
         except BaseException:
             self._broken = True
             raise
@@ -518,9 +499,9 @@ class EvolutionRun:
                 self._next = min(self._next, step.number)
             self.tell()
 
-    async def _end_of(self, step: Step, loop: Callable[[Step], Awaitable[End]]) -> End | None:
+    async def _end_of(self, step: Step) -> End | None:
         try:
-            return await loop(step)
+            return await self._step(step)
         except NothingToDoError:
             self._exhausted = True
             return None
@@ -529,13 +510,13 @@ class EvolutionRun:
         except RolloutUnresolvedError as error:
             return End(EndKind.FAILED, str(error))
 
-    def _count(self, step: Step, end: End, most_failures: int) -> None:
+    def _count(self, step: Step, end: End) -> None:
         """Steps that fail at no cost must not go on for ever; those that cost something end with the budget."""
         step.reservation.refund()
         spent = step.reservation.settled
         self._calls_of_ended += spent
         self._failures = self._failures + 1 if end.kind is EndKind.FAILED and not spent else 0
-        if self._failures >= most_failures:
+        if self._failures >= max(10, 2 * self.slots):
             self.stop(f"{self._failures} steps in a row failed; the last: {end.reason}", "failed")
 
     def _slot_is_idle(self) -> None:
@@ -545,8 +526,8 @@ class EvolutionRun:
     def _visited(self, visit: StageVisit) -> None:
         self.bus.emit(StageVisited(visit.ended, visit.step, visit.stage, visit.queued, visit.began))
 
-    def _own_watchers(self) -> list[Callable[[], Coroutine[Any, Any, None]]]:
-        found: list[Callable[[], Coroutine[Any, Any, None]]] = []
+    def _own_watchers(self) -> list[Work]:
+        found: list[Work] = []
         if self._max_seconds is not None:
             found.append(self._watch_time)
         if self._median_seconds is not None and not self.lockstep:
