@@ -10,14 +10,14 @@ import logging
 from collections.abc import Awaitable, Callable, Hashable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import anyio
 
 from dspy_flashevolve.engine.endpoints import Endpoints, Sent
 from dspy_flashevolve.engine.errors import FlashEvolveError, RolloutUnresolvedError, TransientError
 from dspy_flashevolve.engine.events import EventBus, ExampleGivenUp, RequestFinished, RolloutFinished, RolloutTimedOut
-from dspy_flashevolve.engine.loop import check_main_thread, is_being_cancelled
+from dspy_flashevolve.engine.loop import check_main_thread, kept
 from dspy_flashevolve.engine.replay import Rollout, RolloutKey, RunJournal
 from dspy_flashevolve.engine.scheduler import Requester, Scheduler, current_slot
 from dspy_flashevolve.engine.steps import Reservation, Step, StepEnded
@@ -112,20 +112,11 @@ async def batch(count: int, call: Callable[[int, Granted], Awaitable[T]]) -> lis
                     told = True
                     begin()
 
-            try:
-                results[index] = await call(index, granted)
-            except (RolloutUnresolvedError, NoLongerWantedError, StepEnded) as error:
-                put_off.append(error)
-            except anyio.get_cancelled_exc_class() as error:
-                if is_being_cancelled():
-                    raise
-                failure = RuntimeError("a request was cancelled by its own code")
-                failure.__cause__ = error
-                failures.append(failure)
-                group.cancel_scope.cancel()
-            except BaseException as error:
-                failures.append(error)
-                group.cancel_scope.cancel()
+            with kept(failures, group, "a request"):
+                try:
+                    results[index] = await call(index, granted)
+                except (RolloutUnresolvedError, NoLongerWantedError, StepEnded) as error:
+                    put_off.append(error)
             granted()
 
         begin()
@@ -145,11 +136,11 @@ async def gather(calls: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
 
 
 @dataclass(eq=False)
-class _Flight(Generic[T]):
+class _Flight:
     """A rollout under way that others may join."""
 
     landed: anyio.Event = field(default_factory=anyio.Event)
-    result: T | None = None
+    result: Rollout | None = None
 
 
 class Rollouts:
@@ -185,7 +176,7 @@ class Rollouts:
         self._single_flight = single_flight
         self.timeout_seconds = timeout_seconds
         self.journal = journal
-        self._flights: dict[RolloutKey, _Flight[Rollout]] = {}
+        self._flights: dict[RolloutKey, _Flight] = {}
         self.shared = 0
         """Rollouts that were joined instead of run."""
         self.unanswerable: dict[tuple[str, Hashable], str] = {}
@@ -295,7 +286,7 @@ class Rollouts:
         if failed is not None and self.is_unanswered(key):
             granted()
             return failed(self.unanswerable.get(example) or self._refused[key]), False
-        flight = _Flight[Rollout]()
+        flight = _Flight()
         if self._single_flight:
             self._flights[key] = flight
         one = _Run(self, key, stage, step, pays, call, record)

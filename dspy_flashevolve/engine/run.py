@@ -32,7 +32,7 @@ from dspy_flashevolve.engine.events import (
     Subscriber,
 )
 from dspy_flashevolve.engine.limits import Bounds
-from dspy_flashevolve.engine.loop import LoopClock, Threads, is_being_cancelled, run_to_end
+from dspy_flashevolve.engine.loop import LoopClock, Threads, kept, run_to_end
 from dspy_flashevolve.engine.replay import RunJournal, Unfinished
 from dspy_flashevolve.engine.rollouts import Rollouts
 from dspy_flashevolve.engine.scheduler import Scheduler, StageVisit, median_shares
@@ -250,19 +250,8 @@ class EvolutionRun:
         failures: list[BaseException] = []
 
         async def guarded(work: Work) -> None:
-            """Keep the first exception as it is; task groups would wrap it."""
-            try:
+            with kept(failures, group, f"{self.name}: a step, or what runs beside them,"):
                 await work()
-            except anyio.get_cancelled_exc_class() as error:
-                if is_being_cancelled():
-                    raise
-                failure = RuntimeError(f"{self.name}: a step, or what runs beside them, was cancelled by its own code")
-                failure.__cause__ = error
-                failures.append(failure)
-                group.cancel_scope.cancel()
-            except BaseException as error:
-                failures.append(error)
-                group.cancel_scope.cancel()
 
         async with anyio.create_task_group() as around:
             for watch in (*watchers, *self._own_watchers()):
@@ -529,21 +518,19 @@ class EvolutionRun:
     def _own_watchers(self) -> list[Work]:
         found: list[Work] = []
         if self._max_seconds is not None:
-            found.append(self._watch_time)
+            found.append(partial(self._watch_time, self._max_seconds))
         if self._median_seconds is not None and not self.lockstep:
-            found.append(self._move_slots)
+            found.append(partial(self._move_slots, self._median_seconds))
         return found
 
-    async def _watch_time(self) -> None:
-        assert self._max_seconds is not None
-        await anyio.sleep(max(0.0, self.clock.began + self._max_seconds - self.clock()))
-        self.stop(f"max_seconds={self._max_seconds:g} is over", "finished")
+    async def _watch_time(self, most: float) -> None:
+        await anyio.sleep(max(0.0, self.clock.began + most - self.clock()))
+        self.stop(f"max_seconds={most:g} is over", "finished")
         self.endpoints.hurry()
 
-    async def _move_slots(self) -> None:
-        assert self._median_seconds is not None
+    async def _move_slots(self, every: float) -> None:
         while True:
-            await anyio.sleep(self._median_seconds)
+            await anyio.sleep(every)
             windows = self.scheduler.windows()
             shares = median_shares(windows, self.slots)
             for name, share in shares.items():

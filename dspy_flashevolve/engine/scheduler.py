@@ -15,7 +15,7 @@ import math
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from statistics import median
@@ -233,19 +233,14 @@ class Slot:
         """Wait for the slot in the run's order, unless it is held. One that has been closed takes none."""
         if self.held or self._closed:
             return
-        if self._taking is not None:  # others inside the same request may want it back, too
-            async with self._taking:
-                if not self.held and not self._closed:
-                    await self._take(behind)
-            return
-        await self._take(behind)
-
-    async def _take(self, behind: int) -> None:
-        await self._scheduler._enter(self._line, behind)  # pyright: ignore[reportPrivateUsage]
-        self.held = True
-        self._since = self._scheduler.clock()
-        if self._closed:  # the holder was cancelled while the slot was awaited for it
-            self._give_back()
+        async with self._taking or nullcontext():  # others inside the same request may want it back, too
+            if self.held or self._closed:
+                return
+            await self._scheduler._enter(self._line, behind)  # pyright: ignore[reportPrivateUsage]
+            self.held = True
+            self._since = self._scheduler.clock()
+            if self._closed:  # the holder was cancelled while the slot was awaited for it
+                self._give_back()
 
     @asynccontextmanager
     async def released(self) -> AsyncGenerator[None, None]:
