@@ -35,8 +35,9 @@ def kept(failures: list[BaseException], group: TaskGroup, what: str) -> Generato
     except asyncio.CancelledError as error:
         if is_being_cancelled():
             raise
-        failures.append(RuntimeError(f"{what} was cancelled by its own code"))
-        failures[-1].__cause__ = error
+        failure = RuntimeError(f"{what} was cancelled by its own code")
+        failure.__cause__ = error
+        failures.append(failure)
         group.cancel_scope.cancel()
     except BaseException as error:
         failures.append(error)
