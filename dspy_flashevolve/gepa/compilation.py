@@ -19,7 +19,7 @@ from dspy.teleprompt.gepa.gepa_utils import LoggerAdapter
 from gepa.core.data_loader import ensure_loader
 from gepa.core.result import GEPAResult
 
-from dspy_flashevolve.engine.admission import LiveSteps, for_slots
+from dspy_flashevolve.engine.admission import LiveSteps
 from dspy_flashevolve.engine.errors import hand_over, report
 from dspy_flashevolve.engine.loop import run_to_end
 from dspy_flashevolve.engine.replay import RunJournal
@@ -298,9 +298,14 @@ class Compilation:
 
 
 def admission_of(workflow: Workflow, policy: StalenessPolicy, slots: int, burst: int) -> LiveSteps:
-    """When a step may start: as many as the workflow says, else a bound that follows from slots, budget and policy."""
+    """When a step may start: as many as the workflow says, else a bound that follows from slots, budget and policy.
+
+    Three quarters of the slots live, three in sixteen of them at work: a working step keeps one to three slots busy, a
+    validation as many as it has examples. More steps make more proposals a minute and fewer generations.
+    """
     if workflow.live_steps is not None:
         return LiveSteps(workflow.live_steps, strict=True)
+    live, working = max(2, math.ceil(3 * slots / 4)), max(2, math.ceil(3 * slots / 16))
     if isinstance(policy, Reflective) and policy.changes:  # all steps are short: each does one step's work
-        return LiveSteps(max(2, math.ceil(3 * slots / 4)), None, GENERATIONS_OF_CHANGES, burst, slots)
-    return for_slots(slots, GENERATIONS, burst=burst)
+        return LiveSteps(live, None, GENERATIONS_OF_CHANGES, burst, slots)
+    return LiveSteps(live, working, GENERATIONS, burst, slots)
