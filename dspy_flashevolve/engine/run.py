@@ -29,7 +29,6 @@ from dspy_flashevolve.engine.events import (
     StageVisited,
     StepClosed,
     StepOpened,
-    Subscriber,
 )
 from dspy_flashevolve.engine.limits import Bounds
 from dspy_flashevolve.engine.loop import LoopClock, Threads, kept, run_to_end
@@ -69,8 +68,6 @@ class EvolutionRun:
         median_seconds: every so many seconds, slots move between stages (:func:`median_shares`); None for never.
         retry: how often a request is made that the provider turns away, and when; when an endpoint is given up.
         journal: where the run is written down, so that it can go on; None for nowhere.
-        observers: hear every event.
-        clock: a clock of its own by default.
 
     Raises:
         ConfigurationError: no stage, or fewer than 1 slot.
@@ -91,8 +88,6 @@ class EvolutionRun:
         median_seconds: float | None = None,
         retry: RetryPolicy | None = None,
         journal: RunJournal | None = None,
-        observers: Sequence[Subscriber] = (),
-        clock: LoopClock | None = None,
     ) -> None:
         if not stages:
             raise ConfigurationError(f"{name}: a run has no stages, expected at least one.")
@@ -119,8 +114,8 @@ class EvolutionRun:
         self._waits_for_slots = False
         self._generations: dict[int, int] = {}
         self._best = -math.inf
-        self.clock = clock or LoopClock()
-        self.bus = EventBus((*observers, *(() if journal is None else (journal,))))
+        self.clock = LoopClock()
+        self.bus = EventBus() if journal is None else EventBus([journal])
         asked = {stage: list(names) for stage, names in stages.items()}
         self.scheduler = Scheduler(
             slots, list(asked), groups_of(asked), self.clock, idle=self._slot_is_idle, visited=self._visited

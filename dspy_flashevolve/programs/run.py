@@ -17,7 +17,7 @@ from dspy.utils.usage_tracker import track_usage
 from dspy_flashevolve.engine.endpoints import OUTAGE_SECONDS, RetryPolicy
 from dspy_flashevolve.engine.errors import ConfigurationError, DataError
 from dspy_flashevolve.engine.limits import Bounds
-from dspy_flashevolve.engine.loop import LoopClock, is_being_cancelled
+from dspy_flashevolve.engine.loop import is_being_cancelled
 from dspy_flashevolve.engine.redaction import Redaction, secrets_in
 from dspy_flashevolve.engine.replay import RunJournal, hash_of
 from dspy_flashevolve.engine.rollouts import Granted, Rollout, RolloutKey, Spent, batch
@@ -108,11 +108,8 @@ class DspyRun(EvolutionRun):
         """dspy's settings for the length of the run."""
         lm, modules = self.settings.get("lm"), [one for listed in stages.values() for one in listed]
         slots, adaptive = width_of(self, [one for one in modules if isinstance(one, Module)])
-        clock = LoopClock()
-        self.recorder, self._progress = Recorder(clock), Progress(name, shown_calls or max_metric_calls)
         super().__init__(
             name=name,
-            clock=clock,
             stages={stage: _addresses(listed, lm) for stage, listed in stages.items()},
             slots=slots,
             adaptive=adaptive,
@@ -124,8 +121,10 @@ class DspyRun(EvolutionRun):
             median_seconds=median_seconds,
             retry=replace(retry or RetryPolicy(), outage_seconds=max_outage_seconds),
             journal=journal,
-            observers=(self.recorder, self._progress),
         )
+        self.recorder, self._progress = Recorder(self.clock), Progress(name, shown_calls or max_metric_calls)
+        self.bus.subscribe(self.recorder)
+        self.bus.subscribe(self._progress)
         self.priced = priced
         redaction = Redaction(secrets_in(os.environ)) if journal is None else journal.journal.redaction
         self.models = LanguageModels(self.endpoints, redaction, paced)

@@ -38,9 +38,9 @@ class World:
     def __init__(self, slots: int = 4, **options: Any) -> None:
         self.events: list[Event] = []
         self.run = EvolutionRun(
-            name="a loop", stages=STAGES, slots=slots, observers=[self.events.append],
-            retry=RetryPolicy(attempts=3, first_seconds=1.0), **options,
-        )  # fmt: skip
+            name="a loop", stages=STAGES, slots=slots, retry=RetryPolicy(attempts=3, first_seconds=1.0), **options
+        )
+        self.run.bus.subscribe(self.events.append)
         self.most_reserved = 0
 
     def of(self, kind: type[Any]) -> list[Any]:
