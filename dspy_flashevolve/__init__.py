@@ -67,7 +67,7 @@ _HOMES = {
     "Playbook": "ace.playbook",
     "Reflective": "engine.staleness",
     "StaleCandidateReflection": "modules.integrate",
-    "Workflow": "engine.workflow",
+    "Workflow": "gepa.evaluate",
 }
 """Public name -> its module; all others are errors."""
 
