@@ -6,7 +6,7 @@ The pool is gepa's engine without its loop: how a candidate is added, reported a
 
 Here are also the frozen records that flow from stage to stage of a step, and the candidates that steps may build on
 before their validation has confirmed them. These stand beside gepa's state, which only ever holds confirmed candidates
-and stays readable by gepa. The first is the seed itself: steps start from it while it is being validated.
+and stays readable by gepa. Steps start from the seed, too, while it is being validated.
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ import json
 import os
 import pickle
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Awaitable, Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, ParamSpec, TypeVar
 
-import anyio
 from gepa.core.adapter import EvaluationBatch
 from gepa.core.callbacks import notify_callbacks
 from gepa.core.data_loader import DataLoader
@@ -33,7 +32,6 @@ from gepa.gepa_utils import json_default
 from gepa.proposer.base import CandidateProposal
 from gepa.strategies.proposal_sampling import ProposalTask
 
-from dspy_flashevolve.engine.errors import ConfigurationError, RolloutUnresolvedError
 from dspy_flashevolve.engine.loop import Threads
 from dspy_flashevolve.engine.redaction import make_private
 from dspy_flashevolve.engine.replay import RunJournal, id_text
@@ -59,31 +57,6 @@ class Selected:
     bases: tuple[int | None, ...]
 
 
-class LateRollouts:
-    """The rest of a minibatch whose evaluation was released early."""
-
-    def __init__(self) -> None:
-        self._ended = anyio.Event()
-        self._batch: Batch | None = None
-        self._error: Exception | None = None
-
-    async def complete(self) -> Batch:
-        """The evaluation on the whole minibatch, when it is there.
-
-        Raises:
-            RolloutUnresolvedError: the provider gave no answer for a part of it.
-        """
-        await self._ended.wait()
-        if self._batch is None:
-            raise self._error or RolloutUnresolvedError("the run ended before the rest of the minibatch did")
-        return self._batch
-
-    def end(self, batch: Batch | None, error: Exception | None = None) -> None:
-        """Everything has finished."""
-        self._batch, self._error = batch, error
-        self._ended.set()
-
-
 @dataclass(frozen=True, slots=True)
 class Parent:
     """A task's parent on its minibatch.
@@ -91,14 +64,14 @@ class Parent:
     Args:
         index: position of the task in the step.
         evaluation: on the part of the minibatch that has finished.
-        late: the evaluation on all of it; None where nothing is missing.
+        late: waits for the evaluation on all of it; None where nothing is missing.
         base: see :class:`Selected`.
     """
 
     index: int
     task: ProposalTask[Any, Any]
     evaluation: Batch
-    late: LateRollouts | None
+    late: Callable[[], Awaitable[Batch]] | None
     base: int | None
 
 
@@ -108,13 +81,18 @@ class Child:
 
     Args:
         parent: what it was made from, on its minibatch.
+        texts: the components that the reflection wrote.
         feedback: what the metric said of the parent's rollouts.
     """
 
     parent: Parent
-    candidate: Candidate
-    metadata: dict[str, Any]
+    texts: Candidate
     feedback: tuple[str, ...] = ()
+
+    @property
+    def candidate(self) -> Candidate:
+        """The parent with the new texts."""
+        return {**self.parent.task.parent_candidate, **self.texts}
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,33 +113,31 @@ class Crossover:
 
 @dataclass(frozen=True, slots=True)
 class Screened:
-    """Proposals that passed their screen, to be validated.
+    """A proposal that passed its screen, to be validated.
 
     Args:
-        bases: handles of the speculative candidates that their parents are; see :class:`Selected`.
+        base: handle of the speculative candidate that its parent is; see :class:`Selected`.
     """
 
-    proposals: tuple[CandidateProposal[Any], ...]
-    bases: tuple[int | None, ...]
-    merge: bool = False
+    proposal: CandidateProposal[Any]
+    base: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Validated:
-    """Proposals with their validations, to be committed.
+    """A proposal with its validation, to be committed.
 
     Args:
-        calls: metric calls that each validation cost at most (cached examples cost none).
-        bases: see :class:`Screened`.
-        keys: for each the handle under which it could be selected while it was validated; None where it could not.
+        calls: metric calls that the validation cost at most (cached examples cost none).
+        base: see :class:`Screened`.
+        key: the handle under which it could be selected while it was validated; None where it could not.
     """
 
-    proposals: tuple[CandidateProposal[Any], ...]
-    evaluations: tuple[ValsetEvaluation[Any, Any], ...]
-    calls: tuple[int, ...]
-    bases: tuple[int | None, ...] = ()
-    keys: tuple[int | None, ...] = ()
-    merge: bool = False
+    proposal: CandidateProposal[Any]
+    evaluation: ValsetEvaluation[Any, Any]
+    calls: int
+    base: int | None
+    key: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +162,7 @@ class Speculative:
         parents: handles of speculative parents.
         indices: confirmed parents, as indices of gepa's pool.
         generation: steps from the seed.
-        evaluation: what is known of its validation; None for the seed, which selection picks while it is alone.
+        evaluation: what is known of its validation.
     """
 
     key: int
@@ -203,8 +179,7 @@ class SpeculativeCandidates:
     >>> waiting = SpeculativeCandidates()
     >>> head = waiting.add({"p": "text"})
     >>> child = waiting.add({"p": "longer text"}, parents=(head.key,))
-    >>> [gone.candidate["p"] for gone in waiting.remove(head.key)]
-    ['text', 'longer text']
+    >>> waiting.remove(head.key)
     >>> len(waiting)
     0
     """
@@ -238,46 +213,28 @@ class SpeculativeCandidates:
         generation: int = 0,
         evaluation: ValsetEvaluation[Any, Any] | None = None,
     ) -> Speculative:
-        """Put a candidate up for speculation.
-
-        Raises:
-            ConfigurationError: a parent that does not wait.
-        """
-        unknown = [parent for parent in parents if parent not in self._waiting]
-        if unknown:
-            raise ConfigurationError(f"speculative parents {unknown} are not waiting; waiting: {list(self._waiting)}.")
+        """Put a candidate up for speculation; its speculative ``parents`` wait, too."""
         entry = Speculative(self._next, dict(candidate), parents, indices, generation, evaluation)
         self._waiting[entry.key] = entry
         self._next += 1
         return entry
 
-    def confirm(self, key: int, index: int | None = None) -> Speculative:
+    def confirm(self, key: int, index: int) -> None:
         """Its validation is done: it is an ordinary candidate now, and its children stand on firm ground.
 
+        It may have gone with one under it: its own validation has the last word.
+
         Args:
-            index: its place in gepa's pool; None leaves its children without it as a parent.
-
-        Raises:
-            ConfigurationError: it does not wait.
+            index: its place in gepa's pool.
         """
-        entry = self._known(key)
-        self._leave(entry, () if index is None else (index,))
-        return entry
-
-    def confirm_late(self, key: int, index: int) -> None:
-        """As :meth:`confirm`, for one that may have gone with one under it: its own validation has the last word."""
         if key in self._waiting:
-            self.confirm(key, index)
+            self._leave(self._waiting[key], (index,))
         self._settled[key] = (index,), ()
         self.fallen.discard(key)
 
-    def remove(self, key: int) -> list[Speculative]:
-        """Take it back with its descendants, as if they had never been there; returns them, it first.
-
-        Raises:
-            ConfigurationError: it does not wait.
-        """
-        gone = [self._known(key)]
+    def remove(self, key: int) -> None:
+        """Take one that waits back with its descendants, as if they had never been there."""
+        gone = [self._waiting[key]]
         for entry in list(self._waiting.values()):  # children always come after their parents
             if any(parent.key in entry.parents for parent in gone):
                 gone.append(entry)
@@ -286,7 +243,6 @@ class SpeculativeCandidates:
             self._leave(entry, entry.indices, heirs=entry.parents)
             self._settled[entry.key] = before.indices, before.parents  # one of these may be confirmed after all
             self.fallen.add(entry.key)
-        return gone
 
     def resolve(self, keys: tuple[int, ...]) -> tuple[int, ...]:
         """The confirmed candidates that stand for ``keys``: themselves, or where they did not last their parents."""
@@ -297,14 +253,8 @@ class SpeculativeCandidates:
             found += [*self.resolve(parents), *indices]
         return tuple(dict.fromkeys(found))
 
-    def _known(self, key: int) -> Speculative:
-        if key not in self._waiting:
-            raise ConfigurationError(f"candidate {key} is not speculative; waiting: {list(self._waiting)}.")
-        return self._waiting[key]
-
     def _leave(self, entry: Speculative, indices: tuple[int, ...], heirs: tuple[int, ...] = ()) -> None:
         """Take it out; its children get ``indices`` and ``heirs`` for parents in its place."""
-        self._settled[entry.key] = indices, heirs
         del self._waiting[entry.key]
         for child in [other for other in self._waiting.values() if entry.key in other.parents]:
             parents = [parent for parent in child.parents if parent != entry.key]
@@ -383,7 +333,6 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
         self.speculative = SpeculativeCandidates()
         self.generations: list[int] = [0]
         self.state: State = self._provisional_state()
-        self._seed_key = self.speculative.add(seed_candidate).key
         self._checkpoint_seconds = checkpoint_seconds
         self._saved_at = float("-inf")
         self._begun = set[int]()
@@ -447,7 +396,6 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
             )
         early.__dict__.update(real.__dict__)
         self._sync_state_to_adapter(early)
-        self.speculative.confirm(self._seed_key)
         self.seed_confirmed = True
         self._report_seed()
         early.add_budget_hook(self._on_calls)
@@ -509,6 +457,7 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
         Args:
             counts: the step is an iteration to stoppers that count those without improvement.
         """
+        self.count_calls()
         self._begun.discard(step.number)
         self.notify("on_iteration_end", iteration=step.number + 1, state=self.state, proposal_accepted=accepted)
         self.keep_strategies()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 from typing import Any
 
-import pytest
 from gepa.core.state import ValsetEvaluation
 from gepa.gepa_utils import find_dominator_programs
 from gepa.strategies.proposal_sampling import ProposalTask
@@ -74,7 +73,7 @@ class Play:
             parents = (under[which % len(under)],) if under and which % 2 else ()
             self.doomed.append(waiting.add({"p": "doomed"}, parents, (0,), 1, evaluation=part(scores)).key)
         elif action == "confirm" and alive:
-            waiting.confirm_late(alive[which % len(alive)], self.commit([0.5] * EXAMPLES))
+            waiting.confirm(alive[which % len(alive)], self.commit([0.5] * EXAMPLES))
         elif action == "look":
             selectable(self.pool)
 
@@ -173,20 +172,19 @@ def test_one_that_went_with_its_parent_and_was_confirmed_all_the_same_stands_for
     waiting.remove(parent.key)
     assert waiting.fallen == {parent.key, child.key, grandchild.key}
     assert waiting.resolve((grandchild.key,)) == (0,)
-    waiting.confirm_late(child.key, 7)
+    waiting.confirm(child.key, 7)
     assert waiting.resolve((child.key,)) == waiting.resolve((grandchild.key,)) == (7,)
     assert waiting.resolve((parent.key,)) == (0,)
     assert waiting.fallen == {parent.key, grandchild.key}
     pool.close()
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_confirming_puts_the_index_in_place_of_the_handle(late: bool) -> None:
+def test_confirming_puts_the_index_in_place_of_the_handle() -> None:
     pool = pool_of()
     waiting = pool.speculative
     one = waiting.add({"p": "one"}, (), (0,), 1)
     child = waiting.add({"p": "child"}, (one.key,), (), 2)
-    (waiting.confirm_late if late else waiting.confirm)(one.key, 3)
+    waiting.confirm(one.key, 3)
     assert waiting.resolve((one.key,)) == waiting.resolve((child.key,)) == (3,)
     assert waiting[child.key].indices == (3,)
     assert one.key not in waiting
