@@ -85,13 +85,19 @@ def parents_end(pool: Pool, step: Step, tasks: Sequence[Task], evaluations: Sequ
     )
 
 
+def nothing_in(pool: Pool, evaluation: Batch) -> str | None:
+    """Why a parent's evaluation is not worth a reflection; None when it is."""
+    if not evaluation.trajectories:
+        return "no_trajectories"
+    perfect = pool.perfect_score
+    if pool.skips_perfect and perfect is not None and all(one >= perfect for one in evaluation.scores):
+        return "all_scores_perfect"
+    return None
+
+
 def nothing_to_improve(pool: Pool, step: Step, task: Task, evaluation: Batch) -> str | None:
     """Why a parent's minibatch is not reflected on; None when it is."""
-    perfect, reason = pool.options.perfect_score, None
-    if not evaluation.trajectories:
-        reason = "no_trajectories"
-    elif pool.options.skip_perfect_score and perfect is not None and all(s >= perfect for s in evaluation.scores):
-        reason = "all_scores_perfect"
+    reason = nothing_in(pool, evaluation)
     if reason is not None:
         pool.logger.log(f"Iteration {step.number + 1}: {reason} for parent {task.parent_idx}. Skipping.")
         pool.notify(

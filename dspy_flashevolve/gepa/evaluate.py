@@ -252,10 +252,9 @@ class Evaluations:
         hears: Callable[[str, str, str, float], None] | None = None,
     ) -> None:
         self._run, self._program, self._pool, self._workflow = run, program, pool, workflow
-        perfect = pool.options.perfect_score
-        self.highest = math.inf if perfect is None else perfect
+        self.highest = math.inf if pool.perfect_score is None else pool.perfect_score
         """The highest score that an example can have; infinity once one above it was seen."""
-        self.order = ValidationOrder(self.highest, workflow.rounds, pool.options.seed)
+        self.order = ValidationOrder(self.highest, workflow.rounds, pool.seed)
         self.set_aside = Reservation(run.budget, 0)
         """Pays for the rest of the last head's validation where the budget has no room left."""
         self.train_split = "val" if same_data else "train"
@@ -417,12 +416,9 @@ class Evaluations:
             await late()  # raises where the others had no answer
         return as_batch([found[index] for index in sorted(found)]), late
 
-    def _worth_reflecting(self, rollouts: Any) -> bool:
+    def _worth_reflecting(self, rollouts: Iterable[Rollout]) -> bool:
         """Whether there is a trace, and a score that could be better where perfect ones are skipped."""
-        options, there = self._pool.options, list(rollouts)
-        perfect = options.perfect_score if options.skip_perfect_score else None
-        traced = any(rollout.trajectory is not None for rollout in there)
-        return traced and (perfect is None or any(rollout.score < perfect for rollout in there))
+        return callbacks.nothing_in(self._pool, as_batch(list(rollouts))) is None
 
     def _is_proposed(self, step: Step) -> bool:
         """Whether an interrupted run had the step's proposals already, so that nobody reflects on its traces."""

@@ -26,7 +26,6 @@ from gepa.core.adapter import EvaluationBatch
 from gepa.core.callbacks import notify_callbacks
 from gepa.core.data_loader import DataLoader
 from gepa.core.engine import GEPAEngine
-from gepa.core.result import GEPAResult
 from gepa.core.state import EvaluationCache, GEPAState, ValsetEvaluation, initialize_gepa_state
 from gepa.gepa_utils import json_default
 from gepa.proposer.base import CandidateProposal
@@ -35,9 +34,10 @@ from gepa.strategies.proposal_sampling import ProposalTask
 from dspy_flashevolve.engine.loop import Threads
 from dspy_flashevolve.engine.redaction import make_private
 from dspy_flashevolve.engine.replay import RunJournal, id_text
+from dspy_flashevolve.engine.run import EvolutionRun
 from dspy_flashevolve.engine.staleness import PastCommit
 from dspy_flashevolve.engine.steps import Step
-from dspy_flashevolve.gepa.options import GepaOptions, Parts, strategies_of
+from dspy_flashevolve.gepa.options import Parts, strategies_of
 from dspy_flashevolve.programs.records import kept
 
 Candidate = dict[str, str]
@@ -266,79 +266,77 @@ class SpeculativeCandidates:
 A = ParamSpec("A")
 T = TypeVar("T")
 State = GEPAState[Any, Any]
+CHECKPOINT_SECONDS = 5.0
+"""With ``log_dir``, the least time between two checkpoints of an asynchronous run; in lockstep every step is one."""
 
 
 class Pool(GEPAEngine[Any, Any, Any, Any]):
     """gepa's state, its version, the speculative candidates, and the thread that writes them.
 
     Args:
+        run: whose pool it is: its journal, metric calls and schedule.
+        optimizer: has dspy.GEPA's arguments as attributes.
         parts: gepa's strategies.
-        options: the run's configuration.
         adapter: keeps state of its own that is saved with the pool's.
         seed_candidate: component -> text.
-        trainset, valset: gepa's loaders.
+        trainset, valset: gepa's loaders; equal where there is one set of examples.
         logger: gepa's logger protocol.
-        checkpoint_seconds: with a run directory, the least time between two checkpoints; 0 saves at every step.
-        calls_made: metric calls made so far, those of live steps included.
-        journal: gets what is about to enter the pool, first; None for nowhere.
-        shares_randomness: steps draw from the strategies' randomness, not from their own.
-        caches_minibatches: put minibatch scores into gepa's evaluation cache. Its keys do not tell training from
-            validation examples, so this is right only where both are the same data, and where gepa is to be equalled.
+        best: a gepa callback that hears of candidates before all others.
     """
 
     def __init__(
         self,
+        run: EvolutionRun,
+        optimizer: Any,
         parts: Parts,
-        options: GepaOptions,
         adapter: Any,
         seed_candidate: Candidate,
         trainset: DataLoader[Any, Any],
         valset: DataLoader[Any, Any],
         logger: Any,
-        checkpoint_seconds: float,
-        caches_minibatches: bool,
-        calls_made: Callable[[], int],
-        journal: RunJournal | None = None,
-        shares_randomness: bool = False,
+        best: Any,
     ) -> None:
-        self.best = BestResult(lambda: self.state, options.run_dir, options.seed)
         super().__init__(
             adapter=adapter,
-            run_dir=options.run_dir,
+            run_dir=optimizer.log_dir,
             valset=valset,
             seed_candidate=seed_candidate,
-            perfect_score=options.perfect_score,
-            seed=options.seed,  # pyright: ignore[reportArgumentType]  # dspy.GEPA allows None too
+            perfect_score=optimizer.perfect_score,
+            seed=optimizer.seed,
             reflective_proposer=SimpleNamespace(trainset=trainset),  # pyright: ignore[reportArgumentType]
             merge_proposer=parts.merge,
-            frontier_type=options.get("frontier_type", "instance"),
+            frontier_type=optimizer.gepa_kwargs.get("frontier_type", "instance"),
             logger=logger,
             experiment_tracker=parts.tracker,
-            callbacks=[self.best, *(parts.callbacks or [])],  # pyright: ignore[reportArgumentType]  # gepa asks hasattr
-            track_best_outputs=options.track_best_outputs,
-            use_cloudpickle=options.get("use_cloudpickle", False),
+            callbacks=[best, *(parts.callbacks or [])],  # pyright: ignore[reportArgumentType]  # gepa asks hasattr
+            track_best_outputs=optimizer.track_best_outputs,
+            use_cloudpickle=optimizer.gepa_kwargs.get("use_cloudpickle", False),
             stop_callback=parts.stopper,
             val_evaluation_policy=parts.evaluation_policy,
             acceptance_criterion=parts.acceptance,
             selection_strategy=parts.selection_strategy,
             evaluation_cache=parts.cache,
         )
-        self.parts = parts
-        self.options = options
+        self.parts, self.best = parts, best
+        self.skips_perfect = optimizer.skip_perfect_score
+        """A parent's minibatch with perfect scores alone is not reflected on."""
+        self._draws_tree = self.run_dir is not None or optimizer.use_wandb or optimizer.use_mlflow
         self.trainset = trainset
         self.loader: DataLoader[Any, Any] = valset
-        self.caches_minibatches = caches_minibatches
+        self.shares_randomness = run.lockstep
+        """Steps draw from the strategies' randomness, not from their own."""
+        self.caches_minibatches = run.lockstep or valset is trainset
+        """gepa's evaluation cache does not tell training from validation examples, so minibatch scores go into it only
+        where both are the same data, and where gepa is to be equalled."""
         self.version = 0
         self.seed_confirmed = False
         self.speculative = SpeculativeCandidates()
         self.generations: list[int] = [0]
         self.state: State = self._provisional_state()
-        self._checkpoint_seconds = checkpoint_seconds
+        self._checkpoint_seconds = 0.0 if run.lockstep else CHECKPOINT_SECONDS
         self._saved_at = float("-inf")
         self._begun = set[int]()
-        self._calls_made = calls_made
-        self.journal = journal
-        self.shares_randomness = shares_randomness
+        self._budget, self.journal = run.budget, run.journal
         self._writer = Threads(1, "pool")
 
     async def write(self, call: Callable[A, T], *args: A.args, **kwargs: A.kwargs) -> T:
@@ -407,7 +405,7 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
         self._sync_adapter_state_to_state(self.state)
         counted = self.state.total_num_evals
         # What live steps have spent is spent, even if the run is killed before they end.
-        self.state.total_num_evals = max(counted, self._calls_made())
+        self.state.total_num_evals = max(counted, self._budget.spent)
         try:
             self._write_checkpoint()
         finally:
@@ -461,11 +459,11 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
         self._begun.discard(step.number)
         self.notify("on_iteration_end", iteration=step.number + 1, state=self.state, proposal_accepted=accepted)
         self.keep_strategies()
-        with self.parts.stopper.without_counters(not counts):
-            return self.should_stop()
+        return self.should_stop(counts)
 
-    def should_stop(self) -> bool:
+    def should_stop(self, counts: bool = True) -> bool:
         """Ask the stoppers; before the seed is confirmed there is nothing to ask them about."""
+        self.parts.stopper.skips_counters = not counts
         return self.seed_confirmed and self._should_stop(self.state)
 
     def keep_strategies(self) -> None:
@@ -481,7 +479,7 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
             self.state.increment_evals(calls)
 
     def _uncounted(self) -> int:
-        return max(0, self._calls_made() - self.state.total_num_evals) if self.seed_confirmed else 0
+        return max(0, self._budget.spent - self.state.total_num_evals) if self.seed_confirmed else 0
 
     def add(
         self, step: Step, proposal: CandidateProposal[Any], evaluation: ValsetEvaluation[Any, Any], calls: int
@@ -561,7 +559,7 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
         if isinstance(error, Exception):
             self.notify("on_error", iteration=self.state.i + 1, exception=error, will_continue=False)
         self._end_iterations()
-        self.state.total_num_evals = max(self.state.total_num_evals, self._calls_made())
+        self.state.total_num_evals = max(self.state.total_num_evals, self._budget.spent)
         self.save(force=True)
 
     def _end_iterations(self) -> None:
@@ -673,7 +671,7 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
 
     def _log_candidate_tree(self, state: State) -> None:
         """gepa draws the whole tree at every commit; only where somebody gets to see it."""
-        if self.run_dir is not None or self.options.use_wandb or self.options.use_mlflow:
+        if self._draws_tree:
             super()._log_candidate_tree(state)
 
     def _provisional_state(self) -> State:
@@ -701,40 +699,6 @@ def _generations(parents: list[list[int | None]]) -> list[int]:
         known = [steps[parent] for parent in line if parent is not None]
         steps.append(1 + max(known) if known else 0)
     return steps
-
-
-class BestResult:
-    """gepa's result as of the last candidate that was better than all before it.
-
-    A gepa callback, the first one: it is told of every validated candidate in the pool's writer, where the state may
-    be read, and copies what it needs. ``result`` is replaced, never changed, so any thread may read it at any time and
-    waits for nobody: not for the writer, which may be inside a callback that waits in turn.
-
-    Args:
-        state: the pool's.
-        run_dir, seed: what gepa's result carries.
-    """
-
-    def __init__(self, state: Callable[[], GEPAState[Any, Any]], run_dir: str | None, seed: int | None) -> None:
-        self._state = state
-        self._run_dir = run_dir
-        self._seed = seed
-        self._best = float("-inf")
-        self.result: GEPAResult[Any, Any] | None = None
-        """None before the seed is validated."""
-
-    def on_valset_evaluated(self, event: Any) -> None:
-        """Called by gepa's code for each new candidate, and once for the seed or a checkpoint's candidates."""
-        state = self._state()
-        score = state.get_program_average_val_subset(event["candidate_idx"])[0]
-        if self.result is None or score > self._best:  # as gepa's result decides between equals: the first
-            self.result = GEPAResult[Any, Any].from_state(state, run_dir=self._run_dir, seed=self._seed)
-            self._best = self.result.val_aggregate_scores[self.result.best_idx]
-
-    @property
-    def score(self) -> float | None:
-        """The best aggregate validation score; None before the seed is validated."""
-        return None if self.result is None else self._best
 
 
 def write_commits(

@@ -95,7 +95,7 @@ class GepaLoop:
         reflective = policy if isinstance(policy, Reflective) and not run.lockstep else None
         self._credit: Credit | None = None
         if reflective is not None and reflective.changes:
-            scale = abs(pool.options.perfect_score or 1.0)
+            scale = abs(pool.perfect_score or 1.0)
             self._credit = Credit(pool.seed_candidate, integration[2], reflective.undecided, scale)
         hears = None if self._credit is None else self._credit.saw
         self._evaluations = Evaluations(run, program, pool, workflow, same_data, hears)
