@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,13 +18,11 @@ from dspy.teleprompt.gepa.gepa_utils import LoggerAdapter
 from gepa.core.data_loader import ensure_loader
 from gepa.core.result import GEPAResult
 
-from dspy_flashevolve.engine.admission import LiveSteps, for_slots
 from dspy_flashevolve.engine.errors import hand_over, report
 from dspy_flashevolve.engine.loop import run_to_end
 from dspy_flashevolve.engine.replay import RunJournal
 from dspy_flashevolve.engine.staleness import Full, Reflective, StalenessPolicy, policy_named
-from dspy_flashevolve.gepa.evaluate import Workflow
-from dspy_flashevolve.gepa.options import build_parts, has_foreign, hooks_of
+from dspy_flashevolve.gepa.options import build_parts, hooks_of
 from dspy_flashevolve.gepa.pool import Pool
 from dspy_flashevolve.gepa.resume import check_checkpoint
 from dspy_flashevolve.gepa.step import GepaLoop
@@ -39,9 +36,6 @@ from dspy_flashevolve.programs.run import DspyRun
 logger = logging.getLogger(__name__)
 gepa_logger = logging.getLogger("dspy.teleprompt.gepa.gepa")
 """gepa's own log lines go where ``dspy.GEPA`` sends them."""
-GENERATIONS, GENERATIONS_OF_CHANGES = 12.0, 6.0
-"""A limited budget is spread over at least this many generations (:class:`LiveSteps`); fewer where the work of many
-steps comes together in one head."""
 MUCH_DISCARDED = 0.5
 """Share of the children from which a run says that its staleness policy discards too much."""
 
@@ -126,9 +120,9 @@ class Compilation:
     def __init__(self, optimizer: Any, student: Module, trainset: Any, valset: Any) -> None:
         self._optimizer, self._student = optimizer, student
         self._lockstep = optimizer.schedule == "lockstep"
-        self._same_data = valset is None or valset is trainset
         self._trainset: Any = ensure_loader(trainset)
-        self._valset: Any = self._trainset if self._same_data else ensure_loader(cast(Any, valset))
+        same_data = valset is None or valset is trainset
+        self._valset: Any = self._trainset if same_data else ensure_loader(cast(Any, valset))
         self._integrating: Module = optimizer.stale_candidate_reflection or StaleCandidateReflection()
         predictors: list[tuple[str, Any]] = student.named_predictors()
         self._seed: dict[str, str] = {name: one.signature.instructions for name, one in predictors}
@@ -171,22 +165,9 @@ class Compilation:
         self.best = Best(optimizer, adapter, lambda: self._pool.state)
         data = self._seed, self._trainset, self._valset
         self._pool = Pool(run, optimizer, self._parts, adapter, *data, log, self.best)
+        program = DspyProgram(adapter, self._metric, run.threads, run.priced, run.models)
         policy = Full() if lockstep else self._usable_policy()
-        minibatch = optimizer.reflection_minibatch_size or 3
-        self._loop = GepaLoop(
-            run,
-            self._pool,
-            DspyProgram(adapter, self._metric, run.threads, run.priced, run.models),
-            policy=policy,
-            workflow=optimizer.workflow,
-            admission=admission_of(optimizer.workflow, policy, run.slots, min(minibatch, run.slots)),
-            minibatch=minibatch,
-            integration=(self._integrating, optimizer.reflection_lm, tuple(adapter._flex_paths)),  # pyright: ignore[reportPrivateUsage]
-            same_data=self._same_data,
-            seed_first=has_foreign(self._parts),
-            max_reflection_calls=optimizer.max_reflection_calls,
-            max_cost=optimizer.max_cost,
-        )
+        self._loop = GepaLoop(run, self._pool, program, optimizer, policy, self._integrating)
 
     def run_sync(self) -> Module:
         """Run to the end on a loop of its own, and build the best program; see :func:`run_to_end` for signals."""
@@ -297,12 +278,3 @@ class Compilation:
         program = self.best.program()
         assert program is not None, "a run that comes to its end has validated its seed"
         return program
-
-
-def admission_of(workflow: Workflow, policy: StalenessPolicy, slots: int, burst: int) -> LiveSteps:
-    """When a step may start: as many as the workflow says, else a bound that follows from slots, budget and policy."""
-    if workflow.live_steps is not None:
-        return LiveSteps(workflow.live_steps, strict=True)
-    if isinstance(policy, Reflective) and policy.changes:  # all steps are short: each does one step's work
-        return LiveSteps(max(2, math.ceil(3 * slots / 4)), None, GENERATIONS_OF_CHANGES, burst, slots)
-    return for_slots(slots, GENERATIONS, burst=burst)

@@ -238,7 +238,6 @@ class Evaluations:
         program: runs a candidate on one example.
         pool: gepa's state.
         workflow: when a parent's minibatch is released, and how long prefixes of validations are.
-        same_data: the training set is the validation set, so that equal ids mean equal examples.
         hears: told of every rollout that was answered: the hash of its candidate, the split, the example, the score.
     """
 
@@ -248,7 +247,6 @@ class Evaluations:
         program: DspyProgram,
         pool: Pool,
         workflow: Workflow,
-        same_data: bool,
         hears: Callable[[str, str, str, float], None] | None = None,
     ) -> None:
         self._run, self._program, self._pool, self._workflow = run, program, pool, workflow
@@ -257,7 +255,7 @@ class Evaluations:
         self.order = ValidationOrder(self.highest, workflow.rounds, pool.seed)
         self.set_aside = Reservation(run.budget, 0)
         """Pays for the rest of the last head's validation where the budget has no room left."""
-        self.train_split = "val" if same_data else "train"
+        self.train_split = "val" if pool.trainset is pool.loader else "train"  # else equal ids are different examples
         self._known: OrderedDict[str, dict[Any, float]] = OrderedDict()
         self._hears = hears or (lambda candidate, split, example, score: None)
 

@@ -18,9 +18,10 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import anyio
+from dspy.primitives import Module
 from gepa.proposer.base import CandidateProposal
 
-from dspy_flashevolve.engine.admission import LiveSteps
+from dspy_flashevolve.engine.admission import LiveSteps, for_slots
 from dspy_flashevolve.engine.errors import ConfigurationError, FlashEvolveError, RolloutUnresolvedError
 from dspy_flashevolve.engine.replay import BEFORE_STEPS, id_text
 from dspy_flashevolve.engine.rollouts import NoLongerWantedError, Spent, gather
@@ -39,6 +40,7 @@ from dspy_flashevolve.gepa import callbacks, resume
 from dspy_flashevolve.gepa.credit import Credit, Head
 from dspy_flashevolve.gepa.evaluate import BARRIERS, Evaluations, Workflow
 from dspy_flashevolve.gepa.integration import Integrations
+from dspy_flashevolve.gepa.options import has_foreign
 from dspy_flashevolve.gepa.pool import Batch, Child, Commit, Crossover, Parent, Pool, Screened, Selected, Validated
 from dspy_flashevolve.gepa.select import Selection
 from dspy_flashevolve.observe.statistics import ChangeRecord
@@ -50,6 +52,9 @@ DOUBTED, PATIENCE, ALONE_EVERY = 0.5, 8, 3
 every third step validates its own child, though its changes are in the head."""
 HEADS_SHARE = 0.25
 """Share of the metric calls spent that validations of heads may cost, before the last one."""
+GENERATIONS, GENERATIONS_OF_CHANGES = 12.0, 6.0
+"""A limited budget is spread over at least this many generations (:class:`LiveSteps`); fewer where the work of many
+steps comes together in one head."""
 ATTEMPTS = 2
 """gepa asks a reflection that raised once more, then skips the task."""
 
@@ -61,15 +66,9 @@ class GepaLoop:
         run: slots, budget, journal.
         pool: gepa's state and strategies.
         program: the program under optimization.
+        optimizer: an AsyncGEPA; its workflow and limits are read.
         policy: looks at children where it says.
-        workflow: how early output is released.
-        admission: when a step may start.
-        minibatch: training examples a task, for the estimate of a step's cost.
-        integration: the module that integrates, the LM that it asks, and the components that hold code.
-        same_data: the training set is the validation set.
-        seed_first: no step starts before the seed is validated: a strategy of the user's may look at its scores.
-        max_reflection_calls: reflections and integrations after which no step starts; None for no limit.
-        max_cost: dollars after which no step starts; None for no limit.
+        integrating: the module that integrates.
     """
 
     def __init__(
@@ -77,31 +76,27 @@ class GepaLoop:
         run: DspyRun,
         pool: Pool,
         program: DspyProgram,
-        *,
+        optimizer: Any,
         policy: StalenessPolicy,
-        workflow: Workflow,
-        admission: LiveSteps,
-        minibatch: int,
-        integration: tuple[Any, Any, Sequence[str]],
-        same_data: bool,
-        seed_first: bool,
-        max_reflection_calls: int | None,
-        max_cost: float | None,
+        integrating: Module,
     ) -> None:
         self._run, self._pool, self._program, self._policy = run, pool, program, policy
-        self._admission, self._minibatch, self._seed_first = admission, minibatch, seed_first
-        self._max_reflection_calls, self._max_cost = max_reflection_calls, max_cost
-        workflow = BARRIERS if run.lockstep else workflow
+        self._max_reflection_calls, self._max_cost = optimizer.max_reflection_calls, optimizer.max_cost
+        self._minibatch: int = optimizer.reflection_minibatch_size or 3
+        """Training examples a task, for the estimate of a step's cost."""
+        self._admission = admission_of(optimizer.workflow, policy, run.slots, min(self._minibatch, run.slots))
         reflective = policy if isinstance(policy, Reflective) and not run.lockstep else None
+        code: list[str] = list(program.adapter._flex_paths)  # pyright: ignore[reportPrivateUsage]
         self._credit: Credit | None = None
         if reflective is not None and reflective.changes:
-            scale = abs(pool.perfect_score or 1.0)
-            self._credit = Credit(pool.seed_candidate, integration[2], reflective.undecided, scale)
+            self._credit = Credit(pool.seed_candidate, code, reflective.undecided, abs(pool.perfect_score or 1.0))
+        workflow = BARRIERS if run.lockstep else optimizer.workflow
         hears = None if self._credit is None else self._credit.saw
-        self._evaluations = Evaluations(run, program, pool, workflow, same_data, hears)
-        self._integrations = None
+        self._evaluations = Evaluations(run, program, pool, workflow, hears)
+        self._integrations: Integrations | None = None
         if reflective is not None:
-            self._integrations = Integrations(run, pool, self._evaluations, reflective, *integration)
+            lm = optimizer.reflection_lm
+            self._integrations = Integrations(run, pool, self._evaluations, reflective, integrating, lm, code)
         self._validating: set[int] = set()
         self._validation_calls = 0
         self._is_last = False
@@ -159,7 +154,7 @@ class GepaLoop:
                 self._stop()
         else:
             pays = run.budget.reserve(self._seed_calls())
-            if run.lockstep or self._seed_first:
+            if run.lockstep or has_foreign(pool.parts):  # a strategy of the user's may look at the seed's scores
                 await self._seed(pays)
             else:
                 await run.beside(lambda: self._seed(pays))
@@ -682,3 +677,12 @@ class _ProposalRecord:
 def _head_of(step: Step) -> str:
     """Under this the journal has the head that a step validates."""
     return f"head of step {step.number}"
+
+
+def admission_of(workflow: Workflow, policy: StalenessPolicy, slots: int, burst: int) -> LiveSteps:
+    """When a step may start: as many as the workflow says, else a bound that follows from slots, budget and policy."""
+    if workflow.live_steps is not None:
+        return LiveSteps(workflow.live_steps, strict=True)
+    if isinstance(policy, Reflective) and policy.changes:  # all steps are short: each does one step's work
+        return LiveSteps(max(2, math.ceil(3 * slots / 4)), None, GENERATIONS_OF_CHANGES, burst, slots)
+    return for_slots(slots, GENERATIONS, burst=burst)
