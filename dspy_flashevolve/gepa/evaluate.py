@@ -25,8 +25,7 @@ from dspy_flashevolve.engine.endpoints import OUTAGE_SECONDS
 from dspy_flashevolve.engine.errors import ConfigurationError, RolloutUnresolvedError, RunAbortedError
 from dspy_flashevolve.engine.replay import BEFORE_STEPS, hash_of, id_text
 from dspy_flashevolve.engine.rollouts import Granted, NoLongerWantedError, Rollout, RolloutKey, batch, gather
-from dspy_flashevolve.engine.scheduler import Requester
-from dspy_flashevolve.engine.steps import EndKind, Reservation, Step, StepEnded
+from dspy_flashevolve.engine.steps import EndKind, Reservation, Step, StepEnded, rng_of
 from dspy_flashevolve.gepa import callbacks
 from dspy_flashevolve.gepa.options import Parts
 from dspy_flashevolve.gepa.pool import Batch, Candidate, Commit, Pool, Screened, Validated
@@ -202,7 +201,7 @@ def rejects_by_sum(parts: Parts) -> bool:
     """Whether a child whose summed score cannot pass is refused, whatever else is known of it: by gepa's selection
     strategies and criteria it is."""
     return type(parts.selection_strategy) in (AllImprovements, BestImprovement, TopKImprovements) and type(
-        parts.acceptance
+        parts.acceptance_criterion
     ) in (StrictImprovementAcceptance, ImprovementOrEqualAcceptance)
 
 
@@ -219,15 +218,6 @@ def passes_screen(criterion: Any, before: Callable[[], float | None]) -> Callabl
         return needed is None or (total > needed if strict else total >= needed)
 
     return passes
-
-
-@dataclass(frozen=True, slots=True)
-class _Seed:
-    """Who asks for the seed's validation, on which everything waits."""
-
-    number: int = BEFORE_STEPS
-    version: int = 0
-    value: float = math.inf
 
 
 class Evaluations:
@@ -276,7 +266,7 @@ class Evaluations:
         """
         if self._run.lockstep or not rejects_by_sum(self._pool.parts):
             return None
-        return Gate(requests, passes_screen(self._pool.parts.acceptance, before), lambda: self.highest)
+        return Gate(requests, passes_screen(self._pool.parts.acceptance_criterion, before), lambda: self.highest)
 
     def unpaid(
         self,
@@ -334,8 +324,7 @@ class Evaluations:
     async def validation(
         self,
         stage: str,
-        step: Requester,
-        pays: Reservation,
+        step: Step,
         candidate: Candidate,
         ids: Sequence[Any],
         *,
@@ -351,7 +340,7 @@ class Evaluations:
             RolloutUnresolvedError: the provider gave no answer for an example.
         """
         examples = self._pool.loader.fetch(list(ids))
-        rollouts = await self._evaluated(stage, step, candidate, "val", ids, examples, pays, traced)
+        rollouts = await self._evaluated(stage, step, candidate, "val", ids, examples, step.reservation, traced)
         return dict(zip(ids, rollouts, strict=True))
 
     async def parent(
@@ -432,7 +421,7 @@ class Evaluations:
     async def _evaluated(
         self,
         stage: str,
-        step: Requester,
+        step: Step,
         candidate: Candidate,
         split: str,
         ids: Sequence[Any],
@@ -504,12 +493,11 @@ class Evaluations:
                 f"The budget of {self._run.budget.limit} metric calls cannot hold the seed's validation of {len(ids)} "
                 "examples."
             )
-        seed = pool.seed_candidate
+        seed, step = pool.seed_candidate, Step(BEFORE_STEPS, rng_of(BEFORE_STEPS, pool.seed), pays)
+        step.saw(0, math.inf)  # everything waits for it
         self._program.first_rollouts(len(ids))
         try:
-            found = await self._announced(
-                seed, ids, lambda: self.validation("validate", _Seed(), pays, seed, ids, traced=False)
-            )
+            found = await self._announced(seed, ids, lambda: self.validation("validate", step, seed, ids, traced=False))
         except RolloutUnresolvedError as error:
             raise RunAbortedError(f"The seed program could not be validated: {error}") from error
         finally:
@@ -552,7 +540,7 @@ class Evaluations:
         key: int | None = None
 
         async def part(stage: str, wanted: list[Any]) -> dict[Any, Rollout]:
-            return await self.validation(stage, step, step.reservation, plan.candidate, wanted)
+            return await self.validation(stage, step, plan.candidate, wanted)
 
         async def prefix() -> dict[Any, Rollout]:
             nonlocal key
@@ -597,10 +585,7 @@ class Evaluations:
         if pool.state.frontier_type != "instance" and not known.objective_scores_by_val_id:
             return None  # gepa could not place it in the frontier yet
         parents = () if child.base is None or child.base not in waiting else (child.base,)
-        indices = tuple(child.proposal.parent_program_ids)
-        firm = [pool.generations[one] for one in indices]
-        generation = 1 + max([*firm, *(waiting[one].generation for one in parents)])
-        return waiting.add(child.proposal.candidate, parents, indices, generation, evaluation=known).key
+        return waiting.add(child.proposal.candidate, parents, tuple(child.proposal.parent_program_ids), known).key
 
     def commit(self, step: Step, work: Sequence[Validated]) -> list[Commit]:
         """Put children into gepa's pool; one that fell behind its prefix leaves what was made from it stale.

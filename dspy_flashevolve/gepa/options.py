@@ -168,13 +168,13 @@ class Parts:
     """The strategies of one run. ``rng`` is shared by the selector, the sampler and merge, as in gepa."""
 
     rng: random.Random
-    candidate_selector: Any
+    candidate_selection_strategy: Any
     component_selector: Any
+    acceptance_criterion: Any
+    val_evaluation_policy: Any
     batch_sampler: Any
     sampling_strategy: Any
     selection_strategy: Any
-    acceptance: Any
-    evaluation_policy: Any
     stopper: Stoppers
     merge: MergeProposer[Any] | None
     tracker: Any
@@ -182,21 +182,13 @@ class Parts:
     callbacks: list[Any] | None
 
 
-HOOKS = {
-    "candidate_selection_strategy": "candidate_selector",
-    "component_selector": "component_selector",
-    "batch_sampler": "batch_sampler",
-    "sampling_strategy": "sampling_strategy",
-    "selection_strategy": "selection_strategy",
-    "acceptance_criterion": "acceptance",
-    "val_evaluation_policy": "evaluation_policy",
-}
-"""Argument of the optimizer, or key of ``gepa_kwargs`` -> the attribute of :class:`Parts` with the object behind it."""
+HOOKS = (*NAMED, "batch_sampler", "sampling_strategy", "selection_strategy")
+"""Arguments of the optimizer, or keys of ``gepa_kwargs``; :class:`Parts` has the objects behind them."""
 
 
 def hooks_of(parts: Parts, optimizer: Any) -> dict[str, Any]:
     """Argument of the optimizer, or key of ``gepa_kwargs`` -> the object that stands behind it in this run."""
-    found = {hook: getattr(parts, name) for hook, name in HOOKS.items()}
+    found = {name: getattr(parts, name) for name in HOOKS}
     return {"staleness": optimizer.staleness, **found, "stop_callbacks": parts.stopper}
 
 
@@ -205,7 +197,7 @@ def has_foreign(parts: Parts) -> bool:
 
     gepa's do without the seed's scores while the seed is the only candidate.
     """
-    return any(not type(getattr(parts, name)).__module__.startswith("gepa.strategies.") for name in HOOKS.values())
+    return any(not type(getattr(parts, name)).__module__.startswith("gepa.strategies.") for name in HOOKS)
 
 
 def build_parts(optimizer: Any, valset: DataLoader[Any, Any], logger: Any) -> Parts:
@@ -234,13 +226,10 @@ def build_parts(optimizer: Any, valset: DataLoader[Any, Any], logger: Any) -> Pa
     made = {name: NAMED[name][one](rng) if isinstance(one, str) else one for name, one in strategies(optimizer).items()}
     return Parts(
         rng=rng,
-        candidate_selector=made["candidate_selection_strategy"],
-        component_selector=made["component_selector"],
+        **made,
         batch_sampler=sampler,
         sampling_strategy=more.get("sampling_strategy") or SingleMutationSampling(),
         selection_strategy=more.get("selection_strategy") or AllImprovements(),
-        acceptance=made["acceptance_criterion"],
-        evaluation_policy=made["val_evaluation_policy"],
         stopper=stoppers_of(optimizer),
         merge=merge if optimizer.use_merge else None,
         tracker=_tracker(optimizer),

@@ -161,7 +161,6 @@ class Speculative:
         candidate: component -> text.
         parents: handles of speculative parents.
         indices: confirmed parents, as indices of gepa's pool.
-        generation: steps from the seed.
         evaluation: what is known of its validation.
     """
 
@@ -169,7 +168,6 @@ class Speculative:
     candidate: Candidate
     parents: tuple[int, ...] = ()
     indices: tuple[int, ...] = ()
-    generation: int = 0
     evaluation: ValsetEvaluation[Any, Any] | None = None
 
 
@@ -210,11 +208,10 @@ class SpeculativeCandidates:
         candidate: Candidate,
         parents: tuple[int, ...] = (),
         indices: tuple[int, ...] = (),
-        generation: int = 0,
         evaluation: ValsetEvaluation[Any, Any] | None = None,
     ) -> Speculative:
         """Put a candidate up for speculation; its speculative ``parents`` wait, too."""
-        entry = Speculative(self._next, dict(candidate), parents, indices, generation, evaluation)
+        entry = Speculative(self._next, dict(candidate), parents, indices, evaluation)
         self._waiting[entry.key] = entry
         self._next += 1
         return entry
@@ -312,8 +309,8 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
             track_best_outputs=optimizer.track_best_outputs,
             use_cloudpickle=optimizer.gepa_kwargs.get("use_cloudpickle", False),
             stop_callback=parts.stopper,
-            val_evaluation_policy=parts.evaluation_policy,
-            acceptance_criterion=parts.acceptance,
+            val_evaluation_policy=parts.val_evaluation_policy,
+            acceptance_criterion=parts.acceptance_criterion,
             selection_strategy=parts.selection_strategy,
             evaluation_cache=parts.cache,
         )
@@ -328,10 +325,8 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
         self.caches_minibatches = run.lockstep or valset is trainset
         """gepa's evaluation cache does not tell training from validation examples, so minibatch scores go into it only
         where both are the same data, and where gepa is to be equalled."""
-        self.version = 0
         self.seed_confirmed = False
         self.speculative = SpeculativeCandidates()
-        self.generations: list[int] = [0]
         self.state: State = self._provisional_state()
         self._checkpoint_seconds = 0.0 if run.lockstep else CHECKPOINT_SECONDS
         self._saved_at = float("-inf")
@@ -342,6 +337,11 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
     async def write(self, call: Callable[A, T], *args: A.args, **kwargs: A.kwargs) -> T:
         """Run ``call`` in the writer's thread, after all calls made before."""
         return await self._writer.run(call, *args, **kwargs)
+
+    @property
+    def version(self) -> int:
+        """The count of commits."""
+        return len(self.state.program_candidates) - 1
 
     def close(self) -> None:
         """End the writer's thread, after the calls made before."""
@@ -367,8 +367,6 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
         if self.run_dir is None or not os.path.exists(os.path.join(self.run_dir, "gepa_state.bin")):
             return False
         self.confirm_seed(ValsetEvaluation[Any, Any]({}, {}, None))
-        self.generations = _generations(self.state.parent_program_for_candidate)
-        self.version = len(self.state.program_candidates) - 1
         return True
 
     def confirm_seed(self, evaluation: ValsetEvaluation[Any, Any]) -> None:
@@ -398,10 +396,10 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
         self._report_seed()
         early.add_budget_hook(self._on_calls)
 
-    def save(self, *, force: bool = False) -> None:
-        """Write gepa's checkpoint, unless the last one is fresh enough."""
+    def save(self, *, force: bool = False) -> bool:
+        """Write gepa's checkpoint, unless the last one is fresh enough; whether it was written."""
         if not self.seed_confirmed or (not force and time.monotonic() - self._saved_at < self._checkpoint_seconds):
-            return
+            return False
         self._sync_adapter_state_to_state(self.state)
         counted = self.state.total_num_evals
         # What live steps have spent is spent, even if the run is killed before they end.
@@ -413,6 +411,7 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
             if self.run_dir is not None:
                 make_private(self.run_dir)
         self._saved_at = time.monotonic()
+        return True
 
     def _write_checkpoint(self) -> None:
         """As gepa does; outputs that cannot be pickled are written as the journal has them.
@@ -440,8 +439,7 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
 
     def begin_step(self, step: Step) -> dict[str, Any]:
         """Advance the iteration; returns the step's entry of the run log. One that goes on may have one already."""
-        if self.seed_confirmed and time.monotonic() - self._saved_at >= self._checkpoint_seconds:
-            self.save()
+        if self.save():
             self.notify("on_state_saved", iteration=self.state.i + 1, run_dir=self.run_dir)
         self.state.i = max(self.state.i, step.number)
         trace = self.log_entry(step)
@@ -493,23 +491,20 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
                 valset_evaluation=self._writable(evaluation),
                 num_actual_evals=min(calls, self._uncounted()),
             )
-        self.version += 1
-        self.generations.append(1 + max(self.generations[parent] for parent in proposal.parent_program_ids))
         score = self.val_evaluation_policy.get_valset_score
         return Commit(
             index,
             self.version,
             score(index, self.state),
             score(best, self.state),
-            self.generations[index],
+            _generations(self.state.parent_program_for_candidate)[index],
             tuple(proposal.parent_program_ids),
         )
 
     def commits_since(self, version: int) -> list[PastCommit]:
         """What was committed after ``version``, oldest first."""
         state, found = self.state, list[PastCommit]()
-        first = len(state.program_candidates) - (self.version - version)
-        for index in range(max(1, first), len(state.program_candidates)):
+        for index in range(version + 1, len(state.program_candidates)):
             parents = [one for one in state.parent_program_for_candidate[index] if one is not None]
             parent = max(parents, key=self.score_of)
             texts, before = state.program_candidates[index], state.program_candidates[parent]

@@ -220,6 +220,4 @@ def _commit_again(journal: RunJournal, pool: Pool, row: Any, ids: Mapping[str, A
         pool.run_dir,
         pool.state.total_num_evals,
     )
-    pool.version += 1
-    pool.generations.append(1 + max(pool.generations[parent] for parent in parents))
     pool.best.on_valset_evaluated({"candidate_idx": len(pool.state.program_candidates) - 1})

@@ -99,7 +99,7 @@ class Selection:
 
     def _sample(self, step: Step, draw: float, rng: random.Random) -> Selected:
         pool, parts = self._pool, self._pool.parts
-        selector = parts.candidate_selector if pool.seed_confirmed else _Fixed(0)
+        selector = parts.candidate_selection_strategy if pool.seed_confirmed else _Fixed(0)
         credit, variant = self._credit, None
         if credit is not None and draw >= self._frontier_share:
             variant = credit.variant(rng)

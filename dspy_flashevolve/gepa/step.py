@@ -514,9 +514,7 @@ class GepaLoop:
         calls = self._evaluations.unpaid(step, plan.candidate, lookup.missing, traced=False)
         if not step.reservation.cover(calls):
             raise StepEnded(EndKind.DISCARDED, f"no budget is left for a screen of {calls}")
-        fresh = await self._evaluations.validation(
-            "screen", step, step.reservation, plan.candidate, lookup.missing, traced=False
-        )
+        fresh = await self._evaluations.validation("screen", step, plan.candidate, lookup.missing, traced=False)
         proposal = await pool.write(callbacks.crossover_ended, pool, step, plan, lookup, fresh)
         if proposal is None:
             raise StepEnded(EndKind.REJECTED, "the merge is worse than one of its parents")

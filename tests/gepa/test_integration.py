@@ -112,8 +112,8 @@ def test_the_parents_of_an_integration_are_its_base_and_the_childrens_as_far_as_
     integrations = Integrations(nothing, pool, nothing, Reflective(batch=4), nothing, None, [])
     index = commit(pool, 1, [0.75] * EXAMPLES, p="committed").candidate
     waiting = pool.speculative
-    under = waiting.add({"p": "under"}, (), (0,), 1).key
-    base = waiting.add({"p": "base"}, (under,), (), 2).key
+    under = waiting.add({"p": "under"}, (), (0,)).key
+    base = waiting.add({"p": "base"}, (under,), ()).key
 
     def parents(key: int | None, nearest: int) -> list[int]:
         members: Any = [(None, [(child({}, key, index=nearest), None)])]

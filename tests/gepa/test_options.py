@@ -75,9 +75,9 @@ def test_names_become_gepas_strategies_and_objects_stay_what_they_are() -> None:
         return []
 
     parts = parts_of(candidate_selection_strategy="current_best", component_selector=mine)
-    assert isinstance(parts.candidate_selector, CurrentBestCandidateSelector)
+    assert isinstance(parts.candidate_selection_strategy, CurrentBestCandidateSelector)
     assert parts.component_selector is mine
-    assert isinstance(parts.acceptance, StrictImprovementAcceptance)
+    assert isinstance(parts.acceptance_criterion, StrictImprovementAcceptance)
     assert has_foreign(parts)
     assert not has_foreign(parts_of())
 
