@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import difflib
 import logging
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -74,6 +75,12 @@ class Best:
 
     def __reduce__(self) -> Any:
         return (Best, ())
+
+    @property
+    def result(self) -> GEPAResult[Any, Any] | None:
+        """gepa's result as of the last candidate that was better than all before it; None before the seed is
+        validated."""
+        return self._found[0]
 
     def result_of(self, state: Any) -> GEPAResult[Any, Any]:
         """gepa's result."""
@@ -152,7 +159,6 @@ class Compilation:
             max_outage_seconds=optimizer.workflow.max_outage_seconds,
             median_seconds=optimizer.workflow.median_seconds,
             seed=optimizer.seed,
-            priced=optimizer.max_cost is not None,
             paced=not lockstep,
             journal=journal,
             shown_calls=optimizer.max_metric_calls,
@@ -165,7 +171,7 @@ class Compilation:
         self.best = Best(optimizer, adapter, lambda: self._pool.state)
         data = self._seed, self._trainset, self._valset
         self._pool = Pool(run, optimizer, self._parts, adapter, *data, log, self.best)
-        program = DspyProgram(adapter, self._metric, run.threads, run.priced, run.models)
+        program = DspyProgram(adapter, self._metric, run.threads, run.models)
         policy = Full() if lockstep else self._usable_policy()
         self._loop = GepaLoop(run, self._pool, program, optimizer, policy, self._integrating)
 
@@ -202,7 +208,7 @@ class Compilation:
                 report(error, hooks_of(self._parts, self._optimizer))
                 if pool.seed_confirmed:
                     hand_over(error, self._result(stats))
-            log_summary(logger, stats, self.best.score, isinstance(error, Exception))
+            log_summary(logger, stats, isinstance(error, Exception))
             raise
         stats = self._stats()
         if self._loop.discarded_share > MUCH_DISCARDED:
@@ -211,7 +217,7 @@ class Compilation:
                 "Raise max_gap, lower Workflow.live_steps, or use staleness='reflective'.",
                 100 * self._loop.discarded_share,
             )
-        log_summary(logger, stats, self.best.score)
+        log_summary(logger, stats)
         return self._result(stats)
 
     async def _evolved(self) -> None:
@@ -265,12 +271,16 @@ class Compilation:
 
     def _stats(self) -> AsyncStats:
         of_run = self._run.statistics(metric_calls=self._pool.state.total_num_evals)
+        found = self.best.result
         return self._run.recorder.async_stats(
             of_run,
             proposals=self._loop.proposals,
             reflection_calls=self._loop.reflection_calls,
             integration_calls=self._loop.integration_calls,
             changes=self._loop.changes(),
+            seed_score=None if found is None else found.val_aggregate_scores[0],
+            best_score=self.best.score,
+            prompt_change="" if found is None else _difference(self._seed, found.candidates[found.best_idx]),
         )
 
     def _result(self, stats: AsyncStats) -> Module:
@@ -278,3 +288,15 @@ class Compilation:
         program = self.best.program()
         assert program is not None, "a run that comes to its end has validated its seed"
         return program
+
+
+def _difference(before: Mapping[str, str], after: Mapping[str, str]) -> str:
+    """A unified diff of the texts of two candidates, component by component."""
+    lines = [
+        line
+        for name in before
+        for line in difflib.unified_diff(
+            before[name].splitlines(), after[name].splitlines(), f"{name}, before", f"{name}, after", lineterm="", n=1
+        )
+    ]
+    return "\n".join(lines)
