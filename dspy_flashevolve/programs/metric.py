@@ -86,8 +86,7 @@ class Metric:
         self._threads = threads
         self._coroutine = is_coroutine_metric(function)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._declared = _declared_names(function)
-        self._padding = _required_beyond(function, 2)
+        self._declared, self._padding = _arguments_of(function)
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
         """Say on which loop coroutine metrics are awaited."""
@@ -148,19 +147,12 @@ async def _awaited(result: Awaitable[Any]) -> Any:
     return await result
 
 
-def _declared_names(function: MetricFn) -> frozenset[str]:
-    try:
-        return frozenset(inspect.signature(function).parameters)
-    except (TypeError, ValueError):
-        return frozenset()
-
-
-def _required_beyond(function: MetricFn, given: int) -> int:
-    """Positional arguments without a default beyond the first ``given``; they are filled with None."""
+def _arguments_of(function: MetricFn) -> tuple[frozenset[str], int]:
+    """The names that a metric declares, and how many it needs beyond example and prediction: these are given None."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
-        return 0
+        return frozenset(), 0
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     required = [p for p in parameters if p.kind in positional and p.default is inspect.Parameter.empty]
-    return max(0, len(required) - given)
+    return frozenset(p.name for p in parameters), max(0, len(required) - 2)
