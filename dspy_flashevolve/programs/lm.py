@@ -15,11 +15,11 @@ from __future__ import annotations
 import asyncio
 import copy
 import threading
-from collections.abc import Awaitable, Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import anyio
 import dspy
@@ -430,7 +430,7 @@ def is_hollow(reply: Any) -> bool:
     (True, False)
     """
     if isinstance(reply, tuple | list):
-        return any(map(is_hollow, _each(reply)))
+        return any(map(is_hollow, cast("Sequence[Any]", reply)))
     if isinstance(reply, lm15.Response):
         body = reply.provider_data
         return isinstance(body, Mapping) and not reply.tool_calls and _is_hollow_body(body)
@@ -441,7 +441,7 @@ def _is_hollow_body(body: Any) -> bool:
     choices = _in(body, "choices")
     if choices is None and isinstance(body, Mapping) and "choices" not in body:
         return not MESSAGES & body.keys()
-    return not choices or any(map(_is_hollow_choice, _each(choices)))
+    return not choices or any(map(_is_hollow_choice, choices))
 
 
 def _is_hollow_choice(choice: Any) -> bool:
@@ -452,10 +452,6 @@ def _is_hollow_choice(choice: Any) -> bool:
     message = _in(choice, "message")
     more = _in(message, "provider_specific_fields") or {}  # where litellm puts a refusal
     return message is None or all(_in(one, name) in (None, []) for one in (message, more) for name in SAID)
-
-
-def _each(replies: Any) -> Iterator[Any]:
-    yield from replies
 
 
 def _in(value: Any, name: str) -> Any:
@@ -487,10 +483,11 @@ def calls_of(tracker: UsageTracker) -> int:
 
 def cost_of(tracker: UsageTracker) -> float:
     """Dollars of the calls, by litellm's cost map; a model that is not in it counts as 0."""
-    return sum(
-        price_of(model, _count(entry, "prompt_tokens"), _count(entry, "completion_tokens")) or 0.0
-        for model, entry in _entries(tracker)
-    )
+    dollars = 0.0
+    for model, entry in _entries(tracker):
+        prompt, completion = rates_of(model) or (0.0, 0.0)
+        dollars += prompt * _count(entry, "prompt_tokens") + completion * _count(entry, "completion_tokens")
+    return dollars
 
 
 @lru_cache(maxsize=256)
@@ -507,16 +504,6 @@ def rates_of(model: str) -> tuple[float, float] | None:
     finally:
         litellm.suppress_debug_info = quiet
     return prompt / 1e6, completion / 1e6
-
-
-def price_of(model: str, prompt_tokens: int, completion_tokens: int) -> float | None:
-    """Dollars of one call; None where the model's price is not known.
-
-    >>> price_of("no-such-model", 10, 10) is None
-    True
-    """
-    rates = rates_of(model)
-    return None if rates is None else rates[0] * prompt_tokens + rates[1] * completion_tokens
 
 
 def _written(tracker: UsageTracker) -> int:

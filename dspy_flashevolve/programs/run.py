@@ -218,8 +218,9 @@ class DspyRun(EvolutionRun):
             StepEnded: as failed: no reply fitted its format.
             Exception: what the module raised.
         """
-        record = None if self.journal is None else ReplyText(position)
-        asked = await self.asked(stage, step, module, inputs, lm=lm, read=lambda answer: answer, record=record)
+        asked = await self.asked(
+            stage, step, module, inputs, lm=lm, read=lambda answer: answer, record=ReplyText(position)
+        )
         if isinstance(asked.error, AdapterParseError):
             raise StepEnded(EndKind.FAILED, f"no reply in its format: {asked.error}") from asked.error
         if asked.error is not None:
@@ -271,14 +272,13 @@ class DspyRun(EvolutionRun):
             RolloutUnresolvedError: the provider gave no answer.
             RunAbortedError: the provider refused for good.
         """
-        record = None if self.journal is None else ProgramRecord(runner.records, candidate, example, traced)
         rollout, _ = await self.rollouts.rollout(
             RolloutKey(name or hash_of(candidate), split, example_id, traced),
             stage,
             step,
             step.reservation if pays is None else pays,
             lambda: runner.rollout(candidate, example, capture_traces=traced),
-            record,
+            ProgramRecord(runner.records, candidate, example, traced),
             failed=lambda reason: runner.failed(reason, traced),
             behind=behind,
             granted=granted,
