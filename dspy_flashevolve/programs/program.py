@@ -20,9 +20,8 @@ from dspy.utils.usage_tracker import track_usage
 from gepa.core.adapter import EvaluationBatch
 
 from dspy_flashevolve.engine.errors import who_raised
-from dspy_flashevolve.engine.loop import Threads
 from dspy_flashevolve.programs.faults import heard_lm_calls, raise_provider_fault
-from dspy_flashevolve.programs.lm import LanguageModels, cost_of, tokens_of
+from dspy_flashevolve.programs.lm import cost_of, tokens_of
 from dspy_flashevolve.programs.metric import Metric
 from dspy_flashevolve.programs.place import has_own_aforward
 from dspy_flashevolve.programs.runner import ProgramRunner
@@ -114,30 +113,7 @@ class _Announced(dspy.Evaluate):
 
 
 class DspyProgram(ProgramRunner):
-    """Runs candidates of a student and reflects on them, through dspy's own GEPA adapter.
-
-    Args:
-        adapter: dspy's adapter; builds programs, reflective datasets and proposals.
-        metric: scores predictions.
-        threads: for programs without a usable ``aforward``, sync metrics and reflection.
-        priced: work out what the calls cost.
-        models: pace the predictors' own LMs; None to call these as they are.
-    """
-
-    def __init__(
-        self,
-        adapter: DspyAdapter,
-        metric: Metric,
-        threads: Threads,
-        priced: bool = False,
-        models: LanguageModels | None = None,
-    ) -> None:
-        super().__init__(adapter, metric, threads, priced, models)
-        self._hooks = {
-            "instruction_proposer": _of_the_users(adapter.custom_instruction_proposer),
-            "code_proposer": _of_the_users(adapter.custom_code_proposer),
-            "metric": adapter.metric_fn,
-        }
+    """Runs candidates of a student and reflects on them, through dspy's own GEPA adapter."""
 
     async def announced(
         self,
@@ -245,7 +221,13 @@ class DspyProgram(ProgramRunner):
                 return await call()
             except Exception as error:
                 raise_provider_fault(error, calls.errors)
-                hook = who_raised(error, self._hooks)
+                adapter = self.adapter
+                hooks = {
+                    "instruction_proposer": _of_the_users(adapter.custom_instruction_proposer),
+                    "code_proposer": _of_the_users(adapter.custom_code_proposer),
+                    "metric": adapter.metric_fn,
+                }
+                hook = who_raised(error, hooks)
                 if hook is not None:
                     logger.warning("%s raised %s: %.300s", hook, type(error).__name__, error)
                 raise

@@ -41,16 +41,6 @@ PROTOTYPES = 64
 """Programs that are kept ready; older ones are built again when they are needed."""
 
 
-def settings_snapshot() -> dict[str, Any]:
-    """Every dspy setting as it is now, so that a later ``dspy.configure`` does not reach a run."""
-    return dict(dspy.settings.copy())
-
-
-def plain_adapter(student: Module, metric: Callable[..., Any], failure_score: float = 0.0) -> DspyAdapter:
-    """dspy's adapter, for what builds and runs candidates of ``student`` and reflects on nothing."""
-    return DspyAdapter(student_module=student, metric_fn=metric, feedback_map={}, failure_score=failure_score)
-
-
 @dataclass(frozen=True, slots=True)
 class _Run:
     """A finished run: the prediction and its trace, or the error that ended it."""
