@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from typing import Any
 
 import anyio
@@ -81,7 +81,8 @@ class Metric:
     def __init__(self, function: MetricFn, threads: Threads, lock: bool = False) -> None:
         self.name = name_of(function)
         """How to call the user's function in a message."""
-        self._turn = anyio.Lock() if lock else None
+        self._lock = lock
+        self._turn = anyio.Lock() if lock else nullcontext()
         self._function = function
         self._threads = threads
         self._coroutine = is_coroutine_metric(function)
@@ -98,11 +99,8 @@ class Metric:
 
         What runs inside with a lock is not cancelled: a thread would go on with the metric after its turn.
         """
-        if self._turn is None:
-            yield
-            return
         async with self._turn:
-            with anyio.CancelScope(shield=True):
+            with anyio.CancelScope(shield=self._lock):
                 yield
 
     async def score(self, example: Any, prediction: Any, *, scoring_trace: Any = None, flex: bool = False) -> Any:
@@ -118,8 +116,6 @@ class Metric:
             args: tuple[Any, ...] = (example, prediction)
         else:
             kwargs, args = {}, (example, prediction, *[None] * self._padding)
-        if self._turn is None:
-            return await self._called(*args, **kwargs)
         async with self._turn:
             return await self._called(*args, **kwargs)
 
