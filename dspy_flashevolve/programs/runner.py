@@ -14,6 +14,7 @@ import traceback
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import anyio
@@ -81,7 +82,7 @@ class ProgramRunner:
         self.records = RolloutRecords(adapter.student, code=self._flex)
         """How its rollouts are written down."""
         self._student: Copied | None = None
-        self._prototypes: OrderedDict[tuple[tuple[str, str], ...], Copied | Exception] = OrderedDict()
+        self._prototypes: OrderedDict[tuple[tuple[str, str], ...], Callable[[], Module] | Exception] = OrderedDict()
         self._building = anyio.Lock()
         self._place = Place(threads)
         self._first: FirstRollouts | None = None
@@ -108,15 +109,14 @@ class ProgramRunner:
         if isinstance(prototype, Exception):
             return Rollout(None, self.adapter.failure_score)
         with track_usage() as usage, heard_lm_calls() as calls:
-            program, copy = prototype
-            run = await self._run(lambda: copy(program), example, calls)
+            run = await self._run(prototype, example, calls)
             if dspy.settings.track_usage and isinstance(run.prediction, dspy.Prediction):
                 run.prediction.set_lm_usage(usage.get_total_tokens())
             rollout = await self._scored(example, run, capture_traces, calls)
         return replace(rollout, tokens=tokens_of(usage), cost_dollars=cost_of(usage) if self._priced else 0.0)
 
-    async def _prototype(self, candidate: dict[str, str]) -> Copied | Exception:
-        """The program of a candidate; rollouts run copies of it. One is built at a time, each once."""
+    async def _prototype(self, candidate: dict[str, str]) -> Callable[[], Module] | Exception:
+        """What makes a rollout's copy of a candidate's program. One is built at a time, each once."""
         key = tuple(sorted(candidate.items()))
         if key not in self._prototypes:
             async with self._building:
@@ -127,7 +127,7 @@ class ProgramRunner:
         self._prototypes.move_to_end(key)
         return self._prototypes[key]
 
-    def _built(self, candidate: dict[str, str]) -> Copied | Exception:
+    def _built(self, candidate: dict[str, str]) -> Callable[[], Module] | Exception:
         if self._flex:
             try:
                 program, copy = copied(self.adapter.build_program(candidate))
@@ -143,7 +143,7 @@ class ProgramRunner:
                 if name in candidate:
                     signature: Any = predictor.signature
                     predictor.signature = signature.with_instructions(candidate[name])
-        return program if self._models is None else self._models.pace_in(program), copy
+        return partial(copy, program if self._models is None else self._models.pace_in(program))
 
     async def _run(self, copied: Callable[[], Module], example: dspy.Example, calls: LmCalls) -> _Run:
         program = copied()
