@@ -24,7 +24,7 @@ from dspy_flashevolve.engine.redaction import MARK
 from dspy_flashevolve.engine.rollouts import gather
 from dspy_flashevolve.engine.staleness import Discard, Integrate, Look
 from dspy_flashevolve.engine.steps import End, EndKind, NothingToDoError, Step, StepEnded
-from dspy_flashevolve.harness.archive import Archive, Checked, Draft, Failed, checked_in, drafts_in
+from dspy_flashevolve.harness.archive import CHECKED, Archive, Checked, Draft, Failed, drafts_in
 from dspy_flashevolve.harness.evaluating import Evaluations, HarnessTask, texts_of
 from dspy_flashevolve.harness.program import Harness
 from dspy_flashevolve.harness.proposing import Directions, ReviseHarness, admitted_since, interface_for, proposer_of
@@ -285,7 +285,7 @@ class HarnessRun:
         kept += rows("SELECT value AS kept FROM state WHERE name LIKE ? ORDER BY name", (f"{FAILED}%",))
         for text in (row["kept"] for row in kept):
             one = json.loads(text)
-            number = self.archive.add(checked_in(one["candidate"]))
+            number = self.archive.add(CHECKED.validate_python(one["candidate"]))
             self._taken_up.add((one["step"], one["place"]))
             if MARK in text:
                 logger.warning("candidate %04d is not as it was: a secret was taken out of the journal", number)

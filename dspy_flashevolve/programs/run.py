@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar, cast
 
 import dspy
 from dspy.primitives import Example, Module, Prediction
+from dspy.teleprompt.gepa.gepa_utils import DspyAdapter
 from dspy.utils.exceptions import AdapterParseError
 from dspy.utils.usage_tracker import track_usage
 
@@ -32,7 +33,7 @@ from dspy_flashevolve.programs.lm import LanguageModels, calls_of, cost_of, endp
 from dspy_flashevolve.programs.metric import Metric
 from dspy_flashevolve.programs.place import runs_on_loop
 from dspy_flashevolve.programs.records import Asked, ProgramRecord, ReplyText
-from dspy_flashevolve.programs.runner import ProgramRunner, plain_adapter, settings_snapshot
+from dspy_flashevolve.programs.runner import ProgramRunner
 from dspy_flashevolve.programs.vllm_metrics import watchers
 
 T = TypeVar("T")
@@ -102,8 +103,8 @@ class DspyRun(EvolutionRun):
                 f"stages is {stages!r}, expected stage -> a list of what it asks: LMs, modules, or None for the "
                 "configured LM."
             )
-        self.settings = settings_snapshot()
-        """dspy's settings for the length of the run."""
+        self.settings = dict(dspy.settings.copy())
+        """dspy's settings for the length of the run: a later ``dspy.configure`` does not reach it."""
         lm, modules = self.settings.get("lm"), [one for listed in stages.values() for one in listed]
         slots, adaptive = width_of(self, [one for one in modules if isinstance(one, Module)])
         super().__init__(
@@ -215,8 +216,9 @@ class DspyRun(EvolutionRun):
             StepEnded: as failed: no reply fitted its format.
             Exception: what the module raised.
         """
-        record = None if self.journal is None else ReplyText(position)
-        asked = await self.asked(stage, step, module, inputs, lm=lm, read=lambda answer: answer, record=record)
+        asked = await self.asked(
+            stage, step, module, inputs, lm=lm, read=lambda answer: answer, record=ReplyText(position)
+        )
         if isinstance(asked.error, AdapterParseError):
             raise StepEnded(EndKind.FAILED, f"no reply in its format: {asked.error}") from asked.error
         if asked.error is not None:
@@ -235,7 +237,7 @@ class DspyRun(EvolutionRun):
             failure_score: of an example on which the program or the metric raises, or the score is no finite number.
             metric_lock: call the metric once at a time.
         """
-        adapter = plain_adapter(student, metric, failure_score)
+        adapter = DspyAdapter(student, metric, feedback_map={}, failure_score=failure_score)  # reflects on nothing
         scorer = Metric(metric, self.threads, metric_lock)
         return ProgramRunner(adapter, scorer, self.threads, self.models, finite=True)
 
@@ -268,14 +270,13 @@ class DspyRun(EvolutionRun):
             RolloutUnresolvedError: the provider gave no answer.
             RunAbortedError: the provider refused for good.
         """
-        record = None if self.journal is None else ProgramRecord(runner.records, candidate, example, traced)
         rollout, _ = await self.rollouts.rollout(
             RolloutKey(name or hash_of(candidate), split, example_id, traced),
             stage,
             step,
             step.reservation if pays is None else pays,
             lambda: runner.rollout(candidate, example, capture_traces=traced),
-            record,
+            ProgramRecord(runner.records, candidate, example, traced),
             failed=lambda reason: runner.failed(reason, traced),
             behind=behind,
             granted=granted,
