@@ -143,7 +143,6 @@ class Compilation:
             median_seconds=optimizer.workflow.median_seconds,
             seed=optimizer.seed,
             priced=optimizer.max_cost is not None,
-            paced=not lockstep,
             journal=journal,
             shown_calls=optimizer.max_metric_calls,
         )

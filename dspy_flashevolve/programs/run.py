@@ -65,7 +65,6 @@ class DspyRun(EvolutionRun):
         median_seconds: see :class:`Workflow`.
         seed: of the steps' randomness, and of jitter.
         priced: work out what LM calls cost, in dollars.
-        paced: LMs of ``dspy.LM`` are called so that refusals and retries hold no slot; False calls them as they are.
         retry: how often a request is made that the provider turns away, and when.
         journal: where the run is written down, so that it can go on; None for nowhere.
         shown_calls: what the progress bar and the statistics give as the budget. Default: ``max_metric_calls``.
@@ -89,7 +88,6 @@ class DspyRun(EvolutionRun):
         median_seconds: float | None = None,
         seed: int | None = 0,
         priced: bool = False,
-        paced: bool = True,
         retry: RetryPolicy | None = None,
         journal: RunJournal | None = None,
         shown_calls: int | None = None,
@@ -129,7 +127,7 @@ class DspyRun(EvolutionRun):
         )
         self.priced = priced
         redaction = Redaction(secrets_in(os.environ)) if journal is None else journal.journal.redaction
-        self.models = LanguageModels(self.endpoints, redaction, paced)
+        self.models = LanguageModels(self.endpoints, redaction)
         self.paced(lm)
         self.settings.update(self.models.settings)
         self._shown_calls = shown_calls or max_metric_calls
