@@ -252,8 +252,9 @@ def behind(found: Sequence[Found]) -> tuple[str, bool]:
     ours, theirs = (statistics.median(column) for column in zip(*pairs, strict=True))
     said = f"true score, median of {len(pairs)}: {ours:.3f}, dspy.GEPA's {theirs:.3f} for as many calls; "
     won = f"better in {sum(one > 0 for one in apart)}, equal in {sum(one == 0 for one in apart)}"
-    words = f"{said}difference, median {statistics.median(apart):+.3f} +- {spread:.3f}; {won}"
-    return words, ours < theirs - spread
+    middle = statistics.median(apart)
+    words = f"{said}difference, median {middle:+.3f} +- {spread:.3f}, mean {statistics.mean(apart):+.3f}; {won}"
+    return words, middle < -spread
 
 
 def report(found: Sequence[Found]) -> bool:

@@ -216,7 +216,7 @@ class Integrations:
             record=record,
         )  # fmt: skip
         made = asked.answer or Integration({}, (), failed=asked.spent.error or "no answer")
-        return Integration(made.texts, made.judgements, max(1, asked.calls), failed=made.failed)
+        return Integration(made.texts, made.judgements, asked.calls, failed=made.failed)
 
     # Screening what was integrated.
 

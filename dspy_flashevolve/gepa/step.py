@@ -263,7 +263,7 @@ class GepaLoop:
         credit, head = self._credit, self._due(least, last)
         if credit is None or head is None:
             return None
-        credit.tries(head)
+        credit.tries(step.number, head)
         if self._run.journal is not None:
             resume.keep_credit(self._run.journal, credit)
             resume.keep_head(self._run.journal, step.number, head.candidate)
@@ -293,7 +293,7 @@ class GepaLoop:
     def _not_validated(self, step: Step) -> None:
         """A head's validation came to nothing: it may be tried again."""
         if self._credit is not None and step.number in self._validating:
-            self._credit.stays_on(self._pool.state.program_candidates[self._credit.parent])
+            self._credit.gives_up(step.number)
             if self._run.journal is not None:
                 resume.keep_credit(self._run.journal, self._credit)
 
@@ -400,7 +400,7 @@ class GepaLoop:
         pool, task, evaluation = self._pool, parent.task, parent.evaluation
         journal = self._run.journal
         if journal is not None and journal.reply(step.number, "propose", str(parent.index)) is not None:
-            return _Prepared(parent, [], {})  # it was proposed before the run was interrupted
+            return _Prepared(parent, [], {}, is_paid=True)
         reason = await pool.write(callbacks.nothing_to_improve, pool, step, task, evaluation)
         if reason is not None:
             return _Skipped(reason)
@@ -429,7 +429,7 @@ class GepaLoop:
             return one
         record, reason = _ProposalRecord(str(one.parent.index), feedback_in(one.dataset)), ""
         for attempt in range(ATTEMPTS):
-            self._reflections += 1
+            self._reflections += not one.is_paid
             try:
                 made = await self._run.rollouts.request(
                     "propose",
@@ -709,11 +709,12 @@ class _Skipped:
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    """A task that is ready to be reflected on."""
+    """A task that is ready to be reflected on; one whose child was written before an interruption is paid."""
 
     parent: Parent
     components: list[str]
     dataset: Any
+    is_paid: bool = False
 
 
 class _ProposalRecord:

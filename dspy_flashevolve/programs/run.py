@@ -197,7 +197,7 @@ class DspyRun(EvolutionRun):
                     failure = error
             problem = "" if failure is None else f"{type(failure).__name__}: {failure}"[:300]
             spent = Spent(tokens_of(usage), cost_of(usage) if self.priced else 0.0, problem)
-            return Asked(answer, failure, calls_of(usage), spent)
+            return Asked(answer, failure, max(1, calls_of(usage)), spent)
 
         return await self.rollouts.request(stage, step, call, lambda one: one.spent, record)
 
