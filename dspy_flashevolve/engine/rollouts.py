@@ -164,8 +164,8 @@ class Rollouts:
         timeout_seconds: a run of a rollout that takes longer, from the grant of its slot, is cancelled and counts as a
             :class:`TransientError`. The time in which it has given its slot back, since its provider said when to come
             back, does not count. Code that runs in a thread cannot be cancelled: a program there is left behind, and
-            a metric there, which is the end of a rollout, is waited for. None for no bound. Requests of any kind may
-            have another end: that of one LM call, see ``Pace``.
+            a metric there, which is the end of a rollout, is waited for. None for no bound. Whatever runs in a slot
+            may have another end: that of one LM call, see ``Pace``.
         journal: where rollouts and replies are written down; None for nowhere.
     """
 

@@ -287,7 +287,7 @@ class _Timer:
         self._handle: asyncio.TimerHandle | None = None
 
     def begin(self) -> None:
-        bound = None if self._slot is None else self._slot.bound
+        bound = None if self._slot is None else self._slot.shield or self._slot.bound
         if bound is not None:
             self._handle = asyncio.get_running_loop().call_later(self._seconds, bound.cancel)
 

@@ -13,6 +13,7 @@ import anyio
 from dspy_flashevolve.engine.errors import ConfigurationError
 from dspy_flashevolve.engine.loop import Threads
 from dspy_flashevolve.engine.rollouts import metric_begins
+from dspy_flashevolve.engine.scheduler import shielded
 
 MetricFn = Callable[..., Any]
 
@@ -103,7 +104,7 @@ class Metric:
             yield
             return
         async with self._turn:
-            with anyio.CancelScope(shield=True):
+            with shielded():
                 yield
 
     async def score(self, example: Any, prediction: Any, *, scoring_trace: Any = None, flex: bool = False) -> Any:
@@ -130,7 +131,7 @@ class Metric:
             return await self._function(*args, **kwargs)
         # A metric that has begun in a thread cannot be called back: its rollout is paid, and must be counted.
         result: Any = None
-        with anyio.CancelScope(shield=True):
+        with shielded():
             result = await self._threads.run(self._function, *args, **kwargs)
         return await result if inspect.isawaitable(result) else result
 

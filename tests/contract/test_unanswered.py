@@ -330,17 +330,49 @@ def test_unreadable_reflections_end_their_steps_and_not_the_run() -> None:
         assert stats.metric_calls > 180
 
 
-def test_a_reflection_that_drips_is_given_up_and_asked_again() -> None:
-    """A byte now and then resets the LM's timeout; the whole reply would take many times as long."""
-    asked = 0
+def dripping_first() -> Callable[[str], str]:
+    """A byte now and then resets the LM's timeout: the whole of the first reply would take half a minute."""
+    asked: list[str] = []
 
-    def reflect(prompt: str) -> str:
-        nonlocal asked
-        asked += 1
-        return "drip" if asked == 1 else reply_for("JSON", new_instruction=f"Instruction {asked}")
+    def choose(prompt: str) -> str:
+        asked.append(prompt)
+        return "drip" if len(asked) == 1 else reply_for("JSON", new_instruction=f"Look {len(asked)}", answer="3")
 
-    with BrokenServer(reflect) as server:
-        stats = compiled(60, reflection_lm=server.lm("chosen", timeout=3.0)).async_stats
+    return choose
+
+
+@pytest.mark.parametrize("schedule", ["async", "lockstep"])
+def test_a_reflection_that_drips_is_given_up_and_asked_again(schedule: str) -> None:
+    with BrokenServer(dripping_first()) as server:
+        stats = compiled(60, reflection_lm=server.lm("chosen", timeout=3.0), schedule=schedule).async_stats
     assert stats.retried_requests >= 1
     assert stats.ended["failed"] == 0
     assert stats.proposals > 0
+
+
+@pytest.mark.parametrize("program", [Chain, InThread])
+def test_a_rollout_that_drips_in_lockstep_is_given_up_and_asked_again(program: Any) -> None:
+    with BrokenServer(dripping_first()) as server, dspy.context(lm=server.lm("chosen", timeout=3.0)):
+        details = compiled(30, program(), metric=lambda *_: 0.5, schedule="lockstep").detailed_results
+    assert details.async_stats.retried_requests >= 1
+    assert list(details.val_subscores[0].values()) == [0.5] * len(VAL)
+
+
+def test_an_lm_call_of_a_metric_that_drips_is_given_up_with_the_metric_and_the_rollout_made_again() -> None:
+    judged: list[str] = []
+
+    def choose(prompt: str) -> str:
+        if "Is it right?" not in prompt:
+            return answer(prompt)
+        judged.append(prompt)
+        return "drip" if len(judged) == 1 else "yes"
+
+    def metric(gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None) -> Any:
+        if pred_name is None:
+            dspy.settings.lm("Is it right?")
+        return digits(gold, pred)
+
+    with BrokenServer(choose) as server, dspy.context(lm=server.lm("chosen", timeout=3.0)):
+        stats = compiled(30, metric=metric).async_stats
+    assert (stats.outcome, stats.ended["failed"]) == ("finished", 0)
+    assert len(judged) == stats.metric_calls + 1
