@@ -20,7 +20,7 @@ from dspy_flashevolve.engine.errors import FlashEvolveError, RolloutUnresolvedEr
 from dspy_flashevolve.engine.events import EventBus, ExampleGivenUp, RequestFinished, RolloutFinished, RolloutTimedOut
 from dspy_flashevolve.engine.loop import check_main_thread, is_being_cancelled
 from dspy_flashevolve.engine.replay import Rollout, RolloutKey, RunJournal
-from dspy_flashevolve.engine.scheduler import Requester, Scheduler, current_slot
+from dspy_flashevolve.engine.scheduler import Requester, Scheduler, Slot, current_slot
 from dspy_flashevolve.engine.steps import Step, StepEnded
 
 logger = logging.getLogger(__name__)
@@ -151,6 +151,7 @@ class _Flight(Generic[T]):
 
     landed: anyio.Event = field(default_factory=anyio.Event)
     result: T | None = None
+    slot: Slot | None = None
 
 
 class Rollouts:
@@ -300,8 +301,13 @@ class Rollouts:
         if self._single_flight:
             self._flights[key] = flight
         one = _Run(self, key, stage, step, pays, call, record)
+
+        async def once(attempt: int) -> Rollout:
+            flight.slot = current_slot()
+            return await one.once(attempt)
+
         try:
-            flight.result = await self._retried(stage, step, one.once, behind=behind, granted=granted)
+            flight.result = await self._retried(stage, step, once, behind=behind, granted=granted)
             self._answered.add(example)
         except RolloutUnresolvedError as error:
             if failed is None or not error.unanswerable:
@@ -313,6 +319,12 @@ class Rollouts:
                 del self._flights[key]
             flight.landed.set()
         return flight.result, True
+
+    def without_answer(self, split: str) -> set[Hashable]:
+        """Examples that get no answer, and those of which a rollout waits to be asked for again."""
+        waiting = [key for key, flight in self._flights.items() if flight.slot is not None and flight.slot.is_paused]
+        both = [*self.unanswerable, *((key.split, key.example) for key in waiting)]
+        return {example for of, example in both if of == split}
 
     def is_unanswered(self, key: RolloutKey) -> bool:
         """Whether a rollout fails because nobody answers it: its score says nothing of its candidate."""

@@ -282,6 +282,11 @@ class Slot:
         if self._pauses == 0 and self.bound is not None:
             self.bound.deadline = anyio.current_time() + self._left_seconds
 
+    @property
+    def is_paused(self) -> bool:
+        """Something in it waits to be asked for again."""
+        return self._pauses > 0
+
     def close(self) -> None:
         """Give the slot back for good."""
         self._closed = True

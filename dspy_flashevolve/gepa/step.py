@@ -688,8 +688,7 @@ class GepaLoop:
 
     def _unanswerable(self) -> set[Any]:
         """Training examples that minibatches avoid; in lockstep they are dspy.GEPA's."""
-        split = self._evaluations.train_split
-        return set() if self._run.lockstep else {one for of, one in self._run.rollouts.unanswerable if of == split}
+        return set() if self._run.lockstep else self._run.rollouts.without_answer(self._evaluations.train_split)
 
     def _see_minibatches(self, work: Selected) -> None:
         self._minibatch = max([self._minibatch, *(len(task.minibatch_ids) for task in work.tasks)])

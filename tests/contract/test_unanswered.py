@@ -103,8 +103,10 @@ def test_minibatches_avoid_a_training_example_without_an_answer(name: str) -> No
     stats = details.async_stats
     assert (stats.outcome, stats.unanswered_examples, stats.ended["failed"]) == ("finished", 1, 0)
     assert len(stats.commits) > 2
-    last = max(place for place, prompt in enumerate(asked) if "\nt 3" in prompt)
-    assert last < len(asked) / 2, "it is not asked for any more"
+    places = [place for place, prompt in enumerate(asked) if "\nt 3" in prompt]
+    if name in ("500", "no message"):
+        assert places[-1] < len(asked) / 2, "it is not asked for any more"
+    assert len(places) < 50, "of one rollout's attempts: 429 and 503 say later, for a minute; nobody else waits for it"
 
 
 def test_an_example_that_another_candidate_was_answered_fails_for_one_candidate_alone() -> None:
@@ -211,14 +213,22 @@ def told_to_wait(*numbers: int) -> dspy.LM:
 
 
 @pytest.mark.parametrize("kind", ["loop", "thread"])
-def test_a_long_retry_after_neither_idles_the_run_nor_outlives_its_deadline(kind: str) -> None:
+def test_a_long_retry_after_does_not_outlive_the_deadline(kind: str) -> None:
     with dspy.context(lm=told_to_wait(4, 20)):
-        stats = simulated(
-            ENDLESS, InThread() if kind == "thread" else Chain(), max_seconds=20, max_reflection_calls=60
-        ).async_stats
+        student = InThread() if kind == "thread" else Chain()
+        stats = simulated(ENDLESS, student, max_seconds=20, max_reflection_calls=60).async_stats
     assert stats.outcome == "finished"
     assert stats.seconds < 40
-    assert stats.metric_calls > 40, "the work of others goes on"
+
+
+@pytest.mark.parametrize("kind", ["loop", "thread"])
+def test_a_training_example_that_is_told_to_wait_for_an_hour_does_not_idle_the_run(kind: str) -> None:
+    """Minibatches avoid it meanwhile: else step after step would come to wait for it, until all do."""
+    with dspy.context(lm=except_for("t 1", lambda: LMRateLimitError("429", retry_after=3600.0))):
+        student = InThread() if kind == "thread" else Chain()
+        stats = simulated(ENDLESS, student, max_seconds=20, max_reflection_calls=60).async_stats
+    assert stats.reflection_calls >= 60
+    assert stats.metric_calls > 200
 
 
 def test_a_stop_ends_every_wait() -> None:
