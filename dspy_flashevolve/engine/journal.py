@@ -36,7 +36,7 @@ LOCK = "journal.lock"
 LARGEST_BATCH = 1000
 """Rows of one transaction at most."""
 APPLICATION_ID = 0x464C4556
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 SCHEMA = (
     # One run on the directory. A session without an end in session_ends was killed.

@@ -77,14 +77,18 @@ class HarnessRun:
 
         Raises:
             DataError: the seed does not run.
-            RunAbortedError: the provider refused for good, or did not answer the seed.
+            RunAbortedError: the provider refused for good, or did not answer the seed; or a stop came before that.
         """
         first = self._take_up()
         try:
             async with self.sandbox:
                 self.missing_protection = self.sandbox.missing
                 live = LiveSteps(LIVE_STEPS_A_PROPOSER * self.of.proposers)
-                await self.run.evolve(self.step, live, calls=self._calls, first=first)
+                await self.run.evolve(self.step, live, calls=self._calls, first=first, at_least=1)
+            if not self.archive.version:
+                raise RunAbortedError(
+                    f"the student was not evaluated: {self.run.stop_reason}. Let the run go on longer."
+                )
         except Exception as error:
             if self.archive.version:
                 hand_over(error, self.best_program())

@@ -83,11 +83,10 @@ class LanguageModels:
     Args:
         endpoints: of the run; get the signals.
         redaction: is told the LMs' secrets, and takes them out of what the LMs answer and raise.
-        paces: False to leave retries and waits to the LMs themselves.
     """
 
-    def __init__(self, endpoints: Endpoints, redaction: Redaction | None = None, paces: bool = True) -> None:
-        self.endpoints, self.redaction, self.paces = endpoints, redaction or Redaction(), paces
+    def __init__(self, endpoints: Endpoints, redaction: Redaction | None = None) -> None:
+        self.endpoints, self.redaction = endpoints, redaction or Redaction()
         self.waits: LoopWaits | None = None
         self._paced: dict[int, tuple[Any, Pace]] = {}
 
@@ -178,8 +177,8 @@ class Pace:
 
         A thread keeps its slot while it waits: it keeps its place in the pool of threads too, and a rollout that got
         the slot could find no thread to run in. Where the run's loop cannot be waited for (on a loop, or after the
-        run) or the run does not pace, the LM makes the request as it would without a run. One that takes too long
-        cannot be ended: what runs in the slot is.
+        run) the LM makes the request as it would without a run. One that takes too long cannot be ended: what runs
+        in the slot is.
 
         Args:
             lm: the paced LM.
@@ -190,7 +189,7 @@ class Pace:
         """
         endpoint, waits, slot = self._endpoint, self.models.waits, current_slot()
         sent, again = Sent(), dict[str, Any]()
-        if waits is None or not self.models.paces or not waits.is_foreign():
+        if waits is None or not waits.is_foreign():
             with self._without_secrets():
                 return self.models.redaction.known(request(lm))
         while True:
@@ -219,7 +218,7 @@ class Pace:
         endpoint, slot = self._endpoint, current_slot()
         loop, waits = asyncio.get_running_loop(), self.models.waits
         sent, again = Sent(), dict[str, Any]()
-        if waits is None or not self.models.paces or waits.loop is not loop:
+        if waits is None or waits.loop is not loop:
             with self._without_secrets():
                 return self.models.redaction.known(await request(lm))
         while True:
@@ -286,7 +285,7 @@ class _Timer:
         self._handle: asyncio.TimerHandle | None = None
 
     def begin(self) -> None:
-        bound = None if self._slot is None else self._slot.bound
+        bound = None if self._slot is None else self._slot.shield or self._slot.bound
         if bound is not None:
             self._handle = asyncio.get_running_loop().call_later(self._seconds, bound.cancel)
 

@@ -13,6 +13,7 @@ import anyio
 from dspy_flashevolve.engine.errors import ConfigurationError
 from dspy_flashevolve.engine.loop import Threads
 from dspy_flashevolve.engine.rollouts import metric_begins
+from dspy_flashevolve.engine.scheduler import shielded
 
 MetricFn = Callable[..., Any]
 
@@ -100,7 +101,7 @@ class Metric:
         What runs inside with a lock is not cancelled: a thread would go on with the metric after its turn.
         """
         async with self._turn:
-            with anyio.CancelScope(shield=self._lock):
+            with shielded() if self._lock else nullcontext():
                 yield
 
     async def score(self, example: Any, prediction: Any, *, scoring_trace: Any = None, flex: bool = False) -> Any:
@@ -125,7 +126,7 @@ class Metric:
             return await self._function(*args, **kwargs)
         # A metric that has begun in a thread cannot be called back: its rollout is paid, and must be counted.
         result: Any = None
-        with anyio.CancelScope(shield=True):
+        with shielded():
             result = await self._threads.run(self._function, *args, **kwargs)
         return await result if inspect.isawaitable(result) else result
 

@@ -39,7 +39,7 @@ class Asked(Generic[T]):
     Args:
         answer: what was read; None when there is an error.
         error: what the module, or the reading of its answer, raised; a reply that did not fit the format, say.
-        calls: LM calls that reported their usage.
+        calls: LM calls that reported their usage, and at least one where any were made; 0 of what was read again.
         spent: tokens that the LMs reported, and dollars, 0 where no price is known or none was asked for.
     """
 

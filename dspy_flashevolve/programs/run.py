@@ -64,7 +64,6 @@ class DspyRun(EvolutionRun):
             never.
         median_seconds: see :class:`Workflow`.
         seed: of the steps' randomness, and of jitter.
-        paced: LMs of ``dspy.LM`` are called so that refusals and retries hold no slot; False calls them as they are.
         retry: how often a request is made that the provider turns away, and when.
         journal: where the run is written down, so that it can go on; None for nowhere.
         shown_calls: what the progress bar and the statistics give as the budget. Default: ``max_metric_calls``.
@@ -87,7 +86,6 @@ class DspyRun(EvolutionRun):
         max_outage_seconds: float | None = OUTAGE_SECONDS,
         median_seconds: float | None = None,
         seed: int | None = 0,
-        paced: bool = True,
         retry: RetryPolicy | None = None,
         journal: RunJournal | None = None,
         shown_calls: int | None = None,
@@ -125,7 +123,7 @@ class DspyRun(EvolutionRun):
         self.bus.subscribe(self.recorder)
         self.bus.subscribe(self._progress)
         redaction = Redaction(secrets_in(os.environ)) if journal is None else journal.journal.redaction
-        self.models = LanguageModels(self.endpoints, redaction, paced)
+        self.models = LanguageModels(self.endpoints, redaction)
         self.paced(lm)
         self.settings.update(self.models.settings)
         self._shown_calls = shown_calls or max_metric_calls
@@ -196,7 +194,7 @@ class DspyRun(EvolutionRun):
                     failure = error
             problem = "" if failure is None else f"{type(failure).__name__}: {failure}"[:300]
             spent = Spent(tokens_of(usage), cost_of(usage), problem)
-            return Asked(answer, failure, calls_of(usage), spent)
+            return Asked(answer, failure, max(1, calls_of(usage)), spent)
 
         return await self.rollouts.request(stage, step, call, lambda one: one.spent, record)
 

@@ -264,7 +264,7 @@ def test_the_time_in_which_the_provider_lets_a_rollout_wait_is_not_the_rollouts(
 def test_a_provider_that_gives_no_answer_is_asked_by_both_counts_together_and_no_more(
     own: int, asynchronous: bool
 ) -> None:
-    lm = failing(1000, lambda: LMServerError("503"), num_retries=own)
+    lm = failing(1000, lambda: LMServerError("500", status=500), num_retries=own)
 
     async def body(made: Run) -> None:
         with pytest.raises(RolloutUnresolvedError, match=f"no answer after {6 + own} attempts"):
@@ -272,6 +272,20 @@ def test_a_provider_that_gives_no_answer_is_asked_by_both_counts_together_and_no
 
     in_run(body)
     assert lm.engine.calls == 6 + own
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_lone_request_that_is_told_to_come_back_later_is_asked_until_the_provider_is_given_up(
+    asynchronous: bool,
+) -> None:
+    lm = failing(1000, lambda: LMRateLimitError("429", retry_after=0.1))
+
+    async def body(made: Run) -> float:
+        with pytest.raises(RolloutUnresolvedError):
+            await made.ask(lm, "?", asynchronous)
+        return asyncio.get_running_loop().time()
+
+    assert 60.0 <= in_run(body, retry=RetryPolicy()) < 62.0
 
 
 def test_an_error_that_no_retry_mends_is_raised_at_once() -> None:
