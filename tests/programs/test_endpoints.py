@@ -28,7 +28,7 @@ from dspy_flashevolve.engine.rollouts import Rollout, RolloutKey, Rollouts
 from dspy_flashevolve.engine.scheduler import Scheduler
 from dspy_flashevolve.engine.steps import Budget
 from dspy_flashevolve.programs.faults import raise_provider_fault, retry_after_of
-from dspy_flashevolve.programs.lm import LanguageModels, endpoint_of, endpoints_of
+from dspy_flashevolve.programs.lm import LanguageModels, endpoint_of
 from dspy_flashevolve.programs.place import answers_asynchronously
 from dspy_flashevolve.programs.vllm_metrics import watch, watchers
 from dspy_flashevolve.sim import PROFILES, SimServer
@@ -468,9 +468,6 @@ def test_lms_at_one_address_share_an_endpoint() -> None:
     assert endpoint_of(task) == endpoint_of(judge) == "http://localhost:8000/v1"
     assert endpoint_of(dspy.LM("openai/a")) == endpoint_of(dspy.LM("openai/b")) == "openai"
     assert endpoint_of(fake_lm(lambda prompt: "")) == "fake"
-    program = dspy.ChainOfThought("question -> answer")
-    assert endpoints_of(program.predictors(), task) == {"http://localhost:8000/v1"}
-    assert endpoints_of(program.predictors(), None) == set()
 
 
 @pytest.mark.parametrize(("error", "after"), [(limited, 11), (lambda: LMTimeoutError("late"), 8)])
