@@ -293,13 +293,14 @@ class Credit:
         self._effects = Effects(np.zeros(0), np.zeros(0), self._first_prior())
 
     def kept(self) -> dict[str, Any]:
-        """What :meth:`restore` needs beside the candidates and their rollouts; JSON."""
+        """What :meth:`restore` needs beside the candidates and their rollouts, and the estimates, for people; JSON."""
         return {
             "base": self._base,
             "parent": self.parent,
             "changes": [asdict(one) for one in self._changes],
             "steps": self._steps,
             "tried": sorted(self._validated),
+            "effects": [[one.effect, one.error] for one in self.records()],
         }
 
     def restore(
