@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from dspy_flashevolve.engine.errors import ConfigurationError
 from dspy_flashevolve.observe.figures import Spent, figures, prompts_diff
 from dspy_flashevolve.observe.history import Candidate, History
 
@@ -86,13 +86,23 @@ def status(history: History) -> str:
     ]
     for one in [one for one in history.candidates if one.index > 0][-LATEST:]:
         when = "" if one.seconds is None else f" after {duration(one.seconds)}"
-        lines.append(f"candidate {one.index}: {score(one.score)}{when}, {_maker(one)}")
+        lines.append(f"candidate {one.index}: {score(one.score)}{when}{_maker(one)}")
     for one in [one for one in history.events if one.kind in all_of.failures][-LATEST:]:
         said = json.dumps({name: value for name, value in one.fields.items() if name != "shift"})
         lines.append(f"{one.kind} after {duration(one.seconds)}: {said[:200]}")
     lines += [f"request failed after {duration(one.seconds)} ({one.stage}): {one.error[:200]}" for one in [
         one for one in history.requests if one.error][-LATEST:]]  # fmt: skip
     return "\n".join(lines)
+
+
+def watch(look: Callable[[], History], show: Callable[[str], None], wait: Callable[[], None]) -> History:
+    """Show how a run stands, again and again until it is over; returns it as it was then."""
+    while True:
+        history = look()
+        show(plain(status(history)))
+        if history.state != "running":
+            return history
+        wait()
 
 
 def _row(one: Spent) -> list[str]:
@@ -104,7 +114,8 @@ def _row(one: Spent) -> list[str]:
 
 
 def _maker(one: Candidate) -> str:
-    return "another program" if one.step is None else f"step {one.step}" if one.step >= 0 else "no step of its own"
+    """The step that made it; a playbook is of many, and of a candidate that dspy.GEPA has made nothing tells."""
+    return ", another program" if one.step is None else f", step {one.step}" if one.step >= 0 else ""
 
 
 COLUMNS = ("run", "optimizer", "state", "seed", "best", "accepted", "steps", "calls", "task tokens",
@@ -112,7 +123,7 @@ COLUMNS = ("run", "optimizer", "state", "seed", "best", "accepted", "steps", "ca
 
 
 def compare(histories: Sequence[History]) -> str:
-    """Runs side by side, and the settings in which they differ."""
+    """Runs side by side, and the settings that all have and in which they differ."""
     rows: list[list[str]] = []
     for one in histories:
         found = figures(one)
@@ -124,9 +135,9 @@ def compare(histories: Sequence[History]) -> str:
         ])  # fmt: skip
     lines = table(COLUMNS, rows)
     settings = [one.sessions[-1].settings if one.sessions else {} for one in histories]
-    for name in dict.fromkeys(name for one in settings for name in one if name != "log_dir"):
+    for name in settings[0]:
         values = [json.dumps(one.get(name)) for one in settings]
-        if len(set(values)) > 1:
+        if len(set(values)) > 1 and name != "log_dir" and all(name in one for one in settings):
             lines.append(f"{name}: {' | '.join(value[:60] for value in values)}")
     return "\n".join(lines)
 
@@ -141,13 +152,13 @@ def candidate_of(history: History, name: str) -> Candidate:
     """A candidate by its number, or as "best" or "seed".
 
     Raises:
-        ValueError: there is none.
+        ConfigurationError: there is none.
     """
     special = {"best": history.best, "seed": history.seed}
     found = special.get(name) or next((one for one in history.candidates if str(one.index) == name), None)
     if found is None:
         there = ", ".join(str(one.index) for one in history.candidates) or "none"
-        raise ValueError(f"{history.directory}: candidate {name!r}, expected 'best', 'seed' or one of: {there}.")
+        raise ConfigurationError(f"{history.directory}: candidate {name!r}, expected best, seed or one of {there}.")
     return found
 
 
@@ -176,10 +187,9 @@ def tree(history: History, prompts: bool = False) -> str:
     while left:
         one, indent = left.pop()
         gap = f", gap {one.gap}" if one.gap is not None else ""
-        maker = f", {_maker(one)}" if one.step is None or one.step >= 0 else ""
         others = one.parents[1:]
         also = f", also from {', '.join(map(str, others))}" if others else ""
-        lines.append(f"{indent}candidate {one.index}: score {one.score:.3f}{gap}{maker}{also}")
+        lines.append(f"{indent}candidate {one.index}: score {one.score:.3f}{gap}{_maker(one)}{also}")
         read = members.get(one.step, [one.step])
         lines += [f"{indent}  step {member}: {said}" for member in read for said in verdicts.get(member, ())]
         parent = by_index.get((one.parents or (0,))[0] or 0)
@@ -187,8 +197,3 @@ def tree(history: History, prompts: bool = False) -> str:
             lines += [f"{indent}  {line}" for line in prompts_diff(parent, one)]
         left += [(child, indent + "  ") for child in reversed(children.get(one.index, []))]
     return "\n".join(lines)
-
-
-def as_json(history: History) -> Iterator[str]:
-    """The figures as JSON, for scripts."""
-    yield json.dumps(asdict(figures(history)), indent=2)
