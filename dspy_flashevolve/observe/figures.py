@@ -115,10 +115,22 @@ def _spent(name: str, requests: Sequence[Request], waits: Sequence[float] = ()) 
     )
 
 
-def course(history: History) -> list[tuple[Candidate, float, int, float, float]]:
-    """Each candidate with a score, in the order in which they came: seconds, calls, dollars, best score so far."""
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A candidate with a score, what had been spent when it came, and the best score so far."""
+
+    index: int
+    score: float
+    best: float
+    seconds: float
+    calls: int
+    cost_dollars: float
+
+
+def course(history: History) -> list[Point]:
+    """How the score went, in the order in which candidates came."""
     best, dollars, place = -math.inf, 0.0, 0
-    found: list[tuple[Candidate, float, int, float, float]] = []
+    found: list[Point] = []
     for one in sorted(history.candidates, key=lambda one: (one.seconds or 0.0, one.index)):
         if one.score is None or one.calls is None:
             continue
@@ -127,7 +139,7 @@ def course(history: History) -> list[tuple[Candidate, float, int, float, float]]
             dollars += history.requests[place].cost_dollars
             place += 1
         best = max(best, one.score)
-        found.append((one, seconds, one.calls, dollars, best))
+        found.append(Point(one.index, one.score, best, seconds, one.calls, dollars))
     return found
 
 
