@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 
 WIDTH, HEIGHT = 420, 240
-LEFT, RIGHT, TOP, BOTTOM = 48, 10, 10, 36
+LEFT, RIGHT, TOP, BOTTOM = 48, 22, 10, 36
 COLOURS = 8
 MOST_POINTS = 600
 """Of one plot; of more the plot shows some, evenly."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections import Counter
 from collections.abc import Sequence
 from datetime import datetime, timezone
@@ -41,16 +40,16 @@ def report(history: History) -> str:
         lstrip_blocks=True,
     )
     environment.filters |= {"duration": duration, "number": number, "score": score, "clipped": _clipped}
-    best = history.best
+    found, best = figures(history), history.best
     lines = [] if best is None else origins(history, best)
     return environment.get_template("report.html").render(
         run=history,
-        figures=figures(history),
+        figures=found,
         began=datetime.fromtimestamp(history.sessions[0].began_at, timezone.utc) if history.sessions else None,
         best=best,
         components=_by_component(lines),
         steps={one.step: one for one in sorted(_with_step(lines), key=lambda one: one.step or 0)},
-        score_plots=_score_plots(history),
+        score_plots=_score_plots(history, found.cost_dollars),
         slots=_slot_plots(history),
         colours=plots.COLOURS,
         family=_family(history),
@@ -75,13 +74,12 @@ def _by_component(lines: Sequence[Origin]) -> dict[str, list[Origin]]:
     return found
 
 
-def _score_plots(history: History) -> list[Markup]:
+def _score_plots(history: History, dollars: float | None) -> list[Markup]:
     points = course(history)
-    dollars = math.fsum(one.cost_dollars for one in history.requests)
     against = (
         ("seconds", history.seconds, [one.seconds for one in points]),
         ("metric calls", float(history.calls), [float(one.calls) for one in points]),
-        ("dollars", dollars, [one.cost_dollars for one in points]),
+        ("dollars", dollars or 0.0, [one.cost_dollars for one in points]),
     )
     found: list[Markup] = []
     for name, right, xs in against:

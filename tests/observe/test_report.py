@@ -1,4 +1,4 @@
-"""The report: one file whose figures are the journal's, that needs no network, and that a browser opens without errors."""
+"""The report: one file with the figures of the journal, which needs no network and which a browser opens as it is."""
 
 from __future__ import annotations
 
