@@ -16,6 +16,7 @@ from dspy_flashevolve.observe.history import read
 from dspy_flashevolve.observe.origins import origins
 from tests.ace import child as ace
 from tests.contract import child as gepa
+from tests.contract.worlds import Rules, play
 from tests.harness import child as harness
 from tests.killing import killed_after
 from tests.observe.runs import Session
@@ -155,6 +156,26 @@ def test_each_line_of_the_best_prompt_comes_from_the_step_whose_reflection_wrote
         assert list(one.examples or {}) == [example for task in step.selection for example in task["ids"]]
         assert one.change is not None
         assert one.change.step == one.step
+
+
+def test_without_credit_assignment_a_line_comes_from_the_ancestor_that_had_it_first(tmp_path: Path) -> None:
+    play(Rules(), 300, log_dir=str(tmp_path), staleness="full")
+    history = read(tmp_path, replies=True)
+    assert not history.changes
+    assert history.best is not None
+    new = [one for one in origins(history, history.best) if not one.is_seed]
+    assert new
+    by_index = {one.index: one for one in history.candidates}
+    for one in new:
+        assert one.candidate is not None
+        first = by_index[one.candidate]
+        assert one.line in first.texts[one.component].splitlines()
+        for parent in first.parents:
+            assert parent is None or one.line not in by_index[parent].texts[one.component].splitlines()
+        assert one.step is not None
+        assert any(
+            one.line in json.loads(reply)["texts"][one.component] for _, reply in history.steps[one.step].replies
+        )
 
 
 def test_a_line_of_a_playbook_comes_from_the_sample_that_taught_it(tmp_path: Path) -> None:
