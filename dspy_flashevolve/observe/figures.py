@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -154,6 +154,19 @@ def use_of_slots(intervals: Iterable[tuple[str, float, float]], end: float, bins
             share = min(until, (place + 1) * width) - max(begin, place * width)
             found[stage][place] += max(0.0, share) / width
     return dict(found)
+
+
+def family(history: History) -> Iterator[tuple[int, Candidate, Candidate | None]]:
+    """Every candidate under its first parent, the seed first: depth, candidate, parent."""
+    children: defaultdict[int, list[Candidate]] = defaultdict(list)
+    for one in history.candidates:
+        if one.index > 0:
+            children[(one.parents or (0,))[0] or 0].append(one)
+    left: list[tuple[int, Candidate, Candidate | None]] = [] if history.seed is None else [(0, history.seed, None)]
+    while left:
+        depth, one, parent = left.pop()
+        yield depth, one, parent
+        left += [(depth + 1, child, one) for child in reversed(children[one.index])]
 
 
 def prompts_diff(before: Candidate, after: Candidate) -> list[str]:

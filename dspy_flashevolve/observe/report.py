@@ -12,7 +12,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from dspy_flashevolve.observe import plots
-from dspy_flashevolve.observe.figures import course, figures, prompts_diff, use_of_slots
+from dspy_flashevolve.observe.figures import course, family, figures, prompts_diff, use_of_slots
 from dspy_flashevolve.observe.history import Candidate, History
 from dspy_flashevolve.observe.origins import Origin, origins
 from dspy_flashevolve.observe.text import duration, number, score
@@ -107,22 +107,13 @@ def _slot_plots(history: History) -> dict[str, Any]:
 
 
 def _family(history: History) -> list[tuple[int, Candidate, list[str] | None]]:
-    """Depth, candidate, what it changed in its first parent; None where that is left out. Children follow parents."""
-    by_index = {one.index: one for one in history.candidates}
-    children: dict[int | None, list[Candidate]] = {}
-    for one in history.candidates:
-        parent = (one.parents or (0,))[0] or 0
-        children.setdefault(None if one.index == 0 else parent, []).append(one)
+    """Depth, candidate, what it changed in its first parent; None where that is left out."""
     found: list[tuple[int, Candidate, list[str] | None]] = []
-    left = [(0, one) for one in children.get(None, [])]
     room = MOST_DIFFS
-    while left:
-        depth, one = left.pop()
-        parent = by_index.get((one.parents or (0,))[0] or 0)
-        changed = None if parent is None or parent is one else prompts_diff(parent, one)
-        room -= sum(map(len, changed or ()))
+    for depth, one, parent in family(history):
+        changed = [] if parent is None else prompts_diff(parent, one)
+        room -= sum(map(len, changed))
         found.append((depth, one, changed if room > 0 else None))
-        left += [(depth + 1, child) for child in reversed(children.get(one.index, []))]
     return found
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from dspy_flashevolve.engine.errors import ConfigurationError
-from dspy_flashevolve.observe.figures import Spent, figures, prompts_diff
+from dspy_flashevolve.observe.figures import Spent, family, figures, prompts_diff
 from dspy_flashevolve.observe.history import Candidate, History
 
 LATEST = 5
@@ -174,26 +174,20 @@ def tree(history: History, prompts: bool = False) -> str:
         members[event.step] = event.fields["members"]
         for member, verdict, reason in event.fields["verdicts"]:
             verdicts.setdefault(member, {})[f"{verdict}. {reason}"] = None
-    by_index = {one.index: one for one in history.candidates}
-    children: dict[int, list[Candidate]] = {}
-    for one in history.candidates:
-        if one.index > 0:
-            children.setdefault((one.parents or (0,))[0] or 0, []).append(one)
-    seed = by_index.get(0)
-    lines = ["candidate 0 (the seed)" + ("" if seed is None or seed.score is None else f": score {seed.score:.3f}")]
-    if prompts and seed is not None:
-        lines += [f"  {name}: {line}" for name, text in seed.texts.items() for line in text.splitlines()]
-    left = [(one, "  ") for one in reversed(children.get(0, []))]
-    while left:
-        one, indent = left.pop()
+    lines: list[str] = []
+    for depth, one, parent in family(history):
+        indent = "  " * depth
+        if parent is None:
+            lines.append("candidate 0 (the seed)" + ("" if one.score is None else f": score {one.score:.3f}"))
+            if prompts:
+                lines += [f"  {name}: {line}" for name, text in one.texts.items() for line in text.splitlines()]
+            continue
         gap = f", gap {one.gap}" if one.gap is not None else ""
         others = one.parents[1:]
         also = f", also from {', '.join(map(str, others))}" if others else ""
         lines.append(f"{indent}candidate {one.index}: score {one.score:.3f}{gap}{_maker(one)}{also}")
         read = members.get(one.step, [one.step])
         lines += [f"{indent}  step {member}: {said}" for member in read for said in verdicts.get(member, ())]
-        parent = by_index.get((one.parents or (0,))[0] or 0)
-        if prompts and parent is not None:
+        if prompts:
             lines += [f"{indent}  {line}" for line in prompts_diff(parent, one)]
-        left += [(child, indent + "  ") for child in reversed(children.get(one.index, []))]
     return "\n".join(lines)
