@@ -48,7 +48,7 @@ class Figures:
     Args:
         steps: way -> steps that ended so; "at work" for those without an end.
         reasons: reason -> steps that came to no commit.
-        cost_dollars: None where the price of a role is not known.
+        cost_dollars: None where the price of a stage's model is not known.
     """
 
     seconds: float
@@ -82,7 +82,8 @@ def figures(history: History) -> Figures:
     failures = Counter(one.kind for one in history.events if one.kind in FAILURES)
     failures["RequestFinished"] = whole.failed
     by_role: dict[Role, Spent] = {role: _spent(role, roles[role]) for role in ("task", "reflection")}
-    is_known = all(one.cost_dollars is not None for one in by_role.values())
+    by_stage = [_spent(name, stages[name], waits[name]) for name in [*stages, *(waits.keys() - stages.keys())]]
+    is_known = all(one.cost_dollars is not None for one in by_stage)
     return Figures(
         seconds=history.seconds,
         calls=history.calls,
@@ -94,7 +95,7 @@ def figures(history: History) -> Figures:
         best=None if best is None else best.index,
         accepted=sum(one.index > 0 for one in history.candidates),
         by_role=by_role,
-        by_stage=[_spent(name, stages[name], waits[name]) for name in [*stages, *(waits.keys() - stages.keys())]],
+        by_stage=by_stage,
         tokens=whole.tokens,
         cost_dollars=whole.cost_dollars if is_known else None,
         failures={name: count for name, count in failures.items() if count},

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dspy_flashevolve.engine.journal import is_at_work, reading
-from dspy_flashevolve.engine.replay import BEFORE_STEPS, id_text
+from dspy_flashevolve.engine.replay import BEFORE_STEPS
 from dspy_flashevolve.engine.scheduler import StageVisit
 from dspy_flashevolve.observe.statistics import ChangeRecord
 
@@ -213,7 +213,7 @@ def read(run_dir: str | Path, replies: bool = False) -> History:
             calls=sum(row["calls"] for row in calls),
             max_calls=settings.get("max_metric_calls"),
             under_way=_under_way(rows) if sessions and sessions[-1].state == "running" else 0,
-            candidates=_candidates(rows, clock, rare, calls, settings.get("failure_score") or 0.0, Path(run_dir)),
+            candidates=_candidates(rows, clock, rare, calls, Path(run_dir)),
             requests=requests,
             steps=_steps(rows, replies),
             visits=tuple(_visits(told)),
@@ -308,7 +308,6 @@ def _candidates(
     clock: _Clock,
     events: tuple[Told, ...],
     calls: list[sqlite3.Row],
-    failure_score: float,
     directory: Path,
 ) -> tuple[Candidate, ...]:
     texts = {row["hash"]: json.loads(row["texts"]) for row in rows("SELECT hash, texts FROM candidates")}
@@ -333,27 +332,24 @@ def _candidates(
             )
         )
     if not found or found[0].index > 0:  # GEPA's seed is in the pool from the start: no commit tells of it
-        found.insert(0, _seed(rows, clock, texts, events, failure_score, directory / "candidates.json"))
+        found.insert(0, _seed(rows, clock, texts, events, directory / "candidates.json"))
     return tuple(found)
 
 
-def _seed(
-    rows: Rows, clock: _Clock, texts: Mapping[str, Any], events: tuple[Told, ...], failure_score: float, stored: Path
-) -> Candidate:
+def _seed(rows: Rows, clock: _Clock, texts: Mapping[str, Any], events: tuple[Told, ...], stored: Path) -> Candidate:
     """What was validated before any step; where another program did that, what gepa has stored of it."""
     table = rows(
         "SELECT session, candidate, example, score, at FROM rollouts "
         f"WHERE step = {BEFORE_STEPS} AND split = 'val' ORDER BY id"
     )
-    mine = [row for row in table if row["candidate"] == table[0]["candidate"]]
-    scores = {row["example"]: float(row["score"]) for row in mine}
-    for one in events:
-        if one.kind == "ExampleGivenUp" and one.step == BEFORE_STEPS:
-            scores.setdefault(id_text(one.fields["example"]), failure_score)
-    if mine:
-        score, at = sum(scores.values()) / len(scores), clock.of_row(mine[-1]["session"], mine[-1]["at"])
-        return Candidate(0, texts.get(mine[0]["candidate"], {}), score, scores, seconds=at, calls=len(mine))
-    return Candidate(0, json.loads(stored.read_text("utf-8"))[0] if stored.is_file() else {}, None)
+    if not table:
+        return Candidate(0, json.loads(stored.read_text("utf-8"))[0] if stored.is_file() else {}, None)
+    name, last = table[0]["candidate"], table[-1]
+    scores = {row["example"]: float(row["score"]) for row in table if row["candidate"] == name}
+    told = [one for one in events if one.kind == "SeedValidated"]
+    score = told[0].fields["score"] if told else sum(scores.values()) / len(scores)
+    seconds = told[0].seconds if told else clock.of_row(last["session"], last["at"])
+    return Candidate(0, texts.get(name, {}), score, scores, seconds=seconds, calls=len(scores))
 
 
 def _steps(rows: Rows, replies: bool) -> dict[int, StepRecord]:

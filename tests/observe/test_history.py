@@ -32,6 +32,7 @@ def check_figures(directory: Path, stats: Any) -> None:
     ways = {way: count for way, count in stats.ended.items() if count}
     assert {"cancelled" if way == "at work" else way: count for way, count in found.steps.items()} == ways
     assert found.best_score == max(one.score for one in stats.commits)
+    assert found.cost_dollars == stats.cost_dollars
 
 
 def test_the_figures_of_a_run_are_those_of_its_statistics(counted: tuple[Path, Any]) -> None:
@@ -41,6 +42,7 @@ def test_the_figures_of_a_run_are_those_of_its_statistics(counted: tuple[Path, A
     assert found.calls == stats.metric_calls
     assert {one.name: one.tokens for one in found.by_stage if one.requests} == stats.tokens_by_stage
     assert {one.name: one.requests for one in found.by_stage if one.requests} == stats.requests_by_stage
+    assert found.cost_dollars == stats.cost_dollars
     assert found.by_role["task"].tokens == stats.task_tokens
     assert found.by_role["reflection"].tokens == stats.reflection_tokens
     assert found.steps == {way: count for way, count in stats.ended.items() if count}
