@@ -7,6 +7,8 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import dspy
+import litellm
 import pytest
 
 from dspy_flashevolve.engine.events import RequestFinished, RolloutTimedOut
@@ -16,10 +18,13 @@ from dspy_flashevolve.observe.history import read
 from dspy_flashevolve.observe.origins import origins
 from tests.ace import child as ace
 from tests.contract import child as gepa
+from tests.contract.surface import simulated
 from tests.contract.worlds import Rules, play
+from tests.fakes import reflection_lm, task_lm
 from tests.harness import child as harness
 from tests.killing import killed_after
 from tests.observe.runs import Session
+from tests.observe.test_summary import PRICE
 
 SEED = {"answer": "Answer."}
 
@@ -127,6 +132,20 @@ def test_what_models_cost_is_unknown_where_tokens_have_no_price(tmp_path: Path) 
     assert (found.by_role["task"].cost_dollars, found.by_role["reflection"].cost_dollars) == (None, 0.25)
     assert found.by_role["reflection"].failed == 1
     assert found.failures == {"RolloutTimedOut": 1, "RequestFinished": 1}
+
+
+def test_dollars_by_stage_are_those_of_the_run(tmp_path: Path) -> None:
+    litellm.register_model({"cheap": PRICE})
+    task, unknown = task_lm(), reflection_lm()
+    task.model, unknown.model = "cheap", "nobody-has-a-price-for-this"
+    for name, reflects in (("known", task), ("unknown", unknown)):
+        with dspy.context(lm=task):
+            stats = simulated(60, reflection_lm=reflects, log_dir=str(tmp_path / name)).async_stats
+        found = figures(read(tmp_path / name))
+        assert found.cost_dollars == (None if name == "unknown" else pytest.approx(stats.cost_dollars))
+        dollars = {one.name: one.cost_dollars for one in found.by_stage if one.requests}
+        assert dollars == pytest.approx(stats.dollars_by_stage)
+        assert found.by_role["task"].cost_dollars is not None
 
 
 def test_slots_over_time_keep_every_second_of_every_interval() -> None:
