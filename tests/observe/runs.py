@@ -51,7 +51,7 @@ class Session:
     ) -> None:
         """A rollout, with its metric call."""
         stage, split = options.get("stage", "rollout"), options.get("split", "train")
-        call = self.written.call_counts(stage, step)
+        call = self.written.call(stage, step)
         key = RolloutKey(self.written.candidate(texts), split, example)
         rollout = Rollout(None, score, tokens=tokens, cost_dollars=options.get("cost_dollars", 0.0))
         self.written.finished(key, stage, step, rollout, ("null", None), 1.0, call)
