@@ -300,6 +300,20 @@ def reading(directory: str | Path) -> Generator[Callable[[str], list[sqlite3.Row
             raise RunDirectoryError(f"{path} cannot be read: {error}. It is damaged.") from error
 
 
+def is_at_work(directory: str | Path) -> bool:
+    """Whether a process has the journal of a run directory open for writing, on this machine or another."""
+    path = Path(directory) / LOCK
+    if not path.is_file():
+        return False
+    try:
+        with FileLock(path, timeout=0, mode=0o600):
+            return False
+    except Timeout:
+        return True
+    except OSError:  # a copy that may only be read
+        return False
+
+
 def _opened(path: Path) -> sqlite3.Connection:
     """The writer's connection to a journal, which is made where there is none.
 

@@ -293,13 +293,14 @@ class Credit:
         self.parent = index
 
     def kept(self) -> dict[str, Any]:
-        """What :meth:`restore` needs beside the candidates and their rollouts; JSON."""
+        """What :meth:`restore` needs beside the candidates and their rollouts, and the estimates, for people; JSON."""
         return {
             "base": self._base,
             "parent": self.parent,
             "changes": [asdict(one) for one in self._changes],
             "steps": self._steps,
             "tried": [[step, sorted(changes)] for step, changes in self._tried.items()],
+            "effects": [[one.effect, one.error] for one in self.records()],
         }
 
     def restore(

@@ -170,6 +170,8 @@ class GepaLoop:
             watchers=[] if self._integrations is None else [self._integrations.watch],
         )
         self._evaluations.set_aside.refund()
+        if self._credit is not None:
+            await pool.write(self._keep, self._credit)
 
     async def step(self, step: Step) -> End:
         """One step. A part of it that finds nothing to go on with ends the step by raising :class:`StepEnded`."""
