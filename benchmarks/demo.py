@@ -72,7 +72,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name in METHODS:
             print(f"{NAMES[name]}: runs for about {here:g} s ...", flush=True)
             result = bench.run(method(name), workload, limits)
-            print(f"  best score {shown(result.best_score, '.3f')} after {result.metric_calls} metric calls", flush=True)
+            print(
+                f"  best score {shown(result.best_score, '.3f')} after {result.metric_calls} metric calls", flush=True
+            )
             results.append(result)
             if options.out is not None:
                 write_result(options.out, result)

@@ -102,22 +102,29 @@ class Compilation:
         options: gepa's configuration.
         student: the program; it is not changed.
         trainset, valset: examples or gepa's loaders; valset None means the trainset.
+        initial: programs of the student's make to begin from beside it.
 
     Raises:
         RunDirectoryError: ``log_dir`` cannot be written, is in use, or holds another run.
     """
 
-    def __init__(self, optimizer: Any, options: GepaOptions, student: Module, trainset: Any, valset: Any) -> None:
+    def __init__(
+        self,
+        optimizer: Any,
+        options: GepaOptions,
+        student: Module,
+        trainset: Any,
+        valset: Any,
+        initial: Sequence[Module] = (),
+    ) -> None:
         self._optimizer, self._options, self._student = optimizer, options, student
         self._lockstep = optimizer.schedule == "lockstep"
         self._same_data = valset is None or valset is trainset
         self._trainset: Any = ensure_loader(trainset)
         self._valset: Any = self._trainset if self._same_data else ensure_loader(cast(Any, valset))
         self._integrating: Module = optimizer.stale_candidate_reflection or StaleCandidateReflection()
-        predictors: list[tuple[str, Any]] = student.named_predictors()
-        self._seed: dict[str, str] = {name: one.signature.instructions for name, one in predictors}
-        for path, flex in enumerate_flex_submodules(student).items():
-            self._seed[path] = flex.module_src
+        self._seed = texts_of(student)
+        self._initial = [texts_of(one) for one in initial]
         if options.run_dir is not None:
             check_checkpoint(options.run_dir, bool(options.get("use_cloudpickle")))
         journal = self._journal()
@@ -182,6 +189,7 @@ class Compilation:
             seed_first=has_foreign(self._parts),
             max_reflection_calls=optimizer.max_reflection_calls,
             max_cost=optimizer.max_cost,
+            initial=self._initial,
         )
 
     def run_sync(self) -> Module:
@@ -295,6 +303,13 @@ class Compilation:
         program = self.best.program()
         assert program is not None, "a run that comes to its end has validated its seed"
         return program
+
+
+def texts_of(program: Module) -> dict[str, str]:
+    """What evolves of a program: component -> text, instructions of predictors and source of dspy.Flex submodules."""
+    predictors: list[tuple[str, Any]] = program.named_predictors()
+    sources: dict[str, str] = {path: flex.module_src for path, flex in enumerate_flex_submodules(program).items()}
+    return {name: one.signature.instructions for name, one in predictors} | sources
 
 
 def admission_of(workflow: Workflow, policy: StalenessPolicy, slots: int, burst: int) -> LiveSteps:

@@ -38,6 +38,7 @@ from dspy_flashevolve.engine.staleness import (
 from dspy_flashevolve.engine.steps import End, EndKind, Step, StepEnded
 from dspy_flashevolve.engine.workflow import BARRIERS, Workflow
 from dspy_flashevolve.gepa import callbacks, resume
+from dspy_flashevolve.gepa.changes import is_too_long
 from dspy_flashevolve.gepa.credit import Credit, Head
 from dspy_flashevolve.gepa.evaluate import Evaluations, Gate, passes_screen, rejects_by_sum
 from dspy_flashevolve.gepa.integration import Integrations, Waiting
@@ -74,6 +75,7 @@ class GepaLoop:
         seed_first: no step starts before the seed is validated: a strategy of the user's may look at its scores.
         max_reflection_calls: reflections and integrations after which no step starts; None for no limit.
         max_cost: dollars after which no step starts; None for no limit.
+        initial: candidates to begin from beside the seed; each has a step that validates it.
     """
 
     def __init__(
@@ -91,22 +93,28 @@ class GepaLoop:
         seed_first: bool,
         max_reflection_calls: int | None,
         max_cost: float | None,
+        initial: Sequence[Texts] = (),
     ) -> None:
         self._run, self._pool, self._program, self._policy = run, pool, program, policy
         self._admission, self._minibatch, self._seed_first = admission, minibatch, seed_first
         self._max_reflection_calls, self._max_cost = max_reflection_calls, max_cost
+        self._initial, self._most_characters = list(initial), workflow.max_candidate_characters
         workflow = BARRIERS if run.lockstep else workflow
         reflective = policy if isinstance(policy, Reflective) and not run.lockstep else None
         self._credit: Credit | None = None
         if reflective is not None and reflective.changes:
             scale = abs(pool.options.perfect_score or 1.0)
-            self._credit = Credit(pool.seed_candidate, integration[2], reflective.undecided, scale)
+            self._credit = Credit(
+                pool.seed_candidate, integration[2], reflective.undecided, scale, self._most_characters
+            )
         hears = None if self._credit is None else self._credit.saw
         self._evaluations = Evaluations(run, program, pool, workflow, same_data, hears)
         self._validation = Validation(run, pool, self._evaluations, workflow)
         self._integrations = None
         if reflective is not None:
-            self._integrations = Integrations(run, pool, self._evaluations, reflective, *integration)
+            self._integrations = Integrations(
+                run, pool, self._evaluations, reflective, *integration, self._most_characters
+            )
         self._validating: set[int] = set()
         self._validation_calls = 0
         self._is_last = False
@@ -186,6 +194,10 @@ class GepaLoop:
         """One step. A part of it that finds nothing to go on with ends the step by raising :class:`StepEnded`."""
         if self._is_last and step.recorded is None:
             return await self.last_step(step)
+        given = await self._pool.write(self._next_initial, step)
+        if given is not None:
+            self._run.begin(step, step.version, selection=[])
+            return await self.validated(step, given)
         head = await self._pool.write(self._head_again, step)
         if head is not None:
             self._run.begin(step, step.version)
@@ -281,14 +293,33 @@ class GepaLoop:
         return self._begin_validation(step, candidate, credit.parent)
 
     def _begin_validation(self, step: Step, head: Texts, parent: int) -> Screened:
-        step.saw(self._pool.version, math.inf)  # every later step builds on what it finds: it goes first
         self._validating.add(step.number)
         self._validation_calls += len(self._pool.loader)
+        return self._to_validate(step, head, parent, "head")
+
+    def _to_validate(self, step: Step, candidate: Texts, parent: int, tag: str) -> Screened:
+        step.saw(self._pool.version, math.inf)  # every later step builds on what it finds: it goes first
         proposal = CandidateProposal[Any](
-            candidate=dict(head), parent_program_ids=[parent], subsample_indices=[], subsample_scores_before=[],
-            subsample_scores_after=[], tag="head", metadata={},
+            candidate=dict(candidate), parent_program_ids=[parent], subsample_indices=[], subsample_scores_before=[],
+            subsample_scores_after=[], tag=tag, metadata={},
         )  # fmt: skip
         return Screened((proposal,), (None,))
+
+    def _next_initial(self, step: Step) -> Screened | None:
+        """The next candidate to begin from; of an interrupted step, the one that it was about to validate."""
+        journal, known = self._run.journal, self._pool.state.program_candidates
+        kept = None if journal is None or step.recorded is None else resume.kept_head(journal, step.number)
+        left = [one for one in self._initial if one not in known and (step.recorded is None or one == kept)]
+        if not left:
+            return None
+        self._initial.remove(left[0])
+        if step.recorded is None:
+            self._pool.begin_step(step)
+            if journal is not None:
+                resume.keep_head(journal, step.number, left[0])
+        else:
+            self._selection.runs_again(step, False)
+        return self._to_validate(step, left[0], 0, "initial")
 
     def _not_validated(self, step: Step) -> None:
         """A head's validation came to nothing: it may be tried again."""
@@ -392,6 +423,9 @@ class GepaLoop:
             children = [one for one in children if one.candidate != one.parent.task.parent_candidate]
             if not children:
                 raise StepEnded(EndKind.REJECTED, "the reflection changed nothing")
+        if all(is_too_long(one.candidate, self._most_characters) for one in children):
+            raise StepEnded(EndKind.REJECTED, f"longer than max_candidate_characters={self._most_characters}")
+        children = [one for one in children if not is_too_long(one.candidate, self._most_characters)]
         self._look(step, "after_propose", [one.parent.base for one in children])
         return tuple(children)
 
@@ -542,6 +576,8 @@ class GepaLoop:
     async def screen_crossover(self, step: Step, plan: Crossover) -> Screened:
         """Run the child of two parents on validation examples that both were run on: gepa's merge."""
         pool = self._pool
+        if is_too_long(plan.candidate, self._most_characters):
+            raise StepEnded(EndKind.REJECTED, f"longer than max_candidate_characters={self._most_characters}")
         await pool.write(callbacks.crossover_starts, pool, step, plan)
         lookup = await pool.write(callbacks.lookup, pool, plan.candidate, list(plan.ids))
         calls = self._evaluations.unpaid(step, plan.candidate, lookup.missing, traced=False)
