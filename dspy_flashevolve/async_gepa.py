@@ -19,7 +19,7 @@ from dspy_flashevolve.engine.errors import ConfigurationError, DataError
 from dspy_flashevolve.engine.staleness import StalenessPolicy, policy_named
 from dspy_flashevolve.engine.workflow import Workflow
 from dspy_flashevolve.gepa.changes import is_too_long
-from dspy_flashevolve.gepa.compilation import Best, Compilation, texts_of
+from dspy_flashevolve.gepa.compilation import Best, Compilation, gepa_logger, texts_of
 from dspy_flashevolve.gepa.options import GepaOptions, check_options
 from dspy_flashevolve.programs.lm import rates_of
 from dspy_flashevolve.programs.metric import check_metric
@@ -305,7 +305,7 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
             )
         elif self.max_full_evals is not None:
             self.max_metric_calls = self.max_full_evals * (len(trainset) + (len(valset) if valset is not None else 0))
-        logger.info("Running AsyncGEPA for at most %s metric calls.", self.max_metric_calls)
+        gepa_logger.info("Running AsyncGEPA for at most %s metric calls.", self.max_metric_calls)
         if valset is None:
             logger.warning(
                 "No valset given: the trainset is used for both, and prompts may overfit to it. Pass a separate valset "

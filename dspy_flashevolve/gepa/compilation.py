@@ -38,7 +38,7 @@ from dspy_flashevolve.programs.run import DspyRun
 
 logger = logging.getLogger(__name__)
 gepa_logger = logging.getLogger("dspy.teleprompt.gepa.gepa")
-"""gepa's own log lines go where ``dspy.GEPA`` sends them."""
+"""gepa's own log lines, and what is told of every run, go where ``dspy.GEPA`` sends them: dspy shows them."""
 GENERATIONS, GENERATIONS_OF_CHANGES = 12.0, 6.0
 """A limited budget is spread over at least this many generations (:class:`LiveSteps`); fewer where the work of many
 steps comes together in one head."""
@@ -234,7 +234,7 @@ class Compilation:
                 "Raise max_gap, lower Workflow.live_steps, or use staleness='reflective'.",
                 100 * self._loop.discarded_share,
             )
-        log_summary(logger, stats, pool.best.score)
+        log_summary(logger if stats.failed else gepa_logger, stats, pool.best.score)
         return self._result(stats)
 
     async def _evolved(self) -> None:
