@@ -1,4 +1,4 @@
-"""Docstrings as the site shows them: "Example:" begins examples, a role such as :class:`X` is code, docs/x.md a link."""
+"""Docstrings as the site shows them: "Example:" begins examples, :class:`X` is code, docs/x.md a link."""
 
 from __future__ import annotations
 

@@ -17,9 +17,9 @@ from gepa.proposer.reflective_mutation.base import ReflectionComponentSelector
 
 from dspy_flashevolve.engine.errors import ConfigurationError, DataError
 from dspy_flashevolve.engine.staleness import StalenessPolicy, policy_named
-from dspy_flashevolve.engine.workflow import Workflow
 from dspy_flashevolve.gepa.changes import is_too_long
 from dspy_flashevolve.gepa.compilation import Best, Compilation, gepa_logger, texts_of
+from dspy_flashevolve.gepa.evaluate import Workflow
 from dspy_flashevolve.gepa.options import GepaOptions, check_options
 from dspy_flashevolve.programs.lm import rates_of
 from dspy_flashevolve.programs.metric import check_metric

@@ -14,14 +14,13 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import anyio
 
-from dspy_flashevolve.engine.budget import Reservation
 from dspy_flashevolve.engine.endpoints import Endpoints, Sent
 from dspy_flashevolve.engine.errors import FlashEvolveError, RolloutUnresolvedError, TransientError
 from dspy_flashevolve.engine.events import EventBus, ExampleGivenUp, RequestFinished, RolloutFinished, RolloutTimedOut
 from dspy_flashevolve.engine.loop import check_main_thread, is_being_cancelled
 from dspy_flashevolve.engine.replay import Rollout, RolloutKey, RunJournal
 from dspy_flashevolve.engine.scheduler import Requester, Scheduler, current_slot
-from dspy_flashevolve.engine.steps import Step, StepEnded
+from dspy_flashevolve.engine.steps import Reservation, Step, StepEnded
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -18,8 +18,7 @@ from gepa.proposer.base import CandidateProposal, SubsampleEvaluation
 from gepa.strategies.proposal_sampling import ProposalTask
 
 from dspy_flashevolve.engine.steps import Step
-from dspy_flashevolve.gepa.pool import Pool, write_commits
-from dspy_flashevolve.gepa.records import Batch, Candidate, Child, Commit, Crossover, Validated
+from dspy_flashevolve.gepa.pool import Batch, Candidate, Child, Commit, Crossover, Pool, Validated, write_commits
 
 Task = ProposalTask[Any, Any]
 Proposal = CandidateProposal[Any]

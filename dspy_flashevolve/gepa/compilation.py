@@ -24,7 +24,7 @@ from dspy_flashevolve.engine.errors import hand_over, report
 from dspy_flashevolve.engine.loop import run_to_end
 from dspy_flashevolve.engine.replay import RunJournal
 from dspy_flashevolve.engine.staleness import Full, Reflective, StalenessPolicy, policy_named
-from dspy_flashevolve.engine.workflow import Workflow
+from dspy_flashevolve.gepa.evaluate import Workflow
 from dspy_flashevolve.gepa.options import GepaOptions, build_parts, has_foreign, hooks_of
 from dspy_flashevolve.gepa.pool import BestResult, Pool
 from dspy_flashevolve.gepa.resume import check_checkpoint

@@ -39,8 +39,7 @@ from dspy_flashevolve.engine.steps import EndKind, Step, StepEnded
 from dspy_flashevolve.gepa import callbacks
 from dspy_flashevolve.gepa.changes import is_too_long
 from dspy_flashevolve.gepa.evaluate import Evaluations, Gate, passes_screen, rejects_by_sum
-from dspy_flashevolve.gepa.pool import Pool
-from dspy_flashevolve.gepa.records import Candidate, Child, Screened
+from dspy_flashevolve.gepa.pool import Candidate, Child, Pool, Screened
 from dspy_flashevolve.programs.program import checked_texts
 from dspy_flashevolve.programs.records import Asked
 from dspy_flashevolve.programs.run import DspyRun

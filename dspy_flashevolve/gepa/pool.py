@@ -3,6 +3,10 @@
 Everything that reads or changes gepa's state, and every callback, selector, stopper and tracker, runs in
 one thread, one call at a time, in the order in which the calls were made (docs/architecture.md).
 The pool is gepa's engine without its loop: how a candidate is added, reported and logged is gepa's code.
+
+Here are also the frozen records that flow from stage to stage of a step, and the candidates that steps may build on
+before their validation has confirmed them. These stand beside gepa's state, which only ever holds confirmed candidates
+and stays readable by gepa. The first is the seed itself: steps start from it while it is being validated.
 """
 
 from __future__ import annotations
@@ -13,11 +17,13 @@ import pickle
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, ParamSpec, TypeVar
 
+import anyio
+from gepa.core.adapter import EvaluationBatch
 from gepa.core.callbacks import notify_callbacks
 from gepa.core.data_loader import DataLoader
 from gepa.core.engine import GEPAEngine
@@ -25,16 +31,287 @@ from gepa.core.result import GEPAResult
 from gepa.core.state import EvaluationCache, GEPAState, ValsetEvaluation, initialize_gepa_state
 from gepa.gepa_utils import json_default
 from gepa.proposer.base import CandidateProposal
+from gepa.strategies.proposal_sampling import ProposalTask
 
+from dspy_flashevolve.engine.errors import ConfigurationError, RolloutUnresolvedError
 from dspy_flashevolve.engine.loop import Threads
 from dspy_flashevolve.engine.redaction import make_private
 from dspy_flashevolve.engine.replay import RunJournal, id_text
 from dspy_flashevolve.engine.staleness import PastCommit
 from dspy_flashevolve.engine.steps import Step
 from dspy_flashevolve.gepa.options import GepaOptions, Parts, strategies_of
-from dspy_flashevolve.gepa.records import Candidate, Commit
-from dspy_flashevolve.gepa.speculative import SpeculativeCandidates
 from dspy_flashevolve.programs.records import kept
+
+Candidate = dict[str, str]
+Batch = EvaluationBatch[Any, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Selected:
+    """One or more (parent, minibatch) pairs; more than one where the user's sampling strategy says so.
+
+    Args:
+        bases: for each task the handle of the speculative candidate that it starts from; None where it starts from
+            gepa's pool. Its ``parent_idx`` is the nearest confirmed ancestor then.
+    """
+
+    tasks: tuple[ProposalTask[Any, Any], ...]
+    bases: tuple[int | None, ...]
+
+
+class LateRollouts:
+    """The rest of a minibatch whose evaluation was released early."""
+
+    def __init__(self) -> None:
+        self._ended = anyio.Event()
+        self._batch: Batch | None = None
+        self._error: Exception | None = None
+
+    async def complete(self) -> Batch:
+        """The evaluation on the whole minibatch, when it is there.
+
+        Raises:
+            RolloutUnresolvedError: the provider gave no answer for a part of it.
+        """
+        await self._ended.wait()
+        if self._batch is None:
+            raise self._error or RolloutUnresolvedError("the run ended before the rest of the minibatch did")
+        return self._batch
+
+    def end(self, batch: Batch | None, error: Exception | None = None) -> None:
+        """Everything has finished."""
+        self._batch, self._error = batch, error
+        self._ended.set()
+
+
+@dataclass(frozen=True, slots=True)
+class Parent:
+    """A task's parent on its minibatch.
+
+    Args:
+        index: position of the task in the step.
+        evaluation: on the part of the minibatch that has finished.
+        late: the evaluation on all of it; None where nothing is missing.
+        base: see :class:`Selected`.
+    """
+
+    index: int
+    task: ProposalTask[Any, Any]
+    evaluation: Batch
+    late: LateRollouts | None
+    base: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Child:
+    """A proposed candidate, before its screen.
+
+    Args:
+        parent: what it was made from, on its minibatch.
+        feedback: what the metric said of the parent's rollouts.
+    """
+
+    parent: Parent
+    candidate: Candidate
+    metadata: dict[str, Any]
+    feedback: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Crossover:
+    """Two parents of the frontier and what their child is screened on (gepa's merge).
+
+    Args:
+        parents: indices in the pool.
+        parent_scores: of each parent on the subsample, in the order of ``ids``.
+    """
+
+    candidate: Candidate
+    parents: tuple[int, int]
+    ancestor: int
+    ids: tuple[Any, ...]
+    parent_scores: tuple[tuple[float, ...], tuple[float, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Screened:
+    """Proposals that passed their screen, to be validated.
+
+    Args:
+        bases: handles of the speculative candidates that their parents are; see :class:`Selected`.
+    """
+
+    proposals: tuple[CandidateProposal[Any], ...]
+    bases: tuple[int | None, ...]
+    merge: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Validated:
+    """Proposals with their validations, to be committed.
+
+    Args:
+        calls: metric calls that each validation cost at most (cached examples cost none).
+        bases: see :class:`Screened`.
+        keys: for each the handle under which it could be selected while it was validated; None where it could not.
+    """
+
+    proposals: tuple[CandidateProposal[Any], ...]
+    evaluations: tuple[ValsetEvaluation[Any, Any], ...]
+    calls: tuple[int, ...]
+    bases: tuple[int | None, ...] = ()
+    keys: tuple[int | None, ...] = ()
+    merge: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """One change of the pool."""
+
+    candidate: int
+    version: int
+    score: float
+    best_score: float
+    generation: int
+    parents: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Speculative:
+    """A candidate that waits for its validation.
+
+    Args:
+        key: its handle.
+        candidate: component -> text.
+        parents: handles of speculative parents.
+        indices: confirmed parents, as indices of gepa's pool.
+        generation: steps from the seed.
+        evaluation: what is known of its validation; None for the seed, which selection picks while it is alone.
+    """
+
+    key: int
+    candidate: Candidate
+    parents: tuple[int, ...] = ()
+    indices: tuple[int, ...] = ()
+    generation: int = 0
+    evaluation: ValsetEvaluation[Any, Any] | None = None
+
+
+class SpeculativeCandidates:
+    """The speculative part of the pool.
+
+    >>> waiting = SpeculativeCandidates()
+    >>> head = waiting.add({"p": "text"})
+    >>> child = waiting.add({"p": "longer text"}, parents=(head.key,))
+    >>> [gone.candidate["p"] for gone in waiting.remove(head.key)]
+    ['text', 'longer text']
+    >>> len(waiting)
+    0
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[int, Speculative] = {}
+        self._settled: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+        """Key of one that left -> confirmed indices, and parents, that stand for it."""
+        self._next = 0
+        self.fallen: set[int] = set()
+        """Those that did not hold what they promised: what was made from them is stale."""
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __contains__(self, key: int) -> bool:
+        return key in self._waiting
+
+    def __getitem__(self, key: int) -> Speculative:
+        return self._waiting[key]
+
+    def all(self) -> list[Speculative]:
+        """All that wait, oldest first."""
+        return list(self._waiting.values())
+
+    def add(
+        self,
+        candidate: Candidate,
+        parents: tuple[int, ...] = (),
+        indices: tuple[int, ...] = (),
+        generation: int = 0,
+        evaluation: ValsetEvaluation[Any, Any] | None = None,
+    ) -> Speculative:
+        """Put a candidate up for speculation.
+
+        Raises:
+            ConfigurationError: a parent that does not wait.
+        """
+        unknown = [parent for parent in parents if parent not in self._waiting]
+        if unknown:
+            raise ConfigurationError(f"speculative parents {unknown} are not waiting; waiting: {list(self._waiting)}.")
+        entry = Speculative(self._next, dict(candidate), parents, indices, generation, evaluation)
+        self._waiting[entry.key] = entry
+        self._next += 1
+        return entry
+
+    def confirm(self, key: int, index: int | None = None) -> Speculative:
+        """Its validation is done: it is an ordinary candidate now, and its children stand on firm ground.
+
+        Args:
+            index: its place in gepa's pool; None leaves its children without it as a parent.
+
+        Raises:
+            ConfigurationError: it does not wait.
+        """
+        entry = self._known(key)
+        self._leave(entry, () if index is None else (index,))
+        return entry
+
+    def confirm_late(self, key: int, index: int) -> None:
+        """As :meth:`confirm`, for one that may have gone with one under it: its own validation has the last word."""
+        if key in self._waiting:
+            self.confirm(key, index)
+        self._settled[key] = (index,), ()
+        self.fallen.discard(key)
+
+    def remove(self, key: int) -> list[Speculative]:
+        """Take it back with its descendants, as if they had never been there; returns them, it first.
+
+        Raises:
+            ConfigurationError: it does not wait.
+        """
+        gone = [self._known(key)]
+        for entry in list(self._waiting.values()):  # children always come after their parents
+            if any(parent.key in entry.parents for parent in gone):
+                gone.append(entry)
+        for before in gone:
+            entry = self._waiting[before.key]  # as it is now: the one under it has left
+            self._leave(entry, entry.indices, heirs=entry.parents)
+            self._settled[entry.key] = before.indices, before.parents  # one of these may be confirmed after all
+            self.fallen.add(entry.key)
+        return gone
+
+    def resolve(self, keys: tuple[int, ...]) -> tuple[int, ...]:
+        """The confirmed candidates that stand for ``keys``: themselves, or where they did not last their parents."""
+        found: list[int] = []
+        for key in keys:
+            entry = self._waiting.get(key)
+            indices, parents = self._settled.get(key, ((), ())) if entry is None else (entry.indices, entry.parents)
+            found += [*self.resolve(parents), *indices]
+        return tuple(dict.fromkeys(found))
+
+    def _known(self, key: int) -> Speculative:
+        if key not in self._waiting:
+            raise ConfigurationError(f"candidate {key} is not speculative; waiting: {list(self._waiting)}.")
+        return self._waiting[key]
+
+    def _leave(self, entry: Speculative, indices: tuple[int, ...], heirs: tuple[int, ...] = ()) -> None:
+        """Take it out; its children get ``indices`` and ``heirs`` for parents in its place."""
+        self._settled[entry.key] = indices, heirs
+        del self._waiting[entry.key]
+        for child in [other for other in self._waiting.values() if entry.key in other.parents]:
+            parents = [parent for parent in child.parents if parent != entry.key]
+            parents += [heir for heir in heirs if heir not in parents and heir in self._waiting]
+            firm = tuple(dict.fromkeys((*indices, *child.indices)))
+            self._waiting[child.key] = replace(child, parents=tuple(parents), indices=firm)
+
 
 A = ParamSpec("A")
 T = TypeVar("T")

@@ -20,8 +20,7 @@ from gepa.strategies.proposal_sampling import ProposalTask
 
 from dspy_flashevolve.engine.steps import Step
 from dspy_flashevolve.gepa.credit import Credit
-from dspy_flashevolve.gepa.pool import Pool
-from dspy_flashevolve.gepa.records import Crossover, Selected
+from dspy_flashevolve.gepa.pool import Crossover, Pool, Selected
 
 State = GEPAState[Any, Any]
 CONTAINERS = (

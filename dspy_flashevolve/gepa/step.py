@@ -21,7 +21,6 @@ import anyio
 from gepa.proposer.base import CandidateProposal
 
 from dspy_flashevolve.engine.admission import LiveSteps
-from dspy_flashevolve.engine.budget import Reservation
 from dspy_flashevolve.engine.errors import ConfigurationError, FlashEvolveError, RolloutUnresolvedError
 from dspy_flashevolve.engine.replay import BEFORE_STEPS, id_text
 from dspy_flashevolve.engine.rollouts import NoLongerWantedError, Spent, gather
@@ -35,17 +34,22 @@ from dspy_flashevolve.engine.staleness import (
     Texts,
     gap,
 )
-from dspy_flashevolve.engine.steps import End, EndKind, Step, StepEnded
-from dspy_flashevolve.engine.workflow import BARRIERS, Workflow
+from dspy_flashevolve.engine.steps import End, EndKind, Reservation, Step, StepEnded
 from dspy_flashevolve.gepa import callbacks, resume
 from dspy_flashevolve.gepa.changes import is_too_long
 from dspy_flashevolve.gepa.credit import Credit, Head
-from dspy_flashevolve.gepa.evaluate import Evaluations, Gate, passes_screen, rejects_by_sum
+from dspy_flashevolve.gepa.evaluate import (
+    BARRIERS,
+    Evaluations,
+    Gate,
+    Validation,
+    Workflow,
+    passes_screen,
+    rejects_by_sum,
+)
 from dspy_flashevolve.gepa.integration import Integrations, Waiting
-from dspy_flashevolve.gepa.pool import Pool
-from dspy_flashevolve.gepa.records import Batch, Child, Commit, Crossover, Parent, Screened, Selected, Validated
+from dspy_flashevolve.gepa.pool import Batch, Child, Commit, Crossover, Parent, Pool, Screened, Selected, Validated
 from dspy_flashevolve.gepa.select import Selection
-from dspy_flashevolve.gepa.validate import Validation
 from dspy_flashevolve.observe.statistics import ChangeRecord
 from dspy_flashevolve.programs.program import DspyProgram, Reflection
 from dspy_flashevolve.programs.run import DspyRun

@@ -14,7 +14,6 @@ from dspy.primitives import Example, Module, Prediction
 from dspy.utils.exceptions import AdapterParseError
 from dspy.utils.usage_tracker import track_usage
 
-from dspy_flashevolve.engine.budget import Reservation
 from dspy_flashevolve.engine.endpoints import OUTAGE_SECONDS, RetryPolicy
 from dspy_flashevolve.engine.errors import ConfigurationError, DataError
 from dspy_flashevolve.engine.limits import Bounds
@@ -24,7 +23,7 @@ from dspy_flashevolve.engine.replay import RunJournal, hash_of
 from dspy_flashevolve.engine.rollouts import Granted, Rollout, RolloutKey, Spent, batch
 from dspy_flashevolve.engine.run import EvolutionRun
 from dspy_flashevolve.engine.scheduler import Requester
-from dspy_flashevolve.engine.steps import EndKind, Step, StepEnded
+from dspy_flashevolve.engine.steps import EndKind, Reservation, Step, StepEnded
 from dspy_flashevolve.observe.progress import Progress
 from dspy_flashevolve.observe.statistics import Recorder, RunStats
 from dspy_flashevolve.programs.copies import isolated_copy

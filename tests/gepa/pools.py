@@ -9,11 +9,9 @@ from gepa.core.data_loader import ListDataLoader
 from gepa.core.state import ValsetEvaluation
 from gepa.proposer.base import CandidateProposal
 
-from dspy_flashevolve.engine.budget import Budget, Reservation
-from dspy_flashevolve.engine.steps import Step, rng_of
+from dspy_flashevolve.engine.steps import Budget, Reservation, Step, rng_of
 from dspy_flashevolve.gepa.options import GepaOptions, build_parts
-from dspy_flashevolve.gepa.pool import Pool
-from dspy_flashevolve.gepa.records import Commit
+from dspy_flashevolve.gepa.pool import Commit, Pool
 
 EXAMPLES = 4
 

@@ -23,7 +23,7 @@ from dspy_flashevolve.gepa.integration import (
     stale_child,
     too_long,
 )
-from dspy_flashevolve.gepa.records import Child, Parent
+from dspy_flashevolve.gepa.pool import Child, Parent
 from tests.gepa.pools import EXAMPLES, commit, pool_of
 
 HEAD = {"p": "head", "q": "head"}

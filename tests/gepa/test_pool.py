@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dspy_flashevolve.engine.budget import Budget, Reservation
 from dspy_flashevolve.engine.errors import ConfigurationError
-from dspy_flashevolve.engine.steps import Step, rng_of
-from dspy_flashevolve.gepa.speculative import SpeculativeCandidates
+from dspy_flashevolve.engine.steps import Budget, Reservation, Step, rng_of
+from dspy_flashevolve.gepa.pool import SpeculativeCandidates
 from tests.contract.surface import Heard
 from tests.gepa.pools import EXAMPLES, commit, frontier, pool_of
 

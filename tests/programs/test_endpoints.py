@@ -19,7 +19,6 @@ from dspy.utils.dummies import DummyLM
 from dspy.utils.exceptions import LMAuthError, LMRateLimitError, LMServerError, LMTimeoutError
 
 from dspy_flashevolve import AsyncGEPA, Workflow
-from dspy_flashevolve.engine.budget import Budget
 from dspy_flashevolve.engine.endpoints import Endpoints, RetryPolicy, groups_of
 from dspy_flashevolve.engine.errors import RolloutUnresolvedError, TransientError
 from dspy_flashevolve.engine.events import Event, EventBus, LimitChanged
@@ -27,6 +26,7 @@ from dspy_flashevolve.engine.limits import Bounds
 from dspy_flashevolve.engine.loop import Threads
 from dspy_flashevolve.engine.rollouts import Rollout, RolloutKey, Rollouts
 from dspy_flashevolve.engine.scheduler import Scheduler
+from dspy_flashevolve.engine.steps import Budget
 from dspy_flashevolve.programs.faults import raise_provider_fault, retry_after_of
 from dspy_flashevolve.programs.lm import LanguageModels, endpoint_of, endpoints_of
 from dspy_flashevolve.programs.place import answers_asynchronously
