@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 PYTHONS ?= 3.10 3.11 3.12 3.13 3.14
 # The fast part of what users are promised, on an installed package.
 PROMISES := tests/contract/test_public_surface.py tests/contract/test_beside_gepa.py tests/contract/test_lockstep.py \
-	tests/contract/test_async_gepa.py tests/contract/test_budget.py tests/gepa tests/engine
+	tests/contract/test_async_gepa.py tests/contract/test_printing.py tests/contract/test_budget.py tests/gepa
 
 .PHONY: demo docs test test-benchmarks test-newest test-pythons test-slow notebooks lint types dist check clean
 
