@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import difflib
 import logging
 import math
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -149,7 +150,6 @@ class Compilation:
             max_outage_seconds=optimizer.workflow.max_outage_seconds,
             median_seconds=optimizer.workflow.median_seconds,
             seed=optimizer.seed,
-            priced=optimizer.max_cost is not None,
             paced=not lockstep,
             journal=journal,
             shown_calls=optimizer.max_metric_calls,
@@ -179,7 +179,7 @@ class Compilation:
         self._loop = GepaLoop(
             run,
             self._pool,
-            DspyProgram(adapter, self._metric, run.threads, run.priced, run.models),
+            DspyProgram(adapter, self._metric, run.threads, run.models),
             policy=policy,
             workflow=optimizer.workflow,
             admission=admission_of(optimizer.workflow, policy, run.slots, min(minibatch, run.slots)),
@@ -225,7 +225,7 @@ class Compilation:
                 report(error, hooks_of(self._parts, self._optimizer))
                 if pool.seed_confirmed:
                     hand_over(error, self._result(stats))
-            log_summary(logger, stats, pool.best.score, isinstance(error, Exception))
+            log_summary(logger, stats, isinstance(error, Exception))
             raise
         stats = self._stats()
         if self._loop.discarded_share > MUCH_DISCARDED:
@@ -234,7 +234,7 @@ class Compilation:
                 "Raise max_gap, lower Workflow.live_steps, or use staleness='reflective'.",
                 100 * self._loop.discarded_share,
             )
-        log_summary(logger if stats.failed else gepa_logger, stats, pool.best.score)
+        log_summary(logger if stats.failed else gepa_logger, stats)
         return self._result(stats)
 
     async def _evolved(self) -> None:
@@ -288,12 +288,16 @@ class Compilation:
 
     def _stats(self) -> AsyncStats:
         of_run = self._run.statistics(metric_calls=self._pool.state.total_num_evals)
+        found = self._pool.best.result
         return self._run.recorder.async_stats(
             of_run,
             proposals=self._loop.proposals,
             reflection_calls=self._loop.reflection_calls,
             integration_calls=self._loop.integration_calls,
             changes=self._loop.changes(),
+            seed_score=None if found is None else found.val_aggregate_scores[0],
+            best_score=self._pool.best.score,
+            prompt_change="" if found is None else _difference(self._seed, found.candidates[found.best_idx]),
         )
 
     def _result(self, stats: AsyncStats) -> Module:
@@ -310,6 +314,18 @@ def texts_of(program: Module) -> dict[str, str]:
     predictors: list[tuple[str, Any]] = program.named_predictors()
     sources: dict[str, str] = {path: flex.module_src for path, flex in enumerate_flex_submodules(program).items()}
     return {name: one.signature.instructions for name, one in predictors} | sources
+
+
+def _difference(before: Mapping[str, str], after: Mapping[str, str]) -> str:
+    """A unified diff of the texts of two candidates, component by component."""
+    lines = [
+        line
+        for name in before
+        for line in difflib.unified_diff(
+            before[name].splitlines(), after[name].splitlines(), f"{name}, before", f"{name}, after", lineterm="", n=1
+        )
+    ]
+    return "\n".join(lines)
 
 
 def admission_of(workflow: Workflow, policy: StalenessPolicy, slots: int, burst: int) -> LiveSteps:

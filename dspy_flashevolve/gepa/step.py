@@ -22,6 +22,7 @@ from gepa.proposer.base import CandidateProposal
 
 from dspy_flashevolve.engine.admission import LiveSteps
 from dspy_flashevolve.engine.errors import ConfigurationError, FlashEvolveError, RolloutUnresolvedError
+from dspy_flashevolve.engine.events import SeedValidated
 from dspy_flashevolve.engine.replay import BEFORE_STEPS, id_text
 from dspy_flashevolve.engine.rollouts import NoLongerWantedError, Spent, gather
 from dspy_flashevolve.engine.staleness import (
@@ -171,7 +172,7 @@ class GepaLoop:
             for scores in pool.state.prog_candidate_val_subscores:
                 self._validation.order.record(scores)
                 self._evaluations.saw(max(scores.values(), default=float("-inf")))
-            self._seeded.set()
+            self._seed_is_there()
             goes_on = run.journal is not None and bool(run.journal.unfinished)
             if not goes_on and await pool.write(pool.should_stop):  # gepa asks its stoppers between steps
                 self._stop()
@@ -705,6 +706,10 @@ class GepaLoop:
         await self._pool.write(self._pool.count_calls)
         if await self._pool.write(self._pool.should_stop):
             self._stop()
+        self._seed_is_there()
+
+    def _seed_is_there(self) -> None:
+        self._run.bus.emit(SeedValidated(self._run.clock(), self._pool.score_of(0)))
         self._seeded.set()
 
     async def _ended(self, step: Step, end: End) -> None:

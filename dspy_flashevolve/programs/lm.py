@@ -14,11 +14,15 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import json
+import sys
 import threading
 from collections.abc import Awaitable, Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from functools import lru_cache
+from functools import cache, lru_cache
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, TypeVar
 
 import anyio
@@ -495,8 +499,16 @@ def cost_of(tracker: UsageTracker) -> float:
 
 @lru_cache(maxsize=256)
 def rates_of(model: str) -> tuple[float, float] | None:
-    """Dollars a prompt token and a completion token, by litellm's cost map; None where the model is not in it."""
-    import litellm  # seconds to import, and only runs with a limit in dollars need it
+    """Dollars a prompt token and a completion token, by litellm's cost map; None where the model is not in it.
+
+    Where nobody has imported litellm, which takes seconds and asks the network, the map is read from its files.
+    """
+    if "litellm" not in sys.modules and (shipped := _shipped_rates()):
+        names = (model, model.partition("/")[2])
+        entry = next((shipped[name] for name in names if name in shipped), {})
+        rates = entry.get("input_cost_per_token"), entry.get("output_cost_per_token")
+        return None if rates[0] is None or rates[1] is None else (float(rates[0]), float(rates[1]))
+    import litellm
 
     quiet = litellm.suppress_debug_info
     litellm.suppress_debug_info = True  # else it prints its list of providers for a model that it does not know
@@ -507,6 +519,16 @@ def rates_of(model: str) -> tuple[float, float] | None:
     finally:
         litellm.suppress_debug_info = quiet
     return prompt / 1e6, completion / 1e6
+
+
+@cache
+def _shipped_rates() -> dict[str, Any]:
+    """Model -> its entry in the cost map that litellm ships; empty where it is not found."""
+    found = find_spec("litellm")
+    for folder in () if found is None else found.submodule_search_locations or ():
+        with suppress(OSError, ValueError):
+            return json.loads((Path(folder) / "model_prices_and_context_window_backup.json").read_text("utf-8"))
+    return {}
 
 
 def price_of(model: str, prompt_tokens: int, completion_tokens: int) -> float | None:

@@ -122,7 +122,6 @@ class DspyProgram:
         adapter: dspy's adapter; builds programs, reflective datasets and proposals.
         metric: scores predictions.
         threads: for programs without a usable ``aforward``, sync metrics and reflection.
-        priced: work out what the calls cost.
         models: pace the predictors' own LMs; None to call these as they are.
     """
 
@@ -131,11 +130,9 @@ class DspyProgram:
         adapter: DspyAdapter,
         metric: Metric,
         threads: Threads,
-        priced: bool = False,
         models: LanguageModels | None = None,
     ) -> None:
         self.adapter = adapter
-        self._priced = priced
         self._metric = metric
         self._threads = threads
         self._hooks = {
@@ -143,7 +140,7 @@ class DspyProgram:
             "code_proposer": _of_the_users(adapter.custom_code_proposer),
             "metric": adapter.metric_fn,
         }
-        self._runner = ProgramRunner(adapter, metric, threads, priced, models)
+        self._runner = ProgramRunner(adapter, metric, threads, models)
 
     @property
     def interruptible(self) -> bool:
@@ -256,7 +253,7 @@ class DspyProgram:
 
         with track_usage() as usage:
             texts = await self._watched(call)
-        return Reflection(texts, tokens_of(usage), cost_of(usage) if self._priced else 0.0)
+        return Reflection(texts, tokens_of(usage), cost_of(usage))
 
     def _awaitable_proposer(self, components: list[str]) -> Callable[..., Awaitable[Any]] | None:
         proposer = self.adapter.custom_instruction_proposer

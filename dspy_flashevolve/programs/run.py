@@ -28,7 +28,7 @@ from dspy_flashevolve.observe.progress import Progress
 from dspy_flashevolve.observe.statistics import Recorder, RunStats
 from dspy_flashevolve.programs.copies import isolated_copy
 from dspy_flashevolve.programs.faults import heard_lm_calls, raise_provider_fault
-from dspy_flashevolve.programs.lm import LanguageModels, calls_of, cost_of, endpoints_of, tokens_of
+from dspy_flashevolve.programs.lm import LanguageModels, calls_of, cost_of, endpoint_of, rates_of, tokens_of
 from dspy_flashevolve.programs.metric import Metric
 from dspy_flashevolve.programs.place import runs_on_loop
 from dspy_flashevolve.programs.records import Asked, ProgramRecord, ReplyText
@@ -63,7 +63,6 @@ class DspyRun(EvolutionRun):
             never.
         median_seconds: see :class:`Workflow`.
         seed: of the steps' randomness, and of jitter.
-        priced: work out what LM calls cost, in dollars.
         paced: LMs of ``dspy.LM`` are called so that refusals and retries hold no slot; False calls them as they are.
         retry: how often a request is made that the provider turns away, and when.
         journal: where the run is written down, so that it can go on; None for nowhere.
@@ -87,7 +86,6 @@ class DspyRun(EvolutionRun):
         max_outage_seconds: float | None = OUTAGE_SECONDS,
         median_seconds: float | None = None,
         seed: int | None = 0,
-        priced: bool = False,
         paced: bool = True,
         retry: RetryPolicy | None = None,
         journal: RunJournal | None = None,
@@ -126,13 +124,13 @@ class DspyRun(EvolutionRun):
             journal=journal,
             observers=(self.recorder, self._progress),
         )
-        self.priced = priced
         redaction = Redaction(secrets_in(os.environ)) if journal is None else journal.journal.redaction
         self.models = LanguageModels(self.endpoints, redaction, paced)
         self.paced(lm)
         self.settings.update(self.models.settings)
         self._shown_calls = shown_calls or max_metric_calls
         self._seconds: float | None = None
+        self._models_asked = {stage: _models(listed, lm) for stage, listed in stages.items()}
 
     def paced(self, lm: Any) -> Any:
         """The LM as it is given; the run calls it in its own way from now on, see :class:`LanguageModels`."""
@@ -197,7 +195,7 @@ class DspyRun(EvolutionRun):
                     raise_provider_fault(error, calls.errors)
                     failure = error
             problem = "" if failure is None else f"{type(failure).__name__}: {failure}"[:300]
-            spent = Spent(tokens_of(usage), cost_of(usage) if self.priced else 0.0, problem)
+            spent = Spent(tokens_of(usage), cost_of(usage), problem)
             return Asked(answer, failure, calls_of(usage), spent)
 
         return await self.rollouts.request(stage, step, call, lambda one: one.spent, record)
@@ -240,7 +238,7 @@ class DspyRun(EvolutionRun):
         """
         adapter = plain_adapter(student, metric, failure_score)
         scorer = Metric(metric, self.threads, metric_lock)
-        return ProgramRunner(adapter, scorer, self.threads, self.priced, self.models, finite=True)
+        return ProgramRunner(adapter, scorer, self.threads, self.models, finite=True)
 
     async def rollout(
         self,
@@ -316,7 +314,7 @@ class DspyRun(EvolutionRun):
     @property
     def dollars(self) -> float:
         """What LM calls have cost so far, where their price is known."""
-        return self.recorder.cost_dollars
+        return sum(self.recorder.dollars.values())
 
     def statistics(self, metric_calls: int | None = None) -> RunStats:
         """What the run has done so far, from any thread.
@@ -336,6 +334,7 @@ class DspyRun(EvolutionRun):
             slots=self.scheduler.statistics(),
             gaps=self.gaps.as_dict(),
             rollouts=self.rollouts,
+            unpriced={stage for stage, models in self._models_asked.items() if None in map(rates_of, models)},
             retried_requests=self.endpoints.retried,
         )
 
@@ -344,12 +343,25 @@ class DspyRun(EvolutionRun):
         return [*super()._own_watchers(), *gauges]
 
 
+def _lms(listed: Sequence[Any], default: Any) -> list[Any]:
+    """The LMs that are asked: those of a list, and those of its modules' predictors."""
+    own = [
+        getattr(predictor, "lm", None)
+        for one in listed
+        for predictor in (one.predictors() if isinstance(one, Module) else ())
+    ]
+    lms = [*own, *(one for one in listed if not isinstance(one, Module))]
+    return [lm for lm in (one or default for one in lms) if lm is not None]
+
+
 def _addresses(listed: Sequence[Any], default: Any) -> set[str]:
     """The endpoints that LMs, and modules, ask."""
-    modules = [one for one in listed if isinstance(one, Module)]
-    lms = [one for one in listed if not isinstance(one, Module)]
-    asked = endpoints_of([predictor for module in modules for predictor in module.predictors()], default)
-    return asked | {name for lm in lms for name in endpoints_of([None], lm or default)}
+    return {endpoint_of(lm) for lm in _lms(listed, default)}
+
+
+def _models(listed: Sequence[Any], default: Any) -> set[str]:
+    """The models that LMs, and modules, ask."""
+    return {str(getattr(lm, "model", "")) for lm in _lms(listed, default)}
 
 
 # Arguments that every run has.

@@ -67,7 +67,6 @@ class ProgramRunner:
         adapter: builds programs from candidates.
         metric: scores predictions.
         threads: where programs without a usable ``aforward`` run.
-        priced: work out what the calls cost.
         models: pace the predictors' own LMs; None to call these as they are.
         finite: a score that is no finite number is a failure, with a warning; else it ends the run.
     """
@@ -77,14 +76,12 @@ class ProgramRunner:
         adapter: DspyAdapter,
         metric: Metric,
         threads: Threads,
-        priced: bool = False,
         models: LanguageModels | None = None,
         finite: bool = False,
     ) -> None:
         self._adapter = adapter
         self._metric = metric
         self._threads = threads
-        self._priced = priced
         self._models = models
         self._finite = finite
         self._flex = bool(adapter._flex_paths)  # pyright: ignore[reportPrivateUsage]
@@ -123,7 +120,7 @@ class ProgramRunner:
             if dspy.settings.track_usage and isinstance(run.prediction, dspy.Prediction):
                 run.prediction.set_lm_usage(usage.get_total_tokens())
             rollout = await self._scored(example, run, capture_traces, calls)
-        return replace(rollout, tokens=tokens_of(usage), cost_dollars=cost_of(usage) if self._priced else 0.0)
+        return replace(rollout, tokens=tokens_of(usage), cost_dollars=cost_of(usage))
 
     async def _prototype(self, candidate: dict[str, str]) -> tuple[Module, Copies] | Exception:
         """The program of a candidate; rollouts run copies of it. One is built at a time, each once."""

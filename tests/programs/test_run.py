@@ -176,7 +176,7 @@ class Threaded(dspy.Module):
 
 @pytest.mark.parametrize("module", [PREDICT, Threaded(), Chain(2)], ids=["awaited", "in a thread", "two calls"])
 def test_a_module_is_asked_and_what_it_costs_is_counted(module: dspy.Module) -> None:
-    one, heard = made(priced=True), list[Event]()
+    one, heard = made(), list[Event]()
     one.bus.subscribe(heard.append)
     stats = Loop(one, asking(one, module)).play()
     calls = 2 if isinstance(module, Chain) else 1
