@@ -20,10 +20,9 @@ import dspy
 
 from dspy_flashevolve.engine.admission import LiveSteps
 from dspy_flashevolve.engine.errors import DataError, RolloutUnresolvedError, RunAbortedError, hand_over
-from dspy_flashevolve.engine.events import Looked
 from dspy_flashevolve.engine.redaction import MARK
 from dspy_flashevolve.engine.rollouts import gather
-from dspy_flashevolve.engine.staleness import Discard, History, Integrate, Look, gap
+from dspy_flashevolve.engine.staleness import Discard, Integrate, Look
 from dspy_flashevolve.engine.steps import End, EndKind, NothingToDoError, Step, StepEnded
 from dspy_flashevolve.harness.archive import Archive, Checked, Draft, Failed, checked_in, drafts_in
 from dspy_flashevolve.harness.evaluating import Evaluations, HarnessTask, texts_of
@@ -154,17 +153,13 @@ class HarnessRun:
 
     async def patch(self, step: Step, drafts: list[Draft], version: int) -> list[Draft]:
         """Ask about each draft that was written while the archive grew whether it should take something over."""
-        behind = gap(version, step.version)
-        self.run.gaps.record("after_propose", behind)
-        decision = self.of.staleness.decide(Look("after_propose", step.version), History(version))
-        joins = isinstance(decision, Integrate) and behind > 0
-        word, reason = "integrate" if joins else "admit", ""
+        behind = version - step.version
+        self.run.gaps["after_propose"][behind] += 1
+        look = Look("after_propose", step.version)
+        decision = self.run.look(step, self.of.staleness, look, version, integrates=behind > 0)
         if isinstance(decision, Discard):
-            word, reason = "discard", decision.reason
-        self.run.bus.emit(Looked(self.run.clock(), step.number, "after_propose", behind, word, reason))
-        if isinstance(decision, Discard):
-            raise StepEnded(EndKind.DISCARDED, reason)
-        if not joins:
+            raise StepEnded(EndKind.DISCARDED, decision.reason)
+        if not isinstance(decision, Integrate) or not behind:
             return drafts
         since = admitted_since(self.archive, step.version)
 

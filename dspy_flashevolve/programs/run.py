@@ -17,7 +17,7 @@ from dspy.utils.usage_tracker import track_usage
 from dspy_flashevolve.engine.endpoints import OUTAGE_SECONDS, RetryPolicy
 from dspy_flashevolve.engine.errors import ConfigurationError, DataError
 from dspy_flashevolve.engine.limits import Bounds
-from dspy_flashevolve.engine.loop import LoopClock, is_being_cancelled
+from dspy_flashevolve.engine.loop import is_being_cancelled
 from dspy_flashevolve.engine.redaction import Redaction, secrets_in
 from dspy_flashevolve.engine.replay import RunJournal, hash_of
 from dspy_flashevolve.engine.rollouts import Granted, Rollout, RolloutKey, Spent, batch
@@ -106,11 +106,8 @@ class DspyRun(EvolutionRun):
         """dspy's settings for the length of the run."""
         lm, modules = self.settings.get("lm"), [one for listed in stages.values() for one in listed]
         slots, adaptive = width_of(self, [one for one in modules if isinstance(one, Module)])
-        clock = LoopClock()
-        self.recorder, self._progress = Recorder(clock), Progress(name, shown_calls or max_metric_calls)
         super().__init__(
             name=name,
-            clock=clock,
             stages={stage: _addresses(listed, lm) for stage, listed in stages.items()},
             slots=slots,
             adaptive=adaptive,
@@ -122,8 +119,10 @@ class DspyRun(EvolutionRun):
             median_seconds=median_seconds,
             retry=replace(retry or RetryPolicy(), outage_seconds=max_outage_seconds),
             journal=journal,
-            observers=(self.recorder, self._progress),
         )
+        self.recorder, self._progress = Recorder(self.clock), Progress(name, shown_calls or max_metric_calls)
+        self.bus.subscribe(self.recorder)
+        self.bus.subscribe(self._progress)
         redaction = Redaction(secrets_in(os.environ)) if journal is None else journal.journal.redaction
         self.models = LanguageModels(self.endpoints, redaction, paced)
         self.paced(lm)
@@ -325,17 +324,13 @@ class DspyRun(EvolutionRun):
         error = self.error
         said = f"{type(error).__name__}: {error}" if isinstance(error, Exception) else "cancelled"
         return self.recorder.stats(
+            self,
             schedule=self.schedule,
             seconds=self.clock() - self.clock.began if self._seconds is None else self._seconds,
             stop_reason=self.stop_reason if error is None else said if not self.stop_reason else self.stop_reason,
-            outcome=self.outcome,
             metric_calls=self.budget.spent if metric_calls is None else metric_calls,
             max_metric_calls=self._shown_calls,
-            slots=self.scheduler.statistics(),
-            gaps=self.gaps.as_dict(),
-            rollouts=self.rollouts,
             unpriced={stage for stage, models in self._models_asked.items() if None in map(rates_of, models)},
-            retried_requests=self.endpoints.retried,
         )
 
     def _own_watchers(self) -> list[Callable[[], Coroutine[Any, Any, None]]]:
