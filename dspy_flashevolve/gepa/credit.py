@@ -21,7 +21,15 @@ from numpy.typing import NDArray
 
 from dspy_flashevolve.engine.replay import hash_of
 from dspy_flashevolve.engine.staleness import Texts
-from dspy_flashevolve.gepa.changes import Change, apply, changes_between, changes_in, normal, removals_between
+from dspy_flashevolve.gepa.changes import (
+    Change,
+    apply,
+    changes_between,
+    changes_in,
+    is_too_long,
+    normal,
+    removals_between,
+)
 from dspy_flashevolve.observe.statistics import ChangeRecord
 
 Array = NDArray[np.float64]
@@ -176,9 +184,13 @@ class Credit:
         code: components that hold code, which is not taken apart.
         undecided: changes of unknown effect, from which on no child is asked for.
         scale: the range of scores.
+        most_characters: of a candidate's texts together; None for no limit.
     """
 
-    def __init__(self, seed: Texts, code: Collection[str], undecided: int, scale: float) -> None:
+    def __init__(
+        self, seed: Texts, code: Collection[str], undecided: int, scale: float, most_characters: int | None = None
+    ) -> None:
+        self._most_characters = most_characters
         self._code, self._undecided, self.scale = frozenset(code), undecided, scale
         self._era = -1
         self.parent = 0
@@ -221,7 +233,7 @@ class Credit:
             if rng.random() < chance:
                 chosen.append(number)
         rng.shuffle(chosen)
-        return self._compose(self._without_rivals(chosen))
+        return self._compose(self._that_fit(chosen))
 
     def may_ask(self, asking: int) -> bool:
         """Whether there is room for more changes of unknown effect; ``asking`` children are on their way.
@@ -267,7 +279,7 @@ class Credit:
         self._refit()
         mean = self._means()
         helpful = sorted((-effect, number) for number, effect in enumerate(mean) if effect > 0)
-        chosen = self._without_rivals([number for _, number in helpful])
+        chosen = self._that_fit([number for _, number in helpful])
         last = next(reversed(self._tried.values()), frozenset[int]())
         gain = sum(mean[one] for one in chosen - last) - sum(mean[one] for one in last - chosen)
         return Head(self._compose(chosen), chosen, gain)
@@ -336,21 +348,26 @@ class Credit:
         return hash_of(candidate) in self._compositions
 
     def _compose(self, chosen: frozenset[int]) -> Texts:
-        candidate = apply(self._base, (self._changes[one] for one in sorted(chosen)))
+        candidate = self._applied(chosen)
         self._compositions.setdefault(hash_of(candidate), chosen)
         return candidate
 
-    def _without_rivals(self, chosen: Iterable[int]) -> frozenset[int]:
-        """Of changes that go in for the same part the first."""
-        kept: set[int] = set()
+    def _that_fit(self, chosen: Iterable[int]) -> frozenset[int]:
+        """Of changes that go in for the same part the first, and of all of them as many as the limit has room for."""
+        kept: list[int] = []
         gone: set[tuple[str, str]] = set()
         for number in chosen:
             change = self._changes[number]
             rival = change.component, normal(change.replaces)
             if not change.replaces or rival not in gone:
-                kept.add(number)
+                kept.append(number)
                 gone.add(rival)
+        while kept and is_too_long(self._applied(kept), self._most_characters):
+            kept.pop()
         return frozenset(kept)
+
+    def _applied(self, chosen: Iterable[int]) -> Texts:
+        return apply(self._base, (self._changes[one] for one in sorted(chosen)))
 
     def _means(self) -> list[float]:
         """Expected effects; of changes that are newer than the estimate, the prior's."""
