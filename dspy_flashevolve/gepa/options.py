@@ -268,12 +268,16 @@ class Stoppers(CompositeStopper):
         """Why to stop; empty until a stopper has said so."""
         self.budget_spent = False
         """It was the budget of metric calls that said so."""
-        self.skips_counters = False
+        self._skips_counters = False
         """Those that count iterations are not asked."""
+
+    def asks_counters(self, counts: bool) -> None:
+        """Whether stoppers that count iterations without improvement are asked next."""
+        self._skips_counters = not counts
 
     def __call__(self, gepa_state: Any) -> bool:
         """Ask them in order."""
-        asked = [one for one in self.stoppers if not (self.skips_counters and isinstance(one, NoImprovementStopper))]
+        asked = [one for one in self.stoppers if not (self._skips_counters and isinstance(one, NoImprovementStopper))]
         says = next((stopper for stopper in asked if stopper(gepa_state)), None)
         if says is not None and not self.said:
             self.said = _reason(says)
