@@ -196,9 +196,6 @@ class SpeculativeCandidates:
     def __contains__(self, key: int) -> bool:
         return key in self._waiting
 
-    def __getitem__(self, key: int) -> Speculative:
-        return self._waiting[key]
-
     def all(self) -> list[Speculative]:
         """All that wait, oldest first."""
         return list(self._waiting.values())
