@@ -36,7 +36,7 @@ LOCK = "journal.lock"
 LARGEST_BATCH = 1000
 """Rows of one transaction at most."""
 APPLICATION_ID = 0x464C4556
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 SCHEMA = (
     # One run on the directory. A session without an end in session_ends was killed.
@@ -298,6 +298,20 @@ def reading(directory: str | Path) -> Generator[Callable[[str], list[sqlite3.Row
             yield lambda query: connection.execute(query).fetchall()
         except (sqlite3.Error, ValueError, LookupError, TypeError, AttributeError) as error:
             raise RunDirectoryError(f"{path} cannot be read: {error}. It is damaged.") from error
+
+
+def is_at_work(directory: str | Path) -> bool:
+    """Whether a process has the journal of a run directory open for writing, on this machine or another."""
+    path = Path(directory) / LOCK
+    if not path.is_file():
+        return False
+    try:
+        with FileLock(path, timeout=0, mode=0o600):
+            return False
+    except Timeout:
+        return True
+    except OSError:  # a copy that may only be read
+        return False
 
 
 def _opened(path: Path) -> sqlite3.Connection:

@@ -19,7 +19,7 @@ from dspy_flashevolve.engine.errors import FlashEvolveError, RolloutUnresolvedEr
 from dspy_flashevolve.engine.events import EventBus, ExampleGivenUp, RequestFinished, RolloutFinished, RolloutTimedOut
 from dspy_flashevolve.engine.loop import check_main_thread, kept
 from dspy_flashevolve.engine.replay import Rollout, RolloutKey, RunJournal
-from dspy_flashevolve.engine.scheduler import Requester, Scheduler, current_slot
+from dspy_flashevolve.engine.scheduler import Requester, Scheduler, Slot, current_slot
 from dspy_flashevolve.engine.steps import Reservation, Step, StepEnded
 
 logger = logging.getLogger(__name__)
@@ -141,6 +141,7 @@ class _Flight:
 
     landed: anyio.Event = field(default_factory=anyio.Event)
     result: Rollout | None = None
+    slot: Slot | None = None
 
 
 class Rollouts:
@@ -154,8 +155,8 @@ class Rollouts:
         timeout_seconds: a run of a rollout that takes longer, from the grant of its slot, is cancelled and counts as a
             :class:`TransientError`. The time in which it has given its slot back, since its provider said when to come
             back, does not count. Code that runs in a thread cannot be cancelled: a program there is left behind, and
-            a metric there, which is the end of a rollout, is waited for. None for no bound. Requests of any kind may
-            have another end: that of one LM call, see ``Pace``.
+            a metric there, which is the end of a rollout, is waited for. None for no bound. Whatever runs in a slot
+            may have another end: that of one LM call, see ``Pace``.
         journal: where rollouts and replies are written down; None for nowhere.
     """
 
@@ -290,8 +291,13 @@ class Rollouts:
         if self._single_flight:
             self._flights[key] = flight
         one = _Run(self, key, stage, step, pays, call, record)
+
+        async def once(attempt: int) -> Rollout:
+            flight.slot = current_slot()
+            return await one.once(attempt)
+
         try:
-            flight.result = await self._retried(stage, step, one.once, behind=behind, granted=granted)
+            flight.result = await self._retried(stage, step, once, behind=behind, granted=granted)
             self._answered.add(example)
         except RolloutUnresolvedError as error:
             if failed is None or not error.unanswerable:
@@ -303,6 +309,12 @@ class Rollouts:
                 del self._flights[key]
             flight.landed.set()
         return flight.result, True
+
+    def without_answer(self, split: str) -> set[Hashable]:
+        """Examples that get no answer, and those of which a rollout waits to be asked for again."""
+        waiting = [key for key, flight in self._flights.items() if flight.slot is not None and flight.slot.is_paused]
+        both = [*self.unanswerable, *((key.split, key.example) for key in waiting)]
+        return {example for of, example in both if of == split}
 
     def is_unanswered(self, key: RolloutKey) -> bool:
         """Whether a rollout fails because nobody answers it: its score says nothing of its candidate."""

@@ -105,6 +105,7 @@ class EvolutionRun:
         self._recorded: list[Unfinished] = []
         self._next = 0
         self._exhausted = self._broken = False
+        self._at_least = 0
         self._beside = 0
         self._put_off: list[Work] = []
         self._start: Callable[[Work], object] = self._put_off.append
@@ -215,6 +216,7 @@ class EvolutionRun:
         may_open: Callable[[], str | None] = lambda: None,
         ended: Callable[[Step, End], Awaitable[None]] | None = None,
         first: int = 0,
+        at_least: int = 0,
         watchers: Iterable[Work] = (),
     ) -> None:
         """Open steps until there is nothing to do or a stop is asked for, and wait for the last of them.
@@ -230,6 +232,7 @@ class EvolutionRun:
             may_open: why no further step may start, by a limit of the loop's own; None while one may.
             ended: awaited at each step's end, before another starts in its place.
             first: number of the first step.
+            at_least: steps with a number below it start however soon ``max_seconds`` are over.
             watchers: what runs beside the steps until the last one has ended.
 
         Raises:
@@ -240,7 +243,7 @@ class EvolutionRun:
         self._rule = LiveSteps(1, strict=True) if self.lockstep else admission or LiveSteps(self.slots)
         self._reserve = reserve or (lambda: self.budget.reserve(calls))
         self._next, self._exhausted, self._most_calls = max(first, self._next), False, calls
-        self._broken = False
+        self._broken, self._at_least = False, at_least
         self._recorded = [] if self.journal is None else self.journal.unfinished
         failures: list[BaseException] = []
 
@@ -520,6 +523,9 @@ class EvolutionRun:
 
     async def _watch_time(self, most: float) -> None:
         await anyio.sleep(max(0.0, self.clock.began + most - self.clock()))
+        least = self._at_least
+        while self._next < least or any(not one.has_begun for one in self._live.values() if one.number < least):
+            await self.changed()
         self.stop(f"max_seconds={most:g} is over", "finished")
         self.endpoints.hurry()
 

@@ -14,8 +14,8 @@ import heapq
 import math
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, nullcontext
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from statistics import median
@@ -23,7 +23,7 @@ from typing import Protocol, TypeVar
 
 import anyio
 
-from dspy_flashevolve.engine.errors import ConfigurationError
+from dspy_flashevolve.engine.errors import ConfigurationError, TransientError
 
 T = TypeVar("T")
 Priority = tuple[float, int]
@@ -228,6 +228,8 @@ class Slot:
         self.held = False
         self.bound: anyio.CancelScope | None = None
         """Ends the work in the slot at its deadline; the time of a pause does not count. None for no bound."""
+        self.shield: anyio.CancelScope | None = None
+        """Around what is not cancelled with the rest: a metric in a thread."""
 
     async def take(self, behind: int = 0) -> None:
         """Wait for the slot in the run's order, unless it is held. One that has been closed takes none."""
@@ -267,6 +269,11 @@ class Slot:
         if self._pauses == 0 and self.bound is not None:
             self.bound.deadline = anyio.current_time() + self._left_seconds
 
+    @property
+    def is_paused(self) -> bool:
+        """Something in it waits to be asked for again."""
+        return self._pauses > 0
+
     def close(self) -> None:
         """Give the slot back for good."""
         self._closed = True
@@ -284,6 +291,26 @@ _slot: ContextVar[Slot | None] = ContextVar("flashevolve_slot", default=None)
 def current_slot() -> Slot | None:
     """The slot in which this code runs, which threads and tasks of a request inherit; None outside of any."""
     return _slot.get()
+
+
+@contextmanager
+def shielded() -> Generator[None, None, None]:
+    """What is inside is not cancelled from without, but ended where a request that it makes takes too long.
+
+    Raises:
+        TransientError: it was.
+    """
+    slot = current_slot()
+    with anyio.CancelScope(shield=True) as scope:
+        if slot is not None:
+            slot.shield = scope
+        try:
+            yield
+        finally:
+            if slot is not None:
+                slot.shield = None
+    if scope.cancelled_caught:
+        raise TransientError("no answer in time to a request of the metric's", of_request=True)
 
 
 class Scheduler:

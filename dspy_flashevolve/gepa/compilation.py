@@ -159,7 +159,6 @@ class Compilation:
             max_outage_seconds=optimizer.workflow.max_outage_seconds,
             median_seconds=optimizer.workflow.median_seconds,
             seed=optimizer.seed,
-            paced=not lockstep,
             journal=journal,
             shown_calls=optimizer.max_metric_calls,
         )

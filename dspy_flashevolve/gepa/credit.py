@@ -196,7 +196,8 @@ class Credit:
         self._compositions: dict[str, frozenset[int]] = {hash_of(base): frozenset()}
         self._evidence, self._fitted = Evidence(), 0
         self._effects = Effects(np.zeros(0), np.zeros(0), (PRIOR_MEAN * noise, PRIOR_SD * noise))
-        self._validated = frozenset[int]()
+        self._tried: dict[int, frozenset[int]] = {}
+        """Step that validates a head, or has -> the head's changes, the newest last."""
 
     def saw(self, candidate: str, split: str, example: Hashable, score: float) -> None:
         """Take the score of a rollout as evidence, where the candidate is made of known changes.
@@ -267,21 +268,22 @@ class Credit:
         mean = self._means()
         helpful = sorted((-effect, number) for number, effect in enumerate(mean) if effect > 0)
         chosen = self._without_rivals([number for _, number in helpful])
-        gain = sum(mean[one] for one in chosen - self._validated) - sum(mean[one] for one in self._validated - chosen)
+        last = next(reversed(self._tried.values()), frozenset[int]())
+        gain = sum(mean[one] for one in chosen - last) - sum(mean[one] for one in last - chosen)
         return Head(self._compose(chosen), chosen, gain)
 
-    def tries(self, head: Head) -> None:
+    def tries(self, step: int, head: Head) -> None:
         """A head is on its way to its validation: later ones are compared with it."""
-        self._validated = head.changes
+        self._tried[step] = head.changes
 
     def validated(self, head: Texts, index: int) -> None:
         """The best of the validated heads is in gepa's pool at ``index``; one of an earlier base stands for itself."""
         if self.is_made_of_changes(head):
             self.parent = index
 
-    def stays_on(self, candidate: Texts) -> None:
-        """A head that was tried was not validated after all: later ones are compared with the last that was."""
-        self._validated = self._compositions.get(hash_of(candidate), frozenset())
+    def gives_up(self, step: int) -> None:
+        """The head of a step was not validated after all: later ones are compared with the last of the others."""
+        self._tried.pop(step, None)
 
     def stand_on(self, candidate: Texts, index: int) -> None:
         """Put changes on another candidate from now on; those of components that it has written anew are gone."""
@@ -291,13 +293,14 @@ class Credit:
         self.parent = index
 
     def kept(self) -> dict[str, Any]:
-        """What :meth:`restore` needs beside the candidates and their rollouts; JSON."""
+        """What :meth:`restore` needs beside the candidates and their rollouts, and the estimates, for people; JSON."""
         return {
             "base": self._base,
             "parent": self.parent,
             "changes": [asdict(one) for one in self._changes],
             "steps": self._steps,
-            "tried": sorted(self._validated),
+            "tried": [[step, sorted(changes)] for step, changes in self._tried.items()],
+            "effects": [[one.effect, one.error] for one in self.records()],
         }
 
     def restore(
@@ -312,7 +315,7 @@ class Credit:
         """
         self._begin(kept["base"], [Change(**one) for one in kept["changes"]], list(kept["steps"]))
         self.parent = kept["parent"]
-        self._validated = frozenset(kept["tried"])
+        self._tried = {step: frozenset(changes) for step, changes in kept["tried"]}
         for name, texts in candidates.items():
             found = changes_in(self._base, texts, self._changes) if texts.keys() == self._base.keys() else None
             if found is not None:

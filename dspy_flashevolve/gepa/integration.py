@@ -206,7 +206,7 @@ class Integrations:
             "integrate", lead, self._module, inputs, lm=self._lm, read=lambda one: read_answer(one, request),
             record=record,
         )  # fmt: skip
-        self.calls += max(1, asked.calls)
+        self.calls += asked.calls
         return asked.answer or Integration({}, (), failed=asked.spent.error or "no answer")
 
     # Screening what was integrated.

@@ -170,6 +170,8 @@ class GepaLoop:
             watchers=[] if self._integrations is None else [self._integrations.watch],
         )
         self._evaluations.set_aside.refund()
+        if self._credit is not None:
+            await pool.write(self._keep, self._credit)
 
     async def step(self, step: Step) -> End:
         """One step. A part of it that finds nothing to go on with ends the step by raising :class:`StepEnded`."""
@@ -253,7 +255,7 @@ class GepaLoop:
         credit, head = self._credit, self._due(least, last)
         if credit is None or head is None:
             return []
-        credit.tries(head)
+        credit.tries(step.number, head)
         self._keep(credit)
         if self._run.journal is not None:
             self._run.journal.journal.keep(_head_of(step), self._run.journal.candidate(head.candidate))
@@ -288,7 +290,7 @@ class GepaLoop:
     def _not_validated(self, step: Step) -> None:
         """A head's validation came to nothing: it may be tried again."""
         if self._credit is not None and step.number in self._validating:
-            self._credit.stays_on(self._pool.state.program_candidates[self._credit.parent])
+            self._credit.gives_up(step.number)
             self._keep(self._credit)
 
     def _learn(self, step: Step, commits: Sequence[Commit]) -> None:
@@ -378,7 +380,7 @@ class GepaLoop:
         pool, task, evaluation = self._pool, parent.task, parent.evaluation
         journal = self._run.journal
         if journal is not None and journal.reply(step.number, "propose", str(parent.index)) is not None:
-            return _Prepared(parent, [], {})  # it was proposed before the run was interrupted
+            return _Prepared(parent, [], {}, is_paid=True)
         reason = await pool.write(callbacks.nothing_to_improve, pool, step, task, evaluation)
         if reason is not None:
             return End(EndKind.REJECTED, reason)
@@ -409,7 +411,7 @@ class GepaLoop:
             return one
         parent_texts, record, reason = one.parent.task.parent_candidate, _ProposalRecord(one), ""
         for attempt in range(ATTEMPTS):
-            self._reflections += 1
+            self._reflections += not one.is_paid
             try:
                 made = await self._run.rollouts.request(
                     "propose",
@@ -641,8 +643,7 @@ class GepaLoop:
 
     def _unanswerable(self) -> set[Any]:
         """Training examples that minibatches avoid; in lockstep they are dspy.GEPA's."""
-        split = self._evaluations.train_split
-        return set() if self._run.lockstep else {one for of, one in self._run.rollouts.unanswerable if of == split}
+        return set() if self._run.lockstep else self._run.rollouts.without_answer(self._evaluations.train_split)
 
     def _log(self, message: str) -> None:
         self._pool.logger.log(message)
@@ -651,11 +652,12 @@ class GepaLoop:
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    """A task that is ready to be reflected on."""
+    """A task that is ready to be reflected on; one whose child was written before an interruption is paid."""
 
     parent: Parent
     components: list[str]
     dataset: Any
+    is_paid: bool = False
 
 
 class _ProposalRecord:

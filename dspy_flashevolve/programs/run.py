@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar, cast
 
 import dspy
 from dspy.primitives import Example, Module, Prediction
+from dspy.teleprompt.gepa.gepa_utils import DspyAdapter
 from dspy.utils.exceptions import AdapterParseError
 from dspy.utils.usage_tracker import track_usage
 
@@ -32,7 +33,7 @@ from dspy_flashevolve.programs.lm import LanguageModels, calls_of, cost_of, endp
 from dspy_flashevolve.programs.metric import Metric
 from dspy_flashevolve.programs.place import runs_on_loop
 from dspy_flashevolve.programs.records import Asked, ProgramRecord, ReplyText
-from dspy_flashevolve.programs.runner import ProgramRunner, plain_adapter, settings_snapshot
+from dspy_flashevolve.programs.runner import ProgramRunner
 from dspy_flashevolve.programs.vllm_metrics import watchers
 
 T = TypeVar("T")
@@ -63,7 +64,6 @@ class DspyRun(EvolutionRun):
             never.
         median_seconds: see :class:`Workflow`.
         seed: of the steps' randomness, and of jitter.
-        paced: LMs of ``dspy.LM`` are called so that refusals and retries hold no slot; False calls them as they are.
         retry: how often a request is made that the provider turns away, and when.
         journal: where the run is written down, so that it can go on; None for nowhere.
         shown_calls: what the progress bar and the statistics give as the budget. Default: ``max_metric_calls``.
@@ -86,7 +86,6 @@ class DspyRun(EvolutionRun):
         max_outage_seconds: float | None = OUTAGE_SECONDS,
         median_seconds: float | None = None,
         seed: int | None = 0,
-        paced: bool = True,
         retry: RetryPolicy | None = None,
         journal: RunJournal | None = None,
         shown_calls: int | None = None,
@@ -102,8 +101,8 @@ class DspyRun(EvolutionRun):
                 f"stages is {stages!r}, expected stage -> a list of what it asks: LMs, modules, or None for the "
                 "configured LM."
             )
-        self.settings = settings_snapshot()
-        """dspy's settings for the length of the run."""
+        self.settings = dict(dspy.settings.copy())
+        """dspy's settings for the length of the run: a later ``dspy.configure`` does not reach it."""
         lm, modules = self.settings.get("lm"), [one for listed in stages.values() for one in listed]
         slots, adaptive = width_of(self, [one for one in modules if isinstance(one, Module)])
         super().__init__(
@@ -124,7 +123,7 @@ class DspyRun(EvolutionRun):
         self.bus.subscribe(self.recorder)
         self.bus.subscribe(self._progress)
         redaction = Redaction(secrets_in(os.environ)) if journal is None else journal.journal.redaction
-        self.models = LanguageModels(self.endpoints, redaction, paced)
+        self.models = LanguageModels(self.endpoints, redaction)
         self.paced(lm)
         self.settings.update(self.models.settings)
         self._shown_calls = shown_calls or max_metric_calls
@@ -195,7 +194,7 @@ class DspyRun(EvolutionRun):
                     failure = error
             problem = "" if failure is None else f"{type(failure).__name__}: {failure}"[:300]
             spent = Spent(tokens_of(usage), cost_of(usage), problem)
-            return Asked(answer, failure, calls_of(usage), spent)
+            return Asked(answer, failure, max(1, calls_of(usage)), spent)
 
         return await self.rollouts.request(stage, step, call, lambda one: one.spent, record)
 
@@ -215,8 +214,9 @@ class DspyRun(EvolutionRun):
             StepEnded: as failed: no reply fitted its format.
             Exception: what the module raised.
         """
-        record = None if self.journal is None else ReplyText(position)
-        asked = await self.asked(stage, step, module, inputs, lm=lm, read=lambda answer: answer, record=record)
+        asked = await self.asked(
+            stage, step, module, inputs, lm=lm, read=lambda answer: answer, record=ReplyText(position)
+        )
         if isinstance(asked.error, AdapterParseError):
             raise StepEnded(EndKind.FAILED, f"no reply in its format: {asked.error}") from asked.error
         if asked.error is not None:
@@ -235,7 +235,7 @@ class DspyRun(EvolutionRun):
             failure_score: of an example on which the program or the metric raises, or the score is no finite number.
             metric_lock: call the metric once at a time.
         """
-        adapter = plain_adapter(student, metric, failure_score)
+        adapter = DspyAdapter(student, metric, feedback_map={}, failure_score=failure_score)  # reflects on nothing
         scorer = Metric(metric, self.threads, metric_lock)
         return ProgramRunner(adapter, scorer, self.threads, self.models, finite=True)
 
@@ -268,14 +268,13 @@ class DspyRun(EvolutionRun):
             RolloutUnresolvedError: the provider gave no answer.
             RunAbortedError: the provider refused for good.
         """
-        record = None if self.journal is None else ProgramRecord(runner.records, candidate, example, traced)
         rollout, _ = await self.rollouts.rollout(
             RolloutKey(name or hash_of(candidate), split, example_id, traced),
             stage,
             step,
             step.reservation if pays is None else pays,
             lambda: runner.rollout(candidate, example, capture_traces=traced),
-            record,
+            ProgramRecord(runner.records, candidate, example, traced),
             failed=lambda reason: runner.failed(reason, traced),
             behind=behind,
             granted=granted,
