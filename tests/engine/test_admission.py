@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from dspy_flashevolve.engine.admission import LiveSteps, Load
 from dspy_flashevolve.engine.errors import ConfigurationError
 from dspy_flashevolve.engine.staleness import Full
-from dspy_flashevolve.gepa.compilation import admission_of
 from dspy_flashevolve.gepa.evaluate import Workflow
+from dspy_flashevolve.gepa.step import admission_of
 
 RULES = st.builds(LiveSteps, st.integers(1, 64), st.none() | st.integers(1, 64), st.floats(0, 30), st.integers(1, 8))
 CALLS = st.tuples(st.integers(0, 5000) | st.none(), st.integers(0, 5000), st.floats(0, 200))
