@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -11,7 +13,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from benchmarks.methods import Limits, method
-from benchmarks.results import Spread, append_json_lines, commit, middle, shown
+from benchmarks.results import Scored, Spread, append_json_lines, commit, middle, shown
 from benchmarks.tasks import task_kind
 from benchmarks.trajectory import Point
 from benchmarks.virtual import Setting, run_virtually
@@ -22,7 +24,7 @@ TOLERANCE = 1e-9
 
 
 @dataclass(frozen=True)
-class Row:
+class Row(Scored):
     """One run. Figures are taken at the limit, before the drain, unless their name says otherwise.
 
     Attributes:
@@ -101,19 +103,6 @@ class Row:
     error: str = ""
     trajectory: list[list[float | int | None]] = field(default_factory=list)
     commit: str = ""
-
-    @property
-    def score(self) -> float | None:
-        """The true score; the best validated one in a row that has none."""
-        return self.best_score if self.true_score is None else self.true_score
-
-    @property
-    def gain(self) -> float | None:
-        """How far the score lies above the seed program's; `None` without one, or after an error."""
-        seed = self.seed_score if self.true_score is None else self.seed_true_score
-        if self.error or self.score is None or seed is None:
-            return None
-        return self.score - seed
 
     def true_score_at(self, seconds: float) -> float | None:
         """The true score after so many seconds; `None` where the run was shorter, or had none yet."""
@@ -285,3 +274,20 @@ def score_spread(rows: Sequence[Row]) -> str:
         return "-"
     spread = Spread.of(scores)
     return f"{spread.median:.3f} ({spread.low:.3f}-{spread.high:.3f})"
+
+
+def carry_out(
+    benchmark: str, jobs: Sequence[Job], options: argparse.Namespace, report: Callable[[Sequence[Row]], str]
+) -> int:
+    """Make the runs that the file has not, print the tables of all; 1 when one ended in an error.
+
+    Args:
+        options: of the command: `out`, `fresh` and `jobs`.
+    """
+    os.environ.setdefault("TQDM_DISABLE", "1")
+    there, left = missing(jobs, options.out, options.fresh)
+    rows = {row.key: row for row in [*there, *make(benchmark, left, options.jobs, options.out)]}
+    every_row = [rows[job.row.key] for job in jobs]
+    problems = [f"{row.title}: {row.error}" for row in every_row if row.error]
+    print("\n".join(["", report(every_row), *problems]))
+    return int(bool(problems))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dspy_flashevolve import ConfigurationError, Workflow
-from dspy_flashevolve.engine.workflow import BARRIERS
+from dspy_flashevolve.gepa.evaluate import BARRIERS
 
 ADAPTIVE_START = 8
 """Slots that an adaptive run begins with (`dspy.settings.num_threads`)."""

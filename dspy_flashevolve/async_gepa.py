@@ -18,9 +18,9 @@ from gepa.proposer.reflective_mutation.base import ReflectionComponentSelector
 
 from dspy_flashevolve.engine.errors import ConfigurationError
 from dspy_flashevolve.engine.staleness import StalenessPolicy, policy_named
-from dspy_flashevolve.engine.workflow import Workflow
 from dspy_flashevolve.gepa.compilation import Best, Compilation
-from dspy_flashevolve.gepa.options import GepaOptions, check_options
+from dspy_flashevolve.gepa.evaluate import Workflow
+from dspy_flashevolve.gepa.options import check_options
 from dspy_flashevolve.programs.lm import rates_of
 from dspy_flashevolve.programs.metric import check_metric
 from dspy_flashevolve.programs.run import Schedule, check_counts, check_data, check_limits, check_run
@@ -177,7 +177,7 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
         self.metric_lock = metric_lock
         self._best = Best()
         self._check_arguments()
-        check_options(GepaOptions.of(self))
+        check_options(self)
         self._check_callbacks()
 
     def compile(
@@ -267,7 +267,7 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
                 "validated first, on every validation example. Give a larger budget or a smaller valset."
             )
         self._warn_of_small_budget(size)
-        compilation = Compilation(self, GepaOptions.of(self), student, trainset, valset)
+        compilation = Compilation(self, student, trainset, valset)
         self._best = compilation.best
         return compilation
 

@@ -179,21 +179,25 @@ class Credit:
     """
 
     def __init__(self, seed: Texts, code: Collection[str], undecided: int, scale: float) -> None:
-        self._base, self._code, self._undecided, self.scale = dict(seed), frozenset(code), undecided, scale
-        self._era = 0
-        self._changes: list[Change] = []
-        self._steps: list[int] = []
-        self._born: list[int] = []
-        """Rollouts that there were when each change came."""
-        self._numbers: dict[tuple[str, str, str], int] = {}
-        self._compositions: dict[str, frozenset[int]] = {hash_of(seed): frozenset()}
-        self._evidence = Evidence()
-        self._effects = Effects(np.zeros(0), np.zeros(0), self._first_prior())
-        self._fitted = 0
-        self._tried: dict[int, frozenset[int]] = {}
-        """Step that validates a head, or has -> the head's changes, the newest last."""
+        self._code, self._undecided, self.scale = frozenset(code), undecided, scale
+        self._era = -1
         self.parent = 0
         """The pool's index of the last validated head."""
+        self._begin(seed, [], [])
+
+    def _begin(self, base: Texts, changes: list[Change], steps: list[int]) -> None:
+        """Put changes, each with the step that made it, on a base; nothing is known of them."""
+        noise = FIRST_NOISE * self.scale
+        self._era += 1
+        self._base, self._changes, self._steps = dict(base), changes, steps
+        self._born = [0] * len(changes)
+        """Rollouts that there were when each change came."""
+        self._numbers = {one.identity: number for number, one in enumerate(changes)}
+        self._compositions: dict[str, frozenset[int]] = {hash_of(base): frozenset()}
+        self._evidence, self._fitted = Evidence(), 0
+        self._effects = Effects(np.zeros(0), np.zeros(0), (PRIOR_MEAN * noise, PRIOR_SD * noise))
+        self._tried: dict[int, frozenset[int]] = {}
+        """Step that validates a head, or has -> the head's changes, the newest last."""
 
     def saw(self, candidate: str, split: str, example: Hashable, score: float) -> None:
         """Take the score of a rollout as evidence, where the candidate is made of known changes.
@@ -285,14 +289,8 @@ class Credit:
         """Put changes on another candidate from now on; those of components that it has written anew are gone."""
         texts = {name for name, text in candidate.items() if text != self._base[name]}
         kept = [number for number, one in enumerate(self._changes) if one.component not in texts]
-        self._changes, self._steps = [self._changes[one] for one in kept], [self._steps[one] for one in kept]
-        self._born = [0] * len(kept)
-        self._numbers = {one.identity: number for number, one in enumerate(self._changes)}
-        self._era += 1
-        self._base, self._tried, self.parent = dict(candidate), {}, index
-        self._compositions = {hash_of(candidate): frozenset()}
-        self._evidence, self._fitted = Evidence(), 0
-        self._effects = Effects(np.zeros(0), np.zeros(0), self._first_prior())
+        self._begin(candidate, [self._changes[one] for one in kept], [self._steps[one] for one in kept])
+        self.parent = index
 
     def kept(self) -> dict[str, Any]:
         """What :meth:`restore` needs beside the candidates and their rollouts; JSON."""
@@ -314,10 +312,8 @@ class Credit:
             candidates: hash -> texts of all that were run.
             rollouts: what :meth:`saw` was told then.
         """
-        self._base, self.parent, self._steps = dict(kept["base"]), kept["parent"], list(kept["steps"])
-        self._changes = [Change(**one) for one in kept["changes"]]
-        self._born = [0] * len(self._changes)
-        self._numbers = {one.identity: number for number, one in enumerate(self._changes)}
+        self._begin(kept["base"], [Change(**one) for one in kept["changes"]], list(kept["steps"]))
+        self.parent = kept["parent"]
         self._tried = {step: frozenset(changes) for step, changes in kept["tried"]}
         for name, texts in candidates.items():
             found = changes_in(self._base, texts, self._changes) if texts.keys() == self._base.keys() else None
@@ -371,7 +367,3 @@ class Credit:
         if self._changes and len(self._evidence) - self._fitted >= 12 + len(self._evidence) // 50:
             self._fitted = len(self._evidence)
             self._effects = self._evidence.effects(len(self._changes), self.scale)
-
-    def _first_prior(self) -> tuple[float, float]:
-        noise = FIRST_NOISE * self.scale
-        return PRIOR_MEAN * noise, PRIOR_SD * noise

@@ -97,6 +97,16 @@ def test_an_error_of_a_run_stands_in_its_row(
     assert "async" in capsys.readouterr().out
 
 
+def test_a_report_draws_the_true_scores_over_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, picture = tmp_path / "runs.jsonl", tmp_path / "scores.png"
+    ends = ["--tasks", "few", "--methods", "async", "--calls", "0", "--seconds", "20"]
+    size = ["--jobs", "1", "--seeds", "1", "--slots", "8", "--train", "8", "--val", "8"]
+    assert compare.main([*ends, *size, "--out", str(out)]) == 0
+    assert compare.main(["--report", str(out), *ends, "--picture", str(picture)]) == 0
+    assert "few" in capsys.readouterr().out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
 def test_only_what_was_paid_within_the_limit_counts() -> None:
     points = (
         Point(1.0, 60, best_score=0.1),

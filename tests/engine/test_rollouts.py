@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dspy_flashevolve.engine.budget import Budget, Reservation
 from dspy_flashevolve.engine.endpoints import Endpoints, RetryPolicy, Sent
 from dspy_flashevolve.engine.errors import RolloutUnresolvedError, RunAbortedError, TransientError
 from dspy_flashevolve.engine.events import Event, EventBus, RequestFinished, RolloutFinished, RolloutTimedOut
@@ -29,8 +28,8 @@ from dspy_flashevolve.engine.rollouts import (
     metric_begins,
 )
 from dspy_flashevolve.engine.scheduler import Scheduler, current_slot
-from dspy_flashevolve.engine.steps import EndKind, StepEnded
-from dspy_flashevolve.programs.metric import Metric
+from dspy_flashevolve.engine.steps import Budget, EndKind, Reservation, StepEnded
+from dspy_flashevolve.programs.runner import Metric
 from dspy_flashevolve.sim.virtual import run
 from tests.engine.stepped import STAGES, Asker
 

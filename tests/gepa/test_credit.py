@@ -286,6 +286,15 @@ def test_what_is_kept_as_json_makes_the_same_head_again() -> None:
     assert [one.part for one in again.records()] == [one.part for one in task.credit.records()]
 
 
+def test_where_changes_stood_on_a_rewrite_the_seed_is_not_taken_for_it_by_a_run_that_goes_on() -> None:
+    credit, rewritten = Credit(SEED, (), 16, 1.0), {"answer": "Everything is different."}
+    credit.stand_on(rewritten, 4)
+    again = Credit(SEED, (), 16, 1.0)
+    again.restore(json.loads(json.dumps(credit.kept())), {hash_of(SEED): SEED, hash_of(rewritten): rewritten}, [])
+    assert again.is_made_of_changes(rewritten)
+    assert not again.is_made_of_changes(SEED), "its rollouts say nothing of the rewrite"
+
+
 # Evidence that is much, or says little, or is nonsense
 
 

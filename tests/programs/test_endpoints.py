@@ -19,7 +19,6 @@ from dspy.utils.dummies import DummyLM
 from dspy.utils.exceptions import LMAuthError, LMRateLimitError, LMServerError, LMTimeoutError
 
 from dspy_flashevolve import AsyncGEPA, Workflow
-from dspy_flashevolve.engine.budget import Budget
 from dspy_flashevolve.engine.endpoints import Endpoints, RetryPolicy, groups_of
 from dspy_flashevolve.engine.errors import RolloutUnresolvedError, TransientError
 from dspy_flashevolve.engine.events import Event, EventBus, LimitChanged
@@ -27,6 +26,7 @@ from dspy_flashevolve.engine.limits import Bounds
 from dspy_flashevolve.engine.loop import Threads
 from dspy_flashevolve.engine.rollouts import Rollout, RolloutKey, Rollouts
 from dspy_flashevolve.engine.scheduler import Scheduler
+from dspy_flashevolve.engine.steps import Budget
 from dspy_flashevolve.programs.faults import raise_provider_fault, retry_after_of
 from dspy_flashevolve.programs.lm import LanguageModels, endpoint_of, endpoints_of
 from dspy_flashevolve.programs.place import answers_asynchronously
@@ -595,14 +595,20 @@ def test_task_and_reflection_models_of_one_server_share_its_limit(narrow: SimSer
 
 async def gauges_of(url: str, seconds: float) -> list[tuple[float, ...]]:
     seen: list[tuple[float, ...]] = []
-    with anyio.move_on_after(seconds):
-        await watch(url, lambda *gauges: seen.append(gauges), every_seconds=0.02)
+    with anyio.move_on_after(seconds) as bound:
+
+        def report(*gauges: float) -> None:
+            seen.append(gauges)
+            if len(seen) > 1:
+                bound.cancel()
+
+        await watch(url, report, every_seconds=0.02)
         seen.append(())
     return seen
 
 
 def test_the_servers_gauges_are_read(narrow: SimServer) -> None:
-    seen = asyncio.run(gauges_of(f"{narrow.url}/metrics", 0.4))
+    seen = asyncio.run(gauges_of(f"{narrow.url}/metrics", 60.0))
     assert len(seen) > 1
     assert set(seen) == {(0.0, 0.0, 0.0)}
 
