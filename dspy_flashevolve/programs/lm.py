@@ -52,6 +52,8 @@ from dspy_flashevolve.programs.faults import (
 T = TypeVar("T")
 REQUEST_SECONDS = 600.0
 """The longest that a request may take in all where its LM has no ``timeout``."""
+LATE_SECONDS = 0.5
+"""The LM's own timeout, where it sees one, comes first: it leaves no thread behind."""
 CACHED_SECONDS = 0.01
 """An answer that took less and reports no tokens came from a cache, and says nothing of the endpoint."""
 
@@ -203,12 +205,14 @@ class Pace:
                     result = self.models.redaction.known(request(lm, **again))
             except Exception as error:
                 waits.call(timer.end)
-                if not waits.wait(_untimed(slot, self._waits_again, error, sent, None)):
+                if not waits.wait(_untimed(slot, self._waits_again, error, sent, None)) or timer.is_over:
                     raise
                 again = _afresh(error)
             else:
                 waits.call(timer.end)
                 waits.call(self._answered, sent, usage, waits.loop.time() - began)
+                if timer.is_over:  # the thread was left behind: what it works on is made again elsewhere
+                    raise LMTimeoutError(f"no answer within {self.seconds:g} seconds")
                 return result
             finally:
                 waits.call(endpoint.leave, sent)
@@ -283,11 +287,16 @@ class _Timer:
     def __init__(self, seconds: float, slot: Slot | None) -> None:
         self._seconds, self._slot = seconds, slot
         self._handle: asyncio.TimerHandle | None = None
+        self.is_over = False
 
     def begin(self) -> None:
         bound = None if self._slot is None else self._slot.shield or self._slot.bound
         if bound is not None:
-            self._handle = asyncio.get_running_loop().call_later(self._seconds, bound.cancel)
+            self._handle = asyncio.get_running_loop().call_later(self._seconds + LATE_SECONDS, self._cut, bound)
+
+    def _cut(self, bound: anyio.CancelScope) -> None:
+        self.is_over = True
+        bound.cancel()
 
     def end(self) -> None:
         if self._handle is not None:
