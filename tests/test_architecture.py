@@ -47,7 +47,6 @@ ASSIGNED = {
     ("_executor", "_max_workers"): "the standard library's executor has no other way to grow",
     ("budget", "spent"): "a run that goes on has spent what its checkpoint says",
     ("journal", "spent"): "the same",
-    ("pool", "version"): "the same",
     ("_writer", "playbook"): "a run that goes on has the playbook that its journal says",
     ("counts", "*"): "counters",
     ("counters", "*"): "counters",
