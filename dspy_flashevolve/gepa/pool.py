@@ -6,7 +6,7 @@ The pool is gepa's engine without its loop: how a candidate is added, reported a
 
 Here are also the frozen records that flow from stage to stage of a step, and the candidates that steps may build on
 before their validation has confirmed them. These stand beside gepa's state, which only ever holds confirmed candidates
-and stays readable by gepa. The first is the seed itself: steps start from it while it is being validated.
+and stays readable by gepa. Steps start from the seed, too, while it is being validated.
 """
 
 from __future__ import annotations
@@ -15,31 +15,29 @@ import json
 import os
 import pickle
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Awaitable, Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, ParamSpec, TypeVar
 
-import anyio
 from gepa.core.adapter import EvaluationBatch
 from gepa.core.callbacks import notify_callbacks
 from gepa.core.data_loader import DataLoader
 from gepa.core.engine import GEPAEngine
-from gepa.core.result import GEPAResult
 from gepa.core.state import EvaluationCache, GEPAState, ValsetEvaluation, initialize_gepa_state
 from gepa.gepa_utils import json_default
 from gepa.proposer.base import CandidateProposal
 from gepa.strategies.proposal_sampling import ProposalTask
 
-from dspy_flashevolve.engine.errors import ConfigurationError, RolloutUnresolvedError
 from dspy_flashevolve.engine.loop import Threads
 from dspy_flashevolve.engine.redaction import make_private
 from dspy_flashevolve.engine.replay import RunJournal, id_text
+from dspy_flashevolve.engine.run import EvolutionRun
 from dspy_flashevolve.engine.staleness import PastCommit
 from dspy_flashevolve.engine.steps import Step
-from dspy_flashevolve.gepa.options import GepaOptions, Parts, strategies_of
+from dspy_flashevolve.gepa.options import Parts, strategies_of
 from dspy_flashevolve.programs.records import kept
 
 Candidate = dict[str, str]
@@ -59,31 +57,6 @@ class Selected:
     bases: tuple[int | None, ...]
 
 
-class LateRollouts:
-    """The rest of a minibatch whose evaluation was released early."""
-
-    def __init__(self) -> None:
-        self._ended = anyio.Event()
-        self._batch: Batch | None = None
-        self._error: Exception | None = None
-
-    async def complete(self) -> Batch:
-        """The evaluation on the whole minibatch, when it is there.
-
-        Raises:
-            RolloutUnresolvedError: the provider gave no answer for a part of it.
-        """
-        await self._ended.wait()
-        if self._batch is None:
-            raise self._error or RolloutUnresolvedError("the run ended before the rest of the minibatch did")
-        return self._batch
-
-    def end(self, batch: Batch | None, error: Exception | None = None) -> None:
-        """Everything has finished."""
-        self._batch, self._error = batch, error
-        self._ended.set()
-
-
 @dataclass(frozen=True, slots=True)
 class Parent:
     """A task's parent on its minibatch.
@@ -91,14 +64,14 @@ class Parent:
     Args:
         index: position of the task in the step.
         evaluation: on the part of the minibatch that has finished.
-        late: the evaluation on all of it; None where nothing is missing.
+        late: waits for the evaluation on all of it; None where nothing is missing.
         base: see :class:`Selected`.
     """
 
     index: int
     task: ProposalTask[Any, Any]
     evaluation: Batch
-    late: LateRollouts | None
+    late: Callable[[], Awaitable[Batch]] | None
     base: int | None
 
 
@@ -108,13 +81,18 @@ class Child:
 
     Args:
         parent: what it was made from, on its minibatch.
+        texts: the components that the reflection wrote.
         feedback: what the metric said of the parent's rollouts.
     """
 
     parent: Parent
-    candidate: Candidate
-    metadata: dict[str, Any]
+    texts: Candidate
     feedback: tuple[str, ...] = ()
+
+    @property
+    def candidate(self) -> Candidate:
+        """The parent with the new texts."""
+        return {**self.parent.task.parent_candidate, **self.texts}
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,33 +113,31 @@ class Crossover:
 
 @dataclass(frozen=True, slots=True)
 class Screened:
-    """Proposals that passed their screen, to be validated.
+    """A proposal that passed its screen, to be validated.
 
     Args:
-        bases: handles of the speculative candidates that their parents are; see :class:`Selected`.
+        base: handle of the speculative candidate that its parent is; see :class:`Selected`.
     """
 
-    proposals: tuple[CandidateProposal[Any], ...]
-    bases: tuple[int | None, ...]
-    merge: bool = False
+    proposal: CandidateProposal[Any]
+    base: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Validated:
-    """Proposals with their validations, to be committed.
+    """A proposal with its validation, to be committed.
 
     Args:
-        calls: metric calls that each validation cost at most (cached examples cost none).
-        bases: see :class:`Screened`.
-        keys: for each the handle under which it could be selected while it was validated; None where it could not.
+        calls: metric calls that the validation cost at most (cached examples cost none).
+        base: see :class:`Screened`.
+        key: the handle under which it could be selected while it was validated; None where it could not.
     """
 
-    proposals: tuple[CandidateProposal[Any], ...]
-    evaluations: tuple[ValsetEvaluation[Any, Any], ...]
-    calls: tuple[int, ...]
-    bases: tuple[int | None, ...] = ()
-    keys: tuple[int | None, ...] = ()
-    merge: bool = False
+    proposal: CandidateProposal[Any]
+    evaluation: ValsetEvaluation[Any, Any]
+    calls: int
+    base: int | None
+    key: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,15 +161,13 @@ class Speculative:
         candidate: component -> text.
         parents: handles of speculative parents.
         indices: confirmed parents, as indices of gepa's pool.
-        generation: steps from the seed.
-        evaluation: what is known of its validation; None for the seed, which selection picks while it is alone.
+        evaluation: what is known of its validation.
     """
 
     key: int
     candidate: Candidate
     parents: tuple[int, ...] = ()
     indices: tuple[int, ...] = ()
-    generation: int = 0
     evaluation: ValsetEvaluation[Any, Any] | None = None
 
 
@@ -203,8 +177,7 @@ class SpeculativeCandidates:
     >>> waiting = SpeculativeCandidates()
     >>> head = waiting.add({"p": "text"})
     >>> child = waiting.add({"p": "longer text"}, parents=(head.key,))
-    >>> [gone.candidate["p"] for gone in waiting.remove(head.key)]
-    ['text', 'longer text']
+    >>> waiting.remove(head.key)
     >>> len(waiting)
     0
     """
@@ -223,9 +196,6 @@ class SpeculativeCandidates:
     def __contains__(self, key: int) -> bool:
         return key in self._waiting
 
-    def __getitem__(self, key: int) -> Speculative:
-        return self._waiting[key]
-
     def all(self) -> list[Speculative]:
         """All that wait, oldest first."""
         return list(self._waiting.values())
@@ -235,49 +205,30 @@ class SpeculativeCandidates:
         candidate: Candidate,
         parents: tuple[int, ...] = (),
         indices: tuple[int, ...] = (),
-        generation: int = 0,
         evaluation: ValsetEvaluation[Any, Any] | None = None,
     ) -> Speculative:
-        """Put a candidate up for speculation.
-
-        Raises:
-            ConfigurationError: a parent that does not wait.
-        """
-        unknown = [parent for parent in parents if parent not in self._waiting]
-        if unknown:
-            raise ConfigurationError(f"speculative parents {unknown} are not waiting; waiting: {list(self._waiting)}.")
-        entry = Speculative(self._next, dict(candidate), parents, indices, generation, evaluation)
+        """Put a candidate up for speculation; its speculative ``parents`` wait, too."""
+        entry = Speculative(self._next, dict(candidate), parents, indices, evaluation)
         self._waiting[entry.key] = entry
         self._next += 1
         return entry
 
-    def confirm(self, key: int, index: int | None = None) -> Speculative:
+    def confirm(self, key: int, index: int) -> None:
         """Its validation is done: it is an ordinary candidate now, and its children stand on firm ground.
 
+        It may have gone with one under it: its own validation has the last word.
+
         Args:
-            index: its place in gepa's pool; None leaves its children without it as a parent.
-
-        Raises:
-            ConfigurationError: it does not wait.
+            index: its place in gepa's pool.
         """
-        entry = self._known(key)
-        self._leave(entry, () if index is None else (index,))
-        return entry
-
-    def confirm_late(self, key: int, index: int) -> None:
-        """As :meth:`confirm`, for one that may have gone with one under it: its own validation has the last word."""
         if key in self._waiting:
-            self.confirm(key, index)
+            self._leave(self._waiting[key], (index,))
         self._settled[key] = (index,), ()
         self.fallen.discard(key)
 
-    def remove(self, key: int) -> list[Speculative]:
-        """Take it back with its descendants, as if they had never been there; returns them, it first.
-
-        Raises:
-            ConfigurationError: it does not wait.
-        """
-        gone = [self._known(key)]
+    def remove(self, key: int) -> None:
+        """Take one that waits back with its descendants, as if they had never been there."""
+        gone = [self._waiting[key]]
         for entry in list(self._waiting.values()):  # children always come after their parents
             if any(parent.key in entry.parents for parent in gone):
                 gone.append(entry)
@@ -286,7 +237,6 @@ class SpeculativeCandidates:
             self._leave(entry, entry.indices, heirs=entry.parents)
             self._settled[entry.key] = before.indices, before.parents  # one of these may be confirmed after all
             self.fallen.add(entry.key)
-        return gone
 
     def resolve(self, keys: tuple[int, ...]) -> tuple[int, ...]:
         """The confirmed candidates that stand for ``keys``: themselves, or where they did not last their parents."""
@@ -297,14 +247,8 @@ class SpeculativeCandidates:
             found += [*self.resolve(parents), *indices]
         return tuple(dict.fromkeys(found))
 
-    def _known(self, key: int) -> Speculative:
-        if key not in self._waiting:
-            raise ConfigurationError(f"candidate {key} is not speculative; waiting: {list(self._waiting)}.")
-        return self._waiting[key]
-
     def _leave(self, entry: Speculative, indices: tuple[int, ...], heirs: tuple[int, ...] = ()) -> None:
         """Take it out; its children get ``indices`` and ``heirs`` for parents in its place."""
-        self._settled[entry.key] = indices, heirs
         del self._waiting[entry.key]
         for child in [other for other in self._waiting.values() if entry.key in other.parents]:
             parents = [parent for parent in child.parents if parent != entry.key]
@@ -316,85 +260,85 @@ class SpeculativeCandidates:
 A = ParamSpec("A")
 T = TypeVar("T")
 State = GEPAState[Any, Any]
+CHECKPOINT_SECONDS = 5.0
+"""With ``log_dir``, the least time between two checkpoints of an asynchronous run; in lockstep every step is one."""
 
 
 class Pool(GEPAEngine[Any, Any, Any, Any]):
     """gepa's state, its version, the speculative candidates, and the thread that writes them.
 
     Args:
+        run: whose pool it is: its journal, metric calls and schedule.
+        optimizer: has dspy.GEPA's arguments as attributes.
         parts: gepa's strategies.
-        options: the run's configuration.
         adapter: keeps state of its own that is saved with the pool's.
         seed_candidate: component -> text.
-        trainset, valset: gepa's loaders.
+        trainset, valset: gepa's loaders; equal where there is one set of examples.
         logger: gepa's logger protocol.
-        checkpoint_seconds: with a run directory, the least time between two checkpoints; 0 saves at every step.
-        calls_made: metric calls made so far, those of live steps included.
-        journal: gets what is about to enter the pool, first; None for nowhere.
-        shares_randomness: steps draw from the strategies' randomness, not from their own.
-        caches_minibatches: put minibatch scores into gepa's evaluation cache. Its keys do not tell training from
-            validation examples, so this is right only where both are the same data, and where gepa is to be equalled.
+        best: a gepa callback that hears of candidates before all others.
     """
 
     def __init__(
         self,
+        run: EvolutionRun,
+        optimizer: Any,
         parts: Parts,
-        options: GepaOptions,
         adapter: Any,
         seed_candidate: Candidate,
         trainset: DataLoader[Any, Any],
         valset: DataLoader[Any, Any],
         logger: Any,
-        checkpoint_seconds: float,
-        caches_minibatches: bool,
-        calls_made: Callable[[], int],
-        journal: RunJournal | None = None,
-        shares_randomness: bool = False,
+        best: Any,
     ) -> None:
-        self.best = BestResult(lambda: self.state, options.run_dir, options.seed)
         super().__init__(
             adapter=adapter,
-            run_dir=options.run_dir,
+            run_dir=optimizer.log_dir,
             valset=valset,
             seed_candidate=seed_candidate,
-            perfect_score=options.perfect_score,
-            seed=options.seed,  # pyright: ignore[reportArgumentType]  # dspy.GEPA allows None too
+            perfect_score=optimizer.perfect_score,
+            seed=optimizer.seed,
             reflective_proposer=SimpleNamespace(trainset=trainset),  # pyright: ignore[reportArgumentType]
             merge_proposer=parts.merge,
-            frontier_type=options.get("frontier_type", "instance"),
+            frontier_type=optimizer.gepa_kwargs.get("frontier_type", "instance"),
             logger=logger,
             experiment_tracker=parts.tracker,
-            callbacks=[self.best, *(parts.callbacks or [])],  # pyright: ignore[reportArgumentType]  # gepa asks hasattr
-            track_best_outputs=options.track_best_outputs,
-            use_cloudpickle=options.get("use_cloudpickle", False),
+            callbacks=[best, *(parts.callbacks or [])],  # pyright: ignore[reportArgumentType]  # gepa asks hasattr
+            track_best_outputs=optimizer.track_best_outputs,
+            use_cloudpickle=optimizer.gepa_kwargs.get("use_cloudpickle", False),
             stop_callback=parts.stopper,
-            val_evaluation_policy=parts.evaluation_policy,
-            acceptance_criterion=parts.acceptance,
+            val_evaluation_policy=parts.val_evaluation_policy,
+            acceptance_criterion=parts.acceptance_criterion,
             selection_strategy=parts.selection_strategy,
             evaluation_cache=parts.cache,
         )
-        self.parts = parts
-        self.options = options
+        self.parts, self.best = parts, best
+        self.skips_perfect = optimizer.skip_perfect_score
+        """A parent's minibatch with perfect scores alone is not reflected on."""
+        self._draws_tree = self.run_dir is not None or optimizer.use_wandb or optimizer.use_mlflow
         self.trainset = trainset
         self.loader: DataLoader[Any, Any] = valset
-        self.caches_minibatches = caches_minibatches
-        self.version = 0
+        self.shares_randomness = run.lockstep
+        """Steps draw from the strategies' randomness, not from their own."""
+        self.caches_minibatches = run.lockstep or valset is trainset
+        """gepa's evaluation cache does not tell training from validation examples, so minibatch scores go into it only
+        where both are the same data, and where gepa is to be equalled."""
         self.seed_confirmed = False
         self.speculative = SpeculativeCandidates()
-        self.generations: list[int] = [0]
         self.state: State = self._provisional_state()
-        self._seed_key = self.speculative.add(seed_candidate).key
-        self._checkpoint_seconds = checkpoint_seconds
+        self._checkpoint_seconds = 0.0 if run.lockstep else CHECKPOINT_SECONDS
         self._saved_at = float("-inf")
         self._begun = set[int]()
-        self._calls_made = calls_made
-        self.journal = journal
-        self.shares_randomness = shares_randomness
+        self._budget, self.journal = run.budget, run.journal
         self._writer = Threads(1, "pool")
 
     async def write(self, call: Callable[A, T], *args: A.args, **kwargs: A.kwargs) -> T:
         """Run ``call`` in the writer's thread, after all calls made before."""
         return await self._writer.run(call, *args, **kwargs)
+
+    @property
+    def version(self) -> int:
+        """The count of commits."""
+        return len(self.state.program_candidates) - 1
 
     def close(self) -> None:
         """End the writer's thread, after the calls made before."""
@@ -420,8 +364,6 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
         if self.run_dir is None or not os.path.exists(os.path.join(self.run_dir, "gepa_state.bin")):
             return False
         self.confirm_seed(ValsetEvaluation[Any, Any]({}, {}, None))
-        self.generations = _generations(self.state.parent_program_for_candidate)
-        self.version = len(self.state.program_candidates) - 1
         return True
 
     def confirm_seed(self, evaluation: ValsetEvaluation[Any, Any]) -> None:
@@ -447,19 +389,18 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
             )
         early.__dict__.update(real.__dict__)
         self._sync_state_to_adapter(early)
-        self.speculative.confirm(self._seed_key)
         self.seed_confirmed = True
         self._report_seed()
         early.add_budget_hook(self._on_calls)
 
-    def save(self, *, force: bool = False) -> None:
-        """Write gepa's checkpoint, unless the last one is fresh enough."""
+    def save(self, *, force: bool = False) -> bool:
+        """Write gepa's checkpoint, unless the last one is fresh enough; whether it was written."""
         if not self.seed_confirmed or (not force and time.monotonic() - self._saved_at < self._checkpoint_seconds):
-            return
+            return False
         self._sync_adapter_state_to_state(self.state)
         counted = self.state.total_num_evals
         # What live steps have spent is spent, even if the run is killed before they end.
-        self.state.total_num_evals = max(counted, self._calls_made())
+        self.state.total_num_evals = max(counted, self._budget.spent)
         try:
             self._write_checkpoint()
         finally:
@@ -467,6 +408,7 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
             if self.run_dir is not None:
                 make_private(self.run_dir)
         self._saved_at = time.monotonic()
+        return True
 
     def _write_checkpoint(self) -> None:
         """As gepa does; outputs that cannot be pickled are written as the journal has them.
@@ -494,8 +436,7 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
 
     def begin_step(self, step: Step) -> dict[str, Any]:
         """Advance the iteration; returns the step's entry of the run log. One that goes on may have one already."""
-        if self.seed_confirmed and time.monotonic() - self._saved_at >= self._checkpoint_seconds:
-            self.save()
+        if self.save():
             self.notify("on_state_saved", iteration=self.state.i + 1, run_dir=self.run_dir)
         self.state.i = max(self.state.i, step.number)
         trace = self.log_entry(step)
@@ -509,14 +450,15 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
         Args:
             counts: the step is an iteration to stoppers that count those without improvement.
         """
+        self.count_calls()
         self._begun.discard(step.number)
         self.notify("on_iteration_end", iteration=step.number + 1, state=self.state, proposal_accepted=accepted)
         self.keep_strategies()
-        with self.parts.stopper.without_counters(not counts):
-            return self.should_stop()
+        return self.should_stop(counts)
 
-    def should_stop(self) -> bool:
+    def should_stop(self, counts: bool = True) -> bool:
         """Ask the stoppers; before the seed is confirmed there is nothing to ask them about."""
+        self.parts.stopper.asks_counters(counts)
         return self.seed_confirmed and self._should_stop(self.state)
 
     def keep_strategies(self) -> None:
@@ -532,7 +474,7 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
             self.state.increment_evals(calls)
 
     def _uncounted(self) -> int:
-        return max(0, self._calls_made() - self.state.total_num_evals) if self.seed_confirmed else 0
+        return max(0, self._budget.spent - self.state.total_num_evals) if self.seed_confirmed else 0
 
     def add(
         self, step: Step, proposal: CandidateProposal[Any], evaluation: ValsetEvaluation[Any, Any], calls: int
@@ -546,23 +488,20 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
                 valset_evaluation=self._writable(evaluation),
                 num_actual_evals=min(calls, self._uncounted()),
             )
-        self.version += 1
-        self.generations.append(1 + max(self.generations[parent] for parent in proposal.parent_program_ids))
         score = self.val_evaluation_policy.get_valset_score
         return Commit(
             index,
             self.version,
             score(index, self.state),
             score(best, self.state),
-            self.generations[index],
+            _generations(self.state.parent_program_for_candidate)[index],
             tuple(proposal.parent_program_ids),
         )
 
     def commits_since(self, version: int) -> list[PastCommit]:
         """What was committed after ``version``, oldest first."""
         state, found = self.state, list[PastCommit]()
-        first = len(state.program_candidates) - (self.version - version)
-        for index in range(max(1, first), len(state.program_candidates)):
+        for index in range(version + 1, len(state.program_candidates)):
             parents = [one for one in state.parent_program_for_candidate[index] if one is not None]
             parent = max(parents, key=self.score_of)
             texts, before = state.program_candidates[index], state.program_candidates[parent]
@@ -612,7 +551,7 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
         if isinstance(error, Exception):
             self.notify("on_error", iteration=self.state.i + 1, exception=error, will_continue=False)
         self._end_iterations()
-        self.state.total_num_evals = max(self.state.total_num_evals, self._calls_made())
+        self.state.total_num_evals = max(self.state.total_num_evals, self._budget.spent)
         self.save(force=True)
 
     def _end_iterations(self) -> None:
@@ -724,7 +663,7 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
 
     def _log_candidate_tree(self, state: State) -> None:
         """gepa draws the whole tree at every commit; only where somebody gets to see it."""
-        if self.run_dir is not None or self.options.use_wandb or self.options.use_mlflow:
+        if self._draws_tree:
             super()._log_candidate_tree(state)
 
     def _provisional_state(self) -> State:
@@ -752,40 +691,6 @@ def _generations(parents: list[list[int | None]]) -> list[int]:
         known = [steps[parent] for parent in line if parent is not None]
         steps.append(1 + max(known) if known else 0)
     return steps
-
-
-class BestResult:
-    """gepa's result as of the last candidate that was better than all before it.
-
-    A gepa callback, the first one: it is told of every validated candidate in the pool's writer, where the state may
-    be read, and copies what it needs. ``result`` is replaced, never changed, so any thread may read it at any time and
-    waits for nobody: not for the writer, which may be inside a callback that waits in turn.
-
-    Args:
-        state: the pool's.
-        run_dir, seed: what gepa's result carries.
-    """
-
-    def __init__(self, state: Callable[[], GEPAState[Any, Any]], run_dir: str | None, seed: int | None) -> None:
-        self._state = state
-        self._run_dir = run_dir
-        self._seed = seed
-        self._best = float("-inf")
-        self.result: GEPAResult[Any, Any] | None = None
-        """None before the seed is validated."""
-
-    def on_valset_evaluated(self, event: Any) -> None:
-        """Called by gepa's code for each new candidate, and once for the seed or a checkpoint's candidates."""
-        state = self._state()
-        score = state.get_program_average_val_subset(event["candidate_idx"])[0]
-        if self.result is None or score > self._best:  # as gepa's result decides between equals: the first
-            self.result = GEPAResult[Any, Any].from_state(state, run_dir=self._run_dir, seed=self._seed)
-            self._best = self.result.val_aggregate_scores[self.result.best_idx]
-
-    @property
-    def score(self) -> float | None:
-        """The best aggregate validation score; None before the seed is validated."""
-        return None if self.result is None else self._best
 
 
 def write_commits(
