@@ -268,17 +268,20 @@ class Stoppers(CompositeStopper):
         """Why to stop; empty until a stopper has said so."""
         self.budget_spent = False
         """It was the budget of metric calls that said so."""
-        self.skips_counters = False
-        """Those that count iterations are not asked."""
+        self._skips_counters = False
 
     def __call__(self, gepa_state: Any) -> bool:
         """Ask them in order."""
-        asked = [one for one in self.stoppers if not (self.skips_counters and isinstance(one, NoImprovementStopper))]
+        asked = [one for one in self.stoppers if not (self._skips_counters and isinstance(one, NoImprovementStopper))]
         says = next((stopper for stopper in asked if stopper(gepa_state)), None)
         if says is not None and not self.said:
             self.said = _reason(says)
             self.budget_spent = isinstance(says, MaxMetricCallsStopper)
         return says is not None
+
+    def skip_counters(self, skips: bool) -> None:
+        """From now on, stoppers that count iterations are not asked, where ``skips`` says so."""
+        self._skips_counters = skips
 
 
 def stoppers_of(optimizer: Any) -> Stoppers:
