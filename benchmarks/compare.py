@@ -49,8 +49,8 @@ MOMENTS = (120.0, 600.0, 1800.0)
 PANELS = {"few": "24 rules", "many": "72 rules", "rivals": "24 rules that contradict each other"}
 HEADER = (
     "method", "seeds", "true score (min-max)", "validated", "gain", "x lockstep's gain", "x best Combee's",
-    "rollouts", "LM calls", "task tokens", "reflection tokens", "seconds to lockstep's score", "proposals",
-    "integrated", "changes",
+    "rollouts", "LM calls", "task tokens", "reflection tokens", "gain a million tokens", "dollars",
+    "seconds to lockstep's score", "proposals", "integrated", "changes",
 )  # fmt: skip
 
 
@@ -126,6 +126,8 @@ def cells(rows: Sequence[Row]) -> list[list[str]]:
             shown(middle(lambda row: row.lm_calls), ".0f"),
             shown(middle(lambda row: row.task_tokens), ".0f"),
             shown(middle(lambda row: row.reflection_tokens), ".0f"),
+            shown(middle(lambda row: row.gain_per_million), ".3f"),
+            shown(middle(lambda row: row.dollars), ".2f"),
             _seconds_to(mine, final),
             shown(middle(lambda row: row.proposals), ".0f"),
             shown(middle(lambda row: row.integrated), ".0%"),

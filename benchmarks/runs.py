@@ -19,6 +19,8 @@ from benchmarks.trajectory import Point
 from benchmarks.virtual import Setting, run_virtually
 
 Key = tuple[str | float, ...]
+DOLLARS_READ, DOLLARS_WRITTEN = 0.15, 0.60
+"""A million tokens at GPT-4o-mini's list price, of the program's calls and of reflections, whatever the profile."""
 TOLERANCE = 1e-9
 """Of a comparison with a target: a mean of scores depends on their order."""
 
@@ -46,6 +48,7 @@ class Row(Scored):
         lm_calls: Requests that were no rollout's: reflections, integrations.
         task_tokens: Tokens read and written for rollouts.
         reflection_tokens: Tokens read and written for the others.
+        read_tokens: Of all these tokens, those that were read; 0 in rows that are older than it.
         half_score: The best score at half the limit.
         metric_calls: Counted by the optimizer; at "calls" those within the limit.
         overshoot: Metric calls past the limit, drained.
@@ -84,6 +87,7 @@ class Row(Scored):
     lm_calls: int = 0
     task_tokens: int = 0
     reflection_tokens: int = 0
+    read_tokens: int = 0
     half_score: float | None = None
     metric_calls: int = 0
     overshoot: int = 0
@@ -103,6 +107,23 @@ class Row(Scored):
     error: str = ""
     trajectory: list[list[float | int | None]] = field(default_factory=list)
     commit: str = ""
+
+    @property
+    def tokens(self) -> int:
+        """All tokens, read and written."""
+        return self.task_tokens + self.reflection_tokens
+
+    @property
+    def dollars(self) -> float | None:
+        """What the tokens cost; `None` in a row that does not say how many were read."""
+        if not self.read_tokens:
+            return None
+        return (DOLLARS_READ * self.read_tokens + DOLLARS_WRITTEN * (self.tokens - self.read_tokens)) / 1e6
+
+    @property
+    def gain_per_million(self) -> float | None:
+        """The gain for a million tokens; `None` without a gain."""
+        return self.gain / self.tokens * 1e6 if self.gain is not None and self.tokens else None
 
     def true_score_at(self, seconds: float) -> float | None:
         """The true score after so many seconds; `None` where the run was shorter, or had none yet."""

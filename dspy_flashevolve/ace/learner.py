@@ -262,9 +262,8 @@ class Learner:
         A module that raises says nothing, which is a problem and no error.
         """
         module, lm = self._modules[stage]
-        record = None if self._run.journal is None else ReplyText(str(position))
         asked = await self._run.asked(
-            stage, step, module, inputs, lm=lm, read=lambda reply: (version, reply), record=record
+            stage, step, module, inputs, lm=lm, read=lambda reply: (version, reply), record=ReplyText(str(position))
         )
         if asked.answer is None:
             return dspy.Prediction(), version, [self._failed(stage, asked.error)]

@@ -39,7 +39,6 @@ from dspy_flashevolve.engine.staleness import (
     Look,
     Reflective,
     StalenessPolicy,
-    gap,
 )
 from dspy_flashevolve.engine.steps import End, EndKind, NothingToDoError, Reservation, Step
 from dspy_flashevolve.observe.statistics import AceStats, Problem, RunStats, SnapshotRecord, WindowRecord
@@ -284,7 +283,7 @@ class AceRun:
             texts = [one.content for one in operations if not isinstance(one, Remove)]
             writer.note(await self._learner.prepare([*texts, *(one.content for one in writer.playbook.bullets)]))
         before = writer.playbook.version
-        self.run.gaps.record("before_commit", gap(before, seen))
+        self.run.gaps["before_commit"][before - seen] += 1
         writer.apply(operations, seen)
         right = [attempt.score >= self._of.perfect_score for attempt in sample.attempts]
         counts.samples += 1

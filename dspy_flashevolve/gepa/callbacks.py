@@ -73,7 +73,7 @@ def parents_end(pool: Pool, step: Step, tasks: Sequence[Task], evaluations: Sequ
         n_tasks=len(tasks),
         tasks=[{"parent_idx": task.parent_idx, "subsample_ids": list(task.minibatch_ids)} for task in tasks],
     )
-    score = pool.score_of(first.parent_idx)
+    score = pool.score_of(first.parent_idx) if pool.seed_confirmed else "not known yet"
     pool.logger.log(f"Iteration {iteration}: Selected program {first.parent_idx} score: {score}")
     pool.experiment_tracker.log_metrics(
         {
@@ -266,7 +266,8 @@ def commit(pool: Pool, step: Step, work: Sequence[Validated]) -> list[Commit]:
     for one in work:
         proposal = one.proposal
         before, after = sum(proposal.subsample_scores_before or []), sum(proposal.subsample_scores_after or [])
-        pool.logger.log(f"Iteration {step.number + 1}: Accepted candidate (subsample score {before} -> {after})")
+        screened = f" (subsample score {before} -> {after})" if proposal.subsample_scores_after else ""
+        pool.logger.log(f"Iteration {step.number + 1}: Accepted candidate{screened}")
         done = pool.add(step, proposal, one.evaluation, one.calls)
         of_it = {"new_candidate_idx": done.candidate, "parent_ids": proposal.parent_program_ids}
         if proposal.tag == "merge":

@@ -36,7 +36,7 @@ from dspy_flashevolve.programs.run import DspyRun
 
 logger = logging.getLogger(__name__)
 gepa_logger = logging.getLogger("dspy.teleprompt.gepa.gepa")
-"""gepa's own log lines go where ``dspy.GEPA`` sends them."""
+"""gepa's own log lines, and what is told of every run, go where ``dspy.GEPA`` sends them: dspy shows them."""
 MUCH_DISCARDED = 0.5
 """Share of the children from which a run says that its staleness policy discards too much."""
 
@@ -119,22 +119,23 @@ class Compilation:
         optimizer: an AsyncGEPA; only its arguments are read.
         student: the program; it is not changed.
         trainset, valset: examples or gepa's loaders; valset None means the trainset.
+        initial: programs of the student's make to begin from beside it.
 
     Raises:
         RunDirectoryError: ``log_dir`` cannot be written, is in use, or holds another run.
     """
 
-    def __init__(self, optimizer: Any, student: Module, trainset: Any, valset: Any) -> None:
+    def __init__(
+        self, optimizer: Any, student: Module, trainset: Any, valset: Any, initial: Sequence[Module] = ()
+    ) -> None:
         self._optimizer, self._student = optimizer, student
         self._lockstep = optimizer.schedule == "lockstep"
         self._trainset: Any = ensure_loader(trainset)
         same_data = valset is None or valset is trainset
         self._valset: Any = self._trainset if same_data else ensure_loader(cast(Any, valset))
         self._integrating: Module = optimizer.stale_candidate_reflection or StaleCandidateReflection()
-        predictors: list[tuple[str, Any]] = student.named_predictors()
-        self._seed: dict[str, str] = {name: one.signature.instructions for name, one in predictors}
-        for path, flex in enumerate_flex_submodules(student).items():
-            self._seed[path] = flex.module_src
+        self._seed = texts_of(student)
+        self._initial = [texts_of(one) for one in initial]
         if optimizer.log_dir is not None:
             check_checkpoint(optimizer.log_dir, bool(optimizer.gepa_kwargs.get("use_cloudpickle")))
         journal = self._journal()
@@ -159,7 +160,6 @@ class Compilation:
             max_outage_seconds=optimizer.workflow.max_outage_seconds,
             median_seconds=optimizer.workflow.median_seconds,
             seed=optimizer.seed,
-            paced=not lockstep,
             journal=journal,
             shown_calls=optimizer.max_metric_calls,
         )
@@ -173,7 +173,7 @@ class Compilation:
         self._pool = Pool(run, optimizer, self._parts, adapter, *data, log, self.best)
         program = DspyProgram(adapter, self._metric, run.threads, run.models)
         policy = Full() if lockstep else self._usable_policy()
-        self._loop = GepaLoop(run, self._pool, program, optimizer, policy, self._integrating)
+        self._loop = GepaLoop(run, self._pool, program, optimizer, policy, self._integrating, self._initial)
 
     def run_sync(self) -> Module:
         """Run to the end on a loop of its own, and build the best program; see :func:`run_to_end` for signals."""
@@ -217,7 +217,7 @@ class Compilation:
                 "Raise max_gap, lower Workflow.live_steps, or use staleness='reflective'.",
                 100 * self._loop.discarded_share,
             )
-        log_summary(logger, stats)
+        log_summary(logger if stats.failed else gepa_logger, stats)
         return self._result(stats)
 
     async def _evolved(self) -> None:
@@ -288,6 +288,13 @@ class Compilation:
         program = self.best.program()
         assert program is not None, "a run that comes to its end has validated its seed"
         return program
+
+
+def texts_of(program: Module) -> dict[str, str]:
+    """What evolves of a program: component -> text, instructions of predictors and source of dspy.Flex submodules."""
+    predictors: list[tuple[str, Any]] = program.named_predictors()
+    sources: dict[str, str] = {path: flex.module_src for path, flex in enumerate_flex_submodules(program).items()}
+    return {name: one.signature.instructions for name, one in predictors} | sources
 
 
 def _difference(before: Mapping[str, str], after: Mapping[str, str]) -> str:

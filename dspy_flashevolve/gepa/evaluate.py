@@ -49,8 +49,8 @@ def released_at(share: float, requests: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Workflow:
-    """How steps overlap, and what they wait for: how early stages release their output, how many steps there are, whose
-    slots they get, and how long nobody answers before the run ends.
+    """How steps overlap, and what ends them: how early stages release their output, how many steps there are, whose
+    slots they get, how long nobody answers before the run ends, and how long a candidate may be.
 
     Args:
         rollout: share of a parent's minibatch after which reflection starts, on what is there; above 0, up to 1. The
@@ -60,16 +60,19 @@ class Workflow:
             best programs (docs/scheduling.md).
         rounds: an example of the validation set that this many candidates in a row have passed leaves the prefix.
         live_steps: steps at once, counted strictly. Default: as many as keep the slots busy, fewer where the budget of
-            metric calls is small, so that steps can build on each other (:func:`~.admission.for_slots`).
+            metric calls is small, so that steps can build on each other (:class:`~.admission.LiveSteps`).
         median_seconds: every so many seconds, slots move to the stages that produce less than the others
             (:func:`~.scheduler.median_shares`). None for never: the order of the queues decides, which made the better
             programs.
         max_outage_seconds: a run whose provider answers nothing for so long, and turns away all that it is sent, is
             given up with the best program so far; no Retry-After is waited for longer. None to wait as long as it
             takes; docs/faults.md.
+        max_candidate_characters: the most characters of all texts of a candidate together. A longer one ends its step
+            before it costs a rollout. None for no limit.
 
     Raises:
-        ConfigurationError: a share outside (0, 1], fewer than one round or step, or seconds that are no number above 0.
+        ConfigurationError: a share outside (0, 1], a count that is no whole number above 0, or seconds that are no
+            number above 0.
     """
 
     rollout: float = 0.67
@@ -78,14 +81,16 @@ class Workflow:
     live_steps: int | None = None
     median_seconds: float | None = None
     max_outage_seconds: float | None = OUTAGE_SECONDS
+    max_candidate_characters: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("rollout", "validate"):
             share = getattr(self, name)
             if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
                 raise ConfigurationError(f"Workflow: {name} is {share!r}, expected a share above 0 and up to 1.")
-        for name, count in (("rounds", self.rounds), ("live_steps", self.live_steps)):
-            if count is None and name == "live_steps":
+        for name in ("rounds", "live_steps", "max_candidate_characters"):
+            count = getattr(self, name)
+            if count is None and name != "rounds":
                 continue
             if isinstance(count, bool) or not isinstance(count, int) or count < 1:
                 raise ConfigurationError(f"Workflow: {name} is {count!r}, expected a whole number of at least 1.")

@@ -33,10 +33,10 @@ from dspy_flashevolve.engine.staleness import (
     Reflective,
     StaleChild,
     Texts,
-    gap,
 )
 from dspy_flashevolve.engine.steps import EndKind, Step, StepEnded
 from dspy_flashevolve.gepa import callbacks
+from dspy_flashevolve.gepa.changes import is_too_long
 from dspy_flashevolve.gepa.evaluate import Evaluations
 from dspy_flashevolve.gepa.pool import Candidate, Child, Pool, Screened
 from dspy_flashevolve.programs.program import checked_texts
@@ -85,6 +85,7 @@ class Integrations:
         module: a dspy module with the signature of ``StaleCandidateReflection``.
         lm: what it asks, unless its predictors have LMs of their own.
         code_components: components that hold Python source.
+        most_characters: of a candidate's texts together; None for no limit.
     """
 
     def __init__(
@@ -96,8 +97,10 @@ class Integrations:
         module: Module,
         lm: Any,
         code_components: Sequence[str],
+        most_characters: int | None = None,
     ) -> None:
         self._run, self._pool, self._evaluations = run, pool, evaluations
+        self._most_characters = most_characters
         self._module, self._lm, self._code = module, lm, list(code_components)
         self._batcher = Batcher[Waiting, _Landing | None](run, policy.batch, policy.integrators, self._integrate)
         self._misses = 0
@@ -158,7 +161,7 @@ class Integrations:
         request = IntegrationRequest(
             head=base,
             children=[
-                stale_child(number, child, proposal, gap(version, step.version))
+                stale_child(number, child, proposal, version - step.version)
                 for number, (step, child, proposal) in enumerate(numbered, start=1)
             ],
             commits=await self._pool.write(self._pool.commits_since, min(step.version for step, _ in group)),
@@ -176,7 +179,8 @@ class Integrations:
         )
         texts = {name: text for name, text in made.texts.items() if text.strip() != base[name].strip()}
         candidate = {**base, **texts}
-        if not texts or too_long(texts, request) or await self._pool.write(self._is_known, candidate):
+        longer = too_long(texts, request) or is_too_long(candidate, self._most_characters)
+        if not texts or longer or await self._pool.write(self._is_known, candidate):
             self._landed(False)
             return None
         # A child that contradicts what was kept is in no text; where that is said of all of them, the text decides.
@@ -207,7 +211,7 @@ class Integrations:
             "integrate", lead, self._module, inputs, lm=self._lm, read=lambda one: read_answer(one, request),
             record=record,
         )  # fmt: skip
-        self.calls += max(1, asked.calls)
+        self.calls += asked.calls
         return asked.answer or Integration({}, (), failed=asked.spent.error or "no answer")
 
     # Screening what was integrated.

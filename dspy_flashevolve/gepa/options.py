@@ -269,6 +269,11 @@ class Stoppers(CompositeStopper):
         self.budget_spent = False
         """It was the budget of metric calls that said so."""
         self._skips_counters = False
+        """Those that count iterations are not asked."""
+
+    def asks_counters(self, counts: bool) -> None:
+        """Whether stoppers that count iterations without improvement are asked next."""
+        self._skips_counters = not counts
 
     def __call__(self, gepa_state: Any) -> bool:
         """Ask them in order."""
@@ -278,10 +283,6 @@ class Stoppers(CompositeStopper):
             self.said = _reason(says)
             self.budget_spent = isinstance(says, MaxMetricCallsStopper)
         return says is not None
-
-    def skip_counters(self, skips: bool) -> None:
-        """From now on, stoppers that count iterations are not asked, where ``skips`` says so."""
-        self._skips_counters = skips
 
 
 def stoppers_of(optimizer: Any) -> Stoppers:

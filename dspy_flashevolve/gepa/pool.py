@@ -458,7 +458,7 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
 
     def should_stop(self, counts: bool = True) -> bool:
         """Ask the stoppers; before the seed is confirmed there is nothing to ask them about."""
-        self.parts.stopper.skip_counters(not counts)
+        self.parts.stopper.asks_counters(counts)
         return self.seed_confirmed and self._should_stop(self.state)
 
     def keep_strategies(self) -> None:

@@ -18,7 +18,7 @@ from gepa.strategies.proposal_sampling import ProposalTask
 
 from dspy_flashevolve.engine.errors import RunDirectoryError
 from dspy_flashevolve.engine.redaction import MARK
-from dspy_flashevolve.engine.replay import RunJournal, id_text
+from dspy_flashevolve.engine.replay import BEFORE_STEPS, RunJournal, id_text
 from dspy_flashevolve.gepa.credit import Credit
 from dspy_flashevolve.gepa.options import restore_strategies
 from dspy_flashevolve.gepa.pool import Crossover, Pool, Selected, write_commits
@@ -195,7 +195,7 @@ def _reconcile(journal: RunJournal, pool: Pool) -> None:
     for row in rows("SELECT * FROM commits WHERE candidate_index > ? ORDER BY candidate_index", (have,)):
         _commit_again(journal, pool, row, ids)
     if state.total_num_evals > journal.spent:
-        journal.calls_elsewhere(state.total_num_evals - journal.spent)
+        journal.call("elsewhere", BEFORE_STEPS, state.total_num_evals - journal.spent)
         journal.spent = state.total_num_evals
     elif journal.spent > state.total_num_evals:
         state.increment_evals(journal.spent - state.total_num_evals)

@@ -21,7 +21,7 @@ import anyio
 from dspy.primitives import Module
 from gepa.proposer.base import CandidateProposal
 
-from dspy_flashevolve.engine.admission import LiveSteps, for_slots
+from dspy_flashevolve.engine.admission import LiveSteps
 from dspy_flashevolve.engine.errors import ConfigurationError, FlashEvolveError, RolloutUnresolvedError
 from dspy_flashevolve.engine.events import SeedValidated
 from dspy_flashevolve.engine.replay import BEFORE_STEPS, id_text
@@ -34,10 +34,10 @@ from dspy_flashevolve.engine.staleness import (
     Reflective,
     StalenessPolicy,
     Texts,
-    gap,
 )
 from dspy_flashevolve.engine.steps import End, EndKind, Reservation, Step, StepEnded
 from dspy_flashevolve.gepa import callbacks, resume
+from dspy_flashevolve.gepa.changes import is_too_long
 from dspy_flashevolve.gepa.credit import Credit, Head
 from dspy_flashevolve.gepa.evaluate import BARRIERS, Evaluations, Workflow
 from dspy_flashevolve.gepa.integration import Integrations
@@ -70,6 +70,7 @@ class GepaLoop:
         optimizer: an AsyncGEPA; its workflow and limits are read.
         policy: looks at children where it says.
         integrating: the module that integrates.
+        initial: candidates to begin from beside the seed; each has a step that validates it.
     """
 
     def __init__(
@@ -80,9 +81,12 @@ class GepaLoop:
         optimizer: Any,
         policy: StalenessPolicy,
         integrating: Module,
+        initial: Sequence[Texts] = (),
     ) -> None:
         self._run, self._pool, self._program, self._policy = run, pool, program, policy
         self._max_reflection_calls, self._max_cost = optimizer.max_reflection_calls, optimizer.max_cost
+        self._initial, most = list(initial), optimizer.workflow.max_candidate_characters
+        self._most_characters: int | None = most
         self._minibatch: int = optimizer.reflection_minibatch_size or 3
         """Training examples a task, for the estimate of a step's cost."""
         self._admission = admission_of(optimizer.workflow, policy, run.slots, min(self._minibatch, run.slots))
@@ -90,14 +94,15 @@ class GepaLoop:
         code: list[str] = list(program.adapter._flex_paths)  # pyright: ignore[reportPrivateUsage]
         self._credit: Credit | None = None
         if reflective is not None and reflective.changes:
-            self._credit = Credit(pool.seed_candidate, code, reflective.undecided, abs(pool.perfect_score or 1.0))
+            scale = abs(pool.perfect_score or 1.0)
+            self._credit = Credit(pool.seed_candidate, code, reflective.undecided, scale, most)
         workflow = BARRIERS if run.lockstep else optimizer.workflow
         hears = None if self._credit is None else self._credit.saw
         self._evaluations = Evaluations(run, program, pool, workflow, hears)
         self._integrations: Integrations | None = None
         if reflective is not None:
             lm = optimizer.reflection_lm
-            self._integrations = Integrations(run, pool, self._evaluations, reflective, integrating, lm, code)
+            self._integrations = Integrations(run, pool, self._evaluations, reflective, integrating, lm, code, most)
         self._validating: set[int] = set()
         self._validation_calls = 0
         self._is_last = False
@@ -171,11 +176,17 @@ class GepaLoop:
             watchers=[] if self._integrations is None else [self._integrations.watch],
         )
         self._evaluations.set_aside.refund()
+        if self._credit is not None:
+            await pool.write(self._keep, self._credit)
 
     async def step(self, step: Step) -> End:
         """One step. A part of it that finds nothing to go on with ends the step by raising :class:`StepEnded`."""
         if self._is_last and step.recorded is None:
             return await self.last_step(step)
+        given = await self._pool.write(self._next_initial, step)
+        if given:
+            self._run.begin(step, step.version, selection=[])
+            return await self.validated(step, given)
         head = await self._pool.write(self._head_again, step)
         if head:
             self._run.begin(step, step.version)
@@ -254,7 +265,7 @@ class GepaLoop:
         credit, head = self._credit, self._due(least, last)
         if credit is None or head is None:
             return []
-        credit.tries(head)
+        credit.tries(step.number, head)
         self._keep(credit)
         if self._run.journal is not None:
             self._run.journal.journal.keep(_head_of(step), self._run.journal.candidate(head.candidate))
@@ -272,12 +283,15 @@ class GepaLoop:
         return self._begin_validation(step, journal.texts[kept], credit)
 
     def _begin_validation(self, step: Step, head: Texts, credit: Credit) -> list[Screened]:
-        step.saw(self._pool.version, math.inf)  # every later step builds on what it finds: it goes first
         self._validating.add(step.number)
         self._validation_calls += len(self._pool.loader)
+        return self._to_validate(step, head, credit.parent, "head")
+
+    def _to_validate(self, step: Step, candidate: Texts, parent: int, tag: str) -> list[Screened]:
+        step.saw(self._pool.version, math.inf)  # every later step builds on what it finds: it goes first
         proposal = CandidateProposal[Any](
-            candidate=dict(head), parent_program_ids=[credit.parent], subsample_indices=[], subsample_scores_before=[],
-            subsample_scores_after=[], tag="head", metadata={},
+            candidate=dict(candidate), parent_program_ids=[parent], subsample_indices=[], subsample_scores_before=[],
+            subsample_scores_after=[], tag=tag, metadata={},
         )  # fmt: skip
         return [Screened(proposal)]
 
@@ -286,10 +300,27 @@ class GepaLoop:
         if self._run.journal is not None:
             self._run.journal.journal.keep("credit", credit.kept())
 
+    def _next_initial(self, step: Step) -> list[Screened]:
+        """The next candidate to begin from; of an interrupted step, the one that it was about to validate."""
+        journal, known = self._run.journal, self._pool.state.program_candidates
+        kept = None if journal is None or step.recorded is None else journal.journal.kept(_head_of(step))
+        again = None if journal is None or kept is None else dict(journal.texts[kept])
+        left = [one for one in self._initial if one not in known and (step.recorded is None or one == again)]
+        if not left:
+            return []
+        self._initial.remove(left[0])
+        if step.recorded is None:
+            self._pool.begin_step(step)
+            if journal is not None:
+                journal.journal.keep(_head_of(step), journal.candidate(left[0]))
+        else:
+            self._selection.runs_again(step, False)
+        return self._to_validate(step, left[0], 0, "initial")
+
     def _not_validated(self, step: Step) -> None:
         """A head's validation came to nothing: it may be tried again."""
         if self._credit is not None and step.number in self._validating:
-            self._credit.stays_on(self._pool.state.program_candidates[self._credit.parent])
+            self._credit.gives_up(step.number)
             self._keep(self._credit)
 
     def _learn(self, step: Step, commits: Sequence[Commit]) -> None:
@@ -371,6 +402,9 @@ class GepaLoop:
             children = [one for one in children if one.candidate != one.parent.task.parent_candidate]
             if not children:
                 raise StepEnded(EndKind.REJECTED, "the reflection changed nothing")
+        if all(is_too_long(one.candidate, self._most_characters) for one in children):
+            raise StepEnded(EndKind.REJECTED, f"longer than max_candidate_characters={self._most_characters}")
+        children = [one for one in children if not is_too_long(one.candidate, self._most_characters)]
         self._look(step, "after_propose", [one.parent.base for one in children])
         return children
 
@@ -379,7 +413,7 @@ class GepaLoop:
         pool, task, evaluation = self._pool, parent.task, parent.evaluation
         journal = self._run.journal
         if journal is not None and journal.reply(step.number, "propose", str(parent.index)) is not None:
-            return _Prepared(parent, [], {})  # it was proposed before the run was interrupted
+            return _Prepared(parent, [], {}, is_paid=True)
         reason = await pool.write(callbacks.nothing_to_improve, pool, step, task, evaluation)
         if reason is not None:
             return End(EndKind.REJECTED, reason)
@@ -410,7 +444,7 @@ class GepaLoop:
             return one
         parent_texts, record, reason = one.parent.task.parent_candidate, _ProposalRecord(one), ""
         for attempt in range(ATTEMPTS):
-            self._reflections += 1
+            self._reflections += not one.is_paid
             try:
                 made = await self._run.rollouts.request(
                     "propose",
@@ -510,6 +544,8 @@ class GepaLoop:
     async def screen_crossover(self, step: Step, plan: Crossover) -> list[Screened]:
         """Run the child of two parents on validation examples that both were run on: gepa's merge."""
         pool = self._pool
+        if is_too_long(plan.candidate, self._most_characters):
+            raise StepEnded(EndKind.REJECTED, f"longer than max_candidate_characters={self._most_characters}")
         await pool.write(callbacks.crossover_starts, pool, step, plan)
         lookup = await pool.write(callbacks.lookup, pool, plan.candidate, plan.ids)
         calls = self._evaluations.unpaid(step, plan.candidate, lookup.missing, traced=False)
@@ -556,7 +592,7 @@ class GepaLoop:
         """
         run, pool, policy = self._run, self._pool, self._policy
         if place != "before_commit":
-            run.gaps.record(place, gap(pool.version, step.version))
+            run.gaps[place][pool.version - step.version] += 1
         if place not in policy.looks:
             return False
         orphaned = any(base in pool.speculative.fallen for base in bases)
@@ -642,8 +678,7 @@ class GepaLoop:
 
     def _unanswerable(self) -> set[Any]:
         """Training examples that minibatches avoid; in lockstep they are dspy.GEPA's."""
-        split = self._evaluations.train_split
-        return set() if self._run.lockstep else {one for of, one in self._run.rollouts.unanswerable if of == split}
+        return set() if self._run.lockstep else self._run.rollouts.without_answer(self._evaluations.train_split)
 
     def _log(self, message: str) -> None:
         self._pool.logger.log(message)
@@ -652,11 +687,12 @@ class GepaLoop:
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    """A task that is ready to be reflected on."""
+    """A task that is ready to be reflected on; one whose child was written before an interruption is paid."""
 
     parent: Parent
     components: list[str]
     dataset: Any
+    is_paid: bool = False
 
 
 class _ProposalRecord:
@@ -683,9 +719,14 @@ def _head_of(step: Step) -> str:
 
 
 def admission_of(workflow: Workflow, policy: StalenessPolicy, slots: int, burst: int) -> LiveSteps:
-    """When a step may start: as many as the workflow says, else a bound that follows from slots, budget and policy."""
+    """When a step may start: as many as the workflow says, else a bound that follows from slots, budget and policy.
+
+    Three quarters of the slots live, three in sixteen of them at work: a working step keeps one to three slots busy, a
+    validation as many as it has examples. More steps make more proposals a minute and fewer generations.
+    """
     if workflow.live_steps is not None:
         return LiveSteps(workflow.live_steps, strict=True)
+    live, working = max(2, math.ceil(3 * slots / 4)), max(2, math.ceil(3 * slots / 16))
     if isinstance(policy, Reflective) and policy.changes:  # all steps are short: each does one step's work
-        return LiveSteps(max(2, math.ceil(3 * slots / 4)), None, GENERATIONS_OF_CHANGES, burst, slots)
-    return for_slots(slots, GENERATIONS, burst=burst)
+        return LiveSteps(live, None, GENERATIONS_OF_CHANGES, burst, slots)
+    return LiveSteps(live, working, GENERATIONS, burst, slots)

@@ -23,9 +23,8 @@ from dspy_flashevolve.engine.events import (
     StepOpened,
 )
 from dspy_flashevolve.engine.loop import LoopClock
-from dspy_flashevolve.engine.rollouts import Rollouts
-from dspy_flashevolve.engine.run import Outcome
-from dspy_flashevolve.engine.scheduler import SlotStatistics, StageVisit
+from dspy_flashevolve.engine.run import EvolutionRun, Outcome
+from dspy_flashevolve.engine.scheduler import StageVisit
 from dspy_flashevolve.engine.steps import EndKind
 
 T = TypeVar("T")
@@ -279,7 +278,6 @@ class Recorder:
     def __init__(self, clock: LoopClock) -> None:
         self.clock = clock
         self.steps = self.pauses = 0
-        self.ended: dict[str, int] = {kind.value: 0 for kind in EndKind}
         self.end_reasons, self.looks = Counter[str](), Counter[str]()
         self.requests, self.tokens = Counter[str](), Counter[str]()
         self.dollars = defaultdict[str, float](float)
@@ -304,7 +302,6 @@ class Recorder:
                 queued, began = event.queued_seconds - self.clock.began, event.began_seconds - self.clock.began
                 self.stages.append(StageVisit(event.step, event.stage, queued, began, ended=event.seconds))
         elif isinstance(event, StepClosed):
-            self.ended[event.end.kind.value] += 1
             if event.end.kind is not EndKind.COMMITTED:
                 self.end_reasons[event.end.reason] += 1
         elif isinstance(event, Committed):
@@ -320,28 +317,29 @@ class Recorder:
         elif isinstance(event, Integrated):
             self.integrations.append(event)
 
-    def stats(
-        self, *, outcome: Outcome, slots: SlotStatistics, rollouts: Rollouts, unpriced: Collection[str], **figures: Any
-    ) -> RunStats:
+    def stats(self, run: EvolutionRun, unpriced: Collection[str], **figures: Any) -> RunStats:
         """The record of the run so far.
 
         Args:
             unpriced: stages that ask a model whose price is not known.
-            figures: those of :class:`RunStats` that no event tells.
+            figures: those of :class:`RunStats` that neither an event nor the run tells.
         """
+        slots = run.scheduler.statistics()
         return RunStats(
-            outcome=outcome,
-            failed=outcome == "failed",
+            outcome=run.outcome,
+            failed=run.outcome == "failed",
             steps=self.steps,
-            ended=dict(self.ended),
+            ended=dict(run.ended),
             end_reasons=dict(self.end_reasons),
             slots=slots.limit,
             peak_slots=slots.peak,
             occupancy=slots.busy_seconds / slots.limit_seconds if slots.limit_seconds else 0.0,
             busy_seconds_by_stage={name: one.served_seconds for name, one in slots.stages.items()},
-            shared_rollouts=rollouts.shared,
+            gaps={place: dict(sorted(counts.items())) for place, counts in list(run.gaps.items())},
+            shared_rollouts=run.rollouts.shared,
+            retried_requests=run.endpoints.retried,
             unanswered_examples=self.unanswered_examples,
-            timed_out_rollouts=rollouts.timed_out,
+            timed_out_rollouts=run.rollouts.timed_out,
             requests_by_stage=dict(self.requests),
             tokens_by_stage=dict(self.tokens),
             cost_dollars=None if any(stage in unpriced for stage in self.requests) else sum(self.dollars.values()),

@@ -17,13 +17,13 @@ import copy
 import json
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import cache, lru_cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import anyio
 import dspy
@@ -74,12 +74,6 @@ def endpoint_of(lm: Any) -> str:
     return "openai" if isinstance(getattr(lm, "_engine_spec", None), str) else model
 
 
-def endpoints_of(predictors: Iterable[Any], default: Any) -> set[str]:
-    """The endpoints that predictors ask, with the LM ``default`` for those without one of their own."""
-    lms = [getattr(predictor, "lm", None) or default for predictor in predictors]
-    return {endpoint_of(lm) for lm in lms if lm is not None}
-
-
 # Paced LMs
 
 
@@ -89,11 +83,10 @@ class LanguageModels:
     Args:
         endpoints: of the run; get the signals.
         redaction: is told the LMs' secrets, and takes them out of what the LMs answer and raise.
-        paces: False to leave retries and waits to the LMs themselves.
     """
 
-    def __init__(self, endpoints: Endpoints, redaction: Redaction | None = None, paces: bool = True) -> None:
-        self.endpoints, self.redaction, self.paces = endpoints, redaction or Redaction(), paces
+    def __init__(self, endpoints: Endpoints, redaction: Redaction | None = None) -> None:
+        self.endpoints, self.redaction = endpoints, redaction or Redaction()
         self.waits: LoopWaits | None = None
         self._paced: dict[int, tuple[Any, Pace]] = {}
 
@@ -184,8 +177,8 @@ class Pace:
 
         A thread keeps its slot while it waits: it keeps its place in the pool of threads too, and a rollout that got
         the slot could find no thread to run in. Where the run's loop cannot be waited for (on a loop, or after the
-        run) or the run does not pace, the LM makes the request as it would without a run. One that takes too long
-        cannot be ended: what runs in the slot is.
+        run) the LM makes the request as it would without a run. One that takes too long cannot be ended: what runs
+        in the slot is.
 
         Args:
             lm: the paced LM.
@@ -196,7 +189,7 @@ class Pace:
         """
         endpoint, waits, slot = self._endpoint, self.models.waits, current_slot()
         sent, again = Sent(), dict[str, Any]()
-        if waits is None or not self.models.paces or not waits.is_foreign():
+        if waits is None or not waits.is_foreign():
             with self._without_secrets():
                 return self.models.redaction.known(request(lm))
         while True:
@@ -225,7 +218,7 @@ class Pace:
         endpoint, slot = self._endpoint, current_slot()
         loop, waits = asyncio.get_running_loop(), self.models.waits
         sent, again = Sent(), dict[str, Any]()
-        if waits is None or not self.models.paces or waits.loop is not loop:
+        if waits is None or waits.loop is not loop:
             with self._without_secrets():
                 return self.models.redaction.known(await request(lm))
         while True:
@@ -292,7 +285,7 @@ class _Timer:
         self._handle: asyncio.TimerHandle | None = None
 
     def begin(self) -> None:
-        bound = None if self._slot is None else self._slot.bound
+        bound = None if self._slot is None else self._slot.shield or self._slot.bound
         if bound is not None:
             self._handle = asyncio.get_running_loop().call_later(self._seconds, bound.cancel)
 
@@ -434,7 +427,7 @@ def is_hollow(reply: Any) -> bool:
     (True, False)
     """
     if isinstance(reply, tuple | list):
-        return any(map(is_hollow, _each(reply)))
+        return any(map(is_hollow, cast("Sequence[Any]", reply)))
     if isinstance(reply, lm15.Response):
         body = reply.provider_data
         return isinstance(body, Mapping) and not reply.tool_calls and _is_hollow_body(body)
@@ -445,7 +438,7 @@ def _is_hollow_body(body: Any) -> bool:
     choices = _in(body, "choices")
     if choices is None and isinstance(body, Mapping) and "choices" not in body:
         return not MESSAGES & body.keys()
-    return not choices or any(map(_is_hollow_choice, _each(choices)))
+    return not choices or any(map(_is_hollow_choice, choices))
 
 
 def _is_hollow_choice(choice: Any) -> bool:
@@ -456,10 +449,6 @@ def _is_hollow_choice(choice: Any) -> bool:
     message = _in(choice, "message")
     more = _in(message, "provider_specific_fields") or {}  # where litellm puts a refusal
     return message is None or all(_in(one, name) in (None, []) for one in (message, more) for name in SAID)
-
-
-def _each(replies: Any) -> Iterator[Any]:
-    yield from replies
 
 
 def _in(value: Any, name: str) -> Any:
@@ -491,10 +480,11 @@ def calls_of(tracker: UsageTracker) -> int:
 
 def cost_of(tracker: UsageTracker) -> float:
     """Dollars of the calls, by litellm's cost map; a model that is not in it counts as 0."""
-    return sum(
-        price_of(model, _count(entry, "prompt_tokens"), _count(entry, "completion_tokens")) or 0.0
-        for model, entry in _entries(tracker)
-    )
+    dollars = 0.0
+    for model, entry in _entries(tracker):
+        prompt, completion = rates_of(model) or (0.0, 0.0)
+        dollars += prompt * _count(entry, "prompt_tokens") + completion * _count(entry, "completion_tokens")
+    return dollars
 
 
 @lru_cache(maxsize=256)
@@ -529,16 +519,6 @@ def _shipped_rates() -> dict[str, Any]:
         with suppress(OSError, ValueError):
             return json.loads((Path(folder) / "model_prices_and_context_window_backup.json").read_text("utf-8"))
     return {}
-
-
-def price_of(model: str, prompt_tokens: int, completion_tokens: int) -> float | None:
-    """Dollars of one call; None where the model's price is not known.
-
-    >>> price_of("no-such-model", 10, 10) is None
-    True
-    """
-    rates = rates_of(model)
-    return None if rates is None else rates[0] * prompt_tokens + rates[1] * completion_tokens
 
 
 def _written(tracker: UsageTracker) -> int:

@@ -11,13 +11,14 @@ from typing import Any, Literal, TypeVar, cast
 
 import dspy
 from dspy.primitives import Example, Module, Prediction
+from dspy.teleprompt.gepa.gepa_utils import DspyAdapter
 from dspy.utils.exceptions import AdapterParseError
 from dspy.utils.usage_tracker import track_usage
 
 from dspy_flashevolve.engine.endpoints import OUTAGE_SECONDS, RetryPolicy
 from dspy_flashevolve.engine.errors import ConfigurationError, DataError
 from dspy_flashevolve.engine.limits import Bounds
-from dspy_flashevolve.engine.loop import LoopClock, is_being_cancelled
+from dspy_flashevolve.engine.loop import is_being_cancelled
 from dspy_flashevolve.engine.redaction import Redaction, secrets_in
 from dspy_flashevolve.engine.replay import RunJournal, hash_of
 from dspy_flashevolve.engine.rollouts import Granted, Rollout, RolloutKey, Spent, batch
@@ -32,7 +33,7 @@ from dspy_flashevolve.programs.lm import LanguageModels, calls_of, cost_of, endp
 from dspy_flashevolve.programs.metric import Metric
 from dspy_flashevolve.programs.place import runs_on_loop
 from dspy_flashevolve.programs.records import Asked, ProgramRecord, ReplyText
-from dspy_flashevolve.programs.runner import ProgramRunner, plain_adapter, settings_snapshot
+from dspy_flashevolve.programs.runner import ProgramRunner
 from dspy_flashevolve.programs.vllm_metrics import watchers
 
 T = TypeVar("T")
@@ -63,7 +64,6 @@ class DspyRun(EvolutionRun):
             never.
         median_seconds: see :class:`Workflow`.
         seed: of the steps' randomness, and of jitter.
-        paced: LMs of ``dspy.LM`` are called so that refusals and retries hold no slot; False calls them as they are.
         retry: how often a request is made that the provider turns away, and when.
         journal: where the run is written down, so that it can go on; None for nowhere.
         shown_calls: what the progress bar and the statistics give as the budget. Default: ``max_metric_calls``.
@@ -86,7 +86,6 @@ class DspyRun(EvolutionRun):
         max_outage_seconds: float | None = OUTAGE_SECONDS,
         median_seconds: float | None = None,
         seed: int | None = 0,
-        paced: bool = True,
         retry: RetryPolicy | None = None,
         journal: RunJournal | None = None,
         shown_calls: int | None = None,
@@ -102,15 +101,12 @@ class DspyRun(EvolutionRun):
                 f"stages is {stages!r}, expected stage -> a list of what it asks: LMs, modules, or None for the "
                 "configured LM."
             )
-        self.settings = settings_snapshot()
-        """dspy's settings for the length of the run."""
+        self.settings = dict(dspy.settings.copy())
+        """dspy's settings for the length of the run: a later ``dspy.configure`` does not reach it."""
         lm, modules = self.settings.get("lm"), [one for listed in stages.values() for one in listed]
         slots, adaptive = width_of(self, [one for one in modules if isinstance(one, Module)])
-        clock = LoopClock()
-        self.recorder, self._progress = Recorder(clock), Progress(name, shown_calls or max_metric_calls)
         super().__init__(
             name=name,
-            clock=clock,
             stages={stage: _addresses(listed, lm) for stage, listed in stages.items()},
             slots=slots,
             adaptive=adaptive,
@@ -122,10 +118,12 @@ class DspyRun(EvolutionRun):
             median_seconds=median_seconds,
             retry=replace(retry or RetryPolicy(), outage_seconds=max_outage_seconds),
             journal=journal,
-            observers=(self.recorder, self._progress),
         )
+        self.recorder, self._progress = Recorder(self.clock), Progress(name, shown_calls or max_metric_calls)
+        self.bus.subscribe(self.recorder)
+        self.bus.subscribe(self._progress)
         redaction = Redaction(secrets_in(os.environ)) if journal is None else journal.journal.redaction
-        self.models = LanguageModels(self.endpoints, redaction, paced)
+        self.models = LanguageModels(self.endpoints, redaction)
         self.paced(lm)
         self.settings.update(self.models.settings)
         self._shown_calls = shown_calls or max_metric_calls
@@ -196,7 +194,7 @@ class DspyRun(EvolutionRun):
                     failure = error
             problem = "" if failure is None else f"{type(failure).__name__}: {failure}"[:300]
             spent = Spent(tokens_of(usage), cost_of(usage), problem)
-            return Asked(answer, failure, calls_of(usage), spent)
+            return Asked(answer, failure, max(1, calls_of(usage)), spent)
 
         return await self.rollouts.request(stage, step, call, lambda one: one.spent, record)
 
@@ -216,8 +214,9 @@ class DspyRun(EvolutionRun):
             StepEnded: as failed: no reply fitted its format.
             Exception: what the module raised.
         """
-        record = None if self.journal is None else ReplyText(position)
-        asked = await self.asked(stage, step, module, inputs, lm=lm, read=lambda answer: answer, record=record)
+        asked = await self.asked(
+            stage, step, module, inputs, lm=lm, read=lambda answer: answer, record=ReplyText(position)
+        )
         if isinstance(asked.error, AdapterParseError):
             raise StepEnded(EndKind.FAILED, f"no reply in its format: {asked.error}") from asked.error
         if asked.error is not None:
@@ -236,7 +235,7 @@ class DspyRun(EvolutionRun):
             failure_score: of an example on which the program or the metric raises, or the score is no finite number.
             metric_lock: call the metric once at a time.
         """
-        adapter = plain_adapter(student, metric, failure_score)
+        adapter = DspyAdapter(student, metric, feedback_map={}, failure_score=failure_score)  # reflects on nothing
         scorer = Metric(metric, self.threads, metric_lock)
         return ProgramRunner(adapter, scorer, self.threads, self.models, finite=True)
 
@@ -269,14 +268,13 @@ class DspyRun(EvolutionRun):
             RolloutUnresolvedError: the provider gave no answer.
             RunAbortedError: the provider refused for good.
         """
-        record = None if self.journal is None else ProgramRecord(runner.records, candidate, example, traced)
         rollout, _ = await self.rollouts.rollout(
             RolloutKey(name or hash_of(candidate), split, example_id, traced),
             stage,
             step,
             step.reservation if pays is None else pays,
             lambda: runner.rollout(candidate, example, capture_traces=traced),
-            record,
+            ProgramRecord(runner.records, candidate, example, traced),
             failed=lambda reason: runner.failed(reason, traced),
             behind=behind,
             granted=granted,
@@ -325,17 +323,13 @@ class DspyRun(EvolutionRun):
         error = self.error
         said = f"{type(error).__name__}: {error}" if isinstance(error, Exception) else "cancelled"
         return self.recorder.stats(
+            self,
             schedule=self.schedule,
             seconds=self.clock() - self.clock.began if self._seconds is None else self._seconds,
             stop_reason=self.stop_reason if error is None else said if not self.stop_reason else self.stop_reason,
-            outcome=self.outcome,
             metric_calls=self.budget.spent if metric_calls is None else metric_calls,
             max_metric_calls=self._shown_calls,
-            slots=self.scheduler.statistics(),
-            gaps=self.gaps.as_dict(),
-            rollouts=self.rollouts,
             unpriced={stage for stage, models in self._models_asked.items() if None in map(rates_of, models)},
-            retried_requests=self.endpoints.retried,
         )
 
     def _own_watchers(self) -> list[Callable[[], Coroutine[Any, Any, None]]]:

@@ -103,7 +103,7 @@ def failing(times: int) -> Callable[[], Coroutine[Any, Any, Rollout]]:
         nonlocal left
         left -= 1
         if left >= 0:
-            raise TransientError("429")
+            raise TransientError("500", of_request=True)
         return Rollout("output", 1.0)
 
     return call
@@ -205,7 +205,7 @@ def test_an_unresolved_rollout_is_neither_scored_nor_paid() -> None:
 
     async def main() -> None:
         pays = bench.reserved()
-        with pytest.raises(RolloutUnresolvedError, match="no answer after 3 attempts: 429"):
+        with pytest.raises(RolloutUnresolvedError, match="no answer after 3 attempts: 500"):
             await bench.rollout(failing(3), pays)
         assert (pays.settled, pays.open, bench.events) == (0, 1, [])
 
