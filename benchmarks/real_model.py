@@ -203,11 +203,11 @@ class Job:
     def run(self) -> Result:
         """Make the run."""
         setting, limits, blank = self.setting, self.limits, self.blank
-        reflection, task_lm, watched = reflections(setting, limits.seed), setting.lm(), Watched()
+        model, task_lm, watched = reply_model_named(setting.reflector), setting.lm(), Watched()
+        reflection = ScriptedReflection(model, setting.reflection_profile, limits.seed, setting.reflection_pace)
         bench = Bench(blank.benchmark, setting.model, CallMeter(task_lm.tally, reflection), setting.words)
         train, val, test = examples(setting.size, limits.seed)
-        metric = Metric(reply_model_named(setting.reflector))
-        workload = Workload(Answer, train, val, metric, task_lm, reflection.lm())
+        workload = Workload(Answer, train, val, Metric(model), task_lm, reflection.lm())
         result = bench.run(watched.of(method(self.method)), workload, limits)
         score = best(result)
         result = replace(result, best_score=score, seed_true_score=self.seed_true_score)
@@ -227,18 +227,12 @@ class Job:
             file.write(json.dumps(line) + "\n")
 
 
-def reflections(setting: Setting, seed: int) -> ScriptedReflection:
-    """The reflection LM of a run."""
-    return ScriptedReflection(setting.reflector, setting.reflection_profile, seed, setting.reflection_pace)
-
-
 def answers(setting: Setting, instruction: str, asked: Sequence[Any], threads: int) -> list[str]:
-    """What the task model answers under an instruction; empty where it failed."""
+    """What the task model answers under an instruction."""
     logging.getLogger("dspy").setLevel(logging.CRITICAL)
     with dspy.context(lm=setting.lm()):
-        evaluate = dspy.Evaluate(devset=list(asked), metric=lambda gold, pred: 0.0, num_threads=threads,
-                                 max_errors=len(asked) + 1)  # fmt: skip
-        return [str(pred.get("answer") or "") for _, pred, _ in evaluate(Answer(instruction)).results]
+        evaluate = dspy.Evaluate(devset=list(asked), metric=lambda gold, pred: 0.0, num_threads=threads, max_errors=1)
+        return [pred.answer for _, pred, _ in evaluate(Answer(instruction)).results]
 
 
 def true_score(setting: Setting, instruction: str, test: Sequence[Any], threads: int) -> float:
@@ -309,11 +303,16 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def planned(options: argparse.Namespace) -> list[Job]:
     """Every run; the methods take turns, so that what else the machine does meets all of them."""
-    ends = [{"metric_calls": options.calls}] if options.calls else []
-    ends += [{"seconds": options.seconds}] if options.seconds else []
+    ends = [("calls", options.calls)] if options.calls else []
+    ends += [("seconds", options.seconds)] if options.seconds else []
     return [
-        Job(options.setting, Limits(options.slots, seed, **end), name, details=options.details)
-        for end in ends
+        Job(
+            options.setting,
+            Limits(options.slots, seed, *((None, int(end)) if kind == "calls" else (end, None))),
+            name,
+            details=options.details,
+        )
+        for kind, end in ends
         for seed, name in product(range(options.seeds), options.methods)
     ]
 

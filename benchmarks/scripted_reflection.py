@@ -20,7 +20,7 @@ from dspy.lm15 import Message, Request, Response, TextPart, Usage
 from benchmarks.workloads.house_style import from_rules, to_rules
 from dspy_flashevolve.sim.profiles import profile_named
 from dspy_flashevolve.sim.replies import Repeats, reply_to
-from dspy_flashevolve.sim.reply_model import reply_model_named
+from dspy_flashevolve.sim.reply_model import ReplyModel
 from dspy_flashevolve.sim.virtual import chat_request
 
 
@@ -28,7 +28,7 @@ class ScriptedReflection:
     """Answers reflections and integrations, after the seconds that a model of its own would take.
 
     Args:
-        model: The simulated model's name.
+        model: How the simulated model reflects and integrates.
         profile: The simulated backend whose lengths of replies and speed it has, one reply at a time; seconds are real.
         seed: Of its random choices.
         pace: What the seconds are multiplied by; 0 for replies at once.
@@ -38,8 +38,8 @@ class ScriptedReflection:
         tokens: Read and written for them, by the profile's lengths.
     """
 
-    def __init__(self, model: str, profile: str, seed: int, pace: float = 1.0) -> None:
-        self._model, self._profile, self._seed = reply_model_named(model), profile_named(profile), seed
+    def __init__(self, model: ReplyModel, profile: str, seed: int, pace: float = 1.0) -> None:
+        self._model, self._profile, self._seed = model, profile_named(profile), seed
         self._pace, self._repeats, self._lock = pace, Repeats(), threading.Lock()
         self.calls = self.tokens = 0
 

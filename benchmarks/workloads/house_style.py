@@ -200,7 +200,7 @@ class Answer(dspy.Module):
 
     def __init__(self, instruction: str = INSTRUCTION) -> None:
         super().__init__()
-        self.answer = dspy.Predict(dspy.Signature("question -> answer", instruction))
+        self.answer = dspy.Predict(dspy.make_signature("question -> answer", instruction))
 
     def forward(self, question: str) -> dspy.Prediction:
         """Ask."""

@@ -22,7 +22,7 @@ from dspy_flashevolve.sim import SimServer
 from dspy_flashevolve.sim.reply_model import ReplyModel
 
 SENTENCES = [sentence for one in STYLE for sentence in one.wordings]
-KIND = ReplyModel(useless=0.0, rules_added=None, forgets=0.0)
+KIND = ReplyModel(useless=0.0, rules_added=None, forgets=0.0, overload=0.0)
 
 
 def test_the_style_has_twelve_constraints_or_more_and_no_sentence_is_part_of_another() -> None:
@@ -72,14 +72,8 @@ def test_no_question_of_the_true_score_is_in_another_split_of_any_seed() -> None
         examples(Size(100, 100, 0), 0)
 
 
-def _scripted(**changes: Any) -> ScriptedReflection:
-    made = ScriptedReflection("obliging", "h100-qwen3-8b", 0, pace=0.0)
-    made.__dict__["_model"] = ReplyModel(**{"useless": 0.0, "rules_added": None, "forgets": 0.0, **changes})
-    return made
-
-
 def test_a_reflection_writes_the_sentences_that_its_feedback_names() -> None:
-    reflector = _scripted()
+    reflector = ScriptedReflection(KIND, "h100-qwen3-8b", 0, pace=0.0)
     feedback = f"Missed: {STYLE[0].wordings[0]} {STYLE[5].wordings[0]}"
     with dspy.context(lm=reflector.lm()):
         made = dspy.Predict(ProposeInstruction)(
@@ -96,7 +90,7 @@ def test_an_integration_joins_sentences_of_several_children() -> None:
         StaleChild(number, {"answer": f"{INSTRUCTION}\n{one.wordings[0]}"}, head, score_before=0.1)
         for number, one in enumerate(STYLE[:3], start=1)
     ]
-    with dspy.context(lm=_scripted(overload=0.0).lm()):
+    with dspy.context(lm=ScriptedReflection(KIND, "h100-qwen3-8b", 0, pace=0.0).lm()):
         made = StaleCandidateReflection()(head=head, children=children)
     assert made.texts["answer"].splitlines() == [INSTRUCTION, *(one.wordings[0] for one in STYLE[:3])]
 
