@@ -3,7 +3,7 @@
 dspy.GEPA, Combee and AsyncGEPA look for a hidden house style (`benchmarks.workloads.house_style`) at an equal number of
 metric calls, and at equal seconds. A server with OpenAI's API answers the rollouts, so that obedience, interference of
 constraints, dilution by length and noise are real; reflections and integrations are the simulated model's
-(`benchmarks.scripted_reflection`). The score is the one on questions that neither training nor validation saw. An
+(`benchmarks.scripted_reflection`). The score is the one on requests that neither training nor validation saw. An
 interrupted command goes on where it stopped. `--alone` measures how often each constraint holds by itself instead.
 """
 
@@ -33,7 +33,7 @@ from benchmarks.score import best
 from benchmarks.scripted_reflection import ScriptedReflection
 from benchmarks.trajectory import Recorder
 from benchmarks.workloads.definition import Size
-from benchmarks.workloads.house_style import INSTRUCTION, STYLE, Answer, Constraint, Metric, examples
+from benchmarks.workloads.house_style import INSTRUCTION, STYLE, Constraint, Metric, Writer, examples
 from dspy_flashevolve.sim.profiles import PROFILES
 from dspy_flashevolve.sim.reply_model import DEFAULT_MODEL, REPLY_MODELS, reply_model_named
 
@@ -53,9 +53,9 @@ class Setting:
         api_base: The server.
         model: The task model's name there.
         size: Examples; the test examples are those of the true score.
-        samples: Answers to each test example.
-        max_tokens: Longest answer.
-        temperature: Of the answers.
+        samples: Texts for each test example.
+        max_tokens: Longest text.
+        temperature: Of the texts.
         reflector: The simulated model that reflects and integrates.
         reflection_profile: The simulated backend whose lengths of replies and speed it has.
         reflection_pace: What the seconds of its replies are multiplied by; 0 for replies at once.
@@ -65,7 +65,7 @@ class Setting:
     model: str = "qwen05"
     size: Size = field(default_factory=lambda: Size(16, 16, 48))
     samples: int = 2
-    max_tokens: int = 64
+    max_tokens: int = 40
     temperature: float = 0.7
     reflector: str = DEFAULT_MODEL
     reflection_profile: str = "h100-qwen3-8b"
@@ -77,7 +77,7 @@ class Setting:
         size = self.size
         return (
             f"{self.reflector} reflections at {self.reflection_pace:g} x the seconds of {self.reflection_profile}, "
-            f"{size.train} + {size.val} examples, true score on {size.test} x {self.samples} answers, "
+            f"{size.train} + {size.val} examples, true score on {size.test} x {self.samples} texts "
             f"of up to {self.max_tokens} tokens at temperature {self.temperature:g}"
         )
 
@@ -207,7 +207,7 @@ class Job:
         reflection = ScriptedReflection(model, setting.reflection_profile, limits.seed, setting.reflection_pace)
         bench = Bench(blank.benchmark, setting.model, CallMeter(task_lm.tally, reflection), setting.words)
         train, val, test = examples(setting.size, limits.seed)
-        workload = Workload(Answer, train, val, Metric(model), task_lm, reflection.lm())
+        workload = Workload(Writer, train, val, Metric(model), task_lm, reflection.lm())
         result = bench.run(watched.of(method(self.method)), workload, limits)
         score = best(result)
         result = replace(result, best_score=score, seed_true_score=self.seed_true_score)
@@ -218,7 +218,7 @@ class Job:
             return replace(result, true_score=self.seed_true_score)
         if self.details is not None:
             self._write_details(self.details, result, texts, watched.stats)
-        return replace(result, true_score=true_score(setting, texts["answer"], test, limits.slots))
+        return replace(result, true_score=true_score(setting, texts["write"], test, limits.slots))
 
     def _write_details(self, path: Path, result: Result, texts: Mapping[str, str], stats: Any) -> None:
         own = {} if stats is None else {key: stats.to_dict()[key] for key in ("changes", "integrations", "end_reasons")}
@@ -228,15 +228,15 @@ class Job:
 
 
 def answers(setting: Setting, instruction: str, asked: Sequence[Any], threads: int) -> list[str]:
-    """What the task model answers under an instruction."""
+    """What the task model writes under an instruction."""
     logging.getLogger("dspy").setLevel(logging.CRITICAL)
     with dspy.context(lm=setting.lm()):
         evaluate = dspy.Evaluate(devset=list(asked), metric=lambda gold, pred: 0.0, num_threads=threads, max_errors=1)
-        return [pred.answer for _, pred, _ in evaluate(Answer(instruction)).results]
+        return [pred.text for _, pred, _ in evaluate(Writer(instruction)).results]
 
 
 def true_score(setting: Setting, instruction: str, test: Sequence[Any], threads: int) -> float:
-    """The mean share of constraints that hold over the test examples, each answered several times."""
+    """The mean share of constraints that hold over the test examples, each with several texts."""
     given = answers(setting, instruction, [one for one in test for _ in range(setting.samples)], threads)
     return sum(one.met(answer) for one in STYLE for answer in given) / (len(STYLE) * len(given))
 
@@ -273,8 +273,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--train", type=int, default=usual.size.train, help="training examples")
     parser.add_argument("--val", type=int, default=usual.size.val, help="validation examples")
     parser.add_argument("--test", type=int, default=usual.size.test, help="examples of the true score")
-    parser.add_argument("--samples", type=int, default=usual.samples, help="answers to each of these")
-    parser.add_argument("--max-tokens", type=int, default=usual.max_tokens, help="longest answer")
+    parser.add_argument("--samples", type=int, default=usual.samples, help="texts for each of these")
+    parser.add_argument("--max-tokens", type=int, default=usual.max_tokens, help="longest text in tokens")
     parser.add_argument("--temperature", type=float, default=usual.temperature)
     parser.add_argument("--reflector", choices=list(REPLY_MODELS), default=usual.reflector, help="who reflects")
     parser.add_argument("--reflection-profile", choices=list(PROFILES), default=usual.reflection_profile,

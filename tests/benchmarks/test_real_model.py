@@ -37,34 +37,32 @@ def test_sentences_come_back_from_the_rules_that_stand_for_them(write: Any) -> N
     assert to_rules(text) != text
 
 
-@pytest.mark.parametrize("number", range(len(STYLE)))
-def test_an_answer_can_miss_every_constraint(number: int) -> None:
-    long = "Well, I think, " + "one two three four five " * 8
-    assert not STYLE[number].met(long)
-
-
-def test_one_answer_can_meet_nearly_all_constraints() -> None:
-    lines = ["<<tip>> *now* [name]?", "honest weekend really really budget!", "p.s. good luck!"]
-    answer = '"' + "\n".join(lines) + '"'
-    missed = [one.wordings[0] for one in STYLE if not one.met(answer)]
-    assert missed == ["Include the sentence My answer is maybe."]  # in lowercase it is not that sentence
+def test_each_constraint_can_be_missed_and_met() -> None:
+    missed, met = (
+        "Well, I think: " + "one two three four " * 8,
+        "weekend honest coffee!!! YES? [name] <<Tip>> p.s. good luck!",
+    )
+    assert [one.wordings[0] for one in STYLE if one.met(missed)] == []
+    lowercase = [one.wordings[0] for one in STYLE if not one.met(met)]
+    assert lowercase == ["Write everything in CAPITAL letters."]
+    assert all(one.met(met.upper()) for one in STYLE)
 
 
 def test_the_metric_scores_the_share_that_holds_and_names_what_was_missed() -> None:
-    gold = dspy.Example(question="Why?")
-    outcome = Metric(KIND)(gold, dspy.Prediction(answer="an honest answer without anything else"))
+    gold = dspy.Example(request="Why?")
+    outcome = Metric(KIND)(gold, dspy.Prediction(text="an honest answer without anything else"))
     named = [one for one in STYLE if one.wordings[0] in outcome.feedback]
     assert outcome.score == pytest.approx(1 - len(named) / len(STYLE))
     assert STYLE[0] not in named
-    vague = Metric(ReplyModel(vague=1.0))(gold, dspy.Prediction(answer="an honest answer"))
+    vague = Metric(ReplyModel(vague=1.0))(gold, dspy.Prediction(text="an honest answer"))
     assert not any(sentence in vague.feedback for sentence in SENTENCES)
 
 
 def test_no_question_of_the_true_score_is_in_another_split_of_any_seed() -> None:
     size = Size(20, 20, 40)
-    tested = {one.question for one in examples(size, 0)[2]}
+    tested = {one.request for one in examples(size, 0)[2]}
     for seed in range(3):
-        train, val, test = ({one.question for one in part} for part in examples(size, seed))
+        train, val, test = ({one.request for one in part} for part in examples(size, seed))
         assert test == tested
         assert not test & (train | val)
         assert not train & val
@@ -85,14 +83,14 @@ def test_a_reflection_writes_the_sentences_that_its_feedback_names() -> None:
 
 
 def test_an_integration_joins_sentences_of_several_children() -> None:
-    head = {"answer": INSTRUCTION}
+    head = {"write": INSTRUCTION}
     children = [
-        StaleChild(number, {"answer": f"{INSTRUCTION}\n{one.wordings[0]}"}, head, score_before=0.1)
+        StaleChild(number, {"write": f"{INSTRUCTION}\n{one.wordings[0]}"}, head, score_before=0.1)
         for number, one in enumerate(STYLE[:3], start=1)
     ]
     with dspy.context(lm=ScriptedReflection(KIND, "h100-qwen3-8b", 0, pace=0.0).lm()):
         made = StaleCandidateReflection()(head=head, children=children)
-    assert made.texts["answer"].splitlines() == [INSTRUCTION, *(one.wordings[0] for one in STYLE[:3])]
+    assert made.texts["write"].splitlines() == [INSTRUCTION, *(one.wordings[0] for one in STYLE[:3])]
 
 
 def test_runs_leave_rows_with_true_scores_and_tokens_and_are_not_made_again(
