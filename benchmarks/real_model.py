@@ -268,6 +268,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--calls", type=int, default=400, help="the equal number of metric calls; 0 to skip")
     parser.add_argument("--seconds", type=float, default=300.0, help="the equal seconds; 0 to skip")
     parser.add_argument("--seeds", type=int, default=3, help="how many seeds")
+    parser.add_argument("--first-seed", type=int, default=0, help="the first of them, to share them between servers")
     parser.add_argument("--slots", type=int, default=32, help="requests in flight at most")
     parser.add_argument("--jobs", type=int, default=1, help="runs side by side at equal calls; at equal seconds one")
     parser.add_argument("--train", type=int, default=usual.size.train, help="training examples")
@@ -303,6 +304,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def planned(options: argparse.Namespace) -> list[Job]:
     """Every run; the methods take turns, so that what else the machine does meets all of them."""
+    first = options.first_seed
     ends = [("calls", options.calls)] if options.calls else []
     ends += [("seconds", options.seconds)] if options.seconds else []
     return [
@@ -313,7 +315,7 @@ def planned(options: argparse.Namespace) -> list[Job]:
             details=options.details,
         )
         for kind, end in ends
-        for seed, name in product(range(options.seeds), options.methods)
+        for seed, name in product(range(first, first + options.seeds), options.methods)
     ]
 
 
