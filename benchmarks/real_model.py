@@ -14,7 +14,7 @@ import json
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import product
@@ -366,8 +366,8 @@ def made(jobs: Sequence[Job], side_by_side: int, out: Path) -> list[Result]:
 
     if alike:
         with ProcessPoolExecutor(side_by_side, mp_context=get_context("spawn")) as pool:
-            for result in pool.map(Job.run, alike):
-                take(result)
+            for ended in as_completed([pool.submit(job.run) for job in alike]):
+                take(ended.result())
     for job in jobs:
         if job not in alike:
             take(job.run())
