@@ -3,11 +3,18 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-benchmarks test-slow notebooks lint types doctest check clean
+# For test-pythons: versions that uv finds or downloads, or paths of interpreters.
+PYTHONS ?= 3.10 3.11 3.12 3.13 3.14
+# The fast part of what users are promised, on an installed package.
+PROMISES := tests/contract/test_public_surface.py tests/contract/test_beside_gepa.py tests/contract/test_lockstep.py \
+	tests/contract/test_async_gepa.py tests/contract/test_printing.py tests/contract/test_budget.py tests/gepa
+
+.PHONY: demo docs test test-benchmarks test-newest test-pythons test-slow notebooks lint types dist check clean
 
 $(VENV)/.installed: pyproject.toml
+	@echo "Making an environment in $(VENV): once, some minutes, about 700 MB."
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	$(BIN)/python -m pip install --disable-pip-version-check -e '.[dev]'
 	touch $@
 
 demo: $(VENV)/.installed  ## AsyncGEPA beside dspy.GEPA on the embedded server, in under two minutes
@@ -26,6 +33,28 @@ test-slow: $(VENV)/.installed  ## the slow suites; see tests/contract/dspy_suite
 notebooks: $(VENV)/.installed  ## run the notebooks, and save their outputs in them
 	TQDM_DISABLE=1 $(BIN)/python -m pytest --nbmake --overwrite notebooks
 
+docs: $(VENV)/.installed  ## the documentation, in site/; a warning is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+dist: $(VENV)/.installed  ## the wheel and the source distribution, in dist/, checked as a package index checks them
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check build twine
+	rm -rf dist
+	$(BIN)/python -m build
+	$(BIN)/twine check --strict dist/*
+
+test-newest:  ## the same promises on the newest releases and pre-releases of dspy and gepa, bounds or not
+	$(PYTHON) -m venv --clear build/newest
+	build/newest/bin/python -m pip install --quiet --disable-pip-version-check '.[sim]' hypothesis pytest pytest-xdist
+	build/newest/bin/python -m pip install --quiet --disable-pip-version-check --pre --upgrade dspy gepa
+	build/newest/bin/python -m pip list | grep -E '^(dspy|gepa) '
+	build/newest/bin/python -m pytest -n auto --dist worksteal $(PROMISES)
+
+test-pythons:  ## the same promises on other Pythons, each in an environment that uv makes and throws away
+	for version in $(PYTHONS); do \
+	  uv run --isolated --no-project --python $$version --with '.[sim]' --with hypothesis --with pytest \
+	    --with pytest-xdist python -m pytest -n auto --dist worksteal $(PROMISES) || exit 1; \
+	done
+
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -33,7 +62,7 @@ lint: $(VENV)/.installed
 types: $(VENV)/.installed
 	$(BIN)/pyright
 
-check: test test-benchmarks lint types  ## all that CI runs
+check: test test-benchmarks lint types docs  ## all that CI runs
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build dist site

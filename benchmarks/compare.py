@@ -12,7 +12,6 @@ stale child that passed its screen, and takes none apart into changes.
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 from collections.abc import Sequence
 from functools import partial
@@ -20,16 +19,16 @@ from itertools import product
 from pathlib import Path
 
 from benchmarks.methods import Limits, method
+from benchmarks.pictures import true_scores
 from benchmarks.results import RESULTS, ratio, shown, table
 from benchmarks.runs import (
     TOLERANCE,
     Job,
     Row,
     best_combee,
-    make,
+    carry_out,
     median_gain,
     median_of,
-    missing,
     recorded,
     score_spread,
     verdict,
@@ -47,10 +46,11 @@ TARGET_OVER_LOCKSTEP = 3.0
 TARGET_OVER_COMBEE = 1.5
 MOMENTS = (120.0, 600.0, 1800.0)
 """Seconds at which longer runs are read as well."""
+PANELS = {"few": "24 rules", "many": "72 rules", "rivals": "24 rules that contradict each other"}
 HEADER = (
     "method", "seeds", "true score (min-max)", "validated", "gain", "x lockstep's gain", "x best Combee's",
-    "rollouts", "LM calls", "task tokens", "reflection tokens", "seconds to lockstep's score", "proposals",
-    "integrated", "changes",
+    "rollouts", "LM calls", "task tokens", "reflection tokens", "gain a million tokens", "dollars",
+    "seconds to lockstep's score", "proposals", "integrated", "changes",
 )  # fmt: skip
 
 
@@ -75,6 +75,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=2, help="runs side by side")
     parser.add_argument("--fresh", action="store_true", help="run again what the file has")
     parser.add_argument("--report", type=Path, help="print the tables of an earlier file; run nothing")
+    parser.add_argument("--picture", type=Path, help="with --report: a PNG of the true scores over time as well")
     parser.add_argument("--out", type=Path, default=RESULTS / "compare.jsonl")
     options = parser.parse_args(arguments)
     try:
@@ -125,6 +126,8 @@ def cells(rows: Sequence[Row]) -> list[list[str]]:
             shown(middle(lambda row: row.lm_calls), ".0f"),
             shown(middle(lambda row: row.task_tokens), ".0f"),
             shown(middle(lambda row: row.reflection_tokens), ".0f"),
+            shown(middle(lambda row: row.gain_per_million), ".3f"),
+            shown(middle(lambda row: row.dollars), ".2f"),
             _seconds_to(mine, final),
             shown(middle(lambda row: row.proposals), ".0f"),
             shown(middle(lambda row: row.integrated), ".0%"),
@@ -186,20 +189,25 @@ def report(rows: Sequence[Row]) -> str:
     return "\n\n".join([*tables, "\n".join(lines)] if lines else tables)
 
 
+def picture(rows: Sequence[Row], options: argparse.Namespace) -> bytes:
+    """The true scores over time under the first of the options' profiles and models."""
+    setting = options.profiles[0], options.model[0], "time", options.seconds
+    mine = [row for row in rows if (row.profile, row.model, row.condition, row.limit) == setting]
+    combee = {name: f"Combee, {name[7:]} traces" for name in options.methods if name.startswith("combee")}
+    names = {"lockstep": "dspy.GEPA", **combee, "async": "AsyncGEPA"}
+    return true_scores(mine, {name: names[name] for name in names if name in options.methods}, PANELS)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print; 1 when a run ended in an error, whatever became of the targets."""
     options = parse(arguments)
     if options.report is not None:
-        print(report(recorded(options.report)))
+        rows = recorded(options.report)
+        print(report(rows))
+        if options.picture is not None:
+            options.picture.write_bytes(picture(rows, options))
         return 0
-    os.environ.setdefault("TQDM_DISABLE", "1")
-    jobs = planned(options)
-    there, left = missing(jobs, options.out, options.fresh)
-    rows = {row.key: row for row in [*there, *make("compare", left, options.jobs, options.out)]}
-    every_row = [rows[job.row.key] for job in jobs]
-    problems = [f"{row.title}: {row.error}" for row in every_row if row.error]
-    print("\n".join(["", report(every_row), *problems]))
-    return int(bool(problems))
+    return carry_out("compare", planned(options), options, report)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.methods import Limits, method
-from benchmarks.results import RESULTS, Result, ratio, shown, table, write_result
+from benchmarks.results import Result, ratio, shown, table, write_result
 from benchmarks.workloads.house_rules import Setting, simulated
 from benchmarks.workloads.ifeval import data_folder
 from dspy_flashevolve.sim import HouseRules
@@ -51,7 +51,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--time-scale", type=float, default=3.0, help="the server's seconds in a real one")
     parser.add_argument("--slots", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=RESULTS / "demo.jsonl")
+    parser.add_argument("--out", type=Path, help="JSON lines to append the results to; default: nothing is written")
     return parser.parse_args(arguments)
 
 
@@ -61,16 +61,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = Setting("h100-qwen3-8b", options.time_scale, train=60, val=60, rules=24)
     limits = Limits(options.slots, options.seed, options.seconds, time_scale=options.time_scale)
     questions, origin = prompts()
+    here = options.seconds / options.time_scale
     print(
-        f"A simulated vLLM server (Qwen3-8B on an H100), {origin}, {options.slots} slots, "
-        f"{options.seconds:g} s of the server's time each ({options.seconds / options.time_scale:g} s here)."
+        f"A simulated vLLM server (Qwen3-8B on an H100), {origin}. Both optimizers get the same program, "
+        f"{options.slots} requests in flight and {options.seconds:g} s of the server's time.\nStarting the server ...",
+        flush=True,
     )
     results: list[Result] = []
     with simulated("demo", chosen, options.seed, questions) as (bench, workload):
         for name in METHODS:
-            print(f"{NAMES[name]} ...", flush=True)
-            results.append(bench.run(method(name), workload, limits))
-            write_result(options.out, results[-1])
+            print(f"{NAMES[name]}: runs for about {here:g} s ...", flush=True)
+            result = bench.run(method(name), workload, limits)
+            print(
+                f"  best score {shown(result.best_score, '.3f')} after {result.metric_calls} metric calls", flush=True
+            )
+            results.append(result)
+            if options.out is not None:
+                write_result(options.out, result)
     print("\n" + table(HEADER, [row(result) for result in results]))
     gepa, ours = results
     more = ratio(ours.proposals_per_minute, gepa.proposals_per_minute)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import io
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.results import Result
+from benchmarks.runs import Row
 from benchmarks.trajectory import Point
 
 OURS = "async"
@@ -56,6 +57,35 @@ def scores(results: Sequence[Result], axis: str, label: str) -> bytes:
     axes.set_xlabel(label)
     axes.set_ylabel("best fully validated score")
     return _png(figure, axes)
+
+
+def true_scores(rows: Sequence[Row], shown: Mapping[str, str], titles: Mapping[str, str]) -> bytes:
+    """True scores over time: a panel a task, a line a method with the range of its seeds.
+
+    Args:
+        rows: at a fixed time, of one profile and model.
+        shown: method -> what it is called, in the order of the legend.
+        titles: task -> what it is called.
+    """
+    figure = _figure(3.2)
+    for axes, (task, title) in zip(figure.subplots(1, len(titles), sharey=True), titles.items(), strict=True):
+        for number, (name, words) in enumerate(shown.items()):
+            mine = [row for row in rows if row.task == task and row.method == name and not row.error]
+            end = min((row.limit for row in mine), default=0.0)
+            places = [end * place / GRID for place in range(GRID + 1)]
+            scores = [[row.true_score_at(place) or 0.0 for row in mine] for place in places if mine]
+            style = {"color": f"C{number}", "label": words, "linewidth": 2.5 if name == OURS else 1.2}
+            axes.step(places[: len(scores)], [statistics.median(one) for one in scores], where="post", **style)
+            low, high = [min(one) for one in scores], [max(one) for one in scores]
+            axes.fill_between(places[: len(scores)], low, high, step="post", alpha=0.15, color=style["color"])
+        axes.set_title(title, fontsize="medium")
+        axes.set_xlabel("seconds")
+        axes.set_ylim(bottom=0.0)
+        axes.grid(alpha=0.3)
+        axes.label_outer()
+    figure.axes[0].set_ylabel("score on unseen examples")
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize="small")
+    return _bytes(figure)
 
 
 def slots(results: Sequence[Result]) -> bytes | None:
@@ -131,6 +161,10 @@ def _png(figure: Any, axes: Any) -> bytes:
     axes.grid(alpha=0.3)
     if axes.has_data():
         axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize="small")
+    return _bytes(figure)
+
+
+def _bytes(figure: Any) -> bytes:
     out = io.BytesIO()
     figure.savefig(out, format="png")
     return out.getvalue()

@@ -33,8 +33,29 @@ class RunKey(NamedTuple):
     seed: int
 
 
+class Scored:
+    """What the rows of all commands say of a run's program."""
+
+    best_score: float | None
+    seed_score: float | None
+    true_score: float | None
+    seed_true_score: float | None
+    error: str
+
+    @property
+    def score(self) -> float | None:
+        """The true score of the program with the best validated score; that validated score where no other is known."""
+        return self.best_score if self.true_score is None else self.true_score
+
+    @property
+    def gain(self) -> float | None:
+        """How far the score lies above the seed program's; `None` without one, or after an error."""
+        seed = self.seed_score if self.true_score is None else self.seed_true_score
+        return None if self.error or self.score is None or seed is None else self.score - seed
+
+
 @dataclass(frozen=True)
-class Result:
+class Result(Scored):
     """One method's run. Figures are taken at the limit, before the drain, unless their name says otherwise.
 
     Attributes:
@@ -112,17 +133,6 @@ class Result:
     def setting(self) -> RunKey:
         """What the runs that are compared have in common."""
         return self.key._replace(method="", seed=0)
-
-    @property
-    def score(self) -> float | None:
-        """The true score of the program with the best validated score; that validated score where no other is known."""
-        return self.best_score if self.true_score is None else self.true_score
-
-    @property
-    def gain(self) -> float | None:
-        """How far the score lies above the seed program's."""
-        seed = self.seed_score if self.true_score is None else self.seed_true_score
-        return None if self.score is None or seed is None else self.score - seed
 
     @property
     def proposals_per_minute(self) -> float:

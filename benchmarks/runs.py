@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -11,18 +13,20 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from benchmarks.methods import Limits, method
-from benchmarks.results import Result, Spread, append_json_lines, commit, middle, shown
+from benchmarks.results import Scored, Spread, append_json_lines, commit, middle, shown
 from benchmarks.tasks import task_kind
 from benchmarks.trajectory import Point
 from benchmarks.virtual import Setting, run_virtually
 
 Key = tuple[str | float, ...]
+DOLLARS_READ, DOLLARS_WRITTEN = 0.15, 0.60
+"""A million tokens at GPT-4o-mini's list price, of the program's calls and of reflections, whatever the profile."""
 TOLERANCE = 1e-9
 """Of a comparison with a target: a mean of scores depends on their order."""
 
 
 @dataclass(frozen=True)
-class Row:
+class Row(Scored):
     """One run. Figures are taken at the limit, before the drain, unless their name says otherwise.
 
     Attributes:
@@ -44,6 +48,7 @@ class Row:
         lm_calls: Requests that were no rollout's: reflections, integrations.
         task_tokens: Tokens read and written for rollouts.
         reflection_tokens: Tokens read and written for the others.
+        read_tokens: Of all these tokens, those that were read; 0 in rows that are older than it.
         half_score: The best score at half the limit.
         metric_calls: Counted by the optimizer; at "calls" those within the limit.
         overshoot: Metric calls past the limit, drained.
@@ -82,6 +87,7 @@ class Row:
     lm_calls: int = 0
     task_tokens: int = 0
     reflection_tokens: int = 0
+    read_tokens: int = 0
     half_score: float | None = None
     metric_calls: int = 0
     overshoot: int = 0
@@ -103,17 +109,21 @@ class Row:
     commit: str = ""
 
     @property
-    def score(self) -> float | None:
-        """The true score; the best validated one in a row that has none."""
-        return self.best_score if self.true_score is None else self.true_score
+    def tokens(self) -> int:
+        """All tokens, read and written."""
+        return self.task_tokens + self.reflection_tokens
 
     @property
-    def gain(self) -> float | None:
-        """How far the score lies above the seed program's; `None` without one, or after an error."""
-        seed = self.seed_score if self.true_score is None else self.seed_true_score
-        if self.error or self.score is None or seed is None:
+    def dollars(self) -> float | None:
+        """What the tokens cost; `None` in a row that does not say how many were read."""
+        if not self.read_tokens:
             return None
-        return self.score - seed
+        return (DOLLARS_READ * self.read_tokens + DOLLARS_WRITTEN * (self.tokens - self.read_tokens)) / 1e6
+
+    @property
+    def gain_per_million(self) -> float | None:
+        """The gain for a million tokens; `None` without a gain."""
+        return self.gain / self.tokens * 1e6 if self.gain is not None and self.tokens else None
 
     def true_score_at(self, seconds: float) -> float | None:
         """The true score after so many seconds; `None` where the run was shorter, or had none yet."""
@@ -278,10 +288,27 @@ def verdict(met: bool) -> str:
     return "met" if met else "MISSED"
 
 
-def score_spread(rows: Sequence[Row | Result]) -> str:
-    """The median of the scores (`Row.score`, `Result.score`) and their range, for a table."""
+def score_spread(rows: Sequence[Scored]) -> str:
+    """The median of the scores (`Scored.score`) and their range, for a table."""
     scores = [row.score for row in rows if row.score is not None]
     if not scores:
         return "-"
     spread = Spread.of(scores)
     return f"{spread.median:.3f} ({spread.low:.3f}-{spread.high:.3f})"
+
+
+def carry_out(
+    benchmark: str, jobs: Sequence[Job], options: argparse.Namespace, report: Callable[[Sequence[Row]], str]
+) -> int:
+    """Make the runs that the file has not, print the tables of all; 1 when one ended in an error.
+
+    Args:
+        options: of the command: `out`, `fresh` and `jobs`.
+    """
+    os.environ.setdefault("TQDM_DISABLE", "1")
+    there, left = missing(jobs, options.out, options.fresh)
+    rows = {row.key: row for row in [*there, *make(benchmark, left, options.jobs, options.out)]}
+    every_row = [rows[job.row.key] for job in jobs]
+    problems = [f"{row.title}: {row.error}" for row in every_row if row.error]
+    print("\n".join(["", report(every_row), *problems]))
+    return int(bool(problems))

@@ -11,14 +11,13 @@ on any machine. An interrupted command goes on where it stopped: what its file h
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 
 from benchmarks.methods import Limits
 from benchmarks.results import RESULTS
-from benchmarks.runs import Job, make, missing, recorded
+from benchmarks.runs import Job, carry_out, recorded
 from benchmarks.scheduling_tables import EXPERIMENTS, LEAD, report
 from benchmarks.tasks import TASKS, task_kind
 from benchmarks.variants import variant
@@ -86,14 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         names = LEAD if options.lead else COMPARED
         print(report([row for row in recorded(options.report) if row.method in names], options.lead))
         return 0
-    os.environ.setdefault("TQDM_DISABLE", "1")
-    jobs = planned(options)
-    there, left = missing(jobs, options.out, options.fresh)
-    rows = {row.key: row for row in [*there, *make("scheduling", left, options.jobs, options.out)]}
-    every_row = [rows[job.row.key] for job in jobs]
-    problems = [f"{row.title}: {row.error}" for row in every_row if row.error]
-    print("\n".join(["", report(every_row, options.lead), *problems]))
-    return int(bool(problems))
+    return carry_out("scheduling", planned(options), options, lambda rows: report(rows, options.lead))
 
 
 def _seconds(written: Sequence[str], profiles: Sequence[str]) -> dict[str, float]:

@@ -1,10 +1,12 @@
 """Random runs of AsyncGEPA under random trouble: `python -m benchmarks.stress --minutes 5 [--seed 0] [--case SEED]`.
 
 A case is a program, a budget, faults of the provider and a way to end, all drawn from its seed. It runs in virtual
-time, where a hang of hours takes no time; runs that are ended by a signal take real time. What must hold of each run
-is checked: it ends, spends what it may and says so, ends every step once, commits no wrong score, changes nothing of
-the student and leaves no thread behind. Over all cases the program must be no worse than dspy.GEPA's for as many metric
-calls: AsyncGEPA's lockstep, which takes dspy.GEPA's steps, without faults and without what it overshoots the budget.
+time, where a hang of hours takes no time; runs that are ended by Ctrl-C or SIGTERM, and those that ask a server over
+HTTP, take real time. A run that is killed is one of another process, and goes on in this one. What must hold of each
+run is checked: it ends, spends what it may and says so, ends every step once, commits no wrong score, loses nothing
+and pays nothing twice by its journal, changes nothing of the student and leaves no thread behind. Over all cases the
+program must be no worse than dspy.GEPA's for as many metric calls: AsyncGEPA's lockstep, which takes dspy.GEPA's steps,
+without faults and without what it overshoots the budget.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import multiprocessing
 import os
 import signal
 import statistics
@@ -24,14 +27,17 @@ from collections import Counter
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import dspy
 from dspy.utils.exceptions import AdapterParseError
 
+from benchmarks.chaos_run import Restart
 from benchmarks.measure import silence
 from benchmarks.results import commit, table
 from benchmarks.stress_cases import (
+    TIME_SCALE,
     Backend,
     Build,
     Case,
@@ -45,12 +51,18 @@ from benchmarks.stress_cases import (
 )
 from benchmarks.trajectory import Recorder
 from dspy_flashevolve import AsyncGEPA, RunAbortedError
+from dspy_flashevolve.engine.check import check
+from dspy_flashevolve.sim import SimServer
 from dspy_flashevolve.sim.virtual import run
 
 VIRTUAL_SECONDS = 100_000.0
 """A run in virtual time that takes longer hangs: a thousand times what one takes."""
-WALL_SECONDS = 300
+WALL_SECONDS = 600
 """The same in real time: a generous limit, for what waits for nothing that is planned."""
+CUT = ("cancelled", "SIGKILL")
+"""Endings in which a call that was written down may not have been made."""
+JOURNALED = ("stopped", *CUT)
+KILLED_AT = "killed_at"
 
 
 @dataclass
@@ -100,13 +112,15 @@ def deserved(case: Case, candidates: Sequence[dspy.Module]) -> list[list[float]]
 
 
 def compiled(case: Case, watch: Watch, program: dspy.Module, directory: str, **options: Any) -> Any:
-    """The program that AsyncGEPA makes of it, in virtual time, or in real time where a signal ends it.
+    """The program that AsyncGEPA makes of it, in virtual time, or in real time where a signal ends it or over HTTP.
 
-    A cancelled run goes on from its directory.
+    A run that was cancelled goes on from its directory.
 
     Raises:
         TimeoutError: It did not end.
     """
+    if case.http:
+        return _served(case, watch, program, options)
     real = case.ending in ("SIGINT", "SIGTERM")
     task_model = Backend(case, case.trouble, instant=real)
     reflection = Backend(case, case.trouble, reflects=True, instant=real)
@@ -119,7 +133,7 @@ def compiled(case: Case, watch: Watch, program: dspy.Module, directory: str, **o
             "reflection_lm": at_once(reflection) if real else reflection.lm(), "staleness": case.staleness,
             "rollout_timeout_seconds": case.rollout_timeout,
         }  # fmt: skip
-        if case.ending in ("stopped", "cancelled"):
+        if case.ending in JOURNALED:
             settings["log_dir"] = directory
         return AsyncGEPA(watch.metric, **(settings | options))
 
@@ -143,6 +157,43 @@ def compiled(case: Case, watch: Watch, program: dspy.Module, directory: str, **o
     return run(once) or run(once)
 
 
+def _served(case: Case, watch: Watch, program: dspy.Module, options: dict[str, Any]) -> Any:
+    """The same over HTTP, with a restart of the server."""
+    task = case.task()
+    server = SimServer(seed=case.seed, time_scale=TIME_SCALE, reply_model=task.reply_model, faults=case.faults())
+    restart = Restart(server, case.at_call, down_seconds=0.5)
+    with server:
+        lm = dspy.LM("openai/simulated", api_base=server.api_base, api_key="none", cache=False, timeout=5.0)
+        with dspy.context(lm=lm), restart.armed():
+            optimizer = AsyncGEPA(
+                restart.watched(watch.metric), max_metric_calls=case.calls, num_threads=case.slots, seed=case.seed,
+                track_stats=True, reflection_lm=lm, staleness=case.staleness, **options,
+            )  # fmt: skip
+            return optimizer.compile(program, trainset=task.trainset(case.train), valset=task.valset(case.val))
+
+
+def killed(case: Case, directory: str) -> None:
+    """Run a case until it is killed at its metric call; in a process of its own."""
+    watch = Watch(case)
+
+    def kill() -> None:
+        Path(directory, KILLED_AT).write_text(str(watch.scored))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    watch.at_call = kill
+    with silence():
+        compiled(case, watch, student(case, watch), directory)
+
+
+def _after_a_kill(case: Case, watch: Watch, directory: str) -> None:
+    """Run a case in another process until it is killed; what was counted there counts here."""
+    process = multiprocessing.get_context("spawn").Process(target=killed, args=(case, directory))
+    process.start()
+    process.join()
+    at = Path(directory, KILLED_AT)
+    watch.scored += int(at.read_text()) if at.exists() else 0
+
+
 def rival(case: Case) -> float | None:
     """The true score of dspy.GEPA's program of a case without faults: of those validated within the budget."""
     plain = replace(case, trouble=Trouble(empty=case.trouble.empty), staleness="reflective", ending="budget")
@@ -152,10 +203,12 @@ def rival(case: Case) -> float | None:
     return paid[-1].true_score if paid else None
 
 
-def audited(found: Found, program: Any, watch: Watch) -> None:
+def audited(found: Found, program: Any, watch: Watch, directory: str) -> None:
     """What must hold of a run that has given a program back."""
     case, details, stats = found.case, program.detailed_results, program.async_stats
     found.outcome, best = stats.outcome, details.best_idx
+    if case.ending in JOURNALED:
+        found.problems += check(directory).problems
     found.true_score = true_score(case.task(), texts_of(program))
     counted, spent = watch.scored + watch.unread, stats.metric_calls
     ended, reasons = sum(stats.ended.values()), sum(stats.end_reasons.values())
@@ -169,7 +222,7 @@ def audited(found: Found, program: Any, watch: Watch) -> None:
     holds = {
         f"outcome {stats.outcome!r}: {stats.stop_reason}": stats.outcome in ("finished", "stopped"),
         f"spent {spent} of {case.calls}": spent <= case.calls,
-        f"spent {spent}, counted {counted}": counted == spent or (case.ending == "cancelled" and counted < spent),
+        f"spent {spent}, counted {counted}": counted == spent or (case.ending in CUT and watch.scored <= spent),
         f"total_metric_calls {details.total_metric_calls}, spent {spent}": details.total_metric_calls == spent,
         f"{stats.steps} steps, {ended} ended: {stats.ended}": stats.steps == ended,
         f"{stats.steps} steps, {reasons} reasons": reasons == stats.steps - stats.ended.get("committed", 0),
@@ -219,8 +272,10 @@ def examine(case: Case, build: Build = student, watch: Watch | None = None, comp
     before, threads = state_of(program), set(threading.enumerate())
     try:
         with tempfile.TemporaryDirectory() as directory, wall_limit(WALL_SECONDS), silence():
-            audited(found, compiled(case, watch, program, directory), watch)
-            if compare and (case.staleness, case.ending) == ("reflective", "budget"):
+            if case.ending == "SIGKILL":
+                _after_a_kill(case, watch, directory)
+            audited(found, compiled(case, watch, program, directory), watch, directory)
+            if compare and (case.staleness, case.ending, case.http) == ("reflective", "budget", False):
                 found.rival = rival(case)
     except RunAbortedError as error:
         found.problems.append(f"aborted: {error}")
@@ -252,17 +307,18 @@ def behind(found: Sequence[Found]) -> tuple[str, bool]:
     ours, theirs = (statistics.median(column) for column in zip(*pairs, strict=True))
     said = f"true score, median of {len(pairs)}: {ours:.3f}, dspy.GEPA's {theirs:.3f} for as many calls; "
     won = f"better in {sum(one > 0 for one in apart)}, equal in {sum(one == 0 for one in apart)}"
-    words = f"{said}difference, median {statistics.median(apart):+.3f} +- {spread:.3f}; {won}"
-    return words, ours < theirs - spread
+    middle = statistics.median(apart)
+    words = f"{said}difference, median {middle:+.3f} +- {spread:.3f}, mean {statistics.mean(apart):+.3f}; {won}"
+    return words, middle < -spread
 
 
 def report(found: Sequence[Found]) -> bool:
     """Print the tables; whether anything failed."""
     rows = [
-        [name, value, str(sum(getattr(one.case, name) == value for one in found)), str(sum(
+        [name, str(value), str(sum(getattr(one.case, name) == value for one in found)), str(sum(
             getattr(one.case, name) == value and bool(one.problems) for one in found
         ))]
-        for name in ("program", "ending", "staleness", "model")
+        for name in ("program", "ending", "http", "staleness", "model")
         for value in sorted({getattr(one.case, name) for one in found})
     ]  # fmt: skip
     print(table(("of", "value", "cases", "failed"), rows))

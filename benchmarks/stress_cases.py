@@ -18,14 +18,17 @@ import dspy
 from dspy import lm15
 from dspy.utils.exceptions import AdapterParseError
 
-from dspy_flashevolve.sim import HouseRules
+from dspy_flashevolve.sim import Faults, HouseRules
 from dspy_flashevolve.sim.profiles import PROFILES
 from dspy_flashevolve.sim.reply_model import REPLY_MODELS, Choices, reply_model_named
 from dspy_flashevolve.sim.task import OUTPUTS
 from dspy_flashevolve.sim.virtual import SimulatedModel
 
 PROGRAMS = ("sync", "async", "both", "tool", "async tool")
-Ending = Literal["budget", "stopped", "cancelled", "SIGINT", "SIGTERM"]
+"""As they are drawn; some of them become "mixed": awaited, with a metric that asks an LM from a thread."""
+Ending = Literal["budget", "stopped", "cancelled", "SIGINT", "SIGTERM", "SIGKILL"]
+TIME_SCALE = 50.0
+"""Of a server: model seconds a second."""
 GARBLED = (
     "",
     "I'm sorry, but I can't help with that.",
@@ -69,6 +72,7 @@ class Case:
         seed: Of everything; the others are drawn from it (`drawn`).
         program: One of `PROGRAMS`: which ways to call it there are, and whether it calls itself by a bound tool.
         ending: What ends it; at the metric call number `at_call`, unless it is the budget.
+        http: Over HTTP, in real time, from a server that restarts at the metric call number `at_call`.
     """
 
     seed: int
@@ -85,6 +89,7 @@ class Case:
     trouble: Trouble = Trouble()
     ending: Ending = "budget"
     at_call: int = 0
+    http: bool = False
 
     @classmethod
     def drawn(cls, seed: int) -> Case:
@@ -106,7 +111,7 @@ class Case:
             share(0.15), share(0.01), share(0.1), share(0.03), share(0.6), tuple(spans[::2]), tuple(spans[1::2]),
             rng.choice(("never", "true", "too soon")),
         )  # fmt: skip
-        return cls(
+        drawn = cls(
             seed=seed,
             program=rng.choice(("async", "both") if on_signal else PROGRAMS),
             predictors=rng.choice((1, 1, 2, 3)),
@@ -122,6 +127,27 @@ class Case:
             ending=ending,
             at_call=rng.randint(1, calls),
         )
+        if on_signal:
+            return drawn
+        if rng.random() < 0.15:
+            drawn = replace(drawn, program="mixed")
+        if rng.random() < 0.1:
+            drawn = replace(drawn, ending="SIGKILL")
+        elif rng.random() < 0.1:
+            trouble = replace(trouble, failing=min(trouble.failing, 0.1), empty=0.0)
+            return replace(drawn, http=True, ending="budget", calls=max(val, min(calls, 150)), trouble=trouble)
+        return drawn
+
+    def faults(self) -> Faults:
+        """Of its server, as far as a server has them: bodies that break off, drips, hangs, and bursts."""
+        trouble = self.trouble
+        failing, bursts = trouble.failing / 4, trouble.bursts[:1]
+        return Faults(
+            server_error=failing, server_error_statuses=(500, 502, 503), malformed_body=failing, truncated_body=failing,
+            empty_choices=failing, hang=trouble.hanging, slow_drip=trouble.slow / 10, drip_seconds=20 * TIME_SCALE,
+            burst_every_seconds=300.0 if bursts else 0.0, burst_seconds=sum(end - begin for begin, end in bursts),
+            seed=self.seed,
+        )  # fmt: skip
 
     def task(self) -> HouseRules:
         """Its task; the model answers equal requests alike, so that a candidate has one true score on an example."""
@@ -184,6 +210,8 @@ class Watch:
     def metric(self, gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None) -> Any:
         """The task's."""
         if pred_name is None:
+            if self._case.program == "mixed":
+                dspy.settings.lm("Is it right?")
             with self._lock:
                 self.scored += 1
                 number = self.scored
@@ -270,7 +298,8 @@ def student(case: Case, watch: Watch) -> dspy.Module:
             with watch.reading():
                 return await self.async_tool.acall(question=question)
 
-    return {"sync": Sync, "async": Async, "both": Both, "tool": Tool, "async tool": AsyncTool}[case.program]()
+    programs = {"sync": Sync, "async": Async, "both": Both, "mixed": Async, "tool": Tool, "async tool": AsyncTool}
+    return programs[case.program]()
 
 
 def state_of(program: Any) -> str:

@@ -30,11 +30,13 @@ class Spent:
         lm_calls: Requests that were no rollout's: reflections, integrations.
         task_tokens: Tokens read and written for rollouts.
         reflection_tokens: Tokens read and written for the others.
+        read_tokens: Of all these tokens, those that were read.
     """
 
     lm_calls: int = 0
     task_tokens: int = 0
     reflection_tokens: int = 0
+    read_tokens: int = 0
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dspy_flashevolve import ConfigurationError, Workflow
-from dspy_flashevolve.engine.workflow import BARRIERS
+from dspy_flashevolve.gepa.evaluate import BARRIERS
 
 ADAPTIVE_START = 8
 """Slots that an adaptive run begins with (`dspy.settings.num_threads`)."""
@@ -33,6 +33,18 @@ def _live(number: int, seed: int) -> Options:
     return {"workflow": Workflow(live_steps=number)}
 
 
+def _patch(number: int, seed: int) -> Options:
+    from dspy_flashevolve import Reflective
+
+    return {"staleness": Reflective(batch=number, changes=False)}
+
+
+def _undecided(number: int, seed: int) -> Options:
+    from dspy_flashevolve import Reflective
+
+    return {"staleness": Reflective(undecided=number)}
+
+
 def _combee(number: int, seed: int) -> Options:
     from dspy_flashevolve import CombeeReflection
 
@@ -51,6 +63,8 @@ PLAIN: dict[str, Options] = {
 NUMBERED: dict[str, tuple[int, Callable[[int, int], Options]]] = {
     "async-live": (1, _live),
     "async-guarded": (0, _guarded),
+    "async-patch": (1, _patch),
+    "async-undecided": (1, _undecided),
     "combee": (1, _combee),
 }
 """Base before the number -> the least number, and AsyncGEPA's own arguments for a number and a seed."""

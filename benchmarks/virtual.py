@@ -226,7 +226,7 @@ def run_served(
 def spent_by(model: SimulatedModel) -> Spent:
     """What a model has done so far."""
     calls, task = sum(model.requests.values()), model.tokens.get("task", 0)
-    return Spent(calls - model.requests.get("task", 0), task, sum(model.tokens.values()) - task)
+    return Spent(calls - model.requests.get("task", 0), task, sum(model.tokens.values()) - task, model.prompt_tokens)
 
 
 async def _compiled(optimizer: AsyncGEPA, workload: Workload, cancelled_after: float | None) -> AsyncStats | None:

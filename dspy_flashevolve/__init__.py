@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from dspy_flashevolve.async_meta_harness import AsyncMetaHarness
     from dspy_flashevolve.engine.errors import ConfigurationError, DataError, FlashEvolveError, RunAbortedError
     from dspy_flashevolve.engine.staleness import Full, Guarded, Reflective
-    from dspy_flashevolve.engine.workflow import Workflow
     from dspy_flashevolve.gepa.compilation import AsyncGEPAResult
+    from dspy_flashevolve.gepa.evaluate import Workflow
     from dspy_flashevolve.harness.program import Harness, HarnessError
     from dspy_flashevolve.modules.integrate import CombeeReflection, StaleCandidateReflection
     from dspy_flashevolve.observe.statistics import AsyncStats
@@ -67,7 +67,7 @@ _HOMES = {
     "Playbook": "ace.playbook",
     "Reflective": "engine.staleness",
     "StaleCandidateReflection": "modules.integrate",
-    "Workflow": "engine.workflow",
+    "Workflow": "gepa.evaluate",
 }
 """Public name -> its module; all others are errors."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import cloudpickle
@@ -11,16 +11,16 @@ import dspy
 from dspy.clients.lm import LM
 from dspy.primitives import Example, Module
 from dspy.teleprompt.gepa.gepa import AUTO_RUN_SETTINGS, GEPA
-from dspy.teleprompt.gepa.gepa_flex_utils import enumerate_flex_submodules
 from dspy.teleprompt.gepa.gepa_utils import CodeProposalFn
 from gepa.core.adapter import ProposalFn
 from gepa.proposer.reflective_mutation.base import ReflectionComponentSelector
 
-from dspy_flashevolve.engine.errors import ConfigurationError
+from dspy_flashevolve.engine.errors import ConfigurationError, DataError
 from dspy_flashevolve.engine.staleness import StalenessPolicy, policy_named
-from dspy_flashevolve.engine.workflow import Workflow
-from dspy_flashevolve.gepa.compilation import Best, Compilation
-from dspy_flashevolve.gepa.options import GepaOptions, check_options
+from dspy_flashevolve.gepa.changes import is_too_long
+from dspy_flashevolve.gepa.compilation import Best, Compilation, gepa_logger, texts_of
+from dspy_flashevolve.gepa.evaluate import Workflow
+from dspy_flashevolve.gepa.options import check_options
 from dspy_flashevolve.programs.lm import rates_of
 from dspy_flashevolve.programs.metric import check_metric
 from dspy_flashevolve.programs.run import Schedule, check_counts, check_data, check_limits, check_run
@@ -56,7 +56,8 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
             alone, it is the budget.
         max_concurrency: the most requests in flight when ``num_threads`` is None. Default: 256.
         workflow: how steps overlap, a :class:`Workflow`: how early stages release their output, how many steps there
-            are, whose slots they get, and how long a provider that answers nothing is waited for; docs/scheduling.md.
+            are, whose slots they get, how long a provider that answers nothing is waited for, and how long a candidate
+            may be; docs/scheduling.md.
         rollout_timeout_seconds: a rollout that takes longer, once it has its slot, is given up and asked for again, as
             after a rate limit. Default: as long as the LM's own timeout lets it.
         metric_lock: True for a metric that is not thread-safe: it is called once at a time within a run, for scores and
@@ -177,7 +178,7 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
         self.metric_lock = metric_lock
         self._best = Best()
         self._check_arguments()
-        check_options(GepaOptions.of(self))
+        check_options(self)
         self._check_callbacks()
 
     def compile(
@@ -187,6 +188,7 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
         trainset: list[Example],
         teacher: Module | None = None,
         valset: list[Example] | None = None,
+        initial_candidates: Sequence[Module] = (),
     ) -> Module:
         """Optimize ``student``; the arguments and the result are those of ``dspy.GEPA.compile``.
 
@@ -206,6 +208,8 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
             trainset: examples to reflect on.
             teacher: not supported, as in ``dspy.GEPA``.
             valset: examples that decide which candidates are kept. Default: the trainset.
+            initial_candidates: programs with the student's predictors and other instructions, such as results of
+                earlier runs. The search begins from them and the student alike; each costs a validation.
 
         Returns:
             The best program that was validated on every validation example. With ``track_stats=True`` it has
@@ -219,7 +223,7 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
             Exception: what a selector, a stopper or another strategy of the user's raised. The log names it; once the
                 seed is validated, it has ``best_program`` too.
         """
-        return self._prepare(student, trainset, teacher, valset).run_sync()
+        return self._prepare(student, trainset, teacher, valset, initial_candidates).run_sync()
 
     async def acompile(
         self,
@@ -228,13 +232,14 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
         trainset: list[Example],
         teacher: Module | None = None,
         valset: list[Example] | None = None,
+        initial_candidates: Sequence[Module] = (),
     ) -> Module:
         """The awaitable twin of :meth:`compile`.
 
         It runs on the caller's loop and leaves signals to the caller. Cancelling it ends the run at once;
         :meth:`best_so_far` then has the best program.
         """
-        return await self._prepare(student, trainset, teacher, valset).run_async()
+        return await self._prepare(student, trainset, teacher, valset, initial_candidates).run_async()
 
     def best_so_far(self) -> Module | None:
         """The best program that is validated so far, while ``compile`` or ``acompile`` runs, and after it.
@@ -249,9 +254,12 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
         """
         return self._best.program()
 
-    def _prepare(self, student: Module, trainset: Any, teacher: Module | None, valset: Any) -> Compilation:
+    def _prepare(
+        self, student: Module, trainset: Any, teacher: Module | None, valset: Any, initial: Sequence[Module]
+    ) -> Compilation:
         check_data(student, trainset, teacher, valset)
-        components = len(student.named_predictors()) + len(enumerate_flex_submodules(student))
+        check_texts(student, initial, self.workflow.max_candidate_characters)
+        components = len(texts_of(student))
         if not components:
             raise ConfigurationError(
                 f"{type(student).__name__} has no predictor and no dspy.Flex submodule: there is no text to evolve."
@@ -261,13 +269,15 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
         size = len(trainset if valset is None else valset)
         narrow = hasattr(self.gepa_kwargs.get("val_evaluation_policy"), "get_seed_eval_batch")
         limited = self.schedule == "async" and self.max_metric_calls is not None and not narrow
-        if limited and self.max_metric_calls < size:  # pyright: ignore[reportOptionalOperand]
+        needed = size * (1 + len(initial))
+        if limited and self.max_metric_calls < needed:  # pyright: ignore[reportOptionalOperand]
+            also = f" and so are {len(initial)} initial candidates" if initial else ""
             raise ConfigurationError(
-                f"The budget is {self.max_metric_calls} metric calls, expected at least {size}: the seed program is "
-                "validated first, on every validation example. Give a larger budget or a smaller valset."
+                f"The budget is {self.max_metric_calls} metric calls, expected at least {needed}: the seed program is "
+                f"validated first, on every validation example{also}. Give a larger budget or a smaller valset."
             )
         self._warn_of_small_budget(size)
-        compilation = Compilation(self, GepaOptions.of(self), student, trainset, valset)
+        compilation = Compilation(self, student, trainset, valset, initial)
         self._best = compilation.best
         return compilation
 
@@ -295,7 +305,7 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
             )
         elif self.max_full_evals is not None:
             self.max_metric_calls = self.max_full_evals * (len(trainset) + (len(valset) if valset is not None else 0))
-        logger.info("Running AsyncGEPA for at most %s metric calls.", self.max_metric_calls)
+        gepa_logger.info("Running AsyncGEPA for at most %s metric calls.", self.max_metric_calls)
         if valset is None:
             logger.warning(
                 "No valset given: the trainset is used for both, and prompts may overfit to it. Pass a separate valset "
@@ -351,6 +361,29 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
                     f"The callback {callback!r} cannot be pickled ({error}), which a run with log_dir={self.log_dir!r} "
                     "needs. Leave out what cannot be pickled (define __getstate__), or run without log_dir."
                 ) from error
+
+
+def check_texts(student: Module, initial: Sequence[Module], most_characters: int | None) -> None:
+    """Refuse candidates to begin from that are no programs of the student's make, or longer than candidates may be.
+
+    Raises:
+        DataError: which, and what was expected.
+    """
+    if not isinstance(initial, list | tuple):
+        raise DataError(f"initial_candidates is {initial!r:.80}, expected a list of programs.")
+    expected = sorted(texts_of(student))
+    for number, one in enumerate([student, *initial]):
+        name = f"initial_candidates[{number - 1}]" if number else "student"
+        if not isinstance(one, Module):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise DataError(f"{name} is {one!r:.80}, expected a dspy.Module.")
+        texts = texts_of(one)
+        if sorted(texts) != expected:
+            raise DataError(f"{name} has the predictors {sorted(texts)}, expected those of the student: {expected}.")
+        if is_too_long(texts, most_characters):
+            raise DataError(
+                f"The texts of {name} have {sum(map(len, texts.values()))} characters, above "
+                f"max_candidate_characters={most_characters}. Raise it, or shorten them."
+            )
 
 
 REMOVED = {

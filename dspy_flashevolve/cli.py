@@ -2,7 +2,13 @@
 
 flashevolve sim-server --profile h100-qwen3-8b --port 8000
 flashevolve sim-server --fault server_error=0.2 --fault hang=0.02 --burst 60:5
-flashevolve lineage RUN_DIR
+flashevolve watch RUN_DIR
+flashevolve report RUN_DIR -o report.html
+flashevolve compare RUN_DIR RUN_DIR
+flashevolve export RUN_DIR --best program.json
+flashevolve diff RUN_DIR seed best
+flashevolve lineage RUN_DIR --prompts
+flashevolve timeline RUN_DIR -o trace.json
 flashevolve check RUN_DIR
 """
 
@@ -11,14 +17,24 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import json
 import signal
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dspy_flashevolve.engine.check import check
-from dspy_flashevolve.engine.errors import RunDirectoryError
-from dspy_flashevolve.observe.lineage import tree
+from dspy_flashevolve.engine.errors import ConfigurationError, RunDirectoryError
+from dspy_flashevolve.engine.journal import FILE
+from dspy_flashevolve.observe import text
+from dspy_flashevolve.observe.export import program_state
+from dspy_flashevolve.observe.figures import figures
+from dspy_flashevolve.observe.history import History, read
+from dspy_flashevolve.observe.timeline import trace
 from dspy_flashevolve.sim.faults import DRAWN_KINDS, Faults
 from dspy_flashevolve.sim.process import require_aiohttp
 from dspy_flashevolve.sim.profiles import PROFILES, profile_named
@@ -48,20 +64,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         except ValueError as error:
             parser.error(str(error))
     try:
-        if arguments.command == "lineage":
-            print(tree(arguments.run_dir))
-            return 0
-        if arguments.command == "check":
-            return _check(arguments.run_dir)
-        require_aiohttp()
-        return _sim_server(arguments)
-    except (ImportError, OSError, RunDirectoryError) as error:
+        return COMMANDS[arguments.command](arguments)
+    except (ImportError, OSError, RunDirectoryError, ConfigurationError) as error:
         print(f"flashevolve: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="flashevolve", description="Tools of dspy-flashevolve.")
+    parser.add_argument("--version", action="version", version=version("dspy-flashevolve"))
     commands = parser.add_subparsers(dest="command", required=True)
     server = commands.add_parser(
         "sim-server",
@@ -96,17 +109,100 @@ def _parser() -> argparse.ArgumentParser:
     )
     server.add_argument("--drip-seconds", type=_positive, default=30.0, help="model seconds of a slow drip")
     server.add_argument("--fault-seed", type=int, default=0, help="of the draws of faults")
-    lineage = commands.add_parser(
-        "lineage", help="the family tree of a run: candidates, gaps, integrations and verdicts"
-    )
-    whole = commands.add_parser("check", help="whether a run's journal holds what it promises; 1 where it does not")
-    for command in (lineage, whole):
-        command.add_argument("run_dir", metavar="RUN_DIR", help="the log_dir of the run")
+    _add_readers(commands)
     return parser
 
 
-def _check(run_dir: str) -> int:
-    found = check(run_dir)
+def _add_readers(commands: Any) -> None:
+    """The commands that read a run directory: of a run that is finished, at work or killed."""
+    said = {
+        "watch": "how a run stands, again and again until it is over",
+        "report": "a run as one HTML file",
+        "compare": "runs side by side",
+        "export": "a candidate as a file that program.load reads",
+        "diff": "what changed in the prompts from one candidate to another",
+        "lineage": "the family tree of a run: candidates, gaps, integrations and verdicts",
+        "timeline": "a run as a trace that ui.perfetto.dev opens",
+        "check": "whether a run's journal holds what it promises; 1 where it does not",
+    }
+    found = {name: commands.add_parser(name, help=help_text) for name, help_text in said.items()}
+    for name, command in found.items():
+        many: dict[str, Any] = {"nargs": "+"} if name == "compare" else {}
+        command.add_argument("run_dir", metavar="RUN_DIR", help="the log_dir of the run", **many)
+    found["watch"].add_argument("--once", action="store_true", help="show it once")
+    found["watch"].add_argument("--every", type=_positive, default=1.0, metavar="SECONDS", help="default: 1")
+    found["report"].add_argument("-o", dest="out", default="report.html", metavar="FILE", help="default: report.html")
+    found["timeline"].add_argument("-o", dest="out", default="trace.json", metavar="FILE", help="default: trace.json")
+    found["compare"].add_argument("--json", action="store_true", help="all figures, as JSON")
+    which = found["export"].add_mutually_exclusive_group()
+    which.add_argument("--best", dest="candidate", action="store_const", const="best", default="best", help="default")
+    which.add_argument("--candidate", default="best", metavar="N", help="its number in the family tree")
+    found["export"].add_argument("out", metavar="FILE", help="to be written, such as program.json")
+    found["export"].add_argument(
+        "--program", metavar="FILE", help="what student.save wrote: demos, fields and LMs are taken from there"
+    )
+    found["diff"].add_argument("before", metavar="A", help="a candidate's number, seed or best")
+    found["diff"].add_argument("after", metavar="B", help="the same")
+    found["lineage"].add_argument("--prompts", action="store_true", help="show what each candidate changed")
+
+
+def _history(run_dir: str, replies: bool = False) -> History:
+    """A run directory of this package, or of dspy.GEPA."""
+    if not (Path(run_dir) / FILE).exists() and (Path(run_dir) / "gepa_state.bin").exists():
+        from dspy_flashevolve.programs.checkpoint import read_checkpoint
+
+        return read_checkpoint(run_dir)
+    return read(run_dir, replies)
+
+
+def _say(lines: str) -> int:
+    print(text.plain(lines))
+    return 0
+
+
+def _written(out: str, content: str) -> int:
+    Path(out).write_text(content, encoding="utf-8")
+    return _say(f"{out}: {len(content.encode()):,} bytes")
+
+
+def _watch(arguments: argparse.Namespace) -> int:
+    clear = "\x1b[H\x1b[2J" if sys.stdout.isatty() and not arguments.once else ""
+    if arguments.once:
+        return _say(text.status(_history(arguments.run_dir)))
+    text.watch(
+        lambda: _history(arguments.run_dir),
+        lambda status: print(f"{clear}{status}", flush=True),
+        lambda: time.sleep(arguments.every),
+    )
+    return 0
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from dspy_flashevolve.observe.report import report
+
+    return _written(arguments.out, report(_history(arguments.run_dir, replies=True)))
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    found = [_history(one) for one in arguments.run_dir]
+    if arguments.json:
+        return _say(json.dumps([{"run": one.directory, **asdict(figures(one))} for one in found], indent=2))
+    return _say(text.compare(found))
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    history = _history(arguments.run_dir)
+    candidate = text.candidate_of(history, arguments.candidate)
+    state = program_state(history, candidate, arguments.program)
+    _written(arguments.out, json.dumps(state, indent=2, ensure_ascii=False) + "\n")
+    kept = "" if arguments.program or "module_src" in state else "; demos and fields stay those of the program"
+    return _say(
+        f"candidate {candidate.index}, score {text.score(candidate.score)}: program.load({arguments.out!r}){kept}"
+    )
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    found = check(arguments.run_dir)
     print("\n".join(found.summary))
     for problem in found.problems:
         print(f"problem: {problem}")
@@ -165,6 +261,7 @@ def _faults(arguments: argparse.Namespace) -> Faults | None:
 
 
 def _sim_server(arguments: argparse.Namespace) -> int:
+    require_aiohttp()
     from dspy_flashevolve.sim.server import ServerConfig
 
     config = ServerConfig(
@@ -194,6 +291,19 @@ async def _serve_until_signal(config: ServerConfig) -> None:
         print(f"{config.profile.name} at http://{config.host}:{port}/v1 (Ctrl-C ends it)", flush=True)
 
     await serve(config, on_ready=announce, stop=stop)
+
+
+COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "sim-server": _sim_server,
+    "watch": _watch,
+    "report": _report,
+    "compare": _compare,
+    "export": _export,
+    "diff": lambda given: _say(text.diff(_history(given.run_dir), given.before, given.after)),
+    "lineage": lambda given: _say(text.tree(_history(given.run_dir), given.prompts)),
+    "timeline": lambda given: _written(given.out, trace(_history(given.run_dir))),
+    "check": _check,
+}
 
 
 if __name__ == "__main__":

@@ -13,10 +13,9 @@ from dspy.primitives.module import Module
 from dspy_flashevolve.ace.operations import Operation, parse_operations, parse_tags
 from dspy_flashevolve.ace.playbook import Bullet, Playbook, Tag, attached
 from dspy_flashevolve.ace.similarity import EmbeddingDuplicates
-from dspy_flashevolve.engine.budget import Reservation
 from dspy_flashevolve.engine.replay import hash_of
 from dspy_flashevolve.engine.rollouts import Rollout
-from dspy_flashevolve.engine.steps import EndKind, Step, StepEnded
+from dspy_flashevolve.engine.steps import EndKind, Reservation, Step, StepEnded
 from dspy_flashevolve.observe.statistics import Problem
 from dspy_flashevolve.programs.copies import isolated_copy
 from dspy_flashevolve.programs.records import ReplyText
@@ -263,9 +262,8 @@ class Learner:
         A module that raises says nothing, which is a problem and no error.
         """
         module, lm = self._modules[stage]
-        record = None if self._run.journal is None else ReplyText(str(position))
         asked = await self._run.asked(
-            stage, step, module, inputs, lm=lm, read=lambda reply: (version, reply), record=record
+            stage, step, module, inputs, lm=lm, read=lambda reply: (version, reply), record=ReplyText(str(position))
         )
         if asked.answer is None:
             return dspy.Prediction(), version, [self._failed(stage, asked.error)]

@@ -28,7 +28,6 @@ from dspy_flashevolve.ace.playbook import Bullet, Playbook
 from dspy_flashevolve.ace.similarity import EmbeddingDuplicates, closest, same_words
 from dspy_flashevolve.ace.snapshots import Snapshots
 from dspy_flashevolve.engine.admission import Load
-from dspy_flashevolve.engine.budget import Reservation
 from dspy_flashevolve.engine.errors import ConfigurationError, RolloutUnresolvedError, RunAbortedError
 from dspy_flashevolve.engine.events import Committed
 from dspy_flashevolve.engine.replay import BEFORE_STEPS, RunJournal, hash_of, id_text
@@ -40,9 +39,8 @@ from dspy_flashevolve.engine.staleness import (
     Look,
     Reflective,
     StalenessPolicy,
-    gap,
 )
-from dspy_flashevolve.engine.steps import End, EndKind, NothingToDoError, Step
+from dspy_flashevolve.engine.steps import End, EndKind, NothingToDoError, Reservation, Step
 from dspy_flashevolve.observe.statistics import AceStats, Problem, RunStats, SnapshotRecord, WindowRecord
 from dspy_flashevolve.programs.run import DspyRun
 
@@ -285,7 +283,7 @@ class AceRun:
             texts = [one.content for one in operations if not isinstance(one, Remove)]
             writer.note(await self._learner.prepare([*texts, *(one.content for one in writer.playbook.bullets)]))
         before = writer.playbook.version
-        self.run.gaps.record("before_commit", gap(before, seen))
+        self.run.gaps["before_commit"][before - seen] += 1
         writer.apply(operations, seen)
         right = [attempt.score >= self._of.perfect_score for attempt in sample.attempts]
         counts.samples += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from dspy_flashevolve.ace.playbook import Playbook
-from dspy_flashevolve.engine.budget import Budget, Reservation
+from dspy_flashevolve.engine.steps import Budget, Reservation
 from dspy_flashevolve.observe.statistics import SnapshotRecord
 
 

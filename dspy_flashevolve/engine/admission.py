@@ -131,19 +131,3 @@ class LiveSteps:
 DEMAND = 1.5
 """Steps are admitted for this many times the slots there are now, up to the most there may be: only where requests wait
 can an endpoint's limit be seen to bind, and grow."""
-
-
-def for_slots(slots: int, generations: float, burst: int = 3) -> LiveSteps:
-    """The rule for a number of slots: three quarters of them live steps, three in sixteen at work.
-
-    A working step keeps one to three slots busy, a validation as many as it has examples. More steps
-    make more proposals a minute and fewer generations.
-
-    Args:
-        slots: requests in flight at most; while there may be fewer, both bounds shrink with them.
-        generations, burst: see :class:`LiveSteps`.
-
-    >>> for_slots(64, 8.0)
-    LiveSteps(limit=48, working_limit=12, generations=8.0, burst=3, slots=64, strict=False)
-    """
-    return LiveSteps(max(2, math.ceil(3 * slots / 4)), max(2, math.ceil(3 * slots / 16)), generations, burst, slots)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Generic, TypeVar
-
-import anyio
 
 from dspy_flashevolve.engine.run import EvolutionRun
 from dspy_flashevolve.engine.steps import Step
@@ -17,13 +16,11 @@ O = TypeVar("O")  # noqa: E741
 
 @dataclass(eq=False)
 class _Handed(Generic[I, O]):
-    """What one step handed in, and what became of it."""
+    """What one step handed in, and what becomes of it."""
 
     step: Step
     item: I
-    done: anyio.Event = field(default_factory=anyio.Event)
-    outcome: O | None = None
-    error: Exception | None = None
+    outcome: asyncio.Future[O]
 
 
 class Batcher(Generic[I, O]):
@@ -54,19 +51,16 @@ class Batcher(Generic[I, O]):
 
         A step that waits needs no room, up to two batches of them: others may start meanwhile.
         """
-        handed = _Handed[I, O](step, item)
+        handed = _Handed[I, O](step, item, asyncio.get_running_loop().create_future())
         self._waiting.append(handed)
         step.rests = len(self._waiting) <= 2 * self._most
         self._run.tell()
         try:
-            await handed.done.wait()
+            return await handed.outcome
         finally:
             step.rests = False
             if handed in self._waiting:
                 self._waiting.remove(handed)
-        if handed.error is not None:
-            raise handed.error
-        return handed.outcome  # pyright: ignore[reportReturnType]  # it may be None by its type
 
     async def watch(self) -> None:
         """Begin batches as they become due, until it is cancelled."""
@@ -92,11 +86,11 @@ class Batcher(Generic[I, O]):
         try:
             outcomes = await self._work([(one.step, one.item) for one in taken])
             for one, outcome in zip(taken, outcomes, strict=True):
-                one.outcome = outcome
+                if not one.outcome.done():  # its step may have been cancelled
+                    one.outcome.set_result(outcome)
         except Exception as error:
             for one in taken:
-                one.error = error
+                if not one.outcome.done():
+                    one.outcome.set_exception(error)
         finally:
             self._running -= 1
-            for one in taken:
-                one.done.set()

@@ -34,7 +34,10 @@ OUTAGE_SECONDS = 60.0
 MOST_PAUSES = 20
 """A request waits for the end of so many pauses in a row, and is then sent all the same."""
 COMPARED = 32
-"""What became of the last so many requests tells whether it is a request, or who is asked, that is in trouble."""
+"""What became of so many other requests last tells whether it is a request, or who is asked, that is in trouble."""
+PATIENT_SECONDS = 60.0
+"""So long a refusal, a timeout or a lost connection says "later", and nothing of the request: only from then on do they
+count as its attempts."""
 ODD_SECONDS = 2.0
 """The longest backoff of a request that is turned away while others are answered: nobody is spared by a longer one."""
 EARLY_SECONDS = 0.01
@@ -53,7 +56,7 @@ class RetryPolicy:
     """Exponential backoff with full jitter.
 
     Args:
-        attempts: requests in all, at least 1. Those made while most others are turned away, too, do not count.
+        attempts: requests in all, at least 1, as far as they count: see :meth:`Answers.turned_away`.
         first_seconds: the longest first wait.
         most_seconds: the longest wait, unless the provider's Retry-After is longer.
         outage_seconds: the run is given up when an endpoint has answered nothing for so long, and has turned away all
@@ -101,7 +104,7 @@ class Sent:
         width_seconds: what :meth:`Scheduler.width_seconds` said then.
         faults: times that it was turned away.
         counted: those of them that count as attempts.
-        since: requests that had come to an end before it was turned away first.
+        since: requests that had come to an end before it was turned away first; since_seconds: when that was.
         is_odd: it was turned away last while others were answered: it is the request that gets no answer.
     """
 
@@ -110,6 +113,7 @@ class Sent:
     faults: int = 0
     counted: int = 0
     since: int = 0
+    since_seconds: float = 0.0
     is_odd: bool = False
 
 
@@ -121,7 +125,8 @@ class Answers:
         self.name = name
         self._of = of
         self._under_way: set[Sent] = set()
-        self._last: deque[tuple[int, Sent, bool]] = deque(maxlen=COMPARED)
+        self._last: dict[Sent, tuple[int, bool]] = {}
+        """Request -> when it came to an end last, in requests, and whether it was answered; the latest are last."""
         self._count = 0
         self._silent_since: float | None = None
         self._turned_away = 0
@@ -142,21 +147,29 @@ class Answers:
         self._silent_since, self._turned_away = None, 0
 
     def turned_away(self, sent: Sent, said: str, of_request: bool = False) -> None:
-        """It was not answered.
+        """It was not answered. That counts as one of its attempts
+
+        - where the fault may well be the request's alone, unless most others are turned away, too;
+        - else (a rate limit, say) where others are answered, and it was not for :data:`PATIENT_SECONDS`;
+        - where nothing is waited for, or the run can do without it.
 
         Args:
             said: the reason, for people.
             of_request: the fault may well be the request's alone (an error inside the server, a reply that holds
-                nothing); it is compared with what others were answered before, too, and else with what they were
-                answered since it was turned away first.
+                nothing). It is compared with what became of others since it was turned away first, and such a one,
+                where nobody else asked meanwhile, with what became of others before.
         """
         now = self._of.clock()
-        sent.since = sent.since if sent.faults else self._count
+        if not sent.faults:
+            sent.since, sent.since_seconds = self._count, now
         sent.faults += 1
-        others = [(one, fine) for at, one, fine in self._last if one is not sent and (of_request or at >= sent.since)]
-        answered, away = ({one for one, fine in others if fine is kind} for kind in (True, False))
-        sent.is_odd = len(answered) > len(away)
-        sent.counted += self._of.hurried or self._is_spare or len(answered) >= len(away)
+        others = [fine for one, (at, fine) in self._last.items() if one is not sent and at >= sent.since]
+        if of_request and not others:
+            others = [fine for one, (_, fine) in self._last.items() if one is not sent]
+        answered, away = others.count(True), others.count(False)
+        sent.is_odd = answered > away
+        its_own = answered >= away if of_request else sent.is_odd and now >= sent.since_seconds + PATIENT_SECONDS
+        sent.counted += its_own or self._of.hurried or self._is_spare
         self._note_end(sent, fine=False)
         self._silent_since = now if self._silent_since is None else self._silent_since
         self._turned_away += 1
@@ -164,7 +177,10 @@ class Answers:
 
     def _note_end(self, sent: Sent, fine: bool) -> None:
         self.leave(sent)
-        self._last.append((self._count, sent, fine))
+        self._last.pop(sent, None)
+        self._last[sent] = self._count, fine
+        if len(self._last) > COMPARED:
+            del self._last[next(iter(self._last))]
         self._count += 1
 
     def goes_on(self, sent: Sent, attempts: int) -> bool:

@@ -130,6 +130,17 @@ class Committed(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class SeedValidated(Event):
+    """The program that the run began with has its score.
+
+    Args:
+        score: aggregate validation score.
+    """
+
+    score: float
+
+
+@dataclass(frozen=True, slots=True)
 class Looked(Event):
     """A staleness policy looked at an item.
 

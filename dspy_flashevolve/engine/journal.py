@@ -36,7 +36,7 @@ LOCK = "journal.lock"
 LARGEST_BATCH = 1000
 """Rows of one transaction at most."""
 APPLICATION_ID = 0x464C4556
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 SCHEMA = (
     # One run on the directory. A session without an end in session_ends was killed.
@@ -81,9 +81,6 @@ COLUMNS = {
 """Table -> its columns."""
 
 
-_END = object()
-
-
 class Journal:
     """A run directory's journal, open for one process at a time.
 
@@ -102,7 +99,8 @@ class Journal:
         self.redaction = redaction or Redaction()
         self._lock = self._locked()
         self._ids: dict[str, itertools.count[int]] = {}
-        self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[str, tuple[Any, ...]] | Future[None] | None] = queue.SimpleQueue()
+        """What to write, who waits for that, and None at the end."""
         self.failure: JournalError | None = None
         """Why nothing is written any more; None while all is well."""
         try:
@@ -174,7 +172,7 @@ class Journal:
     def close(self) -> None:
         """Write the rest, end the thread, and let others have the directory. Calling it again does nothing."""
         if self._thread.is_alive():
-            self._queue.put(_END)
+            self._queue.put(None)
             self._thread.join()
         self._writing.close()
         self._lock.release()
@@ -207,24 +205,19 @@ class Journal:
         ended = False
         while not ended:
             entries = [self._queue.get()]
-            while len(entries) < LARGEST_BATCH and entries[-1] is not _END:
+            while len(entries) < LARGEST_BATCH and entries[-1] is not None:
                 try:
                     entries.append(self._queue.get_nowait())
                 except queue.Empty:
                     break
             self._write_batch([entry for entry in entries if isinstance(entry, tuple)])
             for entry in entries:
-                if isinstance(entry, Future):
-                    self._tell(entry)  # pyright: ignore[reportUnknownArgumentType]
-            ended = entries[-1] is _END
-
-    def _tell(self, waiting: Future[None]) -> None:
-        if not waiting.set_running_or_notify_cancel():
-            return
-        if self.failure is None:
-            waiting.set_result(None)
-        else:
-            waiting.set_exception(self.failure)
+                if isinstance(entry, Future) and entry.set_running_or_notify_cancel():
+                    if self.failure is None:
+                        entry.set_result(None)
+                    else:
+                        entry.set_exception(self.failure)
+            ended = entries[-1] is None
 
     def _write_batch(self, rows: list[tuple[str, tuple[Any, ...]]]) -> None:
         if not rows or self.failure is not None:
@@ -305,6 +298,20 @@ def reading(directory: str | Path) -> Generator[Callable[[str], list[sqlite3.Row
             yield lambda query: connection.execute(query).fetchall()
         except (sqlite3.Error, ValueError, LookupError, TypeError, AttributeError) as error:
             raise RunDirectoryError(f"{path} cannot be read: {error}. It is damaged.") from error
+
+
+def is_at_work(directory: str | Path) -> bool:
+    """Whether a process has the journal of a run directory open for writing, on this machine or another."""
+    path = Path(directory) / LOCK
+    if not path.is_file():
+        return False
+    try:
+        with FileLock(path, timeout=0, mode=0o600):
+            return False
+    except Timeout:
+        return True
+    except OSError:  # a copy that may only be read
+        return False
 
 
 def _opened(path: Path) -> sqlite3.Connection:

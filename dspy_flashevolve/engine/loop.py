@@ -14,11 +14,34 @@ from contextlib import contextmanager
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import anyio
+from anyio.abc import TaskGroup
 from anyio.from_thread import start_blocking_portal
 
 from dspy_flashevolve.engine.errors import RunAbortedError
 
 T = TypeVar("T")
+
+
+@contextmanager
+def kept(failures: list[BaseException], group: TaskGroup, what: str) -> Generator[None, None, None]:
+    """Keep an exception of the block as it is, where a group of tasks would wrap it, and cancel the group's tasks.
+
+    Args:
+        failures: gets it.
+        what: names the block, where code in it cancels itself.
+    """
+    try:
+        yield
+    except asyncio.CancelledError as error:
+        if is_being_cancelled():
+            raise
+        failure = RuntimeError(f"{what} was cancelled by its own code")
+        failure.__cause__ = error
+        failures.append(failure)
+        group.cancel_scope.cancel()
+    except BaseException as error:
+        failures.append(error)
+        group.cancel_scope.cancel()
 
 
 def is_being_cancelled() -> bool:
@@ -81,7 +104,7 @@ class _Ending(Generic[T]):
     def __init__(self, main: Callable[[], Awaitable[T]], stop: Callable[[str], None]) -> None:
         self._main = main
         self._stop = stop
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._waits: LoopWaits | None = None
         self._scope: anyio.CancelScope | None = None
         self._signals = 0
         self._asked = False
@@ -91,8 +114,8 @@ class _Ending(Generic[T]):
         """The result of ``main``; an empty list when it was cancelled."""
         results: list[T] = []
         with anyio.CancelScope() as self._scope:
-            self._loop = asyncio.get_running_loop()
-            await self._end_early()  # signals that came before there was a loop
+            self._waits = LoopWaits(asyncio.get_running_loop())
+            self._end_early()  # signals that came before there was a loop
             results.append(await self._main())
         return results
 
@@ -112,15 +135,11 @@ class _Ending(Generic[T]):
         """Hear of a signal, in the main thread; whether a further one is to be heard."""
         self._signals += 1
         self.reason = reason
-        if self._loop is not None:
-            work = self._end_early()
-            try:  # a task, since anyio wants one; never waited for, since the loop may be busy
-                asyncio.run_coroutine_threadsafe(work, self._loop)
-            except RuntimeError:  # it has ended
-                work.close()
+        if self._waits is not None:
+            self._waits.call(self._end_early)  # never waited for, since the loop may be busy
         return self._signals < 2
 
-    async def _end_early(self) -> None:
+    def _end_early(self) -> None:
         if self._signals > 0 and not self._asked:
             self._asked = True
             self._stop(self.reason)
@@ -280,7 +299,7 @@ class LoopWaits:
             self._futures.discard(future)
 
     def call(self, function: Callable[A, object], *args: A.args, **kwargs: A.kwargs) -> None:
-        """Call on the loop soon, in a task, from this thread; nothing happens once the loop is closed."""
+        """Call on the loop soon, from any thread, in a task, since anyio wants one; nothing once the loop is closed."""
 
         async def called() -> None:
             function(*args, **kwargs)

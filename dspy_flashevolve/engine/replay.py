@@ -202,25 +202,13 @@ class RunJournal:
             self.journal.append("candidates", hash=name, texts=dict(texts))
         return name
 
-    async def call_begins(self, stage: str, step: int) -> int:
-        """Write that a metric is about to be called; return the call's number when that is safe."""
-        number = self._call(stage, step, 1)
-        await self.journal.flush()
-        return number
+    def call(self, stage: str, step: int, calls: int = 1) -> int:
+        """Write a metric call that counts, and return its number; wait with :meth:`Journal.flush` before it is made.
 
-    def call_counts(self, stage: str, step: int) -> int:
-        """Write that a call is counted although no metric was called; return its number."""
-        return self._call(stage, step, 1)
-
-    def call_returned(self, stage: str, step: int) -> None:
-        """Write that a call which had begun is not counted after all."""
-        self._call(stage, step, -1)
-
-    def calls_elsewhere(self, calls: int) -> None:
-        """Write metric calls that another program, dspy.GEPA say, made on the same run directory."""
-        self._call("elsewhere", BEFORE_STEPS, calls)
-
-    def _call(self, stage: str, step: int, calls: int) -> int:
+        Args:
+            stage: "elsewhere" for what another program, dspy.GEPA say, made on the same run directory.
+            calls: -1 takes one back that had begun and is not counted after all.
+        """
         number = self.journal.next_id("calls")
         self.journal.append("calls", id=number, step=step, stage=stage, calls=calls)
         return number

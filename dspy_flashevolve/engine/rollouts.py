@@ -10,18 +10,17 @@ import logging
 from collections.abc import Awaitable, Callable, Hashable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import anyio
 
-from dspy_flashevolve.engine.budget import Reservation
 from dspy_flashevolve.engine.endpoints import Endpoints, Sent
 from dspy_flashevolve.engine.errors import FlashEvolveError, RolloutUnresolvedError, TransientError
 from dspy_flashevolve.engine.events import EventBus, ExampleGivenUp, RequestFinished, RolloutFinished, RolloutTimedOut
-from dspy_flashevolve.engine.loop import check_main_thread, is_being_cancelled
+from dspy_flashevolve.engine.loop import check_main_thread, kept
 from dspy_flashevolve.engine.replay import Rollout, RolloutKey, RunJournal
-from dspy_flashevolve.engine.scheduler import Requester, Scheduler, current_slot
-from dspy_flashevolve.engine.steps import Step, StepEnded
+from dspy_flashevolve.engine.scheduler import Requester, Scheduler, Slot, current_slot
+from dspy_flashevolve.engine.steps import Reservation, Step, StepEnded
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -113,20 +112,11 @@ async def batch(count: int, call: Callable[[int, Granted], Awaitable[T]]) -> lis
                     told = True
                     begin()
 
-            try:
-                results[index] = await call(index, granted)
-            except (RolloutUnresolvedError, NoLongerWantedError, StepEnded) as error:
-                put_off.append(error)
-            except anyio.get_cancelled_exc_class() as error:
-                if is_being_cancelled():
-                    raise
-                failure = RuntimeError("a request was cancelled by its own code")
-                failure.__cause__ = error
-                failures.append(failure)
-                group.cancel_scope.cancel()
-            except BaseException as error:
-                failures.append(error)
-                group.cancel_scope.cancel()
+            with kept(failures, group, "a request"):
+                try:
+                    results[index] = await call(index, granted)
+                except (RolloutUnresolvedError, NoLongerWantedError, StepEnded) as error:
+                    put_off.append(error)
             granted()
 
         begin()
@@ -146,11 +136,12 @@ async def gather(calls: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
 
 
 @dataclass(eq=False)
-class _Flight(Generic[T]):
+class _Flight:
     """A rollout under way that others may join."""
 
     landed: anyio.Event = field(default_factory=anyio.Event)
-    result: T | None = None
+    result: Rollout | None = None
+    slot: Slot | None = None
 
 
 class Rollouts:
@@ -164,8 +155,8 @@ class Rollouts:
         timeout_seconds: a run of a rollout that takes longer, from the grant of its slot, is cancelled and counts as a
             :class:`TransientError`. The time in which it has given its slot back, since its provider said when to come
             back, does not count. Code that runs in a thread cannot be cancelled: a program there is left behind, and
-            a metric there, which is the end of a rollout, is waited for. None for no bound. Requests of any kind may
-            have another end: that of one LM call, see ``Pace``.
+            a metric there, which is the end of a rollout, is waited for. None for no bound. Whatever runs in a slot
+            may have another end: that of one LM call, see ``Pace``.
         journal: where rollouts and replies are written down; None for nowhere.
     """
 
@@ -186,7 +177,7 @@ class Rollouts:
         self._single_flight = single_flight
         self.timeout_seconds = timeout_seconds
         self.journal = journal
-        self._flights: dict[RolloutKey, _Flight[Rollout]] = {}
+        self._flights: dict[RolloutKey, _Flight] = {}
         self.shared = 0
         """Rollouts that were joined instead of run."""
         self.unanswerable: dict[tuple[str, Hashable], str] = {}
@@ -296,12 +287,17 @@ class Rollouts:
         if failed is not None and self.is_unanswered(key):
             granted()
             return failed(self.unanswerable.get(example) or self._refused[key]), False
-        flight = _Flight[Rollout]()
+        flight = _Flight()
         if self._single_flight:
             self._flights[key] = flight
         one = _Run(self, key, stage, step, pays, call, record)
+
+        async def once(attempt: int) -> Rollout:
+            flight.slot = current_slot()
+            return await one.once(attempt)
+
         try:
-            flight.result = await self._retried(stage, step, one.once, behind=behind, granted=granted)
+            flight.result = await self._retried(stage, step, once, behind=behind, granted=granted)
             self._answered.add(example)
         except RolloutUnresolvedError as error:
             if failed is None or not error.unanswerable:
@@ -313,6 +309,12 @@ class Rollouts:
                 del self._flights[key]
             flight.landed.set()
         return flight.result, True
+
+    def without_answer(self, split: str) -> set[Hashable]:
+        """Examples that get no answer, and those of which a rollout waits to be asked for again."""
+        waiting = [key for key, flight in self._flights.items() if flight.slot is not None and flight.slot.is_paused]
+        both = [*self.unanswerable, *((key.split, key.example) for key in waiting)]
+        return {example for of, example in both if of == split}
 
     def is_unanswered(self, key: RolloutKey) -> bool:
         """Whether a rollout fails because nobody answers it: its score says nothing of its candidate."""
@@ -375,68 +377,63 @@ def _asks(step: Requester) -> None:
         step.has_asked = True
 
 
+@dataclass(eq=False, slots=True)
 class _Run:
     """One run of a rollout in a slot, within its time; its metric call is written down before it is made."""
 
-    def __init__(
-        self,
-        of: Rollouts,
-        key: RolloutKey,
-        stage: str,
-        step: Requester,
-        pays: Reservation,
-        call: Callable[[], Awaitable[Rollout]],
-        record: RolloutRecord | None,
-    ) -> None:
-        self._of, self._key, self._stage, self._step = of, key, stage, step
-        self._pays, self._call, self._record = pays, call, record
-        self._journal = of.journal
-        self._number: int | None = None
-        self._metric_began = False
+    of: Rollouts
+    key: RolloutKey
+    stage: str
+    step: Requester
+    pays: Reservation
+    call: Callable[[], Awaitable[Rollout]]
+    record: RolloutRecord | None
+    number: int | None = None
+    metric_began: bool = False
 
     async def once(self, attempt: int) -> Rollout:
-        self._number, self._metric_began = None, False
-        clock, timeout = self._of.clock, self._of.timeout_seconds
+        self.number, self.metric_began = None, False
+        clock, timeout = self.of.clock, self.of.timeout_seconds
         began = clock()
         token = _METRIC_BEGINS.set(self._metric_begins)
         try:
             with anyio.move_on_after(timeout) as bound:
                 _bind(bound)
-                rollout = await self._call()
+                rollout = await self.call()
                 check_main_thread()
                 return self._answered(rollout, clock() - began)
         except anyio.get_cancelled_exc_class():
-            if self._metric_began:
+            if self.metric_began:
                 self._settle()
             raise
         except BaseException:
-            if self._journal is not None and self._number is not None:
-                self._journal.call_returned(self._stage, self._step.number)
+            if self.of.journal is not None and self.number is not None:
+                self.of.journal.call(self.stage, self.step.number, -1)
             raise
         finally:
             _METRIC_BEGINS.reset(token)
         raise self._gave_up(clock() - began, attempt)
 
     async def _metric_begins(self) -> None:
-        self._metric_began = True
-        if self._journal is not None and self._number is None:
+        self.metric_began = True
+        if self.of.journal is not None and self.number is None:
             with anyio.CancelScope(shield=True):  # that must not be forgotten, whatever comes
-                self._number = await self._journal.call_begins(self._stage, self._step.number)
+                number = self.of.journal.call(self.stage, self.step.number)
+                await self.of.journal.journal.flush()
+                self.number = number
 
     def _settle(self) -> None:
         """Count the call of its metric, as the step's."""
-        self._pays.settle()
-        if self._journal is not None and self._number is None:
-            self._number = self._journal.call_counts(self._stage, self._step.number)
+        self.pays.settle()
+        if self.of.journal is not None and self.number is None:
+            self.number = self.of.journal.call(self.stage, self.step.number)
 
     def _answered(self, rollout: Rollout, seconds: float) -> Rollout:
         self._settle()
-        of, stage, number = self._of, self._stage, self._step.number
-        if self._journal is not None and self._record is not None:
-            assert self._number is not None
-            self._journal.finished(
-                self._key, stage, number, rollout, self._record.write(rollout), seconds, self._number
-            )
+        of, stage, number = self.of, self.stage, self.step.number
+        if self.of.journal is not None and self.record is not None:
+            assert self.number is not None
+            self.of.journal.finished(self.key, stage, number, rollout, self.record.write(rollout), seconds, self.number)
         of.endpoints.answered(stage, seconds, rollout.tokens)
         of.bus.emit(
             RolloutFinished(of.clock(), number, stage, rollout.score, seconds, rollout.tokens, rollout.cost_dollars)
@@ -445,13 +442,13 @@ class _Run:
 
     def _gave_up(self, seconds: float, attempt: int) -> FlashEvolveError:
         """The run took too long: what to raise."""
-        of = self._of
+        of = self.of
         of.timed_out += 1
-        of.bus.emit(RolloutTimedOut(of.clock(), self._step.number, self._stage, seconds, attempt))
+        of.bus.emit(RolloutTimedOut(of.clock(), self.step.number, self.stage, seconds, attempt))
         late = f"no answer within {seconds:g} seconds"
-        if self._metric_began:
+        if self.metric_began:
             self._settle()
-            if not self._pays.extend(1):
+            if not self.pays.extend(1):
                 return RolloutUnresolvedError(f"{late}, and the budget does not pay another attempt.")
         return TransientError(late, of_request=True)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
@@ -19,7 +19,6 @@ from typing import Any, Literal, TypeVar
 import anyio
 
 from dspy_flashevolve.engine.admission import Admission, LiveSteps, Load
-from dspy_flashevolve.engine.budget import Budget, Reservation
 from dspy_flashevolve.engine.endpoints import Endpoints, RetryPolicy, groups_of
 from dspy_flashevolve.engine.errors import ConfigurationError, RolloutUnresolvedError
 from dspy_flashevolve.engine.events import (
@@ -30,18 +29,18 @@ from dspy_flashevolve.engine.events import (
     StageVisited,
     StepClosed,
     StepOpened,
-    Subscriber,
 )
 from dspy_flashevolve.engine.limits import Bounds
-from dspy_flashevolve.engine.loop import LoopClock, Threads, is_being_cancelled, run_to_end
+from dspy_flashevolve.engine.loop import LoopClock, Threads, kept, run_to_end
 from dspy_flashevolve.engine.replay import RunJournal, Unfinished
 from dspy_flashevolve.engine.rollouts import Rollouts
 from dspy_flashevolve.engine.scheduler import Scheduler, StageVisit, median_shares
-from dspy_flashevolve.engine.staleness import Decision, Discard, GapHistogram, History, Integrate, Look, StalenessPolicy
-from dspy_flashevolve.engine.steps import End, EndKind, NothingToDoError, Step, StepEnded, rng_of
+from dspy_flashevolve.engine.staleness import Decision, Discard, History, Integrate, Look, StalenessPolicy
+from dspy_flashevolve.engine.steps import Budget, End, EndKind, NothingToDoError, Reservation, Step, StepEnded, rng_of
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+Work = Callable[[], Coroutine[Any, Any, None]]
 
 Outcome = Literal["finished", "stopped", "failed", "aborted"]
 """How a run ended: at the end of its work or at one of its limits; since somebody asked for it; since it was given up;
@@ -69,8 +68,6 @@ class EvolutionRun:
         median_seconds: every so many seconds, slots move between stages (:func:`median_shares`); None for never.
         retry: how often a request is made that the provider turns away, and when; when an endpoint is given up.
         journal: where the run is written down, so that it can go on; None for nowhere.
-        observers: hear every event.
-        clock: a clock of its own by default.
 
     Raises:
         ConfigurationError: no stage, or fewer than 1 slot.
@@ -91,8 +88,6 @@ class EvolutionRun:
         median_seconds: float | None = None,
         retry: RetryPolicy | None = None,
         journal: RunJournal | None = None,
-        observers: Sequence[Subscriber] = (),
-        clock: LoopClock | None = None,
     ) -> None:
         if not stages:
             raise ConfigurationError(f"{name}: a run has no stages, expected at least one.")
@@ -110,17 +105,18 @@ class EvolutionRun:
         self._recorded: list[Unfinished] = []
         self._next = 0
         self._exhausted = self._broken = False
+        self._at_least = 0
         self._beside = 0
-        self._put_off: list[Callable[[], Coroutine[Any, Any, None]]] = []
+        self._put_off: list[Work] = []
+        self._start: Callable[[Work], object] = self._put_off.append
         self._failures = self._calls_of_ended = 0
         self._most_calls = 0
         self._change = anyio.Event()
         self._waits_for_slots = False
-        self._group: Any = None
         self._generations: dict[int, int] = {}
         self._best = -math.inf
-        self.clock = clock or LoopClock()
-        self.bus = EventBus((*observers, *(() if journal is None else (journal,))))
+        self.clock = LoopClock()
+        self.bus = EventBus() if journal is None else EventBus([journal])
         asked = {stage: list(names) for stage, names in stages.items()}
         self.scheduler = Scheduler(
             slots, list(asked), groups_of(asked), self.clock, idle=self._slot_is_idle, visited=self._visited
@@ -140,7 +136,8 @@ class EvolutionRun:
         )
         self.budget = Budget(budget_calls, spent=0 if journal is None else journal.spent)
         self.threads = Threads(slots + SPARE_THREADS, "work")
-        self.gaps = GapHistogram()
+        self.gaps: defaultdict[str, Counter[int]] = defaultdict(Counter)
+        """Place -> gap (version less version seen) -> how often it was seen there."""
         self.looks: Counter[str] = Counter()
         """What a staleness policy decided (admit, discard, integrate) -> how often."""
         self.seed = self._seed(seed)
@@ -219,7 +216,8 @@ class EvolutionRun:
         may_open: Callable[[], str | None] = lambda: None,
         ended: Callable[[Step, End], Awaitable[None]] | None = None,
         first: int = 0,
-        watchers: Iterable[Callable[[], Coroutine[Any, Any, None]]] = (),
+        at_least: int = 0,
+        watchers: Iterable[Work] = (),
     ) -> None:
         """Open steps until there is nothing to do or a stop is asked for, and wait for the last of them.
 
@@ -234,45 +232,35 @@ class EvolutionRun:
             may_open: why no further step may start, by a limit of the loop's own; None while one may.
             ended: awaited at each step's end, before another starts in its place.
             first: number of the first step.
+            at_least: steps with a number below it start however soon ``max_seconds`` are over.
             watchers: what runs beside the steps until the last one has ended.
 
         Raises:
             RunAbortedError: the provider refused for good.
             Exception: what a step raised, or what runs beside them, after the rest was cancelled.
         """
-        rule = LiveSteps(1, strict=True) if self.lockstep else admission or LiveSteps(self.slots)
+        self._step, self._ended, self._may_open = step, ended, may_open
+        self._rule = LiveSteps(1, strict=True) if self.lockstep else admission or LiveSteps(self.slots)
+        self._reserve = reserve or (lambda: self.budget.reserve(calls))
         self._next, self._exhausted, self._most_calls = max(first, self._next), False, calls
-        self._broken = False
+        self._broken, self._at_least = False, at_least
         self._recorded = [] if self.journal is None else self.journal.unfinished
         failures: list[BaseException] = []
 
-        async def guarded(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-            """Keep the first exception as it is; task groups would wrap it."""
-            try:
+        async def guarded(work: Work) -> None:
+            with kept(failures, group, f"{self.name}: a step, or what runs beside them,"):
                 await work()
-            except anyio.get_cancelled_exc_class() as error:
-                if is_being_cancelled():
-                    raise
-                failure = RuntimeError(f"{self.name}: a step, or what runs beside them, was cancelled by its own code")
-                failure.__cause__ = error
-                failures.append(failure)
-                group.cancel_scope.cancel()
-            except BaseException as error:
-                failures.append(error)
-                group.cancel_scope.cancel()
 
         async with anyio.create_task_group() as around:
             for watch in (*watchers, *self._own_watchers()):
                 around.start_soon(guarded, watch)
             async with anyio.create_task_group() as group:
-                self._group = group, guarded
-                for work in self._put_off:
-                    group.start_soon(guarded, work)
+                self._start = lambda work: group.start_soon(guarded, work)
+                for work in (*self._put_off, self._admit):
+                    self._start(work)
                 self._put_off.clear()
-                pays = reserve or (lambda: self.budget.reserve(calls))
-                group.start_soon(guarded, partial(self._admit, step, rule, pays, may_open, ended))
             around.cancel_scope.cancel()
-        self._group = None
+        self._start = self._put_off.append
         if failures:
             raise failures[0]
 
@@ -348,11 +336,8 @@ class EvolutionRun:
         self._beside += 1
         if self.lockstep:
             await unresolved_is_told()
-        elif self._group is None:
-            self._put_off.append(unresolved_is_told)
         else:
-            group, guarded = self._group
-            group.start_soon(guarded, unresolved_is_told)
+            self._start(unresolved_is_told)
 
     def tell(self) -> None:
         """Something has changed that a step, or the opening of one, may wait for."""
@@ -404,7 +389,7 @@ class EvolutionRun:
             parents: numbers of the candidates that it was made from, what it was built on first; none for the seed.
         """
         gap = version - 1 - step.version
-        self.gaps.record("before_commit", gap)
+        self.gaps["before_commit"][gap] += 1
         if generation is None:
             generation = 1 + max((self._generations.get(one, 0) for one in parents), default=-1)
         self._generations[candidate] = generation
@@ -415,24 +400,15 @@ class EvolutionRun:
 
     # How steps are opened and closed.
 
-    async def _admit(
-        self,
-        loop: Callable[[Step], Awaitable[End]],
-        rule: Admission,
-        reserve: Callable[[], Reservation | None],
-        may_open: Callable[[], str | None],
-        ended: Callable[[Step, End], Awaitable[None]] | None,
-    ) -> None:
-        most_failures = max(10, 2 * self.slots)
+    async def _admit(self) -> None:
         while True:
             change = self._change
             if self._broken:  # the cancellation has not come here yet
                 return
-            step = self._opened(rule, reserve, may_open)
+            step = self._opened()
             if step is not None:
-                _, guarded = self._group
                 self._live[step.number] = step
-                self._group[0].start_soon(guarded, partial(self._lives, step, loop, ended, most_failures))
+                self._start(partial(self._lives, step))
                 while step.number in self._live and not step.has_begun:
                     await self.changed()
                 continue
@@ -443,23 +419,21 @@ class EvolutionRun:
                 return
             await change.wait()
 
-    def _opened(
-        self, rule: Admission, reserve: Callable[[], Reservation | None], may_open: Callable[[], str | None]
-    ) -> Step | None:
+    def _opened(self) -> Step | None:
         """The next step, if one may start."""
         recorded = self._recorded[0] if self._recorded else None
         if recorded is not None and not self.stop_reason:
             return None if self.lockstep and self._live else self._runs_again(self._recorded.pop(0))
         if self.stop_reason or self._exhausted:
             return None
-        if (reason := may_open()) is not None:
+        if (reason := self._may_open()) is not None:
             self.stop(reason, "finished")
             return None
         self._waits_for_slots = False
-        if not rule.admits(self.load()):
+        if not self._rule.admits(self.load()):
             self._waits_for_slots = True
             return None
-        pays = reserve()
+        pays = self._reserve()
         if pays is None:
             if not self._live and not self._beside:
                 self.stop(
@@ -483,27 +457,21 @@ class EvolutionRun:
         step.saw(recorded.version)
         return step
 
-    async def _lives(
-        self,
-        step: Step,
-        loop: Callable[[Step], Awaitable[End]],
-        ended: Callable[[Step, End], Awaitable[None]] | None,
-        most_failures: int,
-    ) -> None:
+    async def _lives(self, step: Step) -> None:
         end: End | None = None
         try:
             with anyio.CancelScope() as scope:
                 self._scopes[step.number] = scope
                 if self.stop_reason:  # it came between the opening and this
                     scope.cancel()
-                end = await self._end_of(step, loop)
+                end = await self._end_of(step)
             if end is not None and (step.has_begun or not scope.cancel_called):
                 with anyio.CancelScope(shield=True):  # a step ends once, whatever else comes to its end
                     if not step.has_begun:  # it counts all the same, or its number would be opened for ever
                         self.begin(step, step.version)
-                    self._count(step, end, most_failures)
-                    if ended is not None:
-                        await ended(step, end)
+                    self._count(step, end)
+                    if self._ended is not None:
+                        await self._ended(step, end)
         except BaseException:
             self._broken = True
             raise
@@ -518,9 +486,9 @@ class EvolutionRun:
                 self._next = min(self._next, step.number)
             self.tell()
 
-    async def _end_of(self, step: Step, loop: Callable[[Step], Awaitable[End]]) -> End | None:
+    async def _end_of(self, step: Step) -> End | None:
         try:
-            return await loop(step)
+            return await self._step(step)
         except NothingToDoError:
             self._exhausted = True
             return None
@@ -529,13 +497,13 @@ class EvolutionRun:
         except RolloutUnresolvedError as error:
             return End(EndKind.FAILED, str(error))
 
-    def _count(self, step: Step, end: End, most_failures: int) -> None:
+    def _count(self, step: Step, end: End) -> None:
         """Steps that fail at no cost must not go on for ever; those that cost something end with the budget."""
         step.reservation.refund()
         spent = step.reservation.settled
         self._calls_of_ended += spent
         self._failures = self._failures + 1 if end.kind is EndKind.FAILED and not spent else 0
-        if self._failures >= most_failures:
+        if self._failures >= max(10, 2 * self.slots):
             self.stop(f"{self._failures} steps in a row failed; the last: {end.reason}", "failed")
 
     def _slot_is_idle(self) -> None:
@@ -545,24 +513,25 @@ class EvolutionRun:
     def _visited(self, visit: StageVisit) -> None:
         self.bus.emit(StageVisited(visit.ended, visit.step, visit.stage, visit.queued, visit.began))
 
-    def _own_watchers(self) -> list[Callable[[], Coroutine[Any, Any, None]]]:
-        found: list[Callable[[], Coroutine[Any, Any, None]]] = []
+    def _own_watchers(self) -> list[Work]:
+        found: list[Work] = []
         if self._max_seconds is not None:
-            found.append(self._watch_time)
+            found.append(partial(self._watch_time, self._max_seconds))
         if self._median_seconds is not None and not self.lockstep:
-            found.append(self._move_slots)
+            found.append(partial(self._move_slots, self._median_seconds))
         return found
 
-    async def _watch_time(self) -> None:
-        assert self._max_seconds is not None
-        await anyio.sleep(max(0.0, self.clock.began + self._max_seconds - self.clock()))
-        self.stop(f"max_seconds={self._max_seconds:g} is over", "finished")
+    async def _watch_time(self, most: float) -> None:
+        await anyio.sleep(max(0.0, self.clock.began + most - self.clock()))
+        least = self._at_least
+        while self._next < least or any(not one.has_begun for one in self._live.values() if one.number < least):
+            await self.changed()
+        self.stop(f"max_seconds={most:g} is over", "finished")
         self.endpoints.hurry()
 
-    async def _move_slots(self) -> None:
-        assert self._median_seconds is not None
+    async def _move_slots(self, every: float) -> None:
         while True:
-            await anyio.sleep(self._median_seconds)
+            await anyio.sleep(every)
             windows = self.scheduler.windows()
             shares = median_shares(windows, self.slots)
             for name, share in shares.items():

@@ -14,8 +14,8 @@ import heapq
 import math
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from statistics import median
@@ -23,7 +23,7 @@ from typing import Protocol, TypeVar
 
 import anyio
 
-from dspy_flashevolve.engine.errors import ConfigurationError
+from dspy_flashevolve.engine.errors import ConfigurationError, TransientError
 
 T = TypeVar("T")
 Priority = tuple[float, int]
@@ -78,15 +78,11 @@ class StageStatistics:
 
     Args:
         waiting, running: now.
-        done: slots given back.
-        waited_seconds: in the queue, summed over requests.
         served_seconds: in a slot, summed over requests.
     """
 
     waiting: int
     running: int
-    done: int
-    waited_seconds: float
     served_seconds: float
 
 
@@ -170,9 +166,7 @@ class _Stage:
     share: int | None = None
     waiting: int = 0
     running: int = 0
-    done: int = 0
     visits: int = 0
-    waited_seconds: float = 0.0
     served_seconds: float = 0.0
 
     @property
@@ -211,9 +205,7 @@ class _Line:
     began: float = math.nan
     held: int = 0
     behind: int = 0
-    waiting: deque[tuple[asyncio.Future[None], float]] = field(
-        default_factory=deque["tuple[asyncio.Future[None], float]"]
-    )
+    waiting: deque[asyncio.Future[None]] = field(default_factory=deque["asyncio.Future[None]"])
     priority: Priority | None = None
 
 
@@ -236,24 +228,21 @@ class Slot:
         self.held = False
         self.bound: anyio.CancelScope | None = None
         """Ends the work in the slot at its deadline; the time of a pause does not count. None for no bound."""
+        self.shield: anyio.CancelScope | None = None
+        """Around what is not cancelled with the rest: a metric in a thread."""
 
     async def take(self, behind: int = 0) -> None:
         """Wait for the slot in the run's order, unless it is held. One that has been closed takes none."""
         if self.held or self._closed:
             return
-        if self._taking is not None:  # others inside the same request may want it back, too
-            async with self._taking:
-                if not self.held and not self._closed:
-                    await self._take(behind)
-            return
-        await self._take(behind)
-
-    async def _take(self, behind: int) -> None:
-        await self._scheduler._enter(self._line, behind)  # pyright: ignore[reportPrivateUsage]
-        self.held = True
-        self._since = self._scheduler.clock()
-        if self._closed:  # the holder was cancelled while the slot was awaited for it
-            self._give_back()
+        async with self._taking or nullcontext():  # others inside the same request may want it back, too
+            if self.held or self._closed:
+                return
+            await self._scheduler._enter(self._line, behind)  # pyright: ignore[reportPrivateUsage]
+            self.held = True
+            self._since = self._scheduler.clock()
+            if self._closed:  # the holder was cancelled while the slot was awaited for it
+                self._give_back()
 
     @asynccontextmanager
     async def released(self) -> AsyncGenerator[None, None]:
@@ -280,6 +269,11 @@ class Slot:
         if self._pauses == 0 and self.bound is not None:
             self.bound.deadline = anyio.current_time() + self._left_seconds
 
+    @property
+    def is_paused(self) -> bool:
+        """Something in it waits to be asked for again."""
+        return self._pauses > 0
+
     def close(self) -> None:
         """Give the slot back for good."""
         self._closed = True
@@ -297,6 +291,26 @@ _slot: ContextVar[Slot | None] = ContextVar("flashevolve_slot", default=None)
 def current_slot() -> Slot | None:
     """The slot in which this code runs, which threads and tasks of a request inherit; None outside of any."""
     return _slot.get()
+
+
+@contextmanager
+def shielded() -> Generator[None, None, None]:
+    """What is inside is not cancelled from without, but ended where a request that it makes takes too long.
+
+    Raises:
+        TransientError: it was.
+    """
+    slot = current_slot()
+    with anyio.CancelScope(shield=True) as scope:
+        if slot is not None:
+            slot.shield = scope
+        try:
+            yield
+        finally:
+            if slot is not None:
+                slot.shield = None
+    if scope.cancelled_caught:
+        raise TransientError("no answer in time to a request of the metric's", of_request=True)
 
 
 class Scheduler:
@@ -428,8 +442,7 @@ class Scheduler:
     def statistics(self) -> SlotStatistics:
         """How the slots were used so far, from any thread; what is still held counts once it is given back."""
         stages = {
-            name: StageStatistics(one.waiting, one.running, one.done, one.waited_seconds, one.served_seconds)
-            for name, one in self._stages.items()
+            name: StageStatistics(one.waiting, one.running, one.served_seconds) for name, one in self._stages.items()
         }
         return SlotStatistics(self._limit, self._peak, self._all_limit_seconds(), stages)
 
@@ -457,8 +470,7 @@ class Scheduler:
             return
         at.pressed = at.pressed or at.is_full
         future = asyncio.get_running_loop().create_future()
-        entry = future, self.clock()
-        line.waiting.append(entry)
+        line.waiting.append(future)
         stage.waiting += 1
         self._place(line)
         try:
@@ -466,8 +478,8 @@ class Scheduler:
         except BaseException:
             if future.done() and not future.cancelled():
                 self._leave(line, self.clock())
-            elif entry in line.waiting:
-                line.waiting.remove(entry)
+            elif future in line.waiting:
+                line.waiting.remove(future)
                 stage.waiting -= 1
                 self._place(line)
                 self._forget(line)
@@ -489,7 +501,6 @@ class Scheduler:
         now, stage = self.clock(), line.stage
         line.held -= 1
         stage.running -= 1
-        stage.done += 1
         stage.served_seconds += now - since
         self._busy -= 1
         stage.endpoint.count(-1, now)
@@ -525,13 +536,12 @@ class Scheduler:
     def _hand_on(self) -> None:
         """Give free slots to those who wait, in order, and say so where some are left."""
         while self._busy < self._limit and (line := self._next()) is not None:
-            future, since = line.waiting.popleft()
+            future = line.waiting.popleft()
             line.stage.waiting -= 1
             if future.cancelled():  # whoever waited was cancelled, and has not run since
                 self._place(line)
                 self._forget(line)
                 continue
-            line.stage.waited_seconds += self.clock() - since
             self._grant(line)
             self._place(line)
             future.set_result(None)

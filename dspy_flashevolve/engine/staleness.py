@@ -10,7 +10,6 @@ Source: FlashEvolve (arXiv 2605.08520) section 3.2; integrating many children at
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -44,15 +43,6 @@ class Integrate:
 
 
 Decision = Admit | Discard | Integrate
-
-
-def gap(version: int, seen: int) -> int:
-    """Commits between what a step saw and now.
-
-    >>> gap(7, 5)
-    2
-    """
-    return version - seen
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +146,7 @@ class Guarded:
         """See :meth:`StalenessPolicy.decide`."""
         if look.orphaned:
             return Discard("its parent was speculative and did not last")
-        behind = gap(history.version, look.seen)
+        behind = history.version - look.seen
         if behind > self.max_gap:
             return Discard(f"{behind} commits behind, more than max_gap={self.max_gap}")
         return Admit()
@@ -212,7 +202,7 @@ class Reflective:
 
     def decide(self, look: Look, history: History) -> Decision:
         """See :meth:`StalenessPolicy.decide`."""
-        stale = look.orphaned or gap(history.version, look.seen) >= self.min_gap
+        stale = look.orphaned or history.version - look.seen >= self.min_gap
         return Integrate() if stale else Admit()
 
 
@@ -242,21 +232,6 @@ def policy_named(staleness: Any) -> StalenessPolicy:
         f"staleness is {staleness!r}, expected one of {names}, or a policy: an object with looks, a tuple of places, "
         "and decide(look, history)."
     )
-
-
-class GapHistogram:
-    """How often each gap was seen, by the place where it was looked at."""
-
-    def __init__(self) -> None:
-        self._seen: dict[str, Counter[int]] = {}
-
-    def record(self, where: str, gap: int) -> None:
-        """Count one look."""
-        self._seen.setdefault(where, Counter())[gap] += 1
-
-    def as_dict(self) -> dict[str, dict[int, int]]:
-        """Place -> gap -> count, gaps ascending."""
-        return {where: dict(sorted(counts.items())) for where, counts in list(self._seen.items())}
 
 
 Texts = dict[str, str]

@@ -17,9 +17,9 @@ from gepa.core.state import CachedEvaluation, ValsetEvaluation
 from gepa.proposer.base import CandidateProposal, SubsampleEvaluation
 from gepa.strategies.proposal_sampling import ProposalTask
 
+from dspy_flashevolve.engine.replay import Rollout
 from dspy_flashevolve.engine.steps import Step
-from dspy_flashevolve.gepa.pool import Pool, write_commits
-from dspy_flashevolve.gepa.records import Batch, Candidate, Child, Commit, Crossover, Validated
+from dspy_flashevolve.gepa.pool import Batch, Candidate, Child, Commit, Crossover, Pool, Validated, write_commits
 
 Task = ProposalTask[Any, Any]
 Proposal = CandidateProposal[Any]
@@ -56,13 +56,13 @@ def expected_score(pool: Pool, proposals: Sequence[Proposal]) -> float:
 def parents_start(pool: Pool, step: Step, tasks: Sequence[Task]) -> None:
     """The parents are about to be evaluated."""
     for task in tasks:
-        _evaluation_start(pool, step, task.minibatch, _parents_of(pool, task), task.parent_idx)
+        evaluation_start(pool, step, task.minibatch, _parents_of(pool, task), task.parent_idx)
 
 
 def parents_end(pool: Pool, step: Step, tasks: Sequence[Task], evaluations: Sequence[Batch]) -> None:
     """The parents are evaluated."""
     for task, batch in zip(tasks, evaluations, strict=True):
-        _evaluation_end(pool, step, batch, _parents_of(pool, task), task.parent_idx)
+        evaluation_end(pool, step, batch, _parents_of(pool, task), task.parent_idx)
     pool.count_calls()
     for task, batch in zip(tasks, evaluations, strict=True):
         remember(pool, task.parent_candidate, task, batch)
@@ -73,7 +73,7 @@ def parents_end(pool: Pool, step: Step, tasks: Sequence[Task], evaluations: Sequ
         n_tasks=len(tasks),
         tasks=[{"parent_idx": task.parent_idx, "subsample_ids": list(task.minibatch_ids)} for task in tasks],
     )
-    score = pool.score_of(first.parent_idx)
+    score = pool.score_of(first.parent_idx) if pool.seed_confirmed else "not known yet"
     pool.logger.log(f"Iteration {iteration}: Selected program {first.parent_idx} score: {score}")
     pool.experiment_tracker.log_metrics(
         {
@@ -85,13 +85,19 @@ def parents_end(pool: Pool, step: Step, tasks: Sequence[Task], evaluations: Sequ
     )
 
 
+def nothing_in(pool: Pool, evaluation: Batch) -> str | None:
+    """Why a parent's evaluation is not worth a reflection; None when it is."""
+    if not evaluation.trajectories:
+        return "no_trajectories"
+    perfect = pool.perfect_score
+    if pool.skips_perfect and perfect is not None and all(one >= perfect for one in evaluation.scores):
+        return "all_scores_perfect"
+    return None
+
+
 def nothing_to_improve(pool: Pool, step: Step, task: Task, evaluation: Batch) -> str | None:
     """Why a parent's minibatch is not reflected on; None when it is."""
-    perfect, reason = pool.options.perfect_score, None
-    if not evaluation.trajectories:
-        reason = "no_trajectories"
-    elif pool.options.skip_perfect_score and perfect is not None and all(s >= perfect for s in evaluation.scores):
-        reason = "all_scores_perfect"
+    reason = nothing_in(pool, evaluation)
     if reason is not None:
         pool.logger.log(f"Iteration {step.number + 1}: {reason} for parent {task.parent_idx}. Skipping.")
         pool.notify(
@@ -150,30 +156,30 @@ def proposed(pool: Pool, step: Step, texts: dict[str, str]) -> None:
 def children_start(pool: Pool, step: Step, children: Sequence[Child]) -> None:
     """The children are about to be screened."""
     for child in children:
-        _evaluation_start(pool, step, child.parent.task.minibatch, [child.parent.task.parent_idx])
+        evaluation_start(pool, step, child.parent.task.minibatch, [child.parent.task.parent_idx])
 
 
 def given_up(pool: Pool, step: Step, child: Child, scores: list[float]) -> None:
     """A child could not pass its screen any more: it is reported with the scores that there are, and none is stored."""
-    _evaluation_end(pool, step, _scored(scores), [child.parent.task.parent_idx])
-    proposal = replace(_proposal(child, EvaluationBatch([], [])), eval_after=None, subsample_scores_after=scores)
+    evaluation_end(pool, step, scored(scores), [child.parent.task.parent_idx])
+    proposal = replace(_proposal(step, child, EvaluationBatch([], [])), eval_after=None, subsample_scores_after=scores)
     reason = (
         f"it cannot pass its screen any more, after {len(scores)} of {len(child.parent.task.minibatch_ids)} examples"
     )
     pool.reject(step, proposal, reason=reason)
 
 
-def children_end(pool: Pool, step: Step, children: Sequence[Child], batches: Sequence[Batch]) -> list[Proposal]:
-    """The children are screened: gepa's proposals, for its criterion."""
-    for child, batch in zip(children, batches, strict=True):
-        _evaluation_end(pool, step, batch, [child.parent.task.parent_idx])
+def children_end(pool: Pool, step: Step, screened: Sequence[tuple[Child, Batch]]) -> list[tuple[Child, Proposal]]:
+    """The children are screened; those that go on, with gepa's proposals for them."""
+    for child, batch in screened:
+        evaluation_end(pool, step, batch, [child.parent.task.parent_idx])
     pool.count_calls()
     trace = pool.log_entry(step)
-    for child, batch in zip(children, batches, strict=True):
+    for child, batch in screened:
         remember(pool, child.candidate, child.parent.task, batch)
         trace["tasks"][child.parent.index]["subsample_scores"] = list(child.parent.evaluation.scores)
         trace["tasks"][child.parent.index]["new_subsample_scores"] = list(batch.scores)
-    before, after = children[0].parent.evaluation.scores, batches[0].scores
+    before, after = screened[0][0].parent.evaluation.scores, screened[0][1].scores
     trace["subsample_scores"], trace["new_subsample_scores"] = before, after
     pool.experiment_tracker.log_metrics(
         {
@@ -185,11 +191,13 @@ def children_end(pool: Pool, step: Step, children: Sequence[Child], batches: Seq
         },
         step=step.number + 1,
     )
-    return [_proposal(child, batch) for child, batch in zip(children, batches, strict=True)]
+    children = {id(made := _proposal(step, child, batch)): (child, made) for child, batch in screened}
+    kept = _choose(pool, step, [proposal for _, proposal in children.values()])
+    return [children[id(one)] for one in kept]  # a selection strategy may change the order
 
 
-def choose(pool: Pool, step: Step, proposals: list[Proposal]) -> list[Proposal]:
-    """Ask the selection strategy, report what it left, and return what goes on. Runs in the pool's writer."""
+def _choose(pool: Pool, step: Step, proposals: list[Proposal]) -> list[Proposal]:
+    """Ask the selection strategy, report what it left, and return what goes on."""
     with pool.acting_for(step):
         criterion = _MemoizedAcceptance(pool.acceptance_criterion)  # draws lots, or counts, once a proposal
         picked = list(pool.selection_strategy.select(list(proposals), pool.state, criterion))  # pyright: ignore[reportArgumentType]
@@ -208,24 +216,29 @@ def choose(pool: Pool, step: Step, proposals: list[Proposal]) -> list[Proposal]:
     return kept
 
 
-def cached_validation(pool: Pool, candidate: Candidate) -> ValidationPlan:
-    """Ask the evaluation policy for the examples, and the cache for what is known."""
-    ids = list(pool.val_evaluation_policy.get_eval_batch(pool.loader, pool.state))
-    return lookup(pool, candidate, ids)
-
-
-def lookup(pool: Pool, candidate: Candidate, ids: list[Any]) -> ValidationPlan:
-    """Ask the cache for what is known of a candidate on validation examples."""
+def lookup(pool: Pool, candidate: Candidate, ids: Sequence[Any] | None = None) -> ValidationPlan:
+    """Ask the cache for what is known of a candidate on validation examples; on those that the policy names."""
     cache = pool.state.evaluation_cache
-    cached, missing = ({}, ids) if cache is None else cache.get_batch(candidate, ids)
+    wanted = list(pool.val_evaluation_policy.get_eval_batch(pool.loader, pool.state) if ids is None else ids)
+    cached, missing = ({}, wanted) if cache is None else cache.get_batch(candidate, wanted)
     return ValidationPlan(candidate, cached, missing)
 
 
+def evaluation_of(rollouts: Mapping[Any, Rollout]) -> ValsetEvaluation[Any, Any]:
+    """Rollouts on validation examples as gepa has them."""
+    objectives = {i: dict(one.objective_scores) for i, one in rollouts.items()}
+    return ValsetEvaluation(
+        outputs_by_val_id={i: one.output for i, one in rollouts.items()},
+        scores_by_val_id={i: one.score for i, one in rollouts.items()},
+        objective_scores_by_val_id=objectives if any(objectives.values()) else None,
+    )
+
+
 def complete_validation(
-    pool: Pool, plan: ValidationPlan, fresh: ValsetEvaluation[Any, Any]
+    pool: Pool, plan: ValidationPlan, rollouts: Mapping[Any, Rollout]
 ) -> ValsetEvaluation[Any, Any]:
-    """Put fresh results into the cache, and together with the cached ones."""
-    cache = pool.state.evaluation_cache
+    """Put fresh results into the cache, and together with the cached ones; their order leaves no trace."""
+    cache, fresh = pool.state.evaluation_cache, evaluation_of({i: rollouts[i] for i in plan.missing})
     objectives = fresh.objective_scores_by_val_id
     if cache is not None and plan.missing:
         cache.put_batch(
@@ -243,30 +256,29 @@ def complete_validation(
     )
 
 
-def commit(pool: Pool, step: Step, work: Validated) -> list[Commit]:
+def commit(pool: Pool, step: Step, work: Sequence[Validated]) -> list[Commit]:
     """Add the validated proposals to the pool, in order."""
     if pool.journal is not None:
-        made = zip(work.proposals, work.evaluations, strict=True)
-        entries = [(proposal.candidate, proposal.parent_program_ids, evaluation) for proposal, evaluation in made]
+        entries = [(one.proposal.candidate, one.proposal.parent_program_ids, one.evaluation) for one in work]
         write_commits(pool.journal, step.number, len(pool.state.program_candidates), pool.version, entries)
     commits: list[Commit] = []
-    for proposal, evaluation, calls in zip(work.proposals, work.evaluations, work.calls, strict=True):
+    merge = pool.parts.merge
+    for one in work:
+        proposal = one.proposal
         before, after = sum(proposal.subsample_scores_before or []), sum(proposal.subsample_scores_after or [])
-        pool.logger.log(f"Iteration {step.number + 1}: Accepted candidate (subsample score {before} -> {after})")
-        done = pool.add(step, proposal, evaluation, calls)
-        merge, of_it = (
-            pool.parts.merge,
-            {"new_candidate_idx": done.candidate, "parent_ids": proposal.parent_program_ids},
-        )
-        if not work.merge:
-            pool.log_proposal(step, proposal, done.candidate)
-        else:
+        screened = f" (subsample score {before} -> {after})" if proposal.subsample_scores_after else ""
+        pool.logger.log(f"Iteration {step.number + 1}: Accepted candidate{screened}")
+        done = pool.add(step, proposal, one.evaluation, one.calls)
+        of_it = {"new_candidate_idx": done.candidate, "parent_ids": proposal.parent_program_ids}
+        if proposal.tag == "merge":
             if merge is not None:  # else the run goes on without merges, and this one was planned before
                 merge.merges_due -= 1
                 merge.total_merges_tested += 1
             pool.notify("on_merge_accepted", iteration=step.number + 1, **of_it)
+        else:
+            pool.log_proposal(step, proposal, done.candidate)
         pool.notify("on_candidate_accepted", iteration=step.number + 1, new_score=after, **of_it)
-        if not work.merge and merge is not None:
+        if proposal.tag != "merge" and merge is not None:
             merge.last_iter_found_new_program = True
             merge.schedule_if_needed()
         commits.append(done)
@@ -277,14 +289,9 @@ def commit(pool: Pool, step: Step, work: Validated) -> list[Commit]:
 # Crossovers.
 
 
-def crossover_score(pool: Pool, plan: Crossover) -> float:
-    """What a crossover that passed its screen may reach: at least the better of its parents."""
-    return max(map(pool.score_of, plan.parents))
-
-
 def crossover_starts(pool: Pool, step: Step, plan: Crossover) -> None:
     """A crossover is about to be screened."""
-    _evaluation_start(pool, step, pool.loader.fetch(list(plan.ids)), list(plan.parents), traced=False)
+    evaluation_start(pool, step, pool.loader.fetch(list(plan.ids)), list(plan.parents), traced=False)
 
 
 def crossover_ended(
@@ -292,7 +299,7 @@ def crossover_ended(
     step: Step,
     plan: Crossover,
     lookup: ValidationPlan,
-    fresh: ValsetEvaluation[Any, Any],
+    fresh: Mapping[Any, Rollout],
 ) -> Proposal | None:
     """Judge a crossover as gepa does: not worse than the better of its parents. None when it is."""
     result = complete_validation(pool, lookup, fresh)
@@ -303,7 +310,7 @@ def crossover_ended(
         scores=scores,
         objective_scores=[objectives[i] for i in plan.ids] if objectives else None,
     )
-    _evaluation_end(pool, step, batch, list(plan.parents))
+    evaluation_end(pool, step, batch, list(plan.parents))
     pool.log_entry(step).update(
         id1_subsample_scores=list(plan.parent_scores[0]),
         id2_subsample_scores=list(plan.parent_scores[1]),
@@ -330,79 +337,12 @@ def crossover_ended(
     )
 
 
-# Integrated candidates.
-
-
-@dataclass(frozen=True, slots=True)
-class Integrated:
-    """An integrated candidate, to be screened.
-
-    Args:
-        base: index in the pool of what it stands on.
-        members: numbers of the steps whose children are in it; the first one brings it to its end.
-    """
-
-    candidate: Candidate
-    base: int
-    members: tuple[int, ...]
-
-
-def integrated_starts(pool: Pool, step: Step, one: Integrated, examples: Sequence[Any]) -> None:
-    """An integrated candidate is about to be screened."""
-    _evaluation_start(pool, step, list(examples), [one.base])
-
-
-def integrated_passes(pool: Pool, step: Step, proposal: Proposal) -> bool:
-    """Ask gepa's criterion; what was run on no example has shown nothing."""
-    with pool.acting_for(step):
-        return bool(proposal.subsample_indices) and pool.acceptance_criterion.should_accept(proposal, pool.state)
-
-
-def integrated_ended(
-    pool: Pool,
-    step: Step,
-    one: Integrated,
-    ids: list[Any],
-    before: list[float],
-    after: list[float],
-    parents: list[int],
-) -> Proposal:
-    """An integrated candidate is screened: gepa's proposal, for its criterion."""
-    _evaluation_end(pool, step, _scored(after), parents)
-    members = list(one.members)
-    pool.log_entry(step).update(
-        integrated_steps=members, subsample_scores=before, new_subsample_scores=after, subsample_ids=ids
-    )
-    return CandidateProposal(
-        candidate=one.candidate,
-        parent_program_ids=parents,
-        subsample_indices=ids,
-        subsample_scores_before=before,
-        subsample_scores_after=after,
-        eval_before=SubsampleEvaluation(scores=before),
-        eval_after=SubsampleEvaluation(scores=after),
-        tag="integration",
-        metadata={"steps": members},
-    )
-
-
-def integrated_given_up(pool: Pool, step: Step, one: Integrated, scores: list[float]) -> None:
-    """An integrated candidate could not pass its screen any more; the scores that there are are stored nowhere."""
-    proposal: Proposal = CandidateProposal(
-        candidate=one.candidate,
-        parent_program_ids=[one.base],
-        subsample_scores_after=scores,
-        tag="integration",
-    )
-    _evaluation_end(pool, step, _scored(scores), [one.base])
-    pool.reject(step, proposal, reason=f"it cannot pass its screen any more, after {len(scores)} examples")
-
-
 # How it is put.
 
 
-def _proposal(child: Child, batch: Batch) -> Proposal:
+def _proposal(step: Step, child: Child, batch: Batch) -> Proposal:
     before = child.parent.evaluation
+    nothing_to_show = {f"{what}:{name}": "" for name in child.texts for what in ("prompt", "raw_lm_output")}
     return CandidateProposal(
         candidate=child.candidate,
         parent_program_ids=[child.parent.task.parent_idx],
@@ -412,7 +352,7 @@ def _proposal(child: Child, batch: Batch) -> Proposal:
         eval_before=_subsample(before),
         eval_after=_subsample(batch),
         tag="reflective_mutation",
-        metadata=child.metadata,
+        metadata={"proposal_id": f"{step.number + 1}-{child.parent.index}", **nothing_to_show},
     )
 
 
@@ -437,14 +377,15 @@ def _parents_of(pool: Pool, task: Task) -> list[int]:
     return [parent for parent in pool.state.parent_program_for_candidate[task.parent_idx] if parent is not None]
 
 
-def _scored(scores: list[float]) -> Batch:
+def scored(scores: list[float]) -> Batch:
     """An evaluation of which nobody needs more than the scores."""
     return EvaluationBatch([None] * len(scores), scores)
 
 
-def _evaluation_start(
+def evaluation_start(
     pool: Pool, step: Step, inputs: list[Any], parents: list[int], index: int | None = None, traced: bool = True
 ) -> None:
+    """A candidate is about to be evaluated; ``index``: its place in gepa's pool, where it has one."""
     pool.notify(
         "on_evaluation_start",
         iteration=step.number + 1,
@@ -457,7 +398,8 @@ def _evaluation_start(
     )
 
 
-def _evaluation_end(pool: Pool, step: Step, batch: Batch, parents: list[int], index: int | None = None) -> None:
+def evaluation_end(pool: Pool, step: Step, batch: Batch, parents: list[int], index: int | None = None) -> None:
+    """A candidate is evaluated."""
     pool.notify(
         "on_evaluation_end",
         iteration=step.number + 1,

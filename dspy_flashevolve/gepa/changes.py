@@ -144,6 +144,15 @@ def _rewords(part: str, other: str) -> bool:
     return bool(words) and len(words & mine) >= REWORDED * len(words)
 
 
+def is_too_long(texts: Mapping[str, str], most_characters: int | None) -> bool:
+    """Whether a candidate's texts together have more characters than it may have; None for no limit.
+
+    >>> is_too_long({"self": "Answer."}, 7), is_too_long({"self": "Answer."}, 6), is_too_long({"self": "Answer."}, None)
+    (False, True, False)
+    """
+    return most_characters is not None and sum(map(len, texts.values())) > most_characters
+
+
 def apply(base: Mapping[str, str], changes: Iterable[Change]) -> dict[str, str]:
     """The base with changes in it.
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import difflib
 import logging
-import math
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -19,14 +19,12 @@ from dspy.teleprompt.gepa.gepa_utils import LoggerAdapter
 from gepa.core.data_loader import ensure_loader
 from gepa.core.result import GEPAResult
 
-from dspy_flashevolve.engine.admission import LiveSteps, for_slots
 from dspy_flashevolve.engine.errors import hand_over, report
 from dspy_flashevolve.engine.loop import run_to_end
 from dspy_flashevolve.engine.replay import RunJournal
 from dspy_flashevolve.engine.staleness import Full, Reflective, StalenessPolicy, policy_named
-from dspy_flashevolve.engine.workflow import Workflow
-from dspy_flashevolve.gepa.options import GepaOptions, build_parts, has_foreign, hooks_of
-from dspy_flashevolve.gepa.pool import BestResult, Pool
+from dspy_flashevolve.gepa.options import build_parts, hooks_of
+from dspy_flashevolve.gepa.pool import Pool
 from dspy_flashevolve.gepa.resume import check_checkpoint
 from dspy_flashevolve.gepa.step import GepaLoop
 from dspy_flashevolve.modules.integrate import StaleCandidateReflection
@@ -38,14 +36,9 @@ from dspy_flashevolve.programs.run import DspyRun
 
 logger = logging.getLogger(__name__)
 gepa_logger = logging.getLogger("dspy.teleprompt.gepa.gepa")
-"""gepa's own log lines go where ``dspy.GEPA`` sends them."""
-GENERATIONS, GENERATIONS_OF_CHANGES = 12.0, 6.0
-"""A limited budget is spread over at least this many generations (:class:`LiveSteps`); fewer where the work of many
-steps comes together in one head."""
+"""gepa's own log lines, and what is told of every run, go where ``dspy.GEPA`` sends them: dspy shows them."""
 MUCH_DISCARDED = 0.5
 """Share of the children from which a run says that its staleness policy discards too much."""
-CHECKPOINT_SECONDS = 5.0
-"""With ``log_dir``, the least time between two checkpoints of an asynchronous run."""
 
 
 @dataclass(frozen=True)
@@ -62,32 +55,57 @@ class AsyncGEPAResult(DspyGEPAResult):  # pyright: ignore[reportGeneralTypeIssue
 class Best:
     """The best program of one run, for any thread at any time; it waits for nobody.
 
+    A gepa callback, the first one: it is told of every validated candidate in the pool's writer, where the state may
+    be read, and copies what it needs. What it has is replaced, never changed, so that nobody waits: not for the writer,
+    which may be inside a callback that waits in turn.
+
     Copies and pickles of it are empty: a run belongs to the optimizer that began it.
 
     Args:
+        optimizer: whose run it is.
         adapter: builds programs.
-        track_stats: whether programs carry detailed results.
-        found: the pool's best result so far.
+        state: the pool's.
     """
 
-    def __init__(self, adapter: Any = None, track_stats: bool = False, found: BestResult | None = None) -> None:
-        self._adapter, self._track_stats, self._found = adapter, track_stats, found
-        self._end: tuple[GEPAResult[Any, Any] | None, AsyncStats] | None = None
+    def __init__(self, optimizer: Any = None, adapter: Any = None, state: Callable[[], Any] | None = None) -> None:
+        self._optimizer, self._adapter, self._state = optimizer, adapter, state
+        self._found: tuple[GEPAResult[Any, Any] | None, AsyncStats | None] = None, None
+        self.score: float | None = None
+        """The best aggregate validation score; None before the seed is validated."""
 
     def __reduce__(self) -> Any:
         return (Best, ())
 
-    def end(self, result: GEPAResult[Any, Any] | None, stats: AsyncStats) -> None:
-        """The run has ended with ``result``, None where the seed was not validated."""
-        self._end = (result, stats)
+    @property
+    def result(self) -> GEPAResult[Any, Any] | None:
+        """gepa's result as of the last candidate that was better than all before it; None before the seed is
+        validated."""
+        return self._found[0]
+
+    def result_of(self, state: Any) -> GEPAResult[Any, Any]:
+        """gepa's result."""
+        return GEPAResult[Any, Any].from_state(state, run_dir=self._optimizer.log_dir, seed=self._optimizer.seed)
+
+    def on_valset_evaluated(self, event: Any) -> None:
+        """Called by gepa's code for each new candidate, and once for the seed or a checkpoint's candidates."""
+        assert self._state is not None
+        state = self._state()
+        score: float = state.get_program_average_val_subset(event["candidate_idx"])[0]
+        if self.score is None or score > self.score:  # as gepa's result decides between equals: the first
+            found = self.result_of(state)
+            self._found, self.score = (found, None), found.val_aggregate_scores[found.best_idx]
+
+    def end(self, stats: AsyncStats, result: GEPAResult[Any, Any] | None = None) -> None:
+        """The run has ended, with ``result`` where it came to its end."""
+        self._found = result or self._found[0], stats
 
     def program(self) -> Module | None:
         """A new program each time; None before the seed is validated."""
-        result, stats = self._end or (None if self._found is None else self._found.result, None)
+        result, stats = self._found
         if result is None:
             return None
         program: Any = self._adapter.build_program(result.best_candidate)
-        if self._track_stats:
+        if self._optimizer.track_stats:
             detailed = AsyncGEPAResult.from_gepa_result(result, self._adapter)
             program.detailed_results = AsyncGEPAResult(**vars(detailed), async_stats=stats)
             program.async_stats = stats
@@ -99,27 +117,27 @@ class Compilation:
 
     Args:
         optimizer: an AsyncGEPA; only its arguments are read.
-        options: gepa's configuration.
         student: the program; it is not changed.
         trainset, valset: examples or gepa's loaders; valset None means the trainset.
+        initial: programs of the student's make to begin from beside it.
 
     Raises:
         RunDirectoryError: ``log_dir`` cannot be written, is in use, or holds another run.
     """
 
-    def __init__(self, optimizer: Any, options: GepaOptions, student: Module, trainset: Any, valset: Any) -> None:
-        self._optimizer, self._options, self._student = optimizer, options, student
+    def __init__(
+        self, optimizer: Any, student: Module, trainset: Any, valset: Any, initial: Sequence[Module] = ()
+    ) -> None:
+        self._optimizer, self._student = optimizer, student
         self._lockstep = optimizer.schedule == "lockstep"
-        self._same_data = valset is None or valset is trainset
         self._trainset: Any = ensure_loader(trainset)
-        self._valset: Any = self._trainset if self._same_data else ensure_loader(cast(Any, valset))
+        same_data = valset is None or valset is trainset
+        self._valset: Any = self._trainset if same_data else ensure_loader(cast(Any, valset))
         self._integrating: Module = optimizer.stale_candidate_reflection or StaleCandidateReflection()
-        predictors: list[tuple[str, Any]] = student.named_predictors()
-        self._seed: dict[str, str] = {name: one.signature.instructions for name, one in predictors}
-        for path, flex in enumerate_flex_submodules(student).items():
-            self._seed[path] = flex.module_src
-        if options.run_dir is not None:
-            check_checkpoint(options.run_dir, bool(options.get("use_cloudpickle")))
+        self._seed = texts_of(student)
+        self._initial = [texts_of(one) for one in initial]
+        if optimizer.log_dir is not None:
+            check_checkpoint(optimizer.log_dir, bool(optimizer.gepa_kwargs.get("use_cloudpickle")))
         journal = self._journal()
         try:
             self._build(journal)
@@ -142,8 +160,6 @@ class Compilation:
             max_outage_seconds=optimizer.workflow.max_outage_seconds,
             median_seconds=optimizer.workflow.median_seconds,
             seed=optimizer.seed,
-            priced=optimizer.max_cost is not None,
-            paced=not lockstep,
             journal=journal,
             shown_calls=optimizer.max_metric_calls,
         )
@@ -151,38 +167,13 @@ class Compilation:
         reflection_lm = run.paced(optimizer.reflection_lm)
         adapter = adapter_of(optimizer, self._student, self._metric, reflection_lm)
         log = LoggerAdapter(gepa_logger)
-        self._parts = build_parts(self._options, self._valset, log)
-        self._pool = Pool(
-            parts=self._parts,
-            options=self._options,
-            adapter=adapter,
-            seed_candidate=self._seed,
-            trainset=self._trainset,
-            valset=self._valset,
-            logger=log,
-            checkpoint_seconds=0.0 if lockstep else CHECKPOINT_SECONDS,
-            caches_minibatches=lockstep or self._same_data,
-            calls_made=lambda: run.budget.spent,
-            journal=journal,
-            shares_randomness=lockstep,
-        )
-        self.best = Best(adapter, optimizer.track_stats, self._pool.best)
+        self._parts = build_parts(optimizer, self._valset, log)
+        self.best = Best(optimizer, adapter, lambda: self._pool.state)
+        data = self._seed, self._trainset, self._valset
+        self._pool = Pool(run, optimizer, self._parts, adapter, *data, log, self.best)
+        program = DspyProgram(adapter, self._metric, run.threads, run.models)
         policy = Full() if lockstep else self._usable_policy()
-        minibatch = optimizer.reflection_minibatch_size or 3
-        self._loop = GepaLoop(
-            run,
-            self._pool,
-            DspyProgram(adapter, self._metric, run.threads, run.priced, run.models),
-            policy=policy,
-            workflow=optimizer.workflow,
-            admission=admission_of(optimizer.workflow, policy, run.slots, min(minibatch, run.slots)),
-            minibatch=minibatch,
-            integration=(self._integrating, optimizer.reflection_lm, tuple(adapter._flex_paths)),  # pyright: ignore[reportPrivateUsage]
-            same_data=self._same_data,
-            seed_first=has_foreign(self._parts),
-            max_reflection_calls=optimizer.max_reflection_calls,
-            max_cost=optimizer.max_cost,
-        )
+        self._loop = GepaLoop(run, self._pool, program, optimizer, policy, self._integrating, self._initial)
 
     def run_sync(self) -> Module:
         """Run to the end on a loop of its own, and build the best program; see :func:`run_to_end` for signals."""
@@ -212,12 +203,12 @@ class Compilation:
                 await self._evolved()
         except BaseException as error:
             stats = self._stats()
-            self.best.end(pool.best.result, stats)
+            self.best.end(stats)
             if isinstance(error, Exception):
                 report(error, hooks_of(self._parts, self._optimizer))
                 if pool.seed_confirmed:
                     hand_over(error, self._result(stats))
-            log_summary(logger, stats, pool.best.score, isinstance(error, Exception))
+            log_summary(logger, stats, isinstance(error, Exception))
             raise
         stats = self._stats()
         if self._loop.discarded_share > MUCH_DISCARDED:
@@ -226,7 +217,7 @@ class Compilation:
                 "Raise max_gap, lower Workflow.live_steps, or use staleness='reflective'.",
                 100 * self._loop.discarded_share,
             )
-        log_summary(logger, stats, pool.best.score)
+        log_summary(logger if stats.failed else gepa_logger, stats)
         return self._result(stats)
 
     async def _evolved(self) -> None:
@@ -280,27 +271,39 @@ class Compilation:
 
     def _stats(self) -> AsyncStats:
         of_run = self._run.statistics(metric_calls=self._pool.state.total_num_evals)
+        found = self.best.result
         return self._run.recorder.async_stats(
             of_run,
             proposals=self._loop.proposals,
             reflection_calls=self._loop.reflection_calls,
             integration_calls=self._loop.integration_calls,
             changes=self._loop.changes(),
+            seed_score=None if found is None else found.val_aggregate_scores[0],
+            best_score=self.best.score,
+            prompt_change="" if found is None else _difference(self._seed, found.candidates[found.best_idx]),
         )
 
     def _result(self, stats: AsyncStats) -> Module:
-        optimizer = self._optimizer
-        result = GEPAResult[Any, Any].from_state(self._pool.state, run_dir=optimizer.log_dir, seed=optimizer.seed)
-        self.best.end(result, stats)
+        self.best.end(stats, self.best.result_of(self._pool.state))
         program = self.best.program()
         assert program is not None, "a run that comes to its end has validated its seed"
         return program
 
 
-def admission_of(workflow: Workflow, policy: StalenessPolicy, slots: int, burst: int) -> LiveSteps:
-    """When a step may start: as many as the workflow says, else a bound that follows from slots, budget and policy."""
-    if workflow.live_steps is not None:
-        return LiveSteps(workflow.live_steps, strict=True)
-    if isinstance(policy, Reflective) and policy.changes:  # all steps are short: each does one step's work
-        return LiveSteps(max(2, math.ceil(3 * slots / 4)), None, GENERATIONS_OF_CHANGES, burst, slots)
-    return for_slots(slots, GENERATIONS, burst=burst)
+def texts_of(program: Module) -> dict[str, str]:
+    """What evolves of a program: component -> text, instructions of predictors and source of dspy.Flex submodules."""
+    predictors: list[tuple[str, Any]] = program.named_predictors()
+    sources: dict[str, str] = {path: flex.module_src for path, flex in enumerate_flex_submodules(program).items()}
+    return {name: one.signature.instructions for name, one in predictors} | sources
+
+
+def _difference(before: Mapping[str, str], after: Mapping[str, str]) -> str:
+    """A unified diff of the texts of two candidates, component by component."""
+    lines = [
+        line
+        for name in before
+        for line in difflib.unified_diff(
+            before[name].splitlines(), after[name].splitlines(), f"{name}, before", f"{name}, after", lineterm="", n=1
+        )
+    ]
+    return "\n".join(lines)

@@ -21,7 +21,15 @@ from numpy.typing import NDArray
 
 from dspy_flashevolve.engine.replay import hash_of
 from dspy_flashevolve.engine.staleness import Texts
-from dspy_flashevolve.gepa.changes import Change, apply, changes_between, changes_in, normal, removals_between
+from dspy_flashevolve.gepa.changes import (
+    Change,
+    apply,
+    changes_between,
+    changes_in,
+    is_too_long,
+    normal,
+    removals_between,
+)
 from dspy_flashevolve.observe.statistics import ChangeRecord
 
 Array = NDArray[np.float64]
@@ -176,23 +184,32 @@ class Credit:
         code: components that hold code, which is not taken apart.
         undecided: changes of unknown effect, from which on no child is asked for.
         scale: the range of scores.
+        most_characters: of a candidate's texts together; None for no limit.
     """
 
-    def __init__(self, seed: Texts, code: Collection[str], undecided: int, scale: float) -> None:
-        self._base, self._code, self._undecided, self.scale = dict(seed), frozenset(code), undecided, scale
-        self._era = 0
-        self._changes: list[Change] = []
-        self._steps: list[int] = []
-        self._born: list[int] = []
-        """Rollouts that there were when each change came."""
-        self._numbers: dict[tuple[str, str, str], int] = {}
-        self._compositions: dict[str, frozenset[int]] = {hash_of(seed): frozenset()}
-        self._evidence = Evidence()
-        self._effects = Effects(np.zeros(0), np.zeros(0), self._first_prior())
-        self._fitted = 0
-        self._validated = frozenset[int]()
+    def __init__(
+        self, seed: Texts, code: Collection[str], undecided: int, scale: float, most_characters: int | None = None
+    ) -> None:
+        self._most_characters = most_characters
+        self._code, self._undecided, self.scale = frozenset(code), undecided, scale
+        self._era = -1
         self.parent = 0
         """The pool's index of the last validated head."""
+        self._begin(seed, [], [])
+
+    def _begin(self, base: Texts, changes: list[Change], steps: list[int]) -> None:
+        """Put changes, each with the step that made it, on a base; nothing is known of them."""
+        noise = FIRST_NOISE * self.scale
+        self._era += 1
+        self._base, self._changes, self._steps = dict(base), changes, steps
+        self._born = [0] * len(changes)
+        """Rollouts that there were when each change came."""
+        self._numbers = {one.identity: number for number, one in enumerate(changes)}
+        self._compositions: dict[str, frozenset[int]] = {hash_of(base): frozenset()}
+        self._evidence, self._fitted = Evidence(), 0
+        self._effects = Effects(np.zeros(0), np.zeros(0), (PRIOR_MEAN * noise, PRIOR_SD * noise))
+        self._tried: dict[int, frozenset[int]] = {}
+        """Step that validates a head, or has -> the head's changes, the newest last."""
 
     def saw(self, candidate: str, split: str, example: Hashable, score: float) -> None:
         """Take the score of a rollout as evidence, where the candidate is made of known changes.
@@ -216,7 +233,7 @@ class Credit:
             if rng.random() < chance:
                 chosen.append(number)
         rng.shuffle(chosen)
-        return self._compose(self._without_rivals(chosen))
+        return self._compose(self._that_fit(chosen))
 
     def may_ask(self, asking: int) -> bool:
         """Whether there is room for more changes of unknown effect; ``asking`` children are on their way.
@@ -262,44 +279,40 @@ class Credit:
         self._refit()
         mean = self._means()
         helpful = sorted((-effect, number) for number, effect in enumerate(mean) if effect > 0)
-        chosen = self._without_rivals([number for _, number in helpful])
-        gain = sum(mean[one] for one in chosen - self._validated) - sum(mean[one] for one in self._validated - chosen)
+        chosen = self._that_fit([number for _, number in helpful])
+        last = next(reversed(self._tried.values()), frozenset[int]())
+        gain = sum(mean[one] for one in chosen - last) - sum(mean[one] for one in last - chosen)
         return Head(self._compose(chosen), chosen, gain)
 
-    def tries(self, head: Head) -> None:
+    def tries(self, step: int, head: Head) -> None:
         """A head is on its way to its validation: later ones are compared with it."""
-        self._validated = head.changes
+        self._tried[step] = head.changes
 
     def validated(self, head: Texts, index: int) -> None:
         """The best of the validated heads is in gepa's pool at ``index``; one of an earlier base stands for itself."""
         if self.is_made_of_changes(head):
             self.parent = index
 
-    def stays_on(self, candidate: Texts) -> None:
-        """A head that was tried was not validated after all: later ones are compared with the last that was."""
-        self._validated = self._compositions.get(hash_of(candidate), frozenset())
+    def gives_up(self, step: int) -> None:
+        """The head of a step was not validated after all: later ones are compared with the last of the others."""
+        self._tried.pop(step, None)
 
     def stand_on(self, candidate: Texts, index: int) -> None:
         """Put changes on another candidate from now on; those of components that it has written anew are gone."""
         texts = {name for name, text in candidate.items() if text != self._base[name]}
         kept = [number for number, one in enumerate(self._changes) if one.component not in texts]
-        self._changes, self._steps = [self._changes[one] for one in kept], [self._steps[one] for one in kept]
-        self._born = [0] * len(kept)
-        self._numbers = {one.identity: number for number, one in enumerate(self._changes)}
-        self._era += 1
-        self._base, self._validated, self.parent = dict(candidate), frozenset(), index
-        self._compositions = {hash_of(candidate): frozenset()}
-        self._evidence, self._fitted = Evidence(), 0
-        self._effects = Effects(np.zeros(0), np.zeros(0), self._first_prior())
+        self._begin(candidate, [self._changes[one] for one in kept], [self._steps[one] for one in kept])
+        self.parent = index
 
     def kept(self) -> dict[str, Any]:
-        """What :meth:`restore` needs beside the candidates and their rollouts; JSON."""
+        """What :meth:`restore` needs beside the candidates and their rollouts, and the estimates, for people; JSON."""
         return {
             "base": self._base,
             "parent": self.parent,
             "changes": [asdict(one) for one in self._changes],
             "steps": self._steps,
-            "tried": sorted(self._validated),
+            "tried": [[step, sorted(changes)] for step, changes in self._tried.items()],
+            "effects": [[one.effect, one.error] for one in self.records()],
         }
 
     def restore(
@@ -312,11 +325,9 @@ class Credit:
             candidates: hash -> texts of all that were run.
             rollouts: what :meth:`saw` was told then.
         """
-        self._base, self.parent, self._steps = dict(kept["base"]), kept["parent"], list(kept["steps"])
-        self._changes = [Change(**one) for one in kept["changes"]]
-        self._born = [0] * len(self._changes)
-        self._numbers = {one.identity: number for number, one in enumerate(self._changes)}
-        self._validated = frozenset(kept["tried"])
+        self._begin(kept["base"], [Change(**one) for one in kept["changes"]], list(kept["steps"]))
+        self.parent = kept["parent"]
+        self._tried = {step: frozenset(changes) for step, changes in kept["tried"]}
         for name, texts in candidates.items():
             found = changes_in(self._base, texts, self._changes) if texts.keys() == self._base.keys() else None
             if found is not None:
@@ -337,21 +348,26 @@ class Credit:
         return hash_of(candidate) in self._compositions
 
     def _compose(self, chosen: frozenset[int]) -> Texts:
-        candidate = apply(self._base, (self._changes[one] for one in sorted(chosen)))
+        candidate = self._applied(chosen)
         self._compositions.setdefault(hash_of(candidate), chosen)
         return candidate
 
-    def _without_rivals(self, chosen: Iterable[int]) -> frozenset[int]:
-        """Of changes that go in for the same part the first."""
-        kept: set[int] = set()
+    def _that_fit(self, chosen: Iterable[int]) -> frozenset[int]:
+        """Of changes that go in for the same part the first, and of all of them as many as the limit has room for."""
+        kept: list[int] = []
         gone: set[tuple[str, str]] = set()
         for number in chosen:
             change = self._changes[number]
             rival = change.component, normal(change.replaces)
             if not change.replaces or rival not in gone:
-                kept.add(number)
+                kept.append(number)
                 gone.add(rival)
+        while kept and is_too_long(self._applied(kept), self._most_characters):
+            kept.pop()
         return frozenset(kept)
+
+    def _applied(self, chosen: Iterable[int]) -> Texts:
+        return apply(self._base, (self._changes[one] for one in sorted(chosen)))
 
     def _means(self) -> list[float]:
         """Expected effects; of changes that are newer than the estimate, the prior's."""
@@ -369,7 +385,3 @@ class Credit:
         if self._changes and len(self._evidence) - self._fitted >= 12 + len(self._evidence) // 50:
             self._fitted = len(self._evidence)
             self._effects = self._evidence.effects(len(self._changes), self.scale)
-
-    def _first_prior(self) -> tuple[float, float]:
-        noise = FIRST_NOISE * self.scale
-        return PRIOR_MEAN * noise, PRIOR_SD * noise

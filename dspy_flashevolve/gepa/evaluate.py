@@ -1,36 +1,174 @@
-"""Evaluating candidates example by example, in the run's slots; parents on their minibatches; what is known already."""
+"""Evaluating candidates example by example, in the run's slots: parents on their minibatches, children on theirs,
+candidates on the validation set.
+
+A stage whose items need n rollouts may go on with the first ceil(alpha n) that finish; the others run on. What was
+decided on a part is confirmed, or taken back, when the rest is there (FlashEvolve, arXiv 2605.08520, section 3.3). What
+is known of a candidate already is not asked for again.
+"""
 
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
-from typing import Any
+import random
+from collections import OrderedDict, deque
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import anyio
 from gepa.core.adapter import EvaluationBatch
-from gepa.core.state import ValsetEvaluation
 from gepa.strategies.acceptance import ImprovementOrEqualAcceptance, StrictImprovementAcceptance
 from gepa.strategies.proposal_sampling import ProposalTask
 from gepa.strategies.proposal_selection import AllImprovements, BestImprovement, TopKImprovements
 
-from dspy_flashevolve.engine.budget import Reservation
-from dspy_flashevolve.engine.errors import RolloutUnresolvedError
-from dspy_flashevolve.engine.replay import hash_of, id_text
-from dspy_flashevolve.engine.rollouts import Granted, NoLongerWantedError, Rollout, RolloutKey, batch
-from dspy_flashevolve.engine.scheduler import Requester
-from dspy_flashevolve.engine.steps import Step
-from dspy_flashevolve.engine.workflow import Workflow, at_most, released_at
+from dspy_flashevolve.engine.endpoints import OUTAGE_SECONDS
+from dspy_flashevolve.engine.errors import ConfigurationError, RolloutUnresolvedError, RunAbortedError
+from dspy_flashevolve.engine.replay import BEFORE_STEPS, hash_of, id_text
+from dspy_flashevolve.engine.rollouts import Granted, NoLongerWantedError, Rollout, RolloutKey, batch, gather
+from dspy_flashevolve.engine.steps import EndKind, Reservation, Step, StepEnded, rng_of
+from dspy_flashevolve.gepa import callbacks
 from dspy_flashevolve.gepa.options import Parts
-from dspy_flashevolve.gepa.pool import Pool
-from dspy_flashevolve.gepa.records import Batch, Candidate, LateRollouts
+from dspy_flashevolve.gepa.pool import Batch, Candidate, Commit, Pool, Screened, Validated
 from dspy_flashevolve.programs.program import DspyProgram
 from dspy_flashevolve.programs.records import ProgramRecord
 from dspy_flashevolve.programs.run import DspyRun
 
-Watch = Callable[[int, float], bool]
-Evaluation = ValsetEvaluation[Any, Any]
+K = TypeVar("K", bound=Hashable)
+
+
+def released_at(share: float, requests: int) -> int:
+    """Requests that have to finish before a stage releases its output: at least one, at most all.
+
+    The product is rounded to a tenth before it is rounded up, so that 0.67 of three are two.
+
+    >>> [released_at(0.67, 3), released_at(0.25, 60), released_at(0.25, 3), released_at(1.0, 7)]
+    [2, 15, 1, 7]
+    """
+    return min(requests, max(1, math.ceil(round(share * requests, 1))))
+
+
+@dataclass(frozen=True, slots=True)
+class Workflow:
+    """How steps overlap, and what ends them: how early stages release their output, how many steps there are, whose
+    slots they get, how long nobody answers before the run ends, and how long a candidate may be.
+
+    Args:
+        rollout: share of a parent's minibatch after which reflection starts, on what is there; above 0, up to 1. The
+            others run on: they are paid, remembered, and compared with the child's.
+        validate: share of the validation set, the prefix, after which a candidate whose score there is above the pool's
+            best on the same examples may be selected; the rest runs on. The default waits for the whole: it made the
+            best programs (docs/scheduling.md).
+        rounds: an example of the validation set that this many candidates in a row have passed leaves the prefix.
+        live_steps: steps at once, counted strictly. Default: as many as keep the slots busy, fewer where the budget of
+            metric calls is small, so that steps can build on each other (:class:`~.admission.LiveSteps`).
+        median_seconds: every so many seconds, slots move to the stages that produce less than the others
+            (:func:`~.scheduler.median_shares`). None for never: the order of the queues decides, which made the better
+            programs.
+        max_outage_seconds: a run whose provider answers nothing for so long, and turns away all that it is sent, is
+            given up with the best program so far; no Retry-After is waited for longer. None to wait as long as it
+            takes; docs/faults.md.
+        max_candidate_characters: the most characters of all texts of a candidate together. A longer one ends its step
+            before it costs a rollout. None for no limit.
+
+    Raises:
+        ConfigurationError: a share outside (0, 1], a count that is no whole number above 0, or seconds that are no
+            number above 0.
+    """
+
+    rollout: float = 0.67
+    validate: float = 1.0
+    rounds: int = 3
+    live_steps: int | None = None
+    median_seconds: float | None = None
+    max_outage_seconds: float | None = OUTAGE_SECONDS
+    max_candidate_characters: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("rollout", "validate"):
+            share = getattr(self, name)
+            if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+                raise ConfigurationError(f"Workflow: {name} is {share!r}, expected a share above 0 and up to 1.")
+        for name in ("rounds", "live_steps", "max_candidate_characters"):
+            count = getattr(self, name)
+            if count is None and name != "rounds":
+                continue
+            if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+                raise ConfigurationError(f"Workflow: {name} is {count!r}, expected a whole number of at least 1.")
+        for name in ("median_seconds", "max_outage_seconds"):
+            seconds = getattr(self, name)
+            if seconds is not None and (
+                isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < math.inf
+            ):
+                raise ConfigurationError(f"Workflow: {name} is {seconds!r}, expected a number above 0, or None.")
+
+
+BARRIERS = Workflow(rollout=1.0, validate=1.0)
+"""Every stage waits for all of its requests."""
+
+
+class ValidationOrder:
+    """The order in which the examples of a validation are run: those that tell candidates apart come first.
+
+    An example's worth is the variance of its scores over the candidates that were run on it, most first; equals, and
+    those that fewer than two candidates were run on, come in an order drawn from the seed. An example that the last
+    ``rounds`` candidates passed goes to the end, so that it leaves the prefix; one failure brings it back.
+
+    Every example is still run before a candidate is confirmed: the order changes nothing but what is known sooner.
+
+    Args:
+        passing: score from which an example counts as passed.
+        rounds: see above.
+        seed: of the draw.
+
+    >>> order = ValidationOrder(passing=1.0, rounds=1, seed=0)
+    >>> order.record({"told apart": 0.0, "easy": 1.0, "hard": 0.0})
+    >>> order.record({"told apart": 1.0, "easy": 1.0, "hard": 0.0})
+    >>> order.sort(["easy", "hard", "told apart"])
+    ['hard', 'told apart', 'easy']
+    >>> order.record({"told apart": 0.0})
+    >>> order.sort(["easy", "hard", "told apart"])
+    ['told apart', 'hard', 'easy']
+    """
+
+    def __init__(self, passing: float, rounds: int, seed: int | None) -> None:
+        self._passing = passing
+        self._rounds = rounds
+        self._seed = seed
+        self._sums: dict[Hashable, tuple[int, float, float]] = {}
+        self._last: dict[Hashable, deque[bool]] = {}
+
+    def record(self, scores: Mapping[K, float]) -> None:
+        """One candidate's scores, on any examples."""
+        for example, score in scores.items():
+            count, total, squares = self._sums.get(example, (0, 0.0, 0.0))
+            self._sums[example] = (count + 1, total + score, squares + score * score)
+            self._last.setdefault(example, deque(maxlen=self._rounds)).append(score >= self._passing)
+
+    def sort(self, examples: Sequence[K]) -> list[K]:
+        """The examples, those to be run first in front."""
+        return sorted(examples, key=self._key)
+
+    def _key(self, example: Hashable) -> tuple[bool, float, float]:
+        last = self._last.get(example, ())
+        rotated = len(last) == self._rounds and all(last)
+        count, total, squares = self._sums.get(example, (0, 0.0, 0.0))
+        variance = 0.0 if count < 2 else max(0.0, squares / count - (total / count) ** 2)
+        return (rotated, -round(variance, 9), random.Random(f"{self._seed}/prefix/{example}").random())
+
+
+def at_most(scores: Sequence[float | None], highest: float) -> float:
+    """The largest sum that the scores can still come to when none is above ``highest``; None stands for one to come.
+
+    It is exact in floating point as well: added in the same order, larger terms never give a smaller sum. (From Python
+    3.12 on ``sum`` compensates; terms under 1e-30 beside large ones may cost it the last bit there.)
+
+    >>> at_most([0.5, None], 1.0)
+    1.5
+    """
+    return sum(highest if score is None else score for score in scores)
+
+
+Watch = Callable[[int, Rollout], bool]
 REMEMBERED = 32
 """Candidates whose scores on training examples are kept, so that a base is not run again on what it was run on."""
 
@@ -52,9 +190,9 @@ class Gate:
         self._highest = highest
         self.closed = False
 
-    def __call__(self, index: int, score: float) -> bool:
+    def __call__(self, index: int, rollout: Rollout) -> bool:
         """Take the score of example number ``index``; False from when the sum cannot pass any more."""
-        self._scores[index] = score
+        self._scores[index] = rollout.score
         self.closed = self.closed or not self._passes(at_most(self._scores, self._highest()))
         return not self.closed
 
@@ -68,7 +206,7 @@ def rejects_by_sum(parts: Parts) -> bool:
     """Whether a child whose summed score cannot pass is refused, whatever else is known of it: by gepa's selection
     strategies and criteria it is."""
     return type(parts.selection_strategy) in (AllImprovements, BestImprovement, TopKImprovements) and type(
-        parts.acceptance
+        parts.acceptance_criterion
     ) in (StrictImprovementAcceptance, ImprovementOrEqualAcceptance)
 
 
@@ -88,14 +226,13 @@ def passes_screen(criterion: Any, before: Callable[[], float | None]) -> Callabl
 
 
 class Evaluations:
-    """Runs candidates on minibatches and on the validation set.
+    """Runs candidates on minibatches and on the validation set, and commits what was validated.
 
     Args:
         run: slots, budget, journal.
         program: runs a candidate on one example.
-        pool: gepa's state; only its data and options are read.
-        workflow: when a parent's minibatch is released.
-        same_data: the training set is the validation set, so that equal ids mean equal examples.
+        pool: gepa's state.
+        workflow: when a parent's minibatch is released, and how long prefixes of validations are.
         hears: told of every rollout that was answered: the hash of its candidate, the split, the example, the score.
     """
 
@@ -105,14 +242,15 @@ class Evaluations:
         program: DspyProgram,
         pool: Pool,
         workflow: Workflow,
-        same_data: bool,
         hears: Callable[[str, str, str, float], None] | None = None,
     ) -> None:
         self._run, self._program, self._pool, self._workflow = run, program, pool, workflow
-        perfect = pool.options.perfect_score
-        self.highest = math.inf if perfect is None else perfect
+        self.highest = math.inf if pool.perfect_score is None else pool.perfect_score
         """The highest score that an example can have; infinity once one above it was seen."""
-        self.train_split = "val" if same_data else "train"
+        self.order = ValidationOrder(self.highest, workflow.rounds, pool.seed)
+        self.set_aside = Reservation(run.budget, 0)
+        """Pays for the rest of the last head's validation where the budget has no room left."""
+        self.train_split = "val" if pool.trainset is pool.loader else "train"  # else equal ids are different examples
         self._known: OrderedDict[str, dict[Any, float]] = OrderedDict()
         self._hears = hears or (lambda candidate, split, example, score: None)
 
@@ -124,6 +262,16 @@ class Evaluations:
     def known(self, candidate: Candidate) -> dict[Any, float]:
         """Training example -> score of a candidate, as far as it was run lately."""
         return dict(self._known.get(hash_of(candidate), {}))
+
+    def gate(self, requests: int, before: Callable[[], float | None]) -> Gate | None:
+        """What gives a screen up once its sum cannot pass; None where more than the sum decides.
+
+        Args:
+            requests, before: see :class:`Gate` and :func:`passes_screen`.
+        """
+        if self._run.lockstep or not rejects_by_sum(self._pool.parts):
+            return None
+        return Gate(requests, passes_screen(self._pool.parts.acceptance_criterion, before), lambda: self.highest)
 
     def unpaid(
         self,
@@ -164,7 +312,7 @@ class Evaluations:
 
         Args:
             pays: default: what is set aside for the step.
-            watch: told the position and the score of each example that has finished; False gives up the others.
+            watch: told the position and the rollout of each example that has finished; False gives up the others.
             reflected: the traces are about to be reflected on.
 
         Raises:
@@ -181,57 +329,28 @@ class Evaluations:
     async def validation(
         self,
         stage: str,
-        step: Requester,
-        pays: Reservation,
+        step: Step,
         candidate: Candidate,
         ids: Sequence[Any],
         *,
         traced: bool = True,
-        watch: Watch | None = None,
-    ) -> Evaluation:
-        """Evaluate on validation examples. The traces are dropped: a validation may be long, and nobody reads them.
+    ) -> dict[Any, Rollout]:
+        """Evaluate on validation examples.
 
         Args:
             traced: as dspy.GEPA does: False for the seed and for crossovers, where a failed example's output is an
                 empty prediction instead of None.
-            watch: see :meth:`minibatch`.
 
         Raises:
-            NoLongerWantedError: ``watch`` said no.
             RolloutUnresolvedError: the provider gave no answer for an example.
         """
         examples = self._pool.loader.fetch(list(ids))
-        rollouts = await self._evaluated(stage, step, candidate, "val", ids, examples, pays, traced, watch=watch)
-        done = as_batch(rollouts)
-        objectives = done.objective_scores
-        return Evaluation(
-            outputs_by_val_id=dict(zip(ids, done.outputs, strict=True)),
-            scores_by_val_id=dict(zip(ids, done.scores, strict=True)),
-            objective_scores_by_val_id=None if objectives is None else dict(zip(ids, objectives, strict=True)),
-        )
+        rollouts = await self._evaluated(stage, step, candidate, "val", ids, examples, step.reservation, traced)
+        return dict(zip(ids, rollouts, strict=True))
 
-    def first_rollouts(self, count: int) -> None:
-        """See :meth:`ProgramRunner.first_rollouts`."""
-        self._program.first_rollouts(count)
-
-    async def announced(
-        self, candidate: Candidate, ids: Sequence[Any], validate: Callable[[], Awaitable[Evaluation]]
-    ) -> Evaluation:
-        """A full validation, of which dspy's callbacks hear as of one of ``dspy.Evaluate``.
-
-        Args:
-            ids: of its validation examples.
-            validate: makes it.
-        """
-
-        def results(found: Evaluation) -> list[tuple[Any, float]]:
-            return [(found.outputs_by_val_id[i], found.scores_by_val_id[i]) for i in ids]
-
-        if not ids:
-            return await validate()
-        return await self._program.announced(candidate, self._pool.loader.fetch(list(ids)), validate, results)
-
-    async def parent(self, step: Step, task: ProposalTask[Any, Any], whole: bool) -> tuple[Batch, LateRollouts | None]:
+    async def parent(
+        self, step: Step, task: ProposalTask[Any, Any], whole: bool
+    ) -> tuple[Batch, Callable[[], Awaitable[Batch]] | None]:
         """A task's parent on its minibatch, until enough of it has finished to reflect on; the rest runs on beside.
 
         The rest has a budget of its own, so that the step may end before it does.
@@ -240,53 +359,58 @@ class Evaluations:
             whole: all of it is set aside; else nothing is released early.
 
         Returns:
-            The evaluation of the part that is there, in the order of the minibatch, and the rest; None where all is.
+            The evaluation of the part that is there, in the order of the minibatch, and what waits for that of all;
+            None where nothing is missing.
 
         Raises:
             RolloutUnresolvedError: the provider gave no answer, and what is there is not enough.
         """
-        size, candidate = len(task.minibatch_ids), task.parent_candidate
-        needed = released_at(self._workflow.rollout, size)
-        if self._run.lockstep or not whole or needed == size:
-            done = self.minibatch("rollout", step, candidate, task.minibatch_ids, task.minibatch, reflected=True)
-            return await done, None
-        pays = step.reservation.split(size)
-        found: dict[int, Rollout] = {}
-        enough, late = anyio.Event(), LateRollouts()
+        size, needed = len(task.minibatch_ids), released_at(self._workflow.rollout, len(task.minibatch_ids))
 
-        def finished(index: int, rollout: Rollout) -> None:
+        async def evaluated(pays: Reservation, watch: Watch | None = None) -> Batch:
+            return await self.minibatch(
+                "rollout", step, task.parent_candidate, task.minibatch_ids, task.minibatch, pays=pays, watch=watch,
+                reflected=True,
+            )  # fmt: skip
+
+        if self._run.lockstep or not whole or needed == size:
+            return await evaluated(step.reservation), None
+        pays = step.reservation.split(size)
+        enough, ended, found, done = anyio.Event(), anyio.Event(), dict[int, Rollout](), list[Batch]()
+        failure = RolloutUnresolvedError("the run ended before the rest of the minibatch did")
+
+        def finished(index: int, rollout: Rollout) -> bool:
             found[index] = rollout
             if len(found) >= needed and self._worth_reflecting(found.values()):
                 enough.set()
+            return True
 
         async def rest() -> None:
-            done, failure = None, None
+            nonlocal failure
             try:
-                rollouts = await self._evaluated(
-                    "rollout", step, candidate, self.train_split, task.minibatch_ids, task.minibatch, pays, True,
-                    needs_trace=not self._is_proposed(step), finished=finished,
-                )  # fmt: skip
-                self._remember(candidate, task.minibatch_ids, [one.score for one in rollouts])
-                done = as_batch(rollouts)
+                done.append(await evaluated(pays, finished))
             except RolloutUnresolvedError as error:
                 failure = error
             finally:
                 pays.refund()
-                late.end(done, failure)
+                ended.set()
                 enough.set()
+
+        async def late() -> Batch:
+            await ended.wait()
+            if not done:
+                raise failure
+            return done[0]
 
         await self._run.beside(rest)
         await enough.wait()
         if len(found) < needed or not self._worth_reflecting(found.values()):
-            await late.complete()  # raises where the others had no answer
+            await late()  # raises where the others had no answer
         return as_batch([found[index] for index in sorted(found)]), late
 
-    def _worth_reflecting(self, rollouts: Any) -> bool:
+    def _worth_reflecting(self, rollouts: Iterable[Rollout]) -> bool:
         """Whether there is a trace, and a score that could be better where perfect ones are skipped."""
-        options, there = self._pool.options, list(rollouts)
-        perfect = options.perfect_score if options.skip_perfect_score else None
-        traced = any(rollout.trajectory is not None for rollout in there)
-        return traced and (perfect is None or any(rollout.score < perfect for rollout in there))
+        return callbacks.nothing_in(self._pool, as_batch(list(rollouts))) is None
 
     def _is_proposed(self, step: Step) -> bool:
         """Whether an interrupted run had the step's proposals already, so that nobody reflects on its traces."""
@@ -302,7 +426,7 @@ class Evaluations:
     async def _evaluated(
         self,
         stage: str,
-        step: Requester,
+        step: Step,
         candidate: Candidate,
         split: str,
         ids: Sequence[Any],
@@ -312,7 +436,6 @@ class Evaluations:
         *,
         needs_trace: bool = False,
         watch: Watch | None = None,
-        finished: Callable[[int, Rollout], None] = lambda index, rollout: None,
     ) -> list[Rollout]:
         run, program = self._run, self._program
         name = hash_of(candidate) if run.journal is None else run.journal.candidate(candidate)
@@ -342,9 +465,8 @@ class Evaluations:
             self.saw(rollout.score)
             if not run.rollouts.is_unanswered(key):
                 self._hears(name, split, id_text(ids[index]), rollout.score)
-            finished(index, rollout)
             left -= 1
-            if watch is not None and not watch(index, rollout.score) and left:
+            if watch is not None and not watch(index, rollout) and left:
                 decided = True
                 if program.interruptible:
                     scope.cancel()
@@ -353,6 +475,161 @@ class Evaluations:
         with scope:
             return await batch(len(ids), one)
         raise NoLongerWantedError("its outcome is known")
+
+    # The seed: nothing can be compared before it.
+
+    def seed_examples(self) -> list[Any]:
+        """The validation examples of the seed: all, unless the evaluation policy wants fewer."""
+        narrow = getattr(self._pool.val_evaluation_policy, "get_seed_eval_batch", None)
+        return list(self._pool.loader.all_ids() if narrow is None else narrow(self._pool.loader))
+
+    async def seed(self, pays: Reservation | None) -> None:
+        """Validate the seed before every other candidate, and confirm it.
+
+        Args:
+            pays: was set aside before any step; None where it did not fit.
+
+        Raises:
+            RunAbortedError: there is no room in the budget, or the provider gave no answer.
+        """
+        pool, ids = self._pool, self.seed_examples()
+        if pays is None:
+            raise RunAbortedError(
+                f"The budget of {self._run.budget.limit} metric calls cannot hold the seed's validation of {len(ids)} "
+                "examples."
+            )
+        seed, step = pool.seed_candidate, Step(BEFORE_STEPS, rng_of(BEFORE_STEPS, pool.seed), pays)
+        step.saw(0, math.inf)  # everything waits for it
+        self._program.first_rollouts(len(ids))
+        try:
+            found = await self._announced(seed, ids, lambda: self.validation("validate", step, seed, ids, traced=False))
+        except RolloutUnresolvedError as error:
+            raise RunAbortedError(f"The seed program could not be validated: {error}") from error
+        finally:
+            pays.refund()
+        await pool.write(pool.confirm_seed, callbacks.evaluation_of(found))
+        self.order.record({i: one.score for i, one in found.items()})
+
+    # Other candidates.
+
+    async def validate(self, step: Step, screened: Sequence[Screened]) -> list[Validated]:
+        """Run each child on the validation examples that gepa's evaluation policy names."""
+        children = list(screened)
+        plans = await self._pool.write(
+            lambda: [callbacks.lookup(self._pool, child.proposal.candidate) for child in children]
+        )
+
+        def unpaid() -> int:
+            return sum(self.unpaid(step, plan.candidate, plan.missing) for plan in plans)
+
+        while not self._affords(step, missing := unpaid()):
+            await self._pool.write(self._pool.reject, step, children.pop().proposal, reason="no budget is left for it")
+            plans.pop()
+            if not plans:
+                raise StepEnded(EndKind.DISCARDED, f"no budget is left for {missing} validation examples")
+        keys: list[int] = []
+        try:
+            return await gather([
+                lambda one=one: self._validated(step, *one, keys) for one in zip(children, plans, strict=True)
+            ])  # fmt: skip
+        except RolloutUnresolvedError:
+            await self.withdraw(keys)
+            raise
+
+    async def _validated(
+        self, step: Step, child: Screened, plan: callbacks.ValidationPlan, keys: list[int]
+    ) -> Validated:
+        """One child's validation; ``keys`` gets the handle under which it can be selected meanwhile."""
+        ids = plan.missing if self._run.lockstep else self.order.sort(plan.missing)
+        size = released_at(self._workflow.validate, len(ids)) if ids else 0
+        key: int | None = None
+
+        async def part(stage: str, wanted: list[Any]) -> dict[Any, Rollout]:
+            return await self.validation(stage, step, plan.candidate, wanted)
+
+        async def prefix() -> dict[Any, Rollout]:
+            nonlocal key
+            found = await part("prefix", ids[:size])
+            key = await self._pool.write(self._release, child, replace(plan, missing=ids[:size]), found)
+            if key is not None:
+                keys.append(key)
+            return found
+
+        async def whole() -> dict[Any, Rollout]:
+            if self._run.lockstep or size == len(ids) or not self._pool.seed_confirmed:
+                return await part("validate", ids)
+            first, rest = await gather([prefix, lambda: part("validate", ids[size:])])
+            return first | rest
+
+        found = await self._announced(plan.candidate, plan.missing, whole)
+        evaluation = await self._pool.write(callbacks.complete_validation, self._pool, plan, found)
+        self.order.record({i: one.score for i, one in found.items()})
+        return Validated(child.proposal, evaluation, len(plan.missing), child.base, key)
+
+    async def _announced(
+        self, candidate: Candidate, ids: Sequence[Any], validate: Callable[[], Awaitable[dict[Any, Rollout]]]
+    ) -> dict[Any, Rollout]:
+        """A full validation, of which dspy's callbacks hear as of one of ``dspy.Evaluate``."""
+
+        def results(found: Mapping[Any, Rollout]) -> list[tuple[Any, float]]:
+            return [(found[i].output, found[i].score) for i in ids]
+
+        if not ids:
+            return await validate()
+        return await self._program.announced(candidate, self._pool.loader.fetch(list(ids)), validate, results)
+
+    def _release(self, child: Screened, plan: callbacks.ValidationPlan, found: Mapping[Any, Rollout]) -> int | None:
+        """Let selection pick a child whose prefix is above the pool's best; its handle, or None where it is not."""
+        pool, waiting = self._pool, self._pool.speculative
+        known = callbacks.complete_validation(pool, plan, found)
+        mine = known.scores_by_val_id
+        best = pool.state.prog_candidate_val_subscores[pool.val_evaluation_policy.get_best_program(pool.state)]
+        common = [i for i in mine if i in best]
+        if not common or sum(mine[i] for i in common) / len(common) <= sum(best[i] for i in common) / len(common):
+            return None
+        if pool.state.frontier_type != "instance" and not known.objective_scores_by_val_id:
+            return None  # gepa could not place it in the frontier yet
+        parents = () if child.base is None or child.base not in waiting else (child.base,)
+        return waiting.add(child.proposal.candidate, parents, tuple(child.proposal.parent_program_ids), known).key
+
+    def commit(self, step: Step, work: Sequence[Validated]) -> list[Commit]:
+        """Put children into gepa's pool; one that fell behind its prefix leaves what was made from it stale.
+
+        Runs in the pool's writer.
+        """
+        waiting, best = self._pool.speculative, self._pool.best_score()
+
+        def on_firm_ground(one: Validated) -> Validated:
+            if one.base is None:
+                return one
+            stands_for = waiting.resolve((one.base,))  # itself if it was confirmed, else what stands for it
+            parents = list(stands_for) or one.proposal.parent_program_ids
+            return replace(one, proposal=replace(one.proposal, parent_program_ids=parents))
+
+        commits = callbacks.commit(self._pool, step, [on_firm_ground(one) for one in work])
+        for one, done in zip(work, commits, strict=True):
+            if one.key is not None:
+                waiting.confirm(one.key, done.candidate)
+                if best is not None and done.score < best:
+                    waiting.fallen.add(one.key)
+        return commits
+
+    async def withdraw(self, keys: Iterable[int | None]) -> None:
+        """Take speculative candidates back, as if they had never been there; what was made from them is stale."""
+
+        def take_back() -> None:
+            for key in keys:
+                if key is not None and key in self._pool.speculative:  # else it went with one under it
+                    self._pool.speculative.remove(key)
+
+        await self._pool.write(take_back)
+
+    def _affords(self, step: Step, calls: int) -> bool:
+        """Whether the validations can be paid: by the budget, or by what is set aside for a head when there is none."""
+        if step.reservation.cover(calls):
+            return True
+        alone = len(self._run.live) <= 1 and self._pool.seed_confirmed and not len(self._pool.speculative)
+        return alone and self.set_aside.lend(step.reservation, calls - step.reservation.open)
 
 
 def as_batch(rollouts: Sequence[Rollout]) -> Batch:

@@ -19,12 +19,12 @@ from typing import Any
 
 import anyio
 from dspy.primitives import Module
-from gepa.proposer.base import CandidateProposal
+from gepa.proposer.base import CandidateProposal, SubsampleEvaluation
 
 from dspy_flashevolve.engine.batcher import Batcher
 from dspy_flashevolve.engine.errors import RolloutUnresolvedError
 from dspy_flashevolve.engine.events import Integrated
-from dspy_flashevolve.engine.rollouts import NoLongerWantedError, gather
+from dspy_flashevolve.engine.rollouts import NoLongerWantedError, Rollout, gather
 from dspy_flashevolve.engine.staleness import (
     VERDICTS,
     Integration,
@@ -33,13 +33,12 @@ from dspy_flashevolve.engine.staleness import (
     Reflective,
     StaleChild,
     Texts,
-    gap,
 )
 from dspy_flashevolve.engine.steps import EndKind, Step, StepEnded
 from dspy_flashevolve.gepa import callbacks
-from dspy_flashevolve.gepa.evaluate import Evaluations, Gate, passes_screen, rejects_by_sum
-from dspy_flashevolve.gepa.pool import Pool
-from dspy_flashevolve.gepa.records import Candidate, Child, Screened
+from dspy_flashevolve.gepa.changes import is_too_long
+from dspy_flashevolve.gepa.evaluate import Evaluations
+from dspy_flashevolve.gepa.pool import Candidate, Child, Pool, Screened
 from dspy_flashevolve.programs.program import checked_texts
 from dspy_flashevolve.programs.records import Asked
 from dspy_flashevolve.programs.run import DspyRun
@@ -52,12 +51,8 @@ SPARE_CHARACTERS = 1000
 """Characters by which a new text may be longer than the base and the children's texts together."""
 
 
-@dataclass(frozen=True, slots=True)
-class Waiting:
-    """Children of one step that passed their screen and wait to be integrated, and their proposals."""
-
-    children: tuple[Child, ...]
-    proposals: tuple[CandidateProposal[Any], ...]
+Waiting = Sequence[tuple[Child, CandidateProposal[Any]]]
+"""Children of one step that passed their screen and wait to be integrated, and their proposals."""
 
 
 @dataclass(eq=False)
@@ -90,6 +85,7 @@ class Integrations:
         module: a dspy module with the signature of ``StaleCandidateReflection``.
         lm: what it asks, unless its predictors have LMs of their own.
         code_components: components that hold Python source.
+        most_characters: of a candidate's texts together; None for no limit.
     """
 
     def __init__(
@@ -101,8 +97,10 @@ class Integrations:
         module: Module,
         lm: Any,
         code_components: Sequence[str],
+        most_characters: int | None = None,
     ) -> None:
         self._run, self._pool, self._evaluations = run, pool, evaluations
+        self._most_characters = most_characters
         self._module, self._lm, self._code = module, lm, list(code_components)
         self._batcher = Batcher[Waiting, _Landing | None](run, policy.batch, policy.integrators, self._integrate)
         self._misses = 0
@@ -152,20 +150,19 @@ class Integrations:
         """Integrate a batch: one call for each set of components that its children changed."""
         groups: dict[tuple[str, ...], list[tuple[Step, Waiting]]] = {}
         for step, waiting in batch:
-            groups.setdefault(changed_components(waiting.children), []).append((step, waiting))
+            groups.setdefault(changed_components([child for child, _ in waiting]), []).append((step, waiting))
         landings = await gather([lambda group=group: self._group(group) for group in groups.values()])
         found = {step.number: one for one in landings if one is not None for step, _ in one.members}
         return [found.get(step.number) for step, _ in batch]
 
     async def _group(self, group: list[tuple[Step, Waiting]]) -> _Landing | None:
         base, index, version = await self._pool.write(self._base)
-        numbered = [(step, child) for step, waiting in group for child in waiting.children]
-        waiting_of = {step.number: waiting for step, waiting in group}
+        numbered = [(step, *one) for step, waiting in group for one in waiting]
         request = IntegrationRequest(
             head=base,
             children=[
-                stale_child(number, child, waiting_of[step.number].proposals, gap(version, step.version))
-                for number, (step, child) in enumerate(numbered, start=1)
+                stale_child(number, child, proposal, version - step.version)
+                for number, (step, child, proposal) in enumerate(numbered, start=1)
             ],
             commits=await self._pool.write(self._pool.commits_since, min(step.version for step, _ in group)),
         )
@@ -174,9 +171,7 @@ class Integrations:
             made = await self._asked(lead, request)
         except RolloutUnresolvedError as error:
             made = Integration({}, (), failed=str(error))
-        self.calls += made.calls
-        owner = {number: step.number for number, (step, _) in enumerate(numbered, start=1)}
-        verdicts = tuple((owner[one.child], one.verdict, one.reason) for one in made.judgements)
+        verdicts = tuple((numbered[one.child - 1][0].number, one.verdict, one.reason) for one in made.judgements)
         self._run.bus.emit(
             Integrated(
                 self._run.clock(), lead.number, index, tuple(step.number for step, _ in group), verdicts, made.failed
@@ -184,7 +179,8 @@ class Integrations:
         )
         texts = {name: text for name, text in made.texts.items() if text.strip() != base[name].strip()}
         candidate = {**base, **texts}
-        if not texts or too_long(texts, request) or await self._pool.write(self._is_known, candidate):
+        longer = too_long(texts, request) or is_too_long(candidate, self._most_characters)
+        if not texts or longer or await self._pool.write(self._is_known, candidate):
             self._landed(False)
             return None
         # A child that contradicts what was kept is in no text; where that is said of all of them, the text decides.
@@ -215,44 +211,36 @@ class Integrations:
             "integrate", lead, self._module, inputs, lm=self._lm, read=lambda one: read_answer(one, request),
             record=record,
         )  # fmt: skip
-        made = asked.answer or Integration({}, (), failed=asked.spent.error or "no answer")
-        return Integration(made.texts, made.judgements, max(1, asked.calls), failed=made.failed)
+        self.calls += asked.calls
+        return asked.answer or Integration({}, (), failed=asked.spent.error or "no answer")
 
     # Screening what was integrated.
 
     async def _screen(self, step: Step, landing: _Landing) -> Screened | None:
         """Run an integrated candidate on the union of its children's minibatches, beside its base."""
         step.saw(landing.version)  # it has read what was committed until then
-        members = tuple(one.number for one, _ in landing.members)
-        integrated = callbacks.Integrated(landing.candidate, landing.base_index, members)
         try:
-            proposal = await self._compared(step, landing, integrated)
-            if proposal is not None:
-                if await self._pool.write(callbacks.integrated_passes, self._pool, step, proposal):
-                    landing.has_landed = True
-                else:
-                    await self._pool.write(self._pool.reject, step, proposal)
+            proposal = await self._compared(step, landing)
+            landing.has_landed = proposal is not None
             self._landed(landing.has_landed)
         except RolloutUnresolvedError:
             return None
         finally:
             landing.done.set()
-        if proposal is None or not landing.has_landed:
+        if proposal is None:
             return None
         for other, _ in landing.members[1:]:
             other.reservation.refund()
         step.saw(step.version, await self._pool.write(callbacks.expected_score, self._pool, [proposal]))
-        return Screened((proposal,), (None,))
+        return Screened(proposal)
 
-    async def _compared(
-        self, step: Step, landing: _Landing, integrated: callbacks.Integrated
-    ) -> CandidateProposal[Any] | None:
-        """The candidate and its base on the same examples, as a proposal; None where it could not pass any more."""
+    async def _compared(self, step: Step, landing: _Landing) -> CandidateProposal[Any] | None:
+        """Run the candidate and its base on the same examples; the proposal, where it passes."""
         base = landing.base
         examples = {
             i: example
             for _, waiting in landing.members
-            for child in waiting.children
+            for child, _ in waiting
             for i, example in zip(child.parent.task.minibatch_ids, child.parent.task.minibatch, strict=True)
         }
         before = {i: score for i, score in self._evaluations.known(base).items() if i in examples}
@@ -264,22 +252,20 @@ class Integrations:
                 examples = {}
         ids, after = list(examples), dict[Any, float]()
         before = {i: before[i] for i in ids if i in before}
-        await self._pool.write(callbacks.integrated_starts, self._pool, step, integrated, list(examples.values()))
-        whole = len(ids)
-        passes = passes_screen(
-            self._pool.parts.acceptance,
-            lambda: sum(before[i] for i in ids) if len(before) == whole else None,
+        await self._pool.write(
+            callbacks.evaluation_start, self._pool, step, list(examples.values()), [landing.base_index]
         )
-        gate = Gate(whole, passes, lambda: self._evaluations.highest)
-        exact = rejects_by_sum(self._pool.parts)
+        gate = self._evaluations.gate(
+            len(ids), lambda: sum(before[i] for i in ids) if len(before) == len(ids) else None
+        )
 
-        def base_scored(index: int, score: float) -> bool:
-            before[missing[index]] = score
+        def base_scored(index: int, rollout: Rollout) -> bool:
+            before[missing[index]] = rollout.score
             return True
 
-        def scored(index: int, score: float) -> bool:
-            after[ids[index]] = score
-            return not exact or gate(index, score)
+        def scored(index: int, rollout: Rollout) -> bool:
+            after[ids[index]] = rollout.score
+            return gate is None or gate(index, rollout)
 
         async def evaluate(candidate: Candidate, wanted: list[Any], watch: Any) -> None:
             if wanted:
@@ -290,22 +276,56 @@ class Integrations:
             await gather([
                 lambda: evaluate(base, missing, base_scored), lambda: evaluate(landing.candidate, ids, scored)
             ])  # fmt: skip
-        await self._pool.write(self._pool.count_calls)
-        if gate.closed:
-            await self._pool.write(callbacks.integrated_given_up, self._pool, step, integrated, gate.seen)
+        if gate is not None and gate.closed:
+            await self._pool.write(self._given_up, step, landing, gate.seen)
             return None
-        parents = await self._pool.write(self._parents, landing)
         return await self._pool.write(
-            callbacks.integrated_ended, self._pool, step, integrated, ids, [before[i] for i in ids],
-            [after[i] for i in ids], parents,
-        )  # fmt: skip
+            self._judged, step, landing, ids, [before[i] for i in ids], [after[i] for i in ids]
+        )
+
+    def _given_up(self, step: Step, landing: _Landing, scores: list[float]) -> None:
+        """It could not pass its screen any more; the scores that there are are stored nowhere. In the pool's writer."""
+        pool, base = self._pool, [landing.base_index]
+        pool.count_calls()
+        callbacks.evaluation_end(pool, step, callbacks.scored(scores), base)
+        proposal = CandidateProposal[Any](landing.candidate, base, subsample_scores_after=scores, tag="integration")
+        pool.reject(step, proposal, reason=f"it cannot pass its screen any more, after {len(scores)} examples")
+
+    def _judged(
+        self, step: Step, landing: _Landing, ids: list[Any], before: list[float], after: list[float]
+    ) -> CandidateProposal[Any] | None:
+        """Ask gepa's criterion; what was run on no example has shown nothing. Runs in the pool's writer."""
+        pool, parents = self._pool, self._parents(landing)
+        members = [one.number for one, _ in landing.members]
+        pool.count_calls()
+        callbacks.evaluation_end(pool, step, callbacks.scored(after), parents)
+        pool.log_entry(step).update(
+            integrated_steps=members, subsample_scores=before, new_subsample_scores=after, subsample_ids=ids
+        )
+        proposal = CandidateProposal[Any](
+            candidate=landing.candidate,
+            parent_program_ids=parents,
+            subsample_indices=ids,
+            subsample_scores_before=before,
+            subsample_scores_after=after,
+            eval_before=SubsampleEvaluation(scores=before),
+            eval_after=SubsampleEvaluation(scores=after),
+            tag="integration",
+            metadata={"steps": members},
+        )
+        with pool.acting_for(step):
+            passes = bool(ids) and pool.acceptance_criterion.should_accept(proposal, pool.state)
+        if passes:
+            return proposal
+        pool.reject(step, proposal)
+        return None
 
     def _parents(self, landing: _Landing) -> list[int]:
         """The base first, then the children's parents, as far as they are in gepa's pool."""
         theirs = [
             (*self._pool.speculative.resolve(() if child.parent.base is None else (child.parent.base,)),
              child.parent.task.parent_idx)[0]
-            for _, waiting in landing.members for child in waiting.children
+            for _, waiting in landing.members for child, _ in waiting
         ]  # fmt: skip
         return list(dict.fromkeys([landing.base_index, *theirs]))
 
@@ -344,24 +364,22 @@ def read_answer(answer: Any, request: IntegrationRequest) -> Integration:
     return Integration(checked_texts(texts), judgements, failed=problem[:300])
 
 
-def stale_child(number: int, child: Child, proposals: Sequence[CandidateProposal[Any]], behind: int) -> StaleChild:
-    """A child as an integration reads it.
+def stale_child(number: int, child: Child, proposal: CandidateProposal[Any], behind: int) -> StaleChild:
+    """A child that passed its screen as an integration reads it.
 
     Args:
         number: names it in verdicts.
-        proposals: those of its step that passed their screen.
         behind: commits that it has not seen.
     """
-    before, parent = child.parent.evaluation.scores, child.parent.task.parent_candidate
+    parent = child.parent.task.parent_candidate
     names = [name for name, text in child.candidate.items() if text != parent[name]]
-    after = next((one for one in proposals if one.candidate == child.candidate), None)
-    scores = None if after is None else after.subsample_scores_after or []
+    before, after = child.parent.evaluation.scores, proposal.subsample_scores_after or []
     return StaleChild(
         number=number,
         texts={name: child.candidate[name] for name in names},
         parent_texts={name: parent[name] for name in names},
         score_before=sum(before) / max(1, len(before)),
-        score_after=None if scores is None else sum(scores) / max(1, len(scores)),
+        score_after=sum(after) / max(1, len(after)),
         feedback=child.feedback,
         behind=behind,
     )

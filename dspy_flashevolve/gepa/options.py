@@ -8,9 +8,8 @@ import os
 import random
 import sys
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from gepa.api import optimize
@@ -32,9 +31,7 @@ from gepa.strategies.component_selector import (
     RoundRobinReflectionComponentSelector,
 )
 from gepa.strategies.eval_policy import EvaluationPolicy, FullEvaluationPolicy
-from gepa.strategies.proposal_sampling import (
-    SingleMutationSampling,
-)
+from gepa.strategies.proposal_sampling import SingleMutationSampling
 from gepa.strategies.proposal_selection import AllImprovements
 from gepa.utils import CompositeStopper, FileStopper, MaxMetricCallsStopper, NoImprovementStopper
 
@@ -85,77 +82,50 @@ PROTOCOLS: dict[str, type] = {
 FRONTIERS = ("instance", "objective", "hybrid", "cartesian")
 
 
-@dataclass(frozen=True, slots=True)
-class GepaOptions:
-    """Everything that configures a run of GEPA beside the data, the program and the metric.
-
-    The names and meanings are those of ``gepa.optimize``; ``extra`` is the user's ``gepa_kwargs``.
-    """
-
-    candidate_selection_strategy: Any = "pareto"
-    component_selector: Any = "round_robin"
-    reflection_minibatch_size: int | None = 3
-    skip_perfect_score: bool = True
-    perfect_score: float | None = 1.0
-    use_merge: bool = True
-    max_merge_invocations: int | None = 5
-    max_metric_calls: int | None = None
-    run_dir: str | None = None
-    use_wandb: bool = False
-    wandb_api_key: str | None = None
-    wandb_init_kwargs: dict[str, Any] | None = None
-    use_mlflow: bool = False
-    track_best_outputs: bool = False
-    seed: int | None = 0
-    extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
-
-    @classmethod
-    def of(cls, optimizer: Any) -> GepaOptions:
-        """Those of an optimizer, which has dspy.GEPA's arguments as attributes."""
-        own = {one.name: ARGUMENTS.get(one.name, one.name) for one in fields(cls)} | {"extra": "gepa_kwargs"}
-        return cls(**{name: getattr(optimizer, attribute) for name, attribute in own.items()})
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """A value of ``gepa_kwargs``."""
-        return self.extra.get(name, default)
-
-    def strategies(self) -> dict[str, Any]:
-        """Strategy -> gepa's name of one of its own, or an object; of those in ``NAMED``."""
-        return {
-            "candidate_selection_strategy": self.candidate_selection_strategy,
-            "component_selector": self.component_selector,
-            "acceptance_criterion": self.get("acceptance_criterion", "strict_improvement"),
-            "val_evaluation_policy": self.get("val_evaluation_policy") or "full_eval",
-        }
-
-
 ARGUMENTS = {
-    **{one.name: one.name for one in fields(GepaOptions) if one.name not in ("component_selector", "extra")},
+    **{name: name for name in (
+        "candidate_selection_strategy", "reflection_minibatch_size", "skip_perfect_score", "perfect_score", "use_merge",
+        "max_merge_invocations", "max_metric_calls", "use_wandb", "wandb_api_key", "wandb_init_kwargs", "use_mlflow",
+        "track_best_outputs", "seed", "reflection_lm",
+    )},
     "module_selector": "component_selector",
     "run_dir": "log_dir",
-    "reflection_lm": "reflection_lm",
-}
+}  # fmt: skip
 """gepa's name -> the optimizer's own argument that sets it."""
 
 
-def check_options(options: GepaOptions) -> None:
+def strategies(optimizer: Any) -> dict[str, Any]:
+    """Strategy -> gepa's name of one of its own, or an object; of those in ``NAMED``."""
+    more = optimizer.gepa_kwargs
+    return {
+        "candidate_selection_strategy": optimizer.candidate_selection_strategy,
+        "component_selector": optimizer.component_selector,
+        "acceptance_criterion": more.get("acceptance_criterion", "strict_improvement"),
+        "val_evaluation_policy": more.get("val_evaluation_policy") or "full_eval",
+    }
+
+
+def check_options(optimizer: Any) -> None:
     """Refuse what cannot work, with the reason.
+
+    Args:
+        optimizer: has dspy.GEPA's arguments as attributes.
 
     Raises:
         ConfigurationError: an unknown or refused key of ``gepa_kwargs``, an unknown strategy, a minibatch size
             under 1, or a combination that gepa does not take.
     """
     known = set(inspect.signature(optimize).parameters)
-    for name, value in options.extra.items():
+    for name, value in optimizer.gepa_kwargs.items():
         if name not in REFUSED or value is not None:  # None is gepa's own default: nothing was asked for
             _check_key(name, known)
-    for name, given in options.strategies().items():
+    for name, given in strategies(optimizer).items():
         _check_choice(name, given, PROTOCOLS.get(name))
-    frontier = options.get("frontier_type", "instance")
+    frontier = optimizer.gepa_kwargs.get("frontier_type", "instance")
     if frontier not in FRONTIERS:
         raise ConfigurationError(f"frontier_type is {frontier!r}, expected one of {', '.join(FRONTIERS)}.")
-    _check_minibatches(options)
-    if options.skip_perfect_score and options.perfect_score is None:
+    _check_minibatches(optimizer)
+    if optimizer.skip_perfect_score and optimizer.perfect_score is None:
         raise ConfigurationError(
             "perfect_score is None while skip_perfect_score is True: give a score, or set it False."
         )
@@ -181,9 +151,9 @@ def _check_choice(name: str, given: Any, protocol: type | None) -> None:
         raise ConfigurationError(f"{name} is {given!r}, expected one of {names}, or {kind}.")
 
 
-def _check_minibatches(options: GepaOptions) -> None:
-    size = options.reflection_minibatch_size
-    if options.get("batch_sampler", "epoch_shuffled") != "epoch_shuffled":
+def _check_minibatches(optimizer: Any) -> None:
+    size = optimizer.reflection_minibatch_size
+    if optimizer.gepa_kwargs.get("batch_sampler", "epoch_shuffled") != "epoch_shuffled":
         if size is not None:
             raise ConfigurationError(
                 f"reflection_minibatch_size is {size} and gepa_kwargs has a batch_sampler of its own, which decides "
@@ -198,13 +168,13 @@ class Parts:
     """The strategies of one run. ``rng`` is shared by the selector, the sampler and merge, as in gepa."""
 
     rng: random.Random
-    candidate_selector: Any
+    candidate_selection_strategy: Any
     component_selector: Any
+    acceptance_criterion: Any
+    val_evaluation_policy: Any
     batch_sampler: Any
     sampling_strategy: Any
     selection_strategy: Any
-    acceptance: Any
-    evaluation_policy: Any
     stopper: Stoppers
     merge: MergeProposer[Any] | None
     tracker: Any
@@ -212,21 +182,13 @@ class Parts:
     callbacks: list[Any] | None
 
 
-HOOKS = {
-    "candidate_selection_strategy": "candidate_selector",
-    "component_selector": "component_selector",
-    "batch_sampler": "batch_sampler",
-    "sampling_strategy": "sampling_strategy",
-    "selection_strategy": "selection_strategy",
-    "acceptance_criterion": "acceptance",
-    "val_evaluation_policy": "evaluation_policy",
-}
-"""Argument of the optimizer, or key of ``gepa_kwargs`` -> the attribute of :class:`Parts` with the object behind it."""
+HOOKS = (*NAMED, "batch_sampler", "sampling_strategy", "selection_strategy")
+"""Arguments of the optimizer, or keys of ``gepa_kwargs``; :class:`Parts` has the objects behind them."""
 
 
 def hooks_of(parts: Parts, optimizer: Any) -> dict[str, Any]:
     """Argument of the optimizer, or key of ``gepa_kwargs`` -> the object that stands behind it in this run."""
-    found = {hook: getattr(parts, name) for hook, name in HOOKS.items()}
+    found = {name: getattr(parts, name) for name in HOOKS}
     return {"staleness": optimizer.staleness, **found, "stop_callbacks": parts.stopper}
 
 
@@ -235,49 +197,44 @@ def has_foreign(parts: Parts) -> bool:
 
     gepa's do without the seed's scores while the seed is the only candidate.
     """
-    return any(not type(getattr(parts, name)).__module__.startswith("gepa.strategies.") for name in HOOKS.values())
+    return any(not type(getattr(parts, name)).__module__.startswith("gepa.strategies.") for name in HOOKS)
 
 
-def build_parts(options: GepaOptions, valset: DataLoader[Any, Any], logger: Any) -> Parts:
-    """Build the strategies that ``options`` names.
+def build_parts(optimizer: Any, valset: DataLoader[Any, Any], logger: Any) -> Parts:
+    """Build the strategies that the optimizer's arguments name.
 
     Args:
-        options: already checked.
+        optimizer: its arguments are already checked.
         valset: merge draws its subsample from it.
         logger: gepa's logger protocol.
     """
-    rng = random.Random(options.seed)
-    sampler = options.get("batch_sampler", "epoch_shuffled")
+    rng, more = random.Random(optimizer.seed), optimizer.gepa_kwargs
+    sampler = more.get("batch_sampler", "epoch_shuffled")
     if sampler == "epoch_shuffled":
-        sampler = EpochShuffledBatchSampler(minibatch_size=options.reflection_minibatch_size or 3, rng=rng)
-    made = {name: NAMED[name][one](rng) if isinstance(one, str) else one for name, one in options.strategies().items()}
-    return Parts(
-        rng=rng,
-        candidate_selector=made["candidate_selection_strategy"],
-        component_selector=made["component_selector"],
-        batch_sampler=sampler,
-        sampling_strategy=options.get("sampling_strategy") or SingleMutationSampling(),
-        selection_strategy=options.get("selection_strategy") or AllImprovements(),
-        acceptance=made["acceptance_criterion"],
-        evaluation_policy=made["val_evaluation_policy"],
-        stopper=stoppers_of(options),
-        merge=_merge(options, valset, logger, rng) if options.use_merge else None,
-        tracker=_tracker(options),
-        cache=EvaluationCache[Any, Any]() if options.get("cache_evaluation", False) else None,
-        callbacks=options.get("callbacks"),
-    )
-
-
-def _merge(options: GepaOptions, valset: DataLoader[Any, Any], logger: Any, rng: random.Random) -> MergeProposer[Any]:
-    return MergeProposer(
+        sampler = EpochShuffledBatchSampler(minibatch_size=optimizer.reflection_minibatch_size or 3, rng=rng)
+    most_merges = sys.maxsize if optimizer.max_merge_invocations is None else optimizer.max_merge_invocations
+    merge = MergeProposer[Any](
         logger=logger,
         valset=valset,
         evaluator=_never_called,
         use_merge=True,
-        max_merge_invocations=sys.maxsize if options.max_merge_invocations is None else options.max_merge_invocations,
-        val_overlap_floor=options.get("merge_val_overlap_floor", 5),
+        max_merge_invocations=most_merges,
+        val_overlap_floor=more.get("merge_val_overlap_floor", 5),
         rng=rng,
-        callbacks=options.get("callbacks"),
+        callbacks=more.get("callbacks"),
+    )
+    made = {name: NAMED[name][one](rng) if isinstance(one, str) else one for name, one in strategies(optimizer).items()}
+    return Parts(
+        rng=rng,
+        **made,
+        batch_sampler=sampler,
+        sampling_strategy=more.get("sampling_strategy") or SingleMutationSampling(),
+        selection_strategy=more.get("selection_strategy") or AllImprovements(),
+        stopper=stoppers_of(optimizer),
+        merge=merge if optimizer.use_merge else None,
+        tracker=_tracker(optimizer),
+        cache=EvaluationCache[Any, Any]() if more.get("cache_evaluation", False) else None,
+        callbacks=more.get("callbacks"),
     )
 
 
@@ -285,15 +242,16 @@ def _never_called(*_: Any) -> Any:
     raise AssertionError("merged candidates are evaluated by the screen stage, never by the merge proposer")
 
 
-def _tracker(options: GepaOptions) -> Any:
+def _tracker(optimizer: Any) -> Any:
     passed_on = ("wandb_attach_existing", "mlflow_tracking_uri", "mlflow_experiment_name", "mlflow_attach_existing")
+    more = optimizer.gepa_kwargs
     return create_experiment_tracker(
-        use_wandb=options.use_wandb,
-        wandb_api_key=options.wandb_api_key,
-        wandb_init_kwargs=options.wandb_init_kwargs,
-        use_mlflow=options.use_mlflow,
-        key_prefix=options.get("tracking_key_prefix", ""),
-        **{name: options.extra[name] for name in passed_on if name in options.extra},
+        use_wandb=optimizer.use_wandb,
+        wandb_api_key=optimizer.wandb_api_key,
+        wandb_init_kwargs=optimizer.wandb_init_kwargs,
+        use_mlflow=optimizer.use_mlflow,
+        key_prefix=more.get("tracking_key_prefix", ""),
+        **{name: more[name] for name in passed_on if name in more},
     )
 
 
@@ -311,6 +269,11 @@ class Stoppers(CompositeStopper):
         self.budget_spent = False
         """It was the budget of metric calls that said so."""
         self._skips_counters = False
+        """Those that count iterations are not asked."""
+
+    def asks_counters(self, counts: bool) -> None:
+        """Whether stoppers that count iterations without improvement are asked next."""
+        self._skips_counters = not counts
 
     def __call__(self, gepa_state: Any) -> bool:
         """Ask them in order."""
@@ -321,24 +284,15 @@ class Stoppers(CompositeStopper):
             self.budget_spent = isinstance(says, MaxMetricCallsStopper)
         return says is not None
 
-    @contextmanager
-    def without_counters(self, skips: bool) -> Generator[None, None, None]:
-        """Inside, stoppers that count iterations are not asked, where ``skips`` says so."""
-        self._skips_counters = skips
-        try:
-            yield
-        finally:
-            self._skips_counters = False
 
-
-def stoppers_of(options: GepaOptions) -> Stoppers:
-    """The stoppers that ``options`` asks for: the user's, the file ``gepa.stop`` in the run directory, the budget."""
-    given = options.get("stop_callbacks")
+def stoppers_of(optimizer: Any) -> Stoppers:
+    """The stoppers that are asked for: the user's, the file ``gepa.stop`` in the run directory, the budget."""
+    given = optimizer.gepa_kwargs.get("stop_callbacks")
     stoppers: list[Any] = [] if given is None else list(given) if isinstance(given, list | tuple) else [given]
-    if options.run_dir is not None:
-        stoppers.append(FileStopper(os.path.join(options.run_dir, "gepa.stop")))
-    if options.max_metric_calls is not None:
-        stoppers.append(MaxMetricCallsStopper(options.max_metric_calls))
+    if optimizer.log_dir is not None:
+        stoppers.append(FileStopper(os.path.join(optimizer.log_dir, "gepa.stop")))
+    if optimizer.max_metric_calls is not None:
+        stoppers.append(MaxMetricCallsStopper(optimizer.max_metric_calls))
     return Stoppers(*stoppers)
 
 

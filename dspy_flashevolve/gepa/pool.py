@@ -3,6 +3,10 @@
 Everything that reads or changes gepa's state, and every callback, selector, stopper and tracker, runs in
 one thread, one call at a time, in the order in which the calls were made (docs/architecture.md).
 The pool is gepa's engine without its loop: how a candidate is added, reported and logged is gepa's code.
+
+Here are also the frozen records that flow from stage to stage of a step, and the candidates that steps may build on
+before their validation has confirmed them. These stand beside gepa's state, which only ever holds confirmed candidates
+and stays readable by gepa. Steps start from the seed, too, while it is being validated.
 """
 
 from __future__ import annotations
@@ -11,113 +15,330 @@ import json
 import os
 import pickle
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Awaitable, Callable, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, ParamSpec, TypeVar
 
+from gepa.core.adapter import EvaluationBatch
 from gepa.core.callbacks import notify_callbacks
 from gepa.core.data_loader import DataLoader
 from gepa.core.engine import GEPAEngine
-from gepa.core.result import GEPAResult
 from gepa.core.state import EvaluationCache, GEPAState, ValsetEvaluation, initialize_gepa_state
 from gepa.gepa_utils import json_default
 from gepa.proposer.base import CandidateProposal
+from gepa.strategies.proposal_sampling import ProposalTask
 
 from dspy_flashevolve.engine.loop import Threads
 from dspy_flashevolve.engine.redaction import make_private
 from dspy_flashevolve.engine.replay import RunJournal, id_text
+from dspy_flashevolve.engine.run import EvolutionRun
 from dspy_flashevolve.engine.staleness import PastCommit
 from dspy_flashevolve.engine.steps import Step
-from dspy_flashevolve.gepa.options import GepaOptions, Parts, strategies_of
-from dspy_flashevolve.gepa.records import Candidate, Commit
-from dspy_flashevolve.gepa.speculative import SpeculativeCandidates
+from dspy_flashevolve.gepa.options import Parts, strategies_of
 from dspy_flashevolve.programs.records import kept
+
+Candidate = dict[str, str]
+Batch = EvaluationBatch[Any, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Selected:
+    """One or more (parent, minibatch) pairs; more than one where the user's sampling strategy says so.
+
+    Args:
+        bases: for each task the handle of the speculative candidate that it starts from; None where it starts from
+            gepa's pool. Its ``parent_idx`` is the nearest confirmed ancestor then.
+    """
+
+    tasks: tuple[ProposalTask[Any, Any], ...]
+    bases: tuple[int | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Parent:
+    """A task's parent on its minibatch.
+
+    Args:
+        index: position of the task in the step.
+        evaluation: on the part of the minibatch that has finished.
+        late: waits for the evaluation on all of it; None where nothing is missing.
+        base: see :class:`Selected`.
+    """
+
+    index: int
+    task: ProposalTask[Any, Any]
+    evaluation: Batch
+    late: Callable[[], Awaitable[Batch]] | None
+    base: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Child:
+    """A proposed candidate, before its screen.
+
+    Args:
+        parent: what it was made from, on its minibatch.
+        texts: the components that the reflection wrote.
+        feedback: what the metric said of the parent's rollouts.
+    """
+
+    parent: Parent
+    texts: Candidate
+    feedback: tuple[str, ...] = ()
+
+    @property
+    def candidate(self) -> Candidate:
+        """The parent with the new texts."""
+        return {**self.parent.task.parent_candidate, **self.texts}
+
+
+@dataclass(frozen=True, slots=True)
+class Crossover:
+    """Two parents of the frontier and what their child is screened on (gepa's merge).
+
+    Args:
+        parents: indices in the pool.
+        parent_scores: of each parent on the subsample, in the order of ``ids``.
+    """
+
+    candidate: Candidate
+    parents: tuple[int, int]
+    ancestor: int
+    ids: tuple[Any, ...]
+    parent_scores: tuple[tuple[float, ...], tuple[float, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Screened:
+    """A proposal that passed its screen, to be validated.
+
+    Args:
+        base: handle of the speculative candidate that its parent is; see :class:`Selected`.
+    """
+
+    proposal: CandidateProposal[Any]
+    base: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Validated:
+    """A proposal with its validation, to be committed.
+
+    Args:
+        calls: metric calls that the validation cost at most (cached examples cost none).
+        base: see :class:`Screened`.
+        key: the handle under which it could be selected while it was validated; None where it could not.
+    """
+
+    proposal: CandidateProposal[Any]
+    evaluation: ValsetEvaluation[Any, Any]
+    calls: int
+    base: int | None
+    key: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """One change of the pool."""
+
+    candidate: int
+    version: int
+    score: float
+    best_score: float
+    generation: int
+    parents: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Speculative:
+    """A candidate that waits for its validation.
+
+    Args:
+        key: its handle.
+        candidate: component -> text.
+        parents: handles of speculative parents.
+        indices: confirmed parents, as indices of gepa's pool.
+        evaluation: what is known of its validation.
+    """
+
+    key: int
+    candidate: Candidate
+    parents: tuple[int, ...] = ()
+    indices: tuple[int, ...] = ()
+    evaluation: ValsetEvaluation[Any, Any] | None = None
+
+
+class SpeculativeCandidates:
+    """The speculative part of the pool.
+
+    >>> waiting = SpeculativeCandidates()
+    >>> head = waiting.add({"p": "text"})
+    >>> child = waiting.add({"p": "longer text"}, parents=(head.key,))
+    >>> waiting.remove(head.key)
+    >>> len(waiting)
+    0
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[int, Speculative] = {}
+        self._settled: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+        """Key of one that left -> confirmed indices, and parents, that stand for it."""
+        self._next = 0
+        self.fallen: set[int] = set()
+        """Those that did not hold what they promised: what was made from them is stale."""
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __contains__(self, key: int) -> bool:
+        return key in self._waiting
+
+    def all(self) -> list[Speculative]:
+        """All that wait, oldest first."""
+        return list(self._waiting.values())
+
+    def add(
+        self,
+        candidate: Candidate,
+        parents: tuple[int, ...] = (),
+        indices: tuple[int, ...] = (),
+        evaluation: ValsetEvaluation[Any, Any] | None = None,
+    ) -> Speculative:
+        """Put a candidate up for speculation; its speculative ``parents`` wait, too."""
+        entry = Speculative(self._next, dict(candidate), parents, indices, evaluation)
+        self._waiting[entry.key] = entry
+        self._next += 1
+        return entry
+
+    def confirm(self, key: int, index: int) -> None:
+        """Its validation is done: it is an ordinary candidate now, and its children stand on firm ground.
+
+        It may have gone with one under it: its own validation has the last word.
+
+        Args:
+            index: its place in gepa's pool.
+        """
+        if key in self._waiting:
+            self._leave(self._waiting[key], (index,))
+        self._settled[key] = (index,), ()
+        self.fallen.discard(key)
+
+    def remove(self, key: int) -> None:
+        """Take one that waits back with its descendants, as if they had never been there."""
+        gone = [self._waiting[key]]
+        for entry in list(self._waiting.values()):  # children always come after their parents
+            if any(parent.key in entry.parents for parent in gone):
+                gone.append(entry)
+        for before in gone:
+            entry = self._waiting[before.key]  # as it is now: the one under it has left
+            self._leave(entry, entry.indices, heirs=entry.parents)
+            self._settled[entry.key] = before.indices, before.parents  # one of these may be confirmed after all
+            self.fallen.add(entry.key)
+
+    def resolve(self, keys: tuple[int, ...]) -> tuple[int, ...]:
+        """The confirmed candidates that stand for ``keys``: themselves, or where they did not last their parents."""
+        found: list[int] = []
+        for key in keys:
+            entry = self._waiting.get(key)
+            indices, parents = self._settled.get(key, ((), ())) if entry is None else (entry.indices, entry.parents)
+            found += [*self.resolve(parents), *indices]
+        return tuple(dict.fromkeys(found))
+
+    def _leave(self, entry: Speculative, indices: tuple[int, ...], heirs: tuple[int, ...] = ()) -> None:
+        """Take it out; its children get ``indices`` and ``heirs`` for parents in its place."""
+        del self._waiting[entry.key]
+        for child in [other for other in self._waiting.values() if entry.key in other.parents]:
+            parents = [parent for parent in child.parents if parent != entry.key]
+            parents += [heir for heir in heirs if heir not in parents and heir in self._waiting]
+            firm = tuple(dict.fromkeys((*indices, *child.indices)))
+            self._waiting[child.key] = replace(child, parents=tuple(parents), indices=firm)
+
 
 A = ParamSpec("A")
 T = TypeVar("T")
 State = GEPAState[Any, Any]
+CHECKPOINT_SECONDS = 5.0
+"""With ``log_dir``, the least time between two checkpoints of an asynchronous run; in lockstep every step is one."""
 
 
 class Pool(GEPAEngine[Any, Any, Any, Any]):
     """gepa's state, its version, the speculative candidates, and the thread that writes them.
 
     Args:
+        run: whose pool it is: its journal, metric calls and schedule.
+        optimizer: has dspy.GEPA's arguments as attributes.
         parts: gepa's strategies.
-        options: the run's configuration.
         adapter: keeps state of its own that is saved with the pool's.
         seed_candidate: component -> text.
-        trainset, valset: gepa's loaders.
+        trainset, valset: gepa's loaders; equal where there is one set of examples.
         logger: gepa's logger protocol.
-        checkpoint_seconds: with a run directory, the least time between two checkpoints; 0 saves at every step.
-        calls_made: metric calls made so far, those of live steps included.
-        journal: gets what is about to enter the pool, first; None for nowhere.
-        shares_randomness: steps draw from the strategies' randomness, not from their own.
-        caches_minibatches: put minibatch scores into gepa's evaluation cache. Its keys do not tell training from
-            validation examples, so this is right only where both are the same data, and where gepa is to be equalled.
+        best: a gepa callback that hears of candidates before all others.
     """
 
     def __init__(
         self,
+        run: EvolutionRun,
+        optimizer: Any,
         parts: Parts,
-        options: GepaOptions,
         adapter: Any,
         seed_candidate: Candidate,
         trainset: DataLoader[Any, Any],
         valset: DataLoader[Any, Any],
         logger: Any,
-        checkpoint_seconds: float,
-        caches_minibatches: bool,
-        calls_made: Callable[[], int],
-        journal: RunJournal | None = None,
-        shares_randomness: bool = False,
+        best: Any,
     ) -> None:
-        self.best = BestResult(lambda: self.state, options.run_dir, options.seed)
         super().__init__(
             adapter=adapter,
-            run_dir=options.run_dir,
+            run_dir=optimizer.log_dir,
             valset=valset,
             seed_candidate=seed_candidate,
-            perfect_score=options.perfect_score,
-            seed=options.seed,  # pyright: ignore[reportArgumentType]  # dspy.GEPA allows None too
+            perfect_score=optimizer.perfect_score,
+            seed=optimizer.seed,
             reflective_proposer=SimpleNamespace(trainset=trainset),  # pyright: ignore[reportArgumentType]
             merge_proposer=parts.merge,
-            frontier_type=options.get("frontier_type", "instance"),
+            frontier_type=optimizer.gepa_kwargs.get("frontier_type", "instance"),
             logger=logger,
             experiment_tracker=parts.tracker,
-            callbacks=[self.best, *(parts.callbacks or [])],  # pyright: ignore[reportArgumentType]  # gepa asks hasattr
-            track_best_outputs=options.track_best_outputs,
-            use_cloudpickle=options.get("use_cloudpickle", False),
+            callbacks=[best, *(parts.callbacks or [])],  # pyright: ignore[reportArgumentType]  # gepa asks hasattr
+            track_best_outputs=optimizer.track_best_outputs,
+            use_cloudpickle=optimizer.gepa_kwargs.get("use_cloudpickle", False),
             stop_callback=parts.stopper,
-            val_evaluation_policy=parts.evaluation_policy,
-            acceptance_criterion=parts.acceptance,
+            val_evaluation_policy=parts.val_evaluation_policy,
+            acceptance_criterion=parts.acceptance_criterion,
             selection_strategy=parts.selection_strategy,
             evaluation_cache=parts.cache,
         )
-        self.parts = parts
-        self.options = options
+        self.parts, self.best = parts, best
+        self.skips_perfect = optimizer.skip_perfect_score
+        """A parent's minibatch with perfect scores alone is not reflected on."""
+        self._draws_tree = self.run_dir is not None or optimizer.use_wandb or optimizer.use_mlflow
         self.trainset = trainset
         self.loader: DataLoader[Any, Any] = valset
-        self.caches_minibatches = caches_minibatches
-        self.version = 0
+        self.shares_randomness = run.lockstep
+        """Steps draw from the strategies' randomness, not from their own."""
+        self.caches_minibatches = run.lockstep or valset is trainset
+        """gepa's evaluation cache does not tell training from validation examples, so minibatch scores go into it only
+        where both are the same data, and where gepa is to be equalled."""
         self.seed_confirmed = False
         self.speculative = SpeculativeCandidates()
-        self.generations: list[int] = [0]
         self.state: State = self._provisional_state()
-        self._seed_key = self.speculative.add(seed_candidate).key
-        self._checkpoint_seconds = checkpoint_seconds
+        self._checkpoint_seconds = 0.0 if run.lockstep else CHECKPOINT_SECONDS
         self._saved_at = float("-inf")
         self._begun = set[int]()
-        self._calls_made = calls_made
-        self.journal = journal
-        self.shares_randomness = shares_randomness
+        self._budget, self.journal = run.budget, run.journal
         self._writer = Threads(1, "pool")
 
     async def write(self, call: Callable[A, T], *args: A.args, **kwargs: A.kwargs) -> T:
         """Run ``call`` in the writer's thread, after all calls made before."""
         return await self._writer.run(call, *args, **kwargs)
+
+    @property
+    def version(self) -> int:
+        """The count of commits."""
+        return len(self.state.program_candidates) - 1
 
     def close(self) -> None:
         """End the writer's thread, after the calls made before."""
@@ -143,8 +364,6 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
         if self.run_dir is None or not os.path.exists(os.path.join(self.run_dir, "gepa_state.bin")):
             return False
         self.confirm_seed(ValsetEvaluation[Any, Any]({}, {}, None))
-        self.generations = _generations(self.state.parent_program_for_candidate)
-        self.version = len(self.state.program_candidates) - 1
         return True
 
     def confirm_seed(self, evaluation: ValsetEvaluation[Any, Any]) -> None:
@@ -170,19 +389,18 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
             )
         early.__dict__.update(real.__dict__)
         self._sync_state_to_adapter(early)
-        self.speculative.confirm(self._seed_key)
         self.seed_confirmed = True
         self._report_seed()
         early.add_budget_hook(self._on_calls)
 
-    def save(self, *, force: bool = False) -> None:
-        """Write gepa's checkpoint, unless the last one is fresh enough."""
+    def save(self, *, force: bool = False) -> bool:
+        """Write gepa's checkpoint, unless the last one is fresh enough; whether it was written."""
         if not self.seed_confirmed or (not force and time.monotonic() - self._saved_at < self._checkpoint_seconds):
-            return
+            return False
         self._sync_adapter_state_to_state(self.state)
         counted = self.state.total_num_evals
         # What live steps have spent is spent, even if the run is killed before they end.
-        self.state.total_num_evals = max(counted, self._calls_made())
+        self.state.total_num_evals = max(counted, self._budget.spent)
         try:
             self._write_checkpoint()
         finally:
@@ -190,6 +408,7 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
             if self.run_dir is not None:
                 make_private(self.run_dir)
         self._saved_at = time.monotonic()
+        return True
 
     def _write_checkpoint(self) -> None:
         """As gepa does; outputs that cannot be pickled are written as the journal has them.
@@ -217,8 +436,7 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
 
     def begin_step(self, step: Step) -> dict[str, Any]:
         """Advance the iteration; returns the step's entry of the run log. One that goes on may have one already."""
-        if self.seed_confirmed and time.monotonic() - self._saved_at >= self._checkpoint_seconds:
-            self.save()
+        if self.save():
             self.notify("on_state_saved", iteration=self.state.i + 1, run_dir=self.run_dir)
         self.state.i = max(self.state.i, step.number)
         trace = self.log_entry(step)
@@ -232,14 +450,15 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
         Args:
             counts: the step is an iteration to stoppers that count those without improvement.
         """
+        self.count_calls()
         self._begun.discard(step.number)
         self.notify("on_iteration_end", iteration=step.number + 1, state=self.state, proposal_accepted=accepted)
         self.keep_strategies()
-        with self.parts.stopper.without_counters(not counts):
-            return self.should_stop()
+        return self.should_stop(counts)
 
-    def should_stop(self) -> bool:
+    def should_stop(self, counts: bool = True) -> bool:
         """Ask the stoppers; before the seed is confirmed there is nothing to ask them about."""
+        self.parts.stopper.asks_counters(counts)
         return self.seed_confirmed and self._should_stop(self.state)
 
     def keep_strategies(self) -> None:
@@ -255,7 +474,7 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
             self.state.increment_evals(calls)
 
     def _uncounted(self) -> int:
-        return max(0, self._calls_made() - self.state.total_num_evals) if self.seed_confirmed else 0
+        return max(0, self._budget.spent - self.state.total_num_evals) if self.seed_confirmed else 0
 
     def add(
         self, step: Step, proposal: CandidateProposal[Any], evaluation: ValsetEvaluation[Any, Any], calls: int
@@ -269,23 +488,20 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
                 valset_evaluation=self._writable(evaluation),
                 num_actual_evals=min(calls, self._uncounted()),
             )
-        self.version += 1
-        self.generations.append(1 + max(self.generations[parent] for parent in proposal.parent_program_ids))
         score = self.val_evaluation_policy.get_valset_score
         return Commit(
             index,
             self.version,
             score(index, self.state),
             score(best, self.state),
-            self.generations[index],
+            _generations(self.state.parent_program_for_candidate)[index],
             tuple(proposal.parent_program_ids),
         )
 
     def commits_since(self, version: int) -> list[PastCommit]:
         """What was committed after ``version``, oldest first."""
         state, found = self.state, list[PastCommit]()
-        first = len(state.program_candidates) - (self.version - version)
-        for index in range(max(1, first), len(state.program_candidates)):
+        for index in range(version + 1, len(state.program_candidates)):
             parents = [one for one in state.parent_program_for_candidate[index] if one is not None]
             parent = max(parents, key=self.score_of)
             texts, before = state.program_candidates[index], state.program_candidates[parent]
@@ -335,7 +551,7 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
         if isinstance(error, Exception):
             self.notify("on_error", iteration=self.state.i + 1, exception=error, will_continue=False)
         self._end_iterations()
-        self.state.total_num_evals = max(self.state.total_num_evals, self._calls_made())
+        self.state.total_num_evals = max(self.state.total_num_evals, self._budget.spent)
         self.save(force=True)
 
     def _end_iterations(self) -> None:
@@ -447,7 +663,7 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
 
     def _log_candidate_tree(self, state: State) -> None:
         """gepa draws the whole tree at every commit; only where somebody gets to see it."""
-        if self.run_dir is not None or self.options.use_wandb or self.options.use_mlflow:
+        if self._draws_tree:
             super()._log_candidate_tree(state)
 
     def _provisional_state(self) -> State:
@@ -475,40 +691,6 @@ def _generations(parents: list[list[int | None]]) -> list[int]:
         known = [steps[parent] for parent in line if parent is not None]
         steps.append(1 + max(known) if known else 0)
     return steps
-
-
-class BestResult:
-    """gepa's result as of the last candidate that was better than all before it.
-
-    A gepa callback, the first one: it is told of every validated candidate in the pool's writer, where the state may
-    be read, and copies what it needs. ``result`` is replaced, never changed, so any thread may read it at any time and
-    waits for nobody: not for the writer, which may be inside a callback that waits in turn.
-
-    Args:
-        state: the pool's.
-        run_dir, seed: what gepa's result carries.
-    """
-
-    def __init__(self, state: Callable[[], GEPAState[Any, Any]], run_dir: str | None, seed: int | None) -> None:
-        self._state = state
-        self._run_dir = run_dir
-        self._seed = seed
-        self._best = float("-inf")
-        self.result: GEPAResult[Any, Any] | None = None
-        """None before the seed is validated."""
-
-    def on_valset_evaluated(self, event: Any) -> None:
-        """Called by gepa's code for each new candidate, and once for the seed or a checkpoint's candidates."""
-        state = self._state()
-        score = state.get_program_average_val_subset(event["candidate_idx"])[0]
-        if self.result is None or score > self._best:  # as gepa's result decides between equals: the first
-            self.result = GEPAResult[Any, Any].from_state(state, run_dir=self._run_dir, seed=self._seed)
-            self._best = self.result.val_aggregate_scores[self.result.best_idx]
-
-    @property
-    def score(self) -> float | None:
-        """The best aggregate validation score; None before the seed is validated."""
-        return None if self.result is None else self._best
 
 
 def write_commits(

@@ -18,11 +18,10 @@ from gepa.strategies.proposal_sampling import ProposalTask
 
 from dspy_flashevolve.engine.errors import RunDirectoryError
 from dspy_flashevolve.engine.redaction import MARK
-from dspy_flashevolve.engine.replay import RunJournal, id_text
+from dspy_flashevolve.engine.replay import BEFORE_STEPS, RunJournal, id_text
 from dspy_flashevolve.gepa.credit import Credit
 from dspy_flashevolve.gepa.options import restore_strategies
-from dspy_flashevolve.gepa.pool import Pool, write_commits
-from dspy_flashevolve.gepa.records import Crossover, Selected
+from dspy_flashevolve.gepa.pool import Crossover, Pool, Selected, write_commits
 from dspy_flashevolve.programs.records import DataUnpickler, output_in
 
 # gepa's checkpoint.
@@ -113,11 +112,6 @@ def ids_of(loader: DataLoader[Any, Any]) -> dict[str, Any]:
 # Credit assignment.
 
 
-def keep_credit(journal: RunJournal, credit: Credit) -> None:
-    """Write the changes down, and what they stand on."""
-    journal.journal.keep("credit", credit.kept())
-
-
 def restore_credit(journal: RunJournal, credit: Credit) -> None:
     """Put the changes back, and the evidence on them from the rollouts of steps that have ended."""
     kept = journal.journal.kept("credit")
@@ -128,17 +122,6 @@ def restore_credit(journal: RunJournal, credit: Credit) -> None:
         credit.restore(
             kept, journal.texts, [(one["candidate"], one["split"], one["example"], one["score"]) for one in rows]
         )
-
-
-def keep_head(journal: RunJournal, step: int, candidate: Mapping[str, str]) -> None:
-    """Write that a step validates the head."""
-    journal.journal.keep(f"head of step {step}", journal.candidate(dict(candidate)))
-
-
-def kept_head(journal: RunJournal, step: int) -> dict[str, str] | None:
-    """The head that an interrupted step validates; None where it does not."""
-    kept = journal.journal.kept(f"head of step {step}")
-    return None if kept is None else dict(journal.texts[kept])
 
 
 # The run.
@@ -212,7 +195,7 @@ def _reconcile(journal: RunJournal, pool: Pool) -> None:
     for row in rows("SELECT * FROM commits WHERE candidate_index > ? ORDER BY candidate_index", (have,)):
         _commit_again(journal, pool, row, ids)
     if state.total_num_evals > journal.spent:
-        journal.calls_elsewhere(state.total_num_evals - journal.spent)
+        journal.call("elsewhere", BEFORE_STEPS, state.total_num_evals - journal.spent)
         journal.spent = state.total_num_evals
     elif journal.spent > state.total_num_evals:
         state.increment_evals(journal.spent - state.total_num_evals)
@@ -237,6 +220,4 @@ def _commit_again(journal: RunJournal, pool: Pool, row: Any, ids: Mapping[str, A
         pool.run_dir,
         pool.state.total_num_evals,
     )
-    pool.version += 1
-    pool.generations.append(1 + max(pool.generations[parent] for parent in parents))
     pool.best.on_valset_evaluated({"candidate_idx": len(pool.state.program_candidates) - 1})

@@ -20,27 +20,9 @@ from gepa.strategies.proposal_sampling import ProposalTask
 
 from dspy_flashevolve.engine.steps import Step
 from dspy_flashevolve.gepa.credit import Credit
-from dspy_flashevolve.gepa.pool import Pool
-from dspy_flashevolve.gepa.records import Crossover, Selected
+from dspy_flashevolve.gepa.pool import Crossover, Pool, Selected
 
 State = GEPAState[Any, Any]
-CONTAINERS = (
-    "program_candidates",
-    "num_metric_calls_by_discovery",
-    "named_predictor_id_to_update_next_for_program_candidate",
-    "parent_program_for_candidate",
-    "prog_candidate_val_subscores",
-    "prog_candidate_objective_scores",
-    "pareto_front_valset",
-    "objective_pareto_front",
-    "pareto_front_cartesian",
-)
-FRONTS = (
-    "program_at_pareto_front_valset",
-    "program_at_pareto_front_objectives",
-    "program_at_pareto_front_cartesian",
-)
-"""What gepa 0.1.4 changes when a candidate is added (``GEPAState.update_state_with_new_program``)."""
 
 
 class Selection:
@@ -60,7 +42,8 @@ class Selection:
         self._credit = credit
         self._frontier_share = frontier_share
         self._unanswerable = unanswerable
-        self._crossovers = 0
+        self._crossing: set[int] = set()
+        """Numbers of the steps that cross two candidates."""
 
     def select(self, step: Step) -> tuple[int, float, Selected | Crossover]:
         """What the step works on, the version that it saw, and the best validation score among the parents."""
@@ -91,11 +74,11 @@ class Selection:
             self._pool.parts.rng.seed(step.number)
         if crossover:
             trace["invoked_merge"] = True
-            self._crossovers += 1
+            self._crossing.add(step.number)
 
-    def crossover_ended(self) -> None:
-        """A step that crosses two candidates has ended."""
-        self._crossovers -= 1
+    def ended(self, step: Step) -> None:
+        """A step has ended."""
+        self._crossing.discard(step.number)
 
     def _crossover(self, step: Step, trace: dict[str, Any]) -> Crossover | None:
         merge = self._pool.parts.merge
@@ -103,16 +86,20 @@ class Selection:
             return None
         plan = None
         # gepa checks max_merge_invocations only when it schedules; with several in flight that is too early.
-        may = self._pool.shares_randomness or merge.total_merges_tested + self._crossovers < merge.max_merge_invocations
-        if merge.last_iter_found_new_program and merge.merges_due > self._crossovers and may:
+        may = (
+            self._pool.shares_randomness
+            or merge.total_merges_tested + len(self._crossing) < merge.max_merge_invocations
+        )
+        if merge.last_iter_found_new_program and merge.merges_due > len(self._crossing) and may:
             plan = plan_crossover(merge, self._pool.state, trace, step.number + 1)
         merge.last_iter_found_new_program = False
-        self._crossovers += plan is not None
+        if plan is not None:
+            self._crossing.add(step.number)
         return plan
 
     def _sample(self, step: Step, draw: float, rng: random.Random) -> Selected:
         pool, parts = self._pool, self._pool.parts
-        selector = parts.candidate_selector if pool.seed_confirmed else _Fixed(0)
+        selector = parts.candidate_selection_strategy if pool.seed_confirmed else _Fixed(0)
         credit, variant = self._credit, None
         if credit is not None and draw >= self._frontier_share:
             variant = credit.variant(rng)
@@ -179,10 +166,12 @@ def selectable(pool: Pool) -> tuple[State, list[int]]:
     if not waiting:
         return pool.state, []
     view = copy.copy(pool.state)
-    for name in CONTAINERS:
-        setattr(view, name, copy.copy(getattr(view, name)))
-    for name in FRONTS:
-        setattr(view, name, {key: set(front) for key, front in getattr(view, name).items()})
+    for name, value in vars(view).items():  # what gepa changes when a candidate is added
+        if isinstance(value, list):
+            setattr(view, name, list(value))  # pyright: ignore[reportUnknownArgumentType]
+        elif isinstance(value, dict):
+            fronts: dict[Any, Any] = value
+            setattr(view, name, {key: set(one) if isinstance(one, set) else one for key, one in fronts.items()})
     view.best_outputs_valset = None
     for one in waiting:
         assert one.evaluation is not None

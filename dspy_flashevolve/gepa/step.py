@@ -13,16 +13,17 @@ from __future__ import annotations
 import json
 import math
 import traceback
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import anyio
+from dspy.primitives import Module
 from gepa.proposer.base import CandidateProposal
 
 from dspy_flashevolve.engine.admission import LiveSteps
-from dspy_flashevolve.engine.budget import Reservation
 from dspy_flashevolve.engine.errors import ConfigurationError, FlashEvolveError, RolloutUnresolvedError
+from dspy_flashevolve.engine.events import SeedValidated
 from dspy_flashevolve.engine.replay import BEFORE_STEPS, id_text
 from dspy_flashevolve.engine.rollouts import NoLongerWantedError, Spent, gather
 from dspy_flashevolve.engine.staleness import (
@@ -33,18 +34,16 @@ from dspy_flashevolve.engine.staleness import (
     Reflective,
     StalenessPolicy,
     Texts,
-    gap,
 )
-from dspy_flashevolve.engine.steps import End, EndKind, Step, StepEnded
-from dspy_flashevolve.engine.workflow import BARRIERS, Workflow
+from dspy_flashevolve.engine.steps import End, EndKind, Reservation, Step, StepEnded
 from dspy_flashevolve.gepa import callbacks, resume
+from dspy_flashevolve.gepa.changes import is_too_long
 from dspy_flashevolve.gepa.credit import Credit, Head
-from dspy_flashevolve.gepa.evaluate import Evaluations, Gate, passes_screen, rejects_by_sum
-from dspy_flashevolve.gepa.integration import Integrations, Waiting
-from dspy_flashevolve.gepa.pool import Pool
-from dspy_flashevolve.gepa.records import Batch, Child, Commit, Crossover, Parent, Screened, Selected, Validated
+from dspy_flashevolve.gepa.evaluate import BARRIERS, Evaluations, Workflow
+from dspy_flashevolve.gepa.integration import Integrations
+from dspy_flashevolve.gepa.options import has_foreign
+from dspy_flashevolve.gepa.pool import Batch, Child, Commit, Crossover, Parent, Pool, Screened, Selected, Validated
 from dspy_flashevolve.gepa.select import Selection
-from dspy_flashevolve.gepa.validate import Validation
 from dspy_flashevolve.observe.statistics import ChangeRecord
 from dspy_flashevolve.programs.program import DspyProgram, Reflection
 from dspy_flashevolve.programs.run import DspyRun
@@ -54,6 +53,9 @@ DOUBTED, PATIENCE, ALONE_EVERY = 0.5, 8, 3
 every third step validates its own child, though its changes are in the head."""
 HEADS_SHARE = 0.25
 """Share of the metric calls spent that validations of heads may cost, before the last one."""
+GENERATIONS, GENERATIONS_OF_CHANGES = 12.0, 6.0
+"""A limited budget is spread over at least this many generations (:class:`LiveSteps`); fewer where the work of many
+steps comes together in one head."""
 ATTEMPTS = 2
 """gepa asks a reflection that raised once more, then skips the task."""
 
@@ -65,15 +67,10 @@ class GepaLoop:
         run: slots, budget, journal.
         pool: gepa's state and strategies.
         program: the program under optimization.
+        optimizer: an AsyncGEPA; its workflow and limits are read.
         policy: looks at children where it says.
-        workflow: how early output is released.
-        admission: when a step may start.
-        minibatch: training examples a task, for the estimate of a step's cost.
-        integration: the module that integrates, the LM that it asks, and the components that hold code.
-        same_data: the training set is the validation set.
-        seed_first: no step starts before the seed is validated: a strategy of the user's may look at its scores.
-        max_reflection_calls: reflections and integrations after which no step starts; None for no limit.
-        max_cost: dollars after which no step starts; None for no limit.
+        integrating: the module that integrates.
+        initial: candidates to begin from beside the seed; each has a step that validates it.
     """
 
     def __init__(
@@ -81,32 +78,31 @@ class GepaLoop:
         run: DspyRun,
         pool: Pool,
         program: DspyProgram,
-        *,
+        optimizer: Any,
         policy: StalenessPolicy,
-        workflow: Workflow,
-        admission: LiveSteps,
-        minibatch: int,
-        integration: tuple[Any, Any, Sequence[str]],
-        same_data: bool,
-        seed_first: bool,
-        max_reflection_calls: int | None,
-        max_cost: float | None,
+        integrating: Module,
+        initial: Sequence[Texts] = (),
     ) -> None:
         self._run, self._pool, self._program, self._policy = run, pool, program, policy
-        self._admission, self._minibatch, self._seed_first = admission, minibatch, seed_first
-        self._max_reflection_calls, self._max_cost = max_reflection_calls, max_cost
-        workflow = BARRIERS if run.lockstep else workflow
+        self._max_reflection_calls, self._max_cost = optimizer.max_reflection_calls, optimizer.max_cost
+        self._initial, most = list(initial), optimizer.workflow.max_candidate_characters
+        self._most_characters: int | None = most
+        self._minibatch: int = optimizer.reflection_minibatch_size or 3
+        """Training examples a task, for the estimate of a step's cost."""
+        self._admission = admission_of(optimizer.workflow, policy, run.slots, min(self._minibatch, run.slots))
         reflective = policy if isinstance(policy, Reflective) and not run.lockstep else None
+        code: list[str] = list(program.adapter._flex_paths)  # pyright: ignore[reportPrivateUsage]
         self._credit: Credit | None = None
         if reflective is not None and reflective.changes:
-            scale = abs(pool.options.perfect_score or 1.0)
-            self._credit = Credit(pool.seed_candidate, integration[2], reflective.undecided, scale)
+            scale = abs(pool.perfect_score or 1.0)
+            self._credit = Credit(pool.seed_candidate, code, reflective.undecided, scale, most)
+        workflow = BARRIERS if run.lockstep else optimizer.workflow
         hears = None if self._credit is None else self._credit.saw
-        self._evaluations = Evaluations(run, program, pool, workflow, same_data, hears)
-        self._validation = Validation(run, pool, self._evaluations, workflow)
-        self._integrations = None
+        self._evaluations = Evaluations(run, program, pool, workflow, hears)
+        self._integrations: Integrations | None = None
         if reflective is not None:
-            self._integrations = Integrations(run, pool, self._evaluations, reflective, *integration)
+            lm = optimizer.reflection_lm
+            self._integrations = Integrations(run, pool, self._evaluations, reflective, integrating, lm, code, most)
         self._validating: set[int] = set()
         self._validation_calls = 0
         self._is_last = False
@@ -116,7 +112,6 @@ class GepaLoop:
         share = 1.0 if reflective is None else reflective.frontier_share
         self._selection = Selection(pool, self._credit, share, self._unanswerable)
         self._seeded = anyio.Event()
-        self._crossing: set[int] = set()
         self._reflections = 0
         self.proposals = 0
         """Children that the reflection wrote."""
@@ -157,15 +152,15 @@ class GepaLoop:
         if is_seeded:
             run.budget.spent = pool.state.total_num_evals
             for scores in pool.state.prog_candidate_val_subscores:
-                self._validation.order.record(scores)
+                self._evaluations.order.record(scores)
                 self._evaluations.saw(max(scores.values(), default=float("-inf")))
-            self._seeded.set()
+            self._seed_is_there()
             goes_on = run.journal is not None and bool(run.journal.unfinished)
             if not goes_on and await pool.write(pool.should_stop):  # gepa asks its stoppers between steps
                 self._stop()
         else:
             pays = run.budget.reserve(self._seed_calls())
-            if run.lockstep or self._seed_first:
+            if run.lockstep or has_foreign(pool.parts):  # a strategy of the user's may look at the seed's scores
                 await self._seed(pays)
             else:
                 await run.beside(lambda: self._seed(pays))
@@ -180,14 +175,20 @@ class GepaLoop:
             first=max(pool.state.i, last) + 1,
             watchers=[] if self._integrations is None else [self._integrations.watch],
         )
-        self._validation.set_aside.refund()
+        self._evaluations.set_aside.refund()
+        if self._credit is not None:
+            await pool.write(self._keep, self._credit)
 
     async def step(self, step: Step) -> End:
         """One step. A part of it that finds nothing to go on with ends the step by raising :class:`StepEnded`."""
         if self._is_last and step.recorded is None:
             return await self.last_step(step)
+        given = await self._pool.write(self._next_initial, step)
+        if given:
+            self._run.begin(step, step.version, selection=[])
+            return await self.validated(step, given)
         head = await self._pool.write(self._head_again, step)
-        if head is not None:
+        if head:
             self._run.begin(step, step.version)
             return await self.validated(step, head)
         work = await self.select(step)
@@ -198,23 +199,23 @@ class GepaLoop:
             try:
                 found = await self.children(step, parents)
             except StepEnded:
-                head = await self._pool.write(self._head_to_validate, step, 0.01)
-                if head is None:
+                found = await self._pool.write(self._head_to_validate, step, 0.01)
+                if not found:
                     raise
-                found = head
         return await self.validated(step, found)
 
-    async def validated(self, step: Step, found: Screened) -> End:
+    async def validated(self, step: Step, found: Sequence[Screened]) -> End:
         """The rest of a step: validate and commit what was found."""
         try:
-            return await self.commit(step, await self.validate(step, found))
+            self._run.has_child(step)
+            return await self.commit(step, await self._evaluations.validate(step, found))
         except (StepEnded, RolloutUnresolvedError):
             await self._pool.write(self._not_validated, step)
             raise
         finally:
             self._validating.discard(step.number)
 
-    async def children(self, step: Step, parents: list[Parent]) -> Screened:
+    async def children(self, step: Step, parents: list[Parent]) -> list[Screened]:
         """What the step's reflections make of its parents, as far as it is to be validated by itself.
 
         Raises:
@@ -236,7 +237,7 @@ class GepaLoop:
         await self._pool.write(self._pool.begin_step, step)
         self._run.begin(step, self._pool.version, selection=[])
         head = await self._pool.write(self._head_to_validate, step, 0.0, True)
-        if head is None:
+        if not head:
             raise StepEnded(EndKind.REJECTED, "the head is validated already")
         return await self.validated(step, head)
 
@@ -259,43 +260,68 @@ class GepaLoop:
         """Whether another head's validation keeps to its share of the metric calls."""
         return self._validation_calls + len(self._pool.loader) <= HEADS_SHARE * self._run.budget.spent
 
-    def _head_to_validate(self, step: Step, least: float, last: bool = False) -> Screened | None:
+    def _head_to_validate(self, step: Step, least: float, last: bool = False) -> list[Screened]:
+        """The head, where it is worth a validation now; see :meth:`_due`."""
         credit, head = self._credit, self._due(least, last)
         if credit is None or head is None:
-            return None
-        credit.tries(head)
+            return []
+        credit.tries(step.number, head)
+        self._keep(credit)
         if self._run.journal is not None:
-            resume.keep_credit(self._run.journal, credit)
-            resume.keep_head(self._run.journal, step.number, head.candidate)
-        return self._begin_validation(step, head.candidate, credit.parent)
+            self._run.journal.journal.keep(_head_of(step), self._run.journal.candidate(head.candidate))
+        return self._begin_validation(step, head.candidate, credit)
 
-    def _head_again(self, step: Step) -> Screened | None:
+    def _head_again(self, step: Step) -> list[Screened]:
         """The head that an interrupted step was about to validate."""
         journal, credit = self._run.journal, self._credit
         if journal is None or credit is None or step.recorded is None:
-            return None
-        candidate = resume.kept_head(journal, step.number)
-        if candidate is None:
-            return None
+            return []
+        kept = journal.journal.kept(_head_of(step))
+        if kept is None:
+            return []
         self._selection.runs_again(step, False)
-        return self._begin_validation(step, candidate, credit.parent)
+        return self._begin_validation(step, journal.texts[kept], credit)
 
-    def _begin_validation(self, step: Step, head: Texts, parent: int) -> Screened:
-        step.saw(self._pool.version, math.inf)  # every later step builds on what it finds: it goes first
+    def _begin_validation(self, step: Step, head: Texts, credit: Credit) -> list[Screened]:
         self._validating.add(step.number)
         self._validation_calls += len(self._pool.loader)
+        return self._to_validate(step, head, credit.parent, "head")
+
+    def _to_validate(self, step: Step, candidate: Texts, parent: int, tag: str) -> list[Screened]:
+        step.saw(self._pool.version, math.inf)  # every later step builds on what it finds: it goes first
         proposal = CandidateProposal[Any](
-            candidate=dict(head), parent_program_ids=[parent], subsample_indices=[], subsample_scores_before=[],
-            subsample_scores_after=[], tag="head", metadata={},
+            candidate=dict(candidate), parent_program_ids=[parent], subsample_indices=[], subsample_scores_before=[],
+            subsample_scores_after=[], tag=tag, metadata={},
         )  # fmt: skip
-        return Screened((proposal,), (None,))
+        return [Screened(proposal)]
+
+    def _keep(self, credit: Credit) -> None:
+        """Write the changes down, and what they stand on."""
+        if self._run.journal is not None:
+            self._run.journal.journal.keep("credit", credit.kept())
+
+    def _next_initial(self, step: Step) -> list[Screened]:
+        """The next candidate to begin from; of an interrupted step, the one that it was about to validate."""
+        journal, known = self._run.journal, self._pool.state.program_candidates
+        kept = None if journal is None or step.recorded is None else journal.journal.kept(_head_of(step))
+        again = None if journal is None or kept is None else dict(journal.texts[kept])
+        left = [one for one in self._initial if one not in known and (step.recorded is None or one == again)]
+        if not left:
+            return []
+        self._initial.remove(left[0])
+        if step.recorded is None:
+            self._pool.begin_step(step)
+            if journal is not None:
+                journal.journal.keep(_head_of(step), journal.candidate(left[0]))
+        else:
+            self._selection.runs_again(step, False)
+        return self._to_validate(step, left[0], 0, "initial")
 
     def _not_validated(self, step: Step) -> None:
         """A head's validation came to nothing: it may be tried again."""
         if self._credit is not None and step.number in self._validating:
-            self._credit.stays_on(self._pool.state.program_candidates[self._credit.parent])
-            if self._run.journal is not None:
-                resume.keep_credit(self._run.journal, self._credit)
+            self._credit.gives_up(step.number)
+            self._keep(self._credit)
 
     def _learn(self, step: Step, commits: Sequence[Commit]) -> None:
         """Changes go onto the best candidate there is: the head that was validated, or one that beats it."""
@@ -311,39 +337,28 @@ class GepaLoop:
                     credit.stand_on(texts, one.candidate)
             elif one.score >= best:
                 credit.validated(texts, one.candidate)
-        if self._run.journal is not None:
-            resume.keep_credit(self._run.journal, credit)
+        self._keep(credit)
 
     async def select(self, step: Step) -> Selected | Crossover:
         """Choose parents and minibatches, or two candidates to cross; of an interrupted run, what was chosen then."""
-        run, pool = self._run, self._pool
-        if step.recorded is not None:
-            return await self._selected_again(step)
-        version, value, work = await pool.write(self._selection.select, step)
-        if isinstance(work, Crossover):
-            self._crossing.add(step.number)
-        selection = None if run.journal is None else resume.selection_of(run.journal, work)
+        run, pool, selection = self._run, self._pool, None
+        if step.recorded is None:
+            version, value, work = await pool.write(self._selection.select, step)
+            if run.journal is not None:
+                selection = resume.selection_of(run.journal, work)
+        else:
+            assert run.journal is not None
+            work = await pool.write(resume.selected_again, run.journal, pool, step.recorded)
+            await pool.write(self._selection.runs_again, step, isinstance(work, Crossover))
+            version, value = step.version, await pool.write(self._selection.parent_score, work)
         run.begin(step, version, value, selection)
         if isinstance(work, Crossover):
             return work
-        self._see_minibatches(work)
         tasks = list(work.tasks)
-        while tasks and not step.reservation.cover(len(tasks) * self._most_calls):
+        self._minibatch = max([self._minibatch, *(len(task.minibatch_ids) for task in tasks)])
+        while step.recorded is None and tasks and not step.reservation.cover(len(tasks) * self._most_calls):
             tasks.pop()  # a sampling strategy asked for more than the budget holds
         return Selected(tuple(tasks), work.bases[: len(tasks)])
-
-    async def _selected_again(self, step: Step) -> Selected | Crossover:
-        run, pool = self._run, self._pool
-        assert run.journal is not None
-        work = await pool.write(resume.selected_again, run.journal, pool, step.recorded)
-        crosses = isinstance(work, Crossover)
-        await pool.write(self._selection.runs_again, step, crosses)
-        if crosses:
-            self._crossing.add(step.number)
-        run.begin(step, step.version, await pool.write(self._selection.parent_score, work))
-        if isinstance(work, Selected):
-            self._see_minibatches(work)
-        return work
 
     async def rollout(self, step: Step, work: Selected) -> list[Parent]:
         """Run each task's parent on its minibatch, with traces."""
@@ -367,43 +382,41 @@ class GepaLoop:
         self._look(step, "before_propose", work.bases)
         return parents
 
-    async def propose(self, step: Step, parents: Sequence[Parent]) -> tuple[Child, ...]:
+    async def propose(self, step: Step, parents: Sequence[Parent]) -> list[Child]:
         """Let the reflection LM write a child for each task that leaves something to improve."""
         prepared = [await self._prepared(step, parent) for parent in parents]
         if self._run.lockstep:
             written = [await self._reflected(step, one) for one in prepared]
         else:
             written = await gather([lambda one=one: self._reflected(step, one) for one in prepared])
-        children: list[Child] = []
-        skipped: list[_Skipped] = []
-        for one in written:
-            if isinstance(one, _Skipped):
-                skipped.append(one)
-                continue
-            parent, texts, feedback = one
-            await self._pool.write(callbacks.proposed, self._pool, step, texts)
+        children = [one for one in written if isinstance(one, Child)]
+        for child in children:
+            await self._pool.write(callbacks.proposed, self._pool, step, child.texts)
             self.proposals += 1
-            children.append(child_of(parent, texts, feedback, step.number + 1))
         await self._pool.write(self._pool.keep_strategies)
         if not children:
-            kind = EndKind.FAILED if any(one.failed for one in skipped) else EndKind.REJECTED
-            raise StepEnded(kind, "; ".join(dict.fromkeys(one.text for one in skipped)))
+            ends = [one for one in written if isinstance(one, End)]
+            kind = EndKind.FAILED if any(one.kind is EndKind.FAILED for one in ends) else EndKind.REJECTED
+            raise StepEnded(kind, "; ".join(dict.fromkeys(one.reason for one in ends)))
         if self._integrations is not None:
             children = [one for one in children if one.candidate != one.parent.task.parent_candidate]
             if not children:
                 raise StepEnded(EndKind.REJECTED, "the reflection changed nothing")
+        if all(is_too_long(one.candidate, self._most_characters) for one in children):
+            raise StepEnded(EndKind.REJECTED, f"longer than max_candidate_characters={self._most_characters}")
+        children = [one for one in children if not is_too_long(one.candidate, self._most_characters)]
         self._look(step, "after_propose", [one.parent.base for one in children])
-        return tuple(children)
+        return children
 
-    async def _prepared(self, step: Step, parent: Parent) -> _Prepared | _Skipped:
+    async def _prepared(self, step: Step, parent: Parent) -> _Prepared | End:
         """What reflection reads of a parent, or why there is nothing to reflect on."""
         pool, task, evaluation = self._pool, parent.task, parent.evaluation
         journal = self._run.journal
         if journal is not None and journal.reply(step.number, "propose", str(parent.index)) is not None:
-            return _Prepared(parent, [], {})  # it was proposed before the run was interrupted
+            return _Prepared(parent, [], {}, is_paid=True)
         reason = await pool.write(callbacks.nothing_to_improve, pool, step, task, evaluation)
         if reason is not None:
-            return _Skipped(reason)
+            return End(EndKind.REJECTED, reason)
         components = await pool.write(callbacks.choose_components, pool, step, task, evaluation)
         rng = None if self._run.lockstep else step.rng
         try:
@@ -417,24 +430,26 @@ class GepaLoop:
             raise
         except Exception as error:
             self._log(f"Iteration {step.number + 1}: Exception building reflective dataset: {error}")
-            return _Skipped(f"no reflective dataset: {error}", failed=True)
+            return End(EndKind.FAILED, f"no reflective dataset: {error}")
         await pool.write(callbacks.reflection_starts, pool, step, task, components, dataset)
         return _Prepared(parent, components, dataset)
 
-    async def _reflected(
-        self, step: Step, one: _Prepared | _Skipped
-    ) -> tuple[Parent, Texts, tuple[str, ...]] | _Skipped:
-        """New texts from a reflection, with the feedback that it read."""
-        if isinstance(one, _Skipped):
+    async def _reflected(self, step: Step, one: _Prepared | End) -> Child | End:
+        """The child that a reflection writes.
+
+        Raises:
+            AssertionError: a text for a component that the parent does not have (as gepa).
+        """
+        if isinstance(one, End):
             return one
-        record, reason = _ProposalRecord(str(one.parent.index), feedback_in(one.dataset)), ""
+        parent_texts, record, reason = one.parent.task.parent_candidate, _ProposalRecord(one), ""
         for attempt in range(ATTEMPTS):
-            self._reflections += 1
+            self._reflections += not one.is_paid
             try:
                 made = await self._run.rollouts.request(
                     "propose",
                     step,
-                    lambda: self._program.propose(one.parent.task.parent_candidate, one.dataset, one.components),
+                    lambda: self._program.propose(parent_texts, one.dataset, one.components),
                     lambda reflection: Spent(reflection.tokens, reflection.cost_dollars),
                     record,
                 )
@@ -445,19 +460,13 @@ class GepaLoop:
                 reason = f"reflection failed: {error}"
                 continue
             if not made.texts:
-                return _Skipped("reflection returned no text")
-            return one.parent, made.texts, record.feedback
-        return _Skipped(reason, failed=True)
+                return End(EndKind.REJECTED, "reflection returned no text")
+            for name in made.texts:
+                assert name in parent_texts, f"{name} missing in candidate"
+            return Child(one.parent, made.texts, record.feedback)
+        return End(EndKind.FAILED, reason)
 
-    async def integrate(self, step: Step, waiting: Waiting) -> Screened | None:
-        """Where the policy says so, have children joined with those of other steps; None where they go on alone."""
-        if not self._look(step, "after_screen", [one.parent.base for one in waiting.children]):
-            return None
-        assert self._integrations is not None
-        self._run.has_child(step)
-        return await self._integrations.take_in(step, waiting)
-
-    async def screen(self, step: Step, children: Sequence[Child]) -> Screened:
+    async def screen(self, step: Step, children: Sequence[Child]) -> list[Screened]:
         """Run the children on their parents' minibatches, and let gepa's criterion decide."""
         pool = self._pool
         calls = sum(
@@ -470,27 +479,23 @@ class GepaLoop:
         if not screened:
             await pool.write(pool.count_calls)
             raise StepEnded(EndKind.REJECTED, "no child could pass its screen any more")
-        there, batches = [child for child, _ in screened], [batch for _, batch in screened]
-        proposals = await pool.write(callbacks.children_end, pool, step, there, batches)
-        kept = await pool.write(callbacks.choose, pool, step, proposals)
-        if not kept:
+        passed = await pool.write(callbacks.children_end, pool, step, screened)
+        if not passed:
             raise StepEnded(EndKind.REJECTED, "no child passed its screen")
-        child_of_proposal = {id(proposal): child for child, proposal in zip(there, proposals, strict=True)}
-        passed = tuple(child_of_proposal[id(one)] for one in kept)  # a selection strategy may change the order
         if self._credit is not None:
-            alone = [
-                (child, proposal)
-                for child, proposal in zip(passed, kept, strict=True)
-                if not await pool.write(self._joins_head, step, child, proposal) or self._doubts_head(step)
+            passed = [
+                one for one in passed if not await pool.write(self._joins_head, step, *one) or self._doubts_head(step)
             ]
-            if not alone:
+            if not passed:
                 raise StepEnded(EndKind.INTEGRATED, "its changes are in the head")
-            passed, kept = tuple(child for child, _ in alone), [proposal for _, proposal in alone]
-        integrated = await self.integrate(step, Waiting(passed, tuple(kept)))
-        if integrated is not None:
-            return integrated
-        step.saw(step.version, await pool.write(callbacks.expected_score, pool, kept))
-        return Screened(tuple(kept), tuple(one.parent.base for one in passed))
+        if self._look(step, "after_screen", [child.parent.base for child, _ in passed]):
+            assert self._integrations is not None
+            self._run.has_child(step)
+            integrated = await self._integrations.take_in(step, passed)
+            if integrated is not None:
+                return [integrated]
+        step.saw(step.version, await pool.write(callbacks.expected_score, pool, [one for _, one in passed]))
+        return [Screened(one, child.parent.base) for child, one in passed]
 
     def _doubts_head(self, step: Step) -> bool:
         """Whether a step validates its own child, though its changes are in the head: heads bring nothing of late."""
@@ -506,22 +511,19 @@ class GepaLoop:
             step.number, child.parent.task.parent_candidate, child.candidate, self._evaluations.train_split,
             {id_text(one): score for one, score in zip(ids, scores, strict=True)},
         )  # fmt: skip
-        if is_taken and self._run.journal is not None:
-            resume.keep_credit(self._run.journal, self._credit)
+        if is_taken:
+            self._keep(self._credit)
         return is_taken
 
     async def _screened(self, step: Step, child: Child) -> tuple[Child, Batch] | None:
         """A child on its parent's minibatch; None where it was given up, since it could not pass any more."""
         parent, task = child.parent, child.parent.task
         whole: Batch | None = parent.evaluation if parent.late is None else None
-        gate: Gate | None = None
-        if not self._run.lockstep and rejects_by_sum(self._pool.parts):
-            passes = passes_screen(self._pool.parts.acceptance, lambda: None if whole is None else sum(whole.scores))
-            gate = Gate(len(task.minibatch_ids), passes, lambda: self._evaluations.highest)
+        gate = self._evaluations.gate(len(task.minibatch_ids), lambda: None if whole is None else sum(whole.scores))
 
         async def rest_of_parent() -> Batch:
             nonlocal whole
-            whole = parent.evaluation if parent.late is None else await parent.late.complete()
+            whole = parent.evaluation if parent.late is None else await parent.late()
             return whole
 
         async def evaluated() -> Batch:
@@ -539,51 +541,38 @@ class GepaLoop:
             return None
         return replace(child, parent=replace(parent, evaluation=full, late=None)), batch
 
-    async def screen_crossover(self, step: Step, plan: Crossover) -> Screened:
+    async def screen_crossover(self, step: Step, plan: Crossover) -> list[Screened]:
         """Run the child of two parents on validation examples that both were run on: gepa's merge."""
         pool = self._pool
+        if is_too_long(plan.candidate, self._most_characters):
+            raise StepEnded(EndKind.REJECTED, f"longer than max_candidate_characters={self._most_characters}")
         await pool.write(callbacks.crossover_starts, pool, step, plan)
-        lookup = await pool.write(callbacks.lookup, pool, plan.candidate, list(plan.ids))
+        lookup = await pool.write(callbacks.lookup, pool, plan.candidate, plan.ids)
         calls = self._evaluations.unpaid(step, plan.candidate, lookup.missing, traced=False)
         if not step.reservation.cover(calls):
             raise StepEnded(EndKind.DISCARDED, f"no budget is left for a screen of {calls}")
-        fresh = await self._evaluations.validation(
-            "screen", step, step.reservation, plan.candidate, lookup.missing, traced=False
-        )
+        fresh = await self._evaluations.validation("screen", step, plan.candidate, lookup.missing, traced=False)
         proposal = await pool.write(callbacks.crossover_ended, pool, step, plan, lookup, fresh)
         if proposal is None:
             raise StepEnded(EndKind.REJECTED, "the merge is worse than one of its parents")
         self._look(step, "after_screen", (), integrates=False)
-        step.saw(step.version, await pool.write(callbacks.crossover_score, pool, plan))
-        return Screened((proposal,), (None,), merge=True)
+        step.saw(step.version, await pool.write(lambda: max(map(pool.score_of, plan.parents))))
+        return [Screened(proposal)]
 
-    async def validate(self, step: Step, found: Screened) -> Validated:
-        """Run what passed its screen on the validation examples that gepa's evaluation policy names."""
-        self._run.has_child(step)
-        return await self._validation.children(step, found)
-
-    async def commit(self, step: Step, work: Validated) -> End:
+    async def commit(self, step: Step, work: Sequence[Validated]) -> End:
         """Add the candidates to the pool, one after the other: the one writer."""
         await self._seeded.wait()
         try:
-            self._look(step, "before_commit", work.bases)
+            self._look(step, "before_commit", [one.base for one in work])
         except StepEnded:
-            await self._validation.withdraw(work.keys)
+            await self._evaluations.withdraw([one.key for one in work])
             raise
         commits: list[Commit] = []
         with anyio.CancelScope(shield=True):  # what enters the pool is told and counted, even if the run ends meanwhile
-            commits = await self._validation.commit_children(step, work)
+            commits = await self._pool.write(self._evaluations.commit, step, work)
             await self._pool.write(self._learn, step, commits)
             for one in commits:
-                self._run.commit(
-                    step,
-                    version=one.version,
-                    candidate=one.candidate,
-                    score=one.score,
-                    best_score=one.best_score,
-                    generation=one.generation,
-                    parents=one.parents,
-                )
+                self._run.commit(step, **asdict(one))
         return End(EndKind.COMMITTED, f"candidate {', '.join(str(one.candidate) for one in commits)}")
 
     # The staleness policy.
@@ -603,7 +592,7 @@ class GepaLoop:
         """
         run, pool, policy = self._run, self._pool, self._policy
         if place != "before_commit":
-            run.gaps.record(place, gap(pool.version, step.version))
+            run.gaps[place][pool.version - step.version] += 1
         if place not in policy.looks:
             return False
         orphaned = any(base in pool.speculative.fallen for base in bases)
@@ -630,7 +619,7 @@ class GepaLoop:
 
     def _reserve(self) -> Reservation | None:
         """Set a step's calls aside, and beside them a validation for the last head."""
-        aside, budget = self._validation.set_aside, self._run.budget
+        aside, budget = self._evaluations.set_aside, self._run.budget
         pays = None
         if self._spent_up() is None:
             if self._credit is None or aside.extend(max(0, len(self._pool.loader) - aside.open)):
@@ -658,21 +647,22 @@ class GepaLoop:
 
     def _seed_calls(self) -> int:
         journal = self._run.journal
-        return len(self._validation.seed_examples()) - (0 if journal is None else journal.paid[BEFORE_STEPS])
+        return len(self._evaluations.seed_examples()) - (0 if journal is None else journal.paid[BEFORE_STEPS])
 
     async def _seed(self, pays: Reservation | None) -> None:
-        await self._validation.seed(pays)
+        await self._evaluations.seed(pays)
         await self._pool.write(self._pool.count_calls)
         if await self._pool.write(self._pool.should_stop):
             self._stop()
+        self._seed_is_there()
+
+    def _seed_is_there(self) -> None:
+        self._run.bus.emit(SeedValidated(self._run.clock(), self._pool.score_of(0)))
         self._seeded.set()
 
     async def _ended(self, step: Step, end: End) -> None:
         pool = self._pool
-        if step.number in self._crossing:
-            self._crossing.discard(step.number)
-            await pool.write(self._selection.crossover_ended)
-        await pool.write(pool.count_calls)
+        await pool.write(self._selection.ended, step)
         committed = end.kind is EndKind.COMMITTED
         # Steps overlap: to who counts them, those are iterations that came one after the other, or were committed.
         counts = committed or (step.number >= self._counts_from and (self._credit is None or self._may_validate()))
@@ -688,11 +678,7 @@ class GepaLoop:
 
     def _unanswerable(self) -> set[Any]:
         """Training examples that minibatches avoid; in lockstep they are dspy.GEPA's."""
-        split = self._evaluations.train_split
-        return set() if self._run.lockstep else {one for of, one in self._run.rollouts.unanswerable if of == split}
-
-    def _see_minibatches(self, work: Selected) -> None:
-        self._minibatch = max([self._minibatch, *(len(task.minibatch_ids) for task in work.tasks)])
+        return set() if self._run.lockstep else self._run.rollouts.without_answer(self._evaluations.train_split)
 
     def _log(self, message: str) -> None:
         self._pool.logger.log(message)
@@ -700,27 +686,23 @@ class GepaLoop:
 
 
 @dataclass(frozen=True, slots=True)
-class _Skipped:
-    """Why a task has no child; ``failed``: something raised, otherwise there was nothing to improve."""
-
-    text: str
-    failed: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class _Prepared:
-    """A task that is ready to be reflected on."""
+    """A task that is ready to be reflected on; one whose child was written before an interruption is paid."""
 
     parent: Parent
     components: list[str]
     dataset: Any
+    is_paid: bool = False
 
 
 class _ProposalRecord:
     """How a proposal is written down and read again, with the feedback that it was made from."""
 
-    def __init__(self, position: str, feedback: tuple[str, ...]) -> None:
-        self.position, self.feedback = position, feedback
+    def __init__(self, one: _Prepared) -> None:
+        self.position = str(one.parent.index)
+        rows = [record for records in one.dataset.values() for record in records]
+        # What the metric said, one text an example; dspy's adapter keeps it under "Feedback".
+        self.feedback = tuple(dict.fromkeys(str(record["Feedback"]) for record in rows if record.get("Feedback")))
 
     def write(self, answer: Reflection) -> str | None:
         return json.dumps({"texts": answer.texts, "feedback": self.feedback}) if answer.texts else None
@@ -731,22 +713,20 @@ class _ProposalRecord:
         return Reflection(kept["texts"], 0)
 
 
-def child_of(parent: Parent, texts: Texts, feedback: tuple[str, ...], iteration: int) -> Child:
-    """The parent's candidate with new texts.
+def _head_of(step: Step) -> str:
+    """Under this the journal has the head that a step validates."""
+    return f"head of step {step.number}"
 
-    Raises:
-        AssertionError: a text for a component that the parent does not have (as gepa).
+
+def admission_of(workflow: Workflow, policy: StalenessPolicy, slots: int, burst: int) -> LiveSteps:
+    """When a step may start: as many as the workflow says, else a bound that follows from slots, budget and policy.
+
+    Three quarters of the slots live, three in sixteen of them at work: a working step keeps one to three slots busy, a
+    validation as many as it has examples. More steps make more proposals a minute and fewer generations.
     """
-    candidate = dict(parent.task.parent_candidate)
-    metadata: dict[str, Any] = {"proposal_id": f"{iteration}-{parent.index}"}
-    for name, text in texts.items():
-        assert name in candidate, f"{name} missing in candidate"
-        candidate[name] = text
-        metadata[f"prompt:{name}"] = metadata[f"raw_lm_output:{name}"] = ""
-    return Child(parent, candidate, metadata, feedback)
-
-
-def feedback_in(dataset: Mapping[str, Sequence[Mapping[str, Any]]]) -> tuple[str, ...]:
-    """What the metric said, one text an example; dspy's adapter keeps it under "Feedback"."""
-    texts = [str(record["Feedback"]) for rows in dataset.values() for record in rows if record.get("Feedback")]
-    return tuple(dict.fromkeys(texts))
+    if workflow.live_steps is not None:
+        return LiveSteps(workflow.live_steps, strict=True)
+    live, working = max(2, math.ceil(3 * slots / 4)), max(2, math.ceil(3 * slots / 16))
+    if isinstance(policy, Reflective) and policy.changes:  # all steps are short: each does one step's work
+        return LiveSteps(live, None, GENERATIONS_OF_CHANGES, burst, slots)
+    return LiveSteps(live, working, GENERATIONS, burst, slots)

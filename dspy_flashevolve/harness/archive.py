@@ -15,7 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dspy_flashevolve.sandbox.contract import Failure, LmRecord, Outcome
+from pydantic import TypeAdapter
+
+from dspy_flashevolve.sandbox.contract import Failure, Outcome
 
 Cost = Callable[[Outcome], float]
 """A function from one run on one example to its cost; lower is better, and it must be finite."""
@@ -105,29 +107,6 @@ class Failed:
 
 Checked = Evaluated | Failed
 """A candidate whose check, or whose evaluation, is done."""
-
-
-def trial_in(kept: dict[str, Any]) -> Trial:
-    """The trial of which ``asdict`` was kept, as JSON."""
-    outcome: dict[str, Any] = dict(kept["outcome"])
-    outcome["calls"] = tuple(LmRecord(**call) for call in outcome["calls"])
-    outcome["failure"] = _failure_in(outcome["failure"])
-    fields: dict[str, Any] = {**kept, "outcome": Outcome(**outcome)}
-    return Trial(**fields)
-
-
-def checked_in(kept: dict[str, Any]) -> Checked:
-    """The candidate of which ``asdict`` was kept, as JSON."""
-    about: dict[str, Any] = {**kept["draft"], "parents": tuple(kept["draft"]["parents"])}
-    draft, traces = Draft(**about), tuple(trial_in(one) for one in kept["traces"])
-    if "failure" in kept:
-        return Failed(draft, Failure(**kept["failure"]), traces)
-    scores, costs, failures = tuple(kept["scores"]), tuple(kept["costs"]), tuple(map(_failure_in, kept["failures"]))
-    return Evaluated(draft, scores, costs, failures, traces, kept["memory"])
-
-
-def _failure_in(kept: dict[str, Any] | None) -> Any:
-    return None if kept is None else Failure(**kept)
 
 
 def pareto_front(points: Mapping[int, tuple[float, float]]) -> tuple[int, ...]:
@@ -334,12 +313,13 @@ class Draft:
     direction: str = ""
 
 
-class DraftError(ValueError):
-    """A source is no harness; :attr:`failure` says why."""
+TRIAL: TypeAdapter[Trial] = TypeAdapter(Trial)
+CHECKED: TypeAdapter[Checked] = TypeAdapter(Checked)
+"""They read again what ``asdict`` gave."""
 
-    def __init__(self, message: str) -> None:
-        super().__init__(message)
-        self.failure = Failure("interface", message)
+
+class DraftError(ValueError):
+    """A source is no harness."""
 
 
 def blocks_in(reply: str) -> list[str]:

@@ -17,7 +17,7 @@ from dspy_flashevolve.engine.errors import ConfigurationError, DataError, FlashE
 from dspy_flashevolve.engine.replay import hash_of
 from dspy_flashevolve.engine.rollouts import Granted, Rollout, RolloutKey, Spent, batch
 from dspy_flashevolve.engine.steps import Step
-from dspy_flashevolve.harness.archive import Checked, Draft, DraftError, Evaluated, Failed, Trial, draft_of, trial_in
+from dspy_flashevolve.harness.archive import TRIAL, Checked, Draft, DraftError, Evaluated, Failed, Trial, draft_of
 from dspy_flashevolve.harness.program import as_json, call_in_thread, call_on_loop, typed_fields
 from dspy_flashevolve.programs.faults import heard_lm_calls, raise_provider_fault
 from dspy_flashevolve.programs.metric import Metric
@@ -140,7 +140,7 @@ class TrialRecord:
         try:
             kept = json.loads(row["output"])
             kept["outcome"]["calls"] = json.loads(row["trace"] or "[]")
-            trial = trial_in(kept)
+            trial = TRIAL.validate_python(kept)
         except (KeyError, TypeError, ValueError):  # of another version
             return None
         return Rollout(trial.outcome.fields, trial.score, trajectory=trial)

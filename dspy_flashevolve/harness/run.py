@@ -20,12 +20,11 @@ import dspy
 
 from dspy_flashevolve.engine.admission import LiveSteps
 from dspy_flashevolve.engine.errors import DataError, RolloutUnresolvedError, RunAbortedError, hand_over
-from dspy_flashevolve.engine.events import Looked
 from dspy_flashevolve.engine.redaction import MARK
 from dspy_flashevolve.engine.rollouts import gather
-from dspy_flashevolve.engine.staleness import Discard, History, Integrate, Look, gap
+from dspy_flashevolve.engine.staleness import Discard, Integrate, Look
 from dspy_flashevolve.engine.steps import End, EndKind, NothingToDoError, Step, StepEnded
-from dspy_flashevolve.harness.archive import Archive, Checked, Draft, Failed, checked_in, drafts_in
+from dspy_flashevolve.harness.archive import CHECKED, Archive, Checked, Draft, Failed, drafts_in
 from dspy_flashevolve.harness.evaluating import Evaluations, HarnessTask, texts_of
 from dspy_flashevolve.harness.program import Harness
 from dspy_flashevolve.harness.proposing import Directions, ReviseHarness, admitted_since, interface_for, proposer_of
@@ -78,14 +77,18 @@ class HarnessRun:
 
         Raises:
             DataError: the seed does not run.
-            RunAbortedError: the provider refused for good, or did not answer the seed.
+            RunAbortedError: the provider refused for good, or did not answer the seed; or a stop came before that.
         """
         first = self._take_up()
         try:
             async with self.sandbox:
                 self.missing_protection = self.sandbox.missing
                 live = LiveSteps(LIVE_STEPS_A_PROPOSER * self.of.proposers)
-                await self.run.evolve(self.step, live, calls=self._calls, first=first)
+                await self.run.evolve(self.step, live, calls=self._calls, first=first, at_least=1)
+            if not self.archive.version:
+                raise RunAbortedError(
+                    f"the student was not evaluated: {self.run.stop_reason}. Let the run go on longer."
+                )
         except Exception as error:
             if self.archive.version:
                 hand_over(error, self.best_program())
@@ -154,17 +157,13 @@ class HarnessRun:
 
     async def patch(self, step: Step, drafts: list[Draft], version: int) -> list[Draft]:
         """Ask about each draft that was written while the archive grew whether it should take something over."""
-        behind = gap(version, step.version)
-        self.run.gaps.record("after_propose", behind)
-        decision = self.of.staleness.decide(Look("after_propose", step.version), History(version))
-        joins = isinstance(decision, Integrate) and behind > 0
-        word, reason = "integrate" if joins else "admit", ""
+        behind = version - step.version
+        self.run.gaps["after_propose"][behind] += 1
+        look = Look("after_propose", step.version)
+        decision = self.run.look(step, self.of.staleness, look, version, integrates=behind > 0)
         if isinstance(decision, Discard):
-            word, reason = "discard", decision.reason
-        self.run.bus.emit(Looked(self.run.clock(), step.number, "after_propose", behind, word, reason))
-        if isinstance(decision, Discard):
-            raise StepEnded(EndKind.DISCARDED, reason)
-        if not joins:
+            raise StepEnded(EndKind.DISCARDED, decision.reason)
+        if not isinstance(decision, Integrate) or not behind:
             return drafts
         since = admitted_since(self.archive, step.version)
 
@@ -290,7 +289,7 @@ class HarnessRun:
         kept += rows("SELECT value AS kept FROM state WHERE name LIKE ? ORDER BY name", (f"{FAILED}%",))
         for text in (row["kept"] for row in kept):
             one = json.loads(text)
-            number = self.archive.add(checked_in(one["candidate"]))
+            number = self.archive.add(CHECKED.validate_python(one["candidate"]))
             self._taken_up.add((one["step"], one["place"]))
             if MARK in text:
                 logger.warning("candidate %04d is not as it was: a secret was taken out of the journal", number)

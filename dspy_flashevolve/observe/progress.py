@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from typing import Any
 
-from dspy_flashevolve.engine.events import Committed, Event, RolloutFinished, StepClosed, StepOpened
+from dspy_flashevolve.engine.events import Committed, Event, RequestFinished, RolloutFinished, SeedValidated, StepClosed
 from dspy_flashevolve.engine.scheduler import Scheduler
 
 
 class Progress:
-    """Shows metric calls against the budget, slots busy, live steps and the best score.
+    """Shows metric calls against the budget, and beside them scores, requests in flight, tokens and dollars.
 
     Args:
         name: of the optimizer.
@@ -21,8 +22,11 @@ class Progress:
         self._name, self._total = name, total
         self._scheduler: Scheduler | None = None
         self._bar: Any = None
-        self._live = 0
+        self._accepted = self._tokens = 0
+        self._dollars = 0.0
+        self._seed: float | None = None
         self._best: float | None = None
+        self._streams: list[tuple[logging.StreamHandler[Any], Any]] = []
 
     def begin(self, scheduler: Scheduler) -> None:
         """Show the bar; the scheduler knows how many slots are busy."""
@@ -30,26 +34,65 @@ class Progress:
             warnings.simplefilter("ignore")  # tqdm.auto warns where a notebook has no widgets, and falls back
             from tqdm.auto import tqdm
         self._scheduler = scheduler
-        self._bar = tqdm(total=self._total, desc=self._name, unit="rollouts", dynamic_ncols=True)
+
+        class Bar(tqdm):
+            def end(self) -> None:
+                """What is left of the budget belongs to no step: it is at its end."""
+                self.total = self.n or None
+                self.refresh()
+                self.close()
+
+        self._bar = Bar(total=self._total, desc=self._name, unit="rollouts", dynamic_ncols=True)
+        self._bar.set_postfix_str("validating the seed program")
+        for handler in (*logging.root.handlers, *logging.getLogger("dspy").handlers):
+            to_file = isinstance(handler, logging.FileHandler)
+            if isinstance(handler, logging.StreamHandler) and not to_file and not isinstance(handler.stream, _AboveBar):
+                self._streams.append((handler, handler.setStream(_AboveBar(handler.stream, tqdm))))
 
     def __call__(self, event: Event) -> None:
         """Take one event."""
         if self._scheduler is None:
             return
-        if isinstance(event, RolloutFinished):
-            self._bar.update(1)
-        elif isinstance(event, StepOpened | StepClosed):
-            self._live = event.live
+        if isinstance(event, RolloutFinished | RequestFinished):
+            self._tokens += event.tokens
+            self._dollars += event.cost_dollars
+            self._bar.update(isinstance(event, RolloutFinished))
+            return
+        if isinstance(event, SeedValidated):
+            self._seed = self._best = event.score
         elif isinstance(event, Committed):
             self._best = event.best_score
-        else:
+            self._accepted += 1
+        elif not isinstance(event, StepClosed):
             return
-        if isinstance(event, StepClosed | Committed):
-            used = self._scheduler.statistics()
-            best = "-" if self._best is None else f"{self._best:.3f}"
-            self._bar.set_postfix_str(f"slots {used.busy}/{used.limit}, live {self._live}, best {best}", refresh=False)
+        used = self._scheduler.statistics()
+        seed = "" if self._seed is None else f" (seed {self._seed:.3f})"
+        parts = [
+            "" if self._best is None else f"best {self._best:.3f}{seed}, {self._accepted} accepted",
+            f"{used.busy}/{used.limit} in flight",
+            f"{self._tokens / 1000:.0f}k tokens" if self._tokens else "",
+            f"${self._dollars:.2f}" if self._dollars else "",
+        ]
+        self._bar.set_postfix_str(", ".join(filter(None, parts)), refresh=False)
 
     def close(self) -> None:
         """Leave the bar as it is."""
+        for handler, stream in self._streams:
+            handler.setStream(stream)
+        self._streams.clear()
         if self._bar is not None:
-            self._bar.close()
+            self._bar.end()
+
+
+class _AboveBar:
+    """Writes above the bar what would else tear it."""
+
+    def __init__(self, stream: Any, tqdm: Any) -> None:
+        self._stream, self._tqdm = stream, tqdm
+
+    def write(self, text: str) -> None:
+        with self._tqdm.external_write_mode():
+            self._stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)

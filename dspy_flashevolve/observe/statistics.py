@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from dspy_flashevolve.engine.events import (
     Committed,
@@ -22,11 +23,11 @@ from dspy_flashevolve.engine.events import (
     StepOpened,
 )
 from dspy_flashevolve.engine.loop import LoopClock
-from dspy_flashevolve.engine.rollouts import Rollouts
-from dspy_flashevolve.engine.run import Outcome
-from dspy_flashevolve.engine.scheduler import SlotStatistics, StageVisit
+from dspy_flashevolve.engine.run import EvolutionRun, Outcome
+from dspy_flashevolve.engine.scheduler import StageVisit
 from dspy_flashevolve.engine.steps import EndKind
 
+T = TypeVar("T")
 MOST_STAGE_RECORDS = 10_000
 """Of a long run the timeline has the beginning only."""
 REFLECTION_STAGES = ("propose", "integrate")
@@ -54,7 +55,7 @@ class ChangeRecord:
     error: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class RunStats:
     """What a run on the engine did, whatever it evolved. Seconds, also those of events, are since the run began.
 
@@ -86,8 +87,8 @@ class RunStats:
         timed_out_rollouts: runs of rollouts that took longer than rollout_timeout_seconds.
         requests_by_stage: rollouts and other requests that were answered.
         tokens_by_stage: prompt and completion tokens of them, as the LMs report them.
-        cost_dollars: of all LM calls whose model is in litellm's cost map; worked out only for a run that asks for it
-            (``max_cost``), else 0.
+        cost_dollars: of all LM calls, by litellm's cost map; None where the price of a model is not known.
+        dollars_by_stage: the same of the LM calls of each stage.
         generations: the most steps from the seed to a candidate, along its parents.
         commits: every change of the pool, in order.
         looks: decision -> items that the staleness policy looked at.
@@ -117,7 +118,8 @@ class RunStats:
     unanswered_examples: int
     requests_by_stage: dict[str, int]
     tokens_by_stage: dict[str, int]
-    cost_dollars: float
+    cost_dollars: float | None
+    dollars_by_stage: dict[str, float | None]
     generations: int
     commits: list[Committed] = field(default_factory=list[Committed])
     looks: dict[str, int] = field(default_factory=dict[str, int])
@@ -129,8 +131,11 @@ class RunStats:
         """Plain data, ready for JSON."""
         return asdict(self)
 
+    def __repr__(self) -> str:
+        return summary_of(self)
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class AsyncStats(RunStats):
     """What an AsyncGEPA run did, beside ``DspyGEPAResult``; see :class:`RunStats` for the rest.
 
@@ -145,6 +150,10 @@ class AsyncStats(RunStats):
         integrations: every integration, in order, with the verdicts and their reasons.
         changes: what reflections added to the head, in order, with what it is estimated to be worth; of the newest
             base.
+        seed_score: of the program that the run began with, on the validation set; None where it was not validated.
+        best_score: of the returned program.
+        prompt_change: a unified diff from the seed program's texts to those of the returned one; empty where it is the
+            seed.
     """
 
     proposals: int
@@ -156,6 +165,9 @@ class AsyncStats(RunStats):
     verdicts: dict[str, int] = field(default_factory=dict[str, int])
     integrations: list[Integrated] = field(default_factory=list[Integrated])
     changes: list[ChangeRecord] = field(default_factory=list[ChangeRecord])
+    seed_score: float | None = None
+    best_score: float | None = None
+    prompt_change: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +221,7 @@ class Problem:
     detail: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class AceStats(RunStats):
     """What an AsyncACE run did; see :class:`RunStats` for the rest.
 
@@ -266,10 +278,10 @@ class Recorder:
     def __init__(self, clock: LoopClock) -> None:
         self.clock = clock
         self.steps = self.pauses = 0
-        self.ended: dict[str, int] = {kind.value: 0 for kind in EndKind}
         self.end_reasons, self.looks = Counter[str](), Counter[str]()
         self.requests, self.tokens = Counter[str](), Counter[str]()
-        self.cost_dollars = 0.0
+        self.dollars = defaultdict[str, float](float)
+        """Of stages, where prices are known."""
         self.unanswered_examples = 0
         self.commits: list[Committed] = []
         self.integrations: list[Integrated] = []
@@ -282,7 +294,7 @@ class Recorder:
         if isinstance(event, RolloutFinished | RequestFinished):
             self.requests[event.stage] += 1
             self.tokens[event.stage] += event.tokens
-            self.cost_dollars += event.cost_dollars
+            self.dollars[event.stage] += event.cost_dollars
         elif isinstance(event, StepOpened):
             self.steps += 1
         elif isinstance(event, StageVisited):
@@ -290,7 +302,6 @@ class Recorder:
                 queued, began = event.queued_seconds - self.clock.began, event.began_seconds - self.clock.began
                 self.stages.append(StageVisit(event.step, event.stage, queued, began, ended=event.seconds))
         elif isinstance(event, StepClosed):
-            self.ended[event.end.kind.value] += 1
             if event.end.kind is not EndKind.COMMITTED:
                 self.end_reasons[event.end.reason] += 1
         elif isinstance(event, Committed):
@@ -306,28 +317,33 @@ class Recorder:
         elif isinstance(event, Integrated):
             self.integrations.append(event)
 
-    def stats(self, *, outcome: Outcome, slots: SlotStatistics, rollouts: Rollouts, **figures: Any) -> RunStats:
+    def stats(self, run: EvolutionRun, unpriced: Collection[str], **figures: Any) -> RunStats:
         """The record of the run so far.
 
         Args:
-            figures: those of :class:`RunStats` that no event tells.
+            unpriced: stages that ask a model whose price is not known.
+            figures: those of :class:`RunStats` that neither an event nor the run tells.
         """
+        slots = run.scheduler.statistics()
         return RunStats(
-            outcome=outcome,
-            failed=outcome == "failed",
+            outcome=run.outcome,
+            failed=run.outcome == "failed",
             steps=self.steps,
-            ended=dict(self.ended),
+            ended=dict(run.ended),
             end_reasons=dict(self.end_reasons),
             slots=slots.limit,
             peak_slots=slots.peak,
             occupancy=slots.busy_seconds / slots.limit_seconds if slots.limit_seconds else 0.0,
             busy_seconds_by_stage={name: one.served_seconds for name, one in slots.stages.items()},
-            shared_rollouts=rollouts.shared,
+            gaps={place: dict(sorted(counts.items())) for place, counts in list(run.gaps.items())},
+            shared_rollouts=run.rollouts.shared,
+            retried_requests=run.endpoints.retried,
             unanswered_examples=self.unanswered_examples,
-            timed_out_rollouts=rollouts.timed_out,
+            timed_out_rollouts=run.rollouts.timed_out,
             requests_by_stage=dict(self.requests),
             tokens_by_stage=dict(self.tokens),
-            cost_dollars=self.cost_dollars,
+            cost_dollars=None if any(stage in unpriced for stage in self.requests) else sum(self.dollars.values()),
+            dollars_by_stage={stage: None if stage in unpriced else self.dollars[stage] for stage in self.requests},
             generations=max((commit.generation for commit in self.commits), default=0),
             commits=list(self.commits),
             looks=dict(self.looks),
@@ -342,7 +358,7 @@ class Recorder:
 
         Args:
             of_run: what :meth:`stats` says.
-            figures: proposals, reflection_calls, integration_calls and changes of :class:`AsyncStats`.
+            figures: those of :class:`AsyncStats` that no event tells.
         """
         minutes = of_run.seconds / 60
         reflection = sum(self.tokens[stage] for stage in REFLECTION_STAGES)
@@ -357,34 +373,71 @@ class Recorder:
         )
 
 
-WORDS = {
+OUTCOMES = {
     "finished": "finished",
     "stopped": "was stopped",
     "failed": "gave up, and returns the best program so far",
     "aborted": "was aborted",
 }
+BUSY = 0.8
+"""From this share of the slots in use on, more of them would have been used."""
+SHOWN_LINES = 12
+"""Lines of a prompt's change that a summary shows; :attr:`AsyncStats.prompt_change` has all."""
 
 
-def log_summary(logger: logging.Logger, stats: AsyncStats, best_score: float | None, error: bool = False) -> None:
-    """Say how a run ended, what it has found and what it has spent.
+def summary_of(stats: RunStats) -> str:
+    """A run in about ten lines: how it ended, what it found, what it cost, and what held it back."""
+    steps = ", ".join(f"{count} {way}" for way, count in stats.ended.items() if count) or "none ended"
+    calls = "" if stats.max_metric_calls is None else f" of {stats.max_metric_calls}"
+    lines = [
+        f"{OUTCOMES[stats.outcome]} after {stats.seconds:.1f} s: {stats.stop_reason.rstrip('.') or 'nothing was left'}",
+        f"steps: {stats.steps} ({steps})",
+        f"metric calls: {stats.metric_calls}{calls}",
+        f"tokens: {_parts(stats.tokens_by_stage, lambda count: f'{count:,}')}",
+        f"dollars: {_parts(stats.dollars_by_stage, _dollars)}",
+        f"slots: {stats.slots}, {100 * stats.occupancy:.0f}% of their time in use; {limited_by(stats)}",
+    ]
+    if isinstance(stats, AsyncStats):
+        before, after = (_score(score) for score in (stats.seed_score, stats.best_score))
+        lines.insert(1, f"validation score: {before} (the program given) -> {after} (the program returned)")
+        lines[2] += f", {stats.proposals} proposals"
+        change = stats.prompt_change.splitlines()
+        more = [f"... and {len(change) - SHOWN_LINES} lines more"] if len(change) > SHOWN_LINES else []
+        lines += change[:SHOWN_LINES] + more
+    return "\n".join(lines)
 
-    INFO where it came to its end, WARNING where it was cancelled, ERROR where it failed or an error ended it.
+
+def limited_by(stats: RunStats) -> str:
+    """What kept a run from doing more in its time."""
+    reflecting = sum(stats.busy_seconds_by_stage.get(stage, 0.0) for stage in REFLECTION_STAGES)
+    busy = sum(stats.busy_seconds_by_stage.values())
+    if stats.pauses or any(one.after < one.before and one.reason == "refused" for one in stats.limit_changes):
+        return f"the provider's rate limit held it back ({stats.retried_requests} requests were made again)"
+    if stats.occupancy >= BUSY:
+        return "more slots (num_threads) would have been used"
+    if busy and reflecting > busy / 2:
+        return "reflections took most of it"
+    return "steps waited for each other more than for slots"
+
+
+def _parts(by_stage: Mapping[str, T], shown: Callable[[T], str]) -> str:
+    return ", ".join(f"{stage} {shown(value)}" for stage, value in by_stage.items() if value != 0) or "none"
+
+
+def _dollars(cost: float | None) -> str:
+    return "unknown" if cost is None else f"{cost:.4f}"
+
+
+def _score(score: float | None) -> str:
+    return "unknown" if score is None else f"{score:.4g}"
+
+
+def log_summary(logger: logging.Logger, stats: AsyncStats, error: bool = False) -> None:
+    """Say how a run ended: INFO where it came to its end, WARNING where it was cancelled, ERROR where it failed.
 
     Args:
-        best_score: the pool's best; None where the seed was not validated.
         error: what aborted the run was an error.
     """
     level = logging.ERROR if stats.failed or error else logging.INFO
     level = logging.WARNING if stats.outcome == "aborted" and not error else level
-    logger.log(
-        level,
-        "AsyncGEPA %s: %d proposals, %d accepted, best score %s, %d of %s metric calls, %.1f s; %s.",
-        WORDS[stats.outcome],
-        stats.proposals,
-        stats.ended["committed"],
-        "unknown" if best_score is None else f"{best_score:.4g}",
-        stats.metric_calls,
-        "unlimited" if stats.max_metric_calls is None else stats.max_metric_calls,
-        stats.seconds,
-        stats.stop_reason.rstrip("."),
-    )
+    logger.log(level, "AsyncGEPA %s", summary_of(stats))

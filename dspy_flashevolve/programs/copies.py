@@ -34,7 +34,7 @@ import sys
 import threading
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Executor
 from contextvars import ContextVar
 from enum import Enum
@@ -64,6 +64,8 @@ ACTIVE = (asyncio.AbstractEventLoop, asyncio.Future, threading.Thread)
 OWN_WAYS = ("__slots__", "__copy__", "__deepcopy__", "__getstate__", "__setstate__", "__reduce__", "__reduce_ex__")
 """What a class has whose objects are more than their attributes."""
 CACHED = type(functools.lru_cache(lambda: None))
+Copied = tuple[Module, Callable[[Module], Module]]
+"""A copy of a program, and what makes further ones of it, in any number of threads: they share large data with it."""
 
 
 def isolated_copy(program: Module) -> Module:
@@ -78,28 +80,14 @@ def isolated_copy(program: Module) -> Module:
     return copied(program)[0]
 
 
-def copied(program: Module) -> tuple[Module, Copies]:
-    """A copy of a program, and what makes further ones of it."""
-    copies = Copies()
-    return copies.first(program), copies
+def copied(program: Module) -> Copied:
+    """A copy that shares no data with a program, however large, and what copies that copy for each rollout."""
+    shared: dict[int, Any] = {}
 
+    def again(copy: Module) -> Module:
+        return _Copying(shared, first=False).program(copy)
 
-class Copies:
-    """Copies one program, and then its copy for each rollout."""
-
-    def __init__(self) -> None:
-        self._shared: dict[int, Any] = {}
-
-    def first(self, program: Module) -> Module:
-        """A copy that shares no data with the program, however large."""
-        return _Copying(self._shared, first=True).program(program)
-
-    def again(self, program: Module) -> Module:
-        """A copy of what :meth:`first` or this method has returned: it shares large data with that.
-
-        Any number of threads may call it at once.
-        """
-        return _Copying(self._shared, first=False).program(program)
+    return _Copying(shared, first=True).program(program), again
 
 
 class _ActiveError(Exception):
@@ -268,22 +256,14 @@ class _Copying:
     # Objects
 
     def _object(self, value: Any) -> Any:
-        size = len(self._memo)
         if self._whole:
             return self._whole_object(value)
-        self._whole = True
-        try:
-            return self._whole_object(value)
-        except _ActiveError:
-            self._forget(size)
-            opens = False
-        except Exception:
-            self._forget(size)
-            opens = True
-        finally:
-            self._whole = False
+        result, error = self._tried(self._whole_object, value)
+        if error is None:
+            return result
         if isinstance(value, RESOURCES + ACTIVE) or not _is_plain(value) or hasattr(value, "__del__"):
             return self._share(value)
+        opens = error is not _ActiveError
         return self._opened(value) if opens or not self._first or self._reaches(value, set()) else self._share(value)
 
     def _whole_object(self, value: Any) -> Any:
@@ -310,23 +290,24 @@ class _Copying:
         """The copy of an object that holds what cannot be copied: that is shared, the rest is its own."""
         result = self._keep(value, copy.copy(value))
         for name, item in vars(value).items():
-            size = len(self._memo)
-            self._whole = True
-            try:
-                vars(result)[name] = self.copy(item)
-                continue
-            except Exception:
-                self._forget(size)
-            finally:
-                self._whole = False
-            reached = not self._first or self._reaches(item, set())
-            vars(result)[name] = self.copy(item) if reached else self._share(item)
+            part, error = self._tried(self.copy, item)
+            if error is not None:
+                reached = not self._first or self._reaches(item, set())
+                part = self.copy(item) if reached else self._share(item)
+            vars(result)[name] = part
         return result
 
-    def _forget(self, size: int) -> None:
-        """What was copied after the first ``size`` objects was for nothing."""
-        while len(self._memo) > size:
-            self._memo.popitem()
+    def _tried(self, copying: Callable[[Any], Any], value: Any) -> tuple[Any, type[Exception] | None]:
+        """A copy of a value with all that is in it, or of what kind the error was."""
+        size, self._whole = len(self._memo), True
+        try:
+            return copying(value), None
+        except Exception as error:
+            while len(self._memo) > size:  # what was copied for it was for nothing
+                self._memo.popitem()
+            return None, type(error)
+        finally:
+            self._whole = False
 
     def _share(self, value: Any) -> Any:
         if self._first and type(value) not in VALUES:

@@ -167,7 +167,8 @@ def is_of_request(error: BaseException) -> bool:
     if status is not None:
         return status == 500 or status < 400
     broken = (LookupError, AttributeError, ValueError, EOFError, LMUnexpectedError, HollowReplyError)
-    return isinstance(error, broken) or type(error) is LMProviderError
+    lost = isinstance(error.__cause__, ConnectionError)  # of an LM of the user's own, which dspy does not tell apart
+    return not lost and (isinstance(error, broken) or type(error) is LMProviderError)
 
 
 def is_timeout(error: BaseException) -> bool:

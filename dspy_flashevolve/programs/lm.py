@@ -14,12 +14,16 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import json
+import sys
 import threading
-from collections.abc import Awaitable, Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from functools import lru_cache
-from typing import Any, TypeVar
+from functools import cache, lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, TypeVar, cast
 
 import anyio
 import dspy
@@ -48,6 +52,8 @@ from dspy_flashevolve.programs.faults import (
 T = TypeVar("T")
 REQUEST_SECONDS = 600.0
 """The longest that a request may take in all where its LM has no ``timeout``."""
+LATE_SECONDS = 0.5
+"""The LM's own timeout, where it sees one, comes first: it leaves no thread behind."""
 CACHED_SECONDS = 0.01
 """An answer that took less and reports no tokens came from a cache, and says nothing of the endpoint."""
 
@@ -70,12 +76,6 @@ def endpoint_of(lm: Any) -> str:
     return "openai" if isinstance(getattr(lm, "_engine_spec", None), str) else model
 
 
-def endpoints_of(predictors: Iterable[Any], default: Any) -> set[str]:
-    """The endpoints that predictors ask, with the LM ``default`` for those without one of their own."""
-    lms = [getattr(predictor, "lm", None) or default for predictor in predictors]
-    return {endpoint_of(lm) for lm in lms if lm is not None}
-
-
 # Paced LMs
 
 
@@ -85,11 +85,10 @@ class LanguageModels:
     Args:
         endpoints: of the run; get the signals.
         redaction: is told the LMs' secrets, and takes them out of what the LMs answer and raise.
-        paces: False to leave retries and waits to the LMs themselves.
     """
 
-    def __init__(self, endpoints: Endpoints, redaction: Redaction | None = None, paces: bool = True) -> None:
-        self.endpoints, self.redaction, self.paces = endpoints, redaction or Redaction(), paces
+    def __init__(self, endpoints: Endpoints, redaction: Redaction | None = None) -> None:
+        self.endpoints, self.redaction = endpoints, redaction or Redaction()
         self.waits: LoopWaits | None = None
         self._paced: dict[int, tuple[Any, Pace]] = {}
 
@@ -180,8 +179,8 @@ class Pace:
 
         A thread keeps its slot while it waits: it keeps its place in the pool of threads too, and a rollout that got
         the slot could find no thread to run in. Where the run's loop cannot be waited for (on a loop, or after the
-        run) or the run does not pace, the LM makes the request as it would without a run. One that takes too long
-        cannot be ended: what runs in the slot is.
+        run) the LM makes the request as it would without a run. One that takes too long cannot be ended: what runs
+        in the slot is.
 
         Args:
             lm: the paced LM.
@@ -192,7 +191,7 @@ class Pace:
         """
         endpoint, waits, slot = self._endpoint, self.models.waits, current_slot()
         sent, again = Sent(), dict[str, Any]()
-        if waits is None or not self.models.paces or not waits.is_foreign():
+        if waits is None or not waits.is_foreign():
             with self._without_secrets():
                 return self.models.redaction.known(request(lm))
         while True:
@@ -206,12 +205,14 @@ class Pace:
                     result = self.models.redaction.known(request(lm, **again))
             except Exception as error:
                 waits.call(timer.end)
-                if not waits.wait(_untimed(slot, self._waits_again, error, sent, None)):
+                if not waits.wait(_untimed(slot, self._waits_again, error, sent, None)) or timer.is_over:
                     raise
                 again = _afresh(error)
             else:
                 waits.call(timer.end)
                 waits.call(self._answered, sent, usage, waits.loop.time() - began)
+                if timer.is_over:  # the thread was left behind: what it works on is made again elsewhere
+                    raise LMTimeoutError(f"no answer within {self.seconds:g} seconds")
                 return result
             finally:
                 waits.call(endpoint.leave, sent)
@@ -221,7 +222,7 @@ class Pace:
         endpoint, slot = self._endpoint, current_slot()
         loop, waits = asyncio.get_running_loop(), self.models.waits
         sent, again = Sent(), dict[str, Any]()
-        if waits is None or not self.models.paces or waits.loop is not loop:
+        if waits is None or waits.loop is not loop:
             with self._without_secrets():
                 return self.models.redaction.known(await request(lm))
         while True:
@@ -286,11 +287,16 @@ class _Timer:
     def __init__(self, seconds: float, slot: Slot | None) -> None:
         self._seconds, self._slot = seconds, slot
         self._handle: asyncio.TimerHandle | None = None
+        self.is_over = False
 
     def begin(self) -> None:
-        bound = None if self._slot is None else self._slot.bound
+        bound = None if self._slot is None else self._slot.shield or self._slot.bound
         if bound is not None:
-            self._handle = asyncio.get_running_loop().call_later(self._seconds, bound.cancel)
+            self._handle = asyncio.get_running_loop().call_later(self._seconds + LATE_SECONDS, self._cut, bound)
+
+    def _cut(self, bound: anyio.CancelScope) -> None:
+        self.is_over = True
+        bound.cancel()
 
     def end(self) -> None:
         if self._handle is not None:
@@ -430,7 +436,7 @@ def is_hollow(reply: Any) -> bool:
     (True, False)
     """
     if isinstance(reply, tuple | list):
-        return any(map(is_hollow, _each(reply)))
+        return any(map(is_hollow, cast("Sequence[Any]", reply)))
     if isinstance(reply, lm15.Response):
         body = reply.provider_data
         return isinstance(body, Mapping) and not reply.tool_calls and _is_hollow_body(body)
@@ -441,7 +447,7 @@ def _is_hollow_body(body: Any) -> bool:
     choices = _in(body, "choices")
     if choices is None and isinstance(body, Mapping) and "choices" not in body:
         return not MESSAGES & body.keys()
-    return not choices or any(map(_is_hollow_choice, _each(choices)))
+    return not choices or any(map(_is_hollow_choice, choices))
 
 
 def _is_hollow_choice(choice: Any) -> bool:
@@ -452,10 +458,6 @@ def _is_hollow_choice(choice: Any) -> bool:
     message = _in(choice, "message")
     more = _in(message, "provider_specific_fields") or {}  # where litellm puts a refusal
     return message is None or all(_in(one, name) in (None, []) for one in (message, more) for name in SAID)
-
-
-def _each(replies: Any) -> Iterator[Any]:
-    yield from replies
 
 
 def _in(value: Any, name: str) -> Any:
@@ -487,16 +489,25 @@ def calls_of(tracker: UsageTracker) -> int:
 
 def cost_of(tracker: UsageTracker) -> float:
     """Dollars of the calls, by litellm's cost map; a model that is not in it counts as 0."""
-    return sum(
-        price_of(model, _count(entry, "prompt_tokens"), _count(entry, "completion_tokens")) or 0.0
-        for model, entry in _entries(tracker)
-    )
+    dollars = 0.0
+    for model, entry in _entries(tracker):
+        prompt, completion = rates_of(model) or (0.0, 0.0)
+        dollars += prompt * _count(entry, "prompt_tokens") + completion * _count(entry, "completion_tokens")
+    return dollars
 
 
 @lru_cache(maxsize=256)
 def rates_of(model: str) -> tuple[float, float] | None:
-    """Dollars a prompt token and a completion token, by litellm's cost map; None where the model is not in it."""
-    import litellm  # seconds to import, and only runs with a limit in dollars need it
+    """Dollars a prompt token and a completion token, by litellm's cost map; None where the model is not in it.
+
+    Where nobody has imported litellm, which takes seconds and asks the network, the map is read from its files.
+    """
+    if "litellm" not in sys.modules and (shipped := _shipped_rates()):
+        names = (model, model.partition("/")[2])
+        entry = next((shipped[name] for name in names if name in shipped), {})
+        rates = entry.get("input_cost_per_token"), entry.get("output_cost_per_token")
+        return None if rates[0] is None or rates[1] is None else (float(rates[0]), float(rates[1]))
+    import litellm
 
     quiet = litellm.suppress_debug_info
     litellm.suppress_debug_info = True  # else it prints its list of providers for a model that it does not know
@@ -509,14 +520,14 @@ def rates_of(model: str) -> tuple[float, float] | None:
     return prompt / 1e6, completion / 1e6
 
 
-def price_of(model: str, prompt_tokens: int, completion_tokens: int) -> float | None:
-    """Dollars of one call; None where the model's price is not known.
-
-    >>> price_of("no-such-model", 10, 10) is None
-    True
-    """
-    rates = rates_of(model)
-    return None if rates is None else rates[0] * prompt_tokens + rates[1] * completion_tokens
+@cache
+def _shipped_rates() -> dict[str, Any]:
+    """Model -> its entry in the cost map that litellm ships; empty where it is not found."""
+    found = find_spec("litellm")
+    for folder in () if found is None else found.submodule_search_locations or ():
+        with suppress(OSError, ValueError):
+            return json.loads((Path(folder) / "model_prices_and_context_window_backup.json").read_text("utf-8"))
+    return {}
 
 
 def _written(tracker: UsageTracker) -> int:

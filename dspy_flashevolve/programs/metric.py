@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from typing import Any
 
 import anyio
@@ -13,6 +13,7 @@ import anyio
 from dspy_flashevolve.engine.errors import ConfigurationError
 from dspy_flashevolve.engine.loop import Threads
 from dspy_flashevolve.engine.rollouts import metric_begins
+from dspy_flashevolve.engine.scheduler import shielded
 
 MetricFn = Callable[..., Any]
 
@@ -81,13 +82,13 @@ class Metric:
     def __init__(self, function: MetricFn, threads: Threads, lock: bool = False) -> None:
         self.name = name_of(function)
         """How to call the user's function in a message."""
-        self._turn = anyio.Lock() if lock else None
+        self._lock = lock
+        self._turn = anyio.Lock() if lock else nullcontext()
         self._function = function
         self._threads = threads
         self._coroutine = is_coroutine_metric(function)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._declared = _declared_names(function)
-        self._padding = _required_beyond(function, 2)
+        self._declared, self._padding = _arguments_of(function)
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
         """Say on which loop coroutine metrics are awaited."""
@@ -99,11 +100,8 @@ class Metric:
 
         What runs inside with a lock is not cancelled: a thread would go on with the metric after its turn.
         """
-        if self._turn is None:
-            yield
-            return
         async with self._turn:
-            with anyio.CancelScope(shield=True):
+            with shielded() if self._lock else nullcontext():
                 yield
 
     async def score(self, example: Any, prediction: Any, *, scoring_trace: Any = None, flex: bool = False) -> Any:
@@ -119,8 +117,6 @@ class Metric:
             args: tuple[Any, ...] = (example, prediction)
         else:
             kwargs, args = {}, (example, prediction, *[None] * self._padding)
-        if self._turn is None:
-            return await self._called(*args, **kwargs)
         async with self._turn:
             return await self._called(*args, **kwargs)
 
@@ -130,7 +126,7 @@ class Metric:
             return await self._function(*args, **kwargs)
         # A metric that has begun in a thread cannot be called back: its rollout is paid, and must be counted.
         result: Any = None
-        with anyio.CancelScope(shield=True):
+        with shielded():
             result = await self._threads.run(self._function, *args, **kwargs)
         return await result if inspect.isawaitable(result) else result
 
@@ -148,19 +144,12 @@ async def _awaited(result: Awaitable[Any]) -> Any:
     return await result
 
 
-def _declared_names(function: MetricFn) -> frozenset[str]:
-    try:
-        return frozenset(inspect.signature(function).parameters)
-    except (TypeError, ValueError):
-        return frozenset()
-
-
-def _required_beyond(function: MetricFn, given: int) -> int:
-    """Positional arguments without a default beyond the first ``given``; they are filled with None."""
+def _arguments_of(function: MetricFn) -> tuple[frozenset[str], int]:
+    """The names that a metric declares, and how many it needs beyond example and prediction: these are given None."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
-        return 0
+        return frozenset(), 0
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     required = [p for p in parameters if p.kind in positional and p.default is inspect.Parameter.empty]
-    return max(0, len(required) - given)
+    return frozenset(p.name for p in parameters), max(0, len(required) - 2)

@@ -196,11 +196,17 @@ def has_own_aforward(program: Module) -> bool:
     """Whether a module's ``aforward`` is at least as specific as its ``forward``."""
     if "forward" in vars(program) and "aforward" not in vars(program):
         return False
-    for kind in type(program).__mro__:
-        if "aforward" in vars(kind):
-            return True
-        if "forward" in vars(kind):
+    return _defines_first(type(program), {"aforward"}, {"forward"})
+
+
+def _defines_first(kind: type, wanted: set[str], others: set[str]) -> bool:
+    """Whether one of the wanted names is at least as specific as the others; BaseLM's own count for none."""
+    for base in kind.__mro__:
+        names = vars(base).keys()
+        if base is BaseLM or (names & others and not names & wanted):
             return False
+        if names & wanted:
+            return True
     return False
 
 
@@ -218,17 +224,5 @@ def answers_asynchronously(lm: Any) -> bool:
     engine = getattr(lm, "_engine_spec", "auto")
     if not isinstance(engine, str) and getattr(lm, "_async_engine_spec", None) is None:
         return False
-    return _overrides_aforward_last(getattr(type(lm), "original_class", type(lm)))
-
-
-def _overrides_aforward_last(kind: type) -> bool:
-    """Whether ``aforward`` is real, and no subclass changed ``forward`` or ``__call__`` alone."""
-    for base in kind.__mro__:
-        if base is BaseLM:
-            return False
-        names = vars(base)
-        if "aforward" in names or "acall" in names:
-            return True
-        if "forward" in names or "__call__" in names:
-            return False
-    return False
+    kind = getattr(type(lm), "original_class", type(lm))
+    return _defines_first(kind, {"aforward", "acall"}, {"forward", "__call__"})

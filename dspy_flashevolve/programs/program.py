@@ -20,13 +20,10 @@ from dspy.utils.usage_tracker import track_usage
 from gepa.core.adapter import EvaluationBatch
 
 from dspy_flashevolve.engine.errors import who_raised
-from dspy_flashevolve.engine.loop import Threads
-from dspy_flashevolve.engine.rollouts import Rollout
 from dspy_flashevolve.programs.faults import heard_lm_calls, raise_provider_fault
-from dspy_flashevolve.programs.lm import LanguageModels, cost_of, tokens_of
+from dspy_flashevolve.programs.lm import cost_of, tokens_of
 from dspy_flashevolve.programs.metric import Metric
 from dspy_flashevolve.programs.place import has_own_aforward
-from dspy_flashevolve.programs.records import RolloutRecords
 from dspy_flashevolve.programs.runner import ProgramRunner
 
 logger = logging.getLogger(__name__)
@@ -115,53 +112,8 @@ class _Announced(dspy.Evaluate):
         return EvaluationResult(round(score, 2), results)
 
 
-class DspyProgram:
-    """Runs candidates of a student and reflects on them, through dspy's own GEPA adapter.
-
-    Args:
-        adapter: dspy's adapter; builds programs, reflective datasets and proposals.
-        metric: scores predictions.
-        threads: for programs without a usable ``aforward``, sync metrics and reflection.
-        priced: work out what the calls cost.
-        models: pace the predictors' own LMs; None to call these as they are.
-    """
-
-    def __init__(
-        self,
-        adapter: DspyAdapter,
-        metric: Metric,
-        threads: Threads,
-        priced: bool = False,
-        models: LanguageModels | None = None,
-    ) -> None:
-        self.adapter = adapter
-        self._priced = priced
-        self._metric = metric
-        self._threads = threads
-        self._hooks = {
-            "instruction_proposer": _of_the_users(adapter.custom_instruction_proposer),
-            "code_proposer": _of_the_users(adapter.custom_code_proposer),
-            "metric": adapter.metric_fn,
-        }
-        self._runner = ProgramRunner(adapter, metric, threads, priced, models)
-
-    @property
-    def interruptible(self) -> bool:
-        """Whether a rollout that has begun can be given up: one on the loop can, one in a thread cannot."""
-        return self._runner.on_loop
-
-    @property
-    def records(self) -> RolloutRecords:
-        """How its rollouts are written down."""
-        return self._runner.records
-
-    async def rollout(self, candidate: dict[str, str], example: Any, *, capture_traces: bool) -> Rollout:
-        """See :meth:`ProgramRunner.rollout`."""
-        return await self._runner.rollout(candidate, example, capture_traces=capture_traces)
-
-    def first_rollouts(self, count: int) -> None:
-        """See :meth:`ProgramRunner.first_rollouts`."""
-        self._runner.first_rollouts(count)
+class DspyProgram(ProgramRunner):
+    """Runs candidates of a student and reflects on them, through dspy's own GEPA adapter."""
 
     async def announced(
         self,
@@ -199,10 +151,6 @@ class DspyProgram:
         )
         await announced(program, callback_metadata={"metric_key": "eval_full"})
         return found[0]
-
-    def failed(self, reason: str, *, capture_traces: bool) -> Rollout:
-        """See :meth:`ProgramRunner.failed`."""
-        return self._runner.failed(reason, capture_traces)
 
     async def reflective_dataset(
         self,
@@ -256,7 +204,7 @@ class DspyProgram:
 
         with track_usage() as usage:
             texts = await self._watched(call)
-        return Reflection(texts, tokens_of(usage), cost_of(usage) if self._priced else 0.0)
+        return Reflection(texts, tokens_of(usage), cost_of(usage))
 
     def _awaitable_proposer(self, components: list[str]) -> Callable[..., Awaitable[Any]] | None:
         proposer = self.adapter.custom_instruction_proposer
@@ -273,7 +221,13 @@ class DspyProgram:
                 return await call()
             except Exception as error:
                 raise_provider_fault(error, calls.errors)
-                hook = who_raised(error, self._hooks)
+                adapter = self.adapter
+                hooks = {
+                    "instruction_proposer": _of_the_users(adapter.custom_instruction_proposer),
+                    "code_proposer": _of_the_users(adapter.custom_code_proposer),
+                    "metric": adapter.metric_fn,
+                }
+                hook = who_raised(error, hooks)
                 if hook is not None:
                     logger.warning("%s raised %s: %.300s", hook, type(error).__name__, error)
                 raise

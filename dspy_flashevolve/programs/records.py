@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, is_dataclass
 from enum import Enum
+from functools import lru_cache
 from typing import Any, Generic, TypeVar, cast
 
 import dspy
@@ -38,7 +39,7 @@ class Asked(Generic[T]):
     Args:
         answer: what was read; None when there is an error.
         error: what the module, or the reading of its answer, raised; a reply that did not fit the format, say.
-        calls: LM calls that reported their usage.
+        calls: LM calls that reported their usage, and at least one where any were made; 0 of what was read again.
         spent: tokens that the LMs reported, and dollars, 0 where no price is known or none was asked for.
     """
 
@@ -63,7 +64,7 @@ class RolloutRecords:
     def __init__(self, student: dspy.Module, code: bool = False) -> None:
         self._student = student
         self._code = code
-        self._predictors: dict[tuple[tuple[str, str], ...], dict[str, Any]] = {}
+        self._predictors = lru_cache(REMEMBERED)(self._predictors_with)
 
     def trace(self, candidate: dict[str, str], rollout: Rollout) -> str | None:
         """What reflection reads of a rollout, "null" where there is nothing to read; None where it cannot be kept."""
@@ -71,7 +72,7 @@ class RolloutRecords:
             return "null"
         if self._code:
             return None
-        known = self._of(candidate)
+        known = self._predictors(frozenset(candidate.items()))
         try:
             steps = [
                 [_name_of(predictor, known), encoded(inputs), encoded(output)]
@@ -94,7 +95,7 @@ class RolloutRecords:
         kept = json.loads(text)
         if kept is None:
             return None
-        known = self._of(candidate)
+        known = self._predictors(frozenset(candidate.items()))
         try:
             steps = [(known[name], decoded(inputs), decoded(output)) for name, inputs, output in kept["trace"]]
         except KeyError as error:
@@ -106,20 +107,15 @@ class RolloutRecords:
             "score": decoded(kept["score"]),
         }
 
-    def _of(self, candidate: dict[str, str]) -> dict[str, Any]:
+    def _predictors_with(self, candidate: frozenset[tuple[str, str]]) -> dict[str, Any]:
         """The student's predictors with a candidate's instructions."""
-        key = tuple(sorted(candidate.items()))
-        if key not in self._predictors:
-            found: dict[str, Any] = {}
-            predictors: list[tuple[str, Any]] = self._student.named_predictors()
-            for name, predictor in predictors:
-                found[name] = copy.copy(predictor)
-                if name in candidate:
-                    found[name].signature = predictor.signature.with_instructions(candidate[name])
-            while len(self._predictors) >= REMEMBERED:
-                del self._predictors[next(iter(self._predictors))]
-            self._predictors[key] = found
-        return self._predictors[key]
+        texts, found = dict(candidate), dict[str, Any]()
+        predictors: list[tuple[str, Any]] = self._student.named_predictors()
+        for name, predictor in predictors:
+            found[name] = copy.copy(predictor)
+            if name in texts:
+                found[name].signature = predictor.signature.with_instructions(texts[name])
+        return found
 
 
 class ProgramRecord:

@@ -11,29 +11,29 @@ from typing import Any, Literal, TypeVar, cast
 
 import dspy
 from dspy.primitives import Example, Module, Prediction
+from dspy.teleprompt.gepa.gepa_utils import DspyAdapter
 from dspy.utils.exceptions import AdapterParseError
 from dspy.utils.usage_tracker import track_usage
 
-from dspy_flashevolve.engine.budget import Reservation
 from dspy_flashevolve.engine.endpoints import OUTAGE_SECONDS, RetryPolicy
 from dspy_flashevolve.engine.errors import ConfigurationError, DataError
 from dspy_flashevolve.engine.limits import Bounds
-from dspy_flashevolve.engine.loop import LoopClock, is_being_cancelled
+from dspy_flashevolve.engine.loop import is_being_cancelled
 from dspy_flashevolve.engine.redaction import Redaction, secrets_in
 from dspy_flashevolve.engine.replay import RunJournal, hash_of
 from dspy_flashevolve.engine.rollouts import Granted, Rollout, RolloutKey, Spent, batch
 from dspy_flashevolve.engine.run import EvolutionRun
 from dspy_flashevolve.engine.scheduler import Requester
-from dspy_flashevolve.engine.steps import EndKind, Step, StepEnded
+from dspy_flashevolve.engine.steps import EndKind, Reservation, Step, StepEnded
 from dspy_flashevolve.observe.progress import Progress
 from dspy_flashevolve.observe.statistics import Recorder, RunStats
 from dspy_flashevolve.programs.copies import isolated_copy
 from dspy_flashevolve.programs.faults import heard_lm_calls, raise_provider_fault
-from dspy_flashevolve.programs.lm import LanguageModels, calls_of, cost_of, endpoints_of, tokens_of
+from dspy_flashevolve.programs.lm import LanguageModels, calls_of, cost_of, endpoint_of, rates_of, tokens_of
 from dspy_flashevolve.programs.metric import Metric
 from dspy_flashevolve.programs.place import runs_on_loop
 from dspy_flashevolve.programs.records import Asked, ProgramRecord, ReplyText
-from dspy_flashevolve.programs.runner import ProgramRunner, plain_adapter, settings_snapshot
+from dspy_flashevolve.programs.runner import ProgramRunner
 from dspy_flashevolve.programs.vllm_metrics import watchers
 
 T = TypeVar("T")
@@ -64,8 +64,6 @@ class DspyRun(EvolutionRun):
             never.
         median_seconds: see :class:`Workflow`.
         seed: of the steps' randomness, and of jitter.
-        priced: work out what LM calls cost, in dollars.
-        paced: LMs of ``dspy.LM`` are called so that refusals and retries hold no slot; False calls them as they are.
         retry: how often a request is made that the provider turns away, and when.
         journal: where the run is written down, so that it can go on; None for nowhere.
         shown_calls: what the progress bar and the statistics give as the budget. Default: ``max_metric_calls``.
@@ -88,8 +86,6 @@ class DspyRun(EvolutionRun):
         max_outage_seconds: float | None = OUTAGE_SECONDS,
         median_seconds: float | None = None,
         seed: int | None = 0,
-        priced: bool = False,
-        paced: bool = True,
         retry: RetryPolicy | None = None,
         journal: RunJournal | None = None,
         shown_calls: int | None = None,
@@ -105,15 +101,12 @@ class DspyRun(EvolutionRun):
                 f"stages is {stages!r}, expected stage -> a list of what it asks: LMs, modules, or None for the "
                 "configured LM."
             )
-        self.settings = settings_snapshot()
-        """dspy's settings for the length of the run."""
+        self.settings = dict(dspy.settings.copy())
+        """dspy's settings for the length of the run: a later ``dspy.configure`` does not reach it."""
         lm, modules = self.settings.get("lm"), [one for listed in stages.values() for one in listed]
         slots, adaptive = width_of(self, [one for one in modules if isinstance(one, Module)])
-        clock = LoopClock()
-        self.recorder, self._progress = Recorder(clock), Progress(name, shown_calls or max_metric_calls)
         super().__init__(
             name=name,
-            clock=clock,
             stages={stage: _addresses(listed, lm) for stage, listed in stages.items()},
             slots=slots,
             adaptive=adaptive,
@@ -125,15 +118,17 @@ class DspyRun(EvolutionRun):
             median_seconds=median_seconds,
             retry=replace(retry or RetryPolicy(), outage_seconds=max_outage_seconds),
             journal=journal,
-            observers=(self.recorder, self._progress),
         )
-        self.priced = priced
+        self.recorder, self._progress = Recorder(self.clock), Progress(name, shown_calls or max_metric_calls)
+        self.bus.subscribe(self.recorder)
+        self.bus.subscribe(self._progress)
         redaction = Redaction(secrets_in(os.environ)) if journal is None else journal.journal.redaction
-        self.models = LanguageModels(self.endpoints, redaction, paced)
+        self.models = LanguageModels(self.endpoints, redaction)
         self.paced(lm)
         self.settings.update(self.models.settings)
         self._shown_calls = shown_calls or max_metric_calls
         self._seconds: float | None = None
+        self._models_asked = {stage: _models(listed, lm) for stage, listed in stages.items()}
 
     def paced(self, lm: Any) -> Any:
         """The LM as it is given; the run calls it in its own way from now on, see :class:`LanguageModels`."""
@@ -198,8 +193,8 @@ class DspyRun(EvolutionRun):
                     raise_provider_fault(error, calls.errors)
                     failure = error
             problem = "" if failure is None else f"{type(failure).__name__}: {failure}"[:300]
-            spent = Spent(tokens_of(usage), cost_of(usage) if self.priced else 0.0, problem)
-            return Asked(answer, failure, calls_of(usage), spent)
+            spent = Spent(tokens_of(usage), cost_of(usage), problem)
+            return Asked(answer, failure, max(1, calls_of(usage)), spent)
 
         return await self.rollouts.request(stage, step, call, lambda one: one.spent, record)
 
@@ -219,8 +214,9 @@ class DspyRun(EvolutionRun):
             StepEnded: as failed: no reply fitted its format.
             Exception: what the module raised.
         """
-        record = None if self.journal is None else ReplyText(position)
-        asked = await self.asked(stage, step, module, inputs, lm=lm, read=lambda answer: answer, record=record)
+        asked = await self.asked(
+            stage, step, module, inputs, lm=lm, read=lambda answer: answer, record=ReplyText(position)
+        )
         if isinstance(asked.error, AdapterParseError):
             raise StepEnded(EndKind.FAILED, f"no reply in its format: {asked.error}") from asked.error
         if asked.error is not None:
@@ -239,9 +235,9 @@ class DspyRun(EvolutionRun):
             failure_score: of an example on which the program or the metric raises, or the score is no finite number.
             metric_lock: call the metric once at a time.
         """
-        adapter = plain_adapter(student, metric, failure_score)
+        adapter = DspyAdapter(student, metric, feedback_map={}, failure_score=failure_score)  # reflects on nothing
         scorer = Metric(metric, self.threads, metric_lock)
-        return ProgramRunner(adapter, scorer, self.threads, self.priced, self.models, finite=True)
+        return ProgramRunner(adapter, scorer, self.threads, self.models, finite=True)
 
     async def rollout(
         self,
@@ -272,14 +268,13 @@ class DspyRun(EvolutionRun):
             RolloutUnresolvedError: the provider gave no answer.
             RunAbortedError: the provider refused for good.
         """
-        record = None if self.journal is None else ProgramRecord(runner.records, candidate, example, traced)
         rollout, _ = await self.rollouts.rollout(
             RolloutKey(name or hash_of(candidate), split, example_id, traced),
             stage,
             step,
             step.reservation if pays is None else pays,
             lambda: runner.rollout(candidate, example, capture_traces=traced),
-            record,
+            ProgramRecord(runner.records, candidate, example, traced),
             failed=lambda reason: runner.failed(reason, traced),
             behind=behind,
             granted=granted,
@@ -317,7 +312,7 @@ class DspyRun(EvolutionRun):
     @property
     def dollars(self) -> float:
         """What LM calls have cost so far, where their price is known."""
-        return self.recorder.cost_dollars
+        return sum(self.recorder.dollars.values())
 
     def statistics(self, metric_calls: int | None = None) -> RunStats:
         """What the run has done so far, from any thread.
@@ -328,16 +323,13 @@ class DspyRun(EvolutionRun):
         error = self.error
         said = f"{type(error).__name__}: {error}" if isinstance(error, Exception) else "cancelled"
         return self.recorder.stats(
+            self,
             schedule=self.schedule,
             seconds=self.clock() - self.clock.began if self._seconds is None else self._seconds,
             stop_reason=self.stop_reason if error is None else said if not self.stop_reason else self.stop_reason,
-            outcome=self.outcome,
             metric_calls=self.budget.spent if metric_calls is None else metric_calls,
             max_metric_calls=self._shown_calls,
-            slots=self.scheduler.statistics(),
-            gaps=self.gaps.as_dict(),
-            rollouts=self.rollouts,
-            retried_requests=self.endpoints.retried,
+            unpriced={stage for stage, models in self._models_asked.items() if None in map(rates_of, models)},
         )
 
     def _own_watchers(self) -> list[Callable[[], Coroutine[Any, Any, None]]]:
@@ -345,12 +337,25 @@ class DspyRun(EvolutionRun):
         return [*super()._own_watchers(), *gauges]
 
 
+def _lms(listed: Sequence[Any], default: Any) -> list[Any]:
+    """The LMs that are asked: those of a list, and those of its modules' predictors."""
+    own = [
+        getattr(predictor, "lm", None)
+        for one in listed
+        for predictor in (one.predictors() if isinstance(one, Module) else ())
+    ]
+    lms = [*own, *(one for one in listed if not isinstance(one, Module))]
+    return [lm for lm in (one or default for one in lms) if lm is not None]
+
+
 def _addresses(listed: Sequence[Any], default: Any) -> set[str]:
     """The endpoints that LMs, and modules, ask."""
-    modules = [one for one in listed if isinstance(one, Module)]
-    lms = [one for one in listed if not isinstance(one, Module)]
-    asked = endpoints_of([predictor for module in modules for predictor in module.predictors()], default)
-    return asked | {name for lm in lms for name in endpoints_of([None], lm or default)}
+    return {endpoint_of(lm) for lm in _lms(listed, default)}
+
+
+def _models(listed: Sequence[Any], default: Any) -> set[str]:
+    """The models that LMs, and modules, ask."""
+    return {str(getattr(lm, "model", "")) for lm in _lms(listed, default)}
 
 
 # Arguments that every run has.

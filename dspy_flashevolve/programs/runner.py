@@ -14,6 +14,7 @@ import traceback
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import anyio
@@ -28,7 +29,7 @@ from dspy.utils.usage_tracker import track_usage
 from dspy_flashevolve.engine.errors import FlashEvolveError, RunAbortedError
 from dspy_flashevolve.engine.loop import Threads, is_being_cancelled
 from dspy_flashevolve.engine.rollouts import Rollout
-from dspy_flashevolve.programs.copies import Copies, copied
+from dspy_flashevolve.programs.copies import Copied, copied
 from dspy_flashevolve.programs.faults import LmCalls, fault_of, heard_lm_calls, raise_provider_fault
 from dspy_flashevolve.programs.lm import LanguageModels, cost_of, tokens_of
 from dspy_flashevolve.programs.metric import Metric, no_score
@@ -39,16 +40,6 @@ logger = logging.getLogger(__name__)
 
 PROTOTYPES = 64
 """Programs that are kept ready; older ones are built again when they are needed."""
-
-
-def settings_snapshot() -> dict[str, Any]:
-    """Every dspy setting as it is now, so that a later ``dspy.configure`` does not reach a run."""
-    return dict(dspy.settings.copy())
-
-
-def plain_adapter(student: Module, metric: Callable[..., Any], failure_score: float = 0.0) -> DspyAdapter:
-    """dspy's adapter, for what builds and runs candidates of ``student`` and reflects on nothing."""
-    return DspyAdapter(student_module=student, metric_fn=metric, feedback_map={}, failure_score=failure_score)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +58,6 @@ class ProgramRunner:
         adapter: builds programs from candidates.
         metric: scores predictions.
         threads: where programs without a usable ``aforward`` run.
-        priced: work out what the calls cost.
         models: pace the predictors' own LMs; None to call these as they are.
         finite: a score that is no finite number is a failure, with a warning; else it ends the run.
     """
@@ -77,28 +67,26 @@ class ProgramRunner:
         adapter: DspyAdapter,
         metric: Metric,
         threads: Threads,
-        priced: bool = False,
         models: LanguageModels | None = None,
         finite: bool = False,
     ) -> None:
-        self._adapter = adapter
+        self.adapter = adapter
         self._metric = metric
         self._threads = threads
-        self._priced = priced
         self._models = models
         self._finite = finite
         self._flex = bool(adapter._flex_paths)  # pyright: ignore[reportPrivateUsage]
         self.records = RolloutRecords(adapter.student, code=self._flex)
         """How its rollouts are written down."""
-        self._student: tuple[Module, Copies] | None = None
-        self._prototypes: OrderedDict[tuple[tuple[str, str], ...], tuple[Module, Copies] | Exception] = OrderedDict()
+        self._student: Copied | None = None
+        self._prototypes: OrderedDict[tuple[tuple[str, str], ...], Callable[[], Module] | Exception] = OrderedDict()
         self._building = anyio.Lock()
         self._place = Place(threads)
         self._first: FirstRollouts | None = None
 
     @property
-    def on_loop(self) -> bool:
-        """Whether rollouts run on the loop; False before the first one."""
+    def interruptible(self) -> bool:
+        """Whether a rollout that has begun can be given up: one on the loop can, one in a thread cannot."""
         return bool(self._place.on_loop)
 
     def first_rollouts(self, count: int) -> None:
@@ -116,17 +104,16 @@ class ProgramRunner:
         """
         prototype = await self._prototype(candidate)
         if isinstance(prototype, Exception):
-            return Rollout(None, self._adapter.failure_score)
+            return Rollout(None, self.adapter.failure_score)
         with track_usage() as usage, heard_lm_calls() as calls:
-            program, copies = prototype
-            run = await self._run(lambda: copies.again(program), example, calls)
+            run = await self._run(prototype, example, calls)
             if dspy.settings.track_usage and isinstance(run.prediction, dspy.Prediction):
                 run.prediction.set_lm_usage(usage.get_total_tokens())
             rollout = await self._scored(example, run, capture_traces, calls)
-        return replace(rollout, tokens=tokens_of(usage), cost_dollars=cost_of(usage) if self._priced else 0.0)
+        return replace(rollout, tokens=tokens_of(usage), cost_dollars=cost_of(usage))
 
-    async def _prototype(self, candidate: dict[str, str]) -> tuple[Module, Copies] | Exception:
-        """The program of a candidate; rollouts run copies of it. One is built at a time, each once."""
+    async def _prototype(self, candidate: dict[str, str]) -> Callable[[], Module] | Exception:
+        """What makes a rollout's copy of a candidate's program. One is built at a time, each once."""
         key = tuple(sorted(candidate.items()))
         if key not in self._prototypes:
             async with self._building:
@@ -137,23 +124,23 @@ class ProgramRunner:
         self._prototypes.move_to_end(key)
         return self._prototypes[key]
 
-    def _built(self, candidate: dict[str, str]) -> tuple[Module, Copies] | Exception:
+    def _built(self, candidate: dict[str, str]) -> Callable[[], Module] | Exception:
         if self._flex:
             try:
-                program, copies = copied(self._adapter.build_program(candidate))
+                program, copy = copied(self.adapter.build_program(candidate))
             except (SyntaxError, CodeInterpreterError) as error:
                 logger.warning("Candidate failed to build (%s); its rollouts score as failures.", error)
                 return error
         else:  # as dspy's adapter, but large data that a student carries is copied once, not a candidate
             if self._student is None:
-                self._student = copied(self._adapter.student)
-            student, copies = self._student
-            program = copies.again(student)
+                self._student = copied(self.adapter.student)
+            student, copy = self._student
+            program = copy(student)
             for name, predictor in program.named_predictors():
                 if name in candidate:
                     signature: Any = predictor.signature
                     predictor.signature = signature.with_instructions(candidate[name])
-        return program if self._models is None else self._models.pace_in(program), copies
+        return partial(copy, program if self._models is None else self._models.pace_in(program))
 
     async def _run(self, copied: Callable[[], Module], example: dspy.Example, calls: LmCalls) -> _Run:
         program = copied()
@@ -185,7 +172,7 @@ class ProgramRunner:
         predictor = next((p for p in program.predictors() if p.signature == error.signature), None)
         if error.parsed_result or predictor is None:
             return _Run(None, [], error)
-        failed = FailedPrediction(error.lm_response or "", format_reward=self._adapter.failure_score)
+        failed = FailedPrediction(error.lm_response or "", format_reward=self.adapter.failure_score)
         return _Run(failed, [*trace, (predictor, inputs, failed)])
 
     def _crash(self, trace: list[Any], error: Exception, calls: LmCalls) -> _Run:
@@ -196,7 +183,7 @@ class ProgramRunner:
         return _Run(FailedPrediction(_said(error)), list(trace))
 
     async def _scored(self, example: Any, run: _Run, capture_traces: bool, calls: LmCalls) -> Rollout:
-        failure = self._adapter.failure_score
+        failure = self.adapter.failure_score
         if run.error is not None:
             self._failed_alike(run.error, calls)
             logger.warning("Example scored as a failure: %s", _said(run.error))
@@ -233,7 +220,7 @@ class ProgramRunner:
 
     def failed(self, error: str, capture_traces: bool) -> Rollout:
         """A rollout that failed, with the reason."""
-        return Rollout(None if capture_traces else dspy.Prediction(), self._adapter.failure_score, error=error)
+        return Rollout(None if capture_traces else dspy.Prediction(), self.adapter.failure_score, error=error)
 
     def _rollout(self, example: Any, run: _Run, raw: Any) -> Rollout:
         score, objectives = raw, dict[str, float]()
@@ -247,7 +234,7 @@ class ProgramRunner:
             score = None
         return Rollout(
             output=run.prediction,
-            score=self._adapter.failure_score if score is None else score,
+            score=self.adapter.failure_score if score is None else score,
             objective_scores=objectives,
             trajectory={"example": example, "prediction": run.prediction, "trace": run.trace, "score": raw},
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import importlib.util
 import json
 import os
@@ -32,7 +33,7 @@ _HTTP_SECONDS = 30.0
 
 
 class SimServer:
-    """A simulated server in a process of its own, for the length of a `with` block.
+    """A simulated server in a process of its own, for the length of a `with` block, or from `start` on.
 
     It accepts requests when `with` is entered, and is ended and reaped on exit. It also ends when this process
     dies, and it ignores Ctrl-C, so that an interrupted run can still drain. Binds to 127.0.0.1 only.
@@ -147,6 +148,16 @@ class SimServer:
             yield before
         finally:
             self._begin({**self._config, "port": self._port})
+
+    def start(self) -> SimServer:
+        """Start without a `with` block, as in a notebook: the server runs until this process ends.
+
+        Raises:
+            ImportError: If aiohttp is not installed.
+            RuntimeError: If the server cannot start; the message says why.
+        """
+        atexit.register(self.__enter__().__exit__, None, None, None)
+        return self
 
     def __enter__(self) -> SimServer:
         require_aiohttp()

@@ -8,10 +8,11 @@ something on the loop, so that threads and loop never run at once, and order doe
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import selectors
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar
@@ -185,7 +186,7 @@ async def _ended(tasks: set[asyncio.Task[Any]]) -> None:
 
 
 def run(main: Callable[[], Awaitable[T]]) -> T:
-    """Run ``main`` to its end in virtual time.
+    """Run ``main`` to its end in virtual time; where a loop runs already, as in a notebook's cell, in a thread.
 
     Args:
         main: an async function without arguments; ``asyncio.get_running_loop().time()`` is its clock.
@@ -197,6 +198,10 @@ def run(main: Callable[[], Awaitable[T]]) -> T:
         >>> run(main)
         3600.0
     """
+
+    if asyncio._get_running_loop() is not None:  # pyright: ignore[reportPrivateUsage]
+        with ThreadPoolExecutor(max_workers=1) as thread:  # dspy keeps its settings in context variables
+            return thread.submit(contextvars.copy_context().run, run, main).result()
 
     async def awaited() -> T:
         return await main()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dspy_flashevolve.ace.playbook import Playbook
 from dspy_flashevolve.ace.snapshots import Snapshots
-from dspy_flashevolve.engine.budget import Budget, Reservation
+from dspy_flashevolve.engine.steps import Budget, Reservation
 from dspy_flashevolve.observe.statistics import SnapshotRecord
 
 Work = Callable[[], Awaitable[None]]

@@ -16,7 +16,7 @@ from benchmarks.runs import Row
 from benchmarks.tasks import TASKS, task_kind
 from benchmarks.trajectory import Point, Trajectory
 from benchmarks.virtual import Setting, VirtualRun, run_virtually
-from dspy_flashevolve import AsyncGEPA, CombeeReflection, Guarded, Workflow
+from dspy_flashevolve import AsyncGEPA, CombeeReflection, Guarded, Reflective, Workflow
 from dspy_flashevolve.engine.events import Committed
 
 SMALL = Setting(train=12, val=12)
@@ -37,6 +37,8 @@ def test_a_name_says_what_asyncgepa_is_given() -> None:
     assert async_options("async-full") == {"staleness": "full"}
     assert async_options("async-patch") == {"staleness": "patch"}
     assert async_options("async-guarded-8") == {"staleness": Guarded(8)}
+    assert async_options("async-patch-6") == {"staleness": Reflective(batch=6, changes=False)}
+    assert async_options("async-undecided-4") == {"staleness": Reflective(undecided=4)}
     assert async_options("async-live-3") == {"workflow": Workflow(live_steps=3)}
     combee, again = async_options("combee-9"), async_options("combee-9")
     assert (combee["schedule"], combee["reflection_minibatch_size"]) == ("lockstep", 9)
@@ -97,6 +99,16 @@ def test_an_error_of_a_run_stands_in_its_row(
     assert "async" in capsys.readouterr().out
 
 
+def test_a_report_draws_the_true_scores_over_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, picture = tmp_path / "runs.jsonl", tmp_path / "scores.png"
+    ends = ["--tasks", "few", "--methods", "async", "--calls", "0", "--seconds", "20"]
+    size = ["--jobs", "1", "--seeds", "1", "--slots", "8", "--train", "8", "--val", "8"]
+    assert compare.main([*ends, *size, "--out", str(out)]) == 0
+    assert compare.main(["--report", str(out), *ends, "--picture", str(picture)]) == 0
+    assert "few" in capsys.readouterr().out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
 def test_only_what_was_paid_within_the_limit_counts() -> None:
     points = (
         Point(1.0, 60, best_score=0.1),
@@ -130,8 +142,9 @@ def test_a_table_compares_medians_and_leaves_failed_runs_out() -> None:
             metric_calls=600,
             proposals=40,
             lm_calls=50,
-            task_tokens=7000,
-            reflection_tokens=900,
+            task_tokens=700_000,
+            reflection_tokens=90_000,
+            read_tokens=590_000,
             integrated=1.0,
             changes=7,
         ),
@@ -140,8 +153,8 @@ def test_a_table_compares_medians_and_leaves_failed_runs_out() -> None:
     lines = {line[0]: line[1:] for line in compare.cells(rows)}
     assert lines["lockstep"][:6] == ["3", "0.300 (0.200-0.400)", "0.300", "+0.200", "1.00", "0.50"]
     assert lines["async"] == [
-        "1", "0.700 (0.700-0.700)", "0.700", "+0.600", "3.00", "1.50", "600", "50", "7000", "900", "-", "40", "100%",
-        "7",
+        "1", "0.700 (0.700-0.700)", "0.700", "+0.600", "3.00", "1.50", "600", "50", "700000", "90000", "0.759", "0.21",
+        "-", "40", "100%", "7",
     ]  # fmt: skip
     assert lines["combee-9"][-2:] == ["-", "0"]
     assert "few, at 120 virtual seconds" in compare.report(rows)

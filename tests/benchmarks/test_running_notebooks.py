@@ -96,6 +96,15 @@ def test_one_variable_in_the_first_code_cell_chooses_the_backend(path: Path) -> 
 
 
 @NUMBERED
+def test_it_needs_only_the_package_and_its_extra(path: Path) -> None:
+    names = re.findall(
+        r"^(?:from|import) (\w+)", "\n".join("".join(cell["source"]) for cell in cells(path)), re.MULTILINE
+    )
+    allowed = {"dspy", "dspy_flashevolve", "gepa", "litellm", "matplotlib"}
+    assert set(names) - set(sys.stdlib_module_names) <= allowed
+
+
+@NUMBERED
 def test_its_saved_outputs_are_those_of_one_whole_run(path: Path) -> None:
     counts = [cell["execution_count"] for cell in cells(path)]
     assert counts == list(range(1, len(counts) + 1))

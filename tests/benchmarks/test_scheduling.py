@@ -22,7 +22,7 @@ from benchmarks.variants import variant
 from benchmarks.virtual import Reading, Setting, VirtualRun, run_virtually
 from dspy_flashevolve import Workflow
 from dspy_flashevolve.engine.events import Committed
-from dspy_flashevolve.engine.workflow import BARRIERS
+from dspy_flashevolve.gepa.evaluate import BARRIERS
 from dspy_flashevolve.sim.batching import Load
 
 SMALL = Setting(train=6, val=6)

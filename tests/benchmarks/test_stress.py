@@ -37,6 +37,28 @@ def test_a_cancelled_run_goes_on_and_passes() -> None:
     assert found.counts["metric calls"] > 20
 
 
+def test_a_killed_run_goes_on_and_passes_with_what_was_counted_in_the_process_that_was_killed() -> None:
+    found = examine(replace(SMALL, ending="SIGKILL", at_call=20), compare=False)
+    assert found.problems == []
+    assert 20 < found.counts["metric calls"] <= SMALL.calls
+
+
+def test_a_run_over_http_under_faults_and_a_restart_passes() -> None:
+    found = examine(replace(SMALL, http=True, trouble=Trouble(failing=0.2), at_call=30), compare=False)
+    assert found.problems == []
+    assert found.counts["retried requests"] > 0
+
+
+@pytest.mark.parametrize("program", ["mixed", "sync"])
+def test_a_lone_request_outlasts_a_burst_of_rate_limits(program: str) -> None:
+    """One slot: nobody else is answered or turned away while a request is told to come back too soon."""
+    trouble = Trouble(bursts=((15.0, 60.0),), retry_after="too soon")
+    found = examine(replace(SMALL, program=program, slots=1, trouble=trouble), compare=False)
+    assert found.problems == []
+    assert found.counts["retried requests"] > 9
+    assert found.counts["unanswered examples"] == 0
+
+
 def test_metric_calls_that_nobody_paid_for_are_reported() -> None:
     class Twice(Watch):
         def metric(self, *args: Any, **kwargs: Any) -> Any:

@@ -119,8 +119,9 @@ def test_a_reflection_that_was_paid_before_the_interruption_is_used_after_it(tmp
     with pytest.raises(RunAbortedError):
         run(tmp_path, task_at=8 + 3 + 2, **options)  # in the first screen
     assert len(reflected) == 1
-    run(tmp_path, calls=8 + 6 + 1, **options)
+    stats = run(tmp_path, calls=8 + 6 + 1, **options).async_stats
     assert len(reflected) == len(set(reflected)), "no minibatch was reflected on twice"
+    assert stats.reflection_calls == len(reflected) - 1, "that of the session before is not counted again"
 
 
 @pytest.mark.parametrize("task_at", [60, 105, 150])

@@ -193,6 +193,31 @@ def test_no_proposal_starts_after_the_time_is_over() -> None:
     assert steps_of(found.stats) < 100
 
 
+def test_the_student_is_evaluated_though_the_time_is_over_before_the_sandbox_has_started() -> None:
+    class Late(Watched):
+        async def __aenter__(self) -> Any:
+            await asyncio.sleep(100)
+            return await super().__aenter__()
+
+    found = search(Late(), iterations=1000, max_seconds=60.0).detailed_results
+    assert (found.best, len(found.candidates)) == (0, 1)
+    assert found.stats.stop_reason == "max_seconds=60 is over"
+
+
+def test_a_search_that_is_stopped_before_the_student_is_evaluated_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    class Stopping(Watched):
+        async def __aenter__(self) -> Any:
+            os.kill(os.getpid(), signal.SIGINT)
+            while "interrupted by Ctrl-C" not in caplog.text:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            return await super().__aenter__()
+
+    lm = fake_lm(str)
+    optimizer = AsyncMetaHarness(TASK.metric, sandbox=Stopping(), iterations=1, proposer_lm=lm)
+    with dspy.context(lm=lm), pytest.raises(RunAbortedError, match="the student was not evaluated: interrupted"):
+        optimizer.compile(student(), trainset=TASK.trainset(3), valset=TASK.valset(3))
+
+
 def test_the_run_directory_holds_every_candidate_and_is_for_one_run(tmp_path: Path) -> None:
     found = search(log_dir=tmp_path / "run").detailed_results
     sources = sorted((tmp_path / "run" / "candidates").glob("*/source.py"))

@@ -98,10 +98,11 @@ def test_the_new_arguments_are_keyword_only_and_have_defaults() -> None:
         assert ours[name].default is not inspect.Parameter.empty
 
 
-def test_compile_has_the_signature_of_gepas_and_acompile_is_its_twin() -> None:
+def test_compile_has_the_signature_of_gepas_and_initial_candidates_and_acompile_is_its_twin() -> None:
     theirs = inspect.signature(dspy.GEPA.compile).parameters
     for method in (AsyncGEPA.compile, AsyncGEPA.acompile):
-        ours = inspect.signature(method).parameters
+        ours = dict(inspect.signature(method).parameters)
+        assert ours.pop("initial_candidates").kind is inspect.Parameter.KEYWORD_ONLY
         assert {n: (p.default, p.kind) for n, p in ours.items()} == {n: (p.default, p.kind) for n, p in theirs.items()}
     assert inspect.iscoroutinefunction(AsyncGEPA.acompile)
 

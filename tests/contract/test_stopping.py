@@ -579,22 +579,28 @@ def test_best_so_far_of_a_run_that_goes_on_from_a_checkpoint_is_the_checkpoints_
 
 
 def summary(caplog: pytest.LogCaptureFixture) -> logging.LogRecord:
-    """The one line at the end of a run."""
-    (line,) = [record for record in caplog.records if "metric calls, " in record.getMessage()]
+    """What is said at the end of a run."""
+    (line,) = [record for record in caplog.records if "\nmetric calls: " in record.getMessage()]
     return line
 
 
-def test_the_end_of_a_run_is_one_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_end_of_a_run_is_told_once_and_as_its_statistics_tell_it(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="dspy_flashevolve"):
         program = compiled(optimizer(150))
-    stats, best = program.async_stats, max(program.detailed_results.val_aggregate_scores)
-    line = summary(caplog)
-    assert line.levelno == logging.INFO
-    assert line.getMessage().startswith(
-        f"AsyncGEPA finished: {stats.proposals} proposals, {len(stats.commits)} accepted, best score {best:.4g}, "
-        f"{stats.metric_calls} of 150 metric calls, "
-    )
-    assert line.getMessage().endswith(f" s; {stats.stop_reason}.")
+    stats, said = program.async_stats, summary(caplog)
+    assert said.levelno == logging.INFO
+    assert said.getMessage() == f"AsyncGEPA {stats!r}"
+    scores = program.detailed_results.val_aggregate_scores
+    assert (stats.seed_score, stats.best_score) == (scores[0], max(scores))
+    assert f"{stats.seed_score:.4g} (the program given) -> {stats.best_score:.4g} (the program returned)" in repr(stats)
+    assert f"metric calls: {stats.metric_calls} of 150" in repr(stats)
+    assert str(stats) == repr(stats)
+    assert len(repr(stats)) < 2000
+    added = [line[1:] for line in stats.prompt_change.splitlines() if line.startswith("+") and line[:3] != "+++"]
+    assert added
+    assert set(added) <= {
+        line for _, one in program.named_predictors() for line in one.signature.instructions.split("\n")
+    }
 
 
 def failing_after(count: int, error: Exception) -> dspy.LM:

@@ -103,8 +103,10 @@ def test_minibatches_avoid_a_training_example_without_an_answer(name: str) -> No
     stats = details.async_stats
     assert (stats.outcome, stats.unanswered_examples, stats.ended["failed"]) == ("finished", 1, 0)
     assert len(stats.commits) > 2
-    last = max(place for place, prompt in enumerate(asked) if "\nt 3" in prompt)
-    assert last < len(asked) / 2, "it is not asked for any more"
+    places = [place for place, prompt in enumerate(asked) if "\nt 3" in prompt]
+    if name in ("500", "no message"):
+        assert places[-1] < len(asked) / 2, "it is not asked for any more"
+    assert len(places) < 50, "of one rollout's attempts: 429 and 503 say later, for a minute; nobody else waits for it"
 
 
 def test_an_example_that_another_candidate_was_answered_fails_for_one_candidate_alone() -> None:
@@ -211,14 +213,22 @@ def told_to_wait(*numbers: int) -> dspy.LM:
 
 
 @pytest.mark.parametrize("kind", ["loop", "thread"])
-def test_a_long_retry_after_neither_idles_the_run_nor_outlives_its_deadline(kind: str) -> None:
+def test_a_long_retry_after_does_not_outlive_the_deadline(kind: str) -> None:
     with dspy.context(lm=told_to_wait(4, 20)):
-        stats = simulated(
-            ENDLESS, InThread() if kind == "thread" else Chain(), max_seconds=20, max_reflection_calls=60
-        ).async_stats
+        student = InThread() if kind == "thread" else Chain()
+        stats = simulated(ENDLESS, student, max_seconds=20, max_reflection_calls=60).async_stats
     assert stats.outcome == "finished"
     assert stats.seconds < 40
-    assert stats.metric_calls > 40, "the work of others goes on"
+
+
+@pytest.mark.parametrize("kind", ["loop", "thread"])
+def test_a_training_example_that_is_told_to_wait_for_an_hour_does_not_idle_the_run(kind: str) -> None:
+    """Minibatches avoid it meanwhile: else step after step would come to wait for it, until all do."""
+    with dspy.context(lm=except_for("t 1", lambda: LMRateLimitError("429", retry_after=3600.0))):
+        student = InThread() if kind == "thread" else Chain()
+        stats = simulated(ENDLESS, student, max_seconds=20, max_reflection_calls=60).async_stats
+    assert stats.reflection_calls >= 60
+    assert stats.metric_calls > 200
 
 
 def test_a_stop_ends_every_wait() -> None:
@@ -330,17 +340,49 @@ def test_unreadable_reflections_end_their_steps_and_not_the_run() -> None:
         assert stats.metric_calls > 180
 
 
-def test_a_reflection_that_drips_is_given_up_and_asked_again() -> None:
-    """A byte now and then resets the LM's timeout; the whole reply would take many times as long."""
-    asked = 0
+def dripping_first() -> Callable[[str], str]:
+    """A byte now and then resets the LM's timeout: the whole of the first reply would take half a minute."""
+    asked: list[str] = []
 
-    def reflect(prompt: str) -> str:
-        nonlocal asked
-        asked += 1
-        return "drip" if asked == 1 else reply_for("JSON", new_instruction=f"Instruction {asked}")
+    def choose(prompt: str) -> str:
+        asked.append(prompt)
+        return "drip" if len(asked) == 1 else reply_for("JSON", new_instruction=f"Look {len(asked)}", answer="3")
 
-    with BrokenServer(reflect) as server:
-        stats = compiled(60, reflection_lm=server.lm("chosen", timeout=3.0)).async_stats
+    return choose
+
+
+@pytest.mark.parametrize("schedule", ["async", "lockstep"])
+def test_a_reflection_that_drips_is_given_up_and_asked_again(schedule: str) -> None:
+    with BrokenServer(dripping_first()) as server:
+        stats = compiled(60, reflection_lm=server.lm("chosen", timeout=3.0), schedule=schedule).async_stats
     assert stats.retried_requests >= 1
     assert stats.ended["failed"] == 0
     assert stats.proposals > 0
+
+
+@pytest.mark.parametrize("program", [Chain, InThread])
+def test_a_rollout_that_drips_in_lockstep_is_given_up_and_asked_again(program: Any) -> None:
+    with BrokenServer(dripping_first()) as server, dspy.context(lm=server.lm("chosen", timeout=3.0)):
+        details = compiled(30, program(), metric=lambda *_: 0.5, schedule="lockstep").detailed_results
+    assert details.async_stats.retried_requests >= 1
+    assert list(details.val_subscores[0].values()) == [0.5] * len(VAL)
+
+
+def test_an_lm_call_of_a_metric_that_drips_is_given_up_with_the_metric_and_the_rollout_made_again() -> None:
+    judged: list[str] = []
+
+    def choose(prompt: str) -> str:
+        if "Is it right?" not in prompt:
+            return answer(prompt)
+        judged.append(prompt)
+        return "drip" if len(judged) == 1 else "yes"
+
+    def metric(gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None) -> Any:
+        if pred_name is None:
+            dspy.settings.lm("Is it right?")
+        return digits(gold, pred)
+
+    with BrokenServer(choose) as server, dspy.context(lm=server.lm("chosen", timeout=3.0)):
+        stats = compiled(30, metric=metric).async_stats
+    assert (stats.outcome, stats.ended["failed"]) == ("finished", 0)
+    assert len(judged) == stats.metric_calls + 1

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dspy_flashevolve.engine.budget import Budget, Reservation
 from dspy_flashevolve.engine.errors import BudgetError, ConfigurationError
+from dspy_flashevolve.engine.steps import Budget, Reservation
 
 STEPS = st.lists(
     st.tuples(

@@ -23,7 +23,7 @@ from dspy_flashevolve.engine.errors import JournalError, RunDirectoryError
 from dspy_flashevolve.engine.journal import COLUMNS, FILE, SCHEMA_VERSION, Journal, checked
 from dspy_flashevolve.engine.redaction import MARK, Redaction, secrets_in
 from dspy_flashevolve.engine.replay import hash_of
-from dspy_flashevolve.observe.lineage import tree
+from dspy_flashevolve.observe.history import read as history_of
 
 
 def fill(journal: Journal, calls: int, limit: int = 100) -> None:
@@ -184,7 +184,7 @@ def test_another_version_of_the_schema_is_refused_with_what_to_do_and_left_as_it
         words = (
             rf"schema is version {version}, this .* knows version {SCHEMA_VERSION}\. Use the version that wrote it, or"
         )
-        for read in (Journal, check, tree):
+        for read in (Journal, check, history_of):
             with pytest.raises(RunDirectoryError, match=words):
                 read(tmp_path)
         assert (tmp_path / FILE).read_bytes() == before

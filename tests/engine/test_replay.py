@@ -63,7 +63,7 @@ def session(directory: Path, *secrets: str) -> RunJournal:
 
 
 def write(journal: RunJournal, step: int, score: float = 0.5, key: RolloutKey = KEY, trace: str | None = "t") -> None:
-    journal.finished(key, "rollout", step, Rollout("out", score), ('"out"', trace), 1.0, journal.call_counts("r", step))
+    journal.finished(key, "rollout", step, Rollout("out", score), ('"out"', trace), 1.0, journal.call("r", step))
 
 
 def closed(journal: RunJournal) -> None:
@@ -150,10 +150,10 @@ def test_what_belongs_to_no_step_is_found_where_it_is_not_done(tmp_path: Path) -
 
 def test_a_call_that_came_back_without_a_score_is_taken_back(tmp_path: Path) -> None:
     journal = session(tmp_path)
-    in_virtual_time(lambda: journal.call_begins("rollout", 0))
-    in_virtual_time(lambda: journal.call_begins("rollout", 0))
-    journal.call_returned("rollout", 0)
-    journal.calls_elsewhere(7)
+    journal.call("rollout", 0)
+    journal.call("rollout", 0)
+    journal.call("rollout", 0, -1)
+    journal.call("elsewhere", BEFORE_STEPS, 7)
     closed(journal)
     journal = session(tmp_path)
     assert journal.spent == 8

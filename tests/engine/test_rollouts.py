@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dspy_flashevolve.engine.budget import Budget, Reservation
 from dspy_flashevolve.engine.endpoints import Endpoints, RetryPolicy, Sent
 from dspy_flashevolve.engine.errors import RolloutUnresolvedError, RunAbortedError, TransientError
 from dspy_flashevolve.engine.events import Event, EventBus, RequestFinished, RolloutFinished, RolloutTimedOut
@@ -29,8 +28,8 @@ from dspy_flashevolve.engine.rollouts import (
     metric_begins,
 )
 from dspy_flashevolve.engine.scheduler import Scheduler, current_slot
-from dspy_flashevolve.engine.steps import EndKind, StepEnded
-from dspy_flashevolve.programs.metric import Metric
+from dspy_flashevolve.engine.steps import Budget, EndKind, Reservation, StepEnded
+from dspy_flashevolve.programs.runner import Metric
 from dspy_flashevolve.sim.virtual import run
 from tests.engine.stepped import STAGES, Asker
 
@@ -104,7 +103,7 @@ def failing(times: int) -> Callable[[], Coroutine[Any, Any, Rollout]]:
         nonlocal left
         left -= 1
         if left >= 0:
-            raise TransientError("429")
+            raise TransientError("500", of_request=True)
         return Rollout("output", 1.0)
 
     return call
@@ -206,7 +205,7 @@ def test_an_unresolved_rollout_is_neither_scored_nor_paid() -> None:
 
     async def main() -> None:
         pays = bench.reserved()
-        with pytest.raises(RolloutUnresolvedError, match="no answer after 3 attempts: 429"):
+        with pytest.raises(RolloutUnresolvedError, match="no answer after 3 attempts: 500"):
             await bench.rollout(failing(3), pays)
         assert (pays.settled, pays.open, bench.events) == (0, 1, [])
 

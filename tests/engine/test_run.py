@@ -18,14 +18,13 @@ from hypothesis import strategies as st
 
 from dspy_flashevolve.engine.admission import LiveSteps, Load
 from dspy_flashevolve.engine.batcher import Batcher
-from dspy_flashevolve.engine.budget import Reservation
 from dspy_flashevolve.engine.endpoints import RetryPolicy, Sent
 from dspy_flashevolve.engine.errors import ConfigurationError, RolloutUnresolvedError, TransientError
 from dspy_flashevolve.engine.events import Committed, Event, LimitChanged, StageVisited, StepClosed, StepOpened
 from dspy_flashevolve.engine.rollouts import Rollout, RolloutKey, batch, gather, metric_begins
 from dspy_flashevolve.engine.run import EvolutionRun
 from dspy_flashevolve.engine.scheduler import current_slot
-from dspy_flashevolve.engine.steps import End, EndKind, NothingToDoError, Step, StepEnded
+from dspy_flashevolve.engine.steps import End, EndKind, NothingToDoError, Reservation, Step, StepEnded
 from dspy_flashevolve.sim.virtual import run as in_virtual_time
 
 STAGES = {"rollout": ["task"], "propose": ["reflection"], "validate": ["task"]}
@@ -39,9 +38,9 @@ class World:
     def __init__(self, slots: int = 4, **options: Any) -> None:
         self.events: list[Event] = []
         self.run = EvolutionRun(
-            name="a loop", stages=STAGES, slots=slots, observers=[self.events.append],
-            retry=RetryPolicy(attempts=3, first_seconds=1.0), **options,
-        )  # fmt: skip
+            name="a loop", stages=STAGES, slots=slots, retry=RetryPolicy(attempts=3, first_seconds=1.0), **options
+        )
+        self.run.bus.subscribe(self.events.append)
         self.most_reserved = 0
 
     def of(self, kind: type[Any]) -> list[Any]:
@@ -312,7 +311,7 @@ def test_a_commit_tells_its_gap_its_generation_and_the_best_so_far() -> None:
     assert [(one.version, one.gap, one.generation, one.best_score) for one in world.of(Committed)] == [
         (1, 0, 0, 0.5), (2, 1, 1, 0.9), (3, 2, 2, 0.9),
     ]  # fmt: skip
-    assert world.run.gaps.as_dict() == {"before_commit": {0: 1, 1: 1, 2: 1}}
+    assert world.run.gaps == {"before_commit": {0: 1, 1: 1, 2: 1}}
 
 
 # Stops

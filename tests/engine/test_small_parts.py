@@ -16,17 +16,9 @@ from anyio.lowlevel import checkpoint
 
 from dspy_flashevolve.engine.events import Event, EventBus
 from dspy_flashevolve.engine.loop import Threads, run_to_end
-from dspy_flashevolve.engine.staleness import GapHistogram
 from dspy_flashevolve.engine.steps import rng_of
 
 VARIABLE = contextvars.ContextVar("VARIABLE", default="outside")
-
-
-def test_the_gap_histogram_counts_looks_by_place() -> None:
-    seen = GapHistogram()
-    for where, behind in (("commit", 2), ("screen", 0), ("commit", 0), ("commit", 2)):
-        seen.record(where, behind)
-    assert seen.as_dict() == {"commit": {0: 1, 2: 2}, "screen": {0: 1}}
 
 
 def test_what_a_step_draws_depends_on_the_seed_and_its_number_alone() -> None:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dspy_flashevolve.engine.errors import ConfigurationError
-from dspy_flashevolve.engine.workflow import BARRIERS, ValidationOrder, Workflow, at_most, released_at
+from dspy_flashevolve.gepa.evaluate import BARRIERS, ValidationOrder, Workflow, at_most, released_at
 
 SHARES = st.floats(0.0, 1.0, exclude_min=True)
 SCORES = st.dictionaries(st.integers(0, 7), st.sampled_from([0.0, 0.25, 0.5, 1.0]), max_size=8)

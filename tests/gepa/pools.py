@@ -9,22 +9,33 @@ from gepa.core.data_loader import ListDataLoader
 from gepa.core.state import ValsetEvaluation
 from gepa.proposer.base import CandidateProposal
 
-from dspy_flashevolve.engine.budget import Budget, Reservation
-from dspy_flashevolve.engine.steps import Step, rng_of
-from dspy_flashevolve.gepa.options import GepaOptions, build_parts
-from dspy_flashevolve.gepa.pool import Pool
-from dspy_flashevolve.gepa.records import Commit
+from dspy_flashevolve import AsyncGEPA
+from dspy_flashevolve.engine.steps import Budget, Reservation, Step, rng_of
+from dspy_flashevolve.gepa.options import build_parts
+from dspy_flashevolve.gepa.pool import Commit, Pool
 
 EXAMPLES = 4
+
+
+def configured(**arguments: Any) -> AsyncGEPA:
+    """An optimizer with these arguments, as they are: the optimizer would refuse some."""
+
+    def metric(gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None) -> float:
+        return 0.0
+
+    optimizer = AsyncGEPA(metric, max_metric_calls=1000, instruction_proposer=lambda *_: {})  # pyright: ignore[reportArgumentType]
+    vars(optimizer).update(arguments)
+    return optimizer
 
 
 def pool_of(**texts: str) -> Pool:
     """A pool whose seed is validated: .5 on each of four examples. Its candidates have one component, p, by default."""
     loader = ListDataLoader(list(range(EXAMPLES)))
-    options, quiet = GepaOptions(max_metric_calls=1000), SimpleNamespace(log=lambda message: None)
-    parts = build_parts(options, loader, quiet)
+    optimizer, quiet = configured(), SimpleNamespace(log=lambda message: None)
+    run: Any = SimpleNamespace(lockstep=False, journal=None, budget=Budget(None))
+    parts = build_parts(optimizer, loader, quiet)
     seed = texts or {"p": "seed"}
-    pool = Pool(parts, options, object(), seed, loader, loader, quiet, 0.0, False, calls_made=lambda: 0)
+    pool = Pool(run, optimizer, parts, object(), seed, loader, loader, quiet, best=None)
     pool.confirm_seed(evaluation([0.5] * EXAMPLES))
     return pool
 

@@ -125,8 +125,22 @@ def test_the_gain_of_a_head_is_what_it_has_over_the_last_one_that_was_tried() ->
         task.add(number)
     head = task.credit.head()
     assert head.gain == pytest.approx(sum(one.effect for one in task.credit.records()))
-    task.credit.tries(head)
+    task.credit.tries(0, head)
     assert task.credit.head().gain == 0
+
+
+def test_a_head_that_was_not_validated_is_forgotten_alone_and_not_the_other_that_is_on_its_way() -> None:
+    task = Task([0.1] * 2)
+    task.add(0)
+    older = task.credit.head()
+    task.credit.tries(3, older)
+    task.add(1)
+    newer = task.credit.head()
+    task.credit.tries(4, newer)
+    task.credit.gives_up(3)
+    assert task.credit.head().gain == 0, "the newer one is still on its way"
+    task.credit.gives_up(4)
+    assert task.credit.head().gain == pytest.approx(sum(one.effect for one in task.credit.records()))
 
 
 @given(st.randoms(use_true_random=False), st.integers(0, 99))
@@ -251,7 +265,7 @@ def test_a_validated_head_of_an_earlier_base_is_no_parent_of_what_stands_on_the_
     credit = Credit(SEED, (), 16, 1.0)
     credit.take(0, SEED, {"answer": f"{SEED['answer']}\n{rule(0)}"}, "train", {})
     head = credit.head()
-    credit.tries(head)
+    credit.tries(0, head)
     credit.stand_on({"answer": "Everything is different."}, 4)
     credit.validated(head.candidate, 5)
     assert credit.parent == 4
@@ -270,6 +284,15 @@ def test_what_is_kept_as_json_makes_the_same_head_again() -> None:
     again.restore(json.loads(json.dumps(task.credit.kept())), candidates, told)
     assert again.head().candidate == task.credit.head().candidate
     assert [one.part for one in again.records()] == [one.part for one in task.credit.records()]
+
+
+def test_where_changes_stood_on_a_rewrite_the_seed_is_not_taken_for_it_by_a_run_that_goes_on() -> None:
+    credit, rewritten = Credit(SEED, (), 16, 1.0), {"answer": "Everything is different."}
+    credit.stand_on(rewritten, 4)
+    again = Credit(SEED, (), 16, 1.0)
+    again.restore(json.loads(json.dumps(credit.kept())), {hash_of(SEED): SEED, hash_of(rewritten): rewritten}, [])
+    assert again.is_made_of_changes(rewritten)
+    assert not again.is_made_of_changes(SEED), "its rollouts say nothing of the rewrite"
 
 
 # Evidence that is much, or says little, or is nonsense

@@ -18,7 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dspy_flashevolve import AsyncGEPA, Reflective, Workflow
-from dspy_flashevolve.gepa import integration, step
+from dspy_flashevolve.engine.replay import Rollout
+from dspy_flashevolve.gepa import evaluate
 from dspy_flashevolve.gepa.evaluate import Gate, passes_screen
 from dspy_flashevolve.programs.program import DspyProgram
 from dspy_flashevolve.sim.virtual import run
@@ -31,6 +32,10 @@ WHOLE = Workflow(rollout=1, validate=1, live_steps=1)
 
 SCORES = st.lists(st.sampled_from([-1.0, 0.0, 0.1, 0.2, 1 / 3, 0.5, 0.7, 1.0]), min_size=1, max_size=9)
 CRITERIA = st.sampled_from([StrictImprovementAcceptance(), ImprovementOrEqualAcceptance()])
+
+
+def scored(score: float) -> Rollout:
+    return Rollout(None, score)
 
 
 # The gate
@@ -50,7 +55,7 @@ def test_a_gate_closes_only_on_what_the_criterion_refuses_whatever_the_order_of_
     for count, index in enumerate(order):
         if count == known_after:  # the parent's sum may come late
             known[0] = sum(before)
-        goes_on = gate(index, after[index])
+        goes_on = gate(index, scored(after[index]))
         assert goes_on == (not gate.closed)
         if accepted or known[0] is None:
             assert goes_on
@@ -61,16 +66,16 @@ def test_a_gate_closes_only_on_what_the_criterion_refuses_whatever_the_order_of_
 
 def test_a_gate_closes_at_the_first_score_that_decides() -> None:
     gate = Gate(4, passes_screen(StrictImprovementAcceptance(), lambda: 2.5), lambda: 1.0)
-    assert gate(2, 0.5)
-    assert gate(0, 1.0)
-    assert not gate(3, 0.0)
+    assert gate(2, scored(0.5))
+    assert gate(0, scored(1.0))
+    assert not gate(3, scored(0.0))
     assert gate.seen == [1.0, 0.5, 0.0]
-    assert not gate(1, 1.0), "closed is closed"
+    assert not gate(1, scored(1.0)), "closed is closed"
 
 
 def test_without_a_highest_score_a_gate_stays_open() -> None:
     gate = Gate(2, passes_screen(StrictImprovementAcceptance(), lambda: 2.0), lambda: math.inf)
-    assert gate(0, -5.0)
+    assert gate(0, scored(-5.0))
 
 
 class Strict(StrictImprovementAcceptance):
@@ -104,8 +109,8 @@ def twice(monkeypatch: pytest.MonkeyPatch, **options: Any) -> list[tuple[Any, li
         settings = {"max_full_evals": 100, "workflow": WHOLE, "use_merge": False} | options
         settings["gepa_kwargs"] = gepa_kwargs | options.get("gepa_kwargs", {})
         with monkeypatch.context() as patch:
-            for module in () if gated else (step, integration):
-                patch.setattr(module, "rejects_by_sum", lambda parts: False)
+            if not gated:
+                patch.setattr(evaluate, "rejects_by_sum", lambda parts: False)
             program = play(world, None, **settings)
         details, stats = program.detailed_results, program.async_stats
         texts = [one.steps[0].signature.instructions for one in details.candidates]

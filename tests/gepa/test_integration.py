@@ -16,14 +16,13 @@ from dspy_flashevolve.gepa.evaluate import as_batch
 from dspy_flashevolve.gepa.integration import (
     SPARE_CHARACTERS,
     Integrations,
-    Waiting,
     _Landing,  # pyright: ignore[reportPrivateUsage]
     changed_components,
     read_answer,
     stale_child,
     too_long,
 )
-from dspy_flashevolve.gepa.records import Child, Parent
+from dspy_flashevolve.gepa.pool import Child, Parent
 from tests.gepa.pools import EXAMPLES, commit, pool_of
 
 HEAD = {"p": "head", "q": "head"}
@@ -36,7 +35,7 @@ def child(texts: dict[str, str], base: int | None = None, parent: dict[str, str]
     task: Any = ProposalTask(index, parent, [0, 1], ["a", "b"])
     evaluation = as_batch([])
     evaluation.scores.extend([0.25, 0.75])
-    return Child(Parent(0, task, evaluation, None, base), {**parent, **texts}, {}, ("said",))
+    return Child(Parent(0, task, evaluation, None, base), texts, ("said",))
 
 
 # Reading
@@ -84,9 +83,8 @@ def test_whatever_was_said_only_asked_components_and_children_are_in_what_is_rea
 
 def test_a_child_is_told_with_what_it_changed_its_scores_and_how_far_it_is_behind() -> None:
     one = child({"p": "mine"})
-    assert stale_child(4, one, [], 3) == StaleChild(4, {"p": "mine"}, {"p": "head"}, 0.5, None, ("said",), 3)
     proposal: Any = CandidateProposal(one.candidate, [0], subsample_scores_after=[1.0, 0.5])
-    assert stale_child(4, one, [proposal], 0).score_after == 0.75
+    assert stale_child(4, one, proposal, 3) == StaleChild(4, {"p": "mine"}, {"p": "head"}, 0.5, 0.75, ("said",), 3)
     assert changed_components([one, child({"q": "other"}), child({"p": "again"})]) == ("p", "q")
 
 
@@ -114,18 +112,18 @@ def test_the_parents_of_an_integration_are_its_base_and_the_childrens_as_far_as_
     integrations = Integrations(nothing, pool, nothing, Reflective(batch=4), nothing, None, [])
     index = commit(pool, 1, [0.75] * EXAMPLES, p="committed").candidate
     waiting = pool.speculative
-    under = waiting.add({"p": "under"}, (), (0,), 1).key
-    base = waiting.add({"p": "base"}, (under,), (), 2).key
+    under = waiting.add({"p": "under"}, (), (0,)).key
+    base = waiting.add({"p": "base"}, (under,), ()).key
 
     def parents(key: int | None, nearest: int) -> list[int]:
-        members: Any = [(None, Waiting((child({}, key, index=nearest),), ()))]
+        members: Any = [(None, [(child({}, key, index=nearest), None)])]
         landing = _Landing(HEAD, HEAD, 0, pool.version, members)
         return integrations._parents(landing)  # pyright: ignore[reportPrivateUsage]
 
     assert parents(None, index) == [0, index]
     assert parents(base, 0) == [0]
-    waiting.confirm_late(under, 3)
+    waiting.confirm(under, 3)
     assert parents(base, 0) == [0, 3]
-    waiting.confirm_late(base, 4)
+    waiting.confirm(base, 4)
     assert parents(base, 0) == [0, 4]
     pool.close()

@@ -20,7 +20,6 @@ from dspy_flashevolve.gepa.evaluate import rejects_by_sum
 from dspy_flashevolve.gepa.options import (
     ARGUMENTS,
     REFUSED,
-    GepaOptions,
     Parts,
     build_parts,
     check_options,
@@ -29,47 +28,46 @@ from dspy_flashevolve.gepa.options import (
     restore_strategies,
     strategies_of,
 )
-from tests.gepa.pools import pool_of
+from tests.gepa.pools import configured, pool_of
 
 LOADER: Any = ListDataLoader(list(range(9)))
 
 
 def parts_of(**options: Any) -> Parts:
-    extra = options.pop("extra", {})
-    return build_parts(GepaOptions(extra=extra, **options), LOADER, SimpleNamespace(log=lambda message: None))
+    return build_parts(configured(**options), LOADER, SimpleNamespace(log=lambda message: None))
 
 
 @pytest.mark.parametrize("name", sorted(ARGUMENTS))
 def test_what_is_an_argument_is_not_passed_on_and_the_argument_is_named(name: str) -> None:
     with pytest.raises(ConfigurationError, match=f"{name!r}: pass it as the argument {ARGUMENTS[name]}="):
-        check_options(GepaOptions(extra={name: 1}))
+        check_options(configured(gepa_kwargs={name: 1}))
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
 def test_what_cannot_be_passed_on_is_refused_with_the_reason_unless_it_is_gepas_default(name: str) -> None:
     with pytest.raises(ConfigurationError, match=f"{name!r}, which cannot be passed through"):
-        check_options(GepaOptions(extra={name: 1}))
-    check_options(GepaOptions(extra={name: None}))
+        check_options(configured(gepa_kwargs={name: 1}))
+    check_options(configured(gepa_kwargs={name: None}))
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"extra": {"frontier": "x"}}, "'frontier', which gepa does not know. It knows: .*frontier_type"),
+        ({"gepa_kwargs": {"frontier": "x"}}, "'frontier', which gepa does not know. It knows: .*frontier_type"),
         ({"candidate_selection_strategy": "best"}, "is 'best', expected one of pareto, current_best"),
         ({"candidate_selection_strategy": object()}, "or a CandidateSelector"),
         ({"component_selector": 3}, "expected one of round_robin, all, or a callable"),
-        ({"extra": {"acceptance_criterion": "any"}}, "expected one of strict_improvement, improvement_or_equal"),
-        ({"extra": {"val_evaluation_policy": "half"}}, "expected one of full_eval"),
-        ({"extra": {"frontier_type": "mean"}}, "expected one of instance, objective, hybrid, cartesian"),
+        ({"gepa_kwargs": {"acceptance_criterion": "any"}}, "expected one of strict_improvement, improvement_or_equal"),
+        ({"gepa_kwargs": {"val_evaluation_policy": "half"}}, "expected one of full_eval"),
+        ({"gepa_kwargs": {"frontier_type": "mean"}}, "expected one of instance, objective, hybrid, cartesian"),
         ({"reflection_minibatch_size": 0}, "reflection_minibatch_size is 0, expected at least 1"),
-        ({"extra": {"batch_sampler": object()}}, "pass reflection_minibatch_size=None"),
+        ({"gepa_kwargs": {"batch_sampler": object()}}, "pass reflection_minibatch_size=None"),
         ({"perfect_score": None}, "perfect_score is None while skip_perfect_score is True"),
     ],
 )
 def test_what_cannot_work_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        check_options(GepaOptions(**options))
+        check_options(configured(**options))
 
 
 def test_names_become_gepas_strategies_and_objects_stay_what_they_are() -> None:
@@ -77,9 +75,9 @@ def test_names_become_gepas_strategies_and_objects_stay_what_they_are() -> None:
         return []
 
     parts = parts_of(candidate_selection_strategy="current_best", component_selector=mine)
-    assert isinstance(parts.candidate_selector, CurrentBestCandidateSelector)
+    assert isinstance(parts.candidate_selection_strategy, CurrentBestCandidateSelector)
     assert parts.component_selector is mine
-    assert isinstance(parts.acceptance, StrictImprovementAcceptance)
+    assert isinstance(parts.acceptance_criterion, StrictImprovementAcceptance)
     assert has_foreign(parts)
     assert not has_foreign(parts_of())
 
@@ -92,14 +90,14 @@ def test_early_rejection_knows_only_gepas_own_parts() -> None:
         """May take anything."""
 
     assert rejects_by_sum(parts_of())
-    assert rejects_by_sum(parts_of(extra={"acceptance_criterion": ImprovementOrEqualAcceptance()}))
-    assert not rejects_by_sum(parts_of(extra={"acceptance_criterion": Mine()}))
-    assert not rejects_by_sum(parts_of(extra={"selection_strategy": All()}))
+    assert rejects_by_sum(parts_of(gepa_kwargs={"acceptance_criterion": ImprovementOrEqualAcceptance()}))
+    assert not rejects_by_sum(parts_of(gepa_kwargs={"acceptance_criterion": Mine()}))
+    assert not rejects_by_sum(parts_of(gepa_kwargs={"selection_strategy": All()}))
 
 
 def test_stoppers_say_why_once_and_whether_it_was_the_budget() -> None:
     state: Any = SimpleNamespace(total_num_evals=0, i=0)
-    stopper = parts_of(max_metric_calls=10, extra={"stop_callbacks": MaxCandidateProposalsStopper(5)}).stopper
+    stopper = parts_of(max_metric_calls=10, gepa_kwargs={"stop_callbacks": MaxCandidateProposalsStopper(5)}).stopper
     assert not stopper(state)
     state.total_num_evals = 12
     assert stopper(state)
@@ -113,10 +111,10 @@ def test_every_hook_of_the_users_is_named_by_its_argument() -> None:
     parts, optimizer = parts_of(), SimpleNamespace(staleness="policy")
     hooks = hooks_of(parts, optimizer)
     assert hooks["staleness"] == "policy"
-    assert set(hooks) - {"staleness", "candidate_selection_strategy", "component_selector"} <= set(
-        GepaOptions.__dataclass_fields__
-    ) | {"batch_sampler", "sampling_strategy", "selection_strategy", "acceptance_criterion", "val_evaluation_policy",
-         "stop_callbacks"}  # fmt: skip
+    assert set(hooks) == {
+        "staleness", "candidate_selection_strategy", "component_selector", "batch_sampler", "sampling_strategy",
+        "selection_strategy", "acceptance_criterion", "val_evaluation_policy", "stop_callbacks",
+    }  # fmt: skip
 
 
 @given(st.integers(1, 40), st.integers(1, 5), st.booleans())

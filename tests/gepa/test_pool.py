@@ -8,10 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dspy_flashevolve.engine.budget import Budget, Reservation
-from dspy_flashevolve.engine.errors import ConfigurationError
-from dspy_flashevolve.engine.steps import Step, rng_of
-from dspy_flashevolve.gepa.speculative import SpeculativeCandidates
+from dspy_flashevolve.engine.steps import Budget, Reservation, Step, rng_of
+from dspy_flashevolve.gepa.pool import SpeculativeCandidates
 from tests.contract.surface import Heard
 from tests.gepa.pools import EXAMPLES, commit, frontier, pool_of
 
@@ -93,19 +91,13 @@ def test_a_removed_speculative_candidate_leaves_nothing_behind(steps: list[tuple
         elif action == "child":
             waiting.add({"p": "y"}, parents=(alive[which % len(alive)].key,))
         elif action == "confirm":
-            waiting.confirm(alive[which % len(alive)].key)
+            waiting.confirm(alive[which % len(alive)].key, len(steps))
         else:
-            before = {one.key for one in alive}
-            gone = {one.key for one in waiting.remove(alive[which % len(alive)].key)}
-            assert {one.key for one in waiting.all()} == before - gone
+            taken = alive[which % len(alive)].key
+            gone = {taken}
+            for one in alive:  # oldest first
+                gone |= {one.key} if gone & set(one.parents) else set()
+            waiting.remove(taken)
+            assert {one.key for one in waiting.all()} == {one.key for one in alive} - gone
         left = {one.key for one in waiting.all()}
         assert all(set(one.parents) <= left for one in waiting.all()), "no candidate stands on one that is gone"
-
-
-def test_confirming_what_is_not_speculative_is_an_error() -> None:
-    waiting = SpeculativeCandidates()
-    for call in (waiting.confirm, waiting.remove):
-        with pytest.raises(ConfigurationError, match="candidate 7 is not speculative"):
-            call(7)
-    with pytest.raises(ConfigurationError, match=r"speculative parents \[3\]"):
-        waiting.add({"p": "x"}, parents=(3,))

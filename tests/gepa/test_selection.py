@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 from typing import Any
 
-import pytest
 from gepa.core.state import ValsetEvaluation
 from gepa.gepa_utils import find_dominator_programs
 from gepa.strategies.proposal_sampling import ProposalTask
@@ -68,13 +67,13 @@ class Play:
         elif action == "add":
             parents = (alive[which % len(alive)],) if alive and which % 2 else ()
             name = f"kept {len(self.kept)}"
-            self.kept.append(waiting.add({"p": name}, parents, (0,), 1, evaluation=part(scores)).key)
+            self.kept.append(waiting.add({"p": name}, parents, (0,), evaluation=part(scores)).key)
         elif action == "doomed" and self.doomed_too:
             under = [*self.doomed, *alive]
             parents = (under[which % len(under)],) if under and which % 2 else ()
-            self.doomed.append(waiting.add({"p": "doomed"}, parents, (0,), 1, evaluation=part(scores)).key)
+            self.doomed.append(waiting.add({"p": "doomed"}, parents, (0,), evaluation=part(scores)).key)
         elif action == "confirm" and alive:
-            waiting.confirm_late(alive[which % len(alive)], self.commit([0.5] * EXAMPLES))
+            waiting.confirm(alive[which % len(alive)], self.commit([0.5] * EXAMPLES))
         elif action == "look":
             selectable(self.pool)
 
@@ -84,13 +83,13 @@ class Play:
                 self.pool.speculative.remove(key)
         named = {entry.key: entry.candidate["p"] for entry in self.pool.speculative.all()}
         entries = [
-            (entry.candidate, [named[one] for one in entry.parents], entry.indices, entry.generation)
+            (entry.candidate, [named[one] for one in entry.parents], entry.indices)
             for entry in self.pool.speculative.all()
         ]
         stands_for = [self.pool.speculative.resolve((key,)) for key in self.kept]
         pool = self.pool
         pool.close()
-        return view_of(pool), frontier(pool), entries, stands_for, pool.version, pool.generations, pickled(pool)
+        return view_of(pool), frontier(pool), entries, stands_for, pool.version, pickled(pool)
 
 
 @settings(max_examples=80)
@@ -119,7 +118,7 @@ def test_gepas_state_holds_what_was_committed_and_looking_does_not_change_it(ste
     assert view.program_candidates[:confirmed] == pool.state.program_candidates
     assert (view is pool.state) == (not keys)
     for place, key in enumerate(keys, start=confirmed):
-        entry = pool.speculative[key]
+        [entry] = [one for one in pool.speculative.all() if one.key == key]
         assert view.program_candidates[place] == entry.candidate
         assert entry.evaluation is not None
         assert view.prog_candidate_val_subscores[place] == entry.evaluation.scores_by_val_id
@@ -129,7 +128,7 @@ def test_gepas_state_holds_what_was_committed_and_looking_does_not_change_it(ste
 
 def test_a_view_is_only_a_view_of_the_fronts_too() -> None:
     pool = pool_of()
-    pool.speculative.add({"p": "better"}, (), (0,), 1, evaluation=part({0: 1.0, 1: 0.5}))
+    pool.speculative.add({"p": "better"}, (), (0,), evaluation=part({0: 1.0, 1: 0.5}))
     view, _ = selectable(pool)
     assert view.get_pareto_front_mapping() == {0: {1}, 1: {0, 1}, 2: {0}, 3: {0}}
     assert pool.state.get_pareto_front_mapping() == {i: {0} for i in range(EXAMPLES)}
@@ -147,8 +146,8 @@ def test_what_has_no_scores_yet_is_not_in_the_view() -> None:
 def test_a_task_from_the_view_names_the_candidate_and_its_nearest_confirmed_ancestor() -> None:
     pool = pool_of()
     index = commit(pool, 1, [0.75] * EXAMPLES, p="committed").candidate
-    first = pool.speculative.add({"p": "first"}, (), (index,), 2, evaluation=part({0: 1.0}))
-    second = pool.speculative.add({"p": "second"}, (first.key,), (0,), 3, evaluation=part({0: 1.0}))
+    first = pool.speculative.add({"p": "first"}, (), (index,), evaluation=part({0: 1.0}))
+    second = pool.speculative.add({"p": "second"}, (first.key,), (0,), evaluation=part({0: 1.0}))
 
     def choose(state: Any) -> list[ProposalTask[Any, Any]]:
         texts = state.program_candidates
@@ -167,35 +166,34 @@ def test_a_task_from_the_view_names_the_candidate_and_its_nearest_confirmed_ance
 def test_one_that_went_with_its_parent_and_was_confirmed_all_the_same_stands_for_itself() -> None:
     pool = pool_of()
     waiting = pool.speculative
-    parent = waiting.add({"p": "parent"}, (), (0,), 1)
-    child = waiting.add({"p": "child"}, (parent.key,), (), 2)
-    grandchild = waiting.add({"p": "grandchild"}, (child.key,), (), 3)
+    parent = waiting.add({"p": "parent"}, (), (0,))
+    child = waiting.add({"p": "child"}, (parent.key,), ())
+    grandchild = waiting.add({"p": "grandchild"}, (child.key,), ())
     waiting.remove(parent.key)
     assert waiting.fallen == {parent.key, child.key, grandchild.key}
     assert waiting.resolve((grandchild.key,)) == (0,)
-    waiting.confirm_late(child.key, 7)
+    waiting.confirm(child.key, 7)
     assert waiting.resolve((child.key,)) == waiting.resolve((grandchild.key,)) == (7,)
     assert waiting.resolve((parent.key,)) == (0,)
     assert waiting.fallen == {parent.key, grandchild.key}
     pool.close()
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_confirming_puts_the_index_in_place_of_the_handle(late: bool) -> None:
+def test_confirming_puts_the_index_in_place_of_the_handle() -> None:
     pool = pool_of()
     waiting = pool.speculative
-    one = waiting.add({"p": "one"}, (), (0,), 1)
-    child = waiting.add({"p": "child"}, (one.key,), (), 2)
-    (waiting.confirm_late if late else waiting.confirm)(one.key, 3)
+    one = waiting.add({"p": "one"}, (), (0,))
+    child = waiting.add({"p": "child"}, (one.key,), ())
+    waiting.confirm(one.key, 3)
     assert waiting.resolve((one.key,)) == waiting.resolve((child.key,)) == (3,)
-    assert waiting[child.key].indices == (3,)
+    assert [one.indices for one in waiting.all()] == [(3,)]
     assert one.key not in waiting
     pool.close()
 
 
 def test_a_state_with_speculative_candidates_beside_it_is_read_by_gepa(tmp_path: Any) -> None:
     pool = pool_of()
-    pool.speculative.add({"p": "waits"}, (), (0,), 1, evaluation=part({0: 1.0}))
+    pool.speculative.add({"p": "waits"}, (), (0,), evaluation=part({0: 1.0}))
     commit(pool, 1, [1.0] * EXAMPLES, p="child")
     pool.state.save(str(tmp_path))
     loaded = type(pool.state).load(str(tmp_path))

@@ -98,9 +98,8 @@ def test_the_front_does_not_depend_on_the_order_of_arrival(points: dict[int, Any
     ("(" * 5000, "not Python"), ("x = '\0'", "not Python"),
 ])  # fmt: skip
 def test_what_is_no_harness_is_refused_with_the_reason(source: str, said: str) -> None:
-    with pytest.raises(DraftError, match=said) as caught:
+    with pytest.raises(DraftError, match=said):
         draft_of(source, ["question"])
-    assert caught.value.failure.reason == "interface"
 
 
 def test_a_draft_says_what_it_is_and_names_only_parents_that_there_are() -> None:

@@ -20,7 +20,7 @@ import dspy
 import pytest
 from dspy.utils.callback import BaseCallback
 
-from dspy_flashevolve.programs.copies import LARGEST, Copies, copied, isolated_copy
+from dspy_flashevolve.programs.copies import LARGEST, copied, isolated_copy
 from tests.fakes import Chain, fake_lm
 
 LM, GLOBAL_LIST = fake_lm(lambda prompt: ""), list[str]()
@@ -181,8 +181,8 @@ def test_what_a_rollout_does_to_what_a_program_holds_never_reaches_the_student(n
     make, change, look = COPIED[name]
     student: Any = Holder(lambda program: make())
     before = look(student.it)
-    first, copies = copied(student)
-    rollout: Any = copies.again(first)
+    first, again = copied(student)
+    rollout: Any = again(first)
     assert look(rollout.it) == before
     change(rollout.it)
     rollout.notes.append("a rollout's")
@@ -191,7 +191,7 @@ def test_what_a_rollout_does_to_what_a_program_holds_never_reaches_the_student(n
     assert look(student.it) == before
     assert student.notes == [1]
     assert not hasattr(student, "new")
-    other: Any = copies.again(first)
+    other: Any = again(first)
     assert other.notes == [1]
     assert (look(other.it) == before) == (not name.startswith("large")), "large data is shared by the rollouts alone"
 
@@ -213,8 +213,8 @@ SHARED: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("name", list(SHARED))
 def test_what_cannot_be_copied_or_is_nobodys_own_is_shared(name: str) -> None:
     student: Any = Holder(lambda program: SHARED[name]())
-    first, copies = copied(student)
-    rollout: Any = copies.again(first)
+    first, again = copied(student)
+    rollout: Any = again(first)
     assert rollout.it is student.it
     assert Closes.closed == 0
     assert rollout.step.callbacks == student.step.callbacks
@@ -234,8 +234,8 @@ def test_what_limits_how_many_work_at_once_limits_all_rollouts() -> None:
         "anyio": anyio.CapacityLimiter(2), "in an object": SimpleNamespace(lock=threading.Lock(), count=0),
     }  # fmt: skip
     student: Any = Holder(lambda program: locks)
-    first, copies = copied(student)
-    one, other = cast(Any, copies.again(first)), cast(Any, copies.again(first))
+    first, again = copied(student)
+    one, other = cast(Any, again(first)), cast(Any, again(first))
     for name in ("lock", "semaphore", "asyncio", "anyio"):
         assert one.it[name] is other.it[name]
         assert (one.it[name] is student.it[name]) == (name != "asyncio"), "loops are a run's own"
@@ -287,16 +287,16 @@ PLACES: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
 def test_what_a_rollout_calls_works_on_the_rollouts_program(name: str, place: str) -> None:
     put, get = PLACES[place]
     student: Any = Holder(lambda program: put(CALLED[name](program)))
-    first, copies = copied(student)
-    for program in (first, copies.again(first), copies.again(copies.again(first))):
+    first, again = copied(student)
+    for program in (first, again(first), again(again(first))):
         assert get(program.it)(query="q") is program
     assert get(student.it)(query="q") is student
 
 
 def test_a_function_over_data_of_the_program_gets_the_copys_and_over_the_callers_the_callers() -> None:
     student: Any = Holder(over_a_list)
-    first, copies = copied(student)
-    rollout: Any = copies.again(first)
+    first, again = copied(student)
+    rollout: Any = again(first)
     assert rollout.it("q") is rollout.notes
     assert rollout.notes is not student.notes
     counts = 0
@@ -305,8 +305,8 @@ def test_a_function_over_data_of_the_program_gets_the_copys_and_over_the_callers
         nonlocal counts
         counts += 1
 
-    once: Any = Copies()
-    once.again(once.first(Holder(lambda program: count))).it("q")
+    first, again = copied(Holder(lambda program: count))
+    cast(Any, again(first)).it("q")
     assert counts == 1
     calls: list[str] = []
     counted: Any = copied(Holder(lambda program: lambda query: calls.append(query)))[0]
@@ -325,8 +325,8 @@ def test_the_tools_of_an_agent_call_the_copys_predictors() -> None:
             """Search."""
             return self.look
 
-    first, copies = copied(Agent())
-    rollout: Any = copies.again(first)
+    first, again = copied(Agent())
+    rollout: Any = again(first)
     assert rollout.agent.tools["search"](query="q") is rollout.look
 
 

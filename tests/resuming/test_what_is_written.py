@@ -113,7 +113,7 @@ def test_a_crossover_that_was_under_way_goes_on_where_further_ones_are_not_wante
     commit = callbacks.commit
 
     def killed(pool: Any, step: Any, work: Any) -> Any:
-        if work.merge:
+        if any(one.proposal.tag == "merge" for one in work):
             raise KeyError("killed before the commit of a crossover")
         return commit(pool, step, work)
 

@@ -121,6 +121,15 @@ def test_the_process_is_gone_when_the_block_ends() -> None:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="kills by signal")
+def test_a_server_that_was_started_without_a_block_ends_with_the_process() -> None:
+    code = "from dspy_flashevolve.sim import SimServer as S; one = S().start(); print(one.stats().requests, one.pid)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    requests, pid = done.stdout.split()
+    assert (requests, done.stderr) == ("0", "")
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid), 0)
+
+
 def test_the_process_ends_when_its_parent_is_killed() -> None:
     pipe = subprocess.PIPE
     parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=pipe, stderr=pipe, text=True)

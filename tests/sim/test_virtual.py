@@ -343,3 +343,21 @@ def test_requests_above_what_the_profile_takes_are_refused_with_retry_after_and_
     assert len(model.sent) == 6
     assert model.refused_share() == 0.5
     assert model.refused_share(after_seconds=0.1) == 0.0
+
+
+def test_where_a_loop_is_running_it_has_a_thread_and_dspys_settings_of_the_caller_and_errors_arrive_there() -> None:
+    lm = SimulatedModel().lm()
+
+    async def answer() -> str:
+        return (await dspy.Predict("question -> answer").acall(question="Why?")).answer
+
+    async def fails() -> None:
+        raise ValueError("told")
+
+    async def cell() -> str:
+        with pytest.raises(ValueError, match="told"):
+            run(fails)
+        with dspy.context(lm=lm):
+            return run(answer)
+
+    assert asyncio.run(cell())

@@ -9,37 +9,11 @@ import pytest
 
 from dspy_flashevolve.cli import main
 from dspy_flashevolve.engine.errors import RunDirectoryError
-from dspy_flashevolve.engine.events import Committed, Integrated
 from dspy_flashevolve.engine.journal import Journal
 from dspy_flashevolve.engine.replay import BEFORE_STEPS, RunJournal
-from dspy_flashevolve.observe.lineage import tree
-
-
-class Session:
-    """One run on a directory: what a loop writes and tells."""
-
-    def __init__(self, directory: Path) -> None:
-        self.journal = Journal(directory)
-        self.written = RunJournal(self.journal)
-        self.journal.append(
-            "sessions", id=self.journal.session, began_at=0.0, pid=1, settings={}, fingerprints={}
-        )  # fmt: skip
-
-    def __enter__(self) -> Session:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.journal.close()
-
-    def commits(self, step: int | None, index: int, parents: list[int | None], score: float, gap: int = 0) -> None:
-        self.written.committed(step, index, index, {"answer": f"text {index}"}, parents, {}, score)
-        if step is not None:
-            known = tuple(one for one in parents if one is not None)
-            self.written(Committed(0.0, step, index, gap, index, score, score, 1, known))
-
-    def integrates(self, step: int, *verdicts: tuple[int, str, str]) -> None:
-        """Step ``step`` brings what was made of all these to its end."""
-        self.written(Integrated(0.0, step, 0, tuple(member for member, *_ in verdicts), verdicts))
+from dspy_flashevolve.observe.history import read
+from dspy_flashevolve.observe.text import tree
+from tests.observe.runs import Session
 
 
 def test_every_candidate_stands_under_its_first_parent_with_what_was_said_of_its_changes(
@@ -68,7 +42,7 @@ def test_what_was_said_before_and_after_a_kill_stands_once(tmp_path: Path) -> No
     with Session(tmp_path) as session:
         session.integrates(7, (7, "orthogonal", "Adds."), (8, "orthogonal", "Adds, too."))
         session.commits(7, 1, [0], 0.5)
-    assert tree(tmp_path).splitlines() == [
+    assert tree(read(tmp_path)).splitlines() == [
         "candidate 0 (the seed)",
         "  candidate 1: score 0.500, gap 0, step 7",
         "    step 7: orthogonal. Adds.",
@@ -80,7 +54,7 @@ def test_a_commit_of_which_a_killed_run_told_nobody_is_there(tmp_path: Path) -> 
     with Session(tmp_path) as session:
         session.written.committed(0, 0, 1, {"answer": "the seed"}, [], {"0": 0.5})
         session.written.committed(1, 1, 2, {"answer": "x"}, [0], {"0": float("nan")})
-    assert tree(tmp_path) == "candidate 0 (the seed)\n  candidate 1: score nan, step 1"
+    assert tree(read(tmp_path)) == "candidate 0 (the seed): score 0.500\n  candidate 1: score nan, step 1"
 
 
 def test_what_no_step_has_made_stands_there_without_one(tmp_path: Path) -> None:
@@ -88,15 +62,19 @@ def test_what_no_step_has_made_stands_there_without_one(tmp_path: Path) -> None:
     with Session(tmp_path) as session:
         for index in range(3):
             session.commits(BEFORE_STEPS, index, [], 0.5 + index / 4, gap=index)
-    lines = ["candidate 0 (the seed)", "  candidate 1: score 0.750, gap 1", "  candidate 2: score 1.000, gap 2"]
-    assert tree(tmp_path).splitlines() == lines
+    lines = [
+        "candidate 0 (the seed): score 0.500",
+        "  candidate 1: score 0.750, gap 1",
+        "  candidate 2: score 1.000, gap 2",
+    ]
+    assert tree(read(tmp_path)).splitlines() == lines
 
 
 def test_a_line_of_thousands_of_candidates_is_told(tmp_path: Path) -> None:
     with Session(tmp_path) as session:
         for index in range(1, 2001):
             session.written.committed(index, index, index, {"answer": "x"}, [index - 1], {}, 0.5)
-    assert tree(tmp_path).splitlines()[-1].strip() == "candidate 2000: score 0.500, step 2000"
+    assert tree(read(tmp_path)).splitlines()[-1].strip() == "candidate 2000: score 0.500, step 2000"
 
 
 def test_a_lineage_without_a_journal_or_with_a_damaged_one_is_refused_with_its_path(
@@ -108,12 +86,12 @@ def test_a_lineage_without_a_journal_or_with_a_damaged_one_is_refused_with_its_p
         session.commits(0, 1, [0], 0.5)
         session.journal.append("events", session=1, at=0.0, seconds=0.0, kind="Committed", step=0, fields="{")
     with pytest.raises(RunDirectoryError, match="It is damaged"):
-        tree(tmp_path)
+        tree(read(tmp_path))
 
 
 def test_the_tree_of_a_run_that_is_at_work_can_be_read(tmp_path: Path) -> None:
     with closing(Journal(tmp_path)) as journal:
-        assert tree(tmp_path) == "candidate 0 (the seed)"
+        assert tree(read(tmp_path)) == "candidate 0 (the seed)"
         RunJournal(journal).committed(0, 1, 1, {"answer": "x"}, [0], {}, 0.5)
         journal.flush_here()
-        assert "candidate 1" in tree(tmp_path)
+        assert "candidate 1" in tree(read(tmp_path))

@@ -1,0 +1,19 @@
+"""Docstrings as the site shows them: "Example:" begins examples, :class:`X` is code, docs/x.md a link."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import griffe
+
+
+class Readable(griffe.Extension):
+    """Changes the text of every docstring before it is parsed."""
+
+    def on_object(self, *, obj: griffe.Object, loader: Any, **kwargs: Any) -> None:
+        """See ``griffe.Extension``."""
+        if obj.docstring is not None:
+            text = re.sub(r"^( *)Example:$", r"\1Examples:", obj.docstring.value, flags=re.MULTILINE)
+            text = re.sub(r":\w+:`[~.]*([^`]+)`", r"`\1`", text)
+            obj.docstring.value = re.sub(r"docs/([\w-]+)\.md", r"[\1](../\1.md)", text)

@@ -1,0 +1,180 @@
+"""The figures of a run, from its history: what `watch`, `compare` and the report all show, so that they agree."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from dspy_flashevolve.observe.history import Candidate, History, Request, Role
+
+FAILURES = ("RolloutTimedOut", "ExampleGivenUp", "EndpointPaused", "LimitChanged")
+"""Kinds of events that tell of something that went wrong, or of a limit that followed from it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """What a group of requests took.
+
+    Args:
+        name: a stage or a role.
+        requests: answered.
+        failed: of these, answers of no use.
+        cost_dollars: None where tokens were used and no price is known.
+        served_seconds: in slots, summed.
+        median_seconds: of one request.
+        waited_seconds: of steps for their first slot in the stage, summed.
+        visits: of steps to the stage.
+    """
+
+    name: str
+    requests: int
+    failed: int
+    tokens: int
+    cost_dollars: float | None
+    served_seconds: float
+    median_seconds: float
+    waited_seconds: float = 0.0
+    visits: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """A run in numbers.
+
+    Args:
+        steps: way -> steps that ended so; "at work" for those without an end.
+        reasons: reason -> steps that came to no commit.
+        cost_dollars: None where the price of a stage's model is not known.
+    """
+
+    seconds: float
+    calls: int
+    max_calls: int | None
+    steps: dict[str, int]
+    reasons: dict[str, int]
+    seed_score: float | None
+    best_score: float | None
+    best: int | None
+    accepted: int
+    by_role: dict[Role, Spent]
+    by_stage: list[Spent]
+    tokens: int
+    cost_dollars: float | None
+    failures: dict[str, int]
+
+
+def figures(history: History) -> Figures:
+    """Count a run."""
+    roles: defaultdict[Role, list[Request]] = defaultdict(list)
+    stages: defaultdict[str, list[Request]] = defaultdict(list)
+    waits: defaultdict[str, list[float]] = defaultdict(list)
+    for one in history.requests:
+        roles[one.role].append(one)
+        stages[one.stage].append(one)
+    for visit in history.visits:
+        waits[visit.stage].append(visit.began - visit.queued)
+    whole, ended = _spent("all", history.requests), history.steps.values()
+    seed, best = history.seed, history.best
+    failures = Counter(one.kind for one in history.events if one.kind in FAILURES)
+    failures["RequestFinished"] = whole.failed
+    by_role: dict[Role, Spent] = {role: _spent(role, roles[role]) for role in ("task", "reflection")}
+    by_stage = [_spent(name, stages[name], waits[name]) for name in [*stages, *(waits.keys() - stages.keys())]]
+    is_known = all(one.cost_dollars is not None for one in by_stage)
+    return Figures(
+        seconds=history.seconds,
+        calls=history.calls,
+        max_calls=history.max_calls,
+        steps=dict(Counter(one.way or "at work" for one in ended)),
+        reasons=dict(Counter(one.reason for one in ended if one.way not in ("", "committed")).most_common()),
+        seed_score=None if seed is None else seed.score,
+        best_score=None if best is None else best.score,
+        best=None if best is None else best.index,
+        accepted=sum(one.index > 0 for one in history.candidates),
+        by_role=by_role,
+        by_stage=by_stage,
+        tokens=whole.tokens,
+        cost_dollars=whole.cost_dollars if is_known else None,
+        failures={name: count for name, count in failures.items() if count},
+    )
+
+
+def _spent(name: str, requests: Sequence[Request], waits: Sequence[float] = ()) -> Spent:
+    tokens, dollars = sum(one.tokens for one in requests), math.fsum(one.cost_dollars for one in requests)
+    latencies = [one.latency_seconds for one in requests]
+    return Spent(
+        name,
+        len(requests),
+        sum(bool(one.error) for one in requests),
+        tokens,
+        None if tokens and not dollars else dollars,
+        math.fsum(latencies),
+        median(latencies) if latencies else 0.0,
+        math.fsum(waits),
+        len(waits),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A candidate with a score, what had been spent when it came, and the best score so far."""
+
+    index: int
+    score: float
+    best: float
+    seconds: float
+    calls: int
+    cost_dollars: float
+
+
+def course(history: History) -> list[Point]:
+    """How the score went, in the order in which candidates came."""
+    best, dollars, place = -math.inf, 0.0, 0
+    found: list[Point] = []
+    for one in sorted(history.candidates, key=lambda one: (one.seconds or 0.0, one.index)):
+        if one.score is None or one.calls is None:
+            continue
+        seconds = one.seconds or 0.0
+        while place < len(history.requests) and history.requests[place].seconds <= seconds:
+            dollars += history.requests[place].cost_dollars
+            place += 1
+        best = max(best, one.score)
+        found.append(Point(one.index, one.score, best, seconds, one.calls, dollars))
+    return found
+
+
+def use_of_slots(intervals: Iterable[tuple[str, float, float]], end: float, bins: int) -> dict[str, list[float]]:
+    """Stage -> how many of its intervals (stage, begin, end) were open, on average, in each of so many equal times."""
+    width = end / bins or 1.0
+    found: defaultdict[str, list[float]] = defaultdict(lambda: [0.0] * bins)
+    for stage, begin, until in intervals:
+        for place in range(max(0, int(begin / width)), min(bins - 1, int(until / width)) + 1):
+            share = min(until, (place + 1) * width) - max(begin, place * width)
+            found[stage][place] += max(0.0, share) / width
+    return dict(found)
+
+
+def family(history: History) -> Iterator[tuple[int, Candidate, Candidate | None]]:
+    """Every candidate under its first parent, the seed first: depth, candidate, parent."""
+    children: defaultdict[int, list[Candidate]] = defaultdict(list)
+    for one in history.candidates:
+        if one.index > 0:
+            children[(one.parents or (0,))[0] or 0].append(one)
+    left: list[tuple[int, Candidate, Candidate | None]] = [] if history.seed is None else [(0, history.seed, None)]
+    while left:
+        depth, one, parent = left.pop()
+        yield depth, one, parent
+        left += [(depth + 1, child, one) for child in reversed(children[one.index])]
+
+
+def prompts_diff(before: Candidate, after: Candidate) -> list[str]:
+    """The change from one candidate's texts to another's, component by component, as a unified diff."""
+    found: list[str] = []
+    for name in dict.fromkeys([*before.texts, *after.texts]):
+        old, new = before.texts.get(name, "").splitlines(), after.texts.get(name, "").splitlines()
+        names = f"{name} of candidate {before.index}", f"{name} of candidate {after.index}"
+        found += difflib.unified_diff(old, new, *names, lineterm="", n=2)
+    return found

@@ -1,0 +1,193 @@
+"""Views of a run for a terminal, each a function from its history to text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from dspy_flashevolve.engine.errors import ConfigurationError
+from dspy_flashevolve.observe.figures import Spent, family, figures, prompts_diff
+from dspy_flashevolve.observe.history import Candidate, History
+
+LATEST = 5
+"""Candidates, and problems, that `watch` shows."""
+UNKNOWN = "unknown"
+
+
+def plain(text: str) -> str:
+    """A text without control characters: what a run has written may hold any, and a terminal obeys them."""
+    return "".join(one if one.isprintable() or one in "\n\t" else "\N{REPLACEMENT CHARACTER}" for one in text)
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines with columns; all but the first to the right."""
+    widths = [max(len(row[place]) for row in [head, *rows]) for place in range(len(head))]
+    return [
+        "  ".join(
+            one.rjust(width) if place else one.ljust(width)
+            for place, (one, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in [head, *rows]
+    ]
+
+
+def number(value: float | None, places: int = 0) -> str:
+    """A number for people; None is unknown.
+
+    >>> number(1234567), number(0.5, 3), number(None)
+    ('1,234,567', '0.500', 'unknown')
+    """
+    return UNKNOWN if value is None else f"{value:,.{places}f}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds for people.
+
+    >>> duration(7.25), duration(3725)
+    ('7.2 s', '1 h 02 min')
+    """
+    minutes = int(seconds // 60)
+    if minutes >= 60:
+        return f"{minutes // 60} h {minutes % 60:02d} min"
+    return f"{minutes} min {int(seconds % 60):02d} s" if minutes else f"{seconds:.1f} s"
+
+
+def score(value: float | None) -> str:
+    """A score."""
+    return UNKNOWN if value is None else f"{value:.4f}"
+
+
+def status(history: History) -> str:
+    """How a run stands: what `watch` shows."""
+    all_of = figures(history)
+    session = history.sessions[-1] if history.sessions else None
+    state = history.state + (f", session {session.number}" if session is not None and session.number > 1 else "")
+    budget = f" of {all_of.max_calls:,}" if all_of.max_calls is not None else ""
+    left = ""
+    if all_of.max_calls and all_of.calls and history.state == "running":
+        left = f", about {duration(history.seconds * max(0, all_of.max_calls / all_of.calls - 1))} left"
+    best, seed = history.best, history.seed
+    seed_text = "no seed yet" if seed is None else f"seed {score(seed.score)} on {len(seed.scores)} examples"
+    best_text = "-" if best is None else f"{score(best.score)} (candidate {best.index})"
+    ways = ", ".join(f"{count} {way}" for way, count in all_of.steps.items()) or "none"
+    lines = [
+        f"{history.optimizer} in {history.directory}: {state}, {duration(history.seconds)}{left}",
+        *([f"because: {session.reason}"] if session is not None and session.reason else []),
+        f"best score {best_text}, {seed_text}, {all_of.accepted} candidates accepted",
+        f"metric calls {all_of.calls:,}{budget}, {history.under_way} under way",
+        f"steps {sum(all_of.steps.values())}: {ways}",
+        "",
+        *table(
+            ["", "requests", "no use", "tokens", "dollars", "median s", "waited s"],
+            [_row(one) for one in [*all_of.by_role.values(), *all_of.by_stage]],
+        ),
+        "",
+    ]
+    for one in [one for one in history.candidates if one.index > 0][-LATEST:]:
+        when = "" if one.seconds is None else f" after {duration(one.seconds)}"
+        lines.append(f"candidate {one.index}: {score(one.score)}{when}{_maker(one)}")
+    for one in [one for one in history.events if one.kind in all_of.failures][-LATEST:]:
+        said = json.dumps({name: value for name, value in one.fields.items() if name != "shift"})
+        lines.append(f"{one.kind} after {duration(one.seconds)}: {said[:200]}")
+    lines += [f"request failed after {duration(one.seconds)} ({one.stage}): {one.error[:200]}" for one in [
+        one for one in history.requests if one.error][-LATEST:]]  # fmt: skip
+    return "\n".join(lines)
+
+
+def watch(look: Callable[[], History], show: Callable[[str], None], wait: Callable[[], None]) -> History:
+    """Show how a run stands, again and again until it is over; returns it as it was then."""
+    while True:
+        history = look()
+        show(plain(status(history)))
+        if history.state != "running":
+            return history
+        wait()
+
+
+def _row(one: Spent) -> list[str]:
+    waited = number(one.waited_seconds, 1) if one.visits else ""
+    return [
+        one.name, number(one.requests), number(one.failed), number(one.tokens), number(one.cost_dollars, 4),
+        number(one.median_seconds, 2), waited,
+    ]  # fmt: skip
+
+
+def _maker(one: Candidate) -> str:
+    """The step that made it; a playbook is of many, and of a candidate that dspy.GEPA has made nothing tells."""
+    return ", another program" if one.step is None else f", step {one.step}" if one.step >= 0 else ""
+
+
+COLUMNS = ("run", "optimizer", "state", "seed", "best", "accepted", "steps", "calls", "task tokens",
+           "reflection tokens", "dollars", "time")  # fmt: skip
+
+
+def compare(histories: Sequence[History]) -> str:
+    """Runs side by side, and the settings that all have and in which they differ."""
+    rows: list[list[str]] = []
+    for one in histories:
+        found = figures(one)
+        rows.append([
+            one.directory, one.optimizer, one.state, score(found.seed_score), score(found.best_score),
+            number(found.accepted), number(sum(found.steps.values())), number(found.calls),
+            number(found.by_role["task"].tokens), number(found.by_role["reflection"].tokens),
+            number(found.cost_dollars, 4), duration(found.seconds),
+        ])  # fmt: skip
+    lines = table(COLUMNS, rows)
+    settings = [one.sessions[-1].settings if one.sessions else {} for one in histories]
+    for name in settings[0]:
+        values = [json.dumps(one.get(name)) for one in settings]
+        if len(set(values)) > 1 and name != "log_dir" and all(name in one for one in settings):
+            lines.append(f"{name}: {' | '.join(value[:60] for value in values)}")
+    return "\n".join(lines)
+
+
+def diff(history: History, before: str, after: str) -> str:
+    """What changed in the texts from one candidate to another."""
+    found = prompts_diff(candidate_of(history, before), candidate_of(history, after))
+    return "\n".join(found) or f"candidates {before} and {after} have the same texts"
+
+
+def candidate_of(history: History, name: str) -> Candidate:
+    """A candidate by its number, or as "best" or "seed".
+
+    Raises:
+        ConfigurationError: there is none.
+    """
+    special = {"best": history.best, "seed": history.seed}
+    found = special.get(name) or next((one for one in history.candidates if str(one.index) == name), None)
+    if found is None:
+        there = ", ".join(str(one.index) for one in history.candidates) or "none"
+        raise ConfigurationError(f"{history.directory}: candidate {name!r}, expected best, seed or one of {there}.")
+    return found
+
+
+def tree(history: History, prompts: bool = False) -> str:
+    """The family tree: every candidate under its first parent, with score, gap, step and verdicts.
+
+    Args:
+        prompts: show what each candidate changed in its first parent's texts.
+    """
+    verdicts: dict[Any, dict[str, None]] = {}  # step -> what was said of its child; said again in a run that goes on
+    members: dict[Any, list[int]] = {}  # step that brings an integration to its end -> steps whose children were read
+    for event in history.of_kind("Integrated"):
+        members[event.step] = event.fields["members"]
+        for member, verdict, reason in event.fields["verdicts"]:
+            verdicts.setdefault(member, {})[f"{verdict}. {reason}"] = None
+    lines: list[str] = []
+    for depth, one, parent in family(history):
+        indent = "  " * depth
+        if parent is None:
+            lines.append("candidate 0 (the seed)" + ("" if one.score is None else f": score {one.score:.3f}"))
+            if prompts:
+                lines += [f"  {name}: {line}" for name, text in one.texts.items() for line in text.splitlines()]
+            continue
+        gap = f", gap {one.gap}" if one.gap is not None else ""
+        others = one.parents[1:]
+        also = f", also from {', '.join(map(str, others))}" if others else ""
+        lines.append(f"{indent}candidate {one.index}: score {one.score:.3f}{gap}{_maker(one)}{also}")
+        read = members.get(one.step, [one.step])
+        lines += [f"{indent}  step {member}: {said}" for member in read for said in verdicts.get(member, ())]
+        if prompts:
+            lines += [f"{indent}  {line}" for line in prompts_diff(parent, one)]
+    return "\n".join(lines)

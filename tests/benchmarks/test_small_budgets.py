@@ -1,0 +1,24 @@
+"""`python -m benchmarks.small_budgets`: a row for each budget and number of predictors."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks import small_budgets
+
+
+def test_a_row_holds_both_scores_their_difference_and_how_many_seeds_were_better_and_worse(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert small_budgets.main(["--calls", "30", "--predictors", "1", "2", "--seeds", "2"]) == 0
+    rows = [
+        line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("30  1") or "plain" in line
+    ]
+    for calls, predictors, model, ours, theirs, apart, better, _, worse in rows:
+        assert (calls, model) == ("30", "plain")
+        assert predictors in ("1", "2")
+        assert 0 <= float(ours) <= 1
+        assert 0 <= float(theirs) <= 1
+        assert -1 <= float(apart) <= 1
+        assert 0 <= int(better) + int(worse) <= 2
+    assert len(rows) == 4, "each as it is made, and in the table"

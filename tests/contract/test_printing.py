@@ -1,0 +1,62 @@
+"""What a run prints when nobody has asked for more or less: no more than dspy.GEPA, and how it ended."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import dspy
+import pytest
+
+from tests.contract.surface import TRAIN, VAL, compiled
+from tests.fakes import Chain, digits, reflection_lm, task_lm
+
+
+class Shown(logging.Handler):
+    """Keeps what reaches the console: of dspy from INFO on, of others from WARNING on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.levelno >= (logging.INFO if record.name.startswith("dspy.") else logging.WARNING):
+            self.lines.append(record.getMessage())
+
+
+@pytest.fixture
+def shown() -> Any:
+    handler = Shown()
+    loggers = [logging.getLogger("dspy"), logging.getLogger("dspy_flashevolve")]
+    loggers[0].setLevel(logging.INFO)  # as dspy sets it
+    for one in loggers:
+        one.addHandler(handler)
+    yield handler
+    for one in loggers:
+        one.removeHandler(handler)
+    loggers[0].setLevel(logging.ERROR)
+
+
+def test_at_equal_metric_calls_a_run_prints_no_more_than_dspy_gepa(
+    shown: Shown, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with dspy.context(lm=task_lm()):
+        theirs = dspy.GEPA(digits, max_metric_calls=150, num_threads=4, reflection_lm=reflection_lm())
+        theirs.compile(Chain(), trainset=TRAIN, valset=VAL)
+        printed, lines = capsys.readouterr(), shown.lines
+        shown.lines = []
+        compiled(150)
+    ours = capsys.readouterr()
+    assert ours.out == ""
+    assert len(ours.out + ours.err) < len(printed.out + printed.err)
+    assert len("\n".join(shown.lines)) <= len("\n".join(lines))
+
+
+def test_a_run_that_comes_to_its_end_says_so_last_and_guesses_no_scores(shown: Shown) -> None:
+    with dspy.context(lm=task_lm()):
+        compiled(150)
+    [end] = [line for line in shown.lines if line.startswith("AsyncGEPA finished")]
+    assert shown.lines[-1] == end
+    assert "of 150" in end
+    assert "inf" not in "".join(shown.lines)
+    assert "subsample score 0 -> 0" not in "".join(shown.lines)

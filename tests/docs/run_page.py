@@ -1,0 +1,73 @@
+"""Run the Python blocks of pages, each page's in one namespace, as a reader would who copies them into one script.
+
+What a page takes for granted is there: a task (``program``, ``student``, ``metric``, ``trainset``, ``valset``, and the
+short names ``train`` and ``val``) and language models (``lm``, ``reflection_lm``, ``strong_lm``). Every ``dspy.LM``,
+whatever its name, is answered by the simulated server, which runs 100 times as fast as it says.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import dspy
+import litellm
+
+import dspy_flashevolve.sim as sim
+from dspy_flashevolve import AsyncACE, AsyncGEPA, Reflective
+from dspy_flashevolve.sim import REPLY_MODELS, HouseRules, SimServer
+from tests.adding_an_algorithm.hill_climber import HillClimber
+
+BLOCK = re.compile(r"^```python[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+SPEED = 100.0
+
+
+def blocks(path: Path) -> list[tuple[int, str]]:
+    """The line where each Python block begins, and its text."""
+    text = path.read_text(encoding="utf-8")
+    return [(text.count("\n", 0, found.start(1)), found[1]) for found in BLOCK.finditer(text)]
+
+
+def redirect(api_base: str) -> None:
+    """Have every ``dspy.LM`` ask the simulated server, whatever its name and address, but for simulated ones."""
+    begin = dspy.LM.__init__
+
+    def init(self: dspy.LM, model: str, *args: Any, **options: Any) -> None:
+        if "engine" not in options and not str(options.get("api_base", "")).startswith("http://127.0.0.1:"):
+            options |= {"api_base": api_base, "api_key": "none", "cache": False}
+            model = model if model.startswith("openai/") else f"openai/{model}"
+        begin(self, model, *args, **options)
+
+    dspy.LM.__init__ = init  # type: ignore[method-assign]
+
+
+def main(paths: list[Path]) -> None:
+    """Run the blocks of pages."""
+    task = HouseRules(reply_model=REPLY_MODELS["obliging"])
+    free = {"input_cost_per_token": 1e-8, "output_cost_per_token": 1e-8, "litellm_provider": "openai", "mode": "chat"}
+    with SimServer(time_scale=SPEED, reply_model=task.reply_model) as server:
+        redirect(server.api_base)
+        sim.SimServer = partial(SimServer, time_scale=SPEED)  # type: ignore[misc, assignment]
+        litellm.register_model({"openai/any": free, "openai/gpt-5": free})
+        for path in paths:
+            lm = dspy.LM("openai/any")
+            dspy.configure(lm=lm, track_usage=False)
+            train, val = task.trainset(12), task.valset(12)
+            namespace: dict[str, Any] = {
+                "__name__": "__main__", "dspy": dspy,
+                "AsyncACE": AsyncACE, "AsyncGEPA": AsyncGEPA, "HillClimber": HillClimber, "Reflective": Reflective,
+                "program": task.program(), "student": task.program(), "metric": task.metric, "stream": list(train),
+                "trainset": train, "valset": val, "train": train, "val": val,
+                "lm": lm, "reflection_lm": lm, "strong_lm": lm,
+            }  # fmt: skip
+            for line, block in blocks(path):
+                print(f"--- {path.name}:{line}", flush=True)
+                # Lines of a traceback are those of the page.
+                exec(compile("\n" * line + block, str(path), "exec"), namespace)
+
+
+if __name__ == "__main__":
+    main([Path(one) for one in sys.argv[1:]])

@@ -1,0 +1,63 @@
+"""README and documentation: their Python blocks run, and the messages that they explain are those of the package."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import dspy_flashevolve
+from tests.docs.run_page import blocks
+
+ROOT = Path(__file__).resolve().parents[2]
+GUIDE = sorted((ROOT / "docs" / "guide").glob("*.md"))
+OTHERS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PACKAGE = Path(dspy_flashevolve.__file__).parent
+
+
+@pytest.mark.parametrize("pages", [GUIDE, OTHERS], ids=["guide", "others"])
+def test_every_python_block_runs_as_it_is_written(pages: list[Path], tmp_path: Path) -> None:
+    with_blocks = [str(page) for page in pages if blocks(page)]
+    assert with_blocks
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "TQDM_DISABLE": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.docs.run_page", *with_blocks],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert done.stdout.count("\n--- ") + done.stdout.startswith("--- ") == sum(len(blocks(page)) for page in pages)
+
+
+def texts_in(node: ast.AST) -> Iterator[str]:
+    """The strings in a piece of source; what is put into them is "…"."""
+    if isinstance(node, ast.JoinedStr):
+        parts = [one.value if isinstance(one, ast.Constant) else "…" for one in node.values]
+        yield "".join(map(str, parts))
+    elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+        yield re.sub(r"%(?:\.\d+)?[rsdgf]", "…", node.value).replace("%%", "%")
+    elif isinstance(node, ast.IfExp):
+        yield from (*texts_in(node.body), *texts_in(node.orelse))
+    else:
+        for child in ast.iter_child_nodes(node):
+            yield from texts_in(child)
+
+
+def test_every_message_that_troubleshooting_explains_is_one_of_the_package() -> None:
+    sources = [path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py")]
+    said = {text for source in sources for text in texts_in(ast.parse(source))}
+    page = (
+        (ROOT / "docs" / "guide" / "troubleshooting.md").read_text(encoding="utf-8").split("## There is no message")[0]
+    )
+    messages = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
+    assert len(messages) > 30
+    assert [one for one in messages if not any(one.strip("… ") in text for text in said)] == []
+
+
+def test_the_readme_has_fewer_than_150_lines() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) < 150

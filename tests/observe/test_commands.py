@@ -1,0 +1,294 @@
+"""The commands that read a run: watch, compare, export, diff, lineage, timeline."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections import defaultdict
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import dspy
+import pytest
+
+from dspy_flashevolve import Harness, Playbook
+from dspy_flashevolve.cli import main
+from dspy_flashevolve.observe.figures import figures
+from dspy_flashevolve.observe.history import read
+from dspy_flashevolve.observe.text import watch
+from tests.ace import child as ace
+from tests.fakes import Chain, digits, examples, reflection_lm
+from tests.harness import child as harness
+from tests.observe.runs import Session
+
+SEED = {"answer": "Answer."}
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """What a command prints that ends well."""
+    assert main([str(one) for one in arguments]) == 0
+    return capsys.readouterr().out
+
+
+def complaint(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """What a command complains of."""
+    assert main([str(one) for one in arguments]) == 1
+    return capsys.readouterr().err
+
+
+# watch
+
+
+def test_watch_shows_a_run_of_another_process_until_it_is_over(tmp_path: Path) -> None:
+    shown: list[str] = []
+    with Session(tmp_path) as session:
+        left = [
+            lambda: session.ran(0, SEED, 1, 0.5, tokens=1234),
+            lambda: session.commits(0, 1, [0], 0.75),
+            lambda: session.ends("finished", "nothing is left"),
+        ]
+
+        def wait() -> None:
+            left.pop(0)()
+            if left:
+                session.journal.flush_here()
+
+        session.journal.flush_here()
+        history = watch(lambda: read(tmp_path), shown.append, wait)
+    assert [len(shown), left, history.state] == [4, [], "finished"]
+    assert "running" in shown[0]
+    assert "1,234" not in shown[0]
+    assert "1,234" in shown[1]
+    assert "0.7500 (candidate 1)" in shown[2]
+    assert "because: nothing is left" in shown[3]
+
+
+def test_watch_ends_where_the_run_was_killed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Session(tmp_path) as session:
+        session.ran(0, SEED, 1, 0.5)
+    assert "killed" in said(capsys, "watch", tmp_path)
+
+
+def test_the_last_figures_of_watch_are_those_of_the_run(
+    counted: tuple[Path, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory, program = counted
+    stats = program.async_stats
+    lines = said(capsys, "watch", directory, "--once").splitlines()
+    words = {line.split()[0]: line.split()[1:] for line in lines if line}
+    assert words["task"][2] == f"{stats.task_tokens:,}"
+    assert words["reflection"][2] == f"{stats.reflection_tokens:,}"
+    assert f"metric calls {stats.metric_calls:,} of {stats.max_metric_calls:,}, 0 under way" in lines
+    assert any(line.startswith(f"steps {stats.steps}: ") for line in lines)
+
+
+def test_a_terminal_gets_no_control_characters_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Session(tmp_path) as session:
+        session.written.committed(0, 1, 1, {"answer": "red \x1b[31m"}, [0], {}, 0.5)
+        session.ends("failed", "because \x1b[2J\x07")
+    for command in (["watch"], ["lineage", "--prompts"]):
+        assert "\x1b" not in said(capsys, command[0], tmp_path, *command[1:])
+
+
+# compare, diff, lineage
+
+
+def test_compare_puts_runs_side_by_side_with_the_settings_in_which_they_differ(
+    counted: tuple[Path, Any], changed: tuple[Path, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = said(capsys, "compare", counted[0], changed[0]).splitlines()
+    for line, (directory, program) in zip(lines[1:3], (counted, changed), strict=True):
+        assert line.startswith(str(directory))
+        assert f"{max(program.detailed_results.val_aggregate_scores):.4f}" in line
+    assert "max_metric_calls: 150 | 500" in lines
+    found = json.loads(said(capsys, "compare", "--json", counted[0]))
+    assert found[0]["calls"] == counted[1].async_stats.metric_calls
+
+
+def test_diff_shows_what_changed_from_one_candidate_to_another(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Session(tmp_path) as session:
+        session.written.committed(0, 0, 1, {"a": "one\ntwo", "b": "same"}, [], {}, 0.1)
+        session.written.committed(1, 1, 2, {"a": "one\nthree", "b": "same"}, [0], {}, 0.9)
+    lines = said(capsys, "diff", tmp_path, "seed", "best").splitlines()
+    assert lines == ["--- a of candidate 0", "+++ a of candidate 1", "@@ -1,2 +1,2 @@", " one", "-two", "+three"]
+    assert "have the same texts" in said(capsys, "diff", tmp_path, "1", "best")
+    assert "+three" in said(capsys, "lineage", tmp_path, "--prompts")
+    assert "candidate '7', expected best, seed or one of 0, 1" in complaint(capsys, "diff", tmp_path, "0", "7")
+
+
+# export
+
+
+def test_the_best_program_is_exported_as_a_file_that_load_reads(
+    counted: tuple[Path, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory, program = counted
+    said(capsys, "export", directory, "--best", tmp_path / "program.json")
+    loaded = Chain(2)
+    loaded.steps[0].demos = [dspy.Example(question="q", answer="a")]
+    loaded.load(tmp_path / "program.json")
+    assert instructions(loaded) == instructions(program)
+    assert len(loaded.steps[0].demos) == 1, "demos are the loading program's own"
+    said(capsys, "export", directory, "--candidate", "0", tmp_path / "seed.json")
+    loaded.load(tmp_path / "seed.json")
+    assert instructions(loaded) == instructions(Chain(2))
+
+
+def test_an_export_onto_a_saved_program_has_its_demos_and_fields(
+    counted: tuple[Path, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory, program = counted
+    student, base, out = Chain(2), tmp_path / "student.json", tmp_path / "program.json"
+    student.steps[1].demos = [dspy.Example(question="q", answer="a")]
+    student.save(base)
+    said(capsys, "export", directory, "--program", base, out)
+    loaded = Chain(2)
+    loaded.load(out)
+    assert instructions(loaded) == instructions(program)
+    assert [len(step.demos) for step in loaded.steps] == [0, 1]
+    Chain(1).save(base)
+    assert "says nothing of steps[1]" in complaint(capsys, "export", directory, "--program", base, out)
+    base.write_text("[]")
+    assert "holds no program" in complaint(capsys, "export", directory, "--program", base, out)
+
+
+def instructions(program: Any) -> list[str]:
+    return [one.signature.instructions for one in program.predictors()]
+
+
+def test_a_playbook_is_exported_in_the_instructions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    program = ace.run(tmp_path, "guarded", 8)
+    said(capsys, "export", tmp_path / "run", "--best", tmp_path / "program.json")
+    loaded = ace.SlowChain()
+    loaded.load(tmp_path / "program.json")
+    assert instructions(loaded) == instructions(program)
+    last = read(tmp_path / "run").candidates[-1]
+    said(capsys, "export", tmp_path / "run", "--candidate", last.index, tmp_path / "program.json")
+    loaded.load(tmp_path / "program.json")
+    found = Playbook.from_instructions(instructions(loaded)[0])
+    assert found is not None
+    assert [one.content for one in found.bullets] == [one["content"] for one in last.more["playbook"]["bullets"]]
+
+
+def test_a_harness_is_exported_with_its_source_and_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    best = harness.run(tmp_path, "guarded", 4)
+    said(capsys, "export", tmp_path / "run", "--best", tmp_path / "harness.json")
+    loaded = Harness("question -> answer")
+    loaded.load(tmp_path / "harness.json")
+    assert (loaded.module_src, loaded.memory) == (best.module_src, best.memory)
+
+
+def test_an_export_that_needs_the_saved_student_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Session(tmp_path) as session:
+        prints = {"optimizer": "AsyncACE", "predictor 'first'": "x", "predictor 'second'": "y"}
+        session.journal.append("sessions", id=2, pid=1, settings={}, fingerprints=prints)
+        session.written.committed(-1, 0, 0, {"first": "text"}, [], {}, 0.5)
+    told = complaint(capsys, "export", tmp_path, tmp_path / "out.json")
+    assert "it says nothing of second" in told
+    assert "--program student.json" in told
+
+
+# timeline
+
+
+def test_a_timeline_has_every_request_and_answers_how_long_each_stage_waited(
+    counted: tuple[Path, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "trace.json"
+    said(capsys, "timeline", counted[0], "-o", out)
+    history = read(counted[0])
+    events = json.loads(out.read_text())["traceEvents"]
+    names = {one["pid"]: one["args"]["name"] for one in events if one["name"] == "process_name"}
+    slices = [one for one in events if one["ph"] == "X"]
+    waited: defaultdict[str, float] = defaultdict(float)
+    tracks: defaultdict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+    for one in slices:
+        tracks[one["pid"], one["tid"]].append((one["ts"], one["ts"] + one["dur"]))
+        if one["name"] == "waiting":
+            waited[names[one["pid"]]] += one["dur"] / 1e6
+    assert sum(one["name"] in ("rollout", "request", "failed") for one in slices) == len(history.requests)
+    for one in figures(history).by_stage:
+        assert waited[one.name] == pytest.approx(one.waited_seconds, abs=1e-6 * one.visits + 1e-9)
+    for track in tracks.values():
+        in_order = sorted(track)
+        assert all(before[1] <= after[0] for before, after in pairwise(in_order))
+    named = {(one["pid"], one["tid"]) for one in events if one["name"] == "thread_name"}
+    assert named == set(tracks)
+
+
+def test_arrows_of_a_timeline_go_along_each_step(
+    counted: tuple[Path, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said(capsys, "timeline", counted[0], "-o", tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    begins = {(one["pid"], one["tid"], one["ts"], one["name"]) for one in events if one["ph"] == "X"}
+    ends = {one["id"]: one for one in events if one["ph"] == "f"}
+    starts = [one for one in events if one["ph"] == "s"]
+    assert starts
+    assert len(starts) == len(ends)
+    for one in starts:
+        other = ends[one["id"]]
+        assert other["ts"] >= one["ts"]
+        for end in (one, other):
+            assert (end["pid"], end["tid"], end["ts"], one["name"]) in begins
+
+
+# dspy.GEPA's own run directories, and what is none
+
+
+def test_a_run_directory_of_dspy_gepa_is_read_as_far_as_it_goes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    student, sets = Chain(1), {"trainset": examples("t", 7), "valset": examples("v", 9)}
+    optimizer = dspy.GEPA(
+        digits, max_metric_calls=80, reflection_lm=reflection_lm(), log_dir=str(run), track_stats=True, num_threads=2
+    )
+    program: Any = optimizer.compile(student, **sets)
+    details = program.detailed_results
+    capsys.readouterr()
+    lines = said(capsys, "lineage", run).splitlines()
+    assert len(lines) == len(details.candidates)
+    assert lines[0] == f"candidate 0 (the seed): score {details.val_aggregate_scores[0]:.3f}"
+    said(capsys, "export", run, "--best", tmp_path / "program.json")
+    loaded = Chain(1)
+    loaded.load(tmp_path / "program.json")
+    assert instructions(loaded) == instructions(program)
+    said(capsys, "report", run, "-o", tmp_path / "report.html")
+    assert "There is no journal" in (tmp_path / "report.html").read_text()
+    assert "+Instruction" in said(capsys, "diff", run, "seed", "best")
+    assert "dspy.GEPA" in said(capsys, "compare", run)
+
+
+class Armed:
+    """Runs when it is unpickled by whoever lets it."""
+
+    def __reduce__(self) -> Any:
+        return print, ("it ran",)
+
+
+def test_a_checkpoint_that_holds_code_is_refused_and_does_not_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "gepa_state.bin").write_bytes(pickle.dumps({"program_candidates": [Armed()]}))
+    assert main(["lineage", str(tmp_path)]) == 1
+    printed = capsys.readouterr()
+    assert "builtins.print" in printed.err
+    assert "it ran" not in printed.out
+
+
+@pytest.mark.parametrize("command", ["watch", "report", "compare", "lineage", "timeline", "check"])
+def test_a_directory_without_a_run_is_refused_with_its_path(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert f"{tmp_path / 'journal.sqlite'} is missing" in complaint(capsys, command, tmp_path)
+
+
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.strip().count(".") == 2

@@ -1,0 +1,188 @@
+"""The report: one file with the figures of the journal, which needs no network and which a browser opens as it is."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import shutil
+import subprocess
+from html import unescape
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dspy_flashevolve.engine.events import Integrated, RequestFinished, RolloutTimedOut, StageVisited
+from dspy_flashevolve.observe.figures import figures
+from dspy_flashevolve.observe.history import read
+from dspy_flashevolve.observe.report import report
+from tests.observe.runs import Session
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+HOSTILE = "</code><script>alert('x')</script><img src=x onerror=alert(1)>&amp;"
+
+
+class Page(HTMLParser):
+    """What a test reads of the page: elements, links, cards and tables."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.ids: set[str] = set()
+        self.targets: list[str] = []
+        self.feed(text)
+        self.cards = {
+            unescape(name): unescape(value) for name, value in re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", text)
+        }
+        self.rows = [
+            re.findall(r"<td[^>]*>(.*?)</td>", row, re.DOTALL) for row in re.findall(r"<tr>(.*?)</tr>", text, re.DOTALL)
+        ]
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        found = dict(attrs)
+        self.ids |= {found["id"]} if found.get("id") else set()
+        self.targets += [str(found[name]) for name in ("href", "src") if name in found]
+
+
+def of(directory: Path) -> tuple[str, Page]:
+    text = report(read(directory, replies=True))
+    return text, Page(text)
+
+
+def test_the_figures_of_the_page_are_those_of_the_run(counted: tuple[Path, Any]) -> None:
+    directory, program = counted
+    stats, details = program.async_stats, program.detailed_results
+    _, page = of(directory)
+    assert page.cards["seed"] == f"{details.val_aggregate_scores[0]:.4f}"
+    assert page.cards[f"best (candidate {details.best_idx})"] == f"{max(details.val_aggregate_scores):.4f}"
+    assert page.cards["candidates accepted"] == str(len(stats.commits))
+    assert page.cards["metric calls of 150"] == f"{stats.metric_calls:,}"
+    assert page.cards["steps"] == f"{stats.steps:,}"
+    assert page.cards["tokens"] == f"{sum(stats.tokens_by_stage.values()):,}"
+    assert page.cards["dollars"] == "unknown"
+    by_name = {row[0]: row for row in page.rows if len(row) == 8}
+    assert by_name["task"][3] == f"{stats.task_tokens:,}"
+    assert by_name["reflection"][3] == f"{stats.reflection_tokens:,}"
+    for name, requests in stats.requests_by_stage.items():
+        assert by_name[name][1] == f"{requests:,}"
+        assert by_name[name][3] == f"{stats.tokens_by_stage[name]:,}"
+    reasons = {unescape(row[0]): int(row[1]) for row in page.rows if len(row) == 2}
+    assert reasons == stats.end_reasons
+
+
+def test_a_line_of_the_best_prompt_leads_to_its_step_with_its_effect(changed: tuple[Path, Any]) -> None:
+    directory, program = changed
+    text, page = of(directory)
+    told = {one.part.strip(): one for one in program.async_stats.changes}
+    best = program.predictors()[0].signature.instructions
+    lines = [line for line in best.splitlines() if line in told]
+    assert lines
+    for line in lines:
+        change = told[line]
+        assert f"step {change.step}</a> {change.effect:+.3f} ± {change.error:.3f}" in text
+        assert f"step-{change.step}" in page.ids
+
+
+def test_the_page_needs_nothing_else_and_all_its_links_lead_somewhere(counted: tuple[Path, Any]) -> None:
+    text, page = of(counted[0])
+    assert "script" not in page.tags
+    assert [one for one in page.targets if not one.startswith("#")] == ["data:,"]
+    assert {one[1:] for one in page.targets if one.startswith("#")} <= page.ids
+    assert "http" not in re.sub(r"<meta http-equiv[^>]*>", "", text)
+    assert "url(" not in text
+
+
+def hostile(directory: Path) -> None:
+    """A run all of whose texts try to be markup."""
+    with Session(directory) as session:
+        texts = {HOSTILE: f"{HOSTILE}\nmore"}
+        session.written.committed(0, 0, 0, texts, [], {}, 0.25)
+        session.opens(1, texts, 1)
+        session.ran(1, texts, 1, 0.5, stage=HOSTILE)
+        session.tells(
+            RequestFinished(1.0, 1, "propose", 0.5, 5, 0.1, HOSTILE),
+            RolloutTimedOut(1.0, 1, HOSTILE, 1.0, 1),
+            Integrated(1.0, 1, 0, (1,), ((1, HOSTILE, HOSTILE),)),
+        )
+        child = {HOSTILE: f"{HOSTILE}\nmore\nnew {HOSTILE}"}
+        session.written.replied(1, "propose", "0", json.dumps({"texts": child, "feedback": [HOSTILE]}), 1, 0.0)
+        session.written.committed(1, 1, 1, child, [0], {}, 0.75)
+        session.written.ended(1, "rejected", HOSTILE)
+        session.ends("failed", HOSTILE)
+
+
+def test_texts_of_a_run_are_no_markup(tmp_path: Path) -> None:
+    hostile(tmp_path)
+    text, page = of(tmp_path)
+    assert not {"script", "img"} & set(page.tags)
+    assert text.count("&lt;script&gt;") > 10
+
+
+def large(directory: Path) -> None:
+    """5,000 rollouts, 300 steps with long feedback, 120 candidates with long prompts."""
+    rng = random.Random(0)
+    texts = {"answer": "\n".join(f"- rule {line}: {rng.random()}" for line in range(60))}
+    with Session(directory) as session:
+        session.written.committed(0, 0, 0, texts, [], {}, 0.1)
+        for step in range(300):
+            session.opens(step, texts, *range(10))
+            for example in range(16):
+                session.ran(step, texts, example, rng.random(), tokens=900, cost_dollars=0.001)
+            session.tells(
+                StageVisited(3.0 * step + 2, step, "rollout", 3.0 * step, 3.0 * step + 0.5),
+                RequestFinished(
+                    3.0 * step + 3, step, "propose", 1.0, 4000, 0.01, "no JSON " * 50 if step % 9 == 0 else ""
+                ),
+            )
+            lines = texts["answer"].splitlines()
+            child = {"answer": "\n".join([*lines[:150], f"- rule of step {step}: {rng.random()} " + "so that " * 10])}
+            session.written.replied(
+                step, "propose", "0", json.dumps({"texts": child, "feedback": ["too short " * 100] * 8}), 1, 0.0
+            )
+            if step % 5 < 2:
+                texts = child
+                index = len([one for one in range(step + 1) if one % 5 < 2])
+                session.written.committed(step, index, index, texts, [index - 1], {}, 0.1 + step / 1000)
+            session.written.ended(step, "committed" if step % 5 < 2 else "rejected", f"reason {step % 7}")
+        for example in range(200):
+            session.ran(299, texts, example, 0.5, stage="validate", split="val", tokens=900, cost_dollars=0.001)
+        session.ends("finished")
+
+
+@pytest.fixture(scope="module")
+def large_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("large")
+    large(directory)
+    return directory
+
+
+def test_the_report_of_a_run_with_5000_rollouts_is_smaller_than_5_mb(large_run: Path) -> None:
+    history = read(large_run)
+    assert figures(history).by_role["task"].requests == 5000
+    text, page = of(large_run)
+    assert len(text.encode()) < 5_000_000
+    assert page.cards["metric calls"] == "5,000"
+    assert page.cards["dollars"] == "8.0000"
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
+@pytest.mark.parametrize("width", [390, 1300])
+def test_a_browser_opens_the_page_without_a_console_error(width: int, large_run: Path, tmp_path: Path) -> None:
+    hostile(tmp_path / "hostile")
+    for name, directory in (("large", large_run), ("hostile", tmp_path / "hostile")):
+        page, profile = tmp_path / f"{name}.html", tmp_path / f"profile of {name}"
+        page.write_text(of(directory)[0], encoding="utf-8")
+        opened = subprocess.run(
+            [
+                str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking",
+                f"--user-data-dir={profile}", f"--window-size={width},900", "--enable-logging=stderr", "--dump-dom",
+                page.as_uri(),
+            ],
+            capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        assert "Failures and retries" in opened.stdout
+        assert "CONSOLE" not in opened.stderr
+        assert "<script" not in opened.stdout

@@ -1,0 +1,85 @@
+"""What a run says of itself: in its bar, at its end, in its statistics."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import dspy
+import litellm
+import pytest
+
+from tests.contract.surface import simulated
+from tests.fakes import Chain, reflection_lm, task_lm
+
+PRICE = {"input_cost_per_token": 1e-6, "output_cost_per_token": 2e-6, "litellm_provider": "openai", "mode": "chat"}
+
+
+@pytest.fixture(scope="module")
+def stats() -> Any:
+    with dspy.context(lm=task_lm()):
+        return simulated(150).async_stats
+
+
+def test_a_summary_says_what_held_a_run_back(stats: Any) -> None:
+    assert "more slots (num_threads)" in repr(replace(stats, occupancy=0.95))
+    assert "rate limit" in repr(replace(stats, occupancy=0.95, pauses=3))
+    busy = {"rollout": 10.0, "propose": 30.0}
+    assert "reflections took most" in repr(replace(stats, occupancy=0.5, busy_seconds_by_stage=busy))
+    busy = {"rollout": 30.0, "propose": 10.0}
+    assert "waited for each other" in repr(replace(stats, occupancy=0.5, busy_seconds_by_stage=busy))
+
+
+def test_a_long_change_of_the_prompt_is_shown_in_part(stats: Any) -> None:
+    shown = repr(replace(stats, prompt_change="\n".join(f"+line {number}" for number in range(40))))
+    assert "+line 11" in shown
+    assert "+line 12" not in shown
+    assert shown.endswith("... and 28 lines more")
+
+
+def test_dollars_are_counted_without_being_asked_for_and_unknown_prices_say_so() -> None:
+    litellm.register_model({"cheap": PRICE})
+    task, unknown = task_lm(), reflection_lm()
+    task.model, unknown.model = "cheap", "nobody-has-a-price-for-this"
+    with dspy.context(lm=task):
+        one = simulated(60, Chain(), reflection_lm=task).async_stats
+        other = simulated(60, Chain(), reflection_lm=unknown).async_stats
+    assert one.cost_dollars == pytest.approx(sum(one.dollars_by_stage.values()))
+    assert one.cost_dollars > 0
+    assert other.cost_dollars is None
+    assert other.dollars_by_stage["propose"] is None
+    assert other.dollars_by_stage["validate"] > 0
+    assert "propose unknown" in repr(other)
+
+
+BAR = """
+import logging
+from tests.contract.worlds import World, play
+from tests.contract.surface import on
+
+talking = logging.getLogger("dspy")
+play(World(seed=3), 300, num_threads=8, gepa_kwargs=on("on_candidate_accepted", lambda _: talking.info("SAID THIS")))
+"""
+
+
+def test_the_bar_has_the_seed_the_best_and_its_end_and_lines_of_the_log_stand_alone() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", BAR],
+        cwd=Path(__file__).parents[2],
+        env=os.environ | {"TQDM_DISABLE": "", "TQDM_MININTERVAL": "0"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    bars = [part for part in re.split(r"[\r\n]", ran.stderr) if "rollouts/s" in part or "s/rollouts" in part]
+    assert re.search(r"best 0\.\d+ \(seed 0\.250\), \d+ accepted, \d+/8 in flight", bars[-1])
+    assert "100%" in bars[-1]
+    assert "validating the seed" in ran.stderr
+    said = [line for line in re.split(r"[\r\n]", ran.stderr) if "SAID THIS" in line]
+    assert said
+    assert not [line for line in said if "rollouts/s" in line or not line.endswith("SAID THIS")]
