@@ -17,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -305,17 +304,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def planned(options: argparse.Namespace) -> list[Job]:
     """Every run; the methods take turns, so that what else the machine does meets all of them."""
     first = options.first_seed
-    ends = [("calls", options.calls)] if options.calls else []
-    ends += [("seconds", options.seconds)] if options.seconds else []
+    ends: list[tuple[float | None, int | None]] = [(None, options.calls)] if options.calls else []
+    ends += [(options.seconds, None)] if options.seconds else []
     return [
-        Job(
-            options.setting,
-            Limits(options.slots, seed, *((None, int(end)) if kind == "calls" else (end, None))),
-            name,
-            details=options.details,
-        )
-        for kind, end in ends
-        for seed, name in product(range(first, first + options.seeds), options.methods)
+        Job(options.setting, Limits(options.slots, seed, seconds, calls), name, details=options.details)
+        for seconds, calls in ends
+        for seed in range(first, first + options.seeds)
+        for name in options.methods
     ]
 
 

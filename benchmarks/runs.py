@@ -13,7 +13,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from benchmarks.methods import Limits, method
-from benchmarks.results import Result, Scored, Spread, append_json_lines, commit, middle, shown
+from benchmarks.results import Scored, Spread, append_json_lines, commit, middle, shown
 from benchmarks.tasks import task_kind
 from benchmarks.trajectory import Point
 from benchmarks.virtual import Setting, run_virtually
@@ -288,8 +288,8 @@ def verdict(met: bool) -> str:
     return "met" if met else "MISSED"
 
 
-def score_spread(rows: Sequence[Row | Result]) -> str:
-    """The median of the scores (`Row.score`, `Result.score`) and their range, for a table."""
+def score_spread(rows: Sequence[Scored]) -> str:
+    """The median of the scores (`Scored.score`) and their range, for a table."""
     scores = [row.score for row in rows if row.score is not None]
     if not scores:
         return "-"
