@@ -35,6 +35,7 @@ class Figures:
     refused: int = 0
     mean_running: float | None = None
     reflections: int | None = None
+    reflection_tokens: int | None = None
 
 
 class Meter(Protocol):

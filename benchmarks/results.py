@@ -68,6 +68,8 @@ class Result(Scored):
         total_seconds: Until the run had drained and returned, in the server's time.
         proposals: New texts by that moment.
         reflections: Reflection requests the server saw, where it can tell; `None` where not.
+        reflection_tokens: Tokens read and written for these, where another model than the server's answers them; else
+            `None`.
         metric_calls: Counted by the optimizer at the limit.
         total_metric_calls: Counted by the optimizer when it had drained.
         scored: Rollouts that reached the metric, counted by us, drained.
@@ -100,6 +102,7 @@ class Result(Scored):
     total_seconds: float
     proposals: int = 0
     reflections: int | None = None
+    reflection_tokens: int | None = None
     metric_calls: int = 0
     total_metric_calls: int = 0
     scored: int = 0

@@ -288,8 +288,8 @@ def verdict(met: bool) -> str:
     return "met" if met else "MISSED"
 
 
-def score_spread(rows: Sequence[Row]) -> str:
-    """The median of the scores (`Row.score`) and their range, for a table."""
+def score_spread(rows: Sequence[Scored]) -> str:
+    """The median of the scores (`Scored.score`) and their range, for a table."""
     scores = [row.score for row in rows if row.score is not None]
     if not scores:
         return "-"

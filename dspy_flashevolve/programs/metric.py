@@ -137,11 +137,18 @@ class Metric:
             return result
         if self._loop is None:
             raise RuntimeError("a coroutine metric was called before the run's loop was attached")
-        return asyncio.run_coroutine_threadsafe(_awaited(result), self._loop).result()
+        value, left = asyncio.run_coroutine_threadsafe(_awaited(result), self._loop).result()
+        if left is not None:
+            raise left
+        return value
 
 
-async def _awaited(result: Awaitable[Any]) -> Any:
-    return await result
+async def _awaited(result: Awaitable[Any]) -> tuple[Any, BaseException | None]:
+    """What is awaited, or what it raised to leave: raised by a task of its own that would end the loop."""
+    try:
+        return await result, None
+    except (SystemExit, KeyboardInterrupt) as left:
+        return None, left
 
 
 def _arguments_of(function: MetricFn) -> tuple[frozenset[str], int]:

@@ -84,7 +84,7 @@ class SimulatedModel:
         Raises:
             RateLimitError: of lm15, with the profile's ``retry_after_seconds``; more are in flight than it takes.
         """
-        chat = _chat(request)
+        chat = chat_request(request)
         loop = asyncio.get_running_loop()
         if self._driver is None or self._loop is not loop:  # of a run before
             self._loop = loop
@@ -163,7 +163,7 @@ class _Engine(_Shared):
         """Nothing to close."""
 
 
-def _chat(request: Request) -> ChatRequest:
+def chat_request(request: Request) -> ChatRequest:
     """The request as the server would read it."""
     messages = [{"role": "system", "content": _text(request.system)}] if request.system else []
     messages += [{"role": message.role, "content": _text(message.parts)} for message in request.messages]

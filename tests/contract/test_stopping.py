@@ -673,3 +673,25 @@ def test_a_run_in_a_thread_says_so_when_the_main_thread_ends_before_it() -> None
     )
     assert done.stdout.startswith("RunAbortedError True The main thread has ended"), done.stdout + done.stderr
     assert "thread.join()" in done.stdout
+
+
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt])
+@pytest.mark.parametrize("awaited", [False, True], ids=["sync", "coroutine"])
+def test_what_a_metric_raises_to_leave_ends_the_run_as_it_is(error: type[BaseException], awaited: bool) -> None:
+    calls: list[Any] = []
+
+    def leaving(gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None) -> float:
+        calls.append(gold)
+        if len(calls) > 20:
+            raise error("enough")
+        return 0.5
+
+    async def coroutine(
+        gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None
+    ) -> float:
+        return leaving(gold, pred)
+
+    with pytest.raises(error, match="enough") as raised:
+        compiled(optimizer(ENDLESS, metric=coroutine if awaited else leaving))
+    assert type(raised.value) is error
+    assert left_threads() == []
