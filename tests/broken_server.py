@@ -87,6 +87,8 @@ class BrokenServer:
         runner = self._loop.run_until_complete(self._start())
         self._ready.set()
         self._loop.run_forever()
+        for answer in asyncio.all_tasks(self._loop):
+            answer.cancel()  # nobody waits for the rest of a drip
         self._loop.run_until_complete(runner.cleanup())
 
     async def _start(self) -> web.AppRunner:
