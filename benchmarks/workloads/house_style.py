@@ -18,7 +18,7 @@ import dspy
 from benchmarks.workloads.definition import Size, text_of
 from benchmarks.workloads.ifeval_checks import CHECKS
 from dspy_flashevolve.sim.reply_model import Choices, ReplyModel
-from dspy_flashevolve.sim.task import feedback_on
+from dspy_flashevolve.sim.task import TOPICS, feedback_on
 from dspy_flashevolve.sim.words import WORDS, Rule
 
 INSTRUCTION = "Write what is asked for."
@@ -32,14 +32,7 @@ _FORMS = (
     "Write a short text for a poster about {topic}.",
     "Write a short speech about {topic}.",
 )
-_TOPICS = (
-    "baking bread", "keeping bees", "learning to sail", "restoring old chairs", "running a small library",
-    "planting trees", "writing letters", "watching birds", "fixing bicycles", "teaching chess", "making cheese",
-    "reading maps", "night photography", "mending clothes", "building bridges", "cold water swimming",
-    "singing in a choir", "drawing faces", "growing tomatoes", "collecting stamps", "training for a marathon",
-    "painting houses", "repairing clocks", "cooking for a crowd",
-)  # fmt: skip
-REQUESTS = tuple(form.format(topic=topic) for topic in _TOPICS for form in _FORMS)
+REQUESTS = tuple(form.format(topic=topic) for topic in TOPICS for form in _FORMS)
 
 
 @dataclass(frozen=True)

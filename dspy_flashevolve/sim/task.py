@@ -29,7 +29,7 @@ _TEMPLATES = (
     "What does a good day of {topic} look like?",
     "Which tools does one need for {topic}?",
 )
-_TOPICS = (
+TOPICS = (
     "baking bread", "keeping bees", "learning to sail", "restoring old chairs", "running a small library",
     "planting trees", "writing letters", "watching birds", "fixing bicycles", "teaching chess", "making cheese",
     "reading maps", "night photography", "mending clothes", "building bridges", "cold water swimming",
@@ -214,7 +214,7 @@ class HouseRules:
     def _questions(self) -> list[str]:
         if self.prompts is not None:
             return list(self.prompts)
-        questions = [template.format(topic=topic) for template in _TEMPLATES for topic in _TOPICS]
+        questions = [template.format(topic=topic) for template in _TEMPLATES for topic in TOPICS]
         random.Random(f"questions {self.seed}").shuffle(questions)
         return questions
 
