@@ -83,6 +83,8 @@ class ProgramRunner:
         self._building = anyio.Lock()
         self._place = Place(threads)
         self._first: FirstRollouts | None = None
+        self._mistake: Exception | None = None
+        """What all first rollouts failed with: none is made any more."""
 
     @property
     def interruptible(self) -> bool:
@@ -102,6 +104,8 @@ class ProgramRunner:
             TypeError, ValueError: what the metric returned is no score.
             Exception: of the program or the metric, where all first rollouts failed alike.
         """
+        if self._mistake is not None:
+            raise self._mistake
         prototype = await self._prototype(candidate)
         if isinstance(prototype, Exception):
             return Rollout(None, self.adapter.failure_score)
@@ -213,9 +217,11 @@ class ProgramRunner:
         elif said := self._first.failed(error):
             logger.error("%s: %s", said, _said(error))
             if fault_of(error, calls.errors) is not None:
-                raise RunAbortedError(f"{said}: {_said(error)}") from error
+                self._mistake = RunAbortedError(f"{said}: {_said(error)}")
+                raise self._mistake from error
             if add_note := getattr(error, "add_note", None):  # Python 3.11
                 add_note(said)
+            self._mistake = error
             raise error
 
     def failed(self, error: str, capture_traces: bool) -> Rollout:
