@@ -4,6 +4,7 @@ that end with the run, for code that blocks."""
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures.thread
 import contextvars
 import math
 import signal
@@ -210,7 +211,8 @@ def check_main_thread() -> None:
     Raises:
         RunAbortedError: the main thread has ended.
     """
-    if not threading.main_thread().is_alive():
+    # The interpreter closes its pools of threads, and waits for them, before it marks the main thread as ended.
+    if not threading.main_thread().is_alive() or getattr(concurrent.futures.thread, "_shutdown", False):
         raise RunAbortedError(
             "The main thread has ended while the run went on in another one, and Python starts no more work in threads "
             "then. Wait for the run's thread (thread.join()) before the main thread ends."

@@ -13,7 +13,6 @@ from dspy.utils.exceptions import LMRateLimitError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dspy_flashevolve.engine.endpoints import RetryPolicy
 from dspy_flashevolve.engine.events import Event, RequestFinished, RolloutFinished
 from dspy_flashevolve.observe.statistics import RunStats
 from dspy_flashevolve.sim import REPLY_MODELS, HouseRules, SimServer
@@ -131,25 +130,6 @@ def test_a_provider_that_refuses_now_and_then_and_replies_that_make_no_sense_cos
     assert program.stats.ended["failed"] > 0
     assert program.stats.metric_calls <= 60
     assert program.stats.outcome == "finished"
-
-
-def test_a_first_step_that_gets_no_answer_is_followed_by_another() -> None:
-    refused = [0]
-
-    def answer(prompt: str) -> str:
-        if refused[0] < 12:
-            refused[0] += 1
-            raise LMRateLimitError("later", retry_after=0.01)
-        if "new_instruction" in prompt:
-            return reply_for(prompt, new_instruction="Better")
-        return reply_for(prompt, answer="1")
-
-    lm = fake_lm(answer)
-    climber = HillClimber(digits, lm, max_metric_calls=40, num_threads=4, retry=RetryPolicy(attempts=2))
-    with dspy.context(lm=lm):
-        program: Any = climber.compile(Chain(), trainset=examples("t", 4))
-    assert program.stats.ended["failed"] > 0
-    assert program.stats.ended["committed"] > 0
 
 
 @pytest.fixture(scope="module")

@@ -585,7 +585,8 @@ def summary(caplog: pytest.LogCaptureFixture) -> logging.LogRecord:
 
 
 def test_the_end_of_a_run_is_told_once_and_as_its_statistics_tell_it(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="dspy_flashevolve"):
+    dspys = logging.getLogger("dspy.teleprompt.gepa.gepa")  # what dspy shows by itself
+    with caplog.at_level(logging.INFO, logger=dspys.name):
         program = compiled(optimizer(150))
     stats, said = program.async_stats, summary(caplog)
     assert said.levelno == logging.INFO

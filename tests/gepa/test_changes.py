@@ -159,6 +159,8 @@ def test_a_parent_with_the_changes_has_every_added_part_and_keeps_what_nothing_r
 @given(PAIRS)
 def test_putting_changes_in_twice_is_putting_them_in_once(pair: tuple[str, str]) -> None:
     parent, child = pair
+    said = [one.strip().lower() for one in parts_of(parent) + parts_of(child)]
+    assume(all(len(set(one.split())) > len(one.split()) / 2 for one in said))  # sentences that are told apart by words
     changes = changes_between(of(parent), of(child), ()) or []
     once = apply(of(parent), changes)
     assert found(apply(once, changes)["answer"]) == found(once["answer"])
