@@ -164,7 +164,7 @@ def apply(base: Mapping[str, str], changes: Iterable[Change]) -> dict[str, str]:
     for change in changes:
         text = parts[change.component]
         place = _place(text, change)
-        if change.replaces and (at := _find(text, change.replaces)) is not None:
+        for at in reversed(_places(text, change.replaces) if change.replaces else []):
             _end_line(text, at)  # what stands behind it does not join what stands before it
             del text[at]
             place = at
@@ -209,5 +209,9 @@ def _place(text: Sequence[str], change: Change) -> int:
 
 
 def _find(text: Sequence[str], part: str) -> int | None:
+    return next(iter(_places(text, part)), None)
+
+
+def _places(text: Sequence[str], part: str) -> list[int]:
     wanted = normal(part)
-    return next((at for at, one in enumerate(text) if normal(one) == wanted), None)
+    return [at for at, one in enumerate(text) if normal(one) == wanted]

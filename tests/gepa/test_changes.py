@@ -156,11 +156,18 @@ def test_a_parent_with_the_changes_has_every_added_part_and_keeps_what_nothing_r
     assert found(parent) - {normal(one.replaces) for one in changes} <= made
 
 
+def test_what_a_parent_says_twice_and_its_child_says_otherwise_goes_out_twice() -> None:
+    parent = "Answer.\nGive all dates in ISO form.\nBe kind.\nGive all dates in ISO form.\nStay calm."
+    child = "Answer.\nAlways give all dates in ISO form.\nBe kind.\nStay calm."
+    changes = changes_between(of(parent), of(child), ()) or []
+    assert [one.replaces.strip() for one in changes] == ["Give all dates in ISO form."]
+    assert apply(of(parent), changes) == of(child)
+    assert changes_in(of(parent), of(child), changes) == {0}
+
+
 @given(PAIRS)
 def test_putting_changes_in_twice_is_putting_them_in_once(pair: tuple[str, str]) -> None:
     parent, child = pair
-    said = [one.strip().lower() for one in parts_of(parent) + parts_of(child)]
-    assume(all(len(set(one.split())) > len(one.split()) / 2 for one in said))  # sentences that are told apart by words
     changes = changes_between(of(parent), of(child), ()) or []
     once = apply(of(parent), changes)
     assert found(apply(once, changes)["answer"]) == found(once["answer"])
