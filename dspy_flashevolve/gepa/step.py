@@ -183,7 +183,7 @@ class GepaLoop:
         """One step. A part of it that finds nothing to go on with ends the step by raising :class:`StepEnded`."""
         if self._is_last and step.recorded is None:
             return await self.last_step(step)
-        given = await self._pool.write(self._next_initial, step)
+        given = await self._pool.write(self._next_initial, step) if self._initial else []
         if given:
             self._run.begin(step, step.version, selection=[])
             return await self.validated(step, given)
