@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import difflib
 import logging
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -28,7 +27,7 @@ from dspy_flashevolve.gepa.pool import Pool
 from dspy_flashevolve.gepa.resume import check_checkpoint
 from dspy_flashevolve.gepa.step import GepaLoop
 from dspy_flashevolve.modules.integrate import StaleCandidateReflection
-from dspy_flashevolve.observe.statistics import AsyncStats, log_summary
+from dspy_flashevolve.observe.statistics import AsyncStats, log_summary, texts_diff
 from dspy_flashevolve.programs.fingerprints import fingerprints_of, open_journal
 from dspy_flashevolve.programs.metric import Metric
 from dspy_flashevolve.programs.program import DspyProgram, adapter_of
@@ -280,7 +279,9 @@ class Compilation:
             changes=self._loop.changes(),
             seed_score=None if found is None else found.val_aggregate_scores[0],
             best_score=self.best.score,
-            prompt_change="" if found is None else _difference(self._seed, found.candidates[found.best_idx]),
+            prompt_change=""
+            if found is None
+            else "\n".join(texts_diff(self._seed, found.candidates[found.best_idx], ", before", ", after", 1)),
         )
 
     def _result(self, stats: AsyncStats) -> Module:
@@ -295,15 +296,3 @@ def texts_of(program: Module) -> dict[str, str]:
     predictors: list[tuple[str, Any]] = program.named_predictors()
     sources: dict[str, str] = {path: flex.module_src for path, flex in enumerate_flex_submodules(program).items()}
     return {name: one.signature.instructions for name, one in predictors} | sources
-
-
-def _difference(before: Mapping[str, str], after: Mapping[str, str]) -> str:
-    """A unified diff of the texts of two candidates, component by component."""
-    lines = [
-        line
-        for name in before
-        for line in difflib.unified_diff(
-            before[name].splitlines(), after[name].splitlines(), f"{name}, before", f"{name}, after", lineterm="", n=1
-        )
-    ]
-    return "\n".join(lines)

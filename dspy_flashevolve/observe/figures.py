@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from dspy_flashevolve.observe.history import Candidate, History, Request, Role
+from dspy_flashevolve.observe.statistics import texts_diff
 
 FAILURES = ("RolloutTimedOut", "ExampleGivenUp", "EndpointPaused", "LimitChanged")
 """Kinds of events that tell of something that went wrong, or of a limit that followed from it."""
@@ -172,9 +172,5 @@ def family(history: History) -> Iterator[tuple[int, Candidate, Candidate | None]
 
 def prompts_diff(before: Candidate, after: Candidate) -> list[str]:
     """The change from one candidate's texts to another's, component by component, as a unified diff."""
-    found: list[str] = []
-    for name in dict.fromkeys([*before.texts, *after.texts]):
-        old, new = before.texts.get(name, "").splitlines(), after.texts.get(name, "").splitlines()
-        names = f"{name} of candidate {before.index}", f"{name} of candidate {after.index}"
-        found += difflib.unified_diff(old, new, *names, lineterm="", n=2)
-    return found
+    old, new = (f" of candidate {one.index}" for one in (before, after))
+    return texts_diff(before.texts, after.texts, old, new, 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping
@@ -405,6 +406,20 @@ def summary_of(stats: RunStats) -> str:
         more = [f"... and {len(change) - SHOWN_LINES} lines more"] if len(change) > SHOWN_LINES else []
         lines += change[:SHOWN_LINES] + more
     return "\n".join(lines)
+
+
+def texts_diff(before: Mapping[str, str], after: Mapping[str, str], old: str, new: str, context: int) -> list[str]:
+    """A unified diff of the texts of two candidates, component by component.
+
+    Args:
+        old, new: what follows a component's name in the two lines above its change.
+        context: lines around each change.
+    """
+    found: list[str] = []
+    for name in dict.fromkeys([*before, *after]):
+        lines = before.get(name, "").splitlines(), after.get(name, "").splitlines()
+        found += difflib.unified_diff(*lines, name + old, name + new, lineterm="", n=context)
+    return found
 
 
 def limited_by(stats: RunStats) -> str:
