@@ -128,7 +128,7 @@ class DspyRun(EvolutionRun):
         self.settings.update(self.models.settings)
         self._shown_calls = shown_calls or max_metric_calls
         self._seconds: float | None = None
-        self._models_asked = {stage: _models(listed, lm) for stage, listed in stages.items()}
+        self._unpriced = {stage for stage, listed in stages.items() if None in map(rates_of, _models(listed, lm))}
 
     def paced(self, lm: Any) -> Any:
         """The LM as it is given; the run calls it in its own way from now on, see :class:`LanguageModels`."""
@@ -324,12 +324,12 @@ class DspyRun(EvolutionRun):
         said = f"{type(error).__name__}: {error}" if isinstance(error, Exception) else "cancelled"
         return self.recorder.stats(
             self,
+            self._unpriced,
             schedule=self.schedule,
             seconds=self.clock() - self.clock.began if self._seconds is None else self._seconds,
             stop_reason=self.stop_reason if error is None else said if not self.stop_reason else self.stop_reason,
             metric_calls=self.budget.spent if metric_calls is None else metric_calls,
             max_metric_calls=self._shown_calls,
-            unpriced={stage for stage, models in self._models_asked.items() if None in map(rates_of, models)},
         )
 
     def _own_watchers(self) -> list[Callable[[], Coroutine[Any, Any, None]]]:
