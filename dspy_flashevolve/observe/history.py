@@ -133,7 +133,6 @@ class History:
         max_calls: allowed; None for no such limit.
         under_way: rollouts that had begun and have no result.
         changes: what reflections added to the head, with what it is estimated to be worth.
-        kept: the newest values of the journal's table `state` that a view needs.
     """
 
     directory: str
