@@ -12,7 +12,6 @@ import asyncio
 import threading
 import time
 from dataclasses import replace
-from typing import Any
 
 import dspy
 from dspy.lm15 import Message, Request, Response, TextPart, Usage
@@ -21,7 +20,7 @@ from benchmarks.workloads.house_style import from_rules, to_rules
 from dspy_flashevolve.sim.profiles import profile_named
 from dspy_flashevolve.sim.replies import Repeats, reply_to
 from dspy_flashevolve.sim.reply_model import ReplyModel
-from dspy_flashevolve.sim.virtual import chat_request
+from dspy_flashevolve.sim.virtual import Shared, chat_request
 
 
 class ScriptedReflection:
@@ -66,14 +65,7 @@ class ScriptedReflection:
         return response, self._pace * (seconds + profile.step_seconds * reply.completion_tokens)
 
 
-class _Shared:
-    """Copies of an LM ask the same model."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return self
-
-
-class _Engine(_Shared):
+class _Engine(Shared):
     """dspy's engine contract."""
 
     def __init__(self, model: ScriptedReflection) -> None:
@@ -88,7 +80,7 @@ class _Engine(_Shared):
         """Nothing to close."""
 
 
-class _AsyncEngine(_Shared):
+class _AsyncEngine(Shared):
     """The same, awaited."""
 
     def __init__(self, model: ScriptedReflection) -> None:

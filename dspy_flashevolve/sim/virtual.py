@@ -127,14 +127,14 @@ class SimulatedModel:
         )
 
 
-class _Shared:
+class Shared:
     """Copies of an LM ask the same model: a loop and a batch cannot be copied."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return self
 
 
-class _AsyncEngine(_Shared):
+class _AsyncEngine(Shared):
     """dspy's engine contract, on the loop."""
 
     def __init__(self, model: SimulatedModel) -> None:
@@ -147,7 +147,7 @@ class _AsyncEngine(_Shared):
         """Nothing to close."""
 
 
-class _Engine(_Shared):
+class _Engine(Shared):
     """dspy's engine contract, from a thread of the virtual loop."""
 
     def __init__(self, model: SimulatedModel) -> None:
