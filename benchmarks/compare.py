@@ -49,7 +49,7 @@ MOMENTS = (120.0, 600.0, 1800.0)
 PANELS = {"few": "24 rules", "many": "72 rules", "rivals": "24 rules that contradict each other"}
 HEADER = (
     "method", "seeds", "true score (min-max)", "validated", "gain", "x lockstep's gain", "x best Combee's",
-    "rollouts", "LM calls", "task tokens", "reflection tokens", "gain a million tokens", "dollars",
+    "of the possible", "rollouts", "LM calls", "task tokens", "reflection tokens", "gain a million tokens", "dollars",
     "seconds to lockstep's score", "proposals", "integrated", "changes",
 )  # fmt: skip
 
@@ -122,6 +122,7 @@ def cells(rows: Sequence[Row]) -> list[list[str]]:
             shown(median_gain(mine, name), "+.3f"),
             shown(ratio(median_gain(mine, name), lockstep), ".2f"),
             shown(ratio(median_gain(mine, name), combee), ".2f"),
+            shown(middle(_of_the_possible), ".0%"),
             shown(middle(lambda row: row.metric_calls), ".0f"),
             shown(middle(lambda row: row.lm_calls), ".0f"),
             shown(middle(lambda row: row.task_tokens), ".0f"),
@@ -135,6 +136,14 @@ def cells(rows: Sequence[Row]) -> list[list[str]]:
             *(shown(middle(lambda row, at=at: row.true_score_at(at)), ".3f") for at in moments(rows)),
         ])  # fmt: skip
     return lines
+
+
+def _of_the_possible(row: Row) -> float | None:
+    """The gain in true score as a share of that of the best program that there is: all rules that are worth their length."""
+    if row.true_score is None or row.seed_true_score is None:
+        return None
+    optimum = task_kind(row.task).task(row.seed, row.model).optimum
+    return ratio(row.true_score - row.seed_true_score, optimum - row.seed_true_score)
 
 
 def _seconds_to(mine: Sequence[Row], final: dict[int, float | None]) -> str:

@@ -218,6 +218,16 @@ def test_a_table_has_true_scores_their_time_and_the_time_until_locksteps_last() 
     assert "at 600 s" in compare.report(rows)
 
 
+def test_a_table_says_how_much_of_the_possible_gain_a_method_has() -> None:
+    optimum = task_kind("few").task(0, "plain").optimum
+    rows = [
+        _row(name, 0.1, model="plain", seed_true_score=0.06, true_score=0.06 + share * (optimum - 0.06))
+        for name, share in (("lockstep", 0.25), ("async", 1.0))
+    ]
+    at = compare.HEADER.index("of the possible")
+    assert [line[at] for line in compare.cells(rows)] == ["25%", "100%"]
+
+
 def test_a_run_under_a_named_model_has_its_true_score_its_cost_and_its_commit(tmp_path: Path) -> None:
     out = tmp_path / "runs.jsonl"
     run = ["--jobs", "1", "--seeds", "1", "--tasks", "few", "--methods", "async", "--seconds", "40", "--calls", "0"]
