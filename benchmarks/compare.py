@@ -139,7 +139,7 @@ def cells(rows: Sequence[Row]) -> list[list[str]]:
 
 
 def _of_the_possible(row: Row) -> float | None:
-    """The gain in true score as a share of that of the best program that there is: all rules that are worth their length."""
+    """The gain in true score as a share of that of the best program that there is."""
     if row.true_score is None or row.seed_true_score is None:
         return None
     optimum = task_kind(row.task).task(row.seed, row.model).optimum
