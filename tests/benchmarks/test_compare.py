@@ -153,8 +153,8 @@ def test_a_table_compares_medians_and_leaves_failed_runs_out() -> None:
     lines = {line[0]: line[1:] for line in compare.cells(rows)}
     assert lines["lockstep"][:6] == ["3", "0.300 (0.200-0.400)", "0.300", "+0.200", "1.00", "0.50"]
     assert lines["async"] == [
-        "1", "0.700 (0.700-0.700)", "0.700", "+0.600", "3.00", "1.50", "-", "600", "50", "700000", "90000", "0.759", "0.21",
-        "-", "40", "100%", "7",
+        "1", "0.700 (0.700-0.700)", "0.700", "+0.600", "3.00", "1.50", "-", "600", "50", "700000", "90000", "0.759",
+        "0.21", "-", "40", "100%", "7",
     ]  # fmt: skip
     assert lines["combee-9"][-2:] == ["-", "0"]
     assert "few, at 120 virtual seconds" in compare.report(rows)
