@@ -45,15 +45,17 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
             budget included.
         staleness: what happens to a candidate whose parent's pool has moved on. "full" admits it, "guarded" discards
             what is more than 8 commits behind, "patch" lets the reflection LM repair what is behind, one by one, and
-            "reflective" (default) integrates many proposals at once onto the newest integrated candidate. Or a policy:
-            :class:`Full`, :class:`Guarded`, :class:`Reflective`, or an object of your own; docs/staleness.md.
+            "reflective" (default) takes proposals apart into changes, tests these in many prompts, and joins those that
+            are expected to help. Or a policy: :class:`Full`, :class:`Guarded`, :class:`Reflective`, or an object of
+            your own; docs/staleness.md.
         stale_candidate_reflection: the module that integrates; default :class:`StaleCandidateReflection`. It asks
             ``reflection_lm`` unless its predictors have LMs of their own.
         max_reflection_calls: no step starts after this many reflections and integrations. Default: no limit.
-        max_cost: no step starts after this many dollars, by litellm's cost map; what runs is finished, so a run may
-            end a little above it. Default: no limit. Given alone, it is the budget.
-        max_seconds: no step starts after this many seconds; those that run are finished. Default: no limit. Given
-            alone, it is the budget.
+        max_cost: no step starts after this many dollars, by litellm's cost map; what runs is finished, and a last
+            validation may follow, so a run may end a little above it. Default: no limit. Given alone, it is the budget.
+        max_seconds: no step starts after this many seconds of a session; those that run are finished. In a run that
+            goes on (``log_dir``) it counts from zero again, as no other limit does. Default: no limit. Given alone, it
+            is the budget.
         max_concurrency: the most requests in flight when ``num_threads`` is None. Default: 256.
         workflow: how steps overlap, a :class:`Workflow`: how early stages release their output, how many steps there
             are, whose slots they get, how long a provider that answers nothing is waited for, and how long a candidate

@@ -262,7 +262,7 @@ def checked(path: Path) -> None:
         RunDirectoryError: it is not, with the reason.
     """
     what = f"{path} is no journal that can be continued"
-    advice = "Give another log_dir, or move the file away to begin anew."
+    advice = "Give another log_dir."
     try:
         with _connected(path) as connection:
             found = connection.execute("PRAGMA application_id").fetchone()[0]

@@ -142,7 +142,7 @@ def take_up(journal: RunJournal, pool: Pool, seeded: bool) -> None:
     except (sqlite3.Error, ValueError, LookupError, TypeError, AttributeError) as error:
         raise RunDirectoryError(
             f"{journal.journal.path} cannot be read ({error}): it is damaged. Give another log_dir, or move it away "
-            "to begin anew."
+            "to go on from the candidates in gepa_state.bin."
         ) from error
     if not seeded and journal.journal.rows("SELECT 1 FROM commits LIMIT 1"):
         raise RunDirectoryError(

@@ -206,6 +206,29 @@ def run_until(candidates: int, directory: Path) -> Path:
     return directory
 
 
+def test_without_its_journal_a_run_goes_on_from_gepas_checkpoint_and_what_was_spent_counts(tmp_path: Path) -> None:
+    whole = run(tmp_path, 80)
+    journal_of(tmp_path).rename(tmp_path / "journal.old")
+    again = run(tmp_path, 80)
+    assert facts(again)[0] == facts(whole)[0]
+    assert again.total_metric_calls == whole.total_metric_calls
+    (tmp_path / "gepa_state.bin").unlink()
+    journal_of(tmp_path).unlink()
+    anew = run(tmp_path, 30)
+    assert 0 < anew.total_metric_calls <= 30 < whole.total_metric_calls, "without both it begins anew"
+
+
+def test_a_file_gepa_stop_that_was_left_ends_each_session_at_once(tmp_path: Path) -> None:
+    first = run(tmp_path, 60)
+    stop = tmp_path / "gepa.stop"
+    stop.touch()
+    stopped = run(tmp_path, 120)
+    assert (stopped.async_stats.outcome, stopped.async_stats.steps) == ("stopped", 0)
+    assert stopped.total_metric_calls == first.total_metric_calls
+    stop.unlink()
+    assert run(tmp_path, 120).total_metric_calls > first.total_metric_calls
+
+
 def test_what_was_spent_on_reflections_before_counts(tmp_path: Path) -> None:
     first = run(tmp_path, 500, max_reflection_calls=4, schedule="lockstep")
     assert first.async_stats.reflection_calls == 4

@@ -91,13 +91,15 @@ GREEDY = {"candidate_selection_strategy": "current_best"}
 def test_a_child_may_be_selected_before_its_validation_is_done_where_the_prefix_may_tell(
     share: float, early: bool
 ) -> None:
-    _, events = heard(Kept(seed=3), 600, staleness="full", workflow=Workflow(validate=share), **GREEDY)
-    validated, ahead = {"0.3 seed 0"}, 0
-    for name, event in events.events:
-        if name == "on_valset_evaluated":
-            validated.add(only(event["candidate"]))
-        elif name == "on_candidate_selected":
-            ahead += only(event["candidate"]) not in validated
+    ahead = 0
+    for seed in (0, 3, 7):  # not every run has one, and which do is another matter on another Python
+        _, events = heard(Kept(seed=seed), 600, staleness="full", workflow=Workflow(validate=share), **GREEDY)
+        validated = {"0.3 seed 0"}
+        for name, event in events.events:
+            if name == "on_valset_evaluated":
+                validated.add(only(event["candidate"]))
+            elif name == "on_candidate_selected":
+                ahead += only(event["candidate"]) not in validated
     assert bool(ahead) == early
 
 

@@ -287,6 +287,19 @@ def test_a_rate_limited_rollout_is_not_scored(asynchronous: bool) -> None:
         roll_out(adapter_for(Chain(), digits), digits, examples("q", 1), True)
 
 
+def test_what_a_judge_of_the_metric_reads_and_writes_counts_as_the_rollouts() -> None:
+    judge = fake_lm(lambda prompt: "fine")
+
+    def judged(gold: Any, pred: Any, *rest: Any) -> Any:
+        judge("is it right?")
+        return digits(gold, pred)
+
+    with dspy.context(lm=task_lm()):
+        [plain] = roll_out(adapter_for(Chain(1), digits), digits, examples("q", 1), True)
+        [rollout] = roll_out(adapter_for(Chain(1), judged), judged, examples("q", 1), True)
+    assert (plain.tokens, rollout.tokens) == (7, 14)
+
+
 def test_a_metric_whose_judge_is_rate_limited_is_not_a_score_of_the_candidate() -> None:
     def judged(gold: Any, pred: Any, *rest: Any) -> float:
         raise LMRateLimitError("429")
