@@ -72,7 +72,7 @@ class RunStats:
             "failed": it was given up, the best so far was returned.
             "aborted": an exception ended it, the second Ctrl-C and a cancelled ``acompile`` too.
         steps: evolution steps that began.
-        ended: way -> steps (committed, rejected, discarded, failed, cancelled).
+        ended: way -> steps (committed, integrated, rejected, discarded, failed, cancelled).
         end_reasons: reason -> steps, for all that did not commit.
         metric_calls: paid rollouts, the seed's validation included.
         max_metric_calls: the budget; None without one.
