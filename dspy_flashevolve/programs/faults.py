@@ -3,8 +3,8 @@
 .. code-block:: text
 
     LATER    rate limit, timeout, 408, 409, 425, 429, 5xx, lost connection,      tried again outside the slot; a rollout
-             a reply that cannot be read or holds no choice                      is no score; where only one example stays
-                                                                                 so, it is failure_score for all alike
+             a reply that cannot be read or holds no choice                      is no score; where but one example
+                                                                                 stays so, it is failure_score for all
     NEVER    401, 402, 403, 404, no such model, no key, no credit                the run ends with the best so far
     REQUEST  context too long, content filter, another 4xx, a feature that       the candidate's score on the example:
              the model lacks; a reply whose text the adapter cannot parse        failure_score, as in dspy.GEPA
