@@ -307,7 +307,7 @@ def shielded() -> Generator[None, None, None]:
         try:
             yield
         finally:
-            if slot is not None:
+            if slot is not None and not scope.cancel_called:  # else its thread, which is left behind, is to see it
                 slot.shield = None
     if scope.cancelled_caught:
         raise TransientError("no answer in time to a request of the metric's", of_request=True)

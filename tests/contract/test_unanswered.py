@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import dspy
 import pytest
+from dspy.lm15 import Message, Request, Response, TextPart, Usage
 from dspy.utils.exceptions import LMRateLimitError, LMServerError, LMTimeoutError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dspy_flashevolve import RunAbortedError, Workflow
 from dspy_flashevolve.sim.virtual import run
+from dspy_flashevolve.sim.virtual_loop import LOOP_OF
 from tests.broken_server import BrokenServer
 from tests.contract.surface import (
     ENDLESS,
@@ -28,7 +32,7 @@ from tests.contract.surface import (
     problems,
     simulated,
 )
-from tests.fakes import Chain, digits, fake_lm, hashed, reflection_lm, reply_for
+from tests.fakes import Chain, digits, fake_lm, hashed, prompt_of, reflection_lm, reply_for
 
 
 def answer(prompt: str) -> str:
@@ -386,3 +390,114 @@ def test_an_lm_call_of_a_metric_that_drips_is_given_up_with_the_metric_and_the_r
         stats = compiled(30, metric=metric).async_stats
     assert (stats.outcome, stats.ended["failed"]) == ("finished", 0)
     assert len(judged) == stats.metric_calls + 1
+
+
+# What is left behind in a thread
+
+
+class Late:
+    """dspy's engine contract, from a thread in virtual time: each request takes 20 seconds, one of them far longer.
+
+    Args:
+        late: a word of the request that comes late, when it is made first.
+        seconds: how late it comes.
+        error: what it then raises; None for an answer.
+    """
+
+    def __init__(self, late: str, seconds: float, error: Callable[[], Exception] | None) -> None:
+        self.late, self.seconds, self.error = late, seconds, error
+        self.asked: list[str] = []
+
+    def complete(self, request: Request) -> Response:
+        prompt = prompt_of(request)
+        comes_late = self.late in prompt and not any(self.late in one for one in self.asked)
+        self.asked.append(prompt)
+        LOOP_OF[threading.get_ident()].wait_from_thread(asyncio.sleep(self.seconds if comes_late else 20.0))
+        if comes_late and self.error is not None:
+            raise self.error()
+        usage = Usage(input_tokens=3, output_tokens=4, total_tokens=7)
+        message = Message.assistant([TextPart(answer(prompt))])
+        return Response(id=None, model="fake", message=message, finish_reason="stop", usage=usage)
+
+    def lm(self) -> dspy.LM:
+        """Without a timeout of its own: the run gives a request 10 minutes."""
+        return dspy.LM("fake/model", engine=self, cache=False, num_retries=0)
+
+
+class Judging:
+    """A metric that asks an LM twice in its thread, and may be careless about its errors."""
+
+    def __init__(self, careless: bool = False) -> None:
+        self.ignored = (Exception,) if careless else ()
+        self.begun: list[str] = []
+        self.ended: list[str] = []
+
+    def __call__(self, gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None) -> Any:
+        if pred_name is None:
+            self.begun.append(gold.question)
+            for turn in ("first", "second"):
+                with suppress(*self.ignored):
+                    dspy.settings.lm(f"{turn} look at {gold.question}.")
+            self.ended.append(gold.question)
+        return digits(gold, pred)
+
+
+LATE = {"an answer": None, "an error": lambda: LMRateLimitError("429"), "a hollow reply": lambda: KeyError("choices")}
+
+
+@pytest.mark.parametrize("turn", ["first", "second"])
+@pytest.mark.parametrize("comes", list(LATE))
+def test_a_metric_that_was_left_behind_in_its_thread_asks_no_more_and_is_not_counted(comes: str, turn: str) -> None:
+    engine, metric = Late(f"{turn} look at v 3.", 630.0, LATE[comes]), Judging()
+    with dspy.context(lm=engine.lm()):
+        stats = simulated(60, metric=metric).async_stats
+    assert stats.seconds > 650, "the thread came back in the run"
+    assert (stats.outcome, stats.ended["failed"], stats.timed_out_rollouts) == ("finished", 0, 0)
+    assert len(metric.begun) == stats.metric_calls + 1, "it began once more than it was paid"
+    assert len(metric.ended) == stats.metric_calls
+    second = sum("second look at" in prompt for prompt in engine.asked)
+    assert sum("first look at" in prompt for prompt in engine.asked) == stats.metric_calls + 1
+    assert second == stats.metric_calls + (turn == "second")
+
+
+def test_a_metric_that_was_left_behind_and_ignores_the_error_asks_no_more() -> None:
+    engine, metric = Late("first look at v 3.", 630.0, None), Judging(careless=True)
+    with dspy.context(lm=engine.lm()):
+        stats = simulated(60, metric=metric).async_stats
+    assert len(metric.ended) == stats.metric_calls + 1, "the thread came to its end"
+    assert sum("second look at" in prompt for prompt in engine.asked) == stats.metric_calls
+
+
+class Twice(InThread):
+    """Asks two times in its thread."""
+
+    def forward(self, question: str) -> Any:
+        with suppress(Exception):  # as careless code does
+            self.step(question=f"first look at {question}.")
+        return self.step(question=f"second look at {question}.")
+
+
+@pytest.mark.parametrize("comes", list(LATE))
+@pytest.mark.parametrize("bound", ["of the LM call", "of the rollout"])
+def test_a_program_that_was_left_behind_in_its_thread_asks_no_more(bound: str, comes: str) -> None:
+    engine = Late("first look at v 3.", 630.0, LATE[comes])
+    with dspy.context(lm=engine.lm()):
+        timeout = 500.0 if bound == "of the rollout" else None
+        stats = simulated(60, Twice(), rollout_timeout_seconds=timeout).async_stats
+    assert stats.timed_out_rollouts == 1
+    assert stats.seconds > 650, "the thread came back in the run"
+    assert (stats.outcome, stats.ended["failed"]) == ("finished", 0)
+    looks = {turn: sum(f"{turn} look at" in prompt for prompt in engine.asked) for turn in ("first", "second")}
+    assert looks == {"first": stats.metric_calls + 1, "second": stats.metric_calls}
+
+
+def test_an_lm_that_keeps_its_own_timeout_leaves_no_thread_behind() -> None:
+    engine, metric = (
+        Late("first look at v 3.", 600.0, lambda: LMTimeoutError("no answer within 600 seconds")),
+        Judging(),
+    )
+    with dspy.context(lm=engine.lm()):
+        stats = simulated(60, metric=metric).async_stats
+    assert stats.outcome == "finished"
+    assert len(metric.begun) == len(metric.ended) == stats.metric_calls
+    assert sum("first look at" in prompt for prompt in engine.asked) == stats.metric_calls + 1, "it is asked again"
