@@ -298,7 +298,11 @@ class EvolutionRun:
     @property
     def working(self) -> int:
         """Steps that work towards a child, and do not wait for others."""
-        return sum(step.is_working and not step.rests for step in self._live.values())
+        return sum(step.is_working and not self._rests(step) for step in self._live.values())
+
+    def _rests(self, step: Step) -> bool:
+        """Whether a step, or the one whose end it waits for, waits for others or for the provider."""
+        return step.rests or self.rollouts.is_waiting(step.number if step.behind is None else step.behind)
 
     def load(self) -> Load:
         """What admission looks at."""
@@ -313,7 +317,7 @@ class EvolutionRun:
             / (PRIOR_STEPS + sum(self.ended.values())),
             ended=sum(self.ended.values()),
             slots=self.scheduler.limit,
-            resting=sum(step.rests for step in steps),
+            resting=sum(map(self._rests, steps)),
             unasked=sum(not step.has_asked for step in steps),
         )
 

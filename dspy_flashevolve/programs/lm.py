@@ -263,13 +263,14 @@ class Pace:
         """
         self.models.redaction.clean(chain_of(error))
         endpoint, retry_after = self._endpoint, retry_after_of(error)
+        if may_repeat(error):
+            endpoint.turned_away(sent, str(error) or type(error).__name__, is_of_request(error))
         if is_refusal(error):
             endpoint.refused(sent, retry_after)
         elif is_timeout(error):
             endpoint.timed_out(sent)
         if not may_repeat(error):
             return False
-        endpoint.turned_away(sent, str(error) or type(error).__name__, is_of_request(error))
         attempts = self.original.num_retries + self.models.endpoints.retry.attempts
         if dspy.settings.send_stream is not None or not endpoint.goes_on(sent, attempts):
             mark_asked(error, sent)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,7 @@ from tests.contract.surface import (
     check_ends,
     check_winner,
     compiled,
+    on,
     optimizer,
     problems,
     simulated,
@@ -235,6 +239,87 @@ def test_a_training_example_that_is_told_to_wait_for_an_hour_does_not_idle_the_r
     assert stats.metric_calls > 200
 
 
+@dataclass
+class Told:
+    """Lets some questions wait for an hour, so many times each, and keeps when anything was asked."""
+
+    questions: list[str]
+    times: int
+    asked: list[float] = field(default_factory=list[float])
+    refused: Counter[str] = field(default_factory=Counter[str])
+
+    def choose(self, prompt: str) -> str:
+        self.asked.append(LOOP[0].time())
+        found = next((question for question in self.questions if f"\n{question}" in prompt), "")
+        if found and self.refused[found] < self.times:
+            self.refused[found] += 1
+            raise LMRateLimitError("429", retry_after=3600.0)
+        return answer(prompt)
+
+    def compiled(self, calls: int, student: dspy.Module, **options: Any) -> Any:
+        lm = fake_lm(self.choose)
+        one = optimizer(calls, reflection_lm=lm, **options)
+
+        async def compile_it() -> Any:
+            LOOP[:] = [asyncio.get_running_loop()]
+            with dspy.context(lm=lm):
+                return await one.acompile(student, trainset=TRAIN, valset=VAL)
+
+        return run(compile_it).detailed_results
+
+    def longest_gap(self) -> float:
+        """The longest time in which nothing was asked, in seconds."""
+        return max(after - before for before, after in pairwise(self.asked))
+
+
+@pytest.mark.parametrize("questions", [["t 3", "t 5"], ["v 3", "v 5"], ["t 3", "v 5"]], ids=" and ".join)
+@pytest.mark.parametrize("times", [1, 1000], ids=["once", "always"])
+def test_work_goes_on_around_two_examples_that_are_told_to_wait_for_an_hour(questions: list[str], times: int) -> None:
+    """Three steps are alive at a time, each of them comes to wait, and nothing is committed before the seed."""
+    told = Told(questions, times)
+    stats = told.compiled(400, Slow()).async_stats
+    assert (stats.outcome, stats.ended["failed"]) == ("finished", 0)
+    assert stats.unanswered_examples == (2 if times > 1 else 0)
+    assert stats.metric_calls > 380
+    assert told.longest_gap() < 10, "while a minute is waited"
+
+
+@pytest.mark.parametrize("questions", [["t 3", "t 5"], ["v 3", "v 5"], ["t 3", "v 5"]], ids=" and ".join)
+@pytest.mark.parametrize(
+    ("kind", "calls"), [("loop", 60), ("loop", 150), ("thread", 60), ("thread", 150), ("fast thread", 150)]
+)
+def test_two_examples_without_an_answer_cost_a_small_run_one_wait_and_not_its_end(
+    kind: str, calls: int, questions: list[str]
+) -> None:
+    """What is told to wait for longer than it is waited for is soon given up then, for all candidates at once; though
+    all slots are held by threads that wait."""
+    student = {"loop": Slow, "thread": SlowInThread, "fast thread": InThread}[kind]()
+    stats = Told(questions, 1000).compiled(calls, student).async_stats
+    assert (stats.outcome, stats.ended["failed"]) == ("finished", 0)
+    assert 60 < stats.seconds < 120
+    assert stats.metric_calls > calls - 15
+    assert stats.unanswered_examples == 2
+
+
+def test_no_further_step_begins_where_nobody_is_answered() -> None:
+    """Else more would wait with each, for as long as the outage takes."""
+    begun: list[float] = []
+    lm, answered = gone_after(60, back_after=50)
+
+    async def compile_it() -> Any:
+        LOOP[:] = [asyncio.get_running_loop()]
+        selected = on("on_candidate_selected", lambda event: begun.append(LOOP[0].time()))
+        with dspy.context(lm=lm):
+            one = optimizer(400, reflection_lm=reflection_lm(), gepa_kwargs=selected)
+            return await one.acompile(Slow(), trainset=TRAIN, valset=VAL)
+
+    stats = run(compile_it).detailed_results.async_stats
+    assert stats.outcome == "finished"
+    gone = answered[59]
+    assert min(seconds for seconds in answered if seconds > gone) >= gone + 50
+    assert sum(gone + 2 < seconds < gone + 50 for seconds in begun) == 0
+
+
 def test_a_stop_ends_every_wait() -> None:
     """A stopper of the user's, as a first Ctrl-C: what waits is asked for once more, and not for an hour."""
 
@@ -260,6 +345,12 @@ class InThread(dspy.Module):
 
     def forward(self, question: str) -> Any:
         return self.step(question=question)
+
+
+class SlowInThread(InThread):
+    def forward(self, question: str) -> Any:
+        LOOP_OF[threading.get_ident()].wait_from_thread(asyncio.sleep(1))
+        return super().forward(question)
 
 
 FAULTS: dict[str, Callable[[], Exception]] = ALWAYS | {
