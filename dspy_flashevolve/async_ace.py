@@ -170,7 +170,7 @@ class AsyncACE(Teleprompter):
                 far.
         """
         run = self._offline(student, trainset, valset, playbook)
-        return run.run.run_sync(run.main)
+        return run.run_sync()
 
     async def acompile(
         self,
@@ -182,7 +182,7 @@ class AsyncACE(Teleprompter):
     ) -> Module:
         """As :meth:`compile`, awaitable, on the caller's loop."""
         run = self._offline(student, trainset, valset, playbook)
-        return await run.run.run_async(run.main)
+        return await run.run_async()
 
     def adapt(
         self,
@@ -213,7 +213,7 @@ class AsyncACE(Teleprompter):
                 so far.
         """
         run = self._online(student, stream, window, playbook)
-        return run.run.run_sync(run.main)
+        return run.run_sync()
 
     async def aadapt(
         self,
@@ -225,7 +225,7 @@ class AsyncACE(Teleprompter):
     ) -> Module:
         """As :meth:`adapt`, awaitable, on the caller's loop."""
         run = self._online(student, stream, window, playbook)
-        return await run.run.run_async(run.main)
+        return await run.run_async()
 
     def best_so_far(self) -> Module | None:
         """What the newest run would return if it ended now, for any thread at any time.

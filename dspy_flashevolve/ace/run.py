@@ -15,7 +15,8 @@ import json
 import logging
 import math
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Any
 
@@ -145,28 +146,46 @@ class AceRun:
         """Step that has been applied -> the way of its end, until that is written down."""
         self._seconds_before = self._last_sample = 0.0
         self.has_begun = False
-        """Whether :meth:`main` was called."""
+        """Whether there is something to tell of it."""
+        self._has_ended = False
 
-    async def main(self) -> Module:
-        """Evolve to the end and build the best program.
+    def run_sync(self) -> Module:
+        """Evolve to the end on a loop of its own, and build the best program; see :meth:`EvolutionRun.run_sync`.
 
         Raises:
             RunAbortedError: the provider refused for good, no playbook could be validated, or code of the user's (a
                 stream, a policy, a counter of tokens) raised, which is its cause.
         """
-        if self._journal is not None:
-            await self._take_up(self._journal)
-        self.has_begun = True
+        with self._handing_over():
+            self.run.run_sync(self._evolved)
+        return self.program()
+
+    async def run_async(self) -> Module:
+        """The same on the caller's loop."""
+        with self._handing_over():
+            await self.run.run_async(self._evolved)
+        return self.program()
+
+    @contextmanager
+    def _handing_over(self) -> Generator[None, None, None]:
+        """What the run raises holds the best program."""
         try:
-            await self._evolved()
+            try:
+                yield
+            finally:
+                self._has_ended = True
         except Exception as raised:
+            if not self.has_begun:
+                raise
             said = f"The run ended early, since something raised {type(raised).__name__}: {raised}"
             error = raised if isinstance(raised, RunAbortedError) else RunAbortedError(said)
             error.best_program = self.program() if self.has_result else None
             raise error from (raised.__cause__ if error is raised else raised)
-        return self.program()
 
     async def _evolved(self) -> None:
+        if self._journal is not None:
+            await self._take_up(self._journal)
+        self.has_begun = True
         if self._valset is not None:
             await self.snapshots.begin(self._first)
         await self.run.evolve(self.step, self, calls=1 + self._of.max_rounds, ended=self._ended, first=self._next)
@@ -414,6 +433,7 @@ class AceRun:
         counts = {name: dict(one) if isinstance(one, dict) else one for name, one in vars(writer.counts).items()}
         counts["first_problems"] = list(writer.counts.first_problems)
         known: dict[str, Any] = {one.name: getattr(run, one.name) for one in fields(RunStats)} | counts
+        known |= {} if self._has_ended else {"outcome": "running"}  # the last playbook is validated after all steps
         return AceStats(
             **known,
             samples_per_minute=(writer.counts.samples - self._samples_before) / minutes if minutes > 0 else 0.0,

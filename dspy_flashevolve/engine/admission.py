@@ -27,7 +27,8 @@ class Load:
         calls_per_step: metric calls that an ended step has cost on average (an estimate before).
         ended: steps that have ended.
         slots: requests that may be in flight now; None where the rule need not know.
-        resting: live steps that wait for other steps, or for the end of the run, and need no room meanwhile.
+        resting: live steps that wait for other steps, for the end of the run, or for a provider that answers others,
+            and need no room meanwhile.
         unasked: live steps that have made no request yet.
     """
 
@@ -66,8 +67,8 @@ class LiveSteps:
         live < min(limit, max(1, ceil(n / generations)))  and  (working < working_limit  or  idle_slots >= burst)
 
     The last term keeps the slots busy: where few children are worth a validation, ``working_limit`` steps
-    cannot fill them, and a step that starts in an idle slot delays nobody. Steps that only wait for others, or for the
-    end of the run, do not count against the limit.
+    cannot fill them, and a step that starts in an idle slot delays nobody. Steps that only wait for others, for the
+    end of the run, or for a provider that answers others, do not count against the limit.
 
     Args:
         limit: live steps at most; at least 1.

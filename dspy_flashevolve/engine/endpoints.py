@@ -125,6 +125,8 @@ class Answers:
         self.name = name
         self._of = of
         self._under_way: set[Sent] = set()
+        self._odd: set[Sent] = set()
+        """Those that wait though others are answered: they are soon given up, and what waits with them may go on."""
         self._last: dict[Sent, tuple[int, bool]] = {}
         """Request -> when it came to an end last, in requests, and whether it was answered; the latest are last."""
         self._count = 0
@@ -171,9 +173,10 @@ class Answers:
         its_own = answered >= away if of_request else sent.is_odd and now >= sent.since_seconds + PATIENT_SECONDS
         sent.counted += its_own or self._of.hurried or self._is_spare
         self._note_end(sent, fine=False)
-        self._silent_since = now if self._silent_since is None else self._silent_since
-        self._turned_away += 1
-        self._tell(now, said, sent.is_odd)
+        if not sent.is_odd:  # else it says nothing of who is asked
+            self._silent_since = now if self._silent_since is None else self._silent_since
+            self._turned_away += 1
+            self._tell(now, said)
 
     def _note_end(self, sent: Sent, fine: bool) -> None:
         self.leave(sent)
@@ -195,20 +198,28 @@ class Answers:
         """
         retry = self._of.retry
         self._of.retried += 1
+        if sent.counted and retry_after_seconds is not None and retry_after_seconds > retry.told(retry_after_seconds):
+            retry_after_seconds = None  # as long as is waited for it was waited
         seconds = retry.wait_seconds(sent.faults - 1, retry_after_seconds, self._of.chance())
         if sent.is_odd and retry_after_seconds is None:
             seconds = min(seconds, ODD_SECONDS)
         if self._silent_since is not None and retry.outage_seconds is not None:
             left = self._silent_since + retry.outage_seconds - self._of.clock()
             seconds = min(seconds, left) if left > 0 else seconds  # the last attempt decides what is given up
-        await self._of.sleep(slot, seconds)
+        if sent.is_odd:
+            self._odd.add(sent)
+        try:
+            await self._of.sleep(slot, seconds)
+        finally:
+            self._odd.discard(sent)
 
-    def _tell(self, now: float, said: str, is_odd: bool) -> None:
+    def _tell(self, now: float, said: str) -> None:
         assert self._silent_since is not None
         limit, silent = self._of.retry.outage_seconds, now - self._silent_since
-        if self._of.gone or is_odd:
+        if self._of.gone:
             return
-        if limit is not None and silent >= limit - EARLY_SECONDS and not self._under_way and not self._is_spare:
+        is_asked = self._under_way or self._odd
+        if limit is not None and silent >= limit - EARLY_SECONDS and not is_asked and not self._is_spare:
             self._of.gone = (
                 f"{self.name} has answered nothing for {silent:.0f} seconds, and turned away all that it was sent; "
                 f"the last: {said}"
@@ -263,8 +274,9 @@ class Endpoint(Answers):
             limit.finished(latency, tokens, width / latency if latency > 0 else None)
 
     def refused(self, sent: Sent, retry_after_seconds: float | None) -> None:
-        """It was refused: 429, or a Retry-After."""
-        self._note(refused=True)
+        """It was refused: 429, or a Retry-After. Others that are answered meanwhile need no pause."""
+        if not sent.is_odd:
+            self._note(refused=True)
         group = self._of.group_of(self.name)
         limit = self._of.limits.get(group)
         told = None if retry_after_seconds is None else self._of.retry.told(retry_after_seconds)

@@ -7,7 +7,9 @@ interrupted run is not made again. Other requests (a reflection, an integration)
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Hashable, Sequence
+import math
+from collections.abc import Awaitable, Callable, Generator, Hashable, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -137,11 +139,22 @@ async def gather(calls: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
 
 @dataclass(eq=False)
 class _Flight:
-    """A rollout under way that others may join."""
+    """A request under way; equal rollouts join it."""
 
     landed: anyio.Event = field(default_factory=anyio.Event)
     result: Rollout | None = None
     slot: Slot | None = None
+    rests_since: float | None = None
+
+    @property
+    def waits_since(self) -> float | None:
+        """When it began to wait to be asked for again; None where it does not."""
+        return self.slot.paused_since if self.rests_since is None and self.slot is not None else self.rests_since
+
+    def cut(self) -> None:
+        """End its attempt, as its time does."""
+        if self.slot is not None and self.slot.bound is not None:
+            self.slot.bound.cancel()
 
 
 class Rollouts:
@@ -178,6 +191,10 @@ class Rollouts:
         self.timeout_seconds = timeout_seconds
         self.journal = journal
         self._flights: dict[RolloutKey, _Flight] = {}
+        self._awaited: dict[int, list[_Flight]] = {}
+        """Step -> the requests that it waits for."""
+        self._answered_seconds = -math.inf
+        """When a request was answered last."""
         self.shared = 0
         """Rollouts that were joined instead of run."""
         self.unanswerable: dict[tuple[str, Hashable], str] = {}
@@ -236,7 +253,7 @@ class Rollouts:
                 journal.replied(step.number, stage, record.position, text, cost.tokens, cost.cost_dollars)
             return answer
 
-        return await self._retried(stage, step, once)
+        return await self._retried(_Flight(), stage, step, once)
 
     async def rollout(
         self,
@@ -278,7 +295,8 @@ class Rollouts:
                 return kept, False
         while self._single_flight and (flight := self._flights.get(key)):
             granted()
-            await flight.landed.wait()
+            with self._waiting_for(flight, step):
+                await flight.landed.wait()
             if flight.result is not None:
                 self.shared += 1
                 return flight.result, False
@@ -291,13 +309,8 @@ class Rollouts:
         if self._single_flight:
             self._flights[key] = flight
         one = _Run(self, key, stage, step, pays, call, record)
-
-        async def once(attempt: int) -> Rollout:
-            flight.slot = current_slot()
-            return await one.once(attempt)
-
         try:
-            flight.result = await self._retried(stage, step, once, behind=behind, granted=granted)
+            flight.result = await self._retried(flight, stage, step, one.once, behind=behind, granted=granted)
             self._answered.add(example)
         except RolloutUnresolvedError as error:
             if failed is None or not error.unanswerable:
@@ -312,7 +325,7 @@ class Rollouts:
 
     def without_answer(self, split: str) -> set[Hashable]:
         """Examples that get no answer, and those of which a rollout waits to be asked for again."""
-        waiting = [key for key, flight in self._flights.items() if flight.slot is not None and flight.slot.is_paused]
+        waiting = [key for key, flight in self._flights.items() if flight.waits_since is not None]
         both = [*self.unanswerable, *((key.split, key.example) for key in waiting)]
         return {example for of, example in both if of == split}
 
@@ -320,11 +333,41 @@ class Rollouts:
         """Whether a rollout fails because nobody answers it: its score says nothing of its candidate."""
         return (key.split, key.example) in self.unanswerable or key in self._refused
 
-    async def _retried(self, stage: str, step: Requester, once: Callable[[int], Awaitable[T]], **queue: Any) -> T:
+    def is_waiting(self, step: int) -> bool:
+        """Whether all that a step has asked for waits to be asked for again, though others were answered since.
+
+        Work goes on around it. Where nobody is answered, more of it would be in vain.
+        """
+        since = [flight.waits_since for flight in self._awaited.get(step, ())]
+        return bool(since) and all(one is not None and one < self._answered_seconds for one in since)
+
+    @contextmanager
+    def _waiting_for(self, flight: _Flight, step: Requester) -> Generator[None, None, None]:
+        awaited = self._awaited.setdefault(step.number, [])
+        awaited.append(flight)
+        try:
+            yield
+        finally:
+            awaited.remove(flight)
+            if not awaited:
+                self._awaited.pop(step.number, None)
+
+    async def _retried(
+        self, flight: _Flight, stage: str, step: Requester, once: Callable[[int], Awaitable[T]], **queue: Any
+    ) -> T:
         """Call ``once`` in a slot, with the number of the attempt, from 1, until it does not fail transiently."""
+        with self._waiting_for(flight, step):
+            answer = await self._asked(flight, stage, step, once, **queue)
+            self._answered_seconds = self.clock()
+            return answer
+
+    async def _asked(
+        self, flight: _Flight, stage: str, step: Requester, once: Callable[[int], Awaitable[T]], **queue: Any
+    ) -> T:
         sent, answers = Sent(), self.endpoints.stage(stage)
 
         async def call() -> T:
+            flight.slot = current_slot()
             if self.endpoints.gone:
                 raise RolloutUnresolvedError(self.endpoints.gone)
             answers.begin(sent)
@@ -342,7 +385,9 @@ class Rollouts:
                     answers.turned_away(sent, str(error), error.of_request)
                     self.endpoints.turned_away(stage, error.retry_after_seconds)
                     if answers.goes_on(sent, self.endpoints.retry.attempts):
+                        flight.rests_since = self.clock()
                         await answers.rest(None, sent, error.retry_after_seconds)
+                        flight.rests_since = None
                         continue
                     asked = sent
                 raise RolloutUnresolvedError(
@@ -362,8 +407,11 @@ class Rollouts:
                 "Example %r of %s gets %s, while others are answered: it fails for %s from now on.",
                 key.example, key.split, said, "this candidate" if alone else "every candidate",
             )  # fmt: skip
-        if not alone:
+        if not alone and example not in self.unanswerable:
             self.unanswerable[example] = said
+            for other, flight in self._flights.items():
+                if (other.split, other.example) == example and flight.waits_since is not None:
+                    flight.cut()
         return said
 
 
@@ -441,8 +489,12 @@ class _Run:
         return rollout
 
     def _gave_up(self, seconds: float, attempt: int) -> FlashEvolveError:
-        """The run took too long: what to raise."""
+        """The run took too long, or waited for what nobody answers: what to raise."""
         of = self.of
+        if said := of.unanswerable.get((self.key.split, self.key.example)):
+            if self.metric_began:
+                self._settle()
+            return RolloutUnresolvedError(said, unanswerable=True)
         of.timed_out += 1
         of.bus.emit(RolloutTimedOut(of.clock(), self.step.number, self.stage, seconds, attempt))
         late = f"no answer within {seconds:g} seconds"

@@ -42,9 +42,9 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Work = Callable[[], Coroutine[Any, Any, None]]
 
-Outcome = Literal["finished", "stopped", "failed", "aborted"]
-"""How a run ended: at the end of its work or at one of its limits; since somebody asked for it; since it was given up;
-by an exception."""
+Outcome = Literal["running", "finished", "stopped", "failed", "aborted"]
+"""A run is under way; or how it ended: at the end of its work or at one of its limits; since somebody asked for it;
+since it was given up; by an exception."""
 SPARE_THREADS = 16
 """Threads beside those of the slots, for what a loop does without one."""
 PRIOR_STEPS = 4
@@ -97,7 +97,9 @@ class EvolutionRun:
         """Way -> steps that ended so."""
         self.stop_reason = ""
         """Why no further step starts; empty while one may."""
-        self.outcome: Outcome = "finished"
+        self.outcome: Outcome = "running"
+        """What is known at the end of :meth:`evolve`, or of the run where that raises."""
+        self._ends: Outcome = "finished"
         self.error: BaseException | None = None
         """What ended the run; None while nothing did."""
         self._live: dict[int, Step] = {}
@@ -167,9 +169,10 @@ class EvolutionRun:
         try:
             yield
         except BaseException as error:
-            self.error, self.outcome = error, "aborted"
+            self.error, self._ends = error, "aborted"
             raise
         finally:
+            self.outcome = self._ends
             self.threads.close(wait=self.error is None and not self.threads.abandoned)
             if self.journal is not None:
                 self.journal.session_ended(self.outcome, self._said())
@@ -186,7 +189,7 @@ class EvolutionRun:
         """
         if self.stop_reason:
             return
-        self.stop_reason, self.outcome = reason, outcome
+        self.stop_reason, self._ends = reason, outcome
         if outcome != "finished":
             self.endpoints.hurry()
             logger.warning(
@@ -243,7 +246,7 @@ class EvolutionRun:
         self._rule = LiveSteps(1, strict=True) if self.lockstep else admission or LiveSteps(self.slots)
         self._reserve = reserve or (lambda: self.budget.reserve(calls))
         self._next, self._exhausted, self._most_calls = max(first, self._next), False, calls
-        self._broken, self._at_least = False, at_least
+        self._broken, self._at_least, self.outcome = False, at_least, "running"
         self._recorded = [] if self.journal is None else self.journal.unfinished
         failures: list[BaseException] = []
 
@@ -263,6 +266,7 @@ class EvolutionRun:
         self._start = self._put_off.append
         if failures:
             raise failures[0]
+        self.outcome = self._ends
 
     def begin(self, step: Step, version: int, value: float | None = None, selection: Any = None) -> None:
         """The step has selected what it works on: the next one may be opened.
@@ -298,7 +302,11 @@ class EvolutionRun:
     @property
     def working(self) -> int:
         """Steps that work towards a child, and do not wait for others."""
-        return sum(step.is_working and not step.rests for step in self._live.values())
+        return sum(step.is_working and not self._rests(step) for step in self._live.values())
+
+    def _rests(self, step: Step) -> bool:
+        """Whether a step, or the one whose end it waits for, waits for others or for the provider."""
+        return step.rests or self.rollouts.is_waiting(step.number if step.behind is None else step.behind)
 
     def load(self) -> Load:
         """What admission looks at."""
@@ -313,7 +321,7 @@ class EvolutionRun:
             / (PRIOR_STEPS + sum(self.ended.values())),
             ended=sum(self.ended.values()),
             slots=self.scheduler.limit,
-            resting=sum(step.rests for step in steps),
+            resting=sum(map(self._rests, steps)),
             unasked=sum(not step.has_asked for step in steps),
         )
 

@@ -223,6 +223,8 @@ class Slot:
         self._taking: anyio.Lock | None = None
         self._closed = False
         self._pauses = 0
+        self.paused_since: float | None = None
+        """When the first thing in it that waits to be asked for again began to; None where nothing does."""
         self._left_seconds = math.inf
         self._since = 0.0
         self.held = False
@@ -259,20 +261,21 @@ class Slot:
     def pause(self) -> None:
         """Something in the slot waits to be asked for again: the deadline moves on until all of that goes on."""
         self._pauses += 1
-        if self._pauses == 1 and self.bound is not None:
+        if self._pauses > 1:
+            return
+        self.paused_since = self._scheduler.clock()
+        if self.bound is not None:
             self._left_seconds = self.bound.deadline - anyio.current_time()
             self.bound.deadline = math.inf
 
     def resume(self) -> None:
         """It goes on; see :meth:`pause`."""
         self._pauses -= 1
-        if self._pauses == 0 and self.bound is not None:
+        if self._pauses > 0:
+            return
+        self.paused_since = None
+        if self.bound is not None:
             self.bound.deadline = anyio.current_time() + self._left_seconds
-
-    @property
-    def is_paused(self) -> bool:
-        """Something in it waits to be asked for again."""
-        return self._pauses > 0
 
     def close(self) -> None:
         """Give the slot back for good."""
@@ -307,7 +310,7 @@ def shielded() -> Generator[None, None, None]:
         try:
             yield
         finally:
-            if slot is not None:
+            if slot is not None and not scope.cancel_called:  # else its thread, which is left behind, is to see it
                 slot.shield = None
     if scope.cancelled_caught:
         raise TransientError("no answer in time to a request of the metric's", of_request=True)

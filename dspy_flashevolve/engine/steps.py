@@ -185,6 +185,8 @@ class Step:
     """It works towards a child; else it only waits for an evaluation, or for other steps."""
     rests: bool = field(default=False, init=False)
     """It waits for other steps, or for the end of the run, and needs no room meanwhile."""
+    behind: int | None = field(default=None, init=False)
+    """Number of the step whose end it waits for; None where it waits for none."""
     has_asked: bool = field(default=False, init=False)
     """It has made a request."""
 

@@ -92,7 +92,8 @@ def changes_between(parent: Mapping[str, str], child: Mapping[str, str], code: C
     """What a child adds to its parent; None for a rewrite.
 
     What a child leaves out is no change while it adds something: reflections forget, and whether a part is worth its
-    place is found out anyway. A part in other words goes in for the one that it rewords.
+    place is found out anyway. A part in other words goes in for the one that it rewords; not one of several of the same
+    wording (rules of one form, each with a word of its own), which may be another rule.
 
     Args:
         parent, child: component -> text.
@@ -110,6 +111,7 @@ def changes_between(parent: Mapping[str, str], child: Mapping[str, str], code: C
         gone = [one for one in old if normal(one) and normal(one) not in has]
         if len(had & has) < KEPT * len(had) or not all(map(_stands_alone, [*old[-1:], *new])):
             return None
+        stays = [one for one in old if normal(one) in has] + [one for one in new if normal(one) not in had]
         added: list[Change] = []
         last: str | None = None
         for part in new:
@@ -117,6 +119,10 @@ def changes_between(parent: Mapping[str, str], child: Mapping[str, str], code: C
                 continue
             if normal(part) not in had:
                 replaced = next((one for one in gone if _rewords(part, one)), "")
+                if _is_worded_as(part, replaced) and any(
+                    normal(one) != normal(part) and _is_worded_as(part, one) for one in stays
+                ):
+                    replaced = ""
                 if replaced:
                     gone.remove(replaced)
                 added.append(Change(component, part, last, replaced))
@@ -142,6 +148,10 @@ def removals_between(
 def _rewords(part: str, other: str) -> bool:
     mine, words = set(_WORD.findall(normal(part))), set(_WORD.findall(normal(other)))
     return bool(words) and len(words & mine) >= REWORDED * len(words)
+
+
+def _is_worded_as(part: str, other: str) -> bool:
+    return _rewords(part, other) and _rewords(other, part)
 
 
 def is_too_long(texts: Mapping[str, str], most_characters: int | None) -> bool:

@@ -62,10 +62,11 @@ class RunStats:
 
     Args:
         schedule: "async" or "lockstep".
-        seconds: from the start of the run to its end.
+        seconds: from the start of the run to its end, or to now.
         stop_reason: why no more steps were admitted, or what ended the run.
         failed: the run was given up, because steps failed one after the other.
         outcome: how the run ended, in one word:
+            "running": it has not yet.
             "finished": there was nothing more to do, or one of its limits was reached (metric calls, seconds, dollars,
             reflections).
             "stopped": somebody asked for it before: Ctrl-C, SIGTERM, a stopper, the file gepa.stop.
@@ -375,6 +376,7 @@ class Recorder:
 
 
 OUTCOMES = {
+    "running": "is under way",
     "finished": "finished",
     "stopped": "was stopped",
     "failed": "gave up, and returns the best program so far",
@@ -390,8 +392,9 @@ def summary_of(stats: RunStats) -> str:
     """A run in about ten lines: how it ended, what it found, what it cost, and what held it back."""
     steps = ", ".join(f"{count} {way}" for way, count in stats.ended.items() if count) or "none ended"
     calls = "" if stats.max_metric_calls is None else f" of {stats.max_metric_calls}"
+    reason = stats.stop_reason.rstrip(".") or ("steps may start" if stats.outcome == "running" else "nothing was left")
     lines = [
-        f"{OUTCOMES[stats.outcome]} after {stats.seconds:.1f} s: {stats.stop_reason.rstrip('.') or 'nothing was left'}",
+        f"{OUTCOMES[stats.outcome]} after {stats.seconds:.1f} s: {reason}",
         f"steps: {stats.steps} ({steps})",
         f"metric calls: {stats.metric_calls}{calls}",
         f"tokens: {_parts(stats.tokens_by_stage, lambda count: f'{count:,}')}",

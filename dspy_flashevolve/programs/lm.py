@@ -180,13 +180,14 @@ class Pace:
         A thread keeps its slot while it waits: it keeps its place in the pool of threads too, and a rollout that got
         the slot could find no thread to run in. Where the run's loop cannot be waited for (on a loop, or after the
         run) the LM makes the request as it would without a run. One that takes too long cannot be ended: what runs
-        in the slot is.
+        in the slot is, and the thread, left behind, gets an error instead of its late answer.
 
         Args:
             lm: the paced LM.
             request: makes it with an LM; ``cache=False`` makes it past dspy's cache.
 
         Raises:
+            LMTimeoutError: the work that this thread was to do has been given up.
             LMError: what the last attempt raised; of an LM class of the user's own any other error too.
         """
         endpoint, waits, slot = self._endpoint, self.models.waits, current_slot()
@@ -194,7 +195,7 @@ class Pace:
         if waits is None or not waits.is_foreign():
             with self._without_secrets():
                 return self.models.redaction.known(request(lm))
-        while True:
+        while not _is_given_up(slot):
             if endpoint.open_seconds > waits.loop.time():
                 waits.wait(_untimed(slot, endpoint.admit, None))
             began, timer = waits.loop.time(), _Timer(self.seconds, slot)
@@ -205,17 +206,17 @@ class Pace:
                     result = self.models.redaction.known(request(lm, **again))
             except Exception as error:
                 waits.call(timer.end)
-                if not waits.wait(_untimed(slot, self._waits_again, error, sent, None)) or timer.is_over:
+                if not waits.wait(_untimed(slot, self._waits_again, error, sent, None)):
                     raise
                 again = _afresh(error)
             else:
                 waits.call(timer.end)
                 waits.call(self._answered, sent, usage, waits.loop.time() - began)
-                if timer.is_over:  # the thread was left behind: what it works on is made again elsewhere
-                    raise LMTimeoutError(f"no answer within {self.seconds:g} seconds")
-                return result
+                if not _is_given_up(slot):
+                    return result
             finally:
                 waits.call(endpoint.leave, sent)
+        raise LMTimeoutError("what this thread works on took too long, and was given up")
 
     async def acall(self, lm: Any, request: Callable[..., Awaitable[Any]]) -> Any:
         """The same on the run's loop, without the slot while it waits; on another loop the LM is called as it is."""
@@ -262,13 +263,14 @@ class Pace:
         """
         self.models.redaction.clean(chain_of(error))
         endpoint, retry_after = self._endpoint, retry_after_of(error)
+        if may_repeat(error):
+            endpoint.turned_away(sent, str(error) or type(error).__name__, is_of_request(error))
         if is_refusal(error):
             endpoint.refused(sent, retry_after)
         elif is_timeout(error):
             endpoint.timed_out(sent)
         if not may_repeat(error):
             return False
-        endpoint.turned_away(sent, str(error) or type(error).__name__, is_of_request(error))
         attempts = self.original.num_retries + self.models.endpoints.retry.attempts
         if dspy.settings.send_stream is not None or not endpoint.goes_on(sent, attempts):
             mark_asked(error, sent)
@@ -287,20 +289,26 @@ class _Timer:
     def __init__(self, seconds: float, slot: Slot | None) -> None:
         self._seconds, self._slot = seconds, slot
         self._handle: asyncio.TimerHandle | None = None
-        self.is_over = False
 
     def begin(self) -> None:
-        bound = None if self._slot is None else self._slot.shield or self._slot.bound
+        bound = _bound_of(self._slot)
         if bound is not None:
-            self._handle = asyncio.get_running_loop().call_later(self._seconds + LATE_SECONDS, self._cut, bound)
-
-    def _cut(self, bound: anyio.CancelScope) -> None:
-        self.is_over = True
-        bound.cancel()
+            self._handle = asyncio.get_running_loop().call_later(self._seconds + LATE_SECONDS, bound.cancel)
 
     def end(self) -> None:
         if self._handle is not None:
             self._handle.cancel()
+
+
+def _bound_of(slot: Slot | None) -> anyio.CancelScope | None:
+    """What ends the work in a slot that takes too long."""
+    return None if slot is None else slot.shield or slot.bound
+
+
+def _is_given_up(slot: Slot | None) -> bool:
+    """Whether the work in a slot took too long: a thread that was left behind with it asks nothing more."""
+    bound = _bound_of(slot)
+    return bound is not None and bound.cancel_called
 
 
 async def _untimed(slot: Slot | None, wait: Callable[..., Awaitable[T]], *args: Any) -> T:

@@ -361,7 +361,9 @@ def test_a_key_that_is_refused_ends_the_run_with_the_best_program_so_far() -> No
     optimizer = AsyncACE(digits, num_threads=1, schedule="lockstep")
     with dspy.context(lm=fake_lm(answer)), pytest.raises(RunAbortedError) as raised:
         optimizer.compile(Chain(), trainset=examples("t", 3))
-    assert raised.value.best_program.async_stats.best_version == 0
+    stats = raised.value.best_program.async_stats
+    assert (stats.best_version, stats.outcome) == (0, "aborted")
+    assert "no such key" in stats.stop_reason
     assert optimizer.best_so_far() is not None
 
 
@@ -760,6 +762,11 @@ def test_what_there_is_so_far_can_be_asked_from_any_thread_while_it_runs() -> No
     assert counts[-1] > counts[0]
     assert all(stats.seconds >= 0 and 0 <= stats.occupancy <= 1 for stats, _ in told if stats is not None)
     assert any(program is not None for _, program in told)
+    assert all(stats.outcome == "running" and "is under way after" in repr(stats) for stats, _ in told if stats)
+    assert all(program.async_stats.outcome == "running" for _, program in told if program is not None)
+    after = optimizer.stats_so_far()
+    assert after is not None
+    assert (after.outcome, repr(after).startswith("finished after")) == ("finished", True)
 
 
 def test_an_optimizer_can_be_pickled_after_a_run() -> None:

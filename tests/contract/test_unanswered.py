@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
+from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import dspy
 import pytest
+from dspy.lm15 import Message, Request, Response, TextPart, Usage
 from dspy.utils.exceptions import LMRateLimitError, LMServerError, LMTimeoutError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dspy_flashevolve import RunAbortedError, Workflow
 from dspy_flashevolve.sim.virtual import run
+from dspy_flashevolve.sim.virtual_loop import LOOP_OF
 from tests.broken_server import BrokenServer
 from tests.contract.surface import (
     ENDLESS,
@@ -24,11 +31,12 @@ from tests.contract.surface import (
     check_ends,
     check_winner,
     compiled,
+    on,
     optimizer,
     problems,
     simulated,
 )
-from tests.fakes import Chain, digits, fake_lm, hashed, reflection_lm, reply_for
+from tests.fakes import Chain, digits, fake_lm, hashed, prompt_of, reflection_lm, reply_for
 
 
 def answer(prompt: str) -> str:
@@ -231,6 +239,87 @@ def test_a_training_example_that_is_told_to_wait_for_an_hour_does_not_idle_the_r
     assert stats.metric_calls > 200
 
 
+@dataclass
+class Told:
+    """Lets some questions wait for an hour, so many times each, and keeps when anything was asked."""
+
+    questions: list[str]
+    times: int
+    asked: list[float] = field(default_factory=list[float])
+    refused: Counter[str] = field(default_factory=Counter[str])
+
+    def choose(self, prompt: str) -> str:
+        self.asked.append(LOOP[0].time())
+        found = next((question for question in self.questions if f"\n{question}" in prompt), "")
+        if found and self.refused[found] < self.times:
+            self.refused[found] += 1
+            raise LMRateLimitError("429", retry_after=3600.0)
+        return answer(prompt)
+
+    def compiled(self, calls: int, student: dspy.Module, **options: Any) -> Any:
+        lm = fake_lm(self.choose)
+        one = optimizer(calls, reflection_lm=lm, **options)
+
+        async def compile_it() -> Any:
+            LOOP[:] = [asyncio.get_running_loop()]
+            with dspy.context(lm=lm):
+                return await one.acompile(student, trainset=TRAIN, valset=VAL)
+
+        return run(compile_it).detailed_results
+
+    def longest_gap(self) -> float:
+        """The longest time in which nothing was asked, in seconds."""
+        return max(after - before for before, after in pairwise(self.asked))
+
+
+@pytest.mark.parametrize("questions", [["t 3", "t 5"], ["v 3", "v 5"], ["t 3", "v 5"]], ids=" and ".join)
+@pytest.mark.parametrize("times", [1, 1000], ids=["once", "always"])
+def test_work_goes_on_around_two_examples_that_are_told_to_wait_for_an_hour(questions: list[str], times: int) -> None:
+    """Three steps are alive at a time, each of them comes to wait, and nothing is committed before the seed."""
+    told = Told(questions, times)
+    stats = told.compiled(400, Slow()).async_stats
+    assert (stats.outcome, stats.ended["failed"]) == ("finished", 0)
+    assert stats.unanswered_examples == (2 if times > 1 else 0)
+    assert stats.metric_calls > 380
+    assert told.longest_gap() < 10, "while a minute is waited"
+
+
+@pytest.mark.parametrize("questions", [["t 3", "t 5"], ["v 3", "v 5"], ["t 3", "v 5"]], ids=" and ".join)
+@pytest.mark.parametrize(
+    ("kind", "calls"), [("loop", 60), ("loop", 150), ("thread", 60), ("thread", 150), ("fast thread", 150)]
+)
+def test_two_examples_without_an_answer_cost_a_small_run_one_wait_and_not_its_end(
+    kind: str, calls: int, questions: list[str]
+) -> None:
+    """What is told to wait for longer than it is waited for is soon given up then, for all candidates at once; though
+    all slots are held by threads that wait."""
+    student = {"loop": Slow, "thread": SlowInThread, "fast thread": InThread}[kind]()
+    stats = Told(questions, 1000).compiled(calls, student).async_stats
+    assert (stats.outcome, stats.ended["failed"]) == ("finished", 0)
+    assert 60 < stats.seconds < 120
+    assert stats.metric_calls > calls - 15
+    assert stats.unanswered_examples == 2
+
+
+def test_no_further_step_begins_where_nobody_is_answered() -> None:
+    """Else more would wait with each, for as long as the outage takes."""
+    begun: list[float] = []
+    lm, answered = gone_after(60, back_after=50)
+
+    async def compile_it() -> Any:
+        LOOP[:] = [asyncio.get_running_loop()]
+        selected = on("on_candidate_selected", lambda event: begun.append(LOOP[0].time()))
+        with dspy.context(lm=lm):
+            one = optimizer(400, reflection_lm=reflection_lm(), gepa_kwargs=selected)
+            return await one.acompile(Slow(), trainset=TRAIN, valset=VAL)
+
+    stats = run(compile_it).detailed_results.async_stats
+    assert stats.outcome == "finished"
+    gone = answered[59]
+    assert min(seconds for seconds in answered if seconds > gone) >= gone + 50
+    assert sum(gone + 2 < seconds < gone + 50 for seconds in begun) == 0
+
+
 def test_a_stop_ends_every_wait() -> None:
     """A stopper of the user's, as a first Ctrl-C: what waits is asked for once more, and not for an hour."""
 
@@ -256,6 +345,12 @@ class InThread(dspy.Module):
 
     def forward(self, question: str) -> Any:
         return self.step(question=question)
+
+
+class SlowInThread(InThread):
+    def forward(self, question: str) -> Any:
+        LOOP_OF[threading.get_ident()].wait_from_thread(asyncio.sleep(1))
+        return super().forward(question)
 
 
 FAULTS: dict[str, Callable[[], Exception]] = ALWAYS | {
@@ -386,3 +481,114 @@ def test_an_lm_call_of_a_metric_that_drips_is_given_up_with_the_metric_and_the_r
         stats = compiled(30, metric=metric).async_stats
     assert (stats.outcome, stats.ended["failed"]) == ("finished", 0)
     assert len(judged) == stats.metric_calls + 1
+
+
+# What is left behind in a thread
+
+
+class Late:
+    """dspy's engine contract, from a thread in virtual time: each request takes 20 seconds, one of them far longer.
+
+    Args:
+        late: a word of the request that comes late, when it is made first.
+        seconds: how late it comes.
+        error: what it then raises; None for an answer.
+    """
+
+    def __init__(self, late: str, seconds: float, error: Callable[[], Exception] | None) -> None:
+        self.late, self.seconds, self.error = late, seconds, error
+        self.asked: list[str] = []
+
+    def complete(self, request: Request) -> Response:
+        prompt = prompt_of(request)
+        comes_late = self.late in prompt and not any(self.late in one for one in self.asked)
+        self.asked.append(prompt)
+        LOOP_OF[threading.get_ident()].wait_from_thread(asyncio.sleep(self.seconds if comes_late else 20.0))
+        if comes_late and self.error is not None:
+            raise self.error()
+        usage = Usage(input_tokens=3, output_tokens=4, total_tokens=7)
+        message = Message.assistant([TextPart(answer(prompt))])
+        return Response(id=None, model="fake", message=message, finish_reason="stop", usage=usage)
+
+    def lm(self) -> dspy.LM:
+        """Without a timeout of its own: the run gives a request 10 minutes."""
+        return dspy.LM("fake/model", engine=self, cache=False, num_retries=0)
+
+
+class Judging:
+    """A metric that asks an LM twice in its thread, and may be careless about its errors."""
+
+    def __init__(self, careless: bool = False) -> None:
+        self.ignored = (Exception,) if careless else ()
+        self.begun: list[str] = []
+        self.ended: list[str] = []
+
+    def __call__(self, gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None) -> Any:
+        if pred_name is None:
+            self.begun.append(gold.question)
+            for turn in ("first", "second"):
+                with suppress(*self.ignored):
+                    dspy.settings.lm(f"{turn} look at {gold.question}.")
+            self.ended.append(gold.question)
+        return digits(gold, pred)
+
+
+LATE = {"an answer": None, "an error": lambda: LMRateLimitError("429"), "a hollow reply": lambda: KeyError("choices")}
+
+
+@pytest.mark.parametrize("turn", ["first", "second"])
+@pytest.mark.parametrize("comes", list(LATE))
+def test_a_metric_that_was_left_behind_in_its_thread_asks_no_more_and_is_not_counted(comes: str, turn: str) -> None:
+    engine, metric = Late(f"{turn} look at v 3.", 630.0, LATE[comes]), Judging()
+    with dspy.context(lm=engine.lm()):
+        stats = simulated(60, metric=metric).async_stats
+    assert stats.seconds > 650, "the thread came back in the run"
+    assert (stats.outcome, stats.ended["failed"], stats.timed_out_rollouts) == ("finished", 0, 0)
+    assert len(metric.begun) == stats.metric_calls + 1, "it began once more than it was paid"
+    assert len(metric.ended) == stats.metric_calls
+    second = sum("second look at" in prompt for prompt in engine.asked)
+    assert sum("first look at" in prompt for prompt in engine.asked) == stats.metric_calls + 1
+    assert second == stats.metric_calls + (turn == "second")
+
+
+def test_a_metric_that_was_left_behind_and_ignores_the_error_asks_no_more() -> None:
+    engine, metric = Late("first look at v 3.", 630.0, None), Judging(careless=True)
+    with dspy.context(lm=engine.lm()):
+        stats = simulated(60, metric=metric).async_stats
+    assert len(metric.ended) == stats.metric_calls + 1, "the thread came to its end"
+    assert sum("second look at" in prompt for prompt in engine.asked) == stats.metric_calls
+
+
+class Twice(InThread):
+    """Asks two times in its thread."""
+
+    def forward(self, question: str) -> Any:
+        with suppress(Exception):  # as careless code does
+            self.step(question=f"first look at {question}.")
+        return self.step(question=f"second look at {question}.")
+
+
+@pytest.mark.parametrize("comes", list(LATE))
+@pytest.mark.parametrize("bound", ["of the LM call", "of the rollout"])
+def test_a_program_that_was_left_behind_in_its_thread_asks_no_more(bound: str, comes: str) -> None:
+    engine = Late("first look at v 3.", 630.0, LATE[comes])
+    with dspy.context(lm=engine.lm()):
+        timeout = 500.0 if bound == "of the rollout" else None
+        stats = simulated(60, Twice(), rollout_timeout_seconds=timeout).async_stats
+    assert stats.timed_out_rollouts == 1
+    assert stats.seconds > 650, "the thread came back in the run"
+    assert (stats.outcome, stats.ended["failed"]) == ("finished", 0)
+    looks = {turn: sum(f"{turn} look at" in prompt for prompt in engine.asked) for turn in ("first", "second")}
+    assert looks == {"first": stats.metric_calls + 1, "second": stats.metric_calls}
+
+
+def test_an_lm_that_keeps_its_own_timeout_leaves_no_thread_behind() -> None:
+    engine, metric = (
+        Late("first look at v 3.", 600.0, lambda: LMTimeoutError("no answer within 600 seconds")),
+        Judging(),
+    )
+    with dspy.context(lm=engine.lm()):
+        stats = simulated(60, metric=metric).async_stats
+    assert stats.outcome == "finished"
+    assert len(metric.begun) == len(metric.ended) == stats.metric_calls
+    assert sum("first look at" in prompt for prompt in engine.asked) == stats.metric_calls + 1, "it is asked again"

@@ -215,6 +215,20 @@ def test_a_part_in_other_words_goes_in_for_the_one_that_it_rewords() -> None:
     assert apply(of(parent), [one]) == of(child.rstrip())
 
 
+def test_a_line_of_a_wording_that_others_have_as_well_rewords_none_of_them() -> None:
+    """Rules of one form, each with a word of its own: who adds one and forgets another has reworded nothing."""
+    apricot, cedar, walnut, acorn = (
+        f"- Mention the word {word} in each of your answers.\n" for word in ("apricot", "cedar", "walnut", "acorn")
+    )
+    parent = f"Answer.\n{apricot}{cedar}- Be kind.\n"
+    [added] = changes_between(of(parent), of(f"Answer.\n{cedar}{walnut}- Be kind.\n"), ()) or []
+    assert (normal(added.part), added.replaces) == (normal(walnut), "")
+    parent = f"Answer.\n{apricot}- Be kind.\n"
+    both = changes_between(of(parent), of(f"Answer.\n{walnut}{acorn}- Be kind.\n"), ()) or []
+    assert [(normal(one.part), one.replaces) for one in both] == [(normal(walnut), ""), (normal(acorn), "")]
+    assert found(apply(of(parent), both)["answer"]) >= {normal(one) for one in (apricot, walnut, acorn)}
+
+
 def test_a_child_that_only_leaves_out_is_a_change_and_one_that_adds_as_well_is_charged_for_what_it_adds() -> None:
     parent = "Answer.\n- One.\n- Two.\n- Three.\n"
     [gone] = changes_between(of(parent), of("Answer.\n- One.\n- Three.\n"), ()) or []
