@@ -2,7 +2,8 @@
 
 What a page takes for granted is there: a task (``program``, ``student``, ``metric``, ``trainset``, ``valset``, and the
 short names ``train`` and ``val``) and language models (``lm``, ``reflection_lm``, ``strong_lm``). Every ``dspy.LM``,
-whatever its name, is answered by the simulated server, which runs 100 times as fast as it says.
+whatever its name, is answered by the simulated server, which runs 100 times as fast as it says. ``auto`` is a budget
+of few candidates.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 import dspy
 import litellm
+from dspy.teleprompt.gepa.gepa import AUTO_RUN_SETTINGS
 
 import dspy_flashevolve.sim as sim
 from dspy_flashevolve import AsyncACE, AsyncGEPA, Reflective
@@ -23,6 +25,7 @@ from tests.adding_an_algorithm.hill_climber import HillClimber
 
 BLOCK = re.compile(r"^```python[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SPEED = 100.0
+CANDIDATES = 2
 
 
 def blocks(path: Path) -> list[tuple[int, str]]:
@@ -52,10 +55,12 @@ def main(paths: list[Path]) -> None:
         redirect(server.api_base)
         sim.SimServer = partial(SimServer, time_scale=SPEED)  # type: ignore[misc, assignment]
         litellm.register_model({"openai/any": free, "openai/gpt-5": free})
+        for settings in AUTO_RUN_SETTINGS.values():
+            settings["n"] = CANDIDATES
         for path in paths:
             lm = dspy.LM("openai/any")
             dspy.configure(lm=lm, track_usage=False)
-            train, val = task.trainset(12), task.valset(12)
+            train, val = task.trainset(9), task.valset(9)
             namespace: dict[str, Any] = {
                 "__name__": "__main__", "dspy": dspy,
                 "AsyncACE": AsyncACE, "AsyncGEPA": AsyncGEPA, "HillClimber": HillClimber, "Reflective": Reflective,
