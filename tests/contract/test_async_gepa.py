@@ -159,7 +159,7 @@ def test_multi_objective_scores_and_all_four_frontiers(frontier: str, schedule: 
     if schedule == "lockstep":
         theirs = dspy.GEPA(
             objectives,
-            max_metric_calls=150,
+            max_metric_calls=100,
             num_threads=4,
             track_stats=True,
             reflection_lm=reflection_lm(),

@@ -88,7 +88,7 @@ def order(table: list[list[float]], timing: int) -> list[str]:
         "staleness": "full",
         "use_merge": False,
     }
-    program = play(Table(table, timing), 100, **options)
+    program = play(Table(table, timing), 150, **options)
     assert frontier(program) == expected(table)
     return [one.steps[0].signature.instructions for one in program.detailed_results.candidates]
 

@@ -12,7 +12,7 @@ def test_a_revision_that_fits_no_format_leaves_a_stale_proposal_as_it_is(tmp_pat
     def answer(prompt: str) -> str:
         return "no fields" if "patched_module" in prompt else proposes(lambda name, what: None, prompt)
 
-    found = run(tmp_path, "reflective", 12, proposer_lm=fake_lm(answer)).detailed_results
+    found = run(tmp_path, "reflective", 24, proposer_lm=fake_lm(answer)).detailed_results
     assert found.stats.requests_by_stage["patch"] > 0
     assert found.stats.ended["failed"] == 0
-    assert len(found.candidates) + len(found.failed) == 1 + 12 * 2
+    assert len(found.candidates) + len(found.failed) == 1 + 24 * 2
