@@ -125,7 +125,7 @@ def test_flex_code_evolves_as_in_gepa() -> None:
         student = dspy.Flex("question -> answer", interpreter_factory=LocalInterpreter)
         one = kind(
             digits,
-            max_metric_calls=40,
+            max_metric_calls=24,
             num_threads=2,
             reflection_lm=code_lm(),
             track_stats=True,
