@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -18,6 +19,16 @@ os.environ["TQDM_DISABLE"] = "1"  # read by tqdm when a bar is made
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # litellm is imported when it is needed; no test needs the network
 hypothesis.settings.register_profile("untimed", deadline=None)  # no test is a measurement of time
 hypothesis.settings.load_profile("untimed")
+
+gc.disable()  # until the tests are collected: what is made until then stays
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """The garbage collector need not look again and again at a million objects of modules and of tests."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

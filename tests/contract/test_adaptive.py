@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import dspy
@@ -42,6 +43,12 @@ def compiled(slots: dict[str, Any], profile: Profile, names: tuple[str, str] = (
     return program
 
 
+@cache
+def turned_away(adaptive: bool) -> Any:
+    """A run on an API that refuses what is above its limit."""
+    return compiled(ADAPTIVE if adaptive else FIXED, API)
+
+
 def test_the_limit_starts_low_grows_and_is_kept_by_task_and_reflection_together() -> None:
     stats = compiled(ADAPTIVE, H100).async_stats
     assert {change.name for change in stats.limit_changes} == {"a"}
@@ -56,9 +63,9 @@ def test_endpoints_that_are_not_the_same_have_limits_of_their_own() -> None:
     assert {change.name for change in stats.limit_changes} == {"a", "b"}
 
 
-@pytest.mark.parametrize("kind", [FIXED, ADAPTIVE])
-def test_what_a_provider_refuses_is_asked_again_and_costs_no_score(kind: dict[str, Any]) -> None:
-    program = compiled(kind, API)
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_what_a_provider_refuses_is_asked_again_and_costs_no_score(adaptive: bool) -> None:
+    program = turned_away(adaptive)
     stats, model = program.async_stats, program.model
     assert stats.ended["failed"] == 0
     refused = len(model.refused)  # a rollout that is given up while it waits is not asked for again
@@ -69,7 +76,7 @@ def test_what_a_provider_refuses_is_asked_again_and_costs_no_score(kind: dict[st
 
 
 def test_adaptive_slots_are_refused_far_less_than_fixed_ones_above_the_endpoints_limit() -> None:
-    fixed, adaptive = (compiled(slots, API).model for slots in (FIXED, ADAPTIVE))
+    fixed, adaptive = (turned_away(one).model for one in (False, True))
     assert 4 * adaptive.refused_share(after_seconds=10) < fixed.refused_share(after_seconds=10)
 
 

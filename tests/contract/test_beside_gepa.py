@@ -92,7 +92,7 @@ def is_right(gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pre
 @every
 def test_a_tool_that_asks_a_predictor_of_the_program_asks_the_candidates(name: str) -> None:
     student = Agent()
-    best = optimized(name, student, is_right, agents_lm(), max_metric_calls=150)
+    best = optimized(name, student, is_right, agents_lm(), max_metric_calls=60)
     assert max(best.detailed_results.val_aggregate_scores) == 1.0
     assert best.lookup.signature.instructions == "Look closely."
     if name != "dspy.GEPA":

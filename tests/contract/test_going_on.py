@@ -38,7 +38,7 @@ class Refusing:
 
 
 def run(
-    log_dir: Path | None, calls: int = 150, seed: int = 1, predictors: int = 2, task_at: int | None = None,
+    log_dir: Path | None, calls: int = 110, seed: int = 1, predictors: int = 2, task_at: int | None = None,
     reflection_at: int | None = None, metric: Any = digits, **options: Any,
 ) -> Any:  # fmt: skip
     task, reflection = Refusing("answer", seed, task_at), Refusing("new_instruction", seed, reflection_at)
@@ -57,19 +57,21 @@ def run(
 
 @pytest.mark.parametrize("reflection_at", [1, 5])
 def test_lockstep_aborted_in_a_reflection_goes_on_as_if_it_had_not_been(tmp_path: Path, reflection_at: int) -> None:
-    whole = run(None, schedule="lockstep")
+    calls = 90
+    whole = run(None, calls, schedule="lockstep")
     with pytest.raises(RunAbortedError):
-        run(tmp_path, schedule="lockstep", reflection_at=reflection_at)
-    assert facts(run(tmp_path, schedule="lockstep")) == facts(whole)
+        run(tmp_path, calls, schedule="lockstep", reflection_at=reflection_at)
+    assert facts(run(tmp_path, calls, schedule="lockstep")) == facts(whole)
     assert problems(tmp_path) == []
 
 
 def test_lockstep_aborted_again_and_again_in_rollouts_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
     """The task LM refuses at its 11th call in each session: sessions end in the middle of validations and screens."""
-    whole = run(None, schedule="lockstep", num_threads=1)
+    calls = 80
+    whole = run(None, calls, schedule="lockstep", num_threads=1)
     for sessions in range(200):  # noqa: B007
         try:
-            details = run(tmp_path, schedule="lockstep", num_threads=1, task_at=11)
+            details = run(tmp_path, calls, schedule="lockstep", num_threads=1, task_at=11)
             break
         except RunAbortedError:
             continue
@@ -98,8 +100,8 @@ def test_the_seeds_validation_goes_on_where_it_was_and_is_not_paid_twice(tmp_pat
 
 
 def test_a_finished_run_that_is_taken_up_again_pays_nothing(tmp_path: Path) -> None:
-    first = run(tmp_path)
-    again = run(tmp_path, task_at=1, reflection_at=1)  # any call would end it
+    first = run(tmp_path, 90)
+    again = run(tmp_path, 90, task_at=1, reflection_at=1)  # any call would end it
     assert facts(again) == facts(first)
 
 
@@ -137,14 +139,14 @@ def test_an_asynchronous_run_with_integrations_goes_on_and_pays_no_finished_roll
 
     options: dict[str, Any] = {"stale_candidate_reflection": Sum(), "num_threads": 8, "predictors": 1, "metric": metric}
     with suppress(RunAbortedError):
-        run(tmp_path, 300, task_at=task_at, **options)
+        run(tmp_path, 200, task_at=task_at, **options)
     known = json.loads((tmp_path / "candidates.json").read_text()) if (tmp_path / "candidates.json").exists() else []
-    details = run(tmp_path, 300, **options)
+    details = run(tmp_path, 200, **options)
     texts = [
         {name: one.signature.instructions for name, one in program.named_predictors()} for program in details.candidates
     ]
     assert texts[: len(known)] == known
-    assert len(scored) == details.total_metric_calls <= 300
+    assert len(scored) == details.total_metric_calls <= 200
     check_ends(details.async_stats)
     assert problems(tmp_path) == []
 
@@ -183,7 +185,7 @@ def test_a_commit_that_gepas_checkpoint_missed_is_made_again_from_the_journal(tm
     """Killed between the two: the journal has it, the checkpoint of one candidate less is what is found."""
     import pickle
 
-    whole = run(tmp_path, 150, schedule="lockstep")
+    whole = run(tmp_path, 110, schedule="lockstep")
     path = tmp_path / "gepa_state.bin"
     state = pickle.loads(path.read_bytes())
     last = len(state["program_candidates"]) - 1
@@ -191,7 +193,7 @@ def test_a_commit_that_gepas_checkpoint_missed_is_made_again_from_the_journal(tm
     before = run_until(last, tmp_path.parent / "shorter")
     path.write_bytes((before / "gepa_state.bin").read_bytes())
     (tmp_path / "candidates.json").write_text((before / "candidates.json").read_text())
-    again = run(tmp_path, 150, schedule="lockstep", task_at=1, reflection_at=1)
+    again = run(tmp_path, 110, schedule="lockstep", task_at=1, reflection_at=1)
     assert facts(again)[:4] == facts(whole)[:4]
     assert problems(tmp_path) == []
 
@@ -202,7 +204,7 @@ def run_until(candidates: int, directory: Path) -> Path:
     def full(state: Any) -> bool:
         return len(state.program_candidates) >= candidates
 
-    run(directory, 150, schedule="lockstep", gepa_kwargs={"stop_callbacks": [full]})
+    run(directory, 110, schedule="lockstep", gepa_kwargs={"stop_callbacks": [full]})
     return directory
 
 

@@ -71,13 +71,15 @@ def survives(directory: Path, schedule: str, calls: int, kills: int, seed: int) 
         yield f"{victim.calls_made()} calls were made, {spent} are known, {allowed} were allowed"
     if spent - victim.calls_made() > done * LOST_A_KILL:
         yield f"{done} kills lost {spent - victim.calls_made()} calls of the budget"
-    if done < min(kills, 3) - 1:
+    if done < max(1, min(kills, 3) - 1):
         yield f"the run was killed {done} times only: the test says nothing"
 
 
-@pytest.mark.parametrize("schedule", ["reflective", "lockstep"])
-def test_a_killed_run_goes_on_and_loses_no_commit_and_pays_nothing_twice(tmp_path: Path, schedule: str) -> None:
-    assert list(survives(tmp_path, schedule, calls=300, kills=2, seed=1)) == []
+@pytest.mark.parametrize(("schedule", "kills"), [("reflective", 2), ("lockstep", 1)])
+def test_a_killed_run_goes_on_and_loses_no_commit_and_pays_nothing_twice(
+    tmp_path: Path, schedule: str, kills: int
+) -> None:
+    assert list(survives(tmp_path, schedule, calls=200, kills=kills, seed=1)) == []
 
 
 @pytest.mark.slow

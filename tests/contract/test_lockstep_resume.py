@@ -48,7 +48,7 @@ def test_a_run_stopped_at_every_step_has_the_candidates_of_one_that_was_not(
     tmp_path: Path, predictors: int, seed: int
 ) -> None:
     """Merges included: with two predictors gepa merges."""
-    calls = 150
+    calls = 100
     whole = lockstep(calls, seed, None, predictors)
     sessions, stopped = 0, None
     while stopped is None or stopped.total_metric_calls < whole.total_metric_calls:

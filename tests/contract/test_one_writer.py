@@ -131,7 +131,7 @@ def test_everything_that_acts_on_the_pool_is_called_one_at_a_time_in_one_thread_
     alone = Alone()
     watch = Watch(alone)
     options = watched_by(alone, watch)
-    details = play(world, 250, num_threads=slots, staleness=staleness, **options).detailed_results
+    details = play(world, 150, num_threads=slots, staleness=staleness, **options).detailed_results
     watch.check(details)
     assert [commit.candidate for commit in details.async_stats.commits] == watch.accepted
     seconds = [commit.seconds for commit in details.async_stats.commits]
@@ -143,7 +143,7 @@ def test_the_same_on_a_real_loop_with_real_threads(schedule: Any) -> None:
     alone = Alone()
     watch = Watch(alone)
     options = watched_by(alone, watch)
-    details = compiled(400, 2, schedule=schedule, use_merge=False, num_threads=16, **options).detailed_results
+    details = compiled(250, 2, schedule=schedule, use_merge=False, num_threads=16, **options).detailed_results
     assert len(details.candidates) > 3
     watch.check(details)
     assert alone.seen >= {"stopper", "select_candidate_idx", "__call__", "next_minibatch_ids", "should_accept"}

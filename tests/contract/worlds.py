@@ -182,7 +182,7 @@ class Rules(World):
         return made
 
 
-def play(world: World, calls: int | None = 400, **options: Any) -> Any:
+def play(world: World, calls: int | None = 300, **options: Any) -> Any:
     """The program that AsyncGEPA makes of a world's, in virtual time."""
     settings: dict[str, Any] = {"max_metric_calls": calls, "num_threads": 16, "seed": world.seed, "track_stats": True}
     settings |= {"instruction_proposer": world, "stale_candidate_reflection": Sum()} | options

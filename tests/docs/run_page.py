@@ -2,7 +2,8 @@
 
 What a page takes for granted is there: a task (``program``, ``student``, ``metric``, ``trainset``, ``valset``, and the
 short names ``train`` and ``val``) and language models (``lm``, ``reflection_lm``, ``strong_lm``). Every ``dspy.LM``,
-whatever its name, is answered by the simulated server, which runs 100 times as fast as it says.
+whatever its name, is answered by the simulated server, which runs 100 times as fast as it says. ``auto`` is a budget
+of few candidates, and a search for code has few iterations.
 """
 
 from __future__ import annotations
@@ -14,15 +15,18 @@ from pathlib import Path
 from typing import Any
 
 import dspy
-import litellm
+from dspy.teleprompt.gepa.gepa import AUTO_RUN_SETTINGS
 
+import dspy_flashevolve
 import dspy_flashevolve.sim as sim
-from dspy_flashevolve import AsyncACE, AsyncGEPA, Reflective
+from dspy_flashevolve import AsyncACE, AsyncGEPA, AsyncMetaHarness, Reflective
 from dspy_flashevolve.sim import REPLY_MODELS, HouseRules, SimServer
 from tests.adding_an_algorithm.hill_climber import HillClimber
 
 BLOCK = re.compile(r"^```python[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SPEED = 100.0
+CANDIDATES = 2
+ITERATIONS = 3
 
 
 def blocks(path: Path) -> list[tuple[int, str]]:
@@ -44,18 +48,24 @@ def redirect(api_base: str) -> None:
     dspy.LM.__init__ = init  # type: ignore[method-assign]
 
 
+def few_iterations(*args: Any, iterations: int = ITERATIONS, **options: Any) -> AsyncMetaHarness:
+    """As written, but with few iterations."""
+    return AsyncMetaHarness(*args, iterations=min(iterations, ITERATIONS), **options)
+
+
 def main(paths: list[Path]) -> None:
     """Run the blocks of pages."""
     task = HouseRules(reply_model=REPLY_MODELS["obliging"])
-    free = {"input_cost_per_token": 1e-8, "output_cost_per_token": 1e-8, "litellm_provider": "openai", "mode": "chat"}
     with SimServer(time_scale=SPEED, reply_model=task.reply_model) as server:
         redirect(server.api_base)
+        dspy_flashevolve.AsyncMetaHarness = few_iterations  # type: ignore[misc, assignment]
         sim.SimServer = partial(SimServer, time_scale=SPEED)  # type: ignore[misc, assignment]
-        litellm.register_model({"openai/any": free, "openai/gpt-5": free})
+        for settings in AUTO_RUN_SETTINGS.values():
+            settings["n"] = CANDIDATES
         for path in paths:
-            lm = dspy.LM("openai/any")
+            lm = dspy.LM("openai/gpt-5-nano")  # its price is known without litellm, which takes seconds to import
             dspy.configure(lm=lm, track_usage=False)
-            train, val = task.trainset(12), task.valset(12)
+            train, val = task.trainset(9), task.valset(9)
             namespace: dict[str, Any] = {
                 "__name__": "__main__", "dspy": dspy,
                 "AsyncACE": AsyncACE, "AsyncGEPA": AsyncGEPA, "HillClimber": HillClimber, "Reflective": Reflective,

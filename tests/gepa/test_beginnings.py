@@ -18,13 +18,13 @@ SEED = len(TASK.program().predictors()[0].signature.instructions)
 BOTH = pytest.mark.parametrize("schedule", ["async", "lockstep"])
 
 
-def optimizer(calls: int = 300, **options: Any) -> tuple[AsyncGEPA, dspy.LM]:
+def optimizer(calls: int = 200, **options: Any) -> tuple[AsyncGEPA, dspy.LM]:
     lm = SimulatedModel(reply_model=TASK.reply_model).lm()
     settings: dict[str, Any] = {"max_metric_calls": calls, "num_threads": 16, "track_stats": True} | options
     return AsyncGEPA(TASK.metric, reflection_lm=lm, **settings), lm
 
 
-def compiled(calls: int = 300, initial: Any = (), **options: Any) -> Any:
+def compiled(calls: int = 200, initial: Any = (), **options: Any) -> Any:
     one, lm = optimizer(calls, **options)
     with dspy.context(lm=lm):
         return run(lambda: one.acompile(TASK.program(), trainset=TRAIN, valset=VAL, initial_candidates=initial))

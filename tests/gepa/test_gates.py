@@ -105,7 +105,7 @@ def twice(monkeypatch: pytest.MonkeyPatch, **options: Any) -> list[tuple[Any, li
     outcomes: list[Any] = []
     for gated in (True, False):
         world, heard = World(seed=3), Heard()
-        gepa_kwargs = {"stop_callbacks": MaxCandidateProposalsStopper(40), "callbacks": [heard]}
+        gepa_kwargs = {"stop_callbacks": MaxCandidateProposalsStopper(25), "callbacks": [heard]}
         settings = {"max_full_evals": 100, "workflow": WHOLE, "use_merge": False} | options
         settings["gepa_kwargs"] = gepa_kwargs | options.get("gepa_kwargs", {})
         with monkeypatch.context() as patch:

@@ -86,32 +86,41 @@ def found_so_far(program: Any) -> int:
     return len(program.detailed_results.candidates) + len(program.detailed_results.failed)
 
 
-@pytest.mark.parametrize("calls", [3, 14, 20, 33, 50, 70])
-def test_a_search_that_an_error_ended_goes_on_as_if_it_had_not_been(tmp_path: Path, calls: int) -> None:
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A search in lockstep, in one slot, that nothing interrupts."""
+    directory = tmp_path_factory.mktemp("whole")
+    return directory, run(directory, "lockstep", 3, num_threads=1)
+
+
+@pytest.mark.parametrize("calls", [3, 14, 33, 70])
+def test_a_search_that_an_error_ended_goes_on_as_if_it_had_not_been(
+    tmp_path: Path, calls: int, uninterrupted: tuple[Path, Any]
+) -> None:
     """In lockstep, in one slot: it is ended in the student's check, in learning, in evaluations."""
-    whole = run(tmp_path / "whole", "lockstep", 3, num_threads=1)
+    directory, whole = uninterrupted
     with pytest.raises(RunAbortedError):
-        run(tmp_path / "cut", "lockstep", 3, num_threads=1, lm=fake_lm(Ends(answers, calls)))
-    assert found(run(tmp_path / "cut", "lockstep", 3, num_threads=1)) == found(whole)
+        run(tmp_path, "lockstep", 3, num_threads=1, lm=fake_lm(Ends(answers, calls)))
+    assert found(run(tmp_path, "lockstep", 3, num_threads=1)) == found(whole)
     for name in ("scored", "learnt", "proposed"):
-        assert lines(tmp_path / "cut", name) == lines(tmp_path / "whole", name)
-    assert check(tmp_path / "cut" / "run").problems == []
+        assert lines(tmp_path, name) == lines(directory, name)
+    assert check(tmp_path / "run").problems == []
 
 
-def test_a_search_that_ends_again_and_again_pays_nothing_twice(tmp_path: Path) -> None:
-    whole = run(tmp_path / "whole", "lockstep", 3, num_threads=1)
+def test_a_search_that_ends_again_and_again_pays_nothing_twice(tmp_path: Path, uninterrupted: tuple[Path, Any]) -> None:
+    directory, whole = uninterrupted
     ended = 0
     while True:
         try:
-            cut = run(tmp_path / "cut", "lockstep", 3, num_threads=1, lm=fake_lm(Ends(answers, 11)))
+            cut = run(tmp_path, "lockstep", 3, num_threads=1, lm=fake_lm(Ends(answers, 11)))
             break
         except RunAbortedError:
             ended += 1
     assert ended > 5
     assert found(cut) == found(whole)
-    assert sorted(lines(tmp_path / "cut", "scored")) == sorted(lines(tmp_path / "whole", "scored"))
-    assert lines(tmp_path / "cut", "learnt") == lines(tmp_path / "whole", "learnt")
-    assert lines(tmp_path / "cut", "proposed") == lines(tmp_path / "whole", "proposed")
+    assert sorted(lines(tmp_path, "scored")) == sorted(lines(directory, "scored"))
+    assert lines(tmp_path, "learnt") == lines(directory, "learnt")
+    assert lines(tmp_path, "proposed") == lines(directory, "proposed")
 
 
 def test_a_proposer_that_was_interrupted_is_asked_again_in_its_direction(tmp_path: Path) -> None:

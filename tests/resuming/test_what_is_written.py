@@ -44,10 +44,10 @@ def test_a_journal_that_fails_ends_the_run_at_once_and_scores_nothing(
 
     monkeypatch.setattr(Journal, "_write_batch", full)
     with pytest.raises(JournalError):
-        run(tmp_path, 300, predictors=1, metric=metric, schedule=schedule)
+        run(tmp_path, 100, predictors=1, metric=metric, schedule=schedule)
     assert made < after + 20
     monkeypatch.undo()
-    details = run(tmp_path, 300, predictors=1, metric=metric, schedule=schedule)
+    details = run(tmp_path, 100, predictors=1, metric=metric, schedule=schedule)
     assert {score for scores in details.val_subscores for score in scores.values()} == {0.5}
     assert check(tmp_path).problems == []
 
@@ -71,8 +71,10 @@ def test_whatever_cannot_be_written_fails_the_flush_and_does_not_hang(tmp_path: 
     journal.close()
 
 
-@pytest.mark.parametrize("options", [{"schedule": "lockstep"}, {"staleness": "full"}, {}])
-@pytest.mark.parametrize("score", [0.5, True, 1])
+@pytest.mark.parametrize(
+    ("score", "options"),
+    [(0.5, {}), (True, {}), (1, {}), (True, {"schedule": "lockstep"}), (True, {"staleness": "full"})],
+)
 def test_scores_that_json_or_sqlite_does_not_know_do_not_end_a_run(
     tmp_path: Path, score: Any, options: dict[str, Any]
 ) -> None:
@@ -97,7 +99,7 @@ print(_data(ensure_loader([example])))
 
 def test_sets_and_bytes_in_examples_are_the_same_in_every_process() -> None:
     found: set[str] = set()
-    for seed in ("1", "2", "3"):
+    for seed in ("1", "2"):
         environment = {
             **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONHASHSEED": seed,
         }  # fmt: skip
@@ -122,7 +124,8 @@ def test_a_crossover_that_was_under_way_goes_on_where_further_ones_are_not_wante
     with pytest.raises(KeyError):
         run(tmp_path, 900, **options)
     monkeypatch.undo()
-    run(tmp_path, 900, use_merge=False, **options)
+    [(made,)] = rows(tmp_path, "SELECT SUM(calls) FROM calls")
+    run(tmp_path, made + 20, use_merge=False, **options)
     [(committed,)] = rows(tmp_path, "SELECT COUNT(*) FROM steps s JOIN ends e ON e.step = s.number "
                           "WHERE s.selection LIKE '%ancestor%' AND e.session = 2 AND e.way = 'committed'")  # fmt: skip
     assert committed == 1

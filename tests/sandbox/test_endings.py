@@ -47,8 +47,15 @@ def test_a_child_that_dies_during_an_lm_call_ends_the_call(roomy: Lab) -> None:
     assert outcome.failure.reason == "died"
 
 
+@pytest.fixture(scope="module")
+def brief() -> Generator[Lab]:
+    """Half a second for all that a run does."""
+    with lab(Limits(total_seconds=0.5, seconds=600.0)) as one:
+        yield one
+
+
 @linux
-def test_a_run_ends_with_its_total_time_though_an_lm_call_is_outstanding() -> None:
+def test_a_run_ends_with_its_total_time_though_an_lm_call_is_outstanding(brief: Lab) -> None:
     cancelled: list[bool] = []
 
     async def hangs(request: object) -> NoReturn:
@@ -58,19 +65,17 @@ def test_a_run_ends_with_its_total_time_though_an_lm_call_is_outstanding() -> No
             cancelled.append(True)
         raise AssertionError
 
-    with lab(Limits(total_seconds=2.0)) as one:
-        outcome = one.run(module("dspy.settings.lm('x')"), call_lm=hangs)
-        assert str(outcome.failure) == "time: it ran for more than 2 seconds, its LM calls included"
-        assert cancelled == [True]
-        assert one.is_well()
+    outcome = brief.run(module("dspy.settings.lm('x')"), call_lm=hangs)
+    assert str(outcome.failure) == "time: it ran for more than 0.5 seconds, its LM calls included"
+    assert cancelled == [True]
+    assert not children_of(brief)
 
 
 @linux
-def test_two_requests_at_once_do_not_outlive_the_total_time() -> None:
+def test_two_requests_at_once_do_not_outlive_the_total_time(brief: Lab) -> None:
     message = b'{"lm":{"messages":[{"role":"user","content":"x"}]}}'
     send = f"os.write(wire, ({len(message)}).to_bytes(4, 'big') + {message!r})"
-    with lab(Limits(total_seconds=0.5)) as one:
-        outcome = one.run(module(wire_code(f"{send}\n{send}\nimport time; time.sleep(600)")), call_lm=never)
+    outcome = brief.run(module(wire_code(f"{send}\n{send}\nimport time; time.sleep(600)")), call_lm=never)
     assert str(outcome.failure) == "time: it ran for more than 0.5 seconds, its LM calls included"
 
 
@@ -92,14 +97,13 @@ def test_the_words_of_an_error_read_no_file(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @linux
-def test_the_total_time_bounds_the_candidates_own_time_too() -> None:
-    with lab(Limits(total_seconds=0.5, seconds=600.0)) as one:
-        outcome = one.run(module("import time; time.sleep(600)"))
+def test_the_total_time_bounds_the_candidates_own_time_too(brief: Lab) -> None:
+    outcome = brief.run(module("import time; time.sleep(600)"))
     assert str(outcome.failure) == "time: it ran for more than 0.5 seconds, its LM calls included"
 
 
 @linux
-@pytest.mark.parametrize(("tokens", "calls"), [(1, 1), (7, 1), (8, 2), (14, 2), (15, 3)])
+@pytest.mark.parametrize(("tokens", "calls"), [(7, 1), (8, 2)])
 def test_no_lm_call_is_made_once_the_tokens_are_used(tokens: int, calls: int) -> None:
     """Each call has 7."""
     with lab(Limits(lm_tokens=tokens)) as one:
@@ -112,17 +116,17 @@ def test_no_lm_call_is_made_once_the_tokens_are_used(tokens: int, calls: int) ->
 
 @linux
 @pytest.mark.parametrize("without", [(), ("namespaces",)], ids=["all layers", "no namespaces"])
-def test_two_hundred_runs_leave_no_process_no_file_and_no_descriptor(without: tuple[str, ...]) -> None:
+def test_many_runs_leave_no_process_no_file_and_no_descriptor(without: tuple[str, ...]) -> None:
     body = "import os\nopen('mine', 'w').write('x' * 1000)\nfound = os.getcwd()"
     with lab(without=without) as one:
         homes = {str(one.run(module(body)).fields["answer"])}
         server = one.sandbox.process_id
         held = [descriptors(number) for number in (os.getpid(), server)]
-        homes |= {str(one.run(module(body)).fields["answer"]) for _ in range(200)}
+        homes |= {str(one.run(module(body)).fields["answer"]) for _ in range(40)}
         assert one.sandbox.process_id == server
         assert [descriptors(number) for number in (os.getpid(), server)] == held
         assert not children_of(one)
-        assert len(homes) == (201 if without else 1), "each has its own file system, or its own directory"
+        assert len(homes) == (41 if without else 1), "each has its own file system, or its own directory"
         assert not any(Path(home, "mine").exists() for home in homes)
 
 
@@ -201,6 +205,13 @@ def test_a_host_that_is_killed_leaves_no_process_and_no_file(temporary: Path, wi
     assert host.returncode == -signal.SIGKILL
 
 
+@pytest.fixture(scope="module")
+def hooked() -> Generator[Lab]:
+    """The hook alone."""
+    with lab(without=("namespaces", "landlock", "seccomp")) as one:
+        yield one
+
+
 @linux
 @pytest.mark.parametrize("body", [
     "def f(n):\n    try:\n        f(n + 1)\n    except RecursionError:\n        open('/etc/passwd').read()\nf(0)",
@@ -208,9 +219,8 @@ def test_a_host_that_is_killed_leaves_no_process_and_no_file(temporary: Path, wi
     "open('/etc/passwd').read()",
     "import os; os.open('/usr/lib', os.O_RDONLY)",
 ])  # fmt: skip
-def test_the_hook_is_not_taken_off_by_a_careless_trick(body: str) -> None:
-    with lab(without=("namespaces", "landlock", "seccomp")) as one:
-        outcome = one.run(module(body))
+def test_the_hook_is_not_taken_off_by_a_careless_trick(hooked: Lab, body: str) -> None:
+    outcome = hooked.run(module(body))
     assert outcome.failure is not None
     assert outcome.failure.reason in ("forbidden", "died")  # without room for a word it ends without one
 

@@ -52,7 +52,7 @@ def is_alive(pid: int) -> bool:
 @pytest.mark.parametrize("adapter", [dspy.ChatAdapter(), dspy.JSONAdapter()])
 def test_the_seed_scores_low_and_all_the_rules_score_the_optimum(server: SimServer, adapter: dspy.ChatAdapter) -> None:
     task = HouseRules(reply_model=OBLIGING)
-    evaluate = dspy.Evaluate(devset=task.valset(60), metric=task.metric, num_threads=16)
+    evaluate = dspy.Evaluate(devset=task.valset(40), metric=task.metric, num_threads=16)
     with dspy.context(lm=lm(server), adapter=adapter):
         assert evaluate(task.program()).score / 100 == pytest.approx(0.9 * 2 / 24, abs=0.04)
         assert evaluate(task.optimal_program()).score / 100 == pytest.approx(task.optimum, abs=0.04)
