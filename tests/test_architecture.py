@@ -22,7 +22,7 @@ ALLOWED = {
         {"engine", "observe", "programs"},
         {"anyio", "dspy", "gepa", "httpx", "litellm", "pydantic", "pydantic_core"},
     ),
-    "gepa": ({"engine", "modules", "observe", "programs", "gepa"}, {"anyio", "dspy", "gepa", "numpy"}),
+    "gepa": ({"engine", "modules", "observe", "programs", "gepa"}, {"anyio", "dspy", "gepa", "mlflow", "numpy"}),
     "ace": ({"engine", "modules", "observe", "programs", "ace"}, {"anyio", "dspy", "pydantic"}),
     "harness": (
         {"engine", "observe", "programs", "sandbox", "harness"},
