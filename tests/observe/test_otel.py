@@ -14,8 +14,10 @@ import dspy
 import pytest
 
 from dspy_flashevolve import RunAbortedError
+from dspy_flashevolve.sim.virtual import run
+from tests.adding_an_algorithm.hill_climber import HillClimber
 from tests.contract.surface import compiled, raising, simulated, text_of
-from tests.fakes import Chain, fake_lm, hashed, reply_for, task_lm
+from tests.fakes import Chain, digits, examples, fake_lm, hashed, reply_for, task_lm
 
 BARE = """
 import sys
@@ -206,3 +208,14 @@ def test_two_runs_at_once_keep_their_tokens_apart(told: Any) -> None:
             span.attributes.get(f"gen_ai.usage.{name}_tokens", 0) for name in ("input", "output")
         )
     assert sorted(found.values()) == sorted(sum(one.tokens_by_stage.values()) for one in stats)
+
+
+def test_a_loop_of_ones_own_is_told_alike(told: Any) -> None:
+    lm = fake_lm(lambda prompt: reply_for(prompt, answer="5", new_instruction=f"Instruction {hashed(prompt)}"))
+    with dspy.context(lm=lm, callbacks=[told.callback]):
+        climber = HillClimber(digits, lm, max_metric_calls=20)
+        stats: Any = run(lambda: climber.acompile(Chain(), trainset=examples("t", 4))).stats  # type: ignore[attr-defined]
+    names = Counter(span.name for span in told.spans())
+    assert names["evolve HillClimber"] == 1
+    assert names["step"] == stats.steps
+    assert set(names) == {"evolve HillClimber", "step", "propose", "evaluate"}
