@@ -19,6 +19,7 @@ from dspy_flashevolve.engine.errors import ConfigurationError, DataError
 from dspy_flashevolve.engine.staleness import StalenessPolicy, policy_named
 from dspy_flashevolve.gepa.changes import is_too_long
 from dspy_flashevolve.gepa.compilation import Best, Compilation, gepa_logger, texts_of
+from dspy_flashevolve.gepa.estimate import Estimate, estimate
 from dspy_flashevolve.gepa.evaluate import Workflow
 from dspy_flashevolve.gepa.options import check_options
 from dspy_flashevolve.programs.lm import rates_of
@@ -256,16 +257,31 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
         """
         return self._best.program()
 
+    def estimate(self, student: Module, *, trainset: list[Example], valset: list[Example] | None = None) -> Estimate:
+        """What :meth:`compile` may cost: run the program on a minibatch of training examples, and reflect on it once.
+
+        These calls are paid for, past dspy's cache and beside the budget. From what they used, and the budget of metric
+        calls, follow the tokens and dollars of a run; ``print`` the result for what is assumed and what is not known.
+
+        Args:
+            student, trainset, valset: those of :meth:`compile`.
+
+        Raises:
+            ConfigurationError: the data or the program cannot work; raised before any LM call.
+            RunAbortedError: the provider refused for good, or gave no answer.
+            Exception: what the metric or the proposer raised, or the program on every example.
+        """
+        check_data(student, trainset, None, valset)
+        components = self._components(student)
+        calls = self._budget(components, trainset, valset)
+        return estimate(self, student, trainset, calls, len(trainset if valset is None else valset))
+
     def _prepare(
         self, student: Module, trainset: Any, teacher: Module | None, valset: Any, initial: Sequence[Module]
     ) -> Compilation:
         check_data(student, trainset, teacher, valset)
         check_texts(student, initial, self.workflow.max_candidate_characters)
-        components = len(texts_of(student))
-        if not components:
-            raise ConfigurationError(
-                f"{type(student).__name__} has no predictor and no dspy.Flex submodule: there is no text to evolve."
-            )
+        components = self._components(student)
         self._check_prices(student)
         self._set_budget(components, trainset, valset)
         size = len(trainset if valset is None else valset)
@@ -283,6 +299,15 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
         self._best = compilation.best
         return compilation
 
+    def _components(self, student: Module) -> int:
+        """How many texts there are to evolve."""
+        components = len(texts_of(student))
+        if not components:
+            raise ConfigurationError(
+                f"{type(student).__name__} has no predictor and no dspy.Flex submodule: there is no text to evolve."
+            )
+        return components
+
     def _warn_of_small_budget(self, valset_size: int) -> None:
         """A budget that pays for the seed's validation alone returns the seed."""
         needed = 2 * valset_size + 2 * (self.reflection_minibatch_size or 3)
@@ -297,16 +322,21 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
                 needed,
             )
 
-    def _set_budget(self, components: int, trainset: Any, valset: Any) -> None:
-        """As ``dspy.GEPA.compile``: every way to give a budget ends in ``max_metric_calls``."""
+    def _budget(self, components: int, trainset: Any, valset: Any) -> int | None:
+        """Metric calls, as ``dspy.GEPA.compile`` counts them."""
         if self.auto is not None:
-            self.max_metric_calls = self.auto_budget(
+            return self.auto_budget(
                 num_preds=components,
                 num_candidates=AUTO_RUN_SETTINGS[self.auto]["n"],
                 valset_size=len(valset) if valset is not None else len(trainset),
             )
-        elif self.max_full_evals is not None:
-            self.max_metric_calls = self.max_full_evals * (len(trainset) + (len(valset) if valset is not None else 0))
+        if self.max_full_evals is not None:
+            return self.max_full_evals * (len(trainset) + (len(valset) if valset is not None else 0))
+        return self.max_metric_calls
+
+    def _set_budget(self, components: int, trainset: Any, valset: Any) -> None:
+        """As ``dspy.GEPA.compile``: every way to give a budget ends in ``max_metric_calls``."""
+        self.max_metric_calls = self._budget(components, trainset, valset)
         gepa_logger.info("Running AsyncGEPA for at most %s metric calls.", self.max_metric_calls)
         if valset is None:
             logger.warning(

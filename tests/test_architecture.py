@@ -15,14 +15,14 @@ MODULES = {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text("utf-8"))
 
 ALLOWED = {
     "engine": ({"engine"}, {"anyio", "filelock", "sniffio"}),
-    "observe": ({"engine", "observe"}, {"jinja2", "markupsafe", "tqdm"}),
+    "observe": ({"engine", "observe"}, {"dspy", "jinja2", "markupsafe", "opentelemetry", "tqdm"}),
     "modules": ({"engine", "modules"}, {"dspy", "pydantic"}),
     "sandbox": ({"engine", "sandbox"}, {"anyio", "dspy", "pydantic", "pydantic_core"}),
     "programs": (
         {"engine", "observe", "programs"},
         {"anyio", "dspy", "gepa", "httpx", "litellm", "pydantic", "pydantic_core"},
     ),
-    "gepa": ({"engine", "modules", "observe", "programs", "gepa"}, {"anyio", "dspy", "gepa", "numpy"}),
+    "gepa": ({"engine", "modules", "observe", "programs", "gepa"}, {"anyio", "dspy", "gepa", "mlflow", "numpy"}),
     "ace": ({"engine", "modules", "observe", "programs", "ace"}, {"anyio", "dspy", "pydantic"}),
     "harness": (
         {"engine", "observe", "programs", "sandbox", "harness"},

@@ -14,6 +14,7 @@ from dspy_flashevolve.engine.errors import (
     TransientError,
 )
 from dspy_flashevolve.engine.rollouts import Rollout, gather
+from dspy_flashevolve.engine.run import Observer
 from dspy_flashevolve.engine.staleness import Admit, Discard, History, Integrate, Look, StalenessPolicy
 from dspy_flashevolve.engine.steps import End, EndKind, NothingToDoError, Step, StepEnded
 
@@ -31,6 +32,7 @@ __all__ = [
     "Load",
     "Look",
     "NothingToDoError",
+    "Observer",
     "RetryPolicy",
     "Rollout",
     "RolloutUnresolvedError",

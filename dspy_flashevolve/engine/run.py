@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import random
 from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 import anyio
 
@@ -32,6 +33,7 @@ from dspy_flashevolve.engine.events import (
 )
 from dspy_flashevolve.engine.limits import Bounds
 from dspy_flashevolve.engine.loop import LoopClock, Threads, kept, run_to_end
+from dspy_flashevolve.engine.redaction import Redaction, secrets_in
 from dspy_flashevolve.engine.replay import RunJournal, Unfinished
 from dspy_flashevolve.engine.rollouts import Rollouts
 from dspy_flashevolve.engine.scheduler import Scheduler, StageVisit, median_shares
@@ -51,6 +53,19 @@ PRIOR_STEPS = 4
 """The estimate of a step's cost begins as if this many had cost the most that one can."""
 
 
+@runtime_checkable
+class Observer(Protocol):
+    """Looks at runs while they go on."""
+
+    def observing(self, run: EvolutionRun) -> AbstractContextManager[object]:
+        """What is entered when the run begins, and left when it has ended and its ``outcome`` is known.
+
+        Args:
+            run: it may subscribe to the run's ``bus``, and read from any thread what the run says of itself.
+        """
+        ...
+
+
 class EvolutionRun:
     """One run of an evolution loop.
 
@@ -68,6 +83,7 @@ class EvolutionRun:
         median_seconds: every so many seconds, slots move between stages (:func:`median_shares`); None for never.
         retry: how often a request is made that the provider turns away, and when; when an endpoint is given up.
         journal: where the run is written down, so that it can go on; None for nowhere.
+        observers: look at it.
 
     Raises:
         ConfigurationError: no stage, or fewer than 1 slot.
@@ -88,10 +104,14 @@ class EvolutionRun:
         median_seconds: float | None = None,
         retry: RetryPolicy | None = None,
         journal: RunJournal | None = None,
+        observers: Sequence[Observer] = (),
     ) -> None:
         if not stages:
             raise ConfigurationError(f"{name}: a run has no stages, expected at least one.")
         self.name, self.slots, self.lockstep, self.journal = name, slots, lockstep, journal
+        self.redaction = Redaction(secrets_in(os.environ)) if journal is None else journal.journal.redaction
+        """Takes secrets out of what leaves the process."""
+        self._observers = observers
         self._max_seconds, self._median_seconds = max_seconds, median_seconds
         self.ended: dict[str, int] = {kind.value: 0 for kind in EndKind}
         """Way -> steps that ended so."""
@@ -166,16 +186,19 @@ class EvolutionRun:
     async def opened(self) -> AsyncGenerator[None, None]:
         """Everything is ready for requests inside the block; a run is for one."""
         self.clock.attach()
-        try:
-            yield
-        except BaseException as error:
-            self.error, self._ends = error, "aborted"
-            raise
-        finally:
-            self.outcome = self._ends
-            self.threads.close(wait=self.error is None and not self.threads.abandoned)
-            if self.journal is not None:
-                self.journal.session_ended(self.outcome, self._said())
+        with ExitStack() as observing:
+            for one in self._observers:
+                observing.enter_context(one.observing(self))
+            try:
+                yield
+            except BaseException as error:
+                self.error, self._ends = error, "aborted"
+                raise
+            finally:
+                self.outcome = self._ends
+                self.threads.close(wait=self.error is None and not self.threads.abandoned)
+                if self.journal is not None:
+                    self.journal.session_ended(self.outcome, self.said)
 
     def stop(self, reason: str, outcome: Outcome = "stopped") -> None:
         """Open no more steps; what runs is finished. The first reason stays. Call it on the run's loop.
@@ -203,7 +226,9 @@ class EvolutionRun:
                 scope.cancel()  # it may wait for something to work on as long as it likes
         self.tell()
 
-    def _said(self) -> str:
+    @property
+    def said(self) -> str:
+        """Why no further step starts, or what ended the run; empty while neither is so."""
         error = self.error
         return self.stop_reason if error is None else f"{type(error).__name__}: {error}" if str(error) else "cancelled"
 

@@ -233,6 +233,11 @@ class Slot:
         self.shield: anyio.CancelScope | None = None
         """Around what is not cancelled with the rest: a metric in a thread."""
 
+    @property
+    def place(self) -> tuple[int, str]:
+        """Number of the step, and the stage, whose request is in it."""
+        return self._line.step.number, self._line.stage.name
+
     async def take(self, behind: int = 0) -> None:
         """Wait for the slot in the run's order, unless it is held. One that has been closed takes none."""
         if self.held or self._closed:

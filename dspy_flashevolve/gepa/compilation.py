@@ -204,11 +204,13 @@ class Compilation:
             stats = self._stats()
             self.best.end(stats)
             if isinstance(error, Exception):
+                await self._track_end()
                 report(error, hooks_of(self._parts, self._optimizer))
                 if pool.seed_confirmed:
                     hand_over(error, self._result(stats))
             log_summary(logger, stats, isinstance(error, Exception))
             raise
+        await self._track_end()
         stats = self._stats()
         if self._loop.discarded_share > MUCH_DISCARDED:
             logger.warning(
@@ -235,6 +237,15 @@ class Compilation:
             raise
         finally:
             pool.close()
+
+    async def _track_end(self) -> None:
+        """Send the tracker the last figures and the report, and wait until it has all that it was sent."""
+        tracker = self._parts.tracker
+        if tracker.thread is not None:
+            state = self._pool.state
+            self._loop.track(state.i + 1, total_metric_calls=state.total_num_evals)
+            send = tracker.log_report, self._optimizer.log_dir
+            await asyncio.get_running_loop().run_in_executor(tracker.thread, *send)
 
     def _journal(self) -> RunJournal | None:
         optimizer, student = self._optimizer, self._student

@@ -15,7 +15,6 @@ from typing import Any
 from gepa.api import optimize
 from gepa.core.data_loader import DataLoader
 from gepa.core.state import EvaluationCache, GEPAState
-from gepa.logging.experiment_tracker import create_experiment_tracker
 from gepa.proposer.merge import MergeProposer
 from gepa.proposer.reflective_mutation.base import CandidateSelector
 from gepa.strategies.acceptance import AcceptanceCriterion, ImprovementOrEqualAcceptance, StrictImprovementAcceptance
@@ -36,6 +35,7 @@ from gepa.strategies.proposal_selection import AllImprovements
 from gepa.utils import CompositeStopper, FileStopper, MaxMetricCallsStopper, NoImprovementStopper
 
 from dspy_flashevolve.engine.errors import ConfigurationError
+from dspy_flashevolve.gepa.tracker import Tracker
 
 REFUSED = {
     "seed_candidate": "it is read from the student that compile() gets",
@@ -177,7 +177,7 @@ class Parts:
     selection_strategy: Any
     stopper: Stoppers
     merge: MergeProposer[Any] | None
-    tracker: Any
+    tracker: Tracker
     cache: EvaluationCache[Any, Any] | None
     callbacks: list[Any] | None
 
@@ -232,7 +232,7 @@ def build_parts(optimizer: Any, valset: DataLoader[Any, Any], logger: Any) -> Pa
         selection_strategy=more.get("selection_strategy") or AllImprovements(),
         stopper=stoppers_of(optimizer),
         merge=merge if optimizer.use_merge else None,
-        tracker=_tracker(optimizer),
+        tracker=Tracker(optimizer),
         cache=EvaluationCache[Any, Any]() if more.get("cache_evaluation", False) else None,
         callbacks=more.get("callbacks"),
     )
@@ -240,19 +240,6 @@ def build_parts(optimizer: Any, valset: DataLoader[Any, Any], logger: Any) -> Pa
 
 def _never_called(*_: Any) -> Any:
     raise AssertionError("merged candidates are evaluated by the screen stage, never by the merge proposer")
-
-
-def _tracker(optimizer: Any) -> Any:
-    passed_on = ("wandb_attach_existing", "mlflow_tracking_uri", "mlflow_experiment_name", "mlflow_attach_existing")
-    more = optimizer.gepa_kwargs
-    return create_experiment_tracker(
-        use_wandb=optimizer.use_wandb,
-        wandb_api_key=optimizer.wandb_api_key,
-        wandb_init_kwargs=optimizer.wandb_init_kwargs,
-        use_mlflow=optimizer.use_mlflow,
-        key_prefix=more.get("tracking_key_prefix", ""),
-        **{name: more[name] for name in passed_on if name in more},
-    )
 
 
 class Stoppers(CompositeStopper):

@@ -1,7 +1,7 @@
 """The pool and its one writer.
 
-Everything that reads or changes gepa's state, and every callback, selector, stopper and tracker, runs in
-one thread, one call at a time, in the order in which the calls were made (docs/architecture.md).
+Everything that reads or changes gepa's state, and every callback, selector and stopper, runs in one thread,
+one call at a time, in the order in which the calls were made (docs/architecture.md).
 The pool is gepa's engine without its loop: how a candidate is added, reported and logged is gepa's code.
 
 Here are also the frozen records that flow from stage to stage of a step, and the candidates that steps may build on

@@ -44,6 +44,7 @@ from dspy_flashevolve.gepa.integration import Integrations
 from dspy_flashevolve.gepa.options import has_foreign
 from dspy_flashevolve.gepa.pool import Batch, Child, Commit, Crossover, Parent, Pool, Screened, Selected, Validated
 from dspy_flashevolve.gepa.select import Selection
+from dspy_flashevolve.gepa.tracker import figures
 from dspy_flashevolve.observe.statistics import ChangeRecord
 from dspy_flashevolve.programs.program import DspyProgram, Reflection
 from dspy_flashevolve.programs.run import DspyRun
@@ -672,6 +673,18 @@ class GepaLoop:
             self._counts_from = max(self._run.live, default=step.number) + 1
         if await pool.write(pool.end_step, step, committed, counts or self._run.lockstep):
             self._stop()
+        self.track(step.number + 1, gap=pool.version - step.version - committed)
+
+    def track(self, iteration: int, **more: float) -> None:
+        """Send the figures of the run so far to the tracker, where there is one.
+
+        Args:
+            more: figures beside those of :func:`figures`.
+        """
+        run, tracker = self._run, self._pool.parts.tracker
+        if tracker.thread is not None:
+            busy = run.scheduler.statistics().busy
+            tracker.log_metrics({**figures(run.statistics(), busy, self.integration_calls), **more}, step=iteration)
 
     def _stop(self) -> None:
         """A stopper said stop: of the user's, or gepa's for the budget."""

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any
 
 from dspy_flashevolve.engine.events import Committed, Event, RequestFinished, RolloutFinished, SeedValidated, StepClosed
+from dspy_flashevolve.engine.run import EvolutionRun
 from dspy_flashevolve.engine.scheduler import Scheduler
 
 
@@ -28,8 +31,17 @@ class Progress:
         self._best: float | None = None
         self._streams: list[tuple[logging.StreamHandler[Any], Any]] = []
 
-    def begin(self, scheduler: Scheduler) -> None:
-        """Show the bar; the scheduler knows how many slots are busy."""
+    @contextmanager
+    def observing(self, run: EvolutionRun) -> Generator[None, None, None]:
+        """Show the bar; see :class:`Observer`."""
+        self._begin(run.scheduler)
+        run.bus.subscribe(self)
+        try:
+            yield
+        finally:
+            self._close()
+
+    def _begin(self, scheduler: Scheduler) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # tqdm.auto warns where a notebook has no widgets, and falls back
             from tqdm.auto import tqdm
@@ -51,8 +63,7 @@ class Progress:
 
     def __call__(self, event: Event) -> None:
         """Take one event."""
-        if self._scheduler is None:
-            return
+        assert self._scheduler is not None
         if isinstance(event, RolloutFinished | RequestFinished):
             self._tokens += event.tokens
             self._dollars += event.cost_dollars
@@ -75,13 +86,11 @@ class Progress:
         ]
         self._bar.set_postfix_str(", ".join(filter(None, parts)), refresh=False)
 
-    def close(self) -> None:
-        """Leave the bar as it is."""
+    def _close(self) -> None:
         for handler, stream in self._streams:
             handler.setStream(stream)
         self._streams.clear()
-        if self._bar is not None:
-            self._bar.end()
+        self._bar.end()
 
 
 class _AboveBar:

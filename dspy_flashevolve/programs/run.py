@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -19,10 +18,9 @@ from dspy_flashevolve.engine.endpoints import OUTAGE_SECONDS, RetryPolicy
 from dspy_flashevolve.engine.errors import ConfigurationError, DataError
 from dspy_flashevolve.engine.limits import Bounds
 from dspy_flashevolve.engine.loop import is_being_cancelled
-from dspy_flashevolve.engine.redaction import Redaction, secrets_in
 from dspy_flashevolve.engine.replay import RunJournal, hash_of
 from dspy_flashevolve.engine.rollouts import Granted, Rollout, RolloutKey, Spent, batch
-from dspy_flashevolve.engine.run import EvolutionRun
+from dspy_flashevolve.engine.run import EvolutionRun, Observer
 from dspy_flashevolve.engine.scheduler import Requester
 from dspy_flashevolve.engine.steps import EndKind, Reservation, Step, StepEnded
 from dspy_flashevolve.observe.progress import Progress
@@ -118,12 +116,14 @@ class DspyRun(EvolutionRun):
             median_seconds=median_seconds,
             retry=replace(retry or RetryPolicy(), outage_seconds=max_outage_seconds),
             journal=journal,
+            observers=[
+                Progress(name, shown_calls or max_metric_calls),
+                *(one for one in self.settings.get("callbacks") or () if isinstance(one, Observer)),
+            ],
         )
-        self.recorder, self._progress = Recorder(self.clock), Progress(name, shown_calls or max_metric_calls)
+        self.recorder = Recorder(self.clock)
         self.bus.subscribe(self.recorder)
-        self.bus.subscribe(self._progress)
-        redaction = Redaction(secrets_in(os.environ)) if journal is None else journal.journal.redaction
-        self.models = LanguageModels(self.endpoints, redaction)
+        self.models = LanguageModels(self.endpoints, self.redaction)
         self.paced(lm)
         self.settings.update(self.models.settings)
         self._shown_calls = shown_calls or max_metric_calls
@@ -141,11 +141,9 @@ class DspyRun(EvolutionRun):
         try:
             with dspy.context(**self.settings):
                 async with super().opened():
-                    self._progress.begin(self.scheduler)
                     yield
         finally:
             self._seconds = self.clock() - self.clock.began
-            self._progress.close()
             self.models.close()
 
     async def asked(

@@ -1,4 +1,4 @@
-"""One writer: callbacks, selectors, stoppers and the tracker run one at a time, in one thread, in commit order.
+"""One writer: callbacks, selectors and stoppers run one at a time, in one thread, in commit order.
 
 DESIGN section 4, invariant 1.
 """
