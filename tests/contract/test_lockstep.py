@@ -6,6 +6,7 @@ from typing import Any
 
 import dspy
 import pytest
+from dspy.clients import Cache
 from gepa.strategies.acceptance import ImprovementOrEqualAcceptance
 from gepa.strategies.proposal_sampling import IndependentSampling, PxNSampling
 from gepa.strategies.proposal_selection import BestImprovement, TopKImprovements
@@ -44,6 +45,26 @@ def test_lockstep_gives_the_candidates_parents_scores_and_calls_of_gepa(seed: in
 @pytest.mark.parametrize(("merge", "cached"), [(False, True), (True, True), (False, False)])
 def test_lockstep_equals_gepa_with_a_cache_and_without_merges(merge: bool, cached: bool) -> None:
     assert_same(1, 3, use_merge=merge, gepa_kwargs={"cache_evaluation": cached})
+
+
+@pytest.mark.parametrize("kind", [dspy.GEPA, AsyncGEPA])
+def test_a_second_run_with_cached_lms_asks_nothing_new(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = Cache(enable_disk_cache=False, enable_memory_cache=True, disk_cache_dir="")
+    monkeypatch.setattr(dspy, "cache", cache)
+    lms = [task_lm(), reflection_lm()]
+    for lm in lms:
+        lm.cache = True
+    found: list[Any] = []
+    asked: list[int] = []
+    for _ in range(2):
+        more = {"schedule": "lockstep"} if kind is AsyncGEPA else {}
+        optimizer = kind(digits, max_metric_calls=100, num_threads=4, track_stats=True, reflection_lm=lms[1], **more)
+        with dspy.context(lm=lms[0]):
+            program = optimizer.compile(Chain(), trainset=examples("t", 7), valset=examples("v", 9))
+        found.append(program.detailed_results.val_subscores)
+        asked.append(sum(lm.engine.calls for lm in lms))
+    assert found[0] == found[1]
+    assert asked[0] == asked[1] > len(found[0][0]), "answers came from the cache"
 
 
 def test_lockstep_equals_gepa_where_a_merge_was_accepted() -> None:
