@@ -103,6 +103,8 @@ class Journal:
         """What to write, who waits for that, and None at the end."""
         self.failure: JournalError | None = None
         """Why nothing is written any more; None while all is well."""
+        self.is_new = not _is_there(self.path)
+        """There was none before."""
         try:
             self._writing = _opened(self.path)
         except BaseException:
@@ -314,6 +316,10 @@ def is_at_work(directory: str | Path) -> bool:
         return False
 
 
+def _is_there(path: Path) -> bool:
+    return path.exists() and path.stat().st_size > 0
+
+
 def _opened(path: Path) -> sqlite3.Connection:
     """The writer's connection to a journal, which is made where there is none.
 
@@ -321,10 +327,10 @@ def _opened(path: Path) -> sqlite3.Connection:
         RunDirectoryError: see :func:`checked`.
     """
     try:
-        if not path.exists() or path.stat().st_size == 0:
-            _create(path)
-        else:
+        if _is_there(path):
             checked(path)
+        else:
+            _create(path)
         connection = sqlite3.connect(path, timeout=30, isolation_level=None, check_same_thread=False)
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = NORMAL")

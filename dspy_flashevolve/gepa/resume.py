@@ -7,6 +7,7 @@ What touches the pool runs in its writer.
 from __future__ import annotations
 
 import json
+import logging
 import sqlite3
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,6 +24,8 @@ from dspy_flashevolve.gepa.credit import Credit
 from dspy_flashevolve.gepa.options import restore_strategies
 from dspy_flashevolve.gepa.pool import Crossover, Pool, Selected, write_commits
 from dspy_flashevolve.programs.records import DataUnpickler, output_in
+
+logger = logging.getLogger(__name__)
 
 # gepa's checkpoint.
 
@@ -189,6 +192,13 @@ def _reconcile(journal: RunJournal, pool: Pool) -> None:
         )
         for index in range(known + 1, have + 1)
     ]
+    if elsewhere and not journal.journal.is_new:
+        logger.warning(
+            "gepa_state.bin in %s has %d candidates that journal.sqlite beside it does not have. Another program went "
+            "on from it; or the journal was copied without journal.sqlite-wal, which has what a run that was killed "
+            "wrote last. The run goes on from gepa_state.bin: what the journal has lost may be paid again.",
+            journal.journal.directory, len(elsewhere),
+        )  # fmt: skip
     if elsewhere:
         write_commits(journal, None, known + 1, known, elsewhere)
     ids = ids_of(pool.loader)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import pickle
 import shutil
@@ -16,7 +17,7 @@ import dspy
 import pytest
 
 from dspy_flashevolve import AsyncGEPA, ConfigurationError
-from tests.contract.surface import journal_of, problems
+from tests.contract.surface import facts, journal_of, on, problems
 from tests.fakes import Chain, digits, examples, reflection_lm, task_lm
 
 TRAIN, VAL = examples("t", 6), examples("v", 6)
@@ -126,6 +127,18 @@ def test_a_file_that_is_no_database_is_refused(tmp_path: Path) -> None:
     refused(tmp_path, "not a database")
 
 
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_what_a_kill_leaves_of_a_journal_that_was_being_made_is_no_hindrance(
+    finished: Path, tmp_path: Path, share: float
+) -> None:
+    """A part of it under another name, and an empty file under its own."""
+    path, content = journal_of(tmp_path), journal_of(finished).read_bytes()
+    path.touch()
+    path.with_suffix(".new").write_bytes(content[: int(share * len(content))])
+    assert compiled(tmp_path).detailed_results.total_metric_calls > 0
+    assert problems(tmp_path) == []
+
+
 def test_a_database_of_something_else_is_refused(tmp_path: Path) -> None:
     connection = sqlite3.connect(journal_of(tmp_path))
     connection.execute("CREATE TABLE recipes (name TEXT)")
@@ -199,6 +212,29 @@ def test_a_journal_without_its_checkpoint_is_refused(directory: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"gepa_state.bin is missing"):
         compiled(directory, metric=metric, calls=100)
     assert metric.calls == 0
+
+
+def test_a_journal_that_was_copied_without_its_last_writes_goes_on_from_the_checkpoint_and_it_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What a run that was killed has written lies in a file of SQLite's beside the journal."""
+    copies = (tmp_path / "whole", []), (tmp_path / "part", ["*-wal", "*-shm"])
+
+    def copy(event: dict[str, Any]) -> None:
+        if len(event["state"].program_candidates) > 1 and not copies[0][0].exists():
+            for copied, without in copies:
+                shutil.copytree(tmp_path / "run", copied, ignore=shutil.ignore_patterns("*.lock", *without))
+
+    compiled(tmp_path / "run", schedule="lockstep", gepa_kwargs=on("on_iteration_start", copy))
+    known = json.loads((tmp_path / "part" / "candidates.json").read_text())
+    assert len(known) > 1
+    for copied, without in copies:
+        caplog.clear()
+        details = compiled(copied, schedule="lockstep").detailed_results
+        assert facts(details)[0][: len(known)] == known
+        said = [line for line in caplog.messages if "copied without journal.sqlite-wal" in line]
+        assert len(said) == len(without[:1])
+        assert problems(copied) == []
 
 
 def test_a_damaged_checkpoint_is_refused_with_the_ways_out(directory: Path) -> None:
