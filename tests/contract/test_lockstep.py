@@ -17,84 +17,6 @@ from tests.fakes import Chain, digits, examples, fake_lm, hashed, reflection_lm,
 NEVER_SAME = ("log_dir",)
 
 
-<<<<<<< HEAD
-=======
-def result_of(kind: Any, seed: int, predictors: int = 1, calls: int = 150, **options: Any) -> dict[str, Any]:
-    """Compile with ``kind`` and return the detailed results as data."""
-    settings: dict[str, Any] = {"max_metric_calls": calls, "num_threads": 4, "track_stats": True, "seed": seed}
-    optimizer = kind(digits, reflection_lm=reflection_lm(seed), **(settings | options))
-    with dspy.context(lm=task_lm(seed)):
-        program = optimizer.compile(Chain(predictors), trainset=examples("t", 7), valset=examples("v", 9))
-    result = program.detailed_results.to_dict()
-    return {name: value for name, value in result.items() if name not in NEVER_SAME}
-
-
-def assert_same(seed: int, predictors: int = 1, **options: Any) -> dict[str, Any]:
-    expected = result_of(dspy.GEPA, seed, predictors, **options)
-    assert result_of(AsyncGEPA, seed, predictors, schedule="lockstep", **options) == expected
-    return expected
-
-
-@pytest.mark.parametrize("predictors", [1, 2])
-@pytest.mark.parametrize("seed", range(5))
-def test_lockstep_gives_the_candidates_parents_scores_and_calls_of_gepa(seed: int, predictors: int) -> None:
-    """Candidate for candidate: texts, parents, every validation score, metric calls at discovery, all calls."""
-    expected = assert_same(seed, predictors, use_merge=True)
-    assert len(expected["candidates"]) > 2, "the comparison must see accepted candidates"
-    assert expected.keys() >= {"candidates", "parents", "val_subscores", "discovery_eval_counts", "total_metric_calls"}
-
-
-@pytest.mark.parametrize(("merge", "cached"), [(False, True), (True, True), (False, False)])
-def test_lockstep_equals_gepa_with_a_cache_and_without_merges(merge: bool, cached: bool) -> None:
-    assert_same(1, 3, use_merge=merge, gepa_kwargs={"cache_evaluation": cached})
-
-
-@pytest.mark.parametrize("kind", [dspy.GEPA, AsyncGEPA])
-def test_a_second_run_with_cached_lms_asks_nothing_new(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = Cache(enable_disk_cache=False, enable_memory_cache=True, disk_cache_dir="")
-    monkeypatch.setattr(dspy, "cache", cache)
-    lms = [task_lm(), reflection_lm()]
-    for lm in lms:
-        lm.cache = True
-    found: list[Any] = []
-    asked: list[int] = []
-    for _ in range(2):
-        more = {"schedule": "lockstep"} if kind is AsyncGEPA else {}
-        optimizer = kind(digits, max_metric_calls=100, num_threads=4, track_stats=True, reflection_lm=lms[1], **more)
-        with dspy.context(lm=lms[0]):
-            program = optimizer.compile(Chain(), trainset=examples("t", 7), valset=examples("v", 9))
-        found.append(program.detailed_results.val_subscores)
-        asked.append(sum(lm.engine.calls for lm in lms))
-    assert found[0] == found[1]
-    assert asked[0] == asked[1] > len(found[0][0]), "answers came from the cache"
-
-
-def test_lockstep_equals_gepa_where_a_merge_was_accepted() -> None:
-    expected = assert_same(7, 3, calls=400, use_merge=True)
-    assert any(len(parents) == 2 for parents in expected["parents"]), "this seed is here because it merges"
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"gepa_kwargs": {"sampling_strategy": IndependentSampling(3)}},
-        {"gepa_kwargs": {"sampling_strategy": PxNSampling(2, 2), "selection_strategy": BestImprovement()}},
-        {"gepa_kwargs": {"sampling_strategy": IndependentSampling(4), "selection_strategy": TopKImprovements(2)}},
-        {"gepa_kwargs": {"acceptance_criterion": "improvement_or_equal"}},
-        {"gepa_kwargs": {"acceptance_criterion": ImprovementOrEqualAcceptance()}},
-        {"candidate_selection_strategy": "current_best"},
-        {"candidate_selection_strategy": "epsilon_greedy"},
-        {"component_selector": "all"},
-        {"reflection_minibatch_size": 4},
-        {"skip_perfect_score": False, "perfect_score": 0.5},
-        {"max_full_evals": 8, "max_metric_calls": None},
-    ],
-)
-def test_lockstep_equals_gepa_with_each_strategy_that_a_user_can_pass(options: dict[str, Any]) -> None:
-    assert_same(1, 2, **options)
-
-
->>>>>>> w-faults
 class Log:
     """Records the names, iterations and payloads of every gepa callback."""
 
@@ -197,3 +119,23 @@ def test_lockstep_equals_gepa_on_data_whose_replies_fail_to_parse() -> None:
         results.append(program.detailed_results.to_dict())
     assert results[1] == results[0]
     assert 0.0 in results[0]["val_subscores"][0].values(), "some replies must have failed"
+
+
+@pytest.mark.parametrize("kind", [dspy.GEPA, AsyncGEPA])
+def test_a_second_run_with_cached_lms_asks_nothing_new(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = Cache(enable_disk_cache=False, enable_memory_cache=True, disk_cache_dir="")
+    monkeypatch.setattr(dspy, "cache", cache)
+    lms = [task_lm(), reflection_lm()]
+    for lm in lms:
+        lm.cache = True
+    found: list[Any] = []
+    asked: list[int] = []
+    for _ in range(2):
+        more = {"schedule": "lockstep"} if kind is AsyncGEPA else {}
+        optimizer = kind(digits, max_metric_calls=100, num_threads=4, track_stats=True, reflection_lm=lms[1], **more)
+        with dspy.context(lm=lms[0]):
+            program = optimizer.compile(Chain(), trainset=examples("t", 7), valset=examples("v", 9))
+        found.append(program.detailed_results.val_subscores)
+        asked.append(sum(lm.engine.calls for lm in lms))
+    assert found[0] == found[1]
+    assert asked[0] == asked[1] > len(found[0][0]), "answers came from the cache"
