@@ -309,6 +309,11 @@ DATA = {
     "numpy": {"dtype", "ndarray"},
     "numpy.core.multiarray": {"scalar", "_reconstruct"},
     "numpy._core.multiarray": {"scalar", "_reconstruct"},
+    # gepa's cache says of what types it is: EvaluationCache[RolloutOutput, DataId]
+    "_operator": {"getitem"},
+    "typing": {"Any"},
+    "gepa.core.adapter": {"RolloutOutput"},
+    "gepa.core.data_loader": {"DataId"},
 }
 """Module -> what a checkpoint may name of it, beside classes of which :func:`_holds_data` says yes."""
 

@@ -15,6 +15,9 @@ from typing import Any
 
 import dspy
 import pytest
+from gepa.core.adapter import RolloutOutput
+from gepa.core.data_loader import DataId
+from gepa.core.state import EvaluationCache
 
 from dspy_flashevolve import AsyncGEPA, ConfigurationError
 from tests.contract.surface import facts, journal_of, on, problems
@@ -284,6 +287,21 @@ def test_outputs_that_cannot_be_pickled_end_no_run_and_come_back(tmp_path: Path,
         assert len(outputs) >= len(VAL)
         assert all(output.answer for output in outputs)
     assert problems(tmp_path) == []
+
+
+@pytest.mark.parametrize("first", [dspy.GEPA, AsyncGEPA])
+def test_a_checkpoint_with_gepas_cache_is_gone_on_from(tmp_path: Path, first: Any) -> None:
+    """The cache names the types that it is of."""
+    more: dict[str, Any] = {"log_dir": str(tmp_path), "gepa_kwargs": {"cache_evaluation": True}}
+    with dspy.context(lm=task_lm()):
+        optimizer = first(digits, max_metric_calls=40, reflection_lm=reflection_lm(), track_stats=True, **more)
+        optimizer.compile(Chain(), trainset=TRAIN, valset=VAL)
+    path = tmp_path / "gepa_state.bin"
+    state = pickle.loads(path.read_bytes())
+    cache = EvaluationCache[RolloutOutput, DataId]() if first is dspy.GEPA else EvaluationCache[Any, Any]()
+    path.write_bytes(pickle.dumps({**state, "evaluation_cache": cache}))  # as it is before anything is in it
+    details = compiled(tmp_path, calls=100, gepa_kwargs=more["gepa_kwargs"]).detailed_results
+    assert details.total_metric_calls > state["total_num_evals"]
 
 
 def test_outputs_that_json_does_not_have_end_no_run(tmp_path: Path) -> None:
