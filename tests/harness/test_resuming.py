@@ -175,7 +175,8 @@ def test_of_a_step_that_was_interrupted_at_its_admission_the_rest_is_admitted(tm
 def test_a_search_that_its_time_ended_goes_on_with_more_of_it(tmp_path: Path) -> None:
     first = run(tmp_path, "full", 1000, max_seconds=0.3).detailed_results
     assert "max_seconds" in first.stats.stop_reason
-    more = run(tmp_path, "full", 1000, max_seconds=0.3).detailed_results
+    [(begun,)] = rows(tmp_path, "SELECT COUNT(*) FROM steps")
+    more = run(tmp_path, "full", begun + 3).detailed_results
     assert more.candidates[: len(first.candidates)] == first.candidates
     assert len(more.candidates) > len(first.candidates)
     assert more.stats.metric_calls == rows(tmp_path, "SELECT COUNT(*) FROM rollouts")[0][0]
