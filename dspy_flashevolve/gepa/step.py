@@ -561,9 +561,9 @@ class GepaLoop:
 
     async def commit(self, step: Step, work: Sequence[Validated]) -> End:
         """Add the candidates to the pool, one after the other: the one writer."""
-        step.behind = BEFORE_STEPS
+        step.waits_for(BEFORE_STEPS)
         await self._seeded.wait()
-        step.behind = None
+        step.waits_for(None)
         try:
             self._look(step, "before_commit", [one.base for one in work])
         except StepEnded:
