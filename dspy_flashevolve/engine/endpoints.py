@@ -165,17 +165,18 @@ class Answers:
         if not sent.faults:
             sent.since, sent.since_seconds = self._count, now
         sent.faults += 1
-        others = [fine for one, (at, fine) in self._last.items() if one is not sent and at >= sent.since]
-        if of_request and not others:
+        others = since = [fine for one, (at, fine) in self._last.items() if one is not sent and at >= sent.since]
+        if of_request and not since:
             others = [fine for one, (_, fine) in self._last.items() if one is not sent]
         answered, away = others.count(True), others.count(False)
         sent.is_odd = answered > away
         its_own = answered >= away if of_request else sent.is_odd and now >= sent.since_seconds + PATIENT_SECONDS
         sent.counted += its_own or self._of.hurried or self._is_spare
         self._note_end(sent, fine=False)
-        if not sent.is_odd:  # else it says nothing of who is asked
+        if not sent.is_odd or not since:  # others that were answered since say more of who is asked
             self._silent_since = now if self._silent_since is None else self._silent_since
             self._turned_away += 1
+        if not sent.is_odd:
             self._tell(now, said)
 
     def _note_end(self, sent: Sent, fine: bool) -> None:

@@ -190,6 +190,10 @@ class Step:
     has_asked: bool = field(default=False, init=False)
     """It has made a request."""
 
+    def waits_for(self, number: int | None) -> None:
+        """It waits for the end of the step of that number from now on; None: it goes on."""
+        self.behind = number
+
     def saw(self, version: int, value: float | None = None) -> None:
         """It works on what the pool had at ``version`` from now on, and is thought to reach ``value``."""
         self.version = version
