@@ -170,9 +170,10 @@ def test_a_run_that_an_error_ends_has_its_report_too(wandb: FakeWandb, tmp_path:
     assert wandb.ended
 
 
-def test_mlflow_has_the_figures_the_tables_and_the_report(tmp_path: Path) -> None:
+def test_mlflow_has_the_figures_the_tables_and_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """gepa's tables come to mlflow only from a thread whose active run is the run."""
     mlflow = pytest.importorskip("mlflow")
+    monkeypatch.chdir(tmp_path)  # it makes a directory for runs without an experiment
     mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/mlflow.sqlite")
     experiment = mlflow.create_experiment("runs", artifact_location=(tmp_path / "artifacts").as_uri())
     mlflow.set_experiment("runs")
