@@ -199,10 +199,6 @@ class Step:
         self.version = version
         self.value = self.value if value is None else value
 
-    def waits_for(self, step: int | None) -> None:
-        """It waits for the end of the step of that number; None for none any more."""
-        self.behind = step
-
 
 def rng_of(number: int, seed: object) -> random.Random:
     """A step's randomness: it follows from the run's seed and the step's number alone.
