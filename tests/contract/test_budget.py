@@ -36,7 +36,7 @@ WORLDS = st.builds(
 )
 
 
-@settings(max_examples=50)
+@settings(max_examples=30)
 @given(
     world=WORLDS,
     beyond_the_seed=st.integers(0, 100),

@@ -95,7 +95,7 @@ def test_lockstep_equals_gepa_where_a_merge_was_accepted() -> None:
     ],
 )
 def test_lockstep_equals_gepa_with_each_strategy_that_a_user_can_pass(options: dict[str, Any]) -> None:
-    assert_same(1, 2, **options)
+    assert_same(1, 2, calls=120, **options)
 
 
 def test_lockstep_equals_gepa_on_data_whose_replies_fail_to_parse() -> None:

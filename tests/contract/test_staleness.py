@@ -69,9 +69,9 @@ POLICIES: list[Any] = ["full", "guarded", "patch", "reflective", Guarded(0), Ref
     ("staleness", "predictors"), [*((one, 2) for one in POLICIES), ("reflective", 1), (JOINED, 1)], ids=repr
 )
 def test_the_budget_holds_every_step_ends_and_the_winner_is_fully_validated(staleness: Any, predictors: int) -> None:
-    program = compiled(150, predictors, staleness=staleness)
+    program = compiled(110, predictors, staleness=staleness)
     details, stats = program.detailed_results, program.async_stats
-    assert program.scored == stats.metric_calls <= 150
+    assert program.scored == stats.metric_calls <= 110
     check_ends(stats)
     assert stats.ended.get("cancelled", 0) == stats.ended.get("failed", 0) == 0
     check_winner(details, VAL)
@@ -158,10 +158,14 @@ USELESS: dict[str, tuple[Any, str]] = {
     ),
     "no answer": (lambda: Saying(lambda head, _: LMRateLimitError("slow down", model="simulated")), "slow down"),
 }  # fmt: skip
+PATCHES = ("no format", "nothing", "the head's text, and no verdicts", "no answer")
+"""Of these: what a patch treats in ways of its own."""
 
 
-@pytest.mark.parametrize("name", USELESS)
-@pytest.mark.parametrize("staleness", ["reflective", "patch"])
+@pytest.mark.parametrize(
+    ("name", "staleness"),
+    [*((name, "reflective") for name in USELESS), *((name, "patch") for name in PATCHES)],
+)
 def test_no_reply_to_an_integration_costs_more_than_itself(name: str, staleness: str) -> None:
     """Children that are in no text, for no reason that holds, go on as in ``full``: they end by their own scores."""
     module, failed = USELESS[name]
@@ -325,7 +329,7 @@ def test_harm_does_not_stay_in_the_best_program(seed: int) -> None:
 
 
 @settings(max_examples=12)
-@given(st.integers(24, 400), st.integers(0, 3), st.floats(0, 1), st.sampled_from([1, 4, 16]), st.integers(1, 20))
+@given(st.integers(24, 250), st.integers(0, 3), st.floats(0, 1), st.sampled_from([1, 4, 16]), st.integers(1, 20))
 def test_no_budget_is_exceeded_and_every_step_ends_once(
     calls: int, seed: int, harmful: float, threads: int, undecided: int
 ) -> None:

@@ -526,7 +526,7 @@ def test_best_so_far_can_be_asked_all_the_time_from_many_threads_until_after_the
             if last:
                 return
 
-    one = optimizer(90)
+    one = optimizer(50)
     with ThreadPoolExecutor(2) as pool:
         asking = [pool.submit(ask) for _ in range(2)]
         try:

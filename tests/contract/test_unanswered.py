@@ -360,7 +360,7 @@ FAULTS: dict[str, Callable[[], Exception]] = ALWAYS | {
 }
 
 
-@settings(max_examples=25)
+@settings(max_examples=18)
 @given(
     faults=st.lists(
         st.tuples(st.floats(0, 150), st.floats(0.1, 100), st.sampled_from(list(FAULTS)), st.floats(0.1, 1)), max_size=5
