@@ -28,12 +28,12 @@ import pickle
 import re
 import threading
 import weakref
-from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
-from types import FunctionType, MethodType, SimpleNamespace
+from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -43,7 +43,7 @@ from dspy.clients.base_lm import BaseLM
 from dspy.clients.cache import Cache
 from dspy.primitives.module import Module
 from dspy.teleprompt.gepa.gepa_utils import DspyAdapter
-from dspy.utils.usage_tracker import UsageTracker, track_usage
+from dspy.utils.usage_tracker import UsageTracker
 
 from dspy_flashevolve.engine.endpoints import Endpoint, Sent
 from dspy_flashevolve.engine.errors import ConfigurationError, FlashEvolveError, TransientError
@@ -81,8 +81,11 @@ OF_THE_CALLER = (
 """Settings of dspy's that mean something in the caller's process only."""
 SHIPPED_VARIABLES = re.compile(r"_(API_KEY|API_BASE|BASE_URL)$")
 """Environment variables that LMs read their keys and addresses from, where their arguments do not say them."""
-NOT_ITS_OWN = ("node", "memory", "OOM", "preempt", "unavailable")
-"""What Ray says of an actor that died without a fault of what ran in it."""
+ITS_OWN = ("SYSTEM_ERROR", "USER_ERROR", "INTENDED_USER_EXIT")
+"""Ray's words for the end of a process that what ran in it may have brought about; a node's end, and a process that
+Ray ends since memory is short, have others."""
+ENDS = re.compile(r"(?:worker process|node) has died.*?(?=Some common causes|$)")
+"""What is worth telling of a long message of Ray's."""
 
 
 class ProcessDiedError(FlashEvolveError):
@@ -275,6 +278,15 @@ def _parts_of(value: Any, name: str) -> Generator[tuple[str, Any], None, None]:
 # In an actor.
 
 
+@dataclass(frozen=True, slots=True)
+class _Requester:
+    """Stands for the step that asks, in an actor."""
+
+    number: int
+    version: int = 0
+    value: float = 0.0
+
+
 class _Noted:
     """Hears whether the metric was reached."""
 
@@ -359,6 +371,7 @@ class RolloutActor:
 
     async def _made(self, number: int, program: int, candidate: int, example: int, traced: bool) -> None:
         runner, texts, notes, answer = self._runners[program], self._candidates[candidate], _Noted(), _Answer()
+        usage = UsageTracker()
 
         async def call() -> None:
             slot = current_slot()
@@ -371,9 +384,9 @@ class RolloutActor:
 
         with anyio.CancelScope() as scope:
             self._scopes[number] = scope
-            with dspy.context(**self._models.settings), track_usage() as usage, noted(notes):
+            with dspy.context(**self._models.settings, usage_tracker=usage), noted(notes):
                 try:
-                    await self._run.scheduler.run("rollout", SimpleNamespace(number=number, version=0, value=0.0), call)
+                    await self._run.scheduler.run("rollout", _Requester(number), call)
                 except asyncio.CancelledError:
                     raise
                 except BaseException as error:
@@ -415,9 +428,8 @@ def _packed(answer: _Answer, known: dict[str, Any]) -> bytes:
             ],
             "score": kept(trajectory["score"], cloudpickle.dumps),
         }
-    return cloudpickle.dumps(
-        replace(answer, tried=Tried(replace(rollout, output=output, trajectory=trajectory), failure))
-    )
+    rollout = replace(rollout, output=output, trajectory=trajectory)
+    return cloudpickle.dumps(replace(answer, tried=Tried(rollout, failure)))
 
 
 def _named(predictor: Any, known: dict[str, Any]) -> Any:
@@ -563,9 +575,8 @@ class Actors:
         count = options.actors or there // options.cpus
         if not count or count * options.cpus > there:
             raise ConfigurationError(
-                f"RayRollouts: {count or 1} actors with {options.cpus} CPUs each need {(count or 1) * options.cpus} CPUs, "
-                f"but the cluster has {there}: they would wait for ever. Give fewer actors or cpus, or "
-                "ray.init(num_cpus=...) before."
+                f"RayRollouts: actors={options.actors} with cpus={options.cpus} each, and the cluster has {there} CPUs: "
+                "they would wait for ever. Give fewer actors or cpus, or ray.init(num_cpus=...) before."
             )
         if count > self._run.slots:
             logger.warning(
@@ -590,8 +601,8 @@ class Actors:
 
     def _end(self) -> None:
         for actor in self._actors:
+            actor.is_lost = True
             self._kill(actor)
-        self._actors.clear()
         _disconnect(self._ray)
 
     def _kill(self, actor: _Actor) -> None:
@@ -661,7 +672,7 @@ class Actors:
             wait = min(RESTART_SECONDS, 2.0**self._failed_starts - 1)
             assert self._loop is not None
             self._loop.call_later(wait, self._begin)
-        its_own = not killed and actor.ready and not any(word in str(error) for word in NOT_ITS_OWN)
+        its_own = not killed and actor.ready and any(word in str(error) for word in ITS_OWN)
         for pending in actor.pending.values():
             pending.lost = _LostError(said, its_own)
             pending.end()
@@ -669,7 +680,9 @@ class Actors:
         self._tell()
 
     def _said(self, error: Any) -> str:
-        return self._run.redaction.of(" ".join(str(error).split())[:500])
+        said = " ".join(str(error).split())
+        ends = ENDS.search(said)
+        return self._run.redaction.of((said if ends is None else ends[0].strip())[:500])
 
     def endpoint(self, name: str) -> Endpoint:
         """Who answers the LMs' requests, as the run knows it."""
