@@ -309,13 +309,6 @@ class RolloutActor:
     """
 
     def __init__(self, shipped: bytes) -> None:
-        given: _Shipped = cloudpickle.loads(shipped)
-        for name, value in given.variables.items():
-            os.environ.setdefault(name, value)
-        with suppress(Exception):  # a folder that cannot be written here: then dspy's own
-            dspy.configure_cache(**given.cache)
-        dspy.configure(**cloudpickle.loads(given.settings))
-        self._given = given
         self._runners: list[ProgramRunner] = []
         self._candidates: dict[int, dict[str, str]] = {}
         self._examples: dict[int, Any] = {}
@@ -323,20 +316,32 @@ class RolloutActor:
         self._tasks: set[asyncio.Task[None]] = set()
         self._done: list[tuple[int, bytes | None]] = []
         self._calls = 0
+        self._given: _Shipped = cloudpickle.loads(shipped)
 
-    async def begin(self) -> None:
-        """Get ready."""
-        self._run = EvolutionRun(name="rollouts", stages={"rollout": ["lm"]}, slots=self._given.slots)
+    async def begin(self) -> str:
+        """Load what was sent; what went wrong, else nothing."""
+        given = self._given
+        for name, value in given.variables.items():
+            os.environ.setdefault(name, value)
+        with suppress(Exception):  # a folder that cannot be written here: then dspy's own
+            dspy.configure_cache(**given.cache)
+        self._more = asyncio.Event()
+        self._run = EvolutionRun(name="rollouts", stages={"rollout": ["lm"]}, slots=given.slots)
         self._run.clock.attach()
         self._models = LanguageModels(self._run.endpoints, self._run.redaction, once=True)
-        self._models.paced(dspy.settings.lm)
         self._models.attach(asyncio.get_running_loop())
-        self._more = asyncio.Event()
-        for one in self._given.programs:
-            program: _Program = cloudpickle.loads(one)
-            adapter = DspyAdapter(program.student, program.metric, feedback_map={}, failure_score=program.failure_score)
-            metric = Metric(program.metric, self._run.threads, program.lock)
-            self._runners.append(ProgramRunner(adapter, metric, self._run.threads, self._models, program.finite))
+        try:
+            dspy.configure(**cloudpickle.loads(given.settings))
+            self._models.paced(dspy.settings.lm)
+            self._runners += [self._runner_of(cloudpickle.loads(one)) for one in given.programs]
+        except Exception as error:
+            return self._run.redaction.of(f"{type(error).__name__}: {error}")
+        return ""
+
+    def _runner_of(self, program: _Program) -> ProgramRunner:
+        adapter = DspyAdapter(program.student, program.metric, feedback_map={}, failure_score=program.failure_score)
+        metric = Metric(program.metric, self._run.threads, program.lock)
+        return ProgramRunner(adapter, metric, self._run.threads, self._models, program.finite)
 
     async def exchange(self, message: bytes) -> list[tuple[int, bytes | None]]:
         """Take requests, and wait for answers, or for the next call of this.
@@ -630,12 +635,12 @@ class Actors:
         ref.future().add_done_callback(done)
 
     def _has_begun(self, actor: _Actor, future: Any) -> None:
-        error = future.exception()
-        if error is None:
+        error = future.exception() or future.result()
+        if not error:
             actor.ready, self._failed_starts = True, 0
             self._tell()
             return
-        if getattr(error, "actor_init_failed", False) or not hasattr(error, "actor_id"):
+        if isinstance(error, str) or getattr(error, "actor_init_failed", False):
             self._broken = self._said(error)
         self._failed_starts += 1
         self._lose(actor, error)
