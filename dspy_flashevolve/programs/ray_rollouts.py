@@ -47,6 +47,7 @@ from dspy.utils.usage_tracker import UsageTracker
 
 from dspy_flashevolve.engine.endpoints import Endpoint, Sent
 from dspy_flashevolve.engine.errors import ConfigurationError, FlashEvolveError, TransientError
+from dspy_flashevolve.engine.redaction import without_secrets
 from dspy_flashevolve.engine.rollouts import Rollout, metric_begins, metric_not_reached, noted
 from dspy_flashevolve.engine.run import EvolutionRun
 from dspy_flashevolve.engine.scheduler import current_slot
@@ -540,7 +541,7 @@ class Actors:
         self._candidates: dict[tuple[tuple[str, str], ...], int] = {}
         self._examples: dict[int, tuple[weakref.ref[Any], int, bytes]] = {}
 
-    def program(self, adapter: DspyAdapter, metric_lock: bool, finite: bool = False) -> Elsewhere:
+    def program(self, adapter: DspyAdapter, metric_lock: bool, finite: bool = False) -> InActors:
         """Where the rollouts of a program are made; before :meth:`opened`.
 
         Raises:
@@ -550,7 +551,7 @@ class Actors:
         self._programs.append(_shippable(program, "program"))
         lms = [getattr(one, "lm", None) or self._run.settings.get("lm") for one in adapter.student.predictors()]
         names = sorted({endpoint_of(lm) for lm in lms if lm is not None}) or ["rollouts"]
-        return Elsewhere(self, len(self._programs) - 1, adapter, names[0])
+        return InActors(self, len(self._programs) - 1, adapter, names[0])
 
     @asynccontextmanager
     async def opened(self) -> AsyncGenerator[None, None]:
@@ -562,7 +563,8 @@ class Actors:
         self._loop = asyncio.get_running_loop()
         threads = self._run.threads
         self._ray = await threads.run(_import_ray)
-        await threads.run(_connect, self._ray, self._options.address)
+        with anyio.CancelScope(shield=True):  # what has begun there would not be ended
+            await threads.run(_connect, self._ray, self._options.address)
         try:
             count = self._count(int((await threads.run(self._ray.cluster_resources)).get("CPU", 0)))
             await threads.run(self._ship)
@@ -580,7 +582,7 @@ class Actors:
         count = options.actors or there // options.cpus
         if not count or count * options.cpus > there:
             raise ConfigurationError(
-                f"RayRollouts: actors={options.actors} with cpus={options.cpus} each, and the cluster has {there} CPUs: "
+                f"RayRollouts: actors={options.actors} with cpus={options.cpus} each, but there are {there} CPUs: "
                 "they would wait for ever. Give fewer actors or cpus, or ray.init(num_cpus=...) before."
             )
         if count > self._run.slots:
@@ -619,9 +621,19 @@ class Actors:
     def _begin(self) -> None:
         if self._closed:
             return
-        actor = _Actor(self._made.remote(self._shipped))
-        self._actors.append(actor)
-        self._when_done(actor.handle.begin.remote(), partial(self._has_begun, actor))
+        try:
+            actor = _Actor(self._made.remote(self._shipped))
+            self._when_done(actor.handle.begin.remote(), partial(self._has_begun, actor))
+        except Exception as error:  # the connection to the cluster is lost
+            self._failed_starts += 1
+            logger.warning("No actor could be made: %s", self._said(error))
+            self._begin_again()
+        else:
+            self._actors.append(actor)
+
+    def _begin_again(self) -> None:
+        assert self._loop is not None
+        self._loop.call_later(min(RESTART_SECONDS, 2.0**self._failed_starts - 1), self._begin)
 
     def _when_done(self, ref: Any, call: Callable[[Any], None]) -> None:
         """Call on the loop when an object is there, with its future."""
@@ -659,6 +671,11 @@ class Actors:
             if waited.cancelled_caught:
                 logger.warning("No actor has begun yet: the cluster may have no free CPUs. Waiting for them.")
 
+    async def all_ready(self) -> None:
+        """Wait until every actor has begun; rollouts do not need that."""
+        while not all(actor.ready for actor in self._actors):
+            await self._changed.wait()
+
     def _lose(self, actor: _Actor, error: Any, killed: bool = False) -> None:
         """An actor is no more: what was in it is to be asked for again, and another is made in its place."""
         if actor.is_lost:
@@ -674,9 +691,7 @@ class Actors:
                 logger.warning(
                     "An actor is lost with %d rollouts, which are asked for again: %s", len(actor.pending), said
                 )
-            wait = min(RESTART_SECONDS, 2.0**self._failed_starts - 1)
-            assert self._loop is not None
-            self._loop.call_later(wait, self._begin)
+            self._begin_again()
         its_own = not killed and actor.ready and any(word in str(error) for word in ITS_OWN)
         for pending in actor.pending.values():
             pending.lost = _LostError(said, its_own)
@@ -786,7 +801,10 @@ class Actors:
             return
         message, actor.next = actor.next, _Message()
         actor.calls += 1
-        self._when_done(actor.handle.exchange.remote(cloudpickle.dumps(message)), partial(self._hear, actor))
+        try:
+            self._when_done(actor.handle.exchange.remote(cloudpickle.dumps(message)), partial(self._hear, actor))
+        except Exception as error:  # the connection to the cluster is lost
+            self._lose(actor, error)
 
     def _hear(self, actor: _Actor, future: Any) -> None:
         actor.calls -= 1
@@ -804,7 +822,10 @@ class Actors:
                 pending.heard.set()
                 continue
             del actor.pending[number]
-            pending.answer = cloudpickle.loads(packed)
+            try:
+                pending.answer = cloudpickle.loads(packed)
+            except Exception as error:
+                pending.answer = _Answer(error=error, metric_began=True)
             pending.end()
         if actor.pending and not actor.calls:
             assert self._loop is not None
@@ -845,7 +866,7 @@ class Actors:
                 actor.next.forgotten.append(number)
 
 
-class Elsewhere:
+class InActors:
     """Makes the rollouts of one program in the actors of a run; a :class:`~.runner.Elsewhere`.
 
     Args:
@@ -956,9 +977,14 @@ def _connect(ray: Any, address: str | None) -> None:
         if not _CONNECTED["runs"] and not ray.is_initialized():
             if address is None:
                 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-                ray.init("local", include_dashboard=False, logging_level=logging.WARNING)
+                ray.init("local", include_dashboard=False, logging_level=logging.ERROR)
             else:
-                ray.init(address, logging_level=logging.WARNING)
+                try:
+                    ray.init(address, logging_level=logging.ERROR)
+                except Exception as error:
+                    raise ConfigurationError(
+                        f"RayRollouts: no cluster could be reached at address={without_secrets(address)!r}: {error}"
+                    ) from error
             _CONNECTED["ours"] = True
         _CONNECTED["runs"] += 1
 

@@ -177,7 +177,7 @@ def test_what_cannot_be_pickled_is_named_before_the_first_call(program: Any, met
 
 
 def test_more_cpus_than_there_are_would_be_waited_for_for_ever(cluster: str) -> None:
-    with pytest.raises(ConfigurationError, match="actors=3 with cpus=1 each, and the cluster has 2 CPUs"):
+    with pytest.raises(ConfigurationError, match="actors=3 with cpus=1 each, but there are 2 CPUs"):
         compiled(RayRollouts(actors=3))
 
 
