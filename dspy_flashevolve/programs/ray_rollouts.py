@@ -184,44 +184,45 @@ def _culprit(value: Any, name: str, depth: int = 5) -> str:
 
 
 class RolloutActor:
-    """Makes rollouts, in a process of its own.
+    """Makes rollouts, in a process of its own, once it is :meth:`ready`."""
 
-    Args:
-        programs: of each, pickled, what makes its runner.
-        settings: of dspy's, pickled.
-        variables: of the environment, unless they are there.
-        cache: arguments of ``dspy.configure_cache``.
-        slots: rollouts at once, at most.
-    """
-
-    def __init__(
-        self, programs: list[bytes], settings: bytes, variables: dict[str, str], cache: dict[str, Any], slots: int
-    ) -> None:
-        for name, value in variables.items():
-            os.environ.setdefault(name, value)
-        with suppress(Exception):  # a folder that cannot be written here: then dspy's own
-            dspy.configure_cache(**cache)
-        self._programs, self._settings = programs, settings
-        self._begun, self._broken = False, ""
-        self._run = EvolutionRun(name="rollouts", stages={"rollout": ["lm"]}, slots=slots)
-        self._models = LanguageModels(self._run.endpoints, self._run.redaction, once=True)
+    def __init__(self) -> None:
         self._runners: list[ProgramRunner] = []
         self._scopes: dict[int, anyio.CancelScope] = {}
         self._step: Any = SimpleNamespace(number=0, version=0, value=0.0)  # stands for the one that asks
 
-    async def ready(self) -> str:
-        """Load what was sent, once; what went wrong, else nothing."""
-        if not self._begun:
-            self._begun = True
-            self._run.clock.attach()
-            self._models.attach(asyncio.get_running_loop())
-            try:
-                dspy.configure(**cloudpickle.loads(self._settings))
-                self._models.paced(dspy.settings.lm)
-                self._runners = [self._runner(**cloudpickle.loads(one)) for one in self._programs]
-            except Exception as error:
-                self._broken = self._run.redaction.of(f"{type(error).__name__}: {error}")
-        return self._broken
+    async def ready(
+        self, programs: list[bytes], settings: bytes, variables: dict[str, str], cache: dict[str, Any], slots: int
+    ) -> str:
+        """Load what is sent, unless that is done.
+
+        Args:
+            programs: of each, pickled, the arguments of :meth:`_runner`.
+            settings: of dspy's, pickled.
+            variables: of the environment, unless they are there.
+            cache: arguments of ``dspy.configure_cache``.
+            slots: rollouts at once, at most.
+
+        Returns:
+            What went wrong, else nothing.
+        """
+        if self._runners:
+            return ""
+        for name, value in variables.items():
+            os.environ.setdefault(name, value)
+        with suppress(Exception):  # a folder that cannot be written here: then dspy's own
+            dspy.configure_cache(**cache)
+        self._run = EvolutionRun(name="rollouts", stages={"rollout": ["lm"]}, slots=slots)
+        self._run.clock.attach()
+        self._models = LanguageModels(self._run.endpoints, self._run.redaction, once=True)
+        self._models.attach(asyncio.get_running_loop())
+        try:
+            dspy.configure(**cloudpickle.loads(settings))
+            self._models.paced(dspy.settings.lm)
+            self._runners = [self._runner(**cloudpickle.loads(one)) for one in programs]
+        except Exception as error:
+            return self._run.redaction.of(f"{type(error).__name__}: {error}")
+        return ""
 
     def _runner(self, student: Any, metric: Any, lock: bool, failure_score: float, finite: bool) -> ProgramRunner:
         adapter = DspyAdapter(student, metric, feedback_map={}, failure_score=failure_score)
@@ -240,7 +241,8 @@ class RolloutActor:
         Returns:
             A pickled :class:`_Answer`.
         """
-        await self.ready()
+        if not self._runners:  # begun again, which the caller does not know yet
+            return cloudpickle.dumps(_Answer(is_lost=True))
         runner, answer, usage = self._runners[program], _Answer(), UsageTracker()
 
         async def call() -> None:
@@ -338,6 +340,7 @@ class Actors:
         self._calls = 0
         self._ray: Any = None
         self._make: Any = None
+        self._sent: list[Any] = []
         self._lost: tuple[type[Exception], ...] = ()
 
     def program(self, adapter: DspyAdapter, metric_lock: bool, finite: bool = False) -> Make:
@@ -388,10 +391,10 @@ class Actors:
         variables = {name: value for name, value in os.environ.items() if SHIPPED_VARIABLES.search(name)}
         kept_by = ("enable_disk_cache", "enable_memory_cache", "disk_cache_dir")
         cache = {name: getattr(dspy.cache, name) for name in kept_by} if type(dspy.cache) is Cache else {}
-        sent = [self._ray.put(one) for one in (self._programs, self._settings, variables, cache, self._run.slots)]
+        self._sent = [self._ray.put(one) for one in (self._programs, self._settings, variables, cache, self._run.slots)]
         calls = self._run.slots + SPARE_CALLS
         actor = self._ray.remote(max_restarts=-1, max_concurrency=calls, scheduling_strategy="SPREAD")(RolloutActor)
-        self._make = lambda cpus: actor.options(num_cpus=cpus).remote(*sent)
+        self._make = lambda cpus: actor.options(num_cpus=cpus).remote()
         errors = self._ray.exceptions
         self._lost = errors.RayActorError, errors.NodeDiedError, errors.ObjectLostError, errors.OutOfMemoryError
         return count
@@ -404,7 +407,11 @@ class Actors:
 
     def _begin(self, actors: list[_Actor], cpus: int) -> None:
         handle = self._make(cpus)
-        actors.append(_Actor(handle, _ready(handle)))
+        actors.append(_Actor(handle, self._ready(handle)))
+
+    def _ready(self, handle: Any) -> asyncio.Future[str]:
+        """What an actor answers when it is ready; where it is lost before, Ray starts it and asks again."""
+        return asyncio.wrap_future(handle.ready.options(max_task_retries=-1).remote(*self._sent).future())
 
     async def all_ready(self) -> None:
         """Wait until every actor has begun; rollouts do not need that."""
@@ -505,7 +512,7 @@ class Actors:
 
     async def _made(self, actor: _Actor, request: tuple[Any, ...]) -> _Answer:
         """Have an actor make a rollout; where that is cancelled, in the actor, too, and wait for its end."""
-        answer, cancelled = _Answer(is_lost=True), None
+        answer, said, cancelled = _Answer(is_lost=True), "it has begun again", None
         self._calls += 1
         number, actor.load = self._calls, actor.load + 1
         try:
@@ -521,19 +528,15 @@ class Actors:
                         self._ray.kill(actor.handle, no_restart=False)
                     answer = cloudpickle.loads(await call)
         except self._lost as error:
-            if actor.ready.done():  # else it is known
-                logger.warning("An actor is lost, its rollouts are asked for again: %s", self._told(error))
-                actor.ready = _ready(actor.handle)
+            said = self._told(error)
         finally:
             actor.load -= 1
+        if answer.is_lost and actor.ready.done():  # else it is known
+            logger.warning("An actor is lost, its rollouts are asked for again: %s", said)
+            actor.ready = self._ready(actor.handle)
         if cancelled is not None and answer.tried is None:
             answer.error, answer.is_lost = cancelled, False
         return answer
-
-
-def _ready(handle: Any) -> asyncio.Future[str]:
-    """What an actor answers when it is ready; where it is lost before, Ray asks it again when it has begun again."""
-    return asyncio.wrap_future(handle.ready.options(max_task_retries=-1).remote().future())
 
 
 def _died(failure_score: float, traced: bool) -> Tried:
