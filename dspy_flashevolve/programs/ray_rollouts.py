@@ -23,6 +23,7 @@ import inspect
 import logging
 import os
 import re
+import sys
 import threading
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager, nullcontext, suppress
@@ -64,6 +65,8 @@ WAIT_SECONDS = 30.0
 """Where no actor runs for so long, the log says so."""
 SPARE_CALLS = 8
 """Calls that an actor takes beside those for rollouts."""
+SWITCH_SECONDS = 0.0005
+"""So long an actor's loop keeps Ray's threads waiting, which each call needs. Python's default is ten times that."""
 TOLD_CHARACTERS = 500
 """Of Ray's long messages, so much is told."""
 OF_THE_CALLER = (
@@ -187,6 +190,7 @@ class RolloutActor:
     """Makes rollouts, in a process of its own, once it is :meth:`ready`."""
 
     def __init__(self) -> None:
+        sys.setswitchinterval(SWITCH_SECONDS)
         self._runners: list[ProgramRunner] = []
         self._scopes: dict[int, anyio.CancelScope] = {}
         self._step: Any = SimpleNamespace(number=0, version=0, value=0.0)  # stands for the one that asks
@@ -278,10 +282,10 @@ def _packed(answer: _Answer, records: RolloutRecords, candidate: dict[str, str])
     """An answer, pickled: its trace as text, where that is the same, since signatures are costly to pickle."""
     if answer.tried is not None:
         rollout, failure = answer.tried.rollout, answer.tried.failure
-        output, trajectory = kept(rollout.output, cloudpickle.dumps), rollout.trajectory
-        if trajectory is not None:
-            rollout = replace(rollout, trajectory={**trajectory, "prediction": output, "example": None})
-            trajectory = records.trace(candidate, rollout) or _readable(rollout.trajectory)
+        output, trajectory = rollout.output, records.trace(candidate, rollout)
+        if trajectory is None:
+            output = kept(output, cloudpickle.dumps)
+            trajectory = _readable({**rollout.trajectory, "example": None})
         failure = None if failure is None else replace(failure, error=_sendable(failure.error))
         answer.tried = Tried(replace(rollout, output=output, trajectory=trajectory), failure)
     return cloudpickle.dumps(answer)
