@@ -6,7 +6,6 @@ import pytest
 
 from benchmarks import mistakes
 
-
 FAST = [one for one in mistakes.MISTAKES if one.name not in ("only max_seconds", "the endpoint is down")]
 """Without what is no mistake here, and what takes a minute."""
 
