@@ -31,7 +31,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import anyio
 import cloudpickle
@@ -51,9 +51,6 @@ from dspy_flashevolve.programs.lm import CACHED_SECONDS, LanguageModels, complet
 from dspy_flashevolve.programs.metric import Metric
 from dspy_flashevolve.programs.records import RolloutRecords, kept
 from dspy_flashevolve.programs.runner import Failure, Make, ProgramRunner, Tried
-
-if TYPE_CHECKING:
-    from dspy_flashevolve.programs.run import DspyRun
 
 logger = logging.getLogger(__name__)
 
@@ -327,16 +324,16 @@ class Actors:
     Args:
         options: what the user asks for.
         run: whose rollouts they make.
+        settings: of dspy's, in which it makes them.
 
     Raises:
         ConfigurationError: dspy's settings cannot be pickled.
     """
 
-    def __init__(self, options: RayRollouts, run: DspyRun) -> None:
-        self._options, self._run = options, run
-        left_out = {*OF_THE_CALLER, *run.models.settings}
-        settings = {name: one for name, one in run.settings.items() if name not in left_out}
-        self._settings = _pickled(settings, "dspy.settings")
+    def __init__(self, options: RayRollouts, run: EvolutionRun, settings: Mapping[str, Any]) -> None:
+        self._options, self._run, self._lm = options, run, settings.get("lm")
+        shipped = {name: one for name, one in settings.items() if name not in OF_THE_CALLER}
+        self._settings = _pickled(shipped, "dspy.settings")
         self._programs: list[bytes] = []
         self._actors: list[_Actor] = []
         self._suspects: list[_Actor] = []
@@ -355,7 +352,7 @@ class Actors:
         """
         parts = {"student": adapter.student, "metric": adapter.metric_fn, "failure_score": adapter.failure_score}
         self._programs.append(_pickled({**parts, "lock": metric_lock, "finite": finite}, "program"))
-        lms = [getattr(one, "lm", None) or self._run.settings.get("lm") for one in adapter.student.predictors()]
+        lms = [getattr(one, "lm", None) or self._lm for one in adapter.student.predictors()]
         names = sorted({endpoint_of(lm) for lm in lms if lm is not None}) or ["rollouts"]
         endpoint = self._run.endpoints.endpoint(names[0])
         return partial(self._tried, len(self._programs) - 1, adapter, RolloutRecords(adapter.student), endpoint)
