@@ -305,7 +305,7 @@ def report(paces: list[Pace]) -> str:
         lines.append([
             part,
             "this process" if not actors else f"{actors} actor{'s' * (actors > 1)}",
-            f"{rates[part, actors]:.1f}",
+            str(rates[part, actors]),
             f"{rates[part, actors].median / here.median:.2f}" if here else "",
             f"{driver:.2f}",
             f"{Spread.of([one.calls / one.rollouts for one in found]).median:.2f}" if actors else "",

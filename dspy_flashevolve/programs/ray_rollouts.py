@@ -34,7 +34,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
 from types import FunctionType, MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import anyio
 import cloudpickle
@@ -56,9 +56,6 @@ from dspy_flashevolve.programs.lm import CACHED_SECONDS, LanguageModels, complet
 from dspy_flashevolve.programs.metric import Metric, name_of
 from dspy_flashevolve.programs.records import InexactError, RolloutRecords, kept, name_of_predictor
 from dspy_flashevolve.programs.runner import Failure, ProgramRunner, Tried
-
-if TYPE_CHECKING:
-    from dspy_flashevolve.programs.run import DspyRun
 
 logger = logging.getLogger(__name__)
 
@@ -516,17 +513,16 @@ class Actors:
     Args:
         options: what the user asks for.
         run: whose rollouts they make.
+        settings: dspy's, in which they are made.
 
     Raises:
         ConfigurationError: dspy's settings cannot be pickled.
     """
 
-    def __init__(self, options: RayRollouts, run: DspyRun) -> None:
-        self._options, self._run = options, run
-        settings = {name: one for name, one in run.settings.items() if name not in OF_THE_CALLER}
-        for name in run.models.settings:
-            settings.pop(name, None)
-        self._settings = _shippable(settings, "dspy.settings")
+    def __init__(self, options: RayRollouts, run: EvolutionRun, settings: Mapping[str, Any]) -> None:
+        self._options, self._run, self._lm = options, run, settings.get("lm")
+        sent = {name: one for name, one in settings.items() if name not in OF_THE_CALLER}
+        self._settings = _shippable(sent, "dspy.settings")
         self._programs: list[bytes] = []
         self._ray: Any = None
         self._made: Any = None
@@ -549,7 +545,7 @@ class Actors:
         """
         program = _Program(adapter.student, adapter.metric_fn, metric_lock, adapter.failure_score, finite)
         self._programs.append(_shippable(program, "program"))
-        lms = [getattr(one, "lm", None) or self._run.settings.get("lm") for one in adapter.student.predictors()]
+        lms = [getattr(one, "lm", None) or self._lm for one in adapter.student.predictors()]
         names = sorted({endpoint_of(lm) for lm in lms if lm is not None}) or ["rollouts"]
         return InActors(self, len(self._programs) - 1, adapter, names[0])
 

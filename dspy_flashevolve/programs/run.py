@@ -129,11 +129,11 @@ class DspyRun(EvolutionRun):
         self.bus.subscribe(self.recorder)
         self.models = LanguageModels(self.endpoints, self.redaction)
         self.paced(lm)
+        self.actors = None if rollouts is None else Actors(rollouts, self, self.settings)
+        """Where rollouts are made; None for this process."""
         self.settings.update(self.models.settings)
         self._shown_calls = shown_calls or max_metric_calls
         self._seconds: float | None = None
-        self.actors = None if rollouts is None else Actors(rollouts, self)
-        """Where rollouts are made; None for this process."""
         self._unpriced = {stage for stage, listed in stages.items() if None in map(rates_of, _models(listed, lm))}
 
     def paced(self, lm: Any) -> Any:
