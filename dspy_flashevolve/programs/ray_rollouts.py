@@ -603,7 +603,7 @@ class Actors:
         self._made = self._ray.remote(**options)(RolloutActor)
 
     def _end(self) -> None:
-        for actor in self._actors:
+        for actor in list(self._actors):
             actor.is_lost = True
             self._kill(actor)
         _disconnect(self._ray)
@@ -651,6 +651,8 @@ class Actors:
         if isinstance(error, str) or getattr(error, "actor_init_failed", False):
             self._broken = self._said(error)
         self._failed_starts += 1
+        if not self._closed:
+            logger.warning("An actor could not begin: %s", self._said(error))
         self._lose(actor, error)
 
     async def _first_is_ready(self) -> None:
