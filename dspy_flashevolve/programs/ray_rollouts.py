@@ -354,6 +354,7 @@ class RolloutActor:
         for number in told.forgotten:
             self._examples.pop(number, None)
         for request in told.requests:
+            self._scopes[request[0]] = anyio.CancelScope()
             task = asyncio.create_task(self._made(*request))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
@@ -385,21 +386,24 @@ class RolloutActor:
             if bound.cancelled_caught:
                 raise TransientError("no answer in time to a request of the program's", of_request=True)
 
-        with anyio.CancelScope() as scope:
-            self._scopes[number] = scope
-            with dspy.context(**self._models.settings, usage_tracker=usage), noted(notes):
-                try:
-                    await self._run.scheduler.run("rollout", _Requester(number), call)
-                except asyncio.CancelledError:
-                    raise
-                except BaseException as error:
-                    errors = list(chain_of(error)) if isinstance(error, TransientError) else []
-                    answer.signal = "refused" if any(map(is_refusal, errors)) else ""
-                    answer.signal = answer.signal or ("late" if any(map(is_timeout, errors)) else "")
-                    answer.error = _sendable(error)
+        with self._scopes[number], dspy.context(**self._models.settings, usage_tracker=usage), noted(notes):
+            try:
+                await self._run.scheduler.run("rollout", _Requester(number), call)
+            except asyncio.CancelledError:
+                raise
+            except BaseException as error:
+                errors = list(chain_of(error)) if isinstance(error, TransientError) else []
+                answer.signal = "refused" if any(map(is_refusal, errors)) else ""
+                answer.signal = answer.signal or ("late" if any(map(is_timeout, errors)) else "")
+                answer.error = _sendable(error)
         del self._scopes[number]
         answer.metric_began, answer.used = notes.metric_began, dict(usage.usage_data)
-        self._done.append((number, _packed(answer, runner.records.predictors(texts))))
+        try:
+            packed = _packed(answer, runner.records.predictors(texts))
+        except Exception as error:
+            said = RuntimeError(f"what came of a rollout cannot be sent: {type(error).__name__}: {error}")
+            packed = cloudpickle.dumps(_Answer(error=said, metric_began=answer.metric_began, used=answer.used))
+        self._done.append((number, packed))
         self._more.set()
 
 

@@ -420,6 +420,7 @@ finally:
     )
     pid = int(until_there(tmp_path / "began"))
     for _ in range(2):  # as a terminal does: to the whole group of processes
+        assert Path(f"/proc/{pid}").exists()
         os.killpg(process.pid, signal.SIGINT)
         time.sleep(1)
     said, complaint = process.communicate(timeout=60)
