@@ -157,7 +157,7 @@ def paced(part: str, program: dspy.Module, metric: Any, actors: int, count: int,
         run.stop("all is done", "finished")
         return End(EndKind.COMMITTED)
 
-    run.run_sync(lambda: run.evolve(step, LiveSteps(1, strict=True)))
+    run.run_sync(lambda: run.evolve(step, LiveSteps(1, strict=True), calls=count + 4 * slots))
     return found[0]
 
 
