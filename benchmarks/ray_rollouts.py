@@ -24,6 +24,7 @@ from typing import Any
 
 import dspy
 from dspy.lm15 import Message, Request, Response, TextPart, Usage
+from dspy.utils.callback import BaseCallback
 
 from benchmarks.results import RESULTS, Spread, append_json_lines, table
 from dspy_flashevolve import AsyncGEPA, DspyRun
@@ -71,21 +72,34 @@ class Nothing(dspy.Module):
 
 
 class Engine:
-    """An LM that answers at once: a function of the prompt."""
+    """An LM that answers at once: a function of the prompt.
 
-    async def complete(self, request: Request) -> Response:
+    Args:
+        name: Of the field that it answers.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def complete(self, request: Request) -> Response:
         prompt = f"{request.system}\n" + "\n".join(message.text or "" for message in request.messages)
         number = sum(map(ord, prompt)) % 7
-        name = "new_instruction" if "new_instruction" in prompt else "answer"
-        said = f"[[ ## {name} ## ]]\n{number} {sum(map(ord, prompt)) % 997}\n\n[[ ## completed ## ]]"
+        said = f"[[ ## {self.name} ## ]]\n{number} {sum(map(ord, prompt)) % 997}\n\n[[ ## completed ## ]]"
         message = Message.assistant([TextPart(said)])
         usage = Usage(input_tokens=3, output_tokens=4, total_tokens=7)
         return Response(id=None, model="at once", message=message, finish_reason="stop", usage=usage)
 
 
-def at_once() -> dspy.LM:
+class AsyncEngine(Engine):
+    """The same, awaited."""
+
+    async def complete(self, request: Request) -> Response:  # type: ignore[override]
+        return super().complete(request)
+
+
+def at_once(name: str = "answer") -> dspy.LM:
     """An LM without a wait and without a cache."""
-    return dspy.LM("at/once", engine=None, async_engine=Engine(), cache=False, num_retries=0)
+    return dspy.LM("at/once", engine=Engine(name), async_engine=AsyncEngine(name), cache=False, num_retries=0)
 
 
 def one(gold: Any, pred: Any, *_: Any) -> float:
@@ -143,7 +157,7 @@ def paced(part: str, program: dspy.Module, metric: Any, actors: int, count: int,
         run.stop("all is done", "finished")
         return End(EndKind.COMMITTED)
 
-    run.run_sync(lambda: run.evolve(step, LiveSteps(1, strict=True)))
+    run.run_sync(lambda: run.evolve(step, LiveSteps(1, strict=True), calls=count + 4 * slots))
     return found[0]
 
 
@@ -229,9 +243,9 @@ def killed(budget: int, slots: int) -> Killed:
     node = cluster.add_node(num_cpus=1, object_store_memory=100 * 2**20)
     ray.init(cluster.address, logging_level=logging.ERROR, log_to_driver=False)
     before = sum(one["Alive"] for one in ray.nodes())
-    calls, at = 0, 0
+    calls = at = after = 0
 
-    class Killing:
+    class Killing(BaseCallback):
         def observing(self, run: Any) -> Any:
             run.bus.subscribe(self)
             return contextlib.nullcontext()
@@ -250,7 +264,7 @@ def killed(budget: int, slots: int) -> Killed:
                 judged,
                 max_metric_calls=budget,
                 num_threads=slots,
-                reflection_lm=at_once(),
+                reflection_lm=at_once("new_instruction"),
                 track_stats=True,
                 log_dir=folder,
                 rollouts=RayRollouts(actors=2),
@@ -258,7 +272,10 @@ def killed(budget: int, slots: int) -> Killed:
             began = time.perf_counter()
             program: Any = optimizer.compile(Judged(), trainset=examples("t", 20), valset=examples("v", 10))
             seconds = time.perf_counter() - began
-        after = sum(one["Alive"] for one in ray.nodes())
+        for _ in range(600):  # Ray takes its time to find out
+            if (after := sum(one["Alive"] for one in ray.nodes())) < before:
+                break
+            time.sleep(0.1)
         with contextlib.closing(sqlite3.connect(Path(folder) / "journal.sqlite")) as journal:
             rows = journal.execute("SELECT candidate, split, example, score, call FROM rollouts").fetchall()
             texts = dict(journal.execute("SELECT hash, texts FROM candidates").fetchall())
@@ -305,7 +322,7 @@ def report(paces: list[Pace]) -> str:
         lines.append([
             part,
             "this process" if not actors else f"{actors} actor{'s' * (actors > 1)}",
-            f"{rates[part, actors]:.1f}",
+            str(rates[part, actors]),
             f"{rates[part, actors].median / here.median:.2f}" if here else "",
             f"{driver:.2f}",
             f"{Spread.of([one.calls / one.rollouts for one in found]).median:.2f}" if actors else "",

@@ -367,7 +367,9 @@ FAULTS: dict[str, Callable[[], Exception]] = ALWAYS | {
     ),
     kind=st.sampled_from(["async", "sync", "mixed"]),
     slots=st.sampled_from([1, 3, 8]),
-    more=st.sampled_from([{}, {"schedule": "lockstep"}, {"max_seconds": 60}, {"workflow": Workflow(rollout_timeout_seconds=5.0)}]),
+    more=st.sampled_from(
+        [{}, {"schedule": "lockstep"}, {"max_seconds": 60}, {"workflow": Workflow(rollout_timeout_seconds=5.0)}]
+    ),
 )
 def test_no_schedule_of_faults_leaves_a_run_that_waits_for_nothing(
     faults: list[tuple[float, float, str, float]], kind: str, slots: int, more: dict[str, Any]

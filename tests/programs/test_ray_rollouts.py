@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -473,7 +474,23 @@ finally:
 
 
 @pytest.mark.slow
-def test_a_node_that_is_killed_in_the_middle_costs_no_budget_and_no_score() -> None:
-    """A cluster of its own, in a process of its own: this one may have another."""
-    code = Path(__file__).parents[2] / "benchmarks" / "ray_rollouts.py"
-    assert code.exists()
+def test_a_node_that_is_killed_in_the_middle_costs_no_budget_and_no_score(tmp_path: Path) -> None:
+    """A cluster of two nodes, in a process of its own: this one may have another."""
+    out = tmp_path / "found.jsonl"
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.ray_rollouts",
+        "--parts",
+        "nodes",
+        "--budget",
+        "120",
+        "--out",
+        str(out),
+    ]
+    subprocess.run(command, check=True, cwd=Path(__file__).parents[2], timeout=600)
+    found = json.loads(out.read_text())
+    assert found["nodes"] == [2, 1]
+    assert 0 < found["calls_when_killed"] < found["rows"]
+    assert (found["twice"], found["wrong"]) == (0, 0)
+    assert found["rows"] == found["paid"] == found["spent"] <= 120
