@@ -12,16 +12,20 @@ from __future__ import annotations
 import logging
 import math
 import random
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
 import anyio
 
 from dspy_flashevolve.engine.errors import ConfigurationError
 from dspy_flashevolve.engine.events import EndpointPaused, EventBus, LimitChanged
 from dspy_flashevolve.engine.limits import AdaptiveLimit, Bounds
+from dspy_flashevolve.engine.rates import Claim, RateLimit, SharedTimes
 from dspy_flashevolve.engine.scheduler import Scheduler, Slot
 
 logger = logging.getLogger(__name__)
@@ -246,15 +250,32 @@ class Endpoint(Answers):
         self.open_seconds = 0.0
         """Nothing is sent before."""
 
-    async def admit(self, slot: Slot | None) -> None:
-        """Wait for the end of a pause; see :meth:`rest` for the slot."""
+    async def admit(self, slot: Slot | None, claim: Claim | None = None, keeps: bool = False) -> None:
+        """Wait for the end of a pause, and until the provider's limits let a request through.
+
+        Args:
+            slot: given back during a pause, and taken again; None for none.
+            claim: the request; None for one that no limit is asked for.
+            keeps: the slot is not given back: a thread waits.
+        """
         for _ in range(MOST_PAUSES):
             left = self.open_seconds - self._of.clock()
             if left <= 0 or self._of.hurried:
                 break
-            await self._of.sleep(slot, left + self._of.chance() * self._of.retry.first_seconds)
+            await self._of.sleep(None if keeps else slot, left + self._of.chance() * self._of.retry.first_seconds)
         if slot is not None:
-            await slot.take()
+            if not keeps:
+                await slot.take()
+            slot.arrived()
+        if claim is None:
+            return
+        if slot is not None:
+            slot.pause(rests=False)
+        try:
+            await claim.rate.admit(claim, partial(self._of.sleep, None))
+        finally:
+            if slot is not None:
+                slot.resume()
 
     def send(self, sent: Sent) -> None:
         """A request goes out now."""
@@ -343,6 +364,8 @@ class Endpoints:
         rng: random.Random,
         give_up: Callable[[str], None] = lambda reason: None,
     ) -> None:
+        self.folder: Path | None = None
+        """Where several runs on one account tell each other what they have sent; None for nowhere."""
         self.scheduler, self.bus, self.clock, self.retry = scheduler, bus, clock, retry
         self.chance: Callable[[], float] = rng.random
         """A draw from [0, 1)."""
@@ -359,6 +382,8 @@ class Endpoints:
         """Group of endpoints that share a limit -> the limit, where it adapts."""
         self.heard: set[str] = set()
         """Groups that get their signals from LM calls, so that those from whole rollouts are not needed."""
+        self._rates: dict[str, dict[str, RateLimit]] = {}
+        """Group -> account -> its limits."""
         self._endpoints: dict[str, Endpoint] = {}
         self._asked, self._group_of_stage = {stage: set(names) for stage, names in asked.items()}, groups_of(asked)
         self._group_of_name = {name: self._group_of_stage[stage] for stage, names in asked.items() for name in names}
@@ -380,6 +405,22 @@ class Endpoints:
     def endpoint(self, name: str) -> Endpoint:
         """The endpoint of that name, one a name."""
         return self._endpoints.setdefault(name, Endpoint(name, self))
+
+    def rate(self, name: str, account: str) -> RateLimit:
+        """The limits of an account at an endpoint, one an account; see :class:`RateLimit`."""
+        group = self.group_of(name)
+
+        def shared() -> SharedTimes | None:
+            ahead = time.time() - self.clock()
+            return None if self.folder is None else SharedTimes(self.folder / account, lambda: self.clock() + ahead)
+
+        rates = self._rates.setdefault(group, {})
+        return rates.setdefault(account, RateLimit(self.clock, shared, lambda: self._make_room(group)))
+
+    def _make_room(self, group: str) -> None:
+        """Let as many requests come as their limits can use: what waits for long waits for a slot, in its order."""
+        known = [one for one in self._rates[group].values() if one.is_known]
+        self.scheduler.make_room(sum(max(0, one.ahead - one.waiting) for one in known) if known else None, group)
 
     def stage(self, name: str) -> Answers:
         """Whole requests of a stage, and of those that ask the same: what is left of faults when the endpoints' own

@@ -36,6 +36,7 @@ from dspy.utils.usage_tracker import UsageTracker, track_usage
 
 from dspy_flashevolve.engine.endpoints import Endpoint, Endpoints, Sent
 from dspy_flashevolve.engine.loop import LoopWaits
+from dspy_flashevolve.engine.rates import Claim, Estimate
 from dspy_flashevolve.engine.redaction import Redaction, secrets_held_by, without_secrets
 from dspy_flashevolve.engine.scheduler import Slot, current_slot
 from dspy_flashevolve.programs.faults import (
@@ -48,6 +49,7 @@ from dspy_flashevolve.programs.faults import (
     may_repeat,
     retry_after_of,
 )
+from dspy_flashevolve.programs.rate_headers import account_of, headers_of, headers_of_error, heard_in, said_by
 
 T = TypeVar("T")
 REQUEST_SECONDS = 600.0
@@ -169,12 +171,17 @@ class Pace:
     def __init__(self, models: LanguageModels, original: Any) -> None:
         self.models = models
         self.original = original
-        self._endpoint: Endpoint = models.endpoints.endpoint(endpoint_of(original))
+        name = endpoint_of(original)
+        self._endpoint: Endpoint = models.endpoints.endpoint(name)
+        self._rate = models.endpoints.rate(name, account_of(original, name))
+        self._rate.say(said_by(original))
+        options: dict[str, Any] = getattr(original, "kwargs", None) or {}
+        self._most_written: Any = options.get("max_tokens") or options.get("max_completion_tokens")
         timeout = (getattr(original, "kwargs", None) or {}).get("timeout")
         self.seconds = float(timeout) if isinstance(timeout, int | float) else REQUEST_SECONDS
         """The longest that one request may take in all: an LM's timeout is one between two bytes."""
 
-    def call(self, lm: Any, request: Callable[..., Any]) -> Any:
+    def call(self, lm: Any, request: Callable[..., Any], asked: object = None) -> Any:
         """Make a request from a thread, again and again where need be.
 
         A thread keeps its slot while it waits: it keeps its place in the pool of threads too, and a rollout that got
@@ -185,6 +192,7 @@ class Pace:
         Args:
             lm: the paced LM.
             request: makes it with an LM; ``cache=False`` makes it past dspy's cache.
+            asked: its arguments, of which its length is told.
 
         Raises:
             LMTimeoutError: the work that this thread was to do has been given up.
@@ -192,53 +200,55 @@ class Pace:
         """
         endpoint, waits, slot = self._endpoint, self.models.waits, current_slot()
         sent, again = Sent(), dict[str, Any]()
+        claim, estimate, characters = self._claim(asked, slot)
         if waits is None or not waits.is_foreign():
             with self._without_secrets():
                 return self.models.redaction.known(request(lm))
         while not _is_given_up(slot):
-            if endpoint.open_seconds > waits.loop.time():
-                waits.wait(_untimed(slot, endpoint.admit, None))
+            if endpoint.open_seconds > waits.loop.time() or self._rate.is_known:
+                waits.wait(_untimed(slot, endpoint.admit, slot, claim, True))
             began, timer = waits.loop.time(), _Timer(self.seconds, slot)
             waits.call(endpoint.send, sent)
             waits.call(timer.begin)
             try:
-                with track_usage() as usage, _looking_at_replies():
+                with track_usage() as usage, _looking_at_replies() as look:
                     result = self.models.redaction.known(request(lm, **again))
             except Exception as error:
                 waits.call(timer.end)
-                if not waits.wait(_untimed(slot, self._waits_again, error, sent, None)):
+                if not waits.wait(_untimed(slot, self._waits_again, error, sent, claim, None)):
                     raise
                 again = _afresh(error)
             else:
                 waits.call(timer.end)
-                waits.call(self._answered, sent, usage, waits.loop.time() - began)
+                waits.call(self._answered, sent, usage, waits.loop.time() - began, claim, look, estimate, characters)
                 if not _is_given_up(slot):
                     return result
             finally:
                 waits.call(endpoint.leave, sent)
         raise LMTimeoutError("what this thread works on took too long, and was given up")
 
-    async def acall(self, lm: Any, request: Callable[..., Awaitable[Any]]) -> Any:
+    async def acall(self, lm: Any, request: Callable[..., Awaitable[Any]], asked: object = None) -> Any:
         """The same on the run's loop, without the slot while it waits; on another loop the LM is called as it is."""
         endpoint, slot = self._endpoint, current_slot()
         loop, waits = asyncio.get_running_loop(), self.models.waits
         sent, again = Sent(), dict[str, Any]()
+        claim, estimate, characters = self._claim(asked, slot)
         if waits is None or waits.loop is not loop:
             with self._without_secrets():
                 return self.models.redaction.known(await request(lm))
         while True:
-            await endpoint.admit(slot)
+            await endpoint.admit(slot, claim)
             began = loop.time()
             endpoint.send(sent)
             try:
-                with track_usage() as usage, _looking_at_replies():
+                with track_usage() as usage, _looking_at_replies() as look:
                     result = self.models.redaction.known(await self._in_time(request(lm, **again)))
             except Exception as error:
-                if not await self._waits_again(error, sent, slot):
+                if not await self._waits_again(error, sent, claim, slot):
                     raise
                 again = _afresh(error)
             else:
-                self._answered(sent, usage, loop.time() - began)
+                self._answered(sent, usage, loop.time() - began, claim, look, estimate, characters)
                 return result
             finally:
                 endpoint.leave(sent)
@@ -256,13 +266,14 @@ class Pace:
             return await request
         raise LMTimeoutError(f"no answer within {self.seconds:g} seconds")
 
-    async def _waits_again(self, error: Exception, sent: Sent, slot: Slot | None) -> bool:
+    async def _waits_again(self, error: Exception, sent: Sent, claim: Claim, slot: Slot | None) -> bool:
         """Take note of an error of the request, and wait until it is made again; False where it is not.
 
         What was streamed may have been seen, and is not asked for twice.
         """
         self.models.redaction.clean(chain_of(error))
         endpoint, retry_after = self._endpoint, retry_after_of(error)
+        self._rate.hear(heard_in(headers_of_error(chain_of(error))), claim)
         if may_repeat(error):
             endpoint.turned_away(sent, str(error) or type(error).__name__, is_of_request(error))
         if is_refusal(error):
@@ -278,9 +289,33 @@ class Pace:
         await endpoint.rest(slot, sent, retry_after)
         return True
 
-    def _answered(self, sent: Sent, usage: UsageTracker, seconds: float) -> None:
-        if (tokens := _written(usage)) or seconds > CACHED_SECONDS:
-            self._endpoint.finished(sent, tokens)
+    def _claim(self, asked: object, slot: Slot | None) -> tuple[Claim, Estimate, int]:
+        """What a request will cost, by those of its stage, and its characters: none are counted without a limit."""
+        stage = "" if slot is None else slot.place[1]
+        estimate = self._rate.estimates.setdefault(stage, Estimate())
+        characters = _characters(asked) if self._rate.is_known else 0
+        most = self._most_written if isinstance(self._most_written, int) else None
+        return Claim(self._rate, estimate.tokens(characters, most)), estimate, characters
+
+    def _answered(
+        self,
+        sent: Sent,
+        usage: UsageTracker,
+        seconds: float,
+        claim: Claim,
+        look: _Look,
+        estimate: Estimate,
+        length: int,
+    ) -> None:
+        written, total = _written(usage), tokens_of(usage)
+        if look.is_cached or not (written or seconds > CACHED_SECONDS):
+            self._rate.refund(claim)
+            return
+        self._endpoint.finished(sent, written)
+        self._rate.settle(claim, total or None)
+        self._rate.hear(heard_in(look.headers), claim)
+        if total and length:
+            estimate.learn(length, total - written, written)
 
 
 class _Timer:
@@ -334,13 +369,17 @@ def paced_class(kind: type[Any]) -> type[Any]:
         models: LanguageModels | None = dspy.settings.get(PACED_BY)
         if models is None:
             return call(self, *args, **kwargs)
-        return models.pace_of(self).call(self, lambda lm, **again: call(lm, *args, **{**kwargs, **again}))
+        return models.pace_of(self).call(
+            self, lambda lm, **again: call(lm, *args, **{**kwargs, **again}), (args, kwargs)
+        )
 
     async def paced_acall(self: Any, *args: Any, **kwargs: Any) -> Any:
         models: LanguageModels | None = dspy.settings.get(PACED_BY)
         if models is None:
             return await acall(self, *args, **kwargs)
-        return await models.pace_of(self).acall(self, lambda lm, **again: acall(lm, *args, **{**kwargs, **again}))
+        return await models.pace_of(self).acall(
+            self, lambda lm, **again: acall(lm, *args, **{**kwargs, **again}), (args, kwargs)
+        )
 
     # Callbacks hear of a call's arguments by their names.
     def heard_call(self: Any, prompt: Any = None, *, messages: Any = None, **kwargs: Any) -> Any:
@@ -352,7 +391,7 @@ def paced_class(kind: type[Any]) -> type[Any]:
     def update_history(self: Any, entry: dict[str, Any]) -> None:
         look = _LOOK.get()
         if look is not None:
-            look.hollow = look.hollow or is_hollow(entry.get("response"))
+            look.see(entry)
         if look is None or look.kept:
             kind.update_history(self, entry)
 
@@ -402,14 +441,24 @@ class _Look:
 
     def __init__(self, kept: bool) -> None:
         self.kept = kept
-        self.hollow = False
+        self.hollow = self.is_cached = False
+        self.headers: dict[str, str] = {}
+
+    def see(self, entry: dict[str, Any]) -> None:
+        """What dspy writes into the history of a reply."""
+        reply = entry.get("response")
+        self.hollow = self.hollow or is_hollow(reply)
+        usage = reply.usage if isinstance(reply, lm15.Response) else None
+        of_cache = usage is not None and bool(usage.total_tokens or usage.output_tokens) and not entry.get("usage")
+        self.is_cached = of_cache or getattr(reply, "cache_hit", False) is True
+        self.headers = headers_of(reply)
 
 
 _LOOK: ContextVar[_Look | None] = ContextVar("flashevolve_look", default=None)
 
 
 @contextmanager
-def _looking_at_replies() -> Generator[None, None, None]:
+def _looking_at_replies() -> Generator[_Look, None, None]:
     """Look at the replies of one LM call; dspy shows a reply as it came only to the LM's history.
 
     Raises:
@@ -419,7 +468,7 @@ def _looking_at_replies() -> Generator[None, None, None]:
     token = _LOOK.set(look)
     try:
         with dspy.context(disable_history=False):
-            yield
+            yield look
     finally:
         _LOOK.reset(token)
     if look.hollow:
@@ -470,6 +519,17 @@ def _is_hollow_choice(choice: Any) -> bool:
 
 def _in(value: Any, name: str) -> Any:
     return value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)
+
+
+def _characters(asked: object) -> int:
+    """Of all texts in the arguments of an LM call."""
+    if isinstance(asked, str):
+        return len(asked)
+    if isinstance(asked, lm15.Request):
+        return len(str(asked.system or "")) + sum(len(message.text or "") for message in asked.messages)
+    if isinstance(asked, Mapping):
+        return sum(map(_characters, cast("Mapping[Any, Any]", asked).values()))
+    return sum(map(_characters, cast("Sequence[Any]", asked))) if isinstance(asked, tuple | list) else 0
 
 
 # Tokens and dollars: dspy.track_usage gives each rollout, reflection and integration a tracker of its own, and rolls
