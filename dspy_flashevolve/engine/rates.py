@@ -1,10 +1,10 @@
 """How many requests and tokens a minute a provider takes: they are sent evenly, just below that, and not refused.
 
 Each limit is a clock that says when what was let through is paid for (the generic cell rate algorithm, ITU-T I.371).
-A request goes when its own cost is paid for, too, so that no 60 seconds hold more than 60 seconds' worth, wherever they
-begin: that is below the limit of a provider that counts in fixed windows, in a sliding one, or by a bucket that is
-refilled all the time. What a provider says of itself (:class:`Heard`) can only slow this down: others may use the key,
-too, or it may count tokens that it does not report.
+So no 60 seconds hold more than 97% of a limit and one request, wherever they begin: that is below the limit of a
+provider that counts in fixed windows, in a sliding one, or by a bucket that is refilled all the time. (A request that
+costs over 3% of the tokens may be too many for one that counts in windows.) What a provider says of itself
+(:class:`Heard`) can only slow this down: others may use the key, too, or it may count tokens that it does not report.
 
 Tokens are estimated before a request is sent, and corrected by what is reported.
 """
@@ -16,7 +16,7 @@ import logging
 import math
 import os
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import anyio
@@ -61,10 +61,10 @@ class Heard:
     def pace(self, own: float) -> float:
         """Seconds a unit, no less than ``own``, such that what remains lasts.
 
-        >>> Heard(600, 599, 0.1).pace(own=0.1), Heard(600, 100, 50.0).pace(own=0.1)
-        (0.1, 0.2)
-        >>> Heard(600, 100, 20.0).pace(own=0.1)  # a window that ends soon
-        0.2
+        >>> Heard(600, 599, 0.1).pace(own=0.1), round(Heard(600, 100, 50.0).pace(own=0.1), 2)
+        (0.1, 0.18)
+        >>> Heard(600, 100, 15.0).pace(own=0.1)  # a window that ends soon
+        0.15
         >>> Heard(600, 0, 30.0).pace(own=0.1)
         30.0
         """
@@ -76,24 +76,38 @@ class Heard:
         return max(own, self.reset_seconds / max(1.0, self.remaining))
 
 
+def paid(due: Mapping[Unit, float], by: Mapping[Unit, float], credit_seconds: float) -> tuple[dict[Unit, float], float]:
+    """When what was let through is paid for once a request is let through, too, and how long that one waits.
+
+    Args:
+        due: unit -> when what was let through before is paid for, in seconds from now; below 0 it has been.
+        by: unit -> seconds that the request takes to pay for.
+        credit_seconds: what was not used for longer is lost.
+
+    >>> paid({"requests": 2.0, "tokens": -9.0}, {"requests": 0.25, "tokens": 1.0}, 0.5)
+    ({'requests': 2.25, 'tokens': 2.5}, 2.0)
+    """
+    wait = max([0.0, *(due[unit] for unit in by)])
+    return {unit: max(due[unit], wait - credit_seconds) + by[unit] for unit in by}, wait
+
+
 @dataclass(slots=True, eq=False)
 class Claim:
-    """A request, as often as it is sent.
+    """A request.
 
     Args:
         rate: whose limits it counts against.
         tokens: that it is thought to cost.
-        sent: units that had been let through when it was sent last; what was sent since is not in what a provider says.
     """
 
     rate: RateLimit
     tokens: float
-    sent: dict[Unit, float] = field(default_factory=dict[str, float])
 
 
 @dataclass(slots=True)
 class _Meter:
-    """One limit. ``due`` is when all that was let through is paid for."""
+    """One limit. ``due`` is when what was let through is paid for. What was heard is believed for a while, less what was
+    let through since."""
 
     said: float = math.inf
     limit: float = math.inf
@@ -101,6 +115,7 @@ class _Meter:
     let_through: float = 0.0
     heard: Heard | None = None
     heard_until: float = -math.inf
+    heard_after: float = 0.0
 
     def pace(self, now: float) -> float:
         """Seconds a unit; 0 where no limit is known."""
@@ -108,7 +123,10 @@ class _Meter:
         if limit == math.inf:
             return 0.0
         own = PERIOD_SECONDS / (HEADROOM * limit)
-        return own if self.heard is None or now >= self.heard_until else self.heard.pace(own)
+        if self.heard is None or self.heard.remaining is None or now >= self.heard_until:
+            return own
+        left = max(0.0, self.heard.remaining - (self.let_through - self.heard_after))
+        return Heard(self.heard.limit, left, self.heard_until - now).pace(own)
 
 
 class SharedTimes:
@@ -127,35 +145,34 @@ class SharedTimes:
         self.is_lost = False
         """It cannot be used."""
 
-    def move(self, by: Mapping[Unit, float], credit_seconds: float) -> dict[Unit, float]:
-        """Move what is due by so many seconds, from ``credit_seconds`` ago at the earliest; gives what is due then, in
-        seconds from now. Empty where the file cannot be used."""
+    def pay(self, by: Mapping[Unit, float], credit_seconds: float) -> float | None:
+        """Let a request through, see :func:`paid`; gives how long it waits, or None where the file cannot be used."""
         if self.is_lost:
-            return {}
+            return None
         try:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with self._lock.acquire(poll_interval=0.002):
-                return self._moved(by, credit_seconds)
+                return self._pay(by, credit_seconds)
         except Timeout:  # its holder was stopped in the middle; next time it may go on
-            return {}
+            return None
         except OSError as error:
             self.is_lost = True
             logger.warning("%s cannot be used (%s): other runs on the same key are not seen.", self.path, error)
-            return {}
+            return None
 
-    def _moved(self, by: Mapping[Unit, float], credit_seconds: float) -> dict[Unit, float]:
+    def _pay(self, by: Mapping[Unit, float], credit_seconds: float) -> float:
         now = self._clock()
         file = os.open(self.path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o600)
         try:
-            due = times_in(os.pread(file, 1000, 0))
-            left: dict[Unit, float] = {}
-            for unit, seconds in by.items():
-                before = due.get(unit, 0.0) - now
-                left[unit] = max(before if before <= FARTHEST_SECONDS else 0.0, -credit_seconds) + seconds
-            text = json.dumps({**due, **{unit: now + seconds for unit, seconds in left.items()}}).encode()
-            os.pwrite(file, text, 0)
+            times = times_in(os.read(file, 1000))
+            due = {unit: times.get(unit, 0.0) - now for unit in by}
+            due = {unit: seconds if seconds <= FARTHEST_SECONDS else 0.0 for unit, seconds in due.items()}
+            due, wait = paid(due, by, credit_seconds)
+            text = json.dumps({**times, **{unit: now + seconds for unit, seconds in due.items()}}).encode()
+            os.lseek(file, 0, os.SEEK_SET)
+            os.write(file, text)
             os.ftruncate(file, len(text))
-            return left
+            return wait
         finally:
             os.close(file)
 
@@ -229,19 +246,15 @@ class RateLimit:
             self._meters[unit].said = min(self._meters[unit].said, limit)
         self._changed()
 
-    def hear(self, heard: Mapping[Unit, Heard], claim: Claim) -> None:
-        """What the provider said in its answer to a request."""
-        if not heard:
-            return
+    def hear(self, heard: Mapping[Unit, Heard]) -> None:
+        """What the provider said in an answer."""
         now = self._clock()
         for unit, said in heard.items():
             meter = self._meters[unit]
-            meter.limit = said.limit
-            since = meter.let_through - claim.sent.get(unit, meter.let_through)
-            left = None if said.remaining is None else max(0.0, said.remaining - since)
-            meter.heard = Heard(said.limit, left, said.reset_seconds)
+            meter.limit, meter.heard, meter.heard_after = said.limit, said, meter.let_through
             meter.heard_until = now + (said.reset_seconds or 0.0)
-        self._changed()
+        if heard:
+            self._changed()
 
     async def admit(self, claim: Claim, sleep: Callable[[float], Awaitable[None]]) -> None:
         """Wait until a request may be sent; in the order in which they come.
@@ -263,7 +276,6 @@ class RateLimit:
         self._cost += (claim.tokens - self._cost) / 16
         for unit, cost in (("requests", 1.0), ("tokens", claim.tokens)):
             self._meters[unit].let_through += cost
-            claim.sent[unit] = self._meters[unit].let_through
 
     def settle(self, claim: Claim, tokens: float | None) -> None:
         """A request was answered.
@@ -284,19 +296,20 @@ class RateLimit:
         now = self._clock()
         paces = {unit: self._meters[unit].pace(now) for unit in costs}
         by: dict[Unit, float] = {
-            unit: max(-PERIOD_SECONDS, min(PERIOD_SECONDS, cost * paces[unit]))
+            unit: max(-FARTHEST_SECONDS, min(PERIOD_SECONDS / HEADROOM, cost * paces[unit]))
             for unit, cost in costs.items()
             if paces[unit] > 0
         }
+        if not by:
+            return 0.0
         credit = CREDIT_SECONDS if wait else math.inf
-        for unit, seconds in by.items():
-            self._meters[unit].due = max(self._meters[unit].due, now - credit) + seconds
-        if self._shared is None and by:
+        due, seconds = paid({unit: self._meters[unit].due - now for unit in by}, by, credit)
+        for unit in by:
+            self._meters[unit].due = now + due[unit]
+        if self._shared is None:
             self._shared = self._make_shared()
-        if self._shared is not None and by:
-            for unit, left in self._shared.move(by, credit).items():
-                self._meters[unit].due = now + left
-        return max((self._meters[unit].due - now for unit in by), default=0.0)
+        shared = None if self._shared is None else self._shared.pay(by, credit)
+        return seconds if shared is None else shared
 
 
 class Estimate:

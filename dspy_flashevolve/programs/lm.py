@@ -215,7 +215,7 @@ class Pace:
                     result = self.models.redaction.known(request(lm, **again))
             except Exception as error:
                 waits.call(timer.end)
-                if not waits.wait(_untimed(slot, self._waits_again, error, sent, claim, None)):
+                if not waits.wait(_untimed(slot, self._waits_again, error, sent, None)):
                     raise
                 again = _afresh(error)
             else:
@@ -244,7 +244,7 @@ class Pace:
                 with track_usage() as usage, _looking_at_replies() as look:
                     result = self.models.redaction.known(await self._in_time(request(lm, **again)))
             except Exception as error:
-                if not await self._waits_again(error, sent, claim, slot):
+                if not await self._waits_again(error, sent, slot):
                     raise
                 again = _afresh(error)
             else:
@@ -266,14 +266,14 @@ class Pace:
             return await request
         raise LMTimeoutError(f"no answer within {self.seconds:g} seconds")
 
-    async def _waits_again(self, error: Exception, sent: Sent, claim: Claim, slot: Slot | None) -> bool:
+    async def _waits_again(self, error: Exception, sent: Sent, slot: Slot | None) -> bool:
         """Take note of an error of the request, and wait until it is made again; False where it is not.
 
         What was streamed may have been seen, and is not asked for twice.
         """
         self.models.redaction.clean(chain_of(error))
         endpoint, retry_after = self._endpoint, retry_after_of(error)
-        self._rate.hear(heard_in(headers_of_error(chain_of(error))), claim)
+        self._rate.hear(heard_in(headers_of_error(chain_of(error))))
         if may_repeat(error):
             endpoint.turned_away(sent, str(error) or type(error).__name__, is_of_request(error))
         if is_refusal(error):
@@ -313,7 +313,7 @@ class Pace:
             return
         self._endpoint.finished(sent, written)
         self._rate.settle(claim, total or None)
-        self._rate.hear(heard_in(look.headers), claim)
+        self._rate.hear(heard_in(look.headers))
         if total and length:
             estimate.learn(length, total - written, written)
 
