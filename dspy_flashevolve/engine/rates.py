@@ -106,8 +106,7 @@ class Claim:
 
 @dataclass(slots=True)
 class _Meter:
-    """One limit. ``due`` is when what was let through is paid for. What was heard is believed for a while, less what was
-    let through since."""
+    """One limit. ``due`` is when what was let through is paid for. What was heard is believed for a while."""
 
     said: float = math.inf
     limit: float = math.inf

@@ -303,6 +303,15 @@ class Slot:
         if self.bound is not None:
             self.bound.deadline = anyio.current_time() + self._left_seconds
 
+    @contextmanager
+    def paused(self, rests: bool = True) -> Generator[None, None, None]:
+        """The block waits, and keeps the slot; see :meth:`pause`."""
+        self.pause(rests)
+        try:
+            yield
+        finally:
+            self.resume()
+
     def close(self) -> None:
         """Give the slot back for good."""
         self._closed = True

@@ -20,6 +20,7 @@ import threading
 from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -34,11 +35,12 @@ from dspy.utils.callback import with_callbacks
 from dspy.utils.exceptions import LMTimeoutError
 from dspy.utils.usage_tracker import UsageTracker, track_usage
 
-from dspy_flashevolve.engine.endpoints import Endpoint, Endpoints, Sent
+from dspy_flashevolve.engine.endpoints import SEVERAL, Answers, Endpoint, Endpoints, Sent
 from dspy_flashevolve.engine.loop import LoopWaits
-from dspy_flashevolve.engine.rates import Claim, Estimate
+from dspy_flashevolve.engine.rates import Claim, Estimate, RateLimit
 from dspy_flashevolve.engine.redaction import Redaction, secrets_held_by, without_secrets
 from dspy_flashevolve.engine.scheduler import Slot, current_slot
+from dspy_flashevolve.programs.balanced import BalancedLM, where
 from dspy_flashevolve.programs.faults import (
     HollowReplyError,
     chain_of,
@@ -52,6 +54,8 @@ from dspy_flashevolve.programs.faults import (
 from dspy_flashevolve.programs.rate_headers import account_of, headers_of, headers_of_error, heard_in, said_by
 
 T = TypeVar("T")
+BEGINNING = 20_000
+"""So many characters of a prompt's first message tell which have a prefix in common."""
 REQUEST_SECONDS = 600.0
 """The longest that a request may take in all where its LM has no ``timeout``."""
 LATE_SECONDS = 0.5
@@ -68,6 +72,8 @@ def endpoint_of(lm: Any) -> str:
     >>> endpoint_of(dspy.LM("anthropic/claude-haiku-4-5")), endpoint_of(dspy.LM("gpt-5"))
     ('anthropic', 'openai')
     """
+    if isinstance(lm, BalancedLM):
+        return SEVERAL.join(_names_of(lm))
     options: dict[str, Any] = getattr(lm, "kwargs", None) or {}
     address = options.get("api_base") or options.get("base_url")
     if address:
@@ -76,6 +82,16 @@ def endpoint_of(lm: Any) -> str:
     if "/" in model:
         return model.split("/", 1)[0]
     return "openai" if isinstance(getattr(lm, "_engine_spec", None), str) else model
+
+
+def _names_of(lm: BalancedLM) -> list[str]:
+    """The endpoints of one model, each with a name of its own: an address may be there with several keys."""
+    names: list[str] = []
+    for one in lm.deployments:
+        address = without_secrets(str(one["api_base"]))
+        same = sum(name.partition(" #")[0] == address for name in names)
+        names.append(f"{address} #{same + 1}" if same else address)
+    return names
 
 
 # Paced LMs
@@ -160,6 +176,27 @@ def _end(lm: Any) -> None:
             object.__setattr__(lm, "__class__", type(lm).original_class)
 
 
+@dataclass(frozen=True)
+class _Place:
+    """Where an LM's requests may go: who is asked, within which limits, and by which arguments of the call."""
+
+    endpoint: Endpoint
+    rate: RateLimit
+    arguments: dict[str, Any]
+
+
+def _places(of: Endpoints, lm: Any, name: str) -> Iterator[_Place]:
+    if not isinstance(lm, BalancedLM):
+        rate = of.rate(name, account_of(lm, name))
+        rate.say(said_by(lm.kwargs))
+        yield _Place(of.endpoint(name), rate, {})
+        return
+    for one, deployment in zip(of.several(name).members, lm.deployments, strict=True):
+        rate = of.rate(one.name, account_of(lm, one.name, deployment.get("api_key")))
+        rate.say(said_by({**lm.kwargs, **deployment}))
+        yield _Place(one, rate, where(deployment))
+
+
 class Pace:
     """Makes the requests of one LM.
 
@@ -171,10 +208,10 @@ class Pace:
     def __init__(self, models: LanguageModels, original: Any) -> None:
         self.models = models
         self.original = original
-        name = endpoint_of(original)
-        self._endpoint: Endpoint = models.endpoints.endpoint(name)
-        self._rate = models.endpoints.rate(name, account_of(original, name))
-        self._rate.say(said_by(original))
+        of, name = models.endpoints, endpoint_of(original)
+        self._several = of.several(name) if isinstance(original, BalancedLM) else None
+        self._answers: Answers = self._several or of.endpoint(name)
+        self._places = {one.endpoint.name: one for one in _places(of, original, name)}
         options: dict[str, Any] = getattr(original, "kwargs", None) or {}
         self._most_written: Any = options.get("max_tokens") or options.get("max_completion_tokens")
         timeout = (getattr(original, "kwargs", None) or {}).get("timeout")
@@ -198,60 +235,79 @@ class Pace:
             LMTimeoutError: the work that this thread was to do has been given up.
             LMError: what the last attempt raised; of an LM class of the user's own any other error too.
         """
-        endpoint, waits, slot = self._endpoint, self.models.waits, current_slot()
+        waits, slot = self.models.waits, current_slot()
         sent, again = Sent(), dict[str, Any]()
-        claim, estimate, characters = self._claim(asked, slot)
         if waits is None or not waits.is_foreign():
             with self._without_secrets():
-                return self.models.redaction.known(request(lm))
+                return self.models.redaction.known(request(lm, **self._anywhere))
         while not _is_given_up(slot):
-            if endpoint.open_seconds > waits.loop.time() or self._rate.is_known:
-                waits.wait(_untimed(slot, endpoint.admit, slot, claim, True))
+            at = self._place(asked)
+            claim, estimate, characters = self._claim(at, asked, slot)
+            if at.endpoint.open_seconds > waits.loop.time() or at.rate.is_known:
+                waits.wait(at.endpoint.admit(slot, claim, True))
             began, timer = waits.loop.time(), _Timer(self.seconds, slot)
-            waits.call(endpoint.send, sent)
+            waits.call(at.endpoint.send, sent)
             waits.call(timer.begin)
             try:
                 with track_usage() as usage, _looking_at_replies() as look:
-                    result = self.models.redaction.known(request(lm, **again))
+                    result = self.models.redaction.known(request(lm, **again, **at.arguments))
             except Exception as error:
                 waits.call(timer.end)
-                if not waits.wait(_untimed(slot, self._waits_again, error, sent, None)):
+                if not waits.wait(_untimed(slot, self._waits_again, error, sent, at, None)):
                     raise
                 again = _afresh(error)
             else:
                 waits.call(timer.end)
-                waits.call(self._answered, sent, usage, waits.loop.time() - began, claim, look, estimate, characters)
+                seconds = waits.loop.time() - began
+                waits.call(self._answered, sent, usage, seconds, at, claim, look, estimate, characters)
                 if not _is_given_up(slot):
                     return result
             finally:
-                waits.call(endpoint.leave, sent)
+                waits.call(at.endpoint.leave, sent)
         raise LMTimeoutError("what this thread works on took too long, and was given up")
 
     async def acall(self, lm: Any, request: Callable[..., Awaitable[Any]], asked: object = None) -> Any:
         """The same on the run's loop, without the slot while it waits; on another loop the LM is called as it is."""
-        endpoint, slot = self._endpoint, current_slot()
+        slot = current_slot()
         loop, waits = asyncio.get_running_loop(), self.models.waits
         sent, again = Sent(), dict[str, Any]()
-        claim, estimate, characters = self._claim(asked, slot)
         if waits is None or waits.loop is not loop:
             with self._without_secrets():
-                return self.models.redaction.known(await request(lm))
+                return self.models.redaction.known(await request(lm, **self._anywhere))
         while True:
-            await endpoint.admit(slot, claim)
+            at = self._place(asked)
+            claim, estimate, characters = self._claim(at, asked, slot)
+            await at.endpoint.admit(slot, claim)
             began = loop.time()
-            endpoint.send(sent)
+            at.endpoint.send(sent)
             try:
                 with track_usage() as usage, _looking_at_replies() as look:
-                    result = self.models.redaction.known(await self._in_time(request(lm, **again)))
+                    result = self.models.redaction.known(await self._in_time(request(lm, **again, **at.arguments)))
             except Exception as error:
-                if not await self._waits_again(error, sent, slot):
+                if not await self._waits_again(error, sent, at, slot):
                     raise
                 again = _afresh(error)
             else:
-                self._answered(sent, usage, loop.time() - began, claim, look, estimate, characters)
+                self._answered(sent, usage, loop.time() - began, at, claim, look, estimate, characters)
                 return result
             finally:
-                endpoint.leave(sent)
+                at.endpoint.leave(sent)
+
+    @property
+    def _anywhere(self) -> dict[str, Any]:
+        """The arguments of a call that is not paced."""
+        return next(iter(self._places.values())).arguments
+
+    def _place(self, asked: object) -> _Place:
+        """Whom the next request goes to."""
+        if self._several is None:
+            return self._places[self._answers.name]
+
+        def is_full(one: Endpoint) -> bool:
+            rate = self._places[one.name].rate
+            return rate.is_known and rate.waiting >= rate.ahead
+
+        return self._places[self._several.choose(_beginning(asked), is_full).name]
 
     @contextmanager
     def _without_secrets(self) -> Generator[None, None, None]:
@@ -266,42 +322,46 @@ class Pace:
             return await request
         raise LMTimeoutError(f"no answer within {self.seconds:g} seconds")
 
-    async def _waits_again(self, error: Exception, sent: Sent, slot: Slot | None) -> bool:
+    async def _waits_again(self, error: Exception, sent: Sent, at: _Place, slot: Slot | None) -> bool:
         """Take note of an error of the request, and wait until it is made again; False where it is not.
 
         What was streamed may have been seen, and is not asked for twice.
         """
         self.models.redaction.clean(chain_of(error))
-        endpoint, retry_after = self._endpoint, retry_after_of(error)
-        self._rate.hear(heard_in(headers_of_error(chain_of(error))))
+        retry_after = retry_after_of(error)
+        at.rate.hear(heard_in(headers_of_error(chain_of(error))))
         if may_repeat(error):
-            endpoint.turned_away(sent, str(error) or type(error).__name__, is_of_request(error))
+            self._answers.turned_away(sent, str(error) or type(error).__name__, is_of_request(error))
         if is_refusal(error):
-            endpoint.refused(sent, retry_after)
+            at.endpoint.refused(sent, retry_after)
         elif is_timeout(error):
-            endpoint.timed_out(sent)
+            at.endpoint.timed_out(sent)
         if not may_repeat(error):
             return False
+        if not is_refusal(error):
+            at.endpoint.failed()
         attempts = self.original.num_retries + self.models.endpoints.retry.attempts
-        if dspy.settings.send_stream is not None or not endpoint.goes_on(sent, attempts):
+        if dspy.settings.send_stream is not None or not self._answers.goes_on(sent, attempts):
             mark_asked(error, sent)
             return False
-        await endpoint.rest(slot, sent, retry_after)
+        if self._several is None or not self._several.has_room:
+            await self._answers.rest(slot, sent, retry_after)
         return True
 
-    def _claim(self, asked: object, slot: Slot | None) -> tuple[Claim, Estimate, int]:
+    def _claim(self, at: _Place, asked: object, slot: Slot | None) -> tuple[Claim, Estimate, int]:
         """What a request will cost, by those of its stage, and its characters: none are counted without a limit."""
         stage = "" if slot is None else slot.place[1]
-        estimate = self._rate.estimates.setdefault(stage, Estimate())
-        characters = _characters(asked) if self._rate.is_known else 0
+        estimate = at.rate.estimates.setdefault(stage, Estimate())
+        characters = _characters(asked) if at.rate.is_known else 0
         most = self._most_written if isinstance(self._most_written, int) else None
-        return Claim(self._rate, estimate.tokens(characters, most)), estimate, characters
+        return Claim(at.rate, estimate.tokens(characters, most)), estimate, characters
 
     def _answered(
         self,
         sent: Sent,
         usage: UsageTracker,
         seconds: float,
+        at: _Place,
         claim: Claim,
         look: _Look,
         estimate: Estimate,
@@ -309,11 +369,11 @@ class Pace:
     ) -> None:
         written, total = _written(usage), tokens_of(usage)
         if look.is_cached or not (written or seconds > CACHED_SECONDS):
-            self._rate.refund(claim)
+            at.rate.refund(claim)
             return
-        self._endpoint.finished(sent, written)
-        self._rate.settle(claim, total or None)
-        self._rate.hear(heard_in(look.headers))
+        at.endpoint.finished(sent, written)
+        at.rate.settle(claim, total or None)
+        at.rate.hear(heard_in(look.headers))
         if total and length:
             estimate.learn(length, total - written, written)
 
@@ -361,6 +421,8 @@ async def _untimed(slot: Slot | None, wait: Callable[..., Awaitable[T]], *args: 
 def paced_class(kind: type[Any]) -> type[Any]:
     """A subclass whose calls are paced inside of a run. Callbacks hear of a call once, however often it is made."""
     call, acall = kind.__call__, kind.acall
+    if issubclass(kind, BalancedLM) and call is BalancedLM.__call__ and acall is BalancedLM.acall:
+        call, acall = BaseLM.__call__, BaseLM.acall  # the run says which of its servers is asked
     as_dspys = call is BaseLM.__call__ and acall is BaseLM.acall  # else the user's class has calls of its own
     if as_dspys:
         call, acall = getattr(call, "__wrapped__", call), getattr(acall, "__wrapped__", acall)
@@ -519,6 +581,19 @@ def _is_hollow_choice(choice: Any) -> bool:
 
 def _in(value: Any, name: str) -> Any:
     return value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)
+
+
+def _beginning(asked: object) -> str:
+    """What requests have in common whose prompts begin alike: the first message, where an instruction stands."""
+    if isinstance(asked, str):
+        return asked[:BEGINNING]
+    if isinstance(asked, lm15.Request):
+        return str(asked.system or "")
+    if isinstance(asked, Mapping):
+        options = cast("Mapping[str, Any]", asked)
+        return _beginning(next((options[name] for name in ("messages", "prompt", "content") if options.get(name)), ""))
+    found = (_beginning(one) for one in cast("Sequence[Any]", asked)) if isinstance(asked, tuple | list) else iter(())
+    return next((one for one in found if one), "")
 
 
 def _characters(asked: object) -> int:

@@ -119,9 +119,8 @@ def _read(held: Any) -> dict[str, str]:
     return read
 
 
-def said_by(lm: Any) -> dict[Unit, float]:
-    """The limits that the user gave an LM, in litellm's words: ``rpm`` and ``tpm``."""
-    options: dict[str, Any] = getattr(lm, "kwargs", None) or {}
+def said_by(options: Mapping[str, Any]) -> dict[Unit, float]:
+    """The limits among an LM's options, in litellm's words: ``rpm`` and ``tpm``."""
     said: dict[Unit, float] = {}
     for unit, name in (("requests", "rpm"), ("tokens", "tpm")):
         value = options.get(name)

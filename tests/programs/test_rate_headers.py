@@ -89,9 +89,8 @@ def test_whatever_a_reply_carries_its_headers_are_texts(held: Any) -> None:
 
 
 def test_limits_are_said_in_litellms_words() -> None:
-    assert said_by(dspy.LM("openai/m", rpm=600, tpm=200_000)) == {"requests": 600.0, "tokens": 200_000.0}
-    assert said_by(dspy.LM("openai/m", rpm=0, tpm=True)) == {}
-    assert said_by(object()) == {}
+    assert said_by(dspy.LM("openai/m", rpm=600, tpm=200_000).kwargs) == {"requests": 600.0, "tokens": 200_000.0}
+    assert said_by({"rpm": 0, "tpm": True}) == {}
 
 
 def test_an_account_is_of_one_endpoint_model_and_key_and_does_not_tell_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
