@@ -432,14 +432,26 @@ class Several(Answers):
         self._answered_seconds = -math.inf
         self._latency = 0.0
 
-    def choose(self, key: str, is_full: Callable[[Endpoint], bool] = lambda one: False) -> Endpoint:
-        """Whom to ask.
+    def choose(
+        self,
+        sent: Sent,
+        key: str,
+        is_full: Callable[[Endpoint], bool] = lambda one: False,
+        but: Endpoint | None = None,
+    ) -> Endpoint:
+        """Whom to ask; from now on the request is under way there.
 
         Args:
             key: of requests that have a prefix in common.
             is_full: whether an endpoint's requests wait for another reason than its adaptive limit.
+            but: has just turned the request away.
         """
         self._of.fit(self.name)
+        chosen = self._chosen(key, is_full, but)
+        chosen.begin(sent)
+        return chosen
+
+    def _chosen(self, key: str, is_full: Callable[[Endpoint], bool], but: Endpoint | None) -> Endpoint:
         now = self._of.clock()
         is_open = [one for one in self.members if one.open_seconds <= now]
         for one in is_open:
@@ -448,6 +460,7 @@ class Several(Answers):
         ready = [one for one in is_open if not one.is_on_trial and not self._is_silent(one, now)]
         if not ready:
             return min(is_open or self.members, key=lambda one: (one.open_seconds, one.in_flight / one.limit))
+        ready = [one for one in ready if one is not but] or ready
         fitting = [one for one in ready if one.in_flight < one.limit and not is_full(one)] or ready
         asked, limits = 1 + sum(one.in_flight for one in fitting), sum(one.limit for one in fitting)
         bounded = [one for one in fitting if one.in_flight < math.ceil(PREFERRED * asked * one.limit / limits)]
@@ -550,7 +563,8 @@ class Endpoints:
         for group in sorted(set(self._group_of_stage.values())):
             names = [name for name, of in self._group_of_name.items() if of == group]
             several = [name for name in names if SEVERAL in name]
-            if adaptive is not None and len(several) < len(names):
+            alone = set(names) - {*several, *_all_of(several)}
+            if adaptive is not None and alone:
                 self.limits[group] = self._adapting(group, group, adaptive, lambda g=group: self.scheduler.pressed(g))
             for name in several:
                 self._adapts_each(name, group, adaptive)
@@ -559,7 +573,7 @@ class Endpoints:
     @property
     def names(self) -> list[str]:
         """The endpoints that stages are known to ask, each by itself."""
-        return sorted({one for name in self._group_of_name for one in members_of(name)})
+        return sorted(_all_of(self._group_of_name))
 
     def is_spare(self, name: str) -> bool:
         """Whether only stages that a run can do without ask an endpoint, or a group of them."""
@@ -583,6 +597,8 @@ class Endpoints:
     def fit(self, name: str) -> None:
         """Let a group have as many slots as the endpoints that it asks take together, and as those of one model."""
         group = self.group_of(name)
+        if group not in self._group_of_stage.values():
+            return
         limits = [one.limit for one in self._several.values() if self.group_of(one.name) == group]
         own = self.limits.get(group)
         limits += [] if own is None else [own.limit]
@@ -675,10 +691,16 @@ def groups_of(asked: Mapping[str, Iterable[str]]) -> dict[str, str]:
 
     >>> groups_of({"rollout": ["a", "b"], "propose": ["c"], "validate": ["b", "d"]})
     {'rollout': 'a + b + d', 'propose': 'c', 'validate': 'a + b + d'}
+    >>> groups_of({"rollout": ["a | b"], "propose": ["b"]})["rollout"]
+    'a | b + b'
     """
     united: list[frozenset[str]] = []
     for names in map(frozenset, asked.values()):
-        touching = [other for other in united if other & names]
-        united = [other for other in united if not other & names] + [names.union(*touching)]
+        touching = [other for other in united if _all_of(other) & _all_of(names)]
+        united = [other for other in united if other not in touching] + [names.union(*touching)]
     group = {name: " + ".join(sorted(names)) for names in united for name in names}
     return {stage: group[name] for stage, names in asked.items() for name in list(names)[:1]}
+
+
+def _all_of(names: Iterable[str]) -> set[str]:
+    return {one for name in names for one in members_of(name)}

@@ -212,6 +212,7 @@ class Pace:
         self._several = of.several(name) if isinstance(original, BalancedLM) else None
         self._answers: Answers = self._several or of.endpoint(name)
         self._places = {one.endpoint.name: one for one in _places(of, original, name)}
+        self._only = None if self._several is not None else self._places[name]
         options: dict[str, Any] = getattr(original, "kwargs", None) or {}
         self._most_written: Any = options.get("max_tokens") or options.get("max_completion_tokens")
         timeout = (getattr(original, "kwargs", None) or {}).get("timeout")
@@ -240,15 +241,17 @@ class Pace:
         if waits is None or not waits.is_foreign():
             with self._without_secrets():
                 return self.models.redaction.known(request(lm, **self._anywhere))
+        at: _Place | None = None
         while not _is_given_up(slot):
-            at = self._place(asked)
+            at = self._only or waits.wait(_on_loop(self._choose, asked, sent, at))
             claim, estimate, characters = self._claim(at, asked, slot)
-            if at.endpoint.open_seconds > waits.loop.time() or at.rate.is_known:
-                waits.wait(at.endpoint.admit(slot, claim, True))
-            began, timer = waits.loop.time(), _Timer(self.seconds, slot)
-            waits.call(at.endpoint.send, sent)
-            waits.call(timer.begin)
+            timer = _Timer(self.seconds, slot)
             try:
+                if at.endpoint.open_seconds > waits.loop.time() or at.rate.is_known:
+                    waits.wait(at.endpoint.admit(slot, claim, True))
+                began = waits.loop.time()
+                waits.call(at.endpoint.send, sent)
+                waits.call(timer.begin)
                 with track_usage() as usage, _looking_at_replies() as look:
                     result = self.models.redaction.known(request(lm, **again, **at.arguments))
             except Exception as error:
@@ -274,13 +277,14 @@ class Pace:
         if waits is None or waits.loop is not loop:
             with self._without_secrets():
                 return self.models.redaction.known(await request(lm, **self._anywhere))
+        at: _Place | None = None
         while True:
-            at = self._place(asked)
+            at = self._only or self._choose(asked, sent, at)
             claim, estimate, characters = self._claim(at, asked, slot)
-            await at.endpoint.admit(slot, claim)
-            began = loop.time()
-            at.endpoint.send(sent)
             try:
+                await at.endpoint.admit(slot, claim)
+                began = loop.time()
+                at.endpoint.send(sent)
                 with track_usage() as usage, _looking_at_replies() as look:
                     result = self.models.redaction.known(await self._in_time(request(lm, **again, **at.arguments)))
             except Exception as error:
@@ -298,16 +302,16 @@ class Pace:
         """The arguments of a call that is not paced."""
         return next(iter(self._places.values())).arguments
 
-    def _place(self, asked: object) -> _Place:
-        """Whom the next request goes to."""
-        if self._several is None:
-            return self._places[self._answers.name]
+    def _choose(self, asked: object, sent: Sent, last: _Place | None) -> _Place:
+        """Which of several endpoints a request goes to, on the loop; ``last`` has just turned it away."""
+        assert self._several is not None
 
         def is_full(one: Endpoint) -> bool:
             rate = self._places[one.name].rate
             return rate.is_known and rate.waiting >= rate.ahead
 
-        return self._places[self._several.choose(_beginning(asked), is_full).name]
+        but = None if last is None else last.endpoint
+        return self._places[self._several.choose(sent, _beginning(asked), is_full, but).name]
 
     @contextmanager
     def _without_secrets(self) -> Generator[None, None, None]:
@@ -404,6 +408,10 @@ def _is_given_up(slot: Slot | None) -> bool:
     """Whether the work in a slot took too long: a thread that was left behind with it asks nothing more."""
     bound = _bound_of(slot)
     return bound is not None and bound.cancel_called
+
+
+async def _on_loop(call: Callable[..., T], *args: Any) -> T:
+    return call(*args)
 
 
 async def _untimed(slot: Slot | None, wait: Callable[..., Awaitable[T]], *args: Any) -> T:

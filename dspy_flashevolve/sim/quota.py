@@ -20,6 +20,7 @@ class Quota:
         counting: "bucket" is refilled all the time and holds a minute's worth (OpenAI's, Anthropic's), "fixed" begins
             a new minute every minute, "sliding" looks at the last 60 seconds.
         says_so: Each answer has OpenAI's headers.
+        holds_seconds: A bucket holds what it is refilled in so long; many providers look at less than a minute.
 
     Raises:
         ValueError: If a number is below 1 or `counting` is unknown.
@@ -29,23 +30,25 @@ class Quota:
     tokens: int
     counting: Counting = "bucket"
     says_so: bool = True
+    holds_seconds: float = PERIOD_SECONDS
 
     def __post_init__(self) -> None:
-        if self.requests < 1 or self.tokens < 1:
+        if self.requests < 1 or self.tokens < 1 or not self.holds_seconds > 0:
             raise ValueError(f"a quota needs at least 1 request and 1 token, got {self.requests} and {self.tokens}")
         if self.counting not in ("bucket", "fixed", "sliding"):
             raise ValueError(f"counting must be 'bucket', 'fixed' or 'sliding', got {self.counting!r}")
 
 
 class _Meter:
-    def __init__(self, limit: int, counting: Counting) -> None:
-        self._limit, self._counting = limit, counting
+    def __init__(self, limit: int, counting: Counting, holds_seconds: float) -> None:
+        self._counting, self._refill = counting, limit / PERIOD_SECONDS
+        self._limit = limit * holds_seconds / PERIOD_SECONDS if counting == "bucket" else limit
         self._used, self._since = 0.0, 0.0
         self._taken: deque[tuple[float, float]] = deque()
 
     def advance(self, now: float) -> None:
         if self._counting == "bucket":
-            self._used = max(0.0, self._used - (now - self._since) * self._limit / PERIOD_SECONDS)
+            self._used = max(0.0, self._used - (now - self._since) * self._refill)
             self._since = now
         elif self._counting == "fixed":
             if now // PERIOD_SECONDS > self._since // PERIOD_SECONDS:
@@ -68,14 +71,14 @@ class _Meter:
 
     def reset_seconds(self, now: float) -> float:
         if self._counting == "bucket":
-            return self._used * PERIOD_SECONDS / self._limit
+            return self._used / self._refill
         if self._counting == "fixed":
             return PERIOD_SECONDS - now % PERIOD_SECONDS
         return self._taken[-1][0] + PERIOD_SECONDS - now if self._taken else 0.0
 
     def wait_seconds(self, now: float, cost: float) -> float:
         if self._counting == "bucket":
-            return max(0.0, self._used + cost - self._limit) * PERIOD_SECONDS / self._limit
+            return max(0.0, self._used + cost - self._limit) / self._refill
         if self._counting == "fixed":
             return PERIOD_SECONDS - now % PERIOD_SECONDS
         return self._taken[0][0] + PERIOD_SECONDS - now if self._taken else 0.0
@@ -94,7 +97,9 @@ class QuotaCounter:
     def __init__(self, quota: Quota) -> None:
         self._quota = quota
         limits = {"requests": quota.requests, "tokens": quota.tokens}
-        self._meters = {unit: (limit, _Meter(limit, quota.counting)) for unit, limit in limits.items()}
+        self._meters = {
+            unit: (limit, _Meter(limit, quota.counting, quota.holds_seconds)) for unit, limit in limits.items()
+        }
 
     def refuses(self, now: float, tokens: int) -> float | None:
         """Count a request, unless it does not fit: then the seconds until it would."""

@@ -34,6 +34,7 @@ EXPORTED = {
     "AsyncGEPAResult",
     "AsyncMetaHarness",
     "AsyncStats",
+    "BalancedLM",
     "CombeeReflection",
     "ConfigurationError",
     "DataError",
