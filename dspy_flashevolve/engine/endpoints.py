@@ -284,12 +284,16 @@ class Endpoint(Answers):
         limit = self._of.limits.get(self._limited)
         return self._of.scheduler.limit if limit is None else limit.limit
 
-    def begin(self, sent: Sent) -> None:
-        """See :class:`Answers`."""
+    def reserve(self, sent: Sent) -> None:
+        """A request will go out soon."""
         self._measure()
         if not self._under_way:
             self.heard_seconds = self._counted
         super().begin(sent)
+
+    def begin(self, sent: Sent) -> None:
+        """See :class:`Answers`."""
+        self.reserve(sent)
         if self._several is not None:
             self._several.begin(sent)
 
@@ -439,7 +443,7 @@ class Several(Answers):
         is_full: Callable[[Endpoint], bool] = lambda one: False,
         but: Endpoint | None = None,
     ) -> Endpoint:
-        """Whom to ask; from now on the request is under way there.
+        """Whom to ask; the request counts there from now on.
 
         Args:
             key: of requests that have a prefix in common.
@@ -448,7 +452,7 @@ class Several(Answers):
         """
         self._of.fit(self.name)
         chosen = self._chosen(key, is_full, but)
-        chosen.begin(sent)
+        chosen.reserve(sent)
         return chosen
 
     def _chosen(self, key: str, is_full: Callable[[Endpoint], bool], but: Endpoint | None) -> Endpoint:
@@ -555,6 +559,8 @@ class Endpoints:
         self.heard: set[str] = set()
         """Groups that get their signals from LM calls, so that those from whole rollouts are not needed."""
         self._several: dict[str, Several] = {}
+        self._fitted: dict[str, int] = {}
+        """Group -> the slots that it was last given."""
         self._rates: dict[str, dict[str, RateLimit]] = {}
         """Group -> account -> its limits."""
         self._endpoints: dict[str, Endpoint] = {}
@@ -597,12 +603,11 @@ class Endpoints:
     def fit(self, name: str) -> None:
         """Let a group have as many slots as the endpoints that it asks take together, and as those of one model."""
         group = self.group_of(name)
-        if group not in self._group_of_stage.values():
-            return
         limits = [one.limit for one in self._several.values() if self.group_of(one.name) == group]
         own = self.limits.get(group)
         limits += [] if own is None else [own.limit]
-        if limits:
+        if limits and self._fitted.get(group) != min(limits) and group in self._group_of_stage.values():
+            self._fitted[group] = min(limits)
             self.scheduler.resize(min(limits), group)
 
     def rate(self, name: str, account: str) -> RateLimit:
@@ -618,7 +623,12 @@ class Endpoints:
 
     def _make_room(self, group: str) -> None:
         """Let as many requests come as their limits can use: what waits for long waits for a slot, in its order."""
-        known = [one for one in self._rates[group].values() if one.is_known]
+        if group not in self._group_of_stage.values():
+            return
+        rates = self._rates[group].values()
+        known = [one for one in rates if one.is_known]
+        if len(known) < len(rates) and SEVERAL in group:
+            known = []  # what one of several has no room for, another takes
         self.scheduler.make_room(sum(max(0, one.ahead - one.waiting) for one in known) if known else None, group)
 
     def stage(self, name: str) -> Answers:

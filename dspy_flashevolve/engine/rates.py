@@ -217,7 +217,7 @@ class RateLimit:
         self._first = anyio.Lock()
         self.estimates: dict[str, Estimate] = {}
         """Stage -> what its requests cost."""
-        self._cost = 1.0
+        self._cost, self._asked = 1.0, 0
         self.waiting = 0
         """Requests that wait here."""
 
@@ -243,7 +243,8 @@ class RateLimit:
         """What the user says; a provider may say less."""
         for unit, limit in limits.items():
             self._meters[unit].said = min(self._meters[unit].said, limit)
-        self._changed()
+        if limits:
+            self._changed()
 
     def hear(self, heard: Mapping[Unit, Heard]) -> None:
         """What the provider said in an answer."""
@@ -261,6 +262,8 @@ class RateLimit:
         Args:
             sleep: waits so many seconds; where it returns early the request is sent all the same.
         """
+        self._asked += 1
+        self._cost += (claim.tokens - self._cost) / min(16, self._asked)
         if self.is_known:
             self.waiting += 1
             self._changed()
@@ -272,7 +275,6 @@ class RateLimit:
             finally:
                 self.waiting -= 1
                 self._changed()
-        self._cost += (claim.tokens - self._cost) / 16
         for unit, cost in (("requests", 1.0), ("tokens", claim.tokens)):
             self._meters[unit].let_through += cost
 

@@ -187,14 +187,17 @@ class _Place:
 
 def _places(of: Endpoints, lm: Any, name: str) -> Iterator[_Place]:
     if not isinstance(lm, BalancedLM):
-        rate = of.rate(name, account_of(lm, name))
-        rate.say(said_by(lm.kwargs))
-        yield _Place(of.endpoint(name), rate, {})
+        yield _Place(of.endpoint(name), of.rate(name, account_of(lm, name)), {})
         return
     for one, deployment in zip(of.several(name).members, lm.deployments, strict=True):
         rate = of.rate(one.name, account_of(lm, one.name, deployment.get("api_key")))
-        rate.say(said_by({**lm.kwargs, **deployment}))
         yield _Place(one, rate, where(deployment))
+
+
+def _said_of(lm: Any) -> list[dict[str, float]]:
+    """The limits that the user said, of each endpoint."""
+    options: dict[str, Any] = getattr(lm, "kwargs", None) or {}
+    return [said_by({**options, **one}) for one in (lm.deployments if isinstance(lm, BalancedLM) else ({},))]
 
 
 class Pace:
@@ -212,6 +215,12 @@ class Pace:
         self._several = of.several(name) if isinstance(original, BalancedLM) else None
         self._answers: Answers = self._several or of.endpoint(name)
         self._places = {one.endpoint.name: one for one in _places(of, original, name)}
+        for place, said in zip(self._places.values(), _said_of(original), strict=True):
+            waits = models.waits
+            if waits is not None and waits.is_foreign():  # a copy that a program made in a thread
+                waits.call(place.rate.say, said)
+            else:
+                place.rate.say(said)
         self._only = None if self._several is not None else self._places[name]
         options: dict[str, Any] = getattr(original, "kwargs", None) or {}
         self._most_written: Any = options.get("max_tokens") or options.get("max_completion_tokens")
