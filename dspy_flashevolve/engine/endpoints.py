@@ -540,8 +540,6 @@ class Endpoints:
         rng: random.Random,
         give_up: Callable[[str], None] = lambda reason: None,
     ) -> None:
-        self.folder: Path | None = None
-        """Where several runs on one account tell each other what they have sent; None for nowhere."""
         self.scheduler, self.bus, self.clock, self.retry = scheduler, bus, clock, retry
         self.chance: Callable[[], float] = rng.random
         """A draw from [0, 1)."""
@@ -610,13 +608,17 @@ class Endpoints:
             self._fitted[group] = min(limits)
             self.scheduler.resize(min(limits), group)
 
-    def rate(self, name: str, account: str) -> RateLimit:
-        """The limits of an account at an endpoint, one an account; see :class:`RateLimit`."""
+    def rate(self, name: str, account: str, folder: Path | None = None) -> RateLimit:
+        """The limits of an account at an endpoint, one an account; see :class:`RateLimit`.
+
+        Args:
+            folder: where several runs on one account tell each other what they have sent; None for nowhere.
+        """
         group = self.group_of(name)
 
         def shared() -> SharedTimes | None:
             ahead = time.time() - self.clock()
-            return None if self.folder is None else SharedTimes(self.folder / account, lambda: self.clock() + ahead)
+            return None if folder is None else SharedTimes(folder / account, lambda: self.clock() + ahead)
 
         rates = self._rates.setdefault(group, {})
         return rates.setdefault(account, RateLimit(self.clock, shared, lambda: self._make_room(group)))

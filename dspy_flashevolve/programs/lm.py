@@ -103,10 +103,11 @@ class LanguageModels:
     Args:
         endpoints: of the run; get the signals.
         redaction: is told the LMs' secrets, and takes them out of what the LMs answer and raise.
+        folder: where runs on one key tell each other what they have sent; None for nowhere.
     """
 
-    def __init__(self, endpoints: Endpoints, redaction: Redaction | None = None) -> None:
-        self.endpoints, self.redaction = endpoints, redaction or Redaction()
+    def __init__(self, endpoints: Endpoints, redaction: Redaction | None = None, folder: Path | None = None) -> None:
+        self.endpoints, self.redaction, self.folder = endpoints, redaction or Redaction(), folder
         self.waits: LoopWaits | None = None
         self._paced: dict[int, tuple[Any, Pace]] = {}
 
@@ -185,12 +186,13 @@ class _Place:
     arguments: dict[str, Any]
 
 
-def _places(of: Endpoints, lm: Any, name: str) -> Iterator[_Place]:
+def _places(models: LanguageModels, lm: Any, name: str) -> Iterator[_Place]:
+    of, folder = models.endpoints, models.folder
     if not isinstance(lm, BalancedLM):
-        yield _Place(of.endpoint(name), of.rate(name, account_of(lm, name)), {})
+        yield _Place(of.endpoint(name), of.rate(name, account_of(lm, name), folder), {})
         return
     for one, deployment in zip(of.several(name).members, lm.deployments, strict=True):
-        rate = of.rate(one.name, account_of(lm, one.name, deployment.get("api_key")))
+        rate = of.rate(one.name, account_of(lm, one.name, deployment.get("api_key")), folder)
         yield _Place(one, rate, where(deployment))
 
 
@@ -214,7 +216,7 @@ class Pace:
         of, name = models.endpoints, endpoint_of(original)
         self._several = of.several(name) if isinstance(original, BalancedLM) else None
         self._answers: Answers = self._several or of.endpoint(name)
-        self._places = {one.endpoint.name: one for one in _places(of, original, name)}
+        self._places = {one.endpoint.name: one for one in _places(models, original, name)}
         for place, said in zip(self._places.values(), _said_of(original), strict=True):
             waits = models.waits
             if waits is not None and waits.is_foreign():  # a copy that a program made in a thread

@@ -124,8 +124,7 @@ class DspyRun(EvolutionRun):
         )
         self.recorder = Recorder(self.clock)
         self.bus.subscribe(self.recorder)
-        self.endpoints.folder = limits_folder()
-        self.models = LanguageModels(self.endpoints, self.redaction)
+        self.models = LanguageModels(self.endpoints, self.redaction, limits_folder())
         self.paced(lm)
         self.settings.update(self.models.settings)
         self._shown_calls = shown_calls or max_metric_calls

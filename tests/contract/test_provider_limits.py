@@ -46,7 +46,7 @@ def test_under_one_in_two_hundred_requests_is_refused_where_the_limits_are_known
         lm = dspy.LM("openai/sim", api_base=one.api_base, api_key="sk-a-key", cache=False, engine="litellm", **said)
         program = compiled(lm)
         counted = one.stats()
-    assert counted.requests > 220, "more than the provider's bucket holds"
+    assert counted.requests > 150, "half as many again as the provider's bucket holds"
     assert counted.refused <= 0.005 * counted.requests
     check_ends(program.async_stats)
     check_winner(program.detailed_results, 24)

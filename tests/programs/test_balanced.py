@@ -37,7 +37,7 @@ def test_where_none_answers_the_error_is_raised_and_a_rejected_key_is_not_taken_
     with BrokenServer() as server:
         with pytest.raises(dspy.utils.exceptions.LMError):
             balanced(server, "503", "500")("?")
-        refused = balanced(server, "401", "401/good")
+        refused = balanced(server, "401", "another/401")
         with pytest.raises(LMAuthError):
             refused("?")
 
