@@ -32,6 +32,8 @@ HEADROOM = 0.96
 """Share of a limit that is used."""
 CREDIT_SECONDS = 0.5
 """What was not used for so long may be sent at once: timers wake late."""
+MOST_BEFORE = 0.5
+"""So much of a minute's limit is paid for at most that was let through before the limit was known."""
 SHARE_LEFT = 0.3
 """From so little on that a provider says is left, of what it refills all the time, less is asked of it."""
 LEAST_SHARE = 0.1
@@ -247,12 +249,15 @@ class RateLimit:
             self._changed()
 
     def hear(self, heard: Mapping[Unit, Heard]) -> None:
-        """What the provider said in an answer."""
-        now = self._clock()
+        """What the provider said in an answer. What was let through before anything was known is paid for now."""
+        now, known = self._clock(), self.limits
         for unit, said in heard.items():
             meter = self._meters[unit]
             meter.limit, meter.heard, meter.heard_after = said.limit, said, meter.let_through
             meter.heard_until = now + (said.reset_seconds or 0.0)
+        first = {unit: self._meters[unit].let_through for unit in heard if unit not in known}
+        if first:
+            self._move({unit: min(cost, MOST_BEFORE * heard[unit].limit) for unit, cost in first.items()})
         if heard:
             self._changed()
 

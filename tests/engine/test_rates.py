@@ -149,6 +149,19 @@ def test_a_provider_says_less_than_the_user_or_the_user_less_than_the_provider()
     run(main)
 
 
+def test_what_was_sent_before_a_limit_was_known_counts_too() -> None:
+    async def main() -> None:
+        limit = known()
+        for _ in range(20):
+            await limit.admit(Claim(limit, 1.0), anyio.sleep)
+        assert now() == 0.0
+        limit.hear({"requests": Heard(60)})
+        await limit.admit(Claim(limit, 1.0), anyio.sleep)
+        assert 15.0 < now() < 21.0
+
+    run(main)
+
+
 def test_without_a_limit_nothing_waits_and_answers_of_a_cache_use_nothing_up() -> None:
     async def main() -> None:
         free = RateLimit(now)
