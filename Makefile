@@ -31,7 +31,8 @@ test-slow: $(VENV)/.installed  ## the slow suites; see tests/contract/dspy_suite
 	$(BIN)/python -m pytest -m "slow or vllm"
 
 notebooks: $(VENV)/.installed  ## run the notebooks, and save their outputs in them
-	TQDM_DISABLE=1 $(BIN)/python -m pytest --nbmake --overwrite notebooks
+	$(BIN)/python -m pytest --nbmake --overwrite notebooks
+	$(BIN)/jupyter nbconvert --log-level ERROR --to notebook --inplace --coalesce-streams notebooks/*.ipynb
 
 docs: $(VENV)/.installed  ## the documentation, in site/; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

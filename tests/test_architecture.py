@@ -15,7 +15,7 @@ MODULES = {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text("utf-8"))
 
 ALLOWED = {
     "engine": ({"engine"}, {"anyio", "filelock", "sniffio"}),
-    "observe": ({"engine", "observe"}, {"dspy", "jinja2", "markupsafe", "opentelemetry", "tqdm"}),
+    "observe": ({"engine", "observe"}, {"dspy", "jinja2", "markupsafe", "opentelemetry", "rich", "tqdm"}),
     "modules": ({"engine", "modules"}, {"dspy", "pydantic"}),
     "sandbox": ({"engine", "sandbox"}, {"anyio", "dspy", "pydantic", "pydantic_core"}),
     "programs": (

@@ -74,7 +74,8 @@ class RolloutFinished(Event):
 
 @dataclass(frozen=True, slots=True)
 class RequestFinished(Event):
-    """A request that is no rollout was answered: a reflection, say.
+    """A request that is no rollout was answered: a reflection, say. Or a rollout came to nothing whose LMs had answered
+    some of its calls.
 
     Args:
         latency_seconds: from the grant of its slot to its answer.

@@ -105,7 +105,8 @@ class RunJournal:
         self.spent = int(rows("SELECT COALESCE(SUM(calls), 0) AS spent FROM calls")[0]["spent"])
         """Metric calls of all sessions before."""
         [asked] = rows(
-            "SELECT COUNT(*) AS calls, COALESCE(SUM(json_extract(fields, '$.cost_dollars')), 0) AS dollars FROM events "
+            "SELECT COALESCE(SUM(json_extract(fields, '$.stage') NOT IN (SELECT stage FROM rollouts)), 0) AS calls, "
+            "COALESCE(SUM(json_extract(fields, '$.cost_dollars')), 0) AS dollars FROM events "
             "WHERE kind = 'RequestFinished' AND json_valid(fields)"
         )
         [ran] = rows("SELECT COALESCE(SUM(cost_dollars), 0) AS dollars FROM rollouts")

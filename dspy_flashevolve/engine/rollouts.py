@@ -438,12 +438,13 @@ class _Run:
     record: RolloutRecord | None
     number: int | None = None
     metric_began: bool = False
+    began: float = 0.0
 
     async def once(self, attempt: int) -> Rollout:
         self.number, self.metric_began = None, False
         clock, timeout = self.of.clock, self.of.timeout_seconds
-        began = clock()
-        token = _METRIC_BEGINS.set(self._metric_begins)
+        began = self.began = clock()
+        token = _RUN.set(self)
         try:
             with anyio.move_on_after(timeout) as bound:
                 _bind(bound)
@@ -459,16 +460,23 @@ class _Run:
                 self.of.journal.call(self.stage, self.step.number, -1)
             raise
         finally:
-            _METRIC_BEGINS.reset(token)
+            _RUN.reset(token)
         raise self._gave_up(clock() - began, attempt)
 
-    async def _metric_begins(self) -> None:
+    async def metric_begins(self) -> None:
+        """Write the metric's call down."""
         self.metric_began = True
         if self.of.journal is not None and self.number is None:
             with anyio.CancelScope(shield=True):  # that must not be forgotten, whatever comes
                 number = self.of.journal.call(self.stage, self.step.number)
                 await self.of.journal.journal.flush()
                 self.number = number
+
+    def given_up(self, tokens: int, cost_dollars: float) -> None:
+        """Tell what is paid and comes to nothing."""
+        now, said = self.of.clock(), "given up"
+        event = RequestFinished(now, self.step.number, self.stage, now - self.began, tokens, cost_dollars, said)
+        self.of.bus.emit(event)
 
     def _settle(self) -> None:
         """Count the call of its metric, as the step's."""
@@ -505,11 +513,18 @@ class _Run:
         return TransientError(late, of_request=True)
 
 
-_METRIC_BEGINS: ContextVar[Callable[[], Awaitable[None]] | None] = ContextVar("flashevolve_metric", default=None)
+_RUN: ContextVar[_Run | None] = ContextVar("flashevolve_rollout", default=None)
 
 
 async def metric_begins() -> None:
     """Say, inside a rollout, that its metric is called when this returns. Outside of one it does nothing."""
-    begins = _METRIC_BEGINS.get()
-    if begins is not None:
-        await begins()
+    run = _RUN.get()
+    if run is not None:
+        await run.metric_begins()
+
+
+def given_up(tokens: int, cost_dollars: float) -> None:
+    """Say, inside a rollout, what it has cost although it comes to nothing. Outside of one it does nothing."""
+    run = _RUN.get()
+    if run is not None and tokens:
+        run.given_up(tokens, cost_dollars)

@@ -13,7 +13,11 @@ from dspy_flashevolve.engine.run import EvolutionRun
 from dspy_flashevolve.engine.scheduler import Scheduler
 
 
-class Progress:
+class Display:
+    """Shows runs while they go on. A callback of dspy's that is one takes the place of the bar."""
+
+
+class Progress(Display):
     """Shows metric calls against the budget, and beside them scores, requests in flight, tokens and dollars.
 
     Args:

@@ -87,7 +87,7 @@ class RunStats:
         unanswered_examples: those that got no answer while others did, and score ``failure_score``: for every
             candidate, or for one alone where they were answered for others.
         timed_out_rollouts: runs of rollouts that took longer than rollout_timeout_seconds.
-        requests_by_stage: rollouts and other requests that were answered.
+        requests_by_stage: rollouts and other requests that were answered, and rollouts that were given up half-way.
         tokens_by_stage: prompt and completion tokens of them, as the LMs report them.
         cost_dollars: of all LM calls, by litellm's cost map; None where the price of a model is not known.
         dollars_by_stage: the same of the LM calls of each stage.

@@ -23,7 +23,7 @@ from dspy_flashevolve.engine.rollouts import Granted, Rollout, RolloutKey, Spent
 from dspy_flashevolve.engine.run import EvolutionRun, Observer
 from dspy_flashevolve.engine.scheduler import Requester
 from dspy_flashevolve.engine.steps import EndKind, Reservation, Step, StepEnded
-from dspy_flashevolve.observe.progress import Progress
+from dspy_flashevolve.observe.progress import Display, Progress
 from dspy_flashevolve.observe.statistics import Recorder, RunStats
 from dspy_flashevolve.programs.copies import isolated_copy
 from dspy_flashevolve.programs.faults import heard_lm_calls, raise_provider_fault
@@ -104,6 +104,9 @@ class DspyRun(EvolutionRun):
         """dspy's settings for the length of the run: a later ``dspy.configure`` does not reach it."""
         lm, modules = self.settings.get("lm"), [one for listed in stages.values() for one in listed]
         slots, adaptive = width_of(self, [one for one in modules if isinstance(one, Module)])
+        observers = [one for one in self.settings.get("callbacks") or () if isinstance(one, Observer)]
+        if not any(isinstance(one, Display) for one in observers):
+            observers.insert(0, Progress(name, shown_calls or max_metric_calls))
         super().__init__(
             name=name,
             stages={stage: _addresses(listed, lm) for stage, listed in stages.items()},
@@ -117,10 +120,7 @@ class DspyRun(EvolutionRun):
             median_seconds=median_seconds,
             retry=replace(retry or RetryPolicy(), outage_seconds=max_outage_seconds),
             journal=journal,
-            observers=[
-                Progress(name, shown_calls or max_metric_calls),
-                *(one for one in self.settings.get("callbacks") or () if isinstance(one, Observer)),
-            ],
+            observers=observers,
         )
         self.recorder = Recorder(self.clock)
         self.bus.subscribe(self.recorder)

@@ -28,7 +28,7 @@ from dspy.utils.usage_tracker import track_usage
 
 from dspy_flashevolve.engine.errors import FlashEvolveError, RunAbortedError
 from dspy_flashevolve.engine.loop import Threads, is_being_cancelled
-from dspy_flashevolve.engine.rollouts import Rollout
+from dspy_flashevolve.engine.rollouts import Rollout, given_up
 from dspy_flashevolve.programs.copies import Copied, copied
 from dspy_flashevolve.programs.faults import LmCalls, fault_of, heard_lm_calls, raise_provider_fault
 from dspy_flashevolve.programs.lm import LanguageModels, cost_of, tokens_of
@@ -110,10 +110,14 @@ class ProgramRunner:
         if isinstance(prototype, Exception):
             return Rollout(None, self.adapter.failure_score)
         with track_usage() as usage, heard_lm_calls() as calls:
-            run = await self._run(prototype, example, calls)
-            if dspy.settings.track_usage and isinstance(run.prediction, dspy.Prediction):
-                run.prediction.set_lm_usage(usage.get_total_tokens())
-            rollout = await self._scored(example, run, capture_traces, calls)
+            try:
+                run = await self._run(prototype, example, calls)
+                if dspy.settings.track_usage and isinstance(run.prediction, dspy.Prediction):
+                    run.prediction.set_lm_usage(usage.get_total_tokens())
+                rollout = await self._scored(example, run, capture_traces, calls)
+            except BaseException:
+                given_up(tokens_of(usage), cost_of(usage))
+                raise
         return replace(rollout, tokens=tokens_of(usage), cost_dollars=cost_of(usage))
 
     async def _prototype(self, candidate: dict[str, str]) -> Callable[[], Module] | Exception:

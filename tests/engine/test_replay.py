@@ -161,19 +161,21 @@ def test_a_call_that_came_back_without_a_score_is_taken_back(tmp_path: Path) -> 
 
 
 def test_requests_and_dollars_of_a_session_that_was_killed_count_to_the_last_one(tmp_path: Path) -> None:
-    """Also those whose answer was of no use, after the last end of a step, and all of earlier sessions."""
+    """Also those whose answer was of no use, after the last end of a step, and all of earlier sessions; a rollout that
+    was given up costs dollars, but is no request of a reflection."""
     for before in (0, 1):
         journal = session(tmp_path)
-        assert (journal.requests_before, journal.dollars_before) == (3 * before, pytest.approx(0.75 * before))
+        assert (journal.requests_before, journal.dollars_before) == (3 * before, pytest.approx(0.875 * before))
         journal(RequestFinished(1.0, 0, "propose", 1.0, 10, 0.25))
         journal.replied(0, "propose", "0", "an answer", 10, 0.25)
         journal(StepClosed(2.0, 2 * before, End(EndKind.REJECTED, ""), 0))
         journal(RequestFinished(3.0, 1, "propose", 1.0, 10, 0.125, error="unreadable"))
         journal(RequestFinished(4.0, 1, "integrate", 1.0, 10, 0.125))
+        journal(RequestFinished(5.0, 1, "rollout", 1.0, 10, 0.125, error="given up"))
         journal.finished(KEY, "rollout", 1, Rollout("out", 0.5, cost_dollars=0.25), ("", None), 1.0, 1)
         journal.journal.close()  # no end of the session is written
     killed = session(tmp_path)
-    assert (killed.requests_before, killed.dollars_before) == (6, pytest.approx(1.5))
+    assert (killed.requests_before, killed.dollars_before) == (6, pytest.approx(1.75))
     killed.journal.close()
 
 

@@ -7,9 +7,11 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import anyio
 import dspy
 import litellm
 import pytest
+from dspy.utils.exceptions import LMServerError
 
 from dspy_flashevolve.engine.events import RequestFinished, RolloutTimedOut
 from dspy_flashevolve.engine.journal import Journal
@@ -20,7 +22,7 @@ from tests.ace import child as ace
 from tests.contract import child as gepa
 from tests.contract.surface import simulated
 from tests.contract.worlds import Rules, play
-from tests.fakes import reflection_lm, task_lm
+from tests.fakes import Chain, fake_lm, hashed, reflection_lm, reply_for, task_lm
 from tests.harness import child as harness
 from tests.killing import killed_after
 from tests.observe.runs import Session
@@ -146,6 +148,36 @@ def test_dollars_by_stage_are_those_of_the_run(tmp_path: Path) -> None:
         dollars = {one.name: one.cost_dollars for one in found.by_stage if one.requests}
         assert dollars == pytest.approx(stats.dollars_by_stage)
         assert found.by_role["task"].cost_dollars is not None
+
+
+@pytest.mark.parametrize("ends", ["cancelled", "too late", "turned away"])
+def test_what_lms_answered_in_rollouts_that_came_to_nothing_is_counted(tmp_path: Path, ends: str) -> None:
+    answered = 0
+
+    def counted(prompt: str) -> str:
+        nonlocal answered
+        answered += 1
+        return reply_for(prompt, answer=str(hashed(prompt) % 7), new_instruction=f"Instruction {hashed(prompt)}")
+
+    class Halting(Chain):
+        async def aforward(self, question: str) -> dspy.Prediction:
+            answer = await super().aforward(question)
+            fifth = answered % 5 == 0
+            await anyio.sleep(1000 if fifth and ends == "too late" else hashed(answered) % 60)
+            if fifth and ends == "turned away":
+                raise LMServerError("another server than the one that answered")
+            return answer
+
+    lm = fake_lm(counted)
+    with dspy.context(lm=lm):
+        stats = simulated(
+            200, Halting(), reflection_lm=lm, log_dir=str(tmp_path), rollout_timeout_seconds=60
+        ).async_stats
+    assert sum(stats.tokens_by_stage.values()) == 7 * answered
+    given_up = [one for one in read(tmp_path).requests if one.error == "given up"]
+    assert len(given_up) > (0 if ends == "cancelled" else 20)
+    assert all(one.tokens == 7 for one in given_up)
+    check_figures(tmp_path, stats)
 
 
 def test_slots_over_time_keep_every_second_of_every_interval() -> None:
