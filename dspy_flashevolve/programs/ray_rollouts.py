@@ -49,6 +49,7 @@ from dspy_flashevolve.engine.scheduler import current_slot
 from dspy_flashevolve.programs.faults import chain_of, is_refusal, is_timeout
 from dspy_flashevolve.programs.lm import CACHED_SECONDS, LanguageModels, completion_tokens_of, endpoint_of
 from dspy_flashevolve.programs.metric import Metric
+from dspy_flashevolve.programs.rate_headers import limits_folder
 from dspy_flashevolve.programs.records import RolloutRecords, kept
 from dspy_flashevolve.programs.runner import Failure, Make, ProgramRunner, Tried
 
@@ -215,7 +216,7 @@ class RolloutActor:
             dspy.configure_cache(**cache)
         self._run = EvolutionRun(name="rollouts", stages={"rollout": ["lm"]}, slots=slots)
         self._run.clock.attach()
-        self._models = LanguageModels(self._run.endpoints, self._run.redaction, once=True)
+        self._models = LanguageModels(self._run.endpoints, self._run.redaction, limits_folder(), once=True)
         self._models.attach(asyncio.get_running_loop())
         try:
             dspy.configure(**cloudpickle.loads(settings))
