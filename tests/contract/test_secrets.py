@@ -13,17 +13,17 @@ import pytest
 
 from dspy_flashevolve import RunAbortedError, Workflow
 from tests.broken_server import BrokenServer
-from tests.contract.surface import compiled
+from tests.contract.surface import command, compiled
 from tests.fakes import Chain, hashed, reflection_lm, reply_for
 
 KEY, HEADER = "correct-horse-battery-staple", "let-me-into-the-gateway"
 PASSWORD, IN_PATH = "open-sesame-please", "a-key-within-the-path"
-SECRETS = (KEY, HEADER, IN_PATH)
+SECRETS = (KEY, HEADER, IN_PATH, PASSWORD)
 """None has a digit, or looks like a key."""
 
 
 def lm_of(server: BrokenServer) -> dspy.LM:
-    address = f"{server.address}/{IN_PATH}/chosen/v1"
+    address = f"{server.address.replace('//', f'//me:{PASSWORD}@')}/{IN_PATH}/chosen/v1"
     return server.lm("", "litellm", api_base=address, api_key=KEY, extra_headers={"X-Gateway-Pass": HEADER})
 
 
@@ -58,12 +58,16 @@ def test_what_a_server_echoes_stands_in_no_file_and_no_log_line(
                 60, log_dir=str(directory), reflection_lm=lm, schedule=schedule, track_best_outputs=True
             ).detailed_results
     assert len(details.candidates) > 1
+    check_private(directory)
+    for arguments in (["lineage", "--prompts"], ["report", "-o", str(directory / "report.html")]):
+        status, said, _ = command(arguments[0], str(directory), *arguments[1:])
+        assert status == 0
+        (directory / f"{arguments[0]}.txt").write_text(said)
     written = written_in(directory)
     assert b"[redacted]" in written
     for secret in SECRETS:
         assert secret.encode() not in written, secret
         assert secret not in caplog.text, secret
-    check_private(directory)
 
 
 def test_an_error_that_repeats_a_key_is_told_without_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -13,6 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import anyio
 import dspy
 import pytest
 from dspy.lm15 import Message, Request, Response, TextPart, Usage
@@ -20,7 +21,7 @@ from dspy.utils.exceptions import LMRateLimitError, LMServerError, LMTimeoutErro
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dspy_flashevolve import RunAbortedError, Workflow
+from dspy_flashevolve import Reflective, RunAbortedError, Workflow
 from dspy_flashevolve.sim.virtual import run
 from dspy_flashevolve.sim.virtual_loop import LOOP_OF
 from tests.broken_server import BrokenServer
@@ -395,7 +396,7 @@ def test_no_schedule_of_faults_leaves_a_run_that_waits_for_nothing(
 
     async def compile_it() -> Any:
         LOOP[:] = [asyncio.get_running_loop()]
-        with dspy.context(lm=lm):
+        with dspy.context(lm=lm), anyio.fail_after(100_000):  # else a run that waits for nothing hangs this test, too
             student = InThread() if kind == "sync" else Slow()
             return await one.acompile(student, trainset=TRAIN, valset=VAL)
 
@@ -435,11 +436,17 @@ def test_unreadable_reflections_end_their_steps_and_not_the_run() -> None:
         assert stats.metric_calls > 100
 
 
-def dripping_first() -> Callable[[str], str]:
-    """A byte now and then resets the LM's timeout: the whole of the first reply would take half a minute."""
+def dripping_first(word: str = "") -> Callable[[str], str]:
+    """A byte now and then resets the LM's timeout: the whole of the first reply would take half a minute.
+
+    Args:
+        word: it is the first reply to a prompt with this word in it.
+    """
     asked: list[str] = []
 
     def choose(prompt: str) -> str:
+        if word not in prompt:
+            return reply_for("JSON", new_instruction=f"Look {hashed(prompt)}")
         asked.append(prompt)
         return "drip" if len(asked) == 1 else reply_for("JSON", new_instruction=f"Look {len(asked)}", answer="3")
 
@@ -455,10 +462,20 @@ def test_a_reflection_that_drips_is_given_up_and_asked_again(schedule: str) -> N
     assert stats.proposals > 0
 
 
+def test_an_integration_that_drips_is_given_up_and_asked_again() -> None:
+    with BrokenServer(dripping_first("head_text")) as server:
+        staleness = Reflective(batch=1, min_gap=0)
+        stats = compiled(150, reflection_lm=server.lm("chosen", timeout=3.0), staleness=staleness).async_stats
+    assert stats.retried_requests == 1
+    assert stats.integration_calls > 0
+    assert stats.ended["failed"] == 0
+
+
+@pytest.mark.parametrize("schedule", ["async", "lockstep"])
 @pytest.mark.parametrize("program", [Chain, InThread])
-def test_a_rollout_that_drips_in_lockstep_is_given_up_and_asked_again(program: Any) -> None:
+def test_a_rollout_that_drips_is_given_up_and_asked_again(program: Any, schedule: str) -> None:
     with BrokenServer(dripping_first()) as server, dspy.context(lm=server.lm("chosen", timeout=3.0)):
-        details = compiled(30, program(), metric=lambda *_: 0.5, schedule="lockstep").detailed_results
+        details = compiled(30, program(), metric=lambda *_: 0.5, schedule=schedule).detailed_results
     assert details.async_stats.retried_requests >= 1
     assert list(details.val_subscores[0].values()) == [0.5] * len(VAL)
 
