@@ -20,7 +20,7 @@ from dspy.utils.callback import BaseCallback
 
 from dspy_flashevolve import AsyncGEPA, RunAbortedError
 from tests.contract.surface import TRAIN, VAL, Heard
-from tests.fakes import AsyncFakeEngine, Chain, FakeEngine, digits, examples, fake_lm, hashed, reply_for
+from tests.fakes import AsyncFakeEngine, Chain, FakeEngine, digits, examples, fake_lm, hashed, reflection_lm, reply_for
 
 OPTIMIZERS = {
     "dspy.GEPA": (dspy.GEPA, {}),
@@ -325,9 +325,8 @@ class Traces(BaseCallback):
 def test_every_full_validation_is_told_to_dspys_callbacks(name: str, more: dict[str, Any]) -> None:
     traces, heard = Traces(), Heard()
     with dspy.context(callbacks=[traces]):
-        details = optimized(
-            name, Chain(), max_metric_calls=120, gepa_kwargs={"callbacks": [heard]}, **more
-        ).detailed_results
+        more = {"max_metric_calls": 200, "gepa_kwargs": {"callbacks": [heard]}} | more
+        details = optimized(name, Chain(), reflection_lm=reflection_lm(), **more).detailed_results
     scores = [outputs.score for outputs in traces.ended.values() if not isinstance(outputs, Exception)]
     full = [one for one in traces.begun.values() if len(one["devset"]) == len(VAL)]
     assert traces.begun.keys() == traces.ended.keys()

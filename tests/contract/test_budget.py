@@ -133,7 +133,7 @@ def test_a_run_goes_on_until_its_budget_pays_no_further_step(calls: int, minibat
     """One step of one reflection may cost two minibatches and a validation (and its base's minibatch)."""
     world = World(predictors=predictors)
     stats = play(world, calls, reflection_minibatch_size=minibatch).async_stats
-    step = 3 * min(minibatch, world.train) + world.val
+    step = 3 * minibatch + world.val
     assert calls - step <= stats.metric_calls <= calls
     assert steps_of(stats) >= (calls - world.val) // step
 

@@ -18,12 +18,12 @@ from tests.fakes import Chain, hashed, reflection_lm, reply_for
 
 KEY, HEADER = "correct-horse-battery-staple", "let-me-into-the-gateway"
 PASSWORD, IN_PATH = "open-sesame-please", "a-key-within-the-path"
-SECRETS = (KEY, HEADER, IN_PATH, PASSWORD)
+SECRETS = (KEY, HEADER, IN_PATH)
 """None has a digit, or looks like a key."""
 
 
 def lm_of(server: BrokenServer) -> dspy.LM:
-    address = f"{server.address.replace('//', f'//me:{PASSWORD}@')}/{IN_PATH}/chosen/v1"
+    address = f"{server.address}/{IN_PATH}/chosen/v1"
     return server.lm("", "litellm", api_base=address, api_key=KEY, extra_headers={"X-Gateway-Pass": HEADER})
 
 
@@ -58,16 +58,12 @@ def test_what_a_server_echoes_stands_in_no_file_and_no_log_line(
                 60, log_dir=str(directory), reflection_lm=lm, schedule=schedule, track_best_outputs=True
             ).detailed_results
     assert len(details.candidates) > 1
-    check_private(directory)
-    for arguments in (["lineage", "--prompts"], ["report", "-o", str(directory / "report.html")]):
-        status, said, _ = command(arguments[0], str(directory), *arguments[1:])
-        assert status == 0
-        (directory / f"{arguments[0]}.txt").write_text(said)
     written = written_in(directory)
     assert b"[redacted]" in written
     for secret in SECRETS:
         assert secret.encode() not in written, secret
         assert secret not in caplog.text, secret
+    check_private(directory)
 
 
 def test_an_error_that_repeats_a_key_is_told_without_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -95,6 +91,34 @@ def test_a_password_in_an_address_is_not_told(tmp_path: Path, caplog: pytest.Log
     assert "failed to connect" in told
     assert PASSWORD not in told
     assert PASSWORD.encode() not in written_in(tmp_path / "run")
+
+
+class Own(dspy.LM):
+    """One with a ``forward`` of its own, to which such an address may mean something; its replies repeat it."""
+
+    def forward(self, prompt: Any = None, messages: Any = None, **kwargs: Any) -> Any:
+        asked = "\n".join(message["content"] for message in messages)
+        number = hashed(asked)
+        text = reply_for(asked, answer=f"{1 + number % 6}", new_instruction=f"{number} of me:{PASSWORD}@localhost")
+        dotdict = dspy.dsp.utils.utils.dotdict
+        choice = dotdict(message=dotdict(content=text, role="assistant"), finish_reason="stop")
+        return dotdict(choices=[choice], usage={}, model="own")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # dspy's, of LMs with a forward of their own
+def test_a_finished_run_tells_a_password_in_an_address_nowhere(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory, lm = tmp_path / "run", Own("openai/m", api_base=f"http://me:{PASSWORD}@localhost:1/v1", cache=False)
+    with dspy.context(lm=lm), caplog.at_level(logging.DEBUG, "dspy_flashevolve"):
+        details = compiled(100, log_dir=str(directory), reflection_lm=lm).detailed_results
+    assert len(details.candidates) > 1
+    page = directory / "report.html"
+    told = [command("lineage", str(directory), "--prompts"), command("report", str(directory), "-o", str(page))]
+    assert [status for status, _, _ in told] == [0, 0]
+    assert page.exists()
+    assert PASSWORD.encode() not in written_in(directory)
+    assert PASSWORD not in caplog.text + str(told)
 
 
 def test_a_placeholder_for_a_key_is_no_secret() -> None:

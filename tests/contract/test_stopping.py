@@ -198,9 +198,9 @@ class Paced(AsyncFakeEngine):
 
 class Tell:
     def on_candidate_accepted(self, event):
-        accepted.append(event["new_candidate_idx"])
-        if len(accepted) == 1:
+        if not accepted:
             print("a candidate was accepted", flush=True)
+        accepted.append(event["new_candidate_idx"])
 
 waiting = set()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -130,6 +131,49 @@ def test_an_example_that_another_candidate_was_answered_fails_for_one_candidate_
     assert third[0] > 0
     assert min(third) == 0
     assert max(third[1:]) > 0, "others are asked all the same"
+
+
+# A share of everything
+
+
+def except_for_a_share(share: float, error: Callable[[], Exception], of: str = r"\n([tv] \d+)") -> dspy.LM:
+    """Never answers a share of the questions, or of what else an expression finds in a prompt."""
+
+    def choose(prompt: str) -> str:
+        if hashed("share", re.findall(of, prompt, re.DOTALL)[-1:]) % 1000 < 1000 * share:
+            raise error()
+        return answer(prompt)
+
+    return fake_lm(choose)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("500", "loop"), ("500", "thread"), ("503", "loop"), ("429", "loop")])
+def test_a_run_goes_on_though_a_third_of_the_examples_is_never_answered(name: str, kind: str) -> None:
+    with dspy.context(lm=except_for_a_share(1 / 3, ALWAYS[name])):
+        details = simulated(200, SlowInThread() if kind == "thread" else Slow()).detailed_results
+    stats = details.async_stats
+    assert (stats.outcome, stats.ended["failed"]) == ("finished", 0)
+    assert stats.metric_calls > 180
+    assert stats.unanswered_examples == 5
+    check_winner(details)
+
+
+@pytest.mark.parametrize("name", ["500", "503"])
+@pytest.mark.parametrize("kind", ["loop", "thread"])
+def test_a_run_is_aborted_where_nine_of_ten_prompts_are_never_answered(name: str, kind: str) -> None:
+    with (
+        dspy.context(lm=except_for_a_share(0.9, ALWAYS[name], of=".*")),
+        pytest.raises(RunAbortedError, match="seed program could not be validated"),
+    ):
+        simulated(200, SlowInThread() if kind == "thread" else Slow())
+
+
+def test_steps_without_an_answered_rollout_do_not_go_on_for_ever() -> None:
+    """They cost nothing and take no time, and the seed's validation may wait meanwhile."""
+    with dspy.context(lm=except_for_a_share(1 / 3, ALWAYS["500"], of=".*")):
+        stats = simulated(200, Slow()).async_stats
+    check_ends(stats)
+    assert sum(stats.ended.values()) < 100
 
 
 # Everything
