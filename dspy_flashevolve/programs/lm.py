@@ -85,10 +85,11 @@ class LanguageModels:
     Args:
         endpoints: of the run; get the signals.
         redaction: is told the LMs' secrets, and takes them out of what the LMs answer and raise.
+        once: each request is made once: whoever asked for the rollout asks again.
     """
 
-    def __init__(self, endpoints: Endpoints, redaction: Redaction | None = None) -> None:
-        self.endpoints, self.redaction = endpoints, redaction or Redaction()
+    def __init__(self, endpoints: Endpoints, redaction: Redaction | None = None, once: bool = False) -> None:
+        self.endpoints, self.redaction, self.once = endpoints, redaction or Redaction(), once
         self.waits: LoopWaits | None = None
         self._paced: dict[int, tuple[Any, Pace]] = {}
 
@@ -262,6 +263,8 @@ class Pace:
         What was streamed may have been seen, and is not asked for twice.
         """
         self.models.redaction.clean(chain_of(error))
+        if self.models.once:
+            return False
         endpoint, retry_after = self._endpoint, retry_after_of(error)
         if may_repeat(error):
             endpoint.turned_away(sent, str(error) or type(error).__name__, is_of_request(error))
@@ -279,7 +282,7 @@ class Pace:
         return True
 
     def _answered(self, sent: Sent, usage: UsageTracker, seconds: float) -> None:
-        if (tokens := _written(usage)) or seconds > CACHED_SECONDS:
+        if (tokens := completion_tokens_of(usage.usage_data)) or seconds > CACHED_SECONDS:
             self._endpoint.finished(sent, tokens)
 
 
@@ -538,9 +541,9 @@ def _shipped_rates() -> dict[str, Any]:
     return {}
 
 
-def _written(tracker: UsageTracker) -> int:
-    """Completion tokens."""
-    return sum(_count(entry, "completion_tokens") for _, entry in _entries(tracker))
+def completion_tokens_of(used: Mapping[str, Sequence[dict[str, Any]]]) -> int:
+    """Completion tokens of what a tracker has, its ``usage_data``."""
+    return sum(_count(entry, "completion_tokens") for entries in used.values() for entry in entries)
 
 
 def _entries(tracker: UsageTracker) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import dspy
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dspy_flashevolve import AsyncGEPA, Guarded, RunAbortedError
+from dspy_flashevolve import AsyncGEPA, Guarded, RunAbortedError, Workflow
 from tests.contract.surface import (
     TRAIN,
     VAL,
@@ -46,14 +47,16 @@ WORLDS = st.builds(
     workflow=st.sampled_from([None, (0.5, 1.0), (0.67, 0.3)]),
     options=st.fixed_dictionaries(
         {"use_merge": st.booleans()},
-        optional={"gepa_kwargs": st.just({"cache_evaluation": True}), "rollout_timeout_seconds": st.just(9.5)},
+        optional={"gepa_kwargs": st.just({"cache_evaluation": True}), "timeout": st.just(9.5)},
     ),
 )
 def test_whatever_the_program_the_faults_and_the_schedule_the_budget_holds_and_every_step_ends_once(
     world: World, beyond_the_seed: int, slots: int, minibatch: int, staleness: Any, workflow: Any, options: Any
 ) -> None:
     calls = world.val + beyond_the_seed
-    options = options | ({} if workflow is None else early(*workflow))
+    timeout = options.pop("timeout", None)
+    released = Workflow() if workflow is None else early(*workflow)["workflow"]
+    options = options | {"workflow": replace(released, rollout_timeout_seconds=timeout)}
     try:
         program = play(
             world,
@@ -71,7 +74,7 @@ def test_whatever_the_program_the_faults_and_the_schedule_the_budget_holds_and_e
         return
     details, stats = program.detailed_results, program.async_stats
     assert len(world.scored) <= stats.metric_calls == details.total_metric_calls <= calls
-    if not world.faults and "rollout_timeout_seconds" not in options:
+    if not world.faults and timeout is None:
         assert len(world.scored) == stats.metric_calls
         assert stats.ended.get("failed", 0) == 0
     check_ends(stats)

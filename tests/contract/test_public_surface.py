@@ -21,7 +21,7 @@ NEW = {
     "max_cost",
     "max_reflection_calls",
     "max_seconds",
-    "rollout_timeout_seconds",
+    "rollouts",
     "schedule",
     "stale_candidate_reflection",
     "staleness",

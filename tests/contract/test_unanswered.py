@@ -412,7 +412,9 @@ FAULTS: dict[str, Callable[[], Exception]] = ALWAYS | {
     ),
     kind=st.sampled_from(["async", "sync", "mixed"]),
     slots=st.sampled_from([1, 3, 8]),
-    more=st.sampled_from([{}, {"schedule": "lockstep"}, {"max_seconds": 60}, {"rollout_timeout_seconds": 5.0}]),
+    more=st.sampled_from(
+        [{}, {"schedule": "lockstep"}, {"max_seconds": 60}, {"workflow": Workflow(rollout_timeout_seconds=5.0)}]
+    ),
 )
 def test_no_schedule_of_faults_leaves_a_run_that_waits_for_nothing(
     faults: list[tuple[float, float, str, float]], kind: str, slots: int, more: dict[str, Any]
@@ -635,7 +637,7 @@ def test_a_program_that_was_left_behind_in_its_thread_asks_no_more(bound: str, c
     engine = Late("first look at v 3.", 630.0, LATE[comes])
     with dspy.context(lm=engine.lm()):
         timeout = 500.0 if bound == "of the rollout" else None
-        stats = simulated(60, Twice(), rollout_timeout_seconds=timeout).async_stats
+        stats = simulated(60, Twice(), workflow=Workflow(rollout_timeout_seconds=timeout)).async_stats
     assert stats.timed_out_rollouts == 1
     assert stats.seconds > 650, "the thread came back in the run"
     assert (stats.outcome, stats.ended["failed"]) == ("finished", 0)

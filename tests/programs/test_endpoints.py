@@ -280,7 +280,7 @@ def test_the_time_in_which_the_provider_lets_a_rollout_wait_is_not_the_rollouts(
             max_metric_calls=40,
             num_threads=4,
             track_stats=True,
-            rollout_timeout_seconds=2.0,
+            workflow=Workflow(rollout_timeout_seconds=2.0),
             reflection_lm=reflection_lm(),
         )
         with dspy.context(lm=lm):
