@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,7 @@ class Pace:
         seconds: That they took.
         driver_seconds: Of processor time, in this process.
         calls: Of Ray, to actors.
+        niceness: Of the actors' processes.
     """
 
     part: str
@@ -57,6 +58,7 @@ class Pace:
     seconds: float
     driver_seconds: float
     calls: int = 0
+    niceness: str = field(default_factory=lambda: os.environ.get("RAY_worker_niceness", "15"))
 
     @property
     def rate(self) -> float:
@@ -360,6 +362,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=RESULTS / "ray_rollouts.jsonl")
     options = parser.parse_args(arguments)
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ.setdefault("RAY_worker_niceness", "0")  # 15 by default: what else runs would go before the actors
     logging.getLogger("dspy_flashevolve").setLevel(logging.ERROR)
     paces: list[Pace] = []
     kinds: dict[str, tuple[str, Any, Any, int]] = {
