@@ -58,7 +58,7 @@ class Pace:
     seconds: float
     driver_seconds: float
     calls: int = 0
-    niceness: str = field(default_factory=lambda: os.environ.get("RAY_worker_niceness", "15"))
+    niceness: str = field(default_factory=lambda: os.environ.get("RAY_worker_niceness", "15"))  # noqa: SIM112
 
     @property
     def rate(self) -> float:
