@@ -11,6 +11,7 @@ import argparse
 import gc
 import itertools
 import statistics
+import tempfile
 import time
 import tracemalloc
 import zlib
@@ -27,7 +28,7 @@ from benchmarks.results import RESULTS, append_json_lines, shown, table
 from benchmarks.trajectory import Recorder
 
 TARGET_MILLISECONDS = 1.0
-METHODS = ("evaluate", "gepa", "async")
+METHODS = ("evaluate", "gepa", "async", "async-journal")
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Cost:
     """One measured run.
 
     Attributes:
-        method: `evaluate`, `gepa` or `async`.
+        method: `evaluate`, `gepa`, `async`, or `async-journal`, which writes a run directory.
         rollouts: Rollouts that reached the metric.
         cpu_seconds: Processor time of this process, all threads; 0 when memory was traced.
         wall_seconds: Elapsed time; 0 when memory was traced.
@@ -122,6 +123,8 @@ def without_language_model(name: str) -> Method:
             return dspy.GEPA(**arguments)
         from dspy_flashevolve import AsyncGEPA
 
+        if name == "async-journal":
+            arguments["log_dir"] = tempfile.mkdtemp(prefix="engine-cost-")
         return AsyncGEPA(**arguments)
 
     return Method(name, build)

@@ -17,7 +17,6 @@ import sqlite3
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ from benchmarks.results import RESULTS, Spread, append_json_lines, table
 from dspy_flashevolve import AsyncGEPA, DspyRun
 from dspy_flashevolve.engine.admission import LiveSteps
 from dspy_flashevolve.engine.steps import End, EndKind, Step
-from dspy_flashevolve.programs.ray_rollouts import Actors, RayRollouts
+from dspy_flashevolve.programs.ray_rollouts import RayRollouts
 
 WORK_SECONDS = 0.05
 PLACES = (0, 1, 2)
@@ -48,7 +47,6 @@ class Pace:
         rollouts: Timed.
         seconds: That they took.
         driver_seconds: Of processor time, in this process.
-        calls: Of Ray, to actors.
         niceness: Of the actors' processes.
     """
 
@@ -57,7 +55,6 @@ class Pace:
     rollouts: int
     seconds: float
     driver_seconds: float
-    calls: int = 0
     niceness: str = field(default_factory=lambda: os.environ.get("RAY_worker_niceness", "15"))  # noqa: SIM112
 
     @property
@@ -122,22 +119,6 @@ def examples(name: str, count: int) -> list[dspy.Example]:
     return [dspy.Example(question=f"{name} {number}").with_inputs("question") for number in range(count)]
 
 
-@contextlib.contextmanager
-def counted() -> Iterator[list[int]]:
-    """Count the calls of Ray that go to actors."""
-    calls, send = [0], Actors._send  # pyright: ignore[reportPrivateUsage]
-
-    def counting(self: Any, actor: Any) -> None:
-        calls[0] += 1
-        send(self, actor)
-
-    Actors._send = counting  # type: ignore[method-assign]
-    try:
-        yield calls
-    finally:
-        Actors._send = send  # type: ignore[method-assign]
-
-
 def paced(part: str, program: dspy.Module, metric: Any, actors: int, count: int, slots: int) -> Pace:
     """Time rollouts of one program, after a first few that nobody times."""
     rollouts = RayRollouts(actors=actors) if actors else None
@@ -151,11 +132,9 @@ def paced(part: str, program: dspy.Module, metric: Any, actors: int, count: int,
         if run.actors is not None:
             await run.actors.all_ready()
         await run.evaluate("work", step, runner, {}, data[: 4 * slots], split="first")
-        with counted() as calls:
-            began, worked = time.perf_counter(), time.process_time()
-            await run.evaluate("work", step, runner, {}, data)
-            seconds, driver = time.perf_counter() - began, time.process_time() - worked
-        found.append(Pace(part, actors, count, seconds, driver, calls[0]))
+        began, worked = time.perf_counter(), time.process_time()
+        await run.evaluate("work", step, runner, {}, data)
+        found.append(Pace(part, actors, count, time.perf_counter() - began, time.process_time() - worked))
         run.stop("all is done", "finished")
         return End(EndKind.COMMITTED)
 
@@ -173,7 +152,8 @@ def bare(count: int, at_once: int) -> Pace:
         async def call(self, given: bytes) -> bytes:
             return given
 
-    actor = ray.remote(Bare).options(max_concurrency=100).remote()
+    remote: Any = ray.remote
+    actor = remote(Bare).options(max_concurrency=100).remote()
 
     async def some(number: int) -> None:
         for _ in range(number):
@@ -185,7 +165,7 @@ def bare(count: int, at_once: int) -> Pace:
     asyncio.run(all_of(4 * at_once))
     began, worked = time.perf_counter(), time.process_time()
     asyncio.run(all_of(count))
-    found = Pace("a bare call", 1, count, time.perf_counter() - began, time.process_time() - worked, count)
+    found = Pace("a bare call", 1, count, time.perf_counter() - began, time.process_time() - worked)
     ray.shutdown()
     return found
 
@@ -303,7 +283,8 @@ async def wrong_scores(rows: list[Any], texts: dict[str, str]) -> int:
     with dspy.context(lm=at_once()):
         for candidate, split, example, score, _ in rows:
             instructions = json.loads(texts[candidate])["answer"]
-            student.answer.signature = student.answer.signature.with_instructions(instructions)
+            signature: Any = student.answer.signature
+            student.answer.signature = signature.with_instructions(instructions)
             gold = examples("v" if split == "val" else "t", int(example) + 1)[-1]
             wrong += abs(judged(gold, await student.answer.acall(question=gold.question)).score - score) > 1e-9
     return wrong
@@ -327,9 +308,8 @@ def report(paces: list[Pace]) -> str:
             str(rates[part, actors]),
             f"{rates[part, actors].median / here.median:.2f}" if here else "",
             f"{driver:.2f}",
-            f"{Spread.of([one.calls / one.rollouts for one in found]).median:.2f}" if actors else "",
         ])  # fmt: skip
-    shown = table(["rollouts that cost", "in", "a second", "x", "ms of this process", "calls of Ray"], lines)
+    shown = table(["rollouts that cost", "in", "a second", "x", "ms of this process"], lines)
     return "\n".join([shown, "", *arithmetic(parts)])
 
 

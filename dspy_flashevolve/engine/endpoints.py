@@ -12,16 +12,21 @@ from __future__ import annotations
 import logging
 import math
 import random
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, nullcontext
 from dataclasses import dataclass
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
 
 import anyio
 
 from dspy_flashevolve.engine.errors import ConfigurationError
 from dspy_flashevolve.engine.events import EndpointPaused, EventBus, LimitChanged
 from dspy_flashevolve.engine.limits import AdaptiveLimit, Bounds
+from dspy_flashevolve.engine.rates import Claim, RateLimit, SharedTimes
 from dspy_flashevolve.engine.scheduler import Scheduler, Slot
 
 logger = logging.getLogger(__name__)
@@ -47,6 +52,14 @@ SILENT_SECONDS = 10.0
 that is asked for more than it takes at once refuses some while it is at work on the others."""
 SPARE_STAGES = {"integrate"}
 """A run goes on without them: where nobody else asks who is asked there, its silence ends no run."""
+FAILURES = 2
+"""So many requests in a row that one of several endpoints does not answer leave it out."""
+SILENT_LATENCIES = 5.0
+"""One of several endpoints that answers nothing for so many times the time that others take is not asked."""
+PREFERRED = 1.25
+"""One of several endpoints takes so much of its share at most because it knows the beginning of a prompt."""
+SEVERAL = " | "
+"""Between the names of endpoints that serve one model."""
 SAY_AGAIN_SECONDS = 60.0
 """An endpoint in trouble is logged at most this often."""
 
@@ -237,66 +250,157 @@ class Answers:
 
 
 class Endpoint(Answers):
-    """One address. Made by :class:`Endpoints`."""
+    """One address. Made by :class:`Endpoints`.
 
-    def __init__(self, name: str, of: Endpoints) -> None:
+    Args:
+        several: those of one model that it is one of; then it has a limit of its own, and is left out while it fails.
+    """
+
+    def __init__(self, name: str, of: Endpoints, several: Several | None = None) -> None:
         super().__init__(name, of)
+        self._several = several
+        self._limited = of.group_of(name) if several is None else name
+        """What its adaptive limit is called."""
         self._recent: deque[tuple[float, bool]] = deque()
-        self._pauses = 0
+        self._pauses = self._failures = 0
+        self._width_seconds, self._counted = 0.0, of.clock()
+        self.heard_seconds = self._counted
+        """When it answered last, or was sent something while nothing was in flight."""
+        self.is_pressed = False
+        """All of the several were full."""
+        self.is_on_trial = False
+        """It was left out, and has not answered since."""
         self.open_seconds = 0.0
         """Nothing is sent before."""
 
-    async def admit(self, slot: Slot | None) -> None:
-        """Wait for the end of a pause; see :meth:`rest` for the slot."""
+    @property
+    def in_flight(self) -> int:
+        """Requests."""
+        return len(self._under_way)
+
+    @property
+    def limit(self) -> int:
+        """Of requests in flight; without one, as many as the run has slots."""
+        limit = self._of.limits.get(self._limited)
+        return self._of.scheduler.limit if limit is None else limit.limit
+
+    def reserve(self, sent: Sent) -> None:
+        """A request will go out soon."""
+        self._measure()
+        if not self._under_way:
+            self.heard_seconds = self._counted
+        super().begin(sent)
+
+    def begin(self, sent: Sent) -> None:
+        """See :class:`Answers`."""
+        self.reserve(sent)
+        if self._several is not None:
+            self._several.begin(sent)
+
+    def leave(self, sent: Sent) -> None:
+        """See :class:`Answers`."""
+        self._measure()
+        super().leave(sent)
+        if self._several is not None:
+            self._several.leave(sent)
+
+    def _measure(self) -> None:
+        now = self._of.clock()
+        self._width_seconds += len(self._under_way) * (now - self._counted)
+        self._counted = now
+
+    def _width(self) -> float:
+        """Requests in flight, summed over the time so far."""
+        if self._several is None:
+            return self._of.scheduler.width_seconds(self._limited)
+        self._measure()
+        return self._width_seconds
+
+    async def admit(self, slot: Slot | None, claim: Claim | None = None, keeps: bool = False) -> None:
+        """Wait for the end of a pause, and until the provider's limits let a request through.
+
+        Args:
+            slot: given back during a pause, and taken again; None for none.
+            claim: the request; None for one that no limit is asked for.
+            keeps: the slot is not given back: a thread waits.
+        """
         for _ in range(MOST_PAUSES):
             left = self.open_seconds - self._of.clock()
             if left <= 0 or self._of.hurried:
                 break
-            await self._of.sleep(slot, left + self._of.chance() * self._of.retry.first_seconds)
+            seconds = left + self._of.chance() * self._of.retry.first_seconds
+            if slot is None or not keeps:
+                await self._of.sleep(slot, seconds)
+            else:
+                with slot.paused():
+                    await self._of.sleep(None, seconds)
         if slot is not None:
             await slot.take()
+            slot.arrived()
+        if claim is not None:
+            with nullcontext() if slot is None else slot.paused(rests=False):
+                await claim.rate.admit(claim, partial(self._of.sleep, None))
 
     def send(self, sent: Sent) -> None:
         """A request goes out now."""
         self.begin(sent)
-        group = self._of.group_of(self.name)
-        self._of.heard.add(group)
-        sent.seconds, sent.width_seconds = self._of.clock(), self._of.scheduler.width_seconds(group)
+        self._of.heard.add(self._of.group_of(self.name))
+        sent.seconds, sent.width_seconds = self._of.clock(), self._width()
+        if self._several is not None:
+            self._several.note_pressure()
 
     def finished(self, sent: Sent, tokens: int) -> None:
         """It was answered."""
-        self.answered(sent)
-        self._pauses = 0
+        self.leave(sent)
+        self._answers.answered(sent)
+        self._pauses = self._failures = 0
         self._note(refused=False)
-        group = self._of.group_of(self.name)
-        limit, latency = self._of.limits.get(group), self._of.clock() - sent.seconds
+        limit, latency = self._of.limits.get(self._limited), self._of.clock() - sent.seconds
+        self.heard_seconds = self._of.clock()
+        if self._several is not None:
+            self._several.heard(self, latency)
         if limit is not None:
-            width = self._of.scheduler.width_seconds(group) - sent.width_seconds
+            width = self._width() - sent.width_seconds
             limit.finished(latency, tokens, width / latency if latency > 0 else None)
+
+    @property
+    def _answers(self) -> Answers:
+        return self if self._several is None else self._several
 
     def refused(self, sent: Sent, retry_after_seconds: float | None) -> None:
         """It was refused: 429, or a Retry-After. Others that are answered meanwhile need no pause."""
-        if not sent.is_odd:
+        if not sent.is_odd or self._several is not None:
             self._note(refused=True)
-        group = self._of.group_of(self.name)
-        limit = self._of.limits.get(group)
+        limit = self._of.limits.get(self._limited)
         told = None if retry_after_seconds is None else self._of.retry.told(retry_after_seconds)
         if limit is not None:
-            limit.refused(told, sent.seconds, self._of.scheduler.busy_at(group))
+            limit.refused(told, sent.seconds, self._busy)
         answers = [refused for _, refused in self._recent]
         if sum(answers) >= BURST_REFUSALS and 2 * sum(answers) > len(answers):
             self._pause(told)
 
     def timed_out(self, sent: Sent) -> None:
         """There was no answer in time."""
-        group = self._of.group_of(self.name)
-        limit = self._of.limits.get(group)
+        limit = self._of.limits.get(self._limited)
         if limit is not None:
-            limit.timed_out(sent.seconds, self._of.scheduler.busy_at(group))
+            limit.timed_out(sent.seconds, self._busy)
+
+    def failed(self) -> None:
+        """One of several did not answer a request: at the second in a row it is left out for a while, and then tried
+        by one request at a time."""
+        self._failures += 1
+        if self._several is not None and (self.is_on_trial or self._failures >= FAILURES):
+            self.is_on_trial = True
+            self._pause(None)
+            self._of.fit(self._several.name)
+
+    @property
+    def _busy(self) -> int:
+        return self._of.scheduler.busy_at(self._limited) if self._several is None else self.in_flight
 
     def gauge(self, waiting: float, running: float, cache_use: float) -> None:
         """The server was asked how it is."""
-        limit = self._of.limits.get(self._of.group_of(self.name))
+        limit = self._of.limits.get(self._limited)
         if limit is not None:
             limit.gauge(waiting, running, cache_use)
 
@@ -316,6 +420,99 @@ class Endpoint(Answers):
         self.open_seconds = now + pause
         self._recent.clear()
         self._of.bus.emit(EndpointPaused(now, self.name, pause))
+
+
+class Several(Answers):
+    """Endpoints that serve one model, of which each request asks one. Made by :class:`Endpoints`.
+
+    A request goes to one that has room, by what is in flight and by its limit; among those, requests with the same key
+    go to the same one, as far as that loads it by a quarter more than its share at most (consistent hashing with
+    bounded loads, arXiv 1608.01350): what it keeps of their common prefix is of use to them.
+    """
+
+    def __init__(self, name: str, of: Endpoints) -> None:
+        super().__init__(name, of)
+        self.members = [Endpoint(one, of, self) for one in members_of(name)]
+        self._answered_seconds = -math.inf
+        self._latency = 0.0
+
+    def choose(
+        self,
+        sent: Sent,
+        key: str,
+        is_full: Callable[[Endpoint], bool] = lambda one: False,
+        but: Endpoint | None = None,
+    ) -> Endpoint:
+        """Whom to ask; the request counts there from now on.
+
+        Args:
+            key: of requests that have a prefix in common.
+            is_full: whether an endpoint's requests wait for another reason than its adaptive limit.
+            but: has just turned the request away.
+        """
+        self._of.fit(self.name)
+        chosen = self._chosen(key, is_full, but)
+        chosen.reserve(sent)
+        return chosen
+
+    def _chosen(self, key: str, is_full: Callable[[Endpoint], bool], but: Endpoint | None) -> Endpoint:
+        now = self._of.clock()
+        is_open = [one for one in self.members if one.open_seconds <= now]
+        for one in is_open:
+            if one.is_on_trial and not one.in_flight:
+                return one
+        ready = [one for one in is_open if not one.is_on_trial and not self._is_silent(one, now)]
+        if not ready:
+            return min(is_open or self.members, key=lambda one: (one.open_seconds, one.in_flight / one.limit))
+        ready = [one for one in ready if one is not but] or ready
+        fitting = [one for one in ready if one.in_flight < one.limit and not is_full(one)] or ready
+        asked, limits = 1 + sum(one.in_flight for one in fitting), sum(one.limit for one in fitting)
+        bounded = [one for one in fitting if one.in_flight < math.ceil(PREFERRED * asked * one.limit / limits)]
+        return max(bounded or fitting, key=lambda one: one.limit / -math.log(_draw(key, one.name)))
+
+    @property
+    def has_room(self) -> bool:
+        """Whether one that answers may be asked now."""
+        now = self._of.clock()
+        return any(one.open_seconds <= now and not one.is_on_trial for one in self.members)
+
+    @property
+    def limit(self) -> int:
+        """Requests in flight, over all that are not left out."""
+        now = self._of.clock()
+        fit = [1 if one.is_on_trial else one.limit for one in self.members if one.open_seconds <= now]
+        return max(1, sum(fit))
+
+    def note_pressure(self) -> None:
+        """A request was sent: where all are full now, their limits bind."""
+        now = self._of.clock()
+        ready = [one for one in self.members if one.open_seconds <= now and not one.is_on_trial]
+        if all(one.in_flight >= one.limit for one in ready):
+            for one in ready:
+                one.is_pressed = True
+
+    def heard(self, endpoint: Endpoint, latency_seconds: float) -> None:
+        """One of them has answered."""
+        self._answered_seconds = self._of.clock()
+        self._latency += (latency_seconds - self._latency) / 8
+        if endpoint.is_on_trial:
+            endpoint.is_on_trial = False
+            self._of.fit(self.name)
+
+    def _is_silent(self, one: Endpoint, now: float) -> bool:
+        """Whether one has requests and answers none for long, while others answer."""
+        since = self._answered_seconds - one.heard_seconds
+        return one.in_flight > 0 and since > max(SILENT_SECONDS, SILENT_LATENCIES * self._latency)
+
+
+def _draw(key: str, name: str) -> float:
+    """A number above 0 and below 1 that depends on both and nothing else."""
+    return (1 + int.from_bytes(sha256(f"{key}\0{name}".encode("utf-8", "replace")).digest()[:6], "big")) / (2**48 + 2)
+
+
+def members_of(name: str) -> list[str]:
+    """The endpoints of one model that a name stands for; one where it stands for itself."""
+    return name.split(SEVERAL)
 
 
 class Endpoints:
@@ -359,17 +556,28 @@ class Endpoints:
         """Group of endpoints that share a limit -> the limit, where it adapts."""
         self.heard: set[str] = set()
         """Groups that get their signals from LM calls, so that those from whole rollouts are not needed."""
+        self._several: dict[str, Several] = {}
+        self._fitted: dict[str, int] = {}
+        """Group -> the slots that it was last given."""
+        self._rates: dict[str, dict[str, RateLimit]] = {}
+        """Group -> account -> its limits."""
         self._endpoints: dict[str, Endpoint] = {}
         self._asked, self._group_of_stage = {stage: set(names) for stage, names in asked.items()}, groups_of(asked)
         self._group_of_name = {name: self._group_of_stage[stage] for stage, names in asked.items() for name in names}
-        for group in sorted(set(self._group_of_stage.values())) if adaptive is not None else ():
-            assert adaptive is not None
-            self.limits[group] = self._adapting(group, adaptive)
+        for group in sorted(set(self._group_of_stage.values())):
+            names = [name for name, of in self._group_of_name.items() if of == group]
+            several = [name for name in names if SEVERAL in name]
+            alone = set(names) - {*several, *_all_of(several)}
+            if adaptive is not None and alone:
+                self.limits[group] = self._adapting(group, group, adaptive, lambda g=group: self.scheduler.pressed(g))
+            for name in several:
+                self._adapts_each(name, group, adaptive)
+            self.fit(group)
 
     @property
     def names(self) -> list[str]:
-        """The endpoints that stages are known to ask."""
-        return sorted(self._group_of_name)
+        """The endpoints that stages are known to ask, each by itself."""
+        return sorted(_all_of(self._group_of_name))
 
     def is_spare(self, name: str) -> bool:
         """Whether only stages that a run can do without ask an endpoint, or a group of them."""
@@ -379,7 +587,51 @@ class Endpoints:
 
     def endpoint(self, name: str) -> Endpoint:
         """The endpoint of that name, one a name."""
-        return self._endpoints.setdefault(name, Endpoint(name, self))
+        if name not in self._endpoints:
+            self._endpoints[name] = Endpoint(name, self)
+        return self._endpoints[name]
+
+    def several(self, name: str) -> Several:
+        """The endpoints of one model, by their common name."""
+        if name not in self._several:
+            self._several[name] = Several(name, self)
+            self._endpoints.update({one.name: one for one in self._several[name].members})
+        return self._several[name]
+
+    def fit(self, name: str) -> None:
+        """Let a group have as many slots as the endpoints that it asks take together, and as those of one model."""
+        group = self.group_of(name)
+        limits = [one.limit for one in self._several.values() if self.group_of(one.name) == group]
+        own = self.limits.get(group)
+        limits += [] if own is None else [own.limit]
+        if limits and self._fitted.get(group) != min(limits) and group in self._group_of_stage.values():
+            self._fitted[group] = min(limits)
+            self.scheduler.resize(min(limits), group)
+
+    def rate(self, name: str, account: str, folder: Path | None = None) -> RateLimit:
+        """The limits of an account at an endpoint, one an account; see :class:`RateLimit`.
+
+        Args:
+            folder: where several runs on one account tell each other what they have sent; None for nowhere.
+        """
+        group = self.group_of(name)
+
+        def shared() -> SharedTimes | None:
+            ahead = time.time() - self.clock()
+            return None if folder is None else SharedTimes(folder / account, lambda: self.clock() + ahead)
+
+        rates = self._rates.setdefault(group, {})
+        return rates.setdefault(account, RateLimit(self.clock, shared, lambda: self._make_room(group)))
+
+    def _make_room(self, group: str) -> None:
+        """Let as many requests come as their limits can use: what waits for long waits for a slot, in its order."""
+        if group not in self._group_of_stage.values():
+            return
+        rates = self._rates[group].values()
+        known = [one for one in rates if one.is_known]
+        if len(known) < len(rates) and SEVERAL in group:
+            known = []  # what one of several has no room for, another takes
+        self.scheduler.make_room(sum(max(0, one.ahead - one.waiting) for one in known) if known else None, group)
 
     def stage(self, name: str) -> Answers:
         """Whole requests of a stage, and of those that ask the same: what is left of faults when the endpoints' own
@@ -425,13 +677,25 @@ class Endpoints:
         group = self._group_of_stage.get(stage, "")
         return None if group in self.heard else self.limits.get(group)
 
-    def _adapting(self, group: str, bounds: Bounds) -> AdaptiveLimit:
-        def changed(before: int, after: int, reason: str) -> None:
-            self.scheduler.resize(after, group)
-            self.bus.emit(LimitChanged(self.clock(), group, before, after, reason))
+    def _adapts_each(self, name: str, group: str, adaptive: Bounds | None) -> None:
+        """Endpoints of one model have a limit each, which adapts even where the run's number of slots is given."""
+        slots, names = self.scheduler.statistics().limit, members_of(name)
+        bounds = adaptive or Bounds(start=math.ceil(slots / len(names)), high=slots)
+        self._group_of_name.update(dict.fromkeys(names, group))
+        for one in self.several(name).members:
 
-        self.scheduler.resize(bounds.start, group)
-        return AdaptiveLimit(bounds, self.clock, lambda: self.scheduler.pressed(group), changed)
+            def pressed(one: Endpoint = one) -> bool:
+                was, one.is_pressed = one.is_pressed, False
+                return was
+
+            self.limits[one.name] = self._adapting(one.name, group, bounds, pressed)
+
+    def _adapting(self, name: str, group: str, bounds: Bounds, pressed: Callable[[], bool]) -> AdaptiveLimit:
+        def changed(before: int, after: int, reason: str) -> None:
+            self.fit(group)
+            self.bus.emit(LimitChanged(self.clock(), name, before, after, reason))
+
+        return AdaptiveLimit(bounds, self.clock, pressed, changed)
 
 
 def groups_of(asked: Mapping[str, Iterable[str]]) -> dict[str, str]:
@@ -439,10 +703,16 @@ def groups_of(asked: Mapping[str, Iterable[str]]) -> dict[str, str]:
 
     >>> groups_of({"rollout": ["a", "b"], "propose": ["c"], "validate": ["b", "d"]})
     {'rollout': 'a + b + d', 'propose': 'c', 'validate': 'a + b + d'}
+    >>> groups_of({"rollout": ["a | b"], "propose": ["b"]})["rollout"]
+    'a | b + b'
     """
     united: list[frozenset[str]] = []
     for names in map(frozenset, asked.values()):
-        touching = [other for other in united if other & names]
-        united = [other for other in united if not other & names] + [names.union(*touching)]
+        touching = [other for other in united if _all_of(other) & _all_of(names)]
+        united = [other for other in united if other not in touching] + [names.union(*touching)]
     group = {name: " + ".join(sorted(names)) for names in united for name in names}
     return {stage: group[name] for stage, names in asked.items() for name in list(names)[:1]}
+
+
+def _all_of(names: Iterable[str]) -> set[str]:
+    return {one for name in names for one in members_of(name)}

@@ -106,7 +106,12 @@ def secrets_held_by(lm: Any) -> set[str]:
     ['let-me-in', 'me', 'open-sesame']
     """
     found: set[str] = set()
-    for settings in (getattr(lm, "kwargs", None), getattr(lm, "__dict__", None)):
+    servers: Any = getattr(lm, "deployments", None)
+    for settings in (
+        getattr(lm, "kwargs", None),
+        getattr(lm, "__dict__", None),
+        *(servers if _listed(servers) else ()),
+    ):
         if not isinstance(settings, Mapping):
             continue
         options = cast("Mapping[str, Any]", settings)
@@ -121,6 +126,10 @@ def secrets_held_by(lm: Any) -> set[str]:
             if isinstance(options.get(name), str):
                 found |= _in_address(options[name])
     return found
+
+
+def _listed(value: object) -> bool:
+    return isinstance(value, list | tuple)
 
 
 def _in_address(address: str) -> set[str]:

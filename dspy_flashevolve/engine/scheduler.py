@@ -176,11 +176,16 @@ class _Stage:
 
 @dataclass(slots=True)
 class _Endpoint:
-    """What is in flight at one endpoint; ``width_seconds`` is ``busy`` summed over the time up to ``since``."""
+    """What is in flight at one endpoint; ``width_seconds`` is ``busy`` summed over the time up to ``since``.
+
+    ``coming`` counts slots whose holder has not asked yet; with ``room`` no more are given than it is above them.
+    """
 
     since: float
     limit: int | None = None
+    room: int | None = None
     busy: int = 0
+    coming: int = 0
     pressed: bool = False
     width_seconds: float = 0.0
     lines: list[tuple[Priority, int, _Line]] = field(default_factory=list["tuple[Priority, int, _Line]"])
@@ -188,6 +193,10 @@ class _Endpoint:
     @property
     def is_full(self) -> bool:
         return self.limit is not None and self.busy >= self.limit
+
+    @property
+    def is_closed(self) -> bool:
+        return self.is_full or (self.room is not None and self.coming >= self.room)
 
     def count(self, change: int, now: float) -> None:
         self.width_seconds += self.busy * (now - self.since)
@@ -228,6 +237,7 @@ class Slot:
         self._left_seconds = math.inf
         self._since = 0.0
         self.held = False
+        self._is_coming = False
         self.bound: anyio.CancelScope | None = None
         """Ends the work in the slot at its deadline; the time of a pause does not count. None for no bound."""
         self.shield: anyio.CancelScope | None = None
@@ -246,10 +256,16 @@ class Slot:
             if self.held or self._closed:
                 return
             await self._scheduler._enter(self._line, behind)  # pyright: ignore[reportPrivateUsage]
-            self.held = True
+            self.held = self._is_coming = True
             self._since = self._scheduler.clock()
             if self._closed:  # the holder was cancelled while the slot was awaited for it
                 self._give_back()
+
+    def arrived(self) -> None:
+        """The request in it is about to be sent, or waits for the limit of who is asked."""
+        if self._is_coming:
+            self._is_coming = False
+            self._scheduler._arrived(self._line)  # pyright: ignore[reportPrivateUsage]
 
     @asynccontextmanager
     async def released(self) -> AsyncGenerator[None, None]:
@@ -263,12 +279,17 @@ class Slot:
         finally:
             self.resume()
 
-    def pause(self) -> None:
-        """Something in the slot waits to be asked for again: the deadline moves on until all of that goes on."""
+    def pause(self, rests: bool = True) -> None:
+        """Something in the slot waits: the deadline moves on until all of that goes on.
+
+        Args:
+            rests: it waits to be asked for again; False where it is not its turn yet.
+        """
         self._pauses += 1
+        if rests and self.paused_since is None:
+            self.paused_since = self._scheduler.clock()
         if self._pauses > 1:
             return
-        self.paused_since = self._scheduler.clock()
         if self.bound is not None:
             self._left_seconds = self.bound.deadline - anyio.current_time()
             self.bound.deadline = math.inf
@@ -282,6 +303,15 @@ class Slot:
         if self.bound is not None:
             self.bound.deadline = anyio.current_time() + self._left_seconds
 
+    @contextmanager
+    def paused(self, rests: bool = True) -> Generator[None, None, None]:
+        """The block waits, and keeps the slot; see :meth:`pause`."""
+        self.pause(rests)
+        try:
+            yield
+        finally:
+            self.resume()
+
     def close(self) -> None:
         """Give the slot back for good."""
         self._closed = True
@@ -289,6 +319,7 @@ class Slot:
 
     def _give_back(self) -> None:
         if self.held:
+            self.arrived()
             self.held = False
             self._scheduler._leave(self._line, self._since)  # pyright: ignore[reportPrivateUsage]
 
@@ -368,6 +399,7 @@ class Scheduler:
     def idle(self) -> int:
         """Slots that are free, at the endpoint that has the fewest. None is while somebody waits for it."""
         free = [one.limit - one.busy for one in self._endpoints.values() if one.limit is not None]
+        free += [0 for one in self._endpoints.values() if one.is_closed]
         return max(0, min([self._limit - self._busy, *free]))
 
     async def run(
@@ -414,6 +446,17 @@ class Scheduler:
         self._account_limit()
         self._at(endpoint).limit = _checked(limit)
         self._hand_on()
+
+    def make_room(self, room: int | None, endpoint: str) -> None:
+        """Let so many slots of an endpoint be held by those who have not asked yet; None for any number.
+
+        Who is asked takes only so many a minute: what cannot be sent yet waits in the queue, in the run's order.
+        """
+        at = self._at(endpoint)
+        more = at.room is not None and (room is None or room > at.room)
+        at.room = room
+        if more:
+            self._hand_on()
 
     def share(self, shares: Mapping[str, int]) -> None:
         """Let stages have at most so many slots each from now on."""
@@ -473,7 +516,7 @@ class Scheduler:
         if not line.held and not line.waiting:  # its last request may have left while this one waited for nothing
             self._lines[stage.name, line.step.number] = line
         line.behind = behind
-        if self._busy < self._limit and not at.is_full and not stage.is_full:
+        if self._busy < self._limit and not at.is_closed and not stage.is_full:
             self._grant(line)  # what is free has nobody who waits for it: it is handed on at once
             return
         at.pressed = at.pressed or at.is_full
@@ -485,6 +528,7 @@ class Scheduler:
             await future
         except BaseException:
             if future.done() and not future.cancelled():
+                stage.endpoint.coming -= 1
                 self._leave(line, self.clock())
             elif future in line.waiting:
                 line.waiting.remove(future)
@@ -504,6 +548,14 @@ class Scheduler:
         self._busy += 1
         self._peak = max(self._peak, self._busy)
         stage.endpoint.count(1, now)
+        stage.endpoint.coming += 1
+
+    def _arrived(self, line: _Line) -> None:
+        at = line.stage.endpoint
+        was_closed = at.is_closed
+        at.coming -= 1
+        if was_closed:
+            self._hand_on()
 
     def _leave(self, line: _Line, since: float) -> None:
         now, stage = self.clock(), line.stage
@@ -559,7 +611,7 @@ class Scheduler:
     def _next(self) -> _Line | None:
         best: _Line | None = None
         for at in self._endpoints.values():
-            if at.is_full:
+            if at.is_closed:
                 continue
             held_up: list[tuple[Priority, int, _Line]] = []
             while at.lines:

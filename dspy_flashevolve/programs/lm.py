@@ -20,6 +20,7 @@ import threading
 from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -34,10 +35,12 @@ from dspy.utils.callback import with_callbacks
 from dspy.utils.exceptions import LMTimeoutError
 from dspy.utils.usage_tracker import UsageTracker, track_usage
 
-from dspy_flashevolve.engine.endpoints import Endpoint, Endpoints, Sent
+from dspy_flashevolve.engine.endpoints import SEVERAL, Answers, Endpoint, Endpoints, Sent
 from dspy_flashevolve.engine.loop import LoopWaits
+from dspy_flashevolve.engine.rates import Claim, Estimate, RateLimit
 from dspy_flashevolve.engine.redaction import Redaction, secrets_held_by, without_secrets
 from dspy_flashevolve.engine.scheduler import Slot, current_slot
+from dspy_flashevolve.programs.balanced import BalancedLM, where
 from dspy_flashevolve.programs.faults import (
     HollowReplyError,
     chain_of,
@@ -48,8 +51,11 @@ from dspy_flashevolve.programs.faults import (
     may_repeat,
     retry_after_of,
 )
+from dspy_flashevolve.programs.rate_headers import account_of, headers_of, headers_of_error, heard_in, said_by
 
 T = TypeVar("T")
+BEGINNING = 20_000
+"""So many characters of a prompt's first message tell which have a prefix in common."""
 REQUEST_SECONDS = 600.0
 """The longest that a request may take in all where its LM has no ``timeout``."""
 LATE_SECONDS = 0.5
@@ -66,6 +72,8 @@ def endpoint_of(lm: Any) -> str:
     >>> endpoint_of(dspy.LM("anthropic/claude-haiku-4-5")), endpoint_of(dspy.LM("gpt-5"))
     ('anthropic', 'openai')
     """
+    if isinstance(lm, BalancedLM):
+        return SEVERAL.join(_names_of(lm))
     options: dict[str, Any] = getattr(lm, "kwargs", None) or {}
     address = options.get("api_base") or options.get("base_url")
     if address:
@@ -74,6 +82,16 @@ def endpoint_of(lm: Any) -> str:
     if "/" in model:
         return model.split("/", 1)[0]
     return "openai" if isinstance(getattr(lm, "_engine_spec", None), str) else model
+
+
+def _names_of(lm: BalancedLM) -> list[str]:
+    """The endpoints of one model, each with a name of its own: an address may be there with several keys."""
+    names: list[str] = []
+    for one in lm.deployments:
+        address = without_secrets(str(one["api_base"]))
+        same = sum(name.partition(" #")[0] == address for name in names)
+        names.append(f"{address} #{same + 1}" if same else address)
+    return names
 
 
 # Paced LMs
@@ -85,11 +103,19 @@ class LanguageModels:
     Args:
         endpoints: of the run; get the signals.
         redaction: is told the LMs' secrets, and takes them out of what the LMs answer and raise.
+        folder: where runs on one key tell each other what they have sent; None for nowhere.
         once: each request is made once: whoever asked for the rollout asks again.
     """
 
-    def __init__(self, endpoints: Endpoints, redaction: Redaction | None = None, once: bool = False) -> None:
-        self.endpoints, self.redaction, self.once = endpoints, redaction or Redaction(), once
+    def __init__(
+        self,
+        endpoints: Endpoints,
+        redaction: Redaction | None = None,
+        folder: Path | None = None,
+        once: bool = False,
+    ) -> None:
+        self.endpoints, self.redaction = endpoints, redaction or Redaction()
+        self.folder, self.once = folder, once
         self.waits: LoopWaits | None = None
         self._paced: dict[int, tuple[Any, Pace]] = {}
 
@@ -159,6 +185,31 @@ def _end(lm: Any) -> None:
             object.__setattr__(lm, "__class__", type(lm).original_class)
 
 
+@dataclass(frozen=True)
+class _Place:
+    """Where an LM's requests may go: who is asked, within which limits, and by which arguments of the call."""
+
+    endpoint: Endpoint
+    rate: RateLimit
+    arguments: dict[str, Any]
+
+
+def _places(models: LanguageModels, lm: Any, name: str) -> Iterator[_Place]:
+    of, folder = models.endpoints, models.folder
+    if not isinstance(lm, BalancedLM):
+        yield _Place(of.endpoint(name), of.rate(name, account_of(lm, name), folder), {})
+        return
+    for one, deployment in zip(of.several(name).members, lm.deployments, strict=True):
+        rate = of.rate(one.name, account_of(lm, one.name, deployment.get("api_key")), folder)
+        yield _Place(one, rate, where(deployment))
+
+
+def _said_of(lm: Any) -> list[dict[str, float]]:
+    """The limits that the user said, of each endpoint."""
+    options: dict[str, Any] = getattr(lm, "kwargs", None) or {}
+    return [said_by({**options, **one}) for one in (lm.deployments if isinstance(lm, BalancedLM) else ({},))]
+
+
 class Pace:
     """Makes the requests of one LM.
 
@@ -170,12 +221,24 @@ class Pace:
     def __init__(self, models: LanguageModels, original: Any) -> None:
         self.models = models
         self.original = original
-        self._endpoint: Endpoint = models.endpoints.endpoint(endpoint_of(original))
+        of, name = models.endpoints, endpoint_of(original)
+        self._several = of.several(name) if isinstance(original, BalancedLM) else None
+        self._answers: Answers = self._several or of.endpoint(name)
+        self._places = {one.endpoint.name: one for one in _places(models, original, name)}
+        for place, said in zip(self._places.values(), _said_of(original), strict=True):
+            waits = models.waits
+            if waits is not None and waits.is_foreign():  # a copy that a program made in a thread
+                waits.call(place.rate.say, said)
+            else:
+                place.rate.say(said)
+        self._only = None if self._several is not None else self._places[name]
+        options: dict[str, Any] = getattr(original, "kwargs", None) or {}
+        self._most_written: Any = options.get("max_tokens") or options.get("max_completion_tokens")
         timeout = (getattr(original, "kwargs", None) or {}).get("timeout")
         self.seconds = float(timeout) if isinstance(timeout, int | float) else REQUEST_SECONDS
         """The longest that one request may take in all: an LM's timeout is one between two bytes."""
 
-    def call(self, lm: Any, request: Callable[..., Any]) -> Any:
+    def call(self, lm: Any, request: Callable[..., Any], asked: object = None) -> Any:
         """Make a request from a thread, again and again where need be.
 
         A thread keeps its slot while it waits: it keeps its place in the pool of threads too, and a rollout that got
@@ -186,63 +249,88 @@ class Pace:
         Args:
             lm: the paced LM.
             request: makes it with an LM; ``cache=False`` makes it past dspy's cache.
+            asked: its arguments, of which its length is told.
 
         Raises:
             LMTimeoutError: the work that this thread was to do has been given up.
             LMError: what the last attempt raised; of an LM class of the user's own any other error too.
         """
-        endpoint, waits, slot = self._endpoint, self.models.waits, current_slot()
+        waits, slot = self.models.waits, current_slot()
         sent, again = Sent(), dict[str, Any]()
         if waits is None or not waits.is_foreign():
             with self._without_secrets():
-                return self.models.redaction.known(request(lm))
+                return self.models.redaction.known(request(lm, **self._anywhere))
+        at: _Place | None = None
         while not _is_given_up(slot):
-            if endpoint.open_seconds > waits.loop.time():
-                waits.wait(_untimed(slot, endpoint.admit, None))
-            began, timer = waits.loop.time(), _Timer(self.seconds, slot)
-            waits.call(endpoint.send, sent)
-            waits.call(timer.begin)
+            at = self._only or waits.wait(_on_loop(self._choose, asked, sent, at))
+            claim, estimate, characters = self._claim(at, asked, slot)
+            timer = _Timer(self.seconds, slot)
             try:
-                with track_usage() as usage, _looking_at_replies():
-                    result = self.models.redaction.known(request(lm, **again))
+                if at.endpoint.open_seconds > waits.loop.time() or at.rate.is_known:
+                    waits.wait(at.endpoint.admit(slot, claim, True))
+                began = waits.loop.time()
+                waits.call(at.endpoint.send, sent)
+                waits.call(timer.begin)
+                with track_usage() as usage, _looking_at_replies() as look:
+                    result = self.models.redaction.known(request(lm, **again, **at.arguments))
             except Exception as error:
                 waits.call(timer.end)
-                if not waits.wait(_untimed(slot, self._waits_again, error, sent, None)):
+                if not waits.wait(_untimed(slot, self._waits_again, error, sent, at, None)):
                     raise
                 again = _afresh(error)
             else:
                 waits.call(timer.end)
-                waits.call(self._answered, sent, usage, waits.loop.time() - began)
+                seconds = waits.loop.time() - began
+                waits.call(self._answered, sent, usage, seconds, at, claim, look, estimate, characters)
                 if not _is_given_up(slot):
                     return result
             finally:
-                waits.call(endpoint.leave, sent)
+                waits.call(at.endpoint.leave, sent)
         raise LMTimeoutError("what this thread works on took too long, and was given up")
 
-    async def acall(self, lm: Any, request: Callable[..., Awaitable[Any]]) -> Any:
+    async def acall(self, lm: Any, request: Callable[..., Awaitable[Any]], asked: object = None) -> Any:
         """The same on the run's loop, without the slot while it waits; on another loop the LM is called as it is."""
-        endpoint, slot = self._endpoint, current_slot()
+        slot = current_slot()
         loop, waits = asyncio.get_running_loop(), self.models.waits
         sent, again = Sent(), dict[str, Any]()
         if waits is None or waits.loop is not loop:
             with self._without_secrets():
-                return self.models.redaction.known(await request(lm))
+                return self.models.redaction.known(await request(lm, **self._anywhere))
+        at: _Place | None = None
         while True:
-            await endpoint.admit(slot)
-            began = loop.time()
-            endpoint.send(sent)
+            at = self._only or self._choose(asked, sent, at)
+            claim, estimate, characters = self._claim(at, asked, slot)
             try:
-                with track_usage() as usage, _looking_at_replies():
-                    result = self.models.redaction.known(await self._in_time(request(lm, **again)))
+                await at.endpoint.admit(slot, claim)
+                began = loop.time()
+                at.endpoint.send(sent)
+                with track_usage() as usage, _looking_at_replies() as look:
+                    result = self.models.redaction.known(await self._in_time(request(lm, **again, **at.arguments)))
             except Exception as error:
-                if not await self._waits_again(error, sent, slot):
+                if not await self._waits_again(error, sent, at, slot):
                     raise
                 again = _afresh(error)
             else:
-                self._answered(sent, usage, loop.time() - began)
+                self._answered(sent, usage, loop.time() - began, at, claim, look, estimate, characters)
                 return result
             finally:
-                endpoint.leave(sent)
+                at.endpoint.leave(sent)
+
+    @property
+    def _anywhere(self) -> dict[str, Any]:
+        """The arguments of a call that is not paced."""
+        return next(iter(self._places.values())).arguments
+
+    def _choose(self, asked: object, sent: Sent, last: _Place | None) -> _Place:
+        """Which of several endpoints a request goes to, on the loop; ``last`` has just turned it away."""
+        assert self._several is not None
+
+        def is_full(one: Endpoint) -> bool:
+            rate = self._places[one.name].rate
+            return rate.is_known and rate.waiting >= rate.ahead
+
+        but = None if last is None else last.endpoint
+        return self._places[self._several.choose(sent, _beginning(asked), is_full, but).name]
 
     @contextmanager
     def _without_secrets(self) -> Generator[None, None, None]:
@@ -257,33 +345,62 @@ class Pace:
             return await request
         raise LMTimeoutError(f"no answer within {self.seconds:g} seconds")
 
-    async def _waits_again(self, error: Exception, sent: Sent, slot: Slot | None) -> bool:
+    async def _waits_again(self, error: Exception, sent: Sent, at: _Place, slot: Slot | None) -> bool:
         """Take note of an error of the request, and wait until it is made again; False where it is not.
 
         What was streamed may have been seen, and is not asked for twice.
         """
         self.models.redaction.clean(chain_of(error))
+        retry_after = retry_after_of(error)
+        at.rate.hear(heard_in(headers_of_error(chain_of(error))))
         if self.models.once:
             return False
-        endpoint, retry_after = self._endpoint, retry_after_of(error)
         if may_repeat(error):
-            endpoint.turned_away(sent, str(error) or type(error).__name__, is_of_request(error))
+            self._answers.turned_away(sent, str(error) or type(error).__name__, is_of_request(error))
         if is_refusal(error):
-            endpoint.refused(sent, retry_after)
+            at.endpoint.refused(sent, retry_after)
         elif is_timeout(error):
-            endpoint.timed_out(sent)
+            at.endpoint.timed_out(sent)
         if not may_repeat(error):
             return False
+        if not is_refusal(error):
+            at.endpoint.failed()
         attempts = self.original.num_retries + self.models.endpoints.retry.attempts
-        if dspy.settings.send_stream is not None or not endpoint.goes_on(sent, attempts):
+        if dspy.settings.send_stream is not None or not self._answers.goes_on(sent, attempts):
             mark_asked(error, sent)
             return False
-        await endpoint.rest(slot, sent, retry_after)
+        if self._several is None or not self._several.has_room:
+            await self._answers.rest(slot, sent, retry_after)
         return True
 
-    def _answered(self, sent: Sent, usage: UsageTracker, seconds: float) -> None:
-        if (tokens := completion_tokens_of(usage.usage_data)) or seconds > CACHED_SECONDS:
-            self._endpoint.finished(sent, tokens)
+    def _claim(self, at: _Place, asked: object, slot: Slot | None) -> tuple[Claim, Estimate, int]:
+        """What a request will cost, by those of its stage, and its characters: none are counted without a limit."""
+        stage = "" if slot is None else slot.place[1]
+        estimate = at.rate.estimates.setdefault(stage, Estimate())
+        characters = _characters(asked) if at.rate.is_known else 0
+        most = self._most_written if isinstance(self._most_written, int) else None
+        return Claim(at.rate, estimate.tokens(characters, most)), estimate, characters
+
+    def _answered(
+        self,
+        sent: Sent,
+        usage: UsageTracker,
+        seconds: float,
+        at: _Place,
+        claim: Claim,
+        look: _Look,
+        estimate: Estimate,
+        length: int,
+    ) -> None:
+        written, total = completion_tokens_of(usage.usage_data), tokens_of(usage)
+        if look.is_cached or not (written or seconds > CACHED_SECONDS):
+            at.rate.refund(claim)
+            return
+        at.endpoint.finished(sent, written)
+        at.rate.settle(claim, total or None)
+        at.rate.hear(heard_in(look.headers))
+        if total and length:
+            estimate.learn(length, total - written, written)
 
 
 class _Timer:
@@ -314,6 +431,10 @@ def _is_given_up(slot: Slot | None) -> bool:
     return bound is not None and bound.cancel_called
 
 
+async def _on_loop(call: Callable[..., T], *args: Any) -> T:
+    return call(*args)
+
+
 async def _untimed(slot: Slot | None, wait: Callable[..., Awaitable[T]], *args: Any) -> T:
     """Wait, and keep the slot: the time in which the provider lets a rollout wait does not count against its bound."""
     if slot is None:
@@ -329,6 +450,8 @@ async def _untimed(slot: Slot | None, wait: Callable[..., Awaitable[T]], *args: 
 def paced_class(kind: type[Any]) -> type[Any]:
     """A subclass whose calls are paced inside of a run. Callbacks hear of a call once, however often it is made."""
     call, acall = kind.__call__, kind.acall
+    if issubclass(kind, BalancedLM) and call is BalancedLM.__call__ and acall is BalancedLM.acall:
+        call, acall = BaseLM.__call__, BaseLM.acall  # the run says which of its servers is asked
     as_dspys = call is BaseLM.__call__ and acall is BaseLM.acall  # else the user's class has calls of its own
     if as_dspys:
         call, acall = getattr(call, "__wrapped__", call), getattr(acall, "__wrapped__", acall)
@@ -337,13 +460,17 @@ def paced_class(kind: type[Any]) -> type[Any]:
         models: LanguageModels | None = dspy.settings.get(PACED_BY)
         if models is None:
             return call(self, *args, **kwargs)
-        return models.pace_of(self).call(self, lambda lm, **again: call(lm, *args, **{**kwargs, **again}))
+        return models.pace_of(self).call(
+            self, lambda lm, **again: call(lm, *args, **{**kwargs, **again}), (args, kwargs)
+        )
 
     async def paced_acall(self: Any, *args: Any, **kwargs: Any) -> Any:
         models: LanguageModels | None = dspy.settings.get(PACED_BY)
         if models is None:
             return await acall(self, *args, **kwargs)
-        return await models.pace_of(self).acall(self, lambda lm, **again: acall(lm, *args, **{**kwargs, **again}))
+        return await models.pace_of(self).acall(
+            self, lambda lm, **again: acall(lm, *args, **{**kwargs, **again}), (args, kwargs)
+        )
 
     # Callbacks hear of a call's arguments by their names.
     def heard_call(self: Any, prompt: Any = None, *, messages: Any = None, **kwargs: Any) -> Any:
@@ -355,7 +482,7 @@ def paced_class(kind: type[Any]) -> type[Any]:
     def update_history(self: Any, entry: dict[str, Any]) -> None:
         look = _LOOK.get()
         if look is not None:
-            look.hollow = look.hollow or is_hollow(entry.get("response"))
+            look.see(entry)
         if look is None or look.kept:
             kind.update_history(self, entry)
 
@@ -405,14 +532,24 @@ class _Look:
 
     def __init__(self, kept: bool) -> None:
         self.kept = kept
-        self.hollow = False
+        self.hollow = self.is_cached = False
+        self.headers: dict[str, str] = {}
+
+    def see(self, entry: dict[str, Any]) -> None:
+        """What dspy writes into the history of a reply."""
+        reply = entry.get("response")
+        self.hollow = self.hollow or is_hollow(reply)
+        usage = reply.usage if isinstance(reply, lm15.Response) else None
+        of_cache = usage is not None and bool(usage.total_tokens or usage.output_tokens) and not entry.get("usage")
+        self.is_cached = of_cache or getattr(reply, "cache_hit", False) is True
+        self.headers = headers_of(reply)
 
 
 _LOOK: ContextVar[_Look | None] = ContextVar("flashevolve_look", default=None)
 
 
 @contextmanager
-def _looking_at_replies() -> Generator[None, None, None]:
+def _looking_at_replies() -> Generator[_Look, None, None]:
     """Look at the replies of one LM call; dspy shows a reply as it came only to the LM's history.
 
     Raises:
@@ -422,7 +559,7 @@ def _looking_at_replies() -> Generator[None, None, None]:
     token = _LOOK.set(look)
     try:
         with dspy.context(disable_history=False):
-            yield
+            yield look
     finally:
         _LOOK.reset(token)
     if look.hollow:
@@ -473,6 +610,30 @@ def _is_hollow_choice(choice: Any) -> bool:
 
 def _in(value: Any, name: str) -> Any:
     return value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)
+
+
+def _beginning(asked: object) -> str:
+    """What requests have in common whose prompts begin alike: the first message, where an instruction stands."""
+    if isinstance(asked, str):
+        return asked[:BEGINNING]
+    if isinstance(asked, lm15.Request):
+        return str(asked.system or "")
+    if isinstance(asked, Mapping):
+        options = cast("Mapping[str, Any]", asked)
+        return _beginning(next((options[name] for name in ("messages", "prompt", "content") if options.get(name)), ""))
+    found = (_beginning(one) for one in cast("Sequence[Any]", asked)) if isinstance(asked, tuple | list) else iter(())
+    return next((one for one in found if one), "")
+
+
+def _characters(asked: object) -> int:
+    """Of all texts in the arguments of an LM call."""
+    if isinstance(asked, str):
+        return len(asked)
+    if isinstance(asked, lm15.Request):
+        return len(str(asked.system or "")) + sum(len(message.text or "") for message in asked.messages)
+    if isinstance(asked, Mapping):
+        return sum(map(_characters, cast("Mapping[Any, Any]", asked).values()))
+    return sum(map(_characters, cast("Sequence[Any]", asked))) if isinstance(asked, tuple | list) else 0
 
 
 # Tokens and dollars: dspy.track_usage gives each rollout, reflection and integration a tracker of its own, and rolls

@@ -66,20 +66,16 @@ class RolloutRecords:
         self._code = code
         self._predictors = lru_cache(REMEMBERED)(self._predictors_with)
 
-    def predictors(self, candidate: dict[str, str]) -> dict[str, Any]:
-        """Name -> predictor of the student, with a candidate's instructions."""
-        return self._predictors(frozenset(candidate.items()))
-
     def trace(self, candidate: dict[str, str], rollout: Rollout) -> str | None:
         """What reflection reads of a rollout, "null" where there is nothing to read; None where it cannot be kept."""
         if rollout.trajectory is None:
             return "null"
         if self._code:
             return None
-        known = self.predictors(candidate)
+        known = self._predictors(frozenset(candidate.items()))
         try:
             steps = [
-                [name_of_predictor(predictor, known), encoded(inputs), encoded(output)]
+                [_name_of(predictor, known), encoded(inputs), encoded(output)]
                 for predictor, inputs, output in rollout.trajectory["trace"]
             ]
             kept = {
@@ -99,7 +95,7 @@ class RolloutRecords:
         kept = json.loads(text)
         if kept is None:
             return None
-        known = self.predictors(candidate)
+        known = self._predictors(frozenset(candidate.items()))
         try:
             steps = [(known[name], decoded(inputs), decoded(output)) for name, inputs, output in kept["trace"]]
         except KeyError as error:
@@ -222,15 +218,7 @@ def kept(output: Any, write: Callable[[Any], object]) -> Any:
     return output
 
 
-def name_of_predictor(predictor: Any, known: dict[str, Any]) -> str:
-    """What a predictor of a trace is called, by its signature.
-
-    Args:
-        known: see :meth:`RolloutRecords.predictors`.
-
-    Raises:
-        InexactError: it is none of them.
-    """
+def _name_of(predictor: Any, known: dict[str, Any]) -> str:
     for name, other in known.items():
         if predictor.signature.equals(other.signature):
             return name

@@ -30,6 +30,7 @@ from dspy_flashevolve.programs.faults import heard_lm_calls, raise_provider_faul
 from dspy_flashevolve.programs.lm import LanguageModels, calls_of, cost_of, endpoint_of, rates_of, tokens_of
 from dspy_flashevolve.programs.metric import Metric
 from dspy_flashevolve.programs.place import runs_on_loop
+from dspy_flashevolve.programs.rate_headers import limits_folder
 from dspy_flashevolve.programs.ray_rollouts import Actors, RayRollouts
 from dspy_flashevolve.programs.records import Asked, ProgramRecord, ReplyText
 from dspy_flashevolve.programs.runner import ProgramRunner
@@ -127,7 +128,7 @@ class DspyRun(EvolutionRun):
         )
         self.recorder = Recorder(self.clock)
         self.bus.subscribe(self.recorder)
-        self.models = LanguageModels(self.endpoints, self.redaction)
+        self.models = LanguageModels(self.endpoints, self.redaction, limits_folder())
         self.paced(lm)
         self.actors = None if rollouts is None else Actors(rollouts, self, self.settings)
         """Where rollouts are made; None for this process."""

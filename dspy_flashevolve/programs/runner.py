@@ -12,10 +12,10 @@ import logging
 import math
 import traceback
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import anyio
 import dspy
@@ -74,14 +74,8 @@ class Tried:
     failure: Failure | None = None
 
 
-class Elsewhere(Protocol):
-    """Makes a program's rollouts in another process."""
-
-    async def tried(
-        self, candidate: dict[str, str], example: dspy.Example, capture_traces: bool, usage: UsageTracker
-    ) -> Tried:
-        """As :meth:`ProgramRunner.tried`; what its LMs used is added to ``usage``."""
-        ...
+Make = Callable[[dict[str, str], dspy.Example, bool, UsageTracker], Awaitable[Tried]]
+"""Makes a rollout of a candidate on an example, with a trace where that is True, and adds what its LMs used."""
 
 
 class ProgramRunner:
@@ -93,7 +87,7 @@ class ProgramRunner:
         threads: where programs without a usable ``aforward`` run.
         models: pace the predictors' own LMs; None to call these as they are.
         finite: a score that is no finite number is a failure, with a warning; else it ends the run.
-        elsewhere: makes the rollouts; None to make them here.
+        elsewhere: makes the rollouts in other processes; None to make them here, by :meth:`tried`.
     """
 
     def __init__(
@@ -103,7 +97,7 @@ class ProgramRunner:
         threads: Threads,
         models: LanguageModels | None = None,
         finite: bool = False,
-        elsewhere: Elsewhere | None = None,
+        elsewhere: Make | None = None,
     ) -> None:
         self.adapter = adapter
         self._elsewhere = elsewhere
@@ -142,7 +136,7 @@ class ProgramRunner:
         """
         if self._mistake is not None:
             raise self._mistake
-        make = self.tried if self._elsewhere is None else self._elsewhere.tried
+        make = self._elsewhere or self.tried
         with track_usage() as usage:
             try:
                 tried = await make(candidate, example, capture_traces, usage)

@@ -6,6 +6,7 @@ Profile         what a backend can do; PROFILES holds the two that are calibrate
 LengthLaw       lognormal output lengths
 ReplyModel      how well the simulated model obeys and reflects; REPLY_MODELS holds the named ones
 Faults          what goes wrong on purpose, and how often
+Quota           requests and tokens a minute
 ServerStats     what the server counted, with KindStats for each kind of prompt
 """
 
@@ -17,6 +18,7 @@ from dspy_flashevolve.sim.counters import KindStats, ServerStats
 from dspy_flashevolve.sim.faults import Faults
 from dspy_flashevolve.sim.process import SimServer
 from dspy_flashevolve.sim.profiles import PROFILES, LengthLaw, Profile
+from dspy_flashevolve.sim.quota import Quota
 from dspy_flashevolve.sim.reply_model import REPLY_MODELS, ReplyModel
 
 if TYPE_CHECKING:
@@ -30,6 +32,7 @@ __all__ = [
     "KindStats",
     "LengthLaw",
     "Profile",
+    "Quota",
     "ReplyModel",
     "ServerStats",
     "SimServer",

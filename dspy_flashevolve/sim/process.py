@@ -21,6 +21,7 @@ from typing import IO, TYPE_CHECKING, Any
 from dspy_flashevolve.sim.counters import ServerStats
 from dspy_flashevolve.sim.faults import Faults
 from dspy_flashevolve.sim.profiles import LengthLaw, Profile, profile_named
+from dspy_flashevolve.sim.quota import Quota
 from dspy_flashevolve.sim.reply_model import ReplyModel, default_reply_model
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ class SimServer:
         time_scale: Model seconds a wall second; 50 makes everything 50 times faster.
         reply_model: How well the simulated model obeys and reflects; None for "plain" of `REPLY_MODELS`.
         faults: What goes wrong on purpose, and how often; None for nothing.
+        quota: Requests and tokens a minute; None for any number.
 
     Raises:
         ValueError: If the profile is unknown or a number is out of range.
@@ -66,6 +68,7 @@ class SimServer:
         time_scale: float = 1.0,
         reply_model: ReplyModel | None = None,
         faults: Faults | None = None,
+        quota: Quota | None = None,
     ) -> None:
         self._config: dict[str, Any] = {
             "profile": asdict(profile_named(profile) if isinstance(profile, str) else profile),
@@ -73,6 +76,7 @@ class SimServer:
             "time_scale": time_scale,
             "reply_model": asdict(reply_model or default_reply_model()),
             "faults": None if faults is None else asdict(faults),
+            "quota": None if quota is None else asdict(quota),
             "port": port,
         }
         self._process: subprocess.Popen[str] | None = None
@@ -244,6 +248,7 @@ def child_main() -> None:
             time_scale=raw["time_scale"],
             reply_model=ReplyModel(**raw["reply_model"]),
             faults=None if raw["faults"] is None else Faults(**raw["faults"]),
+            quota=None if raw["quota"] is None else Quota(**raw["quota"]),
             port=raw["port"],
         )
         asyncio.run(_serve_until_stdin_ends(config))

@@ -26,6 +26,7 @@ from dspy_flashevolve.sim.faults import BODY_KINDS, Fault, Faults
 from dspy_flashevolve.sim.injection import damage, refuse, retry_headers
 from dspy_flashevolve.sim.profiles import H100_QWEN3_8B, Profile
 from dspy_flashevolve.sim.prompts import BadRequest, ChatRequest, parse_chat_request
+from dspy_flashevolve.sim.quota import Quota, QuotaCounter
 from dspy_flashevolve.sim.replies import Repeats, Reply, reply_to
 from dspy_flashevolve.sim.reply_model import ReplyModel, default_reply_model
 
@@ -42,6 +43,7 @@ class ServerConfig:
         time_scale: Model seconds a wall second; 50 makes everything 50 times faster.
         reply_model: How well the simulated model obeys and reflects.
         faults: What goes wrong on purpose, and how often; None for nothing.
+        quota: Requests and tokens a minute; None for any number.
         host: Address to bind; the loopback by default, since the server has no authentication.
         port: Port to bind; 0 for any free one.
 
@@ -54,6 +56,7 @@ class ServerConfig:
     time_scale: float = 1.0
     reply_model: ReplyModel = field(default_factory=default_reply_model)
     faults: Faults | None = None
+    quota: Quota | None = None
     host: str = "127.0.0.1"
     port: int = 0
 
@@ -117,6 +120,7 @@ class _Handlers:
         self._config = config
         self._profile = config.profile
         self._driver = BatchDriver(config.profile, config.time_scale)
+        self._quota = None if config.quota is None else QuotaCounter(config.quota)
         self._since_start = Counters()
         self._received = 0
         self._repeats = Repeats()
@@ -136,6 +140,13 @@ class _Handlers:
             return self._refusal(limit)
         repeat = self._repeats.of(chat)
         reply = reply_to(chat, self._profile, self._config.reply_model, self._config.seed, repeat)
+        wait = (
+            None
+            if self._quota is None
+            else self._quota.refuses(self._wall(), chat.prompt_tokens + reply.completion_tokens)
+        )
+        if wait is not None:
+            return self._over_quota(wait)
         for counters in self._counters:
             counters.requests += 1
         generation = self._driver.submit(chat.prompt_tokens, reply.completion_tokens)
@@ -145,7 +156,8 @@ class _Handlers:
             self._count(chat, reply, generation, await generation.finished)
             if fault is not None:
                 return await self._damaged(request, fault, chat, reply)
-            return web.json_response(answers.completion(chat, reply, self._profile))
+            headers = None if self._quota is None else self._quota.headers(self._wall())
+            return web.json_response(answers.completion(chat, reply, self._profile), headers=headers)
         finally:
             if self._driver.release(generation):
                 for counters in self._counters:
@@ -196,6 +208,17 @@ class _Handlers:
         message = f"Rate limit reached: {limit} requests in flight. Please try again in {seconds:.3f}s."
         body = answers.error("rate_limit_error", message, code="rate_limit_exceeded")
         return web.json_response(body, status=429, headers=retry_headers(seconds))
+
+    def _over_quota(self, seconds: float) -> web.Response:
+        assert self._quota is not None
+        for counters in self._counters:
+            counters.refused += 1
+        body = answers.error("rate_limit_error", "Rate limit reached for this minute.", code="rate_limit_exceeded")
+        headers = {**retry_headers(seconds), **self._quota.headers(self._wall())}
+        return web.json_response(body, status=429, headers=headers)
+
+    def _wall(self) -> float:
+        return self._driver.now() / self._config.time_scale
 
     async def models(self, _: web.Request) -> web.Response:
         card = {"id": self._profile.model, "object": "model", "created": 0, "owned_by": "dspy-flashevolve"}

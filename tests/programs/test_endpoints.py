@@ -9,11 +9,13 @@ import random
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import anyio
 import dspy
 import pytest
+from dspy.lm15 import RateLimitError
 from dspy.utils.callback import BaseCallback
 from dspy.utils.dummies import DummyLM
 from dspy.utils.exceptions import LMAuthError, LMRateLimitError, LMServerError, LMTimeoutError
@@ -30,9 +32,11 @@ from dspy_flashevolve.engine.steps import Budget
 from dspy_flashevolve.programs.faults import raise_provider_fault, retry_after_of
 from dspy_flashevolve.programs.lm import LanguageModels, endpoint_of
 from dspy_flashevolve.programs.place import answers_asynchronously
+from dspy_flashevolve.programs.rate_headers import account_of
 from dspy_flashevolve.programs.vllm_metrics import watch, watchers
 from dspy_flashevolve.sim import PROFILES, SimServer
 from dspy_flashevolve.sim.virtual import SimulatedModel, run
+from tests.broken_server import BrokenServer
 from tests.engine.stepped import Asker
 from tests.fakes import Chain, digits, examples, fake_lm, hashed, reflection_lm, reply_for
 
@@ -618,3 +622,36 @@ def test_what_is_no_vllm_is_asked_once(narrow: SimServer) -> None:
 def test_only_addresses_are_watched() -> None:
     asked = {"rollout": ["openai"], "propose": ["http://localhost:8000/v1"]}
     assert len(watchers(endpoints(asked, Bounds(start=4)))) == 1
+
+
+# Limits a minute
+
+
+def test_answers_of_dspys_cache_use_up_nothing_of_a_limit(tmp_path: Path) -> None:
+    with BrokenServer() as server:
+        lm = server.lm("good", "litellm", cache=True, rpm=60)
+
+        async def body(made: Run) -> float:
+            for _ in range(20):
+                await made.ask(lm, f"the same {tmp_path}")
+            rate = made.models.endpoints.rate(endpoint_of(lm), account_of(lm, endpoint_of(lm)))
+            assert rate.limits == {"requests": 60}
+            return rate._meters["requests"].due - asyncio.get_running_loop().time()
+
+        assert in_run(body, virtually=False, names={endpoint_of(server.lm("good"))}) <= 1.1
+
+
+def test_a_limit_is_learnt_from_a_refusal_where_the_engine_shows_no_other_headers() -> None:
+    headers = {"x-ratelimit-limit-requests": ("600",), "x-ratelimit-limit-tokens": ["200000"]}
+    lm = failing(1, lambda: with_headers(RateLimitError("slow down", retry_after=1.0), headers))
+
+    async def body(made: Run) -> dict[str, float]:
+        await made.ask(lm, "?")
+        return made.models.endpoints.rate("fake", account_of(lm, "fake")).limits
+
+    assert in_run(body) == {"requests": 600.0, "tokens": 200_000.0}
+
+
+def with_headers(error: Any, headers: Any) -> Any:
+    error.rate_limit_headers = headers
+    return error

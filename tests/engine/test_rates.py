@@ -1,0 +1,318 @@
+"""Requests and tokens a minute: never above the limit, however a provider counts, and close below it."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dspy_flashevolve.engine.endpoints import Endpoints, RetryPolicy
+from dspy_flashevolve.engine.events import EventBus
+from dspy_flashevolve.engine.rates import Claim, Estimate, Heard, RateLimit, SharedTimes, times_in
+from dspy_flashevolve.engine.scheduler import Scheduler, current_slot
+from dspy_flashevolve.sim.quota import Counting, Quota, QuotaCounter
+from dspy_flashevolve.sim.virtual import run
+from tests.engine.stepped import Asker
+from tests.engine.test_rollouts import now
+
+COUNTINGS: list[Counting] = ["bucket", "fixed", "sliding"]
+
+
+class Provider:
+    """Counts as providers do; each request takes a second, and is told what is left."""
+
+    def __init__(self, quota: Quota) -> None:
+        self.counter, self.quota = QuotaCounter(quota), quota
+        self.taken, self.refused, self.tokens = list[float](), 0, 0
+
+    async def answer(self, tokens: int) -> None:
+        if self.counter.refuses(now(), tokens) is None:
+            self.taken.append(now())
+            self.tokens += tokens
+        else:
+            self.refused += 1
+        await anyio.sleep(1.0)
+
+    def heard(self) -> dict[str, Heard]:
+        headers = self.counter.headers(now())
+        left = {unit: int(headers[f"x-ratelimit-remaining-{unit}"]) for unit in ("requests", "tokens")}
+        limits = {"requests": self.quota.requests, "tokens": self.quota.tokens}
+        resets = {unit: self.counter._meters[unit][1].reset_seconds(now()) for unit in limits}
+        return {unit: Heard(limit, left[unit], resets[unit]) for unit, limit in limits.items()}
+
+
+async def ask(limit: RateLimit, provider: Provider, tokens: int, guess: float, told: bool = False) -> None:
+    claim = Claim(limit, guess)
+    await limit.admit(claim, anyio.sleep)
+    await provider.answer(tokens)
+    limit.settle(claim, tokens)
+    if told:
+        limit.hear(provider.heard())
+
+
+async def for_minutes(minutes: float, *workers: Callable[[], Any]) -> None:
+    with anyio.move_on_after(60.0 * minutes):
+        async with anyio.create_task_group() as group:
+            for worker in workers:
+                group.start_soon(worker)
+
+
+def known(**limits: float) -> RateLimit:
+    limit = RateLimit(now)
+    limit.say(limits)
+    return limit
+
+
+def workers(limit: RateLimit, provider: Provider, sizes: list[int], count: int = 40, told: bool = False) -> list[Any]:
+    draws = random.Random(0)
+
+    async def work() -> None:
+        while True:
+            tokens = draws.choice(sizes)
+            await ask(limit, provider, tokens, sum(sizes) / len(sizes), told)
+
+    return [work] * count
+
+
+@pytest.mark.parametrize("counting", COUNTINGS)
+@pytest.mark.parametrize("sizes", [[100], [400, 700, 2000], [300] * 15 + [6000]])
+@pytest.mark.parametrize("told", [False, True])
+def test_over_nine_tenths_of_a_limit_are_used_and_nothing_is_refused(
+    counting: Counting, sizes: list[int], told: bool
+) -> None:
+    async def main() -> None:
+        provider, limit = Provider(Quota(600, 200_000, counting)), known(requests=600, tokens=200_000)
+        told_too = told and counting != "sliding"  # no provider is known that says what such a window holds
+        await for_minutes(5, *workers(limit, provider, sizes, told=told_too))
+        used = max(len(provider.taken) / 3000, provider.tokens / 1_000_000)
+        assert provider.refused <= 0.005 * len(provider.taken)
+        assert used >= 0.9
+
+    run(main)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.tuples(st.floats(0, 30), st.integers(1, 1800)), min_size=1, max_size=120),
+    st.integers(1, 120),
+    st.sampled_from(COUNTINGS),
+)
+def test_no_minute_holds_more_than_the_limit_whenever_requests_come(
+    arrivals: list[tuple[float, int]], requests: int, counting: Counting
+) -> None:
+    async def main() -> None:
+        provider, limit = Provider(Quota(requests, 60_000, counting)), known(requests=requests, tokens=60_000)
+        async with anyio.create_task_group() as group:
+            for wait, tokens in arrivals:
+                await anyio.sleep(wait if tokens % 3 == 0 else 0)
+                group.start_soon(ask, limit, provider, tokens, tokens)
+        assert provider.refused == 0
+        assert len(provider.taken) == len(arrivals)
+
+    run(main)
+
+
+def test_what_others_take_of_the_same_key_is_left_to_them() -> None:
+    async def main() -> None:
+        provider, limit = Provider(Quota(600, 10**9)), known()
+
+        async def others() -> None:
+            while True:
+                await anyio.sleep(0.2)
+                await provider.answer(1)
+
+        limit.hear(provider.heard())
+        await for_minutes(5, *workers(limit, provider, [1], told=True), *[others] * 6)
+        assert provider.refused == 0
+        assert len(provider.taken) >= 0.85 * 3000
+
+    run(main)
+
+
+def test_a_provider_says_less_than_the_user_or_the_user_less_than_the_provider() -> None:
+    async def main() -> None:
+        limit = known(requests=100)
+        assert limit.limits == {"requests": 100}
+        limit.hear({"requests": Heard(60), "tokens": Heard(500)})
+        assert limit.limits == {"requests": 60, "tokens": 500}
+        limit.hear({"requests": Heard(1000)})
+        assert limit.limits == {"requests": 100, "tokens": 500}
+
+    run(main)
+
+
+def test_what_was_sent_before_a_limit_was_known_counts_too() -> None:
+    async def main() -> None:
+        limit = known()
+        for _ in range(20):
+            await limit.admit(Claim(limit, 1.0), anyio.sleep)
+        assert now() == 0.0
+        limit.hear({"requests": Heard(60)})
+        await limit.admit(Claim(limit, 1.0), anyio.sleep)
+        assert 15.0 < now() < 21.0
+
+    run(main)
+
+
+def test_without_a_limit_nothing_waits_and_answers_of_a_cache_use_nothing_up() -> None:
+    async def main() -> None:
+        free = RateLimit(now)
+        for _ in range(1000):
+            await free.admit(Claim(free, 1e6), anyio.sleep)
+        limit = known(requests=6, tokens=1000)
+        for _ in range(1000):
+            claim = Claim(limit, 10)
+            await limit.admit(claim, anyio.sleep)
+            limit.refund(claim)
+        assert now() < 10.0
+
+    run(main)
+
+
+def test_a_request_that_costs_more_than_a_minute_holds_up_others_for_a_minute() -> None:
+    async def main() -> None:
+        limit = known(tokens=1000)
+        for _ in range(2):
+            await limit.admit(Claim(limit, 1e9), anyio.sleep)
+        assert 60.0 < now() < 63.0
+
+    run(main)
+
+
+def test_what_cannot_be_sent_yet_waits_for_a_slot_in_the_runs_order() -> None:
+    order: list[int] = []
+
+    async def main() -> None:
+        scheduler = Scheduler(64, ["rollout", "validate"], {"rollout": "api", "validate": "api"}, now)
+        asked = {"rollout": ["api"], "validate": ["api"]}
+        endpoints = Endpoints(asked, None, scheduler, EventBus(), now, RetryPolicy(), random.Random(0))
+        limit = endpoints.rate("api", "account")
+        limit.say({"requests": 60})
+
+        async def request(number: int) -> None:
+            await endpoints.endpoint("api").admit(current_slot(), Claim(limit, 1.0))
+            order.append(number)
+
+        async with anyio.create_task_group() as group:
+            for number in range(50):
+                group.start_soon(scheduler.run, "rollout", Asker(number), lambda n=number: request(n))
+            await anyio.sleep(3.0)
+            assert scheduler.idle == 0
+            assert scheduler.statistics().busy <= 8
+            group.start_soon(scheduler.run, "validate", Asker(99, value=1.0), lambda: request(99))
+        assert len(order) == 51
+
+    run(main)
+    assert order.index(99) <= 8
+
+
+def test_a_program_that_ends_without_a_request_leaves_room_for_the_next() -> None:
+    async def main() -> None:
+        scheduler = Scheduler(64, ["rollout"], {"rollout": "api"}, now)
+        scheduler.make_room(1, "api")
+        for number in range(10):
+            await scheduler.run("rollout", Asker(number), anyio.lowlevel.checkpoint)
+
+    run(main)
+
+
+# A file that several runs share
+
+
+def shared(path: Path) -> RateLimit:
+    limit = RateLimit(now, lambda: SharedTimes(path, lambda: 1e9 + now()))
+    limit.say({"requests": 600, "tokens": 200_000})
+    return limit
+
+
+@pytest.mark.parametrize("counting", COUNTINGS)
+def test_two_runs_on_one_key_stay_below_its_limit_together_and_share_it(counting: Counting, tmp_path: Path) -> None:
+    async def main() -> None:
+        provider = Provider(Quota(600, 200_000, counting))
+        limits = [shared(tmp_path / "limits" / "key") for _ in range(2)]
+        sent = [0, 0]
+
+        async def work(which: int) -> None:
+            while True:
+                await ask(limits[which], provider, 200, 200)
+                sent[which] += 1
+
+        both = [lambda which=which: work(which) for which in (0, 1) for _ in range(20)]
+        await for_minutes(3, *both)
+        assert provider.refused == 0
+        assert len(provider.taken) >= 0.9 * 1800
+        assert min(sent) > 0.4 * sum(sent)
+
+    run(main)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [b"", b"{", b"[]", b"\xff\x00", b'{"requests": 1e300}', b'{"requests": "x"}', b'{"requests": NaN}', b"9" * 5000],
+)
+def test_a_broken_file_is_begun_again(text: bytes, tmp_path: Path) -> None:
+    async def main() -> None:
+        path = tmp_path / "key"
+        path.write_bytes(text)
+        limit = shared(path)
+        await limit.admit(Claim(limit, 1.0), anyio.sleep)
+        assert now() < 1.0
+        assert set(times_in(path.read_bytes())) == {"requests", "tokens"}
+        assert path.stat().st_mode & 0o777 == 0o600 or text is not None
+
+    run(main)
+
+
+def test_a_file_from_the_future_holds_up_nothing(tmp_path: Path) -> None:
+    async def main() -> None:
+        path = tmp_path / "key"
+        path.write_text(json.dumps({"requests": 5e9, "tokens": 5e9}))
+        limit = shared(path)
+        await limit.admit(Claim(limit, 1.0), anyio.sleep)
+        assert now() < 1.0
+
+    run(main)
+
+
+def test_where_no_file_can_be_written_a_run_goes_on_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        (tmp_path / "file").write_text("no folder")
+        for path in (tmp_path / "file" / "key", tmp_path):
+            limit = shared(path)
+            began = now()
+            for _ in range(40):
+                await limit.admit(Claim(limit, 1.0), anyio.sleep)
+            assert 2.0 < now() - began < 4.0
+
+    run(main)
+    assert caplog.text.count("other runs on the same key are not seen") == 2
+
+
+def test_a_new_file_is_the_users_alone(tmp_path: Path) -> None:
+    SharedTimes(tmp_path / "limits" / "key", lambda: 1e9).pay({"requests": 1.0}, 0.5)
+    assert (tmp_path / "limits").stat().st_mode & 0o777 == 0o700
+    assert (tmp_path / "limits" / "key").stat().st_mode & 0o777 == 0o600
+
+
+@given(st.binary(max_size=200))
+def test_whatever_a_file_holds_is_read_as_times_or_as_nothing(text: bytes) -> None:
+    assert all(0 <= at < 1e12 for at in times_in(text).values())
+
+
+# Estimates
+
+
+def test_an_estimate_follows_what_requests_have_cost() -> None:
+    estimate = Estimate()
+    assert estimate.tokens(400, most_written=100) == 200.0
+    for _ in range(100):
+        estimate.learn(400, read=200, written=50)
+    assert estimate.tokens(800) == pytest.approx(450.0, rel=0.01)

@@ -1,0 +1,254 @@
+"""Several endpoints of one model: who is asked, who is left out, and that the run goes on while one answers."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import anyio
+
+from dspy_flashevolve.engine.endpoints import (
+    BURST_REFUSALS,
+    FAILURES,
+    PREFERRED,
+    SEVERAL,
+    Endpoint,
+    Endpoints,
+    RetryPolicy,
+    Sent,
+    Several,
+    groups_of,
+)
+from dspy_flashevolve.engine.events import Event, EventBus, LimitChanged
+from dspy_flashevolve.engine.limits import Bounds
+from dspy_flashevolve.engine.scheduler import Scheduler, current_slot
+from dspy_flashevolve.sim.virtual import run
+from tests.engine.stepped import Asker
+from tests.engine.test_rollouts import now
+
+EIGHT = Bounds(8)
+BOTH = SEVERAL.join(["fast", "slow"])
+
+
+class Bench:
+    def __init__(self, slots: int = 256, adaptive: Bounds | None = EIGHT, rollout: tuple[str, ...] = (BOTH,)) -> None:
+        self.events: list[Event] = []
+        self.given_up: list[str] = []
+        self.scheduler = Scheduler(slots, ["rollout"], {"rollout": " + ".join(sorted(rollout))}, now)
+        bus, retry = EventBus([self.events.append]), RetryPolicy(first_seconds=1.0)
+        self.endpoints = Endpoints(
+            {"rollout": rollout}, adaptive, self.scheduler, bus, now, retry, random.Random(0), self.given_up.append
+        )
+
+    @property
+    def several(self) -> Several:
+        return self.endpoints.several(BOTH)
+
+    def begun(self, key: str = "", but: Endpoint | None = None) -> tuple[Endpoint, Sent]:
+        sent = Sent()
+        chosen = self.several.choose(sent, key, but=but)
+        chosen.send(sent)
+        return chosen, sent
+
+    def fail(self, name: str, times: int = FAILURES) -> None:
+        for _ in range(times):
+            self.endpoints.endpoint(name).failed()
+
+
+class Server:
+    """Writes so many tokens a second for each of at most ``width`` requests; more wait."""
+
+    def __init__(self, width: int, seconds: float) -> None:
+        self.places, self.seconds, self.answered, self.is_down = anyio.Semaphore(width), seconds, 0, False
+
+    async def answer(self, seconds: float) -> bool:
+        if self.is_down:
+            return False
+        async with self.places:
+            await anyio.sleep(self.seconds * seconds)
+        self.answered += not self.is_down
+        return not self.is_down
+
+
+async def load(bench: Bench, servers: dict[str, Server], seconds: float, key: Callable[[int], str] = str) -> None:
+    """Rollouts for so long, from 200 steps."""
+    draws = random.Random(0)
+
+    async def request(number: int) -> None:
+        sent, last = Sent(), None
+        while True:
+            last = bench.several.choose(sent, key(number), but=last)
+            try:
+                await last.admit(current_slot())
+                last.send(sent)
+                if await servers[last.name].answer(draws.expovariate(1.0)):
+                    last.finished(sent, 1)
+                    return
+                bench.several.turned_away(sent, "gone")
+                last.failed()
+            finally:
+                last.leave(sent)
+            if not bench.several.has_room:
+                await bench.several.rest(current_slot(), sent, None)
+
+    async def work(number: int) -> None:
+        while True:
+            await bench.scheduler.run("rollout", Asker(number), lambda: request(number))
+
+    with anyio.move_on_after(seconds):
+        async with anyio.create_task_group() as group:
+            for number in range(200):
+                group.start_soon(work, number)
+
+
+def two() -> dict[str, Server]:
+    return {"fast": Server(32, 1.0), "slow": Server(8, 2.0)}
+
+
+def test_two_servers_of_unequal_speed_reach_nineteen_twentieths_of_the_sum_of_their_ceilings() -> None:
+    async def main() -> None:
+        for slots, adaptive in ((256, Bounds(8)), (64, None)):
+            bench, servers = Bench(slots, adaptive), two()
+            await load(bench, servers, 60.0)
+            before = sum(one.answered for one in servers.values())
+            await load(bench, servers, 60.0)
+            assert sum(one.answered for one in servers.values()) - before >= 0.95 * 60 * (32 / 1.0 + 8 / 2.0)
+
+    run(main)
+
+
+def test_one_that_dies_is_left_out_and_comes_back_and_the_run_goes_on() -> None:
+    async def main() -> None:
+        bench, servers = Bench(), two()
+        await load(bench, servers, 30.0)
+        servers["fast"].is_down = True
+        answered = servers["slow"].answered
+        await load(bench, servers, 100.0)
+        assert servers["slow"].answered - answered >= 0.9 * 100 * 4
+        assert not bench.given_up
+        servers["fast"].is_down = False
+        await load(bench, servers, 40.0)
+        answered = servers["fast"].answered
+        await load(bench, servers, 30.0)
+        assert servers["fast"].answered - answered >= 0.9 * 30 * 32
+
+    run(main)
+
+
+def test_the_run_is_given_up_when_none_answers() -> None:
+    async def main() -> None:
+        bench, servers = Bench(), two()
+        for one in servers.values():
+            one.is_down = True
+        await load(bench, servers, 200.0)
+        assert bench.given_up
+        assert BOTH in bench.given_up[0]
+
+    run(main)
+
+
+def test_one_is_left_out_after_two_failures_and_tried_by_one_request_at_a_time() -> None:
+    async def main() -> None:
+        bench = Bench()
+        bench.fail("fast", FAILURES - 1)
+        assert {bench.begun(str(n))[0].name for n in range(16)} == {"fast", "slow"}
+        bench.fail("fast", 1)
+        assert {bench.begun(str(n))[0].name for n in range(16)} == {"slow"}
+        await anyio.sleep(2.0)
+        fast = bench.endpoints.endpoint("fast")
+        for sent in list(fast._under_way):
+            fast.leave(sent)
+        trials = [bench.begun(str(n)) for n in range(16)]
+        assert [one.name for one, _ in trials].count("fast") == 1
+        fast.finished(trials[0][1], 1)
+        assert {bench.begun(str(n))[0].name for n in range(8)} >= {"fast"}
+
+    run(main)
+
+
+def test_slots_follow_the_limits_of_those_that_are_there() -> None:
+    async def main() -> None:
+        bench = Bench(adaptive=Bounds(8))
+        assert bench.scheduler.limit == 16
+        bench.fail("fast")
+        assert bench.scheduler.limit == 8
+        for _ in range(BURST_REFUSALS):
+            endpoint = bench.endpoints.endpoint("slow")
+            sent = Sent()
+            endpoint.send(sent)
+            endpoint.refused(sent, 30.0)
+        bench.begun()
+        assert bench.scheduler.limit == 1
+
+    run(main)
+
+
+def test_requests_that_begin_alike_ask_the_same_one_as_far_as_its_share_goes() -> None:
+    async def main() -> None:
+        bench = Bench(adaptive=Bounds(64))
+        first = Counter(Bench().begun(f"candidate {n}")[0].name for n in range(40))
+        assert min(first.values()) >= 8
+        names = [bench.begun("candidate")[0].name for _ in range(40)]
+        most = Counter(names).most_common(1)[0][1]
+        assert 20 < most <= PREFERRED * 20 + 1
+        assert names[0] == names[1] or most > 20
+
+    run(main)
+
+
+def test_another_is_asked_than_the_one_that_has_just_turned_a_request_away() -> None:
+    async def main() -> None:
+        bench = Bench()
+        for name in ("fast", "slow"):
+            last = bench.endpoints.endpoint(name)
+            assert all(bench.begun(str(n), but=last)[0] is not last for n in range(4))
+
+    run(main)
+
+
+def test_one_that_answers_nothing_while_the_other_does_is_not_asked() -> None:
+    async def main() -> None:
+        bench = Bench()
+        hanging = bench.endpoints.endpoint("fast")
+        hanging.send(Sent())
+        for _ in range(30):
+            await anyio.sleep(1.0)
+            sent = Sent()
+            bench.endpoints.endpoint("slow").send(sent)
+            bench.endpoints.endpoint("slow").finished(sent, 1)
+        assert {bench.begun(str(n))[0].name for n in range(6)} == {"slow"}
+
+    run(main)
+
+
+def test_beside_another_endpoint_in_one_slot_each_keeps_its_own_limit() -> None:
+    bench = Bench(adaptive=Bounds(8), rollout=(BOTH, "judge"))
+    group = bench.endpoints.group_of(BOTH)
+    assert set(bench.endpoints.limits) == {group, "fast", "slow"}
+    assert bench.scheduler.limit == 8
+    assert bench.endpoints.names == ["fast", "judge", "slow"]
+    assert bench.endpoints.group_of("fast") == group == bench.endpoints.group_of("judge")
+
+
+def test_one_that_is_asked_alone_too_has_one_limit_for_both() -> None:
+    async def main() -> None:
+        asked = {"rollout": [BOTH], "propose": ["fast"]}
+        scheduler = Scheduler(64, list(asked), groups_of(asked), now)
+        endpoints = Endpoints(asked, Bounds(8), scheduler, EventBus(), now, RetryPolicy(), random.Random(0))
+        assert set(endpoints.limits) == {"fast", "slow"}
+        assert endpoints.endpoint("fast") in endpoints.several(BOTH).members
+        assert scheduler.limit == 16
+
+    run(main)
+
+
+def test_every_change_of_a_limit_names_its_endpoint() -> None:
+    async def main() -> None:
+        bench = Bench()
+        await load(bench, two(), 20.0)
+        changes: Any = [one for one in bench.events if isinstance(one, LimitChanged)]
+        assert {one.name for one in changes} == {"fast", "slow"}
+
+    run(main)
