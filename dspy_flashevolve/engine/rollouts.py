@@ -323,10 +323,12 @@ class Rollouts:
             flight.landed.set()
         return flight.result, True
 
-    def without_answer(self, split: str) -> set[Hashable]:
-        """Examples that get no answer, and those of which a rollout waits to be asked for again."""
-        waiting = [key for key, flight in self._flights.items() if flight.waits_since is not None]
-        both = [*self.unanswerable, *((key.split, key.example) for key in waiting)]
+    def without_answer(self, candidate: str, split: str) -> set[Hashable]:
+        """Examples that get no answer, at least for this candidate, and those of which a rollout waits to be asked for
+        again."""
+        keys = [key for key, flight in self._flights.items() if flight.waits_since is not None]
+        keys += [key for key in list(self._refused) if key.candidate == candidate]
+        both = [*self.unanswerable, *((key.split, key.example) for key in keys)]
         return {example for of, example in both if of == split}
 
     def is_unanswered(self, key: RolloutKey) -> bool:

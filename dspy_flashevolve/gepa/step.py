@@ -24,7 +24,7 @@ from gepa.proposer.base import CandidateProposal
 from dspy_flashevolve.engine.admission import LiveSteps
 from dspy_flashevolve.engine.errors import ConfigurationError, FlashEvolveError, RolloutUnresolvedError
 from dspy_flashevolve.engine.events import SeedValidated
-from dspy_flashevolve.engine.replay import BEFORE_STEPS, id_text
+from dspy_flashevolve.engine.replay import BEFORE_STEPS, hash_of, id_text
 from dspy_flashevolve.engine.rollouts import NoLongerWantedError, Spent, gather
 from dspy_flashevolve.engine.staleness import (
     Discard,
@@ -416,8 +416,8 @@ class GepaLoop:
         if journal is not None and journal.reply(step.number, "propose", str(parent.index)) is not None:
             return _Prepared(parent, [], {}, is_paid=True)
         reason = await pool.write(callbacks.nothing_to_improve, pool, step, task, evaluation)
-        if reason is not None:
-            return End(EndKind.REJECTED, reason)
+        if reason is not None:  # without a trajectory nothing was paid, and such steps must not go on for ever
+            return End(EndKind.REJECTED if evaluation.trajectories else EndKind.FAILED, reason)
         components = await pool.write(callbacks.choose_components, pool, step, task, evaluation)
         rng = None if self._run.lockstep else step.rng
         try:
@@ -691,9 +691,11 @@ class GepaLoop:
         stopper = self._pool.parts.stopper
         self._run.stop(stopper.said, "finished" if stopper.budget_spent else "stopped")
 
-    def _unanswerable(self) -> set[Any]:
-        """Training examples that minibatches avoid; in lockstep they are dspy.GEPA's."""
-        return set() if self._run.lockstep else self._run.rollouts.without_answer(self._evaluations.train_split)
+    def _unanswerable(self, candidate: Texts) -> set[Any]:
+        """Training examples that a candidate's minibatches avoid; in lockstep they are dspy.GEPA's."""
+        if self._run.lockstep:
+            return set()
+        return self._run.rollouts.without_answer(hash_of(candidate), self._evaluations.train_split)
 
     def _log(self, message: str) -> None:
         self._pool.logger.log(message)

@@ -129,11 +129,16 @@ def test_equal_runs_in_virtual_time_are_equal() -> None:
     assert one.to_dict() == other.to_dict()
 
 
-def test_a_run_goes_on_until_its_budget_pays_no_further_step() -> None:
+@pytest.mark.parametrize("predictors", [1, 3])
+@pytest.mark.parametrize("minibatch", [3, 20])
+@pytest.mark.parametrize("calls", [60, 120, 250, 300, 500])
+def test_a_run_goes_on_until_its_budget_pays_no_further_step(calls: int, minibatch: int, predictors: int) -> None:
     """One step of one reflection may cost two minibatches and a validation (and its base's minibatch)."""
-    stats = play(World(), 300).async_stats
-    assert 300 - (3 * 3 + 12) <= stats.metric_calls <= 300
-    assert steps_of(stats) > 5
+    world = World(predictors=predictors)
+    stats = play(world, calls, reflection_minibatch_size=minibatch).async_stats
+    step = 3 * minibatch + world.val
+    assert calls - step <= stats.metric_calls <= calls
+    assert steps_of(stats) >= (calls - world.val) // step
 
 
 class NothingNew(World):
