@@ -17,7 +17,7 @@ import sqlite3
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,7 @@ class Pace:
         rollouts: Timed.
         seconds: That they took.
         driver_seconds: Of processor time, in this process.
+        niceness: Of the actors' processes.
     """
 
     part: str
@@ -54,6 +55,7 @@ class Pace:
     rollouts: int
     seconds: float
     driver_seconds: float
+    niceness: str = field(default_factory=lambda: os.environ.get("RAY_worker_niceness", "15"))  # noqa: SIM112
 
     @property
     def rate(self) -> float:
@@ -340,6 +342,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=RESULTS / "ray_rollouts.jsonl")
     options = parser.parse_args(arguments)
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ.setdefault("RAY_worker_niceness", "0")  # 15 by default: what else runs would go before the actors
     logging.getLogger("dspy_flashevolve").setLevel(logging.ERROR)
     paces: list[Pace] = []
     kinds: dict[str, tuple[str, Any, Any, int]] = {
