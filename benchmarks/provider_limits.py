@@ -59,7 +59,7 @@ CASES = (
 
 @dataclass(frozen=True)
 class Use:
-    """What a provider has seen, over whole minutes from the first request on.
+    """What a provider has seen.
 
     Attributes:
         seconds: Measured.
@@ -93,7 +93,7 @@ def profile(replies: str) -> Profile:
     return replace(api, task_length=LengthLaw(30, 0.5), reflection_length=LengthLaw(200, 0.3))
 
 
-def measure(case: Case, minutes: float) -> Use:
+def measure(case: Case, minutes: float, warm_up: float) -> Use:
     """Run AsyncGEPA against a provider with the limits, as often at once as the case says."""
     quota = Quota(REQUESTS, TOKENS, case.counting, says_so=case.known == "headers")
     with tempfile.TemporaryDirectory() as cache, SimServer(profile(case.replies), quota=quota) as server:
@@ -113,6 +113,7 @@ def measure(case: Case, minutes: float) -> Use:
                 ):
                     raise RuntimeError("no request has come")
                 time.sleep(0.1)
+            time.sleep(warm_up)  # tokens count when a reply ends: as many are under way then as at the end
             before, began = server.stats(), time.monotonic()
             time.sleep(60 * minutes)
             return used(before, server.stats(), time.monotonic() - began)
@@ -158,6 +159,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command's options."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.provider_limits", description=__doc__)
     parser.add_argument("--minutes", type=float, default=4.0, help="of each measurement")
+    parser.add_argument("--warm-up", type=float, default=30.0, help="seconds from the first request to a measurement")
     parser.add_argument("--cases", type=int, nargs="*", default=list(range(len(CASES))), help="numbers of the cases")
     parser.add_argument("--out", type=Path, default=RESULTS / "provider_limits.jsonl")
     parser.add_argument("--child", help=argparse.SUPPRESS)
@@ -173,7 +175,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return child(options)
     rows: list[list[str]] = []
     for case in (CASES[number] for number in options.cases):
-        use = measure(case, options.minutes)
+        use = measure(case, options.minutes, options.warm_up)
         append_json_lines(options.out, [{"benchmark": "provider_limits", **asdict(case), **asdict(use)}])
         rows.append(row(case, use))
         print(*rows[-1], flush=True)

@@ -43,7 +43,7 @@ class ServerConfig:
         time_scale: Model seconds a wall second; 50 makes everything 50 times faster.
         reply_model: How well the simulated model obeys and reflects.
         faults: What goes wrong on purpose, and how often; None for nothing.
-        quota: Requests and tokens a minute; None for any number.
+        quota: Requests and tokens a minute; None for any number. A server with a quota has no `/metrics`.
         host: Address to bind; the loopback by default, since the server has no authentication.
         port: Port to bind; 0 for any free one.
 
@@ -98,11 +98,12 @@ def make_app(config: ServerConfig) -> web.Application:
             web.post("/v1/chat/completions", handlers.chat_completions),
             web.get("/v1/models", handlers.models),
             web.get("/health", handlers.health),
-            web.get("/metrics", handlers.metrics),
             web.get("/stats", handlers.stats),
             web.post("/stats/reset", handlers.reset_stats),
         ]
     )
+    if config.quota is None:  # who sells requests a minute does not show how full its servers are
+        app.add_routes([web.get("/metrics", handlers.metrics)])
     return app
 
 
