@@ -206,17 +206,6 @@ def test_a_run_whose_integrations_come_to_nothing_asks_for_no_more(said: str, ca
     assert stats.ended["committed"] > 3
 
 
-@pytest.mark.parametrize("said", ["empty", "all subsumed", "a worse text"])
-def test_rewrites_that_no_integration_joins_build_on_each_other_nearly_as_under_full(said: str) -> None:
-    """They cannot come together in one head: fewer steps at once, and more generations."""
-    tried = {
-        staleness: compiled(reflection_lm(rewritten, integrates=SAID[said]), 300, staleness=staleness).async_stats
-        for staleness in ("full", "reflective")
-    }
-    assert tried["reflective"].generations >= tried["full"].generations - 3
-    assert tried["reflective"].best_score >= tried["full"].best_score - 0.15
-
-
 # Replies to reflections
 
 WRITTEN: dict[str, Said] = {
