@@ -18,7 +18,7 @@ from benchmarks.chaos_audit import Conditions, audited, language_model, workload
 from benchmarks.measure import CountedMetric, silence
 from benchmarks.methods import Limits, Workload, gepa_arguments
 from benchmarks.trajectory import Recorder
-from dspy_flashevolve import AsyncGEPA
+from dspy_flashevolve import AsyncGEPA, Workflow
 from dspy_flashevolve.sim import Faults, HouseRules, SimServer
 
 
@@ -184,7 +184,7 @@ def optimizer(method: str, workload: Workload, limits: Limits, keeper: Keeper, r
     if method != "async":
         raise ValueError(f"unknown method {method!r}: choose gepa or async")
     arguments["gepa_kwargs"]["cache_evaluation"] = True
-    return AsyncGEPA(**arguments, rollout_timeout_seconds=rollout_timeout_seconds)
+    return AsyncGEPA(**arguments, workflow=Workflow(rollout_timeout_seconds=rollout_timeout_seconds))
 
 
 def compiled(job: Job, workload: Workload, metric: CountedMetric) -> Ended:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 RESULTS = Path(__file__).parent / "results"
-PACKAGES = ("dspy-flashevolve", "dspy", "gepa", "litellm")
+PACKAGES = ("dspy-flashevolve", "dspy", "gepa", "litellm", "ray")
 
 
 class RunKey(NamedTuple):

@@ -114,7 +114,8 @@ def child(options: argparse.Namespace) -> int:
     """A run that goes on until it is ended."""
     import dspy
 
-    from dspy_flashevolve import AsyncGEPA, BalancedLM
+    from dspy_flashevolve import AsyncGEPA
+    from dspy_flashevolve.programs.balanced import BalancedLM
     from dspy_flashevolve.sim import HouseRules
 
     lm = BalancedLM("openai/sim", api_base=options.child, api_key="none", cache=False)

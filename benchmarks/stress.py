@@ -50,7 +50,7 @@ from benchmarks.stress_cases import (
     true_score,
 )
 from benchmarks.trajectory import Recorder
-from dspy_flashevolve import AsyncGEPA, RunAbortedError
+from dspy_flashevolve import AsyncGEPA, RunAbortedError, Workflow
 from dspy_flashevolve.engine.check import check
 from dspy_flashevolve.sim import SimServer
 from dspy_flashevolve.sim.virtual import run
@@ -131,7 +131,7 @@ def compiled(case: Case, watch: Watch, program: dspy.Module, directory: str, **o
         settings: dict[str, Any] = {
             "max_metric_calls": case.calls, "num_threads": case.slots, "seed": case.seed, "track_stats": True,
             "reflection_lm": at_once(reflection) if real else reflection.lm(), "staleness": case.staleness,
-            "rollout_timeout_seconds": case.rollout_timeout,
+            "workflow": Workflow(rollout_timeout_seconds=case.rollout_timeout),
         }  # fmt: skip
         if case.ending in JOURNALED:
             settings["log_dir"] = directory

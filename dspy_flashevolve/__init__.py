@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from dspy_flashevolve.harness.program import Harness, HarnessError
     from dspy_flashevolve.modules.integrate import CombeeReflection, StaleCandidateReflection
     from dspy_flashevolve.observe.statistics import AsyncStats
-    from dspy_flashevolve.programs.balanced import BalancedLM
     from dspy_flashevolve.programs.run import DspyRun
     from dspy_flashevolve.sandbox.contract import Limits
 
@@ -35,7 +34,6 @@ __all__ = [
     "AsyncGEPAResult",
     "AsyncMetaHarness",
     "AsyncStats",
-    "BalancedLM",
     "CombeeReflection",
     "ConfigurationError",
     "DataError",
@@ -59,7 +57,6 @@ _HOMES = {
     "AsyncGEPAResult": "gepa.compilation",
     "AsyncMetaHarness": "async_meta_harness",
     "AsyncStats": "observe.statistics",
-    "BalancedLM": "programs.balanced",
     "CombeeReflection": "modules.integrate",
     "DspyRun": "programs.run",
     "Full": "engine.staleness",

@@ -29,7 +29,8 @@ from dspy_flashevolve.engine.staleness import StalenessPolicy
 from dspy_flashevolve.modules.playbook import PlaybookCuration, SampleReflection
 from dspy_flashevolve.observe.statistics import AceStats
 from dspy_flashevolve.programs.fingerprints import fingerprints_of, open_journal
-from dspy_flashevolve.programs.run import Schedule, check_counts, check_data, check_limits, check_run
+from dspy_flashevolve.programs.ray_rollouts import RayRollouts
+from dspy_flashevolve.programs.run import Schedule, check_counts, check_data, check_limits, check_rollouts, check_run
 
 COUNTS = ("max_rounds", "epochs", "token_budget", "eval_every", "validations_at_once")
 """Arguments that are whole numbers of at least 1."""
@@ -79,6 +80,7 @@ class AsyncACE(Teleprompter):
         rollout_timeout_seconds: a rollout that takes longer is given up and asked for again. Default: never.
         max_outage_seconds: as for :class:`Workflow`.
         metric_lock: True for a metric that is not thread-safe.
+        rollouts: as for :class:`AsyncGEPA`.
         seed: of the order of the samples.
         log_dir: a directory in which :meth:`compile` writes everything down that it pays for or decides, so that it can
             go on there after a crash or a stop, or with a larger budget; docs/journal.md. Default: nowhere.
@@ -116,6 +118,7 @@ class AsyncACE(Teleprompter):
         rollout_timeout_seconds: float | None = None,
         max_outage_seconds: float | None = OUTAGE_SECONDS,
         metric_lock: bool = False,
+        rollouts: RayRollouts | None = None,
         seed: int = 0,
         log_dir: str | PathLike[str] | None = None,
     ) -> None:
@@ -135,7 +138,7 @@ class AsyncACE(Teleprompter):
         self.count_tokens = count_tokens
         self.validations_at_once = validations_at_once
         self.rollout_timeout_seconds, self.max_outage_seconds = rollout_timeout_seconds, max_outage_seconds
-        self.metric_lock = metric_lock
+        self.metric_lock, self.rollouts = metric_lock, rollouts
         self.seed, self.log_dir = seed, log_dir
         self._run: AceRun | None = None
         _check_arguments(self)
@@ -317,8 +320,9 @@ def _is_number(value: object) -> bool:
 def _check_arguments(of: Any) -> None:
     """Raise ConfigurationError for an argument of AsyncACE that cannot work."""
     check_run(of)
+    check_rollouts(of.rollouts)
     check_counts(of, *COUNTS, "max_metric_calls")
-    check_limits(of, "max_outage_seconds")
+    check_limits(of, "max_outage_seconds", "rollout_timeout_seconds")
     policy_of(of.staleness)
     attach, log_dir, threshold = of.attach, of.log_dir, of.deduplicate
     expected = {

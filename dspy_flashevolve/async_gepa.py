@@ -24,7 +24,15 @@ from dspy_flashevolve.gepa.evaluate import Workflow
 from dspy_flashevolve.gepa.options import check_options
 from dspy_flashevolve.programs.lm import rates_of
 from dspy_flashevolve.programs.metric import check_metric
-from dspy_flashevolve.programs.run import Schedule, check_counts, check_data, check_limits, check_run
+from dspy_flashevolve.programs.ray_rollouts import RayRollouts
+from dspy_flashevolve.programs.run import (
+    Schedule,
+    check_counts,
+    check_data,
+    check_limits,
+    check_rollouts,
+    check_run,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -59,10 +67,10 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
             is the budget.
         max_concurrency: the most requests in flight when ``num_threads`` is None. Default: 256.
         workflow: how steps overlap, a :class:`Workflow`: how early stages release their output, how many steps there
-            are, whose slots they get, how long a provider that answers nothing is waited for, and how long a candidate
-            may be; docs/scheduling.md.
-        rollout_timeout_seconds: a rollout that takes longer, once it has its slot, is given up and asked for again, as
-            after a rate limit. Default: as long as the LM's own timeout lets it.
+            are, whose slots they get, how long a rollout may take, how long a provider that answers nothing is waited
+            for, and how long a candidate may be; docs/scheduling.md.
+        rollouts: a :class:`~.programs.ray_rollouts.RayRollouts` to run program and metric in other processes, on many
+            cores or a cluster; docs/guide/many-cores.md. Default: in this process.
         metric_lock: True for a metric that is not thread-safe: it is called once at a time within a run, for scores and
             for feedback, sync or coroutine, while programs go on side by side. A call that waits for its turn keeps
             its slot. Default: False, calls overlap.
@@ -129,7 +137,7 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
         max_seconds: float | None = None,
         max_concurrency: int | None = None,
         workflow: Workflow | None = None,
-        rollout_timeout_seconds: float | None = None,
+        rollouts: RayRollouts | None = None,
         metric_lock: bool = False,
         **removed: Any,
     ) -> None:
@@ -177,7 +185,7 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
         self.max_seconds = max_seconds
         self.max_concurrency = max_concurrency
         self.workflow = Workflow() if workflow is None else workflow
-        self.rollout_timeout_seconds = rollout_timeout_seconds
+        self.rollouts = rollouts
         self.metric_lock = metric_lock
         self._best = Best()
         self._check_arguments()
@@ -347,6 +355,7 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
     def _check_arguments(self) -> None:
         """Raise ConfigurationError for an argument of AsyncGEPA's own that cannot work."""
         check_run(self)
+        check_rollouts(self.rollouts)
         policy_named(self.staleness)
         module = self.stale_candidate_reflection
         if module is not None and not isinstance(module, Module):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -424,7 +433,8 @@ REMOVED = {
     "speculation": "workflow=Workflow(rollout=..., validate=..., rounds=...)",
     "controller": "workflow=Workflow(median_seconds=...) for the median rule; the others lost their benchmark",
     "slot_order": "nothing: slots go by value, which won its benchmark",
-    "duplicate_stragglers": "rollout_timeout_seconds, which gives a rollout up that takes too long and asks again",
+    "rollout_timeout_seconds": "workflow=Workflow(rollout_timeout_seconds=...)",
+    "duplicate_stragglers": "workflow=Workflow(rollout_timeout_seconds=...), which gives up what takes too long",
 }
 """Argument of an earlier version -> what to use instead."""
 

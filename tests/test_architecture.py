@@ -20,7 +20,7 @@ ALLOWED = {
     "sandbox": ({"engine", "sandbox"}, {"anyio", "dspy", "pydantic", "pydantic_core"}),
     "programs": (
         {"engine", "observe", "programs"},
-        {"anyio", "dspy", "gepa", "httpx", "litellm", "pydantic", "pydantic_core"},
+        {"anyio", "cloudpickle", "dspy", "gepa", "httpx", "litellm", "pydantic", "pydantic_core", "ray"},
     ),
     "gepa": ({"engine", "modules", "observe", "programs", "gepa"}, {"anyio", "dspy", "gepa", "mlflow", "numpy"}),
     "ace": ({"engine", "modules", "observe", "programs", "ace"}, {"anyio", "dspy", "pydantic"}),

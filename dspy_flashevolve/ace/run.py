@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 OPTIONS = (
     "num_threads", "max_concurrency", "max_metric_calls", "max_seconds", "schedule", "rollout_timeout_seconds", "seed",
-    "max_outage_seconds",
+    "max_outage_seconds", "rollouts",
 )  # fmt: skip
 """Arguments that AsyncACE hands on to its run."""
 POLICIES: dict[str, StalenessPolicy] = {

@@ -9,6 +9,7 @@
     ├── BudgetError                              more settled than was reserved: a bug of the caller
     ├── StepEnded, NothingToDoError              what ends one step, and no run (engine/steps.py)
     ├── TransientError                           the provider asks to come back later; retried
+    ├── ProcessDiedError                         a rollout ends its process each time (programs/ray_rollouts.py)
     ├── RolloutUnresolvedError                   the provider gave no answer; never a score
     └── RunAbortedError                          the run could not go on (a rejected API key, say)
         └── JournalError                         what it does cannot be written down any more (a full disk, say)

@@ -323,10 +323,12 @@ class Rollouts:
             flight.landed.set()
         return flight.result, True
 
-    def without_answer(self, split: str) -> set[Hashable]:
-        """Examples that get no answer, and those of which a rollout waits to be asked for again."""
-        waiting = [key for key, flight in self._flights.items() if flight.waits_since is not None]
-        both = [*self.unanswerable, *((key.split, key.example) for key in waiting)]
+    def without_answer(self, candidate: str, split: str) -> set[Hashable]:
+        """Examples that get no answer, at least for this candidate, and those of which a rollout waits to be asked for
+        again."""
+        keys = [key for key, flight in self._flights.items() if flight.waits_since is not None]
+        keys += [key for key in list(self._refused) if key.candidate == candidate]
+        both = [*self.unanswerable, *((key.split, key.example) for key in keys)]
         return {example for of, example in both if of == split}
 
     def is_unanswered(self, key: RolloutKey) -> bool:
@@ -444,9 +446,8 @@ class _Run:
         self.number, self.metric_began = None, False
         clock, timeout = self.of.clock, self.of.timeout_seconds
         began = self.began = clock()
-        token = _RUN.set(self)
         try:
-            with anyio.move_on_after(timeout) as bound:
+            with anyio.move_on_after(timeout) as bound, noted(self):
                 _bind(bound)
                 rollout = await self.call()
                 check_main_thread()
@@ -456,11 +457,8 @@ class _Run:
                 self._settle()
             raise
         except BaseException:
-            if self.of.journal is not None and self.number is not None:
-                self.of.journal.call(self.stage, self.step.number, -1)
+            self.metric_not_reached()
             raise
-        finally:
-            _RUN.reset(token)
         raise self._gave_up(clock() - began, attempt)
 
     async def metric_begins(self) -> None:
@@ -471,6 +469,13 @@ class _Run:
                 number = self.of.journal.call(self.stage, self.step.number)
                 await self.of.journal.journal.flush()
                 self.number = number
+
+    def metric_not_reached(self) -> None:
+        """Take that back: it was not made after all."""
+        self.metric_began = False
+        if self.of.journal is not None and self.number is not None:
+            self.of.journal.call(self.stage, self.step.number, -1)
+            self.number = None
 
     def given_up(self, tokens: int, cost_dollars: float) -> None:
         """Tell what is paid and comes to nothing."""
@@ -513,7 +518,27 @@ class _Run:
         return TransientError(late, of_request=True)
 
 
-_RUN: ContextVar[_Run | None] = ContextVar("flashevolve_rollout", default=None)
+class Noted(Protocol):
+    """What is told, from inside a rollout, of its metric's call and of what it has cost."""
+
+    async def metric_begins(self) -> None: ...
+
+    def metric_not_reached(self) -> None: ...
+
+    def given_up(self, tokens: int, cost_dollars: float) -> None: ...
+
+
+_RUN: ContextVar[Noted | None] = ContextVar("flashevolve_rollout", default=None)
+
+
+@contextmanager
+def noted(by: Noted) -> Generator[None, None, None]:
+    """Tell ``by`` of a rollout that is made inside."""
+    token = _RUN.set(by)
+    try:
+        yield
+    finally:
+        _RUN.reset(token)
 
 
 async def metric_begins() -> None:
@@ -521,6 +546,13 @@ async def metric_begins() -> None:
     run = _RUN.get()
     if run is not None:
         await run.metric_begins()
+
+
+def metric_not_reached() -> None:
+    """Say, inside a rollout, that its metric was not called although it was said to be: the rollout is given up."""
+    run = _RUN.get()
+    if run is not None:
+        run.metric_not_reached()
 
 
 def given_up(tokens: int, cost_dollars: float) -> None:

@@ -155,12 +155,13 @@ class Compilation:
             max_metric_calls=None if lockstep else optimizer.max_metric_calls,
             max_seconds=optimizer.max_seconds,
             schedule=optimizer.schedule,
-            rollout_timeout_seconds=optimizer.rollout_timeout_seconds,
+            rollout_timeout_seconds=optimizer.workflow.rollout_timeout_seconds,
             max_outage_seconds=optimizer.workflow.max_outage_seconds,
             median_seconds=optimizer.workflow.median_seconds,
             seed=optimizer.seed,
             journal=journal,
             shown_calls=optimizer.max_metric_calls,
+            rollouts=optimizer.rollouts,
         )
         self._metric = Metric(optimizer.metric_fn, run.threads, optimizer.metric_lock)
         reflection_lm = run.paced(optimizer.reflection_lm)
@@ -170,7 +171,8 @@ class Compilation:
         self.best = Best(optimizer, adapter, lambda: self._pool.state)
         data = self._seed, self._trainset, self._valset
         self._pool = Pool(run, optimizer, self._parts, adapter, *data, log, self.best)
-        program = DspyProgram(adapter, self._metric, run.threads, run.models)
+        elsewhere = None if run.actors is None else run.actors.program(adapter, optimizer.metric_lock)
+        program = DspyProgram(adapter, self._metric, run.threads, run.models, elsewhere=elsewhere)
         policy = Full() if lockstep else self._usable_policy()
         self._loop = GepaLoop(run, self._pool, program, optimizer, policy, self._integrating, self._initial)
 

@@ -274,6 +274,10 @@ class Credit:
             self._evidence.add((self._era, split, example), composition, score)
         return True
 
+    def can_take(self, parent: Texts, child: Texts) -> bool:
+        """Whether a child can be taken apart; a whole rewrite cannot, nor what was not made of changes."""
+        return hash_of(parent) in self._compositions and changes_between(parent, child, self._code) is not None
+
     def head(self) -> Head:
         """All changes that are expected to help, on the base."""
         self._refit()

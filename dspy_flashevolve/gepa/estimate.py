@@ -129,7 +129,7 @@ def estimate(optimizer: Any, student: Module, trainset: Sequence[Any], most_call
             stages={"rollout": [student], "propose": [reflection_lm]},
             num_threads=size,
             max_metric_calls=size,
-            rollout_timeout_seconds=optimizer.rollout_timeout_seconds,
+            rollout_timeout_seconds=optimizer.workflow.rollout_timeout_seconds,
             max_outage_seconds=optimizer.workflow.max_outage_seconds,
             seed=optimizer.seed,
         )

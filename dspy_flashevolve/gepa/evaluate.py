@@ -50,7 +50,8 @@ def released_at(share: float, requests: int) -> int:
 @dataclass(frozen=True, slots=True)
 class Workflow:
     """How steps overlap, and what ends them: how early stages release their output, how many steps there are, whose
-    slots they get, how long nobody answers before the run ends, and how long a candidate may be.
+    slots they get, how long a rollout may take, how long nobody answers before the run ends, and how long a candidate
+    may be.
 
     Args:
         rollout: share of a parent's minibatch after which reflection starts, on what is there; above 0, up to 1. The
@@ -67,6 +68,8 @@ class Workflow:
         max_outage_seconds: a run whose provider answers nothing for so long, and turns away all that it is sent, is
             given up with the best program so far; no Retry-After is waited for longer. None to wait as long as it
             takes; docs/faults.md.
+        rollout_timeout_seconds: a rollout that takes longer, once it has its slot, is given up and asked for again, as
+            after a rate limit. None for as long as the LM's own timeout lets it.
         max_candidate_characters: the most characters of all texts of a candidate together. A longer one ends its step
             before it costs a rollout. None for no limit.
 
@@ -81,6 +84,7 @@ class Workflow:
     live_steps: int | None = None
     median_seconds: float | None = None
     max_outage_seconds: float | None = OUTAGE_SECONDS
+    rollout_timeout_seconds: float | None = None
     max_candidate_characters: int | None = None
 
     def __post_init__(self) -> None:
@@ -94,7 +98,7 @@ class Workflow:
                 continue
             if isinstance(count, bool) or not isinstance(count, int) or count < 1:
                 raise ConfigurationError(f"Workflow: {name} is {count!r}, expected a whole number of at least 1.")
-        for name in ("median_seconds", "max_outage_seconds"):
+        for name in ("median_seconds", "max_outage_seconds", "rollout_timeout_seconds"):
             seconds = getattr(self, name)
             if seconds is not None and (
                 isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < math.inf

@@ -264,12 +264,20 @@ class Stoppers(CompositeStopper):
 
     def __call__(self, gepa_state: Any) -> bool:
         """Ask them in order."""
-        asked = [one for one in self.stoppers if not (self._skips_counters and isinstance(one, NoImprovementStopper))]
-        says = next((stopper for stopper in asked if stopper(gepa_state)), None)
+        says = next((stopper for stopper in self.stoppers if self._says(stopper, gepa_state)), None)
         if says is not None and not self.said:
             self.said = _reason(says)
             self.budget_spent = isinstance(says, MaxMetricCallsStopper)
         return says is not None
+
+    def _says(self, stopper: Any, gepa_state: Any) -> bool:
+        """Whether one says stop; of gepa's composite, those that it has."""
+        if type(stopper) is CompositeStopper and stopper.mode in ("any", "all"):
+            says = (self._says(one, gepa_state) for one in stopper.stoppers)
+            return any(says) if stopper.mode == "any" else all(says)
+        if self._skips_counters and isinstance(stopper, NoImprovementStopper):
+            return False
+        return bool(stopper(gepa_state))
 
 
 def stoppers_of(optimizer: Any) -> Stoppers:

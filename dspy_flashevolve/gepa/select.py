@@ -32,11 +32,15 @@ class Selection:
         pool: gepa's state and strategies.
         credit: composes what steps start from besides the Pareto frontier; None where nothing is composed.
         frontier_share: share of the steps that start from the Pareto frontier all the same.
-        unanswerable: training examples that get no answer: minibatches avoid them.
+        unanswerable: a candidate's texts -> training examples that get no answer: its minibatches avoid them.
     """
 
     def __init__(
-        self, pool: Pool, credit: Credit | None, frontier_share: float, unanswerable: Callable[[], set[Any]] = set
+        self,
+        pool: Pool,
+        credit: Credit | None,
+        frontier_share: float,
+        unanswerable: Callable[[dict[str, str]], set[Any]],
     ) -> None:
         self._pool = pool
         self._credit = credit
@@ -113,8 +117,7 @@ class Selection:
                 if task.parent_idx == credit.parent and (bases[place] is None or not pool.seed_confirmed):
                     tasks[place] = replace(task, parent_candidate=dict(variant))
         iteration = step.number + 1
-        if out := self._unanswerable():
-            tasks = [self._answerable(task, out) for task in tasks]
+        tasks = [self._answerable(task, self._unanswerable(task.parent_candidate)) for task in tasks]
         for task in tasks:
             pool.notify(
                 "on_candidate_selected",

@@ -13,7 +13,8 @@ from __future__ import annotations
 import json
 import math
 import traceback
-from collections.abc import Collection, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -21,13 +22,14 @@ import anyio
 from dspy.primitives import Module
 from gepa.proposer.base import CandidateProposal
 
-from dspy_flashevolve.engine.admission import LiveSteps
+from dspy_flashevolve.engine.admission import Admission, LiveSteps, Load
 from dspy_flashevolve.engine.errors import ConfigurationError, FlashEvolveError, RolloutUnresolvedError
 from dspy_flashevolve.engine.events import SeedValidated
-from dspy_flashevolve.engine.replay import BEFORE_STEPS, id_text
+from dspy_flashevolve.engine.replay import BEFORE_STEPS, hash_of, id_text
 from dspy_flashevolve.engine.rollouts import NoLongerWantedError, Spent, gather
 from dspy_flashevolve.engine.staleness import (
     Discard,
+    Full,
     Integrate,
     Look,
     Place,
@@ -57,6 +59,8 @@ HEADS_SHARE = 0.25
 GENERATIONS, GENERATIONS_OF_CHANGES = 12.0, 6.0
 """A limited budget is spread over at least this many generations (:class:`LiveSteps`); fewer where the work of many
 steps comes together in one head."""
+REMEMBERED = 8
+"""Children by which a run tells whether they can be taken apart."""
 ATTEMPTS = 2
 """gepa asks a reflection that raised once more, then skips the task."""
 
@@ -90,13 +94,15 @@ class GepaLoop:
         self._most_characters: int | None = most
         self._minibatch: int = optimizer.reflection_minibatch_size or 3
         """Training examples a task, for the estimate of a step's cost."""
-        self._admission = admission_of(optimizer.workflow, policy, run.slots, min(self._minibatch, run.slots))
         reflective = policy if isinstance(policy, Reflective) and not run.lockstep else None
         code: list[str] = list(program.adapter._flex_paths)  # pyright: ignore[reportPrivateUsage]
         self._credit: Credit | None = None
         if reflective is not None and reflective.changes:
             scale = abs(pool.perfect_score or 1.0)
             self._credit = Credit(pool.seed_candidate, code, reflective.undecided, scale, most)
+        self._alone = deque[bool](maxlen=REMEMBERED)
+        """Of the last children that the reflection wrote: whether each stands for itself."""
+        self._admission = self._admits(optimizer.workflow, policy)
         workflow = BARRIERS if run.lockstep else optimizer.workflow
         hears = None if self._credit is None else self._credit.saw
         self._evaluations = Evaluations(run, program, pool, workflow, hears)
@@ -135,6 +141,15 @@ class GepaLoop:
     def changes(self) -> list[ChangeRecord]:
         """What reflections added to the head, and what it is worth."""
         return [] if self._credit is None else self._credit.records()
+
+    def _admits(self, workflow: Workflow, policy: StalenessPolicy) -> Admission:
+        slots = self._run.slots
+        burst = min(self._minibatch, slots)
+        rule = admission_of(workflow, policy, slots, burst)
+        if self._credit is None or workflow.live_steps is not None:
+            return rule
+        alone, calls = admission_of(workflow, Full(), slots, burst), 2 * self._minibatch + len(self._pool.loader)
+        return Spread(rule, alone, lambda: 2 * sum(self._alone) > len(self._alone), calls)
 
     async def evolve(self) -> None:
         """Run to the end; the pool holds the result.
@@ -229,7 +244,11 @@ class GepaLoop:
         try:
             if step.recorded is None and not await self._pool.write(credit.may_ask, self._asking - 1):
                 raise StepEnded(EndKind.REJECTED, "its rollouts tested the changes that there are")
-            return await self.screen(step, await self.propose(step, parents))
+            children = await self.propose(step, parents)
+            for one in children:
+                taken = await self._pool.write(credit.can_take, one.parent.task.parent_candidate, one.candidate)
+                self._alone.append(not taken)
+            return await self.screen(step, children)
         finally:
             self._asking -= 1
 
@@ -416,8 +435,8 @@ class GepaLoop:
         if journal is not None and journal.reply(step.number, "propose", str(parent.index)) is not None:
             return _Prepared(parent, [], {}, is_paid=True)
         reason = await pool.write(callbacks.nothing_to_improve, pool, step, task, evaluation)
-        if reason is not None:
-            return End(EndKind.REJECTED, reason)
+        if reason is not None:  # without a trajectory nothing was paid, and such steps must not go on for ever
+            return End(EndKind.REJECTED if evaluation.trajectories else EndKind.FAILED, reason)
         components = await pool.write(callbacks.choose_components, pool, step, task, evaluation)
         rng = None if self._run.lockstep else step.rng
         try:
@@ -691,9 +710,11 @@ class GepaLoop:
         stopper = self._pool.parts.stopper
         self._run.stop(stopper.said, "finished" if stopper.budget_spent else "stopped")
 
-    def _unanswerable(self) -> set[Any]:
-        """Training examples that minibatches avoid; in lockstep they are dspy.GEPA's."""
-        return set() if self._run.lockstep else self._run.rollouts.without_answer(self._evaluations.train_split)
+    def _unanswerable(self, candidate: Texts) -> set[Any]:
+        """Training examples that a candidate's minibatches avoid; in lockstep they are dspy.GEPA's."""
+        if self._run.lockstep:
+            return set()
+        return self._run.rollouts.without_answer(hash_of(candidate), self._evaluations.train_split)
 
     def _log(self, message: str) -> None:
         self._pool.logger.log(message)
@@ -731,6 +752,29 @@ class _ProposalRecord:
 def _head_of(step: Step) -> str:
     """Under this the journal has the head that a step validates."""
     return f"head of step {step.number}"
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Fewer steps at once while children stand for themselves, since these cannot come together in one head.
+
+    Args:
+        joined: the rule while most children are taken apart.
+        alone: the rule while they are not.
+        are_alone: tells which.
+        calls: metric calls of a step that validates its own child.
+    """
+
+    joined: LiveSteps
+    alone: LiveSteps
+    are_alone: Callable[[], bool]
+    calls: int
+
+    def admits(self, load: Load) -> bool:
+        """See :meth:`~.admission.Admission.admits`."""
+        if not self.are_alone():
+            return self.joined.admits(load)
+        return self.alone.admits(replace(load, calls_per_step=max(self.calls, load.calls_per_step)))
 
 
 def admission_of(workflow: Workflow, policy: StalenessPolicy, slots: int, burst: int) -> LiveSteps:

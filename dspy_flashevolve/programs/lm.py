@@ -104,10 +104,18 @@ class LanguageModels:
         endpoints: of the run; get the signals.
         redaction: is told the LMs' secrets, and takes them out of what the LMs answer and raise.
         folder: where runs on one key tell each other what they have sent; None for nowhere.
+        once: each request is made once: whoever asked for the rollout asks again.
     """
 
-    def __init__(self, endpoints: Endpoints, redaction: Redaction | None = None, folder: Path | None = None) -> None:
-        self.endpoints, self.redaction, self.folder = endpoints, redaction or Redaction(), folder
+    def __init__(
+        self,
+        endpoints: Endpoints,
+        redaction: Redaction | None = None,
+        folder: Path | None = None,
+        once: bool = False,
+    ) -> None:
+        self.endpoints, self.redaction = endpoints, redaction or Redaction()
+        self.folder, self.once = folder, once
         self.waits: LoopWaits | None = None
         self._paced: dict[int, tuple[Any, Pace]] = {}
 
@@ -345,6 +353,8 @@ class Pace:
         self.models.redaction.clean(chain_of(error))
         retry_after = retry_after_of(error)
         at.rate.hear(heard_in(headers_of_error(chain_of(error))))
+        if self.models.once:
+            return False
         if may_repeat(error):
             self._answers.turned_away(sent, str(error) or type(error).__name__, is_of_request(error))
         if is_refusal(error):
@@ -382,7 +392,7 @@ class Pace:
         estimate: Estimate,
         length: int,
     ) -> None:
-        written, total = _written(usage), tokens_of(usage)
+        written, total = completion_tokens_of(usage.usage_data), tokens_of(usage)
         if look.is_cached or not (written or seconds > CACHED_SECONDS):
             at.rate.refund(claim)
             return
@@ -692,9 +702,9 @@ def _shipped_rates() -> dict[str, Any]:
     return {}
 
 
-def _written(tracker: UsageTracker) -> int:
-    """Completion tokens."""
-    return sum(_count(entry, "completion_tokens") for _, entry in _entries(tracker))
+def completion_tokens_of(used: Mapping[str, Sequence[dict[str, Any]]]) -> int:
+    """Completion tokens of what a tracker has, its ``usage_data``."""
+    return sum(_count(entry, "completion_tokens") for entries in used.values() for entry in entries)
 
 
 def _entries(tracker: UsageTracker) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -141,6 +141,10 @@ def account_of(lm: Any, endpoint: str, key: str | None = None) -> str:
     return hashlib.sha256("\0".join((endpoint, model, key)).encode("utf-8", "replace")).hexdigest()[:32]
 
 
-def limits_folder() -> Path:
-    """Where runs on the same key tell each other what they have sent: in the user's cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dspy-flashevolve" / "limits"
+def limits_folder() -> Path | None:
+    """Where runs on the same key tell each other what they have sent: in the user's cache; None without a home."""
+    try:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:
+        return None
+    return cache / "dspy-flashevolve" / "limits"

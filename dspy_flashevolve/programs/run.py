@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Literal, TypeVar, cast
 
@@ -31,6 +31,7 @@ from dspy_flashevolve.programs.lm import LanguageModels, calls_of, cost_of, endp
 from dspy_flashevolve.programs.metric import Metric
 from dspy_flashevolve.programs.place import runs_on_loop
 from dspy_flashevolve.programs.rate_headers import limits_folder
+from dspy_flashevolve.programs.ray_rollouts import Actors, RayRollouts
 from dspy_flashevolve.programs.records import Asked, ProgramRecord, ReplyText
 from dspy_flashevolve.programs.runner import ProgramRunner
 from dspy_flashevolve.programs.vllm_metrics import watchers
@@ -66,6 +67,7 @@ class DspyRun(EvolutionRun):
         retry: how often a request is made that the provider turns away, and when.
         journal: where the run is written down, so that it can go on; None for nowhere.
         shown_calls: what the progress bar and the statistics give as the budget. Default: ``max_metric_calls``.
+        rollouts: makes the rollouts in other processes; None to make them in this one.
 
     Raises:
         ConfigurationError: an argument that cannot work, with the reason.
@@ -88,13 +90,15 @@ class DspyRun(EvolutionRun):
         retry: RetryPolicy | None = None,
         journal: RunJournal | None = None,
         shown_calls: int | None = None,
+        rollouts: RayRollouts | None = None,
     ) -> None:
+        check_rollouts(rollouts)
         self.num_threads, self.max_concurrency, self.schedule = num_threads, max_concurrency, schedule
         self.max_metric_calls, self.max_seconds = max_metric_calls, max_seconds
         self.rollout_timeout_seconds, self.max_outage_seconds = rollout_timeout_seconds, max_outage_seconds
         check_run(self)
         check_counts(self, "max_metric_calls")
-        check_limits(self, "max_outage_seconds")
+        check_limits(self, "max_outage_seconds", "rollout_timeout_seconds")
         if not all(isinstance(one, list | tuple) and one for one in stages.values()):
             raise ConfigurationError(
                 f"stages is {stages!r}, expected stage -> a list of what it asks: LMs, modules, or None for the "
@@ -126,6 +130,8 @@ class DspyRun(EvolutionRun):
         self.bus.subscribe(self.recorder)
         self.models = LanguageModels(self.endpoints, self.redaction, limits_folder())
         self.paced(lm)
+        self.actors = None if rollouts is None else Actors(rollouts, self, self.settings)
+        """Where rollouts are made; None for this process."""
         self.settings.update(self.models.settings)
         self._shown_calls = shown_calls or max_metric_calls
         self._seconds: float | None = None
@@ -141,7 +147,7 @@ class DspyRun(EvolutionRun):
         self.models.attach(asyncio.get_running_loop())
         try:
             with dspy.context(**self.settings):
-                async with super().opened():
+                async with super().opened(), nullcontext() if self.actors is None else self.actors.opened():
                     yield
         finally:
             self._seconds = self.clock() - self.clock.began
@@ -236,7 +242,8 @@ class DspyRun(EvolutionRun):
         """
         adapter = DspyAdapter(student, metric, feedback_map={}, failure_score=failure_score)  # reflects on nothing
         scorer = Metric(metric, self.threads, metric_lock)
-        return ProgramRunner(adapter, scorer, self.threads, self.models, finite=True)
+        elsewhere = None if self.actors is None else self.actors.program(adapter, metric_lock, finite=True)
+        return ProgramRunner(adapter, scorer, self.threads, self.models, finite=True, elsewhere=elsewhere)
 
     async def rollout(
         self,
@@ -365,7 +372,7 @@ def check_run(run: Any) -> None:
 
     Args:
         run: an optimizer or a run, with the attributes ``schedule``, ``num_threads``, ``max_concurrency``,
-            ``max_seconds`` and ``rollout_timeout_seconds``.
+            and ``max_seconds``.
     """
     if run.schedule not in ("async", "lockstep"):
         raise ConfigurationError(f"schedule is {run.schedule!r}, expected 'async' or 'lockstep'.")
@@ -374,7 +381,7 @@ def check_run(run: Any) -> None:
         raise ConfigurationError(
             f"num_threads is {run.num_threads}, above max_concurrency={run.max_concurrency}. Give one of them."
         )
-    check_limits(run, "max_seconds", "rollout_timeout_seconds")
+    check_limits(run, "max_seconds")
 
 
 def check_counts(run: Any, *names: str) -> None:
@@ -391,6 +398,12 @@ def check_limits(run: Any, *names: str) -> None:
         limit = getattr(run, name)
         if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int | float) or not limit > 0):
             raise ConfigurationError(f"{name} is {limit!r}, expected a number above 0, or None.")
+
+
+def check_rollouts(rollouts: Any) -> None:
+    """Raise ConfigurationError for what cannot make rollouts."""
+    if rollouts is not None and not isinstance(rollouts, RayRollouts):
+        raise ConfigurationError(f"rollouts is {rollouts!r}, expected a RayRollouts, or None.")
 
 
 def width_of(run: Any, programs: Iterable[Module]) -> tuple[int, Bounds | None]:

@@ -12,7 +12,7 @@ import logging
 import math
 import traceback
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -24,7 +24,7 @@ from dspy.primitives.module import Module
 from dspy.teleprompt.bootstrap_trace import FailedPrediction
 from dspy.teleprompt.gepa.gepa_utils import DspyAdapter
 from dspy.utils.exceptions import AdapterParseError
-from dspy.utils.usage_tracker import track_usage
+from dspy.utils.usage_tracker import UsageTracker, track_usage
 
 from dspy_flashevolve.engine.errors import FlashEvolveError, RunAbortedError
 from dspy_flashevolve.engine.loop import Threads, is_being_cancelled
@@ -33,7 +33,7 @@ from dspy_flashevolve.programs.copies import Copied, copied
 from dspy_flashevolve.programs.faults import LmCalls, fault_of, heard_lm_calls, raise_provider_fault
 from dspy_flashevolve.programs.lm import LanguageModels, cost_of, tokens_of
 from dspy_flashevolve.programs.metric import Metric, no_score
-from dspy_flashevolve.programs.place import NeedsThreadError, Place
+from dspy_flashevolve.programs.place import NeedsThreadError, Place, runs_on_loop
 from dspy_flashevolve.programs.records import RolloutRecords
 
 logger = logging.getLogger(__name__)
@@ -51,6 +51,33 @@ class _Run:
     error: Exception | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An error of the code's own, which every other rollout may have, too.
+
+    Args:
+        error: what was raised.
+        at: the type of the error, and the line of code that raised it.
+        refused: the provider refused the request.
+    """
+
+    error: Exception
+    at: tuple[Any, ...]
+    refused: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """A rollout, and what it failed with, where that may be a mistake in the code."""
+
+    rollout: Rollout
+    failure: Failure | None = None
+
+
+Make = Callable[[dict[str, str], dspy.Example, bool, UsageTracker], Awaitable[Tried]]
+"""Makes a rollout of a candidate on an example, with a trace where that is True, and adds what its LMs used."""
+
+
 class ProgramRunner:
     """Runs candidates of one student program.
 
@@ -60,6 +87,7 @@ class ProgramRunner:
         threads: where programs without a usable ``aforward`` run.
         models: pace the predictors' own LMs; None to call these as they are.
         finite: a score that is no finite number is a failure, with a warning; else it ends the run.
+        elsewhere: makes the rollouts in other processes; None to make them here, by :meth:`tried`.
     """
 
     def __init__(
@@ -69,8 +97,10 @@ class ProgramRunner:
         threads: Threads,
         models: LanguageModels | None = None,
         finite: bool = False,
+        elsewhere: Make | None = None,
     ) -> None:
         self.adapter = adapter
+        self._elsewhere = elsewhere
         self._metric = metric
         self._threads = threads
         self._models = models
@@ -89,7 +119,7 @@ class ProgramRunner:
     @property
     def interruptible(self) -> bool:
         """Whether a rollout that has begun can be given up: one on the loop can, one in a thread cannot."""
-        return bool(self._place.on_loop)
+        return bool(self._place.on_loop if self._elsewhere is None else runs_on_loop(self.adapter.student))
 
     def first_rollouts(self, count: int) -> None:
         """The next ``count`` rollouts are the run's first: where they all fail alike, their error ends the run."""
@@ -106,19 +136,28 @@ class ProgramRunner:
         """
         if self._mistake is not None:
             raise self._mistake
-        prototype = await self._prototype(candidate)
-        if isinstance(prototype, Exception):
-            return Rollout(None, self.adapter.failure_score)
-        with track_usage() as usage, heard_lm_calls() as calls:
+        make = self._elsewhere or self.tried
+        with track_usage() as usage:
             try:
-                run = await self._run(prototype, example, calls)
-                if dspy.settings.track_usage and isinstance(run.prediction, dspy.Prediction):
-                    run.prediction.set_lm_usage(usage.get_total_tokens())
-                rollout = await self._scored(example, run, capture_traces, calls)
+                tried = await make(candidate, example, capture_traces, usage)
+                self._look_at(tried.failure)
             except BaseException:
                 given_up(tokens_of(usage), cost_of(usage))
                 raise
-        return replace(rollout, tokens=tokens_of(usage), cost_dollars=cost_of(usage))
+        return replace(tried.rollout, tokens=tokens_of(usage), cost_dollars=cost_of(usage))
+
+    async def tried(
+        self, candidate: dict[str, str], example: dspy.Example, capture_traces: bool, usage: UsageTracker
+    ) -> Tried:
+        """Run ``candidate`` on ``example`` in this process; ``usage`` tracks its LM calls."""
+        prototype = await self._prototype(candidate)
+        if isinstance(prototype, Exception):
+            return Tried(Rollout(None, self.adapter.failure_score))
+        with heard_lm_calls() as calls:
+            run = await self._run(prototype, example, calls)
+            if dspy.settings.track_usage and isinstance(run.prediction, dspy.Prediction):
+                run.prediction.set_lm_usage(usage.get_total_tokens())
+            return await self._scored(example, run, capture_traces, calls)
 
     async def _prototype(self, candidate: dict[str, str]) -> Callable[[], Module] | Exception:
         """What makes a rollout's copy of a candidate's program. One is built at a time, each once."""
@@ -190,37 +229,42 @@ class ProgramRunner:
         logger.warning("Program raised on an example: %s", _said(error))
         return _Run(FailedPrediction(_said(error)), list(trace))
 
-    async def _scored(self, example: Any, run: _Run, capture_traces: bool, calls: LmCalls) -> Rollout:
+    async def _scored(self, example: Any, run: _Run, capture_traces: bool, calls: LmCalls) -> Tried:
         failure = self.adapter.failure_score
         if run.error is not None:
-            self._failed_alike(run.error, calls)
             logger.warning("Example scored as a failure: %s", _said(run.error))
-            return self.failed(f"The program failed: {_said(run.error)}", capture_traces)
+            failed = self.failed(f"The program failed: {_said(run.error)}", capture_traces)
+            return Tried(failed, self._failure(run.error, calls))
         if isinstance(run.prediction, FailedPrediction):
-            self._first = None
             if not (capture_traces or self._flex):
-                return self.failed("The program's reply could not be read.", capture_traces)
-            return self._rollout(example, run, failure)
+                return Tried(self.failed("The program's reply could not be read.", capture_traces))
+            return Tried(self._rollout(example, run, failure))
         try:
             raw = await self._metric.score(example, run.prediction, scoring_trace=run.trace, flex=self._flex)
         except FlashEvolveError:
             raise  # ours, not the metric's: the journal that could not note the call, say
         except Exception as error:
             raise_provider_fault(error, calls.errors)
-            self._failed_alike(error, calls)
             logger.warning("Metric %s raised on an example: %s", self._metric.name, _said(error))
             if self._flex:
-                return self._rollout(example, run, failure)
-            return self.failed(f"The program answered, but the metric failed: {_said(error)}", capture_traces)
-        return self._rollout(example, run, raw)
+                return Tried(self._rollout(example, run, failure))
+            failed = self.failed(f"The program answered, but the metric failed: {_said(error)}", capture_traces)
+            return Tried(failed, self._failure(error, calls))
+        return Tried(self._rollout(example, run, raw))
 
-    def _failed_alike(self, error: Exception, calls: LmCalls) -> None:
+    def _failure(self, error: Exception, calls: LmCalls) -> Failure | None:
+        if self._flex or isinstance(error, AdapterParseError):
+            return None
+        return Failure(error, _raised_at(error), fault_of(error, calls.errors) is not None)
+
+    def _look_at(self, failure: Failure | None) -> None:
         """Raise the error of a rollout if each of the first rollouts had it."""
-        if self._first is None or self._flex or isinstance(error, AdapterParseError):
+        if self._first is None or failure is None:
             self._first = None
-        elif said := self._first.failed(error):
+        elif said := self._first.failed(failure):
+            error = failure.error
             logger.error("%s: %s", said, _said(error))
-            if fault_of(error, calls.errors) is not None:
+            if failure.refused:
                 self._mistake = RunAbortedError(f"{said}: {_said(error)}")
                 raise self._mistake from error
             if add_note := getattr(error, "add_note", None):  # Python 3.11
@@ -238,7 +282,6 @@ class ProgramRunner:
             score, objectives = raw.get("score"), dict(raw.get("objective_scores") or {})
         if not self._finite and not _is_number(score):
             raise no_score(self._metric.name, raw, example)
-        self._first = None
         if self._finite and score is not None and not _is_number(score):
             logger.warning("Metric %s gave %r, expected a finite number: a failure.", self._metric.name, score)
             score = None
@@ -268,20 +311,20 @@ class FirstRollouts:
         self._count, self._failed = count, 0
         self._places, self._messages = set[tuple[Any, ...]](), set[str]()
 
-    def failed(self, error: Exception) -> str:
+    def failed(self, failure: Failure) -> str:
         """Take note of a failure; what is to be said where it was the last that it needed, else nothing."""
         self._failed += 1
-        self._places.add(_raised_at(error))
-        self._messages.add(str(error))
+        self._places.add(failure.at)
+        self._messages.add(str(failure.error))
         enough = min(ALIKE, self._count) if len(self._messages) == 1 else self._count
         alike = len(self._places) == 1 and self._failed == enough
         return f"All of the first {self._failed} rollouts failed alike" if alike else ""
 
 
 def _raised_at(error: Exception) -> tuple[Any, ...]:
-    """The type of an error, and the line of code that raised it."""
+    """The name of an error's type, and the line of code that raised it."""
     places = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-    return type(error), *places[-1:]
+    return type(error).__module__, type(error).__qualname__, *places[-1:]
 
 
 def _said(error: Exception) -> str:

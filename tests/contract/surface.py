@@ -1,6 +1,7 @@
 """What the tests of the contract share: how a run is made, in real and in virtual time, and what is read from it.
 
-Nothing here, and nothing in this folder, imports a module inside ``dspy_flashevolve`` but those of ``sim``.
+Nothing here, and nothing in this folder, imports a module inside ``dspy_flashevolve`` but those of ``sim``, and those
+that users import by name.
 """
 
 from __future__ import annotations

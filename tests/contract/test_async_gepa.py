@@ -339,7 +339,7 @@ def test_a_checkpoint_is_read_by_gepa_and_a_run_goes_on_from_it(tmp_path: Any) -
         ({"stale_candidate_reflection": "x"}, ConfigurationError, "expected a dspy.Module"),
         ({"max_reflection_calls": 0}, ConfigurationError, "max_reflection_calls is 0"),
         ({"max_cost": -1.0}, ConfigurationError, "max_cost is -1.0"),
-        ({"rollout_timeout_seconds": 0}, ConfigurationError, "rollout_timeout_seconds is 0"),
+        ({"rollout_timeout_seconds": 9}, TypeError, r"workflow=Workflow\(rollout_timeout_seconds=...\)"),
         ({"metric_lock": 1}, ConfigurationError, "metric_lock is 1, expected True or False"),
         ({"gepa_kwargs": {"raise_on_exception": False}}, ConfigurationError, "raise_on_exception"),
         ({"reflection_minibatch_size": 0}, ConfigurationError, "reflection_minibatch_size is 0"),

@@ -19,8 +19,8 @@ import pytest
 from dspy.utils.callback import BaseCallback
 
 from dspy_flashevolve import AsyncGEPA, RunAbortedError
-from tests.contract.surface import TRAIN, VAL
-from tests.fakes import AsyncFakeEngine, Chain, FakeEngine, digits, examples, fake_lm, hashed, reply_for
+from tests.contract.surface import TRAIN, VAL, Heard
+from tests.fakes import AsyncFakeEngine, Chain, FakeEngine, digits, examples, fake_lm, hashed, reflection_lm, reply_for
 
 OPTIMIZERS = {
     "dspy.GEPA": (dspy.GEPA, {}),
@@ -319,19 +319,21 @@ class Traces(BaseCallback):
         self.inside[parent] = self.inside.get(parent, 0) + isinstance(instance, Chain)
 
 
-@every
-def test_every_full_validation_is_told_to_dspys_callbacks(name: str) -> None:
-    traces = Traces()
+@pytest.mark.parametrize(
+    ("name", "more"), [(name, {}) for name in OPTIMIZERS] + [("async", {"staleness": "full"})], ids=str
+)
+def test_every_full_validation_is_told_to_dspys_callbacks(name: str, more: dict[str, Any]) -> None:
+    traces, heard = Traces(), Heard()
     with dspy.context(callbacks=[traces]):
-        more = {"staleness": "full"} if name == "async" else {}
-        details = optimized(name, Chain(), max_metric_calls=120, **more).detailed_results
+        more = {"max_metric_calls": 200, "gepa_kwargs": {"callbacks": [heard]}} | more
+        details = optimized(name, Chain(), reflection_lm=reflection_lm(), **more).detailed_results
     scores = [outputs.score for outputs in traces.ended.values() if not isinstance(outputs, Exception)]
     full = [one for one in traces.begun.values() if len(one["devset"]) == len(VAL)]
     assert traces.begun.keys() == traces.ended.keys()
     assert all(isinstance(one["program"], Chain) for one in full)
     found = sorted(round(100 * score, 2) for score in details.val_aggregate_scores)
     assert all(any(abs(score - one) < 0.02 for one in scores) for score in found)
-    assert len(full) >= len(found) > 1
+    assert len(full) == len(heard.of("on_valset_evaluated")) == len(found) > 1
     assert sum(traces.inside.get(call_id, 0) for call_id in traces.begun) >= len(found) * len(VAL)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import dspy
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dspy_flashevolve import AsyncGEPA, Guarded, RunAbortedError
+from dspy_flashevolve import AsyncGEPA, Guarded, RunAbortedError, Workflow
 from tests.contract.surface import (
     TRAIN,
     VAL,
@@ -46,14 +47,16 @@ WORLDS = st.builds(
     workflow=st.sampled_from([None, (0.5, 1.0), (0.67, 0.3)]),
     options=st.fixed_dictionaries(
         {"use_merge": st.booleans()},
-        optional={"gepa_kwargs": st.just({"cache_evaluation": True}), "rollout_timeout_seconds": st.just(9.5)},
+        optional={"gepa_kwargs": st.just({"cache_evaluation": True}), "timeout": st.just(9.5)},
     ),
 )
 def test_whatever_the_program_the_faults_and_the_schedule_the_budget_holds_and_every_step_ends_once(
     world: World, beyond_the_seed: int, slots: int, minibatch: int, staleness: Any, workflow: Any, options: Any
 ) -> None:
     calls = world.val + beyond_the_seed
-    options = options | ({} if workflow is None else early(*workflow))
+    timeout = options.pop("timeout", None)
+    released = Workflow() if workflow is None else early(*workflow)["workflow"]
+    options = options | {"workflow": replace(released, rollout_timeout_seconds=timeout)}
     try:
         program = play(
             world,
@@ -71,7 +74,7 @@ def test_whatever_the_program_the_faults_and_the_schedule_the_budget_holds_and_e
         return
     details, stats = program.detailed_results, program.async_stats
     assert len(world.scored) <= stats.metric_calls == details.total_metric_calls <= calls
-    if not world.faults and "rollout_timeout_seconds" not in options:
+    if not world.faults and timeout is None:
         assert len(world.scored) == stats.metric_calls
         assert stats.ended.get("failed", 0) == 0
     check_ends(stats)
@@ -126,11 +129,16 @@ def test_equal_runs_in_virtual_time_are_equal() -> None:
     assert one.to_dict() == other.to_dict()
 
 
-def test_a_run_goes_on_until_its_budget_pays_no_further_step() -> None:
+@pytest.mark.parametrize("predictors", [1, 3])
+@pytest.mark.parametrize("minibatch", [3, 20])
+@pytest.mark.parametrize("calls", [60, 120, 250, 300, 500])
+def test_a_run_goes_on_until_its_budget_pays_no_further_step(calls: int, minibatch: int, predictors: int) -> None:
     """One step of one reflection may cost two minibatches and a validation (and its base's minibatch)."""
-    stats = play(World(), 300).async_stats
-    assert 300 - (3 * 3 + 12) <= stats.metric_calls <= 300
-    assert steps_of(stats) > 5
+    world = World(predictors=predictors)
+    stats = play(world, calls, reflection_minibatch_size=minibatch).async_stats
+    step = 3 * minibatch + world.val
+    assert calls - step <= stats.metric_calls <= calls
+    assert steps_of(stats) >= (calls - world.val) // step
 
 
 class NothingNew(World):

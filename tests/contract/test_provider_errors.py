@@ -25,7 +25,7 @@ from dspy.utils.exceptions import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dspy_flashevolve import RunAbortedError
+from dspy_flashevolve import RunAbortedError, Workflow
 from dspy_flashevolve.sim import PROFILES
 from dspy_flashevolve.sim.virtual import SimulatedModel, run
 from tests.broken_server import BODIES, BROKEN, TEXTS, BrokenServer
@@ -159,7 +159,7 @@ def test_rollouts_that_take_too_long_are_given_up_and_asked_again() -> None:
             return await super().aforward(question)
 
     with dspy.context(lm=raising(lambda number: None)):
-        details = simulated(150, Slow(), rollout_timeout_seconds=30).detailed_results
+        details = simulated(150, Slow(), workflow=Workflow(rollout_timeout_seconds=30)).detailed_results
     stats = details.async_stats
     assert stats.timed_out_rollouts == 3
     assert min(scores_of(details)) > 0

@@ -13,7 +13,7 @@ import pytest
 
 from dspy_flashevolve import RunAbortedError, Workflow
 from tests.broken_server import BrokenServer
-from tests.contract.surface import compiled
+from tests.contract.surface import command, compiled
 from tests.fakes import Chain, hashed, reflection_lm, reply_for
 
 KEY, HEADER = "correct-horse-battery-staple", "let-me-into-the-gateway"
@@ -91,6 +91,34 @@ def test_a_password_in_an_address_is_not_told(tmp_path: Path, caplog: pytest.Log
     assert "failed to connect" in told
     assert PASSWORD not in told
     assert PASSWORD.encode() not in written_in(tmp_path / "run")
+
+
+class Own(dspy.LM):
+    """One with a ``forward`` of its own, to which such an address may mean something; its replies repeat it."""
+
+    def forward(self, prompt: Any = None, messages: Any = None, **kwargs: Any) -> Any:
+        asked = "\n".join(message["content"] for message in messages)
+        number = hashed(asked)
+        text = reply_for(asked, answer=f"{1 + number % 6}", new_instruction=f"{number} of me:{PASSWORD}@localhost")
+        dotdict = dspy.dsp.utils.utils.dotdict
+        choice = dotdict(message=dotdict(content=text, role="assistant"), finish_reason="stop")
+        return dotdict(choices=[choice], usage={}, model="own")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # dspy's, of LMs with a forward of their own
+def test_a_finished_run_tells_a_password_in_an_address_nowhere(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory, lm = tmp_path / "run", Own("openai/m", api_base=f"http://me:{PASSWORD}@localhost:1/v1", cache=False)
+    with dspy.context(lm=lm), caplog.at_level(logging.DEBUG, "dspy_flashevolve"):
+        details = compiled(100, log_dir=str(directory), reflection_lm=lm).detailed_results
+    assert len(details.candidates) > 1
+    page = directory / "report.html"
+    told = [command("lineage", str(directory), "--prompts"), command("report", str(directory), "-o", str(page))]
+    assert [status for status, _, _ in told] == [0, 0]
+    assert page.exists()
+    assert PASSWORD.encode() not in written_in(directory)
+    assert PASSWORD not in caplog.text + str(told)
 
 
 def test_a_placeholder_for_a_key_is_no_secret() -> None:

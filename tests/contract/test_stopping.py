@@ -12,14 +12,16 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import dspy
 import pytest
 from dspy.utils.exceptions import LMAuthError, LMRateLimitError
 from gepa.core.state import GEPAState
-from gepa.utils import MaxCandidateProposalsStopper
+from gepa.utils import CompositeStopper, MaxCandidateProposalsStopper, NoImprovementStopper
 
 from dspy_flashevolve import AsyncGEPA, RunAbortedError
 from tests.contract.surface import (
@@ -35,10 +37,10 @@ from tests.contract.surface import (
     steps_of,
     text_of,
 )
-from tests.fakes import AsyncFakeEngine, Chain, digits, fake_lm, hashed, reflection_lm, reply_for
+from tests.fakes import AsyncFakeEngine, Chain, digits, fake_lm, hashed, reflection_lm, reply_for, task_lm
 
 
-def compiled(one: AsyncGEPA) -> Any:
+def compiled(one: AsyncGEPA | dspy.GEPA) -> Any:
     return one.compile(Chain(), trainset=TRAIN, valset=VAL)
 
 
@@ -128,6 +130,37 @@ def test_a_stopper_is_asked_once_a_finished_step_in_lockstep() -> None:
     assert steps_of(stats) == len(asked) - 1 == 5
 
 
+WRAPPED: dict[str, Callable[[Any], Any]] = {
+    "itself": lambda stopper: stopper,
+    "in a composite": lambda stopper: CompositeStopper(stopper, MaxCandidateProposalsStopper(ENDLESS)),
+    "in a composite of all": lambda stopper: CompositeStopper(stopper, lambda state: True, mode="all"),
+}
+
+
+@cache
+def calls_without_improvement(wrapped: str | None) -> list[int]:
+    """Metric calls of runs of several seeds that NoImprovementStopper ends; None for dspy.GEPA's."""
+    spent: list[int] = []
+    for seed in range(5):
+        stopper = WRAPPED[wrapped or "itself"](NoImprovementStopper(5))
+        options: dict[str, Any] = {"max_metric_calls": 1000, "track_stats": True, "seed": seed}
+        options |= {"reflection_lm": reflection_lm(seed), "gepa_kwargs": {"stop_callbacks": [stopper]}}
+        with dspy.context(lm=task_lm(seed)):
+            if wrapped is None:
+                details = compiled(dspy.GEPA(digits, num_threads=1, **options)).detailed_results
+            else:
+                details = simulated(options.pop("max_metric_calls"), num_threads=16, **options).detailed_results
+                assert details.async_stats.stop_reason == "a stopper said stop"
+        spent.append(details.total_metric_calls)
+    return spent
+
+
+@pytest.mark.parametrize("wrapped", list(WRAPPED))
+def test_a_run_without_improvement_goes_on_for_no_less_than_with_dspy_gepa(wrapped: str) -> None:
+    ours, theirs = calls_without_improvement(wrapped), calls_without_improvement(None)
+    assert 30 < median(theirs) <= median(ours), (ours, theirs)
+
+
 def touch(folder: Path) -> None:
     (folder / "gepa.stop").touch()
 
@@ -147,10 +180,12 @@ import dspy
 from gepa.core.state import GEPAState
 from tests.fakes import FakeEngine
 from tests.contract.surface import *
-from tests.contract.test_stopping import compiled
+from tests.contract.test_unanswered import InThread
 from tests.fakes import *
+from dspy.utils.exceptions import LMRateLimitError, LMServerError
+from dspy_flashevolve import Workflow
 
-mode, folder = sys.argv[1:]
+mode, kind, folder = sys.argv[1:]
 logging.basicConfig(level=logging.WARNING, stream=sys.stdout, format="%(message)s")
 accepted = []
 
@@ -163,22 +198,33 @@ class Paced(AsyncFakeEngine):
 
 class Tell:
     def on_candidate_accepted(self, event):
-        accepted.append(event["new_candidate_idx"])
-        if len(accepted) == 1:
+        if not accepted:
             print("a candidate was accepted", flush=True)
+        accepted.append(event["new_candidate_idx"])
+
+waiting = set()
 
 def answer(prompt):
+    if mode == "outage" and accepted:
+        raise LMServerError("503", status=503)
+    if mode == "an hour" and accepted and (prompt in waiting or len(waiting) < 2):
+        waiting.add(prompt)
+        print("told to wait", len(waiting), flush=True)
+        raise LMRateLimitError("429", retry_after=3600.0)
     if "new_instruction" in prompt:
         return reply_for(prompt, new_instruction=f"Instruction {hashed(prompt) % 100_000}")
     return reply_for(prompt, answer=str(hashed(prompt) % 7))
 
 engine = FakeEngine(answer)
 lm = dspy.LM("fake/model", engine=engine, async_engine=Paced(engine), cache=False, num_retries=0)
-one = optimizer(ENDLESS, log_dir=folder, reflection_lm=lm, gepa_kwargs={"callbacks": [Tell()]}, staleness="full")
+options = {"staleness": "full", "workflow": Workflow(max_outage_seconds=7200)}
+one = optimizer(ENDLESS, log_dir=folder, reflection_lm=lm, gepa_kwargs={"callbacks": [Tell()]}, **options)
+student = InThread() if kind == "thread" else Chain()
+texts_of = lambda program: [one.signature.instructions for one in program.predictors()]
 before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
 with dspy.context(lm=lm):
     try:
-        program, end = compiled(one), "returned"
+        program, end = one.compile(student, trainset=TRAIN, valset=VAL), "returned"
     except KeyboardInterrupt:
         program, end = None, "KeyboardInterrupt"
 best = one.best_so_far()
@@ -190,7 +236,7 @@ print(json.dumps({
     "ended": best.async_stats.ended,
     "accepted": accepted,
     "saved": len(GEPAState.load(folder).program_candidates),
-    "same": program is None or text_of(program) == text_of(best),
+    "same": program is None or texts_of(program) == texts_of(best),
     "score": max(best.detailed_results.val_aggregate_scores),
     "handlers are back": before == after,
     "threads": left_threads(),
@@ -202,8 +248,8 @@ sys.stdin.readline()
 class Child:
     """A script that optimizes, in a process of its own."""
 
-    def __init__(self, mode: str, folder: Path) -> None:
-        command = [sys.executable, "-c", SCRIPT, mode, str(folder)]
+    def __init__(self, mode: str, kind: str, folder: Path) -> None:
+        command = [sys.executable, "-c", SCRIPT, mode, kind, str(folder)]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]
         )
@@ -226,11 +272,11 @@ class Child:
 
 
 @pytest.fixture
-def child(tmp_path: Path) -> Iterator[Callable[[str], Child]]:
+def child(tmp_path: Path) -> Iterator[Callable[..., Child]]:
     begun: list[Child] = []
 
-    def begin(mode: str) -> Child:
-        begun.append(Child(mode, tmp_path))
+    def begin(mode: str, kind: str = "loop") -> Child:
+        begun.append(Child(mode, kind, tmp_path))
         begun[-1].wait_for("a candidate was accepted")
         return begun[-1]
 
@@ -278,6 +324,28 @@ def test_the_second_one_saves_every_commit_and_raises_keyboard_interrupt(
     assert result["ended"]["committed"] == len(result["accepted"]) == result["saved"] - 1 > 0
     assert result["score"] > 0
     assert result["handlers are back"]
+    assert result["threads"] == []
+
+
+@pytest.mark.parametrize(
+    ("mode", "kind", "number", "sign"),
+    [
+        ("outage", "thread", signal.SIGINT, "does not answer"),
+        ("an hour", "loop", signal.SIGTERM, "told to wait 2"),
+        ("an hour", "thread", signal.SIGTERM, "told to wait 2"),
+    ],
+)
+def test_the_first_one_ends_a_wait_for_the_provider(
+    mode: str, kind: str, number: signal.Signals, sign: str, child: Any
+) -> None:
+    """Of an hour, where the script is killed after a minute; and a thread cannot be cancelled."""
+    script = child(mode, kind)
+    script.wait_for(sign)
+    script.send(number)
+    result = script.result()
+    assert (result["end"], result["outcome"], result["stop_reason"]) == ("returned", "stopped", REASONS[number])
+    assert result["ended"]["committed"] == len(result["accepted"]) == result["saved"] - 1 > 0
+    assert result["same"]
     assert result["threads"] == []
 
 
@@ -677,22 +745,32 @@ def test_a_run_in_a_thread_says_so_when_the_main_thread_ends_before_it() -> None
 
 
 @pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt])
-@pytest.mark.parametrize("awaited", [False, True], ids=["sync", "coroutine"])
-def test_what_a_metric_raises_to_leave_ends_the_run_as_it_is(error: type[BaseException], awaited: bool) -> None:
+@pytest.mark.parametrize("call", ["score", "feedback"])
+@pytest.mark.parametrize(
+    ("optimized_by", "awaited"),
+    [("async", False), ("async", True), ("lockstep", False), ("lockstep", True), ("dspy.GEPA", False)],
+)
+def test_what_a_metric_raises_to_leave_ends_the_run_as_it_is(
+    error: type[BaseException], call: str, optimized_by: str, awaited: bool
+) -> None:
     calls: list[Any] = []
 
     def leaving(gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None) -> float:
         calls.append(gold)
-        if len(calls) > 20:
+        if len(calls) > 12 and (pred_name is not None) == (call == "feedback"):
             raise error("enough")
         return 0.5
 
     async def coroutine(
         gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None
     ) -> float:
-        return leaving(gold, pred)
+        return leaving(gold, pred, trace, pred_name, pred_trace)
 
+    if optimized_by == "dspy.GEPA":
+        one: Any = dspy.GEPA(leaving, max_metric_calls=100, num_threads=4, reflection_lm=reflection_lm())
+    else:
+        one = optimizer(ENDLESS, metric=coroutine if awaited else leaving, schedule=optimized_by)
     with pytest.raises(error, match="enough") as raised:
-        compiled(optimizer(ENDLESS, metric=coroutine if awaited else leaving))
+        compiled(one)
     assert type(raised.value) is error
     assert left_threads() == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import anyio
 import dspy
 import pytest
 from dspy.lm15 import Message, Request, Response, TextPart, Usage
@@ -20,7 +22,7 @@ from dspy.utils.exceptions import LMRateLimitError, LMServerError, LMTimeoutErro
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dspy_flashevolve import RunAbortedError, Workflow
+from dspy_flashevolve import Reflective, RunAbortedError, Workflow
 from dspy_flashevolve.sim.virtual import run
 from dspy_flashevolve.sim.virtual_loop import LOOP_OF
 from tests.broken_server import BrokenServer
@@ -129,6 +131,49 @@ def test_an_example_that_another_candidate_was_answered_fails_for_one_candidate_
     assert third[0] > 0
     assert min(third) == 0
     assert max(third[1:]) > 0, "others are asked all the same"
+
+
+# A share of everything
+
+
+def except_for_a_share(share: float, error: Callable[[], Exception], of: str = r"\n([tv] \d+)") -> dspy.LM:
+    """Never answers a share of the questions, or of what else an expression finds in a prompt."""
+
+    def choose(prompt: str) -> str:
+        if hashed("share", re.findall(of, prompt, re.DOTALL)[-1:]) % 1000 < 1000 * share:
+            raise error()
+        return answer(prompt)
+
+    return fake_lm(choose)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("500", "loop"), ("500", "thread"), ("503", "loop"), ("429", "loop")])
+def test_a_run_goes_on_though_a_third_of_the_examples_is_never_answered(name: str, kind: str) -> None:
+    with dspy.context(lm=except_for_a_share(1 / 3, ALWAYS[name])):
+        details = simulated(200, SlowInThread() if kind == "thread" else Slow()).detailed_results
+    stats = details.async_stats
+    assert (stats.outcome, stats.ended["failed"]) == ("finished", 0)
+    assert stats.metric_calls > 180
+    assert stats.unanswered_examples == 5
+    check_winner(details)
+
+
+@pytest.mark.parametrize("name", ["500", "503"])
+@pytest.mark.parametrize("kind", ["loop", "thread"])
+def test_a_run_is_aborted_where_nine_of_ten_prompts_are_never_answered(name: str, kind: str) -> None:
+    with (
+        dspy.context(lm=except_for_a_share(0.9, ALWAYS[name], of=".*")),
+        pytest.raises(RunAbortedError, match="seed program could not be validated"),
+    ):
+        simulated(200, SlowInThread() if kind == "thread" else Slow())
+
+
+def test_steps_without_an_answered_rollout_do_not_go_on_for_ever() -> None:
+    """They cost nothing and take no time, and the seed's validation may wait meanwhile."""
+    with dspy.context(lm=except_for_a_share(1 / 3, ALWAYS["500"], of=".*")):
+        stats = simulated(200, Slow()).async_stats
+    check_ends(stats)
+    assert sum(stats.ended.values()) < 100
 
 
 # Everything
@@ -367,7 +412,9 @@ FAULTS: dict[str, Callable[[], Exception]] = ALWAYS | {
     ),
     kind=st.sampled_from(["async", "sync", "mixed"]),
     slots=st.sampled_from([1, 3, 8]),
-    more=st.sampled_from([{}, {"schedule": "lockstep"}, {"max_seconds": 60}, {"rollout_timeout_seconds": 5.0}]),
+    more=st.sampled_from(
+        [{}, {"schedule": "lockstep"}, {"max_seconds": 60}, {"workflow": Workflow(rollout_timeout_seconds=5.0)}]
+    ),
 )
 def test_no_schedule_of_faults_leaves_a_run_that_waits_for_nothing(
     faults: list[tuple[float, float, str, float]], kind: str, slots: int, more: dict[str, Any]
@@ -395,7 +442,7 @@ def test_no_schedule_of_faults_leaves_a_run_that_waits_for_nothing(
 
     async def compile_it() -> Any:
         LOOP[:] = [asyncio.get_running_loop()]
-        with dspy.context(lm=lm):
+        with dspy.context(lm=lm), anyio.fail_after(100_000):  # else a run that waits for nothing hangs this test, too
             student = InThread() if kind == "sync" else Slow()
             return await one.acompile(student, trainset=TRAIN, valset=VAL)
 
@@ -435,11 +482,17 @@ def test_unreadable_reflections_end_their_steps_and_not_the_run() -> None:
         assert stats.metric_calls > 100
 
 
-def dripping_first() -> Callable[[str], str]:
-    """A byte now and then resets the LM's timeout: the whole of the first reply would take half a minute."""
+def dripping_first(word: str = "") -> Callable[[str], str]:
+    """A byte now and then resets the LM's timeout: the whole of the first reply would take half a minute.
+
+    Args:
+        word: it is the first reply to a prompt with this word in it.
+    """
     asked: list[str] = []
 
     def choose(prompt: str) -> str:
+        if word not in prompt:
+            return reply_for("JSON", new_instruction=f"Look {hashed(prompt)}")
         asked.append(prompt)
         return "drip" if len(asked) == 1 else reply_for("JSON", new_instruction=f"Look {len(asked)}", answer="3")
 
@@ -455,10 +508,20 @@ def test_a_reflection_that_drips_is_given_up_and_asked_again(schedule: str) -> N
     assert stats.proposals > 0
 
 
+def test_an_integration_that_drips_is_given_up_and_asked_again() -> None:
+    with BrokenServer(dripping_first("head_text")) as server:
+        staleness = Reflective(batch=1, min_gap=0)
+        stats = compiled(150, reflection_lm=server.lm("chosen", timeout=3.0), staleness=staleness).async_stats
+    assert stats.retried_requests == 1
+    assert stats.integration_calls > 0
+    assert stats.ended["failed"] == 0
+
+
+@pytest.mark.parametrize("schedule", ["async", "lockstep"])
 @pytest.mark.parametrize("program", [Chain, InThread])
-def test_a_rollout_that_drips_in_lockstep_is_given_up_and_asked_again(program: Any) -> None:
+def test_a_rollout_that_drips_is_given_up_and_asked_again(program: Any, schedule: str) -> None:
     with BrokenServer(dripping_first()) as server, dspy.context(lm=server.lm("chosen", timeout=3.0)):
-        details = compiled(30, program(), metric=lambda *_: 0.5, schedule="lockstep").detailed_results
+        details = compiled(30, program(), metric=lambda *_: 0.5, schedule=schedule).detailed_results
     assert details.async_stats.retried_requests >= 1
     assert list(details.val_subscores[0].values()) == [0.5] * len(VAL)
 
@@ -574,7 +637,7 @@ def test_a_program_that_was_left_behind_in_its_thread_asks_no_more(bound: str, c
     engine = Late("first look at v 3.", 630.0, LATE[comes])
     with dspy.context(lm=engine.lm()):
         timeout = 500.0 if bound == "of the rollout" else None
-        stats = simulated(60, Twice(), rollout_timeout_seconds=timeout).async_stats
+        stats = simulated(60, Twice(), workflow=Workflow(rollout_timeout_seconds=timeout)).async_stats
     assert stats.timed_out_rollouts == 1
     assert stats.seconds > 650, "the thread came back in the run"
     assert (stats.outcome, stats.ended["failed"]) == ("finished", 0)

@@ -7,6 +7,8 @@ import json
 import re
 import shutil
 import sqlite3
+import subprocess
+import sys
 import threading
 from contextlib import closing, suppress
 from pathlib import Path
@@ -220,6 +222,59 @@ def test_a_creation_that_fails_at_any_statement_leaves_no_journal(
         patch.setattr(module, "SCHEMA", (*module.SCHEMA[:statement], "no SQL", *module.SCHEMA[statement:]))
         with pytest.raises(RunDirectoryError, match="cannot be written"):
             Journal(tmp_path)
+    assert not (tmp_path / FILE).exists()
+    Journal(tmp_path).close()
+    checked(tmp_path / FILE)
+
+
+BORN = """
+import os, signal, sys, time
+from pathlib import Path
+from dspy_flashevolve.engine.journal import Journal
+
+for number in range(30):
+    child = os.fork()
+    if child == 0:
+        Journal(Path(sys.argv[1]) / str(number))
+        signal.pause()
+    time.sleep(number / 3000)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+"""
+FULL = """
+import resource, sys
+from dspy_flashevolve.engine.errors import RunDirectoryError
+from dspy_flashevolve.engine.journal import Journal
+
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]),) * 2)
+try:
+    Journal(sys.argv[1])
+except RunDirectoryError as error:
+    print(error)
+"""
+
+
+def in_a_process(script: str, *arguments: object) -> str:
+    """What a script prints."""
+    command = [sys.executable, "-c", script, *map(str, arguments)]
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]).stdout
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs fork")
+def test_a_process_that_is_killed_within_milliseconds_of_the_journals_birth_leaves_no_harm(tmp_path: Path) -> None:
+    in_a_process(BORN, tmp_path)
+    for number in range(30):
+        journal = Journal(tmp_path / str(number))
+        fill(journal, 2)
+        journal.close()
+        assert check(tmp_path / str(number)).problems == []
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs setrlimit")
+@pytest.mark.parametrize("size", [0, 4096, 30_000])
+def test_a_creation_on_a_full_disk_is_told_and_leaves_no_journal(tmp_path: Path, size: int) -> None:
+    """The file system refuses files above a size: a real refusal of real writes."""
+    assert "cannot be written" in in_a_process(FULL, tmp_path, size)
     assert not (tmp_path / FILE).exists()
     Journal(tmp_path).close()
     checked(tmp_path / FILE)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from dspy.utils.exceptions import LMServerError
-from gepa.utils import NoImprovementStopper
+from gepa.utils import CompositeStopper, NoImprovementStopper
 
 from dspy_flashevolve import Reflective, Workflow
 from dspy_flashevolve.engine.staleness import Admit, Discard
@@ -184,11 +184,15 @@ class Counted(NoImprovementStopper):
         return super().__call__(gepa_state)
 
 
+@pytest.mark.parametrize("composite", [False, True])
 @pytest.mark.parametrize("staleness", ["reflective", "full"])
-def test_a_stopper_that_counts_iterations_counts_those_that_came_one_after_the_other(staleness: Any) -> None:
+def test_a_stopper_that_counts_iterations_counts_those_that_came_one_after_the_other(
+    staleness: Any, composite: bool
+) -> None:
     """Sixteen steps that overlap are as many iterations as came after one another, and each commit is one."""
     stopper = Counted()
-    options = {"workflow": Workflow(live_steps=16), "gepa_kwargs": {"stop_callbacks": stopper}}
+    asked = CompositeStopper(CompositeStopper(stopper), mode="all") if composite else stopper
+    options = {"workflow": Workflow(live_steps=16), "gepa_kwargs": {"stop_callbacks": asked}}
     stats = play(World(), 600, staleness=staleness, **options).async_stats
     commits, steps = len(stats.commits), sum(stats.ended.values())
     assert commits <= stopper.asked < commits + (steps - commits) / 2

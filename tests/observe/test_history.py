@@ -13,6 +13,7 @@ import litellm
 import pytest
 from dspy.utils.exceptions import LMServerError
 
+from dspy_flashevolve import Workflow
 from dspy_flashevolve.engine.events import RequestFinished, RolloutTimedOut
 from dspy_flashevolve.engine.journal import Journal
 from dspy_flashevolve.observe.figures import course, figures, use_of_slots
@@ -169,10 +170,9 @@ def test_what_lms_answered_in_rollouts_that_came_to_nothing_is_counted(tmp_path:
             return answer
 
     lm = fake_lm(counted)
+    workflow = Workflow(rollout_timeout_seconds=60)
     with dspy.context(lm=lm):
-        stats = simulated(
-            200, Halting(), reflection_lm=lm, log_dir=str(tmp_path), rollout_timeout_seconds=60
-        ).async_stats
+        stats = simulated(200, Halting(), reflection_lm=lm, log_dir=str(tmp_path), workflow=workflow).async_stats
     assert sum(stats.tokens_by_stage.values()) == 7 * answered
     given_up = [one for one in read(tmp_path).requests if one.error == "given up"]
     assert len(given_up) > (0 if ends == "cancelled" else 20)

@@ -13,8 +13,9 @@ import pytest
 from dspy.clients.base_lm import BaseLM
 from dspy.utils.exceptions import LMAuthError
 
-from dspy_flashevolve import BalancedLM, ConfigurationError
+from dspy_flashevolve import ConfigurationError
 from dspy_flashevolve.engine.redaction import secrets_held_by
+from dspy_flashevolve.programs.balanced import BalancedLM
 from dspy_flashevolve.programs.lm import endpoint_of
 from tests.broken_server import REPLY, BrokenServer
 

@@ -6,9 +6,10 @@ import asyncio
 import functools
 import queue
 import sqlite3
+import sys
 import threading
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from typing import Any, cast
 
 import anyio
 import dspy
+import numpy
 import pytest
 from dspy.utils.callback import BaseCallback
 
@@ -253,6 +255,27 @@ def test_a_queue_of_a_copy_is_its_own_and_works() -> None:
     assert student.it.todo.empty()
 
 
+def places(value: Any, path: str = "program", within: tuple[int, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """What modules, containers and objects hold, by the way to it; not twice where it holds itself."""
+    if id(value) in within or isinstance(value, (type, str, int, float)):
+        return
+    yield path, value
+    parts: Any = getattr(value, "__dict__", {})
+    parts = parts | value if isinstance(value, dict) else parts
+    parts = dict(enumerate(value)) if isinstance(value, (list, tuple, deque)) else parts
+    for name, part in parts.items():
+        yield from places(part, f"{path}.{name}", (*within, id(value)))
+
+
+@pytest.mark.parametrize("name", list(COPIED))
+def test_what_dspy_gepa_copies_for_a_candidate_is_copied_here(name: str) -> None:
+    student: Any = Holder(lambda program: COPIED[name][0]())
+    own, theirs, ours = (dict(places(one)) for one in (student, student.deepcopy(), copied(student)[0]))
+    copies = [path for path, value in theirs.items() if value is not own[path]]
+    assert len(copies) > 3
+    assert [path for path in copies if ours[path] is own[path]] == []
+
+
 # What is called
 
 
@@ -328,6 +351,46 @@ def test_the_tools_of_an_agent_call_the_copys_predictors() -> None:
     first, again = copied(Agent())
     rollout: Any = again(first)
     assert rollout.agent.tools["search"](query="q") is rollout.look
+
+
+class Session:
+    """An MCP client's session, as far as dspy uses one: it belongs to the loop on which it was opened."""
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+        self.stream = anyio.Lock()
+
+    async def call_tool(self, name: str, arguments: Any) -> Any:
+        async with self.stream:
+            self.asked.append((name, arguments))
+        return SimpleNamespace(content=[SimpleNamespace(text=f"{name} found it")], isError=False)
+
+
+def test_an_mcp_tool_of_a_copy_asks_the_callers_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mcp.types", SimpleNamespace(TextContent=SimpleNamespace))
+    monkeypatch.setitem(sys.modules, "mcp", SimpleNamespace())
+    session = Session()
+    schema = {"type": "object", "properties": {"query": {"type": "string"}}}
+    told = SimpleNamespace(name="search", description="Searches.", inputSchema=schema)
+    student: Any = Holder(lambda program: [dspy.Tool.from_mcp_tool(session, cast(Any, told))])
+    first, again = copied(student)
+    for number, program in enumerate([first, again(first), again(again(first))]):
+        [tool] = cast(Any, program).it
+        assert tool is not student.it[0]
+        assert (tool.name, tool.desc, list(tool.args)) == ("search", "Searches.", ["query"])
+        assert asyncio.run(tool.acall(query=str(number))) == "search found it"
+    assert session.asked == [("search", {"query": str(number)}) for number in range(3)]
+
+
+def embedded(texts: list[str]) -> Any:
+    return numpy.array([[float(ord(letter) == code) for code in range(97, 123)] for letter, *_ in texts])
+
+
+def test_a_retriever_of_a_copy_finds_what_the_students_finds() -> None:
+    student: Any = Holder(lambda program: dspy.retrievers.Embeddings(["apple", "pear", "plum"], embedded, k=1))
+    first, again = copied(student)
+    for program in (first, again(first), student):
+        assert cast(Any, program).it("pea").passages == ["pear"]
 
 
 # A copy is the same program

@@ -36,6 +36,7 @@ from dspy_flashevolve.programs.rate_headers import account_of
 from dspy_flashevolve.programs.vllm_metrics import watch, watchers
 from dspy_flashevolve.sim import PROFILES, SimServer
 from dspy_flashevolve.sim.virtual import SimulatedModel, run
+from dspy_flashevolve.sim.virtual_loop import LOOP_OF
 from tests.broken_server import BrokenServer
 from tests.engine.stepped import Asker
 from tests.fakes import Chain, digits, examples, fake_lm, hashed, reflection_lm, reply_for
@@ -208,35 +209,69 @@ class Asking(dspy.Module):
 AT_WORK, MOST = set[int](), [0]
 
 
-@pytest.mark.parametrize("virtually", [True, False])
-def test_a_short_outage_does_not_hang_a_program_that_runs_in_threads(virtually: bool) -> None:
-    """A thread that waits to ask again keeps its slot: else more rollouts begin than there are threads to end them."""
+class SlowAsking(Asking):
+    """Takes a while, in virtual time."""
+
+    def forward(self, question: str) -> dspy.Prediction:
+        LOOP_OF[threading.get_ident()].wait_from_thread(asyncio.sleep(0.2 + hashed(question) % 7 / 10))
+        return super().forward(question)
+
+
+def limited_at_once() -> Exception:
+    return LMRateLimitError("slow down")
+
+
+OUTAGES: dict[str, tuple[float, float, Callable[[], Exception]]] = {
+    "503 from the start": (0.0, 2.0, lambda: LMServerError("503")),
+    "503": (0.5, 2.5, lambda: LMServerError("503")),
+    "429": (0.5, 2.5, limited_at_once),
+    "429 with a Retry-After": (0.5, 2.5, limited),
+}
+"""Name -> when it begins and ends, in seconds, and what is said meanwhile."""
+
+
+def through_an_outage(program: dspy.Module, outage: str, num_threads: int | None, virtually: bool = True) -> None:
+    """A run that has one comes to its end, with every answer."""
+    begins, ends, error = OUTAGES[outage]
     AT_WORK.clear()
     MOST[0] = 0
 
     async def main() -> Any:
         loop = asyncio.get_running_loop()
-        over = loop.time() + (2.0 if virtually else 0.3)
+        began = loop.time()
 
         def answer(prompt: str) -> str:
-            if loop.time() < over:
-                raise LMServerError("503")
-            return reply_for(prompt, answer=str(hashed(prompt) % 7))
+            if begins <= loop.time() - began < (ends if virtually else 0.3):
+                raise error()
+            return reply_for(prompt, answer=str(1 + hashed(prompt) % 6))
 
         optimizer = AsyncGEPA(
             digits,
             max_metric_calls=100,
-            num_threads=4,
+            num_threads=num_threads,
             workflow=Workflow(live_steps=2),
             track_stats=True,
             reflection_lm=reflection_lm(),
         )
         with dspy.context(lm=fake_lm(answer)), anyio.fail_after(1000 if virtually else 30):
-            return await optimizer.acompile(Asking(), trainset=examples("t", 7), valset=examples("v", 40))
+            return await optimizer.acompile(program, trainset=examples("t", 7), valset=examples("v", 40))
 
-    program = run(main) if virtually else asyncio.run(main())
-    assert min(program.detailed_results.val_subscores[0].values()) >= 0
-    assert 1 < MOST[0] <= 4
+    details = (run(main) if virtually else asyncio.run(main())).detailed_results
+    assert details.async_stats.outcome == "finished"
+    assert details.async_stats.retried_requests > 0
+    assert min(details.val_subscores[0].values()) > 0
+    assert 1 < MOST[0] <= (num_threads or details.async_stats.peak_slots)
+
+
+@pytest.mark.parametrize("num_threads", [4, 16, None])
+@pytest.mark.parametrize("outage", list(OUTAGES))
+def test_a_short_outage_does_not_hang_a_program_that_runs_in_threads(outage: str, num_threads: int | None) -> None:
+    """A thread that waits to ask again keeps its slot: else more rollouts begin than there are threads to end them."""
+    through_an_outage(SlowAsking(), outage, num_threads)
+
+
+def test_nor_does_it_in_real_time() -> None:
+    through_an_outage(Asking(), "503 from the start", 4, virtually=False)
 
 
 @pytest.mark.parametrize("program", [Asking, Chain])
@@ -249,7 +284,7 @@ def test_the_time_in_which_the_provider_lets_a_rollout_wait_is_not_the_rollouts(
             max_metric_calls=40,
             num_threads=4,
             track_stats=True,
-            rollout_timeout_seconds=2.0,
+            workflow=Workflow(rollout_timeout_seconds=2.0),
             reflection_lm=reflection_lm(),
         )
         with dspy.context(lm=lm):

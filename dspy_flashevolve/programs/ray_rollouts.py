@@ -1,0 +1,582 @@
+"""Rollouts in actors of Ray: many cores of one machine, or a cluster. Needs the extra ``ray``.
+
+The run stays where it was: its slots, limits, budget, retries, journal and reflection. A rollout is one call of an
+actor, which has the program, the metric and the LMs since it was made; what comes back is the rollout with its trace
+and what its LMs used. Ray starts an actor again that it has lost.
+
+.. code-block:: text
+
+    what happens in an actor                 what becomes of the rollout
+    ---------------------------------------  --------------------------------------------------------------------
+    an LM is turned away (429, 5xx, ...)     comes back; the run waits without the slot, and asks for all of it again
+    the provider refuses for good            ends the run
+    an error of the program or the metric    a failure, as without Ray
+    its process, or its node, is lost        asked for again, in an actor that makes one such rollout at a time
+    its process is lost three times          a failure, ProcessDiedError
+    the run is cancelled, or its time is up  cancelled in the actor, too; a metric that runs in a thread is waited for
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import os
+import re
+import sys
+import threading
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import asynccontextmanager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
+
+import anyio
+import cloudpickle
+import dspy
+from dspy.clients.cache import Cache
+from dspy.teleprompt.gepa.gepa_utils import DspyAdapter
+from dspy.utils.usage_tracker import UsageTracker
+
+from dspy_flashevolve.engine.endpoints import Endpoint, Sent
+from dspy_flashevolve.engine.errors import ConfigurationError, FlashEvolveError, TransientError
+from dspy_flashevolve.engine.redaction import without_secrets
+from dspy_flashevolve.engine.rollouts import Rollout, metric_begins, metric_not_reached, noted
+from dspy_flashevolve.engine.run import EvolutionRun
+from dspy_flashevolve.engine.scheduler import current_slot
+from dspy_flashevolve.programs.faults import chain_of, is_refusal, is_timeout
+from dspy_flashevolve.programs.lm import CACHED_SECONDS, LanguageModels, completion_tokens_of, endpoint_of
+from dspy_flashevolve.programs.metric import Metric
+from dspy_flashevolve.programs.rate_headers import limits_folder
+from dspy_flashevolve.programs.records import RolloutRecords, kept
+from dspy_flashevolve.programs.runner import Failure, Make, ProgramRunner, Tried
+
+logger = logging.getLogger(__name__)
+
+DEATHS = 3
+"""A rollout whose process has died so often is a failure."""
+CANCEL_SECONDS = 10.0
+"""An actor that does not hear for so long that a rollout is cancelled is ended."""
+WAIT_SECONDS = 30.0
+"""Where no actor runs for so long, the log says so."""
+SPARE_CALLS = 8
+"""Calls that an actor takes beside those for rollouts."""
+SWITCH_SECONDS = 0.0005
+"""So long an actor's loop keeps Ray's threads waiting, which each call needs. Python's default is ten times that."""
+TOLD_CHARACTERS = 500
+"""Of Ray's long messages, so much is told."""
+OF_THE_CALLER = (
+    "callbacks", "caller_modules", "caller_predict", "send_stream", "stream_listeners", "trace", "usage_tracker",
+)  # fmt: skip
+"""Settings of dspy's that mean something in the caller's process only."""
+SHIPPED_VARIABLES = re.compile(r"_(API_KEY|API_BASE|BASE_URL)$")
+"""Environment variables that LMs read their keys and addresses from, where their arguments do not say them."""
+
+
+class ProcessDiedError(FlashEvolveError):
+    """The process in which a rollout ran has died each time that it was tried."""
+
+
+@dataclass(frozen=True, slots=True)
+class RayRollouts:
+    """Run the rollouts, program and metric, in actors of Ray: ``AsyncGEPA(..., rollouts=RayRollouts(actors=8))``.
+
+    Program, metric, LMs and ``dspy.settings`` are pickled and sent to each actor once. What they change in their
+    process (a counter of the metric's, an LM's history) stays there, and dspy's callbacks hear nothing of rollouts;
+    traces, scores, feedback, tokens and dollars come back. Reflection, and the metric's feedback for it, stay in the
+    caller's process.
+
+    If Ray is initialised already, it is used as it is; else it is started, and shut down after the run. Nodes need
+    this package and the user's modules; a cluster gets them by ``ray.init(runtime_env=...)``.
+
+    Args:
+        address: "auto", "ray://host:port" or another address of a cluster, as ``ray.init`` takes it. None for this
+            machine.
+        actors: processes. Default: as many as there are CPUs for.
+        cpus: CPUs that Ray sets aside for each.
+
+    Raises:
+        ConfigurationError: Ray is not installed, or an argument cannot work.
+    """
+
+    address: str | None = None
+    actors: int | None = None
+    cpus: int = 1
+
+    def __post_init__(self) -> None:
+        if self.address is not None and not isinstance(self.address, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigurationError(f"RayRollouts: address is {self.address!r}, expected a text, or None.")
+        for name in ("actors", "cpus"):
+            count = getattr(self, name)
+            if count is None and name == "actors":
+                continue
+            if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+                raise ConfigurationError(f"RayRollouts: {name} is {count!r}, expected a whole number of at least 1.")
+        if find_spec("ray") is None:
+            raise ConfigurationError(
+                "RayRollouts needs Ray, which is not installed: pip install 'dspy-flashevolve[ray]'."
+            )
+
+
+# What is sent.
+
+
+@dataclass(slots=True)
+class _Answer:
+    """What became of a rollout, which tells here of its metric's call.
+
+    Args:
+        tried: the rollout; None where there is none.
+        error: what was raised; None also where it was cancelled.
+        signal: "refused" or "late", of a provider.
+        metric_began: its call counts.
+        used: what LMs used, as a UsageTracker has it.
+        is_lost: its actor is lost.
+    """
+
+    tried: Tried | None = None
+    error: BaseException | None = None
+    signal: str = ""
+    metric_began: bool = False
+    used: dict[str, list[dict[str, Any]]] = field(default_factory=dict[str, "list[dict[str, Any]]"])
+    is_lost: bool = False
+
+    async def metric_begins(self) -> None:
+        self.metric_began = True
+
+    def metric_not_reached(self) -> None: ...
+
+    def given_up(self, tokens: int, cost_dollars: float) -> None: ...
+
+
+def _pickled(value: Any, name: str) -> bytes:
+    """What actors need, pickled.
+
+    Raises:
+        ConfigurationError: it cannot be; the message names the part of it that is the reason.
+    """
+    try:
+        return cloudpickle.dumps(value)
+    except Exception as error:
+        raise ConfigurationError(
+            f"{_culprit(value, name)} cannot be pickled ({type(error).__name__}: {error}), which rollouts in other "
+            "processes need. Make it where it is used, or leave it out of the pickle (define __getstate__ and "
+            "__setstate__)."
+        ) from error
+
+
+def _culprit(value: Any, name: str, depth: int = 5) -> str:
+    """The innermost part that cannot be pickled, as far as attributes, items and closures lead to it."""
+    parts: Any = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
+    if inspect.isfunction(value):
+        read = inspect.getclosurevars(value)
+        parts = {**read.nonlocals, **read.globals}
+    for key, part in parts.items() if depth else ():
+        try:
+            cloudpickle.dumps(part)
+        except Exception:
+            return _culprit(part, f"{name}.{key}", depth - 1)
+    return name
+
+
+# In an actor.
+
+
+class RolloutActor:
+    """Makes rollouts, in a process of its own, once it is :meth:`ready`."""
+
+    def __init__(self) -> None:
+        sys.setswitchinterval(SWITCH_SECONDS)
+        self._runners: list[ProgramRunner] = []
+        self._scopes: dict[int, anyio.CancelScope] = {}
+        self._step: Any = SimpleNamespace(number=0, version=0, value=0.0)  # stands for the one that asks
+
+    async def ready(
+        self, programs: list[bytes], settings: bytes, variables: dict[str, str], cache: dict[str, Any], slots: int
+    ) -> str:
+        """Load what is sent, unless that is done.
+
+        Args:
+            programs: of each, pickled, the arguments of :meth:`_runner`.
+            settings: of dspy's, pickled.
+            variables: of the environment, unless they are there.
+            cache: arguments of ``dspy.configure_cache``.
+            slots: rollouts at once, at most.
+
+        Returns:
+            What went wrong, else nothing.
+        """
+        if self._runners:
+            return ""
+        for name, value in variables.items():
+            os.environ.setdefault(name, value)
+        with suppress(Exception):  # a folder that cannot be written here: then dspy's own
+            dspy.configure_cache(**cache)
+        self._run = EvolutionRun(name="rollouts", stages={"rollout": ["lm"]}, slots=slots)
+        self._run.clock.attach()
+        self._models = LanguageModels(self._run.endpoints, self._run.redaction, limits_folder(), once=True)
+        self._models.attach(asyncio.get_running_loop())
+        try:
+            dspy.configure(**cloudpickle.loads(settings))
+            self._models.paced(dspy.settings.lm)
+            self._runners = [self._runner(**cloudpickle.loads(one)) for one in programs]
+        except Exception as error:
+            return self._run.redaction.of(f"{type(error).__name__}: {error}")
+        return ""
+
+    def _runner(self, student: Any, metric: Any, lock: bool, failure_score: float, finite: bool) -> ProgramRunner:
+        adapter = DspyAdapter(student, metric, feedback_map={}, failure_score=failure_score)
+        scorer = Metric(metric, self._run.threads, lock)
+        return ProgramRunner(adapter, scorer, self._run.threads, self._models, finite)
+
+    async def rollout(
+        self, number: int, program: int, candidate: dict[str, str], example: bytes, traced: bool
+    ) -> bytes:
+        """Make a rollout.
+
+        Args:
+            number: of the call, for :meth:`cancel`.
+            example: pickled.
+
+        Returns:
+            A pickled :class:`_Answer`.
+        """
+        if not self._runners:  # begun again, which the caller does not know yet
+            return cloudpickle.dumps(_Answer(is_lost=True))
+        runner, answer, usage = self._runners[program], _Answer(), UsageTracker()
+
+        async def call() -> None:
+            slot = current_slot()
+            with anyio.CancelScope() as bound:
+                if slot is not None:
+                    slot.bound = bound
+                answer.tried = await runner.tried(candidate, cloudpickle.loads(example), traced, usage)
+            if bound.cancelled_caught:
+                raise TransientError("no answer in time to a request of the program's", of_request=True)
+
+        scope = self._scopes.setdefault(number, anyio.CancelScope())
+        with scope, dspy.context(**self._models.settings, usage_tracker=usage), noted(answer):
+            try:
+                await self._run.scheduler.run("rollout", self._step, call)
+            except asyncio.CancelledError:
+                raise
+            except BaseException as error:
+                errors = list(chain_of(error)) if isinstance(error, TransientError) else []
+                late = "late" if any(map(is_timeout, errors)) else ""
+                answer.signal = "refused" if any(map(is_refusal, errors)) else late
+                answer.error = _sendable(error)
+        del self._scopes[number]
+        answer.used = dict(usage.usage_data)
+        return _packed(answer, runner.records, candidate)
+
+    async def cancel(self, number: int) -> None:
+        """Cancel a rollout, whose call then returns. One that has not arrived yet is cancelled when it does."""
+        self._scopes.setdefault(number, anyio.CancelScope()).cancel()
+
+
+def _packed(answer: _Answer, records: RolloutRecords, candidate: dict[str, str]) -> bytes:
+    """An answer, pickled: its trace as text, where that is the same, since signatures are costly to pickle."""
+    if answer.tried is not None:
+        rollout, failure = answer.tried.rollout, answer.tried.failure
+        output, trajectory = rollout.output, records.trace(candidate, rollout)
+        if trajectory is None:
+            output = kept(output, cloudpickle.dumps)
+            trajectory = _readable({**rollout.trajectory, "example": None})
+        failure = None if failure is None else replace(failure, error=_sendable(failure.error))
+        answer.tried = Tried(replace(rollout, output=output, trajectory=trajectory), failure)
+    return cloudpickle.dumps(answer)
+
+
+def _readable(value: Any) -> Any:
+    """A value, as far as it can be pickled."""
+    if type(value) is dict:
+        return {key: _readable(one) for key, one in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_readable, value))
+    return kept(value, cloudpickle.dumps)
+
+
+def _sendable(error: BaseException) -> Any:
+    """An error that arrives: itself, or one that says the same."""
+    with suppress(Exception):
+        arrived = cloudpickle.loads(cloudpickle.dumps(error))
+        if type(arrived) is type(error) and str(arrived) == str(error):
+            return error
+    return RuntimeError(f"{type(error).__name__}: {error}")
+
+
+# In the caller's process.
+
+
+@dataclass(eq=False, slots=True)
+class _Actor:
+    """An actor: Ray's handle, what it answers when it is ready (what went wrong, else nothing), the rollouts in it."""
+
+    handle: Any
+    ready: asyncio.Future[str]
+    load: int = 0
+
+
+class Actors:
+    """The actors of one run.
+
+    Args:
+        options: what the user asks for.
+        run: whose rollouts they make.
+        settings: of dspy's, in which it makes them.
+
+    Raises:
+        ConfigurationError: dspy's settings cannot be pickled.
+    """
+
+    def __init__(self, options: RayRollouts, run: EvolutionRun, settings: Mapping[str, Any]) -> None:
+        self._options, self._run, self._lm = options, run, settings.get("lm")
+        shipped = {name: one for name, one in settings.items() if name not in OF_THE_CALLER}
+        self._settings = _pickled(shipped, "dspy.settings")
+        self._programs: list[bytes] = []
+        self._actors: list[_Actor] = []
+        self._suspects: list[_Actor] = []
+        self._turn = anyio.Lock()
+        self._calls = 0
+        self._ray: Any = None
+        self._make: Any = None
+        self._sent: list[Any] = []
+        self._lost: tuple[type[Exception], ...] = ()
+
+    def program(self, adapter: DspyAdapter, metric_lock: bool, finite: bool = False) -> Make:
+        """What makes the rollouts of a program; before :meth:`opened`.
+
+        Raises:
+            ConfigurationError: program or metric cannot be pickled.
+        """
+        parts = {"student": adapter.student, "metric": adapter.metric_fn, "failure_score": adapter.failure_score}
+        self._programs.append(_pickled({**parts, "lock": metric_lock, "finite": finite}, "program"))
+        lms = [getattr(one, "lm", None) or self._lm for one in adapter.student.predictors()]
+        names = sorted({endpoint_of(lm) for lm in lms if lm is not None}) or ["rollouts"]
+        endpoint = self._run.endpoints.endpoint(names[0])
+        return partial(self._tried, len(self._programs) - 1, adapter, RolloutRecords(adapter.student), endpoint)
+
+    # Beginning and end.
+
+    @asynccontextmanager
+    async def opened(self) -> AsyncGenerator[None, None]:
+        """The actors are there inside; after it, none is.
+
+        Raises:
+            ConfigurationError: there are fewer CPUs than actors need, or they cannot load what they are sent.
+        """
+        threads = self._run.threads
+        with anyio.CancelScope(shield=True):  # what has begun there would not be ended
+            self._ray = await threads.run(_connect, self, self._options.address)
+        try:
+            for _ in range(await threads.run(self._ship)):
+                self._begin(self._actors, self._options.cpus)
+            await self._free(self._actors)  # the others come when they come
+            yield
+        finally:
+            for actor in [*self._actors, *self._suspects]:
+                actor.ready.cancel()
+            with anyio.CancelScope(shield=True):
+                await threads.run(self._end)
+
+    def _ship(self) -> int:
+        """Send what actors need, and say how many there are to be."""
+        cpus, there = self._options.cpus, int(self._ray.cluster_resources().get("CPU", 0))
+        count = self._options.actors or there // cpus
+        if not count or count * cpus > there:
+            raise ConfigurationError(
+                f"RayRollouts: actors={self._options.actors} with cpus={cpus} each, but there are {there} CPUs: they "
+                "would wait for ever. Give fewer actors or cpus, or ray.init(num_cpus=...) before."
+            )
+        variables = {name: value for name, value in os.environ.items() if SHIPPED_VARIABLES.search(name)}
+        kept_by = ("enable_disk_cache", "enable_memory_cache", "disk_cache_dir")
+        cache = {name: getattr(dspy.cache, name) for name in kept_by} if type(dspy.cache) is Cache else {}
+        self._sent = [self._ray.put(one) for one in (self._programs, self._settings, variables, cache, self._run.slots)]
+        calls = self._run.slots + SPARE_CALLS
+        actor = self._ray.remote(max_restarts=-1, max_concurrency=calls, scheduling_strategy="SPREAD")(RolloutActor)
+        self._make = lambda cpus: actor.options(num_cpus=cpus).remote()
+        errors = self._ray.exceptions
+        self._lost = errors.RayActorError, errors.NodeDiedError, errors.ObjectLostError, errors.OutOfMemoryError
+        return count
+
+    def _end(self) -> None:
+        for actor in [*self._actors, *self._suspects]:
+            with suppress(Exception):  # it is gone already
+                self._ray.kill(actor.handle, no_restart=True)
+        _disconnect(self._ray, self)
+
+    def _begin(self, actors: list[_Actor], cpus: int) -> None:
+        handle = self._make(cpus)
+        actors.append(_Actor(handle, self._ready(handle)))
+
+    def _ready(self, handle: Any) -> asyncio.Future[str]:
+        """What an actor answers when it is ready; where it is lost before, Ray starts it and asks again."""
+        return asyncio.wrap_future(handle.ready.options(max_task_retries=-1).remote(*self._sent).future())
+
+    async def all_ready(self) -> None:
+        """Wait until every actor has begun; rollouts do not need that."""
+        await asyncio.wait([actor.ready for actor in self._actors])
+
+    async def _free(self, actors: list[_Actor]) -> _Actor:
+        """The actor that has the least to do, as soon as one is ready.
+
+        Raises:
+            ConfigurationError: none ever will be.
+        """
+        while True:
+            said = {one: one.ready.exception() or one.ready.result() for one in actors if one.ready.done()}
+            if ready := [actor for actor in actors if not said.get(actor, "not yet")]:
+                return min(ready, key=lambda actor: actor.load)
+            if not (begun := [actor.ready for actor in actors if actor not in said]):
+                raise ConfigurationError(
+                    f"The actors cannot load the program, its metric or its LMs: {self._told(said[actors[0]])}. Their "
+                    "modules must be importable in the actors: run where they lie, or pass them by "
+                    "ray.init(runtime_env=...)."
+                )
+            if not (await asyncio.wait(begun, timeout=WAIT_SECONDS, return_when=asyncio.FIRST_COMPLETED))[0]:
+                logger.warning("No actor runs yet: the cluster may have no free CPUs. Waiting for them.")
+
+    def _told(self, error: Any) -> str:
+        return self._run.redaction.of(" ".join(str(error).split()))[:TOLD_CHARACTERS]
+
+    # A rollout.
+
+    async def _tried(
+        self,
+        program: int,
+        adapter: DspyAdapter,
+        records: RolloutRecords,
+        endpoint: Endpoint,
+        candidate: dict[str, str],
+        example: dspy.Example,
+        capture_traces: bool,
+        usage: UsageTracker,
+    ) -> Tried:
+        """See :data:`~.runner.Make`.
+
+        Raises:
+            TransientError: the provider asks to come back later.
+            RunAbortedError: the provider refuses for good.
+            Exception: what the metric returned is no score.
+        """
+        request = program, candidate, _pickled(example, "example"), capture_traces
+        await metric_begins()
+        answer = _Answer()
+        try:
+            for deaths in range(DEATHS):
+                answer = await self._asked(endpoint, request, is_suspect=deaths > 0)
+                if not answer.is_lost:
+                    break
+            else:
+                return _died(adapter.failure_score, capture_traces)
+            for model, entries in answer.used.items():
+                usage.usage_data[model].extend(entries)
+            if answer.error is not None:
+                raise answer.error
+        except asyncio.CancelledError:
+            if not answer.metric_began:
+                metric_not_reached()
+            raise
+        assert answer.tried is not None
+        trajectory: Any = answer.tried.rollout.trajectory
+        if isinstance(trajectory, str):
+            trajectory = records.read_trace(candidate, example, trajectory)
+        elif trajectory is not None:
+            trajectory = {**trajectory, "example": example}
+        return replace(answer.tried, rollout=replace(answer.tried.rollout, trajectory=trajectory))
+
+    async def _asked(self, endpoint: Endpoint, request: tuple[Any, ...], is_suspect: bool) -> _Answer:
+        """A rollout is a request at its endpoint, whose limit hears what became of it."""
+        sent = Sent()
+        await endpoint.admit(current_slot())
+        endpoint.send(sent)
+        began = anyio.current_time()
+        try:
+            # What may have ended its process goes to an actor of its own, one at a time.
+            async with self._turn if is_suspect else nullcontext():
+                if is_suspect and not self._suspects:
+                    self._begin(self._suspects, cpus=0)
+                actor = await self._free(self._suspects if is_suspect else self._actors)
+                answer = await self._made(actor, request)
+        finally:
+            endpoint.leave(sent)
+        if answer.signal == "refused":
+            endpoint.refused(sent, getattr(answer.error, "retry_after_seconds", None))
+        elif answer.signal == "late":
+            endpoint.timed_out(sent)
+        elif answer.tried is not None:
+            written = completion_tokens_of(answer.used)
+            if written or anyio.current_time() - began > CACHED_SECONDS:
+                endpoint.finished(sent, written)
+        return answer
+
+    async def _made(self, actor: _Actor, request: tuple[Any, ...]) -> _Answer:
+        """Have an actor make a rollout; where that is cancelled, in the actor, too, and wait for its end."""
+        answer, said, cancelled = _Answer(is_lost=True), "it has begun again", None
+        self._calls += 1
+        number, actor.load = self._calls, actor.load + 1
+        try:
+            call = actor.handle.rollout.remote(number, *request)
+            try:
+                answer = cloudpickle.loads(await call)
+            except asyncio.CancelledError as error:
+                cancelled = error
+                with anyio.CancelScope(shield=True):
+                    with anyio.move_on_after(CANCEL_SECONDS) as waited:
+                        await actor.handle.cancel.remote(number)
+                    if waited.cancelled_caught:
+                        self._ray.kill(actor.handle, no_restart=False)
+                    answer = cloudpickle.loads(await call)
+        except self._lost as error:
+            said = self._told(error)
+        finally:
+            actor.load -= 1
+        if answer.is_lost and actor.ready.done():  # else it is known
+            logger.warning("An actor is lost, its rollouts are asked for again: %s", said)
+            actor.ready = self._ready(actor.handle)
+        if cancelled is not None and answer.tried is None:
+            answer.error, answer.is_lost = cancelled, False
+        return answer
+
+
+def _died(failure_score: float, traced: bool) -> Tried:
+    failure = ProcessDiedError(f"the process that ran the program and its metric has died {DEATHS} times")
+    said = f"{type(failure).__name__}: {failure}"
+    logger.warning("Example scored as a failure: %s", said)
+    output = None if traced else dspy.Prediction()
+    rollout = Rollout(output, failure_score, error=f"The program failed: {said}")
+    return Tried(rollout, Failure(failure, (type(failure).__qualname__,), refused=False))
+
+
+_CONNECTING = threading.Lock()
+_USERS: list[object] = []
+"""Who uses the Ray that was started for them; nobody where it was there before."""
+
+
+def _connect(user: object, address: str | None) -> Any:
+    """Ray, which is started unless it is there."""
+    import ray  # pyright: ignore[reportMissingImports]
+
+    with _CONNECTING:
+        if not ray.is_initialized():
+            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+            try:
+                dashboard = False if address is None else None
+                ray.init(address or "local", include_dashboard=dashboard, logging_level=logging.ERROR)
+            except Exception as error:
+                at = without_secrets(address or "local")
+                raise ConfigurationError(f"RayRollouts: Ray could not be reached at address={at!r}: {error}") from error
+            _USERS[:] = [user]
+        elif _USERS:
+            _USERS.append(user)
+    return ray
+
+
+def _disconnect(ray: Any, user: object) -> None:
+    with _CONNECTING:
+        if user in _USERS:
+            _USERS.remove(user)
+            if not _USERS:
+                ray.shutdown()

@@ -1,0 +1,496 @@
+"""Rollouts in actors of Ray, on a local cluster. Every test has actors of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import anyio
+import dspy
+import pytest
+
+from dspy_flashevolve import AsyncACE, AsyncGEPA, ConfigurationError, DspyRun, RunAbortedError
+from dspy_flashevolve.engine.admission import LiveSteps
+from dspy_flashevolve.engine.events import LimitChanged
+from dspy_flashevolve.engine.rollouts import Rollout
+from dspy_flashevolve.engine.steps import End, EndKind, Step
+from dspy_flashevolve.programs.ray_rollouts import RayRollouts
+from tests.broken_server import BrokenServer
+from tests.contract.surface import facts, problems, sql
+from tests.fakes import Chain, digits, examples, fake_lm, reflection_lm, task_lm
+
+pytest.importorskip("ray")
+import ray
+
+TRAIN, VAL = examples("t", 6), examples("v", 4)
+ONE, TWO = RayRollouts(actors=1), RayRollouts(actors=2)
+SECRET = "sk-verysecret0123456789"
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[str]:
+    """A local cluster; the folder of its logs."""
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    context = ray.init(
+        "local",
+        num_cpus=2,
+        include_dashboard=False,
+        log_to_driver=False,
+        object_store_memory=100 * 2**20,
+        logging_level="ERROR",
+    )
+    yield str(context.address_info["session_dir"])
+    ray.shutdown()
+
+
+def compiled(rollouts: RayRollouts | None, metric: Any = digits, program: Any = None, **options: Any) -> Any:
+    settings: dict[str, Any] = {"max_metric_calls": 40, "num_threads": 4, "track_stats": True} | options
+    settings.setdefault("reflection_lm", reflection_lm())
+    optimizer = AsyncGEPA(metric, rollouts=rollouts, **settings)
+    return optimizer.compile(program or Chain(), trainset=TRAIN, valset=VAL)
+
+
+def made(count: int = 4, **options: Any) -> DspyRun:
+    """A run of so many slots."""
+    settings: dict[str, Any] = {"stages": {"work": [None]}, "num_threads": count, "max_metric_calls": 99}
+    return DspyRun(**({"name": "a loop", "rollouts": ONE} | settings | options))
+
+
+def rolled(one: DspyRun, metric: Any, program: Any = None, data: Any = TRAIN) -> list[Rollout]:
+    """The program as it is on each example, in one step."""
+    runner, found = one.runner(program or Chain(), metric), list[Rollout]()
+
+    async def step(step: Step) -> End:
+        one.begin(step, 0)
+        found.extend(await one.evaluate("work", step, runner, {}, data, traced=True))
+        one.stop("all is done", "finished")
+        return End(EndKind.COMMITTED)
+
+    one.run_sync(lambda: one.evolve(step, LiveSteps(1, strict=True), calls=len(data)))
+    return found
+
+
+def is_gone(pid: int) -> bool:
+    """Whether a process has ended, or does so soon."""
+    for _ in range(200):
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return True
+        except OSError:
+            return True
+        time.sleep(0.1)
+    return False
+
+
+# Told before anything is paid.
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"actors": 0}, "actors is 0, expected a whole number"),
+        ({"actors": 1.5}, "actors is 1.5"),
+        ({"actors": True}, "actors is True"),
+        ({"cpus": None}, "cpus is None"),
+        ({"cpus": -1}, "cpus is -1"),
+        ({"address": 8265}, "address is 8265, expected a text"),
+    ],
+)
+def test_arguments_that_cannot_work_are_told(arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        RayRollouts(**arguments)
+
+
+def test_without_ray_its_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dspy_flashevolve.programs.ray_rollouts.find_spec", lambda name: None)
+    with pytest.raises(ConfigurationError, match=r"pip install 'dspy-flashevolve\[ray\]'"):
+        RayRollouts()
+
+
+def test_only_ray_rollouts_make_rollouts() -> None:
+    options: Any = {"rollouts": 3, "max_metric_calls": 9}
+    with pytest.raises(ConfigurationError, match="rollouts is 3, expected a RayRollouts"):
+        AsyncGEPA(digits, reflection_lm=reflection_lm(), **options)
+    with pytest.raises(ConfigurationError, match="rollouts is 3, expected a RayRollouts"):
+        AsyncACE(digits, **options)
+    with pytest.raises(TypeError, match=r"use workflow=Workflow\(rollout_timeout_seconds=...\)"):
+        AsyncGEPA(digits, max_metric_calls=9, reflection_lm=reflection_lm(), rollout_timeout_seconds=3)
+
+
+def test_importing_the_package_does_not_import_ray() -> None:
+    code = "import sys; from dspy_flashevolve.programs.ray_rollouts import RayRollouts; sys.exit('ray' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+class Retrieving(Chain):
+    """Holds a connection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.retriever = {"client": threading.Lock()}
+
+
+class Judge:
+    """A metric that holds a file."""
+
+    def __init__(self) -> None:
+        self.log = sys.stderr
+
+    def __call__(self, gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None) -> float:
+        return 1.0
+
+
+def locked_metric() -> Any:
+    turn = threading.Lock()
+
+    def metric(gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None) -> float:
+        with turn:
+            return 1.0
+
+    return metric
+
+
+@pytest.mark.parametrize(
+    ("program", "metric", "said"),
+    [
+        (Retrieving(), digits, r"student\.retriever\.client cannot be pickled"),
+        (Chain(), Judge(), r"metric\.log cannot be pickled"),
+        (Chain(), locked_metric(), r"metric\.turn cannot be pickled"),
+    ],
+)
+def test_what_cannot_be_pickled_is_named_before_the_first_call(program: Any, metric: Any, said: str) -> None:
+    asked: list[str] = []
+    with (
+        dspy.context(lm=fake_lm(lambda prompt: asked.append(prompt) or "")),
+        pytest.raises(ConfigurationError, match=said),
+    ):
+        compiled(ONE, metric, program)
+    assert not asked
+
+
+def test_more_cpus_than_there_are_would_be_waited_for_for_ever(cluster: str) -> None:
+    with pytest.raises(ConfigurationError, match="actors=3 with cpus=1 each, but there are 2 CPUs"):
+        compiled(RayRollouts(actors=3))
+
+
+class Gone(Chain):
+    """Cannot be made again elsewhere."""
+
+    def __setstate__(self, state: Any) -> None:
+        raise ImportError("no module named 'users_module'")
+
+
+def test_a_program_that_actors_cannot_load_is_told(cluster: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"cannot load the program.*no module named 'users_module'"):
+        compiled(ONE, program=Gone())
+
+
+# The same as without.
+
+
+def test_lockstep_through_ray_equals_lockstep_without(cluster: str) -> None:
+    """Traces come back, or the proposals would not be the same; and so do tokens."""
+    runs = [compiled(one, program=Chain(2), schedule="lockstep", max_metric_calls=70) for one in (None, TWO)]
+    assert facts(runs[0].detailed_results) == facts(runs[1].detailed_results)
+    assert len(runs[0].detailed_results.candidates) > 1
+    assert runs[0].async_stats.tokens_by_stage == runs[1].async_stats.tokens_by_stage
+
+
+def test_settings_traces_usage_and_outputs_are_those_of_the_caller(cluster: str) -> None:
+    class Odd(Chain):
+        async def aforward(self, question: str) -> dspy.Prediction:
+            found = await super().aforward(question)
+            return dspy.Prediction(answer=found.answer, held=threading.Lock())
+
+    def metric(gold: Any, pred: Any, trace: Any) -> dspy.Prediction:
+        adapter = type(dspy.settings.adapter).__name__
+        return dspy.Prediction(score=1.0, feedback=f"{adapter} {dspy.settings.mine} {os.getpid()}")
+
+    with dspy.context(adapter=dspy.JSONAdapter(), mine="a setting", lm=task_lm()):
+        one = made()
+        rollout = rolled(one, metric, Odd(), TRAIN[:1])[0]
+    trace = rollout.trajectory["trace"]
+    adapter, _, _, pid = rollout.trajectory["score"].feedback.split()
+    assert (adapter, rollout.trajectory["example"] is TRAIN[0]) == ("JSONAdapter", True)
+    assert int(pid) != os.getpid()
+    assert [step[0].signature.instructions for step in trace] == [Chain().steps[0].signature.instructions]
+    assert (trace[0][1], rollout.tokens) == ({"question": "t 0"}, 7)
+    assert rollout.output.answer == trace[0][2].answer
+    assert "lock object" in rollout.output.held  # it cannot be pickled
+    assert one.budget.spent == 1
+
+
+def test_ace_runs_its_rollouts_there_too(cluster: str, tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+
+    def metric(gold: Any, pred: Any) -> float:
+        with pids.open("a") as file:
+            file.write(f"{os.getpid()}\n")
+        return 0.5
+
+    optimizer = AsyncACE(metric, reflector_lm=task_lm(), curator_lm=task_lm(), num_threads=4, rollouts=ONE)
+    optimizer.compile(Chain(), trainset=TRAIN[:2], valset=VAL[:2])
+    found = pids.read_text().split()
+    assert len(set(found)) == 1
+    assert str(os.getpid()) not in found
+
+
+# Faults.
+
+
+def flagged(path: Path, question: str, act: Callable[[], None], times: int = 1) -> Any:
+    """A metric that does something for one example, so many times over all processes."""
+
+    def metric(gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None) -> Any:
+        if gold.question == question and pred_name is None:
+            done = len(path.read_text()) if path.exists() else 0
+            if done < times:
+                with path.open("a") as file:
+                    file.write("x")
+                act()
+        return digits(gold, pred)
+
+    return metric
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_process_that_dies_costs_nothing_and_scores_nothing(cluster: str, tmp_path: Path) -> None:
+    plain = rolled(made(rollouts=None), digits)
+    one = made(journal=None)
+    found = rolled(one, flagged(tmp_path / "died", "t 2", die, times=2))
+    assert [rollout.score for rollout in found] == [rollout.score for rollout in plain]
+    assert (one.budget.spent, (tmp_path / "died").read_text()) == (len(TRAIN), "xx")
+
+
+def test_a_metric_that_kills_its_process_three_times_is_a_failure_with_a_name(
+    cluster: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = rolled(made(rollouts=None), digits)
+    one = made()
+    found = rolled(one, flagged(tmp_path / "died", "t 2", die, times=99))
+    assert (tmp_path / "died").read_text() == "xxx"
+    assert "ProcessDiedError: the process that ran the program and its metric has died 3 times" in found[2].error
+    assert caplog.text.count("Example scored as a failure: ProcessDiedError") == 1
+    others = [(rollout.score, plain[index].score) for index, rollout in enumerate(found) if index != 2]
+    assert all(mine == theirs for mine, theirs in others)  # those that were beside it are no failures
+    assert one.budget.spent == len(TRAIN)
+
+
+def test_an_actor_that_died_with_nothing_in_it_is_used_again(cluster: str, tmp_path: Path) -> None:
+    one, found = made(), list[Rollout]()
+
+    def metric(gold: Any, pred: Any) -> float:
+        (tmp_path / gold.question).write_text(str(os.getpid()))
+        return 1.0
+
+    runner = one.runner(Chain(), metric)
+
+    async def step(step: Step) -> End:
+        one.begin(step, 0)
+        found.extend(await one.evaluate("work", step, runner, {}, TRAIN[:1], split="first"))
+        pid = int((tmp_path / "t 0").read_text())
+        os.kill(pid, signal.SIGKILL)
+        assert await anyio.to_thread.run_sync(is_gone, pid)
+        found.extend(await one.evaluate("work", step, runner, {}, TRAIN[1:], split="then"))
+        one.stop("all is done", "finished")
+        return End(EndKind.COMMITTED)
+
+    one.run_sync(lambda: one.evolve(step, LiveSteps(1, strict=True), calls=len(TRAIN)))
+    assert [rollout.score for rollout in found] == [1.0] * len(TRAIN)
+
+
+def test_a_run_directory_counts_each_call_once_though_a_process_died(cluster: str, tmp_path: Path) -> None:
+    metric = flagged(tmp_path / "died", "v 1", die)
+    details = compiled(TWO, metric, log_dir=str(tmp_path / "run")).detailed_results
+    assert not problems(tmp_path / "run")
+    [(calls,)] = sql(tmp_path / "run", "SELECT SUM(calls) FROM calls")
+    assert calls == details.total_metric_calls <= 40
+    assert (tmp_path / "died").read_text() == "x"
+
+
+def test_a_rate_limit_in_an_actor_frees_the_slot_and_is_heard_by_the_limit(cluster: str) -> None:
+    asked: list[str] = []
+
+    def choose(prompt: str) -> str:
+        asked.append(next(one.question for one in TRAIN if one.question in prompt))
+        return "429" if asked.count("t 0") == 1 and asked[-1] == "t 0" else "good"
+
+    with BrokenServer(choose) as server, dspy.context(lm=server.lm("chosen")):
+        one = made(num_threads=None, max_concurrency=4, retry=None)
+        one.endpoints.chance = lambda: 1.0  # the longest backoff
+        changed: list[Any] = []
+        one.bus.subscribe(changed.append)
+        found = rolled(one, lambda gold, pred: float(pred.answer), data=TRAIN[:3])
+    assert [rollout.score for rollout in found] == [5.0, 5.0, 5.0]
+    assert asked.count("t 0") == 2
+    assert asked[-1] == "t 0"  # others went on meanwhile
+    assert one.endpoints.retried == 1
+    assert any(isinstance(event, LimitChanged) and "refused" in event.reason for event in changed)
+
+
+def test_a_refusal_for_good_ends_the_run_and_no_key_is_told(cluster: str, caplog: pytest.LogCaptureFixture) -> None:
+    with (
+        BrokenServer() as server,
+        dspy.context(lm=server.lm(f"401-{SECRET}", api_key=SECRET)),
+        pytest.raises(RunAbortedError, match="The LM provider refused") as refused,
+    ):
+        rolled(made(), digits)
+    assert SECRET not in f"{refused.value} {caplog.text}"
+    logs = [path for path in Path(cluster, "logs").rglob("*") if path.is_file()]
+    assert logs
+    assert not [path for path in logs if SECRET in path.read_text("utf-8", errors="ignore")]
+
+
+def test_a_mistake_in_the_metric_ends_the_run_with_its_error(cluster: str) -> None:
+    def metric(gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None) -> float:
+        return gold.no_such_field
+
+    with pytest.raises(AttributeError, match="no_such_field"):
+        compiled(ONE, metric)
+
+    def text(gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None) -> Any:
+        return "good"
+
+    with pytest.raises(TypeError, match=r"metric .*text returned 'good' for the example"):
+        compiled(ONE, text)
+
+
+# Ends.
+
+
+class Hanging(Chain):
+    """Waits for ever on one example, once, and writes down what becomes of it."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.began, self.ended = folder / "began", folder / "ended"
+
+    async def aforward(self, question: str) -> dspy.Prediction:
+        if question == "t 1" and not self.began.exists():
+            self.began.write_text(str(os.getpid()))
+            try:
+                await asyncio.sleep(10**6)
+            finally:
+                self.ended.write_text("")
+        return await super().aforward(question)
+
+
+def until_there(path: Path) -> str:
+    """The text of a file that is written by another process."""
+    while not path.exists() or not path.read_text():
+        time.sleep(0.05)
+    return path.read_text()
+
+
+def test_a_rollout_that_takes_too_long_is_ended_in_its_actor_and_not_paid(cluster: str, tmp_path: Path) -> None:
+    one = made(rollout_timeout_seconds=3.0)
+    found = rolled(one, digits, Hanging(tmp_path))
+    assert [rollout.error for rollout in found] == [""] * len(TRAIN)
+    assert (tmp_path / "ended").exists()
+    assert one.rollouts.timed_out >= 1
+    assert one.budget.spent == len(TRAIN)
+
+
+class Blocking(Hanging):
+    """Keeps its process from hearing anything, on one example, once."""
+
+    async def aforward(self, question: str) -> dspy.Prediction:
+        if question == "t 1" and not self.began.exists():
+            self.began.write_text(str(os.getpid()))
+            time.sleep(10**6)  # noqa: ASYNC251
+        return await super().aforward(question)
+
+
+def test_an_actor_that_does_not_hear_of_a_cancellation_is_ended(
+    cluster: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dspy_flashevolve.programs.ray_rollouts.CANCEL_SECONDS", 0.5)
+    one = made(rollout_timeout_seconds=3.0)
+    found = rolled(one, digits, Blocking(tmp_path))
+    assert [rollout.error for rollout in found] == [""] * len(TRAIN)
+    assert is_gone(int((tmp_path / "began").read_text()))
+    assert one.budget.spent == len(TRAIN)
+
+
+def test_cancelling_reaches_the_actors_and_none_is_left(cluster: str, tmp_path: Path) -> None:
+    one = made()
+    runner = one.runner(Hanging(tmp_path), digits)
+
+    async def step(step: Step) -> End:
+        one.begin(step, 0)
+        await one.evaluate("work", step, runner, {}, TRAIN)
+        return End(EndKind.COMMITTED)
+
+    async def main() -> None:
+        async with anyio.create_task_group() as group:
+            group.start_soon(lambda: one.run_async(lambda: one.evolve(step, calls=len(TRAIN))))
+            await anyio.to_thread.run_sync(until_there, tmp_path / "began")
+            group.cancel_scope.cancel()
+
+    asyncio.run(main())
+    assert (tmp_path / "ended").exists()
+    assert is_gone(int((tmp_path / "began").read_text()))
+    assert ray.is_initialized()  # it was here before the run
+
+
+def test_a_ray_that_the_run_has_started_ends_with_it(tmp_path: Path) -> None:
+    code = f"""
+import dspy, ray
+from pathlib import Path
+from dspy_flashevolve import AsyncGEPA
+from dspy_flashevolve.programs.ray_rollouts import RayRollouts
+from tests.programs.test_ray_rollouts import Hanging, TRAIN, digits, reflection_lm, task_lm
+dspy.configure(lm=task_lm())
+optimizer = AsyncGEPA(digits, max_metric_calls=30, reflection_lm=reflection_lm(), rollouts=RayRollouts(actors=1))
+try:
+    optimizer.compile(Hanging(Path({str(tmp_path)!r})), trainset=TRAIN)
+finally:
+    print("initialized:", ray.is_initialized())
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    pid = int(until_there(tmp_path / "began"))
+    for _ in range(2):  # as a terminal does: to the whole group of processes
+        assert Path(f"/proc/{pid}").exists()
+        os.killpg(process.pid, signal.SIGINT)
+        time.sleep(1)
+    said, complaint = process.communicate(timeout=60)
+    assert "KeyboardInterrupt" in complaint
+    assert "initialized: False" in said
+    assert is_gone(pid)
+
+
+@pytest.mark.slow
+def test_a_node_that_is_killed_in_the_middle_costs_no_budget_and_no_score(tmp_path: Path) -> None:
+    """A cluster of two nodes, in a process of its own: this one may have another."""
+    out = tmp_path / "found.jsonl"
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.ray_rollouts",
+        "--parts",
+        "nodes",
+        "--budget",
+        "120",
+        "--out",
+        str(out),
+    ]
+    subprocess.run(command, check=True, cwd=Path(__file__).parents[2], timeout=600)
+    found = json.loads(out.read_text())
+    assert found["nodes"] == [2, 1]
+    assert 0 < found["calls_when_killed"] < found["rows"]
+    assert (found["twice"], found["wrong"]) == (0, 0)
+    assert found["rows"] == found["paid"] == found["spent"] <= 120
