@@ -54,8 +54,8 @@ def test_what_a_server_echoes_stands_in_no_file_and_no_log_line(
     with BrokenServer(echo) as server, caplog.at_level(logging.DEBUG, "dspy_flashevolve"):
         lm = lm_of(server)
         with dspy.context(lm=lm, adapter=dspy.JSONAdapter()):
-            details = compiled(
-                60, log_dir=str(directory), reflection_lm=lm, schedule=schedule, track_best_outputs=True
+            details = compiled(  # the scores are a lottery: so many calls that some child is better
+                200, log_dir=str(directory), reflection_lm=lm, schedule=schedule, track_best_outputs=True
             ).detailed_results
     assert len(details.candidates) > 1
     written = written_in(directory)
