@@ -36,8 +36,8 @@ class BalancedLM(dspy.LM):
         ConfigurationError: no address, one that comes twice with the same key, or a setting that is none of these.
 
     >>> lm = BalancedLM("openai/Qwen/Qwen3-8B", api_base=["http://gpu-1:8000/v1", "http://gpu-2:8000/v1"])
-    >>> [one["api_base"] for one in lm.deployments]
-    ['http://gpu-1:8000/v1', 'http://gpu-2:8000/v1']
+    >>> len(lm.deployments)
+    2
     """
 
     def __init__(self, model: str, *, api_base: Sequence[str | Mapping[str, Any]], **options: Any) -> None:
