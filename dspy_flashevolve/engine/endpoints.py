@@ -338,7 +338,7 @@ class Endpoint(Answers):
             await slot.take()
             slot.arrived()
         if claim is not None:
-            with nullcontext() if slot is None else slot.paused(rests=False):
+            with nullcontext() if slot is None or not claim.rate.is_known else slot.paused(rests=False):
                 await claim.rate.admit(claim, partial(self._of.sleep, None))
 
     def send(self, sent: Sent) -> None:

@@ -445,13 +445,13 @@ class _Run:
     async def once(self, attempt: int) -> Rollout:
         self.number, self.metric_began = None, False
         clock, timeout = self.of.clock, self.of.timeout_seconds
-        began = self.began = clock()
+        self.began = clock()
         try:
             with anyio.move_on_after(timeout) as bound, noted(self):
                 _bind(bound)
                 rollout = await self.call()
                 check_main_thread()
-                return self._answered(rollout, clock() - began)
+                return self._answered(rollout, clock() - self.began)
         except anyio.get_cancelled_exc_class():
             if self.metric_began:
                 self._settle()
@@ -459,7 +459,7 @@ class _Run:
         except BaseException:
             self.metric_not_reached()
             raise
-        raise self._gave_up(clock() - began, attempt)
+        raise self._gave_up(clock() - self.began, attempt)
 
     async def metric_begins(self) -> None:
         """Write the metric's call down."""

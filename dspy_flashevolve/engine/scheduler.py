@@ -272,12 +272,9 @@ class Slot:
         """Give the slot back for the block, and take it again after it. A block that raises ends without the slot."""
         self._taking = self._taking or anyio.Lock()
         self._give_back()
-        self.pause()
-        try:
+        with self.paused():
             yield
             await self.take()
-        finally:
-            self.resume()
 
     def pause(self, rests: bool = True) -> None:
         """Something in the slot waits: the deadline moves on until all of that goes on.

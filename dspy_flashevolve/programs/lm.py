@@ -18,7 +18,7 @@ import json
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -187,27 +187,24 @@ def _end(lm: Any) -> None:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where an LM's requests may go: who is asked, within which limits, and by which arguments of the call."""
+    """Where an LM's requests may go: who is asked, within which limits, which of these the user said, and by which
+    arguments of the call."""
 
     endpoint: Endpoint
     rate: RateLimit
+    said: dict[str, float]
     arguments: dict[str, Any]
 
 
 def _places(models: LanguageModels, lm: Any, name: str) -> Iterator[_Place]:
     of, folder = models.endpoints, models.folder
+    options: dict[str, Any] = getattr(lm, "kwargs", None) or {}
     if not isinstance(lm, BalancedLM):
-        yield _Place(of.endpoint(name), of.rate(name, account_of(lm, name), folder), {})
+        yield _Place(of.endpoint(name), of.rate(name, account_of(lm, name), folder), said_by(options), {})
         return
     for one, deployment in zip(of.several(name).members, lm.deployments, strict=True):
         rate = of.rate(one.name, account_of(lm, one.name, deployment.get("api_key")), folder)
-        yield _Place(one, rate, where(deployment))
-
-
-def _said_of(lm: Any) -> list[dict[str, float]]:
-    """The limits that the user said, of each endpoint."""
-    options: dict[str, Any] = getattr(lm, "kwargs", None) or {}
-    return [said_by({**options, **one}) for one in (lm.deployments if isinstance(lm, BalancedLM) else ({},))]
+        yield _Place(one, rate, said_by({**options, **deployment}), where(deployment))
 
 
 class Pace:
@@ -225,16 +222,16 @@ class Pace:
         self._several = of.several(name) if isinstance(original, BalancedLM) else None
         self._answers: Answers = self._several or of.endpoint(name)
         self._places = {one.endpoint.name: one for one in _places(models, original, name)}
-        for place, said in zip(self._places.values(), _said_of(original), strict=True):
+        for place in self._places.values():
             waits = models.waits
             if waits is not None and waits.is_foreign():  # a copy that a program made in a thread
-                waits.call(place.rate.say, said)
+                waits.call(place.rate.say, place.said)
             else:
-                place.rate.say(said)
+                place.rate.say(place.said)
         self._only = None if self._several is not None else self._places[name]
         options: dict[str, Any] = getattr(original, "kwargs", None) or {}
         self._most_written: Any = options.get("max_tokens") or options.get("max_completion_tokens")
-        timeout = (getattr(original, "kwargs", None) or {}).get("timeout")
+        timeout = options.get("timeout")
         self.seconds = float(timeout) if isinstance(timeout, int | float) else REQUEST_SECONDS
         """The longest that one request may take in all: an LM's timeout is one between two bytes."""
 
@@ -437,13 +434,8 @@ async def _on_loop(call: Callable[..., T], *args: Any) -> T:
 
 async def _untimed(slot: Slot | None, wait: Callable[..., Awaitable[T]], *args: Any) -> T:
     """Wait, and keep the slot: the time in which the provider lets a rollout wait does not count against its bound."""
-    if slot is None:
+    with nullcontext() if slot is None else slot.paused():
         return await wait(*args)
-    slot.pause()
-    try:
-        return await wait(*args)
-    finally:
-        slot.resume()
 
 
 @lru_cache(maxsize=64)
