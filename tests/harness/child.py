@@ -17,6 +17,7 @@ import dspy
 from benchmarks.in_process import InProcessStandIn
 from dspy_flashevolve import AsyncMetaHarness, Harness
 from dspy_flashevolve.sandbox.contract import CallLm, Failure, Job, Outcome
+from dspy_flashevolve.sim import virtual
 from tests.fakes import fake_lm, hashed
 
 SLOTS = 8
@@ -80,8 +81,8 @@ def proposes(log: Callable[[str, object], None], prompt: str) -> str:
     return reply(reasoning="r", modules=f"```python\n{first}```\n```python\n{second}```")
 
 
-def run(directory: Path, kind: str, iterations: int, **options: Any) -> Harness:
-    """One compile; `kind` is "lockstep" or a policy."""
+def run(directory: Path, kind: str, iterations: int, is_virtual: bool = False, **options: Any) -> Harness:
+    """One compile; `kind` is "lockstep" or a policy. In virtual time equal runs are equal."""
     directory.mkdir(exist_ok=True)
 
     def log(name: str, what: object) -> None:
@@ -105,7 +106,12 @@ def run(directory: Path, kind: str, iterations: int, **options: Any) -> Harness:
             **options,
         }
         optimizer = AsyncMetaHarness(arguments.pop("metric", metric), **arguments)
-        return optimizer.compile(dspy.Predict("question -> answer"), trainset=TRAIN, valset=VAL)
+        student, data = dspy.Predict("question -> answer"), {"trainset": TRAIN, "valset": VAL}
+        return (
+            virtual.run(lambda: optimizer.acompile(student, **data))
+            if is_virtual
+            else optimizer.compile(student, **data)
+        )
 
 
 if __name__ == "__main__":
