@@ -154,6 +154,7 @@ def integrate(head: str, children: str, model: ReplyModel, choices: Choices) -> 
     Returns:
         A verdict for each child, and the new text.
     """
+    head = _listed(head)
     rules, base = rules_in(head), without_rules(head)
     known = {rule.word for rule in rules}
     pairs = {(rule.number + 1) // 2 for rule in rules}
@@ -164,7 +165,7 @@ def integrate(head: str, children: str, model: ReplyModel, choices: Choices) -> 
     marks = list(_CHILD.finditer(children))
     for mark, end in zip(marks, [*(one.start() for one in marks[1:]), len(children)], strict=False):
         number, text = int(mark[1]), children[mark.end() : end]
-        put_in = "\n".join(line[2:] for line in text.splitlines() if line.startswith("+ "))
+        put_in = _listed("\n".join(line[2:] for line in text.splitlines() if line.startswith("+ ")))
         fresh = [rule for rule in rules_in(put_in) if rule.word not in known]
         rivals = [rule for rule in fresh if model.rivals and (rule.number + 1) // 2 in pairs]
         if rivals and choices.uniform(f"conflict {number}") < model.spots_conflicts:
@@ -224,6 +225,7 @@ def new_instruction(current: str, feedback: str, model: ReplyModel, choices: Cho
         model: How well the model reflects.
         choices: The random choices of this request.
     """
+    current = _listed(current)
     rules, base = rules_in(current), without_rules(current)
     known = {rule.word for rule in rules}
     missed = [rule for rule in rules_in(feedback) if rule.word not in known]
@@ -233,7 +235,22 @@ def new_instruction(current: str, feedback: str, model: ReplyModel, choices: Cho
         base = _with(base, sentence or useless_sentence(choices))
     if rules and choices.uniform("forget") < model.forgets:
         del rules[choices.index("forget which", len(rules))]
-    return "\n".join([base, *map(str, sorted([*rules, *added]))]).strip()
+    rules = sorted([*rules, *added])
+    if choices.uniform("rewrite") >= model.rewrites:
+        return "\n".join([base, *map(str, rules)]).strip()
+    rules.sort(key=lambda rule: choices.uniform(f"rewrite {rule.word}"))
+    other = [rule.reworded(1 + choices.index(f"rewrite {rule.word} how", WORDINGS - 1)) for rule in rules]
+    return _LINKS[choices.index("rewrite how", len(_LINKS))].join([*base.splitlines(), *map(str, other)]).strip()
+
+
+_LINKS = ("; ", "; then: ", "; and mind this: ", "; what is more: ")
+"""Between the rules of a rewritten instruction, which is one paragraph."""
+_LINK = re.compile("|".join(map(re.escape, sorted(_LINKS, key=len, reverse=True))))
+
+
+def _listed(text: str) -> str:
+    """A rewritten instruction as lines."""
+    return _LINK.sub("\n", text)
 
 
 def _with(base: str, sentence: str) -> str:

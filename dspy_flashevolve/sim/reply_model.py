@@ -80,6 +80,7 @@ class ReplyModel:
         keeps: Probability that an integration puts in a rule or sentence that a child adds.
         loses: Probability that an integration drops a rule or added sentence of the head.
         rewords: Probability that an integration puts a rule in other words, which mean the same.
+        rewrites: Probability that a reflection puts all that it writes in other words, in one paragraph.
         sloppy: Probability that a reply to a reflection or an integration is in a form that was not asked for
             (`dspy_flashevolve.sim.sloppy`).
         resamples: True when a request that comes again is answered anew, as at a temperature above 0; else equal
@@ -114,6 +115,7 @@ class ReplyModel:
     keeps: float = 1.0
     loses: float = 0.0
     rewords: float = 0.0
+    rewrites: float = 0.0
     sloppy: float = 0.0
     resamples: bool = False
 
@@ -171,7 +173,7 @@ class ReplyModel:
 
 _PROBABILITIES = (
     "obedience", "ignored", "reads", "vague", "forgets", "useless", "harmful", "harm", "recurring", "spots_conflicts",
-    "keeps", "loses", "rewords", "sloppy",
+    "keeps", "loses", "rewords", "rewrites", "sloppy",
 )  # fmt: skip
 
 _PLAIN = ReplyModel(
@@ -211,6 +213,7 @@ REPLY_MODELS: dict[str, ReplyModel] = {
     ),
     "vague": replace(_PLAIN, vague=0.7, useless=0.5, harmful=0.15),
     "sloppy": replace(_PLAIN, sloppy=0.5, rewords=0.3),
+    "rewriting": replace(_PLAIN, rewrites=1.0),
 }
 """The named models.
 
@@ -219,6 +222,7 @@ plain       the default: a third of its reflections do harm, rules are obeyed un
 harsh       more harm than help, a good part of the rules never obeyed, length costs more, more gets lost
 vague       as plain, but feedback seldom says what was missed, and most reflections do nothing
 sloppy      as plain, but every second reflection and integration comes in a form that was not asked for
+rewriting   as plain, but every reflection puts the whole instruction in other words
 """
 
 
