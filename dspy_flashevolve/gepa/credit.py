@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import random
 import threading
+from collections import deque
 from collections.abc import Collection, Hashable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -50,6 +51,8 @@ MOST = 1e6
 """Scores are bounded by this times their range, so that nonsense does not overflow."""
 ENOUGH = 400
 """Rollouts after which a change whose effect is still unknown keeps nobody from asking for further ones."""
+LAST_CHILDREN = 8
+"""So many children tell whether the reflection LM adds to its parents or rewrites them."""
 RETESTED = 0.03
 """Share of the variants that a change which is known to help is left out of all the same."""
 
@@ -195,6 +198,7 @@ class Credit:
         self._era = -1
         self.parent = 0
         """The pool's index of the last validated head."""
+        self._rewrites = deque[bool](maxlen=LAST_CHILDREN)
         self._begin(seed, [], [])
 
     def _begin(self, base: Texts, changes: list[Change], steps: list[int]) -> None:
@@ -221,6 +225,15 @@ class Credit:
         composition = self._compositions.get(candidate)
         if composition is not None:
             evidence.add((self._era, split, example), composition, score)
+
+    def sees(self, parent: Texts, child: Texts) -> None:
+        """Take note of how a child was written, whatever becomes of it."""
+        self._rewrites.append(changes_between(parent, child, self._code) is None)
+
+    @property
+    def is_of_use(self) -> bool | None:
+        """Whether children come as changes; False where more of the last ones are rewrites, None before the first."""
+        return 2 * sum(self._rewrites) <= len(self._rewrites) if self._rewrites else None
 
     def variant(self, rng: random.Random) -> Texts:
         """The head without some of the changes of which little is known, and with some of those that it lacks."""
@@ -311,6 +324,7 @@ class Credit:
             "parent": self.parent,
             "changes": [asdict(one) for one in self._changes],
             "steps": self._steps,
+            "rewrites": list(self._rewrites),
             "tried": [[step, sorted(changes)] for step, changes in self._tried.items()],
             "effects": [[one.effect, one.error] for one in self.records()],
         }
@@ -327,6 +341,7 @@ class Credit:
         """
         self._begin(kept["base"], [Change(**one) for one in kept["changes"]], list(kept["steps"]))
         self.parent = kept["parent"]
+        self._rewrites.extend(kept.get("rewrites", ()))
         self._tried = {step: frozenset(changes) for step, changes in kept["tried"]}
         for name, texts in candidates.items():
             found = changes_in(self._base, texts, self._changes) if texts.keys() == self._base.keys() else None

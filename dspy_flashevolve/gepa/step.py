@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 import traceback
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -21,7 +21,7 @@ import anyio
 from dspy.primitives import Module
 from gepa.proposer.base import CandidateProposal
 
-from dspy_flashevolve.engine.admission import LiveSteps
+from dspy_flashevolve.engine.admission import Admission, LiveSteps, Load
 from dspy_flashevolve.engine.errors import ConfigurationError, FlashEvolveError, RolloutUnresolvedError
 from dspy_flashevolve.engine.events import SeedValidated
 from dspy_flashevolve.engine.replay import BEFORE_STEPS, hash_of, id_text
@@ -90,7 +90,8 @@ class GepaLoop:
         self._most_characters: int | None = most
         self._minibatch: int = optimizer.reflection_minibatch_size or 3
         """Training examples a task, for the estimate of a step's cost."""
-        self._admission = admission_of(optimizer.workflow, policy, run.slots, min(self._minibatch, run.slots))
+        burst = min(self._minibatch, run.slots)
+        self._admission = admission_of(optimizer.workflow, run.slots, burst, lambda: self._joins)
         reflective = policy if isinstance(policy, Reflective) and not run.lockstep else None
         code: list[str] = list(program.adapter._flex_paths)  # pyright: ignore[reportPrivateUsage]
         self._credit: Credit | None = None
@@ -373,6 +374,7 @@ class GepaLoop:
         await pool.write(callbacks.parents_start, pool, step, tasks)
         unique = {callbacks.task_key(task): task for task in tasks}
         whole = step.reservation.cover(sum(len(one.minibatch_ids) for one in unique.values()))
+        whole = whole and (self._credit is None or self._joins is not False)
         done = await gather([lambda t=task: self._evaluations.parent(step, t, whole) for task in unique.values()])
         by_key = dict(zip(unique, done, strict=True))
         parents = [
@@ -393,6 +395,8 @@ class GepaLoop:
         children = [one for one in written if isinstance(one, Child)]
         for child in children:
             await self._pool.write(callbacks.proposed, self._pool, step, child.texts)
+            if self._credit is not None:
+                await self._pool.write(self._credit.sees, child.parent.task.parent_candidate, child.candidate)
             self.proposals += 1
         await self._pool.write(self._pool.keep_strategies)
         if not children:
@@ -616,16 +620,21 @@ class GepaLoop:
 
         Where changes are tested, validations are paid apart.
         """
-        if self._credit is not None:
+        if self._joins is not False:
             return 2 * self._minibatch
         return 2 * self._minibatch + len(self._pool.loader)
+
+    @property
+    def _joins(self) -> bool | None:
+        """Whether what steps find comes together in one head; None where that is not known yet."""
+        return False if self._credit is None else self._credit.is_of_use
 
     def _reserve(self) -> Reservation | None:
         """Set a step's calls aside, and beside them a validation for the last head."""
         aside, budget = self._evaluations.set_aside, self._run.budget
         pays = None
         if self._spent_up() is None:
-            if self._credit is None or aside.extend(max(0, len(self._pool.loader) - aside.open)):
+            if not self._joins or aside.extend(max(0, len(self._pool.loader) - aside.open)):
                 pays = budget.reserve(self._most_calls)
             if pays is not None or self._run.live:
                 return pays
@@ -735,15 +744,35 @@ def _head_of(step: Step) -> str:
     return f"head of step {step.number}"
 
 
-def admission_of(workflow: Workflow, policy: StalenessPolicy, slots: int, burst: int) -> LiveSteps:
-    """When a step may start: as many as the workflow says, else a bound that follows from slots, budget and policy.
+@dataclass(frozen=True, slots=True)
+class _AsChildrenCome:
+    """Admission by whether what steps find comes together.
+
+    Where each child stands for itself, steps that ran at once have made siblings of which one is used, and each that
+    passes its screen costs a validation. While that is not known, a run with a budget of metric calls has one step.
+    """
+
+    joined: LiveSteps
+    alone: LiveSteps
+    joins: Callable[[], bool | None]
+
+    def admits(self, load: Load) -> bool:
+        joins = self.joins()
+        rule = self.joined if joins is not False else self.alone
+        if joins is None and load.calls_left is not None:
+            rule = replace(rule, generations=math.inf)
+        return rule.admits(load)
+
+
+def admission_of(workflow: Workflow, slots: int, burst: int, joins: Callable[[], bool | None]) -> Admission:
+    """When a step may start: as many as the workflow says, else a bound that follows from slots, budget and children.
 
     Three quarters of the slots live, three in sixteen of them at work: a working step keeps one to three slots busy, a
-    validation as many as it has examples. More steps make more proposals a minute and fewer generations.
+    validation as many as it has examples. More steps make more proposals a minute and fewer generations. Where children
+    come together in a head all steps are short, and each does one step's work.
     """
     if workflow.live_steps is not None:
         return LiveSteps(workflow.live_steps, strict=True)
     live, working = max(2, math.ceil(3 * slots / 4)), max(2, math.ceil(3 * slots / 16))
-    if isinstance(policy, Reflective) and policy.changes:  # all steps are short: each does one step's work
-        return LiveSteps(live, None, GENERATIONS_OF_CHANGES, burst, slots)
-    return LiveSteps(live, working, GENERATIONS, burst, slots)
+    joined = LiveSteps(live, None, GENERATIONS_OF_CHANGES, burst, slots)
+    return _AsChildrenCome(joined, LiveSteps(live, working, GENERATIONS, burst, slots), joins)
