@@ -25,6 +25,9 @@ from dspy_flashevolve.engine.scheduler import Requester, Scheduler, Slot, curren
 from dspy_flashevolve.engine.steps import Reservation, Step, StepEnded
 
 logger = logging.getLogger(__name__)
+PROBE_SECONDS = 4.0
+"""After so long without an answer to anything something else is asked."""
+
 T = TypeVar("T")
 Granted = Callable[[], None]
 
@@ -335,13 +338,17 @@ class Rollouts:
         """Whether a rollout fails because nobody answers it: its score says nothing of its candidate."""
         return (key.split, key.example) in self.unanswerable or key in self._refused
 
-    def is_waiting(self, step: int) -> bool:
-        """Whether all that a step has asked for waits to be asked for again, though others were answered since.
-
-        Work goes on around it. Where nobody is answered, more of it would be in vain.
-        """
+    def waits(self, step: int) -> bool | None:
+        """Whether all that a step has asked for waits to be asked for again, though others were answered since: work
+        goes on around it. None where nobody was, for :data:`PROBE_SECONDS`: more work would be in vain, but for a step
+        that asks for something else, to find out whether it is the request or who is asked."""
         since = [flight.waits_since for flight in self._awaited.get(step, ())]
-        return bool(since) and all(one is not None and one < self._answered_seconds for one in since)
+        waiting = [one for one in since if one is not None]
+        if not since or len(waiting) < len(since):
+            return False
+        return max(waiting) < self._answered_seconds or (
+            None if max(waiting) <= self.clock() - PROBE_SECONDS else False
+        )
 
     @contextmanager
     def _waiting_for(self, flight: _Flight, step: Requester) -> Generator[None, None, None]:

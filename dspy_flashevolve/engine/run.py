@@ -35,7 +35,7 @@ from dspy_flashevolve.engine.limits import Bounds
 from dspy_flashevolve.engine.loop import LoopClock, Threads, kept, run_to_end
 from dspy_flashevolve.engine.redaction import Redaction, secrets_in
 from dspy_flashevolve.engine.replay import RunJournal, Unfinished
-from dspy_flashevolve.engine.rollouts import Rollouts
+from dspy_flashevolve.engine.rollouts import PROBE_SECONDS, Rollouts
 from dspy_flashevolve.engine.scheduler import Scheduler, StageVisit, median_shares
 from dspy_flashevolve.engine.staleness import Decision, Discard, History, Integrate, Look, StalenessPolicy
 from dspy_flashevolve.engine.steps import Budget, End, EndKind, NothingToDoError, Reservation, Step, StepEnded, rng_of
@@ -49,6 +49,8 @@ Outcome = Literal["running", "finished", "stopped", "failed", "aborted"]
 since it was given up; by an exception."""
 SPARE_THREADS = 16
 """Threads beside those of the slots, for what a loop does without one."""
+PROBES = 8
+"""So many steps more may live where nobody is answered."""
 PRIOR_STEPS = 4
 """The estimate of a step's cost begins as if this many had cost the most that one can."""
 
@@ -327,15 +329,21 @@ class EvolutionRun:
     @property
     def working(self) -> int:
         """Steps that work towards a child, and do not wait for others."""
-        return sum(step.is_working and not self._rests(step) for step in self._live.values())
+        steps = [step for step in self._live.values() if step.is_working]
+        return len(steps) - self._resting(steps)
 
-    def _rests(self, step: Step) -> bool:
-        """Whether a step, or the one whose end it waits for, waits for others or for the provider."""
-        return step.rests or self.rollouts.is_waiting(step.number if step.behind is None else step.behind)
+    def _resting(self, steps: Iterable[Step]) -> int:
+        """How many of some steps, or those whose end they wait for, wait for others or for the provider. Of those that
+        a provider lets wait which answers nobody, so few count that the steps in their place only find out whether it
+        answers others."""
+        rest = [
+            step.rests or self.rollouts.waits(step.number if step.behind is None else step.behind) for step in steps
+        ]
+        return sum(map(bool, rest)) + min(PROBES, rest.count(None))
 
     def load(self) -> Load:
         """What admission looks at."""
-        steps = self._live.values()
+        steps = list(self._live.values())
         return Load(
             live=len(steps),
             working=self.working,
@@ -346,7 +354,7 @@ class EvolutionRun:
             / (PRIOR_STEPS + sum(self.ended.values())),
             ended=sum(self.ended.values()),
             slots=self.scheduler.limit,
-            resting=sum(map(self._rests, steps)),
+            resting=self._resting(steps),
             unasked=sum(not step.has_asked for step in steps),
         )
 
@@ -547,12 +555,18 @@ class EvolutionRun:
         self.bus.emit(StageVisited(visit.ended, visit.step, visit.stage, visit.queued, visit.began))
 
     def _own_watchers(self) -> list[Work]:
-        found: list[Work] = []
+        found: list[Work] = [self._look_again]
         if self._max_seconds is not None:
             found.append(partial(self._watch_time, self._max_seconds))
         if self._median_seconds is not None and not self.lockstep:
             found.append(partial(self._move_slots, self._median_seconds))
         return found
+
+    async def _look_again(self) -> None:
+        """Time alone may let a step begin: where nothing changes, nobody is answered."""
+        while True:
+            await anyio.sleep(PROBE_SECONDS)
+            self.tell()
 
     async def _watch_time(self, most: float) -> None:
         await anyio.sleep(max(0.0, self.clock.began + most - self.clock()))

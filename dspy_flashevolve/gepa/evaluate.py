@@ -78,7 +78,7 @@ class Workflow:
             number above 0.
     """
 
-    rollout: float = 0.67
+    rollout: float = 1.0
     validate: float = 1.0
     rounds: int = 3
     live_steps: int | None = None

@@ -374,7 +374,6 @@ class GepaLoop:
         await pool.write(callbacks.parents_start, pool, step, tasks)
         unique = {callbacks.task_key(task): task for task in tasks}
         whole = step.reservation.cover(sum(len(one.minibatch_ids) for one in unique.values()))
-        whole = whole and (self._credit is None or self._joins is not False)
         done = await gather([lambda t=task: self._evaluations.parent(step, t, whole) for task in unique.values()])
         by_key = dict(zip(unique, done, strict=True))
         parents = [

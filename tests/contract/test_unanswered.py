@@ -23,6 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dspy_flashevolve import Reflective, RunAbortedError, Workflow
+from dspy_flashevolve.engine.run import PROBES
 from dspy_flashevolve.sim.virtual import run
 from dspy_flashevolve.sim.virtual_loop import LOOP_OF
 from tests.broken_server import BrokenServer
@@ -147,7 +148,9 @@ def except_for_a_share(share: float, error: Callable[[], Exception], of: str = r
     return fake_lm(choose)
 
 
-@pytest.mark.parametrize(("name", "kind"), [("500", "loop"), ("500", "thread"), ("503", "loop"), ("429", "loop")])
+@pytest.mark.parametrize(
+    ("name", "kind"), [("500", "loop"), ("500", "thread"), ("503", "loop"), ("429", "loop"), ("503", "thread")]
+)
 def test_a_run_goes_on_though_a_third_of_the_examples_is_never_answered(name: str, kind: str) -> None:
     with dspy.context(lm=except_for_a_share(1 / 3, ALWAYS[name])):
         details = simulated(200, SlowInThread() if kind == "thread" else Slow()).detailed_results
@@ -155,6 +158,18 @@ def test_a_run_goes_on_though_a_third_of_the_examples_is_never_answered(name: st
     assert (stats.outcome, stats.ended["failed"]) == ("finished", 0)
     assert stats.metric_calls > 180
     assert stats.unanswered_examples == 5
+    check_winner(details)
+
+
+@pytest.mark.parametrize("name", ["500", "503", "429"])
+@pytest.mark.parametrize("kind", ["loop", "thread"])
+def test_a_run_goes_on_though_a_third_of_all_prompts_is_never_answered(name: str, kind: str) -> None:
+    """Of what a program is asked, and of reflections: another candidate, or another minibatch, may be answered."""
+    with dspy.context(lm=except_for_a_share(1 / 3, ALWAYS[name], of=".*")):
+        details = simulated(200, SlowInThread() if kind == "thread" else Slow()).detailed_results
+    stats = details.async_stats
+    assert stats.outcome == "finished"
+    assert stats.metric_calls > 150
     check_winner(details)
 
 
@@ -184,7 +199,7 @@ def gone_after(requests: int, back_after: float = float("inf")) -> tuple[dspy.LM
     answered: list[float] = []
 
     def choose(prompt: str) -> str:
-        now = asyncio.get_running_loop().time()
+        now = (LOOP_OF.get(threading.get_ident()) or asyncio.get_running_loop()).time()  # reflections come from threads
         if len(answered) >= requests and now < answered[requests - 1] + back_after:
             raise ConnectionRefusedError("connection refused")
         answered.append(now)
@@ -338,16 +353,16 @@ def test_two_examples_without_an_answer_cost_a_small_run_one_wait_and_not_its_en
 ) -> None:
     """What is told to wait for longer than it is waited for is soon given up then, for all candidates at once; though
     all slots are held by threads that wait."""
-    student = {"loop": Slow, "thread": SlowInThread, "fast thread": InThread}[kind]()
-    stats = Told(questions, 1000).compiled(calls, student).async_stats
+    student = {"loop": Slow, "thread": SlowInThread, "fast thread": InThread}[kind]
+    stats = Told(questions, 1000).compiled(calls, student()).async_stats
     assert (stats.outcome, stats.ended["failed"]) == ("finished", 0)
-    assert 60 < stats.seconds < 120
+    assert 60 < stats.seconds < 110 + Told([], 0).compiled(calls, student()).async_stats.seconds, "two waits take 120"
     assert stats.metric_calls > calls - 15
     assert stats.unanswered_examples == 2
 
 
-def test_no_further_step_begins_where_nobody_is_answered() -> None:
-    """Else more would wait with each, for as long as the outage takes."""
+def test_few_further_steps_begin_where_nobody_is_answered() -> None:
+    """They find out whether others are answered; more would only wait, for as long as the outage takes."""
     begun: list[float] = []
     lm, answered = gone_after(60, back_after=50)
 
@@ -362,7 +377,7 @@ def test_no_further_step_begins_where_nobody_is_answered() -> None:
     assert stats.outcome == "finished"
     gone = answered[59]
     assert min(seconds for seconds in answered if seconds > gone) >= gone + 50
-    assert sum(gone + 2 < seconds < gone + 50 for seconds in begun) == 0
+    assert 0 < sum(gone + 2 < seconds < gone + 50 for seconds in begun) <= PROBES
 
 
 def test_a_stop_ends_every_wait() -> None:
