@@ -276,7 +276,7 @@ def checked(path: Path) -> None:
                     f"{what}: its schema is version {version}, this dspy-flashevolve knows version {SCHEMA_VERSION}. "
                     "Use the version that wrote it, or give another log_dir."
                 )
-            problems = [str(row[0]) for row in connection.execute("PRAGMA quick_check(3)")]
+            problems = [" ".join(str(row[0]).split()) for row in connection.execute("PRAGMA quick_check(3)")]
     except (sqlite3.Error, UnicodeDecodeError) as error:
         raise RunDirectoryError(f"{what}: {error}. {advice}") from error
     if problems != ["ok"]:
@@ -294,9 +294,11 @@ def reading(directory: str | Path) -> Generator[Callable[[str], list[sqlite3.Row
     if not path.is_file():
         raise RunDirectoryError(f"{path} is missing: a run that is given a log_dir writes it there.")
     checked(path)
-    with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=30)) as connection:
+    # Opened for writing, where that may be, so that SQLite takes away the files that it makes to read.
+    with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=rw", uri=True, timeout=30)) as connection:
         connection.row_factory = sqlite3.Row
         try:
+            connection.execute("PRAGMA query_only = ON")
             yield lambda query: connection.execute(query).fetchall()
         except (sqlite3.Error, ValueError, LookupError, TypeError, AttributeError) as error:
             raise RunDirectoryError(f"{path} cannot be read: {error}. It is damaged.") from error

