@@ -7,6 +7,7 @@ import shutil
 import sqlite3
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -147,6 +148,29 @@ def test_reading_leaves_a_run_directory_as_it_was(counted: tuple[Path, Any], tmp
     for command in (*READERS, "check"):
         assert main(arguments(command, run, tmp_path / "out")) == 0
         assert contents() == before
+
+
+@pytest.mark.skipif(not hasattr(os, "seteuid"), reason="permissions of Unix")
+def test_a_run_directory_that_may_only_be_read_is_read(
+    counted: tuple[Path, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    user = os.geteuid()
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)  # what pytest makes is of its user alone
+        run = Path(folder) / "run"
+        shutil.copytree(counted[0], run)
+        (run / "journal.lock").unlink()
+        for path in run.iterdir():
+            path.chmod(0o555 if path.is_dir() else 0o444)
+        run.chmod(0o555)
+        try:
+            if user == 0:
+                os.seteuid(65534)
+            assert [main(arguments(one, run, Path("unused"))) for one in ("watch", "lineage", "diff")] == [0, 0, 0]
+        finally:
+            os.seteuid(user)
+            run.chmod(0o755)
+    assert "AsyncGEPA" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("command", ["report", "export", "timeline"])
