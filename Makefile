@@ -28,7 +28,7 @@ test-benchmarks: $(VENV)/.installed  ## the tests of the benchmarks and of the n
 	$(BIN)/python -m pytest -n auto --dist worksteal tests/benchmarks
 
 test-slow: $(VENV)/.installed  ## the slow suites; see tests/contract/dspy_suite and FLASHEVOLVE_VLLM_BASE
-	$(BIN)/python -m pytest -m "slow or vllm"
+	$(BIN)/python -m pytest -m "slow or vllm or perfetto"
 
 notebooks: $(VENV)/.installed  ## run the notebooks, and save their outputs in them
 	$(BIN)/python -m pytest --nbmake --overwrite notebooks

@@ -18,6 +18,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import os
 import signal
 import sys
 import time
@@ -64,12 +65,32 @@ def main(argv: Sequence[str] | None = None) -> int:
         except ValueError as error:
             parser.error(str(error))
     try:
-        return COMMANDS[arguments.command](arguments)
+        status = COMMANDS[arguments.command](arguments)
+        print(end="", flush=True)  # here, not when the interpreter ends, a full disk or a closed pipe has its message
+        return status
+    except BrokenPipeError:  # `flashevolve lineage RUN_DIR | head`: nobody reads on
+        _drop_output()
+        return 1
     except (ImportError, OSError, RunDirectoryError, ConfigurationError) as error:
+        _drop_output()
         print(f"flashevolve: {error}", file=sys.stderr)
+        return 1
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        if arguments.command == "sim-server":
+            raise
+        what = f"{type(error).__name__}: {error}".replace("\n", " ")
+        print(f"flashevolve: {arguments.run_dir} cannot be shown ({what}): it is damaged.", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 0
+
+
+def _drop_output() -> None:
+    """What stdout does not take is not tried again when the interpreter ends."""
+    try:
+        print(end="", flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -161,14 +182,22 @@ def _say(lines: str) -> int:
 
 
 def _written(out: str, content: str) -> int:
-    Path(out).write_text(content, encoding="utf-8")
+    path = Path(out)
+    if path.name == FILE:
+        raise ConfigurationError(f"{out} is a run's journal, which is not written over. Name another file.")
+    try:
+        path.write_text(content, encoding="utf-8")
+    except OSError as error:
+        raise ConfigurationError(
+            f"{out!r} cannot be written: {error.strerror}. Name a file, in a folder that is there."
+        ) from error
     return _say(f"{out}: {len(content.encode()):,} bytes")
 
 
 def _watch(arguments: argparse.Namespace) -> int:
-    clear = "\x1b[H\x1b[2J" if sys.stdout.isatty() and not arguments.once else ""
     if arguments.once:
         return _say(text.status(_history(arguments.run_dir)))
+    clear = "\x1b[H\x1b[2J" if sys.stdout is not None and sys.stdout.isatty() else ""
     text.watch(
         lambda: _history(arguments.run_dir),
         lambda status: print(f"{clear}{status}", flush=True),

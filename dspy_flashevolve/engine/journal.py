@@ -15,6 +15,7 @@ import asyncio
 import itertools
 import json
 import math
+import os
 import queue
 import re
 import sqlite3
@@ -240,8 +241,15 @@ class Journal:
 
 
 def _connected(path: Path) -> closing[sqlite3.Connection]:
-    """A connection that is closed at the end of the block."""
-    return closing(sqlite3.connect(path, timeout=30, isolation_level=None))
+    """A connection that is closed at the end of the block.
+
+    It is one for writing, so that SQLite takes away the files that it makes to read. In a folder that may only be read
+    it can make none: there a journal that nobody writes is read alone.
+    """
+    may_write = os.access(path.parent, os.W_OK, effective_ids=os.access in os.supports_effective_ids)
+    is_fixed = not may_write and not _is_there(path.with_name(path.name + "-wal"))
+    address = f"{path.absolute().as_uri()}?{'mode=ro&immutable=1' if is_fixed else 'mode=rwc'}"
+    return closing(sqlite3.connect(address, uri=True, timeout=30, isolation_level=None))
 
 
 def _plain(value: Any) -> Any:
@@ -276,7 +284,7 @@ def checked(path: Path) -> None:
                     f"{what}: its schema is version {version}, this dspy-flashevolve knows version {SCHEMA_VERSION}. "
                     "Use the version that wrote it, or give another log_dir."
                 )
-            problems = [str(row[0]) for row in connection.execute("PRAGMA quick_check(3)")]
+            problems = [" ".join(str(row[0]).split()) for row in connection.execute("PRAGMA quick_check(3)")]
     except (sqlite3.Error, UnicodeDecodeError) as error:
         raise RunDirectoryError(f"{what}: {error}. {advice}") from error
     if problems != ["ok"]:
@@ -294,9 +302,10 @@ def reading(directory: str | Path) -> Generator[Callable[[str], list[sqlite3.Row
     if not path.is_file():
         raise RunDirectoryError(f"{path} is missing: a run that is given a log_dir writes it there.")
     checked(path)
-    with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=30)) as connection:
+    with _connected(path) as connection:
         connection.row_factory = sqlite3.Row
         try:
+            connection.execute("PRAGMA query_only = ON")
             yield lambda query: connection.execute(query).fetchall()
         except (sqlite3.Error, ValueError, LookupError, TypeError, AttributeError) as error:
             raise RunDirectoryError(f"{path} cannot be read: {error}. It is damaged.") from error

@@ -19,6 +19,7 @@ from typing import Any
 
 import anyio
 from dspy.primitives import Module
+from dspy.utils.exceptions import AdapterParseError
 from gepa.proposer.base import CandidateProposal
 
 from dspy_flashevolve.engine.admission import Admission, LiveSteps, Load
@@ -433,7 +434,7 @@ class GepaLoop:
         except FlashEvolveError:
             raise
         except Exception as error:
-            self._log(f"Iteration {step.number + 1}: Exception building reflective dataset: {error}")
+            self._log(f"Iteration {step.number + 1}: Exception building reflective dataset: {error}", error)
             return End(EndKind.FAILED, f"no reflective dataset: {error}")
         await pool.write(callbacks.reflection_starts, pool, step, task, components, dataset)
         return _Prepared(parent, components, dataset)
@@ -460,7 +461,7 @@ class GepaLoop:
             except FlashEvolveError:
                 raise
             except Exception as error:
-                self._log(f"Reflection failed (attempt {attempt + 1} of {ATTEMPTS}): {error}")
+                self._log(f"Reflection failed (attempt {attempt + 1} of {ATTEMPTS}): {error}", error)
                 reason = f"reflection failed: {error}"
                 continue
             if not made.texts:
@@ -705,9 +706,10 @@ class GepaLoop:
             return set()
         return self._run.rollouts.without_answer(hash_of(candidate), self._evaluations.train_split)
 
-    def _log(self, message: str) -> None:
+    def _log(self, message: str, error: Exception) -> None:
         self._pool.logger.log(message)
-        self._pool.logger.log(traceback.format_exc())
+        if not isinstance(error, AdapterParseError):  # a reply that cannot be read is no fault of any line of code
+            self._pool.logger.log(traceback.format_exc())
 
 
 @dataclass(frozen=True, slots=True)

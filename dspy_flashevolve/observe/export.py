@@ -42,6 +42,8 @@ def program_state(history: History, candidate: Candidate, base: str | Path | Non
         )
     for name, text in candidate.texts.items():
         part = state.setdefault(name, {"lm": None})
+        if not isinstance(part, dict) or not isinstance(part.get("signature", {}), dict):
+            raise ConfigurationError(f"{base}: {name} is no predictor's state, expected what student.save wrote.")
         if "module_src" in part or (name not in all_names and all_names):  # a dspy.Flex
             part["module_src"] = text
         else:

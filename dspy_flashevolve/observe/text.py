@@ -157,6 +157,8 @@ def candidate_of(history: History, name: str) -> Candidate:
     special = {"best": history.best, "seed": history.seed}
     found = special.get(name) or next((one for one in history.candidates if str(one.index) == name), None)
     if found is None:
+        if name == "best":
+            raise ConfigurationError(f"{history.directory}: no candidate has a score yet, so none is the best.")
         there = ", ".join(str(one.index) for one in history.candidates) or "none"
         raise ConfigurationError(f"{history.directory}: candidate {name!r}, expected best, seed or one of {there}.")
     return found

@@ -1,8 +1,8 @@
 """A run as Chrome trace events, which https://ui.perfetto.dev opens.
 
 Each stage is a process with two groups of tracks. Under "slot" are its requests, one a slice. Under "step" is what each
-step did there: a slice "waiting" until it had its first slot, and a slice "step N" until its last request was answered.
-Arrows go along each step from stage to stage.
+step did there: a slice "waiting" until it had its first slot, if it had to wait, and a slice "step N" until its last
+request was answered. Arrows go along each step from stage to stage.
 """
 
 from __future__ import annotations
@@ -34,7 +34,12 @@ def trace(history: History) -> str:
         visits = [one for one in history.visits if one.stage == name]
         for lane, one in _lanes([(one.queued, one.ended, one) for one in visits]):
             events += _visit(number, STEP_TRACKS + lane, one)
-    tracks = {(one["pid"], one["tid"]) for one in events if one["ph"] == "X"}
+    slices = [one for one in events if one["ph"] == "X"]
+    # A run's clock counts from its first event, and the first requests begin before it. Perfetto drops what is below 0.
+    earliest = min([0, *(one["ts"] for one in slices)])
+    for one in slices:
+        one["ts"] -= earliest
+    tracks = {(one["pid"], one["tid"]) for one in slices}
     for process, track in sorted(tracks):
         kind = f"step {track - STEP_TRACKS}" if track > STEP_TRACKS else f"slot {track}"
         events.append(_named("thread", process, track, kind))
@@ -71,10 +76,9 @@ def _request(process: int, track: int, one: Request) -> dict[str, Any]:
 
 def _visit(process: int, track: int, one: StageVisit) -> list[dict[str, Any]]:
     said = {"step": one.step}
-    return [
-        _slice("waiting", process, track, one.queued, one.began, said),
-        _slice(f"step {one.step}", process, track, one.began, one.ended, said),
-    ]
+    waiting = _slice("waiting", process, track, one.queued, one.began, said)
+    at_work = _slice(f"step {one.step}", process, track, one.began, one.ended, said)
+    return [waiting, at_work] if waiting["dur"] else [at_work]
 
 
 def _slice(name: str, process: int, track: int, begin: float, end: float, said: dict[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import dspy
 import pytest
 
 from tests.contract.surface import TRAIN, VAL, compiled
-from tests.fakes import Chain, digits, reflection_lm, task_lm
+from tests.fakes import Chain, digits, fake_lm, reflection_lm, task_lm
 
 
 class Shown(logging.Handler):
@@ -60,3 +60,18 @@ def test_a_run_that_comes_to_its_end_says_so_last_and_guesses_no_scores(shown: S
     assert "of 150" in end
     assert "inf" not in "".join(shown.lines)
     assert "subsample score 0 -> 0" not in "".join(shown.lines)
+
+
+def test_a_reply_that_is_no_instruction_is_told_without_a_traceback_and_a_fault_of_a_proposer_with_it(
+    shown: Shown,
+) -> None:
+    def broken(*_: Any, **__: Any) -> dict[str, str]:
+        raise ZeroDivisionError("by the proposer")
+
+    with dspy.context(lm=task_lm()):
+        compiled(60, reflection_lm=fake_lm(lambda _: "I'm sorry, but I can't help with that."))
+        said, shown.lines = "\n".join(shown.lines), []
+        compiled(60, instruction_proposer=broken)
+    assert "Reflection failed (attempt 1 of 2)" in said
+    assert "Traceback" not in said
+    assert "in broken" in "\n".join(shown.lines)

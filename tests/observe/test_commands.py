@@ -219,6 +219,16 @@ def test_a_timeline_has_every_request_and_answers_how_long_each_stage_waited(
     assert named == set(tracks)
 
 
+def test_a_timeline_begins_at_zero_and_has_no_wait_that_took_no_time(
+    changed: tuple[Path, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said(capsys, "timeline", changed[0], "-o", tmp_path / "trace.json")
+    slices = [one for one in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if one["ph"] == "X"]
+    assert min(one.seconds - one.latency_seconds for one in read(changed[0]).requests) < 0
+    assert min(one["ts"] for one in slices) == 0, "Perfetto drops what is below"
+    assert all(one["dur"] for one in slices if one["name"] == "waiting")
+
+
 def test_arrows_of_a_timeline_go_along_each_step(
     counted: tuple[Path, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
