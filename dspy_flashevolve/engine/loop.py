@@ -219,10 +219,6 @@ def check_main_thread() -> None:
         )
 
 
-LENT = 64
-"""Threads that may stand in for others, which wait."""
-
-
 class Threads:
     """A pool of threads that one run owns.
 
@@ -239,7 +235,7 @@ class Threads:
     """
 
     def __init__(self, workers: int, name: str) -> None:
-        self._workers, self._lent = workers, 0
+        self._workers = workers
         self.abandoned = False
         """A call was given up while it ran: its thread may never end."""
         self._executor = ThreadPoolExecutor(max_workers=workers, thread_name_prefix=f"flashevolve-{name}")
@@ -267,19 +263,6 @@ class Threads:
             if working and self._workers > 1:
                 self._executor._max_workers += 1  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
             raise
-
-    @contextmanager
-    def lent(self) -> Generator[bool, None, None]:
-        """While a call waits for something, one more thread may start in its place; whether one may, which it may for
-        so many calls at once as :data:`LENT`."""
-        spare = self._lent < LENT
-        self._lent += spare
-        self._executor._max_workers += spare  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
-        try:
-            yield spare
-        finally:
-            self._lent -= spare
-            self._executor._max_workers -= spare  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
 
     def close(self, wait: bool = True) -> None:
         """End the threads; with ``wait`` after the calls that were made, without it those not begun are dropped."""

@@ -25,9 +25,6 @@ from dspy_flashevolve.engine.scheduler import Requester, Scheduler, Slot, curren
 from dspy_flashevolve.engine.steps import Reservation, Step, StepEnded
 
 logger = logging.getLogger(__name__)
-PROBE_SECONDS = 4.0
-"""After so long without an answer to anything something else is asked."""
-
 T = TypeVar("T")
 Granted = Callable[[], None]
 
@@ -196,7 +193,7 @@ class Rollouts:
         self._flights: dict[RolloutKey, _Flight] = {}
         self._awaited: dict[int, list[_Flight]] = {}
         """Step -> the requests that it waits for."""
-        self._answered_seconds = -math.inf
+        self.answered_seconds = -math.inf
         """When a request was answered last."""
         self.shared = 0
         """Rollouts that were joined instead of run."""
@@ -338,17 +335,12 @@ class Rollouts:
         """Whether a rollout fails because nobody answers it: its score says nothing of its candidate."""
         return (key.split, key.example) in self.unanswerable or key in self._refused
 
-    def waits(self, step: int) -> bool | None:
-        """Whether all that a step has asked for waits to be asked for again, though others were answered since: work
-        goes on around it. None where nobody was, for :data:`PROBE_SECONDS`: more work would be in vain, but for a step
-        that asks for something else, to find out whether it is the request or who is asked."""
+    def waits_since(self, step: int) -> float | None:
+        """When the last of all that a step has asked for began to wait to be asked for again; None where something is
+        under way."""
         since = [flight.waits_since for flight in self._awaited.get(step, ())]
         waiting = [one for one in since if one is not None]
-        if not since or len(waiting) < len(since):
-            return False
-        return max(waiting) < self._answered_seconds or (
-            None if max(waiting) <= self.clock() - PROBE_SECONDS else False
-        )
+        return max(waiting) if waiting and len(waiting) == len(since) else None
 
     @contextmanager
     def _waiting_for(self, flight: _Flight, step: Requester) -> Generator[None, None, None]:
@@ -367,7 +359,7 @@ class Rollouts:
         """Call ``once`` in a slot, with the number of the attempt, from 1, until it does not fail transiently."""
         with self._waiting_for(flight, step):
             answer = await self._asked(flight, stage, step, once, **queue)
-            self._answered_seconds = self.clock()
+            self.answered_seconds = self.clock()
             return answer
 
     async def _asked(

@@ -35,7 +35,7 @@ from dspy_flashevolve.engine.limits import Bounds
 from dspy_flashevolve.engine.loop import LoopClock, Threads, kept, run_to_end
 from dspy_flashevolve.engine.redaction import Redaction, secrets_in
 from dspy_flashevolve.engine.replay import RunJournal, Unfinished
-from dspy_flashevolve.engine.rollouts import PROBE_SECONDS, Rollouts
+from dspy_flashevolve.engine.rollouts import Rollouts
 from dspy_flashevolve.engine.scheduler import Scheduler, StageVisit, median_shares
 from dspy_flashevolve.engine.staleness import Decision, Discard, History, Integrate, Look, StalenessPolicy
 from dspy_flashevolve.engine.steps import Budget, End, EndKind, NothingToDoError, Reservation, Step, StepEnded, rng_of
@@ -49,8 +49,8 @@ Outcome = Literal["running", "finished", "stopped", "failed", "aborted"]
 since it was given up; by an exception."""
 SPARE_THREADS = 16
 """Threads beside those of the slots, for what a loop does without one."""
-PROBES = 8
-"""So many steps more may live where nobody is answered."""
+PROBES, PROBE_SECONDS = 8, 4.0
+"""So many steps more may live where nobody is answered for so long."""
 PRIOR_STEPS = 4
 """The estimate of a step's cost begins as if this many had cost the most that one can."""
 
@@ -333,13 +333,20 @@ class EvolutionRun:
         return len(steps) - self._resting(steps)
 
     def _resting(self, steps: Iterable[Step]) -> int:
-        """How many of some steps, or those whose end they wait for, wait for others or for the provider. Of those that
-        a provider lets wait which answers nobody, so few count that the steps in their place only find out whether it
-        answers others."""
-        rest = [
-            step.rests or self.rollouts.waits(step.number if step.behind is None else step.behind) for step in steps
-        ]
-        return sum(map(bool, rest)) + min(PROBES, rest.count(None))
+        """How many of some steps, or those whose end they wait for, wait for others or for the provider: work goes on
+        around them. Where nobody is answered more work would be in vain, but for a few steps that ask for something
+        else: is it the request, or who is asked?"""
+        rest = unanswered = 0
+        for step in steps:
+            since = self._waits_since(step)
+            if step.rests or (since is not None and since < self.rollouts.answered_seconds):
+                rest += 1
+            elif since is not None and since <= self.clock() - PROBE_SECONDS:
+                unanswered += 1
+        return rest + min(PROBES, unanswered)
+
+    def _waits_since(self, step: Step) -> float | None:
+        return self.rollouts.waits_since(step.number if step.behind is None else step.behind)
 
     def load(self) -> Load:
         """What admission looks at."""
@@ -458,7 +465,9 @@ class EvolutionRun:
             if not self._live and not self._beside:
                 self.stop("nothing more to do", "finished")
                 return
-            await change.wait()
+            someone_waits = any(self._waits_since(step) is not None for step in self._live.values())
+            with anyio.move_on_after(PROBE_SECONDS if someone_waits else math.inf):  # time alone may let one begin
+                await change.wait()
 
     def _opened(self) -> Step | None:
         """The next step, if one may start."""
@@ -555,18 +564,12 @@ class EvolutionRun:
         self.bus.emit(StageVisited(visit.ended, visit.step, visit.stage, visit.queued, visit.began))
 
     def _own_watchers(self) -> list[Work]:
-        found: list[Work] = [self._look_again]
+        found: list[Work] = []
         if self._max_seconds is not None:
             found.append(partial(self._watch_time, self._max_seconds))
         if self._median_seconds is not None and not self.lockstep:
             found.append(partial(self._move_slots, self._median_seconds))
         return found
-
-    async def _look_again(self) -> None:
-        """Time alone may let a step begin: where nothing changes, nobody is answered."""
-        while True:
-            await anyio.sleep(PROBE_SECONDS)
-            self.tell()
 
     async def _watch_time(self, most: float) -> None:
         await anyio.sleep(max(0.0, self.clock.began + most - self.clock()))

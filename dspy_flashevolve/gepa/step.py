@@ -22,7 +22,7 @@ from dspy.primitives import Module
 from dspy.utils.exceptions import AdapterParseError
 from gepa.proposer.base import CandidateProposal
 
-from dspy_flashevolve.engine.admission import Admission, LiveSteps, Load
+from dspy_flashevolve.engine.admission import LiveSteps, Load
 from dspy_flashevolve.engine.errors import ConfigurationError, FlashEvolveError, RolloutUnresolvedError
 from dspy_flashevolve.engine.events import SeedValidated
 from dspy_flashevolve.engine.replay import BEFORE_STEPS, hash_of, id_text
@@ -92,7 +92,8 @@ class GepaLoop:
         self._minibatch: int = optimizer.reflection_minibatch_size or 3
         """Training examples a task, for the estimate of a step's cost."""
         burst = min(self._minibatch, run.slots)
-        self._admission = admission_of(optimizer.workflow, run.slots, burst, lambda: self._joins)
+        joined, alone = admission_of(optimizer.workflow, run.slots, burst)
+        self._admission = AsChildrenCome(joined, alone, lambda: self._joins, self._calls_alone)
         reflective = policy if isinstance(policy, Reflective) and not run.lockstep else None
         code: list[str] = list(program.adapter._flex_paths)  # pyright: ignore[reportPrivateUsage]
         self._credit: Credit | None = None
@@ -620,9 +621,9 @@ class GepaLoop:
 
         Where changes are tested, validations are paid apart.
         """
-        if self._joins is not False:
+        if self._credit is not None:
             return 2 * self._minibatch
-        return 2 * self._minibatch + len(self._pool.loader)
+        return self._calls_alone()
 
     @property
     def _joins(self) -> bool | None:
@@ -635,11 +636,21 @@ class GepaLoop:
         pays = None
         if self._spent_up() is None:
             if not self._joins or aside.extend(max(0, len(self._pool.loader) - aside.open)):
-                pays = budget.reserve(self._most_calls)
+                pays = budget.reserve(self._most_calls) if self._pays_a_rewrite else None
             if pays is not None or self._run.live:
                 return pays
         self._is_last = not self._is_last and not self._run.live and self._due(0.0, last=True) is not None
         return budget.reserve(0) if self._is_last else None
+
+    @property
+    def _pays_a_rewrite(self) -> bool:
+        """Whether what is left pays a validation beside a step, where its child may need one of its own."""
+        left = self._run.budget.left
+        return bool(self._joins) or left is None or left >= self._calls_alone()
+
+    def _calls_alone(self) -> int:
+        """The most that a step costs whose child stands for itself."""
+        return 2 * self._minibatch + len(self._pool.loader)
 
     def _may_open(self) -> str | None:
         """Why no further step may start; None while one may, or the last head is to be validated."""
@@ -745,35 +756,47 @@ def _head_of(step: Step) -> str:
     return f"head of step {step.number}"
 
 
+def admission_of(workflow: Workflow, slots: int, burst: int) -> tuple[LiveSteps, LiveSteps]:
+    """When a step may start, where children come together in a head, and where each stands for itself: as many as the
+    workflow says, else a bound that follows from slots and budget.
+
+    Three quarters of the slots live, three in sixteen of them at work: a working step keeps one to three slots busy, a
+    validation as many as it has examples. More steps make more proposals a minute and fewer generations. Where children
+    come together all steps are short, and each does one step's work.
+    """
+    if workflow.live_steps is not None:
+        given = LiveSteps(workflow.live_steps, strict=True)
+        return given, given
+    live, working = max(2, math.ceil(3 * slots / 4)), max(2, math.ceil(3 * slots / 16))
+    return (
+        LiveSteps(live, None, GENERATIONS_OF_CHANGES, burst, slots),
+        LiveSteps(live, working, GENERATIONS, burst, slots),
+    )
+
+
 @dataclass(frozen=True, slots=True)
-class _AsChildrenCome:
+class AsChildrenCome:
     """Admission by whether what steps find comes together.
 
     Where each child stands for itself, steps that ran at once have made siblings of which one is used, and each that
     passes its screen costs a validation. While that is not known, a run with a budget of metric calls has one step.
+
+    Args:
+        joined, alone: see :func:`admission_of`.
+        joins: whether children come together; None where that is not known yet.
+        calls_alone: what a step costs at most where they do not.
     """
 
     joined: LiveSteps
     alone: LiveSteps
     joins: Callable[[], bool | None]
+    calls_alone: Callable[[], int]
 
     def admits(self, load: Load) -> bool:
+        """See :meth:`Admission.admits`."""
         joins = self.joins()
-        rule = self.joined if joins is not False else self.alone
+        if joins is False:
+            return self.alone.admits(replace(load, calls_per_step=max(load.calls_per_step, self.calls_alone())))
         if joins is None and load.calls_left is not None:
-            rule = replace(rule, generations=math.inf)
-        return rule.admits(load)
-
-
-def admission_of(workflow: Workflow, slots: int, burst: int, joins: Callable[[], bool | None]) -> Admission:
-    """When a step may start: as many as the workflow says, else a bound that follows from slots, budget and children.
-
-    Three quarters of the slots live, three in sixteen of them at work: a working step keeps one to three slots busy, a
-    validation as many as it has examples. More steps make more proposals a minute and fewer generations. Where children
-    come together in a head all steps are short, and each does one step's work.
-    """
-    if workflow.live_steps is not None:
-        return LiveSteps(workflow.live_steps, strict=True)
-    live, working = max(2, math.ceil(3 * slots / 4)), max(2, math.ceil(3 * slots / 16))
-    joined = LiveSteps(live, None, GENERATIONS_OF_CHANGES, burst, slots)
-    return _AsChildrenCome(joined, LiveSteps(live, working, GENERATIONS, burst, slots), joins)
+            return replace(self.joined, generations=math.inf).admits(load)
+        return self.joined.admits(load)

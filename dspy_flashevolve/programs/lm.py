@@ -18,7 +18,7 @@ import json
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -36,7 +36,7 @@ from dspy.utils.exceptions import LMTimeoutError
 from dspy.utils.usage_tracker import UsageTracker, track_usage
 
 from dspy_flashevolve.engine.endpoints import SEVERAL, Answers, Endpoint, Endpoints, Sent
-from dspy_flashevolve.engine.loop import LoopWaits, Threads
+from dspy_flashevolve.engine.loop import LoopWaits
 from dspy_flashevolve.engine.rates import Claim, Estimate, RateLimit
 from dspy_flashevolve.engine.redaction import Redaction, secrets_held_by, without_secrets
 from dspy_flashevolve.engine.scheduler import Slot, current_slot
@@ -105,7 +105,6 @@ class LanguageModels:
         redaction: is told the LMs' secrets, and takes them out of what the LMs answer and raise.
         folder: where runs on one key tell each other what they have sent; None for nowhere.
         once: each request is made once: whoever asked for the rollout asks again.
-        threads: the run's, in which programs are called; None where each keeps its slot while it waits.
     """
 
     def __init__(
@@ -114,10 +113,9 @@ class LanguageModels:
         redaction: Redaction | None = None,
         folder: Path | None = None,
         once: bool = False,
-        threads: Threads | None = None,
     ) -> None:
         self.endpoints, self.redaction = endpoints, redaction or Redaction()
-        self.folder, self.once, self.threads = folder, once, threads
+        self.folder, self.once = folder, once
         self.waits: LoopWaits | None = None
         self._paced: dict[int, tuple[Any, Pace]] = {}
 
@@ -240,8 +238,8 @@ class Pace:
     def call(self, lm: Any, request: Callable[..., Any], asked: object = None) -> Any:
         """Make a request from a thread, again and again where need be.
 
-        A thread gives its slot back while it waits as far as another thread may start in its place: a rollout that got
-        the slot would find none to run in else. Where the run's loop cannot be waited for (on a loop, or after the
+        A thread keeps its slot while it waits: it keeps its place in the pool of threads too, and a rollout that got
+        the slot could find no thread to run in. Where the run's loop cannot be waited for (on a loop, or after the
         run) the LM makes the request as it would without a run. One that takes too long cannot be ended: what runs
         in the slot is, and the thread, left behind, gets an error instead of its late answer.
 
@@ -274,7 +272,7 @@ class Pace:
                     result = self.models.redaction.known(request(lm, **again, **at.arguments))
             except Exception as error:
                 waits.call(timer.end)
-                if not waits.wait(self._waits_in_thread(error, sent, at, slot)):
+                if not waits.wait(_untimed(slot, self._waits_again, error, sent, at, None)):
                     raise
                 again = _afresh(error)
             else:
@@ -372,15 +370,6 @@ class Pace:
             await self._answers.rest(slot, sent, retry_after)
         return True
 
-    async def _waits_in_thread(self, error: Exception, sent: Sent, at: _Place, slot: Slot | None) -> bool:
-        """The same for a thread. The time in which the provider lets a rollout wait does not count for its bound."""
-        threads = self.models.threads
-        with ExitStack() as stack:
-            spare = threads is not None and slot is not None and stack.enter_context(threads.lent())
-            if slot is not None and not spare:
-                stack.enter_context(slot.paused())
-            return await self._waits_again(error, sent, at, slot if spare else None)
-
     def _claim(self, at: _Place, asked: object, slot: Slot | None) -> tuple[Claim, Estimate, int]:
         """What a request will cost, by those of its stage, and its characters: none are counted without a limit."""
         stage = "" if slot is None else slot.place[1]
@@ -441,6 +430,12 @@ def _is_given_up(slot: Slot | None) -> bool:
 
 async def _on_loop(call: Callable[..., T], *args: Any) -> T:
     return call(*args)
+
+
+async def _untimed(slot: Slot | None, wait: Callable[..., Awaitable[T]], *args: Any) -> T:
+    """Wait, and keep the slot: the time in which the provider lets a rollout wait does not count against its bound."""
+    with nullcontext() if slot is None else slot.paused():
+        return await wait(*args)
 
 
 @lru_cache(maxsize=64)

@@ -128,7 +128,7 @@ class DspyRun(EvolutionRun):
         )
         self.recorder = Recorder(self.clock)
         self.bus.subscribe(self.recorder)
-        self.models = LanguageModels(self.endpoints, self.redaction, limits_folder(), threads=self.threads)
+        self.models = LanguageModels(self.endpoints, self.redaction, limits_folder())
         self.paced(lm)
         self.actors = None if rollouts is None else Actors(rollouts, self, self.settings)
         """Where rollouts are made; None for this process."""

@@ -271,7 +271,7 @@ def test_a_judge_that_is_rate_limited_is_asked_again(locked: bool) -> None:
     def answer(prompt: str) -> str:
         nonlocal asked
         asked += 1
-        if asked % 3 == 0:
+        if hashed(asked) % 3 == 0:
             raise LMRateLimitError("429")
         return reply_for(prompt, answer="yes")
 

@@ -23,7 +23,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dspy_flashevolve import Reflective, RunAbortedError, Workflow
-from dspy_flashevolve.engine.run import PROBES
 from dspy_flashevolve.sim.virtual import run
 from dspy_flashevolve.sim.virtual_loop import LOOP_OF
 from tests.broken_server import BrokenServer
@@ -148,9 +147,7 @@ def except_for_a_share(share: float, error: Callable[[], Exception], of: str = r
     return fake_lm(choose)
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"), [("500", "loop"), ("500", "thread"), ("503", "loop"), ("429", "loop"), ("503", "thread")]
-)
+@pytest.mark.parametrize(("name", "kind"), [("500", "loop"), ("500", "thread"), ("503", "loop"), ("429", "loop")])
 def test_a_run_goes_on_though_a_third_of_the_examples_is_never_answered(name: str, kind: str) -> None:
     with dspy.context(lm=except_for_a_share(1 / 3, ALWAYS[name])):
         details = simulated(200, SlowInThread() if kind == "thread" else Slow()).detailed_results
@@ -377,7 +374,7 @@ def test_few_further_steps_begin_where_nobody_is_answered() -> None:
     assert stats.outcome == "finished"
     gone = answered[59]
     assert min(seconds for seconds in answered if seconds > gone) >= gone + 50
-    assert 0 < sum(gone + 2 < seconds < gone + 50 for seconds in begun) <= PROBES
+    assert 0 < sum(gone + 2 < seconds < gone + 50 for seconds in begun) <= 8
 
 
 def test_a_stop_ends_every_wait() -> None:

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from dspy_flashevolve.engine.admission import LiveSteps, Load
 from dspy_flashevolve.engine.errors import ConfigurationError
-from dspy_flashevolve.engine.staleness import Full
 from dspy_flashevolve.gepa.evaluate import Workflow
 from dspy_flashevolve.gepa.step import admission_of
 
@@ -60,7 +59,7 @@ def test_while_there_may_be_fewer_slots_the_bounds_shrink_with_them(
 ) -> None:
     """As many steps as a rule for half as many slots again would let in, give or take what is rounded."""
     load = Load(live, working, 0, None, 0, 1.0, slots=now)
-    rule, own = admission_of(Workflow(), Full(), most, 3), admission_of(Workflow(), Full(), min(now, most), 3)
+    rule, own = (admission_of(Workflow(), slots, 3)[1] for slots in (most, min(now, most)))
     assert own.bound(load) <= rule.bound(load) <= rule.limit
     assert rule.bound(load) <= 1.5 * own.limit + 3
     assert rule.bound(replace(load, slots=None)) == rule.limit
