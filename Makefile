@@ -9,7 +9,7 @@ PYTHONS ?= 3.10 3.11 3.12 3.13 3.14
 PROMISES := tests/contract/test_public_surface.py tests/contract/test_beside_gepa.py tests/contract/test_lockstep.py \
 	tests/contract/test_async_gepa.py tests/contract/test_printing.py tests/contract/test_budget.py tests/gepa
 
-.PHONY: demo docs test test-benchmarks test-newest test-pythons test-slow notebooks lint types dist check clean
+.PHONY: demo docs test test-benchmarks test-newest test-pythons test-ray test-slow notebooks lint types dist check clean
 
 $(VENV)/.installed: pyproject.toml
 	@echo "Making an environment in $(VENV): once, some minutes, about 700 MB."
@@ -26,6 +26,9 @@ test: $(VENV)/.installed  ## the test suite and the examples in the docstrings
 
 test-benchmarks: $(VENV)/.installed  ## the tests of the benchmarks and of the notebooks
 	$(BIN)/python -m pytest -n auto --dist worksteal tests/benchmarks
+
+test-ray: $(VENV)/.installed  ## the tests of rollouts in Ray's actors
+	$(BIN)/python -m pytest -n auto --dist worksteal -m ray
 
 test-slow: $(VENV)/.installed  ## the slow suites; see tests/contract/dspy_suite and FLASHEVOLVE_VLLM_BASE
 	$(BIN)/python -m pytest -m "slow or vllm or perfetto"
@@ -63,7 +66,7 @@ lint: $(VENV)/.installed
 types: $(VENV)/.installed
 	$(BIN)/pyright
 
-check: test test-benchmarks lint types docs  ## all that CI runs
+check: test test-ray test-benchmarks lint types docs  ## all that CI runs
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build dist site

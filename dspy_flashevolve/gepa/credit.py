@@ -228,7 +228,8 @@ class Credit:
 
     def sees(self, parent: Texts, child: Texts) -> None:
         """Take note of how a child was written, whatever becomes of it."""
-        self._rewrites.append(changes_between(parent, child, self._code) is None)
+        if child != parent:
+            self._rewrites.append(changes_between(parent, child, self._code) is None)
 
     @property
     def is_of_use(self) -> bool | None:

@@ -636,15 +636,15 @@ class GepaLoop:
         pays = None
         if self._spent_up() is None:
             if not self._joins or aside.extend(max(0, len(self._pool.loader) - aside.open)):
-                pays = budget.reserve(self._most_calls) if self._pays_a_rewrite else None
+                pays = budget.reserve(self._most_calls) if self._pays_alone else None
             if pays is not None or self._run.live:
                 return pays
         self._is_last = not self._is_last and not self._run.live and self._due(0.0, last=True) is not None
         return budget.reserve(0) if self._is_last else None
 
     @property
-    def _pays_a_rewrite(self) -> bool:
-        """Whether what is left pays a validation beside a step, where its child may need one of its own."""
+    def _pays_alone(self) -> bool:
+        """Whether what is left pays a step with a validation of its own, where its child may need one."""
         left = self._run.budget.left
         return bool(self._joins) or left is None or left >= self._calls_alone()
 
@@ -659,7 +659,12 @@ class GepaLoop:
         return None if reason is None or (self._credit is not None and waits) else reason
 
     def _spent_up(self) -> str | None:
-        run, journal = self._run, self._run.journal
+        run, journal, budget = self._run, self._run.journal, self._run.budget
+        if self._seeded.is_set() and not (run.live or run.lockstep or self._pays_alone):
+            return (
+                f"max_metric_calls={budget.limit}: the {budget.left} calls left cannot pay a step, which may cost "
+                f"{self._calls_alone()}"
+            )
         calls = self.reflection_calls + (0 if journal is None else journal.requests_before)
         cost = run.dollars + (0.0 if journal is None else journal.dollars_before)
         if self._max_reflection_calls is not None and calls >= self._max_reflection_calls:
@@ -797,6 +802,6 @@ class AsChildrenCome:
         joins = self.joins()
         if joins is False:
             return self.alone.admits(replace(load, calls_per_step=max(load.calls_per_step, self.calls_alone())))
-        if joins is None and load.calls_left is not None:
+        if joins is None and load.calls_left is not None and not self.joined.strict:
             return replace(self.joined, generations=math.inf).admits(load)
         return self.joined.admits(load)

@@ -274,6 +274,25 @@ def test_with_an_lm_that_refuses_four_reflections_of_five_the_default_does_as_we
     assert median(scores[AsyncGEPA]) >= median(scores[dspy.GEPA]), scores
 
 
+@pytest.mark.parametrize("said", ["empty", "a worse text"])
+def test_where_each_reflection_rewrites_the_whole_text_a_small_budget_goes_into_depth_as_with_full(said: str) -> None:
+    """Nothing joins the children of steps that ran at once: each of them would take a validation for itself."""
+    scores = {
+        staleness: [
+            best(AsyncGEPA, reflection_lm(rewritten, seed, SAID[said]), seed, 300, Chain(), task_lm(seed), **more)
+            for seed in range(3)
+        ]
+        for staleness, more in (("full", {"staleness": "full"}), ("default", {}))
+    }
+    assert median(scores["default"]) >= median(scores["full"]) > 0.7, scores
+
+
+def test_where_children_are_rewrites_a_run_ends_when_no_validation_can_be_paid_and_says_so() -> None:
+    stats = compiled(reflection_lm(rewritten, integrates=SAID["empty"])).detailed_results.async_stats
+    assert stats.stop_reason.endswith("calls left cannot pay a step, which may cost 16")
+    assert not any("no budget is left" in reason for reason in stats.end_reasons)
+
+
 class OneDecides(dspy.Module):
     """The first predictor's answer counts; the others' are thrown away."""
 

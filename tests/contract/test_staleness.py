@@ -23,6 +23,7 @@ from dspy_flashevolve import (
     Reflective,
     RunAbortedError,
     StaleCandidateReflection,
+    Workflow,
 )
 from dspy_flashevolve.sim import HouseRules, ReplyModel
 from dspy_flashevolve.sim.virtual import SimulatedModel, run
@@ -170,7 +171,8 @@ def test_no_reply_to_an_integration_costs_more_than_itself(name: str, staleness:
     """Children that are in no text, for no reason that holds, go on as in ``full``: they end by their own scores."""
     module, failed = USELESS[name]
     Saying.asked = 0
-    stats = play(World(), 280, staleness=staleness, stale_candidate_reflection=module()).async_stats
+    overlap = Workflow(live_steps=4) if staleness == "patch" else Workflow()
+    stats = play(World(), 280, staleness=staleness, stale_candidate_reflection=module(), workflow=overlap).async_stats
     check_ends(stats)
     assert all(failed in record.failed and bool(record.failed) == bool(failed) for record in stats.integrations)
     assert stats.integrations, "none was asked for: this run shows nothing"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from dspy_flashevolve.engine.admission import LiveSteps, Load
 from dspy_flashevolve.engine.errors import ConfigurationError
 from dspy_flashevolve.gepa.evaluate import Workflow
-from dspy_flashevolve.gepa.step import admission_of
+from dspy_flashevolve.gepa.step import AsChildrenCome, admission_of
 
 RULES = st.builds(LiveSteps, st.integers(1, 64), st.none() | st.integers(1, 64), st.floats(0, 30), st.integers(1, 8))
 CALLS = st.tuples(st.integers(0, 5000) | st.none(), st.integers(0, 5000), st.floats(0, 200))
@@ -65,6 +65,18 @@ def test_while_there_may_be_fewer_slots_the_bounds_shrink_with_them(
     assert rule.bound(replace(load, slots=None)) == rule.limit
     if own.admits(load):
         assert rule.admits(load)
+
+
+@pytest.mark.parametrize(("joins", "alone"), [(True, 4), (None, 1), (False, 2)])
+def test_a_budget_is_spread_by_what_children_are_like(joins: bool | None, alone: int) -> None:
+    joined, single = admission_of(Workflow(), 64, 3)
+    rule = AsChildrenCome(joined, single, lambda: joins, lambda: 25)
+    loads = [replace(IDLE, live=live, calls_left=600, calls_per_step=25.0) for live in range(20)]
+    assert sum(map(rule.admits, loads)) == alone
+    endless = [replace(one, calls_left=None) for one in loads]
+    assert all(map(rule.admits, endless)), "without a budget of calls nothing is to be spread"
+    given = AsChildrenCome(*admission_of(Workflow(live_steps=6), 64, 3), lambda: joins, lambda: 25)
+    assert sum(map(given.admits, loads)) == 6
 
 
 @pytest.mark.parametrize(

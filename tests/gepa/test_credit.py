@@ -203,6 +203,21 @@ def test_a_rewrite_and_a_child_of_a_stranger_stand_for_themselves() -> None:
     assert credit.head().candidate == SEED
 
 
+def test_changes_are_of_no_use_where_most_of_the_last_children_are_rewrites() -> None:
+    credit, longer, other = Credit(SEED, (), 16, 1.0), {"answer": SEED["answer"] + "\n- more"}, {"answer": "Other."}
+    assert credit.is_of_use is None
+    credit.sees(SEED, other)
+    assert credit.is_of_use is False
+    for _ in range(4):
+        credit.sees(SEED, longer)
+    again = Credit(SEED, (), 16, 1.0)
+    again.restore(json.loads(json.dumps(credit.kept())), {}, [])
+    assert credit.is_of_use is again.is_of_use is True
+    for _ in range(5):
+        credit.sees(SEED, other)
+    assert credit.is_of_use is False
+
+
 def test_the_same_change_from_many_children_is_one_change() -> None:
     credit = Credit(SEED, (), 16, 1.0)
     for step, text in enumerate(["- rule 1", "* Rule 1", "1. rule  1\n"]):

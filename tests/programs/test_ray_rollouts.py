@@ -31,6 +31,8 @@ from tests.fakes import Chain, digits, examples, fake_lm, reflection_lm, task_lm
 pytest.importorskip("ray")
 import ray
 
+pytestmark = pytest.mark.ray
+
 TRAIN, VAL = examples("t", 6), examples("v", 4)
 ONE, TWO = RayRollouts(actors=1), RayRollouts(actors=2)
 SECRET = "sk-verysecret0123456789"

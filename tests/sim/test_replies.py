@@ -8,6 +8,7 @@ from statistics import mean, median
 
 import pytest
 
+from dspy_flashevolve.gepa.changes import changes_between
 from dspy_flashevolve.sim.profiles import H100_QWEN3_8B
 from dspy_flashevolve.sim.prompts import ChatRequest, parse_chat_request
 from dspy_flashevolve.sim.replies import Choices, ReplyModel, answer, new_instruction, reply_to
@@ -59,6 +60,16 @@ def test_crowding_lowers_obedience_with_the_number_of_rules() -> None:
     assert model.obedience_with(0) == 0.9 > model.obedience_with(4) > model.obedience_with(24) > 0
     kept = [len(words_present(answer(CURRENT, model, choices), WORDS)) for choices in many()]
     assert mean(kept) == pytest.approx(4 * model.obedience_with(4), abs=0.2)
+
+
+def test_a_rewriting_reflection_learns_as_much_and_leaves_no_part_as_it_was() -> None:
+    model, current = replace(FAITHFUL, rewrites=1.0), CURRENT
+    for choices in many(40):
+        plain, text = (new_instruction(current, FEEDBACK, one, choices) for one in (FAITHFUL, model))
+        assert set(rules_in(text)) == set(rules_in(plain))
+        assert "Do it well." in text
+        assert changes_between({"": current}, {"": text}, ()) is None
+        current = CURRENT if len(rules_in(text)) == 9 else text
 
 
 def test_a_faithful_reflection_adds_one_or_two_missed_rules_and_keeps_the_rest() -> None:
