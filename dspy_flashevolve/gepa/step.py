@@ -93,13 +93,14 @@ class GepaLoop:
         """Training examples a task, for the estimate of a step's cost."""
         burst = min(self._minibatch, run.slots)
         joined, alone = admission_of(optimizer.workflow, run.slots, burst)
-        self._admission = AsChildrenCome(joined, alone, lambda: self._joins, self._calls_alone)
+        self._admission = alone
         reflective = policy if isinstance(policy, Reflective) and not run.lockstep else None
         code: list[str] = list(program.adapter._flex_paths)  # pyright: ignore[reportPrivateUsage]
         self._credit: Credit | None = None
         if reflective is not None and reflective.changes:
             scale = abs(pool.perfect_score or 1.0)
             self._credit = Credit(pool.seed_candidate, code, reflective.undecided, scale, most)
+            self._admission = AsChildrenCome(joined, alone, lambda: self._joins, self._calls_alone)
         workflow = BARRIERS if run.lockstep else optimizer.workflow
         hears = None if self._credit is None else self._credit.saw
         self._evaluations = Evaluations(run, program, pool, workflow, hears)

@@ -170,7 +170,7 @@ def test_what_lms_answered_in_rollouts_that_came_to_nothing_is_counted(tmp_path:
             return answer
 
     lm = fake_lm(counted)
-    workflow = Workflow(rollout_timeout_seconds=60)
+    workflow = Workflow(rollout_timeout_seconds=60, live_steps=4)
     with dspy.context(lm=lm):
         stats = simulated(200, Halting(), reflection_lm=lm, log_dir=str(tmp_path), workflow=workflow).async_stats
     assert sum(stats.tokens_by_stage.values()) == 7 * answered
