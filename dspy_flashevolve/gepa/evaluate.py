@@ -295,10 +295,24 @@ class Evaluations:
         """
         journal = self._run.journal
         if journal is None or step.recorded is None:
-            return len(ids)
+            return len(self._distinct(ids))
         split = self.train_split if train else "val"
         needs = reflected and not self._is_proposed(step)
         return journal.missing(step.number, hash_of(candidate), split, ids, traced=traced, needs_trace=needs)
+
+    def size(self, task: ProposalTask[Any, Any]) -> int:
+        """How many examples of a task's minibatch are run on."""
+        return len(self._distinct(task.minibatch_ids))
+
+    def _distinct(self, ids: Sequence[Any]) -> list[int]:
+        """Where each example stands first: gepa fills a minibatch that is larger than the training set with examples
+        that are in it already. dspy.GEPA, and lockstep, run them again."""
+        if self._run.lockstep:
+            return list(range(len(ids)))
+        first: dict[Any, int] = {}
+        for place, one in enumerate(ids):
+            first.setdefault(one, place)
+        return list(first.values())
 
     async def minibatch(
         self,
@@ -323,10 +337,13 @@ class Evaluations:
             NoLongerWantedError: ``watch`` said no.
             RolloutUnresolvedError: the provider gave no answer for an example.
         """
-        rollouts = await self._evaluated(
-            stage, step, candidate, self.train_split, ids, examples, pays or step.reservation, True, watch=watch,
-            needs_trace=reflected and not self._is_proposed(step),
+        once = self._distinct(ids)
+        found = await self._evaluated(
+            stage, step, candidate, self.train_split, [ids[one] for one in once], [examples[one] for one in once],
+            pays or step.reservation, True, watch=watch, needs_trace=reflected and not self._is_proposed(step),
         )  # fmt: skip
+        of = {ids[place]: rollout for place, rollout in zip(once, found, strict=True)}
+        rollouts = found if len(found) == len(ids) else [of[one] for one in ids]
         self._remember(candidate, ids, [one.score for one in rollouts])
         return as_batch(rollouts)
 
@@ -369,7 +386,7 @@ class Evaluations:
         Raises:
             RolloutUnresolvedError: the provider gave no answer, and what is there is not enough.
         """
-        size, needed = len(task.minibatch_ids), released_at(self._workflow.rollout, len(task.minibatch_ids))
+        size, needed = self.size(task), released_at(self._workflow.rollout, self.size(task))
 
         async def evaluated(pays: Reservation, watch: Watch | None = None) -> Batch:
             return await self.minibatch(

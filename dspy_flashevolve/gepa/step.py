@@ -89,7 +89,7 @@ class GepaLoop:
         self._max_reflection_calls, self._max_cost = optimizer.max_reflection_calls, optimizer.max_cost
         self._initial, most = list(initial), optimizer.workflow.max_candidate_characters
         self._most_characters: int | None = most
-        self._minibatch: int = optimizer.reflection_minibatch_size or 3
+        self._minibatch: int = min(optimizer.reflection_minibatch_size or 3, len(pool.trainset))
         """Training examples a task, for the estimate of a step's cost."""
         burst = min(self._minibatch, run.slots)
         joined, alone = admission_of(optimizer.workflow, run.slots, burst)
@@ -360,7 +360,7 @@ class GepaLoop:
         if isinstance(work, Crossover):
             return work
         tasks = list(work.tasks)
-        self._minibatch = max([self._minibatch, *(len(task.minibatch_ids) for task in tasks)])
+        self._minibatch = max([self._minibatch, *(self._evaluations.size(task) for task in tasks)])
         while step.recorded is None and tasks and not step.reservation.cover(len(tasks) * self._most_calls):
             tasks.pop()  # a sampling strategy asked for more than the budget holds
         return Selected(tuple(tasks), work.bases[: len(tasks)])
@@ -376,7 +376,7 @@ class GepaLoop:
             raise StepEnded(EndKind.DISCARDED, "there is nothing to work on within the budget")
         await pool.write(callbacks.parents_start, pool, step, tasks)
         unique = {callbacks.task_key(task): task for task in tasks}
-        whole = step.reservation.cover(sum(len(one.minibatch_ids) for one in unique.values()))
+        whole = step.reservation.cover(sum(map(self._evaluations.size, unique.values())))
         done = await gather([lambda t=task: self._evaluations.parent(step, t, whole) for task in unique.values()])
         by_key = dict(zip(unique, done, strict=True))
         parents = [

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dspy_flashevolve import AsyncGEPA, Guarded, RunAbortedError, Workflow
+from dspy_flashevolve.sim.virtual import run
 from tests.contract.surface import (
     TRAIN,
     VAL,
@@ -19,11 +20,12 @@ from tests.contract.surface import (
     check_winner,
     compiled,
     early,
+    optimizer,
     simulated,
     steps_of,
 )
 from tests.contract.worlds import World, play
-from tests.fakes import Chain, digits, task_lm
+from tests.fakes import Chain, digits, examples, task_lm
 
 POLICIES = st.sampled_from(["full", "guarded", "patch", "reflective", Guarded(0)])
 WORLDS = st.builds(
@@ -154,3 +156,23 @@ def test_every_metric_call_is_told_even_one_that_ends_after_the_last_step(seed: 
     world = NothingNew(seed=seed, spread=60.0, reflection_seconds=0.1)
     program = play(world, calls=60 + seed, staleness="reflective")
     assert program.async_stats.metric_calls == program.detailed_results.total_metric_calls == len(world.scored)
+
+
+@pytest.mark.parametrize("calls", [40, 60, 80])
+def test_a_minibatch_that_is_larger_than_the_training_set_costs_each_example_once(calls: int) -> None:
+    """gepa fills it with examples that are in it already; dspy.GEPA runs these again."""
+    sets = {"trainset": examples("t", 9), "valset": examples("v", 9)}
+
+    def ran(size: int) -> Any:
+        one = optimizer(calls, reflection_minibatch_size=size)
+
+        async def compile_it() -> Any:
+            with dspy.context(lm=task_lm()):
+                return await one.acompile(Chain(), **sets)
+
+        return run(compile_it).detailed_results.async_stats
+
+    large, whole = ran(20), ran(9)
+    assert large.metric_calls <= calls
+    assert sum(large.ended.values()) >= sum(whole.ended.values()) > 0
+    assert large.metric_calls > calls - 27, "nine of a parent, nine of its child, nine to validate it"
