@@ -30,7 +30,7 @@ from dspy_flashevolve.engine.errors import FlashEvolveError, RunAbortedError
 from dspy_flashevolve.engine.loop import Threads, is_being_cancelled
 from dspy_flashevolve.engine.rollouts import Rollout, given_up
 from dspy_flashevolve.programs.copies import Copied, copied
-from dspy_flashevolve.programs.faults import LmCalls, fault_of, heard_lm_calls, raise_provider_fault
+from dspy_flashevolve.programs.faults import LmCalls, chain_of, fault_of, heard_lm_calls, raise_provider_fault
 from dspy_flashevolve.programs.lm import LanguageModels, cost_of, tokens_of
 from dspy_flashevolve.programs.metric import Metric, no_score
 from dspy_flashevolve.programs.place import NeedsThreadError, Place, runs_on_loop
@@ -253,8 +253,8 @@ class ProgramRunner:
         return Tried(self._rollout(example, run, raw))
 
     def _failure(self, error: Exception, calls: LmCalls) -> Failure | None:
-        if self._flex or isinstance(error, AdapterParseError):
-            return None
+        if self._flex or any(isinstance(one, AdapterParseError) for one in chain_of(error)):
+            return None  # a reply that cannot be read, whatever its parser ran into, is no mistake in code
         return Failure(error, _raised_at(error), fault_of(error, calls.errors) is not None)
 
     def _look_at(self, failure: Failure | None) -> None:

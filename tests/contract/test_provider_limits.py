@@ -56,6 +56,7 @@ def test_under_one_in_two_hundred_requests_is_refused_where_the_limits_are_known
     assert "sk-a-key" not in shared.read_text() + shared.name
 
 
+@pytest.mark.slow  # on a machine with more to do than cores the run is too slow to be refused anything
 def test_without_them_the_same_provider_refuses_more() -> None:
     with server(Quota(**QUOTA, says_so=False)) as one:
         compiled(dspy.LM("openai/sim", api_base=one.api_base, api_key="none", cache=False))
