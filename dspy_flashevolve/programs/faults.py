@@ -13,10 +13,10 @@
 dspy's ``LMError`` tree, lm15's, and the errors of litellm's and other providers' SDKs say by themselves what they are,
 wherever they stand in a chain of causes or in an exception group. What a hand-written LM raises (``TimeoutError``,
 ``ConnectionError``, ``httpx`` errors, a ``KeyError`` over a body that has no choices) looks like what a program's own
-tool may raise: it is the provider's only where an LM call was heard to raise it (:func:`heard_lm_calls`). An LM that
-is no ``dspy.BaseLM``, or one that hides its calls from dspy's callbacks, is not heard, and its raw errors count as
-the program's. What a program catches and makes up for is the program's own business; where it raises something else in
-its place, the fault is the one that was heard.
+tool may raise: it is the provider's only where an LM call was heard to raise it (:func:`heard_lm_calls`), or where it
+passed through one. An LM that is no ``dspy.BaseLM``, or one that hides its calls from dspy's callbacks, is not heard,
+and its raw errors count as the program's. What a program catches and makes up for is the program's own business; where
+it raises something else in its place, the fault is the one that was heard.
 """
 
 from __future__ import annotations
@@ -24,17 +24,20 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import http.client
+import inspect
 import json
+import traceback
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
 from enum import Enum, auto
-from typing import Any
+from typing import Any, TypeVar
 
 import dspy
 from dspy import lm15
+from dspy.clients.base_lm import BaseLM
 from dspy.clients.errors import wrap_error
 from dspy.utils.callback import BaseCallback
 from dspy.utils.exceptions import (
@@ -57,7 +60,10 @@ from dspy.utils.exceptions import (
 from dspy_flashevolve.engine.endpoints import Sent
 from dspy_flashevolve.engine.errors import RunAbortedError, TransientError
 
+T = TypeVar("T")
 ASKED = "flashevolve_asked"
+HEARD_BY = "flashevolve_heard"
+"""The setting of dspy's that says who hears of the calls of paced LMs: it reaches the threads that dspy starts."""
 REMEMBERED = 32
 """Errors of LM calls that are kept; a program that goes on after so many has been answered by other calls."""
 DEEPEST = 100
@@ -89,11 +95,17 @@ class HollowReplyError(LMServerError):
 
 
 class LmCalls(BaseCallback):
-    """Hears of every LM call in its context, of any ``dspy.BaseLM``, on the loop and in threads."""
+    """What the LM calls in its context came to, on the loop and in threads."""
 
     def __init__(self) -> None:
         self.errors: deque[Exception] = deque(maxlen=REMEMBERED)
         """What calls raised, in order; a reply without a choice counts as such an error."""
+        self.only_paced = True
+        """No LM was called that the run does not pace."""
+
+    def on_lm_start(self, call_id: str, instance: Any, inputs: dict[str, Any]) -> None:
+        """See ``dspy.utils.callback.BaseCallback``."""
+        self.only_paced = self.only_paced and hasattr(type(instance), "original_class")
 
     def on_lm_end(self, call_id: str, outputs: Any, exception: BaseException | None = None) -> None:
         """See ``dspy.utils.callback.BaseCallback``."""
@@ -104,14 +116,37 @@ class LmCalls(BaseCallback):
 
 
 @contextmanager
-def heard_lm_calls() -> Generator[LmCalls, None, None]:
-    """Hear the LM calls that are made inside, beside the callbacks that the user has configured.
+def heard_lm_calls(only_paced: bool = False) -> Generator[LmCalls, None, None]:
+    """Hear the LM calls that are made inside, of any ``dspy.BaseLM``, beside the callbacks that the user configured.
 
     Their trace is a list of its own, which ends with them: a long run does not fill the user's.
+
+    Args:
+        only_paced: those of paced LMs, which tell it themselves. A callback of dspy's hears all of them, and makes dspy
+            bind the arguments of every call of a module, adapter and LM, which takes a tenth of a millisecond each.
     """
     calls = LmCalls()
-    with dspy.context(callbacks=[*dspy.settings.callbacks, calls], trace=[]):
+    heard = {HEARD_BY: calls} if only_paced else {"callbacks": [*dspy.settings.callbacks, calls]}
+    with dspy.context(trace=[], **heard):
         yield calls
+
+
+def hear(result: T, error: BaseException | None = None) -> T:
+    """Tell who hears of paced LMs what one gave, or raised; gives ``result`` back."""
+    calls: LmCalls | None = dspy.settings.get(HEARD_BY)
+    if calls is not None:
+        calls.on_lm_end("", result, error)
+    return result
+
+
+@contextmanager
+def heard_raising() -> Generator[None, None, None]:
+    """Tell who hears of paced LMs what a call inside raises."""
+    try:
+        yield
+    except Exception as error:
+        hear(None, error)
+        raise
 
 
 class Fault(Enum):
@@ -142,13 +177,21 @@ def fault_of(error: BaseException, heard: Sequence[BaseException] = ()) -> tuple
     for one in chain_of(error):
         if isinstance(one, AdapterParseError):
             return None  # a reply came, whatever failed before it
-        fault = _fault(one, id(one) in calls)
+        fault = _fault(one, id(one) in calls or _passed_through_a_call(one))
         if fault is not None:
             return fault, one
     for one in reversed(heard):
         if _fault(one, True) in (Fault.LATER, Fault.NEVER):
             return Fault.LATER, one  # swallowed on the way, say by a thread pool that reports its own error
     return None
+
+
+_CALLS = {inspect.unwrap(call).__code__ for call in (BaseLM.__call__, BaseLM.acall)}
+
+
+def _passed_through_a_call(error: BaseException) -> bool:
+    """Whether an LM call raised an error, as its traceback tells."""
+    return any(frame.f_code in _CALLS for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def may_repeat(error: BaseException) -> bool:

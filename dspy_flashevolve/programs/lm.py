@@ -44,6 +44,8 @@ from dspy_flashevolve.programs.balanced import BalancedLM, where
 from dspy_flashevolve.programs.faults import (
     HollowReplyError,
     chain_of,
+    hear,
+    heard_raising,
     is_of_request,
     is_refusal,
     is_timeout,
@@ -452,17 +454,21 @@ def paced_class(kind: type[Any]) -> type[Any]:
         models: LanguageModels | None = dspy.settings.get(PACED_BY)
         if models is None:
             return call(self, *args, **kwargs)
-        return models.pace_of(self).call(
-            self, lambda lm, **again: call(lm, *args, **{**kwargs, **again}), (args, kwargs)
-        )
+        with heard_raising():
+            result = models.pace_of(self).call(
+                self, lambda lm, **again: call(lm, *args, **{**kwargs, **again}), (args, kwargs)
+            )
+            return hear(result)
 
     async def paced_acall(self: Any, *args: Any, **kwargs: Any) -> Any:
         models: LanguageModels | None = dspy.settings.get(PACED_BY)
         if models is None:
             return await acall(self, *args, **kwargs)
-        return await models.pace_of(self).acall(
-            self, lambda lm, **again: acall(lm, *args, **{**kwargs, **again}), (args, kwargs)
-        )
+        with heard_raising():
+            result = await models.pace_of(self).acall(
+                self, lambda lm, **again: acall(lm, *args, **{**kwargs, **again}), (args, kwargs)
+            )
+            return hear(result)
 
     # Callbacks hear of a call's arguments by their names.
     def heard_call(self: Any, prompt: Any = None, *, messages: Any = None, **kwargs: Any) -> Any:

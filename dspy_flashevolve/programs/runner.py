@@ -40,6 +40,8 @@ logger = logging.getLogger(__name__)
 
 PROTOTYPES = 64
 """Programs that are kept ready; older ones are built again when they are needed."""
+LISTENED = 8
+"""So many of the first rollouts tell whether a program, or its metric, calls LMs that the run does not pace."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +114,8 @@ class ProgramRunner:
         self._prototypes: OrderedDict[tuple[tuple[str, str], ...], Callable[[], Module] | Exception] = OrderedDict()
         self._building = anyio.Lock()
         self._place = Place(threads)
+        self._listened, self._calls_others = 0, False
+        """Rollouts in which all LM calls were heard, and whether one was of an LM that the run does not pace."""
         self._first: FirstRollouts | None = None
         self._mistake: Exception | None = None
         """What all first rollouts failed with: none is made any more."""
@@ -153,11 +157,15 @@ class ProgramRunner:
         prototype = await self._prototype(candidate)
         if isinstance(prototype, Exception):
             return Tried(Rollout(None, self.adapter.failure_score))
-        with heard_lm_calls() as calls:
+        only_paced = self._listened >= LISTENED and not self._calls_others
+        with heard_lm_calls(only_paced) as calls:
             run = await self._run(prototype, example, calls)
             if dspy.settings.track_usage and isinstance(run.prediction, dspy.Prediction):
                 run.prediction.set_lm_usage(usage.get_total_tokens())
-            return await self._scored(example, run, capture_traces, calls)
+            tried = await self._scored(example, run, capture_traces, calls)
+        self._listened += 1
+        self._calls_others = self._calls_others or not calls.only_paced
+        return tried
 
     async def _prototype(self, candidate: dict[str, str]) -> Callable[[], Module] | Exception:
         """What makes a rollout's copy of a candidate's program. One is built at a time, each once."""

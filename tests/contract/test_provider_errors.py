@@ -6,13 +6,17 @@ Most of it in virtual time, so that what waits before it is asked again costs no
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import dspy
 import pytest
+from dspy.clients.base_lm import BaseLM
 from dspy.utils.exceptions import (
     ContextWindowExceededError,
     LMAuthError,
@@ -72,6 +76,86 @@ def test_what_a_provider_in_trouble_raises_is_asked_again_and_never_a_score(name
     assert min(scores_of(details)) > 0, "every answer that came scores above 0; a 0 would be a fault"
     assert details.async_stats.retried_requests > 10
     check_winner(details)
+
+
+class Own(BaseLM):
+    """A user's own LM, which a run does not pace: it raises what its client raises, at every third request."""
+
+    def __init__(self) -> None:
+        super().__init__("own")
+        self.requests = 0
+
+    async def aforward(self, prompt: Any = None, messages: Any = None, **kwargs: Any) -> Any:
+        self.requests += 1
+        if self.requests % 3 == 0:
+            raise ConnectionResetError("reset by peer")
+        text = reply_for(str(messages), answer=str(1 + hashed(str(messages)) % 6))
+        message = SimpleNamespace(message=SimpleNamespace(content=text), finish_reason="stop")
+        return SimpleNamespace(choices=[message], usage={}, model="own")
+
+
+class Hiding(Chain):
+    """Raises something of its own where an LM call fails."""
+
+    async def aforward(self, question: str) -> dspy.Prediction:
+        answer = None
+        with suppress(Exception):
+            answer = await super().aforward(question)
+        if answer is None:
+            raise ValueError("the workers failed")
+        return answer
+
+
+def test_where_a_program_raises_something_else_over_a_fault_of_an_own_lm_it_is_asked_again_and_never_scored() -> None:
+    with dspy.context(lm=Own()):
+        details = simulated(120, Hiding(), reflection_lm=raising(lambda number: None)).detailed_results
+    assert min(scores_of(details)) > 0
+    assert details.async_stats.retried_requests > 10
+
+
+def test_where_a_program_raises_something_else_over_an_lm_that_gives_up_its_example_counts_as_unanswered() -> None:
+    asked: list[str] = []
+
+    def answer(prompt: str) -> str:
+        asked.append(prompt)
+        if "v 3" in prompt and len(asked) > 20:  # the first rollouts are heard in another way
+            raise LMServerError("500", status=500)
+        return reply_for(prompt, answer=str(len(asked) % 7), new_instruction=f"Instruction {hashed(prompt)}")
+
+    with dspy.context(lm=fake_lm(answer)):
+        details = simulated(120, Hiding()).detailed_results
+    assert details.async_stats.unanswered_examples > 0
+
+
+def test_what_an_lm_raises_that_a_program_asks_for_the_first_time_late_in_a_run_is_never_scored() -> None:
+    own = Own()
+
+    class Late(Chain):
+        calls = itertools.count()
+
+        async def aforward(self, question: str) -> dspy.Prediction:
+            with dspy.context(lm=own if next(self.calls) > 30 else dspy.settings.lm):
+                return await super().aforward(question)
+
+    with dspy.context(lm=raising(lambda number: None)):
+        details = simulated(120, Late()).detailed_results
+    assert own.requests > 30
+    assert min(scores_of(details)) > 0
+    assert details.async_stats.retried_requests > 10
+
+
+def test_where_a_run_hears_all_lm_calls_itself_dspy_calls_no_callback_after_the_first_rollouts() -> None:
+    heard: list[int] = []
+
+    class Looking(Chain):
+        async def aforward(self, question: str) -> dspy.Prediction:
+            heard.append(len(dspy.settings.callbacks))
+            return await super().aforward(question)
+
+    with dspy.context(lm=raising(lambda number: None)):
+        simulated(120, Looking(), num_threads=4)
+    assert len(heard) > 50
+    assert not any(heard[12:]), "a callback costs dspy as much as half of a rollout's other work"
 
 
 @settings(max_examples=15)
