@@ -22,7 +22,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -45,6 +46,10 @@ if TYPE_CHECKING:
     from dspy_flashevolve.sim.server import ServerConfig
 
 
+OF_GEPA = ("candidate_tree.html", "candidates.json", "gepa_state.bin")
+"""Files that gepa keeps in a run directory."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line.
 
@@ -65,7 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         except ValueError as error:
             parser.error(str(error))
     try:
-        status = COMMANDS[arguments.command](arguments)
+        with _shown(getattr(arguments, "run_dir", "")):
+            status = COMMANDS[arguments.command](arguments)
         print(end="", flush=True)  # here, not when the interpreter ends, a full disk or a closed pipe has its message
         return status
     except BrokenPipeError:  # `flashevolve lineage RUN_DIR | head`: nobody reads on
@@ -75,14 +81,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         _drop_output()
         print(f"flashevolve: {error}", file=sys.stderr)
         return 1
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        if arguments.command == "sim-server":
-            raise
-        what = f"{type(error).__name__}: {error}".replace("\n", " ")
-        print(f"flashevolve: {arguments.run_dir} cannot be shown ({what}): it is damaged.", file=sys.stderr)
-        return 1
     except KeyboardInterrupt:
         return 0
+
+
+@contextmanager
+def _shown(run_dir: str | list[str]) -> Generator[None, None, None]:
+    """What a damaged run makes impossible is told in one line, with the run's name."""
+    try:
+        yield
+    except RunDirectoryError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        if not run_dir:
+            raise
+        names = ", ".join([run_dir] if isinstance(run_dir, str) else run_dir)
+        what = f"{type(error).__name__}: {error}".replace("\n", " ")
+        raise RunDirectoryError(f"{names} cannot be shown ({what}): it is damaged.") from error
 
 
 def _drop_output() -> None:
@@ -183,8 +198,8 @@ def _say(lines: str) -> int:
 
 def _written(out: str, content: str) -> int:
     path = Path(out)
-    if path.name == FILE:
-        raise ConfigurationError(f"{out} is a run's journal, which is not written over. Name another file.")
+    if (name := path.resolve().name).startswith(FILE) or name in OF_GEPA:
+        raise ConfigurationError(f"{out} is a run's {name}, which is not written over. Name another file.")
     try:
         path.write_text(content, encoding="utf-8")
     except OSError as error:
@@ -213,7 +228,11 @@ def _report(arguments: argparse.Namespace) -> int:
 
 
 def _compare(arguments: argparse.Namespace) -> int:
-    found = [_history(one) for one in arguments.run_dir]
+    found: list[History] = []
+    for one in arguments.run_dir:
+        with _shown(one):
+            found.append(_history(one))
+            figures(found[-1])
     if arguments.json:
         return _say(json.dumps([{"run": one.directory, **asdict(figures(one))} for one in found], indent=2))
     return _say(text.compare(found))

@@ -246,10 +246,15 @@ def _connected(path: Path) -> closing[sqlite3.Connection]:
     It is one for writing, so that SQLite takes away the files that it makes to read. In a folder that may only be read
     it can make none: there a journal that nobody writes is read alone.
     """
-    may_write = os.access(path.parent, os.W_OK, effective_ids=os.access in os.supports_effective_ids)
-    is_fixed = not may_write and not _is_there(path.with_name(path.name + "-wal"))
+    is_fixed = not _may_write(path) and not _is_there(path.with_name(path.name + "-wal"))
     address = f"{path.absolute().as_uri()}?{'mode=ro&immutable=1' if is_fixed else 'mode=rwc'}"
     return closing(sqlite3.connect(address, uri=True, timeout=30, isolation_level=None))
+
+
+def _may_write(path: Path) -> bool:
+    """Whether a journal, and its folder, may be written."""
+    ours = os.access in os.supports_effective_ids
+    return all(os.access(one, os.W_OK, effective_ids=ours) for one in (path.parent, path) if one.exists())
 
 
 def _plain(value: Any) -> Any:
@@ -272,7 +277,7 @@ def checked(path: Path) -> None:
         RunDirectoryError: it is not, with the reason.
     """
     what = f"{path} is no journal that can be continued"
-    advice = "Give another log_dir."
+    advice = "Give another log_dir." if _may_write(path) else "It may only be read: copy it to where you may write."
     try:
         with _connected(path) as connection:
             found = connection.execute("PRAGMA application_id").fetchone()[0]

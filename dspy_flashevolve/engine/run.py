@@ -50,7 +50,7 @@ since it was given up; by an exception."""
 SPARE_THREADS = 16
 """Threads beside those of the slots, for what a loop does without one."""
 PROBES, PROBE_SECONDS = 8, 4.0
-"""So many steps more may live where nobody is answered for so long."""
+"""Where nobody is answered one step more may live each so many seconds, up to so many."""
 PRIOR_STEPS = 4
 """The estimate of a step's cost begins as if this many had cost the most that one can."""
 
@@ -327,6 +327,11 @@ class EvolutionRun:
         return sorted(number for number, step in self._live.items() if step.has_begun)
 
     @property
+    def is_busy(self) -> bool:
+        """Whether a step, or what runs beside the steps, may still hand back metric calls that it set aside."""
+        return bool(self.live or self._beside)
+
+    @property
     def working(self) -> int:
         """Steps that work towards a child, and do not wait for others."""
         steps = [step for step in self._live.values() if step.is_working]
@@ -341,9 +346,10 @@ class EvolutionRun:
             since = self._waits_since(step)
             if step.rests or (since is not None and since < self.rollouts.answered_seconds):
                 rest += 1
-            elif since is not None and since <= self.clock() - PROBE_SECONDS:
+            elif since is not None:
                 unanswered += 1
-        return rest + min(PROBES, unanswered)
+        silent = self.clock() - max(self.clock.began, self.rollouts.answered_seconds)
+        return rest + min(PROBES, unanswered, int(silent / PROBE_SECONDS))
 
     def _waits_since(self, step: Step) -> float | None:
         return self.rollouts.waits_since(step.number if step.behind is None else step.behind)

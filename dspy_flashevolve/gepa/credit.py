@@ -198,7 +198,7 @@ class Credit:
         self._era = -1
         self.parent = 0
         """The pool's index of the last validated head."""
-        self._rewrites = deque[bool](maxlen=LAST_CHILDREN)
+        self._children = deque[tuple[int, bool]](maxlen=LAST_CHILDREN)
         self._begin(seed, [], [])
 
     def _begin(self, base: Texts, changes: list[Change], steps: list[int]) -> None:
@@ -226,15 +226,21 @@ class Credit:
         if composition is not None:
             evidence.add((self._era, split, example), composition, score)
 
-    def sees(self, parent: Texts, child: Texts) -> None:
-        """Take note of how a child was written, whatever becomes of it."""
-        if child != parent:
-            self._rewrites.append(changes_between(parent, child, self._code) is None)
+    def sees(self, step: int, children: Iterable[tuple[Texts, Texts]]) -> None:
+        """Take note of how a step's children were written, whatever becomes of them; each step's once.
+
+        Args:
+            children: parent and child.
+        """
+        if all(number != step for number, _ in self._children):
+            new = [(parent, child) for parent, child in children if child != parent]
+            self._children.extend((step, changes_between(*one, self._code) is None) for one in new)
 
     @property
     def is_of_use(self) -> bool | None:
         """Whether children come as changes; False where more of the last ones are rewrites, None before the first."""
-        return 2 * sum(self._rewrites) <= len(self._rewrites) if self._rewrites else None
+        rewrites = [is_rewrite for _, is_rewrite in self._children]
+        return 2 * sum(rewrites) <= len(rewrites) if rewrites else None
 
     def variant(self, rng: random.Random) -> Texts:
         """The head without some of the changes of which little is known, and with some of those that it lacks."""
@@ -325,7 +331,7 @@ class Credit:
             "parent": self.parent,
             "changes": [asdict(one) for one in self._changes],
             "steps": self._steps,
-            "rewrites": list(self._rewrites),
+            "children": list(self._children),
             "tried": [[step, sorted(changes)] for step, changes in self._tried.items()],
             "effects": [[one.effect, one.error] for one in self.records()],
         }
@@ -342,7 +348,7 @@ class Credit:
         """
         self._begin(kept["base"], [Change(**one) for one in kept["changes"]], list(kept["steps"]))
         self.parent = kept["parent"]
-        self._rewrites.extend(kept.get("rewrites", ()))
+        self._children.extend((step, is_rewrite) for step, is_rewrite in kept.get("children", ()))
         self._tried = {step: frozenset(changes) for step, changes in kept["tried"]}
         for name, texts in candidates.items():
             found = changes_in(self._base, texts, self._changes) if texts.keys() == self._base.keys() else None

@@ -338,9 +338,16 @@ class Evaluations:
             RolloutUnresolvedError: the provider gave no answer for an example.
         """
         once = self._distinct(ids)
+
+        def seen(number: int, rollout: Rollout) -> bool:
+            assert watch is not None
+            said = [watch(place, rollout) for place, one in enumerate(ids) if one == ids[once[number]]]
+            return all(said)
+
         found = await self._evaluated(
             stage, step, candidate, self.train_split, [ids[one] for one in once], [examples[one] for one in once],
-            pays or step.reservation, True, watch=watch, needs_trace=reflected and not self._is_proposed(step),
+            pays or step.reservation, True, watch=watch if watch is None or len(once) == len(ids) else seen,
+            needs_trace=reflected and not self._is_proposed(step),
         )  # fmt: skip
         of = {ids[place]: rollout for place, rollout in zip(once, found, strict=True)}
         rollouts = found if len(found) == len(ids) else [of[one] for one in ids]

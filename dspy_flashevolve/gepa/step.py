@@ -397,9 +397,9 @@ class GepaLoop:
         children = [one for one in written if isinstance(one, Child)]
         for child in children:
             await self._pool.write(callbacks.proposed, self._pool, step, child.texts)
-            if self._credit is not None:
-                await self._pool.write(self._credit.sees, child.parent.task.parent_candidate, child.candidate)
             self.proposals += 1
+        if self._credit is not None and children:
+            await self._pool.write(self._sees, step, children)
         await self._pool.write(self._pool.keep_strategies)
         if not children:
             ends = [one for one in written if isinstance(one, End)]
@@ -414,6 +414,11 @@ class GepaLoop:
         children = [one for one in children if not is_too_long(one.candidate, self._most_characters)]
         self._look(step, "after_propose", [one.parent.base for one in children])
         return children
+
+    def _sees(self, step: Step, children: Sequence[Child]) -> None:
+        assert self._credit is not None
+        self._credit.sees(step.number, [(one.parent.task.parent_candidate, one.candidate) for one in children])
+        self._keep(self._credit)
 
     async def _prepared(self, step: Step, parent: Parent) -> _Prepared | End:
         """What reflection reads of a parent, or why there is nothing to reflect on."""
@@ -632,7 +637,7 @@ class GepaLoop:
         return False if self._credit is None else self._credit.is_of_use
 
     def _reserve(self) -> Reservation | None:
-        """Set a step's calls aside, and beside them a validation for the last head."""
+        """Set a step's calls aside, and beside them a validation for the last head where changes come together."""
         aside, budget = self._evaluations.set_aside, self._run.budget
         pays = None
         if self._spent_up() is None:
@@ -655,13 +660,15 @@ class GepaLoop:
 
     def _may_open(self) -> str | None:
         """Why no further step may start; None while one may, or the last head is to be validated."""
+        if self._joins is False and self._due(0.0, last=True) is None:
+            self._evaluations.set_aside.refund()  # for a head that is not there
         reason = self._spent_up()
         waits = self._run.live or (not self._is_last and self._due(0.0, last=True) is not None)
         return None if reason is None or (self._credit is not None and waits) else reason
 
     def _spent_up(self) -> str | None:
         run, journal, budget = self._run, self._run.journal, self._run.budget
-        if self._seeded.is_set() and not (run.live or run.lockstep or self._pays_alone):
+        if self._seeded.is_set() and not (run.is_busy or run.lockstep or self._pays_alone):
             return (
                 f"max_metric_calls={budget.limit}: the {budget.left} calls left cannot pay a step, which may cost "
                 f"{self._calls_alone()}"
@@ -785,7 +792,8 @@ class AsChildrenCome:
     """Admission by whether what steps find comes together.
 
     Where each child stands for itself, steps that ran at once have made siblings of which one is used, and each that
-    passes its screen costs a validation. While that is not known, a run with a budget of metric calls has one step.
+    passes its screen costs a validation. While that is not known, a run with a budget of metric calls has one step more
+    than have ended.
 
     Args:
         joined, alone: see :func:`admission_of`.
@@ -804,5 +812,5 @@ class AsChildrenCome:
         if joins is False:
             return self.alone.admits(replace(load, calls_per_step=max(load.calls_per_step, self.calls_alone())))
         if joins is None and load.calls_left is not None and not self.joined.strict:
-            return replace(self.joined, generations=math.inf).admits(load)
+            return replace(self.joined, limit=min(self.joined.limit, 1 + load.ended)).admits(load)
         return self.joined.admits(load)

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dspy_flashevolve import AsyncGEPA, Guarded, RunAbortedError, Workflow
+from dspy_flashevolve.engine.staleness import Admit, Decision, Discard, History, Look
 from dspy_flashevolve.sim.virtual import run
 from tests.contract.surface import (
     TRAIN,
@@ -20,11 +21,12 @@ from tests.contract.surface import (
     check_winner,
     compiled,
     early,
+    on,
     optimizer,
     simulated,
     steps_of,
 )
-from tests.contract.worlds import World, play
+from tests.contract.worlds import Rules, World, play
 from tests.fakes import Chain, digits, examples, task_lm
 
 POLICIES = st.sampled_from(["full", "guarded", "patch", "reflective", Guarded(0)])
@@ -176,3 +178,63 @@ def test_a_minibatch_that_is_larger_than_the_training_set_costs_each_example_onc
     assert large.metric_calls <= calls
     assert sum(large.ended.values()) >= sum(whole.ended.values()) > 0
     assert large.metric_calls > calls - 27, "nine of a parent, nine of its child, nine to validate it"
+
+
+class RuleThenRewrites(Rules):
+    """Its first child adds a rule; every other child is the whole text in other words, and no better."""
+
+    async def acall(self, candidate: Any, reflective_dataset: Any, components_to_update: list[str]) -> dict[str, str]:
+        if not self.reflections:
+            return await super().acall(candidate, reflective_dataset, components_to_update)
+        self.reflections += 1
+        await self.busy(self.reflection_seconds)
+        return dict.fromkeys(components_to_update, f"0.000 rewrite {self.reflections}. Nothing is as it was.")
+
+
+def test_what_was_set_aside_for_a_head_pays_steps_again_where_children_are_rewrites() -> None:
+    world = RuleThenRewrites(val=50, helps=-0.2)
+    calls = 200
+    stats = play(world, calls).async_stats
+    a_step = 2 * 3 + world.val
+    assert calls - stats.metric_calls < a_step, stats.stop_reason
+
+
+class EveryThird:
+    """Discards some, before they are reflected on too, so that late rollouts outlive their steps."""
+
+    looks = ("before_propose", "after_propose", "after_screen", "before_commit")
+
+    def decide(self, look: Look, history: History) -> Decision:
+        odd = (look.seen + history.version) % 3 == 1
+        return Discard("odd") if odd and look.place != "before_commit" else Admit()
+
+
+def test_a_run_does_not_end_while_work_beside_the_steps_holds_calls_that_it_may_hand_back() -> None:
+    calls, world = 160, Rules(seed=236, val=9, train=6)
+    early = Workflow(rollout=0.4)
+    stats = play(
+        world, calls, num_threads=8, reflection_minibatch_size=20, workflow=early, staleness=EveryThird()
+    ).async_stats
+    assert calls - stats.metric_calls < 2 * world.train + world.val, stats.stop_reason
+
+
+@pytest.mark.parametrize("minibatch", [2, 8])
+def test_a_screen_that_cannot_pass_is_given_up_after_its_first_example(minibatch: int) -> None:
+    """The seed has .8 on both examples, every child 0: after one of them a child has half of the sum at most."""
+    world = World(train=2, val=5, score=lambda text, question: 0.8 if "seed" in text else 0.0)
+    rejected: list[str] = []
+    reasons = on("on_candidate_rejected", lambda event: rejected.append(event["reason"]))
+    play(world, 60, num_threads=1, reflection_minibatch_size=minibatch, staleness="full", gepa_kwargs=reasons)
+    children = {text for text, _ in world.scored if "child" in text}
+    assert children
+    assert len([text for text, _ in world.scored if text in children]) == len(children), rejected[0]
+
+
+@pytest.mark.parametrize(
+    "world",
+    [NothingNew(), World(score=lambda text, question: 1.0)],
+    ids=["reflections change nothing", "minibatches are perfect"],
+)
+def test_steps_without_a_child_do_not_keep_a_run_at_one_step(world: World) -> None:
+    """64 slots, 600 calls: 263 and 270 virtual seconds at commit 1edcba0, 2025 and 1070 at c009e95."""
+    assert play(world, 600, num_threads=64).async_stats.seconds < 600

@@ -136,11 +136,13 @@ def test_an_example_that_another_candidate_was_answered_fails_for_one_candidate_
 # A share of everything
 
 
-def except_for_a_share(share: float, error: Callable[[], Exception], of: str = r"\n([tv] \d+)") -> dspy.LM:
+def except_for_a_share(
+    share: float, error: Callable[[], Exception], of: str = r"\n([tv] \d+)", draw: str = "share"
+) -> dspy.LM:
     """Never answers a share of the questions, or of what else an expression finds in a prompt."""
 
     def choose(prompt: str) -> str:
-        if hashed("share", re.findall(of, prompt, re.DOTALL)[-1:]) % 1000 < 1000 * share:
+        if hashed(draw, re.findall(of, prompt, re.DOTALL)[-1:]) % 1000 < 1000 * share:
             raise error()
         return answer(prompt)
 
@@ -168,6 +170,16 @@ def test_a_run_goes_on_though_a_third_of_all_prompts_is_never_answered(name: str
     assert stats.outcome == "finished"
     assert stats.metric_calls > 150
     check_winner(details)
+
+
+@pytest.mark.parametrize("draw", "abcdef")
+@pytest.mark.parametrize("retry_after", [1.0, 2.0])
+def test_a_run_goes_on_though_one_prompt_in_twenty_is_refused_again_and_again(draw: str, retry_after: float) -> None:
+    """Each wait between two attempts is shorter than the run's patience with one, and all of them together are not."""
+    refused = except_for_a_share(0.05, lambda: LMRateLimitError("429", retry_after=retry_after), ".*", draw)
+    with dspy.context(lm=refused):
+        stats = simulated(200, Slow()).async_stats
+    assert stats.metric_calls > 180, (stats.metric_calls, stats.stop_reason)
 
 
 @pytest.mark.parametrize("name", ["500", "503"])

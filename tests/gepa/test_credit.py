@@ -206,15 +206,16 @@ def test_a_rewrite_and_a_child_of_a_stranger_stand_for_themselves() -> None:
 def test_changes_are_of_no_use_where_most_of_the_last_children_are_rewrites() -> None:
     credit, longer, other = Credit(SEED, (), 16, 1.0), {"answer": SEED["answer"] + "\n- more"}, {"answer": "Other."}
     assert credit.is_of_use is None
-    credit.sees(SEED, other)
+    credit.sees(0, [(SEED, SEED), (SEED, other)])
     assert credit.is_of_use is False
-    for _ in range(4):
-        credit.sees(SEED, longer)
+    for step in (1, 1, 2):
+        credit.sees(step, [(SEED, longer), (SEED, longer)])  # a step that runs again after a kill counts once
+    assert credit.kept()["children"] == [(0, True), *[(1, False)] * 2, *[(2, False)] * 2]
     again = Credit(SEED, (), 16, 1.0)
     again.restore(json.loads(json.dumps(credit.kept())), {}, [])
     assert credit.is_of_use is again.is_of_use is True
-    for _ in range(5):
-        credit.sees(SEED, other)
+    for step in range(3, 8):
+        credit.sees(step, [(SEED, other)])
     assert credit.is_of_use is False
 
 

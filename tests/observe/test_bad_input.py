@@ -150,6 +150,53 @@ def test_reading_leaves_a_run_directory_as_it_was(counted: tuple[Path, Any], tmp
         assert contents() == before
 
 
+def test_compare_names_the_run_that_is_damaged_and_no_other(
+    counted: tuple[Path, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good, damaged = tmp_path / "good", tmp_path / "damaged"
+    for copy in (good, damaged):
+        shutil.copytree(counted[0], copy)
+    changed("UPDATE rollouts SET tokens = 'x'")(damaged)
+    for runs in ((damaged, good), (good, damaged)):
+        line = refusal(capsys, "compare", *runs)
+        assert line.startswith(f"flashevolve: {damaged} cannot be shown")
+        assert str(good) not in line
+
+
+@pytest.mark.parametrize("name", ["link", "journal.sqlite-wal", "gepa_state.bin"])
+def test_no_file_of_a_run_is_written_over(
+    name: str, counted: tuple[Path, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(counted[0], run)
+    out = tmp_path / "link" if name == "link" else run / name
+    if name == "link":
+        out.symlink_to(run / "journal.sqlite")
+    before = {one.name: one.read_bytes() for one in run.iterdir() if one.is_file()}
+    assert "not written over" in refusal(capsys, "timeline", run, "-o", out)
+    assert {one.name: one.read_bytes() for one in run.iterdir() if one.is_file()} == before
+
+
+@pytest.mark.skipif(not hasattr(os, "seteuid"), reason="permissions of Unix")
+def test_a_killed_run_that_may_only_be_read_says_that_it_is_to_be_copied(
+    counted: tuple[Path, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    user = os.geteuid()
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        run = Path(folder) / "run"
+        shutil.copytree(counted[0], run)
+        (run / "journal.sqlite-wal").write_bytes(b"what SQLite has not put into the journal yet")
+        run.chmod(0o555)
+        try:
+            if user == 0:
+                os.seteuid(65534)
+            assert "copy it to where you may write" in refusal(capsys, "watch", run, "--once")
+        finally:
+            os.seteuid(user)
+            run.chmod(0o755)
+
+
 @pytest.mark.skipif(not hasattr(os, "seteuid"), reason="permissions of Unix")
 def test_a_run_directory_that_may_only_be_read_is_read(
     counted: tuple[Path, Any], capsys: pytest.CaptureFixture[str]
