@@ -2,8 +2,8 @@
 
 What a page takes for granted is there: a task (``program``, ``student``, ``metric``, ``trainset``, ``valset``, and the
 short names ``train`` and ``val``) and language models (``lm``, ``reflection_lm``, ``strong_lm``). Every ``dspy.LM``,
-whatever its name, is answered by the simulated server, which runs 100 times as fast as it says. ``auto`` is a budget
-of few candidates, and a search for code has few iterations.
+whatever its name, is answered by the simulated server, which runs 100 times as fast as it says. A budget is a small one:
+``auto`` is one of few candidates, no search has more than 150 metric calls, and one for code has few iterations.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ BLOCK = re.compile(r"^```python[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SPEED = 100.0
 CANDIDATES = 2
 ITERATIONS = 3
+CALLS = 150
+"""Two validations on the largest validation set of a page, and some steps."""
 
 
 def blocks(path: Path) -> list[tuple[int, str]]:
@@ -48,6 +50,21 @@ def redirect(api_base: str) -> None:
     dspy.LM.__init__ = init  # type: ignore[method-assign]
 
 
+def spend_little() -> None:
+    """Have every search of dspy.GEPA's and of AsyncGEPA's make few metric calls, whatever it is told."""
+    for settings in AUTO_RUN_SETTINGS.values():
+        settings["n"] = CANDIDATES
+    for kind in (dspy.GEPA, AsyncGEPA):
+        begin = kind.__init__
+
+        def init(self: Any, *args: Any, begin: Any = begin, **options: Any) -> None:
+            if options.get("max_metric_calls") is not None:
+                options["max_metric_calls"] = min(options["max_metric_calls"], CALLS)
+            begin(self, *args, **options)
+
+        kind.__init__ = init  # type: ignore[method-assign]
+
+
 def few_iterations(*args: Any, iterations: int = ITERATIONS, **options: Any) -> AsyncMetaHarness:
     """As written, but with few iterations."""
     return AsyncMetaHarness(*args, iterations=min(iterations, ITERATIONS), **options)
@@ -60,8 +77,7 @@ def main(paths: list[Path]) -> None:
         redirect(server.api_base)
         dspy_flashevolve.AsyncMetaHarness = few_iterations  # type: ignore[misc, assignment]
         sim.SimServer = partial(SimServer, time_scale=SPEED)  # type: ignore[misc, assignment]
-        for settings in AUTO_RUN_SETTINGS.values():
-            settings["n"] = CANDIDATES
+        spend_little()
         for path in paths:
             lm = dspy.LM("openai/gpt-5-nano")  # its price is known without litellm, which takes seconds to import
             dspy.configure(lm=lm, track_usage=False)
