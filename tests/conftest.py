@@ -13,6 +13,9 @@ from collections.abc import Iterator
 from types import FunctionType
 from typing import Any
 
+os.environ["TQDM_DISABLE"] = "1"  # read when tqdm is imported
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # read when litellm is imported; no test needs the network
+
 import dspy
 import dspy.adapters.utils
 import hypothesis
@@ -20,8 +23,6 @@ import pytest
 
 from tests.fakes import task_lm
 
-os.environ["TQDM_DISABLE"] = "1"  # read by tqdm when a bar is made
-os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # litellm is imported when it is needed; no test needs the network
 hypothesis.settings.register_profile("untimed", deadline=None)  # no test is a measurement of time
 hypothesis.settings.load_profile("untimed")
 

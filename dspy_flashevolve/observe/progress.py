@@ -50,15 +50,8 @@ class Progress(Display):
             warnings.simplefilter("ignore")  # tqdm.auto warns where a notebook has no widgets, and falls back
             from tqdm.auto import tqdm
         self._scheduler = scheduler
-
-        class Bar(tqdm):
-            def end(self) -> None:
-                """What is left of the budget belongs to no step: it is at its end."""
-                self.total = self.n or None
-                self.refresh()
-                self.close()
-
-        self._bar = Bar(total=self._total, desc=self._name, unit="rollouts", dynamic_ncols=True)
+        # No class of our own: tqdm starts a thread for each, which stays until the process ends.
+        self._bar = tqdm(total=self._total, desc=self._name, unit="rollouts", dynamic_ncols=True)
         self._bar.set_postfix_str("validating the seed program")
         for handler in (*logging.root.handlers, *logging.getLogger("dspy").handlers):
             to_file = isinstance(handler, logging.FileHandler)
@@ -94,7 +87,9 @@ class Progress(Display):
         for handler, stream in self._streams:
             handler.setStream(stream)
         self._streams.clear()
-        self._bar.end()
+        self._bar.total = self._bar.n or None  # what is left of the budget belongs to no step: the bar is at its end
+        self._bar.refresh()
+        self._bar.close()
 
 
 class _AboveBar:
