@@ -74,7 +74,7 @@ def test_what_a_provider_in_trouble_raises_is_asked_again_and_never_a_score(name
     check_winner(details)
 
 
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(
     bursts=st.lists(st.tuples(st.integers(1, 150), st.integers(1, 40)), min_size=1, max_size=4),
     name=st.sampled_from(list(TEMPORARY)),
