@@ -9,6 +9,9 @@ PYTHONS ?= 3.10 3.11 3.12 3.13 3.14
 PROMISES := tests/contract/test_public_surface.py tests/contract/test_beside_gepa.py tests/contract/test_lockstep.py \
 	tests/contract/test_async_gepa.py tests/contract/test_printing.py tests/contract/test_budget.py tests/gepa
 
+# The tests start many processes: without bytecode each of them compiles the package anew.
+export PYTHONDONTWRITEBYTECODE =
+
 .PHONY: demo docs test test-benchmarks test-newest test-pythons test-ray test-slow notebooks lint types dist check clean
 
 $(VENV)/.installed: pyproject.toml

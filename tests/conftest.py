@@ -2,23 +2,48 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import inspect
 import logging
 import os
 import signal
 import threading
 from collections.abc import Iterator
+from types import FunctionType
+from typing import Any
+
+os.environ["TQDM_DISABLE"] = "1"  # read when tqdm is imported
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # read when litellm is imported; no test needs the network
 
 import dspy
+import dspy.adapters.utils
 import hypothesis
 import pytest
 
 from tests.fakes import task_lm
 
-os.environ["TQDM_DISABLE"] = "1"  # read by tqdm when a bar is made
-os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # litellm is imported when it is needed; no test needs the network
-hypothesis.settings.register_profile("untimed", deadline=None)  # no test is a measurement of time
+hypothesis.settings.register_profile("untimed", deadline=None, max_examples=50)  # no test is a measurement of time
 hypothesis.settings.load_profile("untimed")
+
+# dspy finds out anew at every call of an LM what a type or the signature of one of its functions is: a seventh of what
+# the tests cost. The answers are the same.
+type_adapter, argspec = dspy.adapters.utils.TypeAdapter, inspect.getfullargspec
+type_adapter_of = functools.lru_cache(type_adapter)
+argspec_of = functools.lru_cache(argspec)
+
+
+def type_adapter_once(kind: Any) -> Any:
+    return type_adapter_of(kind) if kind in (str, int, float, bool, list, dict) else type_adapter(kind)
+
+
+def argspec_once(function: Any) -> Any:
+    ours = isinstance(function, FunctionType) and function.__module__.startswith("dspy")
+    return argspec_of(function) if ours else argspec(function)
+
+
+dspy.adapters.utils.TypeAdapter = type_adapter_once  # type: ignore[assignment, misc]
+inspect.getfullargspec = argspec_once
 
 gc.disable()  # until the tests are collected: what is made until then stays
 

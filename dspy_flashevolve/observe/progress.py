@@ -6,6 +6,7 @@ import logging
 import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 from dspy_flashevolve.engine.events import Committed, Event, RequestFinished, RolloutFinished, SeedValidated, StepClosed
@@ -46,24 +47,14 @@ class Progress(Display):
             self._close()
 
     def _begin(self, scheduler: Scheduler) -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # tqdm.auto warns where a notebook has no widgets, and falls back
-            from tqdm.auto import tqdm
+        bar = _bar()
         self._scheduler = scheduler
-
-        class Bar(tqdm):
-            def end(self) -> None:
-                """What is left of the budget belongs to no step: it is at its end."""
-                self.total = self.n or None
-                self.refresh()
-                self.close()
-
-        self._bar = Bar(total=self._total, desc=self._name, unit="rollouts", dynamic_ncols=True)
+        self._bar = bar(total=self._total, desc=self._name, unit="rollouts", dynamic_ncols=True)
         self._bar.set_postfix_str("validating the seed program")
         for handler in (*logging.root.handlers, *logging.getLogger("dspy").handlers):
             to_file = isinstance(handler, logging.FileHandler)
             if isinstance(handler, logging.StreamHandler) and not to_file and not isinstance(handler.stream, _AboveBar):
-                self._streams.append((handler, handler.setStream(_AboveBar(handler.stream, tqdm))))
+                self._streams.append((handler, handler.setStream(_AboveBar(handler.stream, bar))))
 
     def __call__(self, event: Event) -> None:
         """Take one event."""
@@ -95,6 +86,23 @@ class Progress(Display):
             handler.setStream(stream)
         self._streams.clear()
         self._bar.end()
+
+
+@cache
+def _bar() -> Any:
+    """One class for all runs: tqdm starts a thread for each class, which stays until the process ends."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # tqdm.auto warns where a notebook has no widgets, and falls back
+        from tqdm.auto import tqdm
+
+    class Bar(tqdm):
+        def end(self) -> None:
+            """What is left of the budget belongs to no step: it is at its end."""
+            self.total = self.n or None
+            self.refresh()
+            self.close()
+
+    return Bar
 
 
 class _AboveBar:

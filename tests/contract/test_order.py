@@ -108,7 +108,7 @@ def test_the_same_work_does_finish_in_different_orders() -> None:
 @given(st.integers(0, 10**6), st.sampled_from([4, 64]), st.sampled_from(["full", "reflective", "patch"]))
 def test_the_frontier_is_always_that_of_the_scores_of_what_was_committed(seed: int, slots: int, staleness: Any) -> None:
     """Whatever was decided on a part of the scores, or ahead of them, leaves nothing behind."""
-    details = play(World(seed=seed), 200, num_threads=slots, staleness=staleness).detailed_results
+    details = play(World(seed=seed), 120, num_threads=slots, staleness=staleness).detailed_results
     scores = details.val_subscores
     assert all(set(one) == set(range(12)) for one in scores)
     assert details.val_aggregate_scores == [sum(one.values()) / 12 for one in scores]

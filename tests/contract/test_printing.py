@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from typing import Any
 
 import dspy
@@ -50,6 +51,13 @@ def test_at_equal_metric_calls_a_run_prints_no_more_than_dspy_gepa(
     assert ours.out == ""
     assert len(ours.out + ours.err) < len(printed.out + printed.err)
     assert len("\n".join(shown.lines)) <= len("\n".join(lines))
+
+
+def test_the_bars_of_all_runs_share_one_thread() -> None:
+    before = {one for one in threading.enumerate() if one.name == "tqdm_monitor"}
+    for _ in range(3):
+        compiled(30)
+    assert len({one for one in threading.enumerate() if one.name == "tqdm_monitor"} - before) <= 1
 
 
 def test_a_run_that_comes_to_its_end_says_so_last_and_guesses_no_scores(shown: Shown) -> None:

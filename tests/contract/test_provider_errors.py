@@ -158,7 +158,7 @@ def test_where_a_run_hears_all_lm_calls_itself_dspy_calls_no_callback_after_the_
     assert not any(heard[12:]), "a callback costs dspy as much as half of a rollout's other work"
 
 
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(
     bursts=st.lists(st.tuples(st.integers(1, 150), st.integers(1, 40)), min_size=1, max_size=4),
     name=st.sampled_from(list(TEMPORARY)),

@@ -97,14 +97,17 @@ def test_a_run_goes_on_while_one_of_two_servers_is_gone_and_uses_it_again(caplog
                     time.sleep(0.02)
             back.append(other.stats().requests)
 
+        def asked_again(state: Any) -> bool:
+            return bool(back) and one.stats().requests > 0
+
         thread = threading.Thread(target=restart)
         thread.start()
-        program = compiled(lm, 1500, num_threads=8)
+        program = compiled(lm, 3000, num_threads=8, gepa_kwargs={"stop_callbacks": [asked_again]})
         thread.join()
         assert back
         assert one.stats().requests > 0, "asked again after it came back"
     stats = program.async_stats
-    assert stats.outcome == "finished"
+    assert (stats.outcome, stats.stop_reason) == ("stopped", "a stopper said stop")
     assert stats.ended["failed"] == 0
     assert not stats.unanswered_examples
     check_winner(program.detailed_results, 24)

@@ -46,7 +46,7 @@ def test_what_a_server_echoes_stands_in_no_file_and_no_log_line(
     def echo(prompt: str) -> str:
         nonlocal asked
         asked += 1
-        if asked % 9 == 0:
+        if asked % 40 == 0:
             return f"503-{' '.join(SECRETS)}"
         return reply_for("JSON", answer=str(1 + hashed(prompt) % 6), new_instruction=f"{asked} {' '.join(SECRETS)}")
 

@@ -141,7 +141,7 @@ WRAPPED: dict[str, Callable[[Any], Any]] = {
 def calls_without_improvement(wrapped: str | None) -> list[int]:
     """Metric calls of runs of several seeds that NoImprovementStopper ends; None for dspy.GEPA's."""
     spent: list[int] = []
-    for seed in range(5):
+    for seed in range(3):
         stopper = WRAPPED[wrapped or "itself"](NoImprovementStopper(5))
         options: dict[str, Any] = {"max_metric_calls": 1000, "track_stats": True, "seed": seed}
         options |= {"reflection_lm": reflection_lm(seed), "gepa_kwargs": {"stop_callbacks": [stopper]}}

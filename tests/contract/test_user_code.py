@@ -76,13 +76,13 @@ def test_a_strategy_that_raises_is_named_and_the_best_so_far_stays(
     hook: str, schedule: Any, tmp_path: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.ERROR, logger="dspy_flashevolve"), pytest.raises(LookupError) as caught:
-        compiled(120, log_dir=str(tmp_path), schedule=schedule, **with_hook(hook, mine(hook, 2)))
+        compiled(80, log_dir=str(tmp_path), schedule=schedule, **with_hook(hook, mine(hook, 2)))
     assert f"{hook}: Mine.broken raised LookupError: it broke" in caplog.text
     best: Any = caught.value
     assert best.best_program.detailed_results.val_subscores[0].keys() == set(range(len(VAL)))
-    resumed = compiled(120, log_dir=str(tmp_path), schedule=schedule).detailed_results
+    resumed = compiled(80, log_dir=str(tmp_path), schedule=schedule).detailed_results
     assert len(resumed.val_aggregate_scores) >= len(best.best_program.detailed_results.val_aggregate_scores)
-    assert resumed.total_metric_calls <= 120 or schedule == "lockstep"
+    assert resumed.total_metric_calls <= 80 or schedule == "lockstep"
 
 
 @pytest.mark.parametrize("schedule", ["async", "lockstep"])
@@ -254,8 +254,8 @@ class Predictions:
 @pytest.mark.parametrize("program", [Chain, Sync])
 def test_what_rollouts_leave_behind_is_released_when_their_step_ends(program: Any) -> None:
     watch = Predictions()
-    optimized = compiled(250, program(), metric=watch, track_stats=False, gepa_kwargs={"callbacks": [watch]})
-    assert len(watch.shown) > 180
+    optimized = compiled(160, program(), metric=watch, track_stats=False, gepa_kwargs={"callbacks": [watch]})
+    assert len(watch.shown) > 120
     assert max(watch.lives) < 70, "what live steps hold, not what all rollouts left"
     assert watch.alive() == 0, "nothing of it is left after the run"
     assert optimized is not None

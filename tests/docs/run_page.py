@@ -2,15 +2,14 @@
 
 What a page takes for granted is there: a task (``program``, ``student``, ``metric``, ``trainset``, ``valset``, and the
 short names ``train`` and ``val``) and language models (``lm``, ``reflection_lm``, ``strong_lm``). Every ``dspy.LM``,
-whatever its name, is answered by the simulated server, which runs 100 times as fast as it says. ``auto`` is a budget
-of few candidates, and a search for code has few iterations.
+whatever its name, is answered by the simulated server, which runs 1000 times as fast as it says. A budget is a small
+one: ``auto`` is one of few candidates, no search has more than 150 metric calls, and one for code has few iterations.
 """
 
 from __future__ import annotations
 
 import re
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +23,11 @@ from dspy_flashevolve.sim import REPLY_MODELS, HouseRules, SimServer
 from tests.adding_an_algorithm.hill_climber import HillClimber
 
 BLOCK = re.compile(r"^```python[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-SPEED = 100.0
+SPEED = 1000.0
 CANDIDATES = 2
 ITERATIONS = 3
+CALLS = 150
+"""Two validations on the largest validation set of a page, and some steps."""
 
 
 def blocks(path: Path) -> list[tuple[int, str]]:
@@ -48,6 +49,26 @@ def redirect(api_base: str) -> None:
     dspy.LM.__init__ = init  # type: ignore[method-assign]
 
 
+def spend_little() -> None:
+    """Have every search of dspy.GEPA's and of AsyncGEPA's make few metric calls, whatever it is told."""
+    for settings in AUTO_RUN_SETTINGS.values():
+        settings["n"] = CANDIDATES
+    for kind in (dspy.GEPA, AsyncGEPA):
+        begin = kind.__init__
+
+        def init(self: Any, *args: Any, begin: Any = begin, **options: Any) -> None:
+            if options.get("max_metric_calls") is not None:
+                options["max_metric_calls"] = min(options["max_metric_calls"], CALLS)
+            begin(self, *args, **options)
+
+        kind.__init__ = init  # type: ignore[method-assign]
+
+
+def fast_server(*args: Any, **options: Any) -> SimServer:
+    """As written, but fast."""
+    return SimServer(*args, **options | {"time_scale": SPEED})
+
+
 def few_iterations(*args: Any, iterations: int = ITERATIONS, **options: Any) -> AsyncMetaHarness:
     """As written, but with few iterations."""
     return AsyncMetaHarness(*args, iterations=min(iterations, ITERATIONS), **options)
@@ -59,9 +80,8 @@ def main(paths: list[Path]) -> None:
     with SimServer(time_scale=SPEED, reply_model=task.reply_model) as server:
         redirect(server.api_base)
         dspy_flashevolve.AsyncMetaHarness = few_iterations  # type: ignore[misc, assignment]
-        sim.SimServer = partial(SimServer, time_scale=SPEED)  # type: ignore[misc, assignment]
-        for settings in AUTO_RUN_SETTINGS.values():
-            settings["n"] = CANDIDATES
+        sim.SimServer = fast_server  # type: ignore[misc, assignment]
+        spend_little()
         for path in paths:
             lm = dspy.LM("openai/gpt-5-nano")  # its price is known without litellm, which takes seconds to import
             dspy.configure(lm=lm, track_usage=False)

@@ -16,12 +16,20 @@ import dspy_flashevolve
 from tests.docs.run_page import blocks
 
 ROOT = Path(__file__).resolve().parents[2]
-GUIDE = sorted((ROOT / "docs" / "guide").glob("*.md"))
+ON_RAY = ROOT / "docs" / "guide" / "many-cores.md"
+GUIDE = [page for page in sorted((ROOT / "docs" / "guide").glob("*.md")) if page != ON_RAY]
 OTHERS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PACKAGE = Path(dspy_flashevolve.__file__).parent
 
 
-@pytest.mark.parametrize("pages", [GUIDE, OTHERS], ids=["guide", "others"])
+@pytest.mark.parametrize(
+    "pages",
+    [
+        pytest.param(GUIDE, id="guide"),
+        pytest.param([ON_RAY], id="many-cores", marks=pytest.mark.ray),
+        pytest.param(OTHERS, id="others"),
+    ],
+)
 def test_every_python_block_runs_as_it_is_written(pages: list[Path], tmp_path: Path) -> None:
     with_blocks = [str(page) for page in pages if blocks(page)]
     assert with_blocks
