@@ -11,7 +11,7 @@ from statistics import median
 from dspy_flashevolve.observe.history import Candidate, History, Request, Role
 from dspy_flashevolve.observe.statistics import texts_diff
 
-FAILURES = ("RolloutTimedOut", "ExampleGivenUp", "EndpointPaused", "LimitChanged")
+FAILURES = ("RolloutTimedOut", "ExampleGivenUp", "EndpointPaused", "LimitChanged", "RequestTurnedAway")
 """Kinds of events that tell of something that went wrong, or of a limit that followed from it."""
 
 
