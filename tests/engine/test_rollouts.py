@@ -215,7 +215,7 @@ def test_an_unresolved_rollout_is_neither_scored_nor_paid() -> None:
         with pytest.raises(RolloutUnresolvedError, match="no answer after 3 attempts: 500"):
             await bench.rollout(failing(3), pays)
         assert (pays.settled, pays.open) == (0, 1)
-    assert [type(event) for event in bench.events] == [RequestTurnedAway, RequestTurnedAway]
+        assert [type(event) for event in bench.events] == [RequestTurnedAway, RequestTurnedAway]
 
     run(main)
 
