@@ -24,7 +24,7 @@ from pathlib import Path
 import anyio
 
 from dspy_flashevolve.engine.errors import ConfigurationError
-from dspy_flashevolve.engine.events import EndpointPaused, EventBus, LimitChanged
+from dspy_flashevolve.engine.events import EndpointPaused, EventBus, LimitChanged, RequestTurnedAway
 from dspy_flashevolve.engine.limits import AdaptiveLimit, Bounds
 from dspy_flashevolve.engine.rates import Claim, RateLimit, SharedTimes
 from dspy_flashevolve.engine.scheduler import Scheduler, Slot
@@ -60,6 +60,8 @@ PREFERRED = 1.25
 """One of several endpoints takes so much of its share at most because it knows the beginning of a prompt."""
 SEVERAL = " | "
 """Between the names of endpoints that serve one model."""
+SAID = 300
+"""Characters that are kept of what a provider said."""
 SAY_AGAIN_SECONDS = 60.0
 """An endpoint in trouble is logged at most this often."""
 
@@ -119,6 +121,7 @@ class Sent:
         counted: those of them that count as attempts.
         since: requests that had come to an end before it was turned away first; since_seconds: when that was.
         is_odd: it was turned away last while others were answered: it is the request that gets no answer.
+        said: why it was turned away last.
     """
 
     seconds: float = 0.0
@@ -128,6 +131,7 @@ class Sent:
     since: int = 0
     since_seconds: float = 0.0
     is_odd: bool = False
+    said: str = ""
 
 
 class Answers:
@@ -178,6 +182,7 @@ class Answers:
         if not sent.faults:
             sent.since, sent.since_seconds = self._count, now
         sent.faults += 1
+        sent.said = said[:SAID]
         others = since = [fine for one, (at, fine) in self._last.items() if one is not sent and at >= sent.since]
         if of_request and not since:
             others = [fine for one, (_, fine) in self._last.items() if one is not sent]
@@ -212,6 +217,7 @@ class Answers:
         """
         retry = self._of.retry
         self._of.retried += 1
+        self._of.bus.emit(RequestTurnedAway(self._of.clock(), self.name, sent.said))
         if sent.counted and retry_after_seconds is not None and retry_after_seconds > retry.told(retry_after_seconds):
             retry_after_seconds = None  # as long as is waited for it was waited
         seconds = retry.wait_seconds(sent.faults - 1, retry_after_seconds, self._of.chance())

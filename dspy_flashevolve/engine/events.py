@@ -209,6 +209,20 @@ class EndpointPaused(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class RequestTurnedAway(Event):
+    """A request got no answer, and is made again.
+
+    Args:
+        endpoint: the endpoint's address, or the provider's name (several, joined by " | " or " + ", where one of them
+            or all are asked).
+        reason: what the provider said.
+    """
+
+    endpoint: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class ExampleGivenUp(Event):
     """An example gets no answer while others do: it fails without being asked for again.
 

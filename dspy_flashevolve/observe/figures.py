@@ -11,7 +11,7 @@ from statistics import median
 from dspy_flashevolve.observe.history import Candidate, History, Request, Role
 from dspy_flashevolve.observe.statistics import texts_diff
 
-FAILURES = ("RolloutTimedOut", "ExampleGivenUp", "EndpointPaused", "LimitChanged")
+FAILURES = ("RolloutTimedOut", "ExampleGivenUp", "EndpointPaused", "LimitChanged", "RequestTurnedAway")
 """Kinds of events that tell of something that went wrong, or of a limit that followed from it."""
 
 
@@ -46,12 +46,14 @@ class Figures:
     """A run in numbers.
 
     Args:
+        seconds, tokens: None where there is no journal, only another program's checkpoint: it tells neither.
         steps: way -> steps that ended so; "at work" for those without an end.
         reasons: reason -> steps that came to no commit.
-        cost_dollars: None where the price of a stage's model is not known.
+        cost_dollars: None where the price of a stage's model, or what was used, is not known.
+        by_role: empty where nothing tells of requests.
     """
 
-    seconds: float
+    seconds: float | None
     calls: int
     max_calls: int | None
     steps: dict[str, int]
@@ -62,7 +64,7 @@ class Figures:
     accepted: int
     by_role: dict[Role, Spent]
     by_stage: list[Spent]
-    tokens: int
+    tokens: int | None
     cost_dollars: float | None
     failures: dict[str, int]
 
@@ -81,11 +83,12 @@ def figures(history: History) -> Figures:
     seed, best = history.seed, history.best
     failures = Counter(one.kind for one in history.events if one.kind in FAILURES)
     failures["RequestFinished"] = whole.failed
-    by_role: dict[Role, Spent] = {role: _spent(role, roles[role]) for role in ("task", "reflection")}
+    is_told = bool(history.sessions)
+    by_role: dict[Role, Spent] = {role: _spent(role, roles[role]) for role in ("task", "reflection") if is_told}
     by_stage = [_spent(name, stages[name], waits[name]) for name in [*stages, *(waits.keys() - stages.keys())]]
-    is_known = all(one.cost_dollars is not None for one in by_stage)
+    is_known = is_told and all(one.cost_dollars is not None for one in by_stage)
     return Figures(
-        seconds=history.seconds,
+        seconds=history.seconds if is_told else None,
         calls=history.calls,
         max_calls=history.max_calls,
         steps=dict(Counter(one.way or "at work" for one in ended)),
@@ -96,7 +99,7 @@ def figures(history: History) -> Figures:
         accepted=sum(one.index > 0 for one in history.candidates),
         by_role=by_role,
         by_stage=by_stage,
-        tokens=whole.tokens,
+        tokens=whole.tokens if is_told else None,
         cost_dollars=whole.cost_dollars if is_known else None,
         failures={name: count for name, count in failures.items() if count},
     )

@@ -128,7 +128,7 @@ class History:
     Args:
         directory: of the run.
         optimizer: its name.
-        seconds: from its beginning to what was written last.
+        seconds: from its beginning to what was written last; session_began: when the newest session began.
         calls: metric calls.
         max_calls: allowed; None for no such limit.
         under_way: rollouts that had begun and have no result.
@@ -139,6 +139,7 @@ class History:
     optimizer: str
     sessions: tuple[Session, ...] = ()
     seconds: float = 0.0
+    session_began: float = 0.0
     calls: int = 0
     max_calls: int | None = None
     under_way: int = 0
@@ -209,6 +210,7 @@ def read(run_dir: str | Path, replies: bool = False) -> History:
             optimizer=sessions[-1].fingerprints.get("optimizer", "a run") if sessions else "a run",
             sessions=sessions,
             seconds=max([clock.end, *(one.seconds for one in requests[-1:])]),
+            session_began=clock.newest,
             calls=sum(row["calls"] for row in calls),
             max_calls=settings.get("max_metric_calls"),
             under_way=_under_way(rows) if sessions and sessions[-1].state == "running" else 0,
@@ -267,12 +269,12 @@ class _Clock:
         for session, at, seconds in events:
             by_session[session].append((at, seconds))
         self._offset: dict[int, float] = {}
-        self.end = 0.0
+        self.end = self.newest = 0.0
         for one in sessions:
             pairs = by_session[one.number] or [(one.began_at, 0.0)]
             ats, seconds = list(accumulate((at for at, _ in pairs), max)), [second for _, second in pairs]
             self._known[one.number] = ats, seconds
-            self._offset[one.number] = self.end - seconds[0]
+            self._offset[one.number], self.newest = self.end - seconds[0], self.end
             self.end += max(seconds) - seconds[0]
 
     def of_event(self, session: int, seconds: float) -> float:

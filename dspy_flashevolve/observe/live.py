@@ -15,7 +15,7 @@ from rich.text import Text
 from dspy_flashevolve.engine.events import Committed, Event, SeedValidated
 from dspy_flashevolve.engine.run import EvolutionRun
 from dspy_flashevolve.observe.progress import Display
-from dspy_flashevolve.observe.text import duration, number, score
+from dspy_flashevolve.observe.text import duration, left, number, score
 
 COLUMNS = ("stage", "waiting", "in flight", "answered", "tokens", "dollars", "slot seconds")
 
@@ -68,14 +68,13 @@ class _Shown:
         run, stats = self._run, self._run.statistics()
         seconds, calls = stats.seconds, stats.metric_calls
         budget = "" if stats.max_metric_calls is None else f" of {stats.max_metric_calls:,}"
-        left = ""
-        if stats.outcome == "running" and stats.max_metric_calls and calls:
-            left = f", about {duration(seconds * max(0, stats.max_metric_calls / calls - 1))} left"
+        share = calls / stats.max_metric_calls if stats.max_metric_calls else None
+        time_left = left(seconds, run.max_seconds, share) if stats.outcome == "running" else ""
         best = "validating the seed program"
         if self._best is not None:
             best = f"best score {score(self._best)}, seed {score(self._seed)}, {self._accepted} candidates accepted"
         lines = [
-            f"{run.name}: {stats.outcome}, {duration(seconds)}{left}",
+            f"{run.name}: {', '.join(filter(None, [stats.outcome, duration(seconds), time_left]))}",
             f"{best}; metric calls {calls:,}{budget}; {stats.steps} steps",
         ]
         table = Table(COLUMNS[0], box=None, pad_edge=False)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Generator
+from collections.abc import Collection, Generator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 from dspy_flashevolve.engine.events import Committed, Event, RequestFinished, RolloutFinished, SeedValidated, StepClosed
 from dspy_flashevolve.engine.run import EvolutionRun
-from dspy_flashevolve.engine.scheduler import Scheduler
+from dspy_flashevolve.observe.text import left
 
 
 class Display:
@@ -24,14 +24,19 @@ class Progress(Display):
     Args:
         name: of the optimizer.
         total: metric calls in the budget; None for an open end.
+        max_seconds: of the run; None for no limit.
+        unpriced: stages that ask a model whose price is not known.
     """
 
-    def __init__(self, name: str, total: int | None) -> None:
+    def __init__(
+        self, name: str, total: int | None, max_seconds: float | None = None, unpriced: Collection[str] = ()
+    ) -> None:
         self._name, self._total = name, total
-        self._scheduler: Scheduler | None = None
+        self._max_seconds, self._unpriced = max_seconds, unpriced
+        self._run: EvolutionRun | None = None
         self._bar: Any = None
         self._accepted = self._tokens = 0
-        self._dollars = 0.0
+        self._dollars: float | None = 0.0
         self._seed: float | None = None
         self._best: float | None = None
         self._streams: list[tuple[logging.StreamHandler[Any], Any]] = []
@@ -39,16 +44,16 @@ class Progress(Display):
     @contextmanager
     def observing(self, run: EvolutionRun) -> Generator[None, None, None]:
         """Show the bar; see :class:`Observer`."""
-        self._begin(run.scheduler)
+        self._begin(run)
         run.bus.subscribe(self)
         try:
             yield
         finally:
             self._close()
 
-    def _begin(self, scheduler: Scheduler) -> None:
+    def _begin(self, run: EvolutionRun) -> None:
         bar = _bar()
-        self._scheduler = scheduler
+        self._run = run
         self._bar = bar(total=self._total, desc=self._name, unit="rollouts", dynamic_ncols=True)
         self._bar.set_postfix_str("validating the seed program")
         for handler in (*logging.root.handlers, *logging.getLogger("dspy").handlers):
@@ -58,10 +63,12 @@ class Progress(Display):
 
     def __call__(self, event: Event) -> None:
         """Take one event."""
-        assert self._scheduler is not None
         if isinstance(event, RolloutFinished | RequestFinished):
             self._tokens += event.tokens
-            self._dollars += event.cost_dollars
+            if event.tokens and event.stage in self._unpriced:
+                self._dollars = None
+            elif self._dollars is not None:
+                self._dollars += event.cost_dollars
             self._bar.update(isinstance(event, RolloutFinished))
             return
         if isinstance(event, SeedValidated):
@@ -71,17 +78,31 @@ class Progress(Display):
             self._accepted += 1
         elif not isinstance(event, StepClosed):
             return
-        used = self._scheduler.statistics()
+        self._tell()
+
+    def _tell(self, is_over: bool = False) -> None:
+        assert self._run is not None
+        used = self._run.scheduler.statistics()
         seed = "" if self._seed is None else f" (seed {self._seed:.3f})"
+        phase = "" if is_over else "finishing" if self._run.stop_reason else self._time_left()
         parts = [
+            phase,
             "" if self._best is None else f"best {self._best:.3f}{seed}, {self._accepted} accepted",
             f"{used.busy}/{used.limit} in flight",
             f"{self._tokens / 1000:.0f}k tokens" if self._tokens else "",
-            f"${self._dollars:.2f}" if self._dollars else "",
+            "$ unknown" if self._dollars is None else f"${self._dollars:.2f}" if self._dollars else "",
         ]
         self._bar.set_postfix_str(", ".join(filter(None, parts)), refresh=False)
 
+    def _time_left(self) -> str:
+        """By the limit of time; tqdm tells how long the metric calls will last."""
+        assert self._run is not None
+        seconds = self._run.clock() - self._run.clock.began
+        return left(seconds, self._max_seconds, None)
+
     def _close(self) -> None:
+        if self._best is not None:
+            self._tell(is_over=True)
         for handler, stream in self._streams:
             handler.setStream(stream)
         self._streams.clear()

@@ -125,6 +125,14 @@ def _failures(history: History) -> dict[str, list[str]]:
         found["Requests whose answer was of no use"] = [
             f"{count} times in {stage}: {error}" for (stage, error), count in errors.most_common(MOST_ROWS)
         ]
+    turned_away = [
+        (one.fields["endpoint"], _clipped(one.fields["reason"])) for one in history.of_kind("RequestTurnedAway")
+    ]
+    if turned_away:
+        found[f"Requests that got no answer, and were made again ({len(turned_away):,})"] = [
+            f"{count} times by {name}: {reason}"
+            for (name, reason), count in Counter(turned_away).most_common(MOST_ROWS)
+        ]
     names = {
         "RolloutTimedOut": "Rollouts that took too long, and were run again",
         "ExampleGivenUp": "Examples without an answer",

@@ -13,6 +13,8 @@ from dspy_flashevolve.observe.history import Candidate, History
 LATEST = 5
 """Candidates, and problems, that `watch` shows."""
 UNKNOWN = "unknown"
+RETRY = "RequestTurnedAway"
+"""Of these `watch` tells the number alone: a busy provider makes many."""
 
 
 def plain(text: str) -> str:
@@ -41,16 +43,34 @@ def number(value: float | None, places: int = 0) -> str:
     return UNKNOWN if value is None else f"{value:,.{places}f}"
 
 
-def duration(seconds: float) -> str:
-    """Seconds for people.
+def duration(seconds: float | None) -> str:
+    """Seconds for people; None is unknown.
 
-    >>> duration(7.25), duration(3725)
-    ('7.2 s', '1 h 02 min')
+    >>> duration(7.25), duration(3725), duration(None)
+    ('7.2 s', '1 h 02 min', 'unknown')
     """
+    if seconds is None:
+        return UNKNOWN
     minutes = int(seconds // 60)
     if minutes >= 60:
         return f"{minutes // 60} h {minutes % 60:02d} min"
     return f"{minutes} min {int(seconds % 60):02d} s" if minutes else f"{seconds:.1f} s"
+
+
+def left(seconds: float, most_seconds: float | None, share: float | None) -> str:
+    """How much longer a run may take, by the limit that it reaches first; empty where no limit tells.
+
+    Args:
+        seconds: that it has taken.
+        most_seconds: the limit.
+        share: of its metric calls that are made, from 0 to 1.
+
+    >>> left(30, 100, None), left(30, 100, 0.5), left(30, None, None)
+    ('about 1 min 10 s left', 'about 30.0 s left', '')
+    """
+    by_limits = [most_seconds - seconds] if most_seconds is not None else []
+    by_limits += [seconds / share - seconds] if share else []
+    return f"about {duration(max(0.0, min(by_limits)))} left" if by_limits else ""
 
 
 def score(value: float | None) -> str:
@@ -64,30 +84,31 @@ def status(history: History) -> str:
     session = history.sessions[-1] if history.sessions else None
     state = history.state + (f", session {session.number}" if session is not None and session.number > 1 else "")
     budget = f" of {all_of.max_calls:,}" if all_of.max_calls is not None else ""
-    left = ""
-    if all_of.max_calls and all_of.calls and history.state == "running":
-        left = f", about {duration(history.seconds * max(0, all_of.max_calls / all_of.calls - 1))} left"
+    times = [state, duration(all_of.seconds)]
+    if session is not None and history.state == "running":
+        share = all_of.calls / all_of.max_calls if all_of.max_calls else None
+        times.append(left(history.seconds, _time_limit(history, session.settings.get("max_seconds")), share))
     best, seed = history.best, history.seed
     seed_text = "no seed yet" if seed is None else f"seed {score(seed.score)} on {len(seed.scores)} examples"
     best_text = "-" if best is None else f"{score(best.score)} (candidate {best.index})"
     ways = ", ".join(f"{count} {way}" for way, count in all_of.steps.items()) or "none"
+    again = f", {all_of.failures[RETRY]:,} requests made again" if RETRY in all_of.failures else ""
+    steps = f"{sum(all_of.steps.values())}: {ways}" if history.sessions else UNKNOWN
     lines = [
-        f"{history.optimizer} in {history.directory}: {state}, {duration(history.seconds)}{left}",
+        f"{history.optimizer} in {history.directory}: {', '.join(filter(None, times))}",
         *([f"because: {session.reason}"] if session is not None and session.reason else []),
         f"best score {best_text}, {seed_text}, {all_of.accepted} candidates accepted",
-        f"metric calls {all_of.calls:,}{budget}, {history.under_way} under way",
-        f"steps {sum(all_of.steps.values())}: {ways}",
-        "",
-        *table(
-            ["", "requests", "no use", "tokens", "dollars", "median s", "waited s"],
-            [_row(one) for one in [*all_of.by_role.values(), *all_of.by_stage]],
-        ),
+        f"metric calls {all_of.calls:,}{budget}, {history.under_way} under way{again}",
+        f"steps {steps}",
         "",
     ]
+    if all_of.by_role:
+        head = ["", "requests", "no use", "tokens", "dollars", "median s", "waited s"]
+        lines += [*table(head, [_row(one) for one in [*all_of.by_role.values(), *all_of.by_stage]]), ""]
     for one in [one for one in history.candidates if one.index > 0][-LATEST:]:
         when = "" if one.seconds is None else f" after {duration(one.seconds)}"
         lines.append(f"candidate {one.index}: {score(one.score)}{when}{_maker(one)}")
-    for one in [one for one in history.events if one.kind in all_of.failures][-LATEST:]:
+    for one in [one for one in history.events if one.kind in all_of.failures and one.kind != RETRY][-LATEST:]:
         said = json.dumps({name: value for name, value in one.fields.items() if name != "shift"})
         lines.append(f"{one.kind} after {duration(one.seconds)}: {said[:200]}")
     lines += [f"request failed after {duration(one.seconds)} ({one.stage}): {one.error[:200]}" for one in [
@@ -103,6 +124,11 @@ def watch(look: Callable[[], History], show: Callable[[str], None], wait: Callab
         if history.state != "running":
             return history
         wait()
+
+
+def _time_limit(history: History, max_seconds: float | None) -> float | None:
+    """When a run ends by its limit of time, which counts from zero in each session."""
+    return None if max_seconds is None else history.session_began + max_seconds
 
 
 def _row(one: Spent) -> list[str]:
@@ -129,8 +155,8 @@ def compare(histories: Sequence[History]) -> str:
         found = figures(one)
         rows.append([
             one.directory, one.optimizer, one.state, score(found.seed_score), score(found.best_score),
-            number(found.accepted), number(sum(found.steps.values())), number(found.calls),
-            number(found.by_role["task"].tokens), number(found.by_role["reflection"].tokens),
+            number(found.accepted), number(sum(found.steps.values()) if one.sessions else None), number(found.calls),
+            *(number(found.by_role[role].tokens if found.by_role else None) for role in ("task", "reflection")),
             number(found.cost_dollars, 4), duration(found.seconds),
         ])  # fmt: skip
     lines = table(COLUMNS, rows)

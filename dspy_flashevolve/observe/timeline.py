@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any
 
+from dspy_flashevolve.engine.errors import RunDirectoryError
 from dspy_flashevolve.engine.scheduler import StageVisit
 from dspy_flashevolve.observe.history import History, Request
 
@@ -23,7 +24,13 @@ MICROSECONDS = 1e6
 
 
 def trace(history: History) -> str:
-    """The trace as JSON."""
+    """The trace as JSON.
+
+    Raises:
+        RunDirectoryError: there is no journal, only another program's checkpoint, which tells of no time.
+    """
+    if not history.sessions:
+        raise RunDirectoryError(f"{history.directory} has no timeline: no journal tells when anything happened there.")
     stages = {one: number for number, one in enumerate(_stages(history), start=1)}
     events: list[dict[str, Any]] = []
     for name, number in stages.items():

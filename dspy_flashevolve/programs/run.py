@@ -107,10 +107,11 @@ class DspyRun(EvolutionRun):
         self.settings = dict(dspy.settings.copy())
         """dspy's settings for the length of the run: a later ``dspy.configure`` does not reach it."""
         lm, modules = self.settings.get("lm"), [one for listed in stages.values() for one in listed]
+        self._unpriced = {stage for stage, listed in stages.items() if None in map(rates_of, _models(listed, lm))}
         slots, adaptive = width_of(self, [one for one in modules if isinstance(one, Module)])
         observers = [one for one in self.settings.get("callbacks") or () if isinstance(one, Observer)]
         if not any(isinstance(one, Display) for one in observers):
-            observers.insert(0, Progress(name, shown_calls or max_metric_calls))
+            observers.insert(0, Progress(name, shown_calls or max_metric_calls, max_seconds, self._unpriced))
         super().__init__(
             name=name,
             stages={stage: _addresses(listed, lm) for stage, listed in stages.items()},
@@ -135,7 +136,6 @@ class DspyRun(EvolutionRun):
         self.settings.update(self.models.settings)
         self._shown_calls = shown_calls or max_metric_calls
         self._seconds: float | None = None
-        self._unpriced = {stage for stage, listed in stages.items() if None in map(rates_of, _models(listed, lm))}
 
     def paced(self, lm: Any) -> Any:
         """The LM as it is given; the run calls it in its own way from now on, see :class:`LanguageModels`."""

@@ -16,13 +16,17 @@ from tests.fakes import task_lm
 
 
 class Session:
-    """One run on a directory: what a loop writes and tells."""
+    """One run on a directory: what a loop writes and tells.
 
-    def __init__(self, directory: Path) -> None:
+    Args:
+        settings: of the optimizer.
+    """
+
+    def __init__(self, directory: Path, **settings: Any) -> None:
         self.journal = Journal(directory)
         self.written = RunJournal(self.journal)
         self.journal.append(
-            "sessions", id=self.journal.session, began_at=0.0, pid=1, settings={}, fingerprints={}
+            "sessions", id=self.journal.session, began_at=0.0, pid=1, settings=settings, fingerprints={}
         )  # fmt: skip
 
     def __enter__(self) -> Session:

@@ -14,6 +14,7 @@ import pytest
 
 from dspy_flashevolve import Harness, Playbook
 from dspy_flashevolve.cli import main
+from dspy_flashevolve.engine.events import RequestTurnedAway, SeedValidated
 from dspy_flashevolve.observe.figures import figures
 from dspy_flashevolve.observe.history import read
 from dspy_flashevolve.observe.text import watch
@@ -62,6 +63,28 @@ def test_watch_shows_a_run_of_another_process_until_it_is_over(tmp_path: Path) -
     assert "1,234" in shown[1]
     assert "0.7500 (candidate 1)" in shown[2]
     assert "because: nothing is left" in shown[3]
+
+
+def test_watch_says_how_much_longer_a_run_may_take(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with (
+        Session(tmp_path / "time", max_seconds=60) as timed,
+        Session(tmp_path / "calls", max_metric_calls=4) as counted,
+    ):
+        for session in (timed, counted):
+            session.tells(SeedValidated(0.0, 0.5), SeedValidated(10.0, 0.5))
+            session.written.call("rollout", 0)
+            session.journal.flush_here()
+        assert "running, 10.0 s, about 50.0 s left" in said(capsys, "watch", tmp_path / "time", "--once")
+        assert "running, 10.0 s, about 30.0 s left" in said(capsys, "watch", tmp_path / "calls", "--once")
+    assert "left" not in said(capsys, "watch", tmp_path / "time", "--once")
+
+
+def test_watch_counts_what_was_made_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Session(tmp_path) as session:
+        session.tells(*(RequestTurnedAway(1.0, "the server", f"429, number {number}") for number in range(1200)))
+    status = said(capsys, "watch", tmp_path)
+    assert ", 1,200 requests made again" in status
+    assert "number" not in status
 
 
 def test_watch_ends_where_the_run_was_killed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -271,6 +294,31 @@ def test_a_run_directory_of_dspy_gepa_is_read_as_far_as_it_goes(
     assert "There is no journal" in (tmp_path / "report.html").read_text()
     assert "+Instruction" in said(capsys, "diff", run, "seed", "best")
     assert "dspy.GEPA" in said(capsys, "compare", run)
+
+
+def test_what_a_checkpoint_does_not_tell_is_unknown_and_not_0(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = {
+        "program_candidates": [SEED],
+        "prog_candidate_val_subscores": [{0: 0.5}],
+        "parent_program_for_candidate": [[None]],
+        "num_metric_calls_by_discovery": [1],
+        "total_num_evals": 1,
+    }
+    (tmp_path / "gepa_state.bin").write_bytes(pickle.dumps(state))
+    _, row = said(capsys, "compare", tmp_path).splitlines()
+    assert row.split()[1:] == ["dspy.GEPA", "unknown", "0.5000", "0.5000", "0", "unknown", "1", *["unknown"] * 4]
+    status = said(capsys, "watch", tmp_path)
+    assert "unknown, unknown" in status
+    assert "steps unknown" in status
+    assert "dollars" not in status
+    page = tmp_path / "report.html"
+    said(capsys, "report", tmp_path, "-o", page)
+    assert "0.0000" not in page.read_text()
+    assert "None." not in page.read_text()
+    assert "has no timeline" in complaint(capsys, "timeline", tmp_path, "-o", tmp_path / "trace.json")
+    assert not (tmp_path / "trace.json").exists()
 
 
 class Armed:

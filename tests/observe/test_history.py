@@ -19,9 +19,10 @@ from dspy_flashevolve.engine.journal import Journal
 from dspy_flashevolve.observe.figures import course, figures, use_of_slots
 from dspy_flashevolve.observe.history import read
 from dspy_flashevolve.observe.origins import origins
+from dspy_flashevolve.observe.report import report
 from tests.ace import child as ace
 from tests.contract import child as gepa
-from tests.contract.surface import simulated
+from tests.contract.surface import raising, simulated
 from tests.contract.worlds import Rules, play
 from tests.fakes import Chain, fake_lm, hashed, reflection_lm, reply_for, task_lm
 from tests.harness import child as harness
@@ -149,6 +150,17 @@ def test_dollars_by_stage_are_those_of_the_run(tmp_path: Path) -> None:
         dollars = {one.name: one.cost_dollars for one in found.by_stage if one.requests}
         assert dollars == pytest.approx(stats.dollars_by_stage)
         assert found.by_role["task"].cost_dollars is not None
+
+
+def test_requests_that_were_made_again_are_in_the_journal_and_the_report(tmp_path: Path) -> None:
+    busy = raising(lambda number: dspy.LMRateLimitError("slow down") if number % 7 == 0 else None)
+    with dspy.context(lm=busy):
+        stats = simulated(60, log_dir=str(tmp_path)).async_stats
+    history = read(tmp_path, replies=True)
+    assert figures(history).failures["RequestTurnedAway"] == stats.retried_requests > 0
+    page = report(history)
+    assert f"made again ({stats.retried_requests:,})" in page
+    assert "slow down" in page
 
 
 @pytest.mark.parametrize("ends", ["cancelled", "too late", "turned away"])

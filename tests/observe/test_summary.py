@@ -83,3 +83,39 @@ def test_the_bar_has_the_seed_the_best_and_its_end_and_lines_of_the_log_stand_al
     said = [line for line in re.split(r"[\r\n]", ran.stderr) if "SAID THIS" in line]
     assert said
     assert not [line for line in said if "rollouts/s" in line or not line.endswith("SAID THIS")]
+
+
+TIMED = """
+import dspy, litellm
+from tests.contract.worlds import World, play
+from tests.contract.surface import simulated
+from tests.fakes import reflection_lm, task_lm
+
+play(World(seed=3), None, num_threads=8, max_seconds=600)
+print("PRICES", file=__import__("sys").stderr)
+litellm.register_model({"cheap": %r})
+task, unknown = task_lm(), reflection_lm()
+task.model, unknown.model = "cheap", "nobody-has-a-price-for-this"
+with dspy.context(lm=task):
+    simulated(60, reflection_lm=unknown)
+"""
+
+
+def test_the_bar_has_the_time_that_is_left_and_names_no_dollars_where_a_price_is_unknown() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", TIMED % PRICE],
+        cwd=Path(__file__).parents[2],
+        env=os.environ | {"TQDM_DISABLE": "", "TQDM_MININTERVAL": "0"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    timed, priced = (re.split(r"[\r\n]", part) for part in ran.stderr.split("PRICES"))
+    assert [line for line in timed if re.search(r"about \d+ min \d\d s left, best 0\.\d+ \(seed", line)]
+    assert [line for line in timed if "finishing, best" in line]
+    last = [line for line in timed if "rollouts" in line][-1]
+    assert "left" not in last
+    assert "finishing" not in last
+    assert "$0.00, " not in ran.stderr
+    assert "$ unknown" in [line for line in priced if "rollouts" in line][-1]
+    assert not [line for line in timed if "$" in line], "nothing asked an LM"
