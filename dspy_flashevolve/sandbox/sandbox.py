@@ -184,6 +184,9 @@ class Sandbox:
                 socket.send_fds(server.control, [payload], fds)
             except BlockingIOError:
                 await asyncio.sleep(0.01)
+            except ConnectionError:  # before its reader has heard of it: the next run starts another
+                self._gone(server)
+                raise
             else:
                 return
 
@@ -230,15 +233,18 @@ class Sandbox:
         except OSError:
             data = b""
         if not data:
-            self._lost(server)
-            if self._server is server:
-                self._server = None
-            self._reaping = asyncio.ensure_future(_reap(server.process))
+            self._gone(server)
             return
         told = json.loads(data)
         ending = server.endings.get(told.pop("ended"))
         if ending is not None and not ending.done():
             ending.set_result(Ending(**told))
+
+    def _gone(self, server: _Started) -> None:
+        self._lost(server)
+        if self._server is server:
+            self._server = None
+            self._reaping = asyncio.ensure_future(_reap(server.process))
 
     def _lost(self, server: _Started) -> None:
         if server.control.fileno() >= 0:

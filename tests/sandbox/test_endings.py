@@ -179,6 +179,7 @@ def test_a_fork_server_that_died_is_reaped_and_its_files_are_gone(temporary: Pat
         server = one.sandbox._server
         assert server is not None
         os.kill(server.process.pid, signal.SIGKILL)
+        os.waitid(os.P_PID, server.process.pid, os.WEXITED | os.WNOWAIT)  # it is gone before its loop can hear of it
         assert one.is_well()
         reaping = one.sandbox._reaping
         assert reaping is not None
