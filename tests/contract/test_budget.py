@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dspy_flashevolve import AsyncGEPA, Guarded, RunAbortedError, Workflow
-from dspy_flashevolve.engine.staleness import Admit, Decision, Discard, History, Look
+from dspy_flashevolve.engine import Admit, Discard, History, Look
 from dspy_flashevolve.sim.virtual import run
 from tests.contract.surface import (
     TRAIN,
@@ -204,7 +204,7 @@ class EveryThird:
 
     looks = ("before_propose", "after_propose", "after_screen", "before_commit")
 
-    def decide(self, look: Look, history: History) -> Decision:
+    def decide(self, look: Look, history: History) -> Admit | Discard:
         odd = (look.seen + history.version) % 3 == 1
         return Discard("odd") if odd and look.place != "before_commit" else Admit()
 
