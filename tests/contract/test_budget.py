@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dspy_flashevolve import AsyncGEPA, Guarded, RunAbortedError, Workflow
-from dspy_flashevolve.engine import Admit, Discard, History, Look
 from dspy_flashevolve.sim.virtual import run
 from tests.contract.surface import (
     TRAIN,
@@ -197,25 +196,6 @@ def test_what_was_set_aside_for_a_head_pays_steps_again_where_children_are_rewri
     stats = play(world, calls).async_stats
     a_step = 2 * 3 + world.val
     assert calls - stats.metric_calls < a_step, stats.stop_reason
-
-
-class EveryThird:
-    """Discards some, before they are reflected on too, so that late rollouts outlive their steps."""
-
-    looks = ("before_propose", "after_propose", "after_screen", "before_commit")
-
-    def decide(self, look: Look, history: History) -> Admit | Discard:
-        odd = (look.seen + history.version) % 3 == 1
-        return Discard("odd") if odd and look.place != "before_commit" else Admit()
-
-
-def test_a_run_does_not_end_while_work_beside_the_steps_holds_calls_that_it_may_hand_back() -> None:
-    calls, world = 160, Rules(seed=236, val=9, train=6)
-    early = Workflow(rollout=0.4)
-    stats = play(
-        world, calls, num_threads=8, reflection_minibatch_size=20, workflow=early, staleness=EveryThird()
-    ).async_stats
-    assert calls - stats.metric_calls < 2 * world.train + world.val, stats.stop_reason
 
 
 @pytest.mark.parametrize("minibatch", [2, 8])

@@ -9,7 +9,7 @@ from dspy.utils.exceptions import LMServerError
 from gepa.utils import CompositeStopper, NoImprovementStopper
 
 from dspy_flashevolve import Reflective, Workflow
-from dspy_flashevolve.engine.staleness import Admit, Discard
+from dspy_flashevolve.engine.staleness import Admit, Discard, History, Look
 from tests.contract.surface import Heard, check_ends
 from tests.contract.worlds import Rules, World, chance, play
 
@@ -204,3 +204,22 @@ def test_in_lockstep_every_step_is_an_iteration_to_a_stopper() -> None:
     stopper = Counted()
     stats = play(World(), 200, schedule="lockstep", gepa_kwargs={"stop_callbacks": stopper}).async_stats
     assert stopper.asked >= sum(stats.ended.values())
+
+
+class EveryThird:
+    """Discards some, before they are reflected on too, so that late rollouts outlive their steps."""
+
+    looks = ("before_propose", "after_propose", "after_screen", "before_commit")
+
+    def decide(self, look: Look, history: History) -> Admit | Discard:
+        odd = (look.seen + history.version) % 3 == 1
+        return Discard("odd") if odd and look.place != "before_commit" else Admit()
+
+
+def test_a_run_does_not_end_while_work_beside_the_steps_holds_calls_that_it_may_hand_back() -> None:
+    calls, world = 160, Rules(seed=236, val=9, train=6)
+    early = Workflow(rollout=0.4)
+    stats = play(
+        world, calls, num_threads=8, reflection_minibatch_size=20, workflow=early, staleness=EveryThird()
+    ).async_stats
+    assert calls - stats.metric_calls < 2 * world.train + world.val, stats.stop_reason
