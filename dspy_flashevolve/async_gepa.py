@@ -18,10 +18,10 @@ from gepa.proposer.reflective_mutation.base import ReflectionComponentSelector
 from dspy_flashevolve.engine.errors import ConfigurationError, DataError
 from dspy_flashevolve.engine.staleness import StalenessPolicy, policy_named
 from dspy_flashevolve.gepa.changes import is_too_long
-from dspy_flashevolve.gepa.compilation import Best, Compilation, gepa_logger, texts_of
+from dspy_flashevolve.gepa.compilation import Best, Compilation, texts_of
 from dspy_flashevolve.gepa.estimate import Estimate, estimate
 from dspy_flashevolve.gepa.evaluate import Workflow
-from dspy_flashevolve.gepa.options import check_options
+from dspy_flashevolve.gepa.options import check_options, gepa_logger
 from dspy_flashevolve.programs.lm import rates_of
 from dspy_flashevolve.programs.metric import check_metric
 from dspy_flashevolve.programs.ray_rollouts import RayRollouts

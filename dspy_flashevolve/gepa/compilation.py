@@ -22,7 +22,7 @@ from dspy_flashevolve.engine.errors import hand_over, report
 from dspy_flashevolve.engine.loop import run_to_end
 from dspy_flashevolve.engine.replay import RunJournal
 from dspy_flashevolve.engine.staleness import Full, Reflective, StalenessPolicy, policy_named
-from dspy_flashevolve.gepa.options import build_parts, hooks_of
+from dspy_flashevolve.gepa.options import QuietLogger, build_parts, gepa_logger, hooks_of
 from dspy_flashevolve.gepa.pool import Pool
 from dspy_flashevolve.gepa.resume import check_checkpoint
 from dspy_flashevolve.gepa.step import GepaLoop
@@ -34,7 +34,6 @@ from dspy_flashevolve.programs.program import DspyProgram, adapter_of
 from dspy_flashevolve.programs.run import DspyRun
 
 logger = logging.getLogger(__name__)
-gepa_logger = logging.getLogger("dspy.teleprompt.gepa.gepa")
 """gepa's own log lines, and what is told of every run, go where ``dspy.GEPA`` sends them: dspy shows them."""
 MUCH_DISCARDED = 0.5
 """Share of the children from which a run says that its staleness policy discards too much."""
@@ -166,7 +165,7 @@ class Compilation:
         self._metric = Metric(optimizer.metric_fn, run.threads, optimizer.metric_lock)
         reflection_lm = run.paced(optimizer.reflection_lm)
         adapter = adapter_of(optimizer, self._student, self._metric, reflection_lm)
-        log = LoggerAdapter(gepa_logger)
+        log = LoggerAdapter(gepa_logger) if lockstep else QuietLogger()
         self._parts = build_parts(optimizer, self._valset, log)
         self.best = Best(optimizer, adapter, lambda: self._pool.state)
         data = self._seed, self._trainset, self._valset

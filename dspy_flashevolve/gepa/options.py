@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 import random
 import sys
@@ -37,6 +38,8 @@ from gepa.utils import CompositeStopper, FileStopper, MaxMetricCallsStopper, NoI
 from dspy_flashevolve.engine.errors import ConfigurationError
 from dspy_flashevolve.gepa.tracker import Tracker
 
+gepa_logger = logging.getLogger("dspy.teleprompt.gepa.gepa")
+"""dspy.GEPA's: what the run says, and at DEBUG, but for lockstep, what each iteration does."""
 REFUSED = {
     "seed_candidate": "it is read from the student that compile() gets",
     "trainset": "pass it to compile()",
@@ -198,6 +201,14 @@ def has_foreign(parts: Parts) -> bool:
     gepa's do without the seed's scores while the seed is the only candidate.
     """
     return any(not type(getattr(parts, name)).__module__.startswith("gepa.strategies.") for name in HOOKS)
+
+
+class QuietLogger:
+    """gepa's logger protocol at the level DEBUG: lines of iterations that overlap are of little use."""
+
+    def log(self, message: str) -> None:
+        """See gepa's ``LoggerProtocol``."""
+        gepa_logger.debug(message)
 
 
 def build_parts(optimizer: Any, valset: DataLoader[Any, Any], logger: Any) -> Parts:

@@ -42,7 +42,7 @@ from dspy_flashevolve.gepa.changes import is_too_long
 from dspy_flashevolve.gepa.credit import Credit, Head
 from dspy_flashevolve.gepa.evaluate import BARRIERS, Evaluations, Workflow
 from dspy_flashevolve.gepa.integration import Integrations
-from dspy_flashevolve.gepa.options import has_foreign
+from dspy_flashevolve.gepa.options import gepa_logger, has_foreign
 from dspy_flashevolve.gepa.pool import Batch, Child, Commit, Crossover, Parent, Pool, Screened, Selected, Validated
 from dspy_flashevolve.gepa.select import Selection
 from dspy_flashevolve.gepa.tracker import figures
@@ -731,9 +731,9 @@ class GepaLoop:
         return self._run.rollouts.without_answer(hash_of(candidate), self._evaluations.train_split)
 
     def _log(self, message: str, error: Exception) -> None:
-        self._pool.logger.log(message)
+        gepa_logger.info(message)
         if not isinstance(error, AdapterParseError):  # a reply that cannot be read is no fault of any line of code
-            self._pool.logger.log(traceback.format_exc())
+            gepa_logger.info(traceback.format_exc())
 
 
 @dataclass(frozen=True, slots=True)

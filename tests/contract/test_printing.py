@@ -60,6 +60,26 @@ def test_the_bars_of_all_runs_share_one_thread() -> None:
     assert len({one for one in threading.enumerate() if one.name == "tqdm_monitor"} - before) <= 1
 
 
+def test_lines_of_iterations_with_their_prompts_are_shown_where_they_are_asked_for_and_in_lockstep(
+    shown: Shown, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A log of whole prompts, of steps that overlap, is of no use beside a bar, and fills notebooks."""
+
+    def prompts(**options: Any) -> int:
+        shown.lines.clear()
+        caplog.clear()
+        compiled(120, **options)
+        return sum("Proposed new text" in line for line in shown.lines)
+
+    with dspy.context(lm=task_lm()):
+        assert prompts() == 0
+        assert len(shown.lines) < 10, shown.lines
+        assert prompts(schedule="lockstep") > 2
+        with caplog.at_level(logging.DEBUG, "dspy.teleprompt.gepa.gepa"):
+            assert prompts() == 0
+            assert sum("Proposed new text" in line for line in caplog.messages) > 2
+
+
 def test_a_run_that_comes_to_its_end_says_so_last_and_guesses_no_scores(shown: Shown) -> None:
     with dspy.context(lm=task_lm()):
         compiled(150)
