@@ -45,6 +45,12 @@ def argspec_once(function: Any) -> Any:
 dspy.adapters.utils.TypeAdapter = type_adapter_once  # type: ignore[assignment, misc]
 inspect.getfullargspec = argspec_once
 
+
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than there are cores: some tests wait for servers, processes and signals."""
+    return (os.cpu_count() or 1) + 1
+
+
 gc.disable()  # until the tests are collected: what is made until then stays
 
 

@@ -156,7 +156,7 @@ def test_a_run_goes_on_though_a_third_of_the_examples_is_never_answered(name: st
         details = simulated(130, SlowInThread() if kind == "thread" else Slow()).detailed_results
     stats = details.async_stats
     assert (stats.outcome, stats.ended["failed"]) == ("finished", 0)
-    assert stats.metric_calls > 116
+    assert stats.metric_calls >= 116
     assert stats.unanswered_examples == 5
     check_winner(details)
 
