@@ -34,7 +34,7 @@ from dspy_flashevolve.engine.errors import ConfigurationError, RunDirectoryError
 from dspy_flashevolve.engine.journal import FILE
 from dspy_flashevolve.observe import text
 from dspy_flashevolve.observe.export import program_state
-from dspy_flashevolve.observe.figures import figures
+from dspy_flashevolve.observe.figures import Figures, figures
 from dspy_flashevolve.observe.history import History, read
 from dspy_flashevolve.observe.timeline import trace
 from dspy_flashevolve.sim.faults import DRAWN_KINDS, Faults
@@ -228,13 +228,13 @@ def _report(arguments: argparse.Namespace) -> int:
 
 
 def _compare(arguments: argparse.Namespace) -> int:
-    found: list[History] = []
-    for one in arguments.run_dir:
-        with _shown(one):
-            found.append(_history(one))
-            figures(found[-1])
+    found: list[tuple[History, Figures]] = []
+    for run_dir in arguments.run_dir:
+        with _shown(run_dir):
+            history = _history(run_dir)
+            found.append((history, figures(history)))
     if arguments.json:
-        return _say(json.dumps([{"run": one.directory, **asdict(figures(one))} for one in found], indent=2))
+        return _say(json.dumps([{"run": one.directory, **asdict(its)} for one, its in found], indent=2))
     return _say(text.compare(found))
 
 

@@ -23,7 +23,7 @@ import pytest
 
 from tests.fakes import task_lm
 
-hypothesis.settings.register_profile("untimed", deadline=None, max_examples=50)  # no test is a measurement of time
+hypothesis.settings.register_profile("untimed", deadline=None)  # no test is a measurement of time
 hypothesis.settings.load_profile("untimed")
 
 # dspy finds out anew at every call of an LM what a type or the signature of one of its functions is: a seventh of what

@@ -660,8 +660,9 @@ class GepaLoop:
 
     def _may_open(self) -> str | None:
         """Why no further step may start; None while one may, or the last head is to be validated."""
-        if self._joins is False and self._due(0.0, last=True) is None:
-            self._evaluations.set_aside.refund()  # for a head that is not there
+        aside = self._evaluations.set_aside
+        if aside.open and self._joins is False and self._due(0.0, last=True) is None:
+            aside.refund()  # for a head that is not there
         reason = self._spent_up()
         waits = self._run.live or (not self._is_last and self._due(0.0, last=True) is not None)
         return None if reason is None or (self._credit is not None and waits) else reason

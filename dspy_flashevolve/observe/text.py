@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from dspy_flashevolve.engine.errors import ConfigurationError
-from dspy_flashevolve.observe.figures import Spent, family, figures, prompts_diff
+from dspy_flashevolve.observe.figures import Figures, Spent, family, figures, prompts_diff
 from dspy_flashevolve.observe.history import Candidate, History
 
 LATEST = 5
@@ -148,11 +148,10 @@ COLUMNS = ("run", "optimizer", "state", "seed", "best", "accepted", "steps", "ca
            "reflection tokens", "dollars", "time")  # fmt: skip
 
 
-def compare(histories: Sequence[History]) -> str:
+def compare(runs: Sequence[tuple[History, Figures]]) -> str:
     """Runs side by side, and the settings that all have and in which they differ."""
     rows: list[list[str]] = []
-    for one in histories:
-        found = figures(one)
+    for one, found in runs:
         rows.append([
             one.directory, one.optimizer, one.state, score(found.seed_score), score(found.best_score),
             number(found.accepted), number(sum(found.steps.values()) if one.sessions else None), number(found.calls),
@@ -160,7 +159,7 @@ def compare(histories: Sequence[History]) -> str:
             number(found.cost_dollars, 4), duration(found.seconds),
         ])  # fmt: skip
     lines = table(COLUMNS, rows)
-    settings = [one.sessions[-1].settings if one.sessions else {} for one in histories]
+    settings = [one.sessions[-1].settings if one.sessions else {} for one, _ in runs]
     for name in settings[0]:
         values = [json.dumps(one.get(name)) for one in settings]
         if len(set(values)) > 1 and name != "log_dir" and all(name in one for one in settings):

@@ -94,6 +94,11 @@ class HollowReplyError(LMServerError):
     """A reply held no message."""
 
 
+def is_paced(lm: Any) -> bool:
+    """Whether a run paces an LM now."""
+    return hasattr(type(lm), "original_class")
+
+
 class LmCalls(BaseCallback):
     """What the LM calls in its context came to, on the loop and in threads."""
 
@@ -105,7 +110,7 @@ class LmCalls(BaseCallback):
 
     def on_lm_start(self, call_id: str, instance: Any, inputs: dict[str, Any]) -> None:
         """See ``dspy.utils.callback.BaseCallback``."""
-        self.only_paced = self.only_paced and hasattr(type(instance), "original_class")
+        self.only_paced = self.only_paced and is_paced(instance)
 
     def on_lm_end(self, call_id: str, outputs: Any, exception: BaseException | None = None) -> None:
         """See ``dspy.utils.callback.BaseCallback``."""

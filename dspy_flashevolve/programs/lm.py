@@ -47,6 +47,7 @@ from dspy_flashevolve.programs.faults import (
     hear,
     heard_raising,
     is_of_request,
+    is_paced,
     is_refusal,
     is_timeout,
     mark_asked,
@@ -175,7 +176,7 @@ _CLASSES = threading.Lock()
 def _begin(lm: Any) -> None:
     with _CLASSES:
         _RUNS[id(lm)] = _RUNS.get(id(lm), 0) + 1
-        if not hasattr(type(lm), "original_class"):
+        if not is_paced(lm):
             object.__setattr__(lm, "__class__", paced_class(type(lm)))
 
 

@@ -134,7 +134,7 @@ def test_equal_runs_in_virtual_time_are_equal() -> None:
 
 @pytest.mark.parametrize("predictors", [1, 3])
 @pytest.mark.parametrize("minibatch", [3, 20])
-@pytest.mark.parametrize("calls", [60, 120, 300])
+@pytest.mark.parametrize("calls", [60, 120, 250, 300, 500])
 def test_a_run_goes_on_until_its_budget_pays_no_further_step(calls: int, minibatch: int, predictors: int) -> None:
     """One step of one reflection may cost two minibatches and a validation (and its base's minibatch)."""
     world = World(predictors=predictors)

@@ -8,7 +8,8 @@ import sqlite3
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -177,35 +178,14 @@ def test_no_file_of_a_run_is_written_over(
     assert {one.name: one.read_bytes() for one in run.iterdir() if one.is_file()} == before
 
 
-@pytest.mark.skipif(not hasattr(os, "seteuid"), reason="permissions of Unix")
-def test_a_killed_run_that_may_only_be_read_says_that_it_is_to_be_copied(
-    counted: tuple[Path, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    user = os.geteuid()
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder).chmod(0o755)
-        run = Path(folder) / "run"
-        shutil.copytree(counted[0], run)
-        (run / "journal.sqlite-wal").write_bytes(b"what SQLite has not put into the journal yet")
-        run.chmod(0o555)
-        try:
-            if user == 0:
-                os.seteuid(65534)
-            assert "copy it to where you may write" in refusal(capsys, "watch", run, "--once")
-        finally:
-            os.seteuid(user)
-            run.chmod(0o755)
-
-
-@pytest.mark.skipif(not hasattr(os, "seteuid"), reason="permissions of Unix")
-def test_a_run_directory_that_may_only_be_read_is_read(
-    counted: tuple[Path, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+@contextmanager
+def only_readable(directory: Path) -> Iterator[Path]:
+    """A copy of a run directory, without its lock, in which the user of the block may only read."""
     user = os.geteuid()
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o755)  # what pytest makes is of its user alone
         run = Path(folder) / "run"
-        shutil.copytree(counted[0], run)
+        shutil.copytree(directory, run)
         (run / "journal.lock").unlink()
         for path in run.iterdir():
             path.chmod(0o555 if path.is_dir() else 0o444)
@@ -213,10 +193,32 @@ def test_a_run_directory_that_may_only_be_read_is_read(
         try:
             if user == 0:
                 os.seteuid(65534)
-            assert [main(arguments(one, run, Path("unused"))) for one in ("watch", "lineage", "diff")] == [0, 0, 0]
+            yield run
         finally:
             os.seteuid(user)
             run.chmod(0o755)
+
+
+unix = pytest.mark.skipif(not hasattr(os, "seteuid"), reason="permissions of Unix")
+
+
+@unix
+def test_a_killed_run_that_may_only_be_read_says_that_it_is_to_be_copied(
+    counted: tuple[Path, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    killed = tmp_path / "killed"
+    shutil.copytree(counted[0], killed)
+    (killed / "journal.sqlite-wal").write_bytes(b"what SQLite has not put into the journal yet")
+    with only_readable(killed) as run:
+        assert "copy it to where you may write" in refusal(capsys, "watch", run, "--once")
+
+
+@unix
+def test_a_run_directory_that_may_only_be_read_is_read(
+    counted: tuple[Path, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with only_readable(counted[0]) as run:
+        assert [main(arguments(one, run, Path("unused"))) for one in ("watch", "lineage", "diff")] == [0, 0, 0]
     assert "AsyncGEPA" in capsys.readouterr().out
 
 

@@ -57,7 +57,7 @@ half_json = st.tuples(wrong_json, st.integers(0, 30)).map(lambda pair: pair[0][:
 filled = st.dictionaries(st.sampled_from(FIELDS), value, max_size=4).map(
     lambda fields: "\n".join(f"[[ ## {name} ## ]]\n{text}" for name, text in fields.items())
 )
-huge = st.sampled_from(["x", "[[ ## answer ## ]]\n", "{", "\n"]).map(lambda text: text * 300)
+huge = st.sampled_from(["x", "[[ ## answer ## ]]\n", "{", "\n"]).map(lambda text: text * 1000)
 binary = st.binary(max_size=60).map(lambda data: data.decode("latin-1"))
 replies = st.one_of(anything, markup, wrong_json, half_json, filled, huge, binary, st.just(""))
 
@@ -187,7 +187,7 @@ def scored(gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_
 
 @settings(max_examples=8, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(replies, min_size=1, max_size=4), st.lists(replies, min_size=1, max_size=4))
-@example(["{" * 300], ["{" * 300])  # dspy's JSON parser recurses so deep that it raises what is no parse error
+@example(["{" * 1000], ["{" * 1000])  # dspy's JSON parser recurses so deep that it raises what is no parse error
 def test_no_replies_end_a_run_with_anything_but_counted_steps(task: list[str], reflection: list[str]) -> None:
     tasks, reflections = itertools.cycle(task), itertools.cycle(reflection)
     with tempfile.TemporaryDirectory() as folder, dspy.context(lm=fake_lm(lambda prompt: next(tasks)), num_threads=4):
