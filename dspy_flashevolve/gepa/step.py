@@ -117,6 +117,7 @@ class GepaLoop:
         share = 1.0 if reflective is None else reflective.frontier_share
         self._selection = Selection(pool, self._credit, share, self._unanswerable)
         self._seeded = anyio.Event()
+        run.used_shares.append(lambda: max(self._limits().values(), default=None))
         self._reflections = 0
         self.proposals = 0
         """Children that the reflection wrote."""
@@ -668,19 +669,24 @@ class GepaLoop:
         return None if reason is None or (self._credit is not None and waits) else reason
 
     def _spent_up(self) -> str | None:
-        run, journal, budget = self._run, self._run.journal, self._run.budget
+        run, budget = self._run, self._run.budget
         if self._seeded.is_set() and not (run.is_busy or run.lockstep or self._pays_alone):
             return (
                 f"max_metric_calls={budget.limit}: the {budget.left} calls left cannot pay a step, which may cost "
                 f"{self._calls_alone()}"
             )
-        calls = self.reflection_calls + (0 if journal is None else journal.requests_before)
-        cost = run.dollars + (0.0 if journal is None else journal.dollars_before)
-        if self._max_reflection_calls is not None and calls >= self._max_reflection_calls:
-            return f"max_reflection_calls={self._max_reflection_calls} is spent"
-        if self._max_cost is not None and cost >= self._max_cost:
-            return f"max_cost={self._max_cost:g} dollars is spent"
-        return None
+        return next((f"{limit} is spent" for limit, share in self._limits().items() if share >= 1), None)
+
+    def _limits(self) -> dict[str, float]:
+        """What bounds the run beside time and metric calls -> the share of it that is used."""
+        run, journal, found = self._run, self._run.journal, dict[str, float]()
+        if (most := self._max_reflection_calls) is not None:
+            calls = self.reflection_calls + (0 if journal is None else journal.requests_before)
+            found[f"max_reflection_calls={most}"] = calls / most
+        if (most := self._max_cost) is not None:
+            cost = run.dollars + (0.0 if journal is None else journal.dollars_before)
+            found[f"max_cost={most:g} dollars"] = cost / most
+        return found
 
     def _seed_calls(self) -> int:
         journal = self._run.journal

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from dspy_flashevolve.engine.events import Committed, Event, SeedValidated
 from dspy_flashevolve.engine.run import EvolutionRun
-from dspy_flashevolve.observe.progress import Display
+from dspy_flashevolve.observe.progress import Display, used_share
 from dspy_flashevolve.observe.text import duration, left, number, score
 
 COLUMNS = ("stage", "waiting", "in flight", "answered", "tokens", "dollars", "slot seconds")
@@ -68,7 +68,7 @@ class _Shown:
         run, stats = self._run, self._run.statistics()
         seconds, calls = stats.seconds, stats.metric_calls
         budget = "" if stats.max_metric_calls is None else f" of {stats.max_metric_calls:,}"
-        share = calls / stats.max_metric_calls if stats.max_metric_calls else None
+        share = max(calls / stats.max_metric_calls if stats.max_metric_calls else 0.0, used_share(run))
         time_left = left(seconds, run.max_seconds, share) if stats.outcome == "running" else ""
         best = "validating the seed program"
         if self._best is not None:

@@ -39,6 +39,8 @@ class Progress(Display):
         self._dollars: float | None = 0.0
         self._seed: float | None = None
         self._best: float | None = None
+        self._used_before = 0.0
+        """The share of a loop's own limits that earlier sessions have used."""
         self._streams: list[tuple[logging.StreamHandler[Any], Any]] = []
 
     @contextmanager
@@ -53,7 +55,7 @@ class Progress(Display):
 
     def _begin(self, run: EvolutionRun) -> None:
         bar = _bar()
-        self._run = run
+        self._run, self._used_before = run, used_share(run)
         self._bar = bar(total=self._total, desc=self._name, unit="rollouts", dynamic_ncols=True)
         self._bar.set_postfix_str("validating the seed program")
         for handler in (*logging.root.handlers, *logging.getLogger("dspy").handlers):
@@ -95,10 +97,11 @@ class Progress(Display):
         self._bar.set_postfix_str(", ".join(filter(None, parts)), refresh=False)
 
     def _time_left(self) -> str:
-        """By the limit of time; tqdm tells how long the metric calls will last."""
+        """By the limits of time and money; tqdm tells how long the metric calls will last."""
         assert self._run is not None
         seconds = self._run.clock() - self._run.clock.began
-        return left(seconds, self._max_seconds, None)
+        used, before = used_share(self._run), self._used_before
+        return left(seconds, self._max_seconds, (used - before) / (1 - before) if used > before else None)
 
     def _close(self) -> None:
         if self._best is not None:
@@ -107,6 +110,11 @@ class Progress(Display):
             handler.setStream(stream)
         self._streams.clear()
         self._bar.end()
+
+
+def used_share(run: EvolutionRun) -> float:
+    """The largest share of a loop's own limits that is used, from 0 to 1."""
+    return max((share for of in run.used_shares if (share := of()) is not None), default=0.0)
 
 
 @cache
