@@ -21,7 +21,7 @@ from dspy_flashevolve.harness.archive import TRIAL, Checked, Draft, DraftError, 
 from dspy_flashevolve.harness.program import as_json, call_in_thread, call_on_loop, typed_fields
 from dspy_flashevolve.programs.faults import heard_lm_calls, raise_provider_fault
 from dspy_flashevolve.programs.metric import Metric
-from dspy_flashevolve.programs.place import answers_asynchronously
+from dspy_flashevolve.programs.program import answers_asynchronously
 from dspy_flashevolve.programs.records import Asked, ReplyText
 from dspy_flashevolve.programs.run import DspyRun, check_data
 from dspy_flashevolve.sandbox.contract import CodeSandbox, Failure, Job, LmRecord, LmRequest, Outcome, SandboxError

@@ -36,7 +36,7 @@ from dspy_flashevolve.engine.rollouts import (
 )
 from dspy_flashevolve.engine.scheduler import Scheduler, current_slot
 from dspy_flashevolve.engine.steps import Budget, EndKind, Reservation, StepEnded
-from dspy_flashevolve.programs.runner import Metric
+from dspy_flashevolve.programs.metric import Metric
 from dspy_flashevolve.sim.virtual import run
 from tests.engine.stepped import STAGES, Asker
 
