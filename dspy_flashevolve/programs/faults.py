@@ -33,7 +33,7 @@ from contextlib import contextmanager
 from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
 from enum import Enum, auto
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import dspy
 from dspy import lm15
@@ -353,43 +353,55 @@ def _code_of(error: BaseException) -> str | None:
     return code if isinstance(code, str) else None
 
 
+def headers_of_error(error: BaseException) -> dict[str, str]:
+    """What the replies that led to an error say in their headers of limits, and of when to come back."""
+    found: dict[str, str] = {}
+    for one in chain_of(error):
+        reply = getattr(one, "response", None)
+        for held in (
+            getattr(one, "rate_limit_headers", None),
+            getattr(one, "litellm_response_headers", None),
+            getattr(reply, "headers", None),
+        ):
+            found = headers_in(held) | found
+    return found
+
+
+def headers_in(held: Any) -> dict[str, str]:
+    """Headers of limits, and of when to come back, by their names in lower case; of several of one name the last."""
+    read: dict[str, str] = {}
+    for name, value in cast("Mapping[Any, Any]", held).items() if isinstance(held, Mapping) else ():
+        value = value[-1] if isinstance(value, list | tuple) and value else value
+        name = str(name).lower()
+        if isinstance(value, str) and ("ratelimit" in name or name == "retry-after"):
+            read[name.removeprefix("llm_provider-")] = value
+    return read
+
+
 def retry_after_of(error: BaseException) -> float | None:
     """When the provider wants to be asked again, in seconds; None where it did not say.
 
     dspy reads it from the reply itself. Behind litellm it is lost on the way, and found in the headers that an error
     further down the chain has kept.
     """
-    cause: BaseException | None = error
-    for _ in range(10):
-        if cause is None:
-            return None
-        said = getattr(cause, "retry_after", None)
+    for one in chain_of(error):
+        said = getattr(one, "retry_after", None)
         if isinstance(said, int | float) and not isinstance(said, bool):
             return float(said)
-        reply = getattr(cause, "response", None)
-        for headers in (getattr(cause, "litellm_response_headers", None), getattr(reply, "headers", None)):
-            if isinstance(headers, Mapping) and (seconds := _seconds_in(headers)) is not None:
-                return seconds
-        cause = cause.__cause__ or cause.__context__
-    return None
+    return _seconds_in(headers_of_error(error).get("retry-after", ""))
 
 
-def _seconds_in(headers: Mapping[Any, Any]) -> float | None:
+def _seconds_in(value: str) -> float | None:
     """Seconds or a date, as HTTP has it; None for anything else.
 
-    >>> _seconds_in({"Retry-After": "3"}), _seconds_in({"retry-after": "soon"})
+    >>> _seconds_in("3"), _seconds_in("soon")
     (3.0, None)
     """
-    value = next((str(value) for name, value in headers.items() if str(name).lower() == "retry-after"), None)
-    if value is None:
-        return None
     try:
-        return max(0.0, float(value)) if "." in value or value.strip().isdigit() else _until(value)
+        if "." in value or value.strip().isdigit():
+            return max(0.0, float(value))
+        when = parsedate_to_datetime(value)
     except (TypeError, ValueError):
         return None
-
-
-def _until(date: str) -> float:
-    when = parsedate_to_datetime(date)
     when = when if when.tzinfo is not None else when.replace(tzinfo=timezone.utc)
     return max(0.0, (when - datetime.now(timezone.utc)).total_seconds())

@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import hashlib
 import json
+import os
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping, Sequence
@@ -37,13 +39,15 @@ from dspy.utils.usage_tracker import UsageTracker, track_usage
 
 from dspy_flashevolve.engine.endpoints import SEVERAL, Answers, Endpoint, Endpoints, Sent
 from dspy_flashevolve.engine.loop import LoopWaits
-from dspy_flashevolve.engine.rates import Claim, Estimate, RateLimit
+from dspy_flashevolve.engine.rates import MOST, Claim, Estimate, RateLimit, Unit, heard_in
 from dspy_flashevolve.engine.redaction import Redaction, secrets_held_by, without_secrets
 from dspy_flashevolve.engine.scheduler import Slot, current_slot
 from dspy_flashevolve.programs.balanced import BalancedLM, where
 from dspy_flashevolve.programs.faults import (
     HollowReplyError,
     chain_of,
+    headers_in,
+    headers_of_error,
     hear,
     heard_raising,
     is_of_request,
@@ -54,7 +58,6 @@ from dspy_flashevolve.programs.faults import (
     may_repeat,
     retry_after_of,
 )
-from dspy_flashevolve.programs.rate_headers import account_of, headers_of, headers_of_error, heard_in, said_by
 
 T = TypeVar("T")
 BEGINNING = 20_000
@@ -95,6 +98,37 @@ def _names_of(lm: BalancedLM) -> list[str]:
         same = sum(name.partition(" #")[0] == address for name in names)
         names.append(f"{address} #{same + 1}" if same else address)
     return names
+
+
+def said_by(options: Mapping[str, Any]) -> dict[Unit, float]:
+    """The limits among an LM's options, in litellm's words: ``rpm`` and ``tpm``."""
+    said: dict[Unit, float] = {}
+    for unit, name in (("requests", "rpm"), ("tokens", "tpm")):
+        value = options.get(name)
+        if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= MOST:
+            said[unit] = float(value)
+    return said
+
+
+def account_of(lm: Any, endpoint: str, key: str | None = None) -> str:
+    """Whose limits an LM's requests count against: the endpoint, the model and the key, as a hash that tells none.
+
+    Args:
+        key: of the deployment; default: the LM's, else the one of its provider in the environment.
+    """
+    options: dict[str, Any] = getattr(lm, "kwargs", None) or {}
+    model = str(getattr(lm, "model", type(lm).__name__))
+    key = key or str(options.get("api_key") or os.environ.get(f"{model.split('/', 1)[0].upper()}_API_KEY", ""))
+    return hashlib.sha256("\0".join((endpoint, model, key)).encode("utf-8", "replace")).hexdigest()[:32]
+
+
+def limits_folder() -> Path | None:
+    """Where runs on the same key tell each other what they have sent: in the user's cache; None without a home."""
+    try:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:
+        return None
+    return cache / "dspy-flashevolve" / "limits"
 
 
 # Paced LMs
@@ -352,7 +386,7 @@ class Pace:
         """
         self.models.redaction.clean(chain_of(error))
         retry_after = retry_after_of(error)
-        at.rate.hear(heard_in(headers_of_error(chain_of(error))))
+        at.rate.hear(heard_in(headers_of_error(error)))
         if self.models.once:
             return False
         if may_repeat(error):
@@ -541,7 +575,10 @@ class _Look:
         usage = reply.usage if isinstance(reply, lm15.Response) else None
         of_cache = usage is not None and bool(usage.total_tokens or usage.output_tokens) and not entry.get("usage")
         self.is_cached = of_cache or getattr(reply, "cache_hit", False) is True
-        self.headers = headers_of(reply)
+        hidden = getattr(
+            reply, "_hidden_params", None
+        )  # litellm's; dspy's native engine shows the headers of errors alone
+        self.headers = headers_in(hidden.get("additional_headers") if isinstance(hidden, Mapping) else None)
 
 
 _LOOK: ContextVar[_Look | None] = ContextVar("flashevolve_look", default=None)

@@ -27,10 +27,17 @@ from dspy_flashevolve.observe.progress import Display, Progress
 from dspy_flashevolve.observe.statistics import Recorder, RunStats
 from dspy_flashevolve.programs.copies import isolated_copy
 from dspy_flashevolve.programs.faults import heard_lm_calls, raise_provider_fault
-from dspy_flashevolve.programs.lm import LanguageModels, calls_of, cost_of, endpoint_of, rates_of, tokens_of
+from dspy_flashevolve.programs.lm import (
+    LanguageModels,
+    calls_of,
+    cost_of,
+    endpoint_of,
+    limits_folder,
+    rates_of,
+    tokens_of,
+)
 from dspy_flashevolve.programs.metric import Metric
 from dspy_flashevolve.programs.program import ProgramRunner, runs_on_loop
-from dspy_flashevolve.programs.rate_headers import limits_folder
 from dspy_flashevolve.programs.ray_rollouts import Actors, RayRollouts
 from dspy_flashevolve.programs.records import Asked, ProgramRecord, ReplyText
 from dspy_flashevolve.programs.vllm_metrics import watchers
