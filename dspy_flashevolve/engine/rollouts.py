@@ -240,15 +240,11 @@ class Rollouts:
 
         async def once(attempt: int) -> T:
             began = self.clock()
-            answer = await in_time()
-            cost = Spent(0) if spent is None else spent(answer)
+            answer, cost = await in_time(), Spent(0)
             if spent is not None:
-                seconds = self.clock() - began
-                self.bus.emit(
-                    RequestFinished(
-                        self.clock(), step.number, stage, seconds, cost.tokens, cost.cost_dollars, cost.error
-                    )
-                )
+                now, cost = self.clock(), spent(answer)
+                paid = cost.tokens, cost.cost_dollars, cost.error
+                self.bus.emit(RequestFinished(now, step.number, stage, now - began, *paid))
             if journal is not None and record is not None and (text := record.write(answer)) is not None:
                 journal.replied(step.number, stage, record.position, text, cost.tokens, cost.cost_dollars)
             return answer
@@ -357,14 +353,6 @@ class Rollouts:
         self, flight: _Flight, stage: str, step: Requester, once: Callable[[int], Awaitable[T]], **queue: Any
     ) -> T:
         """Call ``once`` in a slot, with the number of the attempt, from 1, until it does not fail transiently."""
-        with self._waiting_for(flight, step):
-            answer = await self._asked(flight, stage, step, once, **queue)
-            self.answered_seconds = self.clock()
-            return answer
-
-    async def _asked(
-        self, flight: _Flight, stage: str, step: Requester, once: Callable[[int], Awaitable[T]], **queue: Any
-    ) -> T:
         sent, answers = Sent(), self.endpoints.stage(stage)
 
         async def call() -> T:
@@ -377,25 +365,25 @@ class Rollouts:
             finally:
                 answers.leave(sent)
 
-        while True:
-            try:
-                answer = await self.scheduler.run(stage, step, call, **queue)
-            except TransientError as error:
-                asked = error.asked
-                if asked is None:
-                    answers.turned_away(sent, str(error), error.of_request)
-                    self.endpoints.turned_away(stage, error.retry_after_seconds)
-                    if answers.goes_on(sent, self.endpoints.retry.attempts):
-                        flight.rests_since = self.clock()
-                        await answers.rest(None, sent, error.retry_after_seconds)
-                        flight.rests_since = None
-                        continue
-                    asked = sent
-                raise RolloutUnresolvedError(
-                    f"no answer after {asked.faults} attempts: {error}", asked.is_odd
-                ) from error
-            answers.answered(sent)
-            return answer
+        with self._waiting_for(flight, step):
+            while True:
+                try:
+                    answer = await self.scheduler.run(stage, step, call, **queue)
+                except TransientError as error:
+                    asked: Sent = error.asked or sent
+                    if error.asked is None:
+                        answers.turned_away(sent, str(error), error.of_request)
+                        self.endpoints.turned_away(stage, error.retry_after_seconds)
+                        if answers.goes_on(sent, self.endpoints.retry.attempts):
+                            flight.rests_since = self.clock()
+                            await answers.rest(None, sent, error.retry_after_seconds)
+                            flight.rests_since = None
+                            continue
+                    said = f"no answer after {asked.faults} attempts: {error}"
+                    raise RolloutUnresolvedError(said, asked.is_odd) from error
+                answers.answered(sent)
+                self.answered_seconds = self.clock()
+                return answer
 
     def _gives_up(self, key: RolloutKey, step: Requester, stage: str, error: RolloutUnresolvedError) -> str:
         """Take note of what cannot be answered; returns why."""

@@ -20,7 +20,7 @@ import os
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -442,9 +442,7 @@ class _Request:
             mark_asked(error, sent)
             return False
         if pace.several is None or not pace.several.has_room:
-            # The time in which the provider lets a rollout wait does not count against its bound.
-            with self._slot.paused() if self._slot is not None and self._keeps else nullcontext():
-                await pace.answers.rest(None if self._keeps else self._slot, sent, retry_after)
+            await pace.answers.rest(self._slot, sent, retry_after, self._keeps)
         self._cache = {"cache": False} if isinstance(error, HollowReplyError) else {}
         return True
 
