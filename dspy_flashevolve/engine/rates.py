@@ -191,12 +191,16 @@ class _Meter:
     heard_until: float = -math.inf
     heard_after: float = 0.0
 
+    @property
+    def most(self) -> float:
+        """A minute, by the user and by the provider; infinite where neither has said."""
+        return min(self.said, self.limit)
+
     def pace(self, now: float) -> float:
         """Seconds a unit; 0 where no limit is known."""
-        limit = min(self.said, self.limit)
-        if limit == math.inf:
+        if self.most == math.inf:
             return 0.0
-        own = PERIOD_SECONDS / (HEADROOM * limit)
+        own = PERIOD_SECONDS / (HEADROOM * self.most)
         if self.heard is None or self.heard.remaining is None or now >= self.heard_until:
             return own
         left = max(0.0, self.heard.remaining - (self.let_through - self.heard_after))
@@ -299,13 +303,12 @@ class RateLimit:
     @property
     def is_known(self) -> bool:
         """Whether there is a limit."""
-        return any(min(one.said, one.limit) < math.inf for one in self._meters.values())
+        return any(one.most < math.inf for one in self._meters.values())
 
     @property
     def limits(self) -> dict[Unit, float]:
         """What is known, a minute."""
-        known = {unit: min(one.said, one.limit) for unit, one in self._meters.items()}
-        return {unit: limit for unit, limit in known.items() if limit < math.inf}
+        return {unit: one.most for unit, one in self._meters.items() if one.most < math.inf}
 
     @property
     def ahead(self) -> int:

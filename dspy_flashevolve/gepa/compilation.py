@@ -199,7 +199,6 @@ class Compilation:
         run, pool = self._run, self._pool
         try:
             async with run.opened():
-                self._metric.attach(asyncio.get_running_loop())
                 await self._evolved()
         except BaseException as error:
             stats = self._stats()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import random
 from collections.abc import Sequence
@@ -164,7 +163,6 @@ def estimate(optimizer: Any, student: Module, trainset: Sequence[Any], most_call
         return End(EndKind.COMMITTED)
 
     async def main() -> None:
-        metric.attach(asyncio.get_running_loop())
         await run.evolve(step, calls=size)
 
     run.run_sync(main)

@@ -97,7 +97,6 @@ def test_sync_and_coroutine_metrics_score_and_give_feedback(function: Any, score
     async def main() -> tuple[Any, Any]:
         threads = Threads(2, "metric")
         metric = Metric(function, threads)
-        metric.attach(asyncio.get_running_loop())
         try:
             return await metric.score(None, None), await threads.run(metric.blocking, None, None, None, "p", None)
         finally:
