@@ -33,7 +33,7 @@ from contextlib import contextmanager
 from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
 from enum import Enum, auto
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import dspy
 from dspy import lm15
@@ -60,7 +60,6 @@ from dspy.utils.exceptions import (
 from dspy_flashevolve.engine.endpoints import Sent
 from dspy_flashevolve.engine.errors import RunAbortedError, TransientError
 
-T = TypeVar("T")
 ASKED = "flashevolve_asked"
 HEARD_BY = "flashevolve_heard"
 """The setting of dspy's that says who hears of the calls of paced LMs: it reaches the threads that dspy starts."""
@@ -136,21 +135,14 @@ def heard_lm_calls(only_paced: bool = False) -> Generator[LmCalls, None, None]:
         yield calls
 
 
-def hear(result: T, error: BaseException | None = None) -> T:
-    """Tell who hears of paced LMs what one gave, or raised; gives ``result`` back."""
-    calls: LmCalls | None = dspy.settings.get(HEARD_BY)
-    if calls is not None:
-        calls.on_lm_end("", result, error)
-    return result
-
-
 @contextmanager
-def heard_raising() -> Generator[None, None, None]:
-    """Tell who hears of paced LMs what a call inside raises."""
+def heard() -> Generator[LmCalls, None, None]:
+    """Who hears of paced LMs: is told here what a call of one inside raises, and by the caller what it gives."""
+    calls: LmCalls = dspy.settings.get(HEARD_BY) or LmCalls()
     try:
-        yield
+        yield calls
     except Exception as error:
-        hear(None, error)
+        calls.on_lm_end("", None, error)
         raise
 
 

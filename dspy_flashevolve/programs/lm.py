@@ -48,8 +48,7 @@ from dspy_flashevolve.programs.faults import (
     chain_of,
     headers_in,
     headers_of_error,
-    hear,
-    heard_raising,
+    heard,
     is_of_request,
     is_paced,
     is_refusal,
@@ -484,21 +483,23 @@ def paced_class(kind: type[Any]) -> type[Any]:
         models: LanguageModels | None = dspy.settings.get(PACED_BY)
         if models is None:
             return call(self, *args, **kwargs)
-        with heard_raising():
+        with heard() as calls:
             result = models.pace_of(self).call(
                 self, lambda lm, **again: call(lm, *args, **{**kwargs, **again}), (args, kwargs)
             )
-            return hear(result)
+            calls.on_lm_end("", result)
+            return result
 
     async def paced_acall(self: Any, *args: Any, **kwargs: Any) -> Any:
         models: LanguageModels | None = dspy.settings.get(PACED_BY)
         if models is None:
             return await acall(self, *args, **kwargs)
-        with heard_raising():
+        with heard() as calls:
             result = await models.pace_of(self).acall(
                 self, lambda lm, **again: acall(lm, *args, **{**kwargs, **again}), (args, kwargs)
             )
-            return hear(result)
+            calls.on_lm_end("", result)
+            return result
 
     # Callbacks hear of a call's arguments by their names.
     def heard_call(self: Any, prompt: Any = None, *, messages: Any = None, **kwargs: Any) -> Any:

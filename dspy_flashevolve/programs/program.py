@@ -152,8 +152,8 @@ class ProgramRunner:
         self._prototypes: OrderedDict[tuple[tuple[str, str], ...], Callable[[], Module] | Exception] = OrderedDict()
         self._building = anyio.Lock()
         self._place = Place(threads)
-        self._listened, self._calls_others = 0, False
-        """Rollouts in which all LM calls were heard, and whether one was of an LM that the run does not pace."""
+        self._to_hear: float = LISTENED
+        """Rollouts in which all LM calls are to be heard; infinite once one was of an LM that the run does not pace."""
         self._first: FirstRollouts | None = None
         self._mistake: Exception | None = None
         """What all first rollouts failed with: none is made any more."""
@@ -195,14 +195,12 @@ class ProgramRunner:
         prototype = await self._prototype(candidate)
         if isinstance(prototype, Exception):
             return Tried(Rollout(None, self.adapter.failure_score))
-        only_paced = self._listened >= LISTENED and not self._calls_others
-        with heard_lm_calls(only_paced) as calls:
+        with heard_lm_calls(only_paced=self._to_hear <= 0) as calls:
             run = await self._run(prototype, example, calls)
             if dspy.settings.track_usage and isinstance(run.prediction, dspy.Prediction):
                 run.prediction.set_lm_usage(usage.get_total_tokens())
             tried = await self._scored(example, run, capture_traces, calls)
-        self._listened += 1
-        self._calls_others = self._calls_others or not calls.only_paced
+        self._to_hear = self._to_hear - 1 if calls.only_paced else math.inf
         return tried
 
     async def _prototype(self, candidate: dict[str, str]) -> Callable[[], Module] | Exception:
