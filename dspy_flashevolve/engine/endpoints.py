@@ -659,19 +659,9 @@ class Endpoints:
         """The group that an endpoint shares a limit with; one that no stage is known to ask has no limit."""
         return self._group_of_name.get(name, name)
 
-    def answered(self, stage: str, latency_seconds: float, tokens: int) -> None:
-        """A whole rollout of a stage was answered, whose LM calls could not be seen (an LM of the user's own kind)."""
-        limit = self._unheard(stage)
-        if limit is not None:
-            limit.finished(latency_seconds, tokens)
-
-    def turned_away(self, stage: str, retry_after_seconds: float | None) -> None:
-        """As :meth:`answered`, of one that has to be made again."""
-        limit = self._unheard(stage)
-        if limit is not None:
-            limit.refused(retry_after_seconds)
-
-    def _unheard(self, stage: str) -> AdaptiveLimit | None:
+    def unheard(self, stage: str) -> AdaptiveLimit | None:
+        """The limit of a stage whose LM calls cannot be seen (an LM of the user's own kind): it is to hear what becomes
+        of whole rollouts. None where it hears of LM calls, or there is none."""
         group = self._group_of_stage.get(stage, "")
         return None if group in self.heard else self.limits.get(group)
 

@@ -373,7 +373,8 @@ class Rollouts:
                     asked: Sent = error.asked or sent
                     if error.asked is None:
                         answers.turned_away(sent, str(error), error.of_request)
-                        self.endpoints.turned_away(stage, error.retry_after_seconds)
+                        if (limit := self.endpoints.unheard(stage)) is not None:
+                            limit.refused(error.retry_after_seconds)
                         if answers.goes_on(sent, self.endpoints.retry.attempts):
                             flight.rests_since = self.clock()
                             await answers.rest(None, sent, error.retry_after_seconds)
@@ -482,7 +483,8 @@ class _Run:
         if self.of.journal is not None and self.record is not None:
             assert self.number is not None
             self.of.journal.finished(self.key, stage, number, rollout, self.record.write(rollout), seconds, self.number)
-        of.endpoints.answered(stage, seconds, rollout.tokens)
+        if (limit := of.endpoints.unheard(stage)) is not None:
+            limit.finished(seconds, rollout.tokens)
         of.bus.emit(
             RolloutFinished(of.clock(), number, stage, rollout.score, seconds, rollout.tokens, rollout.cost_dollars)
         )

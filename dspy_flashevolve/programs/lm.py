@@ -384,7 +384,7 @@ class _Request:
         """What it will cost, by others of its stage, and its characters: none are counted without a limit."""
         rate = self._at.rate
         self._estimate = rate.estimates.setdefault("" if self._slot is None else self._slot.place[1], Estimate())
-        self._characters = _characters(self._asked) if rate.is_known else 0
+        self._characters = sum(map(len, _texts(self._asked))) if rate.is_known else 0
         self._claim = Claim(rate, self._estimate.tokens(self._characters, self._pace.most_written))
 
     async def begin(self) -> None:
@@ -392,7 +392,8 @@ class _Request:
         several = self._pace.several
         if several is not None:
             but = self._at.endpoint if self._sent.faults else None
-            self._at = self._pace.places[several.choose(self._sent, _beginning(self._asked), self._is_full, but).name]
+            beginning = next(filter(None, _texts(self._asked)), "")[:BEGINNING]  # where an instruction stands
+            self._at = self._pace.places[several.choose(self._sent, beginning, self._is_full, but).name]
         self.estimate()
         await self._at.endpoint.admit(self._slot, self._claim, self._keeps)
 
@@ -639,28 +640,19 @@ def _in(value: Any, name: str) -> Any:
     return value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)
 
 
-def _beginning(asked: object) -> str:
-    """What requests have in common whose prompts begin alike: the first message, where an instruction stands."""
+def _texts(asked: object) -> Iterator[str]:
+    """The texts of a prompt, in order, in the arguments of an LM call."""
     if isinstance(asked, str):
-        return asked[:BEGINNING]
-    if isinstance(asked, lm15.Request):
-        return str(asked.system or "")
-    if isinstance(asked, Mapping):
+        yield asked
+    elif isinstance(asked, lm15.Request):
+        yield str(asked.system or "")
+        yield from (message.text or "" for message in asked.messages)
+    elif isinstance(asked, Mapping):
         options = cast("Mapping[str, Any]", asked)
-        return _beginning(next((options[name] for name in ("messages", "prompt", "content") if options.get(name)), ""))
-    found = (_beginning(one) for one in cast("Sequence[Any]", asked)) if isinstance(asked, tuple | list) else iter(())
-    return next((one for one in found if one), "")
-
-
-def _characters(asked: object) -> int:
-    """Of all texts in the arguments of an LM call."""
-    if isinstance(asked, str):
-        return len(asked)
-    if isinstance(asked, lm15.Request):
-        return len(str(asked.system or "")) + sum(len(message.text or "") for message in asked.messages)
-    if isinstance(asked, Mapping):
-        return sum(map(_characters, cast("Mapping[Any, Any]", asked).values()))
-    return sum(map(_characters, cast("Sequence[Any]", asked))) if isinstance(asked, tuple | list) else 0
+        yield from _texts([options.get(name) for name in ("messages", "prompt", "content", "text")])
+    elif isinstance(asked, tuple | list):
+        for one in cast("Sequence[Any]", asked):
+            yield from _texts(one)
 
 
 # Tokens and dollars: dspy.track_usage gives each rollout, reflection and integration a tracker of its own, and rolls
