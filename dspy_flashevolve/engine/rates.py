@@ -20,6 +20,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import cast
 
 import anyio
 from filelock import FileLock, Timeout
@@ -265,14 +266,9 @@ def times_in(text: bytes) -> dict[Unit, float]:
         found: object = json.loads(text)
     except (ValueError, RecursionError):
         return {}
-    if not isinstance(found, dict):
-        return {}
-    times = {unit: found.get(unit) for unit in UNITS}  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-    return {
-        unit: float(at)  # pyright: ignore[reportUnknownArgumentType]
-        for unit, at in times.items()  # pyright: ignore[reportUnknownVariableType]
-        if isinstance(at, int | float) and not isinstance(at, bool) and 0 <= at < 1e12
-    }
+    times = cast("dict[str, object]", found) if isinstance(found, dict) else {}
+    told = {unit: at for unit in UNITS if isinstance(at := times.get(unit), int | float) and not isinstance(at, bool)}
+    return {unit: float(at) for unit, at in told.items() if 0 <= at < 1e12}
 
 
 class RateLimit:

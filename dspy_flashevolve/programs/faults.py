@@ -339,9 +339,9 @@ def _status_of(error: BaseException) -> int | None:
 
 def _code_of(error: BaseException) -> str | None:
     """The provider's own word for what went wrong."""
-    body: Any = getattr(error, "body", None)
-    detail: Any = body.get("error", body) if isinstance(body, dict) else None  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-    code: Any = getattr(error, "code", None) or (detail.get("code") if isinstance(detail, dict) else None)  # pyright: ignore[reportUnknownMemberType]
+    body = getattr(error, "body", None)
+    detail = cast("Mapping[str, Any]", body).get("error", body) if isinstance(body, Mapping) else None
+    code = getattr(error, "code", None) or (detail.get("code") if isinstance(detail, Mapping) else None)
     return code if isinstance(code, str) else None
 
 
