@@ -263,7 +263,7 @@ class Rollouts:
         failed: Callable[[str], Rollout] | None = None,
         behind: int = 0,
         granted: Granted = lambda: None,
-    ) -> tuple[Rollout, bool]:
+    ) -> Rollout:
         """Run one rollout, or join an equal one that is in flight, or read one that was paid before an interruption.
 
         An example that gets no answer for the first candidate that is run on it, while others are answered, is asked
@@ -278,9 +278,6 @@ class Rollouts:
             failed: makes a failure of the reason why there is no answer; None where that is an error.
             behind, granted: see :meth:`Scheduler.run`.
 
-        Returns:
-            The rollout, and whether it was paid here.
-
         Raises:
             RolloutUnresolvedError: the provider gave no answer.
         """
@@ -288,19 +285,19 @@ class Rollouts:
         if self.journal is not None and record is not None:
             kept = self.journal.rollout(key, step.number, record.read)
             if kept is not None:
-                return kept, False
+                return kept
         while self._single_flight and (flight := self._flights.get(key)):
             granted()
             with self._waiting_for(flight, step):
                 await flight.landed.wait()
             if flight.result is not None:
                 self.shared += 1
-                return flight.result, False
+                return flight.result
             # The one who flew was cancelled or got no answer: fly again.
         example = key.split, key.example
         if failed is not None and self.is_unanswered(key):
             granted()
-            return failed(self.unanswerable.get(example) or self._refused[key]), False
+            return failed(self.unanswerable.get(example) or self._refused[key])
         flight = _Flight()
         if self._single_flight:
             self._flights[key] = flight
@@ -312,12 +309,11 @@ class Rollouts:
             if failed is None or not error.unanswerable:
                 raise
             flight.result = failed(self._gives_up(key, step, stage, error))
-            return flight.result, False
         finally:
             if self._flights.get(key) is flight:
                 del self._flights[key]
             flight.landed.set()
-        return flight.result, True
+        return flight.result
 
     def without_answer(self, candidate: str, split: str) -> set[Hashable]:
         """Examples that get no answer, at least for this candidate, and those of which a rollout waits to be asked for

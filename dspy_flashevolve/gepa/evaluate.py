@@ -487,7 +487,7 @@ class Evaluations:
                 record = ProgramRecord(program.records, candidate, examples[index], traced and keeps_trace, needs_trace)
             key = RolloutKey(name, split, ids[index], traced)
             behind = len(ids) - index - 1
-            rollout, _ = await run.rollouts.rollout(
+            rollout = await run.rollouts.rollout(
                 key, stage, step, pays, call, record, failed=failed, behind=behind, granted=granted
             )
             self.saw(rollout.score)

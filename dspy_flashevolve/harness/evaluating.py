@@ -260,7 +260,7 @@ class Evaluations:
 
         async def one(index: int, granted: Granted) -> Trial:
             number = order[index]
-            rollout, _ = await self._run.rollouts.rollout(
+            rollout = await self._run.rollouts.rollout(
                 RolloutKey(candidate, split, number, traced),
                 "check" if split == "train" else "evaluate",
                 step,

@@ -282,7 +282,7 @@ class DspyRun(EvolutionRun):
             RolloutUnresolvedError: the provider gave no answer.
             RunAbortedError: the provider refused for good.
         """
-        rollout, _ = await self.rollouts.rollout(
+        return await self.rollouts.rollout(
             RolloutKey(name or hash_of(candidate), split, example_id, traced),
             stage,
             step,
@@ -293,7 +293,6 @@ class DspyRun(EvolutionRun):
             behind=behind,
             granted=granted,
         )
-        return rollout
 
     async def evaluate(
         self,

@@ -73,7 +73,9 @@ class Bench:
     async def rollout(
         self, call: Callable[[], Awaitable[Rollout]], pays: Reservation, step: Asker = ONE, example: Any = "example"
     ) -> tuple[Rollout, bool]:
-        return await self.rollouts.rollout(RolloutKey("c", "train", example), "screen", step, pays, call)
+        """The rollout, and whether it was paid here."""
+        rollout = await self.rollouts.rollout(RolloutKey("c", "train", example), "screen", step, pays, call)
+        return rollout, pays.settled > 0
 
     def of(self, kind: type[Any]) -> list[Any]:
         return [event for event in self.events if isinstance(event, kind)]
