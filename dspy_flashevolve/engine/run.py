@@ -235,7 +235,8 @@ class EvolutionRun:
     def said(self) -> str:
         """Why no further step starts, or what ended the run; empty while neither is so."""
         error = self.error
-        return self.stop_reason if error is None else f"{type(error).__name__}: {error}" if str(error) else "cancelled"
+        said = f"{type(error).__name__}: {error}" if isinstance(error, Exception) else "cancelled"
+        return self.stop_reason if error is None else said
 
     # Steps.
 

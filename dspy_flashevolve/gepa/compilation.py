@@ -30,7 +30,7 @@ from dspy_flashevolve.modules.integrate import StaleCandidateReflection
 from dspy_flashevolve.observe.statistics import AsyncStats, log_summary, texts_diff
 from dspy_flashevolve.programs.fingerprints import fingerprints_of, open_journal
 from dspy_flashevolve.programs.metric import Metric
-from dspy_flashevolve.programs.program import DspyProgram, adapter_of
+from dspy_flashevolve.programs.program import ProgramRunner, adapter_of
 from dspy_flashevolve.programs.run import DspyRun
 
 logger = logging.getLogger(__name__)
@@ -171,7 +171,7 @@ class Compilation:
         data = self._seed, self._trainset, self._valset
         self._pool = Pool(run, optimizer, self._parts, adapter, *data, log, self.best)
         elsewhere = None if run.actors is None else run.actors.program(adapter, optimizer.metric_lock)
-        program = DspyProgram(adapter, self._metric, run.threads, run.models, elsewhere=elsewhere)
+        program = ProgramRunner(adapter, self._metric, run.threads, run.models, elsewhere=elsewhere)
         policy = Full() if lockstep else self._usable_policy()
         self._loop = GepaLoop(run, self._pool, program, optimizer, policy, self._integrating, self._initial)
 
@@ -199,7 +199,6 @@ class Compilation:
         run, pool = self._run, self._pool
         try:
             async with run.opened():
-                self._metric.attach(asyncio.get_running_loop())
                 await self._evolved()
         except BaseException as error:
             stats = self._stats()

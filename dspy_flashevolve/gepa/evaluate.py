@@ -29,7 +29,7 @@ from dspy_flashevolve.engine.steps import EndKind, Reservation, Step, StepEnded,
 from dspy_flashevolve.gepa import callbacks
 from dspy_flashevolve.gepa.options import Parts
 from dspy_flashevolve.gepa.pool import Batch, Candidate, Commit, Pool, Screened, Validated
-from dspy_flashevolve.programs.program import DspyProgram
+from dspy_flashevolve.programs.program import ProgramRunner
 from dspy_flashevolve.programs.records import ProgramRecord
 from dspy_flashevolve.programs.run import DspyRun
 
@@ -243,7 +243,7 @@ class Evaluations:
     def __init__(
         self,
         run: DspyRun,
-        program: DspyProgram,
+        program: ProgramRunner,
         pool: Pool,
         workflow: Workflow,
         hears: Callable[[str, str, str, float], None] | None = None,
@@ -487,7 +487,7 @@ class Evaluations:
                 record = ProgramRecord(program.records, candidate, examples[index], traced and keeps_trace, needs_trace)
             key = RolloutKey(name, split, ids[index], traced)
             behind = len(ids) - index - 1
-            rollout, _ = await run.rollouts.rollout(
+            rollout = await run.rollouts.rollout(
                 key, stage, step, pays, call, record, failed=failed, behind=behind, granted=granted
             )
             self.saw(rollout.score)

@@ -47,7 +47,7 @@ from dspy_flashevolve.gepa.pool import Batch, Child, Commit, Crossover, Parent, 
 from dspy_flashevolve.gepa.select import Selection
 from dspy_flashevolve.gepa.tracker import figures
 from dspy_flashevolve.observe.statistics import ChangeRecord
-from dspy_flashevolve.programs.program import DspyProgram, Reflection
+from dspy_flashevolve.programs.program import ProgramRunner, Reflection
 from dspy_flashevolve.programs.run import DspyRun
 
 DOUBTED, PATIENCE, ALONE_EVERY = 0.5, 8, 3
@@ -79,7 +79,7 @@ class GepaLoop:
         self,
         run: DspyRun,
         pool: Pool,
-        program: DspyProgram,
+        program: ProgramRunner,
         optimizer: Any,
         policy: StalenessPolicy,
         integrating: Module,

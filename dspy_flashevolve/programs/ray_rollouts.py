@@ -48,11 +48,16 @@ from dspy_flashevolve.engine.rollouts import Rollout, metric_begins, metric_not_
 from dspy_flashevolve.engine.run import EvolutionRun
 from dspy_flashevolve.engine.scheduler import current_slot
 from dspy_flashevolve.programs.faults import chain_of, is_refusal, is_timeout
-from dspy_flashevolve.programs.lm import CACHED_SECONDS, LanguageModels, completion_tokens_of, endpoint_of
+from dspy_flashevolve.programs.lm import (
+    CACHED_SECONDS,
+    LanguageModels,
+    completion_tokens_of,
+    endpoint_of,
+    limits_folder,
+)
 from dspy_flashevolve.programs.metric import Metric
-from dspy_flashevolve.programs.rate_headers import limits_folder
+from dspy_flashevolve.programs.program import Failure, Make, ProgramRunner, Tried
 from dspy_flashevolve.programs.records import RolloutRecords, kept
-from dspy_flashevolve.programs.runner import Failure, Make, ProgramRunner, Tried
 
 logger = logging.getLogger(__name__)
 
@@ -455,7 +460,7 @@ class Actors:
         capture_traces: bool,
         usage: UsageTracker,
     ) -> Tried:
-        """See :data:`~.runner.Make`.
+        """See :data:`~.program.Make`.
 
         Raises:
             TransientError: the provider asks to come back later.

@@ -21,7 +21,7 @@ from dspy_flashevolve import AsyncGEPA, Reflective, Workflow
 from dspy_flashevolve.engine.replay import Rollout
 from dspy_flashevolve.gepa import evaluate
 from dspy_flashevolve.gepa.evaluate import Gate, passes_screen
-from dspy_flashevolve.programs.program import DspyProgram
+from dspy_flashevolve.programs.program import ProgramRunner
 from dspy_flashevolve.sim.virtual import run
 from tests.contract.surface import Heard
 from tests.contract.worlds import World, chance, play
@@ -294,7 +294,7 @@ def test_programs_that_run_in_threads_never_hold_more_than_the_slots() -> None:
 def test_what_cannot_be_interrupted_is_finished_and_paid_and_what_has_not_begun_is_given_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(DspyProgram, "interruptible", property(lambda program: False))
+    monkeypatch.setattr(ProgramRunner, "interruptible", property(lambda program: False))
     begun: list[tuple[str, str]] = []
 
     class Counted(World):

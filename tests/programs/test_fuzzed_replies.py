@@ -24,7 +24,7 @@ from dspy_flashevolve.engine.staleness import Integration, IntegrationRequest, S
 from dspy_flashevolve.gepa.integration import read_answer
 from dspy_flashevolve.modules.integrate import StaleCandidateReflection
 from dspy_flashevolve.programs.metric import Metric
-from dspy_flashevolve.programs.program import DspyProgram, Reflection
+from dspy_flashevolve.programs.program import ProgramRunner, Reflection
 from dspy_flashevolve.programs.records import Asked
 from dspy_flashevolve.programs.run import DspyRun
 from tests.engine.stepped import Asker
@@ -89,7 +89,7 @@ class World:
 
     def __init__(self) -> None:
         self.threads = Threads(2, "fuzz")
-        self.program = DspyProgram(adapter_for(Chain(), digits), Metric(digits, self.threads), self.threads)
+        self.program = ProgramRunner(adapter_for(Chain(), digits), Metric(digits, self.threads), self.threads)
 
 
 def in_world(body: Any) -> Any:
