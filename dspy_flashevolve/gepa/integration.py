@@ -19,7 +19,7 @@ from typing import Any
 
 import anyio
 from dspy.primitives import Module
-from gepa.proposer.base import CandidateProposal, SubsampleEvaluation
+from gepa.proposer.base import SubsampleEvaluation
 
 from dspy_flashevolve.engine.batcher import Batcher
 from dspy_flashevolve.engine.errors import RolloutUnresolvedError
@@ -35,10 +35,9 @@ from dspy_flashevolve.engine.staleness import (
     Texts,
 )
 from dspy_flashevolve.engine.steps import EndKind, Step, StepEnded
-from dspy_flashevolve.gepa import callbacks
 from dspy_flashevolve.gepa.changes import is_too_long
 from dspy_flashevolve.gepa.evaluate import Evaluations
-from dspy_flashevolve.gepa.pool import Candidate, Child, Pool, Screened
+from dspy_flashevolve.gepa.pool import Candidate, Child, Pool, Proposal, Screened, scored
 from dspy_flashevolve.programs.program import checked_texts
 from dspy_flashevolve.programs.records import Asked
 from dspy_flashevolve.programs.run import DspyRun
@@ -51,7 +50,7 @@ SPARE_CHARACTERS = 1000
 """Characters by which a new text may be longer than the base and the children's texts together."""
 
 
-Waiting = Sequence[tuple[Child, CandidateProposal[Any]]]
+Waiting = Sequence[tuple[Child, Proposal]]
 """Children of one step that passed their screen and wait to be integrated, and their proposals."""
 
 
@@ -231,10 +230,10 @@ class Integrations:
             return None
         for other, _ in landing.members[1:]:
             other.reservation.refund()
-        step.saw(step.version, await self._pool.write(callbacks.expected_score, self._pool, [proposal]))
+        step.saw(step.version, await self._pool.write(self._pool.expected_score, [proposal]))
         return Screened(proposal)
 
-    async def _compared(self, step: Step, landing: _Landing) -> CandidateProposal[Any] | None:
+    async def _compared(self, step: Step, landing: _Landing) -> Proposal | None:
         """Run the candidate and its base on the same examples; the proposal, where it passes."""
         base = landing.base
         examples = {
@@ -252,9 +251,7 @@ class Integrations:
                 examples = {}
         ids, after = list(examples), dict[Any, float]()
         before = {i: before[i] for i in ids if i in before}
-        await self._pool.write(
-            callbacks.evaluation_start, self._pool, step, list(examples.values()), [landing.base_index]
-        )
+        await self._pool.write(self._pool.evaluation_start, step, list(examples.values()), [landing.base_index])
         gate = self._evaluations.gate(
             len(ids), lambda: sum(before[i] for i in ids) if len(before) == len(ids) else None
         )
@@ -277,32 +274,30 @@ class Integrations:
                 lambda: evaluate(base, missing, base_scored), lambda: evaluate(landing.candidate, ids, scored)
             ])  # fmt: skip
         if gate is not None and gate.closed:
-            await self._pool.write(self._given_up, step, landing, gate.seen)
+            await self._pool.write(self._given_up, step, landing, gate.seen, len(ids))
             return None
         return await self._pool.write(
             self._judged, step, landing, ids, [before[i] for i in ids], [after[i] for i in ids]
         )
 
-    def _given_up(self, step: Step, landing: _Landing, scores: list[float]) -> None:
-        """It could not pass its screen any more; the scores that there are are stored nowhere. In the pool's writer."""
-        pool, base = self._pool, [landing.base_index]
-        pool.count_calls()
-        callbacks.evaluation_end(pool, step, callbacks.scored(scores), base)
-        proposal = CandidateProposal[Any](landing.candidate, base, subsample_scores_after=scores, tag="integration")
-        pool.reject(step, proposal, reason=f"it cannot pass its screen any more, after {len(scores)} examples")
+    def _given_up(self, step: Step, landing: _Landing, scores: list[float], examples: int) -> None:
+        """It could not pass its screen any more. Runs in the pool's writer."""
+        self._pool.count_calls()
+        proposal = Proposal(landing.candidate, [landing.base_index], tag="integration")
+        self._pool.give_up(step, proposal, scores, examples)
 
     def _judged(
         self, step: Step, landing: _Landing, ids: list[Any], before: list[float], after: list[float]
-    ) -> CandidateProposal[Any] | None:
+    ) -> Proposal | None:
         """Ask gepa's criterion; what was run on no example has shown nothing. Runs in the pool's writer."""
         pool, parents = self._pool, self._parents(landing)
         members = [one.number for one, _ in landing.members]
         pool.count_calls()
-        callbacks.evaluation_end(pool, step, callbacks.scored(after), parents)
+        pool.evaluation_end(step, scored(after), parents)
         pool.log_entry(step).update(
             integrated_steps=members, subsample_scores=before, new_subsample_scores=after, subsample_ids=ids
         )
-        proposal = CandidateProposal[Any](
+        proposal = Proposal(
             candidate=landing.candidate,
             parent_program_ids=parents,
             subsample_indices=ids,
@@ -364,7 +359,7 @@ def read_answer(answer: Any, request: IntegrationRequest) -> Integration:
     return Integration(checked_texts(texts), judgements, failed=problem[:300])
 
 
-def stale_child(number: int, child: Child, proposal: CandidateProposal[Any], behind: int) -> StaleChild:
+def stale_child(number: int, child: Child, proposal: Proposal, behind: int) -> StaleChild:
     """A child that passed its screen as an integration reads it.
 
     Args:

@@ -20,7 +20,6 @@ from typing import Any
 import anyio
 from dspy.primitives import Module
 from dspy.utils.exceptions import AdapterParseError
-from gepa.proposer.base import CandidateProposal
 
 from dspy_flashevolve.engine.admission import LiveSteps, Load
 from dspy_flashevolve.engine.errors import ConfigurationError, FlashEvolveError, RolloutUnresolvedError
@@ -37,13 +36,25 @@ from dspy_flashevolve.engine.staleness import (
     Texts,
 )
 from dspy_flashevolve.engine.steps import End, EndKind, Reservation, Step, StepEnded
-from dspy_flashevolve.gepa import callbacks, resume
+from dspy_flashevolve.gepa import resume
 from dspy_flashevolve.gepa.changes import is_too_long
 from dspy_flashevolve.gepa.credit import Credit, Head
 from dspy_flashevolve.gepa.evaluate import BARRIERS, Evaluations, Workflow
 from dspy_flashevolve.gepa.integration import Integrations
 from dspy_flashevolve.gepa.options import gepa_logger, has_foreign
-from dspy_flashevolve.gepa.pool import Batch, Child, Commit, Crossover, Parent, Pool, Screened, Selected, Validated
+from dspy_flashevolve.gepa.pool import (
+    Batch,
+    Child,
+    Commit,
+    Crossover,
+    Parent,
+    Pool,
+    Proposal,
+    Screened,
+    Selected,
+    Validated,
+    task_key,
+)  # fmt: skip
 from dspy_flashevolve.gepa.select import Selection
 from dspy_flashevolve.gepa.tracker import figures
 from dspy_flashevolve.observe.statistics import ChangeRecord
@@ -294,7 +305,7 @@ class GepaLoop:
 
     def _to_validate(self, step: Step, candidate: Texts, parent: int, tag: str) -> list[Screened]:
         step.saw(self._pool.version, math.inf)  # every later step builds on what it finds: it goes first
-        proposal = CandidateProposal[Any](
+        proposal = Proposal(
             candidate=dict(candidate), parent_program_ids=[parent], subsample_indices=[], subsample_scores_before=[],
             subsample_scores_after=[], tag=tag, metadata={},
         )  # fmt: skip
@@ -374,16 +385,16 @@ class GepaLoop:
         )
         if not tasks or (step.recorded is not None and not step.reservation.cover(unpaid)):
             raise StepEnded(EndKind.DISCARDED, "there is nothing to work on within the budget")
-        await pool.write(callbacks.parents_start, pool, step, tasks)
-        unique = {callbacks.task_key(task): task for task in tasks}
+        await pool.write(pool.parents_start, step, tasks)
+        unique = {task_key(task): task for task in tasks}
         whole = step.reservation.cover(sum(map(self._evaluations.size, unique.values())))
         done = await gather([lambda t=task: self._evaluations.parent(step, t, whole) for task in unique.values()])
         by_key = dict(zip(unique, done, strict=True))
         parents = [
-            Parent(index, task, *by_key[callbacks.task_key(task)], base)
+            Parent(index, task, *by_key[task_key(task)], base)
             for index, (task, base) in enumerate(zip(tasks, work.bases, strict=True))
         ]
-        await pool.write(callbacks.parents_end, pool, step, tasks, [one.evaluation for one in parents])
+        await pool.write(pool.parents_end, step, tasks, [one.evaluation for one in parents])
         self._look(step, "before_propose", work.bases)
         return parents
 
@@ -396,7 +407,7 @@ class GepaLoop:
             written = await gather([lambda one=one: self._reflected(step, one) for one in prepared])
         children = [one for one in written if isinstance(one, Child)]
         for child in children:
-            await self._pool.write(callbacks.proposed, self._pool, step, child.texts)
+            await self._pool.write(self._pool.proposed, step, child.texts)
             self.proposals += 1
         if self._credit is not None and children:
             await self._pool.write(self._sees, step, children)
@@ -426,10 +437,10 @@ class GepaLoop:
         journal = self._run.journal
         if journal is not None and journal.reply(step.number, "propose", str(parent.index)) is not None:
             return _Prepared(parent, [], {}, is_paid=True)
-        reason = await pool.write(callbacks.nothing_to_improve, pool, step, task, evaluation)
+        reason = await pool.write(pool.nothing_to_improve, step, task, evaluation)
         if reason is not None:  # without a trajectory nothing was paid, and such steps must not go on for ever
             return End(EndKind.REJECTED if evaluation.trajectories else EndKind.FAILED, reason)
-        components = await pool.write(callbacks.choose_components, pool, step, task, evaluation)
+        components = await pool.write(pool.choose_components, step, task, evaluation)
         rng = None if self._run.lockstep else step.rng
         try:
             # Feedback comes from the metric, which may ask an LM: it takes a slot.
@@ -443,7 +454,7 @@ class GepaLoop:
         except Exception as error:
             self._log(f"Iteration {step.number + 1}: Exception building reflective dataset: {error}", error)
             return End(EndKind.FAILED, f"no reflective dataset: {error}")
-        await pool.write(callbacks.reflection_starts, pool, step, task, components, dataset)
+        await pool.write(pool.reflection_starts, step, task, components, dataset)
         return _Prepared(parent, components, dataset)
 
     async def _reflected(self, step: Step, one: _Prepared | End) -> Child | End:
@@ -486,12 +497,12 @@ class GepaLoop:
         )
         if not step.reservation.cover(calls):
             raise StepEnded(EndKind.DISCARDED, f"no budget is left for a screen of {calls}")
-        await pool.write(callbacks.children_start, pool, step, children)
+        await pool.write(pool.children_start, step, children)
         screened = [one for one in await gather([lambda c=child: self._screened(step, c) for child in children]) if one]
         if not screened:
             await pool.write(pool.count_calls)
             raise StepEnded(EndKind.REJECTED, "no child could pass its screen any more")
-        passed = await pool.write(callbacks.children_end, pool, step, screened)
+        passed = await pool.write(pool.children_end, step, screened)
         if not passed:
             raise StepEnded(EndKind.REJECTED, "no child passed its screen")
         if self._credit is not None:
@@ -506,7 +517,7 @@ class GepaLoop:
             integrated = await self._integrations.take_in(step, passed)
             if integrated is not None:
                 return [integrated]
-        step.saw(step.version, await pool.write(callbacks.expected_score, pool, [one for _, one in passed]))
+        step.saw(step.version, await pool.write(pool.expected_score, [one for _, one in passed]))
         return [Screened(one, child.parent.base) for child, one in passed]
 
     def _doubts_head(self, step: Step) -> bool:
@@ -515,7 +526,7 @@ class GepaLoop:
         since = spent - self._improved_at
         return since > DOUBTED * max(spent, PATIENCE * len(self._pool.loader)) and step.number % ALONE_EVERY == 0
 
-    def _joins_head(self, step: Step, child: Child, proposal: CandidateProposal[Any]) -> bool:
+    def _joins_head(self, step: Step, child: Child, proposal: Proposal) -> bool:
         """Put a child's changes to the others, where it can be taken apart; in the pool's writer."""
         assert self._credit is not None
         ids, scores = proposal.subsample_indices or [], proposal.subsample_scores_after or []
@@ -549,7 +560,7 @@ class GepaLoop:
             assert gate is not None
             assert whole is not None
             known = replace(child, parent=replace(parent, evaluation=whole))
-            await self._pool.write(callbacks.given_up, self._pool, step, known, gate.seen)
+            await self._pool.write(self._pool.give_up, step, known.proposal(step), gate.seen, len(task.minibatch_ids))
             return None
         return replace(child, parent=replace(parent, evaluation=full, late=None)), batch
 
@@ -558,13 +569,13 @@ class GepaLoop:
         pool = self._pool
         if is_too_long(plan.candidate, self._most_characters):
             raise StepEnded(EndKind.REJECTED, f"longer than max_candidate_characters={self._most_characters}")
-        await pool.write(callbacks.crossover_starts, pool, step, plan)
-        lookup = await pool.write(callbacks.lookup, pool, plan.candidate, plan.ids)
+        await pool.write(pool.crossover_starts, step, plan)
+        lookup = await pool.write(pool.lookup, plan.candidate, plan.ids)
         calls = self._evaluations.unpaid(step, plan.candidate, lookup.missing, traced=False)
         if not step.reservation.cover(calls):
             raise StepEnded(EndKind.DISCARDED, f"no budget is left for a screen of {calls}")
         fresh = await self._evaluations.validation("screen", step, plan.candidate, lookup.missing, traced=False)
-        proposal = await pool.write(callbacks.crossover_ended, pool, step, plan, lookup, fresh)
+        proposal = await pool.write(pool.crossover_ended, step, plan, lookup, fresh)
         if proposal is None:
             raise StepEnded(EndKind.REJECTED, "the merge is worse than one of its parents")
         self._look(step, "after_screen", (), integrates=False)
@@ -579,11 +590,11 @@ class GepaLoop:
         try:
             self._look(step, "before_commit", [one.base for one in work])
         except StepEnded:
-            await self._evaluations.withdraw([one.key for one in work])
+            await self._pool.write(self._pool.withdraw, [one.key for one in work])
             raise
         commits: list[Commit] = []
         with anyio.CancelScope(shield=True):  # what enters the pool is told and counted, even if the run ends meanwhile
-            commits = await self._pool.write(self._evaluations.commit, step, work)
+            commits = await self._pool.write(self._pool.commit, step, work)
             await self._pool.write(self._learn, step, commits)
             for one in commits:
                 self._run.commit(step, **asdict(one))
