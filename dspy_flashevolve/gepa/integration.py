@@ -9,12 +9,11 @@ them out, or does not pass its screen. A run whose integrations do not land stop
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import anyio
@@ -24,22 +23,16 @@ from gepa.proposer.base import SubsampleEvaluation
 from dspy_flashevolve.engine.batcher import Batcher
 from dspy_flashevolve.engine.errors import RolloutUnresolvedError
 from dspy_flashevolve.engine.events import Integrated
+from dspy_flashevolve.engine.replay import hash_of
 from dspy_flashevolve.engine.rollouts import NoLongerWantedError, Rollout, gather
-from dspy_flashevolve.engine.staleness import (
-    VERDICTS,
-    Integration,
-    IntegrationRequest,
-    Judgement,
-    Reflective,
-    StaleChild,
-    Texts,
-)
+from dspy_flashevolve.engine.staleness import PastCommit, Reflective, StaleChild, Texts
 from dspy_flashevolve.engine.steps import EndKind, Step, StepEnded
 from dspy_flashevolve.gepa.changes import is_too_long
 from dspy_flashevolve.gepa.evaluate import Evaluations
 from dspy_flashevolve.gepa.pool import Candidate, Child, Pool, Proposal, Screened, scored
+from dspy_flashevolve.modules.integrate import VERDICTS, ChildVerdict, Integration
 from dspy_flashevolve.programs.program import checked_texts
-from dspy_flashevolve.programs.records import Asked
+from dspy_flashevolve.programs.records import ReplyText
 from dspy_flashevolve.programs.run import DspyRun
 
 logger = logging.getLogger(__name__)
@@ -157,20 +150,17 @@ class Integrations:
     async def _group(self, group: list[tuple[Step, Waiting]]) -> _Landing | None:
         base, index, version = await self._pool.write(self._base)
         numbered = [(step, *one) for step, waiting in group for one in waiting]
-        request = IntegrationRequest(
-            head=base,
-            children=[
-                stale_child(number, child, proposal, version - step.version)
-                for number, (step, child, proposal) in enumerate(numbered, start=1)
-            ],
-            commits=await self._pool.write(self._pool.commits_since, min(step.version for step, _ in group)),
-        )
+        children = [
+            stale_child(number, child, proposal, version - step.version)
+            for number, (step, child, proposal) in enumerate(numbered, start=1)
+        ]
+        commits = await self._pool.write(self._pool.commits_since, min(step.version for step, _ in group))
         lead = group[0][0]
         try:
-            made = await self._asked(lead, request)
+            made = await self._asked(lead, base, children, commits)
         except RolloutUnresolvedError as error:
-            made = Integration({}, (), failed=str(error))
-        verdicts = tuple((numbered[one.child - 1][0].number, one.verdict, one.reason) for one in made.judgements)
+            made = Integration(failed=str(error))
+        verdicts = tuple((numbered[one.child - 1][0].number, one.verdict, one.reason) for one in made.verdicts)
         self._run.bus.emit(
             Integrated(
                 self._run.clock(), lead.number, index, tuple(step.number for step, _ in group), verdicts, made.failed
@@ -178,7 +168,7 @@ class Integrations:
         )
         texts = {name: text for name, text in made.texts.items() if text.strip() != base[name].strip()}
         candidate = {**base, **texts}
-        longer = too_long(texts, request) or is_too_long(candidate, self._most_characters)
+        longer = too_long(texts, base, children) or is_too_long(candidate, self._most_characters)
         if not texts or longer or await self._pool.write(self._is_known, candidate):
             self._landed(False)
             return None
@@ -198,20 +188,17 @@ class Integrations:
         waiting = (entry.candidate for entry in self._pool.speculative.all())
         return any(candidate == other for other in (*self._pool.state.program_candidates, *waiting))
 
-    async def _asked(self, lead: Step, request: IntegrationRequest) -> Integration:
-        inputs: dict[str, Any] = {
-            "head": dict(request.head),
-            "children": list(request.children),
-            "commits": list(request.commits),
-            "code_components": self._code,
-        }
-        record = None if self._run.journal is None else _IntegrationRecord(request)
-        asked: Asked[Integration] = await self._run.asked(
-            "integrate", lead, self._module, inputs, lm=self._lm, read=lambda one: read_answer(one, request),
-            record=record,
+    async def _asked(
+        self, lead: Step, head: Candidate, children: list[StaleChild], commits: list[PastCommit]
+    ) -> Integration:
+        inputs = {"head": dict(head), "children": children, "commits": commits, "code_components": self._code}
+        question = {"head": json.dumps(head, sort_keys=True), "children": json.dumps([one.texts for one in children])}
+        asked = await self._run.asked(
+            "integrate", lead, self._module, inputs, lm=self._lm, read=lambda one: read_answer(one, children),
+            record=ReplyText(hash_of(question)),
         )  # fmt: skip
         self.calls += asked.calls
-        return asked.answer or Integration({}, (), failed=asked.spent.error or "no answer")
+        return asked.answer or Integration(failed=asked.spent.error or "no answer")
 
     # Screening what was integrated.
 
@@ -325,38 +312,21 @@ class Integrations:
         return list(dict.fromkeys([landing.base_index, *theirs]))
 
 
-class _IntegrationRecord:
-    """How an integration is written down and read again; equal questions have one position."""
-
-    def __init__(self, request: IntegrationRequest) -> None:
-        asked = json.dumps([dict(request.head), [one.texts for one in request.children]], sort_keys=True)
-        self.position = hashlib.sha256(asked.encode()).hexdigest()[:16]
-
-    def write(self, answer: Asked[Integration]) -> str | None:
-        made = answer.answer
-        return None if made is None else json.dumps(asdict(made))
-
-    def read(self, text: str) -> Asked[Integration]:
-        kept = json.loads(text)
-        judgements = tuple(Judgement(**one) for one in kept["judgements"])
-        return Asked(Integration(kept["texts"], judgements, failed=kept["failed"]))
-
-
-def read_answer(answer: Any, request: IntegrationRequest) -> Integration:
+def read_answer(answer: Any, children: Sequence[StaleChild]) -> Integration:
     """What the module said; a component whose text could not be read is left as it is in the head."""
-    changed = {name for child in request.children for name in child.texts}
+    changed = {name for child in children for name in child.texts}
     texts = {name: str(text) for name, text in dict(answer.texts).items() if name in changed and text}
-    numbers = {child.number for child in request.children}
-    judgements = tuple(
-        Judgement(one.child, one.verdict, str(one.reason))
+    numbers = {child.number for child in children}
+    verdicts = [
+        ChildVerdict(child=one.child, verdict=one.verdict, reason=str(one.reason))
         for one in answer.verdicts
         if one.child in numbers and one.verdict in VERDICTS
-    )
+    ]
     failed = dict(getattr(answer, "failed", None) or {})
     problem = "; ".join(f"{name}: {why}" for name, why in failed.items())  # a part of it would lose the rest
-    if not problem and not texts and not judgements:
+    if not problem and not texts and not verdicts:
         problem = "the module returned neither text nor verdict"
-    return Integration(checked_texts(texts), judgements, failed=problem[:300])
+    return Integration(texts=checked_texts(texts), verdicts=verdicts, failed=problem[:300])
 
 
 def stale_child(number: int, child: Child, proposal: Proposal, behind: int) -> StaleChild:
@@ -380,9 +350,9 @@ def stale_child(number: int, child: Child, proposal: Proposal, behind: int) -> S
     )
 
 
-def too_long(texts: Texts, request: IntegrationRequest) -> bool:
+def too_long(texts: Texts, head: Texts, children: Sequence[StaleChild]) -> bool:
     """Whether new texts are longer than all that they were made from, and some more."""
-    sources = [request.head, *(one.texts for one in request.children)]
+    sources = [head, *(one.texts for one in children)]
     most = {name: SPARE_CHARACTERS + sum(len(one.get(name, "")) for one in sources) for name in texts}
     return any(len(text) > most[name] for name, text in texts.items())
 
