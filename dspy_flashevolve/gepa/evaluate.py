@@ -182,20 +182,25 @@ class Gate:
 
     Args:
         requests: examples of the evaluation.
-        passes: whether a sum passes; monotone.
+        criterion: one of gepa's own.
+        before: the parent's sum; None as long as it is not known.
         highest: the highest score that an example can have; asked each time.
     """
 
-    def __init__(self, requests: int, passes: Callable[[float], bool], highest: Callable[[], float]) -> None:
+    def __init__(
+        self, requests: int, criterion: Any, before: Callable[[], float | None], highest: Callable[[], float]
+    ) -> None:
         self._scores: list[float | None] = [None] * requests
-        self._passes = passes
-        self._highest = highest
+        self._is_strict = type(criterion) is StrictImprovementAcceptance
+        self._before, self._highest = before, highest
         self.closed = False
 
     def __call__(self, index: int, rollout: Rollout) -> bool:
         """Take the score of example number ``index``; False from when the sum cannot pass any more."""
         self._scores[index] = rollout.score
-        self.closed = self.closed or not self._passes(at_most(self._scores, self._highest()))
+        most, needed = at_most(self._scores, self._highest()), self._before()
+        if needed is not None:
+            self.closed |= not (most > needed if self._is_strict else most >= needed)
         return not self.closed
 
     @property
@@ -210,21 +215,6 @@ def rejects_by_sum(parts: Parts) -> bool:
     return type(parts.selection_strategy) in (AllImprovements, BestImprovement, TopKImprovements) and type(
         parts.acceptance_criterion
     ) in (StrictImprovementAcceptance, ImprovementOrEqualAcceptance)
-
-
-def passes_screen(criterion: Any, before: Callable[[], float | None]) -> Callable[[float], bool]:
-    """gepa's built-in criteria as a question to the child's sum.
-
-    Args:
-        before: the parent's sum; None as long as it is not known.
-    """
-    strict = type(criterion) is StrictImprovementAcceptance
-
-    def passes(total: float) -> bool:
-        needed = before()
-        return needed is None or (total > needed if strict else total >= needed)
-
-    return passes
 
 
 class Evaluations:
@@ -269,11 +259,11 @@ class Evaluations:
         """What gives a screen up once its sum cannot pass; None where more than the sum decides.
 
         Args:
-            requests, before: see :class:`Gate` and :func:`passes_screen`.
+            requests, before: see :class:`Gate`.
         """
         if self._run.lockstep or not rejects_by_sum(self._pool.parts):
             return None
-        return Gate(requests, passes_screen(self._pool.parts.acceptance_criterion, before), lambda: self.highest)
+        return Gate(requests, self._pool.parts.acceptance_criterion, before, lambda: self.highest)
 
     def unpaid(
         self,
