@@ -199,14 +199,10 @@ class GepaLoop:
         """One step. A part of it that finds nothing to go on with ends the step by raising :class:`StepEnded`."""
         if self._is_last and step.recorded is None:
             return await self.last_step(step)
-        given = await self._pool.write(self._next_initial, step) if self._initial else []
+        given = await self._pool.write(self._given, step)
         if given:
             self._run.begin(step, step.version, selection=[])
             return await self.validated(step, given)
-        head = await self._pool.write(self._head_again, step)
-        if head:
-            self._run.begin(step, step.version)
-            return await self.validated(step, head)
         work = await self.select(step)
         if isinstance(work, Crossover):
             found = await self.screen_crossover(step, work)
@@ -283,20 +279,29 @@ class GepaLoop:
             return []
         credit.tries(step.number, head)
         self._keep(credit)
-        if self._run.journal is not None:
-            self._run.journal.journal.keep(_head_of(step), self._run.journal.candidate(head.candidate))
         return self._begin_validation(step, head.candidate, credit)
 
-    def _head_again(self, step: Step) -> list[Screened]:
-        """The head that an interrupted step was about to validate."""
+    def _given(self, step: Step) -> list[Screened]:
+        """What a step validates without having made it: the next candidate to begin from; where it runs again, that or
+        the head that it was about to validate."""
         journal, credit = self._run.journal, self._credit
-        if journal is None or credit is None or step.recorded is None:
-            return []
-        kept = journal.journal.kept(_head_of(step))
-        if kept is None:
-            return []
-        self._selection.runs_again(step, False)
-        return self._begin_validation(step, journal.texts[kept], credit)
+        left = [one for one in self._initial if one not in self._pool.state.program_candidates]
+        if step.recorded is None:
+            if not left:
+                return []
+            candidate = left[0]
+            self._pool.begin_step(step)
+        else:
+            kept = None if journal is None else journal.journal.kept(_head_of(step))
+            candidate = None if journal is None or kept is None else dict(journal.texts[kept])
+            if candidate is None or (credit is None and candidate not in left):
+                return []
+            self._selection.runs_again(step, False)
+        if candidate in left:
+            self._initial.remove(candidate)
+            return self._to_validate(step, candidate, 0, "initial")
+        assert credit is not None
+        return self._begin_validation(step, candidate, credit)
 
     def _begin_validation(self, step: Step, head: Texts, credit: Credit) -> list[Screened]:
         self._validating.add(step.number)
@@ -304,6 +309,8 @@ class GepaLoop:
         return self._to_validate(step, head, credit.parent, "head")
 
     def _to_validate(self, step: Step, candidate: Texts, parent: int, tag: str) -> list[Screened]:
+        if self._run.journal is not None:
+            self._run.journal.journal.keep(_head_of(step), self._run.journal.candidate(candidate))
         step.saw(self._pool.version, math.inf)  # every later step builds on what it finds: it goes first
         proposal = Proposal(
             candidate=dict(candidate), parent_program_ids=[parent], subsample_indices=[], subsample_scores_before=[],
@@ -315,23 +322,6 @@ class GepaLoop:
         """Write the changes down, and what they stand on."""
         if self._run.journal is not None:
             self._run.journal.journal.keep("credit", credit.kept())
-
-    def _next_initial(self, step: Step) -> list[Screened]:
-        """The next candidate to begin from; of an interrupted step, the one that it was about to validate."""
-        journal, known = self._run.journal, self._pool.state.program_candidates
-        kept = None if journal is None or step.recorded is None else journal.journal.kept(_head_of(step))
-        again = None if journal is None or kept is None else dict(journal.texts[kept])
-        left = [one for one in self._initial if one not in known and (step.recorded is None or one == again)]
-        if not left:
-            return []
-        self._initial.remove(left[0])
-        if step.recorded is None:
-            self._pool.begin_step(step)
-            if journal is not None:
-                journal.journal.keep(_head_of(step), journal.candidate(left[0]))
-        else:
-            self._selection.runs_again(step, False)
-        return self._to_validate(step, left[0], 0, "initial")
 
     def _not_validated(self, step: Step) -> None:
         """A head's validation came to nothing: it may be tried again."""
@@ -777,7 +767,7 @@ class _ProposalRecord:
 
 
 def _head_of(step: Step) -> str:
-    """Under this the journal has the head that a step validates."""
+    """Under this the journal has the head, or the candidate to begin from, that a step validates."""
     return f"head of step {step.number}"
 
 
