@@ -104,10 +104,6 @@ class Workflow:
                 raise ConfigurationError(f"Workflow: {name} is {seconds!r}, expected a number above 0, or None.")
 
 
-BARRIERS = Workflow(rollout=1.0, validate=1.0)
-"""Every stage waits for all of its requests."""
-
-
 class ValidationOrder:
     """The order in which the examples of a validation are run: those that tell candidates apart come first.
 
@@ -283,24 +279,10 @@ class Evaluations:
         """
         journal = self._run.journal
         if journal is None or step.recorded is None:
-            return len(self._distinct(ids))
+            return len(ids)
         split = self.train_split if train else "val"
         needs = reflected and not self._is_proposed(step)
         return journal.missing(step.number, hash_of(candidate), split, ids, traced=traced, needs_trace=needs)
-
-    def size(self, task: Task) -> int:
-        """How many examples of a task's minibatch are run on."""
-        return len(self._distinct(task.minibatch_ids))
-
-    def _distinct(self, ids: Sequence[Any]) -> list[int]:
-        """Where each example stands first: gepa fills a minibatch that is larger than the training set with examples
-        that are in it already. dspy.GEPA, and lockstep, run them again."""
-        if self._run.lockstep:
-            return list(range(len(ids)))
-        first: dict[Any, int] = {}
-        for place, one in enumerate(ids):
-            first.setdefault(one, place)
-        return list(first.values())
 
     async def minibatch(
         self,
@@ -325,20 +307,10 @@ class Evaluations:
             NoLongerWantedError: ``watch`` said no.
             RolloutUnresolvedError: the provider gave no answer for an example.
         """
-        once = self._distinct(ids)
-
-        def seen(number: int, rollout: Rollout) -> bool:
-            assert watch is not None
-            said = [watch(place, rollout) for place, one in enumerate(ids) if one == ids[once[number]]]
-            return all(said)
-
-        found = await self._evaluated(
-            stage, step, candidate, self.train_split, [ids[one] for one in once], [examples[one] for one in once],
-            pays or step.reservation, True, watch=watch if watch is None or len(once) == len(ids) else seen,
+        rollouts = await self._evaluated(
+            stage, step, candidate, self.train_split, ids, examples, pays or step.reservation, True, watch=watch,
             needs_trace=reflected and not self._is_proposed(step),
         )  # fmt: skip
-        of = {ids[place]: rollout for place, rollout in zip(once, found, strict=True)}
-        rollouts = found if len(found) == len(ids) else [of[one] for one in ids]
         self._remember(candidate, ids, [one.score for one in rollouts])
         return as_batch(rollouts)
 
@@ -379,7 +351,8 @@ class Evaluations:
         Raises:
             RolloutUnresolvedError: the provider gave no answer, and what is there is not enough.
         """
-        size, needed = self.size(task), released_at(self._workflow.rollout, self.size(task))
+        size = len(task.minibatch_ids)
+        needed = released_at(self._workflow.rollout, size)
 
         async def evaluated(pays: Reservation, watch: Watch | None = None) -> Batch:
             return await self.minibatch(

@@ -227,12 +227,11 @@ def build_parts(optimizer: Any, valset: DataLoader[Any, Any], logger: Any) -> Pa
     merge = MergeProposer[Any](
         logger=logger,
         valset=valset,
-        evaluator=_never_called,
+        evaluator=_planned,
         use_merge=True,
         max_merge_invocations=most_merges,
         val_overlap_floor=more.get("merge_val_overlap_floor", 5),
         rng=rng,
-        callbacks=more.get("callbacks"),
     )
     made = {name: NAMED[name][one](rng) if isinstance(one, str) else one for name, one in strategies(optimizer).items()}
     return Parts(
@@ -249,8 +248,16 @@ def build_parts(optimizer: Any, valset: DataLoader[Any, Any], logger: Any) -> Pa
     )
 
 
-def _never_called(*_: Any) -> Any:
-    raise AssertionError("merged candidates are evaluated by the screen stage, never by the merge proposer")
+class CrossoverPlanned(Exception):
+    """gepa's merge proposer has chosen what to cross; the screen stage evaluates it, in the run's slots."""
+
+    def __init__(self, candidate: dict[str, str]) -> None:
+        super().__init__()
+        self.candidate = candidate
+
+
+def _planned(examples: Any, candidate: dict[str, str]) -> Any:
+    raise CrossoverPlanned(candidate)
 
 
 class Stoppers(CompositeStopper):

@@ -39,7 +39,7 @@ from dspy_flashevolve.engine.steps import End, EndKind, Reservation, Step, StepE
 from dspy_flashevolve.gepa import resume
 from dspy_flashevolve.gepa.changes import is_too_long
 from dspy_flashevolve.gepa.credit import Credit, Head
-from dspy_flashevolve.gepa.evaluate import BARRIERS, Evaluations, Workflow
+from dspy_flashevolve.gepa.evaluate import Evaluations, Workflow
 from dspy_flashevolve.gepa.integration import Integrations
 from dspy_flashevolve.gepa.options import gepa_logger, has_foreign
 from dspy_flashevolve.gepa.pool import (
@@ -112,9 +112,8 @@ class GepaLoop:
             scale = abs(pool.perfect_score or 1.0)
             self._credit = Credit(pool.seed_candidate, code, reflective.undecided, scale, most)
             self._admission = AsChildrenCome(joined, alone, lambda: self._joins, self._calls_alone)
-        workflow = BARRIERS if run.lockstep else optimizer.workflow
         hears = None if self._credit is None else self._credit.saw
-        self._evaluations = Evaluations(run, program, pool, workflow, hears)
+        self._evaluations = Evaluations(run, program, pool, optimizer.workflow, hears)
         self._integrations: Integrations | None = None
         if reflective is not None:
             lm = optimizer.reflection_lm
@@ -361,7 +360,7 @@ class GepaLoop:
         if isinstance(work, Crossover):
             return work
         tasks = list(work.tasks)
-        self._minibatch = max([self._minibatch, *(self._evaluations.size(task) for task in tasks)])
+        self._minibatch = max([self._minibatch, *(len(task.minibatch_ids) for task in tasks)])
         while step.recorded is None and tasks and not step.reservation.cover(len(tasks) * self._most_calls):
             tasks.pop()  # a sampling strategy asked for more than the budget holds
         return Selected(tuple(tasks), work.bases[: len(tasks)])
@@ -377,7 +376,7 @@ class GepaLoop:
             raise StepEnded(EndKind.DISCARDED, "there is nothing to work on within the budget")
         await pool.write(pool.parents_start, step, tasks)
         unique = {task_key(task): task for task in tasks}
-        whole = step.reservation.cover(sum(map(self._evaluations.size, unique.values())))
+        whole = step.reservation.cover(sum(len(one.minibatch_ids) for one in unique.values()))
         done = await gather([lambda t=task: self._evaluations.parent(step, t, whole) for task in unique.values()])
         by_key = dict(zip(unique, done, strict=True))
         parents = [
