@@ -429,9 +429,6 @@ class Evaluations:
         keeps_trace = split != "val" or self.train_split == "val"
         scope, left, decided = anyio.CancelScope(), len(ids), False
 
-        def failed(reason: str) -> Rollout:
-            return program.failed(reason, capture_traces=traced)
-
         async def one(index: int, granted: Granted) -> Rollout:
             nonlocal left, decided
 
@@ -447,8 +444,9 @@ class Evaluations:
             key = RolloutKey(name, split, ids[index], traced)
             behind = len(ids) - index - 1
             rollout, _ = await run.rollouts.rollout(
-                key, stage, step, pays, call, record, failed=failed, behind=behind, granted=granted
-            )
+                key, stage, step, pays, call, record, failed=lambda reason: program.failed(reason, traced),
+                behind=behind, granted=granted,
+            )  # fmt: skip
             self.saw(rollout.score)
             if not run.rollouts.is_unanswered(key):
                 self._hears(name, split, id_text(ids[index]), rollout.score)

@@ -28,7 +28,7 @@ from typing import Any, ParamSpec, TypeVar
 from gepa.core.adapter import EvaluationBatch
 from gepa.core.callbacks import notify_callbacks
 from gepa.core.data_loader import DataLoader
-from gepa.core.engine import GEPAEngine, _MemoizedAcceptance  # pyright: ignore[reportPrivateUsage]
+from gepa.core.engine import GEPAEngine
 from gepa.core.state import CachedEvaluation, EvaluationCache, GEPAState, ValsetEvaluation, initialize_gepa_state
 from gepa.gepa_utils import json_default
 from gepa.proposer.base import CandidateProposal, SubsampleEvaluation
@@ -40,7 +40,7 @@ from dspy_flashevolve.engine.replay import Rollout, RunJournal, id_text
 from dspy_flashevolve.engine.run import EvolutionRun
 from dspy_flashevolve.engine.staleness import PastCommit
 from dspy_flashevolve.engine.steps import Step
-from dspy_flashevolve.gepa.options import Parts, strategies_of
+from dspy_flashevolve.gepa.options import Chosen, Parts, strategies_of
 from dspy_flashevolve.programs.records import kept
 
 Candidate = dict[str, str]
@@ -471,8 +471,7 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
 
     def should_stop(self, counts: bool = True) -> bool:
         """Ask the stoppers; before the seed is confirmed there is nothing to ask them about."""
-        self.parts.stopper.asks_counters(counts)
-        return self.seed_confirmed and self._should_stop(self.state)
+        return self.seed_confirmed and self.parts.stopper(self.state, counts)
 
     def keep_strategies(self) -> None:
         """Let the journal know where the strategies stand."""
@@ -621,23 +620,19 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
         return [children[id(one)] for one in kept]  # a selection strategy may change the order
 
     def _choose(self, step: Step, proposals: list[Proposal]) -> list[Proposal]:
-        """Ask the selection strategy, report what it left, and return what goes on."""
-        with self.acting_for(step):
-            criterion = _MemoizedAcceptance(self.acceptance_criterion)  # draws lots, or counts, once a proposal
-            picked = list(self.selection_strategy.select(list(proposals), self.state, criterion))  # pyright: ignore[reportArgumentType]
-            unique: dict[tuple[tuple[str, str], ...], Proposal] = {}
-            for one in picked:
-                if any(one is known for known in proposals):
-                    unique.setdefault(tuple(sorted(one.candidate.items())), one)
-            kept = list(unique.values())
-            for proposal in proposals:
-                if any(proposal is one for one in kept):
-                    continue
-                if any(proposal is one for one in picked):
-                    self.reject(step, proposal, reason="Duplicate of another candidate selected this iteration")
-                else:
-                    self.reject(step, proposal, passed=criterion.should_accept(proposal, self.state))
-        return kept
+        """Ask the selection strategy, report what it left, and return what goes on.
+
+        gepa's engine does so and then evaluates, in one call: it is left where it would evaluate.
+        """
+        try:
+            with self.acting_for(step):
+                self._run_reflective_batch(proposals, self.state)
+        except Chosen as chosen:
+            return [one for candidate in chosen.candidates for one in proposals if one.candidate is candidate]
+        return []
+
+    def _evaluate_programs_on_valset(self, programs: list[Candidate], state: State) -> Any:
+        raise Chosen(*programs)
 
     def lookup(self, candidate: Candidate, ids: Sequence[Any] | None = None) -> ValidationPlan:
         """Ask the cache for what is known of a candidate on validation examples; on those that the policy names."""
@@ -866,11 +861,9 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
             )
         return found
 
-    def reject(self, step: Step, proposal: Proposal, *, passed: bool = False, reason: str | None = None) -> None:
+    def reject(self, step: Step, proposal: Proposal, reason: str | None = None) -> None:
         """Report a proposal that goes no further."""
-        self._report_rejected_proposal(
-            proposal, step.number + 1, self.state, dropped_by_selection=passed, reason_override=reason
-        )
+        self._report_rejected_proposal(proposal, step.number + 1, self.state, reason_override=reason)
 
     def give_up(self, step: Step, proposal: Proposal, scores: list[float], examples: int) -> None:
         """Report one that could not pass its screen any more, with the scores that there are; none is stored."""

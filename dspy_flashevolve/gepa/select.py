@@ -18,7 +18,7 @@ from gepa.proposer.merge import MergeProposer
 
 from dspy_flashevolve.engine.steps import Step
 from dspy_flashevolve.gepa.credit import Credit
-from dspy_flashevolve.gepa.options import CrossoverPlanned
+from dspy_flashevolve.gepa.options import Chosen
 from dspy_flashevolve.gepa.pool import Crossover, Pool, Selected, Task
 
 State = GEPAState[Any, Any]
@@ -213,8 +213,8 @@ def plan_crossover(pool: Pool, step: Step, merge: MergeProposer[Any]) -> Crossov
         try:
             proposal = merge.propose(pool.state)  # to its end where gepa's cache has all scores
             candidate = None if proposal is None else proposal.candidate
-        except CrossoverPlanned as planned:
-            candidate = planned.candidate
+        except Chosen as chosen:
+            [candidate] = chosen.candidates
     if candidate is None:
         return None
     first, second, ancestor = trace["merged_entities"]

@@ -174,7 +174,8 @@ class GepaLoop:
             if not goes_on and await pool.write(pool.should_stop):  # gepa asks its stoppers between steps
                 self._stop()
         else:
-            pays = run.budget.reserve(self._seed_calls())
+            paid = 0 if run.journal is None else run.journal.paid[BEFORE_STEPS]
+            pays = run.budget.reserve(len(self._evaluations.seed_examples()) - paid)
             if run.lockstep or has_foreign(pool.parts):  # a strategy of the user's may look at the seed's scores
                 await self._seed(pays)
             else:
@@ -681,10 +682,6 @@ class GepaLoop:
         if self._max_cost is not None and cost >= self._max_cost:
             return f"max_cost={self._max_cost:g} dollars is spent"
         return None
-
-    def _seed_calls(self) -> int:
-        journal = self._run.journal
-        return len(self._evaluations.seed_examples()) - (0 if journal is None else journal.paid[BEFORE_STEPS])
 
     async def _seed(self, pays: Reservation | None) -> None:
         await self._evaluations.seed(pays)

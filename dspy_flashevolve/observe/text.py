@@ -87,7 +87,8 @@ def status(history: History) -> str:
     times = [state, duration(all_of.seconds)]
     if session is not None and history.state == "running":
         share = all_of.calls / all_of.max_calls if all_of.max_calls else None
-        times.append(left(history.seconds, _time_limit(history, session.settings.get("max_seconds")), share))
+        most = session.settings.get("max_seconds")  # it counts from zero in each session
+        times.append(left(history.seconds, None if most is None else history.session_began + most, share))
     best, seed = history.best, history.seed
     seed_text = "no seed yet" if seed is None else f"seed {score(seed.score)} on {len(seed.scores)} examples"
     best_text = "-" if best is None else f"{score(best.score)} (candidate {best.index})"
@@ -124,11 +125,6 @@ def watch(look: Callable[[], History], show: Callable[[str], None], wait: Callab
         if history.state != "running":
             return history
         wait()
-
-
-def _time_limit(history: History, max_seconds: float | None) -> float | None:
-    """When a run ends by its limit of time, which counts from zero in each session."""
-    return None if max_seconds is None else history.session_began + max_seconds
 
 
 def _row(one: Spent) -> list[str]:
