@@ -136,13 +136,10 @@ class Compilation:
         self._initial = [texts_of(one) for one in initial]
         if optimizer.log_dir is not None:
             check_checkpoint(optimizer.log_dir, bool(optimizer.gepa_kwargs.get("use_cloudpickle")))
-        journal = self._journal()
-        try:
+        parts = fingerprints_of(student, self._seed, self._trainset, self._valset, optimizer.metric_fn)
+        lms = [dspy.settings.lm, optimizer.reflection_lm, *(one.lm for one in student.predictors())]
+        with open_journal(optimizer, parts, lms, each_once=self._lockstep) as journal:
             self._build(journal)
-        except BaseException:
-            if journal is not None:
-                journal.journal.close()  # whatever went wrong, others may have the directory
-            raise
 
     def _build(self, journal: RunJournal | None) -> None:
         optimizer, lockstep = self._optimizer, self._lockstep
@@ -246,12 +243,6 @@ class Compilation:
             self._loop.track(state.i + 1, total_metric_calls=state.total_num_evals)
             send = tracker.log_report, self._optimizer.log_dir
             await asyncio.get_running_loop().run_in_executor(tracker.thread, *send)
-
-    def _journal(self) -> RunJournal | None:
-        optimizer, student = self._optimizer, self._student
-        parts = fingerprints_of(student, self._seed, self._trainset, self._valset, optimizer.metric_fn)
-        lms = [dspy.settings.lm, optimizer.reflection_lm, *(one.lm for one in student.predictors())]
-        return open_journal(optimizer, parts, lms, each_once=self._lockstep)
 
     def _stages(self) -> dict[str, Sequence[Any]]:
         """Stage -> what its requests ask, in the order in which the stages go before others where slots are scarce:

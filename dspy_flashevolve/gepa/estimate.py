@@ -11,11 +11,11 @@ from typing import Any
 import dspy
 from dspy.primitives import Module
 from dspy.utils.usage_tracker import UsageTracker, track_usage
-from gepa.core.adapter import EvaluationBatch
 
 from dspy_flashevolve.engine.errors import FlashEvolveError, RunAbortedError
 from dspy_flashevolve.engine.steps import End, EndKind, Step
 from dspy_flashevolve.gepa.compilation import texts_of
+from dspy_flashevolve.gepa.evaluate import as_batch
 from dspy_flashevolve.programs.copies import isolated_copy
 from dspy_flashevolve.programs.lm import calls_of, cost_of, rates_of
 from dspy_flashevolve.programs.metric import Metric
@@ -143,9 +143,7 @@ def estimate(optimizer: Any, student: Module, trainset: Sequence[Any], most_call
         with track_usage() as usage:
             rollouts = await run.evaluate("rollout", step, program, texts, examples, split="train", traced=True)
         used.append(usage)
-        evaluation: EvaluationBatch[Any, Any] = EvaluationBatch(
-            [one.output for one in rollouts], [one.score for one in rollouts], [one.trajectory for one in rollouts]
-        )
+        evaluation = as_batch(rollouts)
         components = list(texts)[:1]
 
         async def reflect() -> None:

@@ -93,7 +93,8 @@ def status(history: History) -> str:
             "max_cost": all_of.cost_dollars or 0.0,
         }
         share = max((spent / limits[name] for name, spent in used.items() if limits.get(name)), default=None)
-        times.append(left(history.seconds, _time_limit(history, limits.get("max_seconds")), share))
+        most = limits.get("max_seconds")  # it counts from zero in each session
+        times.append(left(history.seconds, None if most is None else history.session_began + most, share))
     best, seed = history.best, history.seed
     seed_text = "no seed yet" if seed is None else f"seed {score(seed.score)} on {len(seed.scores)} examples"
     best_text = "-" if best is None else f"{score(best.score)} (candidate {best.index})"
@@ -130,11 +131,6 @@ def watch(look: Callable[[], History], show: Callable[[str], None], wait: Callab
         if history.state != "running":
             return history
         wait()
-
-
-def _time_limit(history: History, max_seconds: float | None) -> float | None:
-    """When a run ends by its limit of time, which counts from zero in each session."""
-    return None if max_seconds is None else history.session_began + max_seconds
 
 
 def _row(one: Spent) -> list[str]:

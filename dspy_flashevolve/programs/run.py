@@ -119,7 +119,7 @@ class DspyRun(EvolutionRun):
         slots, adaptive = width_of(self, [one for one in modules if isinstance(one, Module)])
         observers = [one for one in self.settings.get("callbacks") or () if isinstance(one, Observer)]
         if not any(isinstance(one, Display) for one in observers):
-            observers.insert(0, Progress(name, shown_calls or max_metric_calls, max_seconds, self._unpriced))
+            observers.insert(0, Progress())
         super().__init__(
             name=name,
             stages={stage: {endpoint_of(one) for one in asked} for stage, asked in lms.items()},
