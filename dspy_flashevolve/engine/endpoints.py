@@ -154,6 +154,7 @@ class Answers:
 
     def begin(self, sent: Sent) -> None:
         """A request goes out."""
+        sent.seconds = self._of.clock()
         self._under_way.add(sent)
 
     def leave(self, sent: Sent) -> None:
@@ -195,7 +196,7 @@ class Answers:
             self._silent_since = now if self._silent_since is None else self._silent_since
             self._turned_away += 1
         if not sent.is_odd:
-            self._tell(now, said)
+            self._tell(now, sent)
 
     def _note_end(self, sent: Sent, fine: bool) -> None:
         self.leave(sent)
@@ -233,13 +234,15 @@ class Answers:
         finally:
             self._odd.discard(sent)
 
-    def _tell(self, now: float, said: str) -> None:
+    def _tell(self, now: float, sent: Sent) -> None:
         assert self._silent_since is not None
-        limit, silent = self._of.retry.outage_seconds, now - self._silent_since
+        limit, silent, said = self._of.retry.outage_seconds or math.inf, now - self._silent_since, sent.said
         if self._of.gone:
             return
         is_asked = self._under_way or self._odd
-        if limit is not None and silent >= limit - EARLY_SECONDS and not is_asked and not self._is_spare:
+        # Where one request hung for all that time, and nothing else was asked, one more decides.
+        is_sure = now - sent.seconds < limit or self._turned_away > 2
+        if is_sure and silent >= limit - EARLY_SECONDS and not is_asked and not self._is_spare:
             self._of.gone = (
                 f"{self.name} has answered nothing for {silent:.0f} seconds, and turned away all that it was sent; "
                 f"the last: {said}"
@@ -251,7 +254,7 @@ class Answers:
             and now >= self._said_seconds + SAY_AGAIN_SECONDS
         ):
             self._said_seconds = now
-            until = "until it answers" if limit is None else f"for up to {limit:g} seconds"
+            until = "until it answers" if limit == math.inf else f"for up to {limit:g} seconds"
             logger.warning("%s does not answer (%s): it is asked again, %s.", self.name, said, until)
 
 
@@ -342,7 +345,7 @@ class Endpoint(Answers):
         """A request goes out now."""
         self.begin(sent)
         self._of.heard.add(self._of.group_of(self.name))
-        sent.seconds, sent.width_seconds = self._of.clock(), self._width()
+        sent.width_seconds = self._width()
         if self._several is not None:
             self._several.begin(sent)
             self._several.note_pressure()

@@ -131,6 +131,40 @@ def test_an_endpoint_that_refuses_and_leaves_requests_hanging_is_said_to_be_sile
     run(main)
 
 
+def test_one_request_that_hangs_alone_for_longer_than_an_outage_may_last_is_asked_again() -> None:
+    """As where there is one slot: nothing else is asked meanwhile, and nothing tells whether the endpoint is there."""
+    bench = Bench()
+    endpoint, sent = bench.endpoints.endpoint("task"), Sent()
+
+    async def main() -> None:
+        for _ in range(3):
+            assert not bench.endpoints.gone
+            endpoint.send(sent)
+            await anyio.sleep(600)
+            endpoint.turned_away(sent, "no answer within 600 seconds")
+        assert bench.endpoints.gone
+
+    run(main)
+
+
+def test_an_endpoint_that_turns_away_all_for_a_minute_is_given_up() -> None:
+    bench = Bench()
+    endpoint = bench.endpoints.endpoint("task")
+
+    async def main() -> None:
+        for _ in range(2):
+            assert not bench.endpoints.gone
+            sent = Sent()
+            endpoint.send(sent)
+            endpoint.turned_away(sent, "connection refused")
+            await anyio.sleep(60)
+        endpoint.send(sent)
+        endpoint.turned_away(sent, "connection refused")
+        assert bench.endpoints.gone
+
+    run(main)
+
+
 def test_a_request_that_waits_for_the_end_of_a_pause_holds_no_slot_and_is_sent_at_last_all_the_same() -> None:
     bench = Bench(slots=1)
     task = bench.endpoints.endpoint("task")
