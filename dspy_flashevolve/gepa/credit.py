@@ -14,7 +14,7 @@ import random
 import threading
 from collections import deque
 from collections.abc import Collection, Hashable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -45,6 +45,8 @@ EXAMPLE_SD = 0.25
 """Standard deviation of examples' mean scores, as a share of the range of scores."""
 FIRST_NOISE = 0.3
 """The same of a rollout's score on one example, until it is known."""
+CROWDING_SD = 1 / 50
+"""Of what each further change costs each other one, in the same unit; nothing is expected."""
 HELPS, HARMS, HARMS_MUCH = 1.0, -0.7, -1.5
 """Effects, in their standard errors, from which a change counts as known to help, or to harm."""
 MOST = 1e6
@@ -65,11 +67,13 @@ class Effects:
         mean: expected effects on the score.
         error: their standard errors.
         prior: mean and standard deviation of the effects of changes of which nothing is known.
+        crowding: what each pair of changes in a candidate costs its score beside their effects, from 0.
     """
 
     mean: Array
     error: Array
     prior: tuple[float, float]
+    crowding: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,9 +124,10 @@ class Evidence:
         rows, columns = table[:, 0].astype(np.intp), table[:, 1].astype(np.intp)
         scores = np.clip(table[:, 2], -MOST * scale, MOST * scale)
         compositions = len(known)
-        design = np.zeros((compositions, changes))
+        design = np.zeros((compositions, changes + 1))
         for row, composition in enumerate(known):
             design[row, list(composition)] = 1.0
+            design[row, changes] = -len(composition) * (len(composition) - 1) / 2
         of_example = np.bincount(rows, minlength=examples).astype(float)
         totals = np.bincount(rows, scores, minlength=examples).astype(np.float64)
         noise = _noise(rows, scores, of_example, totals, scale)
@@ -137,7 +142,15 @@ class Evidence:
         mean_of_all = max(float(own.sum()), 1e-12)
         information -= np.outer(cross, cross) / mean_of_all
         pull -= cross * float((totals * (1 - weight * of_example)).sum()) / mean_of_all
-        return posterior(information / noise**2, pull / noise**2, noise)
+        information, pull = information / noise**2, pull / noise**2
+        # What changes do to each other is eliminated, too: the effects are what remains whatever it is.
+        of_pairs, precision = information[:-1, -1], float(information[-1, -1]) + (CROWDING_SD * noise) ** -2
+        rest = information[:-1, :-1] - np.outer(of_pairs, of_pairs) / precision
+        crowded = posterior(rest, pull[:-1] - of_pairs * float(pull[-1]) / precision, noise)
+        crowding = float(pull[-1] - of_pairs @ crowded.mean) / precision
+        if crowding > 0:
+            return replace(crowded, crowding=crowding)
+        return posterior(information[:-1, :-1], pull[:-1], noise)
 
 
 def _noise(rows: NDArray[np.intp], scores: Array, of_example: Array, totals: Array, scale: float) -> float:
@@ -253,7 +266,15 @@ class Credit:
             if rng.random() < chance:
                 chosen.append(number)
         rng.shuffle(chosen)
+        chosen = self._uncrowded(chosen)
         return self._compose(self._that_fit(chosen))
+
+    def _uncrowded(self, chosen: list[int]) -> list[int]:
+        """Of changes as many as may do more than they cost the others, those that are known to help first."""
+        ratios, (mean, spread) = self._ratios(), self._effects.prior
+        if not (crowding := self._effects.crowding):
+            return chosen
+        return sorted(chosen, key=lambda one: ratios[one] <= HELPS)[: 1 + max(0, int((mean + spread) / crowding))]
 
     def may_ask(self, asking: int) -> bool:
         """Whether there is room for more changes of unknown effect; ``asking`` children are on their way.
@@ -299,9 +320,12 @@ class Credit:
         self._refit()
         mean = self._means()
         helpful = sorted((-effect, number) for number, effect in enumerate(mean) if effect > 0)
-        chosen = self._that_fit([number for _, number in helpful])
+        crowding = self._effects.crowding
+        worth = [number for place, (effect, number) in enumerate(helpful) if -effect > crowding * place]
+        chosen = self._that_fit(worth)
         last = next(reversed(self._tried.values()), frozenset[int]())
         gain = sum(mean[one] for one in chosen - last) - sum(mean[one] for one in last - chosen)
+        gain -= crowding * (len(chosen) * (len(chosen) - 1) - len(last) * (len(last) - 1)) / 2
         return Head(self._compose(chosen), chosen, gain)
 
     def tries(self, step: int, head: Head) -> None:

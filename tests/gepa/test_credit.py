@@ -161,6 +161,40 @@ def test_estimates_do_not_depend_on_the_order_in_which_rollouts_end(shuffler: ra
     assert one.prior == pytest.approx(other.prior, abs=1e-9)
 
 
+# Changes that get in each other's way
+
+
+class Crowd(Task):
+    """Every change helps, but a candidate of more than so many is worth nothing."""
+
+    bears = 5
+
+    def score(self, candidate: dict[str, str], example: int) -> float:
+        alone = super().score(candidate, example)
+        return alone if len(numbers_in(candidate)) <= self.bears else 0.1 * alone
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_where_changes_get_in_each_others_way_fewer_of_them_are_put_together(seed: int) -> None:
+    crowd = Crowd([0.06] * 16, seed=seed)
+    for number in range(16):
+        crowd.add(number)
+    crowd.steps(60)
+    tried = [len(numbers_in(crowd.credit.variant(crowd.rng))) for _ in range(50)]
+    assert 2 <= len(numbers_in(crowd.credit.head().candidate)) <= 8, "and not 16"
+    assert sorted(tried)[25] <= 6, "and not 8 and more"
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_where_they_do_not_all_that_help_are_put_together(seed: int) -> None:
+    task = Task([0.06] * 16, seed=seed)
+    for number in range(16):
+        task.add(number)
+    task.steps(60)
+    assert len(numbers_in(task.credit.head().candidate)) >= 13
+    assert sorted(len(numbers_in(task.credit.variant(task.rng))) for _ in range(50))[25] >= 8
+
+
 # Trust
 
 
