@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dspy_flashevolve import ConfigurationError, Workflow
-from dspy_flashevolve.gepa.evaluate import BARRIERS
 
 ADAPTIVE_START = 8
 """Slots that an adaptive run begins with (`dspy.settings.num_threads`)."""
@@ -88,7 +87,7 @@ def _workflow(**changed: Any) -> Change:
 
 
 def _speculation(text: str) -> Change:
-    value = {"on": Workflow(), "off": BARRIERS}[text]
+    value = {"on": Workflow(), "off": Workflow(rollout=1.0, validate=1.0)}[text]
     return _workflow(rollout=value.rollout, validate=value.validate)
 
 

@@ -255,13 +255,8 @@ class AsyncACE(Teleprompter):
         parts = fingerprints_of(student, texts, list(trainset), scored_on, self.metric)
         parts |= {"attach": repr(names), "seed": repr(self.seed)}
         lms = [dspy.settings.lm, self.reflector_lm, self.curator_lm, *(one.lm for _, one in predictors)]
-        journal = open_journal(self, parts, lms)
-        try:
+        with open_journal(self, parts, lms) as journal:
             self._run = AceRun(self, student, names, first, list(trainset), scored_on, journal=journal)
-        except BaseException:
-            if journal is not None:
-                journal.journal.close()
-            raise
         return self._run
 
     def _online(self, student: Module, stream: Any, window: int, playbook: Playbook | None) -> AceRun:

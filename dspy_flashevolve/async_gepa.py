@@ -291,7 +291,15 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
         check_texts(student, initial, self.workflow.max_candidate_characters)
         components = self._components(student)
         self._check_prices(student)
-        self._set_budget(components, trainset, valset)
+        self.max_metric_calls = self._budget(
+            components, trainset, valset
+        )  # as dspy.GEPA: every way to give one ends here
+        gepa_logger.info("Running AsyncGEPA for at most %s metric calls.", self.max_metric_calls)
+        if valset is None:
+            logger.warning(
+                "No valset given: the trainset is used for both, and prompts may overfit to it. Pass a separate valset "
+                "to find prompts that generalize."
+            )
         size = len(trainset if valset is None else valset)
         narrow = hasattr(self.gepa_kwargs.get("val_evaluation_policy"), "get_seed_eval_batch")
         limited = self.schedule == "async" and self.max_metric_calls is not None and not narrow
@@ -341,16 +349,6 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
         if self.max_full_evals is not None:
             return self.max_full_evals * (len(trainset) + (len(valset) if valset is not None else 0))
         return self.max_metric_calls
-
-    def _set_budget(self, components: int, trainset: Any, valset: Any) -> None:
-        """As ``dspy.GEPA.compile``: every way to give a budget ends in ``max_metric_calls``."""
-        self.max_metric_calls = self._budget(components, trainset, valset)
-        gepa_logger.info("Running AsyncGEPA for at most %s metric calls.", self.max_metric_calls)
-        if valset is None:
-            logger.warning(
-                "No valset given: the trainset is used for both, and prompts may overfit to it. Pass a separate valset "
-                "to find prompts that generalize."
-            )
 
     def _check_arguments(self) -> None:
         """Raise ConfigurationError for an argument of AsyncGEPA's own that cannot work."""

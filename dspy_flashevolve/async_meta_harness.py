@@ -184,8 +184,7 @@ class AsyncMetaHarness(Teleprompter):
         data, seed = (task.trainset, task.valset), {"source": task.seed.source, "task": task.signature.instructions}
         parts = fingerprints_of(dspy.Predict(task.signature), seed, *data, self.metric)
         parts["cost"] = getattr(self.cost, "__qualname__", type(self.cost).__qualname__)
-        journal = open_journal(self, parts, [self.proposer_lm, task.lm, dspy.settings.lm])
-        try:
+        with open_journal(self, parts, [self.proposer_lm, task.lm, dspy.settings.lm]) as journal:
             run = DspyRun(
                 name="AsyncMetaHarness",
                 stages={
@@ -202,10 +201,6 @@ class AsyncMetaHarness(Teleprompter):
                 journal=journal,
             )
             return HarnessRun(self, run, task, sandbox)
-        except BaseException:
-            if journal is not None:
-                journal.journal.close()
-            raise
 
     def _result(self, search: HarnessRun) -> Harness:
         archive, program = search.archive, search.best_program()

@@ -18,9 +18,9 @@ from dspy_flashevolve.engine.rollouts import Rollout
 from dspy_flashevolve.engine.steps import EndKind, Reservation, Step, StepEnded
 from dspy_flashevolve.observe.statistics import Problem
 from dspy_flashevolve.programs.copies import isolated_copy
+from dspy_flashevolve.programs.program import ProgramRunner
 from dspy_flashevolve.programs.records import ReplyText
 from dspy_flashevolve.programs.run import DspyRun
-from dspy_flashevolve.programs.runner import ProgramRunner
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AsyncExitStack, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
@@ -153,7 +153,7 @@ class Answers:
         self._is_spare = of.is_spare(name)
 
     def begin(self, sent: Sent) -> None:
-        """A request goes out now."""
+        """A request goes out."""
         self._under_way.add(sent)
 
     def leave(self, sent: Sent) -> None:
@@ -209,11 +209,11 @@ class Answers:
         """Whether a request that was turned away is made again."""
         return not self._of.gone and sent.counted < attempts
 
-    async def rest(self, slot: Slot | None, sent: Sent, retry_after_seconds: float | None) -> None:
+    async def rest(self, slot: Slot | None, sent: Sent, retry_after_seconds: float | None, keeps: bool = False) -> None:
         """Wait before a request is made again; see :meth:`RetryPolicy.wait_seconds`.
 
         Args:
-            slot: given back meanwhile, and taken again; None where the caller keeps what it has.
+            slot, keeps: see :meth:`Endpoints.sleep`.
         """
         retry = self._of.retry
         self._of.retried += 1
@@ -229,7 +229,7 @@ class Answers:
         if sent.is_odd:
             self._odd.add(sent)
         try:
-            await self._of.sleep(slot, seconds)
+            await self._of.sleep(slot, seconds, keeps)
         finally:
             self._odd.discard(sent)
 
@@ -287,21 +287,18 @@ class Endpoint(Answers):
     @property
     def limit(self) -> int:
         """Of requests in flight; without one, as many as the run has slots."""
-        limit = self._of.limits.get(self._limited)
-        return self._of.scheduler.limit if limit is None else limit.limit
+        return self._of.scheduler.limit if self._adaptive is None else self._adaptive.limit
 
-    def reserve(self, sent: Sent) -> None:
-        """A request will go out soon."""
+    @property
+    def _adaptive(self) -> AdaptiveLimit | None:
+        return self._of.limits.get(self._limited)
+
+    def begin(self, sent: Sent) -> None:
+        """A request goes out now, or soon."""
         self._measure()
         if not self._under_way:
             self.heard_seconds = self._counted
         super().begin(sent)
-
-    def begin(self, sent: Sent) -> None:
-        """See :class:`Answers`."""
-        self.reserve(sent)
-        if self._several is not None:
-            self._several.begin(sent)
 
     def leave(self, sent: Sent) -> None:
         """See :class:`Answers`."""
@@ -326,20 +323,14 @@ class Endpoint(Answers):
         """Wait for the end of a pause, and until the provider's limits let a request through.
 
         Args:
-            slot: given back during a pause, and taken again; None for none.
+            slot, keeps: see :meth:`Endpoints.sleep`.
             claim: the request; None for one that no limit is asked for.
-            keeps: the slot is not given back: a thread waits.
         """
         for _ in range(MOST_PAUSES):
             left = self.open_seconds - self._of.clock()
             if left <= 0 or self._of.hurried:
                 break
-            seconds = left + self._of.chance() * self._of.retry.first_seconds
-            if slot is None or not keeps:
-                await self._of.sleep(slot, seconds)
-            else:
-                with slot.paused():
-                    await self._of.sleep(None, seconds)
+            await self._of.sleep(slot, left + self._of.chance() * self._of.retry.first_seconds, keeps)
         if slot is not None:
             await slot.take()
             slot.arrived()
@@ -353,6 +344,7 @@ class Endpoint(Answers):
         self._of.heard.add(self._of.group_of(self.name))
         sent.seconds, sent.width_seconds = self._of.clock(), self._width()
         if self._several is not None:
+            self._several.begin(sent)
             self._several.note_pressure()
 
     def finished(self, sent: Sent, tokens: int) -> None:
@@ -361,11 +353,11 @@ class Endpoint(Answers):
         self._answers.answered(sent)
         self._pauses = self._failures = 0
         self._note(refused=False)
-        limit, latency = self._of.limits.get(self._limited), self._of.clock() - sent.seconds
         self.heard_seconds = self._of.clock()
+        latency = self.heard_seconds - sent.seconds
         if self._several is not None:
             self._several.heard(self, latency)
-        if limit is not None:
+        if (limit := self._adaptive) is not None:
             width = self._width() - sent.width_seconds
             limit.finished(latency, tokens, width / latency if latency > 0 else None)
 
@@ -377,9 +369,8 @@ class Endpoint(Answers):
         """It was refused: 429, or a Retry-After. Others that are answered meanwhile need no pause."""
         if not sent.is_odd or self._several is not None:
             self._note(refused=True)
-        limit = self._of.limits.get(self._limited)
         told = None if retry_after_seconds is None else self._of.retry.told(retry_after_seconds)
-        if limit is not None:
+        if (limit := self._adaptive) is not None:
             limit.refused(told, sent.seconds, self._busy)
         answers = [refused for _, refused in self._recent]
         if sum(answers) >= BURST_REFUSALS and 2 * sum(answers) > len(answers):
@@ -387,8 +378,7 @@ class Endpoint(Answers):
 
     def timed_out(self, sent: Sent) -> None:
         """There was no answer in time."""
-        limit = self._of.limits.get(self._limited)
-        if limit is not None:
+        if (limit := self._adaptive) is not None:
             limit.timed_out(sent.seconds, self._busy)
 
     def failed(self) -> None:
@@ -406,8 +396,7 @@ class Endpoint(Answers):
 
     def gauge(self, waiting: float, running: float, cache_use: float) -> None:
         """The server was asked how it is."""
-        limit = self._of.limits.get(self._limited)
-        if limit is not None:
+        if (limit := self._adaptive) is not None:
             limit.gauge(waiting, running, cache_use)
 
     def _note(self, refused: bool) -> None:
@@ -458,7 +447,7 @@ class Several(Answers):
         """
         self._of.fit(self.name)
         chosen = self._chosen(key, is_full, but)
-        chosen.reserve(sent)
+        chosen.begin(sent)
         return chosen
 
     def _chosen(self, key: str, is_full: Callable[[Endpoint], bool], but: Endpoint | None) -> Endpoint:
@@ -645,11 +634,14 @@ class Endpoints:
         group = self._group_of_stage.get(name, name)
         return self._groups.setdefault(group, Answers(group, self))
 
-    async def sleep(self, slot: Slot | None, seconds: float) -> None:
-        """Wait, until :meth:`hurry` at the latest; from then on for a moment only. A slot is given back meanwhile."""
-        async with AsyncExitStack() as stack:
-            if slot is not None:
-                await stack.enter_async_context(slot.released())
+    async def sleep(self, slot: Slot | None, seconds: float, keeps: bool = False) -> None:
+        """Wait, until :meth:`hurry` at the latest; from then on for a moment only.
+
+        Args:
+            slot: given back meanwhile, and taken again; None for none.
+            keeps: it is not given back: a thread waits.
+        """
+        async with nullcontext() if slot is None else slot.released(keeps):
             with anyio.CancelScope() as scope:
                 self._sleeping.add(scope)
                 try:
@@ -667,19 +659,9 @@ class Endpoints:
         """The group that an endpoint shares a limit with; one that no stage is known to ask has no limit."""
         return self._group_of_name.get(name, name)
 
-    def answered(self, stage: str, latency_seconds: float, tokens: int) -> None:
-        """A whole rollout of a stage was answered, whose LM calls could not be seen (an LM of the user's own kind)."""
-        limit = self._unheard(stage)
-        if limit is not None:
-            limit.finished(latency_seconds, tokens)
-
-    def turned_away(self, stage: str, retry_after_seconds: float | None) -> None:
-        """As :meth:`answered`, of one that has to be made again."""
-        limit = self._unheard(stage)
-        if limit is not None:
-            limit.refused(retry_after_seconds)
-
-    def _unheard(self, stage: str) -> AdaptiveLimit | None:
+    def unheard(self, stage: str) -> AdaptiveLimit | None:
+        """The limit of a stage whose LM calls cannot be seen (an LM of the user's own kind): it is to hear what becomes
+        of whole rollouts. None where it hears of LM calls, or there is none."""
         group = self._group_of_stage.get(stage, "")
         return None if group in self.heard else self.limits.get(group)
 

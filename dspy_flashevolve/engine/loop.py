@@ -238,11 +238,13 @@ class Threads:
         self._workers = workers
         self.abandoned = False
         """A call was given up while it ran: its thread may never end."""
+        self.loop: asyncio.AbstractEventLoop
+        """Of the run; there is one once a call was made."""
         self._executor = ThreadPoolExecutor(max_workers=workers, thread_name_prefix=f"flashevolve-{name}")
 
     async def run(self, call: Callable[A, T], *args: A.args, **kwargs: A.kwargs) -> T:
         """Run ``call`` in a thread and wait for its result on the loop."""
-        context = contextvars.copy_context()
+        context, self.loop = contextvars.copy_context(), asyncio.get_running_loop()
         working = False
 
         def in_context() -> Any:
@@ -254,7 +256,7 @@ class Threads:
                 working = False
 
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._executor, in_context)
+            return await self.loop.run_in_executor(self._executor, in_context)
         except RuntimeError:
             check_main_thread()
             raise

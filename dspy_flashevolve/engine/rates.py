@@ -15,9 +15,12 @@ import json
 import logging
 import math
 import os
+import re
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from pathlib import Path
+from typing import cast
 
 import anyio
 from filelock import FileLock, Timeout
@@ -44,6 +47,15 @@ FARTHEST_SECONDS = 2 * PERIOD_SECONDS
 """What a shared file says of a later time than this is wrong: a clock was set back."""
 LOCK_SECONDS = 0.25
 """So long a shared file is waited for."""
+MOST = 10**12
+"""Requests or tokens a minute; what is above is no limit."""
+LONGEST_SECONDS = 86400.0
+_COUNT = re.compile(r"[0-9]{1,15}")
+_DURATION = re.compile(
+    r"(?:(\d{1,4})d)?(?:(\d{1,5})h)?(?:(\d{1,6})m(?!s))?(?:(\d{1,7}(?:\.\d{1,9})?)s)?(?:(\d{1,9}(?:\.\d{1,9})?)ms)?",
+    re.A,
+)
+_SECONDS = re.compile(r"\d{1,7}(?:\.\d{1,9})?", re.A)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +88,68 @@ class Heard:
         if abs(self.reset_seconds - PERIOD_SECONDS * (1 - share)) <= 0.1 * PERIOD_SECONDS:  # refilled all the time
             return own / max(LEAST_SHARE, min(1.0, share / SHARE_LEFT))
         return max(own, self.reset_seconds / max(1.0, self.remaining))
+
+
+def heard_in(headers: Mapping[str, str], now: Callable[[], datetime] | None = None) -> dict[Unit, Heard]:
+    """The limits that a reply's headers tell, in OpenAI's form (also Azure's, Groq's and others') or in Anthropic's.
+
+    They come from outside: what is not exactly as expected is left out, for no limit is better than a wrong one.
+
+    Args:
+        headers: by their names in lower case.
+        now: for Anthropic's, which say at what time there is room again.
+
+    >>> heard_in({"x-ratelimit-limit-requests": "600", "x-ratelimit-remaining-requests": "599",
+    ...           "x-ratelimit-reset-requests": "100ms"})
+    {'requests': Heard(limit=600.0, remaining=599.0, reset_seconds=0.1)}
+    >>> heard_in({"x-ratelimit-limit-tokens": "many"})
+    {}
+    """
+    found: dict[Unit, Heard] = {}
+    for unit in UNITS:
+        for form in (f"x-ratelimit-{{}}-{unit}", f"anthropic-ratelimit-{unit}-{{}}"):
+            limit, left = _count(headers.get(form.format("limit"))), _count(headers.get(form.format("remaining")))
+            if not limit:
+                continue
+            period = seconds_in(headers.get(form.format("renewalperiod"))) or PERIOD_SECONDS  # Azure's
+            reset = seconds_in(headers.get(form.format("reset")), now)
+            whole = left is not None and left <= limit and reset is not None
+            found[unit] = Heard(limit * PERIOD_SECONDS / period, left if whole else None, reset if whole else None)
+            break
+    return found
+
+
+def _count(text: str | None) -> float | None:
+    """A whole number as it is written by a machine; None for anything else."""
+    return float(text) if isinstance(text, str) and _COUNT.fullmatch(text) and int(text) <= MOST else None
+
+
+def seconds_in(text: str | None, now: Callable[[], datetime] | None = None) -> float | None:
+    """A time to wait, up to a day; None for anything else.
+
+    >>> seconds_in("6m0s"), seconds_in("20ms"), seconds_in("1h2m3.5s"), seconds_in("7"), seconds_in("soon")
+    (360.0, 0.02, 3723.5, 7.0, None)
+    """
+    if not isinstance(text, str) or not 0 < len(text) <= 64:
+        return None
+    if _SECONDS.fullmatch(text):
+        return _bounded(float(text))
+    match = _DURATION.fullmatch(text)
+    if match is not None:
+        parts = zip(match.groups(), (86400, 3600, 60, 1, 0.001), strict=True)
+        return _bounded(sum(float(part) * unit for part, unit in parts if part))
+    try:
+        when = datetime.fromisoformat(text.replace("Z", "+00:00"))
+        if when.tzinfo is None:
+            return None
+        moment = datetime.now(timezone.utc) if now is None else now()
+        return _bounded(max(0.0, (when - moment).total_seconds()))
+    except (ValueError, OverflowError):
+        return None
+
+
+def _bounded(seconds: float) -> float | None:
+    return seconds if seconds <= LONGEST_SECONDS else None
 
 
 def paid(due: Mapping[Unit, float], by: Mapping[Unit, float], credit_seconds: float) -> tuple[dict[Unit, float], float]:
@@ -118,12 +192,16 @@ class _Meter:
     heard_until: float = -math.inf
     heard_after: float = 0.0
 
+    @property
+    def most(self) -> float:
+        """A minute, by the user and by the provider; infinite where neither has said."""
+        return min(self.said, self.limit)
+
     def pace(self, now: float) -> float:
         """Seconds a unit; 0 where no limit is known."""
-        limit = min(self.said, self.limit)
-        if limit == math.inf:
+        if self.most == math.inf:
             return 0.0
-        own = PERIOD_SECONDS / (HEADROOM * limit)
+        own = PERIOD_SECONDS / (HEADROOM * self.most)
         if self.heard is None or self.heard.remaining is None or now >= self.heard_until:
             return own
         left = max(0.0, self.heard.remaining - (self.let_through - self.heard_after))
@@ -188,14 +266,9 @@ def times_in(text: bytes) -> dict[Unit, float]:
         found: object = json.loads(text)
     except (ValueError, RecursionError):
         return {}
-    if not isinstance(found, dict):
-        return {}
-    times = {unit: found.get(unit) for unit in UNITS}  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-    return {
-        unit: float(at)  # pyright: ignore[reportUnknownArgumentType]
-        for unit, at in times.items()  # pyright: ignore[reportUnknownVariableType]
-        if isinstance(at, int | float) and not isinstance(at, bool) and 0 <= at < 1e12
-    }
+    times = cast("dict[str, object]", found) if isinstance(found, dict) else {}
+    told = {unit: at for unit in UNITS if isinstance(at := times.get(unit), int | float) and not isinstance(at, bool)}
+    return {unit: float(at) for unit, at in told.items() if 0 <= at < 1e12}
 
 
 class RateLimit:
@@ -226,13 +299,12 @@ class RateLimit:
     @property
     def is_known(self) -> bool:
         """Whether there is a limit."""
-        return any(min(one.said, one.limit) < math.inf for one in self._meters.values())
+        return any(one.most < math.inf for one in self._meters.values())
 
     @property
     def limits(self) -> dict[Unit, float]:
         """What is known, a minute."""
-        known = {unit: min(one.said, one.limit) for unit, one in self._meters.items()}
-        return {unit: limit for unit, limit in known.items() if limit < math.inf}
+        return {unit: one.most for unit, one in self._meters.items() if one.most < math.inf}
 
     @property
     def ahead(self) -> int:

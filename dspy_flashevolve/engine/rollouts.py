@@ -240,15 +240,11 @@ class Rollouts:
 
         async def once(attempt: int) -> T:
             began = self.clock()
-            answer = await in_time()
-            cost = Spent(0) if spent is None else spent(answer)
+            answer, cost = await in_time(), Spent(0)
             if spent is not None:
-                seconds = self.clock() - began
-                self.bus.emit(
-                    RequestFinished(
-                        self.clock(), step.number, stage, seconds, cost.tokens, cost.cost_dollars, cost.error
-                    )
-                )
+                now, cost = self.clock(), spent(answer)
+                paid = cost.tokens, cost.cost_dollars, cost.error
+                self.bus.emit(RequestFinished(now, step.number, stage, now - began, *paid))
             if journal is not None and record is not None and (text := record.write(answer)) is not None:
                 journal.replied(step.number, stage, record.position, text, cost.tokens, cost.cost_dollars)
             return answer
@@ -267,7 +263,7 @@ class Rollouts:
         failed: Callable[[str], Rollout] | None = None,
         behind: int = 0,
         granted: Granted = lambda: None,
-    ) -> tuple[Rollout, bool]:
+    ) -> Rollout:
         """Run one rollout, or join an equal one that is in flight, or read one that was paid before an interruption.
 
         An example that gets no answer for the first candidate that is run on it, while others are answered, is asked
@@ -282,9 +278,6 @@ class Rollouts:
             failed: makes a failure of the reason why there is no answer; None where that is an error.
             behind, granted: see :meth:`Scheduler.run`.
 
-        Returns:
-            The rollout, and whether it was paid here.
-
         Raises:
             RolloutUnresolvedError: the provider gave no answer.
         """
@@ -292,19 +285,19 @@ class Rollouts:
         if self.journal is not None and record is not None:
             kept = self.journal.rollout(key, step.number, record.read)
             if kept is not None:
-                return kept, False
+                return kept
         while self._single_flight and (flight := self._flights.get(key)):
             granted()
             with self._waiting_for(flight, step):
                 await flight.landed.wait()
             if flight.result is not None:
                 self.shared += 1
-                return flight.result, False
+                return flight.result
             # The one who flew was cancelled or got no answer: fly again.
         example = key.split, key.example
         if failed is not None and self.is_unanswered(key):
             granted()
-            return failed(self.unanswerable.get(example) or self._refused[key]), False
+            return failed(self.unanswerable.get(example) or self._refused[key])
         flight = _Flight()
         if self._single_flight:
             self._flights[key] = flight
@@ -316,12 +309,11 @@ class Rollouts:
             if failed is None or not error.unanswerable:
                 raise
             flight.result = failed(self._gives_up(key, step, stage, error))
-            return flight.result, False
         finally:
             if self._flights.get(key) is flight:
                 del self._flights[key]
             flight.landed.set()
-        return flight.result, True
+        return flight.result
 
     def without_answer(self, candidate: str, split: str) -> set[Hashable]:
         """Examples that get no answer, at least for this candidate, and those of which a rollout waits to be asked for
@@ -357,14 +349,6 @@ class Rollouts:
         self, flight: _Flight, stage: str, step: Requester, once: Callable[[int], Awaitable[T]], **queue: Any
     ) -> T:
         """Call ``once`` in a slot, with the number of the attempt, from 1, until it does not fail transiently."""
-        with self._waiting_for(flight, step):
-            answer = await self._asked(flight, stage, step, once, **queue)
-            self.answered_seconds = self.clock()
-            return answer
-
-    async def _asked(
-        self, flight: _Flight, stage: str, step: Requester, once: Callable[[int], Awaitable[T]], **queue: Any
-    ) -> T:
         sent, answers = Sent(), self.endpoints.stage(stage)
 
         async def call() -> T:
@@ -377,25 +361,26 @@ class Rollouts:
             finally:
                 answers.leave(sent)
 
-        while True:
-            try:
-                answer = await self.scheduler.run(stage, step, call, **queue)
-            except TransientError as error:
-                asked = error.asked
-                if asked is None:
-                    answers.turned_away(sent, str(error), error.of_request)
-                    self.endpoints.turned_away(stage, error.retry_after_seconds)
-                    if answers.goes_on(sent, self.endpoints.retry.attempts):
-                        flight.rests_since = self.clock()
-                        await answers.rest(None, sent, error.retry_after_seconds)
-                        flight.rests_since = None
-                        continue
-                    asked = sent
-                raise RolloutUnresolvedError(
-                    f"no answer after {asked.faults} attempts: {error}", asked.is_odd
-                ) from error
-            answers.answered(sent)
-            return answer
+        with self._waiting_for(flight, step):
+            while True:
+                try:
+                    answer = await self.scheduler.run(stage, step, call, **queue)
+                except TransientError as error:
+                    asked: Sent = error.asked or sent
+                    if error.asked is None:
+                        answers.turned_away(sent, str(error), error.of_request)
+                        if (limit := self.endpoints.unheard(stage)) is not None:
+                            limit.refused(error.retry_after_seconds)
+                        if answers.goes_on(sent, self.endpoints.retry.attempts):
+                            flight.rests_since = self.clock()
+                            await answers.rest(None, sent, error.retry_after_seconds)
+                            flight.rests_since = None
+                            continue
+                    said = f"no answer after {asked.faults} attempts: {error}"
+                    raise RolloutUnresolvedError(said, asked.is_odd) from error
+                answers.answered(sent)
+                self.answered_seconds = self.clock()
+                return answer
 
     def _gives_up(self, key: RolloutKey, step: Requester, stage: str, error: RolloutUnresolvedError) -> str:
         """Take note of what cannot be answered; returns why."""
@@ -494,7 +479,8 @@ class _Run:
         if self.of.journal is not None and self.record is not None:
             assert self.number is not None
             self.of.journal.finished(self.key, stage, number, rollout, self.record.write(rollout), seconds, self.number)
-        of.endpoints.answered(stage, seconds, rollout.tokens)
+        if (limit := of.endpoints.unheard(stage)) is not None:
+            limit.finished(seconds, rollout.tokens)
         of.bus.emit(
             RolloutFinished(of.clock(), number, stage, rollout.score, seconds, rollout.tokens, rollout.cost_dollars)
         )

@@ -164,6 +164,9 @@ class EvolutionRun:
         """Place -> gap (version less version seen) -> how often it was seen there."""
         self.looks: Counter[str] = Counter()
         """What a staleness policy decided (admit, discard, integrate) -> how often."""
+        self.used_shares: list[Callable[[], float | None]] = []
+        """What of a loop's own limits is used, from 0 to 1, for those who tell how long the run may last; None where
+        it has none. A loop adds its own."""
         self.seed = self._seed(seed)
 
     # Beginning and end.
@@ -232,7 +235,8 @@ class EvolutionRun:
     def said(self) -> str:
         """Why no further step starts, or what ended the run; empty while neither is so."""
         error = self.error
-        return self.stop_reason if error is None else f"{type(error).__name__}: {error}" if str(error) else "cancelled"
+        said = f"{type(error).__name__}: {error}" if isinstance(error, Exception) else "cancelled"
+        return self.stop_reason if error is None else said
 
     # Steps.
 

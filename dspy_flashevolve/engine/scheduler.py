@@ -268,16 +268,22 @@ class Slot:
             self._scheduler._arrived(self._line)  # pyright: ignore[reportPrivateUsage]
 
     @asynccontextmanager
-    async def released(self) -> AsyncGenerator[None, None]:
-        """Give the slot back for the block, and take it again after it. A block that raises ends without the slot."""
-        self._taking = self._taking or anyio.Lock()
-        self._give_back()
+    async def released(self, keeps: bool = False) -> AsyncGenerator[None, None]:
+        """Give the slot back for the block, and take it again after it. A block that raises ends without the slot.
+
+        Args:
+            keeps: it is not given back: a thread waits.
+        """
+        if not keeps:
+            self._taking = self._taking or anyio.Lock()
+            self._give_back()
         with self.paused():
             yield
             await self.take()
 
-    def pause(self, rests: bool = True) -> None:
-        """Something in the slot waits: the deadline moves on until all of that goes on.
+    @contextmanager
+    def paused(self, rests: bool = True) -> Generator[None, None, None]:
+        """The block waits, and keeps the slot: the deadline moves on until all that waits in the slot goes on.
 
         Args:
             rests: it waits to be asked for again; False where it is not its turn yet.
@@ -285,29 +291,16 @@ class Slot:
         self._pauses += 1
         if rests and self.paused_since is None:
             self.paused_since = self._scheduler.clock()
-        if self._pauses > 1:
-            return
-        if self.bound is not None:
+        if self._pauses == 1 and self.bound is not None:
             self._left_seconds = self.bound.deadline - anyio.current_time()
             self.bound.deadline = math.inf
-
-    def resume(self) -> None:
-        """It goes on; see :meth:`pause`."""
-        self._pauses -= 1
-        if self._pauses > 0:
-            return
-        self.paused_since = None
-        if self.bound is not None:
-            self.bound.deadline = anyio.current_time() + self._left_seconds
-
-    @contextmanager
-    def paused(self, rests: bool = True) -> Generator[None, None, None]:
-        """The block waits, and keeps the slot; see :meth:`pause`."""
-        self.pause(rests)
         try:
             yield
         finally:
-            self.resume()
+            self._pauses -= 1
+            self.paused_since = self.paused_since if self._pauses else None
+            if not self._pauses and self.bound is not None:
+                self.bound.deadline = anyio.current_time() + self._left_seconds
 
     def close(self) -> None:
         """Give the slot back for good."""
@@ -440,7 +433,9 @@ class Scheduler:
         Raises:
             ConfigurationError: a limit under 1.
         """
-        self._account_limit()
+        self._limit_seconds = self._all_limit_seconds()
+        if not math.isnan(self._limit_since):
+            self._limit_since = self.clock()
         self._at(endpoint).limit = _checked(limit)
         self._hand_on()
 
@@ -624,11 +619,6 @@ class Scheduler:
             for entry in held_up:
                 heapq.heappush(at.lines, entry)
         return best
-
-    def _account_limit(self) -> None:
-        self._limit_seconds = self._all_limit_seconds()
-        if not math.isnan(self._limit_since):
-            self._limit_since = self.clock()
 
     def _all_limit_seconds(self) -> float:
         since = self._limit_since

@@ -10,8 +10,7 @@ Source: FlashEvolve (arXiv 2605.08520) section 3.2; integrating many children at
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from dspy_flashevolve.engine.errors import ConfigurationError
@@ -237,10 +236,6 @@ def policy_named(staleness: Any) -> StalenessPolicy:
 Texts = dict[str, str]
 """Component -> text."""
 
-Verdict = Literal["orthogonal", "subsumed", "conflicting"]
-VERDICTS: tuple[Verdict, ...] = ("orthogonal", "subsumed", "conflicting")
-"""A child changes something else, brings nothing that the head has not, or contradicts the head or another child."""
-
 
 @dataclass(frozen=True, slots=True)
 class StaleChild:
@@ -278,50 +273,3 @@ class PastCommit:
     texts: Texts
     parent_texts: Texts
     score_change: float
-
-
-@dataclass(frozen=True, slots=True)
-class Judgement:
-    """How a child stands to the head.
-
-    Args:
-        child: its number.
-        verdict: only orthogonal children are in the new texts.
-        reason: a sentence for people.
-    """
-
-    child: int
-    verdict: Verdict
-    reason: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Integration:
-    """The outcome of one integration.
-
-    Args:
-        texts: new texts of the components that changed; empty when nothing is worth a change.
-        judgements: one a child.
-        calls: LM calls that it took.
-        failed: no reply could be read: the texts are empty and the judgements mean nothing.
-    """
-
-    texts: Texts
-    judgements: tuple[Judgement, ...]
-    calls: int = 0
-    failed: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class IntegrationRequest:
-    """What is to be integrated.
-
-    Args:
-        head: all components of the candidate that the result stands on.
-        children: at least one.
-        commits: since the oldest child looked, oldest first.
-    """
-
-    head: Texts
-    children: Sequence[StaleChild]
-    commits: Sequence[PastCommit] = field(default_factory=tuple)

@@ -30,7 +30,7 @@ from dspy_flashevolve.modules.integrate import StaleCandidateReflection
 from dspy_flashevolve.observe.statistics import AsyncStats, log_summary, texts_diff
 from dspy_flashevolve.programs.fingerprints import fingerprints_of, open_journal
 from dspy_flashevolve.programs.metric import Metric
-from dspy_flashevolve.programs.program import DspyProgram, adapter_of
+from dspy_flashevolve.programs.program import ProgramRunner, adapter_of
 from dspy_flashevolve.programs.run import DspyRun
 
 logger = logging.getLogger(__name__)
@@ -136,13 +136,10 @@ class Compilation:
         self._initial = [texts_of(one) for one in initial]
         if optimizer.log_dir is not None:
             check_checkpoint(optimizer.log_dir, bool(optimizer.gepa_kwargs.get("use_cloudpickle")))
-        journal = self._journal()
-        try:
+        parts = fingerprints_of(student, self._seed, self._trainset, self._valset, optimizer.metric_fn)
+        lms = [dspy.settings.lm, optimizer.reflection_lm, *(one.lm for one in student.predictors())]
+        with open_journal(optimizer, parts, lms, each_once=self._lockstep) as journal:
             self._build(journal)
-        except BaseException:
-            if journal is not None:
-                journal.journal.close()  # whatever went wrong, others may have the directory
-            raise
 
     def _build(self, journal: RunJournal | None) -> None:
         optimizer, lockstep = self._optimizer, self._lockstep
@@ -171,7 +168,7 @@ class Compilation:
         data = self._seed, self._trainset, self._valset
         self._pool = Pool(run, optimizer, self._parts, adapter, *data, log, self.best)
         elsewhere = None if run.actors is None else run.actors.program(adapter, optimizer.metric_lock)
-        program = DspyProgram(adapter, self._metric, run.threads, run.models, elsewhere=elsewhere)
+        program = ProgramRunner(adapter, self._metric, run.threads, run.models, elsewhere=elsewhere)
         policy = Full() if lockstep else self._usable_policy()
         self._loop = GepaLoop(run, self._pool, program, optimizer, policy, self._integrating, self._initial)
 
@@ -199,7 +196,6 @@ class Compilation:
         run, pool = self._run, self._pool
         try:
             async with run.opened():
-                self._metric.attach(asyncio.get_running_loop())
                 await self._evolved()
         except BaseException as error:
             stats = self._stats()
@@ -247,12 +243,6 @@ class Compilation:
             self._loop.track(state.i + 1, total_metric_calls=state.total_num_evals)
             send = tracker.log_report, self._optimizer.log_dir
             await asyncio.get_running_loop().run_in_executor(tracker.thread, *send)
-
-    def _journal(self) -> RunJournal | None:
-        optimizer, student = self._optimizer, self._student
-        parts = fingerprints_of(student, self._seed, self._trainset, self._valset, optimizer.metric_fn)
-        lms = [dspy.settings.lm, optimizer.reflection_lm, *(one.lm for one in student.predictors())]
-        return open_journal(optimizer, parts, lms, each_once=self._lockstep)
 
     def _stages(self) -> dict[str, Sequence[Any]]:
         """Stage -> what its requests ask, in the order in which the stages go before others where slots are scarce:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import random
 from collections.abc import Sequence
@@ -12,15 +11,15 @@ from typing import Any
 import dspy
 from dspy.primitives import Module
 from dspy.utils.usage_tracker import UsageTracker, track_usage
-from gepa.core.adapter import EvaluationBatch
 
 from dspy_flashevolve.engine.errors import FlashEvolveError, RunAbortedError
 from dspy_flashevolve.engine.steps import End, EndKind, Step
 from dspy_flashevolve.gepa.compilation import texts_of
+from dspy_flashevolve.gepa.evaluate import as_batch
 from dspy_flashevolve.programs.copies import isolated_copy
 from dspy_flashevolve.programs.lm import calls_of, cost_of, rates_of
 from dspy_flashevolve.programs.metric import Metric
-from dspy_flashevolve.programs.program import DspyProgram, adapter_of
+from dspy_flashevolve.programs.program import ProgramRunner, adapter_of
 from dspy_flashevolve.programs.run import DspyRun
 
 logger = logging.getLogger(__name__)
@@ -135,7 +134,7 @@ def estimate(optimizer: Any, student: Module, trainset: Sequence[Any], most_call
         )
     metric = Metric(optimizer.metric_fn, run.threads, optimizer.metric_lock)
     adapter = adapter_of(optimizer, student, metric, run.paced(reflection_lm))
-    program = DspyProgram(adapter, metric, run.threads, run.models)
+    program = ProgramRunner(adapter, metric, run.threads, run.models)
     texts, used = texts_of(student), list[UsageTracker]()
 
     async def step(step: Step) -> End:
@@ -144,9 +143,7 @@ def estimate(optimizer: Any, student: Module, trainset: Sequence[Any], most_call
         with track_usage() as usage:
             rollouts = await run.evaluate("rollout", step, program, texts, examples, split="train", traced=True)
         used.append(usage)
-        evaluation: EvaluationBatch[Any, Any] = EvaluationBatch(
-            [one.output for one in rollouts], [one.score for one in rollouts], [one.trajectory for one in rollouts]
-        )
+        evaluation = as_batch(rollouts)
         components = list(texts)[:1]
 
         async def reflect() -> None:
@@ -164,7 +161,6 @@ def estimate(optimizer: Any, student: Module, trainset: Sequence[Any], most_call
         return End(EndKind.COMMITTED)
 
     async def main() -> None:
-        metric.attach(asyncio.get_running_loop())
         await run.evolve(step, calls=size)
 
     run.run_sync(main)

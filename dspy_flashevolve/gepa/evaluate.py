@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 import anyio
 from gepa.core.adapter import EvaluationBatch
 from gepa.strategies.acceptance import ImprovementOrEqualAcceptance, StrictImprovementAcceptance
-from gepa.strategies.proposal_sampling import ProposalTask
 from gepa.strategies.proposal_selection import AllImprovements, BestImprovement, TopKImprovements
 
 from dspy_flashevolve.engine.endpoints import OUTAGE_SECONDS
@@ -26,10 +25,9 @@ from dspy_flashevolve.engine.errors import ConfigurationError, RolloutUnresolved
 from dspy_flashevolve.engine.replay import BEFORE_STEPS, hash_of, id_text
 from dspy_flashevolve.engine.rollouts import Granted, NoLongerWantedError, Rollout, RolloutKey, batch, gather
 from dspy_flashevolve.engine.steps import EndKind, Reservation, Step, StepEnded, rng_of
-from dspy_flashevolve.gepa import callbacks
 from dspy_flashevolve.gepa.options import Parts
-from dspy_flashevolve.gepa.pool import Batch, Candidate, Commit, Pool, Screened, Validated
-from dspy_flashevolve.programs.program import DspyProgram
+from dspy_flashevolve.gepa.pool import Batch, Candidate, Pool, Screened, Task, Validated, ValidationPlan, evaluation_of
+from dspy_flashevolve.programs.program import ProgramRunner
 from dspy_flashevolve.programs.records import ProgramRecord
 from dspy_flashevolve.programs.run import DspyRun
 
@@ -106,10 +104,6 @@ class Workflow:
                 raise ConfigurationError(f"Workflow: {name} is {seconds!r}, expected a number above 0, or None.")
 
 
-BARRIERS = Workflow(rollout=1.0, validate=1.0)
-"""Every stage waits for all of its requests."""
-
-
 class ValidationOrder:
     """The order in which the examples of a validation are run: those that tell candidates apart come first.
 
@@ -184,20 +178,25 @@ class Gate:
 
     Args:
         requests: examples of the evaluation.
-        passes: whether a sum passes; monotone.
+        criterion: one of gepa's own.
+        before: the parent's sum; None as long as it is not known.
         highest: the highest score that an example can have; asked each time.
     """
 
-    def __init__(self, requests: int, passes: Callable[[float], bool], highest: Callable[[], float]) -> None:
+    def __init__(
+        self, requests: int, criterion: Any, before: Callable[[], float | None], highest: Callable[[], float]
+    ) -> None:
         self._scores: list[float | None] = [None] * requests
-        self._passes = passes
-        self._highest = highest
+        self._is_strict = type(criterion) is StrictImprovementAcceptance
+        self._before, self._highest = before, highest
         self.closed = False
 
     def __call__(self, index: int, rollout: Rollout) -> bool:
         """Take the score of example number ``index``; False from when the sum cannot pass any more."""
         self._scores[index] = rollout.score
-        self.closed = self.closed or not self._passes(at_most(self._scores, self._highest()))
+        most, needed = at_most(self._scores, self._highest()), self._before()
+        if needed is not None:
+            self.closed |= not (most > needed if self._is_strict else most >= needed)
         return not self.closed
 
     @property
@@ -214,21 +213,6 @@ def rejects_by_sum(parts: Parts) -> bool:
     ) in (StrictImprovementAcceptance, ImprovementOrEqualAcceptance)
 
 
-def passes_screen(criterion: Any, before: Callable[[], float | None]) -> Callable[[float], bool]:
-    """gepa's built-in criteria as a question to the child's sum.
-
-    Args:
-        before: the parent's sum; None as long as it is not known.
-    """
-    strict = type(criterion) is StrictImprovementAcceptance
-
-    def passes(total: float) -> bool:
-        needed = before()
-        return needed is None or (total > needed if strict else total >= needed)
-
-    return passes
-
-
 class Evaluations:
     """Runs candidates on minibatches and on the validation set, and commits what was validated.
 
@@ -243,7 +227,7 @@ class Evaluations:
     def __init__(
         self,
         run: DspyRun,
-        program: DspyProgram,
+        program: ProgramRunner,
         pool: Pool,
         workflow: Workflow,
         hears: Callable[[str, str, str, float], None] | None = None,
@@ -271,11 +255,11 @@ class Evaluations:
         """What gives a screen up once its sum cannot pass; None where more than the sum decides.
 
         Args:
-            requests, before: see :class:`Gate` and :func:`passes_screen`.
+            requests, before: see :class:`Gate`.
         """
         if self._run.lockstep or not rejects_by_sum(self._pool.parts):
             return None
-        return Gate(requests, passes_screen(self._pool.parts.acceptance_criterion, before), lambda: self.highest)
+        return Gate(requests, self._pool.parts.acceptance_criterion, before, lambda: self.highest)
 
     def unpaid(
         self,
@@ -295,24 +279,10 @@ class Evaluations:
         """
         journal = self._run.journal
         if journal is None or step.recorded is None:
-            return len(self._distinct(ids))
+            return len(ids)
         split = self.train_split if train else "val"
         needs = reflected and not self._is_proposed(step)
         return journal.missing(step.number, hash_of(candidate), split, ids, traced=traced, needs_trace=needs)
-
-    def size(self, task: ProposalTask[Any, Any]) -> int:
-        """How many examples of a task's minibatch are run on."""
-        return len(self._distinct(task.minibatch_ids))
-
-    def _distinct(self, ids: Sequence[Any]) -> list[int]:
-        """Where each example stands first: gepa fills a minibatch that is larger than the training set with examples
-        that are in it already. dspy.GEPA, and lockstep, run them again."""
-        if self._run.lockstep:
-            return list(range(len(ids)))
-        first: dict[Any, int] = {}
-        for place, one in enumerate(ids):
-            first.setdefault(one, place)
-        return list(first.values())
 
     async def minibatch(
         self,
@@ -337,20 +307,10 @@ class Evaluations:
             NoLongerWantedError: ``watch`` said no.
             RolloutUnresolvedError: the provider gave no answer for an example.
         """
-        once = self._distinct(ids)
-
-        def seen(number: int, rollout: Rollout) -> bool:
-            assert watch is not None
-            said = [watch(place, rollout) for place, one in enumerate(ids) if one == ids[once[number]]]
-            return all(said)
-
-        found = await self._evaluated(
-            stage, step, candidate, self.train_split, [ids[one] for one in once], [examples[one] for one in once],
-            pays or step.reservation, True, watch=watch if watch is None or len(once) == len(ids) else seen,
+        rollouts = await self._evaluated(
+            stage, step, candidate, self.train_split, ids, examples, pays or step.reservation, True, watch=watch,
             needs_trace=reflected and not self._is_proposed(step),
         )  # fmt: skip
-        of = {ids[place]: rollout for place, rollout in zip(once, found, strict=True)}
-        rollouts = found if len(found) == len(ids) else [of[one] for one in ids]
         self._remember(candidate, ids, [one.score for one in rollouts])
         return as_batch(rollouts)
 
@@ -376,9 +336,7 @@ class Evaluations:
         rollouts = await self._evaluated(stage, step, candidate, "val", ids, examples, step.reservation, traced)
         return dict(zip(ids, rollouts, strict=True))
 
-    async def parent(
-        self, step: Step, task: ProposalTask[Any, Any], whole: bool
-    ) -> tuple[Batch, Callable[[], Awaitable[Batch]] | None]:
+    async def parent(self, step: Step, task: Task, whole: bool) -> tuple[Batch, Callable[[], Awaitable[Batch]] | None]:
         """A task's parent on its minibatch, until enough of it has finished to reflect on; the rest runs on beside.
 
         The rest has a budget of its own, so that the step may end before it does.
@@ -393,7 +351,8 @@ class Evaluations:
         Raises:
             RolloutUnresolvedError: the provider gave no answer, and what is there is not enough.
         """
-        size, needed = self.size(task), released_at(self._workflow.rollout, self.size(task))
+        size = len(task.minibatch_ids)
+        needed = released_at(self._workflow.rollout, size)
 
         async def evaluated(pays: Reservation, watch: Watch | None = None) -> Batch:
             return await self.minibatch(
@@ -438,7 +397,7 @@ class Evaluations:
 
     def _worth_reflecting(self, rollouts: Iterable[Rollout]) -> bool:
         """Whether there is a trace, and a score that could be better where perfect ones are skipped."""
-        return callbacks.nothing_in(self._pool, as_batch(list(rollouts))) is None
+        return self._pool.nothing_in(as_batch(list(rollouts))) is None
 
     def _is_proposed(self, step: Step) -> bool:
         """Whether an interrupted run had the step's proposals already, so that nobody reflects on its traces."""
@@ -470,9 +429,6 @@ class Evaluations:
         keeps_trace = split != "val" or self.train_split == "val"
         scope, left, decided = anyio.CancelScope(), len(ids), False
 
-        def failed(reason: str) -> Rollout:
-            return program.failed(reason, capture_traces=traced)
-
         async def one(index: int, granted: Granted) -> Rollout:
             nonlocal left, decided
 
@@ -487,9 +443,10 @@ class Evaluations:
                 record = ProgramRecord(program.records, candidate, examples[index], traced and keeps_trace, needs_trace)
             key = RolloutKey(name, split, ids[index], traced)
             behind = len(ids) - index - 1
-            rollout, _ = await run.rollouts.rollout(
-                key, stage, step, pays, call, record, failed=failed, behind=behind, granted=granted
-            )
+            rollout = await run.rollouts.rollout(
+                key, stage, step, pays, call, record, failed=lambda reason: program.failed(reason, traced),
+                behind=behind, granted=granted,
+            )  # fmt: skip
             self.saw(rollout.score)
             if not run.rollouts.is_unanswered(key):
                 self._hears(name, split, id_text(ids[index]), rollout.score)
@@ -535,7 +492,7 @@ class Evaluations:
             raise RunAbortedError(f"The seed program could not be validated: {error}") from error
         finally:
             pays.refund()
-        await pool.write(pool.confirm_seed, callbacks.evaluation_of(found))
+        await pool.write(pool.confirm_seed, evaluation_of(found))
         self.order.record({i: one.score for i, one in found.items()})
 
     # Other candidates.
@@ -543,9 +500,7 @@ class Evaluations:
     async def validate(self, step: Step, screened: Sequence[Screened]) -> list[Validated]:
         """Run each child on the validation examples that gepa's evaluation policy names."""
         children = list(screened)
-        plans = await self._pool.write(
-            lambda: [callbacks.lookup(self._pool, child.proposal.candidate) for child in children]
-        )
+        plans = await self._pool.write(lambda: [self._pool.lookup(child.proposal.candidate) for child in children])
 
         def unpaid() -> int:
             return sum(self.unpaid(step, plan.candidate, plan.missing) for plan in plans)
@@ -561,12 +516,10 @@ class Evaluations:
                 lambda one=one: self._validated(step, *one, keys) for one in zip(children, plans, strict=True)
             ])  # fmt: skip
         except RolloutUnresolvedError:
-            await self.withdraw(keys)
+            await self._pool.write(self._pool.withdraw, keys)
             raise
 
-    async def _validated(
-        self, step: Step, child: Screened, plan: callbacks.ValidationPlan, keys: list[int]
-    ) -> Validated:
+    async def _validated(self, step: Step, child: Screened, plan: ValidationPlan, keys: list[int]) -> Validated:
         """One child's validation; ``keys`` gets the handle under which it can be selected meanwhile."""
         ids = plan.missing if self._run.lockstep else self.order.sort(plan.missing)
         size = released_at(self._workflow.validate, len(ids)) if ids else 0
@@ -578,7 +531,7 @@ class Evaluations:
         async def prefix() -> dict[Any, Rollout]:
             nonlocal key
             found = await part("prefix", ids[:size])
-            key = await self._pool.write(self._release, child, replace(plan, missing=ids[:size]), found)
+            key = await self._pool.write(self._pool.release, child, replace(plan, missing=ids[:size]), found)
             if key is not None:
                 keys.append(key)
             return found
@@ -590,7 +543,7 @@ class Evaluations:
             return first | rest
 
         found = await self._announced(plan.candidate, plan.missing, whole)
-        evaluation = await self._pool.write(callbacks.complete_validation, self._pool, plan, found)
+        evaluation = await self._pool.write(self._pool.complete_validation, plan, found)
         self.order.record({i: one.score for i, one in found.items()})
         return Validated(child.proposal, evaluation, len(plan.missing), child.base, key)
 
@@ -606,57 +559,11 @@ class Evaluations:
             return await validate()
         return await self._program.announced(candidate, self._pool.loader.fetch(list(ids)), validate, results)
 
-    def _release(self, child: Screened, plan: callbacks.ValidationPlan, found: Mapping[Any, Rollout]) -> int | None:
-        """Let selection pick a child whose prefix is above the pool's best; its handle, or None where it is not."""
-        pool, waiting = self._pool, self._pool.speculative
-        known = callbacks.complete_validation(pool, plan, found)
-        mine = known.scores_by_val_id
-        best = pool.state.prog_candidate_val_subscores[pool.val_evaluation_policy.get_best_program(pool.state)]
-        common = [i for i in mine if i in best]
-        if not common or sum(mine[i] for i in common) / len(common) <= sum(best[i] for i in common) / len(common):
-            return None
-        if pool.state.frontier_type != "instance" and not known.objective_scores_by_val_id:
-            return None  # gepa could not place it in the frontier yet
-        parents = () if child.base is None or child.base not in waiting else (child.base,)
-        return waiting.add(child.proposal.candidate, parents, tuple(child.proposal.parent_program_ids), known).key
-
-    def commit(self, step: Step, work: Sequence[Validated]) -> list[Commit]:
-        """Put children into gepa's pool; one that fell behind its prefix leaves what was made from it stale.
-
-        Runs in the pool's writer.
-        """
-        waiting, best = self._pool.speculative, self._pool.best_score()
-
-        def on_firm_ground(one: Validated) -> Validated:
-            if one.base is None:
-                return one
-            stands_for = waiting.resolve((one.base,))  # itself if it was confirmed, else what stands for it
-            parents = list(stands_for) or one.proposal.parent_program_ids
-            return replace(one, proposal=replace(one.proposal, parent_program_ids=parents))
-
-        commits = callbacks.commit(self._pool, step, [on_firm_ground(one) for one in work])
-        for one, done in zip(work, commits, strict=True):
-            if one.key is not None:
-                waiting.confirm(one.key, done.candidate)
-                if best is not None and done.score < best:
-                    waiting.fallen.add(one.key)
-        return commits
-
-    async def withdraw(self, keys: Iterable[int | None]) -> None:
-        """Take speculative candidates back, as if they had never been there; what was made from them is stale."""
-
-        def take_back() -> None:
-            for key in keys:
-                if key is not None and key in self._pool.speculative:  # else it went with one under it
-                    self._pool.speculative.remove(key)
-
-        await self._pool.write(take_back)
-
     def _affords(self, step: Step, calls: int) -> bool:
         """Whether the validations can be paid: by the budget, or by what is set aside for a head when there is none."""
         if step.reservation.cover(calls):
             return True
-        alone = len(self._run.live) <= 1 and self._pool.seed_confirmed and not len(self._pool.speculative)
+        alone = len(self._run.live) <= 1 and self._pool.seed_confirmed and not self._pool.speculative.all()
         return alone and self.set_aside.lend(step.reservation, calls - step.reservation.open)
 
 

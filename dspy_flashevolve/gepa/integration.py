@@ -9,38 +9,30 @@ them out, or does not pass its screen. A run whose integrations do not land stop
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import anyio
 from dspy.primitives import Module
-from gepa.proposer.base import CandidateProposal, SubsampleEvaluation
+from gepa.proposer.base import SubsampleEvaluation
 
 from dspy_flashevolve.engine.batcher import Batcher
 from dspy_flashevolve.engine.errors import RolloutUnresolvedError
 from dspy_flashevolve.engine.events import Integrated
+from dspy_flashevolve.engine.replay import hash_of
 from dspy_flashevolve.engine.rollouts import NoLongerWantedError, Rollout, gather
-from dspy_flashevolve.engine.staleness import (
-    VERDICTS,
-    Integration,
-    IntegrationRequest,
-    Judgement,
-    Reflective,
-    StaleChild,
-    Texts,
-)
+from dspy_flashevolve.engine.staleness import PastCommit, Reflective, StaleChild, Texts
 from dspy_flashevolve.engine.steps import EndKind, Step, StepEnded
-from dspy_flashevolve.gepa import callbacks
 from dspy_flashevolve.gepa.changes import is_too_long
 from dspy_flashevolve.gepa.evaluate import Evaluations
-from dspy_flashevolve.gepa.pool import Candidate, Child, Pool, Screened
+from dspy_flashevolve.gepa.pool import Candidate, Child, Pool, Proposal, Screened, scored
+from dspy_flashevolve.modules.integrate import VERDICTS, ChildVerdict, Integration
 from dspy_flashevolve.programs.program import checked_texts
-from dspy_flashevolve.programs.records import Asked
+from dspy_flashevolve.programs.records import ReplyText
 from dspy_flashevolve.programs.run import DspyRun
 
 logger = logging.getLogger(__name__)
@@ -51,7 +43,7 @@ SPARE_CHARACTERS = 1000
 """Characters by which a new text may be longer than the base and the children's texts together."""
 
 
-Waiting = Sequence[tuple[Child, CandidateProposal[Any]]]
+Waiting = Sequence[tuple[Child, Proposal]]
 """Children of one step that passed their screen and wait to be integrated, and their proposals."""
 
 
@@ -158,20 +150,17 @@ class Integrations:
     async def _group(self, group: list[tuple[Step, Waiting]]) -> _Landing | None:
         base, index, version = await self._pool.write(self._base)
         numbered = [(step, *one) for step, waiting in group for one in waiting]
-        request = IntegrationRequest(
-            head=base,
-            children=[
-                stale_child(number, child, proposal, version - step.version)
-                for number, (step, child, proposal) in enumerate(numbered, start=1)
-            ],
-            commits=await self._pool.write(self._pool.commits_since, min(step.version for step, _ in group)),
-        )
+        children = [
+            stale_child(number, child, proposal, version - step.version)
+            for number, (step, child, proposal) in enumerate(numbered, start=1)
+        ]
+        commits = await self._pool.write(self._pool.commits_since, min(step.version for step, _ in group))
         lead = group[0][0]
         try:
-            made = await self._asked(lead, request)
+            made = await self._asked(lead, base, children, commits)
         except RolloutUnresolvedError as error:
-            made = Integration({}, (), failed=str(error))
-        verdicts = tuple((numbered[one.child - 1][0].number, one.verdict, one.reason) for one in made.judgements)
+            made = Integration(failed=str(error))
+        verdicts = tuple((numbered[one.child - 1][0].number, one.verdict, one.reason) for one in made.verdicts)
         self._run.bus.emit(
             Integrated(
                 self._run.clock(), lead.number, index, tuple(step.number for step, _ in group), verdicts, made.failed
@@ -179,7 +168,7 @@ class Integrations:
         )
         texts = {name: text for name, text in made.texts.items() if text.strip() != base[name].strip()}
         candidate = {**base, **texts}
-        longer = too_long(texts, request) or is_too_long(candidate, self._most_characters)
+        longer = too_long(texts, base, children) or is_too_long(candidate, self._most_characters)
         if not texts or longer or await self._pool.write(self._is_known, candidate):
             self._landed(False)
             return None
@@ -199,20 +188,17 @@ class Integrations:
         waiting = (entry.candidate for entry in self._pool.speculative.all())
         return any(candidate == other for other in (*self._pool.state.program_candidates, *waiting))
 
-    async def _asked(self, lead: Step, request: IntegrationRequest) -> Integration:
-        inputs: dict[str, Any] = {
-            "head": dict(request.head),
-            "children": list(request.children),
-            "commits": list(request.commits),
-            "code_components": self._code,
-        }
-        record = None if self._run.journal is None else _IntegrationRecord(request)
-        asked: Asked[Integration] = await self._run.asked(
-            "integrate", lead, self._module, inputs, lm=self._lm, read=lambda one: read_answer(one, request),
-            record=record,
+    async def _asked(
+        self, lead: Step, head: Candidate, children: list[StaleChild], commits: list[PastCommit]
+    ) -> Integration:
+        inputs = {"head": dict(head), "children": children, "commits": commits, "code_components": self._code}
+        question = {"head": json.dumps(head, sort_keys=True), "children": json.dumps([one.texts for one in children])}
+        asked = await self._run.asked(
+            "integrate", lead, self._module, inputs, lm=self._lm, read=lambda one: read_answer(one, children),
+            record=ReplyText(hash_of(question)),
         )  # fmt: skip
         self.calls += asked.calls
-        return asked.answer or Integration({}, (), failed=asked.spent.error or "no answer")
+        return asked.answer or Integration(failed=asked.spent.error or "no answer")
 
     # Screening what was integrated.
 
@@ -231,10 +217,10 @@ class Integrations:
             return None
         for other, _ in landing.members[1:]:
             other.reservation.refund()
-        step.saw(step.version, await self._pool.write(callbacks.expected_score, self._pool, [proposal]))
+        step.saw(step.version, await self._pool.write(self._pool.expected_score, [proposal]))
         return Screened(proposal)
 
-    async def _compared(self, step: Step, landing: _Landing) -> CandidateProposal[Any] | None:
+    async def _compared(self, step: Step, landing: _Landing) -> Proposal | None:
         """Run the candidate and its base on the same examples; the proposal, where it passes."""
         base = landing.base
         examples = {
@@ -252,9 +238,7 @@ class Integrations:
                 examples = {}
         ids, after = list(examples), dict[Any, float]()
         before = {i: before[i] for i in ids if i in before}
-        await self._pool.write(
-            callbacks.evaluation_start, self._pool, step, list(examples.values()), [landing.base_index]
-        )
+        await self._pool.write(self._pool.evaluation_start, step, list(examples.values()), [landing.base_index])
         gate = self._evaluations.gate(
             len(ids), lambda: sum(before[i] for i in ids) if len(before) == len(ids) else None
         )
@@ -277,32 +261,30 @@ class Integrations:
                 lambda: evaluate(base, missing, base_scored), lambda: evaluate(landing.candidate, ids, scored)
             ])  # fmt: skip
         if gate is not None and gate.closed:
-            await self._pool.write(self._given_up, step, landing, gate.seen)
+            await self._pool.write(self._given_up, step, landing, gate.seen, len(ids))
             return None
         return await self._pool.write(
             self._judged, step, landing, ids, [before[i] for i in ids], [after[i] for i in ids]
         )
 
-    def _given_up(self, step: Step, landing: _Landing, scores: list[float]) -> None:
-        """It could not pass its screen any more; the scores that there are are stored nowhere. In the pool's writer."""
-        pool, base = self._pool, [landing.base_index]
-        pool.count_calls()
-        callbacks.evaluation_end(pool, step, callbacks.scored(scores), base)
-        proposal = CandidateProposal[Any](landing.candidate, base, subsample_scores_after=scores, tag="integration")
-        pool.reject(step, proposal, reason=f"it cannot pass its screen any more, after {len(scores)} examples")
+    def _given_up(self, step: Step, landing: _Landing, scores: list[float], examples: int) -> None:
+        """It could not pass its screen any more. Runs in the pool's writer."""
+        self._pool.count_calls()
+        proposal = Proposal(landing.candidate, [landing.base_index], tag="integration")
+        self._pool.give_up(step, proposal, scores, examples)
 
     def _judged(
         self, step: Step, landing: _Landing, ids: list[Any], before: list[float], after: list[float]
-    ) -> CandidateProposal[Any] | None:
+    ) -> Proposal | None:
         """Ask gepa's criterion; what was run on no example has shown nothing. Runs in the pool's writer."""
         pool, parents = self._pool, self._parents(landing)
         members = [one.number for one, _ in landing.members]
         pool.count_calls()
-        callbacks.evaluation_end(pool, step, callbacks.scored(after), parents)
+        pool.evaluation_end(step, scored(after), parents)
         pool.log_entry(step).update(
             integrated_steps=members, subsample_scores=before, new_subsample_scores=after, subsample_ids=ids
         )
-        proposal = CandidateProposal[Any](
+        proposal = Proposal(
             candidate=landing.candidate,
             parent_program_ids=parents,
             subsample_indices=ids,
@@ -330,41 +312,24 @@ class Integrations:
         return list(dict.fromkeys([landing.base_index, *theirs]))
 
 
-class _IntegrationRecord:
-    """How an integration is written down and read again; equal questions have one position."""
-
-    def __init__(self, request: IntegrationRequest) -> None:
-        asked = json.dumps([dict(request.head), [one.texts for one in request.children]], sort_keys=True)
-        self.position = hashlib.sha256(asked.encode()).hexdigest()[:16]
-
-    def write(self, answer: Asked[Integration]) -> str | None:
-        made = answer.answer
-        return None if made is None else json.dumps(asdict(made))
-
-    def read(self, text: str) -> Asked[Integration]:
-        kept = json.loads(text)
-        judgements = tuple(Judgement(**one) for one in kept["judgements"])
-        return Asked(Integration(kept["texts"], judgements, failed=kept["failed"]))
-
-
-def read_answer(answer: Any, request: IntegrationRequest) -> Integration:
+def read_answer(answer: Any, children: Sequence[StaleChild]) -> Integration:
     """What the module said; a component whose text could not be read is left as it is in the head."""
-    changed = {name for child in request.children for name in child.texts}
+    changed = {name for child in children for name in child.texts}
     texts = {name: str(text) for name, text in dict(answer.texts).items() if name in changed and text}
-    numbers = {child.number for child in request.children}
-    judgements = tuple(
-        Judgement(one.child, one.verdict, str(one.reason))
+    numbers = {child.number for child in children}
+    verdicts = [
+        ChildVerdict(child=one.child, verdict=one.verdict, reason=str(one.reason))
         for one in answer.verdicts
         if one.child in numbers and one.verdict in VERDICTS
-    )
+    ]
     failed = dict(getattr(answer, "failed", None) or {})
     problem = "; ".join(f"{name}: {why}" for name, why in failed.items())  # a part of it would lose the rest
-    if not problem and not texts and not judgements:
+    if not problem and not texts and not verdicts:
         problem = "the module returned neither text nor verdict"
-    return Integration(checked_texts(texts), judgements, failed=problem[:300])
+    return Integration(texts=checked_texts(texts), verdicts=verdicts, failed=problem[:300])
 
 
-def stale_child(number: int, child: Child, proposal: CandidateProposal[Any], behind: int) -> StaleChild:
+def stale_child(number: int, child: Child, proposal: Proposal, behind: int) -> StaleChild:
     """A child that passed its screen as an integration reads it.
 
     Args:
@@ -385,9 +350,9 @@ def stale_child(number: int, child: Child, proposal: CandidateProposal[Any], beh
     )
 
 
-def too_long(texts: Texts, request: IntegrationRequest) -> bool:
+def too_long(texts: Texts, head: Texts, children: Sequence[StaleChild]) -> bool:
     """Whether new texts are longer than all that they were made from, and some more."""
-    sources = [request.head, *(one.texts for one in request.children)]
+    sources = [head, *(one.texts for one in children)]
     most = {name: SPARE_CHARACTERS + sum(len(one.get(name, "")) for one in sources) for name in texts}
     return any(len(text) > most[name] for name, text in texts.items())
 

@@ -227,12 +227,11 @@ def build_parts(optimizer: Any, valset: DataLoader[Any, Any], logger: Any) -> Pa
     merge = MergeProposer[Any](
         logger=logger,
         valset=valset,
-        evaluator=_never_called,
+        evaluator=_left_to_the_run,
         use_merge=True,
         max_merge_invocations=most_merges,
         val_overlap_floor=more.get("merge_val_overlap_floor", 5),
         rng=rng,
-        callbacks=more.get("callbacks"),
     )
     made = {name: NAMED[name][one](rng) if isinstance(one, str) else one for name, one in strategies(optimizer).items()}
     return Parts(
@@ -249,8 +248,16 @@ def build_parts(optimizer: Any, valset: DataLoader[Any, Any], logger: Any) -> Pa
     )
 
 
-def _never_called(*_: Any) -> Any:
-    raise AssertionError("merged candidates are evaluated by the screen stage, never by the merge proposer")
+class Chosen(Exception):
+    """gepa's code has chosen candidates, and would evaluate them: this is left to the run and its slots."""
+
+    def __init__(self, *candidates: dict[str, str]) -> None:
+        super().__init__()
+        self.candidates = candidates
+
+
+def _left_to_the_run(examples: Any, candidate: dict[str, str]) -> Any:
+    raise Chosen(candidate)
 
 
 class Stoppers(CompositeStopper):
@@ -266,27 +273,21 @@ class Stoppers(CompositeStopper):
         """Why to stop; empty until a stopper has said so."""
         self.budget_spent = False
         """It was the budget of metric calls that said so."""
-        self._skips_counters = False
-        """Those that count iterations are not asked."""
 
-    def asks_counters(self, counts: bool) -> None:
-        """Whether stoppers that count iterations without improvement are asked next."""
-        self._skips_counters = not counts
-
-    def __call__(self, gepa_state: Any) -> bool:
-        """Ask them in order."""
-        says = next((stopper for stopper in self.stoppers if self._says(stopper, gepa_state)), None)
+    def __call__(self, gepa_state: Any, counts: bool = True) -> bool:
+        """Ask them in order; those that count iterations without improvement where ``counts`` says so."""
+        says = next((stopper for stopper in self.stoppers if self._says(stopper, gepa_state, counts)), None)
         if says is not None and not self.said:
             self.said = _reason(says)
             self.budget_spent = isinstance(says, MaxMetricCallsStopper)
         return says is not None
 
-    def _says(self, stopper: Any, gepa_state: Any) -> bool:
+    def _says(self, stopper: Any, gepa_state: Any, counts: bool) -> bool:
         """Whether one says stop; of gepa's composite, those that it has."""
         if type(stopper) is CompositeStopper and stopper.mode in ("any", "all"):
-            says = (self._says(one, gepa_state) for one in stopper.stoppers)
+            says = (self._says(one, gepa_state, counts) for one in stopper.stoppers)
             return any(says) if stopper.mode == "any" else all(says)
-        if self._skips_counters and isinstance(stopper, NoImprovementStopper):
+        if isinstance(stopper, NoImprovementStopper) and not counts:
             return False
         return bool(stopper(gepa_state))
 

@@ -3,6 +3,9 @@
 Everything that reads or changes gepa's state, and every callback, selector and stopper, runs in one thread,
 one call at a time, in the order in which the calls were made (docs/architecture.md).
 The pool is gepa's engine without its loop: how a candidate is added, reported and logged is gepa's code.
+What each part of a step tells callbacks, caches, counts, logs and trackers is that of gepa 0.1.4, in names, order and
+contents (``ReflectiveMutationProposer.propose``, ``MergeProposer.propose``, ``GEPAEngine``); the iteration is the
+step's, so that steps may overlap.
 
 Here are also the frozen records that flow from stage to stage of a step, and the candidates that steps may build on
 before their validation has confirmed them. These stand beside gepa's state, which only ever holds confirmed candidates
@@ -15,7 +18,7 @@ import json
 import os
 import pickle
 import time
-from collections.abc import Awaitable, Callable, Generator, Sequence
+from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,22 +29,24 @@ from gepa.core.adapter import EvaluationBatch
 from gepa.core.callbacks import notify_callbacks
 from gepa.core.data_loader import DataLoader
 from gepa.core.engine import GEPAEngine
-from gepa.core.state import EvaluationCache, GEPAState, ValsetEvaluation, initialize_gepa_state
+from gepa.core.state import CachedEvaluation, EvaluationCache, GEPAState, ValsetEvaluation, initialize_gepa_state
 from gepa.gepa_utils import json_default
-from gepa.proposer.base import CandidateProposal
+from gepa.proposer.base import CandidateProposal, SubsampleEvaluation
 from gepa.strategies.proposal_sampling import ProposalTask
 
 from dspy_flashevolve.engine.loop import Threads
 from dspy_flashevolve.engine.redaction import make_private
-from dspy_flashevolve.engine.replay import RunJournal, id_text
+from dspy_flashevolve.engine.replay import Rollout, RunJournal, id_text
 from dspy_flashevolve.engine.run import EvolutionRun
 from dspy_flashevolve.engine.staleness import PastCommit
 from dspy_flashevolve.engine.steps import Step
-from dspy_flashevolve.gepa.options import Parts, strategies_of
+from dspy_flashevolve.gepa.options import Chosen, Parts, strategies_of
 from dspy_flashevolve.programs.records import kept
 
 Candidate = dict[str, str]
 Batch = EvaluationBatch[Any, Any]
+Task = ProposalTask[Any, Any]
+Proposal = CandidateProposal[Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +58,7 @@ class Selected:
             gepa's pool. Its ``parent_idx`` is the nearest confirmed ancestor then.
     """
 
-    tasks: tuple[ProposalTask[Any, Any], ...]
+    tasks: tuple[Task, ...]
     bases: tuple[int | None, ...]
 
 
@@ -69,7 +74,7 @@ class Parent:
     """
 
     index: int
-    task: ProposalTask[Any, Any]
+    task: Task
     evaluation: Batch
     late: Callable[[], Awaitable[Batch]] | None
     base: int | None
@@ -93,6 +98,22 @@ class Child:
     def candidate(self) -> Candidate:
         """The parent with the new texts."""
         return {**self.parent.task.parent_candidate, **self.texts}
+
+    def proposal(self, step: Step, batch: Batch | None = None) -> Proposal:
+        """As gepa has it, with what the child had on its screen."""
+        task, before = self.parent.task, self.parent.evaluation
+        nothing_to_show = {f"{what}:{name}": "" for name in self.texts for what in ("prompt", "raw_lm_output")}
+        return CandidateProposal(
+            candidate=self.candidate,
+            parent_program_ids=[task.parent_idx],
+            subsample_indices=task.minibatch_ids,
+            subsample_scores_before=before.scores,
+            subsample_scores_after=None if batch is None else batch.scores,
+            eval_before=_subsample(before),
+            eval_after=None if batch is None else _subsample(batch),
+            tag="reflective_mutation",
+            metadata={"proposal_id": f"{step.number + 1}-{self.parent.index}", **nothing_to_show},
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +140,7 @@ class Screened:
         base: handle of the speculative candidate that its parent is; see :class:`Selected`.
     """
 
-    proposal: CandidateProposal[Any]
+    proposal: Proposal
     base: int | None = None
 
 
@@ -133,11 +154,20 @@ class Validated:
         key: the handle under which it could be selected while it was validated; None where it could not.
     """
 
-    proposal: CandidateProposal[Any]
+    proposal: Proposal
     evaluation: ValsetEvaluation[Any, Any]
     calls: int
     base: int | None
     key: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class ValidationPlan:
+    """Which validation examples are to be run for a candidate, and what the cache has of the others."""
+
+    candidate: Candidate
+    cached: dict[Any, CachedEvaluation[Any]]
+    missing: list[Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,16 +182,17 @@ class Commit:
     parents: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class Speculative:
-    """A candidate that waits for its validation.
+    """A candidate that waits for its validation, or has done so.
 
     Args:
         key: its handle.
         candidate: component -> text.
-        parents: handles of speculative parents.
-        indices: confirmed parents, as indices of gepa's pool.
+        parents: handles of speculative parents; none once it is confirmed.
+        indices: confirmed parents, as indices of gepa's pool; its own once it is confirmed.
         evaluation: what is known of its validation.
+        waits: its validation is under way.
     """
 
     key: int
@@ -169,6 +200,11 @@ class Speculative:
     parents: tuple[int, ...] = ()
     indices: tuple[int, ...] = ()
     evaluation: ValsetEvaluation[Any, Any] | None = None
+    waits: bool = True
+
+    def leaves(self) -> None:
+        """It waits no more."""
+        self.waits, self.evaluation = False, None
 
 
 class SpeculativeCandidates:
@@ -178,27 +214,22 @@ class SpeculativeCandidates:
     >>> head = waiting.add({"p": "text"})
     >>> child = waiting.add({"p": "longer text"}, parents=(head.key,))
     >>> waiting.remove(head.key)
-    >>> len(waiting)
-    0
+    >>> waiting.all()
+    []
     """
 
     def __init__(self) -> None:
-        self._waiting: dict[int, Speculative] = {}
-        self._settled: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
-        """Key of one that left -> confirmed indices, and parents, that stand for it."""
-        self._next = 0
+        self._entries: list[Speculative] = []
+        """All that there ever were, by their handles; children come after their parents."""
         self.fallen: set[int] = set()
         """Those that did not hold what they promised: what was made from them is stale."""
 
-    def __len__(self) -> int:
-        return len(self._waiting)
-
     def __contains__(self, key: int) -> bool:
-        return key in self._waiting
+        return self._entries[key].waits
 
     def all(self) -> list[Speculative]:
         """All that wait, oldest first."""
-        return list(self._waiting.values())
+        return [entry for entry in self._entries if entry.waits]
 
     def add(
         self,
@@ -208,10 +239,8 @@ class SpeculativeCandidates:
         evaluation: ValsetEvaluation[Any, Any] | None = None,
     ) -> Speculative:
         """Put a candidate up for speculation; its speculative ``parents`` wait, too."""
-        entry = Speculative(self._next, dict(candidate), parents, indices, evaluation)
-        self._waiting[entry.key] = entry
-        self._next += 1
-        return entry
+        self._entries.append(Speculative(len(self._entries), dict(candidate), parents, indices, evaluation))
+        return self._entries[-1]
 
     def confirm(self, key: int, index: int) -> None:
         """Its validation is done: it is an ordinary candidate now, and its children stand on firm ground.
@@ -221,40 +250,24 @@ class SpeculativeCandidates:
         Args:
             index: its place in gepa's pool.
         """
-        if key in self._waiting:
-            self._leave(self._waiting[key], (index,))
-        self._settled[key] = (index,), ()
+        entry = self._entries[key]
+        entry.leaves()
+        entry.parents, entry.indices = (), (index,)
         self.fallen.discard(key)
 
     def remove(self, key: int) -> None:
         """Take one that waits back with its descendants, as if they had never been there."""
-        gone = [self._waiting[key]]
-        for entry in list(self._waiting.values()):  # children always come after their parents
-            if any(parent.key in entry.parents for parent in gone):
-                gone.append(entry)
-        for before in gone:
-            entry = self._waiting[before.key]  # as it is now: the one under it has left
-            self._leave(entry, entry.indices, heirs=entry.parents)
-            self._settled[entry.key] = before.indices, before.parents  # one of these may be confirmed after all
-            self.fallen.add(entry.key)
+        gone = {key}
+        for entry in self.all():
+            if entry.key in gone or gone & set(entry.parents):
+                gone.add(entry.key)
+                entry.leaves()
+        self.fallen |= gone
 
     def resolve(self, keys: tuple[int, ...]) -> tuple[int, ...]:
         """The confirmed candidates that stand for ``keys``: themselves, or where they did not last their parents."""
-        found: list[int] = []
-        for key in keys:
-            entry = self._waiting.get(key)
-            indices, parents = self._settled.get(key, ((), ())) if entry is None else (entry.indices, entry.parents)
-            found += [*self.resolve(parents), *indices]
-        return tuple(dict.fromkeys(found))
-
-    def _leave(self, entry: Speculative, indices: tuple[int, ...], heirs: tuple[int, ...] = ()) -> None:
-        """Take it out; its children get ``indices`` and ``heirs`` for parents in its place."""
-        del self._waiting[entry.key]
-        for child in [other for other in self._waiting.values() if entry.key in other.parents]:
-            parents = [parent for parent in child.parents if parent != entry.key]
-            parents += [heir for heir in heirs if heir not in parents and heir in self._waiting]
-            firm = tuple(dict.fromkeys((*indices, *child.indices)))
-            self._waiting[child.key] = replace(child, parents=tuple(parents), indices=firm)
+        entries = [self._entries[key] for key in keys]
+        return tuple(dict.fromkeys(one for entry in entries for one in (*self.resolve(entry.parents), *entry.indices)))
 
 
 A = ParamSpec("A")
@@ -458,8 +471,7 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
 
     def should_stop(self, counts: bool = True) -> bool:
         """Ask the stoppers; before the seed is confirmed there is nothing to ask them about."""
-        self.parts.stopper.asks_counters(counts)
-        return self.seed_confirmed and self._should_stop(self.state)
+        return self.seed_confirmed and self.parts.stopper(self.state, counts)
 
     def keep_strategies(self) -> None:
         """Let the journal know where the strategies stand."""
@@ -467,6 +479,342 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
             self.journal.journal.keep(
                 "strategies", strategies_of(self.parts, self.adapter, self.state, self.shares_randomness, id_text)
             )
+
+    # The parts of a step.
+
+    def expected_score(self, proposals: Sequence[Proposal]) -> float:
+        """What the best of the proposals may reach in validation: its parent's score and its gain on the screen.
+
+        It orders validations: the child that is likely to be the next parent is validated first.
+        """
+
+        def reach(one: Proposal) -> float:
+            after, before = one.subsample_scores_after or [], one.subsample_scores_before or []
+            parent = self.score_of(one.parent_program_ids[0]) if self.seed_confirmed else 0.0
+            return parent + (sum(after) - sum(before)) / max(1, len(after))
+
+        return max(map(reach, proposals))
+
+    def parents_start(self, step: Step, tasks: Sequence[Task]) -> None:
+        """The parents are about to be evaluated."""
+        for task in tasks:
+            self.evaluation_start(step, task.minibatch, self._parents_of(task), task.parent_idx)
+
+    def parents_end(self, step: Step, tasks: Sequence[Task], evaluations: Sequence[Batch]) -> None:
+        """The parents are evaluated."""
+        for task, batch in zip(tasks, evaluations, strict=True):
+            self.evaluation_end(step, batch, self._parents_of(task), task.parent_idx)
+        self.count_calls()
+        for task, batch in zip(tasks, evaluations, strict=True):
+            self.remember(task.parent_candidate, task, batch)
+        first, iteration = tasks[0], step.number + 1
+        self.log_entry(step).update(
+            selected_program_candidate=first.parent_idx,
+            subsample_ids=first.minibatch_ids,
+            n_tasks=len(tasks),
+            tasks=[{"parent_idx": task.parent_idx, "subsample_ids": list(task.minibatch_ids)} for task in tasks],
+        )
+        score = self.score_of(first.parent_idx) if self.seed_confirmed else "not known yet"
+        self.logger.log(f"Iteration {iteration}: Selected program {first.parent_idx} score: {score}")
+        self.experiment_tracker.log_metrics(
+            {
+                "iteration": iteration,
+                "selected_program_candidate": first.parent_idx,
+                "total_metric_calls": self.state.total_num_evals,
+            },
+            step=iteration,
+        )
+
+    def nothing_in(self, evaluation: Batch) -> str | None:
+        """Why a parent's evaluation is not worth a reflection; None when it is."""
+        if not evaluation.trajectories:
+            return "no_trajectories"
+        perfect = self.perfect_score
+        if self.skips_perfect and perfect is not None and all(one >= perfect for one in evaluation.scores):
+            return "all_scores_perfect"
+        return None
+
+    def nothing_to_improve(self, step: Step, task: Task, evaluation: Batch) -> str | None:
+        """Why a parent's minibatch is not reflected on; None when it is."""
+        reason = self.nothing_in(evaluation)
+        if reason is not None:
+            self.logger.log(f"Iteration {step.number + 1}: {reason} for parent {task.parent_idx}. Skipping.")
+            self.notify(
+                "on_evaluation_skipped",
+                iteration=step.number + 1,
+                candidate_idx=task.parent_idx,
+                reason=reason,
+                scores=evaluation.scores,
+                is_seed_candidate=task.parent_idx == 0,
+            )
+        return reason
+
+    def choose_components(self, step: Step, task: Task, evaluation: Batch) -> list[str]:
+        """Ask the component selector which texts to rewrite."""
+        with self.acting_for(step):
+            return self.parts.component_selector(
+                self.state, evaluation.trajectories, evaluation.scores, task.parent_idx, task.parent_candidate
+            )
+
+    def reflection_starts(
+        self,
+        step: Step,
+        task: Task,
+        components: list[str],
+        dataset: Mapping[str, Sequence[Mapping[str, Any]]],
+    ) -> None:
+        """The reflective dataset is there."""
+        records = {name: [dict(record) for record in rows] for name, rows in dataset.items()}
+        iteration = step.number + 1
+        self.notify(
+            "on_reflective_dataset_built",
+            iteration=iteration,
+            candidate_idx=task.parent_idx,
+            components=components,
+            dataset=records,
+        )
+        self.notify(
+            "on_proposal_start",
+            iteration=iteration,
+            parent_candidate=task.parent_candidate,
+            components=components,
+            reflective_dataset=records,
+        )
+
+    def proposed(self, step: Step, texts: dict[str, str]) -> None:
+        """The reflection has written new texts."""
+        iteration = step.number + 1
+        self.notify("on_proposal_end", iteration=iteration, new_instructions=texts, prompts={}, raw_lm_outputs={})
+        for name, text in texts.items():
+            self.logger.log(f"Iteration {iteration}: Proposed new text for {name}: {text}")
+
+    def children_start(self, step: Step, children: Sequence[Child]) -> None:
+        """The children are about to be screened."""
+        for child in children:
+            self.evaluation_start(step, child.parent.task.minibatch, [child.parent.task.parent_idx])
+
+    def children_end(self, step: Step, screened: Sequence[tuple[Child, Batch]]) -> list[tuple[Child, Proposal]]:
+        """The children are screened; those that go on, with gepa's proposals for them."""
+        for child, batch in screened:
+            self.evaluation_end(step, batch, [child.parent.task.parent_idx])
+        self.count_calls()
+        trace = self.log_entry(step)
+        for child, batch in screened:
+            self.remember(child.candidate, child.parent.task, batch)
+            trace["tasks"][child.parent.index]["subsample_scores"] = list(child.parent.evaluation.scores)
+            trace["tasks"][child.parent.index]["new_subsample_scores"] = list(batch.scores)
+        before, after = screened[0][0].parent.evaluation.scores, screened[0][1].scores
+        trace["subsample_scores"], trace["new_subsample_scores"] = before, after
+        self.experiment_tracker.log_metrics(
+            {
+                "subsample_score": sum(before),
+                "new_subsample_score": sum(after),
+                "subsample/before": sum(before),
+                "subsample/after": sum(after),
+                "total_metric_calls": self.state.total_num_evals,
+            },
+            step=step.number + 1,
+        )
+        children = {id(made := child.proposal(step, batch)): (child, made) for child, batch in screened}
+        kept = self._choose(step, [proposal for _, proposal in children.values()])
+        return [children[id(one)] for one in kept]  # a selection strategy may change the order
+
+    def _choose(self, step: Step, proposals: list[Proposal]) -> list[Proposal]:
+        """Ask the selection strategy, report what it left, and return what goes on.
+
+        gepa's engine does so and then evaluates, in one call: it is left where it would evaluate.
+        """
+        try:
+            with self.acting_for(step):
+                self._run_reflective_batch(proposals, self.state)
+        except Chosen as chosen:
+            return [one for candidate in chosen.candidates for one in proposals if one.candidate is candidate]
+        return []
+
+    def _evaluate_programs_on_valset(self, programs: list[Candidate], state: State) -> Any:
+        raise Chosen(*programs)
+
+    def lookup(self, candidate: Candidate, ids: Sequence[Any] | None = None) -> ValidationPlan:
+        """Ask the cache for what is known of a candidate on validation examples; on those that the policy names."""
+        cache = self.state.evaluation_cache
+        wanted = list(self.val_evaluation_policy.get_eval_batch(self.loader, self.state) if ids is None else ids)
+        cached, missing = ({}, wanted) if cache is None else cache.get_batch(candidate, wanted)
+        return ValidationPlan(candidate, cached, missing)
+
+    def complete_validation(self, plan: ValidationPlan, rollouts: Mapping[Any, Rollout]) -> ValsetEvaluation[Any, Any]:
+        """Put fresh results into the cache, and together with the cached ones; their order leaves no trace."""
+        cache, fresh = self.state.evaluation_cache, evaluation_of({i: rollouts[i] for i in plan.missing})
+        objectives = fresh.objective_scores_by_val_id
+        if cache is not None and plan.missing:
+            cache.put_batch(
+                plan.candidate,
+                plan.missing,
+                [fresh.outputs_by_val_id[i] for i in plan.missing],
+                [fresh.scores_by_val_id[i] for i in plan.missing],
+                None if objectives is None else [objectives[i] for i in plan.missing],
+            )
+        known = {i: entry.objective_scores for i, entry in plan.cached.items() if entry.objective_scores is not None}
+        return ValsetEvaluation(
+            outputs_by_val_id={**{i: e.output for i, e in plan.cached.items()}, **fresh.outputs_by_val_id},
+            scores_by_val_id={**{i: e.score for i, e in plan.cached.items()}, **fresh.scores_by_val_id},
+            objective_scores_by_val_id={**known, **(objectives or {})} or None,
+        )
+
+    # Crossovers.
+
+    def crossover_starts(self, step: Step, plan: Crossover) -> None:
+        """A crossover is about to be screened."""
+        self.evaluation_start(step, self.loader.fetch(list(plan.ids)), list(plan.parents), traced=False)
+
+    def crossover_ended(
+        self,
+        step: Step,
+        plan: Crossover,
+        lookup: ValidationPlan,
+        fresh: Mapping[Any, Rollout],
+    ) -> Proposal | None:
+        """Judge a crossover as gepa does: not worse than the better of its parents. None when it is."""
+        result = self.complete_validation(lookup, fresh)
+        objectives, scores = result.objective_scores_by_val_id, [result.scores_by_val_id[i] for i in plan.ids]
+        iteration = step.number + 1
+        batch: Batch = EvaluationBatch(
+            outputs=[result.outputs_by_val_id[i] for i in plan.ids],
+            scores=scores,
+            objective_scores=[objectives[i] for i in plan.ids] if objectives else None,
+        )
+        self.evaluation_end(step, batch, list(plan.parents))
+        self.log_entry(step).update(
+            id1_subsample_scores=list(plan.parent_scores[0]),
+            id2_subsample_scores=list(plan.parent_scores[1]),
+            new_program_subsample_scores=scores,
+        )
+        self.count_calls()
+        self.notify(
+            "on_merge_attempted", iteration=iteration, parent_ids=list(plan.parents), merged_candidate=plan.candidate
+        )
+        sums = [sum(of_parent) for of_parent in plan.parent_scores]
+        if sum(scores) < max(sums):
+            reason = f"Merged score {sum(scores)} worse than both parents {sums}"
+            self.logger.log(f"Iteration {iteration}: {reason}, skipping merge")
+            self.notify("on_merge_rejected", iteration=iteration, parent_ids=list(plan.parents), reason=reason)
+            return None
+        return CandidateProposal(
+            candidate=plan.candidate,
+            parent_program_ids=list(plan.parents),
+            subsample_indices=list(plan.ids),
+            subsample_scores_before=[float(one) for one in sums],
+            subsample_scores_after=scores,
+            tag="merge",
+            metadata={"ancestor": plan.ancestor},
+        )
+
+    def remember(self, candidate: Candidate, task: Task, batch: Batch) -> None:
+        """gepa's cache has one key for a training and a validation example of equal id; only lockstep keeps that."""
+        cache = self.state.evaluation_cache
+        if cache is not None and self.caches_minibatches and len(batch.scores) == len(task.minibatch_ids):
+            objectives = list(batch.objective_scores) if batch.objective_scores else None
+            cache.put_batch(candidate, task.minibatch_ids, batch.outputs, batch.scores, objectives)
+
+    def _parents_of(self, task: Task) -> list[int]:
+        return [parent for parent in self.state.parent_program_for_candidate[task.parent_idx] if parent is not None]
+
+    def evaluation_start(
+        self, step: Step, inputs: list[Any], parents: list[int], index: int | None = None, traced: bool = True
+    ) -> None:
+        """A candidate is about to be evaluated; ``index``: its place in gepa's pool, where it has one."""
+        self.notify(
+            "on_evaluation_start",
+            iteration=step.number + 1,
+            candidate_idx=index,
+            batch_size=len(inputs),
+            capture_traces=traced,
+            parent_ids=parents,
+            inputs=inputs,
+            is_seed_candidate=index == 0,
+        )
+
+    def evaluation_end(self, step: Step, batch: Batch, parents: list[int], index: int | None = None) -> None:
+        """A candidate is evaluated."""
+        self.notify(
+            "on_evaluation_end",
+            iteration=step.number + 1,
+            candidate_idx=index,
+            scores=batch.scores,
+            has_trajectories=bool(batch.trajectories),
+            parent_ids=parents,
+            outputs=batch.outputs,
+            trajectories=batch.trajectories,
+            objective_scores=batch.objective_scores,
+            is_seed_candidate=index == 0,
+        )
+
+    # Candidates that come in, or go.
+
+    def release(self, child: Screened, plan: ValidationPlan, found: Mapping[Any, Rollout]) -> int | None:
+        """Let selection pick a child whose prefix is above the pool's best; its handle, or None where it is not.
+
+        Args:
+            plan: of the prefix.
+        """
+        known = self.complete_validation(plan, found)
+        mine = known.scores_by_val_id
+        best = self.state.prog_candidate_val_subscores[self.val_evaluation_policy.get_best_program(self.state)]
+        common = [i for i in mine if i in best]
+        if not common or sum(mine[i] for i in common) / len(common) <= sum(best[i] for i in common) / len(common):
+            return None
+        if self.state.frontier_type != "instance" and not known.objective_scores_by_val_id:
+            return None  # gepa could not place it in the frontier yet
+        parents = () if child.base is None or child.base not in self.speculative else (child.base,)
+        indices = tuple(child.proposal.parent_program_ids)
+        return self.speculative.add(child.proposal.candidate, parents, indices, known).key
+
+    def withdraw(self, keys: Iterable[int | None]) -> None:
+        """Take speculative candidates back, as if they had never been there; what was made from them is stale."""
+        for key in keys:
+            if key is not None and key in self.speculative:  # else it went with one under it
+                self.speculative.remove(key)
+
+    def commit(self, step: Step, work: Sequence[Validated]) -> list[Commit]:
+        """Add validated proposals, in order; one that fell behind its prefix leaves what was made from it stale."""
+        proposals = [self._on_firm_ground(one) for one in work]
+        if self.journal is not None:
+            entries = [
+                (one.candidate, one.parent_program_ids, its.evaluation)
+                for one, its in zip(proposals, work, strict=True)
+            ]
+            write_commits(self.journal, step.number, len(self.state.program_candidates), self.version, entries)
+        commits: list[Commit] = []
+        merge, best = self.parts.merge, self.best_score()
+        for its, proposal in zip(work, proposals, strict=True):
+            before, after = sum(proposal.subsample_scores_before or []), sum(proposal.subsample_scores_after or [])
+            screened = f" (subsample score {before} -> {after})" if proposal.subsample_scores_after else ""
+            self.logger.log(f"Iteration {step.number + 1}: Accepted candidate{screened}")
+            done = self.add(step, proposal, its.evaluation, its.calls)
+            of_it = {"new_candidate_idx": done.candidate, "parent_ids": proposal.parent_program_ids}
+            if proposal.tag == "merge":
+                if merge is not None:  # else the run goes on without merges, and this one was planned before
+                    merge.merges_due -= 1
+                    merge.total_merges_tested += 1
+                self.notify("on_merge_accepted", iteration=step.number + 1, **of_it)
+            else:
+                self._log_proposal_lm_calls(step.number + 1, proposal, candidate_idx=done.candidate)
+            self.notify("on_candidate_accepted", iteration=step.number + 1, new_score=after, **of_it)
+            if proposal.tag != "merge" and merge is not None:
+                merge.last_iter_found_new_program = True
+                merge.schedule_if_needed()
+            if its.key is not None:
+                self.speculative.confirm(its.key, done.candidate)
+                if best is not None and done.score < best:
+                    self.speculative.fallen.add(its.key)
+            commits.append(done)
+        self.save(force=True)
+        return commits
+
+    def _on_firm_ground(self, one: Validated) -> Proposal:
+        """The proposal, with confirmed parents in the place of the speculative one that it was made from."""
+        proposal = one.proposal
+        stands_for = () if one.base is None else self.speculative.resolve((one.base,))
+        return replace(proposal, parent_program_ids=list(stands_for)) if stands_for else proposal
 
     def count_calls(self) -> None:
         """Bring gepa's count of metric calls to what was made by now."""
@@ -476,9 +824,7 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
     def _uncounted(self) -> int:
         return max(0, self._budget.spent - self.state.total_num_evals) if self.seed_confirmed else 0
 
-    def add(
-        self, step: Step, proposal: CandidateProposal[Any], evaluation: ValsetEvaluation[Any, Any], calls: int
-    ) -> Commit:
+    def add(self, step: Step, proposal: Proposal, evaluation: ValsetEvaluation[Any, Any], calls: int) -> Commit:
         """Add a validated candidate, whose validation cost ``calls`` at most; resume.py adds an interrupted run's."""
         with self.acting_for(step):
             index, best = self._add_evaluated_program(
@@ -515,16 +861,16 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
             )
         return found
 
-    def log_proposal(self, step: Step, proposal: CandidateProposal[Any], candidate: int) -> None:
-        """Log a proposal's LM calls; ``candidate`` is -1 for a rejected one."""
-        self._log_proposal_lm_calls(step.number + 1, proposal, candidate_idx=candidate)
-
-    def reject(
-        self, step: Step, proposal: CandidateProposal[Any], *, passed: bool = False, reason: str | None = None
-    ) -> None:
+    def reject(self, step: Step, proposal: Proposal, reason: str | None = None) -> None:
         """Report a proposal that goes no further."""
-        self._report_rejected_proposal(
-            proposal, step.number + 1, self.state, dropped_by_selection=passed, reason_override=reason
+        self._report_rejected_proposal(proposal, step.number + 1, self.state, reason_override=reason)
+
+    def give_up(self, step: Step, proposal: Proposal, scores: list[float], examples: int) -> None:
+        """Report one that could not pass its screen any more, with the scores that there are; none is stored."""
+        self.evaluation_end(step, scored(scores), proposal.parent_program_ids)
+        proposal = replace(proposal, subsample_scores_after=scores)
+        self.reject(
+            step, proposal, reason=f"it cannot pass its screen any more, after {len(scores)} of {examples} examples"
         )
 
     def score_of(self, candidate: int) -> float:
@@ -682,6 +1028,35 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
             metric_calls_delta=delta,
             metric_calls_remaining=remaining,
         )
+
+
+def task_key(task: Task) -> tuple[Any, ...]:
+    """Equal keys mean the same parent on the same minibatch."""
+    return (tuple(sorted(task.parent_candidate.items())), tuple(task.minibatch_ids))
+
+
+def evaluation_of(rollouts: Mapping[Any, Rollout]) -> ValsetEvaluation[Any, Any]:
+    """Rollouts on validation examples as gepa has them."""
+    objectives = {i: dict(one.objective_scores) for i, one in rollouts.items()}
+    return ValsetEvaluation(
+        outputs_by_val_id={i: one.output for i, one in rollouts.items()},
+        scores_by_val_id={i: one.score for i, one in rollouts.items()},
+        objective_scores_by_val_id=objectives if any(objectives.values()) else None,
+    )
+
+
+def scored(scores: list[float]) -> Batch:
+    """An evaluation of which nobody needs more than the scores."""
+    return EvaluationBatch([None] * len(scores), scores)
+
+
+def _subsample(batch: Batch) -> SubsampleEvaluation:
+    return SubsampleEvaluation(
+        scores=batch.scores,
+        outputs=batch.outputs,
+        objective_scores=list(batch.objective_scores) if batch.objective_scores else None,
+        trajectories=batch.trajectories,
+    )
 
 
 def _generations(parents: list[list[int | None]]) -> list[int]:

@@ -14,13 +14,12 @@ from dataclasses import replace
 from typing import Any
 
 from gepa.core.state import GEPAState
-from gepa.gepa_utils import find_dominator_programs
-from gepa.proposer.merge import MergeProposer, sample_and_attempt_merge_programs_by_common_predictors
-from gepa.strategies.proposal_sampling import ProposalTask
+from gepa.proposer.merge import MergeProposer
 
 from dspy_flashevolve.engine.steps import Step
 from dspy_flashevolve.gepa.credit import Credit
-from dspy_flashevolve.gepa.pool import Crossover, Pool, Selected
+from dspy_flashevolve.gepa.options import Chosen
+from dspy_flashevolve.gepa.pool import Crossover, Pool, Selected, Task
 
 State = GEPAState[Any, Any]
 
@@ -52,13 +51,13 @@ class Selection:
     def select(self, step: Step) -> tuple[int, float, Selected | Crossover]:
         """What the step works on, the version that it saw, and the best validation score among the parents."""
         pool = self._pool
-        trace = pool.begin_step(step)
+        pool.begin_step(step)
         draw, rng = 1.0, random.Random()
         if not pool.shares_randomness:
             pool.parts.rng.seed(step.rng.getrandbits(64))
             draw = step.rng.random()
             rng.seed(step.rng.getrandbits(64))
-        work = self._crossover(step, trace) or self._sample(step, draw, rng)
+        work = self._crossover(step) or self._sample(step, draw, rng)
         pool.keep_strategies()
         return pool.version, 0.0 if pool.shares_randomness else self.parent_score(work), work
 
@@ -84,7 +83,7 @@ class Selection:
         """A step has ended."""
         self._crossing.discard(step.number)
 
-    def _crossover(self, step: Step, trace: dict[str, Any]) -> Crossover | None:
+    def _crossover(self, step: Step) -> Crossover | None:
         merge = self._pool.parts.merge
         if merge is None or not self._pool.seed_confirmed:
             return None
@@ -95,7 +94,7 @@ class Selection:
             or merge.total_merges_tested + len(self._crossing) < merge.max_merge_invocations
         )
         if merge.last_iter_found_new_program and merge.merges_due > len(self._crossing) and may:
-            plan = plan_crossover(merge, self._pool.state, trace, step.number + 1)
+            plan = plan_crossover(self._pool, step, merge)
         merge.last_iter_found_new_program = False
         if plan is not None:
             self._crossing.add(step.number)
@@ -117,7 +116,7 @@ class Selection:
                 if task.parent_idx == credit.parent and (bases[place] is None or not pool.seed_confirmed):
                     tasks[place] = replace(task, parent_candidate=dict(variant))
         iteration = step.number + 1
-        tasks = [self._answerable(task, self._unanswerable(task.parent_candidate)) for task in tasks]
+        tasks = [self._answerable(self._once(task), self._unanswerable(task.parent_candidate)) for task in tasks]
         for task in tasks:
             pool.notify(
                 "on_candidate_selected",
@@ -134,7 +133,15 @@ class Selection:
             )
         return Selected(tuple(tasks), tuple(bases))
 
-    def _answerable(self, task: ProposalTask[Any, Any], out: set[Any]) -> ProposalTask[Any, Any]:
+    def _once(self, task: Task) -> Task:
+        """The task with each example once: gepa fills a minibatch that is larger than the training set with examples
+        that are in it already. dspy.GEPA, and lockstep, run them again."""
+        ids = list(dict.fromkeys(task.minibatch_ids))
+        if self._pool.shares_randomness or len(ids) == len(task.minibatch_ids):
+            return task
+        return replace(task, minibatch_ids=ids, minibatch=self._pool.trainset.fetch(ids))
+
+    def _answerable(self, task: Task, out: set[Any]) -> Task:
         """The task with other training examples in the place of those that get no answer, as far as there are any."""
         kept = [one for one in task.minibatch_ids if one not in out]
         left = [one for one in self._pool.trainset.all_ids() if one not in out and one not in kept]
@@ -143,16 +150,14 @@ class Selection:
         return replace(task, minibatch_ids=ids, minibatch=self._pool.trainset.fetch(ids)) if missing else task
 
 
-def sample(
-    pool: Pool, choose: Callable[[State], Sequence[ProposalTask[Any, Any]]]
-) -> tuple[list[ProposalTask[Any, Any]], list[int | None]]:
+def sample(pool: Pool, choose: Callable[[State], Sequence[Task]]) -> tuple[list[Task], list[int | None]]:
     """Let ``choose`` pick tasks, and name for each the speculative candidate that it starts from.
 
     A task's ``parent_idx`` is an index of gepa's pool again: of the nearest confirmed ancestor.
     """
     state, keys = selectable(pool)
     confirmed = len(pool.state.program_candidates)
-    tasks: list[ProposalTask[Any, Any]] = []
+    tasks: list[Task] = []
     bases: list[int | None] = []
     for task in choose(state):
         base = keys[task.parent_idx - confirmed] if task.parent_idx >= confirmed else None
@@ -195,45 +200,24 @@ class _Fixed:
         return self._index
 
 
-def plan_crossover(
-    proposer: MergeProposer[Any], state: State, trace: dict[str, Any], iteration: int
-) -> Crossover | None:
+def plan_crossover(pool: Pool, step: Step, merge: MergeProposer[Any]) -> Crossover | None:
     """Choose two candidates of the frontier and the validation examples that judge their child.
 
-    ``MergeProposer.propose`` plans and evaluates in one blocking call. This is the first half of it (gepa 0.1.4,
-    ``proposer/merge.py``), with gepa's own functions for every decision.
-
-    Args:
-        proposer: keeps the record of merges tried and the source of randomness.
-        trace: the step's entry of the run log.
-        iteration: for the log, from 1.
+    gepa's ``MergeProposer.propose`` plans and evaluates in one blocking call: it is left where it would evaluate.
 
     Returns:
         None when there is nothing to cross; the reason is in the log.
     """
-    trace["invoked_merge"] = True
-    scores, subscores = state.per_program_tracked_scores, state.prog_candidate_val_subscores
-    merged = sample_and_attempt_merge_programs_by_common_predictors(
-        agg_scores=list(scores),
-        rng=proposer.rng,
-        merge_candidates=find_dominator_programs(state.get_pareto_front_mapping(), list(scores)),
-        merges_performed=proposer.merges_performed,
-        program_candidates=state.program_candidates,
-        parent_program_for_candidate=state.parent_program_for_candidate,
-        has_val_support_overlap=lambda a, b: len(set(subscores[a]) & set(subscores[b])) >= proposer.val_overlap_floor,
-    )
-    if merged is None:
-        proposer.logger.log(f"Iteration {iteration}: No merge candidates found")
+    trace, subscores = pool.log_entry(step), pool.state.prog_candidate_val_subscores
+    with pool.acting_for(step):
+        try:
+            proposal = merge.propose(pool.state)  # to its end where gepa's cache has all scores
+            candidate = None if proposal is None else proposal.candidate
+        except Chosen as chosen:
+            [candidate] = chosen.candidates
+    if candidate is None:
         return None
-    candidate, first, second, ancestor = merged
-    trace["merged"] = True
-    trace["merged_entities"] = (first, second, ancestor)
-    proposer.merges_performed[0].append((first, second, ancestor))
-    proposer.logger.log(f"Iteration {iteration}: Merged programs {first} and {second} via ancestor {ancestor}")
-    ids = proposer.select_eval_subsample_for_merged_program(subscores[first], subscores[second])
-    if not ids:
-        proposer.logger.log(f"Iteration {iteration}: Skipping merge of {first} and {second}: too few common scores")
-        return None
-    trace["subsample_ids"] = ids
-    parent_scores = tuple(tuple(subscores[parent][i] for i in ids) for parent in (first, second))
-    return Crossover(candidate, (first, second), ancestor, tuple(ids), (parent_scores[0], parent_scores[1]))
+    first, second, ancestor = trace["merged_entities"]
+    ids = tuple(trace["subsample_ids"])
+    scores = tuple(subscores[first][i] for i in ids), tuple(subscores[second][i] for i in ids)
+    return Crossover(candidate, (first, second), ancestor, ids, scores)

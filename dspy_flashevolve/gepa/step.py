@@ -20,7 +20,6 @@ from typing import Any
 import anyio
 from dspy.primitives import Module
 from dspy.utils.exceptions import AdapterParseError
-from gepa.proposer.base import CandidateProposal
 
 from dspy_flashevolve.engine.admission import LiveSteps, Load
 from dspy_flashevolve.engine.errors import ConfigurationError, FlashEvolveError, RolloutUnresolvedError
@@ -37,17 +36,29 @@ from dspy_flashevolve.engine.staleness import (
     Texts,
 )
 from dspy_flashevolve.engine.steps import End, EndKind, Reservation, Step, StepEnded
-from dspy_flashevolve.gepa import callbacks, resume
+from dspy_flashevolve.gepa import resume
 from dspy_flashevolve.gepa.changes import is_too_long
 from dspy_flashevolve.gepa.credit import Credit, Head
-from dspy_flashevolve.gepa.evaluate import BARRIERS, Evaluations, Workflow
+from dspy_flashevolve.gepa.evaluate import Evaluations, Workflow
 from dspy_flashevolve.gepa.integration import Integrations
 from dspy_flashevolve.gepa.options import gepa_logger, has_foreign
-from dspy_flashevolve.gepa.pool import Batch, Child, Commit, Crossover, Parent, Pool, Screened, Selected, Validated
+from dspy_flashevolve.gepa.pool import (
+    Batch,
+    Child,
+    Commit,
+    Crossover,
+    Parent,
+    Pool,
+    Proposal,
+    Screened,
+    Selected,
+    Validated,
+    task_key,
+)  # fmt: skip
 from dspy_flashevolve.gepa.select import Selection
 from dspy_flashevolve.gepa.tracker import figures
 from dspy_flashevolve.observe.statistics import ChangeRecord
-from dspy_flashevolve.programs.program import DspyProgram, Reflection
+from dspy_flashevolve.programs.program import ProgramRunner, Reflection
 from dspy_flashevolve.programs.run import DspyRun
 
 DOUBTED, PATIENCE, ALONE_EVERY = 0.5, 8, 3
@@ -79,7 +90,7 @@ class GepaLoop:
         self,
         run: DspyRun,
         pool: Pool,
-        program: DspyProgram,
+        program: ProgramRunner,
         optimizer: Any,
         policy: StalenessPolicy,
         integrating: Module,
@@ -101,9 +112,8 @@ class GepaLoop:
             scale = abs(pool.perfect_score or 1.0)
             self._credit = Credit(pool.seed_candidate, code, reflective.undecided, scale, most)
             self._admission = AsChildrenCome(joined, alone, lambda: self._joins, self._calls_alone)
-        workflow = BARRIERS if run.lockstep else optimizer.workflow
         hears = None if self._credit is None else self._credit.saw
-        self._evaluations = Evaluations(run, program, pool, workflow, hears)
+        self._evaluations = Evaluations(run, program, pool, optimizer.workflow, hears)
         self._integrations: Integrations | None = None
         if reflective is not None:
             lm = optimizer.reflection_lm
@@ -117,6 +127,7 @@ class GepaLoop:
         share = 1.0 if reflective is None else reflective.frontier_share
         self._selection = Selection(pool, self._credit, share, self._unanswerable)
         self._seeded = anyio.Event()
+        run.used_shares.append(lambda: max(self._limits().values(), default=None))
         self._reflections = 0
         self.proposals = 0
         """Children that the reflection wrote."""
@@ -164,7 +175,8 @@ class GepaLoop:
             if not goes_on and await pool.write(pool.should_stop):  # gepa asks its stoppers between steps
                 self._stop()
         else:
-            pays = run.budget.reserve(self._seed_calls())
+            paid = 0 if run.journal is None else run.journal.paid[BEFORE_STEPS]
+            pays = run.budget.reserve(len(self._evaluations.seed_examples()) - paid)
             if run.lockstep or has_foreign(pool.parts):  # a strategy of the user's may look at the seed's scores
                 await self._seed(pays)
             else:
@@ -188,14 +200,10 @@ class GepaLoop:
         """One step. A part of it that finds nothing to go on with ends the step by raising :class:`StepEnded`."""
         if self._is_last and step.recorded is None:
             return await self.last_step(step)
-        given = await self._pool.write(self._next_initial, step) if self._initial else []
+        given = await self._pool.write(self._given, step)
         if given:
             self._run.begin(step, step.version, selection=[])
             return await self.validated(step, given)
-        head = await self._pool.write(self._head_again, step)
-        if head:
-            self._run.begin(step, step.version)
-            return await self.validated(step, head)
         work = await self.select(step)
         if isinstance(work, Crossover):
             found = await self.screen_crossover(step, work)
@@ -272,20 +280,29 @@ class GepaLoop:
             return []
         credit.tries(step.number, head)
         self._keep(credit)
-        if self._run.journal is not None:
-            self._run.journal.journal.keep(_head_of(step), self._run.journal.candidate(head.candidate))
         return self._begin_validation(step, head.candidate, credit)
 
-    def _head_again(self, step: Step) -> list[Screened]:
-        """The head that an interrupted step was about to validate."""
+    def _given(self, step: Step) -> list[Screened]:
+        """What a step validates without having made it: the next candidate to begin from; where it runs again, that or
+        the head that it was about to validate."""
         journal, credit = self._run.journal, self._credit
-        if journal is None or credit is None or step.recorded is None:
-            return []
-        kept = journal.journal.kept(_head_of(step))
-        if kept is None:
-            return []
-        self._selection.runs_again(step, False)
-        return self._begin_validation(step, journal.texts[kept], credit)
+        left = [one for one in self._initial if one not in self._pool.state.program_candidates]
+        if step.recorded is None:
+            if not left:
+                return []
+            candidate = left[0]
+            self._pool.begin_step(step)
+        else:
+            kept = None if journal is None else journal.journal.kept(_head_of(step))
+            candidate = None if journal is None or kept is None else dict(journal.texts[kept])
+            if candidate is None or (credit is None and candidate not in left):
+                return []
+            self._selection.runs_again(step, False)
+        if candidate in left:
+            self._initial.remove(candidate)
+            return self._to_validate(step, candidate, 0, "initial")
+        assert credit is not None
+        return self._begin_validation(step, candidate, credit)
 
     def _begin_validation(self, step: Step, head: Texts, credit: Credit) -> list[Screened]:
         self._validating.add(step.number)
@@ -293,8 +310,10 @@ class GepaLoop:
         return self._to_validate(step, head, credit.parent, "head")
 
     def _to_validate(self, step: Step, candidate: Texts, parent: int, tag: str) -> list[Screened]:
+        if self._run.journal is not None:
+            self._run.journal.journal.keep(_head_of(step), self._run.journal.candidate(candidate))
         step.saw(self._pool.version, math.inf)  # every later step builds on what it finds: it goes first
-        proposal = CandidateProposal[Any](
+        proposal = Proposal(
             candidate=dict(candidate), parent_program_ids=[parent], subsample_indices=[], subsample_scores_before=[],
             subsample_scores_after=[], tag=tag, metadata={},
         )  # fmt: skip
@@ -304,23 +323,6 @@ class GepaLoop:
         """Write the changes down, and what they stand on."""
         if self._run.journal is not None:
             self._run.journal.journal.keep("credit", credit.kept())
-
-    def _next_initial(self, step: Step) -> list[Screened]:
-        """The next candidate to begin from; of an interrupted step, the one that it was about to validate."""
-        journal, known = self._run.journal, self._pool.state.program_candidates
-        kept = None if journal is None or step.recorded is None else journal.journal.kept(_head_of(step))
-        again = None if journal is None or kept is None else dict(journal.texts[kept])
-        left = [one for one in self._initial if one not in known and (step.recorded is None or one == again)]
-        if not left:
-            return []
-        self._initial.remove(left[0])
-        if step.recorded is None:
-            self._pool.begin_step(step)
-            if journal is not None:
-                journal.journal.keep(_head_of(step), journal.candidate(left[0]))
-        else:
-            self._selection.runs_again(step, False)
-        return self._to_validate(step, left[0], 0, "initial")
 
     def _not_validated(self, step: Step) -> None:
         """A head's validation came to nothing: it may be tried again."""
@@ -360,7 +362,7 @@ class GepaLoop:
         if isinstance(work, Crossover):
             return work
         tasks = list(work.tasks)
-        self._minibatch = max([self._minibatch, *(self._evaluations.size(task) for task in tasks)])
+        self._minibatch = max([self._minibatch, *(len(task.minibatch_ids) for task in tasks)])
         while step.recorded is None and tasks and not step.reservation.cover(len(tasks) * self._most_calls):
             tasks.pop()  # a sampling strategy asked for more than the budget holds
         return Selected(tuple(tasks), work.bases[: len(tasks)])
@@ -374,16 +376,16 @@ class GepaLoop:
         )
         if not tasks or (step.recorded is not None and not step.reservation.cover(unpaid)):
             raise StepEnded(EndKind.DISCARDED, "there is nothing to work on within the budget")
-        await pool.write(callbacks.parents_start, pool, step, tasks)
-        unique = {callbacks.task_key(task): task for task in tasks}
-        whole = step.reservation.cover(sum(map(self._evaluations.size, unique.values())))
+        await pool.write(pool.parents_start, step, tasks)
+        unique = {task_key(task): task for task in tasks}
+        whole = step.reservation.cover(sum(len(one.minibatch_ids) for one in unique.values()))
         done = await gather([lambda t=task: self._evaluations.parent(step, t, whole) for task in unique.values()])
         by_key = dict(zip(unique, done, strict=True))
         parents = [
-            Parent(index, task, *by_key[callbacks.task_key(task)], base)
+            Parent(index, task, *by_key[task_key(task)], base)
             for index, (task, base) in enumerate(zip(tasks, work.bases, strict=True))
         ]
-        await pool.write(callbacks.parents_end, pool, step, tasks, [one.evaluation for one in parents])
+        await pool.write(pool.parents_end, step, tasks, [one.evaluation for one in parents])
         self._look(step, "before_propose", work.bases)
         return parents
 
@@ -396,7 +398,7 @@ class GepaLoop:
             written = await gather([lambda one=one: self._reflected(step, one) for one in prepared])
         children = [one for one in written if isinstance(one, Child)]
         for child in children:
-            await self._pool.write(callbacks.proposed, self._pool, step, child.texts)
+            await self._pool.write(self._pool.proposed, step, child.texts)
             self.proposals += 1
         if self._credit is not None and children:
             await self._pool.write(self._sees, step, children)
@@ -426,10 +428,10 @@ class GepaLoop:
         journal = self._run.journal
         if journal is not None and journal.reply(step.number, "propose", str(parent.index)) is not None:
             return _Prepared(parent, [], {}, is_paid=True)
-        reason = await pool.write(callbacks.nothing_to_improve, pool, step, task, evaluation)
+        reason = await pool.write(pool.nothing_to_improve, step, task, evaluation)
         if reason is not None:  # without a trajectory nothing was paid, and such steps must not go on for ever
             return End(EndKind.REJECTED if evaluation.trajectories else EndKind.FAILED, reason)
-        components = await pool.write(callbacks.choose_components, pool, step, task, evaluation)
+        components = await pool.write(pool.choose_components, step, task, evaluation)
         rng = None if self._run.lockstep else step.rng
         try:
             # Feedback comes from the metric, which may ask an LM: it takes a slot.
@@ -443,7 +445,7 @@ class GepaLoop:
         except Exception as error:
             self._log(f"Iteration {step.number + 1}: Exception building reflective dataset: {error}", error)
             return End(EndKind.FAILED, f"no reflective dataset: {error}")
-        await pool.write(callbacks.reflection_starts, pool, step, task, components, dataset)
+        await pool.write(pool.reflection_starts, step, task, components, dataset)
         return _Prepared(parent, components, dataset)
 
     async def _reflected(self, step: Step, one: _Prepared | End) -> Child | End:
@@ -486,12 +488,12 @@ class GepaLoop:
         )
         if not step.reservation.cover(calls):
             raise StepEnded(EndKind.DISCARDED, f"no budget is left for a screen of {calls}")
-        await pool.write(callbacks.children_start, pool, step, children)
+        await pool.write(pool.children_start, step, children)
         screened = [one for one in await gather([lambda c=child: self._screened(step, c) for child in children]) if one]
         if not screened:
             await pool.write(pool.count_calls)
             raise StepEnded(EndKind.REJECTED, "no child could pass its screen any more")
-        passed = await pool.write(callbacks.children_end, pool, step, screened)
+        passed = await pool.write(pool.children_end, step, screened)
         if not passed:
             raise StepEnded(EndKind.REJECTED, "no child passed its screen")
         if self._credit is not None:
@@ -506,7 +508,7 @@ class GepaLoop:
             integrated = await self._integrations.take_in(step, passed)
             if integrated is not None:
                 return [integrated]
-        step.saw(step.version, await pool.write(callbacks.expected_score, pool, [one for _, one in passed]))
+        step.saw(step.version, await pool.write(pool.expected_score, [one for _, one in passed]))
         return [Screened(one, child.parent.base) for child, one in passed]
 
     def _doubts_head(self, step: Step) -> bool:
@@ -515,7 +517,7 @@ class GepaLoop:
         since = spent - self._improved_at
         return since > DOUBTED * max(spent, PATIENCE * len(self._pool.loader)) and step.number % ALONE_EVERY == 0
 
-    def _joins_head(self, step: Step, child: Child, proposal: CandidateProposal[Any]) -> bool:
+    def _joins_head(self, step: Step, child: Child, proposal: Proposal) -> bool:
         """Put a child's changes to the others, where it can be taken apart; in the pool's writer."""
         assert self._credit is not None
         ids, scores = proposal.subsample_indices or [], proposal.subsample_scores_after or []
@@ -549,7 +551,7 @@ class GepaLoop:
             assert gate is not None
             assert whole is not None
             known = replace(child, parent=replace(parent, evaluation=whole))
-            await self._pool.write(callbacks.given_up, self._pool, step, known, gate.seen)
+            await self._pool.write(self._pool.give_up, step, known.proposal(step), gate.seen, len(task.minibatch_ids))
             return None
         return replace(child, parent=replace(parent, evaluation=full, late=None)), batch
 
@@ -558,13 +560,13 @@ class GepaLoop:
         pool = self._pool
         if is_too_long(plan.candidate, self._most_characters):
             raise StepEnded(EndKind.REJECTED, f"longer than max_candidate_characters={self._most_characters}")
-        await pool.write(callbacks.crossover_starts, pool, step, plan)
-        lookup = await pool.write(callbacks.lookup, pool, plan.candidate, plan.ids)
+        await pool.write(pool.crossover_starts, step, plan)
+        lookup = await pool.write(pool.lookup, plan.candidate, plan.ids)
         calls = self._evaluations.unpaid(step, plan.candidate, lookup.missing, traced=False)
         if not step.reservation.cover(calls):
             raise StepEnded(EndKind.DISCARDED, f"no budget is left for a screen of {calls}")
         fresh = await self._evaluations.validation("screen", step, plan.candidate, lookup.missing, traced=False)
-        proposal = await pool.write(callbacks.crossover_ended, pool, step, plan, lookup, fresh)
+        proposal = await pool.write(pool.crossover_ended, step, plan, lookup, fresh)
         if proposal is None:
             raise StepEnded(EndKind.REJECTED, "the merge is worse than one of its parents")
         self._look(step, "after_screen", (), integrates=False)
@@ -579,11 +581,11 @@ class GepaLoop:
         try:
             self._look(step, "before_commit", [one.base for one in work])
         except StepEnded:
-            await self._evaluations.withdraw([one.key for one in work])
+            await self._pool.write(self._pool.withdraw, [one.key for one in work])
             raise
         commits: list[Commit] = []
         with anyio.CancelScope(shield=True):  # what enters the pool is told and counted, even if the run ends meanwhile
-            commits = await self._pool.write(self._evaluations.commit, step, work)
+            commits = await self._pool.write(self._pool.commit, step, work)
             await self._pool.write(self._learn, step, commits)
             for one in commits:
                 self._run.commit(step, **asdict(one))
@@ -668,23 +670,24 @@ class GepaLoop:
         return None if reason is None or (self._credit is not None and waits) else reason
 
     def _spent_up(self) -> str | None:
-        run, journal, budget = self._run, self._run.journal, self._run.budget
+        run, budget = self._run, self._run.budget
         if self._seeded.is_set() and not (run.is_busy or run.lockstep or self._pays_alone):
             return (
                 f"max_metric_calls={budget.limit}: the {budget.left} calls left cannot pay a step, which may cost "
                 f"{self._calls_alone()}"
             )
-        calls = self.reflection_calls + (0 if journal is None else journal.requests_before)
-        cost = run.dollars + (0.0 if journal is None else journal.dollars_before)
-        if self._max_reflection_calls is not None and calls >= self._max_reflection_calls:
-            return f"max_reflection_calls={self._max_reflection_calls} is spent"
-        if self._max_cost is not None and cost >= self._max_cost:
-            return f"max_cost={self._max_cost:g} dollars is spent"
-        return None
+        return next((f"{limit} is spent" for limit, share in self._limits().items() if share >= 1), None)
 
-    def _seed_calls(self) -> int:
-        journal = self._run.journal
-        return len(self._evaluations.seed_examples()) - (0 if journal is None else journal.paid[BEFORE_STEPS])
+    def _limits(self) -> dict[str, float]:
+        """What bounds the run beside time and metric calls -> the share of it that is used."""
+        run, journal, found = self._run, self._run.journal, dict[str, float]()
+        if (most := self._max_reflection_calls) is not None:
+            calls = self.reflection_calls + (0 if journal is None else journal.requests_before)
+            found[f"max_reflection_calls={most}"] = calls / most
+        if (most := self._max_cost) is not None:
+            cost = run.dollars + (0.0 if journal is None else journal.dollars_before)
+            found[f"max_cost={most:g} dollars"] = cost / most
+        return found
 
     async def _seed(self, pays: Reservation | None) -> None:
         await self._evaluations.seed(pays)
@@ -766,7 +769,7 @@ class _ProposalRecord:
 
 
 def _head_of(step: Step) -> str:
-    """Under this the journal has the head that a step validates."""
+    """Under this the journal has the head, or the candidate to begin from, that a step validates."""
     return f"head of step {step.number}"
 
 

@@ -21,7 +21,7 @@ from dspy_flashevolve.harness.archive import TRIAL, Checked, Draft, DraftError, 
 from dspy_flashevolve.harness.program import as_json, call_in_thread, call_on_loop, typed_fields
 from dspy_flashevolve.programs.faults import heard_lm_calls, raise_provider_fault
 from dspy_flashevolve.programs.metric import Metric
-from dspy_flashevolve.programs.place import answers_asynchronously
+from dspy_flashevolve.programs.program import answers_asynchronously
 from dspy_flashevolve.programs.records import Asked, ReplyText
 from dspy_flashevolve.programs.run import DspyRun, check_data
 from dspy_flashevolve.sandbox.contract import CodeSandbox, Failure, Job, LmRecord, LmRequest, Outcome, SandboxError
@@ -260,7 +260,7 @@ class Evaluations:
 
         async def one(index: int, granted: Granted) -> Trial:
             number = order[index]
-            rollout, _ = await self._run.rollouts.rollout(
+            rollout = await self._run.rollouts.rollout(
                 RolloutKey(candidate, split, number, traced),
                 "check" if split == "train" else "evaluate",
                 step,

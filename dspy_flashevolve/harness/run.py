@@ -28,7 +28,7 @@ from dspy_flashevolve.harness.archive import CHECKED, Archive, Checked, Draft, F
 from dspy_flashevolve.harness.evaluating import Evaluations, HarnessTask, texts_of
 from dspy_flashevolve.harness.program import Harness
 from dspy_flashevolve.harness.proposing import Directions, ReviseHarness, admitted_since, interface_for, proposer_of
-from dspy_flashevolve.programs.place import answers_asynchronously
+from dspy_flashevolve.programs.program import answers_asynchronously
 from dspy_flashevolve.programs.records import Asked, ReplyText
 from dspy_flashevolve.programs.run import DspyRun
 from dspy_flashevolve.sandbox.contract import CodeSandbox

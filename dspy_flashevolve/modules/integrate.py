@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import dspy
 from dspy.clients.errors import LMError
@@ -35,15 +35,33 @@ ATTEMPTS = 2
 """A reply that cannot be read is asked for once more."""
 
 
+Verdict = Literal["orthogonal", "subsumed", "conflicting"]
+VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
+
+
 class ChildVerdict(BaseModel):
     """How one child stands to the head and to the other children."""
 
     child: int = Field(description="The child's number.")
-    verdict: Literal["orthogonal", "subsumed", "conflicting"] = Field(
+    verdict: Verdict = Field(
         description="orthogonal: its change is new and fits, so it is in new_text. subsumed: the head or another child "
         "already has it. conflicting: it contradicts the head or another child, so it is left out."
     )
     reason: str = Field(default="", description="One sentence.")
+
+
+class Integration(BaseModel):
+    """The outcome of one integration.
+
+    Args:
+        texts: new texts of the components that changed; empty when nothing is worth a change.
+        verdicts: one a child.
+        failed: why no reply could be read: the texts are empty and the verdicts mean nothing.
+    """
+
+    texts: dict[str, str] = {}
+    verdicts: list[ChildVerdict] = []
+    failed: str = ""
 
 
 class IntegrateChildren(dspy.Signature):

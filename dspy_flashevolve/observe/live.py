@@ -12,9 +12,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from dspy_flashevolve.engine.events import Committed, Event, SeedValidated
 from dspy_flashevolve.engine.run import EvolutionRun
-from dspy_flashevolve.observe.progress import Display
+from dspy_flashevolve.observe.progress import Display, used_share
 from dspy_flashevolve.observe.text import duration, left, number, score
 
 COLUMNS = ("stage", "waiting", "in flight", "answered", "tokens", "dollars", "slot seconds")
@@ -37,63 +36,46 @@ class LiveTable(BaseCallback, Display):
     @contextmanager
     def observing(self, run: EvolutionRun) -> Generator[None, None, None]:
         """See :class:`~dspy_flashevolve.engine.run.Observer`."""
-        shown = _Shown(run)
-        run.bus.subscribe(shown)
         with Live(
-            console=self._console, get_renderable=shown.drawn, refresh_per_second=1 / self._refresh_seconds
+            console=self._console, get_renderable=lambda: _drawn(run), refresh_per_second=1 / self._refresh_seconds
         ) as live:
             yield
         if not live.console.is_terminal and not live.console.is_jupyter:
             live.console.line()  # rich leaves the last line open
 
 
-class _Shown:
-    """What is drawn of one run."""
-
-    def __init__(self, run: Any) -> None:
-        self._run = run  # a DspyRun: others have no callbacks of dspy's
-        self._seed: float | None = None
-        self._best: float | None = None
-        self._accepted = 0
-
-    def __call__(self, event: Event) -> None:
-        """Take one event."""
-        if isinstance(event, SeedValidated):
-            self._seed = self._best = event.score
-        elif isinstance(event, Committed):
-            self._best, self._accepted = event.best_score, self._accepted + 1
-
-    def drawn(self) -> Group:
-        """The run as it stands, asked from rich's thread."""
-        run, stats = self._run, self._run.statistics()
-        seconds, calls = stats.seconds, stats.metric_calls
-        budget = "" if stats.max_metric_calls is None else f" of {stats.max_metric_calls:,}"
-        share = calls / stats.max_metric_calls if stats.max_metric_calls else None
-        time_left = left(seconds, run.max_seconds, share) if stats.outcome == "running" else ""
-        best = "validating the seed program"
-        if self._best is not None:
-            best = f"best score {score(self._best)}, seed {score(self._seed)}, {self._accepted} candidates accepted"
-        lines = [
-            f"{run.name}: {', '.join(filter(None, [stats.outcome, duration(seconds), time_left]))}",
-            f"{best}; metric calls {calls:,}{budget}; {stats.steps} steps",
-        ]
-        table = Table(COLUMNS[0], box=None, pad_edge=False)
-        for name in COLUMNS[1:]:
-            table.add_column(name, justify="right")
-        slots = run.scheduler.statistics()
-        for stage, one in slots.stages.items():
-            if stage not in stats.requests_by_stage and not one.waiting + one.running:
-                continue
-            table.add_row(
-                stage,
-                number(one.waiting),
-                number(one.running),
-                number(stats.requests_by_stage.get(stage, 0)),
-                number(stats.tokens_by_stage.get(stage, 0)),
-                number(stats.dollars_by_stage.get(stage, 0.0), 4),
-                number(one.served_seconds),
-            )
-        table.add_row("all", "", f"{slots.busy}/{slots.limit}", number(sum(stats.requests_by_stage.values())),
-                      number(sum(stats.tokens_by_stage.values())), number(stats.cost_dollars, 4),
-                      number(slots.busy_seconds), style="bold")  # fmt: skip
-        return Group(*(Text(line) for line in lines), table)
+def _drawn(run: Any) -> Group:
+    """A run as it stands, asked from rich's thread; a DspyRun: others have no callbacks of dspy's."""
+    stats, recorder = run.statistics(), run.recorder
+    seconds, calls = stats.seconds, stats.metric_calls
+    budget = "" if stats.max_metric_calls is None else f" of {stats.max_metric_calls:,}"
+    share = max(calls / stats.max_metric_calls if stats.max_metric_calls else 0.0, used_share(run))
+    time_left = left(seconds, run.max_seconds, share) if stats.outcome == "running" else ""
+    best = "validating the seed program"
+    if recorder.best_score is not None:
+        scores = f"best score {score(recorder.best_score)}, seed {score(recorder.seed_score)}"
+        best = f"{scores}, {len(stats.commits)} candidates accepted"
+    lines = [
+        f"{run.name}: {', '.join(filter(None, [stats.outcome, duration(seconds), time_left]))}",
+        f"{best}; metric calls {calls:,}{budget}; {stats.steps} steps",
+    ]
+    table = Table(COLUMNS[0], box=None, pad_edge=False)
+    for name in COLUMNS[1:]:
+        table.add_column(name, justify="right")
+    slots = run.scheduler.statistics()
+    for stage, one in slots.stages.items():
+        if stage not in stats.requests_by_stage and not one.waiting + one.running:
+            continue
+        table.add_row(
+            stage,
+            number(one.waiting),
+            number(one.running),
+            number(stats.requests_by_stage.get(stage, 0)),
+            number(stats.tokens_by_stage.get(stage, 0)),
+            number(stats.dollars_by_stage.get(stage, 0.0), 4),
+            number(one.served_seconds),
+        )
+    table.add_row("all", "", f"{slots.busy}/{slots.limit}", number(sum(stats.requests_by_stage.values())),
+                  number(sum(stats.tokens_by_stage.values())), number(stats.cost_dollars, 4),
+                  number(slots.busy_seconds), style="bold")  # fmt: skip
+    return Group(*(Text(line) for line in lines), table)

@@ -18,7 +18,6 @@ from dspy_flashevolve.engine.events import (
     Committed,
     Event,
     RolloutFinished,
-    SeedValidated,
     StageVisited,
     StepClosed,
     StepOpened,
@@ -66,7 +65,7 @@ class OpenTelemetry(BaseCallback):
             ("slots.busy", "{slot}", lambda run: [(run.of.scheduler.statistics().busy, {})]),
             ("slots.limit", "{slot}", lambda run: [(run.of.scheduler.statistics().limit, {})]),
             ("requests.waiting", "{request}", _Run.waiting),
-            ("best_score", "1", lambda run: [] if run.best is None else [(run.best, {})]),
+            ("best_score", "1", _Run.scored),
         ):
             meter.create_observable_gauge(f"flashevolve.{name}", [self._observed(look)], unit)
 
@@ -125,14 +124,13 @@ class _Run:
     """The spans of one run.
 
     Args:
-        of: the run.
+        of: the run, a DspyRun: others have no callbacks of dspy's.
         calls: counts metric calls.
     """
 
-    def __init__(self, of: EvolutionRun, tracer: Any, calls: Any) -> None:
+    def __init__(self, of: Any, tracer: Any, calls: Any) -> None:
         self.of, self._tracer, self._calls = of, tracer, calls
         self._zero = time.time_ns() - self._nanoseconds(of.clock())
-        self.best: float | None = None
         self.span = self._begin(f"evolve {of.name}", None, of.clock(), **{"flashevolve.optimizer": of.name})
         self._steps: dict[int, Any] = {}
         self._lock = threading.Lock()  # LM calls may end in threads
@@ -142,15 +140,12 @@ class _Run:
         """Take one event."""
         if isinstance(event, RolloutFinished):
             self._calls.add(1, {"flashevolve.optimizer": self.of.name, "flashevolve.stage": event.stage})
-        elif isinstance(event, SeedValidated):
-            self.best = event.score
         elif isinstance(event, StepOpened):
             told = {"flashevolve.step": event.step, "flashevolve.version": event.version}
             self._steps[event.step] = self._begin("step", self.span, event.seconds, **told)
         elif isinstance(event, StageVisited):
             self._visited(event)
         elif isinstance(event, Committed):
-            self.best = event.best_score
             if event.step in self._steps:
                 told = {"candidate": event.candidate, "score": event.score, "gap": event.gap}
                 self._steps[event.step].set_attributes({f"flashevolve.{name}": value for name, value in told.items()})
@@ -169,9 +164,14 @@ class _Run:
         stages = self.of.scheduler.statistics().stages
         return [(one.waiting, {"flashevolve.stage": stage}) for stage, one in stages.items()]
 
+    def scored(self) -> list[tuple[float, dict[str, str]]]:
+        """The best score, where there is one."""
+        best = self.of.recorder.best_score
+        return [] if best is None else [(best, {})]
+
     def end(self) -> None:
         """The run has ended."""
-        told = {"metric_calls": self.of.budget.spent, "best_score": self.best}
+        told = {"metric_calls": self.of.budget.spent, "best_score": self.of.recorder.best_score}
         self.span.set_attributes({f"flashevolve.{name}": one for name, one in told.items() if one is not None})
         failed = self.of.outcome in ("failed", "aborted")
         self._end(self.span, self.of.clock(), self.of.outcome, self.of.said, failed)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Collection, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-from dspy_flashevolve.engine.events import Committed, Event, RequestFinished, RolloutFinished, SeedValidated, StepClosed
+from dspy_flashevolve.engine.events import Committed, Event, RolloutFinished, SeedValidated, StepClosed
 from dspy_flashevolve.engine.run import EvolutionRun
 from dspy_flashevolve.observe.text import left
 
@@ -19,26 +19,13 @@ class Display:
 
 
 class Progress(Display):
-    """Shows metric calls against the budget, and beside them scores, requests in flight, tokens and dollars.
+    """Shows metric calls against the budget, and beside them scores, requests in flight, tokens and dollars."""
 
-    Args:
-        name: of the optimizer.
-        total: metric calls in the budget; None for an open end.
-        max_seconds: of the run; None for no limit.
-        unpriced: stages that ask a model whose price is not known.
-    """
-
-    def __init__(
-        self, name: str, total: int | None, max_seconds: float | None = None, unpriced: Collection[str] = ()
-    ) -> None:
-        self._name, self._total = name, total
-        self._max_seconds, self._unpriced = max_seconds, unpriced
-        self._run: EvolutionRun | None = None
+    def __init__(self) -> None:
+        self._run: Any = None  # a DspyRun
         self._bar: Any = None
-        self._accepted = self._tokens = 0
-        self._dollars: float | None = 0.0
-        self._seed: float | None = None
-        self._best: float | None = None
+        self._used_before = 0.0
+        """The share of a loop's own limits that earlier sessions have used."""
         self._streams: list[tuple[logging.StreamHandler[Any], Any]] = []
 
     @contextmanager
@@ -51,10 +38,10 @@ class Progress(Display):
         finally:
             self._close()
 
-    def _begin(self, run: EvolutionRun) -> None:
-        bar = _bar()
-        self._run = run
-        self._bar = bar(total=self._total, desc=self._name, unit="rollouts", dynamic_ncols=True)
+    def _begin(self, run: Any) -> None:
+        bar, total = _bar(), run.statistics().max_metric_calls
+        self._run, self._used_before = run, used_share(run)
+        self._bar = bar(total=total, desc=run.name, unit="rollouts", dynamic_ncols=True)
         self._bar.set_postfix_str("validating the seed program")
         for handler in (*logging.root.handlers, *logging.getLogger("dspy").handlers):
             to_file = isinstance(handler, logging.FileHandler)
@@ -63,50 +50,42 @@ class Progress(Display):
 
     def __call__(self, event: Event) -> None:
         """Take one event."""
-        if isinstance(event, RolloutFinished | RequestFinished):
-            self._tokens += event.tokens
-            if event.tokens and event.stage in self._unpriced:
-                self._dollars = None
-            elif self._dollars is not None:
-                self._dollars += event.cost_dollars
-            self._bar.update(isinstance(event, RolloutFinished))
-            return
-        if isinstance(event, SeedValidated):
-            self._seed = self._best = event.score
-        elif isinstance(event, Committed):
-            self._best = event.best_score
-            self._accepted += 1
-        elif not isinstance(event, StepClosed):
-            return
-        self._tell()
+        if isinstance(event, RolloutFinished):
+            self._bar.update()
+        elif isinstance(event, SeedValidated | Committed | StepClosed):
+            self._tell()
 
     def _tell(self, is_over: bool = False) -> None:
-        assert self._run is not None
-        used = self._run.scheduler.statistics()
-        seed = "" if self._seed is None else f" (seed {self._seed:.3f})"
-        phase = "" if is_over else "finishing" if self._run.stop_reason else self._time_left()
+        run, stats = self._run, self._run.statistics()
+        best, seed, tokens = run.recorder.best_score, run.recorder.seed_score, sum(stats.tokens_by_stage.values())
+        seed_text = "" if seed is None else f" (seed {seed:.3f})"
+        phase = "finishing" if stats.stop_reason else self._time_left(stats.seconds)
         parts = [
-            phase,
-            "" if self._best is None else f"best {self._best:.3f}{seed}, {self._accepted} accepted",
-            f"{used.busy}/{used.limit} in flight",
-            f"{self._tokens / 1000:.0f}k tokens" if self._tokens else "",
-            "$ unknown" if self._dollars is None else f"${self._dollars:.2f}" if self._dollars else "",
+            "" if is_over else phase,
+            "" if best is None else f"best {best:.3f}{seed_text}, {len(stats.commits)} accepted",
+            f"{run.scheduler.statistics().busy}/{stats.slots} in flight",
+            f"{tokens / 1000:.0f}k tokens" if tokens else "",
+            "$ unknown" if stats.cost_dollars is None else f"${stats.cost_dollars:.2f}" if stats.cost_dollars else "",
         ]
         self._bar.set_postfix_str(", ".join(filter(None, parts)), refresh=False)
 
-    def _time_left(self) -> str:
-        """By the limit of time; tqdm tells how long the metric calls will last."""
-        assert self._run is not None
-        seconds = self._run.clock() - self._run.clock.began
-        return left(seconds, self._max_seconds, None)
+    def _time_left(self, seconds: float) -> str:
+        """By the limits of time and money; tqdm tells how long the metric calls will last."""
+        used, before = used_share(self._run), self._used_before
+        return left(seconds, self._run.max_seconds, (used - before) / (1 - before) if used > before else None)
 
     def _close(self) -> None:
-        if self._best is not None:
+        if self._run.recorder.best_score is not None:
             self._tell(is_over=True)
         for handler, stream in self._streams:
             handler.setStream(stream)
         self._streams.clear()
         self._bar.end()
+
+
+def used_share(run: EvolutionRun) -> float:
+    """The largest share of a loop's own limits that is used, from 0 to 1."""
+    return max((share for of in run.used_shares if (share := of()) is not None), default=0.0)
 
 
 @cache

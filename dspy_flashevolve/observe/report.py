@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
 from datetime import datetime, timezone
+from itertools import groupby
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -14,7 +14,7 @@ from markupsafe import Markup
 from dspy_flashevolve.observe import plots
 from dspy_flashevolve.observe.figures import course, family, figures, prompts_diff, use_of_slots
 from dspy_flashevolve.observe.history import Candidate, History
-from dspy_flashevolve.observe.origins import Origin, origins
+from dspy_flashevolve.observe.origins import origins
 from dspy_flashevolve.observe.text import duration, number, score
 
 BINS = 120
@@ -47,8 +47,8 @@ def report(history: History) -> str:
         figures=found,
         began=datetime.fromtimestamp(history.sessions[0].began_at, timezone.utc) if history.sessions else None,
         best=best,
-        components=_by_component(lines),
-        steps={one.step: one for one in sorted(_with_step(lines), key=lambda one: one.step or 0)},
+        components={name: list(its) for name, its in groupby(lines, key=lambda one: one.component)},
+        steps=dict(sorted({one.step: one for one in lines if one.step is not None}.items())),
         score_plots=_score_plots(history, found.cost_dollars),
         slots=_slot_plots(history),
         colours=plots.COLOURS,
@@ -61,17 +61,6 @@ def report(history: History) -> str:
 
 def _clipped(text: str) -> str:
     return text if len(text) <= CLIPPED else f"{text[:CLIPPED]} …"
-
-
-def _with_step(lines: Sequence[Origin]) -> list[Origin]:
-    return [one for one in lines if one.step is not None]
-
-
-def _by_component(lines: Sequence[Origin]) -> dict[str, list[Origin]]:
-    found: dict[str, list[Origin]] = {}
-    for one in lines:
-        found.setdefault(one.component, []).append(one)
-    return found
 
 
 def _score_plots(history: History, dollars: float | None) -> list[Markup]:

@@ -19,6 +19,7 @@ from dspy_flashevolve.engine.events import (
     Looked,
     RequestFinished,
     RolloutFinished,
+    SeedValidated,
     StageVisited,
     StepClosed,
     StepOpened,
@@ -285,6 +286,8 @@ class Recorder:
         self.dollars = defaultdict[str, float](float)
         """Of stages, where prices are known."""
         self.unanswered_examples = 0
+        self.seed_score: float | None = None
+        """Of the program that the run began with; None until it is known."""
         self.commits: list[Committed] = []
         self.integrations: list[Integrated] = []
         self.limit_changes: list[LimitChanged] = []
@@ -306,6 +309,8 @@ class Recorder:
         elif isinstance(event, StepClosed):
             if event.end.kind is not EndKind.COMMITTED:
                 self.end_reasons[event.end.reason] += 1
+        elif isinstance(event, SeedValidated):
+            self.seed_score = event.score
         elif isinstance(event, Committed):
             self.commits.append(event)
         elif isinstance(event, LimitChanged):
@@ -318,6 +323,11 @@ class Recorder:
             self.looks[event.decision] += 1
         elif isinstance(event, Integrated):
             self.integrations.append(event)
+
+    @property
+    def best_score(self) -> float | None:
+        """The best so far; None until there is one."""
+        return self.commits[-1].best_score if self.commits else self.seed_score
 
     def stats(self, run: EvolutionRun, unpriced: Collection[str], **figures: Any) -> RunStats:
         """The record of the run so far.

@@ -63,7 +63,7 @@ def left(seconds: float, most_seconds: float | None, share: float | None) -> str
     Args:
         seconds: that it has taken.
         most_seconds: the limit.
-        share: of its metric calls that are made, from 0 to 1.
+        share: of its metric calls, dollars or reflections that is used, from 0 to 1.
 
     >>> left(30, 100, None), left(30, 100, 0.5), left(30, None, None)
     ('about 1 min 10 s left', 'about 30.0 s left', '')
@@ -86,8 +86,15 @@ def status(history: History) -> str:
     budget = f" of {all_of.max_calls:,}" if all_of.max_calls is not None else ""
     times = [state, duration(all_of.seconds)]
     if session is not None and history.state == "running":
-        share = all_of.calls / all_of.max_calls if all_of.max_calls else None
-        times.append(left(history.seconds, _time_limit(history, session.settings.get("max_seconds")), share))
+        limits = session.settings
+        used = {
+            "max_metric_calls": all_of.calls,
+            "max_reflection_calls": all_of.by_role["reflection"].requests,
+            "max_cost": all_of.cost_dollars or 0.0,
+        }
+        share = max((spent / limits[name] for name, spent in used.items() if limits.get(name)), default=None)
+        most = limits.get("max_seconds")  # it counts from zero in each session
+        times.append(left(history.seconds, None if most is None else history.session_began + most, share))
     best, seed = history.best, history.seed
     seed_text = "no seed yet" if seed is None else f"seed {score(seed.score)} on {len(seed.scores)} examples"
     best_text = "-" if best is None else f"{score(best.score)} (candidate {best.index})"
@@ -124,11 +131,6 @@ def watch(look: Callable[[], History], show: Callable[[str], None], wait: Callab
         if history.state != "running":
             return history
         wait()
-
-
-def _time_limit(history: History, max_seconds: float | None) -> float | None:
-    """When a run ends by its limit of time, which counts from zero in each session."""
-    return None if max_seconds is None else history.session_began + max_seconds
 
 
 def _row(one: Spent) -> list[str]:

@@ -31,7 +31,8 @@ def trace(history: History) -> str:
     """
     if not history.sessions:
         raise RunDirectoryError(f"{history.directory} has no timeline: no journal tells when anything happened there.")
-    stages = {one: number for number, one in enumerate(_stages(history), start=1)}
+    names = dict.fromkeys(one.stage for one in (*history.requests, *history.visits))
+    stages = {one: number for number, one in enumerate(names, start=1)}
     events: list[dict[str, Any]] = []
     for name, number in stages.items():
         events.append(_named("process", number, 0, name))
@@ -51,10 +52,6 @@ def trace(history: History) -> str:
         kind = f"step {track - STEP_TRACKS}" if track > STEP_TRACKS else f"slot {track}"
         events.append(_named("thread", process, track, kind))
     return json.dumps({"traceEvents": [*events, *_arrows(events)], "displayTimeUnit": "ms"})
-
-
-def _stages(history: History) -> list[str]:
-    return list(dict.fromkeys([*(one.stage for one in history.requests), *(one.stage for one in history.visits)]))
 
 
 def _lanes(intervals: list[tuple[float, float, Any]]) -> Iterable[tuple[int, Any]]:

@@ -33,7 +33,7 @@ from contextlib import contextmanager
 from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
 from enum import Enum, auto
-from typing import Any, TypeVar
+from typing import Any, cast
 
 import dspy
 from dspy import lm15
@@ -60,7 +60,6 @@ from dspy.utils.exceptions import (
 from dspy_flashevolve.engine.endpoints import Sent
 from dspy_flashevolve.engine.errors import RunAbortedError, TransientError
 
-T = TypeVar("T")
 ASKED = "flashevolve_asked"
 HEARD_BY = "flashevolve_heard"
 """The setting of dspy's that says who hears of the calls of paced LMs: it reaches the threads that dspy starts."""
@@ -136,21 +135,14 @@ def heard_lm_calls(only_paced: bool = False) -> Generator[LmCalls, None, None]:
         yield calls
 
 
-def hear(result: T, error: BaseException | None = None) -> T:
-    """Tell who hears of paced LMs what one gave, or raised; gives ``result`` back."""
-    calls: LmCalls | None = dspy.settings.get(HEARD_BY)
-    if calls is not None:
-        calls.on_lm_end("", result, error)
-    return result
-
-
 @contextmanager
-def heard_raising() -> Generator[None, None, None]:
-    """Tell who hears of paced LMs what a call inside raises."""
+def heard() -> Generator[LmCalls, None, None]:
+    """Who hears of paced LMs: is told here what a call of one inside raises, and by the caller what it gives."""
+    calls: LmCalls = dspy.settings.get(HEARD_BY) or LmCalls()
     try:
-        yield
+        yield calls
     except Exception as error:
-        hear(None, error)
+        calls.on_lm_end("", None, error)
         raise
 
 
@@ -347,10 +339,35 @@ def _status_of(error: BaseException) -> int | None:
 
 def _code_of(error: BaseException) -> str | None:
     """The provider's own word for what went wrong."""
-    body: Any = getattr(error, "body", None)
-    detail: Any = body.get("error", body) if isinstance(body, dict) else None  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-    code: Any = getattr(error, "code", None) or (detail.get("code") if isinstance(detail, dict) else None)  # pyright: ignore[reportUnknownMemberType]
+    body = getattr(error, "body", None)
+    detail = cast("Mapping[str, Any]", body).get("error", body) if isinstance(body, Mapping) else None
+    code = getattr(error, "code", None) or (detail.get("code") if isinstance(detail, Mapping) else None)
     return code if isinstance(code, str) else None
+
+
+def headers_of_error(error: BaseException) -> dict[str, str]:
+    """What the replies that led to an error say in their headers of limits, and of when to come back."""
+    found: dict[str, str] = {}
+    for one in chain_of(error):
+        reply = getattr(one, "response", None)
+        for held in (
+            getattr(one, "rate_limit_headers", None),
+            getattr(one, "litellm_response_headers", None),
+            getattr(reply, "headers", None),
+        ):
+            found = headers_in(held) | found
+    return found
+
+
+def headers_in(held: Any) -> dict[str, str]:
+    """Headers of limits, and of when to come back, by their names in lower case; of several of one name the last."""
+    read: dict[str, str] = {}
+    for name, value in cast("Mapping[Any, Any]", held).items() if isinstance(held, Mapping) else ():
+        value = value[-1] if isinstance(value, list | tuple) and value else value
+        name = str(name).lower()
+        if isinstance(value, str) and ("ratelimit" in name or name == "retry-after"):
+            read[name.removeprefix("llm_provider-")] = value
+    return read
 
 
 def retry_after_of(error: BaseException) -> float | None:
@@ -359,37 +376,24 @@ def retry_after_of(error: BaseException) -> float | None:
     dspy reads it from the reply itself. Behind litellm it is lost on the way, and found in the headers that an error
     further down the chain has kept.
     """
-    cause: BaseException | None = error
-    for _ in range(10):
-        if cause is None:
-            return None
-        said = getattr(cause, "retry_after", None)
+    for one in chain_of(error):
+        said = getattr(one, "retry_after", None)
         if isinstance(said, int | float) and not isinstance(said, bool):
             return float(said)
-        reply = getattr(cause, "response", None)
-        for headers in (getattr(cause, "litellm_response_headers", None), getattr(reply, "headers", None)):
-            if isinstance(headers, Mapping) and (seconds := _seconds_in(headers)) is not None:
-                return seconds
-        cause = cause.__cause__ or cause.__context__
-    return None
+    return _seconds_in(headers_of_error(error).get("retry-after", ""))
 
 
-def _seconds_in(headers: Mapping[Any, Any]) -> float | None:
+def _seconds_in(value: str) -> float | None:
     """Seconds or a date, as HTTP has it; None for anything else.
 
-    >>> _seconds_in({"Retry-After": "3"}), _seconds_in({"retry-after": "soon"})
+    >>> _seconds_in("3"), _seconds_in("soon")
     (3.0, None)
     """
-    value = next((str(value) for name, value in headers.items() if str(name).lower() == "retry-after"), None)
-    if value is None:
-        return None
     try:
-        return max(0.0, float(value)) if "." in value or value.strip().isdigit() else _until(value)
+        if "." in value or value.strip().isdigit():
+            return max(0.0, float(value))
+        when = parsedate_to_datetime(value)
     except (TypeError, ValueError):
         return None
-
-
-def _until(date: str) -> float:
-    when = parsedate_to_datetime(date)
     when = when if when.tzinfo is not None else when.replace(tzinfo=timezone.utc)
     return max(0.0, (when - datetime.now(timezone.utc)).total_seconds())

@@ -6,7 +6,8 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, cast
 
@@ -155,10 +156,13 @@ def _line(version_text: str) -> list[str]:
     return version_text.split(".")[:2]
 
 
+@contextmanager
 def open_journal(
     optimizer: Any, parts: Mapping[str, str], lms: Iterable[Any], each_once: bool = False
-) -> RunJournal | None:
+) -> Generator[RunJournal | None, None, None]:
     """The journal of an optimizer's ``log_dir``, begun or gone on with; None without a ``log_dir``.
+
+    What is raised while a run is built around it closes it, so that others may have the directory.
 
     Args:
         optimizer: its settings are written down, without secrets.
@@ -170,7 +174,8 @@ def open_journal(
         RunDirectoryError: the directory cannot be written, is in use, or holds another run.
     """
     if optimizer.log_dir is None:
-        return None
+        yield None
+        return
     redaction = Redaction(secrets_in(vars(optimizer)) | secrets_in(os.environ))
     for lm in lms:
         redaction.add(secrets_held_by(lm))
@@ -185,7 +190,7 @@ def open_journal(
             settings={**settings_of(optimizer), "versions": packages},
             fingerprints=now,
         )
-        return RunJournal(journal, each_once)
+        yield RunJournal(journal, each_once)
     except BaseException:
         journal.close()
         raise

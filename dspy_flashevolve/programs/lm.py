@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import hashlib
 import json
+import os
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -37,15 +39,16 @@ from dspy.utils.usage_tracker import UsageTracker, track_usage
 
 from dspy_flashevolve.engine.endpoints import SEVERAL, Answers, Endpoint, Endpoints, Sent
 from dspy_flashevolve.engine.loop import LoopWaits
-from dspy_flashevolve.engine.rates import Claim, Estimate, RateLimit
+from dspy_flashevolve.engine.rates import MOST, Claim, Estimate, RateLimit, Unit, heard_in
 from dspy_flashevolve.engine.redaction import Redaction, secrets_held_by, without_secrets
 from dspy_flashevolve.engine.scheduler import Slot, current_slot
 from dspy_flashevolve.programs.balanced import BalancedLM, where
 from dspy_flashevolve.programs.faults import (
     HollowReplyError,
     chain_of,
-    hear,
-    heard_raising,
+    headers_in,
+    headers_of_error,
+    heard,
     is_of_request,
     is_paced,
     is_refusal,
@@ -54,7 +57,6 @@ from dspy_flashevolve.programs.faults import (
     may_repeat,
     retry_after_of,
 )
-from dspy_flashevolve.programs.rate_headers import account_of, headers_of, headers_of_error, heard_in, said_by
 
 T = TypeVar("T")
 BEGINNING = 20_000
@@ -95,6 +97,37 @@ def _names_of(lm: BalancedLM) -> list[str]:
         same = sum(name.partition(" #")[0] == address for name in names)
         names.append(f"{address} #{same + 1}" if same else address)
     return names
+
+
+def said_by(options: Mapping[str, Any]) -> dict[Unit, float]:
+    """The limits among an LM's options, in litellm's words: ``rpm`` and ``tpm``."""
+    said: dict[Unit, float] = {}
+    for unit, name in (("requests", "rpm"), ("tokens", "tpm")):
+        value = options.get(name)
+        if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= MOST:
+            said[unit] = float(value)
+    return said
+
+
+def account_of(lm: Any, endpoint: str, key: str | None = None) -> str:
+    """Whose limits an LM's requests count against: the endpoint, the model and the key, as a hash that tells none.
+
+    Args:
+        key: of the deployment; default: the LM's, else the one of its provider in the environment.
+    """
+    options: dict[str, Any] = getattr(lm, "kwargs", None) or {}
+    model = str(getattr(lm, "model", type(lm).__name__))
+    key = key or str(options.get("api_key") or os.environ.get(f"{model.split('/', 1)[0].upper()}_API_KEY", ""))
+    return hashlib.sha256("\0".join((endpoint, model, key)).encode("utf-8", "replace")).hexdigest()[:32]
+
+
+def limits_folder() -> Path | None:
+    """Where runs on the same key tell each other what they have sent: in the user's cache; None without a home."""
+    try:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:
+        return None
+    return cache / "dspy-flashevolve" / "limits"
 
 
 # Paced LMs
@@ -219,21 +252,20 @@ class Pace:
     """
 
     def __init__(self, models: LanguageModels, original: Any) -> None:
-        self.models = models
-        self.original = original
+        self.models, self.original = models, original
         of, name = models.endpoints, endpoint_of(original)
-        self._several = of.several(name) if isinstance(original, BalancedLM) else None
-        self._answers: Answers = self._several or of.endpoint(name)
-        self._places = {one.endpoint.name: one for one in _places(models, original, name)}
-        for place in self._places.values():
+        self.several = of.several(name) if isinstance(original, BalancedLM) else None
+        self.answers: Answers = self.several or of.endpoint(name)
+        self.places = {one.endpoint.name: one for one in _places(models, original, name)}
+        for place in self.places.values():
             waits = models.waits
             if waits is not None and waits.is_foreign():  # a copy that a program made in a thread
                 waits.call(place.rate.say, place.said)
             else:
                 place.rate.say(place.said)
-        self._only = None if self._several is not None else self._places[name]
         options: dict[str, Any] = getattr(original, "kwargs", None) or {}
-        self._most_written: Any = options.get("max_tokens") or options.get("max_completion_tokens")
+        most = options.get("max_tokens") or options.get("max_completion_tokens")
+        self.most_written = most if isinstance(most, int) else None
         timeout = options.get("timeout")
         self.seconds = float(timeout) if isinstance(timeout, int | float) else REQUEST_SECONDS
         """The longest that one request may take in all: an LM's timeout is one between two bytes."""
@@ -256,81 +288,58 @@ class Pace:
             LMError: what the last attempt raised; of an LM class of the user's own any other error too.
         """
         waits, slot = self.models.waits, current_slot()
-        sent, again = Sent(), dict[str, Any]()
         if waits is None or not waits.is_foreign():
             with self._without_secrets():
-                return self.models.redaction.known(request(lm, **self._anywhere))
-        at: _Place | None = None
+                return self.models.redaction.known(request(lm, **self.anywhere.arguments))
+        one = _Request(self, asked, slot, keeps=True)
         while not _is_given_up(slot):
-            at = self._only or waits.wait(_on_loop(self._choose, asked, sent, at))
-            claim, estimate, characters = self._claim(at, asked, slot)
-            timer = _Timer(self.seconds, slot)
             try:
-                if at.endpoint.open_seconds > waits.loop.time() or at.rate.is_known:
-                    waits.wait(at.endpoint.admit(slot, claim, True))
+                if one.goes_at_once(waits.loop.time()):
+                    one.estimate()
+                else:
+                    waits.wait(one.begin())
                 began = waits.loop.time()
-                waits.call(at.endpoint.send, sent)
-                waits.call(timer.begin)
+                waits.call(one.send)
                 with track_usage() as usage, _looking_at_replies() as look:
-                    result = self.models.redaction.known(request(lm, **again, **at.arguments))
+                    result = self.models.redaction.known(request(lm, **one.arguments))
             except Exception as error:
-                waits.call(timer.end)
-                if not waits.wait(_untimed(slot, self._waits_again, error, sent, at, None)):
+                if not waits.wait(one.waits_again(error)):
                     raise
-                again = _afresh(error)
             else:
-                waits.call(timer.end)
-                seconds = waits.loop.time() - began
-                waits.call(self._answered, sent, usage, seconds, at, claim, look, estimate, characters)
+                waits.call(one.answered, usage, look, waits.loop.time() - began)
                 if not _is_given_up(slot):
                     return result
             finally:
-                waits.call(at.endpoint.leave, sent)
+                waits.call(one.leave)
         raise LMTimeoutError("what this thread works on took too long, and was given up")
 
     async def acall(self, lm: Any, request: Callable[..., Awaitable[Any]], asked: object = None) -> Any:
         """The same on the run's loop, without the slot while it waits; on another loop the LM is called as it is."""
-        slot = current_slot()
         loop, waits = asyncio.get_running_loop(), self.models.waits
-        sent, again = Sent(), dict[str, Any]()
         if waits is None or waits.loop is not loop:
             with self._without_secrets():
-                return self.models.redaction.known(await request(lm, **self._anywhere))
-        at: _Place | None = None
+                return self.models.redaction.known(await request(lm, **self.anywhere.arguments))
+        one = _Request(self, asked, current_slot())
         while True:
-            at = self._only or self._choose(asked, sent, at)
-            claim, estimate, characters = self._claim(at, asked, slot)
             try:
-                await at.endpoint.admit(slot, claim)
+                await one.begin()
                 began = loop.time()
-                at.endpoint.send(sent)
+                one.send()
                 with track_usage() as usage, _looking_at_replies() as look:
-                    result = self.models.redaction.known(await self._in_time(request(lm, **again, **at.arguments)))
+                    result = self.models.redaction.known(await self._in_time(request(lm, **one.arguments)))
             except Exception as error:
-                if not await self._waits_again(error, sent, at, slot):
+                if not await one.waits_again(error):
                     raise
-                again = _afresh(error)
             else:
-                self._answered(sent, usage, loop.time() - began, at, claim, look, estimate, characters)
+                one.answered(usage, look, loop.time() - began)
                 return result
             finally:
-                at.endpoint.leave(sent)
+                one.leave()
 
     @property
-    def _anywhere(self) -> dict[str, Any]:
-        """The arguments of a call that is not paced."""
-        return next(iter(self._places.values())).arguments
-
-    def _choose(self, asked: object, sent: Sent, last: _Place | None) -> _Place:
-        """Which of several endpoints a request goes to, on the loop; ``last`` has just turned it away."""
-        assert self._several is not None
-
-        def is_full(one: Endpoint) -> bool:
-            rate = self._places[one.name].rate
-            return rate.is_known and rate.waiting >= rate.ahead
-
-        but = None if last is None else last.endpoint
-        return self._places[self._several.choose(sent, _beginning(asked), is_full, but).name]
+    def anywhere(self) -> _Place:
+        """Where a request goes that is not paced, or has no other place to go."""
+        return next(iter(self.places.values()))
 
     @contextmanager
     def _without_secrets(self) -> Generator[None, None, None]:
@@ -345,79 +354,109 @@ class Pace:
             return await request
         raise LMTimeoutError(f"no answer within {self.seconds:g} seconds")
 
-    async def _waits_again(self, error: Exception, sent: Sent, at: _Place, slot: Slot | None) -> bool:
+
+class _Request:
+    """One request, as often as it is sent. Used on the run's loop, but for what a thread may do by itself.
+
+    Args:
+        pace: of its LM.
+        asked: the arguments of the call.
+        slot: in which it is made; None outside of any.
+        keeps: it keeps the slot while it waits, and ends what runs there when it takes too long: a thread makes it.
+    """
+
+    def __init__(self, pace: Pace, asked: object, slot: Slot | None, keeps: bool = False) -> None:
+        self._pace, self._asked, self._slot, self._keeps = pace, asked, slot, keeps
+        self._at, self._sent = pace.anywhere, Sent()
+        self._cache: dict[str, Any] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Of the call, beside its own: whom to ask, and past dspy's cache where that may keep a bad reply."""
+        return {**self._cache, **self._at.arguments}
+
+    def goes_at_once(self, now: float) -> bool:
+        """Whether :meth:`begin` has nothing to choose or to wait for; a thread may ask."""
+        return self._pace.several is None and self._at.endpoint.open_seconds <= now and not self._at.rate.is_known
+
+    def estimate(self) -> None:
+        """What it will cost, by others of its stage, and its characters: none are counted without a limit."""
+        rate = self._at.rate
+        self._estimate = rate.estimates.setdefault("" if self._slot is None else self._slot.place[1], Estimate())
+        self._characters = sum(map(len, _texts(self._asked))) if rate.is_known else 0
+        self._claim = Claim(rate, self._estimate.tokens(self._characters, self._pace.most_written))
+
+    async def begin(self) -> None:
+        """Choose whom of several to ask, but not who has just turned it away, and wait until that may be."""
+        several = self._pace.several
+        if several is not None:
+            but = self._at.endpoint if self._sent.faults else None
+            beginning = next(filter(None, _texts(self._asked)), "")[:BEGINNING]  # where an instruction stands
+            self._at = self._pace.places[several.choose(self._sent, beginning, self._is_full, but).name]
+        self.estimate()
+        await self._at.endpoint.admit(self._slot, self._claim, self._keeps)
+
+    def _is_full(self, one: Endpoint) -> bool:
+        rate = self._pace.places[one.name].rate
+        return rate.is_known and rate.waiting >= rate.ahead
+
+    def send(self) -> None:
+        """It goes out now."""
+        self._at.endpoint.send(self._sent)
+        bound = _bound_of(self._slot) if self._keeps else None
+        if bound is not None:
+            self._timer = asyncio.get_running_loop().call_later(self._pace.seconds + LATE_SECONDS, bound.cancel)
+
+    def leave(self) -> None:
+        """It is not under way any more, whatever became of it."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._at.endpoint.leave(self._sent)
+
+    async def waits_again(self, error: Exception) -> bool:
         """Take note of an error of the request, and wait until it is made again; False where it is not.
 
         What was streamed may have been seen, and is not asked for twice.
         """
-        self.models.redaction.clean(chain_of(error))
+        if self._timer is not None:
+            self._timer.cancel()
+        pace, sent, endpoint = self._pace, self._sent, self._at.endpoint
+        pace.models.redaction.clean(chain_of(error))
         retry_after = retry_after_of(error)
-        at.rate.hear(heard_in(headers_of_error(chain_of(error))))
-        if self.models.once:
+        self._at.rate.hear(heard_in(headers_of_error(error)))
+        if pace.models.once:
             return False
         if may_repeat(error):
-            self._answers.turned_away(sent, str(error) or type(error).__name__, is_of_request(error))
+            pace.answers.turned_away(sent, str(error) or type(error).__name__, is_of_request(error))
         if is_refusal(error):
-            at.endpoint.refused(sent, retry_after)
+            endpoint.refused(sent, retry_after)
         elif is_timeout(error):
-            at.endpoint.timed_out(sent)
+            endpoint.timed_out(sent)
         if not may_repeat(error):
             return False
         if not is_refusal(error):
-            at.endpoint.failed()
-        attempts = self.original.num_retries + self.models.endpoints.retry.attempts
-        if dspy.settings.send_stream is not None or not self._answers.goes_on(sent, attempts):
+            endpoint.failed()
+        attempts = pace.original.num_retries + pace.models.endpoints.retry.attempts
+        if dspy.settings.send_stream is not None or not pace.answers.goes_on(sent, attempts):
             mark_asked(error, sent)
             return False
-        if self._several is None or not self._several.has_room:
-            await self._answers.rest(slot, sent, retry_after)
+        if pace.several is None or not pace.several.has_room:
+            await pace.answers.rest(self._slot, sent, retry_after, self._keeps)
+        self._cache = {"cache": False} if isinstance(error, HollowReplyError) else {}
         return True
 
-    def _claim(self, at: _Place, asked: object, slot: Slot | None) -> tuple[Claim, Estimate, int]:
-        """What a request will cost, by those of its stage, and its characters: none are counted without a limit."""
-        stage = "" if slot is None else slot.place[1]
-        estimate = at.rate.estimates.setdefault(stage, Estimate())
-        characters = _characters(asked) if at.rate.is_known else 0
-        most = self._most_written if isinstance(self._most_written, int) else None
-        return Claim(at.rate, estimate.tokens(characters, most)), estimate, characters
-
-    def _answered(
-        self,
-        sent: Sent,
-        usage: UsageTracker,
-        seconds: float,
-        at: _Place,
-        claim: Claim,
-        look: _Look,
-        estimate: Estimate,
-        length: int,
-    ) -> None:
-        written, total = completion_tokens_of(usage.usage_data), tokens_of(usage)
+    def answered(self, usage: UsageTracker, look: _Look, seconds: float) -> None:
+        """It was answered, after so many seconds."""
+        written, total, rate = completion_tokens_of(usage.usage_data), tokens_of(usage), self._at.rate
         if look.is_cached or not (written or seconds > CACHED_SECONDS):
-            at.rate.refund(claim)
+            rate.refund(self._claim)
             return
-        at.endpoint.finished(sent, written)
-        at.rate.settle(claim, total or None)
-        at.rate.hear(heard_in(look.headers))
-        if total and length:
-            estimate.learn(length, total - written, written)
-
-
-class _Timer:
-    """Ends what runs in a slot after some seconds; used on the loop."""
-
-    def __init__(self, seconds: float, slot: Slot | None) -> None:
-        self._seconds, self._slot = seconds, slot
-        self._handle: asyncio.TimerHandle | None = None
-
-    def begin(self) -> None:
-        bound = _bound_of(self._slot)
-        if bound is not None:
-            self._handle = asyncio.get_running_loop().call_later(self._seconds + LATE_SECONDS, bound.cancel)
-
-    def end(self) -> None:
-        if self._handle is not None:
-            self._handle.cancel()
+        self._at.endpoint.finished(self._sent, written)
+        rate.settle(self._claim, total or None)
+        rate.hear(heard_in(look.headers))
+        if total and self._characters:
+            self._estimate.learn(self._characters, total - written, written)
 
 
 def _bound_of(slot: Slot | None) -> anyio.CancelScope | None:
@@ -429,16 +468,6 @@ def _is_given_up(slot: Slot | None) -> bool:
     """Whether the work in a slot took too long: a thread that was left behind with it asks nothing more."""
     bound = _bound_of(slot)
     return bound is not None and bound.cancel_called
-
-
-async def _on_loop(call: Callable[..., T], *args: Any) -> T:
-    return call(*args)
-
-
-async def _untimed(slot: Slot | None, wait: Callable[..., Awaitable[T]], *args: Any) -> T:
-    """Wait, and keep the slot: the time in which the provider lets a rollout wait does not count against its bound."""
-    with nullcontext() if slot is None else slot.paused():
-        return await wait(*args)
 
 
 @lru_cache(maxsize=64)
@@ -455,21 +484,23 @@ def paced_class(kind: type[Any]) -> type[Any]:
         models: LanguageModels | None = dspy.settings.get(PACED_BY)
         if models is None:
             return call(self, *args, **kwargs)
-        with heard_raising():
+        with heard() as calls:
             result = models.pace_of(self).call(
                 self, lambda lm, **again: call(lm, *args, **{**kwargs, **again}), (args, kwargs)
             )
-            return hear(result)
+            calls.on_lm_end("", result)
+            return result
 
     async def paced_acall(self: Any, *args: Any, **kwargs: Any) -> Any:
         models: LanguageModels | None = dspy.settings.get(PACED_BY)
         if models is None:
             return await acall(self, *args, **kwargs)
-        with heard_raising():
+        with heard() as calls:
             result = await models.pace_of(self).acall(
                 self, lambda lm, **again: acall(lm, *args, **{**kwargs, **again}), (args, kwargs)
             )
-            return hear(result)
+            calls.on_lm_end("", result)
+            return result
 
     # Callbacks hear of a call's arguments by their names.
     def heard_call(self: Any, prompt: Any = None, *, messages: Any = None, **kwargs: Any) -> Any:
@@ -541,7 +572,10 @@ class _Look:
         usage = reply.usage if isinstance(reply, lm15.Response) else None
         of_cache = usage is not None and bool(usage.total_tokens or usage.output_tokens) and not entry.get("usage")
         self.is_cached = of_cache or getattr(reply, "cache_hit", False) is True
-        self.headers = headers_of(reply)
+        hidden = getattr(
+            reply, "_hidden_params", None
+        )  # litellm's; dspy's native engine shows the headers of errors alone
+        self.headers = headers_in(hidden.get("additional_headers") if isinstance(hidden, Mapping) else None)
 
 
 _LOOK: ContextVar[_Look | None] = ContextVar("flashevolve_look", default=None)
@@ -563,11 +597,6 @@ def _looking_at_replies() -> Generator[_Look, None, None]:
         _LOOK.reset(token)
     if look.hollow:
         raise HollowReplyError("the reply holds no message")
-
-
-def _afresh(error: Exception) -> dict[str, Any]:
-    """How to ask again: past dspy's cache, if what it may have kept is a reply without a message."""
-    return {"cache": False} if isinstance(error, HollowReplyError) else {}
 
 
 def is_hollow(reply: Any) -> bool:
@@ -611,28 +640,19 @@ def _in(value: Any, name: str) -> Any:
     return value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)
 
 
-def _beginning(asked: object) -> str:
-    """What requests have in common whose prompts begin alike: the first message, where an instruction stands."""
+def _texts(asked: object) -> Iterator[str]:
+    """The texts of a prompt, in order, in the arguments of an LM call."""
     if isinstance(asked, str):
-        return asked[:BEGINNING]
-    if isinstance(asked, lm15.Request):
-        return str(asked.system or "")
-    if isinstance(asked, Mapping):
+        yield asked
+    elif isinstance(asked, lm15.Request):
+        yield str(asked.system or "")
+        yield from (message.text or "" for message in asked.messages)
+    elif isinstance(asked, Mapping):
         options = cast("Mapping[str, Any]", asked)
-        return _beginning(next((options[name] for name in ("messages", "prompt", "content") if options.get(name)), ""))
-    found = (_beginning(one) for one in cast("Sequence[Any]", asked)) if isinstance(asked, tuple | list) else iter(())
-    return next((one for one in found if one), "")
-
-
-def _characters(asked: object) -> int:
-    """Of all texts in the arguments of an LM call."""
-    if isinstance(asked, str):
-        return len(asked)
-    if isinstance(asked, lm15.Request):
-        return len(str(asked.system or "")) + sum(len(message.text or "") for message in asked.messages)
-    if isinstance(asked, Mapping):
-        return sum(map(_characters, cast("Mapping[Any, Any]", asked).values()))
-    return sum(map(_characters, cast("Sequence[Any]", asked))) if isinstance(asked, tuple | list) else 0
+        yield from _texts([options.get(name) for name in ("messages", "prompt", "content", "text")])
+    elif isinstance(asked, tuple | list):
+        for one in cast("Sequence[Any]", asked):
+            yield from _texts(one)
 
 
 # Tokens and dollars: dspy.track_usage gives each rollout, reflection and integration a tracker of its own, and rolls

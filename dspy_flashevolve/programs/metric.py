@@ -87,12 +87,7 @@ class Metric:
         self._function = function
         self._threads = threads
         self._coroutine = is_coroutine_metric(function)
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._declared, self._padding = _arguments_of(function)
-
-    def attach(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Say on which loop coroutine metrics are awaited."""
-        self._loop = loop
 
     @asynccontextmanager
     async def turn(self) -> AsyncGenerator[None, None]:
@@ -131,13 +126,11 @@ class Metric:
         return await result if inspect.isawaitable(result) else result
 
     def blocking(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the metric from a thread, and wait for it; coroutines run on the loop. See :meth:`turn`."""
+        """Call the metric from one of the threads, and wait for it; coroutines run on the loop. See :meth:`turn`."""
         result = self._function(*args, **kwargs)
         if not inspect.isawaitable(result):
             return result
-        if self._loop is None:
-            raise RuntimeError("a coroutine metric was called before the run's loop was attached")
-        value, left = asyncio.run_coroutine_threadsafe(_awaited(result), self._loop).result()
+        value, left = asyncio.run_coroutine_threadsafe(_awaited(result), self._threads.loop).result()
         if left is not None:
             raise left
         return value

@@ -1,70 +1,102 @@
-"""A DSPy program as the evolution loop sees it: roll out, build reflective data, propose and integrate texts."""
+"""A DSPy program as an evolution loop sees it: roll a candidate out, reflect on it, propose new texts.
+
+A rollout runs a copy of the program with a candidate on one example. What counts as a failure, and what it scores, is
+what ``dspy.teleprompt.bootstrap_trace_data`` and ``dspy.Evaluate`` make of it inside dspy.GEPA, one example at a time.
+The one difference: an error of the provider is not a score (see :mod:`dspy_flashevolve.programs.faults`). It runs on
+the event loop as long as that works, else in a thread. Reflection is dspy's own GEPA adapter.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import inspect
 import logging
+import math
 import random
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+import time
+import traceback
+import types
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
+import anyio
 import dspy
+from dspy.adapters.types.tool import Tool
+from dspy.clients.base_lm import BaseLM
 from dspy.evaluate.evaluate import EvaluationResult
 from dspy.primitives.code_interpreter import CodeInterpreterError
 from dspy.primitives.module import Module
+from dspy.teleprompt.bootstrap_trace import FailedPrediction
 from dspy.teleprompt.gepa.gepa_utils import DspyAdapter
-from dspy.utils.callback import with_callbacks
-from dspy.utils.usage_tracker import track_usage
+from dspy.utils.callback import BaseCallback, with_callbacks
+from dspy.utils.dummies import DummyLM
+from dspy.utils.exceptions import AdapterParseError
+from dspy.utils.usage_tracker import UsageTracker, track_usage
 from gepa.core.adapter import EvaluationBatch
 
-from dspy_flashevolve.engine.errors import who_raised
-from dspy_flashevolve.programs.faults import heard_lm_calls, raise_provider_fault
-from dspy_flashevolve.programs.lm import cost_of, tokens_of
-from dspy_flashevolve.programs.metric import Metric
-from dspy_flashevolve.programs.place import has_own_aforward
-from dspy_flashevolve.programs.runner import ProgramRunner
+from dspy_flashevolve.engine.errors import FlashEvolveError, RunAbortedError, who_raised
+from dspy_flashevolve.engine.loop import Threads, is_being_cancelled
+from dspy_flashevolve.engine.rollouts import Rollout, given_up
+from dspy_flashevolve.programs.copies import Copied, copied
+from dspy_flashevolve.programs.faults import LmCalls, chain_of, fault_of, heard_lm_calls, raise_provider_fault
+from dspy_flashevolve.programs.lm import LanguageModels, cost_of, tokens_of
+from dspy_flashevolve.programs.metric import Metric, no_score
+from dspy_flashevolve.programs.records import RolloutRecords
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 ReflectiveDataset = Mapping[str, Sequence[Mapping[str, Any]]]
+PROTOTYPES = 64
+"""Programs that are kept ready; older ones are built again when they are needed."""
+LISTENED = 8
+"""So many of the first rollouts tell whether a program, or its metric, calls LMs that the run does not pace."""
+ALIKE = 8
+"""First rollouts that end a run if they all fail with one error: a mistake in a name, examples of another kind."""
+BLOCKING = ("CodeAct", "Flex", "ProgramOfThought", "RLM")
+"""dspy's modules that run code in an interpreter and wait for it."""
+WATCHED = 8
+"""The first rollouts on the loop are watched for calls that block it."""
+BLOCKED = 3
+"""So many that do are no accident (an import, a busy machine)."""
+HELD_SECONDS = 0.1
+"""Who holds the loop for so long, and does nothing, waits for something."""
 
 
-def adapter_of(optimizer: Any, student: Module, metric: Metric, reflection_lm: Any) -> DspyAdapter:
-    """dspy's adapter, set up as ``dspy.GEPA.compile`` sets it up."""
-    return DspyAdapter(
-        student_module=student,
-        metric_fn=optimizer.metric_fn,
-        feedback_map={name: _feedback(name, predictor, metric) for name, predictor in student.named_predictors()},
-        failure_score=optimizer.failure_score,
-        num_threads=optimizer.num_threads,
-        add_format_failure_as_feedback=optimizer.add_format_failure_as_feedback,
-        rng=random.Random(optimizer.seed),
-        reflection_lm=reflection_lm,
-        custom_instruction_proposer=optimizer.custom_instruction_proposer,
-        custom_code_proposer=optimizer.custom_code_proposer,
-        warn_on_score_mismatch=optimizer.warn_on_score_mismatch,
-        reflection_minibatch_size=optimizer.reflection_minibatch_size,
-    )
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """A finished run: the prediction and its trace, or the error that ended it."""
+
+    prediction: Any
+    trace: list[Any]
+    error: Exception | None = None
 
 
-def _feedback(name: str, predictor: Any, metric: Metric) -> Callable[..., Any]:
-    """What the metric says of one predictor, with a default where it says nothing."""
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An error of the code's own, which every other rollout may have, too.
 
-    def feedback(
-        predictor_output: Any, predictor_inputs: Any, module_inputs: Any, module_outputs: Any, captured_trace: Any
-    ) -> Any:
-        trace = [(predictor, predictor_inputs, predictor_output)]
-        result = metric.blocking(module_inputs, module_outputs, captured_trace, name, trace)
-        if not hasattr(result, "feedback"):
-            return {"score": result, "feedback": f"This trajectory got a score of {result}."}
-        if result["feedback"] is None:
-            result["feedback"] = f"This trajectory got a score of {result['score']}."
-        return result
+    Args:
+        error: what was raised.
+        at: the type of the error, and the line of code that raised it.
+        refused: the provider refused the request.
+    """
 
-    return feedback
+    error: Exception
+    at: tuple[Any, ...]
+    refused: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """A rollout, and what it failed with, where that may be a mistake in the code."""
+
+    rollout: Rollout
+    failure: Failure | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,38 +114,229 @@ class Reflection:
     cost_dollars: float = 0.0
 
 
-class _Announced(dspy.Evaluate):
-    """An evaluation as dspy's callbacks know it, made by the run.
+Make = Callable[[dict[str, str], dspy.Example, bool, UsageTracker], Awaitable[Tried]]
+"""Makes a rollout of a candidate on an example, with a trace where that is True, and adds what its LMs used."""
+
+
+class ProgramRunner:
+    """Runs candidates of one student program.
 
     Args:
-        evaluated: makes it; example, output and score of each example.
-        options: of ``dspy.Evaluate``.
+        adapter: builds programs from candidates.
+        metric: scores predictions.
+        threads: where programs without a usable ``aforward`` run.
+        models: pace the predictors' own LMs; None to call these as they are.
+        finite: a score that is no finite number is a failure, with a warning; else it ends the run.
+        elsewhere: makes the rollouts in other processes; None to make them here, by :meth:`tried`.
     """
 
-    def __init__(self, evaluated: Callable[[], Awaitable[list[tuple[Any, ...]]]], **options: Any) -> None:
-        super().__init__(**options)
-        self._evaluated = evaluated
-
-    @with_callbacks
-    async def __call__(  # pyright: ignore[reportIncompatibleMethodOverride]
+    def __init__(
         self,
-        program: Module,
-        metric: Any = None,
-        devset: Any = None,
-        num_threads: int | None = None,
-        display_progress: bool | None = None,
-        display_table: bool | int | None = None,
-        callback_metadata: dict[str, Any] | None = None,
-        save_as_csv: str | None = None,
-        save_as_json: str | None = None,
-    ) -> EvaluationResult:
-        results: Any = await self._evaluated()
-        score = 100 * sum(result[-1] for result in results) / len(results)
-        return EvaluationResult(round(score, 2), results)
+        adapter: DspyAdapter,
+        metric: Metric,
+        threads: Threads,
+        models: LanguageModels | None = None,
+        finite: bool = False,
+        elsewhere: Make | None = None,
+    ) -> None:
+        self.adapter = adapter
+        self._elsewhere = elsewhere
+        self._metric = metric
+        self._threads = threads
+        self._models = models
+        self._finite = finite
+        self._flex = bool(adapter._flex_paths)  # pyright: ignore[reportPrivateUsage]
+        self.records = RolloutRecords(adapter.student, code=self._flex)
+        """How its rollouts are written down."""
+        self._student: Copied | None = None
+        self._prototypes: OrderedDict[tuple[tuple[str, str], ...], Callable[[], Module] | Exception] = OrderedDict()
+        self._building = anyio.Lock()
+        self._place = Place(threads)
+        self._to_hear: float = LISTENED
+        """Rollouts in which all LM calls are to be heard; infinite once one was of an LM that the run does not pace."""
+        self._first: FirstRollouts | None = None
+        self._mistake: Exception | None = None
+        """What all first rollouts failed with: none is made any more."""
 
+    @property
+    def interruptible(self) -> bool:
+        """Whether a rollout that has begun can be given up: one on the loop can, one in a thread cannot."""
+        return bool(self._place.on_loop if self._elsewhere is None else runs_on_loop(self.adapter.student))
 
-class DspyProgram(ProgramRunner):
-    """Runs candidates of a student and reflects on them, through dspy's own GEPA adapter."""
+    def first_rollouts(self, count: int) -> None:
+        """The next ``count`` rollouts are the run's first: where they all fail alike, their error ends the run."""
+        self._first = FirstRollouts(count)
+
+    async def rollout(self, candidate: dict[str, str], example: dspy.Example, *, capture_traces: bool) -> Rollout:
+        """Run ``candidate`` on ``example``.
+
+        Raises:
+            TransientError: the provider asks to come back later.
+            RunAbortedError: the provider refuses for good.
+            TypeError, ValueError: what the metric returned is no score.
+            Exception: of the program or the metric, where all first rollouts failed alike.
+        """
+        if self._mistake is not None:
+            raise self._mistake
+        make = self._elsewhere or self.tried
+        with track_usage() as usage:
+            try:
+                tried = await make(candidate, example, capture_traces, usage)
+                self._look_at(tried.failure)
+            except BaseException:
+                given_up(tokens_of(usage), cost_of(usage))
+                raise
+        return replace(tried.rollout, tokens=tokens_of(usage), cost_dollars=cost_of(usage))
+
+    async def tried(
+        self, candidate: dict[str, str], example: dspy.Example, capture_traces: bool, usage: UsageTracker
+    ) -> Tried:
+        """Run ``candidate`` on ``example`` in this process; ``usage`` tracks its LM calls."""
+        prototype = await self._prototype(candidate)
+        if isinstance(prototype, Exception):
+            return Tried(Rollout(None, self.adapter.failure_score))
+        with heard_lm_calls(only_paced=self._to_hear <= 0) as calls:
+            run = await self._run(prototype, example, calls)
+            if dspy.settings.track_usage and isinstance(run.prediction, dspy.Prediction):
+                run.prediction.set_lm_usage(usage.get_total_tokens())
+            tried = await self._scored(example, run, capture_traces, calls)
+        self._to_hear = self._to_hear - 1 if calls.only_paced else math.inf
+        return tried
+
+    async def _prototype(self, candidate: dict[str, str]) -> Callable[[], Module] | Exception:
+        """What makes a rollout's copy of a candidate's program. One is built at a time, each once."""
+        key = tuple(sorted(candidate.items()))
+        if key not in self._prototypes:
+            async with self._building:
+                if key not in self._prototypes:
+                    self._prototypes[key] = await self._threads.run(self._built, candidate)
+                while len(self._prototypes) > PROTOTYPES:
+                    self._prototypes.popitem(last=False)
+        self._prototypes.move_to_end(key)
+        return self._prototypes[key]
+
+    def _built(self, candidate: dict[str, str]) -> Callable[[], Module] | Exception:
+        if self._flex:
+            try:
+                program, copy = copied(self.adapter.build_program(candidate))
+            except (SyntaxError, CodeInterpreterError) as error:
+                logger.warning("Candidate failed to build (%s); its rollouts score as failures.", error)
+                return error
+        else:  # as dspy's adapter, but large data that a student carries is copied once, not a candidate
+            if self._student is None:
+                self._student = copied(self.adapter.student)
+            student, copy = self._student
+            program = copy(student)
+            for name, predictor in program.named_predictors():
+                if name in candidate:
+                    signature: Any = predictor.signature
+                    predictor.signature = signature.with_instructions(candidate[name])
+        return partial(copy, program if self._models is None else self._models.pace_in(program))
+
+    async def _run(self, copied: Callable[[], Module], example: dspy.Example, calls: LmCalls) -> _Run:
+        program = copied()
+        inputs: dict[str, Any] = {}
+        trace: list[Any] = []
+        with dspy.context(trace=trace):
+            try:
+                inputs = dict(example.inputs())
+                try:
+                    prediction = await self._place.call(program, inputs)
+                except NeedsThreadError:
+                    program = copied()
+                    trace.clear()
+                    prediction = await self._place.call(program, inputs)
+            except asyncio.CancelledError as error:
+                if is_being_cancelled():
+                    raise  # the run is being cancelled, not the program by itself
+                return self._crash(trace, RuntimeError(f"the program was cancelled: {error}"), calls)
+            except AdapterParseError as error:
+                return self._parse_failure(program, inputs, trace, error)
+            except Exception as error:
+                return self._crash(trace, error, calls)
+        return _Run(prediction, list(trace))
+
+    def _parse_failure(
+        self, program: Module, inputs: dict[str, Any], trace: list[Any], error: AdapterParseError
+    ) -> _Run:
+        """A reply that did not fit the format is worth reflecting on; dspy.GEPA drops half-parsed ones."""
+        predictor = next((p for p in program.predictors() if p.signature == error.signature), None)
+        if error.parsed_result or predictor is None:
+            return _Run(None, [], error)
+        failed = FailedPrediction(error.lm_response or "", format_reward=self.adapter.failure_score)
+        return _Run(failed, [*trace, (predictor, inputs, failed)])
+
+    def _crash(self, trace: list[Any], error: Exception, calls: LmCalls) -> _Run:
+        raise_provider_fault(error, calls.errors)
+        if not self._flex:
+            return _Run(None, [], error)
+        logger.warning("Program raised on an example: %s", _said(error))
+        return _Run(FailedPrediction(_said(error)), list(trace))
+
+    async def _scored(self, example: Any, run: _Run, capture_traces: bool, calls: LmCalls) -> Tried:
+        failure = self.adapter.failure_score
+        if run.error is not None:
+            logger.warning("Example scored as a failure: %s", _said(run.error))
+            failed = self.failed(f"The program failed: {_said(run.error)}", capture_traces)
+            return Tried(failed, self._failure(run.error, calls))
+        if isinstance(run.prediction, FailedPrediction):
+            if not (capture_traces or self._flex):
+                return Tried(self.failed("The program's reply could not be read.", capture_traces))
+            return Tried(self._rollout(example, run, failure))
+        try:
+            raw = await self._metric.score(example, run.prediction, scoring_trace=run.trace, flex=self._flex)
+        except FlashEvolveError:
+            raise  # ours, not the metric's: the journal that could not note the call, say
+        except Exception as error:
+            raise_provider_fault(error, calls.errors)
+            logger.warning("Metric %s raised on an example: %s", self._metric.name, _said(error))
+            if self._flex:
+                return Tried(self._rollout(example, run, failure))
+            failed = self.failed(f"The program answered, but the metric failed: {_said(error)}", capture_traces)
+            return Tried(failed, self._failure(error, calls))
+        return Tried(self._rollout(example, run, raw))
+
+    def _failure(self, error: Exception, calls: LmCalls) -> Failure | None:
+        if self._flex or any(isinstance(one, AdapterParseError) for one in chain_of(error)):
+            return None  # a reply that cannot be read, whatever its parser ran into, is no mistake in code
+        return Failure(error, _raised_at(error), fault_of(error, calls.errors) is not None)
+
+    def _look_at(self, failure: Failure | None) -> None:
+        """Raise the error of a rollout if each of the first rollouts had it."""
+        if self._first is None or failure is None:
+            self._first = None
+        elif said := self._first.failed(failure):
+            error = failure.error
+            logger.error("%s: %s", said, _said(error))
+            if failure.refused:
+                self._mistake = RunAbortedError(f"{said}: {_said(error)}")
+                raise self._mistake from error
+            if add_note := getattr(error, "add_note", None):  # Python 3.11
+                add_note(said)
+            self._mistake = error
+            raise error
+
+    def failed(self, error: str, capture_traces: bool) -> Rollout:
+        """A rollout that failed, with the reason."""
+        return Rollout(None if capture_traces else dspy.Prediction(), self.adapter.failure_score, error=error)
+
+    def _rollout(self, example: Any, run: _Run, raw: Any) -> Rollout:
+        score, objectives = raw, dict[str, float]()
+        if isinstance(raw, dspy.Prediction):
+            score, objectives = raw.get("score"), dict(raw.get("objective_scores") or {})
+        if not self._finite and not _is_number(score):
+            raise no_score(self._metric.name, raw, example)
+        if self._finite and score is not None and not _is_number(score):
+            logger.warning("Metric %s gave %r, expected a finite number: a failure.", self._metric.name, score)
+            score = None
+        return Rollout(
+            output=run.prediction,
+            score=self.adapter.failure_score if score is None else score,
+            objective_scores=objectives,
+            trajectory={"example": example, "prediction": run.prediction, "trace": run.trace, "score": raw},
+        )
+
+    # Reflection.
 
     async def announced(
         self,
@@ -231,6 +454,314 @@ class DspyProgram(ProgramRunner):
                 if hook is not None:
                     logger.warning("%s raised %s: %.300s", hook, type(error).__name__, error)
                 raise
+
+
+class FirstRollouts:
+    """Whether the first rollouts of a run all fail alike, so that nothing would be learnt from more of them.
+
+    Alike is: an error of one type, raised in one line of code. With one message, ``ALIKE`` are enough; else it may
+    depend on the data, and all of them are needed.
+
+    Args:
+        count: how many rollouts are the first.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count, self._failed = count, 0
+        self._places, self._messages = set[tuple[Any, ...]](), set[str]()
+
+    def failed(self, failure: Failure) -> str:
+        """Take note of a failure; what is to be said where it was the last that it needed, else nothing."""
+        self._failed += 1
+        self._places.add(failure.at)
+        self._messages.add(str(failure.error))
+        enough = min(ALIKE, self._count) if len(self._messages) == 1 else self._count
+        alike = len(self._places) == 1 and self._failed == enough
+        return f"All of the first {self._failed} rollouts failed alike" if alike else ""
+
+
+def _raised_at(error: Exception) -> tuple[Any, ...]:
+    """The name of an error's type, and the line of code that raised it."""
+    places = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    return type(error).__module__, type(error).__qualname__, *places[-1:]
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _is_number(score: Any) -> bool:
+    try:
+        return not isinstance(score, str) and math.isfinite(score)
+    except (TypeError, ValueError):
+        return False
+
+
+# Where rollouts run.
+
+
+class NeedsThreadError(Exception):
+    """A program was awaited that can only be called."""
+
+
+class Place:
+    """Where the rollouts of one program run: on the loop as long as that works, else in threads.
+
+    Args:
+        threads: of the run.
+    """
+
+    def __init__(self, threads: Threads) -> None:
+        self.on_loop: bool | None = None
+        """None before the first call."""
+        self._threads = threads
+        self._watched = self._blocked = 0
+
+    async def call(self, program: Module, inputs: dict[str, Any]) -> Any:
+        """What a program returns.
+
+        Raises:
+            NeedsThreadError: its ``aforward`` is no real one; a fresh copy is called by its ``forward``.
+            Exception: what the program raised.
+        """
+        if self.on_loop is None:
+            self.on_loop = runs_on_loop(program)
+        if not self.on_loop:
+            return await self._threads.run(_called, program, inputs)
+        try:
+            return await self._awaited(program, inputs)
+        except NotImplementedError as error:
+            if not _has(program, "forward"):
+                raise
+            if self.on_loop:
+                self.on_loop = False
+                name = type(program).__name__
+                logger.warning("%s.aforward raises NotImplementedError: rollouts run in threads, by its forward.", name)
+            raise NeedsThreadError from error
+
+    async def _awaited(self, program: Module, inputs: dict[str, Any]) -> Any:
+        if self._watched >= WATCHED:
+            return await program.acall(**inputs)
+        watch = _Watch(lambda: self._has_blocked(program))
+        with dspy.context(callbacks=[*dspy.settings.callbacks, watch]):
+            result = await watch.awaiting(program.acall(**inputs))
+        self._watched += 1
+        return result
+
+    def _has_blocked(self, program: Module) -> None:
+        self._blocked += 1
+        if self._blocked >= BLOCKED and self.on_loop:
+            self.on_loop = False
+            logger.warning(
+                "%s.aforward blocks the event loop, so that rollouts would run one after another; they run in threads "
+                "instead%s. In aforward, await what waits (predictor.acall(...) instead of predictor(...), an async "
+                "client), or call it by asyncio.to_thread; or leave aforward out.",
+                type(program).__name__,
+                ", by its forward" if _has(program, "forward") else "",
+            )
+
+
+def _called(program: Module, inputs: dict[str, Any]) -> Any:
+    """Call a program in a thread; one without a ``forward`` on a loop of its own."""
+    if _has(program, "forward") or not _has(program, "aforward"):
+        return program(**inputs)
+    return asyncio.run(program.acall(**inputs))
+
+
+def _has(program: Module, name: str) -> bool:
+    return name in vars(program) or any(name in vars(kind) for kind in type(program).__mro__)
+
+
+class _Watch(BaseCallback):
+    """Watches one call of a program on the loop.
+
+    Args:
+        blocks: called once, as soon as it is seen to wait without awaiting.
+    """
+
+    def __init__(self, blocks: Callable[[], None]) -> None:
+        self._blocks: Callable[[], None] | None = blocks
+        self._begun: set[str] = set()
+
+    def on_lm_start(self, call_id: str, instance: Any, inputs: dict[str, Any]) -> None:
+        """See ``dspy.utils.callback.BaseCallback``."""
+        self._begun.add(call_id)
+
+    def on_lm_end(self, call_id: str, outputs: Any, exception: BaseException | None = None) -> None:
+        """A call of an LM that ends before anything else could run was not awaited."""
+        if call_id in self._begun:
+            self._tell()
+
+    def _tell(self) -> None:
+        if self._blocks is not None:
+            self._blocks()
+        self._blocks = None
+
+    @types.coroutine
+    def awaiting(self, work: Coroutine[Any, Any, T]) -> Generator[Any, Any, T]:
+        """Await ``work``, and look at what it does between two awaits."""
+        resume: Callable[[Any], Any] = work.send
+        value: Any = None
+        while True:
+            self._begun.clear()
+            began = time.perf_counter() - _occupied_seconds()
+            try:
+                awaited = resume(value)
+            except StopIteration as end:
+                return end.value
+            finally:
+                if time.perf_counter() - _occupied_seconds() - began > HELD_SECONDS:
+                    self._tell()
+            try:
+                resume, value = work.send, (yield awaited)
+            except GeneratorExit:
+                work.close()
+                raise
+            except BaseException as error:
+                resume, value = work.throw, error
+
+
+def _occupied_seconds() -> float:
+    """How long this thread has worked, or would have, had the machine had a processor for it (where Linux tells)."""
+    try:
+        with open("/proc/thread-self/schedstat", encoding="ascii") as file:
+            queued = int(file.read().split()[1]) / 1e9
+    except (OSError, IndexError, ValueError):
+        queued = 0.0
+    return time.thread_time() + queued
+
+
+def runs_on_loop(program: Module) -> bool:
+    """True when ``program`` can be awaited and does the same as when it is called.
+
+    It needs an ``aforward`` that is at least as specific as its ``forward``: a subclass that overrides
+    only ``forward`` inherits an ``aforward`` that would skip its code. Every LM that it may call (its
+    predictors' own, else the configured one) must answer asynchronously. And what is known to block must
+    not be in it: dspy calls a tool that is no coroutine function on the loop, and code interpreters wait.
+    """
+    return (
+        has_own_aforward(program)
+        and all(answers_asynchronously(lm) for lm in _language_models(program))
+        and not any(_blocks(module) for _, module in program.named_sub_modules())
+    )
+
+
+def _blocks(module: Any) -> bool:
+    if any(kind.__name__ in BLOCKING and kind.__module__.startswith("dspy.") for kind in type(module).__mro__):
+        return True
+    tools = getattr(module, "tools", None)
+    listed = list(tools.values()) if isinstance(tools, dict) else tools if isinstance(tools, list | tuple) else []
+    return any(_blocking_tool(tool) for tool in listed)
+
+
+def _blocking_tool(tool: Any) -> bool:
+    function = tool.func if isinstance(tool, Tool) else tool
+    call = getattr(function, "__call__", None)  # noqa: B004
+    return callable(function) and not (inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call))
+
+
+def has_own_aforward(program: Module) -> bool:
+    """Whether a module's ``aforward`` is at least as specific as its ``forward``."""
+    if "forward" in vars(program) and "aforward" not in vars(program):
+        return False
+    return _defines_first(type(program), {"aforward"}, {"forward"})
+
+
+def _defines_first(kind: type, wanted: set[str], others: set[str]) -> bool:
+    """Whether one of the wanted names is at least as specific as the others; BaseLM's own count for none."""
+    for base in kind.__mro__:
+        names = vars(base).keys()
+        if base is BaseLM or (names & others and not names & wanted):
+            return False
+        if names & wanted:
+            return True
+    return False
+
+
+def _language_models(program: Module) -> list[Any]:
+    own = [getattr(predictor, "lm", None) for predictor in program.predictors()]
+    return [lm for lm in [*own, dspy.settings.lm] if lm is not None]
+
+
+def answers_asynchronously(lm: Any) -> bool:
+    """True when ``await lm.acall(...)`` works and does not block the loop for the length of a request."""
+    if isinstance(lm, DummyLM):
+        return True
+    if not isinstance(lm, BaseLM):
+        return inspect.iscoroutinefunction(getattr(lm, "acall", None))
+    engine = getattr(lm, "_engine_spec", "auto")
+    if not isinstance(engine, str) and getattr(lm, "_async_engine_spec", None) is None:
+        return False
+    kind = getattr(type(lm), "original_class", type(lm))
+    return _defines_first(kind, {"aforward", "acall"}, {"forward", "__call__"})
+
+
+# As dspy.GEPA sets its adapter up, and tells its callbacks.
+
+
+def adapter_of(optimizer: Any, student: Module, metric: Metric, reflection_lm: Any) -> DspyAdapter:
+    """dspy's adapter, set up as ``dspy.GEPA.compile`` sets it up."""
+    return DspyAdapter(
+        student_module=student,
+        metric_fn=optimizer.metric_fn,
+        feedback_map={name: _feedback(name, predictor, metric) for name, predictor in student.named_predictors()},
+        failure_score=optimizer.failure_score,
+        num_threads=optimizer.num_threads,
+        add_format_failure_as_feedback=optimizer.add_format_failure_as_feedback,
+        rng=random.Random(optimizer.seed),
+        reflection_lm=reflection_lm,
+        custom_instruction_proposer=optimizer.custom_instruction_proposer,
+        custom_code_proposer=optimizer.custom_code_proposer,
+        warn_on_score_mismatch=optimizer.warn_on_score_mismatch,
+        reflection_minibatch_size=optimizer.reflection_minibatch_size,
+    )
+
+
+def _feedback(name: str, predictor: Any, metric: Metric) -> Callable[..., Any]:
+    """What the metric says of one predictor, with a default where it says nothing."""
+
+    def feedback(
+        predictor_output: Any, predictor_inputs: Any, module_inputs: Any, module_outputs: Any, captured_trace: Any
+    ) -> Any:
+        trace = [(predictor, predictor_inputs, predictor_output)]
+        result = metric.blocking(module_inputs, module_outputs, captured_trace, name, trace)
+        if not hasattr(result, "feedback"):
+            return {"score": result, "feedback": f"This trajectory got a score of {result}."}
+        if result["feedback"] is None:
+            result["feedback"] = f"This trajectory got a score of {result['score']}."
+        return result
+
+    return feedback
+
+
+class _Announced(dspy.Evaluate):
+    """An evaluation as dspy's callbacks know it, made by the run.
+
+    Args:
+        evaluated: makes it; example, output and score of each example.
+        options: of ``dspy.Evaluate``.
+    """
+
+    def __init__(self, evaluated: Callable[[], Awaitable[list[tuple[Any, ...]]]], **options: Any) -> None:
+        super().__init__(**options)
+        self._evaluated = evaluated
+
+    @with_callbacks
+    async def __call__(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        program: Module,
+        metric: Any = None,
+        devset: Any = None,
+        num_threads: int | None = None,
+        display_progress: bool | None = None,
+        display_table: bool | int | None = None,
+        callback_metadata: dict[str, Any] | None = None,
+        save_as_csv: str | None = None,
+        save_as_json: str | None = None,
+    ) -> EvaluationResult:
+        results: Any = await self._evaluated()
+        score = 100 * sum(result[-1] for result in results) / len(results)
+        return EvaluationResult(round(score, 2), results)
 
 
 def _of_the_users(proposer: Any) -> Any:

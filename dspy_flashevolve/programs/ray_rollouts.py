@@ -26,6 +26,7 @@ import re
 import sys
 import threading
 from collections.abc import AsyncGenerator, Mapping
+from concurrent.futures import Future
 from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -47,11 +48,16 @@ from dspy_flashevolve.engine.rollouts import Rollout, metric_begins, metric_not_
 from dspy_flashevolve.engine.run import EvolutionRun
 from dspy_flashevolve.engine.scheduler import current_slot
 from dspy_flashevolve.programs.faults import chain_of, is_refusal, is_timeout
-from dspy_flashevolve.programs.lm import CACHED_SECONDS, LanguageModels, completion_tokens_of, endpoint_of
+from dspy_flashevolve.programs.lm import (
+    CACHED_SECONDS,
+    LanguageModels,
+    completion_tokens_of,
+    endpoint_of,
+    limits_folder,
+)
 from dspy_flashevolve.programs.metric import Metric
-from dspy_flashevolve.programs.rate_headers import limits_folder
+from dspy_flashevolve.programs.program import Failure, Make, ProgramRunner, Tried
 from dspy_flashevolve.programs.records import RolloutRecords, kept
-from dspy_flashevolve.programs.runner import Failure, Make, ProgramRunner, Tried
 
 logger = logging.getLogger(__name__)
 
@@ -413,7 +419,7 @@ class Actors:
 
     def _ready(self, handle: Any) -> asyncio.Future[str]:
         """What an actor answers when it is ready; where it is lost before, Ray starts it and asks again."""
-        return asyncio.wrap_future(handle.ready.options(max_task_retries=-1).remote(*self._sent).future())
+        return _heard(handle.ready.options(max_task_retries=-1).remote(*self._sent))
 
     async def all_ready(self) -> None:
         """Wait until every actor has begun; rollouts do not need that."""
@@ -454,7 +460,7 @@ class Actors:
         capture_traces: bool,
         usage: UsageTracker,
     ) -> Tried:
-        """See :data:`~.runner.Make`.
+        """See :data:`~.program.Make`.
 
         Raises:
             TransientError: the provider asks to come back later.
@@ -520,15 +526,15 @@ class Actors:
         try:
             call = actor.handle.rollout.remote(number, *request)
             try:
-                answer = cloudpickle.loads(await call)
+                answer = cloudpickle.loads(await _heard(call))
             except asyncio.CancelledError as error:
                 cancelled = error
                 with anyio.CancelScope(shield=True):
                     with anyio.move_on_after(CANCEL_SECONDS) as waited:
-                        await actor.handle.cancel.remote(number)
+                        await _heard(actor.handle.cancel.remote(number))
                     if waited.cancelled_caught:
                         self._ray.kill(actor.handle, no_restart=False)
-                    answer = cloudpickle.loads(await call)
+                    answer = cloudpickle.loads(await _heard(call))
         except self._lost as error:
             said = self._told(error)
         finally:
@@ -539,6 +545,27 @@ class Actors:
         if cancelled is not None and answer.tried is None:
             answer.error, answer.is_lost = cancelled, False
         return answer
+
+
+def _heard(asked: Any) -> asyncio.Future[Any]:
+    """What Ray answers, on this loop. Ray's own future is never cancelled: its client logs an error where it is."""
+    loop = asyncio.get_running_loop()
+    heard: asyncio.Future[Any] = loop.create_future()
+
+    def settle(answer: Future[Any]) -> None:
+        if heard.done():
+            return
+        if (error := answer.exception()) is not None:
+            heard.set_exception(error)
+        else:
+            heard.set_result(answer.result())
+
+    def tell(answer: Future[Any]) -> None:
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(settle, answer)
+
+    asked.future().add_done_callback(tell)
+    return heard
 
 
 def _died(failure_score: float, traced: bool) -> Tried:

@@ -27,13 +27,19 @@ from dspy_flashevolve.observe.progress import Display, Progress
 from dspy_flashevolve.observe.statistics import Recorder, RunStats
 from dspy_flashevolve.programs.copies import isolated_copy
 from dspy_flashevolve.programs.faults import heard_lm_calls, raise_provider_fault
-from dspy_flashevolve.programs.lm import LanguageModels, calls_of, cost_of, endpoint_of, rates_of, tokens_of
+from dspy_flashevolve.programs.lm import (
+    LanguageModels,
+    calls_of,
+    cost_of,
+    endpoint_of,
+    limits_folder,
+    rates_of,
+    tokens_of,
+)
 from dspy_flashevolve.programs.metric import Metric
-from dspy_flashevolve.programs.place import runs_on_loop
-from dspy_flashevolve.programs.rate_headers import limits_folder
+from dspy_flashevolve.programs.program import ProgramRunner, runs_on_loop
 from dspy_flashevolve.programs.ray_rollouts import Actors, RayRollouts
 from dspy_flashevolve.programs.records import Asked, ProgramRecord, ReplyText
-from dspy_flashevolve.programs.runner import ProgramRunner
 from dspy_flashevolve.programs.vllm_metrics import watchers
 
 T = TypeVar("T")
@@ -107,14 +113,16 @@ class DspyRun(EvolutionRun):
         self.settings = dict(dspy.settings.copy())
         """dspy's settings for the length of the run: a later ``dspy.configure`` does not reach it."""
         lm, modules = self.settings.get("lm"), [one for listed in stages.values() for one in listed]
-        self._unpriced = {stage for stage, listed in stages.items() if None in map(rates_of, _models(listed, lm))}
+        lms = {stage: _lms(listed, lm) for stage, listed in stages.items()}
+        models = {stage: {str(getattr(one, "model", "")) for one in asked} for stage, asked in lms.items()}
+        self._unpriced = {stage for stage, names in models.items() if None in map(rates_of, names)}
         slots, adaptive = width_of(self, [one for one in modules if isinstance(one, Module)])
         observers = [one for one in self.settings.get("callbacks") or () if isinstance(one, Observer)]
         if not any(isinstance(one, Display) for one in observers):
-            observers.insert(0, Progress(name, shown_calls or max_metric_calls, max_seconds, self._unpriced))
+            observers.insert(0, Progress())
         super().__init__(
             name=name,
-            stages={stage: _addresses(listed, lm) for stage, listed in stages.items()},
+            stages={stage: {endpoint_of(one) for one in asked} for stage, asked in lms.items()},
             slots=slots,
             adaptive=adaptive,
             budget_calls=max_metric_calls,
@@ -274,7 +282,7 @@ class DspyRun(EvolutionRun):
             RolloutUnresolvedError: the provider gave no answer.
             RunAbortedError: the provider refused for good.
         """
-        rollout, _ = await self.rollouts.rollout(
+        return await self.rollouts.rollout(
             RolloutKey(name or hash_of(candidate), split, example_id, traced),
             stage,
             step,
@@ -285,7 +293,6 @@ class DspyRun(EvolutionRun):
             behind=behind,
             granted=granted,
         )
-        return rollout
 
     async def evaluate(
         self,
@@ -326,14 +333,12 @@ class DspyRun(EvolutionRun):
         Args:
             metric_calls: made so far. Default: those that this run has paid, and that its journal knows of.
         """
-        error = self.error
-        said = f"{type(error).__name__}: {error}" if isinstance(error, Exception) else "cancelled"
         return self.recorder.stats(
             self,
             self._unpriced,
             schedule=self.schedule,
             seconds=self.clock() - self.clock.began if self._seconds is None else self._seconds,
-            stop_reason=self.stop_reason if error is None else said if not self.stop_reason else self.stop_reason,
+            stop_reason=self.stop_reason or self.said,
             metric_calls=self.budget.spent if metric_calls is None else metric_calls,
             max_metric_calls=self._shown_calls,
         )
@@ -345,23 +350,10 @@ class DspyRun(EvolutionRun):
 
 def _lms(listed: Sequence[Any], default: Any) -> list[Any]:
     """The LMs that are asked: those of a list, and those of its modules' predictors."""
-    own = [
-        getattr(predictor, "lm", None)
-        for one in listed
-        for predictor in (one.predictors() if isinstance(one, Module) else ())
-    ]
-    lms = [*own, *(one for one in listed if not isinstance(one, Module))]
+    lms: list[Any] = []
+    for one in listed:
+        lms += [getattr(each, "lm", None) for each in one.predictors()] if isinstance(one, Module) else [one]
     return [lm for lm in (one or default for one in lms) if lm is not None]
-
-
-def _addresses(listed: Sequence[Any], default: Any) -> set[str]:
-    """The endpoints that LMs, and modules, ask."""
-    return {endpoint_of(lm) for lm in _lms(listed, default)}
-
-
-def _models(listed: Sequence[Any], default: Any) -> set[str]:
-    """The models that LMs, and modules, ask."""
-    return {str(getattr(lm, "model", "")) for lm in _lms(listed, default)}
 
 
 # Arguments that every run has.

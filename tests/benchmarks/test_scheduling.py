@@ -22,7 +22,6 @@ from benchmarks.variants import variant
 from benchmarks.virtual import Reading, Setting, VirtualRun, run_virtually
 from dspy_flashevolve import Workflow
 from dspy_flashevolve.engine.events import Committed
-from dspy_flashevolve.gepa.evaluate import BARRIERS
 from dspy_flashevolve.sim.batching import Load
 
 SMALL = Setting(train=6, val=6)
@@ -40,7 +39,7 @@ def test_every_variant_of_the_comparison_is_one(name: str) -> None:
 
 
 def test_a_change_of_a_name_is_an_argument() -> None:
-    assert async_options("async+speculation=off") == {"workflow": BARRIERS}
+    assert async_options("async+speculation=off") == {"workflow": Workflow()}
     assert async_options("async-full+prefix=0.5") == {"staleness": "full", "workflow": Workflow(validate=0.5)}
     assert async_options("async+prefix=off") == {"workflow": Workflow(validate=1.0)}
     assert async_options("async+prefix=0.1+rollout=1") == {"workflow": Workflow(rollout=1.0, validate=0.1)}

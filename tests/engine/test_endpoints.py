@@ -182,17 +182,11 @@ def test_each_group_has_a_limit_of_its_own_and_every_change_is_told() -> None:
 
 
 def test_whole_rollouts_are_heard_only_where_their_lm_calls_are_not() -> None:
-    bench = Bench(8, Bounds(start=8, high=8))
-
-    async def main() -> None:
-        await anyio.sleep(60.0)
-        bench.endpoints.turned_away("propose", None)
-        assert bench.endpoints.limits["reflection"].limit < 8
-        bench.endpoints.endpoint("task").send(Sent())
-        bench.endpoints.turned_away("rollout", None)
-        assert bench.endpoints.limits["judge + task"].limit == 8
-
-    run(main)
+    endpoints = Bench(8, Bounds(start=8, high=8)).endpoints
+    assert endpoints.unheard("propose") is endpoints.limits["reflection"]
+    assert endpoints.unheard("rollout") is endpoints.limits["judge + task"]
+    endpoints.endpoint("task").send(Sent())
+    assert endpoints.unheard("rollout") is None
 
 
 def test_an_endpoint_that_no_stage_names_has_no_limit() -> None:

@@ -235,7 +235,7 @@ class Loop:
                 return Rollout(f"{text} {example}", example / 10)
 
             key = RolloutKey(hash_of({"p": text}), "train", example)
-            rollout, _ = await run.rollouts.rollout(key, "rollout", step, step.reservation, call, Kept())
+            rollout = await run.rollouts.rollout(key, "rollout", step, step.reservation, call, Kept())
             assert rollout.output == f"{text} {example}"
             return rollout.score
 

@@ -36,7 +36,7 @@ from dspy_flashevolve.engine.rollouts import (
 )
 from dspy_flashevolve.engine.scheduler import Scheduler, current_slot
 from dspy_flashevolve.engine.steps import Budget, EndKind, Reservation, StepEnded
-from dspy_flashevolve.programs.runner import Metric
+from dspy_flashevolve.programs.metric import Metric
 from dspy_flashevolve.sim.virtual import run
 from tests.engine.stepped import STAGES, Asker
 
@@ -73,7 +73,9 @@ class Bench:
     async def rollout(
         self, call: Callable[[], Awaitable[Rollout]], pays: Reservation, step: Asker = ONE, example: Any = "example"
     ) -> tuple[Rollout, bool]:
-        return await self.rollouts.rollout(RolloutKey("c", "train", example), "screen", step, pays, call)
+        """The rollout, and whether it was paid here."""
+        rollout = await self.rollouts.rollout(RolloutKey("c", "train", example), "screen", step, pays, call)
+        return rollout, pays.settled > 0
 
     def of(self, kind: type[Any]) -> list[Any]:
         return [event for event in self.events if isinstance(event, kind)]

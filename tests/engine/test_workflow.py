@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dspy_flashevolve.engine.errors import ConfigurationError
-from dspy_flashevolve.gepa.evaluate import BARRIERS, ValidationOrder, Workflow, at_most, released_at
+from dspy_flashevolve.gepa.evaluate import ValidationOrder, Workflow, at_most, released_at
 
 SHARES = st.floats(0.0, 1.0, exclude_min=True)
 SCORES = st.dictionaries(st.integers(0, 7), st.sampled_from([0.0, 0.25, 0.5, 1.0]), max_size=8)
@@ -79,10 +79,11 @@ def test_a_window_of_the_median_rule_is_a_number_of_seconds(seconds: Any) -> Non
         Workflow(median_seconds=seconds)
 
 
-def test_the_ends_of_the_ranges_are_allowed_and_barriers_wait_for_all() -> None:
+def test_the_ends_of_the_ranges_are_allowed_and_by_default_every_stage_waits_for_all() -> None:
     one = Workflow(rollout=1, validate=1e-9, rounds=1, live_steps=1, median_seconds=0.1)
     assert (one.rollout, one.rounds, one.live_steps) == (1, 1, 1)
-    assert (BARRIERS.rollout, BARRIERS.validate, BARRIERS.median_seconds) == (1.0, 1.0, None)
+    one = Workflow()
+    assert (one.rollout, one.validate, one.median_seconds) == (1.0, 1.0, None)
     assert len({Workflow(), Workflow(), Workflow(rollout=0.5)}) == 2
 
 

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from dspy_flashevolve import AsyncGEPA, Reflective, Workflow
 from dspy_flashevolve.engine.replay import Rollout
 from dspy_flashevolve.gepa import evaluate
-from dspy_flashevolve.gepa.evaluate import Gate, passes_screen
-from dspy_flashevolve.programs.program import DspyProgram
+from dspy_flashevolve.gepa.evaluate import Gate
+from dspy_flashevolve.programs.program import ProgramRunner
 from dspy_flashevolve.sim.virtual import run
 from tests.contract.surface import Heard
 from tests.contract.worlds import World, chance, play
@@ -46,7 +46,7 @@ def test_a_gate_closes_only_on_what_the_criterion_refuses_whatever_the_order_of_
     before: list[float], after: list[float], criterion: Any, shuffler: random.Random, known_after: int
 ) -> None:
     known: list[float | None] = [None]
-    gate = Gate(len(after), passes_screen(criterion, lambda: known[0]), lambda: 1.0)
+    gate = Gate(len(after), criterion, lambda: known[0], lambda: 1.0)
     accepted = sum(after) > sum(before) or (
         isinstance(criterion, ImprovementOrEqualAcceptance) and sum(after) == sum(before)
     )
@@ -65,7 +65,7 @@ def test_a_gate_closes_only_on_what_the_criterion_refuses_whatever_the_order_of_
 
 
 def test_a_gate_closes_at_the_first_score_that_decides() -> None:
-    gate = Gate(4, passes_screen(StrictImprovementAcceptance(), lambda: 2.5), lambda: 1.0)
+    gate = Gate(4, StrictImprovementAcceptance(), lambda: 2.5, lambda: 1.0)
     assert gate(2, scored(0.5))
     assert gate(0, scored(1.0))
     assert not gate(3, scored(0.0))
@@ -74,7 +74,7 @@ def test_a_gate_closes_at_the_first_score_that_decides() -> None:
 
 
 def test_without_a_highest_score_a_gate_stays_open() -> None:
-    gate = Gate(2, passes_screen(StrictImprovementAcceptance(), lambda: 2.0), lambda: math.inf)
+    gate = Gate(2, StrictImprovementAcceptance(), lambda: 2.0, lambda: math.inf)
     assert gate(0, scored(-5.0))
 
 
@@ -294,7 +294,7 @@ def test_programs_that_run_in_threads_never_hold_more_than_the_slots() -> None:
 def test_what_cannot_be_interrupted_is_finished_and_paid_and_what_has_not_begun_is_given_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(DspyProgram, "interruptible", property(lambda program: False))
+    monkeypatch.setattr(ProgramRunner, "interruptible", property(lambda program: False))
     begun: list[tuple[str, str]] = []
 
     class Counted(World):

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dspy_flashevolve import Reflective
-from dspy_flashevolve.engine.staleness import VERDICTS, Integration, IntegrationRequest, Judgement, StaleChild
+from dspy_flashevolve.engine.staleness import StaleChild
 from dspy_flashevolve.gepa.evaluate import as_batch
 from dspy_flashevolve.gepa.integration import (
     SPARE_CHARACTERS,
@@ -23,12 +23,11 @@ from dspy_flashevolve.gepa.integration import (
     too_long,
 )
 from dspy_flashevolve.gepa.pool import Child, Parent
+from dspy_flashevolve.modules.integrate import VERDICTS, ChildVerdict, Integration
 from tests.gepa.pools import EXAMPLES, commit, pool_of
 
 HEAD = {"p": "head", "q": "head"}
-REQUEST = IntegrationRequest(
-    HEAD, [StaleChild(1, {"p": "one"}, {"p": "head"}, 0.5), StaleChild(2, {"p": "two"}, {"p": "head"}, 0.5)]
-)
+CHILDREN = [StaleChild(1, {"p": "one"}, {"p": "head"}, 0.5), StaleChild(2, {"p": "two"}, {"p": "head"}, 0.5)]
 
 
 def child(texts: dict[str, str], base: int | None = None, parent: dict[str, str] = HEAD, index: int = 0) -> Child:
@@ -43,7 +42,7 @@ def child(texts: dict[str, str], base: int | None = None, parent: dict[str, str]
 
 def said(texts: Any, verdicts: list[tuple[int, str, str]], **more: Any) -> Integration:
     judged = [SimpleNamespace(child=number, verdict=verdict, reason=reason) for number, verdict, reason in verdicts]
-    return read_answer(SimpleNamespace(texts=texts, verdicts=judged, **more), REQUEST)
+    return read_answer(SimpleNamespace(texts=texts, verdicts=judged, **more), CHILDREN)
 
 
 def test_texts_and_verdicts_are_read_and_what_nobody_asked_about_is_dropped() -> None:
@@ -51,7 +50,9 @@ def test_texts_and_verdicts_are_read_and_what_nobody_asked_about_is_dropped() ->
         {"p": "new", "q": "changed by no child", "r": "no component"},
         [(1, "orthogonal", "it is new"), (2, "excellent", "no verdict"), (9, "subsumed", "no child")],
     )
-    assert made == Integration({"p": "new"}, (Judgement(1, "orthogonal", "it is new"),))
+    assert made == Integration(
+        texts={"p": "new"}, verdicts=[ChildVerdict(child=1, verdict="orthogonal", reason="it is new")]
+    )
 
 
 def test_a_text_without_a_verdict_and_a_verdict_without_a_text_are_answers_and_nothing_at_all_is_none() -> None:
@@ -77,8 +78,8 @@ def test_whatever_was_said_only_asked_components_and_children_are_in_what_is_rea
     )
     assert set(made.texts) <= {"p"}
     assert all(isinstance(text, str) and text for text in made.texts.values())
-    assert all(one.child in (1, 2) and one.verdict in VERDICTS for one in made.judgements)
-    assert bool(made.failed) == (not made.texts and not made.judgements)
+    assert all(one.child in (1, 2) and one.verdict in VERDICTS for one in made.verdicts)
+    assert bool(made.failed) == (not made.texts and not made.verdicts)
 
 
 def test_a_child_is_told_with_what_it_changed_its_scores_and_how_far_it_is_behind() -> None:
@@ -95,12 +96,10 @@ def test_a_child_is_told_with_what_it_changed_its_scores_and_how_far_it_is_behin
 def test_a_text_is_too_long_when_it_is_longer_than_all_that_it_was_made_from_and_some_more(
     children: list[str], length: int
 ) -> None:
-    request = IntegrationRequest(
-        HEAD, [StaleChild(n, {"p": text}, {"p": "head"}, 0.5) for n, text in enumerate(children)]
-    )
+    stale = [StaleChild(n, {"p": text}, {"p": "head"}, 0.5) for n, text in enumerate(children)]
     most = SPARE_CHARACTERS + sum(map(len, [HEAD["p"], *children]))
-    assert too_long({"p": "x" * length}, request) == (length > most)
-    assert not too_long({"p": "\n".join([HEAD["p"], *children])}, request), "nothing is too long that only joins"
+    assert too_long({"p": "x" * length}, HEAD, stale) == (length > most)
+    assert not too_long({"p": "\n".join([HEAD["p"], *children])}, HEAD, stale), "nothing is too long that only joins"
 
 
 # Who is whose parent

@@ -81,12 +81,9 @@ class Play:
         for key in self.doomed:
             if key in self.pool.speculative:
                 self.pool.speculative.remove(key)
-        named = {entry.key: entry.candidate["p"] for entry in self.pool.speculative.all()}
-        entries = [
-            (entry.candidate, [named[one] for one in entry.parents], entry.indices)
-            for entry in self.pool.speculative.all()
-        ]
-        stands_for = [self.pool.speculative.resolve((key,)) for key in self.kept]
+        waiting = self.pool.speculative
+        entries = [(entry.candidate, waiting.resolve(entry.parents), entry.indices) for entry in waiting.all()]
+        stands_for = [waiting.resolve((key,)) for key in self.kept]
         pool = self.pool
         pool.close()
         return view_of(pool), frontier(pool), entries, stands_for, pool.version, pickled(pool)
@@ -186,7 +183,7 @@ def test_confirming_puts_the_index_in_place_of_the_handle() -> None:
     child = waiting.add({"p": "child"}, (one.key,), ())
     waiting.confirm(one.key, 3)
     assert waiting.resolve((one.key,)) == waiting.resolve((child.key,)) == (3,)
-    assert [one.indices for one in waiting.all()] == [(3,)]
+    assert [one.key for one in waiting.all()] == [child.key]
     assert one.key not in waiting
     pool.close()
 

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 
 from dspy_flashevolve.engine.endpoints import RetryPolicy
 from dspy_flashevolve.engine.errors import RolloutUnresolvedError, RunAbortedError
-from dspy_flashevolve.engine.staleness import Integration, IntegrationRequest, PastCommit, StaleChild
+from dspy_flashevolve.engine.staleness import PastCommit, StaleChild
 from dspy_flashevolve.gepa.integration import read_answer
-from dspy_flashevolve.modules.integrate import StaleCandidateReflection, changes
+from dspy_flashevolve.modules.integrate import Integration, StaleCandidateReflection, changes
 from dspy_flashevolve.programs.records import Asked
 from dspy_flashevolve.programs.run import DspyRun
 from tests.engine.stepped import Asker
@@ -350,11 +350,10 @@ def said(texts: dict[str, str], failed: dict[str, str] | None = None, **verdicts
 
 async def integration(module: dspy.Module, children: list[StaleChild], lm: Any = None) -> Asked[Integration]:
     """What a run makes of a module's answer."""
-    request = IntegrationRequest(HEAD, children)
     made = DspyRun(name="Own", stages={"integrate": [lm]}, num_threads=1, retry=RetryPolicy(attempts=1))
     inputs = {"head": dict(HEAD), "children": children, "commits": [], "code_components": []}
     return await made.run_async(
-        lambda: made.asked("integrate", Asker(0), module, inputs, lm=lm, read=lambda one: read_answer(one, request))
+        lambda: made.asked("integrate", Asker(0), module, inputs, lm=lm, read=lambda one: read_answer(one, children))
     )
 
 
@@ -368,7 +367,7 @@ async def test_a_module_of_the_users_own_without_an_awaitable_twin_runs_in_a_thr
     NAMES.clear()
     seen = await integrated_by(Own(said({"p": "mine"}, c1="orthogonal", c5="subsumed")), child(1))
     assert (seen.texts, seen.failed) == ({"p": "mine"}, "")
-    assert [(one.child, one.verdict) for one in seen.judgements] == [(1, "orthogonal")]
+    assert [(one.child, one.verdict) for one in seen.verdicts] == [(1, "orthogonal")]
     assert len(NAMES) == 1
     assert NAMES[0].startswith("flashevolve-work")
 
@@ -422,7 +421,7 @@ async def test_what_an_integration_does_to_its_module_does_not_stay() -> None:
 async def test_a_module_that_finds_nothing_worth_a_change_has_not_failed() -> None:
     seen = await integrated_by(Own(said({}, c1="subsumed")), child(1))
     assert (seen.texts, seen.failed) == ({}, "")
-    assert [(one.child, one.verdict) for one in seen.judgements] == [(1, "subsumed")]
+    assert [(one.child, one.verdict) for one in seen.verdicts] == [(1, "subsumed")]
 
 
 PLAIN_LINES = """[[ ## verdicts ## ]]

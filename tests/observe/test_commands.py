@@ -69,11 +69,14 @@ def test_watch_says_how_much_longer_a_run_may_take(tmp_path: Path, capsys: pytes
     with (
         Session(tmp_path / "time", max_seconds=60) as timed,
         Session(tmp_path / "calls", max_metric_calls=4) as counted,
+        Session(tmp_path / "dollars", max_cost=2.0, max_reflection_calls=100) as paid,
     ):
-        for session in (timed, counted):
+        paid.ran(0, SEED, 1, 0.5, cost_dollars=0.4)
+        for session in (timed, counted, paid):
             session.tells(SeedValidated(0.0, 0.5), SeedValidated(10.0, 0.5))
             session.written.call("rollout", 0)
             session.journal.flush_here()
+        assert "running, 10.0 s, about 40.0 s left" in said(capsys, "watch", tmp_path / "dollars", "--once")
         assert "running, 10.0 s, about 50.0 s left" in said(capsys, "watch", tmp_path / "time", "--once")
         assert "running, 10.0 s, about 30.0 s left" in said(capsys, "watch", tmp_path / "calls", "--once")
     assert "left" not in said(capsys, "watch", tmp_path / "time", "--once")

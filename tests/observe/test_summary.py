@@ -93,6 +93,8 @@ from tests.fakes import reflection_lm, task_lm
 
 play(World(seed=3), None, num_threads=8, max_seconds=600)
 print("PRICES", file=__import__("sys").stderr)
+play(World(seed=3), 5000, num_threads=8, max_reflection_calls=40)
+print("PRICES", file=__import__("sys").stderr)
 litellm.register_model({"cheap": %r})
 task, unknown = task_lm(), reflection_lm()
 task.model, unknown.model = "cheap", "nobody-has-a-price-for-this"
@@ -110,9 +112,10 @@ def test_the_bar_has_the_time_that_is_left_and_names_no_dollars_where_a_price_is
         text=True,
         check=True,
     )
-    timed, priced = (re.split(r"[\r\n]", part) for part in ran.stderr.split("PRICES"))
+    timed, counted, priced = (re.split(r"[\r\n]", part) for part in ran.stderr.split("PRICES"))
     assert [line for line in timed if re.search(r"about \d+ min \d\d s left, best 0\.\d+ \(seed", line)]
     assert [line for line in timed if "finishing, best" in line]
+    assert [line for line in counted if re.search(r"about \d+(\.\d)? .*left, best 0\.\d+ \(seed", line)]
     last = [line for line in timed if "rollouts" in line][-1]
     assert "left" not in last
     assert "finishing" not in last

@@ -30,9 +30,8 @@ from dspy_flashevolve.engine.rollouts import Rollout, RolloutKey, Rollouts
 from dspy_flashevolve.engine.scheduler import Scheduler
 from dspy_flashevolve.engine.steps import Budget
 from dspy_flashevolve.programs.faults import raise_provider_fault, retry_after_of
-from dspy_flashevolve.programs.lm import LanguageModels, endpoint_of
-from dspy_flashevolve.programs.place import answers_asynchronously
-from dspy_flashevolve.programs.rate_headers import account_of
+from dspy_flashevolve.programs.lm import LanguageModels, account_of, endpoint_of
+from dspy_flashevolve.programs.program import answers_asynchronously
 from dspy_flashevolve.programs.vllm_metrics import watch, watchers
 from dspy_flashevolve.sim import PROFILES, SimServer
 from dspy_flashevolve.sim.virtual import SimulatedModel, run

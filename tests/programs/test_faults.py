@@ -34,7 +34,7 @@ from dspy_flashevolve.engine.scheduler import Scheduler
 from dspy_flashevolve.programs.faults import Fault, fault_of, raise_provider_fault
 from dspy_flashevolve.programs.lm import LanguageModels
 from dspy_flashevolve.programs.metric import Metric
-from dspy_flashevolve.programs.runner import ProgramRunner
+from dspy_flashevolve.programs.program import ProgramRunner
 from tests.broken_server import BrokenServer
 from tests.fakes import Chain, digits, fake_lm, reply_for
 from tests.programs.test_programs import adapter_for

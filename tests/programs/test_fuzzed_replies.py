@@ -20,11 +20,11 @@ from dspy_flashevolve.engine.endpoints import RetryPolicy
 from dspy_flashevolve.engine.errors import RolloutUnresolvedError, TransientError
 from dspy_flashevolve.engine.loop import Threads
 from dspy_flashevolve.engine.rollouts import Rollout
-from dspy_flashevolve.engine.staleness import Integration, IntegrationRequest, StaleChild
+from dspy_flashevolve.engine.staleness import StaleChild
 from dspy_flashevolve.gepa.integration import read_answer
-from dspy_flashevolve.modules.integrate import StaleCandidateReflection
+from dspy_flashevolve.modules.integrate import Integration, StaleCandidateReflection
 from dspy_flashevolve.programs.metric import Metric
-from dspy_flashevolve.programs.program import DspyProgram, Reflection
+from dspy_flashevolve.programs.program import ProgramRunner, Reflection
 from dspy_flashevolve.programs.records import Asked
 from dspy_flashevolve.programs.run import DspyRun
 from tests.engine.stepped import Asker
@@ -89,7 +89,7 @@ class World:
 
     def __init__(self) -> None:
         self.threads = Threads(2, "fuzz")
-        self.program = DspyProgram(adapter_for(Chain(), digits), Metric(digits, self.threads), self.threads)
+        self.program = ProgramRunner(adapter_for(Chain(), digits), Metric(digits, self.threads), self.threads)
 
 
 def in_world(body: Any) -> Any:
@@ -151,7 +151,6 @@ def test_no_reply_to_an_integration_is_anything_but_an_integration_or_a_transien
     adapter: Any, given_replies: list[Any]
 ) -> None:
     children = [StaleChild(n, {"steps[0]": f"child {n}"}, HEAD, 0.2, 0.5) for n in (1, 2)]
-    request = IntegrationRequest(HEAD, children)
     inputs = {"head": HEAD, "children": children, "commits": [], "code_components": []}
 
     for lm in lms(given_replies):
@@ -161,7 +160,7 @@ def test_no_reply_to_an_integration_is_anything_but_an_integration_or_a_transien
         async def body(made: DspyRun = made, lm: Any = lm) -> Asked[Integration]:
             module = StaleCandidateReflection()
             return await made.asked(
-                "integrate", Asker(0), module, inputs, lm=lm, read=lambda answer: read_answer(answer, request)
+                "integrate", Asker(0), module, inputs, lm=lm, read=lambda answer: read_answer(answer, children)
             )
 
         with dspy.context(adapter=adapter):
@@ -173,8 +172,8 @@ def test_no_reply_to_an_integration_is_anything_but_an_integration_or_a_transien
             assert asked.error is not None
             continue
         assert asked.answer.texts.keys() <= HEAD.keys()
-        assert {one.child for one in asked.answer.judgements} <= {1, 2}
-        assert asked.answer.failed or asked.answer.texts or asked.answer.judgements
+        assert {one.child for one in asked.answer.verdicts} <= {1, 2}
+        assert asked.answer.failed or asked.answer.texts or asked.answer.verdicts
 
 
 def scored(gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None) -> Any:

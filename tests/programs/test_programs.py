@@ -21,8 +21,7 @@ from dspy_flashevolve.engine.rollouts import Rollout
 from dspy_flashevolve.gepa.evaluate import as_batch
 from dspy_flashevolve.programs.faults import raise_provider_fault
 from dspy_flashevolve.programs.metric import Metric, check_metric
-from dspy_flashevolve.programs.place import answers_asynchronously, runs_on_loop
-from dspy_flashevolve.programs.runner import ProgramRunner
+from dspy_flashevolve.programs.program import ProgramRunner, answers_asynchronously, runs_on_loop
 from tests.fakes import Chain, digits, examples, fake_lm, hashed, reply_for, task_lm
 
 # Loop or thread
@@ -98,7 +97,6 @@ def test_sync_and_coroutine_metrics_score_and_give_feedback(function: Any, score
     async def main() -> tuple[Any, Any]:
         threads = Threads(2, "metric")
         metric = Metric(function, threads)
-        metric.attach(asyncio.get_running_loop())
         try:
             return await metric.score(None, None), await threads.run(metric.blocking, None, None, None, "p", None)
         finally:

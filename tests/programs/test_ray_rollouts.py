@@ -6,8 +6,10 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -473,6 +475,66 @@ finally:
     assert "KeyboardInterrupt" in complaint
     assert "initialized: False" in said
     assert is_gone(pid)
+
+
+NO_TOKEN = {"RAY_AUTH_MODE": "disabled"}
+"""Ray's client sends one only where it is told to."""
+
+
+@pytest.fixture
+def head() -> Iterator[str]:
+    """A cluster of processes of its own, as clients from outside reach it."""
+    pytest.importorskip("grpc", reason="needs ray[client]")
+    with tempfile.TemporaryDirectory(prefix="ray") as folder:  # pytest's own is too long a path for Ray's sockets
+        with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
+            ports = {"--port": one.getsockname()[1], "--ray-client-server-port": other.getsockname()[1]}
+        command = [
+            str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", "--num-cpus=2",
+            "--object-store-memory=100000000", "--include-dashboard=false", "--node-ip-address=127.0.0.1",
+            f"--temp-dir={folder}", *(f"{name}={port}" for name, port in ports.items()),
+        ]  # fmt: skip
+        with (Path(folder) / "said").open("w") as said:
+            env = os.environ | NO_TOKEN | {"PYTHONPATH": str(Path(__file__).parents[2])}
+            process = subprocess.Popen(command, env=env, stdout=said, stderr=said, start_new_session=True)
+        try:
+            while "Ray runtime started" not in (Path(folder) / "said").read_text():
+                assert process.poll() is None, (Path(folder) / "said").read_text()
+                time.sleep(0.1)
+            yield f"ray://127.0.0.1:{ports['--ray-client-server-port']}"
+        finally:
+            process.terminate()
+            process.wait()
+
+
+def test_a_run_reaches_a_cluster_from_outside_and_leaves_no_actor_there(head: str, tmp_path: Path) -> None:
+    code = f"""
+import dspy, os
+from dspy_flashevolve import AsyncGEPA
+from dspy_flashevolve.programs.ray_rollouts import RayRollouts
+from tests.programs.test_ray_rollouts import Chain, TRAIN, VAL, digits, reflection_lm, task_lm
+def metric(example, prediction, *rest):
+    open({str(tmp_path)!r} + f"/{{os.getpid()}}", "w").close()
+    return digits(example, prediction, *rest)
+optimizer = AsyncGEPA(metric, max_metric_calls=60, num_threads=4, track_stats=True, log_dir={str(tmp_path / "run")!r},
+                      reflection_lm=reflection_lm(), rollouts=RayRollouts({head!r}, actors=2))
+with dspy.context(lm=task_lm()):
+    stats = optimizer.compile(Chain(), trainset=TRAIN, valset=VAL).async_stats
+print(stats.outcome, stats.metric_calls, os.getpid())
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=Path(__file__).parents[2],
+        env=os.environ | NO_TOKEN,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "ERROR" not in ran.stderr
+    outcome, calls, pid = ran.stdout.split()
+    assert (outcome, problems(tmp_path / "run")) == ("finished", [])
+    assert sql(tmp_path / "run", "SELECT sum(calls) FROM calls") == [(int(calls),)]
+    assert len(pids := {one.name for one in tmp_path.iterdir() if one.name.isdigit()} - {pid}) == 2
+    assert all(is_gone(int(one)) for one in pids)
 
 
 @pytest.mark.slow

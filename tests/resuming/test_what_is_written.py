@@ -17,7 +17,7 @@ from dspy_flashevolve import AsyncGEPA, Workflow
 from dspy_flashevolve.engine.check import check
 from dspy_flashevolve.engine.errors import JournalError
 from dspy_flashevolve.engine.journal import Journal
-from dspy_flashevolve.gepa import callbacks
+from dspy_flashevolve.gepa.pool import Pool
 from tests.contract.surface import simulated
 from tests.contract.surface import sql as rows
 from tests.contract.test_going_on import TRAIN, VAL, run
@@ -112,14 +112,14 @@ def test_sets_and_bytes_in_examples_are_the_same_in_every_process() -> None:
 def test_a_crossover_that_was_under_way_goes_on_where_further_ones_are_not_wanted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    commit = callbacks.commit
+    commit = Pool.commit
 
     def killed(pool: Any, step: Any, work: Any) -> Any:
         if any(one.proposal.tag == "merge" for one in work):
             raise KeyError("killed before the commit of a crossover")
         return commit(pool, step, work)
 
-    monkeypatch.setattr(callbacks, "commit", killed)
+    monkeypatch.setattr(Pool, "commit", killed)
     options: dict[str, Any] = {"schedule": "lockstep", "predictors": 2, "seed": 2}
     with pytest.raises(KeyError):
         run(tmp_path, 900, **options)
@@ -137,7 +137,7 @@ def test_a_validated_child_is_committed_although_the_budget_pays_no_further_step
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, budget: int
 ) -> None:
     """What is paid is not thrown away, wherever in its budget a run was interrupted."""
-    commit, held, made = callbacks.commit, list[Any](), 0
+    commit, held, made = Pool.commit, list[Any](), 0
 
     def metric(gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None) -> Any:
         nonlocal made
@@ -150,7 +150,7 @@ def test_a_validated_child_is_committed_although_the_budget_pays_no_further_step
             raise KeyError("killed before a commit")
         return commit(pool, step, work)
 
-    monkeypatch.setattr(callbacks, "commit", killed)
+    monkeypatch.setattr(Pool, "commit", killed)
     options: dict[str, Any] = {"staleness": "full", "num_threads": 8, "metric": metric, "log_dir": str(tmp_path)}
     with pytest.raises(KeyError):
         simulated(budget, **options)
