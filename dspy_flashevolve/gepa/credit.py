@@ -45,7 +45,7 @@ EXAMPLE_SD = 0.25
 """Standard deviation of examples' mean scores, as a share of the range of scores."""
 FIRST_NOISE = 0.3
 """The same of a rollout's score on one example, until it is known."""
-CROWDING_SD = 1 / 50
+CROWDING_SD = 1 / 30
 """Of what each further change costs each other one, in the same unit; nothing is expected."""
 HELPS, HARMS, HARMS_MUCH = 1.0, -0.7, -1.5
 """Effects, in their standard errors, from which a change counts as known to help, or to harm."""
@@ -127,7 +127,7 @@ class Evidence:
         design = np.zeros((compositions, changes + 1))
         for row, composition in enumerate(known):
             design[row, list(composition)] = 1.0
-            design[row, changes] = -len(composition) * (len(composition) - 1) / 2
+            design[row, changes] = -math.comb(len(composition), 2)
         of_example = np.bincount(rows, minlength=examples).astype(float)
         totals = np.bincount(rows, scores, minlength=examples).astype(np.float64)
         noise = _noise(rows, scores, of_example, totals, scale)
@@ -266,15 +266,9 @@ class Credit:
             if rng.random() < chance:
                 chosen.append(number)
         rng.shuffle(chosen)
-        chosen = self._uncrowded(chosen)
+        if self._effects.crowding:
+            chosen = self._uncrowded(chosen, hope=1.0)
         return self._compose(self._that_fit(chosen))
-
-    def _uncrowded(self, chosen: list[int]) -> list[int]:
-        """Of changes as many as may do more than they cost the others, those that are known to help first."""
-        ratios, (mean, spread) = self._ratios(), self._effects.prior
-        if not (crowding := self._effects.crowding):
-            return chosen
-        return sorted(chosen, key=lambda one: ratios[one] <= HELPS)[: 1 + max(0, int((mean + spread) / crowding))]
 
     def may_ask(self, asking: int) -> bool:
         """Whether there is room for more changes of unknown effect; ``asking`` children are on their way.
@@ -318,14 +312,11 @@ class Credit:
     def head(self) -> Head:
         """All changes that are expected to help, on the base."""
         self._refit()
-        mean = self._means()
-        helpful = sorted((-effect, number) for number, effect in enumerate(mean) if effect > 0)
-        crowding = self._effects.crowding
-        worth = [number for place, (effect, number) in enumerate(helpful) if -effect > crowding * place]
-        chosen = self._that_fit(worth)
+        chosen = self._that_fit(self._uncrowded(range(len(self._changes)), hope=0.0))
         last = next(reversed(self._tried.values()), frozenset[int]())
+        mean = self._means()
         gain = sum(mean[one] for one in chosen - last) - sum(mean[one] for one in last - chosen)
-        gain -= crowding * (len(chosen) * (len(chosen) - 1) - len(last) * (len(last) - 1)) / 2
+        gain -= self._effects.crowding * (math.comb(len(chosen), 2) - math.comb(len(last), 2))
         return Head(self._compose(chosen), chosen, gain)
 
     def tries(self, step: int, head: Head) -> None:
@@ -383,10 +374,9 @@ class Credit:
 
     def records(self) -> list[ChangeRecord]:
         """Every change, with its estimate."""
-        errors = [*map(float, self._effects.error), *[self._effects.prior[1]] * len(self._changes)]
         return [
             ChangeRecord(step, one.component, one.part, one.replaces, effect, error)
-            for step, one, effect, error in zip(self._steps, self._changes, self._means(), errors, strict=False)
+            for step, one, effect, error in zip(self._steps, self._changes, self._means(), self._errors(), strict=True)
         ]
 
     def is_made_of_changes(self, candidate: Texts) -> bool:
@@ -397,6 +387,18 @@ class Credit:
         candidate = self._applied(chosen)
         self._compositions.setdefault(hash_of(candidate), chosen)
         return candidate
+
+    def _uncrowded(self, numbers: Iterable[int], hope: float) -> list[int]:
+        """Of changes those that bring more than they cost the others in the candidate, the best first.
+
+        Args:
+            hope: how much better than expected a change may be, in its standard errors.
+        """
+        mean, error, kept = self._means(), self._errors(), list[int]()
+        for number in sorted(numbers, key=lambda one: -mean[one]):
+            if mean[number] + hope * error[number] > self._effects.crowding * len(kept):
+                kept.append(number)
+        return kept
 
     def _that_fit(self, chosen: Iterable[int]) -> frozenset[int]:
         """Of changes that go in for the same part the first, and of all of them as many as the limit has room for."""
@@ -420,11 +422,14 @@ class Credit:
         effects = self._effects
         return [*map(float, effects.mean), *[effects.prior[0]] * (len(self._changes) - len(effects.mean))]
 
+    def _errors(self) -> list[float]:
+        """Standard errors of the effects; of changes that are newer than the estimate, the prior's spread."""
+        effects = self._effects
+        return [*map(float, effects.error), *[effects.prior[1]] * (len(self._changes) - len(effects.error))]
+
     def _ratios(self) -> list[float]:
         """Expected effects in their standard errors."""
-        effects, (mean, spread) = self._effects, self._effects.prior
-        known = [float(one) for one in effects.mean / effects.error]
-        return [*known, *[mean / spread] * (len(self._changes) - len(known))]
+        return [mean / error for mean, error in zip(self._means(), self._errors(), strict=True)]
 
     def _refit(self) -> None:
         """Estimate anew once enough evidence has come in."""
