@@ -7,6 +7,7 @@ put into a text or to be left out again.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -104,7 +105,7 @@ def changes_between(parent: Mapping[str, str], child: Mapping[str, str], code: C
         before = parent[component]
         if text == before:
             continue
-        if component in code:
+        if component in code or is_json(before) or is_json(text):
             return None
         old, new = parts_of(before), parts_of(text)
         had, has = {normal(one) for one in old}, {normal(one) for one in new}
@@ -143,6 +144,21 @@ def removals_between(
             if normal(part) in had - has - replaced and normal(part):
                 found.append(Change(component, "", None, part))
     return found
+
+
+def is_json(text: str) -> bool:
+    """Whether a text is an object or a list of JSON, which its lines would break out of.
+
+    >>> is_json('{"rules": ["Be brief."]}'), is_json('Reply as {"answer": 1}.'), is_json("[1]: a note")
+    (True, False, False)
+    """
+    if text.strip()[:1] not in ("{", "["):
+        return False
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _rewords(part: str, other: str) -> bool:

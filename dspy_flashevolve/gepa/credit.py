@@ -14,7 +14,7 @@ import random
 import threading
 from collections import deque
 from collections.abc import Collection, Hashable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -45,6 +45,8 @@ EXAMPLE_SD = 0.25
 """Standard deviation of examples' mean scores, as a share of the range of scores."""
 FIRST_NOISE = 0.3
 """The same of a rollout's score on one example, until it is known."""
+CROWDING_SD = 1 / 30
+"""Of what each further change costs each other one, in the same unit; nothing is expected."""
 HELPS, HARMS, HARMS_MUCH = 1.0, -0.7, -1.5
 """Effects, in their standard errors, from which a change counts as known to help, or to harm."""
 MOST = 1e6
@@ -65,11 +67,13 @@ class Effects:
         mean: expected effects on the score.
         error: their standard errors.
         prior: mean and standard deviation of the effects of changes of which nothing is known.
+        crowding: what each pair of changes in a candidate costs its score beside their effects, from 0.
     """
 
     mean: Array
     error: Array
     prior: tuple[float, float]
+    crowding: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,9 +124,10 @@ class Evidence:
         rows, columns = table[:, 0].astype(np.intp), table[:, 1].astype(np.intp)
         scores = np.clip(table[:, 2], -MOST * scale, MOST * scale)
         compositions = len(known)
-        design = np.zeros((compositions, changes))
+        design = np.zeros((compositions, changes + 1))
         for row, composition in enumerate(known):
             design[row, list(composition)] = 1.0
+            design[row, changes] = -math.comb(len(composition), 2)
         of_example = np.bincount(rows, minlength=examples).astype(float)
         totals = np.bincount(rows, scores, minlength=examples).astype(np.float64)
         noise = _noise(rows, scores, of_example, totals, scale)
@@ -137,7 +142,15 @@ class Evidence:
         mean_of_all = max(float(own.sum()), 1e-12)
         information -= np.outer(cross, cross) / mean_of_all
         pull -= cross * float((totals * (1 - weight * of_example)).sum()) / mean_of_all
-        return posterior(information / noise**2, pull / noise**2, noise)
+        information, pull = information / noise**2, pull / noise**2
+        # What changes do to each other is eliminated, too: the effects are what remains whatever it is.
+        of_pairs, precision = information[:-1, -1], float(information[-1, -1]) + (CROWDING_SD * noise) ** -2
+        rest = information[:-1, :-1] - np.outer(of_pairs, of_pairs) / precision
+        crowded = posterior(rest, pull[:-1] - of_pairs * float(pull[-1]) / precision, noise)
+        crowding = float(pull[-1] - of_pairs @ crowded.mean) / precision
+        if crowding > 0:
+            return replace(crowded, crowding=crowding)
+        return posterior(information[:-1, :-1], pull[:-1], noise)
 
 
 def _noise(rows: NDArray[np.intp], scores: Array, of_example: Array, totals: Array, scale: float) -> float:
@@ -253,6 +266,8 @@ class Credit:
             if rng.random() < chance:
                 chosen.append(number)
         rng.shuffle(chosen)
+        if self._effects.crowding:
+            chosen = self._uncrowded(chosen, hope=1.0)
         return self._compose(self._that_fit(chosen))
 
     def may_ask(self, asking: int) -> bool:
@@ -297,11 +312,11 @@ class Credit:
     def head(self) -> Head:
         """All changes that are expected to help, on the base."""
         self._refit()
-        mean = self._means()
-        helpful = sorted((-effect, number) for number, effect in enumerate(mean) if effect > 0)
-        chosen = self._that_fit([number for _, number in helpful])
+        chosen = self._that_fit(self._uncrowded(range(len(self._changes)), hope=0.0))
         last = next(reversed(self._tried.values()), frozenset[int]())
+        mean = self._means()
         gain = sum(mean[one] for one in chosen - last) - sum(mean[one] for one in last - chosen)
+        gain -= self._effects.crowding * (math.comb(len(chosen), 2) - math.comb(len(last), 2))
         return Head(self._compose(chosen), chosen, gain)
 
     def tries(self, step: int, head: Head) -> None:
@@ -359,10 +374,9 @@ class Credit:
 
     def records(self) -> list[ChangeRecord]:
         """Every change, with its estimate."""
-        errors = [*map(float, self._effects.error), *[self._effects.prior[1]] * len(self._changes)]
         return [
             ChangeRecord(step, one.component, one.part, one.replaces, effect, error)
-            for step, one, effect, error in zip(self._steps, self._changes, self._means(), errors, strict=False)
+            for step, one, effect, error in zip(self._steps, self._changes, self._means(), self._errors(), strict=True)
         ]
 
     def is_made_of_changes(self, candidate: Texts) -> bool:
@@ -373,6 +387,18 @@ class Credit:
         candidate = self._applied(chosen)
         self._compositions.setdefault(hash_of(candidate), chosen)
         return candidate
+
+    def _uncrowded(self, numbers: Iterable[int], hope: float) -> list[int]:
+        """Of changes those that bring more than they cost the others in the candidate, the best first.
+
+        Args:
+            hope: how much better than expected a change may be, in its standard errors.
+        """
+        mean, error, kept = self._means(), self._errors(), list[int]()
+        for number in sorted(numbers, key=lambda one: -mean[one]):
+            if mean[number] + hope * error[number] > self._effects.crowding * len(kept):
+                kept.append(number)
+        return kept
 
     def _that_fit(self, chosen: Iterable[int]) -> frozenset[int]:
         """Of changes that go in for the same part the first, and of all of them as many as the limit has room for."""
@@ -396,11 +422,14 @@ class Credit:
         effects = self._effects
         return [*map(float, effects.mean), *[effects.prior[0]] * (len(self._changes) - len(effects.mean))]
 
+    def _errors(self) -> list[float]:
+        """Standard errors of the effects; of changes that are newer than the estimate, the prior's spread."""
+        effects = self._effects
+        return [*map(float, effects.error), *[effects.prior[1]] * (len(self._changes) - len(effects.error))]
+
     def _ratios(self) -> list[float]:
         """Expected effects in their standard errors."""
-        effects, (mean, spread) = self._effects, self._effects.prior
-        known = [float(one) for one in effects.mean / effects.error]
-        return [*known, *[mean / spread] * (len(self._changes) - len(known))]
+        return [mean / error for mean, error in zip(self._means(), self._errors(), strict=True)]
 
     def _refit(self) -> None:
         """Estimate anew once enough evidence has come in."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import itertools
 from collections import Counter
 
@@ -245,6 +246,14 @@ def test_a_rewrite_and_a_change_of_code_cannot_be_taken_apart() -> None:
     assert changes_between(parent, longer, ["tool"]) is None
     assert changes_between(parent, {**longer, "answer": parent["answer"] + "\nCite."}, ["tool"]) is None
     assert changes_between(parent, longer, ()) is not None
+
+
+def test_a_text_that_is_json_is_not_taken_apart() -> None:
+    rules = ["Be brief.", "Be kind.", "Count to ten."]
+    parent, child = (json.dumps({"rules": rules[:count]}, indent=1) for count in (2, 3))
+    assert changes_between({"a": parent}, {"a": child}, ()) is None
+    assert changes_between({"a": "Answer."}, {"a": parent}, ()) is None
+    assert changes_between({"a": parent}, {"a": parent + " Be brief."}, ()) is None
 
 
 def test_components_are_taken_apart_each_for_itself() -> None:

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dspy_flashevolve.engine.replay import hash_of
+from dspy_flashevolve.gepa import credit
 from dspy_flashevolve.gepa.credit import Credit, Evidence
 from tests.fakes import hashed
 
@@ -159,6 +160,49 @@ def test_estimates_do_not_depend_on_the_order_in_which_rollouts_end(shuffler: ra
     assert one.mean == pytest.approx(other.mean, abs=1e-9)
     assert one.error == pytest.approx(other.error, abs=1e-9)
     assert one.prior == pytest.approx(other.prior, abs=1e-9)
+
+
+# Changes that get in each other's way
+
+
+class Crowd(Task):
+    """Each pair of changes in a candidate costs its score."""
+
+    def __init__(self, cost: float, seed: int) -> None:
+        rng = random.Random(seed)
+        super().__init__([rng.gauss(0.06, 0.05) for _ in range(16)], seed=seed)
+        self.cost = cost
+
+    def value(self, candidate: dict[str, str]) -> float:
+        """What a candidate's changes bring together."""
+        numbers = numbers_in(candidate)
+        return sum(self.effects[one] for one in numbers) - self.cost * math.comb(len(numbers), 2)
+
+    def score(self, candidate: dict[str, str], example: int) -> float:
+        return self.levels[example] + self.value(candidate) + self.rng.gauss(0, NOISE)
+
+    def learnt(self) -> dict[str, str]:
+        """The head after some steps from the seed, and some from variants."""
+        for number in range(16):
+            self.runs(SEED)
+            self.add(number)
+        self.steps(20)
+        return self.credit.head().candidate
+
+
+def test_where_changes_get_in_each_others_way_the_head_has_fewer_and_is_better(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = [(crowd, crowd.learnt()) for crowd in (Crowd(0.012, seed) for seed in range(20))]
+    monkeypatch.setattr(credit, "CROWDING_SD", 1e-9)  # a model in which they do not
+    others = [(crowd, crowd.learnt()) for crowd in (Crowd(0.012, seed) for seed in range(20))]
+    sizes, other_sizes = (sum(len(numbers_in(head)) for _, head in found) / 20 for found in (mine, others))
+    values, other_values = (sum(crowd.value(head) for crowd, head in found) / 20 for found in (mine, others))
+    assert sizes < 0.85 * other_sizes
+    assert values > 1.5 * other_values
+
+
+def test_where_they_do_not_all_that_help_are_put_together() -> None:
+    heads = [Crowd(0.0, seed).learnt() for seed in range(20)]
+    assert sum(len(numbers_in(head)) for head in heads) / 20 > 15
 
 
 # Trust
