@@ -143,14 +143,19 @@ class Evidence:
         information -= np.outer(cross, cross) / mean_of_all
         pull -= cross * float((totals * (1 - weight * of_example)).sum()) / mean_of_all
         information, pull = information / noise**2, pull / noise**2
-        # What changes do to each other is eliminated, too: the effects are what remains whatever it is.
-        of_pairs, precision = information[:-1, -1], float(information[-1, -1]) + (CROWDING_SD * noise) ** -2
-        rest = information[:-1, :-1] - np.outer(of_pairs, of_pairs) / precision
-        crowded = posterior(rest, pull[:-1] - of_pairs * float(pull[-1]) / precision, noise)
-        crowding = float(pull[-1] - of_pairs @ crowded.mean) / precision
-        if crowding > 0:
-            return replace(crowded, crowding=crowding)
-        return posterior(information[:-1, :-1], pull[:-1], noise)
+        crowding = _crowding(information, pull, noise)
+        found = posterior(information[:-1, :-1], pull[:-1] - crowding * information[:-1, -1], noise)
+        return replace(found, crowding=crowding)
+
+
+def _crowding(information: Array, pull: Array, noise: float) -> float:
+    """What a pair of changes costs, less its standard error, from the normal equations with it as the last unknown."""
+    of_pairs, precision = information[:-1, -1], float(information[-1, -1]) + (CROWDING_SD * noise) ** -2
+    rest = information[:-1, :-1] - np.outer(of_pairs, of_pairs) / precision
+    effects = posterior(rest, pull[:-1] - of_pairs * float(pull[-1]) / precision, noise)
+    mean = float(pull[-1] - of_pairs @ effects.mean) / precision
+    spreads = np.array([effects.prior[1]] * len(effects.mean) + [CROWDING_SD * noise])
+    return max(0.0, mean - math.sqrt(float(np.linalg.inv(information + np.diag(spreads**-2))[-1, -1])))
 
 
 def _noise(rows: NDArray[np.intp], scores: Array, of_example: Array, totals: Array, scale: float) -> float:
