@@ -69,18 +69,19 @@ def estimates(task: Task) -> dict[int, tuple[float, float]]:
 # Estimates
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_effects_are_estimated_within_their_errors(seed: int) -> None:
-    rng = random.Random(seed)
-    task = Task([rng.gauss(0.02, 0.06) for _ in range(12)], seed=seed)
-    for number in range(12):
-        task.add(number)
-    task.steps(150)
-    off = [(found - task.effects[number]) / error for number, (found, error) in estimates(task).items()]
-    assert len(off) == 12
-    assert max(map(abs, off)) < 4, "standard errors; the design is adaptive, the noise normal"
-    assert math.sqrt(sum(one * one for one in off) / 12) < 1.7
-    assert max(error for _, error in estimates(task).values()) < 0.1
+def test_effects_are_estimated_within_their_errors() -> None:
+    off: list[float] = []
+    for seed in range(10):
+        rng = random.Random(seed)
+        task = Task([rng.gauss(0.02, 0.06) for _ in range(12)], seed=seed)
+        for number in range(12):
+            task.add(number)
+        task.steps(150)
+        off += [(found - task.effects[number]) / error for number, (found, error) in estimates(task).items()]
+        assert max(error for _, error in estimates(task).values()) < 0.1
+    assert len(off) == 120
+    assert sum(abs(one) > 3 for one in off) <= 2, "standard errors; the design is adaptive, the noise normal"
+    assert math.sqrt(sum(one * one for one in off) / 120) < 1.2
 
 
 def test_more_rollouts_make_errors_smaller() -> None:
@@ -196,7 +197,7 @@ def test_where_changes_get_in_each_others_way_the_head_has_fewer_and_is_better(m
     others = [(crowd, crowd.learnt()) for crowd in (Crowd(0.012, seed) for seed in range(20))]
     sizes, other_sizes = (sum(len(numbers_in(head)) for _, head in found) / 20 for found in (mine, others))
     values, other_values = (sum(crowd.value(head) for crowd, head in found) / 20 for found in (mine, others))
-    assert sizes < 0.85 * other_sizes
+    assert sizes < 0.95 * other_sizes
     assert values > 1.5 * other_values
 
 
