@@ -2,9 +2,9 @@
 
 Every rollout of a candidate is evidence on all the changes in it. Steps start from variants of the head, each without
 some of the changes of which little is known, so that the rollouts that reflection needs anyway form a screening design
-(Plackett and Burman 1946). A linear model, score = example + sum of the changes in the candidate, gives each change's
-effect; how effects spread over changes (their prior) is estimated from the same rollouts. Where changes mostly help,
-new ones are trusted at once; where many harm, few are tried at a time.
+(Plackett and Burman 1946). A linear model, score = example + sum of the changes in the candidate - crowding for each
+pair of them, gives each change's effect; how effects spread over changes (their prior) is estimated from the same
+rollouts. Where changes mostly help, new ones are trusted at once; where many harm, few are tried at a time.
 """
 
 from __future__ import annotations
@@ -272,7 +272,8 @@ class Credit:
                 chosen.append(number)
         rng.shuffle(chosen)
         if self._effects.crowding:
-            chosen = self._uncrowded(chosen, hope=1.0)
+            again = [one for one in chosen if self._means()[one] + self._errors()[one] <= 0]  # but little is believed
+            chosen = again + self._uncrowded(chosen, hope=1.0)
         return self._compose(self._that_fit(chosen))
 
     def may_ask(self, asking: int) -> bool:
@@ -308,7 +309,8 @@ class Credit:
                 self._changes.append(change)
                 self._steps.append(step)
                 self._born.append(len(self._evidence))
-        composition |= {self._numbers[change.identity] for change in changes}
+        found = changes_in(self._base, child, self._changes)  # without those that the new ones go in for
+        composition = composition | {self._numbers[one.identity] for one in changes} if found is None else found
         self._compositions.setdefault(hash_of(child), composition)
         for example, score in scores.items():
             self._evidence.add((self._era, split, example), composition, score)
@@ -317,9 +319,10 @@ class Credit:
     def head(self) -> Head:
         """All changes that are expected to help, on the base."""
         self._refit()
-        chosen = self._that_fit(self._uncrowded(range(len(self._changes)), hope=0.0))
-        last = next(reversed(self._tried.values()), frozenset[int]())
         mean = self._means()
+        best_first = sorted(range(len(mean)), key=lambda one: -mean[one])
+        chosen = self._that_fit(self._uncrowded(best_first, hope=0.0))
+        last = next(reversed(self._tried.values()), frozenset[int]())
         gain = sum(mean[one] for one in chosen - last) - sum(mean[one] for one in last - chosen)
         gain -= self._effects.crowding * (math.comb(len(chosen), 2) - math.comb(len(last), 2))
         return Head(self._compose(chosen), chosen, gain)
@@ -394,27 +397,33 @@ class Credit:
         return candidate
 
     def _uncrowded(self, numbers: Iterable[int], hope: float) -> list[int]:
-        """Of changes those that bring more than they cost the others in the candidate, the best first.
+        """Of changes, one after the other, those that bring more than they cost the others before them.
 
         Args:
             hope: how much better than expected a change may be, in its standard errors.
         """
         mean, error, kept = self._means(), self._errors(), list[int]()
-        for number in sorted(numbers, key=lambda one: -mean[one]):
-            if mean[number] + hope * error[number] > self._effects.crowding * len(kept):
+        places: set[tuple[str, str, int]] = set()
+        for number in numbers:
+            place = self._place(number)
+            if place not in places and mean[number] + hope * error[number] > self._effects.crowding * len(kept):
                 kept.append(number)
+                places.add(place)
         return kept
+
+    def _place(self, number: int) -> tuple[str, str, int]:
+        """Equal for changes that go in for the same part, of which a candidate has one."""
+        one = self._changes[number]
+        return one.component, normal(one.replaces), 0 if one.replaces else number + 1
 
     def _that_fit(self, chosen: Iterable[int]) -> frozenset[int]:
         """Of changes that go in for the same part the first, and of all of them as many as the limit has room for."""
         kept: list[int] = []
-        gone: set[tuple[str, str]] = set()
+        places: set[tuple[str, str, int]] = set()
         for number in chosen:
-            change = self._changes[number]
-            rival = change.component, normal(change.replaces)
-            if not change.replaces or rival not in gone:
+            if (place := self._place(number)) not in places:
                 kept.append(number)
-                gone.add(rival)
+                places.add(place)
         while kept and is_too_long(self._applied(kept), self._most_characters):
             kept.pop()
         return frozenset(kept)
