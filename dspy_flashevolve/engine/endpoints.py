@@ -236,12 +236,13 @@ class Answers:
 
     def _tell(self, now: float, sent: Sent) -> None:
         assert self._silent_since is not None
-        limit, silent, said = self._of.retry.outage_seconds or math.inf, now - self._silent_since, sent.said
         if self._of.gone:
             return
+        most, silent, said = self._of.retry.outage_seconds, now - self._silent_since, sent.said
+        limit = math.inf if most is None else most
         is_asked = self._under_way or self._odd
         # Where one request hung for all that time, and nothing else was asked, one more decides.
-        is_sure = now - sent.seconds < limit or self._turned_away > 2
+        is_sure = now - sent.seconds <= limit or self._turned_away > 2
         if is_sure and silent >= limit - EARLY_SECONDS and not is_asked and not self._is_spare:
             self._of.gone = (
                 f"{self.name} has answered nothing for {silent:.0f} seconds, and turned away all that it was sent; "

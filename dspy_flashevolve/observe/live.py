@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dspy_flashevolve.engine.run import EvolutionRun
-from dspy_flashevolve.observe.progress import Display, used_share
+from dspy_flashevolve.observe.progress import Display, since, used_share
 from dspy_flashevolve.observe.text import duration, left, number, score
 
 COLUMNS = ("stage", "waiting", "in flight", "answered", "tokens", "dollars", "slot seconds")
@@ -36,21 +36,33 @@ class LiveTable(BaseCallback, Display):
     @contextmanager
     def observing(self, run: EvolutionRun) -> Generator[None, None, None]:
         """See :class:`~dspy_flashevolve.engine.run.Observer`."""
+        before = _used(run)
         with Live(
-            console=self._console, get_renderable=lambda: _drawn(run), refresh_per_second=1 / self._refresh_seconds
+            console=self._console,
+            get_renderable=lambda: _drawn(run, before),
+            refresh_per_second=1 / self._refresh_seconds,
         ) as live:
             yield
         if not live.console.is_terminal and not live.console.is_jupyter:
             live.console.line()  # rich leaves the last line open
 
 
-def _drawn(run: Any) -> Group:
-    """A run as it stands, asked from rich's thread; a DspyRun: others have no callbacks of dspy's."""
+def _used(run: Any) -> float:
+    """The share of a run's limits that is used, but for time."""
+    stats = run.statistics()
+    return max(stats.metric_calls / stats.max_metric_calls if stats.max_metric_calls else 0.0, used_share(run))
+
+
+def _drawn(run: Any, before: float) -> Group:
+    """A run as it stands, asked from rich's thread; a DspyRun: others have no callbacks of dspy's.
+
+    Args:
+        before: the share of its limits that was used when it began.
+    """
     stats, recorder = run.statistics(), run.recorder
     seconds, calls = stats.seconds, stats.metric_calls
     budget = "" if stats.max_metric_calls is None else f" of {stats.max_metric_calls:,}"
-    share = max(calls / stats.max_metric_calls if stats.max_metric_calls else 0.0, used_share(run))
-    time_left = left(seconds, run.max_seconds, share) if stats.outcome == "running" else ""
+    time_left = left(seconds, run.max_seconds, since(before, _used(run))) if stats.outcome == "running" else ""
     best = "validating the seed program"
     if recorder.best_score is not None:
         scores = f"best score {score(recorder.best_score)}, seed {score(recorder.seed_score)}"

@@ -71,8 +71,7 @@ class Progress(Display):
 
     def _time_left(self, seconds: float) -> str:
         """By the limits of time and money; tqdm tells how long the metric calls will last."""
-        used, before = used_share(self._run), self._used_before
-        return left(seconds, self._run.max_seconds, (used - before) / (1 - before) if used > before else None)
+        return left(seconds, self._run.max_seconds, since(self._used_before, used_share(self._run)))
 
     def _close(self) -> None:
         if self._run.recorder.best_score is not None:
@@ -86,6 +85,18 @@ class Progress(Display):
 def used_share(run: EvolutionRun) -> float:
     """The largest share of a loop's own limits that is used, from 0 to 1."""
     return max((share for of in run.used_shares if (share := of()) is not None), default=0.0)
+
+
+def since(before: float, used: float) -> float | None:
+    """The share of what a session had left that it has used; None where that tells nothing.
+
+    Args:
+        before, used: shares of a limit, when the session began and now; a last step may take more than there is.
+
+    >>> since(0.5, 0.75), since(0.5, 0.5), since(1.0, 1.1)
+    (0.5, None, None)
+    """
+    return (used - before) / (1 - before) if before < min(1.0, used) else None
 
 
 @cache

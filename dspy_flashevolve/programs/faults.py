@@ -349,14 +349,14 @@ def headers_of_error(error: BaseException) -> dict[str, str]:
     """What the replies that led to an error say in their headers of limits, and of when to come back."""
     found: dict[str, str] = {}
     for one in chain_of(error):
-        reply = getattr(one, "response", None)
-        for held in (
-            getattr(one, "rate_limit_headers", None),
-            getattr(one, "litellm_response_headers", None),
-            getattr(reply, "headers", None),
-        ):
-            found = headers_in(held) | found
+        found = _headers_with(one) | found
     return found
+
+
+def _headers_with(error: BaseException) -> dict[str, str]:
+    of_reply = getattr(getattr(error, "response", None), "headers", None)
+    ours, litellms = (getattr(error, name, None) for name in ("rate_limit_headers", "litellm_response_headers"))
+    return headers_in(of_reply) | headers_in(litellms) | headers_in(ours)
 
 
 def headers_in(held: Any) -> dict[str, str]:
@@ -365,8 +365,8 @@ def headers_in(held: Any) -> dict[str, str]:
     for name, value in cast("Mapping[Any, Any]", held).items() if isinstance(held, Mapping) else ():
         value = value[-1] if isinstance(value, list | tuple) and value else value
         name = str(name).lower()
-        if isinstance(value, str) and ("ratelimit" in name or name == "retry-after"):
-            read[name.removeprefix("llm_provider-")] = value
+        if isinstance(value, str | int | float) and ("ratelimit" in name or name == "retry-after"):
+            read[name.removeprefix("llm_provider-")] = str(value)
     return read
 
 
@@ -380,7 +380,9 @@ def retry_after_of(error: BaseException) -> float | None:
         said = getattr(one, "retry_after", None)
         if isinstance(said, int | float) and not isinstance(said, bool):
             return float(said)
-    return _seconds_in(headers_of_error(error).get("retry-after", ""))
+        if (seconds := _seconds_in(_headers_with(one).get("retry-after", ""))) is not None:
+            return seconds
+    return None
 
 
 def _seconds_in(value: str) -> float | None:

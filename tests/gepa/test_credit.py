@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Hashable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -199,6 +200,33 @@ def test_where_changes_get_in_each_others_way_the_head_has_fewer_and_is_better(m
     values, other_values = (sum(crowd.value(head) for crowd, head in found) / 20 for found in (mine, others))
     assert sizes < 0.95 * other_sizes
     assert values > 1.5 * other_values
+
+
+def estimated(changes: Sequence[str], effects: Sequence[tuple[float, float]], crowding: float) -> Credit:
+    """Changes of a text, each a line of a child, with their effects and errors."""
+    base = {"answer": "Answer the question.\n- be brief in what you say"}
+    found = Credit(base, (), 16, 1.0)
+    for line in changes:
+        lines = [line] if line.startswith("- be brief") else ["- be brief in what you say", line]
+        assert found.take(0, base, {"answer": "\n".join(["Answer the question.", *lines])}, "train", {})
+    mean, error = (np.array(one) for one in zip(*effects, strict=True))
+    found._effects = credit.Effects(mean, error, (0.01, 0.03), crowding)
+    return found
+
+
+def test_where_they_do_those_of_unknown_effect_are_tested_all_the_same() -> None:
+    found = estimated([rule(number) for number in range(15)], [(0.06, 0.01)] * 14 + [(0.01, 0.03)], 0.004)
+    rng = random.Random(0)
+    tried = [14 in numbers_in(found.variant(rng)) for _ in range(400)]
+    assert sum(tried) > 100
+
+
+def test_of_changes_that_go_in_for_the_same_part_one_counts_where_they_crowd() -> None:
+    rivals = [f"- be brief in what you say {word}" for word in ("now", "here", "first")]
+    effects = [(0.06, 0.01), (0.055, 0.01), (0.05, 0.01), (0.04, 0.01)]
+    head = estimated([*rivals, rule(0)], effects, 0.02).head()
+    assert head.candidate == {"answer": f"Answer the question.\n{rivals[0]}\n{rule(0)}"}
+    assert head.gain == pytest.approx(0.06 + 0.04 - 0.02)
 
 
 def test_where_they_do_not_all_that_help_are_put_together() -> None:

@@ -585,6 +585,15 @@ def test_what_the_server_says_of_when_to_come_back_reaches_us(engine: str) -> No
     assert mapped.value.retry_after_seconds == 3.0
 
 
+@pytest.mark.parametrize(("said", "seconds"), [("2", 2.0), (3, 3.0), (3.5, 3.5), ("soon", None), (None, None)])
+def test_a_header_is_read_as_a_number_or_a_text_and_the_nearest_one_counts(said: Any, seconds: float | None) -> None:
+    error = LMServerError("503")
+    error.response = type("Reply", (), {"headers": {"Retry-After": said}})  # pyright: ignore[reportAttributeAccessIssue]
+    assert retry_after_of(error) == seconds
+    error.__cause__ = LMRateLimitError("429", retry_after=60.0)
+    assert retry_after_of(error) == (60.0 if seconds is None else seconds)
+
+
 def test_a_date_to_come_back_at_is_understood() -> None:
     reply = type("Reply", (), {"headers": {"Retry-After": "Fri, 01 Jan 2100 00:00:00 GMT"}})
     error = LMServerError("503")
