@@ -209,7 +209,7 @@ def answer(prompt):
         raise LMServerError("503", status=503)
     if mode == "an hour" and accepted and (prompt in waiting or len(waiting) < 2):
         waiting.add(prompt)
-        print("told to wait", len(waiting), flush=True)
+        print(f"told to wait {len(waiting)}\\n", end="", flush=True)  # in one piece: other threads print, too
         raise LMRateLimitError("429", retry_after=3600.0)
     if "new_instruction" in prompt:
         return reply_for(prompt, new_instruction=f"Instruction {hashed(prompt) % 100_000}")
