@@ -164,9 +164,9 @@ class EvolutionRun:
         """Place -> gap (version less version seen) -> how often it was seen there."""
         self.looks: Counter[str] = Counter()
         """What a staleness policy decided (admit, discard, integrate) -> how often."""
-        self.used_shares: list[Callable[[], float | None]] = []
-        """What of a loop's own limits is used, from 0 to 1, for those who tell how long the run may last; None where
-        it has none. A loop adds its own."""
+        self.used_shares: list[Callable[[], float]] = []
+        """What of a loop's own limits is used, from 0 to 1, for those who tell how long the run may last. A loop adds
+        its own."""
         self.seed = self._seed(seed)
 
     # Beginning and end.

@@ -272,7 +272,8 @@ class Credit:
                 chosen.append(number)
         rng.shuffle(chosen)
         if self._effects.crowding:
-            again = [one for one in chosen if self._means()[one] + self._errors()[one] <= 0]  # but little is believed
+            mean, error = self._means(), self._errors()
+            again = [one for one in chosen if mean[one] + error[one] <= 0]  # to be sure that they harm
             chosen = again + self._uncrowded(chosen, hope=1.0)
         return self._compose(self._that_fit(chosen))
 
@@ -402,14 +403,11 @@ class Credit:
         Args:
             hope: how much better than expected a change may be, in its standard errors.
         """
-        mean, error, kept = self._means(), self._errors(), list[int]()
-        places: set[tuple[str, str, int]] = set()
+        mean, error, kept = self._means(), self._errors(), dict[tuple[str, str, int], int]()
         for number in numbers:
-            place = self._place(number)
-            if place not in places and mean[number] + hope * error[number] > self._effects.crowding * len(kept):
-                kept.append(number)
-                places.add(place)
-        return kept
+            if mean[number] + hope * error[number] > self._effects.crowding * len(kept):
+                kept.setdefault(self._place(number), number)
+        return list(kept.values())
 
     def _place(self, number: int) -> tuple[str, str, int]:
         """Equal for changes that go in for the same part, of which a candidate has one."""
@@ -418,12 +416,10 @@ class Credit:
 
     def _that_fit(self, chosen: Iterable[int]) -> frozenset[int]:
         """Of changes that go in for the same part the first, and of all of them as many as the limit has room for."""
-        kept: list[int] = []
-        places: set[tuple[str, str, int]] = set()
+        of_places: dict[tuple[str, str, int], int] = {}
         for number in chosen:
-            if (place := self._place(number)) not in places:
-                kept.append(number)
-                places.add(place)
+            of_places.setdefault(self._place(number), number)
+        kept = list(of_places.values())
         while kept and is_too_long(self._applied(kept), self._most_characters):
             kept.pop()
         return frozenset(kept)

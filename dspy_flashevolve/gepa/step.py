@@ -127,7 +127,7 @@ class GepaLoop:
         share = 1.0 if reflective is None else reflective.frontier_share
         self._selection = Selection(pool, self._credit, share, self._unanswerable)
         self._seeded = anyio.Event()
-        run.used_shares.append(lambda: max(self._limits().values(), default=None))
+        run.used_shares.append(lambda: max(self._limits().values(), default=0.0))
         self._reflections = 0
         self.proposals = 0
         """Children that the reflection wrote."""

@@ -12,8 +12,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from dspy_flashevolve.engine.run import EvolutionRun
 from dspy_flashevolve.observe.progress import Display, since, used_share
+from dspy_flashevolve.observe.statistics import RunStats
 from dspy_flashevolve.observe.text import duration, left, number, score
 
 COLUMNS = ("stage", "waiting", "in flight", "answered", "tokens", "dollars", "slot seconds")
@@ -34,9 +34,9 @@ class LiveTable(BaseCallback, Display):
         self._refresh_seconds, self._console = refresh_seconds, console
 
     @contextmanager
-    def observing(self, run: EvolutionRun) -> Generator[None, None, None]:
+    def observing(self, run: Any) -> Generator[None, None, None]:
         """See :class:`~dspy_flashevolve.engine.run.Observer`."""
-        before = _used(run)
+        before = _used(run, run.statistics())
         with Live(
             console=self._console,
             get_renderable=lambda: _drawn(run, before),
@@ -47,9 +47,8 @@ class LiveTable(BaseCallback, Display):
             live.console.line()  # rich leaves the last line open
 
 
-def _used(run: Any) -> float:
+def _used(run: Any, stats: RunStats) -> float:
     """The share of a run's limits that is used, but for time."""
-    stats = run.statistics()
     return max(stats.metric_calls / stats.max_metric_calls if stats.max_metric_calls else 0.0, used_share(run))
 
 
@@ -62,7 +61,7 @@ def _drawn(run: Any, before: float) -> Group:
     stats, recorder = run.statistics(), run.recorder
     seconds, calls = stats.seconds, stats.metric_calls
     budget = "" if stats.max_metric_calls is None else f" of {stats.max_metric_calls:,}"
-    time_left = left(seconds, run.max_seconds, since(before, _used(run))) if stats.outcome == "running" else ""
+    time_left = left(seconds, run.max_seconds, since(before, _used(run, stats))) if stats.outcome == "running" else ""
     best = "validating the seed program"
     if recorder.best_score is not None:
         scores = f"best score {score(recorder.best_score)}, seed {score(recorder.seed_score)}"

@@ -84,7 +84,7 @@ class Progress(Display):
 
 def used_share(run: EvolutionRun) -> float:
     """The largest share of a loop's own limits that is used, from 0 to 1."""
-    return max((share for of in run.used_shares if (share := of()) is not None), default=0.0)
+    return max((used() for used in run.used_shares), default=0.0)
 
 
 def since(before: float, used: float) -> float | None:
