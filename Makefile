@@ -40,8 +40,9 @@ notebooks: $(VENV)/.installed  ## run the notebooks, and save their outputs in t
 	$(BIN)/python -m pytest --nbmake --overwrite notebooks
 	$(BIN)/jupyter nbconvert --log-level ERROR --to notebook --inplace --coalesce-streams notebooks/*.ipynb
 
-docs: $(VENV)/.installed  ## the documentation, in site/; a warning is an error
+docs: $(VENV)/.installed  ## the documentation, in site/; a warning is an error, and so is a Python block that does not run
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	$(BIN)/python -m pytest -n auto -m pages
 
 dist: $(VENV)/.installed  ## the wheel and the source distribution, in dist/, checked as a package index checks them
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check build twine

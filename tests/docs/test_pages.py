@@ -25,9 +25,9 @@ PACKAGE = Path(dspy_flashevolve.__file__).parent
 @pytest.mark.parametrize(
     "pages",
     [
-        pytest.param(GUIDE, id="guide"),
+        pytest.param(GUIDE, id="guide", marks=pytest.mark.pages),
         pytest.param([ON_RAY], id="many-cores", marks=pytest.mark.ray),
-        pytest.param(OTHERS, id="others"),
+        pytest.param(OTHERS, id="others", marks=pytest.mark.pages),
     ],
 )
 def test_every_python_block_runs_as_it_is_written(pages: list[Path], tmp_path: Path) -> None:
