@@ -76,6 +76,7 @@ class Mistake:
     Attributes:
         name: For the table.
         score: What the metric makes of a prediction.
+        feedback: What it says of one when it is asked for feedback; `None` for nothing.
         first: What the program does first.
         data: Makes the examples.
         options: Of the optimizer.
@@ -84,6 +85,7 @@ class Mistake:
 
     name: str
     score: Callable[[Any, Any], Any] = lambda gold, pred: 0.5
+    feedback: Callable[[Any], str] | None = None
     first: Callable[[Any], Any] = lambda program: None
     data: Callable[[str], list[Any]] = examples
     options: dict[str, Any] = field(default_factory=lambda: {"max_metric_calls": CALLS})
@@ -110,6 +112,8 @@ MISTAKES = (
     Mistake("metric returns a list", score=lambda gold, pred: [0.5]),
     Mistake("metric has a typo", score=lambda gold, pred: float(pred.answr == "1")),
     Mistake("metric raises, a message an example", score=unknown_example),
+    Mistake("feedback has a typo", feedback=lambda pred: pred.answr),
+    Mistake("training examples lack a field", score=lambda gold, pred: 0.5 if "v" in gold.question else gold.answer),
     Mistake("program has a typo", first=lambda program: program.anser),
     Mistake("no LM is configured", lm=lambda: None),
     Mistake("examples are dicts", data=lambda name: [{"question": f"{name} {one}"} for one in range(30)]),
@@ -129,7 +133,10 @@ def row(mistake: Mistake, optimizer: Any) -> list[str]:
 
     def metric(gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None) -> Any:
         count.scored += 1
-        return mistake.score(gold, pred)
+        score = mistake.score(gold, pred)
+        if mistake.feedback is None or pred_name is None:
+            return score
+        return dspy.Prediction(score=score, feedback=mistake.feedback(pred))
 
     began, says = time.monotonic(), "no error"
     replies = [{"improved_instruction": f"Answer well, {number}."} for number in range(20 * CALLS)]

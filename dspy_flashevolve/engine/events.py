@@ -136,9 +136,11 @@ class SeedValidated(Event):
 
     Args:
         score: aggregate validation score.
+        best_score: of the best program so far; of a run that goes on it may be a later one.
     """
 
     score: float
+    best_score: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -496,9 +496,11 @@ class EvolutionRun:
         pays = self._reserve()
         if pays is None:
             if not self._live and not self._beside:
+                left, most = self.budget.left, self._most_calls
+                beside = " and the validation of what it finds" if left is not None and left >= most else ""
                 self.stop(
-                    f"max_metric_calls={self.budget.limit}: the {self.budget.left} calls left cannot pay a step, which "
-                    f"may cost {self._most_calls}",
+                    f"max_metric_calls={self.budget.limit}: the {left} calls left cannot pay a step, which may cost "
+                    f"{most}{beside}",
                     "finished",
                 )
             return None

@@ -92,12 +92,14 @@ class SlotStatistics:
 
     Args:
         limit: slots there are, over all endpoints.
+        allowed: the same, by the endpoints' own limits of the moment.
         peak: the most that were ever held at once.
         limit_seconds: slots that there were, by all limits, summed over the time since the first request.
         stages: stage -> its requests.
     """
 
     limit: int
+    allowed: int
     peak: int
     limit_seconds: float
     stages: dict[str, StageStatistics]
@@ -487,7 +489,9 @@ class Scheduler:
         stages = {
             name: StageStatistics(one.waiting, one.running, one.served_seconds) for name, one in self._stages.items()
         }
-        return SlotStatistics(self._limit, self._peak, self._all_limit_seconds(), stages)
+        limits = [one.limit for one in list(self._endpoints.values()) if one.limit is not None]
+        allowed = min(self._limit, sum(limits)) if limits else self._limit
+        return SlotStatistics(self._limit, allowed, self._peak, self._all_limit_seconds(), stages)
 
     def _at(self, endpoint: str) -> _Endpoint:
         if endpoint not in self._endpoints:

@@ -139,7 +139,7 @@ def estimate(optimizer: Any, student: Module, trainset: Sequence[Any], most_call
 
     async def step(step: Step) -> End:
         run.begin(step, 0)
-        program.first_rollouts(size)
+        program.first_rollouts(size, traced=True)
         with track_usage() as usage:
             rollouts = await run.evaluate("rollout", step, program, texts, examples, split="train", traced=True)
         used.append(usage)

@@ -69,6 +69,11 @@ HEADS_SHARE = 0.25
 GENERATIONS, GENERATIONS_OF_CHANGES = 12.0, 6.0
 """A limited budget is spread over at least this many generations (:class:`LiveSteps`); fewer where the work of many
 steps comes together in one head."""
+NOTHING = {
+    "no_trajectories": "no example of its minibatch could be run",
+    "all_scores_perfect": "all scores of its minibatch are perfect",
+}
+"""gepa's words for why there is nothing to reflect on -> ours."""
 ATTEMPTS = 2
 """gepa asks a reflection that raised once more, then skips the task."""
 
@@ -167,6 +172,7 @@ class GepaLoop:
                 await pool.write(resume.restore_credit, run.journal, self._credit)
         if is_seeded:
             run.budget.spent = pool.state.total_num_evals
+            gepa_logger.info(f"Going on: {run.budget.spent} metric calls of earlier sessions are counted.")
             for scores in pool.state.prog_candidate_val_subscores:
                 self._evaluations.order.record(scores)
                 self._evaluations.saw(max(scores.values(), default=float("-inf")))
@@ -430,7 +436,7 @@ class GepaLoop:
             return _Prepared(parent, [], {}, is_paid=True)
         reason = await pool.write(pool.nothing_to_improve, step, task, evaluation)
         if reason is not None:  # without a trajectory nothing was paid, and such steps must not go on for ever
-            return End(EndKind.REJECTED if evaluation.trajectories else EndKind.FAILED, reason)
+            return End(EndKind.REJECTED if evaluation.trajectories else EndKind.FAILED, NOTHING.get(reason, reason))
         components = await pool.write(pool.choose_components, step, task, evaluation)
         rng = None if self._run.lockstep else step.rng
         try:
@@ -443,6 +449,8 @@ class GepaLoop:
         except FlashEvolveError:
             raise
         except Exception as error:
+            if error is self._program.mistake:
+                raise
             self._log(f"Iteration {step.number + 1}: Exception building reflective dataset: {error}", error)
             return End(EndKind.FAILED, f"no reflective dataset: {error}")
         await pool.write(pool.reflection_starts, step, task, components, dataset)
@@ -697,7 +705,8 @@ class GepaLoop:
         self._seed_is_there()
 
     def _seed_is_there(self) -> None:
-        self._run.bus.emit(SeedValidated(self._run.clock(), self._pool.score_of(0)))
+        seed, best = self._pool.score_of(0), self._pool.best_score()
+        self._run.bus.emit(SeedValidated(self._run.clock(), seed, seed if best is None else best))
         self._seeded.set()
 
     async def _ended(self, step: Step, end: End) -> None:

@@ -39,10 +39,10 @@ class Progress(Display):
             self._close()
 
     def _begin(self, run: Any) -> None:
-        bar, total = _bar(), run.statistics().max_metric_calls
+        bar, total, spent = _bar(), run.statistics().max_metric_calls, 0 if run.journal is None else run.journal.spent
         self._run, self._used_before = run, used_share(run)
-        self._bar = bar(total=total, desc=run.name, unit="rollouts", dynamic_ncols=True)
-        self._bar.set_postfix_str("validating the seed program")
+        self._bar = bar(total=total, initial=spent, desc=run.name, unit="rollouts", dynamic_ncols=True)
+        self._bar.set_postfix_str("going on" if spent else "validating the seed program")
         for handler in (*logging.root.handlers, *logging.getLogger("dspy").handlers):
             to_file = isinstance(handler, logging.FileHandler)
             if isinstance(handler, logging.StreamHandler) and not to_file and not isinstance(handler.stream, _AboveBar):
@@ -52,18 +52,21 @@ class Progress(Display):
         """Take one event."""
         if isinstance(event, RolloutFinished):
             self._bar.update()
+        elif isinstance(event, SeedValidated) and not self._bar.n:  # a run of dspy.GEPA's goes on
+            self._bar.update(self._run.statistics().metric_calls)
+            self._tell()
         elif isinstance(event, SeedValidated | Committed | StepClosed):
             self._tell()
 
     def _tell(self, is_over: bool = False) -> None:
-        run, stats = self._run, self._run.statistics()
+        run, stats, slots = self._run, self._run.statistics(), self._run.scheduler.statistics()
         best, seed, tokens = run.recorder.best_score, run.recorder.seed_score, sum(stats.tokens_by_stage.values())
         seed_text = "" if seed is None else f" (seed {seed:.3f})"
         phase = "finishing" if stats.stop_reason else self._time_left(stats.seconds)
         parts = [
             "" if is_over else phase,
             "" if best is None else f"best {best:.3f}{seed_text}, {len(stats.commits)} accepted",
-            f"{run.scheduler.statistics().busy}/{stats.slots} in flight",
+            f"{slots.busy}/{slots.allowed} in flight",
             f"{tokens / 1000:.0f}k tokens" if tokens else "",
             "$ unknown" if stats.cost_dollars is None else f"${stats.cost_dollars:.2f}" if stats.cost_dollars else "",
         ]

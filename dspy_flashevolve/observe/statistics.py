@@ -288,6 +288,7 @@ class Recorder:
         self.unanswered_examples = 0
         self.seed_score: float | None = None
         """Of the program that the run began with; None until it is known."""
+        self._best_before: float | None = None
         self.commits: list[Committed] = []
         self.integrations: list[Integrated] = []
         self.limit_changes: list[LimitChanged] = []
@@ -310,7 +311,7 @@ class Recorder:
             if event.end.kind is not EndKind.COMMITTED:
                 self.end_reasons[event.end.reason] += 1
         elif isinstance(event, SeedValidated):
-            self.seed_score = event.score
+            self.seed_score, self._best_before = event.score, event.best_score
         elif isinstance(event, Committed):
             self.commits.append(event)
         elif isinstance(event, LimitChanged):
@@ -327,7 +328,7 @@ class Recorder:
     @property
     def best_score(self) -> float | None:
         """The best so far; None until there is one."""
-        return self.commits[-1].best_score if self.commits else self.seed_score
+        return self.commits[-1].best_score if self.commits else self._best_before
 
     def stats(self, run: EvolutionRun, unpriced: Collection[str], **figures: Any) -> RunStats:
         """The record of the run so far.
@@ -409,12 +410,14 @@ def summary_of(stats: RunStats) -> str:
         f"metric calls: {stats.metric_calls}{calls}",
         f"tokens: {_parts(stats.tokens_by_stage, lambda count: f'{count:,}')}",
         f"dollars: {_parts(stats.dollars_by_stage, _dollars)}",
-        f"slots: {stats.slots}, {100 * stats.occupancy:.0f}% of their time in use; {limited_by(stats)}",
+        f"slots: {_slots(stats)}; {limited_by(stats)}",
     ]
     if isinstance(stats, AsyncStats):
         before, after = (_score(score) for score in (stats.seed_score, stats.best_score))
         lines.insert(1, f"validation score: {before} (the program given) -> {after} (the program returned)")
         lines[2] += f", {stats.proposals} proposals"
+        if not stats.proposals and stats.end_reasons:
+            lines[2] += f"; most ended since: {max(stats.end_reasons, key=lambda one: stats.end_reasons[one])}"
         change = stats.prompt_change.splitlines()
         more = [f"... and {len(change) - SHOWN_LINES} lines more"] if len(change) > SHOWN_LINES else []
         lines += change[:SHOWN_LINES] + more
@@ -446,6 +449,15 @@ def limited_by(stats: RunStats) -> str:
     if busy and reflecting > busy / 2:
         return "reflections took most of it"
     return "steps waited for each other more than for slots"
+
+
+def _slots(stats: RunStats) -> str:
+    busy = f"{100 * stats.occupancy:.0f}% of their time in use"
+    limits = [max(one.before, one.after) for one in stats.limit_changes if one.reason != "the median rule"]
+    if not limits:
+        return f"{stats.slots}, {busy}"
+    most = max(limits)
+    return f"as many as the endpoint took, up to {most} (at most {stats.slots}), {busy}"
 
 
 def _parts(by_stage: Mapping[str, T], shown: Callable[[T], str]) -> str:

@@ -57,6 +57,9 @@ LISTENED = 8
 """So many of the first rollouts tell whether a program, or its metric, calls LMs that the run does not pace."""
 ALIKE = 8
 """First rollouts that end a run if they all fail with one error: a mistake in a name, examples of another kind."""
+OF_TRAINING = 3 * ALIKE
+"""So many of training examples, whatever the messages: those come by lot, and the seed was validated meanwhile."""
+TRAINING, FEEDBACK = "rollouts on training examples", "requests for the metric's feedback"
 BLOCKING = ("CodeAct", "Flex", "ProgramOfThought", "RLM")
 """dspy's modules that run code in an interpreter and wait for it."""
 WATCHED = 8
@@ -154,18 +157,19 @@ class ProgramRunner:
         self._place = Place(threads)
         self._to_hear: float = LISTENED
         """Rollouts in which all LM calls are to be heard; infinite once one was of an LM that the run does not pace."""
-        self._first: FirstRollouts | None = None
-        self._mistake: Exception | None = None
-        """What all first rollouts failed with: none is made any more."""
+        self._first = {TRAINING: FirstRollouts(OF_TRAINING, OF_TRAINING), FEEDBACK: FirstRollouts(OF_TRAINING)}
+        """What may fail alike from its beginning on, by its name; what has succeeded once is not in it."""
+        self.mistake: Exception | None = None
+        """What all first ones of these failed with: no rollout is made any more."""
 
     @property
     def interruptible(self) -> bool:
         """Whether a rollout that has begun can be given up: one on the loop can, one in a thread cannot."""
         return bool(self._place.on_loop if self._elsewhere is None else runs_on_loop(self.adapter.student))
 
-    def first_rollouts(self, count: int) -> None:
-        """The next ``count`` rollouts are the run's first: where they all fail alike, their error ends the run."""
-        self._first = FirstRollouts(count)
+    def first_rollouts(self, count: int, traced: bool = False) -> None:
+        """The next ``count`` rollouts are the first: where they all fail alike, their error ends the run."""
+        self._first[TRAINING if traced else "rollouts"] = FirstRollouts(count)
 
     async def rollout(self, candidate: dict[str, str], example: dspy.Example, *, capture_traces: bool) -> Rollout:
         """Run ``candidate`` on ``example``.
@@ -176,13 +180,13 @@ class ProgramRunner:
             TypeError, ValueError: what the metric returned is no score.
             Exception: of the program or the metric, where all first rollouts failed alike.
         """
-        if self._mistake is not None:
-            raise self._mistake
+        if self.mistake is not None:
+            raise self.mistake
         make = self._elsewhere or self.tried
         with track_usage() as usage:
             try:
                 tried = await make(candidate, example, capture_traces, usage)
-                self._look_at(tried.failure)
+                self._look_at(tried.failure, TRAINING if capture_traces else "rollouts")
             except BaseException:
                 given_up(tokens_of(usage), cost_of(usage))
                 raise
@@ -301,19 +305,20 @@ class ProgramRunner:
             return None  # a reply that cannot be read, whatever its parser ran into, is no mistake in code
         return Failure(error, _raised_at(error), fault_of(error, calls.errors) is not None)
 
-    def _look_at(self, failure: Failure | None) -> None:
-        """Raise the error of a rollout if each of the first rollouts had it."""
-        if self._first is None or failure is None:
-            self._first = None
-        elif said := self._first.failed(failure):
-            error = failure.error
+    def _look_at(self, failure: Failure | None, kind: str) -> None:
+        """Raise an error if each of the first of a kind had it."""
+        first = self._first.get(kind)
+        if first is None or failure is None:
+            self._first.pop(kind, None)
+        elif count := first.failed(failure):
+            error, said = failure.error, f"All of the first {count} {kind} failed alike"
             logger.error("%s: %s", said, _said(error))
             if failure.refused:
-                self._mistake = RunAbortedError(f"{said}: {_said(error)}")
-                raise self._mistake from error
+                self.mistake = RunAbortedError(f"{said}: {_said(error)}")
+                raise self.mistake from error
             if add_note := getattr(error, "add_note", None):  # Python 3.11
                 add_note(said)
-            self._mistake = error
+            self.mistake = error
             raise error
 
     def failed(self, error: str, capture_traces: bool) -> Rollout:
@@ -400,6 +405,7 @@ class ProgramRunner:
             dataset = await self._watched(
                 lambda: self._threads.run(adapter.make_reflective_dataset, candidate, evaluation, components)
             )
+        self._look_at(None, FEEDBACK)
         # The adapter warns once of scores that differ; its copies must not warn again.
         self.adapter.warn_on_score_mismatch &= adapter.warn_on_score_mismatch
         return dataset
@@ -453,31 +459,32 @@ class ProgramRunner:
                 hook = who_raised(error, hooks)
                 if hook is not None:
                     logger.warning("%s raised %s: %.300s", hook, type(error).__name__, error)
+                if hook is not None and hook.startswith("metric"):
+                    self._look_at(self._failure(error, calls), FEEDBACK)
                 raise
 
 
 class FirstRollouts:
     """Whether the first rollouts of a run all fail alike, so that nothing would be learnt from more of them.
 
-    Alike is: an error of one type, raised in one line of code. With one message, ``ALIKE`` are enough; else it may
+    Alike is: an error of one type, raised in one line of code. With one message, ``alike`` are enough; else it may
     depend on the data, and all of them are needed.
 
     Args:
         count: how many rollouts are the first.
     """
 
-    def __init__(self, count: int) -> None:
-        self._count, self._failed = count, 0
+    def __init__(self, count: int, alike: int = ALIKE) -> None:
+        self._count, self._alike, self._failed = count, min(alike, count), 0
         self._places, self._messages = set[tuple[Any, ...]](), set[str]()
 
-    def failed(self, failure: Failure) -> str:
-        """Take note of a failure; what is to be said where it was the last that it needed, else nothing."""
+    def failed(self, failure: Failure) -> int:
+        """Take note of a failure; how many there were where it was the last that it needed, else 0."""
         self._failed += 1
         self._places.add(failure.at)
         self._messages.add(str(failure.error))
-        enough = min(ALIKE, self._count) if len(self._messages) == 1 else self._count
-        alike = len(self._places) == 1 and self._failed == enough
-        return f"All of the first {self._failed} rollouts failed alike" if alike else ""
+        enough = self._alike if len(self._messages) == 1 else self._count
+        return self._failed if len(self._places) == 1 and self._failed == enough else 0
 
 
 def _raised_at(error: Exception) -> tuple[Any, ...]:

@@ -435,6 +435,11 @@ def check_data(student: Module, trainset: Any, teacher: Module | None, valset: A
         if data is None or len(data) < 1:
             raise DataError(f"{name} is empty, expected at least one dspy.Example.")
         for number, one in enumerate(cast("Sequence[Any]", data) if isinstance(data, list | tuple) else ()):
+            if not hasattr(one, "inputs"):
+                raise DataError(
+                    f"{name}[{number}] is a {type(one).__name__}, expected a dspy.Example: build it by "
+                    "dspy.Example(...).with_inputs(...)."
+                )
             if isinstance(one, Example) and not isinstance(one, Prediction) and one._input_keys is None:  # pyright: ignore[reportPrivateUsage]
                 raise DataError(
                     f"{name}[{number}] does not say which fields are inputs: build it by "

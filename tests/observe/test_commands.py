@@ -73,7 +73,7 @@ def test_watch_says_how_much_longer_a_run_may_take(tmp_path: Path, capsys: pytes
     ):
         paid.ran(0, SEED, 1, 0.5, cost_dollars=0.4)
         for session in (timed, counted, paid):
-            session.tells(SeedValidated(0.0, 0.5), SeedValidated(10.0, 0.5))
+            session.tells(SeedValidated(0.0, 0.5, 0.5), SeedValidated(10.0, 0.5, 0.5))
             session.written.call("rollout", 0)
             session.journal.flush_here()
         assert "running, 10.0 s, about 40.0 s left" in said(capsys, "watch", tmp_path / "dollars", "--once")

@@ -14,6 +14,7 @@ import dspy
 import litellm
 import pytest
 
+from dspy_flashevolve.engine.events import LimitChanged
 from tests.contract.surface import simulated
 from tests.fakes import Chain, reflection_lm, task_lm
 
@@ -33,6 +34,16 @@ def test_a_summary_says_what_held_a_run_back(stats: Any) -> None:
     assert "reflections took most" in repr(replace(stats, occupancy=0.5, busy_seconds_by_stage=busy))
     busy = {"rollout": 30.0, "propose": 10.0}
     assert "waited for each other" in repr(replace(stats, occupancy=0.5, busy_seconds_by_stage=busy))
+
+
+def test_a_summary_without_a_proposal_says_why_and_slots_are_those_that_the_limits_allowed(stats: Any) -> None:
+    ended = {"it rained": 2, "all scores of its minibatch are perfect": 5}
+    assert "0 proposals; most ended since: all scores of its minibatch are perfect" in repr(
+        replace(stats, proposals=0, end_reasons=ended)
+    )
+    changes = [LimitChanged(0.0, "lm", 4, 6, "it binds"), LimitChanged(0.0, "lm", 6, 3, "refused")]
+    adaptive = repr(replace(stats, slots=256, limit_changes=changes))
+    assert "slots: as many as the endpoint took, up to 6 (at most 256), " in adaptive
 
 
 def test_a_long_change_of_the_prompt_is_shown_in_part(stats: Any) -> None:
@@ -83,6 +94,39 @@ def test_the_bar_has_the_seed_the_best_and_its_end_and_lines_of_the_log_stand_al
     said = [line for line in re.split(r"[\r\n]", ran.stderr) if "SAID THIS" in line]
     assert said
     assert not [line for line in said if "rollouts/s" in line or not line.endswith("SAID THIS")]
+
+
+RESUMED = """
+import sys
+from tests.contract.worlds import World, play
+
+for calls in (150, 300):
+    print("SESSION", file=sys.stderr)
+    play(World(seed=3), calls, num_threads=8, log_dir=sys.argv[1])
+"""
+
+
+def test_the_bar_of_a_run_that_goes_on_begins_where_that_was(tmp_path: Path) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", RESUMED, str(tmp_path / "run")],
+        cwd=Path(__file__).parents[2],
+        env=os.environ | {"TQDM_DISABLE": "", "TQDM_MININTERVAL": "0"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    first, second = (
+        [line for line in re.split(r"[\r\n]", part) if "rollouts/s" in line] for part in ran.stderr.split("SESSION")[1:]
+    )
+    ends = [int(re.findall(r"(\d+)/\d+ \[", lines[-1])[0]) for lines in (first, second)]
+    begins = [int(re.findall(r"(\d+)/\d+ \[", lines[0])[0]) for lines in (first, second)]
+    assert begins == [0, ends[0]]
+    assert ends[0] < ends[1] <= 300
+    best = [
+        [float(found) for line in lines for found in re.findall(r"best (0\.\d+)", line)] for lines in (first, second)
+    ]
+    assert best[1][0] == best[0][-1]
+    assert not [line for line in second if "validating the seed" in line]
 
 
 TIMED = """
