@@ -280,12 +280,13 @@ class Credit:
     def may_ask(self, asking: int) -> bool:
         """Whether there is room for more changes of unknown effect; ``asking`` children are on their way.
 
-        One that has been tested for long, and neither helps nor harms, makes room: it does little either way.
+        What a change costs the others in the head is taken off its effect. One that has been tested for long, and neither
+        helps nor harms, makes room: it does little either way.
         """
-        rollouts = len(self._evidence)
+        rollouts, cost = len(self._evidence), self._effects.crowding * len(self._best())
         unknown = sum(
-            HARMS <= ratio <= HELPS and rollouts - born < ENOUGH
-            for ratio, born in zip(self._ratios(), self._born, strict=True)
+            HARMS <= (mean - cost) / error <= HELPS and rollouts - born < ENOUGH
+            for mean, error, born in zip(self._means(), self._errors(), self._born, strict=True)
         )
         return unknown + asking < self._undecided
 
@@ -320,9 +321,7 @@ class Credit:
     def head(self) -> Head:
         """All changes that are expected to help, on the base."""
         self._refit()
-        mean = self._means()
-        best_first = sorted(range(len(mean)), key=lambda one: -mean[one])
-        chosen = self._that_fit(self._uncrowded(best_first, hope=0.0))
+        mean, chosen = self._means(), self._that_fit(self._best())
         last = next(reversed(self._tried.values()), frozenset[int]())
         gain = sum(mean[one] for one in chosen - last) - sum(mean[one] for one in last - chosen)
         gain -= self._effects.crowding * (math.comb(len(chosen), 2) - math.comb(len(last), 2))
@@ -396,6 +395,11 @@ class Credit:
         candidate = self._applied(chosen)
         self._compositions.setdefault(hash_of(candidate), chosen)
         return candidate
+
+    def _best(self) -> list[int]:
+        """The changes that are expected to help, the best first, as far as they bring more than they cost the others."""
+        mean = self._means()
+        return self._uncrowded(sorted(range(len(mean)), key=lambda one: -mean[one]), hope=0.0)
 
     def _uncrowded(self, numbers: Iterable[int], hope: float) -> list[int]:
         """Of changes, one after the other, those that bring more than they cost the others before them.
