@@ -280,8 +280,8 @@ class Credit:
     def may_ask(self, asking: int) -> bool:
         """Whether there is room for more changes of unknown effect; ``asking`` children are on their way.
 
-        What a change costs the others in the head is taken off its effect. One that has been tested for long, and neither
-        helps nor harms, makes room: it does little either way.
+        What a change costs the others in the head is taken off its effect. One that has been tested for long, and
+        neither helps nor harms, makes room: it does little either way.
         """
         rollouts, cost = len(self._evidence), self._effects.crowding * len(self._best())
         unknown = sum(
@@ -397,7 +397,7 @@ class Credit:
         return candidate
 
     def _best(self) -> list[int]:
-        """The changes that are expected to help, the best first, as far as they bring more than they cost the others."""
+        """The changes that are expected to bring more than they cost the others, the best first."""
         mean = self._means()
         return self._uncrowded(sorted(range(len(mean)), key=lambda one: -mean[one]), hope=0.0)
 

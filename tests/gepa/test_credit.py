@@ -265,6 +265,13 @@ def test_no_child_is_asked_for_while_many_changes_are_of_unknown_effect_and_agai
     assert task.credit.may_ask(0)
 
 
+def test_no_child_is_asked_for_while_changes_do_not_clearly_pay_for_their_place() -> None:
+    changes, effects = [f"- rule {number}" for number in range(16)], [(0.03, 0.01)] * 16
+    assert estimated(changes, effects, crowding=0.0).may_ask(0)
+    assert not estimated(changes, effects, crowding=0.002).may_ask(0), "each costs the others what it brings"
+    assert estimated(changes, [(0.09, 0.01)] * 16, crowding=0.002).may_ask(0)
+
+
 # What is a child, and what stands for itself
 
 
