@@ -92,14 +92,12 @@ class SlotStatistics:
 
     Args:
         limit: slots there are, over all endpoints.
-        allowed: the same, by the endpoints' own limits of the moment.
         peak: the most that were ever held at once.
         limit_seconds: slots that there were, by all limits, summed over the time since the first request.
         stages: stage -> its requests.
     """
 
     limit: int
-    allowed: int
     peak: int
     limit_seconds: float
     stages: dict[str, StageStatistics]
@@ -384,7 +382,7 @@ class Scheduler:
     @property
     def limit(self) -> int:
         """Slots there are now, by the total and by what the endpoints that are limited may have together."""
-        allowed = [one.limit for one in self._endpoints.values() if one.limit is not None]
+        allowed = [one.limit for one in list(self._endpoints.values()) if one.limit is not None]
         return min(self._limit, sum(allowed)) if allowed else self._limit
 
     @property
@@ -489,9 +487,7 @@ class Scheduler:
         stages = {
             name: StageStatistics(one.waiting, one.running, one.served_seconds) for name, one in self._stages.items()
         }
-        limits = [one.limit for one in list(self._endpoints.values()) if one.limit is not None]
-        allowed = min(self._limit, sum(limits)) if limits else self._limit
-        return SlotStatistics(self._limit, allowed, self._peak, self._all_limit_seconds(), stages)
+        return SlotStatistics(self._limit, self._peak, self._all_limit_seconds(), stages)
 
     def _at(self, endpoint: str) -> _Endpoint:
         if endpoint not in self._endpoints:

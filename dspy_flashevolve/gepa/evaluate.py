@@ -486,6 +486,7 @@ class Evaluations:
         seed, step = pool.seed_candidate, Step(BEFORE_STEPS, rng_of(BEFORE_STEPS, pool.seed), pays)
         step.saw(0, math.inf)  # everything waits for it
         self._program.first_rollouts(len(ids))
+        self._program.first_steps()
         try:
             found = await self._announced(seed, ids, lambda: self.validation("validate", step, seed, ids, traced=False))
         except RolloutUnresolvedError as error:

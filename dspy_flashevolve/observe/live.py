@@ -86,7 +86,7 @@ def _drawn(run: Any, before: float) -> Group:
             number(stats.dollars_by_stage.get(stage, 0.0), 4),
             number(one.served_seconds),
         )
-    table.add_row("all", "", f"{slots.busy}/{slots.allowed}", number(sum(stats.requests_by_stage.values())),
+    table.add_row("all", "", f"{slots.busy}/{run.scheduler.limit}", number(sum(stats.requests_by_stage.values())),
                   number(sum(stats.tokens_by_stage.values())), number(stats.cost_dollars, 4),
                   number(slots.busy_seconds), style="bold")  # fmt: skip
     return Group(*(Text(line) for line in lines), table)

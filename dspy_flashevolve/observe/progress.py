@@ -53,20 +53,20 @@ class Progress(Display):
         if isinstance(event, RolloutFinished):
             self._bar.update()
         elif isinstance(event, SeedValidated) and not self._bar.n:  # a run of dspy.GEPA's goes on
-            self._bar.update(self._run.statistics().metric_calls)
+            self._bar.begin_at(self._run.statistics().metric_calls)
             self._tell()
         elif isinstance(event, SeedValidated | Committed | StepClosed):
             self._tell()
 
     def _tell(self, is_over: bool = False) -> None:
-        run, stats, slots = self._run, self._run.statistics(), self._run.scheduler.statistics()
+        run, stats = self._run, self._run.statistics()
         best, seed, tokens = run.recorder.best_score, run.recorder.seed_score, sum(stats.tokens_by_stage.values())
         seed_text = "" if seed is None else f" (seed {seed:.3f})"
         phase = "finishing" if stats.stop_reason else self._time_left(stats.seconds)
         parts = [
             "" if is_over else phase,
             "" if best is None else f"best {best:.3f}{seed_text}, {len(stats.commits)} accepted",
-            f"{slots.busy}/{slots.allowed} in flight",
+            f"{run.scheduler.statistics().busy}/{run.scheduler.limit} in flight",
             f"{tokens / 1000:.0f}k tokens" if tokens else "",
             "$ unknown" if stats.cost_dollars is None else f"${stats.cost_dollars:.2f}" if stats.cost_dollars else "",
         ]
@@ -110,6 +110,11 @@ def _bar() -> Any:
         from tqdm.auto import tqdm
 
     class Bar(tqdm):
+        def begin_at(self, count: int) -> None:
+            """So much was done before."""
+            self.initial = self.n = count
+            self.refresh()
+
         def end(self) -> None:
             """What is left of the budget belongs to no step: it is at its end."""
             self.total = self.n or None

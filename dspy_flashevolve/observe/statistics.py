@@ -7,6 +7,7 @@ import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
+from textwrap import shorten
 from typing import Any, TypeVar
 
 from dspy_flashevolve.engine.events import (
@@ -417,7 +418,8 @@ def summary_of(stats: RunStats) -> str:
         lines.insert(1, f"validation score: {before} (the program given) -> {after} (the program returned)")
         lines[2] += f", {stats.proposals} proposals"
         if not stats.proposals and stats.end_reasons:
-            lines[2] += f"; most ended since: {max(stats.end_reasons, key=lambda one: stats.end_reasons[one])}"
+            reason, count = Counter(stats.end_reasons).most_common(1)[0]
+            lines[2] += f"; {count} ended since: {shorten(reason, 120, placeholder=' ...')}"
         change = stats.prompt_change.splitlines()
         more = [f"... and {len(change) - SHOWN_LINES} lines more"] if len(change) > SHOWN_LINES else []
         lines += change[:SHOWN_LINES] + more
@@ -453,11 +455,9 @@ def limited_by(stats: RunStats) -> str:
 
 def _slots(stats: RunStats) -> str:
     busy = f"{100 * stats.occupancy:.0f}% of their time in use"
-    limits = [max(one.before, one.after) for one in stats.limit_changes if one.reason != "the median rule"]
-    if not limits:
+    if all(one.reason == "the median rule" for one in stats.limit_changes):
         return f"{stats.slots}, {busy}"
-    most = max(limits)
-    return f"as many as the endpoint took, up to {most} (at most {stats.slots}), {busy}"
+    return f"as many as the endpoints took, at most {stats.peak_slots} of {stats.slots} at once, {busy}"
 
 
 def _parts(by_stage: Mapping[str, T], shown: Callable[[T], str]) -> str:

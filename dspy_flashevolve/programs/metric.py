@@ -82,6 +82,8 @@ class Metric:
     def __init__(self, function: MetricFn, threads: Threads, lock: bool = False) -> None:
         self.name = name_of(function)
         """How to call the user's function in a message."""
+        self.gave_feedback = False
+        """Whether it has returned once when it was asked for feedback."""
         self._lock = lock
         self._turn = anyio.Lock() if lock else nullcontext()
         self._function = function
@@ -127,12 +129,12 @@ class Metric:
 
     def blocking(self, *args: Any, **kwargs: Any) -> Any:
         """Call the metric from one of the threads, and wait for it; coroutines run on the loop. See :meth:`turn`."""
-        result = self._function(*args, **kwargs)
-        if not inspect.isawaitable(result):
-            return result
-        value, left = asyncio.run_coroutine_threadsafe(_awaited(result), self._threads.loop).result()
-        if left is not None:
-            raise left
+        value = self._function(*args, **kwargs)
+        if inspect.isawaitable(value):
+            value, left = asyncio.run_coroutine_threadsafe(_awaited(value), self._threads.loop).result()
+            if left is not None:
+                raise left
+        self.gave_feedback = True
         return value
 
 

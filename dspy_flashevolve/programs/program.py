@@ -57,8 +57,8 @@ LISTENED = 8
 """So many of the first rollouts tell whether a program, or its metric, calls LMs that the run does not pace."""
 ALIKE = 8
 """First rollouts that end a run if they all fail with one error: a mistake in a name, examples of another kind."""
-OF_TRAINING = 3 * ALIKE
-"""So many of training examples, whatever the messages: those come by lot, and the seed was validated meanwhile."""
+OF_TRAINING, OF_FEEDBACK = 3 * ALIKE, 2 * ALIKE
+"""So many on training examples, and requests for feedback, whatever the messages: these examples come by lot."""
 TRAINING, FEEDBACK = "rollouts on training examples", "requests for the metric's feedback"
 BLOCKING = ("CodeAct", "Flex", "ProgramOfThought", "RLM")
 """dspy's modules that run code in an interpreter and wait for it."""
@@ -157,8 +157,10 @@ class ProgramRunner:
         self._place = Place(threads)
         self._to_hear: float = LISTENED
         """Rollouts in which all LM calls are to be heard; infinite once one was of an LM that the run does not pace."""
-        self._first = {TRAINING: FirstRollouts(OF_TRAINING, OF_TRAINING), FEEDBACK: FirstRollouts(OF_TRAINING)}
+        self._first = dict[str, FirstRollouts]()
         """What may fail alike from its beginning on, by its name; what has succeeded once is not in it."""
+        self._failed_at = set[tuple[Any, ...]]()
+        """Where rollouts on other than training examples failed, as long as it matters."""
         self.mistake: Exception | None = None
         """What all first ones of these failed with: no rollout is made any more."""
 
@@ -170,6 +172,11 @@ class ProgramRunner:
     def first_rollouts(self, count: int, traced: bool = False) -> None:
         """The next ``count`` rollouts are the first: where they all fail alike, their error ends the run."""
         self._first[TRAINING if traced else "rollouts"] = FirstRollouts(count)
+
+    def first_steps(self) -> None:
+        """The same of the first rollouts on training examples, and of the first requests for feedback."""
+        self._first[TRAINING] = FirstRollouts(OF_TRAINING, OF_TRAINING)
+        self._first[FEEDBACK] = FirstRollouts(OF_FEEDBACK, OF_FEEDBACK)
 
     async def rollout(self, candidate: dict[str, str], example: dspy.Example, *, capture_traces: bool) -> Rollout:
         """Run ``candidate`` on ``example``.
@@ -307,8 +314,11 @@ class ProgramRunner:
 
     def _look_at(self, failure: Failure | None, kind: str) -> None:
         """Raise an error if each of the first of a kind had it."""
+        if kind == "rollouts" and failure is not None and TRAINING in self._first:
+            self._failed_at.add(failure.at)
         first = self._first.get(kind)
-        if first is None or failure is None:
+        # What fails in the same way on other examples, too, though not on all, is no matter of the training examples.
+        if first is None or failure is None or (kind == TRAINING and failure.at in self._failed_at):
             self._first.pop(kind, None)
         elif count := first.failed(failure):
             error, said = failure.error, f"All of the first {count} {kind} failed alike"
@@ -460,7 +470,8 @@ class ProgramRunner:
                 if hook is not None:
                     logger.warning("%s raised %s: %.300s", hook, type(error).__name__, error)
                 if hook is not None and hook.startswith("metric"):
-                    self._look_at(self._failure(error, calls), FEEDBACK)
+                    failure = None if self._metric.gave_feedback else self._failure(error, calls)
+                    self._look_at(None if failure is None or failure.refused else failure, FEEDBACK)
                 raise
 
 

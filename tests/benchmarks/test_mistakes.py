@@ -14,7 +14,7 @@ FAST = [one for one in mistakes.MISTAKES if one.name not in ("only max_seconds",
 def test_asyncgepa_ends_early_with_an_error(mistake: mistakes.Mistake) -> None:
     _, _, calls, _, says = mistakes.row(mistake, mistakes.AsyncGEPA)
     assert "Error: " in says
-    assert int(calls) <= 90, "the first validation, and eight minibatches"
+    assert int(calls) <= 120, "the first validation, and sixteen minibatches"
 
 
 def test_each_optimizer_has_a_row(capsys: pytest.CaptureFixture[str]) -> None:

@@ -599,6 +599,18 @@ def test_a_stream_ends_at_the_budget_and_an_empty_one_at_once() -> None:
     assert (empty.async_stats.windows, len(empty.playbook)) == ([], 0)
 
 
+def test_a_stream_whose_first_examples_all_fail_goes_on() -> None:
+    def metric(gold: Any, pred: Any, *_: Any, **__: Any) -> float:
+        if int(gold.question.split()[-1]) < 40:
+            raise LookupError("it has no label")
+        return digits(gold, pred)
+
+    optimizer = AsyncACE(metric, num_threads=2, max_rounds=1)
+    with dspy.context(lm=fake_lm(lambda prompt: reply_for(prompt, answer="3", insight="x", operations="[]"))):
+        program: Any = optimizer.adapt(Chain(), iter(examples("s", 60)), window=20)
+    assert [one.score > 0 for one in program.async_stats.windows] == [False, False, True]
+
+
 def test_adapt_works_without_a_loop() -> None:
     optimizer = AsyncACE(digits, num_threads=2, max_rounds=1)
     with dspy.context(lm=fake_lm(lambda prompt: reply_for(prompt, answer="3", insight="x", operations="[]"))):

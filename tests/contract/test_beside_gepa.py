@@ -426,16 +426,28 @@ def test_a_mistake_that_shows_on_training_examples_alone_ends_the_run_with_it(na
 
 
 @ours
+def test_a_mistake_that_validation_examples_have_too_though_not_all_ends_no_run(name: str) -> None:
+    def metric(gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None) -> Any:
+        if gold.question not in ("v 3", "v 4"):
+            raise LookupError("nothing is known of most examples")
+        return digits(gold, pred)
+
+    details = optimized(name, Chain(), metric, max_metric_calls=150).detailed_results
+    assert details.total_metric_calls > 100
+
+
+@ours
 def test_feedback_that_fails_on_some_examples_ends_no_run(name: str) -> None:
     def metric(gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None) -> Any:
         score = digits(gold, pred)
-        if pred_name and hashed("unlucky", gold.question) % 2:
+        if pred_name and hashed("unlucky", gold.question) % 3:
             raise LookupError("no feedback for this one")
         return score
 
-    stats = optimized(name, Chain(), metric, max_metric_calls=100, reflection_minibatch_size=1).async_stats
+    trainset = examples("t", 60)
+    stats = optimized(name, Chain(), metric, trainset=trainset, max_metric_calls=300).async_stats
     assert stats.outcome == "finished"
-    assert stats.ended["failed"] > 0
+    assert stats.ended["failed"] > 8
     assert stats.proposals > 0
 
 

@@ -38,12 +38,15 @@ def test_a_summary_says_what_held_a_run_back(stats: Any) -> None:
 
 def test_a_summary_without_a_proposal_says_why_and_slots_are_those_that_the_limits_allowed(stats: Any) -> None:
     ended = {"it rained": 2, "all scores of its minibatch are perfect": 5}
-    assert "0 proposals; most ended since: all scores of its minibatch are perfect" in repr(
+    assert "0 proposals; 5 ended since: all scores of its minibatch are perfect\n" in repr(
         replace(stats, proposals=0, end_reasons=ended)
     )
+    long = repr(replace(stats, proposals=0, end_reasons={"a reply\n" * 500: 1}))
+    assert max(map(len, long.splitlines())) < 250
+    assert len(long.splitlines()) < 25
     changes = [LimitChanged(0.0, "lm", 4, 6, "it binds"), LimitChanged(0.0, "lm", 6, 3, "refused")]
-    adaptive = repr(replace(stats, slots=256, limit_changes=changes))
-    assert "slots: as many as the endpoint took, up to 6 (at most 256), " in adaptive
+    adaptive = repr(replace(stats, slots=256, peak_slots=5, limit_changes=changes))
+    assert "slots: as many as the endpoints took, at most 5 of 256 at once, " in adaptive
 
 
 def test_a_long_change_of_the_prompt_is_shown_in_part(stats: Any) -> None:
