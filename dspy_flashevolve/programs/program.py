@@ -469,9 +469,9 @@ class ProgramRunner:
                 hook = who_raised(error, hooks)
                 if hook is not None:
                     logger.warning("%s raised %s: %.300s", hook, type(error).__name__, error)
-                if hook is not None and hook.startswith("metric"):
-                    failure = None if self._metric.gave_feedback else self._failure(error, calls)
-                    self._look_at(None if failure is None or failure.refused else failure, FEEDBACK)
+                    if hook.startswith("metric"):
+                        failure = None if self._metric.gave_feedback else self._failure(error, calls)
+                        self._look_at(None if failure is None or failure.refused else failure, FEEDBACK)
                 raise
 
 

@@ -16,6 +16,7 @@ import pytest
 
 from dspy_flashevolve.engine.events import LimitChanged
 from tests.contract.surface import simulated
+from tests.contract.worlds import World, play
 from tests.fakes import Chain, reflection_lm, task_lm
 
 PRICE = {"input_cost_per_token": 1e-6, "output_cost_per_token": 2e-6, "litellm_provider": "openai", "mode": "chat"}
@@ -47,6 +48,12 @@ def test_a_summary_without_a_proposal_says_why_and_slots_are_those_that_the_limi
     changes = [LimitChanged(0.0, "lm", 4, 6, "it binds"), LimitChanged(0.0, "lm", 6, 3, "refused")]
     adaptive = repr(replace(stats, slots=256, peak_slots=5, limit_changes=changes))
     assert "slots: as many as the endpoints took, at most 5 of 256 at once, " in adaptive
+
+
+def test_a_run_with_nothing_to_improve_says_so() -> None:
+    stats = play(World(score=lambda text, question: 1.0), 60).async_stats
+    assert "0 proposals; " in repr(stats)
+    assert "ended since: all scores of its minibatch are perfect" in repr(stats)
 
 
 def test_a_long_change_of_the_prompt_is_shown_in_part(stats: Any) -> None:
