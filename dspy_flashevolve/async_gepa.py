@@ -62,9 +62,9 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
         max_reflection_calls: no step starts after this many reflections and integrations. Default: no limit.
         max_cost: no step starts after this many dollars, by litellm's cost map; what runs is finished, and a last
             validation may follow, so a run may end a little above it. Default: no limit. Given alone, it is the budget.
-        max_seconds: no step starts after this many seconds of a session; those that run are finished. In a run that
-            goes on (``log_dir``) it counts from zero again, as no other limit does. Default: no limit. Given alone, it
-            is the budget.
+        max_seconds: no step starts after this many seconds of a session; those that run are finished, and the last
+            validation begins so that it ends about then. In a run that goes on (``log_dir``) it counts from zero again,
+            as no other limit does. Default: no limit. Given alone, it is the budget.
         max_concurrency: the most requests in flight when ``num_threads`` is None. Default: 256.
         workflow: how steps overlap, a :class:`Workflow`: how early stages release their output, how many steps there
             are, whose slots they get, how long a rollout may take, how long a provider that answers nothing is waited

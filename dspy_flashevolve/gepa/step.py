@@ -66,6 +66,9 @@ DOUBTED, PATIENCE, ALONE_EVERY = 0.5, 8, 3
 every third step validates its own child, though its changes are in the head."""
 HEADS_SHARE = 0.25
 """Share of the metric calls spent that validations of heads may cost, before the last one."""
+LAST_MARGIN, LAST_SHARE = 1.25, 0.25
+"""A last head's validation begins so many times what the last validation took before ``max_seconds``, and not before
+their last quarter."""
 GENERATIONS, GENERATIONS_OF_CHANGES = 12.0, 6.0
 """A limited budget is spread over at least this many generations (:class:`LiveSteps`); fewer where the work of many
 steps comes together in one head."""
@@ -125,7 +128,9 @@ class GepaLoop:
             self._integrations = Integrations(run, pool, self._evaluations, reflective, integrating, lm, code, most)
         self._validating: set[int] = set()
         self._validation_calls = 0
-        self._is_last = False
+        self._is_last = self._was_timely = False
+        self._validation_seconds = 0.0
+        """That the last full validation took."""
         self._improved_at = 0
         """Metric calls that were spent when the pool's best candidate became better last."""
         self._asking = self._counts_from = 0
@@ -204,8 +209,6 @@ class GepaLoop:
 
     async def step(self, step: Step) -> End:
         """One step. A part of it that finds nothing to go on with ends the step by raising :class:`StepEnded`."""
-        if self._is_last and step.recorded is None:
-            return await self.last_step(step)
         given = await self._pool.write(self._given, step)
         if given:
             self._run.begin(step, step.version, selection=[])
@@ -227,7 +230,10 @@ class GepaLoop:
         """The rest of a step: validate and commit what was found."""
         try:
             self._run.has_child(step)
-            return await self.commit(step, await self._evaluations.validate(step, found))
+            began = self._run.clock()
+            done = await self._evaluations.validate(step, found)
+            self._validation_seconds = self._run.clock() - began
+            return await self.commit(step, done)
         except (StepEnded, RolloutUnresolvedError):
             await self._pool.write(self._not_validated, step)
             raise
@@ -251,15 +257,6 @@ class GepaLoop:
         finally:
             self._asking -= 1
 
-    async def last_step(self, step: Step) -> End:
-        """Validate the head as it is in the end, with what is set aside for it."""
-        await self._pool.write(self._pool.begin_step, step)
-        self._run.begin(step, self._pool.version, selection=[])
-        head = await self._pool.write(self._head_to_validate, step, 0.0, True)
-        if not head:
-            raise StepEnded(EndKind.REJECTED, "the head is validated already")
-        return await self.validated(step, head)
-
     def _due(self, least: float, last: bool = False) -> Head | None:
         """The head, where it is worth a validation now; in the pool's writer, or where nothing else is under way.
 
@@ -275,6 +272,14 @@ class GepaLoop:
         head = credit.head()
         return None if head.gain <= least * credit.scale or head.candidate in pool.state.program_candidates else head
 
+    def _ends_soon(self) -> bool:
+        """Whether the time that is left is just what a last head's validation takes, and it has not begun."""
+        run = self._run
+        if run.max_seconds is None or run.lockstep or self._was_timely:
+            return False
+        left = run.clock.began + run.max_seconds - run.clock()
+        return left <= min(LAST_MARGIN * self._validation_seconds, LAST_SHARE * run.max_seconds)
+
     def _may_validate(self) -> bool:
         """Whether another head's validation keeps to its share of the metric calls."""
         return self._validation_calls + len(self._pool.loader) <= HEADS_SHARE * self._run.budget.spent
@@ -289,11 +294,16 @@ class GepaLoop:
         return self._begin_validation(step, head.candidate, credit)
 
     def _given(self, step: Step) -> list[Screened]:
-        """What a step validates without having made it: the next candidate to begin from; where it runs again, that or
-        the head that it was about to validate."""
+        """What a step validates without having made it: the last head, the next candidate to begin from; where it runs
+        again, that or the head that it was about to validate."""
         journal, credit = self._run.journal, self._credit
         left = [one for one in self._initial if one not in self._pool.state.program_candidates]
         if step.recorded is None:
+            timely = self._ends_soon()
+            if (self._is_last or timely) and self._due(0.0, last=True) is not None:
+                self._pool.begin_step(step)
+                self._was_timely |= timely
+                return self._head_to_validate(step, 0.0, last=True)
             if not left:
                 return []
             candidate = left[0]
@@ -679,6 +689,8 @@ class GepaLoop:
 
     def _spent_up(self) -> str | None:
         run, budget = self._run, self._run.budget
+        if self._was_timely:
+            return f"max_seconds={run.max_seconds:g} is nearly over, and the last head is validated"
         if self._seeded.is_set() and not (run.is_busy or run.lockstep or self._pays_alone):
             return (
                 f"max_metric_calls={budget.limit}: the {budget.left} calls left cannot pay a step, which may cost "
@@ -698,7 +710,9 @@ class GepaLoop:
         return found
 
     async def _seed(self, pays: Reservation | None) -> None:
+        began = self._run.clock()
         await self._evaluations.seed(pays)
+        self._validation_seconds = self._run.clock() - began
         await self._pool.write(self._pool.count_calls)
         if await self._pool.write(self._pool.should_stop):
             self._stop()

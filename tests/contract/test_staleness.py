@@ -117,6 +117,28 @@ def test_a_run_that_is_stopped_by_time_ends_with_everything_settled(seconds: int
     assert stats.outcome == "finished"
 
 
+@pytest.mark.parametrize("seconds", [120, 180])
+def test_with_little_time_for_a_large_validation_set_the_last_head_is_validated_all_the_same(seconds: int) -> None:
+    world = Rules(train=30, val=200)  # a validation takes about forty seconds
+    program = play(world, None, max_seconds=seconds)
+    stats, details = program.async_stats, program.detailed_results
+    check_ends(stats)
+    check_winner(details, 200)
+    assert len(details.candidates) == 2, "no head was worth a validation before"
+    assert max(details.val_aggregate_scores) > details.val_aggregate_scores[0] + 0.2
+    assert world.worth(program.steps[0].signature.instructions) > 0.5
+
+
+def test_after_the_last_validation_no_time_is_spent_on_what_could_not_be_validated() -> None:
+    stats = play(Rules(seed=1, train=30, val=200), None, max_seconds=400).async_stats
+    check_ends(stats)
+    assert (stats.outcome, stats.stop_reason) == (
+        "finished",
+        "max_seconds=400 is nearly over, and the last head is validated",
+    )
+    assert stats.seconds < 400
+
+
 class Saying(dspy.Module):
     """A named fake of an integration: says, or raises, one and the same."""
 
