@@ -27,8 +27,7 @@ from dspy.utils.callback import BaseCallback
 
 from benchmarks.results import RESULTS, Spread, append_json_lines, table
 from dspy_flashevolve import AsyncGEPA, DspyRun
-from dspy_flashevolve.engine.admission import LiveSteps
-from dspy_flashevolve.engine.steps import End, EndKind, Step
+from dspy_flashevolve.engine.steps import End, EndKind, LiveSteps, Step
 from dspy_flashevolve.programs.ray_rollouts import RayRollouts
 
 WORK_SECONDS = 0.05

@@ -115,7 +115,7 @@ def child(options: argparse.Namespace) -> int:
     import dspy
 
     from dspy_flashevolve import AsyncGEPA
-    from dspy_flashevolve.programs.balanced import BalancedLM
+    from dspy_flashevolve.programs.servers import BalancedLM
     from dspy_flashevolve.sim import HouseRules
 
     lm = BalancedLM("openai/sim", api_base=options.child, api_key="none", cache=False)

@@ -33,10 +33,9 @@ from dspy_flashevolve.engine.check import check
 from dspy_flashevolve.engine.errors import ConfigurationError, RunDirectoryError
 from dspy_flashevolve.engine.journal import FILE
 from dspy_flashevolve.observe import text
-from dspy_flashevolve.observe.export import program_state
+from dspy_flashevolve.observe.export import program_state, trace
 from dspy_flashevolve.observe.figures import Figures, figures
 from dspy_flashevolve.observe.history import History, read
-from dspy_flashevolve.observe.timeline import trace
 from dspy_flashevolve.sim.faults import DRAWN_KINDS, Faults
 from dspy_flashevolve.sim.process import require_aiohttp
 from dspy_flashevolve.sim.profiles import PROFILES, profile_named
@@ -185,7 +184,7 @@ def _add_readers(commands: Any) -> None:
 def _history(run_dir: str, replies: bool = False) -> History:
     """A run directory of this package, or of dspy.GEPA."""
     if not (Path(run_dir) / FILE).exists() and (Path(run_dir) / "gepa_state.bin").exists():
-        from dspy_flashevolve.programs.checkpoint import read_checkpoint
+        from dspy_flashevolve.programs.records import read_checkpoint
 
         return read_checkpoint(run_dir)
     return read(run_dir, replies)

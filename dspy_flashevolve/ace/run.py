@@ -28,7 +28,6 @@ from dspy_flashevolve.ace.operations import Add, Operation, PlaybookWriter, Remo
 from dspy_flashevolve.ace.playbook import Bullet, Playbook
 from dspy_flashevolve.ace.similarity import EmbeddingDuplicates, closest, same_words
 from dspy_flashevolve.ace.snapshots import Snapshots
-from dspy_flashevolve.engine.admission import Load
 from dspy_flashevolve.engine.errors import ConfigurationError, RolloutUnresolvedError, RunAbortedError
 from dspy_flashevolve.engine.events import Committed
 from dspy_flashevolve.engine.replay import BEFORE_STEPS, RunJournal, hash_of, id_text
@@ -41,7 +40,7 @@ from dspy_flashevolve.engine.staleness import (
     Reflective,
     StalenessPolicy,
 )
-from dspy_flashevolve.engine.steps import End, EndKind, NothingToDoError, Reservation, Step
+from dspy_flashevolve.engine.steps import End, EndKind, Load, NothingToDoError, Reservation, Step
 from dspy_flashevolve.observe.statistics import AceStats, Problem, RunStats, SnapshotRecord, WindowRecord
 from dspy_flashevolve.programs.run import DspyRun
 

@@ -4,7 +4,6 @@ Here are the types that a loop, an admission rule or a staleness policy of your 
 writes a loop with them, docs/staleness.md a policy.
 """
 
-from dspy_flashevolve.engine.admission import Admission, LiveSteps, Load
 from dspy_flashevolve.engine.endpoints import RetryPolicy
 from dspy_flashevolve.engine.errors import (
     BudgetError,
@@ -16,7 +15,7 @@ from dspy_flashevolve.engine.errors import (
 from dspy_flashevolve.engine.rollouts import Rollout, gather
 from dspy_flashevolve.engine.run import Observer
 from dspy_flashevolve.engine.staleness import Admit, Discard, History, Integrate, Look, StalenessPolicy
-from dspy_flashevolve.engine.steps import End, EndKind, NothingToDoError, Step, StepEnded
+from dspy_flashevolve.engine.steps import Admission, End, EndKind, LiveSteps, Load, NothingToDoError, Step, StepEnded
 
 __all__ = [
     "Admission",

@@ -19,7 +19,6 @@ from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 import anyio
 
-from dspy_flashevolve.engine.admission import Admission, LiveSteps, Load
 from dspy_flashevolve.engine.endpoints import Endpoints, RetryPolicy, groups_of
 from dspy_flashevolve.engine.errors import ConfigurationError, RolloutUnresolvedError
 from dspy_flashevolve.engine.events import (
@@ -38,7 +37,19 @@ from dspy_flashevolve.engine.replay import RunJournal, Unfinished
 from dspy_flashevolve.engine.rollouts import Rollouts
 from dspy_flashevolve.engine.scheduler import Scheduler, StageVisit, median_shares
 from dspy_flashevolve.engine.staleness import Decision, Discard, History, Integrate, Look, StalenessPolicy
-from dspy_flashevolve.engine.steps import Budget, End, EndKind, NothingToDoError, Reservation, Step, StepEnded, rng_of
+from dspy_flashevolve.engine.steps import (
+    Admission,
+    Budget,
+    End,
+    EndKind,
+    LiveSteps,
+    Load,
+    NothingToDoError,
+    Reservation,
+    Step,
+    StepEnded,
+    rng_of,
+)
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -21,7 +21,6 @@ import anyio
 from dspy.primitives import Module
 from dspy.utils.exceptions import AdapterParseError
 
-from dspy_flashevolve.engine.admission import LiveSteps, Load
 from dspy_flashevolve.engine.errors import ConfigurationError, FlashEvolveError, RolloutUnresolvedError
 from dspy_flashevolve.engine.events import SeedValidated
 from dspy_flashevolve.engine.replay import BEFORE_STEPS, hash_of, id_text
@@ -35,7 +34,7 @@ from dspy_flashevolve.engine.staleness import (
     StalenessPolicy,
     Texts,
 )
-from dspy_flashevolve.engine.steps import End, EndKind, Reservation, Step, StepEnded
+from dspy_flashevolve.engine.steps import End, EndKind, LiveSteps, Load, Reservation, Step, StepEnded
 from dspy_flashevolve.gepa import resume
 from dspy_flashevolve.gepa.changes import is_too_long
 from dspy_flashevolve.gepa.credit import Credit, Head

@@ -18,12 +18,11 @@ from typing import Any, TypeVar
 import anyio
 import dspy
 
-from dspy_flashevolve.engine.admission import LiveSteps
 from dspy_flashevolve.engine.errors import DataError, RolloutUnresolvedError, RunAbortedError, hand_over
 from dspy_flashevolve.engine.redaction import MARK
 from dspy_flashevolve.engine.rollouts import gather
 from dspy_flashevolve.engine.staleness import Discard, Integrate, Look
-from dspy_flashevolve.engine.steps import End, EndKind, NothingToDoError, Step, StepEnded
+from dspy_flashevolve.engine.steps import End, EndKind, LiveSteps, NothingToDoError, Step, StepEnded
 from dspy_flashevolve.harness.archive import CHECKED, Archive, Checked, Draft, Failed, drafts_in
 from dspy_flashevolve.harness.evaluating import Evaluations, HarnessTask, texts_of
 from dspy_flashevolve.harness.program import Harness

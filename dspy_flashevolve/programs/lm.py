@@ -42,7 +42,6 @@ from dspy_flashevolve.engine.loop import LoopWaits
 from dspy_flashevolve.engine.rates import MOST, Claim, Estimate, RateLimit, Unit, heard_in
 from dspy_flashevolve.engine.redaction import Redaction, secrets_held_by, without_secrets
 from dspy_flashevolve.engine.scheduler import Slot, current_slot
-from dspy_flashevolve.programs.balanced import BalancedLM, where
 from dspy_flashevolve.programs.faults import (
     HollowReplyError,
     chain_of,
@@ -57,6 +56,7 @@ from dspy_flashevolve.programs.faults import (
     may_repeat,
     retry_after_of,
 )
+from dspy_flashevolve.programs.servers import BalancedLM, where
 
 T = TypeVar("T")
 BEGINNING = 20_000

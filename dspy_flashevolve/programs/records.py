@@ -1,7 +1,7 @@
 """Rollouts as JSON, and back: what the journal keeps of an output and of a trace.
 
 Outputs are kept for people and for gepa's best outputs; what JSON does not have is kept as text. Traces are kept to be
-reflected on after a crash, so they come back equal or not at all.
+reflected on after a crash, so they come back equal or not at all. dspy.GEPA's own checkpoint is read here, too.
 """
 
 from __future__ import annotations
@@ -15,16 +15,23 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, is_dataclass
 from enum import Enum
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
 import dspy
 from dspy.teleprompt.bootstrap_trace import FailedPrediction
+from gepa.core.state import EvaluationCache
 from pydantic import BaseModel
 from pydantic_core import to_jsonable_python
 
 from dspy_flashevolve.engine.errors import RunDirectoryError
+from dspy_flashevolve.engine.replay import BEFORE_STEPS, id_text
 from dspy_flashevolve.engine.rollouts import Rollout, Spent
+from dspy_flashevolve.observe.history import Candidate, History
 
+CHECKPOINT = "gepa_state.bin"
+HOLDS = (EvaluationCache,)
+"""What a checkpoint may hold beside plain data: imported here, since reading one imports nothing by its name."""
 REMEMBERED = 64
 """Candidates whose predictors are kept ready."""
 
@@ -346,3 +353,41 @@ def _holds_data(found: Any) -> bool:
     if issubclass(found, BaseModel | dspy.Example | Enum) or (issubclass(found, tuple) and hasattr(found, "_fields")):
         return True
     return is_dataclass(found) and not hasattr(found, "__post_init__")
+
+
+def read_checkpoint(run_dir: str | Path) -> History:
+    """Read ``gepa_state.bin`` without running what is in it. It holds no times, tokens, steps or failures.
+
+    Raises:
+        RunDirectoryError: it cannot be read, or names code.
+    """
+    path = Path(run_dir) / CHECKPOINT
+    try:
+        with path.open("rb") as file:
+            state: dict[str, Any] = DataUnpickler(file).load()
+        candidates = [
+            Candidate(
+                index,
+                dict(texts),
+                sum(scores.values()) / len(scores) if scores else None,
+                {id_text(one): float(score) for one, score in scores.items()},
+                tuple(parents),
+                step=BEFORE_STEPS,
+                calls=calls,
+                version=index,
+            )
+            for index, (texts, scores, parents, calls) in enumerate(
+                zip(
+                    state["program_candidates"],
+                    state["prog_candidate_val_subscores"],
+                    state["parent_program_for_candidate"],
+                    state["num_metric_calls_by_discovery"],
+                    strict=True,
+                )
+            )
+        ]
+        calls = int(state["total_num_evals"])
+    except Exception as error:
+        why = str(error) if isinstance(error, RunDirectoryError) else f"{type(error).__name__}: {error}; it is damaged"
+        raise RunDirectoryError(f"{path} cannot be read: {why}.") from error
+    return History(directory=str(run_dir), optimizer="dspy.GEPA", calls=calls, candidates=tuple(candidates))

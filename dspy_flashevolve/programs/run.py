@@ -40,7 +40,7 @@ from dspy_flashevolve.programs.metric import Metric
 from dspy_flashevolve.programs.program import ProgramRunner, runs_on_loop
 from dspy_flashevolve.programs.ray_rollouts import Actors, RayRollouts
 from dspy_flashevolve.programs.records import Asked, ProgramRecord, ReplyText
-from dspy_flashevolve.programs.vllm_metrics import watchers
+from dspy_flashevolve.programs.servers import watchers
 
 T = TypeVar("T")
 Schedule = Literal["async", "lockstep"]

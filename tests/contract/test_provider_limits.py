@@ -12,7 +12,7 @@ import dspy
 import pytest
 
 from dspy_flashevolve import AsyncGEPA
-from dspy_flashevolve.programs.balanced import BalancedLM
+from dspy_flashevolve.programs.servers import BalancedLM
 from dspy_flashevolve.sim import REPLY_MODELS, HouseRules, Quota, SimServer
 from tests.broken_server import BrokenServer
 from tests.contract.surface import check_ends, check_winner

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dspy_flashevolve.engine.admission import LiveSteps, Load
 from dspy_flashevolve.engine.errors import ConfigurationError
+from dspy_flashevolve.engine.steps import LiveSteps, Load
 from dspy_flashevolve.gepa.evaluate import Workflow
 from dspy_flashevolve.gepa.step import AsChildrenCome, admission_of
 

@@ -9,11 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dspy_flashevolve.engine.admission import LiveSteps
 from dspy_flashevolve.engine.batcher import Batcher
 from dspy_flashevolve.engine.errors import RolloutUnresolvedError
 from dspy_flashevolve.engine.events import StepOpened
-from dspy_flashevolve.engine.steps import End, EndKind, NothingToDoError, Step
+from dspy_flashevolve.engine.steps import End, EndKind, LiveSteps, NothingToDoError, Step
 from tests.engine.test_run import World
 
 

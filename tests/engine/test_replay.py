@@ -13,7 +13,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dspy_flashevolve.engine.admission import LiveSteps
 from dspy_flashevolve.engine.check import check
 from dspy_flashevolve.engine.events import RequestFinished, StepClosed
 from dspy_flashevolve.engine.journal import Journal
@@ -21,7 +20,7 @@ from dspy_flashevolve.engine.redaction import MARK, Redaction
 from dspy_flashevolve.engine.replay import BEFORE_STEPS, RunJournal, Unfinished, hash_of, id_text
 from dspy_flashevolve.engine.rollouts import Rollout, RolloutKey, Spent, gather, metric_begins
 from dspy_flashevolve.engine.run import EvolutionRun
-from dspy_flashevolve.engine.steps import End, EndKind, NothingToDoError, Step
+from dspy_flashevolve.engine.steps import End, EndKind, LiveSteps, NothingToDoError, Step
 from dspy_flashevolve.sim.virtual import run as in_virtual_time
 
 KEY = RolloutKey(hash_of({"p": "text"}), "train", 3)

@@ -16,7 +16,6 @@ from anyio.lowlevel import checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dspy_flashevolve.engine.admission import LiveSteps, Load
 from dspy_flashevolve.engine.batcher import Batcher
 from dspy_flashevolve.engine.endpoints import RetryPolicy, Sent
 from dspy_flashevolve.engine.errors import ConfigurationError, RolloutUnresolvedError, TransientError
@@ -24,7 +23,7 @@ from dspy_flashevolve.engine.events import Committed, Event, LimitChanged, Stage
 from dspy_flashevolve.engine.rollouts import Rollout, RolloutKey, batch, gather, metric_begins
 from dspy_flashevolve.engine.run import EvolutionRun
 from dspy_flashevolve.engine.scheduler import current_slot
-from dspy_flashevolve.engine.steps import End, EndKind, NothingToDoError, Reservation, Step, StepEnded
+from dspy_flashevolve.engine.steps import End, EndKind, LiveSteps, Load, NothingToDoError, Reservation, Step, StepEnded
 from dspy_flashevolve.sim.virtual import run as in_virtual_time
 
 STAGES = {"rollout": ["task"], "propose": ["reflection"], "validate": ["task"]}

@@ -145,7 +145,7 @@ from tests.contract.worlds import World, play
 from tests.contract.surface import simulated
 from tests.fakes import reflection_lm, task_lm
 
-play(World(seed=3), None, num_threads=8, max_seconds=600)
+play(World(seed=3), None, num_threads=8, max_seconds=200)
 print("PRICES", file=__import__("sys").stderr)
 play(World(seed=3), 5000, num_threads=8, max_reflection_calls=40)
 print("PRICES", file=__import__("sys").stderr)

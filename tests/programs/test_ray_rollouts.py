@@ -21,10 +21,9 @@ import dspy
 import pytest
 
 from dspy_flashevolve import AsyncACE, AsyncGEPA, ConfigurationError, DspyRun, RunAbortedError
-from dspy_flashevolve.engine.admission import LiveSteps
 from dspy_flashevolve.engine.events import LimitChanged
 from dspy_flashevolve.engine.rollouts import Rollout
-from dspy_flashevolve.engine.steps import End, EndKind, Step
+from dspy_flashevolve.engine.steps import End, EndKind, LiveSteps, Step
 from dspy_flashevolve.programs.ray_rollouts import RayRollouts
 from tests.broken_server import BrokenServer
 from tests.contract.surface import facts, problems, sql

@@ -13,12 +13,11 @@ from dspy.lm15 import Response
 from dspy.utils.exceptions import AdapterParseError, LMAuthError, LMRateLimitError
 
 from dspy_flashevolve import DspyRun
-from dspy_flashevolve.engine.admission import LiveSteps
 from dspy_flashevolve.engine.endpoints import RetryPolicy
 from dspy_flashevolve.engine.errors import ConfigurationError, RunAbortedError
 from dspy_flashevolve.engine.events import Event, RequestFinished
 from dspy_flashevolve.engine.rollouts import gather
-from dspy_flashevolve.engine.steps import End, EndKind, NothingToDoError, Step
+from dspy_flashevolve.engine.steps import End, EndKind, LiveSteps, NothingToDoError, Step
 from dspy_flashevolve.observe.statistics import RunStats
 from dspy_flashevolve.sim.virtual import run
 from tests.fakes import AsyncFakeEngine, Chain, FakeEngine, digits, examples, fake_lm, reply_for, task_lm
