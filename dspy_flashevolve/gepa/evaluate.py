@@ -59,7 +59,7 @@ class Workflow:
             best programs (docs/scheduling.md).
         rounds: an example of the validation set that this many candidates in a row have passed leaves the prefix.
         live_steps: steps at once, counted strictly. Default: as many as keep the slots busy, fewer where the budget of
-            metric calls is small, so that steps can build on each other (:class:`~.admission.LiveSteps`).
+            metric calls is small, so that steps can build on each other (:class:`~.steps.LiveSteps`).
         median_seconds: every so many seconds, slots move to the stages that produce less than the others
             (:func:`~.scheduler.median_shares`). None for never: the order of the queues decides, which made the better
             programs.

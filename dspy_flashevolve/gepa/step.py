@@ -13,9 +13,11 @@ from __future__ import annotations
 import json
 import math
 import traceback
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from statistics import median_low
+from typing import Any, Literal
 
 import anyio
 from dspy.primitives import Module
@@ -56,7 +58,7 @@ from dspy_flashevolve.gepa.pool import (
 )  # fmt: skip
 from dspy_flashevolve.gepa.select import Selection
 from dspy_flashevolve.gepa.tracker import figures
-from dspy_flashevolve.observe.statistics import ChangeRecord
+from dspy_flashevolve.observe.statistics import REFLECTION_STAGES, ChangeRecord
 from dspy_flashevolve.programs.program import ProgramRunner, Reflection
 from dspy_flashevolve.programs.run import DspyRun
 
@@ -66,8 +68,10 @@ every third step validates its own child, though its changes are in the head."""
 HEADS_SHARE = 0.25
 """Share of the metric calls spent that validations of heads may cost, before the last one."""
 LAST_MARGIN, LAST_SHARE = 1.25, 0.25
-"""A last head's validation begins so many times what the last validation took before ``max_seconds``, and not before
-their last quarter."""
+"""A last head's validation begins so many times what a validation takes before ``max_seconds``, and not before their
+last quarter."""
+TIMED_VALIDATIONS = 5
+"""What a validation takes is the median over so many: one answer that hangs makes none of them long."""
 GENERATIONS, GENERATIONS_OF_CHANGES = 12.0, 6.0
 """A limited budget is spread over at least this many generations (:class:`LiveSteps`); fewer where the work of many
 steps comes together in one head."""
@@ -127,9 +131,13 @@ class GepaLoop:
             self._integrations = Integrations(run, pool, self._evaluations, reflective, integrating, lm, code, most)
         self._validating: set[int] = set()
         self._validation_calls = 0
-        self._is_last = self._was_timely = False
-        self._validation_seconds = 0.0
-        """That the last full validation took."""
+        self._is_last = False
+        self._timely: Literal["to come", "begun", "failed"] = "to come"
+        """The last head's validation before ``max_seconds``."""
+        self._took = deque[float](maxlen=TIMED_VALIDATIONS)
+        """Seconds of the last validations."""
+        self._seeded_at = (0, 0.0)
+        """Metric calls and their seconds in slots when the seed's scores were there; a cache may have had those."""
         self._improved_at = 0
         """Metric calls that were spent when the pool's best candidate became better last."""
         self._asking = self._counts_from = 0
@@ -175,7 +183,7 @@ class GepaLoop:
             if self._credit is not None:
                 await pool.write(resume.restore_credit, run.journal, self._credit)
         if is_seeded:
-            run.budget.spent = pool.state.total_num_evals
+            run.budget.spent = self._improved_at = pool.state.total_num_evals
             gepa_logger.info(f"Going on: {run.budget.spent} metric calls of earlier sessions are counted.")
             for scores in pool.state.prog_candidate_val_subscores:
                 self._evaluations.order.record(scores)
@@ -209,9 +217,9 @@ class GepaLoop:
     async def step(self, step: Step) -> End:
         """One step. A part of it that finds nothing to go on with ends the step by raising :class:`StepEnded`."""
         given = await self._pool.write(self._given, step)
-        if given:
-            self._run.begin(step, step.version, selection=[])
-            return await self.validated(step, given)
+        if given is not None:
+            self._run.begin(step, self._pool.version, math.inf, selection=[])
+            return await self.validated(step, await self._pool.write(self._takes, step, *given))
         work = await self.select(step)
         if isinstance(work, Crossover):
             found = await self.screen_crossover(step, work)
@@ -231,7 +239,7 @@ class GepaLoop:
             self._run.has_child(step)
             began = self._run.clock()
             done = await self._evaluations.validate(step, found)
-            self._validation_seconds = self._run.clock() - began
+            self._took.append(self._run.clock() - began)
             return await self.commit(step, done)
         except (StepEnded, RolloutUnresolvedError):
             await self._pool.write(self._not_validated, step)
@@ -271,52 +279,83 @@ class GepaLoop:
         head = credit.head()
         return None if head.gain <= least * credit.scale or head.candidate in pool.state.program_candidates else head
 
+    def _due_last(self) -> Head | None:
+        """The head, where it is better than what was validated and time has not ended the run with its validation."""
+        return None if self._timely == "begun" else self._due(0.0, last=True)
+
+    def _seconds_left(self) -> float:
+        run = self._run
+        return math.inf if run.max_seconds is None else run.clock.began + run.max_seconds - run.clock()
+
+    def _validation_seconds(self) -> float:
+        """What a validation takes: as the last ones did, and not less than its rollouts in all slots; those of a
+        session before took another time, and a cache's none."""
+        (spent, seconds), slots = self._seeded_at, self._run.scheduler.statistics().limit
+        each = (self._served_seconds() - seconds) / max(1, self._run.budget.spent - spent)
+        return max(median_low(self._took) if self._took else 0.0, each * len(self._pool.loader) / max(1, slots))
+
+    def _served_seconds(self) -> float:
+        """That rollouts had a slot."""
+        stages = self._run.scheduler.statistics().stages
+        return sum(one.served_seconds for name, one in stages.items() if name not in REFLECTION_STAGES)
+
     def _ends_soon(self) -> bool:
         """Whether the time that is left is just what a last head's validation takes, and it has not begun."""
         run = self._run
-        if run.max_seconds is None or run.lockstep or self._was_timely:
+        if run.max_seconds is None or run.lockstep or self._timely != "to come":
             return False
-        left = run.clock.began + run.max_seconds - run.clock()
-        return left <= min(LAST_MARGIN * self._validation_seconds, LAST_SHARE * run.max_seconds)
+        return self._seconds_left() <= min(LAST_MARGIN * self._validation_seconds(), LAST_SHARE * run.max_seconds)
 
     def _may_validate(self) -> bool:
         """Whether another head's validation keeps to its share of the metric calls."""
         return self._validation_calls + len(self._pool.loader) <= HEADS_SHARE * self._run.budget.spent
 
-    def _head_to_validate(self, step: Step, least: float, last: bool = False) -> list[Screened]:
+    def _head_to_validate(self, step: Step, least: float) -> list[Screened]:
         """The head, where it is worth a validation now; see :meth:`_due`."""
-        credit, head = self._credit, self._due(least, last)
+        credit, head = self._credit, self._due(least)
         if credit is None or head is None:
             return []
         credit.tries(step.number, head)
         self._keep(credit)
         return self._begin_validation(step, head.candidate, credit)
 
-    def _given(self, step: Step) -> list[Screened]:
+    def _given(self, step: Step) -> tuple[Texts, Head | None] | None:
         """What a step validates without having made it: the last head, the next candidate to begin from; where it runs
-        again, that or the head that it was about to validate."""
+        again, that or the head that it was about to validate.
+
+        Raises:
+            StepEnded: the last head is worth no validation any more.
+        """
         journal, credit = self._run.journal, self._credit
         left = [one for one in self._initial if one not in self._pool.state.program_candidates]
         if step.recorded is None:
             timely = self._ends_soon()
-            if (self._is_last or timely) and self._due(0.0, last=True) is not None:
-                self._pool.begin_step(step)
-                self._was_timely |= timely
-                return self._head_to_validate(step, 0.0, last=True)
-            if not left:
-                return []
-            candidate = left[0]
+            head = self._due_last() if self._is_last or timely else None
+            if head is not None:
+                self._timely = "begun" if timely else self._timely
+            elif self._is_last:
+                raise StepEnded(EndKind.REJECTED, "the last head is worth no validation any more")
+            elif not left:
+                return None
             self._pool.begin_step(step)
-        else:
-            kept = None if journal is None else journal.journal.kept(_head_of(step))
-            candidate = None if journal is None or kept is None else dict(journal.texts[kept])
-            if candidate is None or (credit is None and candidate not in left):
-                return []
-            self._selection.runs_again(step, False)
-        if candidate in left:
+            return (left[0], None) if head is None else (head.candidate, head)
+        kept = None if journal is None else journal.journal.kept(_head_of(step))
+        candidate = None if journal is None or kept is None else dict(journal.texts[kept])
+        if candidate is None or (credit is None and candidate not in left):
+            return None
+        self._selection.runs_again(step, False)
+        return candidate, None
+
+    def _takes(self, step: Step, candidate: Texts, head: Head | None) -> list[Screened]:
+        """Begin the validation of what a step was given."""
+        credit = self._credit
+        if head is None and candidate in self._initial:
             self._initial.remove(candidate)
             return self._to_validate(step, candidate, 0, "initial")
         assert credit is not None
+        if head is not None:
+            credit.tries(step.number, head)
+            self._keep(credit)
         return self._begin_validation(step, candidate, credit)
 
     def _begin_validation(self, step: Step, head: Texts, credit: Credit) -> list[Screened]:
@@ -344,6 +383,8 @@ class GepaLoop:
         if self._credit is not None and step.number in self._validating:
             self._credit.gives_up(step.number)
             self._keep(self._credit)
+            if self._timely == "begun":
+                self._timely = "failed"
 
     def _learn(self, step: Step, commits: Sequence[Commit]) -> None:
         """Changes go onto the best candidate there is: the head that was validated, or one that beats it."""
@@ -532,6 +573,8 @@ class GepaLoop:
         """Whether a step validates its own child, though its changes are in the head: heads bring nothing of late."""
         spent = self._run.budget.spent
         since = spent - self._improved_at
+        if self._seconds_left() <= 2 * self._validation_seconds():
+            return False
         return since > DOUBTED * max(spent, PATIENCE * len(self._pool.loader)) and step.number % ALONE_EVERY == 0
 
     def _joins_head(self, step: Step, child: Child, proposal: Proposal) -> bool:
@@ -664,7 +707,7 @@ class GepaLoop:
                 pays = budget.reserve(self._most_calls) if self._pays_alone else None
             if pays is not None or self._run.live:
                 return pays
-        self._is_last = not self._is_last and not self._run.live and self._due(0.0, last=True) is not None
+        self._is_last = not self._is_last and not self._run.live and self._due_last() is not None
         return budget.reserve(0) if self._is_last else None
 
     @property
@@ -680,15 +723,15 @@ class GepaLoop:
     def _may_open(self) -> str | None:
         """Why no further step may start; None while one may, or the last head is to be validated."""
         aside = self._evaluations.set_aside
-        if aside.open and self._joins is False and self._due(0.0, last=True) is None:
+        if aside.open and self._joins is False and self._due_last() is None:
             aside.refund()  # for a head that is not there
         reason = self._spent_up()
-        waits = self._run.live or (not self._is_last and self._due(0.0, last=True) is not None)
+        waits = self._run.live or (not self._is_last and self._due_last() is not None)
         return None if reason is None or (self._credit is not None and waits) else reason
 
     def _spent_up(self) -> str | None:
         run, budget = self._run, self._run.budget
-        if self._was_timely:
+        if self._timely == "begun":
             return f"max_seconds={run.max_seconds:g} is nearly over, and the last head is validated"
         if self._seeded.is_set() and not (run.is_busy or run.lockstep or self._pays_alone):
             return (
@@ -711,7 +754,7 @@ class GepaLoop:
     async def _seed(self, pays: Reservation | None) -> None:
         began = self._run.clock()
         await self._evaluations.seed(pays)
-        self._validation_seconds = self._run.clock() - began
+        self._took.append(self._run.clock() - began)
         await self._pool.write(self._pool.count_calls)
         if await self._pool.write(self._pool.should_stop):
             self._stop()
@@ -720,6 +763,7 @@ class GepaLoop:
     def _seed_is_there(self) -> None:
         seed, best = self._pool.score_of(0), self._pool.best_score()
         self._run.bus.emit(SeedValidated(self._run.clock(), seed, seed if best is None else best))
+        self._seeded_at = (self._run.budget.spent, self._served_seconds())
         self._seeded.set()
 
     async def _ended(self, step: Step, end: End) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,6 +138,53 @@ def test_after_the_last_validation_no_time_is_spent_on_what_could_not_be_validat
         "max_seconds=400 is nearly over, and the last head is validated",
     )
     assert stats.seconds < 400
+
+
+class Cached(Rules):
+    """A cache answers the seed's validation, as where a program is compiled a second time."""
+
+    def seconds(self, text: str, question: str) -> float:
+        return super().seconds(text, question) if "rule" in text else 0.001
+
+
+@pytest.mark.parametrize(("seconds", "val"), [(60, 300), (90, 400)])
+def test_a_seed_that_a_cache_validates_does_not_hide_what_a_validation_takes(seconds: int, val: int) -> None:
+    world = Cached(train=30, val=val)
+    program = play(world, None, max_seconds=seconds)
+    check_ends(program.async_stats)
+    check_winner(program.detailed_results, val)
+    assert world.worth(program.steps[0].signature.instructions) > 0.5
+
+
+def test_each_session_of_a_run_that_goes_on_validates_its_last_head_in_time(tmp_path: Path) -> None:
+    worth: list[float] = []
+    for _ in range(3):
+        world = Rules(train=30, val=400)
+        program = play(world, None, max_seconds=60, log_dir=str(tmp_path))
+        check_winner(program.detailed_results, 400)
+        worth.append(world.worth(program.steps[0].signature.instructions))
+    assert 0.3 < worth[1] < worth[2], worth
+
+
+class Hanging(Rules):
+    """One answer of a child's validation hangs, once, after half of the time."""
+
+    hung = False
+
+    def seconds(self, text: str, question: str) -> float:
+        is_late = asyncio.get_running_loop().time() >= 300  # virtual time begins with the run
+        if not self.hung and is_late and question.startswith("v") and "rule" in text:
+            self.hung = True
+            return 130.0
+        return super().seconds(text, question)
+
+
+def test_one_answer_that_hangs_in_a_validation_does_not_end_the_run_a_fifth_too_early() -> None:
+    world = Hanging(train=30, val=20, rules=400, helps=0.002)
+    stats = play(world, None, max_seconds=600).async_stats
+    check_ends(stats)
+    assert world.hung
+    assert stats.seconds > 550
 
 
 class Saying(dspy.Module):
