@@ -238,6 +238,8 @@ class Evaluations:
         self.order = ValidationOrder(self.highest, workflow.rounds, pool.seed)
         self.set_aside = Reservation(run.budget, 0)
         """Pays for the rest of the last head's validation where the budget has no room left."""
+        self.last_step: int | None = None
+        """The step that validates the last head while others may still run."""
         self.train_split = "val" if pool.trainset is pool.loader else "train"  # else equal ids are different examples
         self._known: OrderedDict[str, dict[Any, float]] = OrderedDict()
         self._hears = hears or (lambda candidate, split, example, score: None)
@@ -565,7 +567,9 @@ class Evaluations:
         if step.reservation.cover(calls):
             return True
         alone = len(self._run.live) <= 1 and self._pool.seed_confirmed and not self._pool.speculative.all()
-        return alone and self.set_aside.lend(step.reservation, calls - step.reservation.open)
+        return (alone or step.number == self.last_step) and self.set_aside.lend(
+            step.reservation, calls - step.reservation.open
+        )
 
 
 def as_batch(rollouts: Sequence[Rollout]) -> Batch:

@@ -331,14 +331,16 @@ class GepaLoop:
         if step.recorded is None:
             timely = self._ends_soon()
             head = self._due_last() if self._is_last or timely else None
-            if head is not None:
-                self._timely = "begun" if timely else self._timely
-            elif self._is_last:
+            if head is None and self._is_last:
                 raise StepEnded(EndKind.REJECTED, "the last head is worth no validation any more")
-            elif not left:
+            if head is None and not left:
                 return None
             self._pool.begin_step(step)
-            return (left[0], None) if head is None else (head.candidate, head)
+            if head is None:
+                return left[0], None
+            if timely:
+                self._timely, self._evaluations.last_step = "begun", step.number
+            return head.candidate, head
         kept = None if journal is None else journal.journal.kept(_head_of(step))
         candidate = None if journal is None or kept is None else dict(journal.texts[kept])
         if candidate is None or (credit is None and candidate not in left):

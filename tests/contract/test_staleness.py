@@ -166,6 +166,26 @@ def test_each_session_of_a_run_that_goes_on_validates_its_last_head_in_time(tmp_
     assert 0.3 < worth[1] < worth[2], worth
 
 
+def test_children_that_stand_for_themselves_leave_the_last_head_its_time(tmp_path: Path) -> None:
+    runs = [play(Rules(train=30, val=200), None, max_seconds=240).async_stats]
+    runs += [play(Rules(train=30, val=200), None, max_seconds=120, log_dir=str(tmp_path)).async_stats for _ in range(3)]
+    for stats, most in zip(runs, (240, 120, 120, 120), strict=True):
+        check_ends(stats)
+        assert stats.seconds < most + 60, "a validation takes about forty seconds"
+
+
+@pytest.mark.parametrize("calls", [780, 860, 920, 980])
+def test_the_last_head_is_paid_where_metric_calls_and_time_end_at_once(calls: int) -> None:
+    program = play(Rules(seed=1, train=30, val=200), calls, max_seconds=180)
+    stats, details = program.async_stats, program.detailed_results
+    check_ends(stats)
+    check_winner(details, 200)
+    assert stats.metric_calls <= calls
+    assert len(details.candidates) == 2, "no head was worth a validation before"
+    assert max(details.val_aggregate_scores) > 0.8
+    assert stats.seconds < 200
+
+
 class Hanging(Rules):
     """One answer of a child's validation hangs, once, after half of the time."""
 
