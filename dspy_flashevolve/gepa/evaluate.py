@@ -238,11 +238,14 @@ class Evaluations:
         self.order = ValidationOrder(self.highest, workflow.rounds, pool.seed)
         self.set_aside = Reservation(run.budget, 0)
         """Pays for the rest of the last head's validation where the budget has no room left."""
-        self.last_step: int | None = None
-        """The step that validates the last head while others may still run."""
+        self._last_step: int | None = None
         self.train_split = "val" if pool.trainset is pool.loader else "train"  # else equal ids are different examples
         self._known: OrderedDict[str, dict[Any, float]] = OrderedDict()
         self._hears = hears or (lambda candidate, split, example, score: None)
+
+    def ends_with(self, step: Step) -> None:
+        """A step validates the last head: what is set aside pays it, though others still run."""
+        self._last_step = step.number
 
     def saw(self, score: float) -> None:
         """Take note of a score: a metric that does not keep to its bound lets nothing be told early."""
@@ -567,7 +570,7 @@ class Evaluations:
         if step.reservation.cover(calls):
             return True
         alone = len(self._run.live) <= 1 and self._pool.seed_confirmed and not self._pool.speculative.all()
-        return (alone or step.number == self.last_step) and self.set_aside.lend(
+        return (alone or step.number == self._last_step) and self.set_aside.lend(
             step.reservation, calls - step.reservation.open
         )
 

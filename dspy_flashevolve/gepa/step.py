@@ -339,7 +339,8 @@ class GepaLoop:
             if head is None:
                 return left[0], None
             if timely:
-                self._timely, self._evaluations.last_step = "begun", step.number
+                self._timely = "begun"
+                self._evaluations.ends_with(step)
             return head.candidate, head
         kept = None if journal is None else journal.journal.kept(_head_of(step))
         candidate = None if journal is None or kept is None else dict(journal.texts[kept])
