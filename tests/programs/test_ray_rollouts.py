@@ -142,7 +142,7 @@ def test_a_head_that_refuses_a_client_is_asked_once_more(
 
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", init)
-    with pytest.raises(ConfigurationError, match="address='ray://127.0.0.1:1': Starting Ray client server failed"):
+    with pytest.raises(ConfigurationError, match=r"address='ray://127\.0\.0\.1:1': Starting Ray client server failed"):
         compiled(RayRollouts("ray://127.0.0.1:1"))
     assert asked == ["ray://127.0.0.1:1"] * tries
 
