@@ -238,14 +238,9 @@ class Evaluations:
         self.order = ValidationOrder(self.highest, workflow.rounds, pool.seed)
         self.set_aside = Reservation(run.budget, 0)
         """Pays for the rest of the last head's validation where the budget has no room left."""
-        self._last_step: int | None = None
         self.train_split = "val" if pool.trainset is pool.loader else "train"  # else equal ids are different examples
         self._known: OrderedDict[str, dict[Any, float]] = OrderedDict()
         self._hears = hears or (lambda candidate, split, example, score: None)
-
-    def ends_with(self, step: Step) -> None:
-        """A step validates the last head: what is set aside pays it, though others still run."""
-        self._last_step = step.number
 
     def saw(self, score: float) -> None:
         """Take note of a score: a metric that does not keep to its bound lets nothing be told early."""
@@ -503,15 +498,19 @@ class Evaluations:
 
     # Other candidates.
 
-    async def validate(self, step: Step, screened: Sequence[Screened]) -> list[Validated]:
-        """Run each child on the validation examples that gepa's evaluation policy names."""
+    async def validate(self, step: Step, screened: Sequence[Screened], is_last: bool = False) -> list[Validated]:
+        """Run each child on the validation examples that gepa's evaluation policy names.
+
+        Args:
+            is_last: it is the last head: what is set aside pays it, though other steps still run.
+        """
         children = list(screened)
         plans = await self._pool.write(lambda: [self._pool.lookup(child.proposal.candidate) for child in children])
 
         def unpaid() -> int:
             return sum(self.unpaid(step, plan.candidate, plan.missing) for plan in plans)
 
-        while not self._affords(step, missing := unpaid()):
+        while not self._affords(step, missing := unpaid(), is_last):
             await self._pool.write(self._pool.reject, step, children.pop().proposal, reason="no budget is left for it")
             plans.pop()
             if not plans:
@@ -565,14 +564,12 @@ class Evaluations:
             return await validate()
         return await self._program.announced(candidate, self._pool.loader.fetch(list(ids)), validate, results)
 
-    def _affords(self, step: Step, calls: int) -> bool:
+    def _affords(self, step: Step, calls: int, is_last: bool) -> bool:
         """Whether the validations can be paid: by the budget, or by what is set aside for a head when there is none."""
         if step.reservation.cover(calls):
             return True
         alone = len(self._run.live) <= 1 and self._pool.seed_confirmed and not self._pool.speculative.all()
-        return (alone or step.number == self._last_step) and self.set_aside.lend(
-            step.reservation, calls - step.reservation.open
-        )
+        return (alone or is_last) and self.set_aside.lend(step.reservation, calls - step.reservation.open)
 
 
 def as_batch(rollouts: Sequence[Rollout]) -> Batch:

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import median_low
-from typing import Any, Literal
+from typing import Any
 
 import anyio
 from dspy.primitives import Module
@@ -132,8 +132,9 @@ class GepaLoop:
         self._validating: set[int] = set()
         self._validation_calls = 0
         self._is_last = False
-        self._timely: Literal["to come", "begun", "failed"] = "to come"
-        """The last head's validation before ``max_seconds``."""
+        self._timely: int | None = None
+        """The step that validates the last head before ``max_seconds``."""
+        self._timely_failed = False
         self._took = deque[float](maxlen=TIMED_VALIDATIONS)
         """Seconds of the last validations."""
         self._seeded_at = (0, 0.0)
@@ -238,7 +239,7 @@ class GepaLoop:
         try:
             self._run.has_child(step)
             began = self._run.clock()
-            done = await self._evaluations.validate(step, found)
+            done = await self._evaluations.validate(step, found, is_last=step.number == self._timely)
             self._took.append(self._run.clock() - began)
             return await self.commit(step, done)
         except (StepEnded, RolloutUnresolvedError):
@@ -281,7 +282,12 @@ class GepaLoop:
 
     def _due_last(self) -> Head | None:
         """The head, where it is better than what was validated and time has not ended the run with its validation."""
-        return None if self._timely == "begun" else self._due(0.0, last=True)
+        return None if self._ends_with_head else self._due(0.0, last=True)
+
+    @property
+    def _ends_with_head(self) -> bool:
+        """Whether the last head's validation before ``max_seconds`` has begun, and has not failed."""
+        return self._timely is not None and not self._timely_failed
 
     def _seconds_left(self) -> float:
         run = self._run
@@ -290,7 +296,7 @@ class GepaLoop:
     def _validation_seconds(self) -> float:
         """What a validation takes: as the last ones did, and not less than its rollouts in all slots; those of a
         session before took another time, and a cache's none."""
-        (spent, seconds), slots = self._seeded_at, self._run.scheduler.statistics().limit
+        (spent, seconds), slots = self._seeded_at, self._run.scheduler.limit
         each = (self._served_seconds() - seconds) / max(1, self._run.budget.spent - spent)
         return max(median_low(self._took) if self._took else 0.0, each * len(self._pool.loader) / max(1, slots))
 
@@ -302,7 +308,7 @@ class GepaLoop:
     def _ends_soon(self) -> bool:
         """Whether the time that is left is just what a last head's validation takes, and it has not begun."""
         run = self._run
-        if run.max_seconds is None or run.lockstep or self._timely != "to come":
+        if run.max_seconds is None or run.lockstep or self._timely is not None:
             return False
         return self._seconds_left() <= min(LAST_MARGIN * self._validation_seconds(), LAST_SHARE * run.max_seconds)
 
@@ -339,8 +345,7 @@ class GepaLoop:
             if head is None:
                 return left[0], None
             if timely:
-                self._timely = "begun"
-                self._evaluations.ends_with(step)
+                self._timely = step.number
             return head.candidate, head
         kept = None if journal is None else journal.journal.kept(_head_of(step))
         candidate = None if journal is None or kept is None else dict(journal.texts[kept])
@@ -386,8 +391,7 @@ class GepaLoop:
         if self._credit is not None and step.number in self._validating:
             self._credit.gives_up(step.number)
             self._keep(self._credit)
-            if self._timely == "begun":
-                self._timely = "failed"
+            self._timely_failed |= step.number == self._timely
 
     def _learn(self, step: Step, commits: Sequence[Commit]) -> None:
         """Changes go onto the best candidate there is: the head that was validated, or one that beats it."""
@@ -576,9 +580,8 @@ class GepaLoop:
         """Whether a step validates its own child, though its changes are in the head: heads bring nothing of late."""
         spent = self._run.budget.spent
         since = spent - self._improved_at
-        if self._seconds_left() <= 2 * self._validation_seconds():
-            return False
-        return since > DOUBTED * max(spent, PATIENCE * len(self._pool.loader)) and step.number % ALONE_EVERY == 0
+        doubts = since > DOUBTED * max(spent, PATIENCE * len(self._pool.loader)) and step.number % ALONE_EVERY == 0
+        return doubts and self._seconds_left() > 2 * self._validation_seconds()
 
     def _joins_head(self, step: Step, child: Child, proposal: Proposal) -> bool:
         """Put a child's changes to the others, where it can be taken apart; in the pool's writer."""
@@ -734,7 +737,7 @@ class GepaLoop:
 
     def _spent_up(self) -> str | None:
         run, budget = self._run, self._run.budget
-        if self._timely == "begun":
+        if self._ends_with_head:
             return f"max_seconds={run.max_seconds:g} is nearly over, and the last head is validated"
         if self._seeded.is_set() and not (run.is_busy or run.lockstep or self._pays_alone):
             return (
