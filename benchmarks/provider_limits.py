@@ -95,7 +95,7 @@ def profile(replies: str) -> Profile:
 
 def measure(case: Case, minutes: float, warm_up: float) -> Use:
     """Run AsyncGEPA against a provider with the limits, as often at once as the case says."""
-    quota = Quota(REQUESTS, TOKENS, case.counting, says_so=case.known == "headers")
+    quota = Quota(REQUESTS, TOKENS, case.counting, sends_headers=case.known == "headers")
     with tempfile.TemporaryDirectory() as cache, SimServer(profile(case.replies), quota=quota) as server:
         command = [sys.executable, "-m", "benchmarks.provider_limits", "--child", server.api_base]
         command += ["--known", case.known]

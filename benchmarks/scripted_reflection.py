@@ -51,7 +51,7 @@ class ScriptedReflection:
         profile, chat = self._profile, chat_request(request)
         chat = replace(chat, inputs={name: to_rules(text) for name, text in chat.inputs.items()})
         with self._lock:
-            reply = reply_to(chat, profile, self._model, self._seed, self._repeats.of(chat))
+            reply = reply_to(chat, profile, self._model, self._seed, self._repeats.count(chat))
             self.calls += 1
             self.tokens += chat.prompt_tokens + reply.completion_tokens
         usage = Usage(

@@ -106,8 +106,14 @@ def _controller(text: str) -> Change:
     return _workflow(median_seconds={"none": None, "median": MEDIAN_SECONDS}[text])
 
 
+def _minibatch(text: str) -> Change:
+    number = _whole(text, 1)
+    return lambda options, slots: options.update(reflection_minibatch_size=number)
+
+
 CHANGES: dict[str, tuple[str, Callable[[str], Change]]] = {
     "slots": ("adaptive or a number", _slots),
+    "minibatch": ("a number", _minibatch),
     "speculation": ("on or off", _speculation),
     "prefix": ("off or a share", _share("validate")),
     "rollout": ("off or a share", _share("rollout")),

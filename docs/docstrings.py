@@ -16,4 +16,4 @@ class Readable(griffe.Extension):
         if obj.docstring is not None:
             text = re.sub(r"^( *)Example:$", r"\1Examples:", obj.docstring.value, flags=re.MULTILINE)
             text = re.sub(r":\w+:`[~.]*([^`]+)`", r"`\1`", text)
-            obj.docstring.value = re.sub(r"docs/([\w-]+)\.md", r"[\1](../\1.md)", text)
+            obj.docstring.value = re.sub(r"docs/((?:guide/)?[\w-]+)\.md", r"[\1](\1.md)", text)

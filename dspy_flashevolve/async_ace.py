@@ -1,10 +1,11 @@
-"""AsyncACE: a playbook that grows by small operations, learnt from many samples at once."""
+"""AsyncACE: an optimizer that learns a playbook of lessons from many samples at once."""
 
 from __future__ import annotations
 
 import importlib.util
 import math
 from collections.abc import AsyncIterable, Callable, Iterable, Sequence
+from dataclasses import fields
 from os import PathLike
 from typing import Any, Literal
 
@@ -12,7 +13,7 @@ import dspy
 from dspy.primitives import Example, Module
 from dspy.teleprompt.teleprompt import Teleprompter
 
-from dspy_flashevolve.ace.learner import held_playbook
+from dspy_flashevolve.ace.learner import playbook_in
 from dspy_flashevolve.ace.playbook import (
     SECTIONS,
     CountTokens,
@@ -21,7 +22,8 @@ from dspy_flashevolve.ace.playbook import (
     attached,
     checked_sections,
 )
-from dspy_flashevolve.ace.run import AceRun, policy_of
+from dspy_flashevolve.ace.run import AceRun
+from dspy_flashevolve.ace.settings import AceSettings, policy_of
 from dspy_flashevolve.ace.similarity import Embedder
 from dspy_flashevolve.engine.endpoints import OUTAGE_SECONDS
 from dspy_flashevolve.engine.errors import ConfigurationError, DataError
@@ -30,10 +32,18 @@ from dspy_flashevolve.modules.playbook import PlaybookCuration, SampleReflection
 from dspy_flashevolve.observe.statistics import AceStats
 from dspy_flashevolve.programs.fingerprints import fingerprints_of, open_journal
 from dspy_flashevolve.programs.ray_rollouts import RayRollouts
-from dspy_flashevolve.programs.run import Schedule, check_counts, check_data, check_limits, check_rollouts, check_run
+from dspy_flashevolve.programs.run import (
+    Schedule,
+    check_counts,
+    check_data,
+    check_limits,
+    check_rollouts,
+    check_run,
+    with_compile_events,
+)
 
 COUNTS = ("max_rounds", "epochs", "token_budget", "eval_every", "validations_at_once")
-"""Arguments that are whole numbers of at least 1."""
+"""The arguments that are whole numbers of at least 1."""
 
 
 class AsyncACE(Teleprompter):
@@ -59,7 +69,7 @@ class AsyncACE(Teleprompter):
         attach: names of the predictors that get the playbook, as ``named_predictors`` has them, or "all".
         staleness: what becomes of an ADD that was written before others added bullets: "full" admits it; "guarded"
             (default) drops it when it is more than 64 versions behind, and merges it into a newer bullet that says
-            nearly the same in words. Or a policy: :class:`Full`, :class:`Guarded`, or an object of your own that
+            nearly the same in words. Or a policy: `Full`, `Guarded`, or an object of your own that
             admits or discards.
         num_threads: requests in flight at most, over all stages. Default: found out while the run goes on.
         max_concurrency: the most requests in flight when ``num_threads`` is None. Default: 256.
@@ -74,15 +84,15 @@ class AsyncACE(Teleprompter):
             Default: None, by words only.
         embedder: texts -> one vector each, for ``deduplicate``. Default: sentence-transformers, which
             ``pip install 'dspy-flashevolve[ace]'`` brings.
-        reflector, curator: modules in place of :class:`SampleReflection` and :class:`PlaybookCuration`.
+        reflector, curator: modules in place of `SampleReflection` and `PlaybookCuration`.
         count_tokens: counts a text's tokens. Default: one for every four bytes.
         validations_at_once: snapshots that are validated at the same time.
         rollout_timeout_seconds: a rollout that takes longer is given up and asked for again. Default: never.
-        max_outage_seconds: as for :class:`Workflow`.
+        max_outage_seconds: as for `Workflow`.
         metric_lock: True for a metric that is not thread-safe.
-        rollouts: as for :class:`AsyncGEPA`.
+        rollouts: as for `AsyncGEPA`.
         seed: of the order of the samples.
-        log_dir: a directory in which :meth:`compile` writes everything down that it pays for or decides, so that it can
+        log_dir: a directory in which `compile` writes everything down that it pays for or decides, so that it can
             go on there after a crash or a stop, or with a larger budget; docs/journal.md. Default: nowhere.
 
     Raises:
@@ -163,8 +173,8 @@ class AsyncACE(Teleprompter):
         Returns:
             A program of the student's class with the best validated playbook in the instructions of the predictors that
             ``attach`` names, so that ``save`` and ``load`` keep it; with the attributes ``playbook`` (a
-            :class:`Playbook`; ``ace_playbook`` where the program uses that name) and ``async_stats`` (an
-            :class:`AceStats`).
+            `Playbook`; ``ace_playbook`` where the program uses that name) and ``async_stats`` (an
+            `AceStats`).
 
         Raises:
             ConfigurationError: data, a playbook or a budget that cannot be used.
@@ -172,9 +182,10 @@ class AsyncACE(Teleprompter):
             RunAbortedError: the provider refused for good, or code of yours raised; ``best_program`` is the best so
                 far.
         """
-        run = self._offline(student, trainset, valset, playbook)
+        run = self._offline_run(student, trainset, valset, playbook)
         return run.run_sync()
 
+    @with_compile_events
     async def acompile(
         self,
         student: Module,
@@ -183,8 +194,8 @@ class AsyncACE(Teleprompter):
         valset: Sequence[Example] | None = None,
         playbook: Playbook | None = None,
     ) -> Module:
-        """As :meth:`compile`, awaitable, on the caller's loop."""
-        run = self._offline(student, trainset, valset, playbook)
+        """Do what `compile` does on the caller's event loop."""
+        run = self._offline_run(student, trainset, valset, playbook)
         return await run.run_async()
 
     def adapt(
@@ -198,14 +209,14 @@ class AsyncACE(Teleprompter):
         """Learn from a stream while it is served: each window is scored before anything is learnt from it.
 
         The examples of a window are tried with the playbook as it was when the window began; that is its score. Then
-        they are reflected on as in :meth:`compile`. The next window begins when that is done.
+        they are reflected on as in `compile`. The next window begins when that is done.
 
         Args:
             student: the program; it is not changed.
             stream: examples with inputs and whatever the metric needs, as they come; it is read a window at a time.
                 What was read of a window that had not begun at a stop is lost.
             window: examples of one, at least 1; the last one may have fewer.
-            playbook: to begin with; see :meth:`compile`. That, with ``Playbook.save``, is how to go on.
+            playbook: to begin with; see `compile`. That, with ``Playbook.save``, is how to go on.
 
         Returns:
             The program with the newest playbook; ``async_stats.windows`` has the scores.
@@ -215,7 +226,7 @@ class AsyncACE(Teleprompter):
             RunAbortedError: the provider refused for good, or the stream raised; ``best_program`` has what was learnt
                 so far.
         """
-        run = self._online(student, stream, window, playbook)
+        run = self._online_run(student, stream, window, playbook)
         return run.run_sync()
 
     async def aadapt(
@@ -226,41 +237,47 @@ class AsyncACE(Teleprompter):
         window: int = 16,
         playbook: Playbook | None = None,
     ) -> Module:
-        """As :meth:`adapt`, awaitable, on the caller's loop."""
-        run = self._online(student, stream, window, playbook)
+        """Do what `adapt` does on the caller's event loop."""
+        run = self._online_run(student, stream, window, playbook)
         return await run.run_async()
 
     def best_so_far(self) -> Module | None:
-        """What the newest run would return if it ended now, for any thread at any time.
+        """Return the program that the newest run would return if it ended now. Any thread may call this.
 
-        None before the first playbook is validated; while a stream is adapted to, None before that has begun.
+        None before the first playbook is validated; while adapting to a stream, None before the run has begun.
         """
         return None if self._run is None or not self._run.has_result else self._run.program()
 
     def stats_so_far(self) -> AceStats | None:
-        """What the newest run has done by now, for any thread at any time; None before one has begun."""
+        """Return the statistics of the newest run; None before it has begun. Any thread may call this."""
         return None if self._run is None or not self._run.has_begun else self._run.statistics()
 
     def __getstate__(self) -> dict[str, Any]:
-        """A run belongs to the optimizer that began it, and to no copy."""
+        """Leave the run out of copies: it belongs to the optimizer that began it."""
         return {**self.__dict__, "_run": None}
 
-    def _offline(self, student: Module, trainset: Any, valset: Any, playbook: Playbook | None) -> AceRun:
+    def _settings(self) -> AceSettings:
+        """This optimizer's arguments as they are now, frozen for the length of a run."""
+        arguments: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(AceSettings)}
+        arguments["staleness"] = policy_of(self.staleness)
+        return AceSettings(**arguments)
+
+    def _offline_run(self, student: Module, trainset: Any, valset: Any, playbook: Playbook | None) -> AceRun:
         check_data(student, trainset, None, valset)
         scored_on = list(trainset if valset is None else valset)
-        names, first = self._begun(student, playbook, len(scored_on))
+        names, first = self._starting_point(student, playbook, len(scored_on))
         predictors: list[tuple[str, Any]] = student.named_predictors()
-        texts = {name: one.signature.instructions for name, one in predictors}
+        texts = {name: predictor.signature.instructions for name, predictor in predictors}
         texts |= {name: attached(texts[name], first.render()) for name in names}
         parts = fingerprints_of(student, texts, list(trainset), scored_on, self.metric)
         parts |= {"attach": repr(names), "seed": repr(self.seed)}
-        lms = [dspy.settings.lm, self.reflector_lm, self.curator_lm, *(one.lm for _, one in predictors)]
+        lms = [dspy.settings.lm, self.reflector_lm, self.curator_lm, *(predictor.lm for _, predictor in predictors)]
         with open_journal(self, parts, lms) as journal:
-            self._run = AceRun(self, student, names, first, list(trainset), scored_on, journal=journal)
+            self._run = AceRun(self._settings(), student, names, first, list(trainset), scored_on, journal=journal)
         return self._run
 
-    def _online(self, student: Module, stream: Any, window: int, playbook: Playbook | None) -> AceRun:
-        names, first = self._begun(student, playbook, validation=0)
+    def _online_run(self, student: Module, stream: Any, window: int, playbook: Playbook | None) -> AceRun:
+        names, first = self._starting_point(student, playbook, validation=0)
         if not isinstance(window, int) or isinstance(window, bool) or window < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigurationError(f"window is {window!r}, expected a whole number of at least 1.")
         if not hasattr(stream, "__iter__") and not hasattr(stream, "__aiter__"):
@@ -270,27 +287,27 @@ class AsyncACE(Teleprompter):
                 f"log_dir is {str(self.log_dir)!r}, but a stream cannot be read again: leave it out, keep what is "
                 "learnt with Playbook.save, and go on from playbook=Playbook.load(...)."
             )
-        self._run = AceRun(self, student, names, first, None, None, stream=stream, window=window)
+        self._run = AceRun(self._settings(), student, names, first, None, None, stream=stream, window=window)
         return self._run
 
-    def _begun(self, student: Any, playbook: Any, validation: int) -> tuple[list[str], Playbook]:
-        """The names of the predictors that get the playbook, and the playbook to begin with.
+    def _starting_point(self, student: Any, playbook: Any, validation: int) -> tuple[list[str], Playbook]:
+        """Return the names of the predictors that get the playbook, and the playbook to begin with.
 
         Args:
-            playbook: what the user gives; None for the student's.
-            validation: examples of the validation set; 0 where there is none.
+            playbook: the argument of the user; None for the student's own.
+            validation: number of examples in the validation set; 0 where there is none.
 
         Raises:
             ConfigurationError: a student, a playbook or a budget that cannot be used, with the reason.
         """
         if not isinstance(student, Module):
             raise DataError(f"student is {student!r}, expected a dspy.Module.")
-        known = [name for name, _ in student.named_predictors()]
-        wanted = known if self.attach == "all" else list(self.attach)
-        if not wanted or any(name not in known for name in wanted):
-            raise ConfigurationError(f"attach is {self.attach!r}, but the program's predictors are {known}.")
-        names = [name for name in known if name in wanted]
-        first = held_playbook(student, names, self.sections) if playbook is None else playbook
+        predictors = [name for name, _ in student.named_predictors()]
+        attached_to = predictors if self.attach == "all" else list(self.attach)
+        if not attached_to or any(name not in predictors for name in attached_to):
+            raise ConfigurationError(f"attach is {self.attach!r}, but the program's predictors are {predictors}.")
+        names = [name for name in predictors if name in attached_to]
+        first = playbook_in(student, names, self.sections) if playbook is None else playbook
         if not isinstance(first, Playbook):
             raise ConfigurationError(f"playbook is {first!r:.80}, expected a Playbook: Playbook.load(path) reads one.")
         tokens = first.tokens(self.count_tokens)
@@ -312,34 +329,38 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _check_arguments(of: Any) -> None:
+def _check_arguments(optimizer: Any) -> None:  # Any: a user's arguments can be of any type until they are checked
     """Raise ConfigurationError for an argument of AsyncACE that cannot work."""
-    check_run(of)
-    check_rollouts(of.rollouts)
-    check_counts(of, *COUNTS, "max_metric_calls")
-    check_limits(of, "max_outage_seconds", "rollout_timeout_seconds")
-    policy_of(of.staleness)
-    attach, log_dir, threshold = of.attach, of.log_dir, of.deduplicate
+    check_run(optimizer)
+    check_rollouts(optimizer.rollouts)
+    check_counts(optimizer, *COUNTS, "max_metric_calls")
+    check_limits(optimizer, "max_outage_seconds", "rollout_timeout_seconds")
+    policy_of(optimizer.staleness)
+    attach, log_dir, threshold = optimizer.attach, optimizer.log_dir, optimizer.deduplicate
     expected = {
-        "metric": (callable(of.metric), "a function (example, prediction, ...)"),
-        **{name: (getattr(of, name) is not None, "a whole number of at least 1") for name in COUNTS},
+        "metric": (callable(optimizer.metric), "a function (example, prediction, ...)"),
+        **{name: (getattr(optimizer, name) is not None, "a whole number of at least 1") for name in COUNTS},
         "log_dir": (log_dir is None or isinstance(log_dir, str | PathLike), "a path, or None"),
-        "perfect_score": (_is_number(of.perfect_score), "a number"),
-        "failure_score": (_is_number(of.failure_score), "a number"),
+        "perfect_score": (_is_number(optimizer.perfect_score), "a number"),
+        "failure_score": (_is_number(optimizer.failure_score), "a number"),
         "attach": (attach == "all" or (isinstance(attach, list | tuple) and attach), "'all' or predictor names"),
-        "reflector": (isinstance(of.reflector, Module), "a dspy.Module"),
-        "curator": (isinstance(of.curator, Module), "a dspy.Module"),
-        "count_tokens": (callable(of.count_tokens), "a function (text) -> tokens"),
-        "metric_lock": (isinstance(of.metric_lock, bool), "True or False"),
+        "reflector": (isinstance(optimizer.reflector, Module), "a dspy.Module"),
+        "curator": (isinstance(optimizer.curator, Module), "a dspy.Module"),
+        "count_tokens": (callable(optimizer.count_tokens), "a function (text) -> tokens"),
+        "metric_lock": (isinstance(optimizer.metric_lock, bool), "True or False"),
         "deduplicate": (
-            of.embedder is None if threshold is None else _is_number(threshold) and 0 < threshold <= 1,
+            optimizer.embedder is None if threshold is None else _is_number(threshold) and 0 < threshold <= 1,
             "a cosine above 0 and up to 1, such as 0.9, or None and no embedder",
         ),
     }
-    for name, (is_right, what) in expected.items():
+    for name, (is_right, description) in expected.items():
         if not is_right:
-            raise ConfigurationError(f"{name} is {getattr(of, name)!r}, expected {what}.")
-    if threshold is not None and of.embedder is None and importlib.util.find_spec("sentence_transformers") is None:
+            raise ConfigurationError(f"{name} is {getattr(optimizer, name)!r}, expected {description}.")
+    if (
+        threshold is not None
+        and optimizer.embedder is None
+        and importlib.util.find_spec("sentence_transformers") is None
+    ):
         raise ConfigurationError(
             f"deduplicate is {threshold!r}, which needs an embedder: pass embedder=..., or "
             "pip install 'dspy-flashevolve[ace]' for sentence-transformers."

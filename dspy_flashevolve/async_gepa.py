@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -17,12 +18,13 @@ from gepa.proposer.reflective_mutation.base import ReflectionComponentSelector
 
 from dspy_flashevolve.engine.errors import ConfigurationError, DataError
 from dspy_flashevolve.engine.staleness import StalenessPolicy, policy_named
+from dspy_flashevolve.engine.steps import STEPS_TO_OVERLAP, pays_overlap
 from dspy_flashevolve.gepa.changes import is_too_long
 from dspy_flashevolve.gepa.compilation import Best, Compilation, texts_of
 from dspy_flashevolve.gepa.estimate import Estimate, estimate
 from dspy_flashevolve.gepa.evaluate import Workflow
 from dspy_flashevolve.gepa.options import check_options, gepa_logger
-from dspy_flashevolve.programs.lm import rates_of
+from dspy_flashevolve.programs.function_lm import lm_of
 from dspy_flashevolve.programs.metric import check_metric
 from dspy_flashevolve.programs.ray_rollouts import RayRollouts
 from dspy_flashevolve.programs.run import (
@@ -32,7 +34,9 @@ from dspy_flashevolve.programs.run import (
     check_limits,
     check_rollouts,
     check_run,
+    with_compile_events,
 )
+from dspy_flashevolve.programs.usage import rates_of
 
 logger = logging.getLogger(__name__)
 
@@ -41,10 +45,12 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
     """A drop-in replacement for ``dspy.GEPA`` whose stages overlap.
 
     Every argument of ``dspy.GEPA`` has the same default and the same meaning; only the new ones are
-    described here. ``max_metric_calls`` is never exceeded (``dspy.GEPA`` may, by a validation set).
+    described here. ``max_metric_calls`` is never exceeded (``dspy.GEPA`` may, by a validation set), unless it is so
+    small that it pays fewer than two steps: such a run takes ``dspy.GEPA``'s steps, and may exceed it as that does.
 
     Args:
-        reflection_lm: as in ``dspy.GEPA``, or the name of a model, "openai/gpt-5".
+        reflection_lm: as in ``dspy.GEPA``, or the name of a model, "openai/gpt-5", or a function from prompt to text,
+            sync or async, as gepa takes it: its tokens and dollars are not known.
         num_threads: requests in flight at most, over all stages. Default: found out while the run goes on, from
             ``dspy.settings.num_threads`` up to ``max_concurrency``, by what the endpoint refuses and how its
             throughput grows; docs/scheduling.md. ``dspy.settings.num_threads`` in lockstep, and for programs that run
@@ -70,7 +76,7 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
             are, whose slots they get, how long a rollout may take, how long a provider that answers nothing is waited
             for, and how long a candidate may be; docs/scheduling.md.
         rollouts: a :class:`~.programs.ray_rollouts.RayRollouts` to run program and metric in other processes, on many
-            cores or a cluster; docs/guide/many-cores.md. Default: in this process.
+            cores or a cluster; docs/guide/backends.md. Default: in this process.
         metric_lock: True for a metric that is not thread-safe: it is called once at a time within a run, for scores and
             for feedback, sync or coroutine, while programs go on side by side. A call that waits for its turn keeps
             its slot. Default: False, calls overlap.
@@ -102,7 +108,7 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
         # Reflection configuration
         reflection_minibatch_size: int = 3,
         candidate_selection_strategy: Literal["pareto", "current_best"] = "pareto",
-        reflection_lm: LM | str | None = None,
+        reflection_lm: LM | str | Callable[[str], Any] | None = None,
         skip_perfect_score: bool = True,
         add_format_failure_as_feedback: bool = False,
         instruction_proposer: ProposalFn | None = None,
@@ -154,7 +160,7 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
             max_metric_calls=1 if without_calls else max_metric_calls,  # dspy.GEPA wants one of them
             reflection_minibatch_size=reflection_minibatch_size,
             candidate_selection_strategy=candidate_selection_strategy,
-            reflection_lm=dspy.LM(reflection_lm) if isinstance(reflection_lm, str) else reflection_lm,
+            reflection_lm=lm_of(reflection_lm, "reflection_lm"),
             skip_perfect_score=skip_perfect_score,
             add_format_failure_as_feedback=add_format_failure_as_feedback,
             instruction_proposer=instruction_proposer,
@@ -218,7 +224,7 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
             student: the program; it is not changed.
             trainset: examples to reflect on.
             teacher: not supported, as in ``dspy.GEPA``.
-            valset: examples that decide which candidates are kept. Default: the trainset.
+            valset: examples that decide which candidates are kept. Default, also for an empty list: the trainset.
             initial_candidates: programs with the student's predictors and other instructions, such as results of
                 earlier runs. The search begins from them and the student alike; each costs a validation.
 
@@ -236,6 +242,7 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
         """
         return self._prepare(student, trainset, teacher, valset, initial_candidates).run_sync()
 
+    @with_compile_events
     async def acompile(
         self,
         student: Module,
@@ -279,6 +286,7 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
             RunAbortedError: the provider refused for good, or gave no answer.
             Exception: what the metric or the proposer raised, or the program on every example.
         """
+        valset = _given(valset)
         check_data(student, trainset, None, valset)
         components = self._components(student)
         calls = self._budget(components, trainset, valset)
@@ -287,6 +295,7 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
     def _prepare(
         self, student: Module, trainset: Any, teacher: Module | None, valset: Any, initial: Sequence[Module]
     ) -> Compilation:
+        is_empty, valset = valset is not None, _given(valset)
         check_data(student, trainset, teacher, valset)
         check_texts(student, initial, self.workflow.max_candidate_characters)
         components = self._components(student)
@@ -296,22 +305,13 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
         )  # as dspy.GEPA: every way to give one ends here
         gepa_logger.info("Running AsyncGEPA for at most %s metric calls.", self.max_metric_calls)
         if valset is None:
-            logger.warning(
-                "No valset given: the trainset is used for both, and prompts may overfit to it. Pass a separate valset "
-                "to find prompts that generalize."
+            gepa_logger.warning(  # where dspy.GEPA says it: what silences the one silences the other
+                "%s: the trainset is used for both, and prompts may overfit to it. Pass a separate valset to find "
+                "prompts that generalize.",
+                "The valset is empty" if is_empty else "No valset given",
             )
-        size = len(trainset if valset is None else valset)
-        narrow = hasattr(self.gepa_kwargs.get("val_evaluation_policy"), "get_seed_eval_batch")
-        limited = self.schedule == "async" and self.max_metric_calls is not None and not narrow
-        needed = size * (1 + len(initial))
-        if limited and self.max_metric_calls < needed:  # pyright: ignore[reportOptionalOperand]
-            also = f" and so are {len(initial)} initial candidates" if initial else ""
-            raise ConfigurationError(
-                f"The budget is {self.max_metric_calls} metric calls, expected at least {needed}: the seed program is "
-                f"validated first, on every validation example{also}. Give a larger budget or a smaller valset."
-            )
-        self._warn_of_small_budget(size)
-        compilation = Compilation(self, student, trainset, valset, initial)
+        run_by = self._settings_of_run(trainset, trainset if valset is None else valset, 1 + len(initial))
+        compilation = Compilation(run_by, student, trainset, valset, initial)
         self._best = compilation.best
         return compilation
 
@@ -324,19 +324,42 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
             )
         return components
 
-    def _warn_of_small_budget(self, valset_size: int) -> None:
-        """A budget that pays for the seed's validation alone returns the seed."""
-        needed = 2 * valset_size + 2 * (self.reflection_minibatch_size or 3)
-        if self.schedule == "async" and self.max_metric_calls is not None and self.max_metric_calls < needed:
-            logger.warning(
-                "The budget of %d metric calls pays for the seed's validation (%d) but not for one more step, which "
-                "may cost %d; the seed will be returned. Give at least %d, or use schedule='lockstep', which "
-                "overshoots the budget as dspy.GEPA does.",
-                self.max_metric_calls,
-                valset_size,
-                needed - valset_size,
-                needed,
+    def _settings_of_run(self, trainset: Any, valset: Any, validations: int) -> AsyncGEPA:
+        """The arguments of one run: these, with dspy.GEPA's schedule where the budget is too small for another.
+
+        Args:
+            trainset, valset: examples.
+            validations: of the programs that the run begins with, the student's included.
+
+        Raises:
+            ConfigurationError: the budget cannot pay these validations, where there are several.
+        """
+        calls, valset_size = self.max_metric_calls, len(valset)
+        minibatch = min(self.reflection_minibatch_size or 3, len(trainset))  # 3 is gepa's where nothing is said
+        narrow = hasattr(self.gepa_kwargs.get("val_evaluation_policy"), "get_seed_eval_batch")
+        if self.schedule == "lockstep" or calls is None or narrow:
+            return self
+        needed = validations * valset_size
+        if validations > 1 and calls < needed:  # dspy.GEPA, which overdraws a budget, has no such candidates
+            raise ConfigurationError(
+                f"The budget is {calls} metric calls, expected at least {needed}: the seed program is validated first, "
+                f"on every validation example, and so are {validations - 1} initial candidates. Give a larger budget "
+                "or a smaller valset."
             )
+        if pays_overlap(calls, validations, valset_size, minibatch):
+            return self
+        step = 2 * minibatch + valset_size
+        gepa_logger.info(
+            "The budget of %d metric calls is too small for steps that overlap: it is spent as dspy.GEPA does, one "
+            "step after the other (schedule='lockstep'), and the last one, of up to %d metric calls, may exceed it. "
+            "From %d metric calls on steps overlap, and the budget is never exceeded.",
+            calls,
+            step,
+            needed + STEPS_TO_OVERLAP * step,
+        )
+        run_by = copy.copy(self)
+        run_by.schedule = "lockstep"
+        return run_by
 
     def _budget(self, components: int, trainset: Any, valset: Any) -> int | None:
         """Metric calls, as ``dspy.GEPA.compile`` counts them."""
@@ -402,6 +425,11 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
                 ) from error
 
 
+def _given(valset: Any) -> Any:
+    """The valset; None for an empty list, which ``dspy.GEPA`` takes for none as well."""
+    return None if isinstance(valset, list | tuple) and not valset else valset
+
+
 def check_texts(student: Module, initial: Sequence[Module], most_characters: int | None) -> None:
     """Refuse candidates to begin from that are no programs of the student's make, or longer than candidates may be.
 
@@ -439,6 +467,10 @@ REMOVED = {
 
 OF_OTHERS = {
     "max_steps": "max_metric_calls, max_full_evals, auto or max_seconds",
+    "max_iterations": "max_metric_calls, max_full_evals, auto or max_seconds; a count of iterations is a stopper of "
+    "gepa, gepa_kwargs={'stop_callbacks': MaxCandidateProposalsStopper(n)}",
+    "optimize_tool_descriptions": "nothing: instructions evolve, descriptions of tools do not, as in dspy.GEPA; write "
+    "into the instruction what is to be learnt of a tool",
     "num_trials": "max_metric_calls, max_full_evals, auto or max_seconds",
     "depth": "max_metric_calls, max_full_evals, auto or max_seconds",
     "num_candidates": "gepa_kwargs={'sampling_strategy': IndependentSampling(n)} of gepa for n children a step",

@@ -7,7 +7,7 @@ new ones. Here several agents write at once, and candidates are checked and eval
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,16 +23,17 @@ from dspy_flashevolve.harness.evaluating import task_of
 from dspy_flashevolve.harness.program import Harness
 from dspy_flashevolve.harness.proposing import DIRECTIONS, Directions
 from dspy_flashevolve.harness.run import HarnessRun
+from dspy_flashevolve.harness.settings import HarnessSettings
 from dspy_flashevolve.observe.statistics import RunStats
 from dspy_flashevolve.programs.fingerprints import fingerprints_of, open_journal
-from dspy_flashevolve.programs.run import DspyRun, Schedule, check_counts, check_limits
+from dspy_flashevolve.programs.run import DspyRun, Schedule, check_counts, check_limits, with_compile_events
 from dspy_flashevolve.sandbox.contract import CodeSandbox, Limits
 from dspy_flashevolve.sandbox.sandbox import Sandbox, accepted_layers
 
 
 @dataclass(frozen=True)
 class MetaHarnessResult:
-    """What a run of :class:`AsyncMetaHarness` found.
+    """The result of a run of `AsyncMetaHarness`.
 
     Args:
         candidates: every evaluated candidate; the first is the student.
@@ -72,7 +73,7 @@ class AsyncMetaHarness(Teleprompter):
         limits: of one run of a candidate.
         log_dir: where every candidate is written, with scores and traces, and the run's journal: ``compile`` on the
             same directory goes on where a run was interrupted. None for nowhere.
-        num_threads: requests in flight at most, over all stages; None adapts, as in :class:`AsyncGEPA`.
+        num_threads: requests in flight at most, over all stages; None adapts, as in `AsyncGEPA`.
         schedule: "async", or "lockstep": one proposal at a time, from its writing to its admission, in the same slots.
         staleness: what becomes of a proposal that was written while others were admitted: "full" evaluates it as it is,
             "reflective" asks the proposer LM whether it should take something over first; or a policy.
@@ -81,8 +82,8 @@ class AsyncMetaHarness(Teleprompter):
         learn_batch: training examples in a batch of ``learn``.
         failure_score: of an example on which a candidate or the metric raises.
         max_seconds: no proposal starts after it; None for no limit.
-        max_outage_seconds: as for :class:`Workflow`.
-        sandbox: where candidates run: "process" (Linux), or a :class:`~dspy_flashevolve.sandbox.contract.CodeSandbox`.
+        max_outage_seconds: as for `Workflow`.
+        sandbox: where candidates run: "process" (Linux), or a `CodeSandbox`.
         accept_missing_protection: layers of the process sandbox ("user", "namespaces", "landlock", "seccomp") that this
             machine may lack. Default: none, so that ``compile`` refuses before any request where one is missing.
         seed: of the choice of examples.
@@ -147,14 +148,14 @@ class AsyncMetaHarness(Teleprompter):
         """Search, and return the candidate with the best score.
 
         Args:
-            student: a ``dspy.Predict``, a ``dspy.ChainOfThought``, a ``dspy.Flex`` or a :class:`Harness`; it is the
+            student: a ``dspy.Predict``, a ``dspy.ChainOfThought``, a ``dspy.Flex`` or a `Harness`; it is the
                 first candidate, and is not changed.
             trainset: examples whose answers and feedback proposers may read, and candidates may learn from.
             valset: examples that candidates are scored on; nobody but the metric sees their labels. Default: the
                 trainset, and then ``learn`` is given none of them, since nobody learns from what it is scored on.
 
         Returns:
-            A program whose ``detailed_results`` is a :class:`MetaHarnessResult`.
+            A program whose ``detailed_results`` is a `MetaHarnessResult`.
 
         Raises:
             ConfigurationError: the student or the data cannot be used, or the machine has no sandbox.
@@ -164,6 +165,7 @@ class AsyncMetaHarness(Teleprompter):
         search.run.run_sync(search.search)
         return self._result(search)
 
+    @with_compile_events
     async def acompile(
         self,
         student: dspy.Module,
@@ -171,10 +173,16 @@ class AsyncMetaHarness(Teleprompter):
         trainset: Sequence[dspy.Example],
         valset: Sequence[dspy.Example] | None = None,
     ) -> Harness:
-        """The awaitable twin of :meth:`compile`."""
+        """Do what `compile` does on the caller's event loop."""
         search = self._search(student, trainset, valset)
         await search.run.run_async(search.search)
         return self._result(search)
+
+    def _settings(self) -> HarnessSettings:
+        """This optimizer's arguments as they are now, frozen for the length of a run."""
+        arguments: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(HarnessSettings)}
+        arguments["directions"] = tuple(self.directions)
+        return HarnessSettings(**arguments)
 
     def _search(self, student: Any, trainset: Any, valset: Any) -> HarnessRun:
         task, sandbox = task_of(student, trainset, valset), self.sandbox
@@ -200,7 +208,7 @@ class AsyncMetaHarness(Teleprompter):
                 seed=self.seed,
                 journal=journal,
             )
-            return HarnessRun(self, run, task, sandbox)
+            return HarnessRun(self._settings(), run, task, sandbox)
 
     def _result(self, search: HarnessRun) -> Harness:
         archive, program = search.archive, search.best_program()
@@ -216,10 +224,10 @@ class AsyncMetaHarness(Teleprompter):
 
 
 def _check_directory(log_dir: Path | None) -> None:
-    """Raise RunDirectoryError where files are of a run without a journal: those of this one would mix with them."""
-    taken = [name for name in ("candidates", "failed") if log_dir is not None and (log_dir / name).exists()]
-    if log_dir is not None and taken and not (log_dir / FILE).exists():
+    """Raise RunDirectoryError where the directory has candidates of a run without a journal: these would mix."""
+    existing = [name for name in ("candidates", "failed") if log_dir is not None and (log_dir / name).exists()]
+    if log_dir is not None and existing and not (log_dir / FILE).exists():
         raise RunDirectoryError(
-            f"log_dir {str(log_dir)!r} holds another run ({', '.join(taken)}), and no journal to go on from: name a "
+            f"log_dir {str(log_dir)!r} holds another run ({', '.join(existing)}), and no journal to go on from: name a "
             "new one."
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -37,10 +38,11 @@ class FakeEngine:
 
     def __init__(self, answer: Callable[[str], str]) -> None:
         self.answer = answer
-        self.calls = 0
+        self.calls, self._counting = 0, threading.Lock()
 
     def complete(self, request: Request) -> Response:
-        self.calls += 1
+        with self._counting:  # threads may ask at once
+            self.calls += 1
         text = self.answer(prompt_of(request))
         usage = Usage(input_tokens=3, output_tokens=4, total_tokens=7)
         message = Message.assistant([TextPart(text)])

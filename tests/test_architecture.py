@@ -22,7 +22,10 @@ ALLOWED = {
         {"engine", "observe", "programs"},
         {"anyio", "cloudpickle", "dspy", "gepa", "httpx", "litellm", "pydantic", "pydantic_core", "ray"},
     ),
-    "gepa": ({"engine", "modules", "observe", "programs", "gepa"}, {"anyio", "dspy", "gepa", "mlflow", "numpy"}),
+    "gepa": (
+        {"engine", "modules", "observe", "programs", "gepa"},
+        {"anyio", "dspy", "gepa", "mlflow", "numpy", "pydantic"},
+    ),
     "ace": ({"engine", "modules", "observe", "programs", "ace"}, {"anyio", "dspy", "pydantic"}),
     "harness": (
         {"engine", "observe", "programs", "sandbox", "harness"},

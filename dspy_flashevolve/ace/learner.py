@@ -1,4 +1,4 @@
-"""What AsyncACE asks of the program and its language models, and what a sample has brought so far."""
+"""What a sample asks of the program and the language models: attempts, reflections, a lesson, and validations."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from dspy.primitives.module import Module
 
 from dspy_flashevolve.ace.operations import Operation, parse_operations, parse_tags
 from dspy_flashevolve.ace.playbook import Bullet, Playbook, Tag, attached
+from dspy_flashevolve.ace.settings import AceSettings
 from dspy_flashevolve.ace.similarity import EmbeddingDuplicates
 from dspy_flashevolve.engine.replay import hash_of
 from dspy_flashevolve.engine.rollouts import Rollout
@@ -25,24 +26,26 @@ from dspy_flashevolve.programs.run import DspyRun
 logger = logging.getLogger(__name__)
 
 CITATIONS = "cited_bullets"
-"""The output field that a program in training has beside its own; numbered where it has one of that name."""
-CITING = "Ids of the playbook's bullets that you used, separated by commas; empty if none."
+"""The output field that a program in training has beside its own; numbered where the program has one of that name."""
+CITATIONS_DESCRIPTION = "Ids of the playbook's bullets that you used, separated by commas; empty if none."
 MOST_CHARACTERS = 6000
-"""Of a field that is shown to a reflector; the rest is cut off."""
+"""Characters of a field that a reflector is shown; the rest is cut off. Some 1,500 tokens, so that a prompt of task,
+attempt and feedback fits into the context of a small model. Not tuned."""
 EMPTY = "(empty)"
+"""Shown to an LM in place of an empty text, so that it does not take the field for missing."""
 
 Tags = tuple[tuple[str, Tag], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One run of the program on a sample.
+    """One run of the program on an example.
 
     Args:
         score: higher is better.
-        steps: what it did, for a reflector.
-        feedback: what the metric said.
-        cited: ids of bullets that it named, as far as its playbook has them.
+        steps: outputs of its predictors in order, as text for a reflector.
+        feedback: of the metric, or else the example's labels.
+        cited: ids of the bullets of its playbook that it cited.
     """
 
     score: float
@@ -53,12 +56,12 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Reflection:
-    """What a reflector made of an attempt.
+    """What a reflector says of an attempt.
 
     Args:
-        text: what went wrong, the right approach, the insight; empty where nothing could be read.
-        tags: (id, tag) for cited bullets.
-        problems: what of the reply could not be used.
+        text: what went wrong, the right approach and the insight; empty where nothing could be read.
+        tags: (id of a cited bullet, tag).
+        problems: parts of the reply that could not be used.
     """
 
     text: str
@@ -68,15 +71,15 @@ class Reflection:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A training example on its way.
+    """A training example with what has been tried and learnt so far.
 
     Args:
-        example: the user's.
-        index: its place in the data.
-        playbook: what the program is given.
-        window: number of its window; None where there are none.
-        attempts: so far, oldest first.
-        reflections: one an attempt, but for the last attempt's while it is to come.
+        example: the example of the training set or stream.
+        index: position of the example in the data.
+        playbook: the playbook that the program is given.
+        window: number of its window in a stream; None for a training set.
+        attempts: the attempts so far, oldest first.
+        reflections: the reflection on each attempt, in the same order.
     """
 
     example: Any
@@ -88,24 +91,24 @@ class Sample:
 
     @property
     def insight(self) -> str:
-        """What the last reflection said."""
+        """Text of the last reflection; empty before there is one."""
         return self.reflections[-1].text if self.reflections else ""
 
     @property
     def tags(self) -> Tags:
-        """What reflections said of bullets; the last word on each."""
-        found: dict[str, Tag] = {bullet: tag for one in self.reflections for bullet, tag in one.tags}
-        return tuple(found.items())
+        """The tags of all reflections; of several tags of one bullet, the last."""
+        tags: dict[str, Tag] = {bullet: tag for reflection in self.reflections for bullet, tag in reflection.tags}
+        return tuple(tags.items())
 
 
 @dataclass(frozen=True, slots=True)
 class Lesson:
-    """What a sample asks of the playbook.
+    """The changes of the playbook that a sample leads to.
 
     Args:
-        operations: that its curator asks for.
-        seen: the playbook's version for which they were written.
-        problems: what could not be read.
+        operations: written by a curator.
+        seen: version of the playbook that the curator was shown.
+        problems: parts of the reply that could not be read.
     """
 
     operations: tuple[Operation, ...]
@@ -116,23 +119,23 @@ class Lesson:
 class Learner:
     """Runs the program with playbooks, and the modules that reflect and curate.
 
-    What a reply says that cannot be used is a problem and no error; only requests that the provider leaves without an
-    answer raise.
+    Parts of a reply that cannot be used become problems, not errors. Only a request that the provider does not answer
+    raises.
 
     Args:
-        run: whose slots and journal it uses.
-        optimizer: an AsyncACE; only its arguments are read.
-        modules: stage -> the module that it asks, and the LM that this asks.
+        run: gives slots and the journal.
+        settings: the arguments of the optimizer.
+        modules: stage -> its module, and the LM for that module.
         student: the program; it is not changed.
-        names: the predictors that get the playbook.
-        valset: what playbooks are scored on.
-        duplicates: tells by embeddings whether texts say the same; None without.
+        names: names of the predictors that get the playbook.
+        valset: the examples that playbooks are scored on.
+        duplicates: compares texts by embeddings; None where they are compared by words only.
     """
 
     def __init__(
         self,
         run: DspyRun,
-        optimizer: Any,
+        settings: AceSettings,
         modules: Mapping[str, tuple[Module, Any]],
         student: Module,
         names: Sequence[str],
@@ -140,44 +143,46 @@ class Learner:
         duplicates: EmbeddingDuplicates | None,
     ) -> None:
         self._run = run
-        self._of, self._modules = optimizer, modules
+        self._settings, self._modules = settings, modules
         predictors: list[tuple[str, Any]] = student.named_predictors()
-        self._instructions = {name: one.signature.instructions for name, one in predictors if name in names}
-        taken = {name for _, one in predictors for name in one.signature.fields}
-        numbered = (CITATIONS + (f"_{n + 1}" if n else "") for n in range(len(taken) + 1))
-        self._citations = next(name for name in numbered if name not in taken)
+        self._instructions = {name: predictor.signature.instructions for name, predictor in predictors if name in names}
+        field_names = {name for _, predictor in predictors for name in predictor.signature.fields}
+        numbered = (CITATIONS + (f"_{n + 1}" if n else "") for n in range(len(field_names) + 1))
+        self._citations = next(name for name in numbered if name not in field_names)
         self._training = self._runner(_citing(student, names, self._citations))
         self._plain = self._runner(student)
         self._valset = valset
         self._duplicates = duplicates
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
 
     def _runner(self, program: Module) -> ProgramRunner:
-        of = self._of
-        return self._run.runner(program, of.metric, failure_score=of.failure_score, metric_lock=of.metric_lock)
+        settings = self._settings
+        return self._run.runner(
+            program, settings.metric, failure_score=settings.failure_score, metric_lock=settings.metric_lock
+        )
 
     def candidate(self, text: str) -> dict[str, str]:
-        """The program's instructions with the text of a playbook."""
+        """Return the program's instructions with the text of a playbook, as a candidate of the engine."""
         return {name: attached(own, text) for name, own in self._instructions.items()}
 
     def playbook_of(self, candidate: Mapping[str, str], version: int) -> Playbook:
-        """The playbook of a candidate that was kept, without its counters, which no program sees."""
-        sections = self._of.sections
-        found = Playbook.from_instructions(next(iter(candidate.values())), sections)
-        return replace(found or Playbook(sections=sections), version=version)
+        """Return the playbook in the instructions of a candidate. Its counters, which no program sees, are 0."""
+        sections = self._settings.sections
+        playbook = Playbook.from_instructions(next(iter(candidate.values())), sections)
+        return replace(playbook or Playbook(sections=sections), version=version)
 
     async def attempt(self, step: Step, sample: Sample) -> Attempt:
-        """Run the program with the sample's playbook, and with what the last reflection said.
+        """Run the program with the sample's playbook and its last reflection.
 
         Raises:
-            StepEnded: a run that goes on has lost calls of its budget in the crash, and cannot pay another attempt.
+            StepEnded: the budget cannot pay another attempt, because calls in flight at a crash count as spent.
         """
         run, text, advice = self._run, sample.playbook.render(), sample.insight
         candidate = self.candidate(text)
         name = hash_of(candidate)  # an attempt is named after its playbook; the advice stands beside the example
         if advice:
-            told = f"{text}\n\nWhat was learnt from an earlier attempt at this task:\n{advice}".strip()
-            candidate = self.candidate(told)
+            text_with_advice = f"{text}\n\nWhat was learnt from an earlier attempt at this task:\n{advice}".strip()
+            candidate = self.candidate(text_with_advice)
         example = (sample.index, step.number, len(sample.attempts), hash_of({"advice": advice})[:8])
         if run.journal is not None:
             unpaid = run.journal.missing(step.number, name, "train", [example], needs_trace=True)
@@ -187,10 +192,10 @@ class Learner:
         return _attempt_of(rollout, sample, self._citations)
 
     async def reflect(self, step: Step, sample: Sample) -> Reflection:
-        """Reflect on the last attempt."""
+        """Ask the reflector about the last attempt."""
         attempt = sample.attempts[-1]
-        cited = [sample.playbook.get(one) for one in attempt.cited]
-        reply, _, problems = await self._asked(
+        cited = [sample.playbook.get(bullet_id) for bullet_id in attempt.cited]
+        reply, _, problems = await self._ask(
             "reflect",
             step,
             len(sample.reflections),
@@ -198,33 +203,35 @@ class Learner:
             task=_shown(_inputs(sample.example)),
             attempt=attempt.steps,
             feedback=attempt.feedback,
-            cited_bullets=_listed([one for one in cited if one is not None]),
+            cited_bullets=_listed([bullet for bullet in cited if bullet is not None]),
         )
         parts = {"What went wrong": "what_went_wrong", "Right approach": "right_approach", "Insight": "insight"}
-        said = {title: str(getattr(reply, name, "") or "").strip() for title, name in parts.items()}
-        text = "\n".join(f"{title}: {text}" for title, text in said.items() if text)
+        parts = {title: str(getattr(reply, name, "") or "").strip() for title, name in parts.items()}
+        text = "\n".join(f"{title}: {text}" for title, text in parts.items() if text)
         tags, unread = parse_tags(getattr(reply, "bullet_tags", ""))
-        uncited = [Problem("tag of an uncited bullet", one) for one, _ in tags if one not in attempt.cited]
+        uncited = [
+            Problem("tag of an uncited bullet", bullet_id) for bullet_id, _ in tags if bullet_id not in attempt.cited
+        ]
         empty = [] if text else [Problem("empty reflection")]
         return Reflection(
             text=text,
-            tags=tuple((one, tag) for one, tag in tags if one in attempt.cited),
+            tags=tuple((bullet_id, tag) for bullet_id, tag in tags if bullet_id in attempt.cited),
             problems=(*problems, *unread, *uncited, *empty),
         )
 
     async def curate(self, step: Step, sample: Sample, playbook: Playbook) -> Lesson:
-        """Ask what of the last reflection belongs into a playbook."""
+        """Ask the curator how the last reflection is to change a playbook."""
         reflection, scores = sample.insight, [attempt.score for attempt in sample.attempts]
         if len(scores) > 1:
             reflection += f"\n(Score before this reflection: {scores[-2]:g}, with it: {scores[-1]:g}.)"
-        reply, seen, problems = await self._asked(
+        reply, seen, problems = await self._ask(
             "curate",
             step,
             0,
             playbook.version,
             playbook=playbook.render(counters=True) or EMPTY,
             sections=", ".join(playbook.sections),
-            token_budget=f"{playbook.tokens(self._of.count_tokens)} of {self._of.token_budget}",
+            token_budget=f"{playbook.tokens(self._settings.count_tokens)} of {self._settings.token_budget}",
             task=_shown(_inputs(sample.example)),
             reflection=reflection,
         )
@@ -232,57 +239,58 @@ class Learner:
         return Lesson(tuple(operations), seen, (*problems, *unread))
 
     async def validate(self, step: Step, playbook: Playbook, pays: Reservation) -> list[float]:
-        """The scores of the program with a playbook on the validation set.
+        """Return the scores of the program with a playbook on the validation set.
 
         Args:
-            pays: for the rollouts that are not paid yet.
+            pays: reservation for the rollouts that an interrupted run has not paid.
 
         Raises:
             RolloutUnresolvedError: the provider gave no answer for an example.
         """
         candidate = self.candidate(playbook.render())
         rollouts = await self._run.evaluate("evaluate", step, self._plain, candidate, self._valset, pays=pays)
-        return [one.score for one in rollouts]
+        return [rollout.score for rollout in rollouts]
 
     async def prepare(self, texts: list[str]) -> list[Problem]:
-        """Get ready to tell whether texts say the same; what stands in the way, where they are compared by words."""
+        """Embed texts for `EmbeddingDuplicates`. An embedder that raises is a problem; words are compared then."""
         if self._duplicates is None:
             return []
         try:
             await self._run.threads.run(self._duplicates.prepare, texts)
         except Exception as error:
-            return [self._failed("embedder", error)]
+            return [self._problem_of("embedder", error)]
         return []
 
-    async def _asked(
+    async def _ask(
         self, stage: str, step: Step, position: int, version: int, **inputs: str
     ) -> tuple[Any, int, list[Problem]]:
-        """What the module of a stage replies, and the version of the playbook for which it was written.
+        """Return the reply of a stage's module, the playbook's version that it was written for, and its problems.
 
-        A module that raises says nothing, which is a problem and no error.
+        The version is part of the journal's record: a run that goes on reads the reply with the version of that time.
+        A module that raises is a problem and not an error, and its reply is empty.
         """
         module, lm = self._modules[stage]
         asked = await self._run.asked(
             stage, step, module, inputs, lm=lm, read=lambda reply: (version, reply), record=ReplyText(str(position))
         )
         if asked.answer is None:
-            return dspy.Prediction(), version, [self._failed(stage, asked.error)]
+            return dspy.Prediction(), version, [self._problem_of(stage, asked.error)]
         seen, reply = asked.answer
         unreadable = getattr(reply, "unreadable", "")
         problems = [Problem("unreadable reply", f"{stage}: {unreadable}"[:200])] if unreadable else []
         return reply, seen, problems
 
-    def _failed(self, what: str, error: Exception | None) -> Problem:
-        """Counted each time; told once."""
-        said = f"{type(error).__name__}: {error}"[:200]
-        if what not in self._told:
-            self._told.add(what)
-            logger.warning("AsyncACE: %s failed, which is counted and not fatal: %s", what, said)
-        return Problem(f"{what} failed", said)
+    def _problem_of(self, source: str, error: Exception | None) -> Problem:
+        """Return an error of a stage or of the embedder as a problem, and warn of the first one of each source."""
+        message = f"{type(error).__name__}: {error}"[:200]
+        if source not in self._warned:
+            self._warned.add(source)
+            logger.warning("AsyncACE: %s failed, which is counted and not fatal: %s", source, message)
+        return Problem(f"{source} failed", message)
 
 
 def with_playbook(student: Module, names: Sequence[str], playbook: Playbook) -> Module:
-    """A copy of a program that has a playbook: in the instructions of these predictors, and as an attribute."""
+    """Return a copy of a program with a playbook in the instructions of these predictors, and as an attribute."""
     program = student.deepcopy()
     predictors: list[tuple[str, Any]] = program.named_predictors()
     for name, predictor in predictors:
@@ -293,35 +301,35 @@ def with_playbook(student: Module, names: Sequence[str], playbook: Playbook) -> 
     return program
 
 
-def held_playbook(student: Module, names: Sequence[str], sections: Sequence[str]) -> Playbook:
-    """The playbook of a student, empty where it has none: the one in its instructions.
+def playbook_in(student: Module, names: Sequence[str], sections: Sequence[str]) -> Playbook:
+    """Return the playbook in a student's instructions; an empty one where it has none.
 
-    As its attribute has it, where that is the same text, which has counters too.
+    Where the student's attribute holds a playbook of the same text, that is returned: it has counters too.
 
     Args:
-        names: of the predictors that get the playbook.
-        sections: that it has beside those of its bullets.
+        names: names of the predictors that get the playbook.
+        sections: sections to add to those of its bullets.
     """
     predictors: list[tuple[str, Any]] = student.named_predictors()
-    texts: list[str] = [one.signature.instructions for name, one in predictors if name in names]
-    found = (Playbook.from_instructions(text, sections) for text in texts)
-    held = next((one for one in found if one is not None), Playbook(sections=tuple(sections)))
+    texts: list[str] = [predictor.signature.instructions for name, predictor in predictors if name in names]
+    playbooks = (Playbook.from_instructions(text, sections) for text in texts)
+    playbook = next((held for held in playbooks if held is not None), Playbook(sections=tuple(sections)))
     own: Any = getattr(student, _attribute_of(student), None)
-    return own if isinstance(own, Playbook) and own.render() == held.render() else held
+    return own if isinstance(own, Playbook) and own.render() == playbook.render() else playbook
 
 
 def _attribute_of(program: Any) -> str:
-    """The attribute of a program that has its playbook: ``playbook``, unless the program has another use for that."""
+    """Return the name of a program's attribute for its playbook: "playbook", unless the program uses that name."""
     return "playbook" if isinstance(getattr(program, "playbook", None), Playbook | None) else "ace_playbook"
 
 
 def _citing(student: Module, names: Sequence[str], citations: str) -> Module:
-    """A copy of a program whose predictors say in a field more which bullets they used."""
+    """Return a copy of a program whose predictors name the bullets that they used, in one more output field."""
     program = isolated_copy(student)
     predictors: list[tuple[str, Any]] = program.named_predictors()
     for name, predictor in predictors:
         if name in names:
-            field = dspy.OutputField(desc=CITING, default="")
+            field = dspy.OutputField(desc=CITATIONS_DESCRIPTION, default="")
             predictor.signature = predictor.signature.append(citations, field, str)
     return program
 
@@ -341,10 +349,10 @@ def _attempt_of(rollout: Rollout, sample: Sample, citations: str) -> Attempt:
     return Attempt(rollout.score, "\n\n".join(steps), feedback, sample.playbook.cited("\n".join(cited)))
 
 
-def _feedback(score: float, said: Any, sample: Sample) -> str:
-    """What the metric said; where it says nothing but the score, what the example says of the right result."""
-    if said:
-        return f"Score: {score:g}. {said}"
+def _feedback(score: float, metric_feedback: Any, sample: Sample) -> str:
+    """Return the score with the metric's feedback; where it gives none, with the example's labels."""
+    if metric_feedback:
+        return f"Score: {score:g}. {metric_feedback}"
     labels = dict(sample.example.labels()) if isinstance(sample.example, dspy.Example) else {}
     return f"Score: {score:g}." + (f" Expected:\n{_shown(labels)}" if labels else "")
 
@@ -363,4 +371,4 @@ def _cut(text: str) -> str:
 
 
 def _listed(bullets: Sequence[Bullet]) -> str:
-    return "\n".join(f"[{one.id}] {one.content}" for one in bullets) or EMPTY
+    return "\n".join(f"[{bullet.id}] {bullet.content}" for bullet in bullets) or EMPTY

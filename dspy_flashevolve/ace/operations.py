@@ -1,8 +1,9 @@
-"""What a curator may do to a playbook: read from whatever it wrote, and done by the run's one writer.
+"""The operations of a curator on a playbook: how they are read from its reply, and how the one writer applies them.
 
-A reply may hold anything. What can be read is an operation; all else is a :class:`Problem`, which is counted and does
-not hold up the others. An operation stands for what its curator saw. The playbook may have moved on since: what is gone
-cannot be changed, and what others have changed meanwhile is not overwritten.
+A reply may hold anything. What can be read becomes an operation; everything else becomes a `Problem`, which is counted
+and does not hold up the other operations. A curator writes for the version of the playbook that it was shown. Newer
+versions may exist when its operations are applied: a bullet that was removed since cannot be changed, and a text that
+another curator has changed since is not overwritten.
 """
 
 from __future__ import annotations
@@ -23,30 +24,48 @@ from dspy_flashevolve.ace.similarity import FindDuplicate
 from dspy_flashevolve.observe.statistics import Problem
 
 MOST_OPERATIONS = 200
-"""Of one reply; what comes after them is not read."""
+"""Operations of one reply that are read; the rest is one problem.
+
+A bound on the work of one reply: each operation renders the playbook anew to count its tokens. A playbook of the
+default budget has room for some 300 bullets of 100 characters, and a sample has a handful of things to say about them.
+"""
 KINDS = ("ADD", "UPDATE", "MERGE", "REMOVE", "DELETE")
-"""Words for an operation's type."""
+"""Words for an operation's type. DELETE is what many models write for REMOVE."""
 _TAG_OF: dict[str, Tag] = {tag: tag for tag in TAGS}
 _DEPTH = 4
-"""Lists and objects in each other that are looked through for operations."""
+"""How many lists and objects inside each other are searched for operations.
+
+The usual form, ``{"operations": [{...}]}``, has three; one is to spare. Without a bound a reply of nothing but brackets
+would exhaust Python's stack.
+"""
 MOST_CHARACTERS = 200_000
-"""Of a reply; what comes after them is not read."""
+"""Characters of a reply that are read. Some 50,000 tokens: more than LMs are asked for in one reply."""
 _MOST_LITERAL = 50_000
-"""Characters of a Python literal, which is slow to read."""
+"""Longest text, in characters, that is read as a Python literal. `ast.literal_eval` takes up to 25 microseconds a
+character (measured), on the run's event loop, where everything else waits for it."""
 _MOST_MISSES = 1000
-"""Brackets that open nothing, before the rest of a reply is given up."""
+"""Brackets that open no JSON, before the rest of a reply is skipped.
+
+Models cite bullets in prose as "[str-12]", each of which is a miss: a playbook of the default budget, cited twice over,
+stays below this. Each miss may scan the whole reply, so that without a bound the time is quadratic.
+"""
 _OPENING = re.compile(r"[\[{]")
 NEWEST = 4
-"""One in so many bullets, the newest, has time to prove itself before it makes room."""
+"""The newest of every four bullets is protected when bullets make room: it has had no chance to be cited yet.
+
+Without that, a playbook at its token budget would evict each addition at once, since old bullets have been tagged.
+"""
 MOST_DRIVEN_OUT = 4
-"""One in so many bullets may be driven out by one operation, and one bullet always."""
+"""One operation may drive out one of every four bullets, and always at least one. More would let a single long bullet
+replace what all samples before it have taught."""
 MOST_EXAMPLES = 50
-"""Problems that are kept as they are; the others are only counted."""
+"""Problems that are kept with their details, for the statistics; all others are only counted. A run of thousands of
+samples would otherwise keep megabytes of broken replies."""
 
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """A new bullet."""
+    """Add a bullet to a section."""
 
     section: str
     content: str
@@ -54,7 +73,7 @@ class Add:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """Another text for a bullet."""
+    """Give a bullet another text."""
 
     id: str
     content: str
@@ -62,7 +81,7 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class Merge:
-    """Several bullets become the first of them, with this text; their counters are added up."""
+    """Merge several bullets into the first of them, with a new text; their counters are added up."""
 
     ids: tuple[str, ...]
     content: str
@@ -70,7 +89,7 @@ class Merge:
 
 @dataclass(frozen=True, slots=True)
 class Remove:
-    """A bullet goes."""
+    """Remove a bullet."""
 
     id: str
 
@@ -79,14 +98,14 @@ Operation = Add | Update | Merge | Remove
 
 
 def ids_of(operation: Operation) -> tuple[str, ...]:
-    """The bullets that an operation is about."""
+    """Return the ids of the bullets that an operation changes; none for an `Add`."""
     if isinstance(operation, Add):
         return ()
     return operation.ids if isinstance(operation, Merge) else (operation.id,)
 
 
 def parse_operations(reply: object) -> tuple[list[Operation], list[Problem]]:
-    """Read a curator's reply.
+    """Read the operations in a curator's reply.
 
     Args:
         reply: a list of objects with "type" (ADD, UPDATE, MERGE or REMOVE), "section", "content", "id" or "ids"; the
@@ -102,19 +121,21 @@ def parse_operations(reply: object) -> tuple[list[Operation], list[Problem]]:
     values = list(_values(reply))
     if not values and isinstance(reply, str) and reply.strip():
         return [], [Problem("unreadable reply", reply.strip()[:200])]
-    found = [one for value in values for one in _objects(value)]
-    read = [_operation(one) for one in found[:MOST_OPERATIONS]]
-    if len(found) > MOST_OPERATIONS:
-        read.append(Problem("too many operations", f"{len(found)}, read {MOST_OPERATIONS}"))
-    return [one for one in read if not isinstance(one, Problem)], [one for one in read if isinstance(one, Problem)]
+    candidates = [data for value in values for data in _objects(value)]
+    read = [_operation(data) for data in candidates[:MOST_OPERATIONS]]
+    if len(candidates) > MOST_OPERATIONS:
+        read.append(Problem("too many operations", f"{len(candidates)}, read {MOST_OPERATIONS}"))
+    return [entry for entry in read if not isinstance(entry, Problem)], [
+        entry for entry in read if isinstance(entry, Problem)
+    ]
 
 
 def parse_tags(reply: object) -> tuple[list[tuple[str, Tag]], list[Problem]]:
-    """Read what a reflection says of the bullets that were cited.
+    """Read the tags that a reflection gives to the bullets that were cited.
 
     Args:
         reply: an object of id to tag, or a list of objects with "id" and "tag"; also as text, see
-            :func:`parse_operations`.
+            `parse_operations`.
 
     Returns:
         (id, tag), an id once; and what could not be read.
@@ -140,18 +161,18 @@ def _pairs(value: object, depth: int) -> Iterator[tuple[str, object]]:
     if depth == 0:
         return
     if isinstance(value, list):
-        for one in cast("list[object]", value)[:MOST_OPERATIONS]:
-            yield from _pairs(one, depth - 1)
+        for item in cast("list[object]", value)[:MOST_OPERATIONS]:
+            yield from _pairs(item, depth - 1)
     elif isinstance(value, Mapping):
         tagged = cast("Mapping[object, object]", value)
         if "id" in tagged:
             yield _id(tagged["id"]), tagged.get("tag")
             return
-        for key, one in list(tagged.items())[:MOST_OPERATIONS]:
-            if isinstance(one, str):
-                yield _id(key), one
+        for key, item in list(tagged.items())[:MOST_OPERATIONS]:
+            if isinstance(item, str):
+                yield _id(key), item
             else:
-                yield from _pairs(one, depth - 1)
+                yield from _pairs(item, depth - 1)
 
 
 def _operation(data: Mapping[str, Any]) -> Operation | Problem:
@@ -168,7 +189,7 @@ def _operation(data: Mapping[str, Any]) -> Operation | Problem:
     if kind == "MERGE" and isinstance(listed, str):
         listed = listed.split(",")
     raw = cast("list[object]", listed)[:MOST_OPERATIONS] if isinstance(listed, list) else [listed]
-    ids = list(dict.fromkeys(_id(one) for one in raw if isinstance(one, str) and one.strip()))
+    ids = list(dict.fromkeys(_id(raw_id) for raw_id in raw if isinstance(raw_id, str) and raw_id.strip()))
     if not ids:
         return Problem("no id", str(dict(data))[:200])
     if kind == "MERGE":
@@ -179,46 +200,46 @@ def _operation(data: Mapping[str, Any]) -> Operation | Problem:
 
 
 def _id(value: object) -> str:
-    """An id as it stands in a playbook: models write it in brackets, quotes or capitals."""
+    """Normalize an id: models write it in brackets, quotes or capitals, a playbook in small letters."""
     return str(value).strip(" \t\n[](){}<>\"'`").lower()
 
 
 def _objects(value: object, depth: int = _DEPTH) -> Iterator[Mapping[str, Any]]:
-    """The objects that may be operations: those in lists, and in objects that only hold such lists."""
+    """Yield the objects that may be operations: those in lists, and in objects with a field "operations"."""
     if depth == 0 and isinstance(value, list | dict) and value:
         yield {"type": "too deep"}
     elif isinstance(value, list):
-        for one in cast("list[object]", value):
-            yield from _objects(one, depth - 1)
+        for item in cast("list[object]", value):
+            yield from _objects(item, depth - 1)
     elif isinstance(value, Mapping):
         data = cast("Mapping[str, Any]", value)
         inner = data.get("operations")
         if isinstance(inner, list | dict | str):
-            yield from (one for value in _values(cast("object", inner)) for one in _objects(value, depth - 1))
+            yield from (data for value in _values(cast("object", inner)) for data in _objects(value, depth - 1))
         else:
             yield data
 
 
 def _values(reply: object) -> Iterator[object]:
-    """The JSON lists and objects in a text, or, where there are none, the Python literal that it is.
+    """Yield the JSON lists and objects in a text; where there are none, the Python literal that it is.
 
-    Of a list that is cut off, the objects that are whole. What is no text is yielded as it is.
+    Of a list that breaks off, the complete objects are yielded. A reply that is no text is yielded unchanged.
     """
     if not isinstance(reply, str):
         yield reply
         return
     text = reply[:MOST_CHARACTERS]
-    decoder, start, misses, found = json.JSONDecoder(strict=False), 0, 0, False
+    decoder, start, misses, has_json = json.JSONDecoder(strict=False), 0, 0, False
     while misses < _MOST_MISSES and (opening := _OPENING.search(text, start)) is not None:
         try:
             value, start = decoder.raw_decode(text, opening.start())
         except (ValueError, RecursionError):
             start, misses = opening.end(), misses + 1
             continue
-        if isinstance(value, dict) or not value or any(isinstance(one, dict | list) for one in value):
-            found = True
+        if isinstance(value, dict) or not value or any(isinstance(item, dict | list) for item in value):
+            has_json = True
             yield cast("object", value)
-    if found or len(text) > _MOST_LITERAL:
+    if has_json or len(text) > _MOST_LITERAL:
         return
     try:
         literal: object = ast.literal_eval(text.strip().removeprefix("```json").removeprefix("```python").strip("`\n "))
@@ -233,7 +254,7 @@ def _values(reply: object) -> Iterator[object]:
 
 @dataclass
 class Counts:
-    """What became of samples, and of what they asked for; :class:`AceStats` explains each."""
+    """Counts of samples and of what became of their operations; `AceStats` explains each field."""
 
     samples: int = 0
     right_at_once: int = 0
@@ -252,15 +273,15 @@ _COUNTS = TypeAdapter(Counts)
 
 
 class PlaybookWriter:
-    """The one writer of a run: the playbook as it is, what changed it, and what was counted on the way.
+    """The one writer of a run: it holds the newest playbook and counts what changed it.
 
-    Everything here is called on the run's loop; nothing in it waits.
+    It is called on the run's event loop only, and awaits nothing, so that an operation is applied as a whole.
 
     Args:
-        playbook: the first one.
-        token_budget: tokens of the rendered playbook at most.
-        count_tokens: counts them.
-        find_duplicate: finds a bullet that says the same as a new one.
+        playbook: the playbook to begin with.
+        token_budget: most tokens of the rendered playbook.
+        count_tokens: counts the tokens of a text.
+        find_duplicate: finds a bullet that says the same as a new text.
 
     Attributes:
         counts: of the samples that were applied.
@@ -272,10 +293,10 @@ class PlaybookWriter:
         self.playbook, self.counts, self.find_duplicate = playbook, Counts(), find_duplicate
         self._token_budget, self._count_tokens = token_budget, count_tokens
         self._changed: dict[str, int] = {}
-        """Bullet's id -> the version that last changed its text, where that is later than its creation."""
+        """Id of a bullet -> the version that last changed its text, for bullets changed after they were created."""
 
     def tag(self, tags: Iterable[tuple[str, Tag]]) -> None:
-        """Count tags; those of bullets that are gone are problems."""
+        """Count tags; a tag of a bullet that has been removed is a problem."""
         for bullet_id, tag in tags:
             if bullet_id in self.playbook:
                 self.playbook = self.playbook.tagged([(bullet_id, tag)])
@@ -284,7 +305,7 @@ class PlaybookWriter:
                 self.note([Problem("tag of a gone bullet", bullet_id)])
 
     def apply(self, operations: Iterable[Operation], seen: int) -> list[Operation]:
-        """Apply operations in order, for a curator who saw version ``seen``; returns those that were done.
+        """Apply operations in order, for a curator that was shown version ``seen``; return those that were applied.
 
         Of two operations of the list on one bullet the first counts. An ADD of what a bullet says already raises that
         bullet's helpful counter instead. Beyond the token budget, bullets make room: those that are worth least first,
@@ -292,44 +313,48 @@ class PlaybookWriter:
         fit alone, or would drive out more than one bullet and more than a quarter of them, or itself, is not done.
         """
         before, draft = self.playbook, _Draft(self, seen)
-        done = [one for one in operations if draft.does(one)]
+        applied = [operation for operation in operations if draft.apply(operation)]
         evicted = self.excess(draft.playbook)
-        after = draft.playbook.replacing(one for one in draft.playbook.bullets if one.id not in evicted)
-        old, new = ({one.id: one.content for one in book.bullets} for book in (before, after))
+        after = draft.playbook.replacing(bullet for bullet in draft.playbook.bullets if bullet.id not in evicted)
+        old, new = ({bullet.id: bullet.content for bullet in book.bullets} for book in (before, after))
         if old == new:
             after = replace(after, version=before.version, next_number=before.next_number)
         self._changed |= {name: after.version for name, text in new.items() if old.get(name, text) != text}
         self.playbook = after
-        self.counts.operations.update(type(one).__name__.lower() for one in done)
+        self.counts.operations.update(type(operation).__name__.lower() for operation in applied)
         self.counts.evicted += len(evicted)
-        self.note([*draft.problems, *(Problem("over the token budget", one) for one in evicted)])
-        return done
+        self.note([*draft.problems, *(Problem("over the token budget", bullet_id) for bullet_id in evicted)])
+        return applied
 
     def excess(self, playbook: Playbook) -> list[str]:
-        """The ids of the bullets that have to go for the token budget, first those that are worth least."""
+        """Return the ids of the bullets that the token budget has no room for, first those that are worth least."""
         if self.fits(playbook):
             return []
         by_age = sorted(enumerate(playbook.bullets), key=lambda pair: (pair[1].created_version, pair[0]))
-        new = {one.id for _, one in by_age[-max(1, len(playbook) // NEWEST) :] if one.worth >= 0}
-        order = [one.id for _, one in sorted(by_age, key=lambda pair: (pair[1].id in new, pair[1].worth))]
+        new = {bullet.id for _, bullet in by_age[-max(1, len(playbook) // NEWEST) :] if bullet.worth >= 0}
+        order = [bullet.id for _, bullet in sorted(by_age, key=lambda pair: (pair[1].id in new, pair[1].worth))]
 
         def fits_without(count: int) -> bool:
-            gone = set(order[:count])
-            return self.fits(playbook.replacing(one for one in playbook.bullets if one.id not in gone))
+            evicted = set(order[:count])
+            return self.fits(playbook.replacing(bullet for bullet in playbook.bullets if bullet.id not in evicted))
 
         return order[: bisect_left(range(len(order)), True, key=fits_without)]
 
     def fits(self, playbook: Playbook) -> bool:
-        """Whether a playbook is within the token budget."""
+        """Return whether a playbook is within the token budget."""
         return playbook.tokens(self._count_tokens) <= self._token_budget
 
     def has_changed(self, bullet_id: str, seen: int) -> bool:
-        """Whether a bullet's text was changed after a version."""
+        """Return whether a bullet's text was changed after a version."""
         return self._changed.get(bullet_id, 0) > seen
 
     def newer_than(self, seen: int) -> list[Bullet]:
-        """Bullets that were written, or written anew, after a version."""
-        return [one for one in self.playbook.bullets if one.created_version > seen or self.has_changed(one.id, seen)]
+        """Return the bullets that were added or got another text after a version."""
+        return [
+            bullet
+            for bullet in self.playbook.bullets
+            if bullet.created_version > seen or self.has_changed(bullet.id, seen)
+        ]
 
     def note(self, problems: Iterable[Problem]) -> None:
         """Count problems, and keep the first ones."""
@@ -339,19 +364,26 @@ class PlaybookWriter:
                 self.counts.first_problems.append(problem)
 
     def to_dict(self) -> dict[str, Any]:
-        """All that is needed to go on with another writer, as plain data."""
+        """Return the state of the writer as plain data, from which `restore` goes on."""
         counts = _COUNTS.dump_python(self.counts)
         return {"playbook": self.playbook.to_dict(), "changed": dict(self._changed), "counts": counts}
 
     def restore(self, data: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`to_dict` gave."""
+        """Go on from the state that `to_dict` returned."""
         self.playbook, self._changed = Playbook.from_dict(data["playbook"]), dict(data["changed"])
         self.counts = _COUNTS.validate_python(data["counts"])
 
 
 @dataclass
 class _Draft:
-    """A playbook while a list of operations is applied to it."""
+    """A playbook while a list of operations is applied to it.
+
+    Args:
+        writer: knows the token budget, duplicates and changes since.
+        seen: version of the playbook that the curator was shown.
+        problems: why operations were not applied.
+        touched: id of a bullet -> the operation of this list that changed it.
+    """
 
     writer: PlaybookWriter
     seen: int
@@ -363,14 +395,14 @@ class _Draft:
         self.playbook = replace(before, version=before.version + 1)
         self.driven_out = len(self.writer.excess(before))
 
-    def does(self, operation: Operation) -> bool:
-        """Do it, or note why not."""
+    def apply(self, operation: Operation) -> bool:
+        """Apply an operation and return True, or note the problem that prevents it and return False."""
         before = self.playbook
         problem = self._add(operation) if isinstance(operation, Add) else self._change(operation)
-        if problem is None and (problem := self._crowding(before, operation)) is not None:
+        if problem is None and (problem := self._excess_of(before, operation)) is not None:
             self.playbook = before
-            for one in ids_of(operation):
-                del self.touched[one]
+            for bullet_id in ids_of(operation):
+                del self.touched[bullet_id]
         if problem is not None:
             self.problems.append(problem)
         return problem is None
@@ -379,47 +411,49 @@ class _Draft:
         section = next((s for s in self.playbook.sections if s.lower() == operation.section.lower()), None)
         if section is None:
             return Problem("unknown section", operation.section[:80])
-        known = self.writer.find_duplicate(operation.content, self.playbook.bullets)
-        if known is not None:
-            self.playbook = self.playbook.tagged([(known.id, "helpful")])
-            return Problem("said already", f"{known.id}: {operation.content}"[:200])
+        same = self.writer.find_duplicate(operation.content, self.playbook.bullets)
+        if same is not None:  # the sample has confirmed that bullet
+            self.playbook = self.playbook.tagged([(same.id, "helpful")])
+            return Problem("said already", f"{same.id}: {operation.content}"[:200])
         self.playbook = self.playbook.adding(section, operation.content, version=self.playbook.version)
         return None
 
     def _change(self, operation: Update | Merge | Remove) -> Problem | None:
         ids, bullets = ids_of(operation), self.playbook.bullets
-        problem = next((found for one in ids if (found := self._hindrance(one, operation))), None)
+        problem = next((problem for bullet_id in ids if (problem := self._conflict(bullet_id, operation))), None)
         if problem is not None:
             return problem
         self.touched |= dict.fromkeys(ids, operation)
         if isinstance(operation, Remove):
-            self.playbook = self.playbook.replacing(b for b in bullets if b.id not in ids)
+            self.playbook = self.playbook.replacing(bullet for bullet in bullets if bullet.id not in ids)
             return None
-        parts = {b.id: b for b in bullets if b.id in ids}
-        kept = replace(
+        parts = {bullet.id: bullet for bullet in bullets if bullet.id in ids}
+        changed = replace(
             parts[ids[0]],
             content=operation.content,
-            helpful=sum(b.helpful for b in parts.values()),
-            harmful=sum(b.harmful for b in parts.values()),
+            helpful=sum(bullet.helpful for bullet in parts.values()),
+            harmful=sum(bullet.harmful for bullet in parts.values()),
         )
-        self.playbook = self.playbook.replacing(kept if b.id == kept.id else b for b in bullets if b.id not in ids[1:])
+        remaining = (bullet for bullet in bullets if bullet.id not in ids[1:])
+        self.playbook = self.playbook.replacing(changed if bullet.id == changed.id else bullet for bullet in remaining)
         return None
 
-    def _crowding(self, before: Playbook, operation: Operation) -> Problem | None:
-        """Why an operation that was done takes too much room; None where it does not."""
+    def _excess_of(self, before: Playbook, operation: Operation) -> Problem | None:
+        """Return why an operation that was just applied takes too much room; None where it does not."""
         detail = f"{type(operation).__name__}: {getattr(operation, 'content', '')}"[:200]
-        old = {one.id: one.content for one in before.bullets}
-        written = [one for one in self.playbook.bullets if one.content != old.get(one.id)]
-        if any(not self.writer.fits(self.playbook.replacing([one])) for one in written):
+        old = {bullet.id: bullet.content for bullet in before.bullets}
+        written = [bullet for bullet in self.playbook.bullets if bullet.content != old.get(bullet.id)]
+        if any(not self.writer.fits(self.playbook.replacing([bullet])) for bullet in written):
             return Problem("longer than the token budget", detail)
         excess = self.writer.excess(self.playbook)
         most = max(1, len(self.playbook) // MOST_DRIVEN_OUT)
-        if len(excess) - self.driven_out > most or any(one.id in excess for one in written):
+        if len(excess) - self.driven_out > most or any(bullet.id in excess for bullet in written):
             return Problem("takes too much room", detail)
         self.driven_out = len(excess)
         return None
 
-    def _hindrance(self, bullet_id: str, operation: Operation) -> Problem | None:
+    def _conflict(self, bullet_id: str, operation: Operation) -> Problem | None:
+        """Return why an operation may not change a bullet; None where it may."""
         earlier = self.touched.get(bullet_id)
         if earlier is not None:
             kind = "said twice" if earlier == operation else "contradiction"

@@ -1,4 +1,4 @@
-"""The playbook: bullets in sections, and as text in an instruction. Structured data; text is rendered when wanted.
+"""The playbook: bullets in sections, which is rendered as text at the end of a program's instructions.
 
 Source: ACE (arXiv 2510.04618) section 3: itemized bullets with identifiers and counters, changed by deltas.
 """
@@ -20,20 +20,20 @@ from dspy_flashevolve.engine.errors import ConfigurationError
 
 Tag = Literal["helpful", "harmful", "neutral"]
 TAGS: tuple[Tag, ...] = ("helpful", "harmful", "neutral")
-"""What a reflection says of a bullet that was cited."""
+"""The judgements that a reflection can make of a cited bullet."""
 
 SECTIONS = ("strategies", "formulas", "mistakes", "other")
-"""The sections of a playbook, unless it is given others."""
+"""The default sections of a playbook."""
 MOST_NUMBER = 10**9
-"""Of a bullet's id."""
+"""Bound of the number in a bullet's id: the patterns below read nine digits."""
 _SECTION = re.compile(r"[A-Za-z](?:[A-Za-z0-9_ -]{0,58}[A-Za-z0-9_-])?")
 _LINE = re.compile(r"\[([a-z]{1,3}-[0-9]{1,9})\] (.*)")
 _ID = re.compile(r"\b[a-z]{1,3}-[0-9]{1,9}\b")
 
 CountTokens = Callable[[str], int]
-"""A text -> its tokens."""
+"""A function from a text to its number of tokens."""
 OPENING, CLOSING = "<playbook>", "</playbook>"
-"""What a rendered playbook stands between, so that it can be found in an instruction and taken out."""
+"""The marks around a rendered playbook, by which it is found in an instruction and taken out again."""
 GUIDE = (
     "What was learnt from earlier tasks; each line has its id. Apply the lines that fit the task, ignore the others."
 )
@@ -43,7 +43,9 @@ _BLOCK = re.compile(rf"\s*{OPENING}\n{re.escape(GUIDE)}(?: {_NEXT}([0-9]{{1,10}}
 
 
 def approximate_tokens(text: str) -> int:
-    """A count without a tokenizer: a token for every four bytes, rounded up.
+    """Estimate the tokens of a text without a tokenizer: one for every four bytes, rounded up.
+
+    Four bytes a token is OpenAI's rule of thumb for English. A budget that has to be exact passes a ``count_tokens``.
 
     >>> approximate_tokens("abcde")
     2
@@ -53,14 +55,14 @@ def approximate_tokens(text: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Bullet:
-    """One thing that was learnt.
+    """One lesson, with counters of how often it helped.
 
     Args:
-        id: unique in its playbook, for ever.
-        section: one of the playbook's.
+        id: unique in its playbook; never given to another bullet.
+        section: name of one of the playbook's sections.
         content: the text; stripped, not empty.
-        helpful, harmful: how often a reflection said so where it was cited.
-        created_version: the playbook's version that brought it.
+        helpful, harmful: how often a reflection tagged it so, of the times that it was cited.
+        created_version: the version of the playbook that added it.
     """
 
     id: str
@@ -72,13 +74,13 @@ class Bullet:
 
     @property
     def worth(self) -> int:
-        """How much more often it helped than it harmed."""
+        """Times that it helped less times that it harmed."""
         return self.helpful - self.harmful
 
 
 @dataclass(frozen=True)
 class Playbook:
-    """Bullets in sections; it does not change: what changes it returns a new one.
+    """Bullets in sections. A playbook is immutable: each change returns a new one.
 
     The version counts changes of the texts. Counters do not change it, so that equal versions of one run are equal
     texts.
@@ -93,7 +95,7 @@ class Playbook:
         ConfigurationError: no section, a name that cannot be one, an id twice, a bullet without content, of no section
             or from a later version.
 
-    Example:
+    Examples:
         >>> playbook = Playbook(sections=("strategies",)).adding("strategies", "Round at the end.")
         >>> playbook.render().splitlines()[2:]
         ['## strategies', '[str-1] Round at the end.', '</playbook>']
@@ -107,7 +109,7 @@ class Playbook:
     def __post_init__(self) -> None:
         object.__setattr__(self, "sections", checked_sections(self.sections))
         object.__setattr__(self, "bullets", tuple(self.bullets))
-        numbers = {one.id.rpartition("-")[2].lstrip("0") for one in self.bullets}
+        numbers = {bullet.id.rpartition("-")[2].lstrip("0") for bullet in self.bullets}
         if len(numbers) != len(self.bullets):
             raise ConfigurationError("playbook: two bullets have the same id, or ids with the same number.")
         if not 1 <= self.next_number <= MOST_NUMBER:
@@ -134,18 +136,18 @@ class Playbook:
         return len(self.bullets)
 
     def __contains__(self, bullet_id: object) -> bool:
-        return any(one.id == bullet_id for one in self.bullets)
+        return any(bullet.id == bullet_id for bullet in self.bullets)
 
     def get(self, bullet_id: str) -> Bullet | None:
-        """The bullet of that id; None where there is none."""
-        return next((one for one in self.bullets if one.id == bullet_id), None)
+        """Return the bullet with an id; None where there is none."""
+        return next((bullet for bullet in self.bullets if bullet.id == bullet_id), None)
 
     def adding(self, section: str, content: str, *, version: int | None = None) -> Playbook:
-        """With one more bullet at the end.
+        """Return a playbook with one more bullet at the end.
 
         Args:
             section: one of the playbook's.
-            content: its text; see :func:`cleaned`.
+            content: its text; see `cleaned`.
             version: of the playbook that is made; default: one more than this one's.
 
         Raises:
@@ -157,11 +159,11 @@ class Playbook:
         return replace(self, bullets=(*self.bullets, bullet), next_number=self.next_number + 1, version=version)
 
     def replacing(self, bullets: Iterable[Bullet]) -> Playbook:
-        """With other bullets; ids that were given stay given, and the version stays."""
+        """Return a playbook with other bullets. The version stays, and ids that were used are not used again."""
         return replace(self, bullets=tuple(bullets))
 
     def tagged(self, tags: Iterable[tuple[str, Tag]]) -> Playbook:
-        """With counters as the tags say; a tag of an id that is not here counts nothing. The version stays.
+        """Return a playbook in which tags are counted. Tags of unknown ids are ignored; the version stays.
 
         >>> Playbook().adding("other", "x").tagged([("oth-1", "helpful"), ("oth-9", "harmful")]).get("oth-1").worth
         1
@@ -172,12 +174,16 @@ class Playbook:
                 raise ConfigurationError(f"playbook: tag {tag!r:.80} of {bullet_id!r:.80}, expected one of {TAGS}.")
             count[bullet_id, tag] += 1
         return self.replacing(
-            replace(one, helpful=one.helpful + count[one.id, "helpful"], harmful=one.harmful + count[one.id, "harmful"])
-            for one in self.bullets
+            replace(
+                bullet,
+                helpful=bullet.helpful + count[bullet.id, "helpful"],
+                harmful=bullet.harmful + count[bullet.id, "harmful"],
+            )
+            for bullet in self.bullets
         )
 
     def render(self, *, counters: bool = False) -> str:
-        """The text that instructions get; empty without bullets.
+        """Return the text that is put into instructions; empty without bullets.
 
         Args:
             counters: show how often each bullet helped and harmed; for a curator, not for the program.
@@ -189,15 +195,15 @@ class Playbook:
         return "\n".join([OPENING, f"{GUIDE} {_NEXT}{self.next_number}.", *lines, CLOSING]) if lines else ""
 
     def tokens(self, count_tokens: CountTokens = approximate_tokens) -> int:
-        """Tokens of :meth:`render`."""
+        """Return the number of tokens of the rendered playbook."""
         return count_tokens(self.render()) if self.bullets else 0
 
     def cited(self, text: str) -> tuple[str, ...]:
-        """The ids that a text names, as far as they are in the playbook, each once, in the order of the text."""
-        return tuple(dict.fromkeys(one for one in _ID.findall(text.lower()) if one in self))
+        """Return the ids of this playbook that a text names, each once, in the order of the text."""
+        return tuple(dict.fromkeys(bullet_id for bullet_id in _ID.findall(text.lower()) if bullet_id in self))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, ready for JSON."""
+        """Return the playbook as plain data, ready for JSON."""
         return {
             "sections": list(self.sections),
             "bullets": [asdict(bullet) for bullet in self.bullets],
@@ -207,23 +213,23 @@ class Playbook:
 
     @classmethod
     def from_dict(cls, data: object) -> Playbook:
-        """What :meth:`to_dict` gave.
+        """Build a playbook from the data that `to_dict` returned.
 
         Raises:
-            ConfigurationError: it is something else; the message says what.
+            ConfigurationError: the data are something else; the message says what.
         """
         values = _checked(data, _FIELDS, "an object")
-        bullets = tuple(Bullet(**_checked(one, _BULLET_FIELDS, "a bullet")) for one in values.pop("bullets"))
+        bullets = tuple(Bullet(**_checked(entry, _BULLET_FIELDS, "a bullet")) for entry in values.pop("bullets"))
         return cls(bullets=bullets, **values)
 
     @classmethod
     def from_instructions(cls, instructions: str, sections: Sequence[str] = SECTIONS) -> Playbook | None:
-        """The playbook that instructions hold, as :meth:`render` wrote it; None where they hold none that can be read.
+        """Read the playbook that instructions hold, as `render` wrote it; None where they hold none that can be read.
 
-        Its ids are not given again; counters and the version are lost: :meth:`save` and :meth:`load` keep these.
+        Its ids are not used again. Counters and the version are lost; `save` and `load` keep them.
 
         Args:
-            sections: that it has beside those of its bullets.
+            sections: sections to add to those of its bullets.
 
         >>> Playbook.from_instructions(Playbook().adding("other", "x").render()).bullets[0].content
         'x'
@@ -231,28 +237,28 @@ class Playbook:
         block = _BLOCK.search(instructions)
         if block is None:
             return None
-        found, section = list[Bullet](), ""
+        bullets, section = list[Bullet](), ""
         for line in block[0].splitlines():
-            bullet = _LINE.fullmatch(line)
+            match = _LINE.fullmatch(line)
             if line.startswith("## "):
                 section = line[3:]
-            elif bullet is not None:
-                found.append(Bullet(bullet[1], section, bullet[2]))
-            elif line.startswith("  ") and found:
-                found[-1] = replace(found[-1], content=f"{found[-1].content}\n{line[2:]}")
-        numbers = {int(one.id.rpartition("-")[2]): one for one in found}
-        if not found:
+            elif match is not None:
+                bullets.append(Bullet(match[1], section, match[2]))
+            elif line.startswith("  ") and bullets:
+                bullets[-1] = replace(bullets[-1], content=f"{bullets[-1].content}\n{line[2:]}")
+        numbers = {int(bullet.id.rpartition("-")[2]): bullet for bullet in bullets}
+        if not bullets:
             return None
         try:
             in_order = tuple(numbers[number] for number in sorted(numbers))
-            named = tuple(dict.fromkeys([*sections, *(one.section for one in found)]))
+            named = tuple(dict.fromkeys([*sections, *(bullet.section for bullet in bullets)]))
             next_number = max(max(numbers) + 1, int(block[1] or 0))
             return cls(named, in_order, next_number)
         except ConfigurationError:
             return None
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it as JSON; a file that is there is replaced at once or not at all."""
+        """Write the playbook to a file as JSON. An existing file is replaced as a whole or not at all."""
         target = Path(path)
         draft = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
         try:
@@ -263,11 +269,11 @@ class Playbook:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Playbook:
-        """Read what :meth:`save` wrote.
+        """Read a playbook that `save` wrote.
 
         Raises:
             ConfigurationError: the file holds no playbook.
-            OSError: it cannot be read.
+            OSError: the file cannot be read.
         """
         try:
             data: object = json.loads(Path(path).read_bytes())
@@ -277,10 +283,10 @@ class Playbook:
 
 
 def checked_sections(sections: Sequence[str]) -> tuple[str, ...]:
-    """The sections' names.
+    """Check the names of sections, and return them as a tuple.
 
     Raises:
-        ConfigurationError: none, one twice, or one that cannot be a name.
+        ConfigurationError: there is no name, a name occurs twice, or a text cannot be a name.
     """
     for name in sections:
         if not isinstance(name, str) or not _SECTION.fullmatch(name):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -301,10 +307,10 @@ _FIELDS = {"sections": list, "bullets": list, "next_number": int, "version": int
 _BULLET_FIELDS = {"id": str, "section": str, "content": str, "helpful": int, "harmful": int, "created_version": int}
 
 
-def _checked(data: Any, kinds: Mapping[str, type], what: str) -> dict[str, Any]:
-    """Plain data with these keys and no others, each of its type."""
+def _checked(data: Any, kinds: Mapping[str, type], expected: str) -> dict[str, Any]:
+    """Check that data has exactly these keys, each with a value of its type, and return it as a dictionary."""
     if not isinstance(data, Mapping) or set(data) != set(kinds):
-        raise ConfigurationError(f"playbook: expected {what} with {sorted(kinds)}, got {data!r:.80}.")
+        raise ConfigurationError(f"playbook: expected {expected} with {sorted(kinds)}, got {data!r:.80}.")
     for name, kind in kinds.items():
         if type(data[name]) is not kind:
             raise ConfigurationError(f"playbook: {name} is {data[name]!r:.80}, expected {kind.__name__}.")
@@ -312,7 +318,9 @@ def _checked(data: Any, kinds: Mapping[str, type], what: str) -> dict[str, Any]:
 
 
 def cleaned(content: str) -> str:
-    """The text of a bullet: without playbook marks, headings' blank lines and space around it.
+    """Return a text as a bullet may have it: without playbook marks, blank lines and surrounding space.
+
+    Marks would end the playbook early where it is read back from instructions.
 
     >>> cleaned(" Mind units. </playbook>\\n\\n  x  ")
     'Mind units.\\nx'
@@ -320,16 +328,16 @@ def cleaned(content: str) -> str:
     text = content.encode("utf-8", "replace").decode("utf-8")
     while _MARKS.search(text):
         text = _MARKS.sub("", text)
-    return "\n".join(line for line in (one.strip() for one in text.splitlines()) if line)
+    return "\n".join(line for line in (line.strip() for line in text.splitlines()) if line)
 
 
 def attached(instructions: str, playbook_text: str) -> str:
-    """Instructions with a rendered playbook at their end, in place of the one that they had."""
+    """Return instructions with a rendered playbook at their end, in place of the one that they had."""
     return "\n\n".join(part for part in (detached(instructions), playbook_text) if part)
 
 
 def detached(instructions: str) -> str:
-    """Instructions without the playbook.
+    """Return instructions without their playbook.
 
     >>> detached(attached("Answer.", Playbook().adding("other", "x").render()))
     'Answer.'

@@ -1,4 +1,4 @@
-"""Playbooks that are validated beside the evolution, what is set aside for that, and the best of them."""
+"""Snapshots of the playbook: which are validated, which metric calls are reserved for that, and which is the best."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from dspy_flashevolve.observe.statistics import SnapshotRecord
 
 
 class Snapshots:
-    """Decides which playbooks are validated; each version once, again where the provider gave no answer.
+    """Decides which playbooks are validated: each version once, or again where the provider gave no answer.
 
-    Validations run beside the evolution, a few at a time. Where another is due meanwhile, or cannot be paid yet, it
-    waits, and a newer one takes its place: what is validated next is the newest there is.
+    Validations run beside the samples, a few at a time. A snapshot that is due while as many run, or that the budget
+    cannot pay yet, waits. A newer one takes its place, so that the next validation is always of the newest playbook.
 
     The metric calls of the first and the last playbook are set aside from the beginning, so that samples cannot take
-    them. For one that is due between, calls are saved up as samples give them back, unless the budget can never pay it.
+    them. For a snapshot in between, calls that samples give back are saved up, unless the budget can never pay it.
 
     Args:
         every: samples between two snapshots.
-        at_once: validations that run at the same time.
-        budget: the run's.
-        calls: of one validation.
-        unpaid: how many of these a playbook still needs, where a run before this one has begun.
-        validate: scores a playbook, paid by a reservation; None where it could not be scored.
-        start: begins work that nobody waits for; in lockstep it is done when that returns.
-        changed: called when another validation has begun, waits, or has ended.
+        at_once: most validations at the same time.
+        budget: the metric calls of the run.
+        calls: metric calls of one validation.
+        unpaid: returns how many of these a playbook still needs; an interrupted run may have paid some.
+        validate: scores a playbook, paid by a reservation; returns None where the provider gave no answer.
+        start: starts work in the background. In lockstep it returns when the work is done.
+        changed: called whenever a validation begins, waits or ends.
 
     Attributes:
-        scored: playbooks as they were when their validations began, in the order in which scores came.
-        superseded: snapshots that a newer one replaced before they were validated.
+        scored: playbooks as they were when their validations began, in the order in which the scores came.
+        superseded: number of snapshots that a newer one replaced before they were validated.
     """
 
     def __init__(
@@ -47,10 +47,11 @@ class Snapshots:
         self._every, self._at_once, self._budget, self._calls, self._unpaid = every, at_once, budget, calls, unpaid
         self._validate, self._start, self._changed = validate, start, changed
         self._set_aside, self._saved = Reservation(budget, 0), Reservation(budget, 0)
-        self._set_aside.extend(2 * calls if budget.left is None else min(2 * calls, budget.left))  # a crash loses some
+        # A run that goes on may have less: what was in flight at the crash counts as spent.
+        self._set_aside.extend(2 * calls if budget.left is None else min(2 * calls, budget.left))
         self._first: Playbook | None = None
         self._waiting: Playbook | None = None
-        self._under_way: list[Playbook] = []
+        self._validating: list[Playbook] = []
         self._left_open: Sequence[Playbook] = ()
         self._begun: set[int] = set()
         self._refused: set[int] = set()
@@ -58,62 +59,67 @@ class Snapshots:
         self.superseded = 0
 
     def restore(self, scored: Mapping[Playbook, SnapshotRecord], unscored: Sequence[Playbook], superseded: int) -> None:
-        """Go on from where another run was; ``unscored`` is what :attr:`open` was."""
+        """Go on from the state of an interrupted run; ``unscored`` is what its `open` was."""
         self.scored, self._left_open, self.superseded = dict(scored), unscored, superseded
-        self._begun = {one.version for one in scored}
+        self._begun = {playbook.version for playbook in scored}
 
     @property
     def open(self) -> list[Playbook]:
-        """Those that are validated now, and the one that waits."""
-        return [*self._left_open, *self._under_way, *([] if self._waiting is None else [self._waiting])]
+        """The playbooks that are being validated, and the one that waits."""
+        return [*self._left_open, *self._validating, *([] if self._waiting is None else [self._waiting])]
 
     @property
     def running(self) -> int:
-        """Validations that are under way."""
-        return len(self._under_way)
+        """Number of validations that are being made."""
+        return len(self._validating)
 
     @property
     def best(self) -> Playbook | None:
-        """The earliest version of those with the highest score; None before there is one."""
+        """The earliest of the playbooks with the highest score; None before there is one."""
         scored = list(self.scored.items())
-        return max(scored, key=lambda one: (one[1].score, -one[0].version), default=(None, None))[0]
+        return max(scored, key=lambda pair: (pair[1].score, -pair[0].version), default=(None, None))[0]
 
     @property
     def unpaid(self) -> int:
-        """Snapshots that the budget could not pay before they were superseded."""
+        """Number of snapshots that the budget could not pay before they were superseded."""
         return len(self._refused - self._begun)
 
     async def begin(self, playbook: Playbook) -> None:
-        """Have the initial playbook validated, out of what is set aside for that, and what was left open."""
+        """Start the validation of the first playbook, and of those that an interrupted run left open."""
         self._first = playbook
-        if not self._is_scored(playbook) and (pays := self._part_of(self._set_aside, playbook)) is not None:
+        if not self._is_scored(playbook) and (pays := self._split(self._set_aside, playbook)) is not None:
             await self._begin(playbook, pays)
-        for one in self._left_open:
-            await self._offer(one)
+        for unscored in self._left_open:
+            await self._offer(unscored)
         self._left_open = ()
 
-    async def learnt(self, playbook: Playbook, samples: int) -> None:
-        """So many samples have been learnt from, and this is the playbook now."""
+    async def after_sample(self, playbook: Playbook, samples: int) -> None:
+        """Take a snapshot if one is due.
+
+        Args:
+            playbook: the newest one.
+            samples: how many have been applied so far.
+        """
         if samples % self._every:
             await self._next()
             return
-        if self._first is not None:  # nothing happens unless the provider gave it no answer
+        if self._first is not None:  # offered again, in case the provider gave its validation no answer
             await self._offer(self._first)
         await self._offer(playbook)
 
     async def finish(self, playbook: Playbook) -> None:
-        """Validate the last playbook, now, if its version is not scored; and the first, if that still has no score."""
+        """Validate the last playbook and the first one, where they have no score yet, and wait for that."""
         self._supersede(playbook)
         self._waiting = None
         self._set_aside.lend(self._saved, self._set_aside.open)
         first = playbook if self._first is None else self._first
-        for one in {playbook.version: playbook, first.version: first}.values():
-            if not self._is_scored(one) and (pays := self._paid(one)) is not None:
-                await self._run(one, pays)
+        for unscored in {playbook.version: playbook, first.version: first}.values():
+            if not self._is_scored(unscored) and (pays := self._reserve(unscored)) is not None:
+                await self._run(unscored, pays)
         self._saved.refund()
 
     def save_up(self) -> None:
-        """Reserve what a sample gives back for a validation that is due, before another sample takes it."""
+        """Reserve calls that a sample gave back for the snapshot that waits, before another sample takes them."""
         if self._waiting is not None and self.running < self._at_once:
             self._save(self._calls)
 
@@ -124,17 +130,17 @@ class Snapshots:
         else:
             self._saved.extend(missing if left is None else min(missing, left))
 
-    def _paid(self, playbook: Playbook) -> Reservation | None:
-        """What a validation costs; None where there is not enough yet."""
+    def _reserve(self, playbook: Playbook) -> Reservation | None:
+        """Reserve the calls of a validation; None where the budget has not enough yet."""
         self._save(self._unpaid(playbook))
-        return self._part_of(self._saved, playbook)
+        return self._split(self._saved, playbook)
 
-    def _part_of(self, calls: Reservation, playbook: Playbook) -> Reservation | None:
+    def _split(self, calls: Reservation, playbook: Playbook) -> Reservation | None:
         needed = self._unpaid(playbook)
         return calls.split(needed) if calls.open >= needed else None
 
     async def _offer(self, playbook: Playbook) -> None:
-        """Have a playbook validated, unless its version was, or a newer one comes before its turn."""
+        """Let a playbook wait for its validation, unless that has begun before."""
         if playbook.version in self._begun:
             return
         self._supersede(playbook)
@@ -149,7 +155,7 @@ class Snapshots:
         playbook = self._waiting
         if playbook is None or self.running >= self._at_once:
             return
-        pays = self._paid(playbook)
+        pays = self._reserve(playbook)
         if pays is None:
             self._refused.add(playbook.version)
             return
@@ -161,12 +167,12 @@ class Snapshots:
             try:
                 await self._run(playbook, pays)
             finally:
-                self._under_way.remove(playbook)
+                self._validating.remove(playbook)
             self._changed()
             await self._next()
 
         self._begun.add(playbook.version)
-        self._under_way.append(playbook)
+        self._validating.append(playbook)
         self._changed()
         await self._start(work)
 
@@ -181,4 +187,4 @@ class Snapshots:
             self.scored[playbook] = scored
 
     def _is_scored(self, playbook: Playbook) -> bool:
-        return any(one.version == playbook.version for one in list(self.scored))
+        return any(scored.version == playbook.version for scored in list(self.scored))

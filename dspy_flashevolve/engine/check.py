@@ -12,11 +12,11 @@ from typing import Any
 
 from dspy_flashevolve.engine.journal import reading
 from dspy_flashevolve.engine.redaction import MARK
-from dspy_flashevolve.engine.replay import BEFORE_STEPS, hash_of, id_text
+from dspy_flashevolve.engine.replay import BEFORE_STEPS, TRACE_UNREADABLE, hash_of, id_text
 
 Rows = Callable[[str], list[sqlite3.Row]]
 
-PAID_TWICE = """
+PAID_TWICE = f"""
     SELECT b.id, b.step, b.stage, b.example FROM rollouts a
     JOIN rollouts b ON b.candidate = a.candidate AND b.split = a.split AND b.example = a.example
         AND b.traced = a.traced AND b.session > a.session
@@ -24,14 +24,15 @@ PAID_TWICE = """
     LEFT JOIN steps second ON second.number = b.step JOIN sessions s ON s.id = b.session
     WHERE json_extract(s.settings, '$.schedule') IS NOT 'lockstep' AND a.step >= 0
         AND (e.session IS NULL OR e.session >= b.session) AND second.session <= a.session
-        AND NOT (a.traced AND a.trace IS NULL AND a.stage NOT IN ('validate', 'prefix'))
+        AND NOT (a.traced AND a.stage NOT IN ('validate', 'prefix') AND (a.trace IS NULL OR a.id IN (
+            SELECT json_extract(fields, '$.rollout') FROM events WHERE kind = '{TRACE_UNREADABLE}')))
     UNION ALL
     SELECT b.id, b.step, b.stage, b.example FROM rollouts a
     JOIN rollouts b ON b.candidate = a.candidate AND b.split = a.split AND b.example = a.example
         AND b.traced = a.traced AND b.session > a.session WHERE a.step < 0 AND b.step < 0"""
-"""Rollouts finished in an earlier session, for work that was not, and again. A trace that JSON could not hold is paid
-again when it is still needed, which that of a validation is not; docs/journal.md. In lockstep an example that stands
-twice in a minibatch is run twice, as in dspy.GEPA: there the rows do not tell."""
+"""Rollouts finished in an earlier session, for work that was not, and again. A trace that JSON could not hold, or that
+can be read no more, is paid again when it is still needed, which that of a validation is not; docs/journal.md. In
+lockstep an example that stands twice in a minibatch is run twice, as in dspy.GEPA: there the rows do not tell."""
 KEEPS_TEXTS = """
     SELECT 1 FROM rollouts WHERE step >= 0 AND candidate IN (SELECT hash FROM candidates)
         AND candidate NOT IN (SELECT candidate FROM commits) LIMIT 1"""

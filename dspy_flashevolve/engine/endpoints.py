@@ -24,7 +24,7 @@ from pathlib import Path
 import anyio
 
 from dspy_flashevolve.engine.errors import ConfigurationError
-from dspy_flashevolve.engine.events import EndpointPaused, EventBus, LimitChanged, RequestTurnedAway
+from dspy_flashevolve.engine.events import EndpointAsked, EndpointPaused, EventBus, LimitChanged, RequestTurnedAway
 from dspy_flashevolve.engine.limits import AdaptiveLimit, Bounds
 from dspy_flashevolve.engine.rates import Claim, RateLimit, SharedTimes
 from dspy_flashevolve.engine.scheduler import Scheduler, Slot
@@ -58,6 +58,18 @@ SILENT_LATENCIES = 5.0
 """One of several endpoints that answers nothing for so many times the time that others take is not asked."""
 PREFERRED = 1.25
 """One of several endpoints takes so much of its share at most because it knows the beginning of a prompt."""
+SLOWER = 1.5
+"""Endpoints of one model count as equally fast up to this ratio of their latencies, and a slower one has to be faster
+by it than the wait for a fast one. With 1 the chance lengths of replies would tear apart requests that begin alike, and
+batches would end with requests at the slow one; with 2 one that is twice as slow would be used as the fast one."""
+LATENCIES = 16
+"""The latency of one of several endpoints is the mean of about so many answers: reply lengths differ by half of their
+mean, so this is right to within an eighth."""
+FORGET_LEAST = 256
+"""Answers after which the least latency is believed no more: a server may have become slower for good."""
+UNKNOWN = 8
+"""Requests at most that one of several endpoints has under way before its first answer. Without this bound 32 of 64
+slots wait for a slow one; a fast one gives its first answer within seconds."""
 SEVERAL = " | "
 """Between the names of endpoints that serve one model."""
 SAID = 300
@@ -268,6 +280,7 @@ class Endpoint(Answers):
 
     def __init__(self, name: str, of: Endpoints, several: Several | None = None) -> None:
         super().__init__(name, of)
+        self.answered_requests = 0
         self._several = several
         self._limited = of.group_of(name) if several is None else name
         """What its adaptive limit is called."""
@@ -282,6 +295,13 @@ class Endpoint(Answers):
         """It was left out, and has not answered since."""
         self.open_seconds = 0.0
         """Nothing is sent before."""
+        self.latency_seconds: float | None = None
+        """Of its last answers; None before the first."""
+        self._latencies = 0
+        self._latency_width = 1.0
+        """Requests in flight beside these answers."""
+        self._least_seconds = math.inf
+        """The latency without company, as far as that was seen."""
 
     @property
     def in_flight(self) -> int:
@@ -292,6 +312,35 @@ class Endpoint(Answers):
     def limit(self) -> int:
         """Of requests in flight; without one, as many as the run has slots."""
         return self._of.scheduler.limit if self._adaptive is None else self._adaptive.limit
+
+    @property
+    def places(self) -> int:
+        """Requests that one of several may have in flight: few before its first answer."""
+        is_unknown = self.latency_seconds is None and self._several is not None and len(self._several.members) > 1
+        return min(self.limit, UNKNOWN) if is_unknown else self.limit
+
+    def next_latency(self, assumed: float) -> float:
+        """Seconds that one more request is expected to take once it has a place: less with less company.
+
+        Args:
+            assumed: while nothing was answered, at least; the age of the oldest request is known, too.
+        """
+        if self.latency_seconds is None:
+            oldest = min((sent.seconds for sent in self._under_way), default=self._of.clock())
+            return max(assumed, self._of.clock() - oldest)
+        share = min(1.0, (self.in_flight + 1) / self._latency_width)
+        return max(self._least_seconds, share * self.latency_seconds)
+
+    def _learn_latency(self, latency: float, width: float) -> None:
+        """Learn from an answer, with so many requests in flight on average over its life."""
+        self._latencies += 1
+        share = 1 / min(LATENCIES, self._latencies)
+        self.latency_seconds = (1 - share) * (self.latency_seconds or 0.0) + share * latency
+        self._latency_width = (1 - share) * self._latency_width + share * max(1.0, width)
+        least = min(self._least_seconds, self.latency_seconds)
+        if self._latencies < LATENCIES / 2:  # the first to be answered are the shortest
+            least = self.latency_seconds
+        self._least_seconds = least + (self.latency_seconds - least) / FORGET_LEAST
 
     @property
     def _adaptive(self) -> AdaptiveLimit | None:
@@ -354,13 +403,18 @@ class Endpoint(Answers):
     def finished(self, sent: Sent, tokens: int) -> None:
         """It was answered."""
         self.leave(sent)
+        self.answered_requests += 1
         self._answers.answered(sent)
         self._pauses = self._failures = 0
         self._note(refused=False)
         self.heard_seconds = self._of.clock()
         latency = self.heard_seconds - sent.seconds
         if self._several is not None:
+            is_first = self.latency_seconds is None
+            self._learn_latency(latency, (self._width() - sent.width_seconds) / latency if latency > 0 else 1.0)
             self._several.heard(self, latency)
+            if is_first:
+                self._of.fit(self._several.name)
         if (limit := self._adaptive) is not None:
             width = self._width() - sent.width_seconds
             limit.finished(latency, tokens, width / latency if latency > 0 else None)
@@ -371,14 +425,22 @@ class Endpoint(Answers):
 
     def refused(self, sent: Sent, retry_after_seconds: float | None) -> None:
         """It was refused: 429, or a Retry-After. Others that are answered meanwhile need no pause."""
-        if not sent.is_odd or self._several is not None:
+        if not self.is_odd(sent):
             self._note(refused=True)
-        told = None if retry_after_seconds is None else self._of.retry.told(retry_after_seconds)
+        told = self.told(retry_after_seconds)
         if (limit := self._adaptive) is not None:
             limit.refused(told, sent.seconds, self._busy)
         answers = [refused for _, refused in self._recent]
         if sum(answers) >= BURST_REFUSALS and 2 * sum(answers) > len(answers):
             self._pause(told)
+
+    def is_odd(self, sent: Sent) -> bool:
+        """Whether a request is turned away while this endpoint answers others; of several, others may answer them."""
+        return sent.is_odd and self._several is None
+
+    def told(self, retry_after_seconds: float | None) -> float | None:
+        """What is waited of a Retry-After; None where there is none."""
+        return None if retry_after_seconds is None else self._of.retry.told(retry_after_seconds)
 
     def timed_out(self, sent: Sent) -> None:
         """There was no answer in time."""
@@ -424,9 +486,11 @@ class Endpoint(Answers):
 class Several(Answers):
     """Endpoints that serve one model, of which each request asks one. Made by :class:`Endpoints`.
 
-    A request goes to one that has room, by what is in flight and by its limit; among those, requests with the same key
-    go to the same one, as far as that loads it by a quarter more than its share at most (consistent hashing with
-    bounded loads, arXiv 1608.01350): what it keeps of their common prefix is of use to them.
+    A request goes to one that is expected to answer it soonest, or in little more than that time. A slow one gets its
+    share while so much waits that the fast ones need longer for all of it than the slow one for one request, and none
+    of the last requests. Among those, requests with the same key go to the same one, as far as that loads it by a
+    quarter more than its share at most (consistent hashing with bounded loads, arXiv 1608.01350): what it keeps of
+    their common prefix is of use to them.
     """
 
     def __init__(self, name: str, of: Endpoints) -> None:
@@ -463,11 +527,28 @@ class Several(Answers):
         ready = [one for one in is_open if not one.is_on_trial and not self._is_silent(one, now)]
         if not ready:
             return min(is_open or self.members, key=lambda one: (one.open_seconds, one.in_flight / one.limit))
-        ready = [one for one in ready if one is not but] or ready
-        fitting = [one for one in ready if one.in_flight < one.limit and not is_full(one)] or ready
-        asked, limits = 1 + sum(one.in_flight for one in fitting), sum(one.limit for one in fitting)
-        bounded = [one for one in fitting if one.in_flight < math.ceil(PREFERRED * asked * one.limit / limits)]
-        return max(bounded or fitting, key=lambda one: one.limit / -math.log(_draw(key, one.name)))
+        ready = [member for member in ready if member is not but] or ready
+        ready = [member for member in ready if not is_full(member)] or ready
+        waiting = self._of.scheduler.waiting_at(self._of.group_of(self.name))
+        assumed = min((member.latency_seconds for member in ready if member.latency_seconds is not None), default=0.0)
+        latencies = {member: member.next_latency(assumed) for member in ready}
+        least = min(latencies.values())
+        expected = {
+            member: expected_seconds(latencies[member], least, member.in_flight, member.places, waiting)
+            for member in ready
+        }
+        best = min(ready, key=lambda member: expected[member])
+        for member in ready:  # where the fastest is full its limit binds, whatever room a slower one has
+            member.is_pressed |= member.in_flight >= member.places and member.latency_seconds == assumed
+        if best.in_flight >= best.places:
+            return best
+        soon = [member for member in ready if expected[member] <= SLOWER * expected[best]]
+        fitting = [member for member in soon if member.in_flight < member.places]
+        asked, limits = 1 + sum(member.in_flight for member in fitting), sum(member.limit for member in fitting)
+        bounded = [
+            member for member in fitting if member.in_flight < math.ceil(PREFERRED * asked * member.limit / limits)
+        ]
+        return max(bounded or fitting, key=lambda member: member.limit / -math.log(_draw(key, member.name)))
 
     @property
     def has_room(self) -> bool:
@@ -479,7 +560,7 @@ class Several(Answers):
     def limit(self) -> int:
         """Requests in flight, over all that are not left out."""
         now = self._of.clock()
-        fit = [1 if one.is_on_trial else one.limit for one in self.members if one.open_seconds <= now]
+        fit = [1 if one.is_on_trial else one.places for one in self.members if one.open_seconds <= now]
         return max(1, sum(fit))
 
     def note_pressure(self) -> None:
@@ -502,6 +583,31 @@ class Several(Answers):
         """Whether one has requests and answers none for long, while others answer."""
         since = self._answered_seconds - one.heard_seconds
         return one.in_flight > 0 and since > max(SILENT_SECONDS, SILENT_LATENCIES * self._latency)
+
+
+def expected_seconds(latency: float, least_latency: float, in_flight: int, places: int, waiting: int) -> float:
+    """Until one of several endpoints would have answered one more request, as it is compared with the others.
+
+    Where all places are taken, the request goes behind those in flight. Those that wait for a slot are counted, too:
+    while they last, a slower endpoint helps. It has to be faster than that by far, since some requests take longer
+    than others, and the last one of a batch is what its step waits for.
+
+    Args:
+        latency: that is expected of it, once the request has a place.
+        least_latency: of all endpoints.
+        in_flight, places: of this endpoint.
+        waiting: requests that wait for a slot of any of them.
+
+    >>> expected_seconds(1.0, 1.0, in_flight=3, places=8, waiting=0)
+    1.0
+    >>> expected_seconds(1.0, 1.0, in_flight=8, places=8, waiting=39), expected_seconds(4.0, 1.0, 3, 8, 39)
+    (6.0, 6.0)
+    """
+    if in_flight >= places:
+        latency *= (in_flight + 1 + waiting) / places
+    elif latency > SLOWER * least_latency:
+        latency *= SLOWER
+    return latency
 
 
 def _draw(key: str, name: str) -> float:
@@ -577,6 +683,12 @@ class Endpoints:
     def names(self) -> list[str]:
         """The endpoints that stages are known to ask, each by itself."""
         return sorted(_all_of(self._group_of_name))
+
+    def tell_totals(self) -> None:
+        """Tell what each endpoint has answered, at the end of a run."""
+        for name, endpoint in self._endpoints.items():
+            if endpoint.answered_requests:
+                self.bus.emit(EndpointAsked(self.clock(), name, endpoint.answered_requests))
 
     def is_spare(self, name: str) -> bool:
         """Whether only stages that a run can do without ask an endpoint, or a group of them."""

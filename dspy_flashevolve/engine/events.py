@@ -74,13 +74,13 @@ class RolloutFinished(Event):
 
 @dataclass(frozen=True, slots=True)
 class RequestFinished(Event):
-    """A request that is no rollout was answered: a reflection, say. Or a rollout came to nothing whose LMs had answered
-    some of its calls.
+    """A request that is no rollout was answered, or failed for good: a reflection, say. Or a rollout came to nothing
+    whose LMs had answered some of its calls.
 
     Args:
         latency_seconds: from the grant of its slot to its answer.
         tokens, cost_dollars: see :class:`RolloutFinished`.
-        error: why the answer is of no use; empty when it is.
+        error: why the answer is of no use, or what was raised in its place; empty when it is of use.
     """
 
     step: int
@@ -89,6 +89,22 @@ class RequestFinished(Event):
     tokens: int
     cost_dollars: float = 0.0
     error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class LmCallCounted(Event):
+    """An LM call was answered that belongs to no rollout and no request whose event counts it: one of a metric's
+    feedback, of a thread that a program has started by itself, or of work that was given up.
+
+    Args:
+        step, stage: that it was made for, as far as that is known: else -1, and a stage that asks its LM.
+        tokens, cost_dollars: see :class:`RolloutFinished`.
+    """
+
+    step: int
+    stage: str
+    tokens: int
+    cost_dollars: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,6 +256,30 @@ class ExampleGivenUp(Event):
     split: str
     example: Any
     alone: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointAsked(Event):
+    """What an endpoint has answered in a run, told once, at its end.
+
+    Args:
+        endpoint: its address, or the provider's name.
+        answered: requests.
+    """
+
+    endpoint: str
+    answered: int
+
+
+@dataclass(frozen=True, slots=True)
+class ActorLost(Event):
+    """A process that runs rollouts has died, or cannot be reached; its rollouts are asked for again.
+
+    Args:
+        reason: what Ray said.
+    """
+
     reason: str
 
 

@@ -314,6 +314,13 @@ class LoopWaits:
         except RuntimeError:
             work.close()
 
+    def is_on_loop(self) -> bool:
+        """Whether this is the thread of the run's loop, in which other tasks of the user's may run, too."""
+        try:
+            return asyncio.get_running_loop() is self.loop
+        except RuntimeError:
+            return False
+
     def is_foreign(self) -> bool:
         """Whether this thread runs no loop, so that it may wait."""
         try:

@@ -24,6 +24,9 @@ from dspy_flashevolve.engine.steps import EndKind
 BEFORE_STEPS = -1
 """Stands for the number of a step in what belongs to none: the seed's validation, say."""
 
+TRACE_UNREADABLE = "TraceUnreadable"
+"""Kind of the event that says that a rollout's trace was kept, and cannot be read any more."""
+
 
 def id_text(example_id: Any) -> str:
     """An example's id as text; ids of lists are numbers, other loaders have what they like."""
@@ -96,24 +99,28 @@ class RunJournal:
     Args:
         journal: where to write, and what was written before.
         each_once: a rollout that is kept answers one request; else all that are equal (equal ones in flight are one).
+        is_readable: whether a trace, as it stands in the journal, can still be read. Default: each can.
     """
 
-    def __init__(self, journal: Journal, each_once: bool = False) -> None:
+    def __init__(
+        self, journal: Journal, each_once: bool = False, is_readable: Callable[[str], bool] = lambda trace: True
+    ) -> None:
         self.journal = journal
-        self._each_once = each_once
+        self._each_once, self._is_readable = each_once, is_readable
         rows = journal.rows
         self.spent = int(rows("SELECT COALESCE(SUM(calls), 0) AS spent FROM calls")[0]["spent"])
         """Metric calls of all sessions before."""
         [asked] = rows(
-            "SELECT COALESCE(SUM(json_extract(fields, '$.stage') NOT IN (SELECT stage FROM rollouts)), 0) AS calls, "
+            "SELECT COALESCE(SUM(kind = 'RequestFinished' AND json_extract(fields, '$.stage') NOT IN "
+            "(SELECT stage FROM rollouts)), 0) AS calls, "
             "COALESCE(SUM(json_extract(fields, '$.cost_dollars')), 0) AS dollars FROM events "
-            "WHERE kind = 'RequestFinished' AND json_valid(fields)"
+            "WHERE kind IN ('RequestFinished', 'LmCallCounted') AND json_valid(fields)"
         )
         [ran] = rows("SELECT COALESCE(SUM(cost_dollars), 0) AS dollars FROM rollouts")
         self.requests_before: int = asked["calls"]
         """Requests that were no rollouts, of all sessions before."""
         self.dollars_before: float = asked["dollars"] + ran["dollars"]
-        """What these, and the rollouts, have cost."""
+        """What these, the rollouts, and LM calls that belong to neither have cost."""
         self.last_step = int(rows("SELECT COALESCE(MAX(number), -1) AS last FROM steps")[0]["last"])
         """The highest number that a step had; -1 for none."""
         self.texts: dict[str, dict[str, str]] = {
@@ -144,17 +151,29 @@ class RunJournal:
                 continue
             self.unfinished.append(Unfinished(row["number"], row["version"], json.loads(selection)))
         self._numbers = {one.number for one in self.unfinished} | (set[int]() if seeded else {BEFORE_STEPS})
-        for row in rows("SELECT id, step, candidate, split, example, traced, trace IS NULL AS bare FROM rollouts"):
+        for row in rows("SELECT id, step, candidate, split, example, traced FROM rollouts"):
             if row["step"] in self._numbers:
                 key = row["candidate"], row["split"], row["example"], row["traced"]
                 self._rollouts.setdefault(key, []).append(row["id"])
                 self.paid[row["step"]] += 1
-                if row["bare"]:
+                if row["traced"] and not self._has_trace(row["id"], row["step"]):
                     self._untraced.add(row["id"])
         for row in rows("SELECT step, stage, position, reply FROM replies"):
             if row["step"] in self._numbers and MARK not in row["reply"]:
                 self._replies[row["step"], row["stage"], row["position"]] = row["reply"]
         return self.unfinished
+
+    def _has_trace(self, rollout: int, step: int) -> bool:
+        """Whether the trace of a rollout was kept, and can still be read; if not, that is written down, since the
+        rollout may be paid again."""
+        [row] = self.journal.rows("SELECT trace FROM rollouts WHERE id = ?", (rollout,))
+        if row["trace"] is None:
+            return False
+        if self._is_readable(row["trace"]):
+            return True
+        fields = json.dumps({"rollout": rollout})
+        self.journal.append("events", seconds=0.0, kind=TRACE_UNREADABLE, step=step, fields=fields)
+        return False
 
     # What is answered.
 

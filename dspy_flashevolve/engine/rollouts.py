@@ -216,7 +216,8 @@ class Rollouts:
 
         Args:
             stage, step: whose queue it waits in.
-            spent: what it has cost, for a :class:`RequestFinished`; None for no event.
+            spent: what it has cost, for a :class:`RequestFinished`; None for no event, unless ``call`` raises what is
+                no error of this package: that is told in each case, so that no failed request goes unseen.
             record: how its answer is written down; None where it is not. What was paid before an interruption is read,
                 and costs nothing.
 
@@ -240,7 +241,14 @@ class Rollouts:
 
         async def once(attempt: int) -> T:
             began = self.clock()
-            answer, cost = await in_time(), Spent(0)
+            try:
+                answer, cost = await in_time(), Spent(0)
+            except FlashEvolveError:  # it is asked again, or ends its step or the run, which is told elsewhere
+                raise
+            except Exception as error:
+                now, said = self.clock(), f"{type(error).__name__}: {error}"
+                self.bus.emit(RequestFinished(now, step.number, stage, now - began, 0, 0.0, said))
+                raise
             if spent is not None:
                 now, cost = self.clock(), spent(answer)
                 paid = cost.tokens, cost.cost_dollars, cost.error

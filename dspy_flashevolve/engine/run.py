@@ -212,6 +212,7 @@ class EvolutionRun:
                 raise
             finally:
                 self.outcome = self._ends
+                self.endpoints.tell_totals()
                 self.threads.close(wait=self.error is None and not self.threads.abandoned)
                 if self.journal is not None:
                     self.journal.session_ended(self.outcome, self.said)

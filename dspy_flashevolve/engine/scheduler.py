@@ -93,7 +93,8 @@ class SlotStatistics:
     Args:
         limit: slots there are, over all endpoints.
         peak: the most that were ever held at once.
-        limit_seconds: slots that there were, by all limits, summed over the time since the first request.
+        limit_seconds: slots that there were, by all limits, summed over the time since the first request. Where a
+            limit falls below what is in flight, requests keep their slots: these count as long as they are held.
         stages: stage -> its requests.
     """
 
@@ -317,6 +318,10 @@ class Slot:
 _slot: ContextVar[Slot | None] = ContextVar("flashevolve_slot", default=None)
 
 
+SLOT = "flashevolve_slot"
+"""The setting of dspy's with the slot, for threads that have dspy's settings and no context of ours."""
+
+
 def current_slot() -> Slot | None:
     """The slot in which this code runs, which threads and tasks of a request inherit; None outside of any."""
     return _slot.get()
@@ -433,9 +438,7 @@ class Scheduler:
         Raises:
             ConfigurationError: a limit under 1.
         """
-        self._limit_seconds = self._all_limit_seconds()
-        if not math.isnan(self._limit_since):
-            self._limit_since = self.clock()
+        self._count_slots()
         self._at(endpoint).limit = _checked(limit)
         self._hand_on()
 
@@ -475,6 +478,10 @@ class Scheduler:
     def busy_at(self, endpoint: str) -> int:
         """Slots held now by requests of one endpoint."""
         return self._at(endpoint).busy
+
+    def waiting_at(self, endpoint: str) -> int:
+        """Requests of one endpoint that wait for a slot now."""
+        return sum(stage.waiting for stage in self._stages.values() if stage.endpoint is self._endpoints.get(endpoint))
 
     def width_seconds(self, endpoint: str) -> float:
         """Slots held by requests of one endpoint, summed over the time so far."""
@@ -533,6 +540,7 @@ class Scheduler:
         now, stage = self.clock(), line.stage
         if math.isnan(self._limit_since):
             self._limit_since = now
+        self._count_slots()
         if math.isnan(line.began):
             line.began = now
         line.held += 1
@@ -554,6 +562,7 @@ class Scheduler:
         line.held -= 1
         stage.running -= 1
         stage.served_seconds += now - since
+        self._count_slots()
         self._busy -= 1
         stage.endpoint.count(-1, now)
         if line.waiting:
@@ -621,8 +630,14 @@ class Scheduler:
         return best
 
     def _all_limit_seconds(self) -> float:
-        since = self._limit_since
-        return self._limit_seconds + (0.0 if math.isnan(since) else self.limit * (self.clock() - since))
+        since, slots = self._limit_since, max(self.limit, self._busy)
+        return self._limit_seconds + (0.0 if math.isnan(since) else slots * (self.clock() - since))
+
+    def _count_slots(self) -> None:
+        """Sum up the slots that there have been; before their number or that of requests in flight changes."""
+        self._limit_seconds = self._all_limit_seconds()
+        if not math.isnan(self._limit_since):
+            self._limit_since = self.clock()
 
 
 def _checked(limit: int) -> int:

@@ -170,7 +170,7 @@ class Reflective:
         min_gap: commits behind from which a child is stale.
         integrators: LM calls of this kind that may run at once.
         changes: take children apart into changes.
-        undecided: changes of unknown effect, from which on steps test these and ask for no further child.
+        undecided: children whose changes are of unknown effect, from which on steps test these and ask for no further.
         frontier_share: share of the steps that start from the Pareto frontier instead of the head, 0 to 1.
 
     Raises:

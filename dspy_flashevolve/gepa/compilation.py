@@ -15,6 +15,7 @@ from dspy.primitives import Module
 from dspy.teleprompt.gepa.gepa import DspyGEPAResult
 from dspy.teleprompt.gepa.gepa_flex_utils import enumerate_flex_submodules
 from dspy.teleprompt.gepa.gepa_utils import LoggerAdapter
+from dspy.teleprompt.gepa.instruction_proposal import InstructionProposer
 from gepa.core.data_loader import ensure_loader
 from gepa.core.result import GEPAResult
 
@@ -22,7 +23,8 @@ from dspy_flashevolve.engine.errors import hand_over, report
 from dspy_flashevolve.engine.loop import run_to_end
 from dspy_flashevolve.engine.replay import RunJournal
 from dspy_flashevolve.engine.staleness import Full, Reflective, StalenessPolicy, policy_named
-from dspy_flashevolve.gepa.options import QuietLogger, build_parts, gepa_logger, hooks_of
+from dspy_flashevolve.gepa.edits import EditProposer
+from dspy_flashevolve.gepa.options import IterationLog, build_parts, gepa_logger, hooks_of
 from dspy_flashevolve.gepa.pool import Pool
 from dspy_flashevolve.gepa.resume import check_checkpoint
 from dspy_flashevolve.gepa.step import GepaLoop
@@ -161,8 +163,10 @@ class Compilation:
         )
         self._metric = Metric(optimizer.metric_fn, run.threads, optimizer.metric_lock)
         reflection_lm = run.paced(optimizer.reflection_lm)
-        adapter = adapter_of(optimizer, self._student, self._metric, reflection_lm)
-        log = LoggerAdapter(gepa_logger) if lockstep else QuietLogger()
+        adapter = adapter_of(optimizer, self._student, reflection_lm)
+        if not lockstep and type(adapter.custom_instruction_proposer) is InstructionProposer:
+            adapter.custom_instruction_proposer = EditProposer(adapter.custom_instruction_proposer)
+        log = LoggerAdapter(gepa_logger) if lockstep else IterationLog()
         self._parts = build_parts(optimizer, self._valset, log)
         self.best = Best(optimizer, adapter, lambda: self._pool.state)
         data = self._seed, self._trainset, self._valset

@@ -22,15 +22,7 @@ from numpy.typing import NDArray
 
 from dspy_flashevolve.engine.replay import hash_of
 from dspy_flashevolve.engine.staleness import Texts
-from dspy_flashevolve.gepa.changes import (
-    Change,
-    apply,
-    changes_between,
-    changes_in,
-    is_too_long,
-    normal,
-    removals_between,
-)
+from dspy_flashevolve.gepa.changes import Change, IsEdited, Weave, changes_between, is_too_long, never_edited
 from dspy_flashevolve.observe.statistics import ChangeRecord
 
 Array = NDArray[np.float64]
@@ -203,31 +195,42 @@ class Credit:
     Args:
         seed: component -> text, on which changes are put.
         code: components that hold code, which is not taken apart.
-        undecided: changes of unknown effect, from which on no child is asked for.
+        undecided: children with changes of unknown effect, from which on no further child is asked for.
         scale: the range of scores.
         most_characters: of a candidate's texts together; None for no limit.
+        most_each: of each text that is joined; None for no limit.
+        is_edited: see `Weave`.
     """
 
     def __init__(
-        self, seed: Texts, code: Collection[str], undecided: int, scale: float, most_characters: int | None = None
+        self,
+        seed: Texts,
+        code: Collection[str],
+        undecided: int,
+        scale: float,
+        most_characters: int | None = None,
+        most_each: int | None = None,
+        is_edited: IsEdited = never_edited,
     ) -> None:
-        self._most_characters = most_characters
+        self._is_edited = is_edited
+        self._most_characters, self._most_each = most_characters, most_each
         self._code, self._undecided, self.scale = frozenset(code), undecided, scale
         self._era = -1
+        self._former: list[ChangeRecord] = []
+        """Changes of former bases, with their last estimates."""
         self.parent = 0
         """The pool's index of the last validated head."""
         self._children = deque[tuple[int, bool]](maxlen=LAST_CHILDREN)
-        self._begin(seed, [], [])
+        self._begin(Weave(seed, code, is_edited), [])
 
-    def _begin(self, base: Texts, changes: list[Change], steps: list[int]) -> None:
-        """Put changes, each with the step that made it, on a base; nothing is known of them."""
+    def _begin(self, weave: Weave, steps: list[int]) -> None:
+        """Begin with the changes of a weave, each with the step that made it; nothing is known of them."""
         noise = FIRST_NOISE * self.scale
         self._era += 1
-        self._base, self._changes, self._steps = dict(base), changes, steps
-        self._born = [0] * len(changes)
+        self._weave, self._steps = weave, steps
+        self._born = [0] * len(steps)
         """Rollouts that there were when each change came."""
-        self._numbers = {one.identity: number for number, one in enumerate(changes)}
-        self._compositions: dict[str, frozenset[int]] = {hash_of(base): frozenset()}
+        self._compositions: dict[str, frozenset[int]] = {hash_of(weave.base): frozenset()}
         self._evidence, self._fitted = Evidence(), 0
         self._effects = Effects(np.zeros(0), np.zeros(0), (PRIOR_MEAN * noise, PRIOR_SD * noise))
         self._tried: dict[int, frozenset[int]] = {}
@@ -252,7 +255,7 @@ class Credit:
         """
         if all(number != step for number, _ in self._children):
             new = [(parent, child) for parent, child in children if child != parent]
-            self._children.extend((step, changes_between(*one, self._code) is None) for one in new)
+            self._children.extend((step, changes_between(*one, self._code, self._is_edited) is None) for one in new)
 
     @property
     def is_of_use(self) -> bool | None:
@@ -277,18 +280,23 @@ class Credit:
             chosen = again + self._uncrowded(chosen, hope=1.0)
         return self._compose(self._that_fit(chosen))
 
+    @property
+    def _changes(self) -> list[Change]:
+        return self._weave.changes
+
     def may_ask(self, asking: int) -> bool:
-        """Whether there is room for more changes of unknown effect; ``asking`` children are on their way.
+        """Whether there is room for more children with changes of unknown effect; ``asking`` are on their way.
 
         What a change costs the others in the head is taken off its effect. One that has been tested for long, and
         neither helps nor harms, makes room: it does little either way.
         """
         rollouts, cost = len(self._evidence), self._effects.crowding * len(self._best())
-        unknown = sum(
-            HARMS <= (mean - cost) / error <= HELPS and rollouts - born < ENOUGH
-            for mean, error, born in zip(self._means(), self._errors(), self._born, strict=True)
-        )
-        return unknown + asking < self._undecided
+        unknown = {
+            step
+            for step, mean, error, born in zip(self._steps, self._means(), self._errors(), self._born, strict=True)
+            if HARMS <= (mean - cost) / error <= HELPS and rollouts - born < ENOUGH
+        }
+        return len(unknown) + asking < self._undecided
 
     def take(self, step: int, parent: Texts, child: Texts, split: str, scores: Mapping[Hashable, float]) -> bool:
         """Take a child apart that beat its parent; False where it stands for itself.
@@ -301,18 +309,14 @@ class Credit:
         composition = self._compositions.get(hash_of(parent))
         if composition is None:
             return False
-        changes = changes_between(parent, child, self._code)
-        if changes is None:
+        taken = self._weave.take(composition, child)
+        if taken is None:
             return False
-        changes += removals_between(self._base, parent, child, changes)
-        for change in changes:
-            if change.identity not in self._numbers:
-                self._numbers[change.identity] = len(self._changes)
-                self._changes.append(change)
-                self._steps.append(step)
-                self._born.append(len(self._evidence))
-        found = changes_in(self._base, child, self._changes)  # without those that the new ones go in for
-        composition = composition | {self._numbers[one.identity] for one in changes} if found is None else found
+        self._steps += [step] * (len(self._changes) - len(self._steps))
+        self._born += [len(self._evidence)] * (len(self._changes) - len(self._born))
+        composition, is_exact = taken
+        if not is_exact:
+            return True  # it adds nothing that is not known, but its text is another one: its scores tell nothing
         self._compositions.setdefault(hash_of(child), composition)
         for example, score in scores.items():
             self._evidence.add((self._era, split, example), composition, score)
@@ -326,6 +330,21 @@ class Credit:
         gain = sum(mean[one] for one in chosen - last) - sum(mean[one] for one in last - chosen)
         gain -= self._effects.crowding * (math.comb(len(chosen), 2) - math.comb(len(last), 2))
         return Head(self._compose(chosen), chosen, gain)
+
+    @property
+    def head_changes(self) -> int:
+        """How many changes the head has, as far as the last estimate tells."""
+        return len(self._best())
+
+    def grown(self, texts: Texts, least: int) -> dict[str, list[tuple[str, float, float]]]:
+        """Of a composed candidate, the components with at least so many changes: the parts that these put in, their
+        estimated effects, and the standard errors."""
+        grown: dict[str, list[tuple[str, float, float]]] = {}
+        mean, error = self._means(), self._errors()
+        for number in sorted(self._compositions.get(hash_of(texts), frozenset())):
+            change = self._changes[number]
+            grown.setdefault(change.component, []).append((change.part, mean[number], error[number]))
+        return {name: rows for name, rows in grown.items() if len(rows) >= least}
 
     def tries(self, step: int, head: Head) -> None:
         """A head is on its way to its validation: later ones are compared with it."""
@@ -341,22 +360,24 @@ class Credit:
         self._tried.pop(step, None)
 
     def stand_on(self, candidate: Texts, index: int) -> None:
-        """Put changes on another candidate from now on; those of components that it has written anew are gone."""
-        texts = {name for name, text in candidate.items() if text != self._base[name]}
-        kept = [number for number, one in enumerate(self._changes) if one.component not in texts]
-        self._begin(candidate, [self._changes[one] for one in kept], [self._steps[one] for one in kept])
+        """Put changes on another candidate from now on; those of components that it has written anew are gone, and
+        their last estimates are kept for the record."""
+        records = self._present()
+        kept = self._weave.stand_on(candidate)
+        self._former += [record for number, record in enumerate(records) if number not in kept]
+        self._begin(self._weave, [self._steps[number] for number in kept])
         self.parent = index
 
     def kept(self) -> dict[str, Any]:
         """What :meth:`restore` needs beside the candidates and their rollouts, and the estimates, for people; JSON."""
         return {
-            "base": self._base,
+            **self._weave.kept(),
             "parent": self.parent,
-            "changes": [asdict(one) for one in self._changes],
             "steps": self._steps,
             "children": list(self._children),
             "tried": [[step, sorted(changes)] for step, changes in self._tried.items()],
-            "effects": [[one.effect, one.error] for one in self.records()],
+            "effects": [[one.effect, one.error] for one in self._present()],
+            "former": [asdict(record) for record in self._former],
         }
 
     def restore(
@@ -369,19 +390,23 @@ class Credit:
             candidates: hash -> texts of all that were run.
             rollouts: what :meth:`saw` was told then.
         """
-        self._begin(kept["base"], [Change(**one) for one in kept["changes"]], list(kept["steps"]))
+        self._begin(Weave.restored(kept, self._code, self._is_edited), list(kept["steps"]))
         self.parent = kept["parent"]
         self._children.extend((step, is_rewrite) for step, is_rewrite in kept.get("children", ()))
+        self._former = [ChangeRecord(**record) for record in kept.get("former", ())]
         self._tried = {step: frozenset(changes) for step, changes in kept["tried"]}
         for name, texts in candidates.items():
-            found = changes_in(self._base, texts, self._changes) if texts.keys() == self._base.keys() else None
+            found = self._weave.numbers_in(texts) if texts.keys() == self._weave.base.keys() else None
             if found is not None:
                 self._compositions.setdefault(name, found)
         for rollout in rollouts:
             self.saw(*rollout)
 
     def records(self) -> list[ChangeRecord]:
-        """Every change, with its estimate."""
+        """Every change that there has been, with its last estimate; the present ones last."""
+        return [*self._former, *self._present()]
+
+    def _present(self) -> list[ChangeRecord]:
         return [
             ChangeRecord(step, one.component, one.part, one.replaces, effect, error)
             for step, one, effect, error in zip(self._steps, self._changes, self._means(), self._errors(), strict=True)
@@ -392,7 +417,7 @@ class Credit:
         return hash_of(candidate) in self._compositions
 
     def _compose(self, chosen: frozenset[int]) -> Texts:
-        candidate = self._applied(chosen)
+        candidate = self._weave.compose(chosen)
         self._compositions.setdefault(hash_of(candidate), chosen)
         return candidate
 
@@ -407,29 +432,36 @@ class Credit:
         Args:
             hope: how much better than expected a change may be, in its standard errors.
         """
-        mean, error, kept = self._means(), self._errors(), dict[tuple[str, str, int], int]()
-        for number in numbers:
+        mean, error, kept = self._means(), self._errors(), list[int]()
+        for number in self._without_rivals(numbers):
             if mean[number] + hope * error[number] > self._effects.crowding * len(kept):
-                kept.setdefault(self._place(number), number)
-        return list(kept.values())
+                kept.append(number)
+        return kept
 
-    def _place(self, number: int) -> tuple[str, str, int]:
-        """Equal for changes that go in for the same part, of which a candidate has one."""
-        one = self._changes[number]
-        return one.component, normal(one.replaces), 0 if one.replaces else number + 1
+    def _without_rivals(self, numbers: Iterable[int]) -> list[int]:
+        """Of changes of which a text has one, the first."""
+        kept, claimed = list[int](), set[str]()
+        for number in numbers:
+            if claimed.isdisjoint(self._changes[number].claims):
+                kept.append(number)
+                claimed |= self._changes[number].claims
+        return kept
 
     def _that_fit(self, chosen: Iterable[int]) -> frozenset[int]:
-        """Of changes that go in for the same part the first, and of all of them as many as the limit has room for."""
-        of_places: dict[tuple[str, str, int], int] = {}
-        for number in chosen:
-            of_places.setdefault(self._place(number), number)
-        kept = list(of_places.values())
-        while kept and is_too_long(self._applied(kept), self._most_characters):
-            kept.pop()
+        """Of changes that make sense together as many as the limit has room for."""
+        kept = self._supported(self._without_rivals(chosen))
+        while kept and self._is_too_long(kept):
+            kept = self._supported(kept[:-1])
         return frozenset(kept)
 
-    def _applied(self, chosen: Iterable[int]) -> Texts:
-        return apply(self._base, (self._changes[one] for one in sorted(chosen)))
+    def _is_too_long(self, numbers: list[int]) -> bool:
+        texts = self._weave.compose(numbers)
+        return is_too_long(texts, self._most_characters, self._most_each, self._weave.base)
+
+    def _supported(self, numbers: list[int]) -> list[int]:
+        """The changes all of whose needs are among them."""
+        kept = [number for number in numbers if set(self._changes[number].needs) <= set(numbers)]
+        return kept if len(kept) == len(numbers) else self._supported(kept)
 
     def _means(self) -> list[float]:
         """Expected effects; of changes that are newer than the estimate, the prior's."""

@@ -6,6 +6,7 @@ import logging
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import dspy
@@ -17,10 +18,10 @@ from dspy_flashevolve.engine.steps import End, EndKind, Step
 from dspy_flashevolve.gepa.compilation import texts_of
 from dspy_flashevolve.gepa.evaluate import as_batch
 from dspy_flashevolve.programs.copies import isolated_copy
-from dspy_flashevolve.programs.lm import calls_of, cost_of, rates_of
 from dspy_flashevolve.programs.metric import Metric
 from dspy_flashevolve.programs.program import ProgramRunner, adapter_of
 from dspy_flashevolve.programs.run import DspyRun
+from dspy_flashevolve.programs.usage import calls_of, cost_of, rates_of
 
 logger = logging.getLogger(__name__)
 
@@ -133,7 +134,7 @@ def estimate(optimizer: Any, student: Module, trainset: Sequence[Any], most_call
             seed=optimizer.seed,
         )
     metric = Metric(optimizer.metric_fn, run.threads, optimizer.metric_lock)
-    adapter = adapter_of(optimizer, student, metric, run.paced(reflection_lm))
+    adapter = adapter_of(optimizer, student, run.paced(reflection_lm))
     program = ProgramRunner(adapter, metric, run.threads, run.models)
     texts, used = texts_of(student), list[UsageTracker]()
 
@@ -147,7 +148,6 @@ def estimate(optimizer: Any, student: Module, trainset: Sequence[Any], most_call
         components = list(texts)[:1]
 
         async def reflect() -> None:
-            dataset = await program.reflective_dataset(texts, evaluation, components, step.rng)
             try:
                 await program.propose(texts, dataset, components)
             except FlashEvolveError:
@@ -156,7 +156,9 @@ def estimate(optimizer: Any, student: Module, trainset: Sequence[Any], most_call
                 logger.warning("The reflection came to nothing (%s); what it used counts.", type(error).__name__)
 
         with track_usage() as usage:
-            await run.rollouts.request("propose", step, reflect)
+            ask = partial(run.rollouts.request, "propose", step)
+            dataset = await program.reflective_dataset(texts, evaluation, components, step.rng, ask)
+            await ask(reflect)
         used.append(usage)
         return End(EndKind.COMMITTED)
 

@@ -8,6 +8,7 @@ is known of a candidate already is not asked for again.
 
 from __future__ import annotations
 
+import logging
 import math
 import random
 from collections import OrderedDict, deque
@@ -31,6 +32,7 @@ from dspy_flashevolve.programs.program import ProgramRunner
 from dspy_flashevolve.programs.records import ProgramRecord
 from dspy_flashevolve.programs.run import DspyRun
 
+logger = logging.getLogger(__name__)
 K = TypeVar("K", bound=Hashable)
 
 
@@ -166,6 +168,33 @@ def at_most(scores: Sequence[float | None], highest: float) -> float:
     return sum(highest if score is None else score for score in scores)
 
 
+def scale_problem(score: float, perfect: float | None, skips_perfect: bool) -> str | None:
+    """What a score outside of the scale that is expected does to the search, and what to pass; None for one inside.
+
+    The scale is as wide as ``perfect`` is large (1 where it is 0), and ends there: 0 to 1 by default.
+
+    >>> scale_problem(0.5, 1.0, True) is scale_problem(0.5, None, False) is scale_problem(-0.5, 0.0, True) is None
+    True
+    """
+    if perfect is None:
+        return None
+    lowest = perfect - abs(perfect or 1.0)
+    given = f"A rollout scored {score:g}, outside of {lowest:g} to perfect_score={perfect:g}. "
+    if score > perfect:
+        skipped = "A minibatch of such scores counts as perfect and is not reflected on. " if skips_perfect else ""
+        return (
+            f"{given}{skipped}The effects of changes are estimated on too small a scale. Pass the "
+            "best score that your metric can give as perfect_score= "
+            "(perfect_score=100 for scores of 0 to 100), or return scores of 0 to 1."
+        )
+    if score < lowest:
+        return (
+            f"{given}One such score outweighs all others in the means by which candidates are compared. Return "
+            f"{lowest:g} for the worst, for failures too (failure_score= is what a failed rollout scores)."
+        )
+    return None
+
+
 Watch = Callable[[int, Rollout], bool]
 REMEMBERED = 32
 """Candidates whose scores on training examples are kept, so that a base is not run again on what it was run on."""
@@ -236,6 +265,8 @@ class Evaluations:
         self.highest = math.inf if pool.perfect_score is None else pool.perfect_score
         """The highest score that an example can have; infinity once one above it was seen."""
         self.order = ValidationOrder(self.highest, workflow.rounds, pool.seed)
+        self._has_warned = False
+        """Of a score outside of the scale: once a run."""
         self.set_aside = Reservation(run.budget, 0)
         """Pays for the rest of the last head's validation where the budget has no room left."""
         self.train_split = "val" if pool.trainset is pool.loader else "train"  # else equal ids are different examples
@@ -243,7 +274,12 @@ class Evaluations:
         self._hears = hears or (lambda candidate, split, example, score: None)
 
     def saw(self, score: float) -> None:
-        """Take note of a score: a metric that does not keep to its bound lets nothing be told early."""
+        """Take note of a score: a metric that does not keep to its bound lets nothing be told early; say so once."""
+        if not self._has_warned:
+            problem = scale_problem(score, self._pool.perfect_score, self._pool.skips_perfect)
+            if problem is not None:
+                self._has_warned = True
+                logger.warning("%s", problem)
         if score > self.highest:
             self.highest = math.inf
 

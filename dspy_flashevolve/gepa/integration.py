@@ -78,6 +78,7 @@ class Integrations:
         lm: what it asks, unless its predictors have LMs of their own.
         code_components: components that hold Python source.
         most_characters: of a candidate's texts together; None for no limit.
+        most_each: of each text that is integrated and is no code; None for no limit.
     """
 
     def __init__(
@@ -90,9 +91,10 @@ class Integrations:
         lm: Any,
         code_components: Sequence[str],
         most_characters: int | None = None,
+        most_each: int | None = None,
     ) -> None:
         self._run, self._pool, self._evaluations = run, pool, evaluations
-        self._most_characters = most_characters
+        self._most_characters, self._most_each = most_characters, most_each
         self._module, self._lm, self._code = module, lm, list(code_components)
         self._batcher = Batcher[Waiting, _Landing | None](run, policy.batch, policy.integrators, self._integrate)
         self._misses = 0
@@ -168,7 +170,10 @@ class Integrations:
         )
         texts = {name: text for name, text in made.texts.items() if text.strip() != base[name].strip()}
         candidate = {**base, **texts}
-        longer = too_long(texts, base, children) or is_too_long(candidate, self._most_characters)
+        as_written = {name: text for name, text in candidate.items() if name not in texts or name in self._code}
+        longer = too_long(texts, base, children) or is_too_long(
+            candidate, self._most_characters, self._most_each, as_written
+        )
         if not texts or longer or await self._pool.write(self._is_known, candidate):
             self._landed(False)
             return None

@@ -7,6 +7,7 @@ import inspect
 import logging
 import os
 import random
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -39,7 +40,7 @@ from dspy_flashevolve.engine.errors import ConfigurationError
 from dspy_flashevolve.gepa.tracker import Tracker
 
 gepa_logger = logging.getLogger("dspy.teleprompt.gepa.gepa")
-"""dspy.GEPA's: what the run says, and at DEBUG, but for lockstep, what each iteration does."""
+"""dspy.GEPA's: what the run says, and what each iteration does."""
 REFUSED = {
     "seed_candidate": "it is read from the student that compile() gets",
     "trainset": "pass it to compile()",
@@ -203,12 +204,52 @@ def has_foreign(parts: Parts) -> bool:
     return any(not type(getattr(parts, name)).__module__.startswith("gepa.strategies.") for name in HOOKS)
 
 
-class QuietLogger:
-    """gepa's logger protocol at the level DEBUG: lines of iterations that overlap are of little use."""
+_ITERATION = re.compile(r"Iteration (\d+): ")
+_PROMPT = "Proposed new text for "
+BASE = "Base program full valset score"
+"""gepa's words for the seed's validation."""
+
+
+class IterationLog:
+    """gepa's logger protocol for iterations that overlap: the lines of each are logged together, when it has ended.
+
+    Whole prompts go to the level DEBUG, since beside a bar they hide all else. Iterations that have ended before the
+    seed is validated wait for its line, as in gepa, where it is the first. Runs in the pool's writer.
+    """
+
+    def __init__(self) -> None:
+        self._lines: dict[int, list[str]] = {}
+        self._ended: list[int] = []
+        """Iterations that wait for the seed's line."""
+        self._has_base = False
 
     def log(self, message: str) -> None:
         """See gepa's ``LoggerProtocol``."""
-        gepa_logger.debug(message)
+        iteration = _ITERATION.match(message)
+        if iteration is None:
+            gepa_logger.debug(message)
+        elif BASE in message:
+            gepa_logger.info(message)
+            self._has_base = True
+        else:
+            self._lines.setdefault(int(iteration[1]), []).append(message)
+
+    def log_first(self, iteration: int, message: str) -> None:
+        """Put a line before the others of an iteration, which was known too late."""
+        self._lines.setdefault(iteration, []).insert(0, f"Iteration {iteration}: {message}")
+
+    def end(self, iteration: int) -> None:
+        """Log the lines of an iteration: it has ended."""
+        self._ended.append(iteration)
+        if self._has_base:
+            self.release()
+
+    def release(self) -> None:
+        """Log the lines of all iterations that have ended."""
+        for iteration in self._ended:
+            for line in self._lines.pop(iteration, []):
+                gepa_logger.log(logging.DEBUG if _PROMPT in line else logging.INFO, line)
+        self._ended.clear()
 
 
 def build_parts(optimizer: Any, valset: DataLoader[Any, Any], logger: Any) -> Parts:

@@ -15,6 +15,7 @@ and stays readable by gepa. Steps start from the seed, too, while it is being va
 from __future__ import annotations
 
 import json
+import math
 import os
 import pickle
 import time
@@ -40,7 +41,7 @@ from dspy_flashevolve.engine.replay import Rollout, RunJournal, id_text
 from dspy_flashevolve.engine.run import EvolutionRun
 from dspy_flashevolve.engine.staleness import PastCommit
 from dspy_flashevolve.engine.steps import Step
-from dspy_flashevolve.gepa.options import Chosen, Parts, strategies_of
+from dspy_flashevolve.gepa.options import BASE, Chosen, IterationLog, Parts, strategies_of
 from dspy_flashevolve.programs.records import kept
 
 Candidate = dict[str, str]
@@ -341,6 +342,10 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
         self._checkpoint_seconds = 0.0 if run.lockstep else CHECKPOINT_SECONDS
         self._saved_at = float("-inf")
         self._begun = set[int]()
+        self._without_proposal = set[int]()
+        """Steps that work on parents, and have no proposal that was evaluated yet."""
+        self._early: dict[int, int] = {}
+        """Step that selected before the seed was validated -> the candidate, whose score its log line waits for."""
         self._budget, self.journal = run.budget, run.journal
         self._writer = Threads(1, "pool")
 
@@ -404,6 +409,10 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
         self._sync_state_to_adapter(early)
         self.seed_confirmed = True
         self._report_seed()
+        if isinstance(self.logger, IterationLog):
+            for number, candidate in self._early.items():
+                self.logger.log_first(number + 1, f"Selected program {candidate} score: {self.score_of(candidate)}")
+            self.logger.release()
         early.add_budget_hook(self._on_calls)
 
     def save(self, *, force: bool = False) -> bool:
@@ -465,7 +474,11 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
         """
         self.count_calls()
         self._begun.discard(step.number)
+        if step.number in self._without_proposal:
+            self._without_proposal.discard(step.number)
+            self.logger.log(f"Iteration {step.number + 1}: Reflective mutation did not propose a new candidate")
         self.notify("on_iteration_end", iteration=step.number + 1, state=self.state, proposal_accepted=accepted)
+        self._log_lines_of(step.number)
         self.keep_strategies()
         return self.should_stop(counts)
 
@@ -514,8 +527,12 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
             n_tasks=len(tasks),
             tasks=[{"parent_idx": task.parent_idx, "subsample_ids": list(task.minibatch_ids)} for task in tasks],
         )
-        score = self.score_of(first.parent_idx) if self.seed_confirmed else "not known yet"
-        self.logger.log(f"Iteration {iteration}: Selected program {first.parent_idx} score: {score}")
+        self._without_proposal.add(step.number)
+        if self.seed_confirmed:
+            score = self.score_of(first.parent_idx)
+            self.logger.log(f"Iteration {iteration}: Selected program {first.parent_idx} score: {score}")
+        else:
+            self._early[step.number] = first.parent_idx
         self.experiment_tracker.log_metrics(
             {
                 "iteration": iteration,
@@ -538,7 +555,8 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
         """Why a parent's minibatch is not reflected on; None when it is."""
         reason = self.nothing_in(evaluation)
         if reason is not None:
-            self.logger.log(f"Iteration {step.number + 1}: {reason} for parent {task.parent_idx}. Skipping.")
+            what = "No trajectories" if reason == "no_trajectories" else "All subsample scores perfect"
+            self.logger.log(f"Iteration {step.number + 1}: {what} for parent {task.parent_idx}. Skipping.")
             self.notify(
                 "on_evaluation_skipped",
                 iteration=step.number + 1,
@@ -595,6 +613,7 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
 
     def children_end(self, step: Step, screened: Sequence[tuple[Child, Batch]]) -> list[tuple[Child, Proposal]]:
         """The children are screened; those that go on, with gepa's proposals for them."""
+        self._without_proposal.discard(step.number)
         for child, batch in screened:
             self.evaluation_end(step, batch, [child.parent.task.parent_idx])
         self.count_calls()
@@ -695,7 +714,10 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
         sums = [sum(of_parent) for of_parent in plan.parent_scores]
         if sum(scores) < max(sums):
             reason = f"Merged score {sum(scores)} worse than both parents {sums}"
-            self.logger.log(f"Iteration {iteration}: {reason}, skipping merge")
+            self.logger.log(
+                f"Iteration {iteration}: New program subsample score {sum(scores)} is worse than both parents {sums}, "
+                "skipping merge"
+            )
             self.notify("on_merge_rejected", iteration=iteration, parent_ids=list(plan.parents), reason=reason)
             return None
         return CandidateProposal(
@@ -787,8 +809,9 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
         merge, best = self.parts.merge, self.best_score()
         for its, proposal in zip(work, proposals, strict=True):
             before, after = sum(proposal.subsample_scores_before or []), sum(proposal.subsample_scores_after or [])
-            screened = f" (subsample score {before} -> {after})" if proposal.subsample_scores_after else ""
-            self.logger.log(f"Iteration {step.number + 1}: Accepted candidate{screened}")
+            if proposal.tag == "reflective_mutation":
+                screened = f"subsample score {before} -> {after}"
+                self.logger.log(f"Iteration {step.number + 1}: Accepted candidate ({screened}); running full eval.")
             done = self.add(step, proposal, its.evaluation, its.calls)
             of_it = {"new_candidate_idx": done.candidate, "parent_ids": proposal.parent_program_ids}
             if proposal.tag == "merge":
@@ -867,6 +890,7 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
 
     def give_up(self, step: Step, proposal: Proposal, scores: list[float], examples: int) -> None:
         """Report one that could not pass its screen any more, with the scores that there are; none is stored."""
+        self._without_proposal.discard(step.number)
         self.evaluation_end(step, scored(scores), proposal.parent_program_ids)
         proposal = replace(proposal, subsample_scores_after=scores)
         self.reject(
@@ -876,6 +900,16 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
     def score_of(self, candidate: int) -> float:
         """A candidate's aggregate validation score; gepa's list of all of them costs a pass over the whole pool."""
         return self.state.get_program_average_val_subset(candidate)[0]
+
+    def is_perfect(self, highest: float) -> bool:
+        """Whether the best candidate has ``highest``, the best score that there can be, on every validation example.
+
+        No later one can take its place then: of equals the first is returned.
+        """
+        if not self.seed_confirmed:
+            return False
+        scores = self.state.prog_candidate_val_subscores[self.val_evaluation_policy.get_best_program(self.state)]
+        return all(scores.get(i, -math.inf) >= highest for i in self.loader.all_ids())
 
     def best_score(self) -> float | None:
         """The best aggregate validation score; None before the seed is confirmed."""
@@ -904,7 +938,13 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
         """Tell the callbacks that what they heard begin, and no step brought to an end, is over."""
         for number in sorted(self._begun):
             self.notify("on_iteration_end", iteration=number + 1, state=self.state, proposal_accepted=False)
+            self._log_lines_of(number)
         self._begun.clear()
+
+    def _log_lines_of(self, number: int) -> None:
+        """The step has ended: where its lines had to wait for that, they are logged."""
+        if isinstance(self.logger, IterationLog):
+            self.logger.end(number + 1)
 
     def log_entry(self, step: Step) -> dict[str, Any]:
         """The step's entry of gepa's run log, made where there is none."""
@@ -954,7 +994,9 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
             },
             step=0,
         )
-        self.logger.log(f"Base program full valset score: {average} over {coverage} / {len(self.loader)} examples")
+        iteration = 0 if self._begun else state.i + 1  # steps may have begun before the seed was validated
+        examples = f"{coverage} / {len(self.loader)} examples"
+        self.logger.log(f"Iteration {iteration}: {BASE}: {average} over {examples}")
         self.notify(
             "on_valset_evaluated",
             iteration=0,

@@ -16,6 +16,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from statistics import median_low
 from typing import Any
 
@@ -38,8 +39,9 @@ from dspy_flashevolve.engine.staleness import (
 )
 from dspy_flashevolve.engine.steps import End, EndKind, LiveSteps, Load, Reservation, Step, StepEnded
 from dspy_flashevolve.gepa import resume
-from dspy_flashevolve.gepa.changes import is_too_long
+from dspy_flashevolve.gepa.changes import is_too_long, never_edited
 from dspy_flashevolve.gepa.credit import Credit, Head
+from dspy_flashevolve.gepa.edits import EditProposer
 from dspy_flashevolve.gepa.evaluate import Evaluations, Workflow
 from dspy_flashevolve.gepa.integration import Integrations
 from dspy_flashevolve.gepa.options import gepa_logger, has_foreign
@@ -56,10 +58,13 @@ from dspy_flashevolve.gepa.pool import (
     Validated,
     task_key,
 )  # fmt: skip
+from dspy_flashevolve.gepa.screening import Screening
 from dspy_flashevolve.gepa.select import Selection
 from dspy_flashevolve.gepa.tracker import figures
-from dspy_flashevolve.observe.statistics import REFLECTION_STAGES, ChangeRecord
-from dspy_flashevolve.programs.program import ProgramRunner, Reflection
+from dspy_flashevolve.modules.consolidate import Consolidation
+from dspy_flashevolve.observe.statistics import ONLY_TESTED, PERFECT_MINIBATCH, REFLECTION_STAGES, ChangeRecord
+from dspy_flashevolve.programs.program import ProgramRunner, Reflection, checked_texts
+from dspy_flashevolve.programs.records import ReplyText
 from dspy_flashevolve.programs.run import DspyRun
 
 DOUBTED, PATIENCE, ALONE_EVERY = 0.5, 8, 3
@@ -77,9 +82,18 @@ GENERATIONS, GENERATIONS_OF_CHANGES = 12.0, 6.0
 steps comes together in one head."""
 NOTHING = {
     "no_trajectories": "no example of its minibatch could be run",
-    "all_scores_perfect": "all scores of its minibatch are perfect",
+    "all_scores_perfect": PERFECT_MINIBATCH,
 }
 """gepa's words for why there is nothing to reflect on -> ours."""
+LEAST_EDITS, GROWN_EDITS = 6, 20
+"""So many edits in one text have it written anew before the last validation, and before another one. A text of 24
+unconsolidated reflections scored .29, the same written anew .50 (docs/benchmarks.md)."""
+CONSOLIDATION = "consolidation"
+"""Tag of a proposal that is the head, written anew by the reflection LM."""
+ROOM_FOR_TWO = 8
+"""A budget of so many validations keeps two of them for the end: of the head, and of the same text written anew."""
+SHOWN_CHARACTERS = 300
+"""Of an error in the log and in a step's reason: whole replies made 2,848 lines of 13 failed steps."""
 ATTEMPTS = 2
 """gepa asks a reflection that raised once more, then skips the task."""
 
@@ -111,6 +125,9 @@ class GepaLoop:
         self._max_reflection_calls, self._max_cost = optimizer.max_reflection_calls, optimizer.max_cost
         self._initial, most = list(initial), optimizer.workflow.max_candidate_characters
         self._most_characters: int | None = most
+        # dspy's InstructionProposer keeps its replies to max_chars; what is joined of them keeps to it as well.
+        each: int | None = getattr(optimizer.custom_instruction_proposer, "max_chars", None)
+        self._most_each = each
         self._minibatch: int = min(optimizer.reflection_minibatch_size or 3, len(pool.trainset))
         """Training examples a task, for the estimate of a step's cost."""
         burst = min(self._minibatch, run.slots)
@@ -118,17 +135,22 @@ class GepaLoop:
         self._admission = alone
         reflective = policy if isinstance(policy, Reflective) and not run.lockstep else None
         code: list[str] = list(program.adapter._flex_paths)  # pyright: ignore[reportPrivateUsage]
+        self._asks_for_edits = isinstance(program.adapter.custom_instruction_proposer, EditProposer)
         self._credit: Credit | None = None
         if reflective is not None and reflective.changes:
             scale = abs(pool.perfect_score or 1.0)
-            self._credit = Credit(pool.seed_candidate, code, reflective.undecided, scale, most)
+            proposer = program.adapter.custom_instruction_proposer
+            edits = proposer.is_edited if isinstance(proposer, EditProposer) else never_edited
+            self._credit = Credit(pool.seed_candidate, code, reflective.undecided, scale, most, each, edits)
             self._admission = AsChildrenCome(joined, alone, lambda: self._joins, self._calls_alone)
         hears = None if self._credit is None else self._credit.saw
         self._evaluations = Evaluations(run, program, pool, optimizer.workflow, hears)
         self._integrations: Integrations | None = None
         if reflective is not None:
             lm = optimizer.reflection_lm
-            self._integrations = Integrations(run, pool, self._evaluations, reflective, integrating, lm, code, most)
+            self._integrations = Integrations(
+                run, pool, self._evaluations, reflective, integrating, lm, code, most, each
+            )
         self._validating: set[int] = set()
         self._validation_calls = 0
         self._is_last = False
@@ -141,12 +163,24 @@ class GepaLoop:
         """Metric calls and their seconds in slots when the seed's scores were there; a cache may have had those."""
         self._improved_at = 0
         """Metric calls that were spent when the pool's best candidate became better last."""
+        self._ends_with_perfect = (
+            not run.lockstep
+            and optimizer.skip_perfect_score
+            and pool.frontier_type == "instance"  # a frontier of objectives can still grow
+            and not optimizer.gepa_kwargs.get("stop_callbacks")  # whoever gives stoppers says when a run ends
+        )
+        """A candidate with the perfect score on every validation example ends the run; dspy.GEPA goes on, and asks its
+        LM's cache, since all of its steps start from that candidate. Ours start from variants, which are paid."""
+        self._is_perfect = False
+        """There is such a candidate."""
         self._asking = self._counts_from = 0
         share = 1.0 if reflective is None else reflective.frontier_share
         self._selection = Selection(pool, self._credit, share, self._unanswerable)
         self._seeded = anyio.Event()
         run.used_shares.append(lambda: max(self._limits().values(), default=0.0))
         self._reflections = 0
+        self._screening = Screening()
+        self._reflection_lm = optimizer.reflection_lm
         self.proposals = 0
         """Children that the reflection wrote."""
 
@@ -189,6 +223,7 @@ class GepaLoop:
             for scores in pool.state.prog_candidate_val_subscores:
                 self._evaluations.order.record(scores)
                 self._evaluations.saw(max(scores.values(), default=float("-inf")))
+            await pool.write(self._note_perfect)
             self._seed_is_there()
             goes_on = run.journal is not None and bool(run.journal.unfinished)
             if not goes_on and await pool.write(pool.should_stop):  # gepa asks its stoppers between steps
@@ -220,7 +255,8 @@ class GepaLoop:
         given = await self._pool.write(self._given, step)
         if given is not None:
             self._run.begin(step, self._pool.version, math.inf, selection=[])
-            return await self.validated(step, await self._pool.write(self._takes, step, *given))
+            heads = await self._pool.write(self._takes, step, *given)
+            return await self.validated(step, await self._consolidated(step, heads, is_last=given[1] is not None))
         work = await self.select(step)
         if isinstance(work, Crossover):
             found = await self.screen_crossover(step, work)
@@ -232,15 +268,18 @@ class GepaLoop:
                 found = await self._pool.write(self._head_to_validate, step, 0.01)
                 if not found:
                     raise
+                found = await self._consolidated(step, found)
         return await self.validated(step, found)
 
     async def validated(self, step: Step, found: Sequence[Screened]) -> End:
         """The rest of a step: validate and commit what was found."""
         try:
+            self._end_if_perfect()
             self._run.has_child(step)
             began = self._run.clock()
             done = await self._evaluations.validate(step, found, is_last=step.number == self._timely)
             self._took.append(self._run.clock() - began)
+            done.sort(key=lambda one: one.proposal.tag != CONSOLIDATION)  # gepa returns the first of equal candidates
             return await self.commit(step, done)
         except (StepEnded, RolloutUnresolvedError):
             await self._pool.write(self._not_validated, step)
@@ -254,16 +293,63 @@ class GepaLoop:
         Raises:
             StepEnded: nothing is.
         """
+        self._end_if_perfect()
         credit = self._credit
         if credit is None:
             return await self.screen(step, await self.propose(step, parents))
         self._asking += 1
         try:
-            if step.recorded is None and not await self._pool.write(credit.may_ask, self._asking - 1):
-                raise StepEnded(EndKind.REJECTED, "its rollouts tested the changes that there are")
+            may_ask = self._screening.children_help or await self._pool.write(credit.may_ask, self._asking - 1)
+            if step.recorded is None and not may_ask:
+                raise StepEnded(EndKind.REJECTED, ONLY_TESTED)
             return await self.screen(step, await self.propose(step, parents))
         finally:
             self._asking -= 1
+
+    def _end_if_perfect(self) -> None:
+        """End a step that cannot find anything better.
+
+        Raises:
+            StepEnded: the best candidate has the perfect score on every validation example.
+        """
+        if self._is_perfect:
+            raise StepEnded(EndKind.REJECTED, "the best candidate has the perfect score on every validation example")
+
+    def _note_perfect(self) -> None:
+        """Find out whether the best candidate can still be beaten; in the pool's writer."""
+        self._is_perfect = self._ends_with_perfect and self._pool.is_perfect(self._evaluations.highest)
+
+    async def _consolidated(self, step: Step, heads: list[Screened], is_last: bool = False) -> list[Screened]:
+        """A head that is about to be validated, or the same written anew by the reflection LM, or both.
+
+        Before the last validation the new text stands beside the head. Before, it takes the head's place where this has
+        grown long; the new text is what further edits are put on, if its validation is not worse.
+
+        Args:
+            heads: the head.
+            is_last: whether it is the last head of the run.
+        """
+        credit, run = self._credit, self._run
+        if credit is None or not heads or not self._asks_for_edits or (is_last and step.number == self._timely):
+            return heads
+        most, texts = self._max_reflection_calls, heads[0].proposal.candidate
+        grown = await self._pool.write(credit.grown, texts, LEAST_EDITS if is_last else GROWN_EDITS)
+        if not grown or (most is not None and self.reflection_calls >= most):
+            return heads
+        inputs = {"texts": {name: texts[name] for name in grown}, "effects": grown}
+        record = ReplyText(hash_of({"consolidate": json.dumps(inputs["texts"], sort_keys=True)}))
+        try:
+            asked = await run.asked(
+                "integrate", step, Consolidation(), inputs, lm=self._reflection_lm, read=clean_texts, record=record
+            )
+        except RolloutUnresolvedError:
+            return heads
+        self._reflections += asked.calls
+        clean = {**texts, **(asked.answer or {})}
+        if clean == texts or is_too_long(clean, self._most_characters, self._most_each, texts):
+            return heads
+        anew = Screened(replace(heads[0].proposal, candidate=clean, tag=CONSOLIDATION))
+        return [*heads, anew] if is_last else [anew]
 
     def _due(self, least: float, last: bool = False) -> Head | None:
         """The head, where it is worth a validation now; in the pool's writer, or where nothing else is under way.
@@ -393,7 +479,7 @@ class GepaLoop:
             self._keep(self._credit)
             self._timely_failed |= step.number == self._timely
 
-    def _learn(self, step: Step, commits: Sequence[Commit]) -> None:
+    def _learn(self, step: Step, commits: Sequence[Commit], clean: Collection[int] = ()) -> None:
         """Changes go onto the best candidate there is: the head that was validated, or one that beats it."""
         credit, pool = self._credit, self._pool
         if credit is None:
@@ -403,7 +489,8 @@ class GepaLoop:
             if one.score >= one.best_score:
                 self._improved_at = self._run.budget.spent
             if not credit.is_made_of_changes(texts):
-                if one.score > best + max(0.0, credit.head().gain):
+                is_clean = one.candidate in clean
+                if one.score >= best if is_clean else one.score > best + max(0.0, credit.head().gain):
                     credit.stand_on(texts, one.candidate)
             elif one.score >= best:
                 credit.validated(texts, one.candidate)
@@ -498,18 +585,15 @@ class GepaLoop:
         rng = None if self._run.lockstep else step.rng
         try:
             # Feedback comes from the metric, which may ask an LM: it takes a slot.
-            dataset = await self._run.rollouts.request(
-                "propose",
-                step,
-                lambda: self._program.reflective_dataset(task.parent_candidate, evaluation, components, rng),
-            )
+            ask = partial(self._run.rollouts.request, "propose", step)
+            dataset = await self._program.reflective_dataset(task.parent_candidate, evaluation, components, rng, ask)
         except FlashEvolveError:
             raise
         except Exception as error:
             if error is self._program.mistake:
                 raise
             self._log(f"Iteration {step.number + 1}: Exception building reflective dataset: {error}", error)
-            return End(EndKind.FAILED, f"no reflective dataset: {error}")
+            return End(EndKind.FAILED, f"no reflective dataset: {shortened(error)}")
         await pool.write(pool.reflection_starts, step, task, components, dataset)
         return _Prepared(parent, components, dataset)
 
@@ -535,8 +619,10 @@ class GepaLoop:
             except FlashEvolveError:
                 raise
             except Exception as error:
-                self._log(f"Reflection failed (attempt {attempt + 1} of {ATTEMPTS}): {error}", error)
-                reason = f"reflection failed: {error}"
+                if error is self._program.mistake:
+                    raise
+                self._log(f"Reflection failed (attempt {attempt + 1} of {ATTEMPTS}): {shortened(error)}", error)
+                reason = f"reflection failed: {shortened(error)}"
                 continue
             if not made.texts:
                 return End(EndKind.REJECTED, "reflection returned no text")
@@ -548,6 +634,10 @@ class GepaLoop:
     async def screen(self, step: Step, children: Sequence[Child]) -> list[Screened]:
         """Run the children on their parents' minibatches, and let gepa's criterion decide."""
         pool = self._pool
+        if self._credit is not None and step.recorded is None and not self._screening.is_needed(step.number):
+            children = [one for one in children if not await pool.write(self._joins_head, step, one)]
+            if not children:
+                raise StepEnded(EndKind.INTEGRATED, "its edits are in the head, as those of nearly all children before")
         calls = sum(
             self._evaluations.unpaid(step, one.candidate, one.parent.task.minibatch_ids, train=True) for one in children
         )
@@ -556,9 +646,11 @@ class GepaLoop:
         await pool.write(pool.children_start, step, children)
         screened = [one for one in await gather([lambda c=child: self._screened(step, c) for child in children]) if one]
         if not screened:
+            self._screening.record(passed=False)
             await pool.write(pool.count_calls)
             raise StepEnded(EndKind.REJECTED, "no child could pass its screen any more")
         passed = await pool.write(pool.children_end, step, screened)
+        self._screening.record(passed=bool(passed))
         if not passed:
             raise StepEnded(EndKind.REJECTED, "no child passed its screen")
         if self._credit is not None:
@@ -581,12 +673,16 @@ class GepaLoop:
         spent = self._run.budget.spent
         since = spent - self._improved_at
         doubts = since > DOUBTED * max(spent, PATIENCE * len(self._pool.loader)) and step.number % ALONE_EVERY == 0
-        return doubts and self._seconds_left() > 2 * self._validation_seconds()
+        stages = self._run.scheduler.statistics().stages
+        requests = sum(stages[name].waiting + stages[name].running for name in ("prefix", "validate") if name in stages)
+        validations = 2 + requests / len(self._pool.loader)  # its own, the last head's, and what shares the slots
+        return doubts and self._seconds_left() > validations * self._validation_seconds()
 
-    def _joins_head(self, step: Step, child: Child, proposal: Proposal) -> bool:
+    def _joins_head(self, step: Step, child: Child, proposal: Proposal | None = None) -> bool:
         """Put a child's changes to the others, where it can be taken apart; in the pool's writer."""
         assert self._credit is not None
-        ids, scores = proposal.subsample_indices or [], proposal.subsample_scores_after or []
+        ids = [] if proposal is None else proposal.subsample_indices or []
+        scores = [] if proposal is None else proposal.subsample_scores_after or []
         is_taken = self._credit.take(
             step.number, child.parent.task.parent_candidate, child.candidate, self._evaluations.train_split,
             {id_text(one): score for one, score in zip(ids, scores, strict=True)},
@@ -653,6 +749,10 @@ class GepaLoop:
         with anyio.CancelScope(shield=True):  # what enters the pool is told and counted, even if the run ends meanwhile
             commits = await self._pool.write(self._pool.commit, step, work)
             await self._pool.write(self._learn, step, commits)
+            await self._pool.write(self._note_perfect)
+
+            clean = [one.candidate for one, its in zip(commits, work, strict=True) if its.proposal.tag == CONSOLIDATION]
+            await self._pool.write(self._learn, step, commits, clean)
             for one in commits:
                 self._run.commit(step, **asdict(one))
         return End(EndKind.COMMITTED, f"candidate {', '.join(str(one.candidate) for one in commits)}")
@@ -702,19 +802,33 @@ class GepaLoop:
     @property
     def _joins(self) -> bool | None:
         """Whether what steps find comes together in one head; None where that is not known yet."""
-        return False if self._credit is None else self._credit.is_of_use
+        if self._credit is None:
+            return False
+        return (
+            self._credit.is_of_use if self._credit.is_of_use is not None else (True if self._asks_for_edits else None)
+        )
 
     def _reserve(self) -> Reservation | None:
         """Set a step's calls aside, and beside them a validation for the last head where changes come together."""
         aside, budget = self._evaluations.set_aside, self._run.budget
         pays = None
         if self._spent_up() is None:
-            if not self._joins or aside.extend(max(0, len(self._pool.loader) - aside.open)):
+            if not self._joins or aside.extend(max(0, self._kept_aside - aside.open)):
+                pays = budget.reserve(self._most_calls) if self._pays_alone else None
+            if pays is None and not self._run.live and aside.open and self._due_last() is None:
+                aside.refund()  # nothing was found that is worth a last validation: its calls pay further steps
                 pays = budget.reserve(self._most_calls) if self._pays_alone else None
             if pays is not None or self._run.live:
                 return pays
         self._is_last = not self._is_last and not self._run.live and self._due_last() is not None
         return budget.reserve(0) if self._is_last else None
+
+    @property
+    def _kept_aside(self) -> int:
+        """Metric calls that are kept for the end: a second validation where there is something to write anew."""
+        validation, limit, credit = len(self._pool.loader), self._run.budget.limit, self._credit
+        is_grown = self._asks_for_edits and credit is not None and credit.head_changes >= LEAST_EDITS
+        return validation * (2 if is_grown and limit is not None and limit >= ROOM_FOR_TWO * validation else 1)
 
     @property
     def _pays_alone(self) -> bool:
@@ -728,6 +842,8 @@ class GepaLoop:
 
     def _may_open(self) -> str | None:
         """Why no further step may start; None while one may, or the last head is to be validated."""
+        if self._is_perfect:
+            return "the best candidate has the perfect score on every validation example: nothing can be better"
         aside = self._evaluations.set_aside
         if aside.open and self._joins is False and self._due_last() is None:
             aside.refund()  # for a head that is not there
@@ -764,6 +880,7 @@ class GepaLoop:
         await self._pool.write(self._pool.count_calls)
         if await self._pool.write(self._pool.should_stop):
             self._stop()
+        await self._pool.write(self._note_perfect)
         self._seed_is_there()
 
     def _seed_is_there(self) -> None:
@@ -838,6 +955,21 @@ class _ProposalRecord:
         kept = json.loads(text)
         self.feedback = tuple(kept["feedback"])
         return Reflection(kept["texts"], 0)
+
+
+def shortened(error: Exception) -> str:
+    """An error in one line of at most `SHOWN_CHARACTERS`: one of dspy's adapters holds the whole reply.
+
+    >>> shortened(ValueError("no\\nfield"))
+    'no field'
+    """
+    line = " ".join(str(error).split())
+    return line if len(line) <= SHOWN_CHARACTERS else f"{line[:SHOWN_CHARACTERS]}..."
+
+
+def clean_texts(answer: Any) -> dict[str, str]:
+    """The texts that a consolidation wrote."""
+    return checked_texts(dict(answer.texts))
 
 
 def _head_of(step: Step) -> str:

@@ -1,8 +1,9 @@
-"""Every candidate so far, with what it scored and cost: what proposers read, and what the winner is taken from; and
-a candidate before it is run: its source, read out of a reply and checked without being executed.
+"""The archive of all candidates with their scores and costs, and the drafts that become candidates.
 
-Proposers read it as text files. A path is a key of a dictionary, made of numbers only: there is no path that leads
-anywhere else, whatever a proposer asks for, and no name of a proposer's becomes a path.
+Proposers read the archive as text files. The files are entries of a dictionary whose keys we make of numbers, so that
+no path leads out of the archive, whatever a proposer asks for, and no text of a proposer becomes a path.
+
+A draft is a candidate before it is run: a source that was read out of a reply and checked without being executed.
 """
 
 from __future__ import annotations
@@ -20,16 +21,21 @@ from pydantic import TypeAdapter
 from dspy_flashevolve.sandbox.contract import Failure, Outcome
 
 Cost = Callable[[Outcome], float]
-"""A function from one run on one example to its cost; lower is better, and it must be finite."""
-MESSAGE_CHARACTERS = 3000
-"""Of a message in a trace."""
+"""A function from the outcome of one run on one example to its cost. Lower is better; it must be finite."""
 PAGE_CHARACTERS = 6000
+"""Characters of a file that one tool call returns, some 1,500 tokens.
+
+All pages that an agent reads stay in its prompt: with the default ``proposer_steps`` of 8, up to some 12,000 tokens.
+"""
+MESSAGE_CHARACTERS = PAGE_CHARACTERS // 2
+"""Most characters of one LM message in a trace; the rest is cut off, so that a page has room for a call with its reply.
+"""
 MOST_LINES = 60
-"""What a proposer is shown at once."""
+"""Most lines that a listing or a search returns: about a page."""
 
 
 def context_tokens(outcome: Outcome) -> float:
-    """Tokens of all the prompts that a harness sent for one example, as counted by the host.
+    """Return the tokens of all prompts that a harness sent for one example, as the host counted them.
 
     >>> context_tokens(Outcome(fields={}))
     0.0
@@ -42,13 +48,13 @@ class Trial:
     """One run of a candidate on one example.
 
     Args:
-        example: which one, such as "train 3".
-        inputs: of the example, as JSON.
-        outcome: what the sandbox gave.
-        score: the metric's; the failure score where the run failed.
-        feedback: the metric's words; empty where it gave none.
-        cost: of the run.
-        labels: of the example, as JSON; only of training examples.
+        example: split and number of the example, such as "train 3".
+        inputs: inputs of the example, as JSON.
+        outcome: what the sandbox returned.
+        score: of the metric; the failure score where the run failed.
+        feedback: of the metric; empty where it gave none.
+        cost: cost of the run.
+        labels: labels of the example, as JSON; empty for validation examples.
     """
 
     example: str
@@ -66,10 +72,10 @@ class Evaluated:
 
     Args:
         draft: the candidate.
-        scores, costs: one a validation example, in order; at least one.
+        scores, costs: one for each validation example, in order; empty until they have been run.
         failures: why runs on validation examples failed, without their labels.
         traces: runs on training examples, with feedback.
-        memory: what ``learn`` has left; None where it does not learn.
+        memory: the memory after ``learn``; None where the candidate does not learn.
     """
 
     draft: Draft
@@ -81,12 +87,12 @@ class Evaluated:
 
     @property
     def score(self) -> float:
-        """Mean over the validation set."""
+        """Mean score over the validation set."""
         return sum(self.scores) / len(self.scores)
 
     @property
     def cost(self) -> float:
-        """Mean over the validation set."""
+        """Mean cost over the validation set."""
         return sum(self.costs) / len(self.costs)
 
 
@@ -96,7 +102,7 @@ class Failed:
 
     Args:
         draft: the candidate.
-        failure: why.
+        failure: the reason.
         traces: runs on training examples, with feedback.
     """
 
@@ -106,18 +112,20 @@ class Failed:
 
 
 Checked = Evaluated | Failed
-"""A candidate whose check, or whose evaluation, is done."""
+"""A candidate that passed or failed its check or its evaluation."""
 
 
 def pareto_front(points: Mapping[int, tuple[float, float]]) -> tuple[int, ...]:
-    """The numbers of the points (score, cost) that no other beats, best score first; of equal points the lowest number.
+    """Return the numbers of the points (score, cost) on the Pareto front, best score first.
+
+    A point is on the front if no other has as high a score at as low a cost; of equal points the lowest number is.
 
     >>> pareto_front({0: (0.5, 10), 1: (0.9, 30), 2: (0.4, 20), 3: (0.9, 30)})
     (1, 0)
     """
     front: list[int] = []
     cheapest = float("inf")
-    for number in sorted(points, key=lambda one: (-points[one][0], points[one][1], one)):
+    for number in sorted(points, key=lambda number: (-points[number][0], points[number][1], number)):
         if points[number][1] < cheapest:
             front.append(number)
             cheapest = points[number][1]
@@ -125,32 +133,34 @@ def pareto_front(points: Mapping[int, tuple[float, float]]) -> tuple[int, ...]:
 
 
 class Archive:
-    """Candidates by number, in the order of their admission, and their files. One writer changes it.
+    """Candidates by number, in the order of their admission, and their files. Only `HarnessRun.admit` changes it.
 
     Args:
-        log_dir: where the files are written, too; None for nowhere.
+        log_dir: directory in which the files are written, too; None for nowhere.
     """
 
     def __init__(self, log_dir: Path | None = None) -> None:
         self.candidates: list[Evaluated] = []
         self.failed: list[Failed] = []
         self.files: Mapping[str, str] = {}
-        """Path -> text; another mapping after each change, since proposers read in threads."""
+        """Path -> text. A change makes a new mapping, since proposers read the old one in threads."""
         self._log_dir = log_dir
 
     @property
     def version(self) -> int:
-        """How many candidates have been admitted."""
+        """Number of candidates that have been admitted."""
         return len(self.candidates)
 
     @property
     def front(self) -> tuple[int, ...]:
-        """Numbers of the candidates that no other beats in score and cost, best score first."""
-        return pareto_front({number: (one.score, one.cost) for number, one in enumerate(self.candidates)})
+        """Numbers of the candidates on the Pareto front of score and cost, best score first."""
+        return pareto_front(
+            {number: (candidate.score, candidate.cost) for number, candidate in enumerate(self.candidates)}
+        )
 
     @property
     def best(self) -> int:
-        """Number of the candidate with the best score; of equals the cheapest, then the first.
+        """Number of the candidate with the best score; of equal scores the cheapest one, then the first.
 
         Raises:
             IndexError: the archive is empty.
@@ -159,44 +169,44 @@ class Archive:
 
     @property
     def overview(self) -> str:
-        """One line a candidate, best score first, and the latest failures."""
+        """A line of text for each candidate, best score first, and for the latest failures."""
         lines: list[str] = []
         front = self.front
-        for number, one in sorted(enumerate(self.candidates), key=lambda pair: (-pair[1].score, pair[0])):
-            star = " (Pareto front)" if number in front else ""
-            said = _one_line(f"{one.draft.name}: {one.draft.hypothesis}")
-            lines.append(f"{number:04d}: score {one.score:.4f}, cost {one.cost:.0f}{star}: {said}")
-        for number, one in list(enumerate(self.failed))[-5:]:
-            lines.append(_one_line(f"failed {number:04d}: {one.draft.name}: {one.failure}")[:300])
+        for number, candidate in sorted(enumerate(self.candidates), key=lambda pair: (-pair[1].score, pair[0])):
+            front_note = " (Pareto front)" if number in front else ""
+            summary = _one_line(f"{candidate.draft.name}: {candidate.draft.hypothesis}")
+            lines.append(f"{number:04d}: score {candidate.score:.4f}, cost {candidate.cost:.0f}{front_note}: {summary}")
+        for number, failed in list(enumerate(self.failed))[-5:]:
+            lines.append(_one_line(f"failed {number:04d}: {failed.draft.name}: {failed.failure}")[:300])
         return "\n".join(lines) or "The archive is empty."
 
-    def add(self, one: Checked) -> int:
-        """Admit a candidate, or keep one that failed, so that nobody makes the same mistake again.
+    def add(self, candidate: Checked) -> int:
+        """Admit a candidate, or keep one that failed, so that proposers do not repeat its mistake.
 
         Returns:
-            Its number among the admitted, or among those that failed.
+            Its number among the admitted candidates, or among the failed ones.
 
         Raises:
-            OSError: the run directory cannot be written.
+            OSError: ``log_dir`` cannot be written.
         """
-        if isinstance(one, Failed):
+        if isinstance(candidate, Failed):
             folder, number = "failed", len(self.failed)
-            self.failed.append(one)
+            self.failed.append(candidate)
         else:
             folder, number = "candidates", self.version
-            self.candidates.append(one)
-        fresh = _files_of(f"{folder}/{number:04d}", one)
+            self.candidates.append(candidate)
+        fresh = _files_of(f"{folder}/{number:04d}", candidate)
         self.files = {**self.files, **fresh}
         if self._log_dir is not None:
             for path, text in {**fresh, "overview.txt": self.overview}.items():
-                place = self._log_dir / path
-                place.parent.mkdir(parents=True, exist_ok=True)
-                place.write_text(text, encoding="utf-8", errors="replace")
+                target = self._log_dir / path
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_text(text, encoding="utf-8", errors="replace")
         return number
 
 
-def _files_of(home: str, one: Checked) -> dict[str, str]:
-    draft = one.draft
+def _files_of(home: str, candidate: Checked) -> dict[str, str]:
+    draft = candidate.draft
     about = [
         f"name: {_one_line(draft.name)}",
         f"direction: {draft.direction}",
@@ -204,18 +214,18 @@ def _files_of(home: str, one: Checked) -> dict[str, str]:
         f"based on: {', '.join(map(str, draft.parents)) or 'nothing'}",
     ]
     files = {f"{home}/source.py": draft.source}
-    files |= {f"{home}/traces/{number}.txt": _trace(trial) for number, trial in enumerate(one.traces)}
-    if isinstance(one, Failed):
-        about.append(f"failed: {_one_line(one.failure)}")
+    files |= {f"{home}/traces/{number}.txt": _trace(trial) for number, trial in enumerate(candidate.traces)}
+    if isinstance(candidate, Failed):
+        about.append(f"failed: {_one_line(candidate.failure)}")
     else:
-        about += [f"score: {one.score:.4f}", f"cost: {one.cost:.1f}"]
-        about += [f"failed run: {_one_line(failure)}" for failure in one.failures[:5]]
-        rows = enumerate(zip(one.scores, one.costs, strict=True))
+        about += [f"score: {candidate.score:.4f}", f"cost: {candidate.cost:.1f}"]
+        about += [f"failed run: {_one_line(failure)}" for failure in candidate.failures[:5]]
+        rows = enumerate(zip(candidate.scores, candidate.costs, strict=True))
         files[f"{home}/scores.txt"] = "\n".join(
             f"validation {number}: score {score:.4g}, cost {cost:.6g}" for number, (score, cost) in rows
         )
-        if one.memory is not None:
-            files[f"{home}/memory.json"] = json.dumps(one.memory, indent=1)
+        if candidate.memory is not None:
+            files[f"{home}/memory.json"] = json.dumps(candidate.memory, indent=1)
     return files | {f"{home}/about.txt": "\n".join(about)}
 
 
@@ -232,9 +242,9 @@ def _trace(trial: Trial) -> str:
     return "\n".join([*parts, f"cost: {trial.cost:.6g}", f"feedback: {trial.feedback}"])
 
 
-def _one_line(said: object) -> str:
-    """A candidate's or a proposer's words, so that they cannot look like a line of ours."""
-    return " ".join(str(said).split())
+def _one_line(text: object) -> str:
+    """Return a text of a candidate or proposer in one line, so that it cannot forge further lines of a file."""
+    return " ".join(str(text).split())
 
 
 def _cut(text: str) -> str:
@@ -242,14 +252,14 @@ def _cut(text: str) -> str:
 
 
 def tools_of(archive: Archive) -> list[Callable[..., str]]:
-    """A proposer's tools. They answer with text, never with an error, in any thread."""
+    """Return the tools of a proposer. They work in any thread, and return text where they are misused."""
 
     def list_files(folder: str = "") -> str:
         """List the archive's files under a folder, such as "candidates/0003"; all of them without one."""
         prefix = str(folder).strip("/")
-        found = [path for path in sorted(archive.files) if path.startswith(prefix)]
-        more = f"\n... and {len(found) - MOST_LINES} more: name a folder" if len(found) > MOST_LINES else ""
-        return "\n".join(found[:MOST_LINES]) + more or f"There is no file under {prefix!r}."
+        paths = [path for path in sorted(archive.files) if path.startswith(prefix)]
+        more = f"\n... and {len(paths) - MOST_LINES} more: name a folder" if len(paths) > MOST_LINES else ""
+        return "\n".join(paths[:MOST_LINES]) + more or f"There is no file under {prefix!r}."
 
     def read_file(path: str, page: int = 1) -> str:
         """Read a file of the archive, such as "candidates/0003/source.py"; long ones by page, from 1."""
@@ -283,25 +293,26 @@ IMPORTABLE = frozenset({
     "numpy", "operator", "pydantic", "random", "re", "statistics", "string", "textwrap", "time", "typing",
     "typing_extensions", "unicodedata", "zlib",
 })  # fmt: skip
-"""Modules that a harness may import. This tells a proposer early; it is the sandbox that holds a candidate."""
+"""Modules that a harness may import. The check only tells a proposer early; it is the sandbox that confines code."""
 MOST_CHARACTERS = 100_000
+"""Most characters of a source: some 25,000 tokens, more than proposers are shown or write. It bounds `ast.parse`."""
 MOST_REPLY_CHARACTERS = 10 * MOST_CHARACTERS
-"""What is read of a reply; more is no list of modules any more."""
+"""Characters of a reply that are read; enough for ten modules of the longest kind."""
 _LANGUAGES = frozenset({"", "python", "py"})
 _HEADER = re.compile(r"^#[ \t]*(name|hypothesis|based on)[ \t]*:[ \t]*(.*)$", re.MULTILINE | re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class Draft:
-    """A candidate that was not run yet.
+    """A candidate before it is run.
 
     Args:
-        source: of one ``dspy.Module`` subclass, with its imports and helpers.
-        class_name: the class.
-        learns: it has a ``learn`` method.
-        name, hypothesis: the proposer's words; shown, never used as a path.
-        parents: numbers of the archive's candidates that it is based on.
-        direction: what its proposer had been told to look into.
+        source: Python source of one ``dspy.Module`` subclass, with its imports and helpers.
+        class_name: name of that class.
+        learns: whether it has a method ``learn``.
+        name, hypothesis: texts of the proposer; shown, never used as a path.
+        parents: numbers of the candidates that it is based on.
+        direction: the direction that its proposer was given.
     """
 
     source: str
@@ -315,15 +326,15 @@ class Draft:
 
 TRIAL: TypeAdapter[Trial] = TypeAdapter(Trial)
 CHECKED: TypeAdapter[Checked] = TypeAdapter(Checked)
-"""They read again what ``asdict`` gave."""
+"""Read a trial or a checked candidate from the dictionary that ``asdict`` made of it."""
 
 
 class DraftError(ValueError):
-    """A source is no harness."""
+    """The source is no harness."""
 
 
 def blocks_in(reply: str) -> list[str]:
-    """The Python code blocks of a reply; the whole reply where there are none.
+    """Return the Python code blocks of a reply; the whole reply where it has none.
 
     >>> blocks_in("First\\n```python\\nx = 1\\n```\\nthen\\n```\\ny = 2\\n```")
     ['x = 1\\n', 'y = 2\\n']
@@ -343,16 +354,16 @@ def blocks_in(reply: str) -> list[str]:
 
 
 def draft_of(source: str, inputs: Iterable[str] = (), parents: Sequence[int] = (), direction: str = "") -> Draft:
-    """Read a candidate out of its source.
+    """Check a source without running it, and return it as a draft.
 
     Args:
-        source: Python; comments ``# name:``, ``# hypothesis:`` and ``# based on:`` say what it is.
-        inputs: the names that ``forward`` must accept.
-        parents: whose numbers ``# based on:`` may name; numbers of others are left out.
-        direction: see :class:`Draft`.
+        source: Python, with comments ``# name:``, ``# hypothesis:`` and ``# based on:``.
+        inputs: names of the inputs that ``forward`` must accept.
+        parents: the numbers that ``# based on:`` may name; others are ignored.
+        direction: see `Draft`.
 
     Raises:
-        DraftError: it is not Python, not one module, or imports what is not there for it.
+        DraftError: it is not Python, has not exactly one module, or imports what a harness may not import.
     """
     if len(source) > MOST_CHARACTERS:
         raise DraftError(f"the source has {len(source)} characters, at most {MOST_CHARACTERS} are read")
@@ -366,14 +377,14 @@ def draft_of(source: str, inputs: Iterable[str] = (), parents: Sequence[int] = (
     if "forward" not in methods:
         raise DraftError(f"class {module.name} has no method forward")
     _check_inputs(methods["forward"].args, inputs)
-    said = {key.lower(): text.strip() for key, text in _HEADER.findall(source)}
-    based = {int(number) for number in re.findall(r"\d{1,6}", said.get("based on", ""))}
+    header = {key.lower(): text.strip() for key, text in _HEADER.findall(source)}
+    based = {int(number) for number in re.findall(r"\d{1,6}", header.get("based on", ""))}
     return Draft(
         source=source,
         class_name=module.name,
         learns="learn" in methods,
-        name=said.get("name", module.name)[:80],
-        hypothesis=said.get("hypothesis", "")[:500],
+        name=header.get("name", module.name)[:80],
+        hypothesis=header.get("hypothesis", "")[:500],
         parents=tuple(sorted(based & set(parents))),
         direction=direction,
     )
@@ -382,10 +393,10 @@ def draft_of(source: str, inputs: Iterable[str] = (), parents: Sequence[int] = (
 def drafts_in(
     reply: str, count: int, inputs: Sequence[str], known: Sequence[int], direction: str
 ) -> tuple[list[Draft], list[str]]:
-    """The modules in a proposer's reply, at most ``count``, and why others are none.
+    """Return the drafts in a proposer's reply, at most ``count``, and the problems of the other code blocks.
 
     Args:
-        inputs: the program's input fields.
+        inputs: names of the program's input fields.
         known: numbers of the archive's candidates.
     """
     drafts: list[Draft] = []
@@ -396,28 +407,31 @@ def drafts_in(
         except DraftError as error:
             problems.append(str(error))
             continue
-        if len(drafts) < count and draft.source not in [one.source for one in drafts]:
+        if len(drafts) < count and draft.source not in [other.source for other in drafts]:
             drafts.append(draft)
     return drafts, problems
 
 
 def _module_class(tree: ast.Module) -> ast.ClassDef:
     classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
-    modules = [one for one in classes if any(_is_module(base) for base in one.bases)]
+    modules = [node for node in classes if any(_is_module(base) for base in node.bases)]
     if len(modules) != 1:
         raise DraftError(f"the source has {len(modules)} subclasses of dspy.Module, expected one")
     return modules[0]
 
 
 def _is_module(base: ast.expr) -> bool:
-    """It is ``Module`` or ``dspy.Module``. Not ``ast.unparse``: a source may be deeper than Python's stack."""
+    """Return whether a base class is ``Module`` or ``dspy.Module``.
+
+    Not by `ast.unparse`, which recurses: an expression may be nested more deeply than Python's stack.
+    """
     if isinstance(base, ast.Attribute):
         return base.attr == "Module" and isinstance(base.value, ast.Name) and base.value.id == "dspy"
     return isinstance(base, ast.Name) and base.id == "Module"
 
 
 def _check_inputs(arguments: ast.arguments, inputs: Iterable[str]) -> None:
-    named = [one.arg for one in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+    named = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
     missing = [] if arguments.kwarg else [name for name in inputs if name not in named]
     if missing:
         raise DraftError(f"forward does not accept the inputs {', '.join(missing)}: name them, or take **inputs")

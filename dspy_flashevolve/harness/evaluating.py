@@ -1,4 +1,4 @@
-"""Candidates on examples: what they are to solve, and how they are run and scored, in the run's slots."""
+"""Evaluating candidates: the task that they solve, and how they are run on its examples and scored."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from dspy_flashevolve.engine.rollouts import Granted, Rollout, RolloutKey, Spent
 from dspy_flashevolve.engine.steps import Step
 from dspy_flashevolve.harness.archive import TRIAL, Checked, Draft, DraftError, Evaluated, Failed, Trial, draft_of
 from dspy_flashevolve.harness.program import as_json, call_in_thread, call_on_loop, typed_fields
+from dspy_flashevolve.harness.settings import HarnessSettings
 from dspy_flashevolve.programs.faults import heard_lm_calls, raise_provider_fault
 from dspy_flashevolve.programs.metric import Metric
 from dspy_flashevolve.programs.program import answers_asynchronously
@@ -27,21 +28,22 @@ from dspy_flashevolve.programs.run import DspyRun, check_data
 from dspy_flashevolve.sandbox.contract import CodeSandbox, Failure, Job, LmRecord, LmRequest, Outcome, SandboxError
 
 FLEX: Any = dspy.Flex
-"""Its decorator hides from type checkers that it is a class."""
+"""`dspy.Flex`, typed Any: its decorator hides from type checkers that it is a class."""
 MESSAGE_CHARACTERS = 1000
+"""Most characters of an error that is shown to a candidate or a proposer: the type and the beginning are what helps."""
 
 
 @dataclass(frozen=True)
 class HarnessTask:
-    """What candidates are to solve.
+    """The task that candidates are to solve.
 
     Args:
-        signature: inputs and outputs.
-        seed: the first candidate.
+        signature: its inputs and outputs.
+        seed: the student as the first candidate.
         lm: the student's own LM; None for the configured one.
-        trainset: examples whose labels a proposer, and ``learn``, may see.
-        valset: examples that candidates are scored on; their labels stay with the metric.
-        lessons: the training examples that are not in the valset: those that ``learn`` is given.
+        trainset: examples whose labels proposers and ``learn`` may see.
+        valset: examples that candidates are scored on; only the metric sees their labels.
+        lessons: the training examples that are not in the valset, which ``learn`` is given.
     """
 
     signature: Any
@@ -53,31 +55,31 @@ class HarnessTask:
 
     @property
     def smoke_examples(self) -> Sequence[Example]:
-        """What new candidates are tried on, and proposers see the traces of: lessons, where there are any."""
+        """Examples of the check, whose traces proposers see: the lessons, or the trainset where there are none."""
         return self.lessons or self.trainset
 
     @property
     def inputs(self) -> list[str]:
-        """Names of the input fields."""
+        """The names of the input fields."""
         return list(self.signature.input_fields)
 
     @property
     def outputs(self) -> dict[str, Any]:
-        """Output field -> type."""
+        """The types of the output fields by name."""
         return {name: field.annotation for name, field in self.signature.output_fields.items()}
 
     @property
     def description(self) -> str:
-        """For the proposer."""
+        """The signature in words, for proposers."""
         return FlexContext(signature_cls=self.signature).render_signature_spec()
 
 
 def task_of(student: Any, trainset: Any, valset: Any) -> HarnessTask:
-    """The task that a student and its data are.
+    """Make a task of a student and its data.
 
     Raises:
-        ConfigurationError: the student is not one whose source is known.
-        DataError: no data, or data that do not fit the student.
+        ConfigurationError: the student is of a kind whose source is not known.
+        DataError: there are no data, or they do not fit the student.
     """
     signature, source, lm = _source_of(student)
     check_data(student, trainset, None, valset)
@@ -100,7 +102,7 @@ def task_of(student: Any, trainset: Any, valset: Any) -> HarnessTask:
 
 
 def _source_of(student: Any) -> tuple[Any, str, Any]:
-    """Signature, source and LM of a student."""
+    """Return the signature, the source and the LM of a student."""
     if isinstance(student, FLEX):
         if student._flex_ctx.tools:  # pyright: ignore[reportPrivateUsage]
             raise ConfigurationError(
@@ -129,31 +131,31 @@ def _key(example: Example) -> str:
 
 
 class TrialRecord:
-    """How a trial is written down and read again; a :class:`~.rollouts.RolloutRecord`. A trace is its LM calls."""
+    """Writes a trial to the journal and reads it again; a `RolloutRecord`. A trace is its LM calls."""
 
     def write(self, rollout: Rollout) -> tuple[str, str]:
-        kept = asdict(rollout.trajectory)
-        calls = kept["outcome"].pop("calls")
-        return json.dumps(kept), json.dumps(calls)
+        row = asdict(rollout.trajectory)
+        calls = row["outcome"].pop("calls")
+        return json.dumps(row), json.dumps(calls)
 
     def read(self, row: Any) -> Rollout | None:
         try:
-            kept = json.loads(row["output"])
-            kept["outcome"]["calls"] = json.loads(row["trace"] or "[]")
-            trial = TRIAL.validate_python(kept)
-        except (KeyError, TypeError, ValueError):  # of another version
+            data = json.loads(row["output"])
+            data["outcome"]["calls"] = json.loads(row["trace"] or "[]")
+            trial = TRIAL.validate_python(data)
+        except (KeyError, TypeError, ValueError):  # written by another version of the package
             return None
         return Rollout(trial.outcome.fields, trial.score, trajectory=trial)
 
 
 def texts_of(draft: Draft, memory: Any) -> dict[str, str]:
-    """The texts that tell candidates apart: one that remembers something else is another one."""
+    """Return the texts that identify a candidate: with another memory it is another candidate."""
     texts = {"source": draft.source}
     return texts if memory is None else {**texts, "memory": hash_of({"memory": json.dumps(memory)})}
 
 
-class _Hopeless(Exception):
-    """A candidate has done on an example what no candidate may do: the rest of its evaluation is given up."""
+class _Disqualified(Exception):
+    """A candidate failed gravely, or could not learn: the rest of its evaluation is skipped."""
 
     def __init__(self, failure: Failure, where: str) -> None:
         self.failure = Failure(failure.reason, f"{where}: {failure.message}")
@@ -161,25 +163,25 @@ class _Hopeless(Exception):
 
 
 class Evaluations:
-    """Evaluates candidates.
+    """Runs candidates in the sandbox, in the run's slots, and scores them.
 
     Args:
-        of: the optimizer: its metric, cost, learn_batch and failure_score.
-        run: gives the slots.
-        task: what they are to solve.
+        settings: the arguments of the optimizer.
+        run: gives the slots and the journal.
+        task: the task that candidates solve.
         sandbox: where their code runs.
 
     Raises:
-        ConfigurationError: no LM answers their calls.
+        ConfigurationError: there is no LM for their calls.
     """
 
-    def __init__(self, of: Any, run: DspyRun, task: HarnessTask, sandbox: CodeSandbox) -> None:
+    def __init__(self, settings: HarnessSettings, run: DspyRun, task: HarnessTask, sandbox: CodeSandbox) -> None:
         lm = run.settings.get("lm") if task.lm is None else run.paced(task.lm)
         if lm is None:
             raise ConfigurationError("no LM is configured: dspy.configure(lm=...), or an LM of the student's own.")
-        self._of, self._run, self._task, self._sandbox = of, run, task, sandbox
+        self._settings, self._run, self._task, self._sandbox = settings, run, task, sandbox
         self._lm, self._on_loop = lm, answers_asynchronously(lm)
-        self._metric = Metric(of.metric, run.threads)
+        self._metric = Metric(settings.metric, run.threads)
         self._adapter = type(run.settings.get("adapter") or dspy.ChatAdapter()).__name__
         # Where candidates are scored on what they are checked on, nobody may see the labels.
         self._splits = {
@@ -188,69 +190,75 @@ class Evaluations:
             "val": (task.valset, False),
         }
 
-    async def checked(self, step: Step, draft: Draft, chosen: Sequence[int]) -> Checked:
-        """Run a draft on the smoke examples of these numbers: what nobody may do, or failing on all, ends it."""
+    async def check(self, step: Step, draft: Draft, chosen: Sequence[int]) -> Checked:
+        """Run a draft on the smoke examples of these numbers.
+
+        It fails when it fails on all of them, or on one with a grave failure (`Failure.is_grave`).
+        """
         traces = await self._trials(step, draft, "train", chosen)
-        failures = [one.outcome.failure for one in traces if one.outcome.failure is not None]
+        failures = [trial.outcome.failure for trial in traces if trial.outcome.failure is not None]
         grave = [failure for failure in failures if failure.is_grave]
         if grave or len(failures) == len(traces):
             return Failed(draft, (grave or failures)[0], tuple(traces))
         return Evaluated(draft, (), (), traces=tuple(traces))
 
-    async def evaluated(self, step: Step, one: Checked) -> Checked:
-        """Let a candidate that passed its check learn, where it can, and run it on the whole validation set."""
-        if isinstance(one, Failed):
-            return one
+    async def evaluate(self, step: Step, candidate: Checked) -> Checked:
+        """Let a candidate that passed its check learn, if it can, and run it on the whole validation set."""
+        if isinstance(candidate, Failed):
+            return candidate
         try:
-            memory = await self._learnt(step, one.draft) if one.draft.learns else None
-            trials = await self._trials(step, one.draft, "val", range(len(self._task.valset)), memory)
-        except _Hopeless as error:
-            return Failed(one.draft, error.failure, one.traces)
+            memory = await self._learn(step, candidate.draft) if candidate.draft.learns else None
+            trials = await self._trials(step, candidate.draft, "val", range(len(self._task.valset)), memory)
+        except _Disqualified as error:
+            return Failed(candidate.draft, error.failure, candidate.traces)
         scores, costs = tuple(trial.score for trial in trials), tuple(trial.cost for trial in trials)
         failures = tuple(trial.outcome.failure for trial in trials if trial.outcome.failure is not None)
-        return Evaluated(one.draft, scores, costs, failures, one.traces, memory)
+        return Evaluated(candidate.draft, scores, costs, failures, candidate.traces, memory)
 
-    async def _learnt(self, step: Step, draft: Draft) -> Any:
-        """What a candidate remembers after one pass over the training examples that nobody is scored on.
+    async def _learn(self, step: Step, draft: Draft) -> Any:
+        """Return a candidate's memory after one pass over the lessons, in batches.
 
         Raises:
-            _Hopeless: it did what none may do, or ``learn`` failed.
+            _Disqualified: it failed gravely, or ``learn`` failed.
         """
         memory: Any = {}
         numbers = range(len(self._task.lessons))
-        for start in range(0, len(numbers), self._of.learn_batch):
-            taught = numbers[start : start + self._of.learn_batch]
+        for start in range(0, len(numbers), self._settings.learn_batch):
+            batch_numbers = numbers[start : start + self._settings.learn_batch]
             lessons = [
                 {
-                    "inputs": one.inputs,
-                    "labels": one.labels,
-                    "prediction": one.outcome.fields,
-                    "score": one.score,
-                    "feedback": one.feedback,
+                    "inputs": trial.inputs,
+                    "labels": trial.labels,
+                    "prediction": trial.outcome.fields,
+                    "score": trial.score,
+                    "feedback": trial.feedback,
                 }
-                for one in await self._trials(step, draft, "lesson", taught, memory)
+                for trial in await self._trials(step, draft, "lesson", batch_numbers, memory)
             ]
-            record = ReplyText(f"learn {taught} {hash_of(texts_of(draft, memory))}")
-            learn = partial(self._learns, draft, memory, lessons)
-            asked = await self._run.rollouts.request("evaluate", step, learn, lambda one: one.spent, record)
+            record = ReplyText(f"learn {batch_numbers} {hash_of(texts_of(draft, memory))}")
+            learn = partial(self._learn_batch, draft, memory, lessons)
+            asked = await self._run.rollouts.request("evaluate", step, learn, lambda reply: reply.spent, record)
             assert asked.answer is not None
             memory, failure = asked.answer
             if failure is not None:
-                raise _Hopeless(Failure(*failure), "in learn")
+                raise _Disqualified(Failure(*failure), "in learn")
         return memory
 
-    async def _learns(self, draft: Draft, memory: Any, lessons: list[dict[str, Any]]) -> Asked[tuple[Any, Any]]:
-        outcome = await self._ran(draft, memory, batch=lessons)
+    async def _learn_batch(self, draft: Draft, memory: Any, lessons: list[dict[str, Any]]) -> Asked[tuple[Any, Any]]:
+        """Call ``learn`` once; return the memory after it, and the failure as (reason, message) or None."""
+        outcome = await self._run_job(draft, memory, batch=lessons)
         failure = None if outcome.failure is None else (outcome.failure.reason, outcome.failure.message)
         return Asked((outcome.memory, failure), spent=Spent(outcome.tokens))
 
     async def _trials(
         self, step: Step, draft: Draft, split: str, numbers: Iterable[int], memory: Any = None
     ) -> list[Trial]:
-        """Run a draft on the examples of these numbers. What was paid before an interruption comes first.
+        """Run a draft on the examples of these numbers.
+
+        Those that an interrupted run has paid come first.
 
         Raises:
-            _Hopeless: it does on one what none may do, and this is no check; the other runs are cancelled.
+            _Disqualified: it failed gravely on one, outside of a check; its other runs are cancelled.
         """
         texts, traced, journal = texts_of(draft, memory), split != "val", self._run.journal
         candidate = hash_of(texts) if journal is None else journal.candidate(texts)
@@ -258,14 +266,14 @@ class Evaluations:
         if journal is not None:
             order.sort(key=lambda number: journal.missing(step.number, candidate, split, [number], traced=traced))
 
-        async def one(index: int, granted: Granted) -> Trial:
+        async def run_example(index: int, granted: Granted) -> Trial:
             number = order[index]
             rollout = await self._run.rollouts.rollout(
                 RolloutKey(candidate, split, number, traced),
                 "check" if split == "train" else "evaluate",
                 step,
                 step.reservation,
-                lambda: self._predicted(draft, split, number, memory),
+                lambda: self._predict(draft, split, number, memory),
                 TrialRecord(),
                 behind=len(order) - index - 1,
                 granted=granted,
@@ -273,14 +281,14 @@ class Evaluations:
             trial: Trial = rollout.trajectory
             failure = trial.outcome.failure
             if failure is not None and failure.is_grave and split != "train":
-                raise _Hopeless(failure, f"on {trial.example}")
+                raise _Disqualified(failure, f"on {trial.example}")
             return trial
 
-        trials = dict(zip(order, await batch(len(order), one), strict=True))
+        trials = dict(zip(order, await batch(len(order), run_example), strict=True))
         return [trials[number] for number in numbers]
 
-    async def _predicted(self, draft: Draft, split: str, number: int, memory: Any) -> Rollout:
-        """Run a draft on one example, of which it sees the inputs, and score what it answers.
+    async def _predict(self, draft: Draft, split: str, number: int, memory: Any) -> Rollout:
+        """Run a draft on the inputs of one example, and score its prediction.
 
         Raises:
             RolloutUnresolvedError: the sandbox failed, not the candidate.
@@ -290,28 +298,32 @@ class Evaluations:
         examples, labelled = self._splits[split]
         example, name = examples[number], f"{'validation' if split == 'val' else split} {number}"
         inputs = as_json(dict(example.inputs()))
-        outcome = await self._ran(draft, memory, inputs=inputs)
-        score, feedback = self._of.failure_score, ""
+        outcome = await self._run_job(draft, memory, inputs=inputs)
+        score, feedback = self._settings.failure_score, ""
         if outcome.failure is None:
             fields, failure = typed_fields(outcome.fields, self._task.outputs)
             outcome = replace(outcome, failure=failure)
             if failure is None:
-                score, feedback = await self._scored(example, fields)
-        labels, said = (as_json(dict(example.labels())), feedback) if labelled else ({}, "")
-        cost, kept = self._of.cost(outcome), replace(outcome, memory=None)  # what a prediction remembers, nobody reads
-        trial = Trial(name, inputs, kept, score, said, cost, labels)
+                score, feedback = await self._score(example, fields)
+        labels, shown_feedback = (as_json(dict(example.labels())), feedback) if labelled else ({}, "")
+        cost, without_memory = (
+            self._settings.cost(outcome),
+            replace(outcome, memory=None),
+        )  # the memory that a prediction changes is not kept
+        trial = Trial(name, inputs, without_memory, score, shown_feedback, cost, labels)
         return Rollout(outcome.fields, score, trajectory=trial, tokens=outcome.tokens)
 
-    async def _ran(self, draft: Draft, memory: Any, **what: Any) -> Outcome:
+    async def _run_job(self, draft: Draft, memory: Any, **work: Any) -> Outcome:
+        """Run a draft in the sandbox; ``work`` is the inputs of a prediction or the batch of a lesson."""
         remembered = {} if memory is None and draft.learns else memory
-        job = Job(draft.source, draft.class_name, memory=remembered, adapter=self._adapter, **what)
+        job = Job(draft.source, draft.class_name, memory=remembered, adapter=self._adapter, **work)
         try:
             return await self._sandbox.run(job, self._call_lm)
         except SandboxError as error:
             raise RolloutUnresolvedError(f"the sandbox failed: {error}") from error
 
     async def _call_lm(self, request: LmRequest) -> LmRecord | str:
-        """Make a candidate's LM call: on the loop where the LM can, else in a thread."""
+        """Make an LM call of a candidate: on the event loop if the LM is asynchronous, else in a thread."""
         with heard_lm_calls() as calls:
             try:
                 if self._on_loop:
@@ -321,20 +333,20 @@ class Evaluations:
                 raise_provider_fault(error, calls.errors)
                 return f"{type(error).__name__}: {error}"[:MESSAGE_CHARACTERS]
 
-    async def _scored(self, example: Any, fields: dict[str, Any]) -> tuple[float, str]:
-        """Score and feedback, as dspy.GEPA reads a metric: a number, or a prediction with ``score`` and ``feedback``.
+    async def _score(self, example: Any, fields: dict[str, Any]) -> tuple[float, str]:
+        """Return score and feedback. As in dspy.GEPA, a metric returns a number, or a prediction that has both.
 
-        An error of the metric's is the failure score; one of the provider's (an LM that judges) is none.
+        A metric that raises gives the failure score; an error of the provider of a judging LM gives no score.
         """
         with heard_lm_calls() as calls:
             try:
                 raw = await self._metric.score(example, dspy.Prediction(**fields))
-                found = float(raw.score if isinstance(raw, dspy.Prediction) else raw)
+                score = float(raw.score if isinstance(raw, dspy.Prediction) else raw)
             except FlashEvolveError:
                 raise
             except Exception as error:
                 raise_provider_fault(error, calls.errors)
-                said = f"the metric raised {type(error).__name__}: {error}"[:MESSAGE_CHARACTERS]
-                return self._of.failure_score, said
+                message = f"the metric raised {type(error).__name__}: {error}"[:MESSAGE_CHARACTERS]
+                return self._settings.failure_score, message
         feedback = raw.get("feedback", "") if isinstance(raw, dspy.Prediction) else ""
-        return (found if math.isfinite(found) else self._of.failure_score), str(feedback or "")
+        return (score if math.isfinite(score) else self._settings.failure_score), str(feedback or "")

@@ -1,6 +1,6 @@
-"""A program that is a harness: a ``dspy.Flex`` whose source runs in the sandbox, with the memory that it has learnt.
+"""`Harness`, a ``dspy.Flex`` whose source runs in the sandbox with the memory that it has learnt.
 
-And what the host does for a run of any harness: it makes the LM calls, and reads what comes back.
+Also the host's part in a run of any harness: making its LM calls, and reading the fields that it returns.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from dspy.adapters.utils import find_enum_member
 from dspy.predict.flex.flex import Flex
 from dspy.signatures import make_signature
 from dspy.utils.exceptions import DSPyError
-from dspy.utils.usage_tracker import track_usage
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import to_jsonable_python
 
 from dspy_flashevolve.engine.errors import ConfigurationError
 from dspy_flashevolve.harness.archive import DraftError, draft_of
+from dspy_flashevolve.programs.usage import counting_usage
 from dspy_flashevolve.sandbox.contract import Failure, Job, Limits, LmRecord, LmRequest
 from dspy_flashevolve.sandbox.sandbox import Sandbox, accepted_layers
 
 T = TypeVar("T")
 CHARACTERS_A_TOKEN = 4
-"""Where a provider reports no tokens, they are estimated from the characters."""
+"""Estimates tokens where a provider reports none; OpenAI's rule of thumb for English."""
 _SIGNATURE = make_signature("request -> text")
 
 
 class HarnessError(DSPyError, RuntimeError):
-    """The code of a harness failed on an input; :attr:`failure` says why."""
+    """The code of a harness failed on an input; ``failure`` has the reason."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(str(failure))
@@ -56,7 +56,7 @@ class Harness(Flex):  # pyright: ignore[reportGeneralTypeIssues,reportUntypedBas
         memory: JSON that is the module's ``memory``; None leaves it as its constructor makes it.
         limits: of each call.
         accept_missing_protection: layers of the process sandbox that this machine may lack, as of
-            :class:`AsyncMetaHarness`.
+            `AsyncMetaHarness`.
 
     Raises:
         ConfigurationError: the source is no module, or an argument is wrong.
@@ -106,7 +106,7 @@ class Harness(Flex):  # pyright: ignore[reportGeneralTypeIssues,reportUntypedBas
         return _service().run(self._predict(kwargs, contextvars.copy_context())).result()
 
     async def aforward(self, **kwargs: Any) -> dspy.Prediction:
-        """The awaitable twin of :meth:`forward`."""
+        """Do what `forward` does without blocking the event loop."""
         return await asyncio.wrap_future(_service().run(self._predict(kwargs, contextvars.copy_context())))
 
     async def _predict(self, inputs: dict[str, Any], context: contextvars.Context) -> dspy.Prediction:
@@ -129,7 +129,10 @@ class Harness(Flex):  # pyright: ignore[reportGeneralTypeIssues,reportUntypedBas
 
 
 class _Service:
-    """The sandboxes of this process's harnesses, on a loop in a thread of their own."""
+    """The sandboxes of all `Harness` programs of this process, on an event loop in a thread of its own.
+
+    A program may be called from any thread or loop, while a sandbox belongs to one loop.
+    """
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -156,7 +159,7 @@ def _service() -> _Service:
 
 
 def as_json(value: Any) -> Any:
-    """A value as JSON: what is no JSON by itself is written as its text.
+    """Return a value as JSON data. Parts that have no JSON form become their ``repr``.
 
     >>> as_json({"when": {1, }, "what": object})
     {'when': [1], 'what': "<class 'object'>"}
@@ -165,12 +168,13 @@ def as_json(value: Any) -> Any:
 
 
 def typed_fields(fields: Mapping[str, Any], outputs: Mapping[str, Any]) -> tuple[dict[str, Any], Failure | None]:
-    """The fields that a candidate returned, as the types of the output fields.
+    """Convert the fields that a candidate returned to the types of the output fields.
 
-    Texts that are the JSON of a value are read; nothing is repaired here: that takes any time that a candidate likes.
+    A text that is the JSON of a value is parsed. Broken JSON is not repaired: the time that takes would be up to the
+    candidate.
 
     Returns:
-        The fields, and a failure where one is missing or is no such type.
+        The fields, and a failure where one is missing or has another type.
 
     >>> typed_fields({"n": "3"}, {"n": int})
     ({'n': 3}, None)
@@ -184,8 +188,8 @@ def typed_fields(fields: Mapping[str, Any], outputs: Mapping[str, Any]) -> tuple
         try:
             typed[name] = _typed(fields[name], kind)
         except Exception as error:  # pydantic's errors, and those of a user's own validator
-            said = f"{type(error).__name__}: {error}"[:300]
-            return {}, Failure("interface", f"forward returned {fields[name]!r:.100} as {name!r} ({said})")
+            message = f"{type(error).__name__}: {error}"[:300]
+            return {}, Failure("interface", f"forward returned {fields[name]!r:.100} as {name!r} ({message})")
     return typed, None
 
 
@@ -204,7 +208,7 @@ def _typed(value: Any, kind: Any) -> Any:
 
 
 class _AsItIs(Adapter):
-    """dspy's adapters own the form of messages; this one sends those of a candidate, and hands the text back."""
+    """An adapter that sends the messages of a candidate unchanged and returns the text of each reply."""
 
     def __init__(self, messages: list[dict[str, Any]]) -> None:
         super().__init__()
@@ -218,26 +222,26 @@ class _AsItIs(Adapter):
 
 
 def call_in_thread(lm: Any, request: LmRequest) -> LmRecord:
-    """Make the call, and wait for it."""
-    with track_usage() as usage:
+    """Make an LM call and wait for it; blocks the thread."""
+    with counting_usage() as usage:
         replies = _AsItIs(request.messages)(lm, dict(request.options), _SIGNATURE, [], {})
     return _record(request, replies, usage.usage_data)
 
 
 async def call_on_loop(lm: Any, request: LmRequest) -> LmRecord:
-    """Make the call of an LM that can be awaited."""
-    with track_usage() as usage:
+    """Make a call of an LM that can be awaited."""
+    with counting_usage() as usage:
         replies = await _AsItIs(request.messages).acall(lm, dict(request.options), _SIGNATURE, [], {})
     return _record(request, replies, usage.usage_data)
 
 
 def _record(request: LmRequest, replies: list[dict[str, Any]], usage: dict[str, list[dict[str, Any]]]) -> LmRecord:
     texts = [str(reply.get("text") or "") for reply in replies]
-    counts = [_counted(usage, name) for name in ("prompt_tokens", "completion_tokens")]
-    guesses = [sum(len(str(one["content"])) for one in request.messages), sum(map(len, texts))]
+    counts = [_sum_usage(usage, name) for name in ("prompt_tokens", "completion_tokens")]
+    guesses = [sum(len(str(message["content"])) for message in request.messages), sum(map(len, texts))]
     prompt, completion = (n or -(-guess // CHARACTERS_A_TOKEN) for n, guess in zip(counts, guesses, strict=True))
     return LmRecord(request.messages, texts, prompt, completion)
 
 
-def _counted(usage: dict[str, list[dict[str, Any]]], name: str) -> int:
+def _sum_usage(usage: dict[str, list[dict[str, Any]]], name: str) -> int:
     return sum(int(entry.get(name) or 0) for entries in usage.values() for entry in entries)

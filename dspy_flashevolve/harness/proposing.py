@@ -1,4 +1,4 @@
-"""Proposing: what each proposer looks into, what it is asked, and the agent that reads the archive and answers."""
+"""Proposals: the directions of proposers, what they are asked, and the agent that reads the archive and writes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DIRECTIONS = (
     "memory: what learn(batch) should keep of the training examples, and how forward uses it",
     "joining what the best candidates of the archive do differently",
 )
-"""The default directions."""
+"""The default directions: one idea each, so that proposers at work at the same time write different modules."""
 INTERFACE = """\
 Each module is the whole source of one subclass of dspy.Module, in a Python code block of its own that begins with the
 comments `# name: ...`, `# hypothesis: ...` and `# based on: ...` (numbers of the archive's candidates).
@@ -39,13 +39,13 @@ comments `# name: ...`, `# hypothesis: ...` and `# based on: ...` (numbers of th
 
 
 class Directions:
-    """Gives each live step a direction of its own while there are enough, the one taken least often first.
+    """Gives each live step a direction of its own while there are enough: the one that was used least so far.
 
     Args:
-        directions: at least one.
+        directions: one or more texts.
 
     Raises:
-        ConfigurationError: none is given, or one is empty.
+        ConfigurationError: there is no direction, or an empty one.
 
     >>> board = Directions(["prompts", "memory"])
     >>> board.reserve(0), board.reserve(1), board.others(0)
@@ -55,24 +55,24 @@ class Directions:
     def __init__(self, directions: Sequence[str] = DIRECTIONS) -> None:
         if isinstance(directions, str) or not directions or not all(directions):
             raise ConfigurationError(f"directions is {directions!r}, expected one or more texts.")
-        self._taken = dict.fromkeys(directions, 0)
+        self._uses = dict.fromkeys(directions, 0)
         self._held: dict[int, str] = {}
 
     def reserve(self, step: int, direction: str | None = None) -> str:
-        """A direction for a step, until :meth:`release`; the one that it had before, where it runs again."""
+        """Return a direction for a step and reserve it until `release`; a step that runs again names the one it had."""
         held = list(self._held.values())
-        direction = direction or min(self._taken, key=lambda one: (held.count(one), self._taken[one]))
-        if direction in self._taken:
-            self._taken[direction] += 1
+        direction = direction or min(self._uses, key=lambda text: (held.count(text), self._uses[text]))
+        if direction in self._uses:
+            self._uses[direction] += 1
         self._held[step] = direction
         return direction
 
     def release(self, step: int) -> None:
-        """The step has ended, with a direction or without."""
+        """Give a step's direction back, if it has one."""
         self._held.pop(step, None)
 
     def others(self, step: int) -> list[str]:
-        """What the other live steps look into."""
+        """Return the directions of the other live steps."""
         return [direction for number, direction in self._held.items() if number != step]
 
 
@@ -102,17 +102,17 @@ class ReviseHarness(dspy.Signature):
 
 
 def interface_for(limits: Limits) -> str:
-    """How a module must look, in words."""
+    """Return the description of how a module must look, with these limits."""
     imports = ", ".join(sorted(IMPORTABLE - {"dspy", "__future__"}))
     return INTERFACE.format(imports=imports, megabytes=limits.memory_bytes >> 20, **asdict(limits))
 
 
 def proposer_of(archive: Archive, max_steps: int, on_loop: bool) -> dspy.Module:
-    """The agent that reads the archive and writes modules.
+    """Return the agent that reads the archive and writes modules.
 
     Args:
-        max_steps: tool calls at most.
-        on_loop: make it one that can be awaited: its tools are coroutine functions.
+        max_steps: most tool calls of the agent.
+        on_loop: whether the agent is awaited on the event loop; its tools are coroutine functions then.
     """
     tools = tools_of(archive)
     if not on_loop:
@@ -135,8 +135,8 @@ async def _finish() -> str:
 
 
 def admitted_since(archive: Archive, version: int) -> str:
-    """What came in since the archive had ``version`` candidates."""
+    """Return the archive's overview, and at most four of the sources admitted since it had ``version`` candidates."""
     lines = [archive.overview, ""]
-    for number, one in list(enumerate(archive.candidates))[version:][-4:]:
-        lines += [f"Candidate {number:04d}, score {one.score:.4f}:", one.draft.source, ""]
+    for number, candidate in list(enumerate(archive.candidates))[version:][-4:]:
+        lines += [f"Candidate {number:04d}, score {candidate.score:.4f}:", candidate.draft.source, ""]
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""One run of AsyncMetaHarness: its step, and what a run that goes on takes up.
+"""One run of AsyncMetaHarness: the step of a proposal, and how an interrupted run goes on.
 
 .. code-block:: text
 
@@ -27,6 +27,7 @@ from dspy_flashevolve.harness.archive import CHECKED, Archive, Checked, Draft, F
 from dspy_flashevolve.harness.evaluating import Evaluations, HarnessTask, texts_of
 from dspy_flashevolve.harness.program import Harness
 from dspy_flashevolve.harness.proposing import Directions, ReviseHarness, admitted_since, interface_for, proposer_of
+from dspy_flashevolve.harness.settings import HarnessSettings
 from dspy_flashevolve.programs.program import answers_asynchronously
 from dspy_flashevolve.programs.records import Asked, ReplyText
 from dspy_flashevolve.programs.run import DspyRun
@@ -35,54 +36,59 @@ from dspy_flashevolve.sandbox.contract import CodeSandbox
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 SMOKE_EXAMPLES = 3
+"""Examples of a check: enough that one hard example does not fail a candidate, few beside a validation set."""
 LIVE_STEPS_A_PROPOSER = 3
-"""One that is being written, and others that are checked and evaluated meanwhile."""
+"""Live steps for each proposer: while its next proposal is written, two earlier ones are checked or evaluated.
+
+The benchmarks of docs/meta-harness.md ran with 3; no other value was measured. More steps make staler proposals, since
+each sees the archive without those before it.
+"""
 ENDED = -1
-"""Stands for the numbers of steps that have ended."""
+"""A step number that stands for all steps that had ended before an interruption."""
 FAILED = "failed candidate "
-"""Begins the names under which the journal keeps them."""
+"""Prefix of the names under which the journal keeps failed candidates."""
 
 
 class HarnessRun:
-    """One run.
+    """One search of `AsyncMetaHarness`, from the student to the best candidate.
 
     Args:
-        of: the optimizer; its arguments are the run's.
-        run: its slots, journal and statistics.
+        settings: the arguments of the optimizer.
+        run: gives the run's slots, journal and statistics.
         task: what candidates are to solve.
-        sandbox: where they run.
+        sandbox: where candidates run.
 
     Raises:
-        ConfigurationError: no LM answers the candidates' calls.
+        ConfigurationError: there is no LM for the candidates' calls.
     """
 
-    def __init__(self, of: Any, run: DspyRun, task: HarnessTask, sandbox: CodeSandbox) -> None:
-        self.of, self.run, self.task, self.sandbox = of, run, task, sandbox
-        self.archive = Archive(of.log_dir)
+    def __init__(self, settings: HarnessSettings, run: DspyRun, task: HarnessTask, sandbox: CodeSandbox) -> None:
+        self.settings, self.run, self.task, self.sandbox = settings, run, task, sandbox
+        self.archive = Archive(settings.log_dir)
         self.missing_protection: tuple[str, ...] = ()
-        """Layers of the sandbox that the machine does not give."""
-        self._evaluations = Evaluations(of, run, task, sandbox)
-        self._calls = of.k * (SMOKE_EXAMPLES + len(task.lessons) + len(task.valset))
-        self._directions = Directions(of.directions)
-        self._proposers = anyio.Semaphore(of.proposers)
+        """Names of the sandbox's layers that the machine does not give."""
+        self._evaluations = Evaluations(settings, run, task, sandbox)
+        self._calls = settings.k * (SMOKE_EXAMPLES + len(task.lessons) + len(task.valset))
+        self._directions = Directions(settings.directions)
+        self._proposers = anyio.Semaphore(settings.proposers)
         self._seeded, self._admitting = anyio.Event(), anyio.Lock()
         self._being_evaluated: dict[int, list[Draft]] = {}
-        self._taken_up: set[tuple[int, int]] = set()
-        """Candidates that the archive has from before an interruption: step, and place in its proposal."""
+        self._resumed: set[tuple[int, int]] = set()
+        """(step, position in its proposal) of the candidates that were in the journal."""
         self._warned: set[str] = set()
 
     async def search(self) -> None:
-        """Search until the iterations are used up, or a stop is asked for.
+        """Search until all iterations are done or the run is stopped.
 
         Raises:
-            DataError: the seed does not run.
-            RunAbortedError: the provider refused for good, or did not answer the seed; or a stop came before that.
+            DataError: the student does not run in the sandbox.
+            RunAbortedError: the provider refused for good, or the student was not evaluated before a stop.
         """
-        first = self._take_up()
+        first = self._resume()
         try:
             async with self.sandbox:
                 self.missing_protection = self.sandbox.missing
-                live = LiveSteps(LIVE_STEPS_A_PROPOSER * self.of.proposers)
+                live = LiveSteps(LIVE_STEPS_A_PROPOSER * self.settings.proposers)
                 await self.run.evolve(self.step, live, calls=self._calls, first=first, at_least=1)
             if not self.archive.version:
                 raise RunAbortedError(
@@ -94,7 +100,7 @@ class HarnessRun:
             raise
 
     async def step(self, step: Step) -> End:
-        """From a direction to what the archive takes in; the first step evaluates the student."""
+        """Take a step from its direction to the admission of its candidates. Step 0 evaluates the student."""
         step.reservation.cover(self._calls)
         try:
             if step.number == 0:
@@ -116,8 +122,8 @@ class HarnessRun:
             self._being_evaluated.pop(step.number, None)
 
     async def select(self, step: Step) -> str:
-        """Reserve a direction; the student must have been evaluated."""
-        if step.recorded is None and step.number > self.of.iterations:
+        """Reserve a direction, once the student has been evaluated."""
+        if step.recorded is None and step.number > self.settings.iterations:
             raise NothingToDoError
         await self._seeded.wait()
         before = step.recorded or {}
@@ -127,89 +133,97 @@ class HarnessRun:
         return direction
 
     async def propose(self, step: Step, direction: str) -> tuple[list[Draft], int]:
-        """Let an agent read the archive and write modules; returns them, and the version when they were there."""
-        of, archive = self.of, self.archive
-        on_loop = answers_asynchronously(of.proposer_lm or self.run.settings.get("lm"))
-        asked = await self._asked(
+        """Let an agent read the archive and write drafts; return them with the archive's version at their arrival."""
+        settings, archive = self.settings, self.archive
+        on_loop = answers_asynchronously(settings.proposer_lm or self.run.settings.get("lm"))
+        asked = await self._ask(
             "propose",
             step,
-            proposer_of(archive, of.proposer_steps, on_loop),
+            proposer_of(archive, settings.proposer_steps, on_loop),
             {
                 "task": self.task.description,
-                "interface": interface_for(of.limits),
+                "interface": interface_for(settings.limits),
                 "archive_overview": archive.overview,
                 "direction": direction,
-                "taken": self._taken(step.number),
-                "count": of.k,
+                "taken": self._reserved(step.number),
+                "count": settings.k,
             },
             lambda reply: (str(reply.modules), archive.version),
         )
         if asked.answer is None:
-            raise StepEnded(EndKind.REJECTED, f"the proposer failed: {_told(asked.error)}")
+            raise StepEnded(EndKind.REJECTED, f"the proposer failed: {_error_text(asked.error)}")
         modules, version = asked.answer
-        drafts, problems = drafts_in(modules, of.k, self.task.inputs, range(version), direction)
+        drafts, problems = drafts_in(modules, settings.k, self.task.inputs, range(version), direction)
         if not drafts:
-            said = "; ".join(problems) or "the reply was empty"
-            raise StepEnded(EndKind.REJECTED, f"the proposer wrote no module: {said}")
+            reason = "; ".join(problems) or "the reply was empty"
+            raise StepEnded(EndKind.REJECTED, f"the proposer wrote no module: {reason}")
         self._being_evaluated[step.number] = drafts
         return drafts, version
 
     async def patch(self, step: Step, drafts: list[Draft], version: int) -> list[Draft]:
-        """Ask about each draft that was written while the archive grew whether it should take something over."""
+        """Ask for each stale draft whether it should take something over from candidates admitted meanwhile."""
         behind = version - step.version
         self.run.gaps["after_propose"][behind] += 1
         look = Look("after_propose", step.version)
-        decision = self.run.look(step, self.of.staleness, look, version, integrates=behind > 0)
+        decision = self.run.look(step, self.settings.staleness, look, version, integrates=behind > 0)
         if isinstance(decision, Discard):
             raise StepEnded(EndKind.DISCARDED, decision.reason)
         if not isinstance(decision, Integrate) or not behind:
             return drafts
-        since = admitted_since(self.archive, step.version)
+        admitted = admitted_since(self.archive, step.version)
 
-        async def patched(place: int, draft: Draft) -> Draft:
-            asked = await self._asked(
+        async def revise(position: int, draft: Draft) -> Draft:
+            asked = await self._ask(
                 "patch",
                 step,
                 dspy.ChainOfThought(ReviseHarness),
-                {"interface": interface_for(self.of.limits), "stale_module": draft.source, "admitted_since": since},
+                {
+                    "interface": interface_for(self.settings.limits),
+                    "stale_module": draft.source,
+                    "admitted_since": admitted,
+                },
                 lambda reply: str(reply.patched_module or "") if reply.verdict == "patch" else "",
-                str(place),
+                str(position),
             )
-            found, _ = drafts_in(asked.answer or "", 1, self.task.inputs, range(version), draft.direction)
-            return found[0] if found else draft  # a stale proposal stays valid
+            revised, _ = drafts_in(asked.answer or "", 1, self.task.inputs, range(version), draft.direction)
+            return revised[0] if revised else draft  # a stale draft stays valid
 
-        drafts = await gather([partial(patched, *placed) for placed in enumerate(drafts)])
+        drafts = await gather([partial(revise, *numbered) for numbered in enumerate(drafts)])
         step.saw(version)
         self._being_evaluated[step.number] = drafts
         return drafts
 
     async def check(self, step: Step, drafts: Sequence[Draft]) -> list[Checked]:
-        """Run each draft on three training examples."""
-        there = len(self.task.smoke_examples)
-        chosen = step.rng.sample(range(there), min(SMOKE_EXAMPLES, there))
-        return await gather([partial(self._evaluations.checked, step, draft, chosen) for draft in drafts])
+        """Run each draft on `SMOKE_EXAMPLES` training examples."""
+        available = len(self.task.smoke_examples)
+        chosen = step.rng.sample(range(available), min(SMOKE_EXAMPLES, available))
+        return await gather([partial(self._evaluations.check, step, draft, chosen) for draft in drafts])
 
     async def evaluate(self, step: Step, checked: Sequence[Checked]) -> list[Checked]:
-        """Let each candidate learn where it can, and run it on the validation set."""
-        return await gather([partial(self._evaluations.evaluated, step, one) for one in checked])
+        """Let each candidate learn if it can, and run it on the validation set."""
+        return await gather([partial(self._evaluations.evaluate, step, candidate) for candidate in checked])
 
     async def admit(self, step: Step, candidates: Sequence[Checked]) -> End:
-        """The one writer: what was evaluated goes to the archive, what failed beside it; to the journal first."""
+        """Write the candidates to the journal, then to the archive. One step at a time does this."""
         async with self._admitting:
-            fresh = {place: one for place, one in enumerate(candidates) if (step.number, place) not in self._taken_up}
+            fresh = {
+                position: candidate
+                for position, candidate in enumerate(candidates)
+                if (step.number, position) not in self._resumed
+            }
             await self._write(step, fresh)
-            for one in fresh.values():
-                number = self.archive.add(one)
-                if not isinstance(one, Failed):
+            for candidate in fresh.values():
+                number = self.archive.add(candidate)
+                if not isinstance(candidate, Failed):
                     self.run.commit(
                         step,
                         version=self.archive.version,
                         candidate=number,
-                        score=one.score,
+                        score=candidate.score,
                         best_score=self.archive.candidates[self.archive.best].score,
-                        parents=one.draft.parents,
+                        parents=candidate.draft.parents,
                     )
-        failed = [one for one in candidates if isinstance(one, Failed)]
+        failed = [candidate for candidate in candidates if isinstance(candidate, Failed)]
         if len(failed) < len(candidates):
             self._seeded.set()
             return End(EndKind.COMMITTED)
@@ -218,27 +232,27 @@ class HarnessRun:
         return End(EndKind.REJECTED, f"every candidate failed: {failed[0].failure.reason}")
 
     def best_program(self) -> Harness:
-        """The candidate with the best score so far, as a program."""
+        """Return the candidate with the best score so far as a program."""
         best = self.archive.candidates[self.archive.best]
         program = Harness(
             self.task.signature,
             best.draft.source,
             memory=best.memory,
-            limits=self.of.limits,
-            accept_missing_protection=self.of.accept_missing_protection,
+            limits=self.settings.limits,
+            accept_missing_protection=self.settings.accept_missing_protection,
         )
         program.lm = self.task.lm
         return program
 
-    def _taken(self, step: int) -> str:
-        """What the other live steps look into, and what they have written."""
+    def _reserved(self, step: int) -> str:
+        """Return in words what the other live steps look into and have written, for a proposer to leave to them."""
         lines = [f"- {direction}" for direction in self._directions.others(step)]
         for number, drafts in self._being_evaluated.items():
             if number != step:
-                lines += [f"- being evaluated: {one.name}: {one.hypothesis}" for one in drafts]
+                lines += [f"- being evaluated: {draft.name}: {draft.hypothesis}" for draft in drafts]
         return "\n".join(lines) or "nothing"
 
-    async def _asked(
+    async def _ask(
         self,
         stage: str,
         step: Step,
@@ -247,49 +261,54 @@ class HarnessRun:
         read: Callable[[Any], T],
         position: str = "0",
     ) -> Asked[T]:
-        """What a module of the proposer LM's answers; a reply that fits no format ends no run."""
+        """Ask a module with the proposer LM. A reply that cannot be parsed gets a warning and does not end the run."""
         asked = await self.run.asked(
-            stage, step, module, inputs, lm=self.of.proposer_lm, read=read, record=ReplyText(position)
+            stage, step, module, inputs, lm=self.settings.proposer_lm, read=read, record=ReplyText(position)
         )
         if asked.error is not None and stage not in self._warned:
             self._warned.add(stage)
-            logger.warning("%s: the reply cannot be used, the run goes on: %s", stage, _told(asked.error))
+            logger.warning("%s: the reply cannot be used, the run goes on: %s", stage, _error_text(asked.error))
         return asked
 
     # The journal.
 
     async def _write(self, step: Step, fresh: dict[int, Checked]) -> None:
-        """Write candidates down that are about to enter the archive."""
+        """Write candidates to the journal that are about to be admitted."""
         journal = self.run.journal
         if journal is None:
             return
         number, failed = self.archive.version, len(self.archive.failed)
-        for place, one in fresh.items():
-            kept = {"step": step.number, "place": place, "candidate": asdict(one)}
-            if isinstance(one, Failed):
-                journal.journal.keep(f"{FAILED}{failed:06d}", kept)
+        for position, candidate in fresh.items():
+            record = {"step": step.number, "place": position, "candidate": asdict(candidate)}
+            if isinstance(candidate, Failed):
+                journal.journal.keep(f"{FAILED}{failed:06d}", record)
                 failed += 1
             else:
-                texts, scores = texts_of(one.draft, one.memory), {str(n): score for n, score in enumerate(one.scores)}
-                journal.committed(step.number, number, number + 1, texts, one.draft.parents, scores, one.score, kept)
+                texts, scores = (
+                    texts_of(candidate.draft, candidate.memory),
+                    {str(n): score for n, score in enumerate(candidate.scores)},
+                )
+                journal.committed(
+                    step.number, number, number + 1, texts, candidate.draft.parents, scores, candidate.score, record
+                )
                 number += 1
         await journal.journal.flush()
 
-    def _take_up(self) -> int:
-        """Fill the archive with what an interrupted run has left in the journal; returns the next step's number.
+    def _resume(self) -> int:
+        """Fill the archive from the journal of an interrupted run, and return the number of the next step.
 
-        A step that was interrupted while its candidates were admitted runs again, for nothing: it adds those that are
-        missing.
+        A step that was interrupted while its candidates were admitted runs again at no cost, since the journal has its
+        replies and rollouts, and adds the candidates that are missing.
         """
         if self.run.journal is None:
             return 0
         rows = self.run.journal.journal.rows
-        kept = rows("SELECT more AS kept FROM commits ORDER BY candidate_index")
-        kept += rows("SELECT value AS kept FROM state WHERE name LIKE ? ORDER BY name", (f"{FAILED}%",))
-        for text in (row["kept"] for row in kept):
-            one = json.loads(text)
-            number = self.archive.add(CHECKED.validate_python(one["candidate"]))
-            self._taken_up.add((one["step"], one["place"]))
+        records = rows("SELECT more AS kept FROM commits ORDER BY candidate_index")
+        records += rows("SELECT value AS kept FROM state WHERE name LIKE ? ORDER BY name", (f"{FAILED}%",))
+        for text in (row["kept"] for row in records):
+            record = json.loads(text)
+            number = self.archive.add(CHECKED.validate_python(record["candidate"]))
+            self._resumed.add((record["step"], record["place"]))
             if MARK in text:
                 logger.warning("candidate %04d is not as it was: a secret was taken out of the journal", number)
         for row in rows("SELECT selection FROM steps WHERE number > 0 AND number IN (SELECT step FROM ends)"):
@@ -301,5 +320,5 @@ class HarnessRun:
         return self.run.journal.last_step + 1
 
 
-def _told(error: Exception | None) -> str:
+def _error_text(error: Exception | None) -> str:
     return f"{type(error).__name__}: {error}"[:300]

@@ -1,4 +1,4 @@
-"""The dspy modules of AsyncACE: reflect on one sample, curate the playbook.
+"""The dspy modules of AsyncACE: one reflects on a sample, one curates the playbook.
 
 Source: ACE (arXiv 2510.04618) section 3, Reflector and Curator. Each can be replaced by a module that takes the same
 inputs and returns the same fields, and optimized like any other DSPy program.
@@ -54,10 +54,10 @@ class CuratePlaybook(dspy.Signature):
 
 
 class _Asking(dspy.Module):
-    """One predictor, asked again when its reply cannot be read.
+    """A predictor that is asked again when its reply cannot be parsed.
 
-    A second reply in no format at all is still a reply: it is returned as the main field, with what could not be read
-    in ``unreadable``.
+    Where the second reply has no format either, its text is returned as the main field, and the parser's error as
+    ``unreadable``: a weak model's insight is worth more than its format.
     """
 
     def __init__(self, signature: type[dspy.Signature], main: str) -> None:
@@ -66,26 +66,26 @@ class _Asking(dspy.Module):
         self.main = main
 
     def forward(self, **inputs: Any) -> dspy.Prediction:
-        """Ask; the inputs and outputs are those of the signature."""
+        """Ask the predictor. Inputs and outputs are those of the signature."""
         reply = dspy.Prediction()
         for attempt in range(ATTEMPTS):
             try:
                 return self.ask(**inputs, **again(attempt))
             except AdapterParseError as error:
-                reply = self._unread(error)
+                reply = self._as_main_field(error)
         return reply
 
     async def aforward(self, **inputs: Any) -> dspy.Prediction:
-        """As :meth:`forward`, awaitable."""
+        """Do what `forward` does on the event loop."""
         reply = dspy.Prediction()
         for attempt in range(ATTEMPTS):
             try:
                 return await self.ask.acall(**inputs, **again(attempt))
             except AdapterParseError as error:
-                reply = self._unread(error)
+                reply = self._as_main_field(error)
         return reply
 
-    def _unread(self, error: AdapterParseError) -> dspy.Prediction:
+    def _as_main_field(self, error: AdapterParseError) -> dspy.Prediction:
         signature: Any = self.ask.signature
         empty = dict.fromkeys(signature.output_fields, "")
         reply = str(error.lm_response or "").strip()
@@ -93,7 +93,7 @@ class _Asking(dspy.Module):
 
 
 class SampleReflection(_Asking):
-    """What went wrong, the right approach, the insight, a tag for each cited bullet.
+    """Reflects on one attempt: what went wrong, the right approach, an insight, and a tag for each cited bullet.
 
     Inputs: ``task``, ``attempt``, ``feedback``, ``cited_bullets``. Outputs: ``what_went_wrong``, ``right_approach``,
     ``insight``, ``bullet_tags`` (JSON of id to helpful, harmful or neutral), all text.
@@ -104,7 +104,7 @@ class SampleReflection(_Asking):
 
 
 class PlaybookCuration(_Asking):
-    """Operations on the playbook.
+    """Writes the operations on the playbook that a reflection calls for.
 
     Inputs: ``playbook``, ``sections``, ``token_budget``, ``task``, ``reflection``. Output: ``operations``, text with
     a JSON list, or the list itself.

@@ -71,6 +71,10 @@ def _complete(state: dict[str, Any]) -> dict[str, Any]:
 def _read(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise ConfigurationError(
+            f'{path} cannot be read ({error.strerror}), expected what student.save("student.json") wrote.'
+        ) from error
     except ValueError as error:
         raise ConfigurationError(
             f'{path} is no JSON ({error}), expected what student.save("student.json") wrote.'
@@ -93,7 +97,7 @@ def trace(history: History) -> str:
     events: list[dict[str, Any]] = []
     for name, number in stages.items():
         events.append(_named("process", number, 0, name))
-        requests = [one for one in history.requests if one.stage == name]
+        requests = [one for one in history.requests if one.stage == name and not one.is_lm_call]
         for lane, one in _lanes([(one.seconds - one.latency_seconds, one.seconds, one) for one in requests]):
             events.append(_request(number, lane, one))
         visits = [one for one in history.visits if one.stage == name]

@@ -11,7 +11,7 @@ from statistics import median
 from dspy_flashevolve.observe.history import Candidate, History, Request, Role
 from dspy_flashevolve.observe.statistics import texts_diff
 
-FAILURES = ("RolloutTimedOut", "ExampleGivenUp", "EndpointPaused", "LimitChanged", "RequestTurnedAway")
+FAILURES = ("RolloutTimedOut", "ExampleGivenUp", "EndpointPaused", "LimitChanged", "RequestTurnedAway", "ActorLost")
 """Kinds of events that tell of something that went wrong, or of a limit that followed from it."""
 
 
@@ -107,10 +107,10 @@ def figures(history: History) -> Figures:
 
 def _spent(name: str, requests: Sequence[Request], waits: Sequence[float] = ()) -> Spent:
     tokens, dollars = sum(one.tokens for one in requests), math.fsum(one.cost_dollars for one in requests)
-    latencies = [one.latency_seconds for one in requests]
+    latencies = [one.latency_seconds for one in requests if not one.is_lm_call]
     return Spent(
         name,
-        len(requests),
+        len(latencies),
         sum(bool(one.error) for one in requests),
         tokens,
         None if tokens and not dollars else dollars,
@@ -147,6 +147,76 @@ def course(history: History) -> list[Point]:
         best = max(best, one.score)
         found.append(Point(one.index, one.score, best, seconds, one.calls, dollars))
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class ExampleScores:
+    """Scores of candidates by example of the validation set.
+
+    Args:
+        examples: ids as text.
+        rows: candidate, its score on each example (None where it was not run on it), and on how many examples no
+            candidate is better: of 0 it is not on the Pareto front.
+        best: the best score of all candidates on each example.
+        left_out: candidates without a row, none of which is on the front or the best, and examples without a column.
+    """
+
+    examples: list[str]
+    rows: list[tuple[Candidate, list[float | None], int]]
+    best: list[float]
+    left_out: tuple[int, int]
+
+
+def example_scores(history: History, most_rows: int, most_columns: int) -> ExampleScores:
+    """Scores by example: of the seed, the best and the Pareto front first, in the order of the candidates."""
+    scored = [one for one in history.candidates if one.scores and one.score is not None]
+    every = list(dict.fromkeys(example for one in scored for example in one.scores))
+    every.sort(key=lambda example: (len(example), example))
+    best = {example: max(one.scores[example] for one in scored if example in one.scores) for example in every}
+    wins = {one.index: sum(one.scores.get(example, -math.inf) >= best[example] for example in every) for one in scored}
+    top, seed = history.best, history.seed
+    first = sorted(scored, key=lambda one: (one is not top, one is not seed, -wins[one.index], one.index))
+    rows, columns = sorted(first[:most_rows], key=lambda one: one.index), every[:most_columns]
+    return ExampleScores(
+        columns,
+        [(one, [one.scores.get(example) for example in columns], wins[one.index]) for one in rows],
+        [best[example] for example in columns],
+        (len(scored) - len(rows), len(every) - len(columns)),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointUse:
+    """What became of requests to an endpoint.
+
+    Args:
+        answered: requests; None where the run was killed before it wrote them down.
+        turned_away: times that a request got no answer and was made again.
+        pauses: times that it was left alone for a while.
+        limit: requests in flight that it was last allowed; None where that did not change.
+    """
+
+    name: str
+    answered: int | None
+    turned_away: int
+    pauses: int
+    limit: int | None
+
+
+def by_endpoint(history: History) -> list[EndpointUse]:
+    """Endpoints, in the order in which the journal names them."""
+    answered, away, pauses, limits = Counter[str](), Counter[str](), Counter[str](), dict[str, int]()
+    for event in history.events:
+        if event.kind == "EndpointAsked":
+            answered[event.fields["endpoint"]] += event.fields["answered"]
+        elif event.kind == "RequestTurnedAway":
+            away[event.fields["endpoint"]] += 1
+        elif event.kind == "EndpointPaused":
+            pauses[event.fields["endpoint"]] += 1
+        elif event.kind == "LimitChanged" and event.fields["reason"] != "the median rule":  # else it is a stage
+            limits[event.fields["name"]] = event.fields["after"]
+    names = dict.fromkeys([*answered, *away, *pauses, *limits])
+    return [EndpointUse(name, answered.get(name), away[name], pauses[name], limits.get(name)) for name in names]
 
 
 def use_of_slots(intervals: Iterable[tuple[str, float, float]], end: float, bins: int) -> dict[str, list[float]]:

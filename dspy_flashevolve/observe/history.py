@@ -24,9 +24,8 @@ from dspy_flashevolve.observe.statistics import ChangeRecord
 
 Role = Literal["task", "reflection"]
 Rows = Callable[[str], list[sqlite3.Row]]
-TIMED = ("StageVisited", "RequestFinished", "StepOpened", "Looked")
+TIMED = ("StageVisited", "RequestFinished", "LmCallCounted", "StepOpened", "Looked")
 """Events that are read into records of their own, or told by other rows."""
-REQUEST = ("stage", "tokens", "cost_dollars", "latency_seconds", "error")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +51,9 @@ class Candidate:
     """What evolves, as it was committed: a candidate of GEPA's pool, a validated playbook, a harness.
 
     Args:
-        score: on the validation set; None for a seed whose validation the journal has not.
-        scores: example's id as text -> score.
+        score: on the validation set; None for a seed whose validation has not ended, or which the journal has not.
+        scores: example's id as text -> score; of a seed that is being validated, those that are known by now.
+        examples: of the validation set, where the journal tells and the validation has not ended; None else.
         step: that made it; None where the journal does not say, or another program made it.
         seconds, calls: when; None where the journal does not say. Calls are metric calls made by then.
         more: what the loop has written beside it.
@@ -70,6 +70,7 @@ class Candidate:
     gap: int | None = None
     version: int = 0
     more: Any = None
+    examples: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +82,7 @@ class Request:
         latency_seconds: in its slot.
         score, example: of a rollout; None else.
         error: why the answer is of no use.
+        is_lm_call: it is no request in a slot, but an LM call that belongs to none, see :class:`LmCallCounted`.
     """
 
     seconds: float
@@ -93,6 +95,23 @@ class Request:
     score: float | None = None
     example: str | None = None
     error: str = ""
+    is_lm_call: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TracedRollout:
+    """What went into a rollout of a step's minibatch, and what came out of it, for people.
+
+    Args:
+        example: its id as text.
+        inputs, output: field -> value, as the journal has them; empty where it has no trace.
+    """
+
+    step: int
+    example: str
+    score: float
+    inputs: Mapping[str, Any]
+    output: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +152,7 @@ class History:
         max_calls: allowed; None for no such limit.
         under_way: rollouts that had begun and have no result.
         changes: what reflections added to the head, with what it is estimated to be worth.
+        traced: rollouts on training examples whose trace was kept, in order; empty unless replies were read.
     """
 
     directory: str
@@ -149,6 +169,7 @@ class History:
     visits: tuple[StageVisit, ...] = ()
     events: tuple[Told, ...] = ()
     changes: tuple[ChangeRecord, ...] = ()
+    traced: tuple[TracedRollout, ...] = ()
 
     @property
     def state(self) -> str:
@@ -214,12 +235,13 @@ def read(run_dir: str | Path, replies: bool = False) -> History:
             calls=sum(row["calls"] for row in calls),
             max_calls=settings.get("max_metric_calls"),
             under_way=_under_way(rows) if sessions and sessions[-1].state == "running" else 0,
-            candidates=_candidates(rows, clock, rare, calls, Path(run_dir)),
+            candidates=_candidates(rows, clock, rare, calls, Path(run_dir), _valset_size(sessions)),
             requests=requests,
             steps=_steps(rows, replies),
             visits=tuple(_visits(told)),
             events=rare,
             changes=_changes(rows),
+            traced=tuple(_traced(rows)) if replies else (),
         )
 
 
@@ -235,12 +257,51 @@ def _requests(rows: Rows, clock: _Clock, told: list[Told]) -> tuple[Request, ...
     ]  # fmt: skip
     of_task = {one.stage for one in found}
     for one in told:
-        if one.kind == "RequestFinished":
-            stage, tokens, dollars, latency, error = map(one.fields.__getitem__, REQUEST)
+        if one.kind in ("RequestFinished", "LmCallCounted"):
+            stage, tokens, dollars = (one.fields[name] for name in ("stage", "tokens", "cost_dollars"))
+            latency, error = one.fields.get("latency_seconds", 0.0), one.fields.get("error", "")
             role: Role = "task" if stage in of_task else "reflection"
             step = BEFORE_STEPS if one.step is None else one.step
-            found.append(Request(one.seconds, stage, role, step, tokens, dollars, latency, error=error))
+            found.append(Request(one.seconds, stage, role, step, tokens, dollars, latency, error=error,
+                                 is_lm_call=one.kind == "LmCallCounted"))  # fmt: skip
     return tuple(sorted(found, key=lambda one: one.seconds))
+
+
+def _traced(rows: Rows) -> Iterator[TracedRollout]:
+    query = (
+        "SELECT step, example, score, json_extract(trace, '$.prediction') AS output, "
+        "json_extract(trace, '$.trace[0][1]') AS inputs FROM rollouts "
+        f"WHERE split = 'train' AND step > {BEFORE_STEPS} AND trace IS NOT NULL AND trace <> 'null' ORDER BY id"
+    )
+    for row in rows(query):
+        inputs, output = (_fields_of(row[name]) for name in ("inputs", "output"))
+        yield TracedRollout(row["step"], row["example"], float(row["score"]), inputs, output)
+
+
+def _fields_of(text: Any) -> dict[str, Any]:
+    """What the journal has encoded of a prediction, or of inputs; see `encoded` in programs/records.py."""
+    try:
+        fields = _without_marks(json.loads(text)) if isinstance(text, str) else {}
+    except ValueError:  # a text by itself, which json_extract gives without quotes
+        fields = {"": text}
+    return fields if isinstance(fields, dict) else {"": fields}
+
+
+def _without_marks(value: Any) -> Any:
+    """What was encoded, as plain JSON: nothing is imported or made, so that this may be done with any journal."""
+    if isinstance(value, list):
+        return [_without_marks(part) for part in value]
+    if not isinstance(value, dict):
+        return value
+    if len(value) == 1:
+        [(kind, kept)] = value.items()
+        if kind in ("d", "p") and isinstance(kept, dict):
+            return {name: _without_marks(part) for name, part in kept.items()}
+        if kind in ("m", "f") and isinstance(kept, list) and kept:
+            return kept[-1] if kind == "m" else kept[0]
+        if kind in ("t", "x"):
+            return _without_marks(kept)
+    return value
 
 
 def _visits(told: list[Told]) -> Iterator[StageVisit]:
@@ -310,6 +371,7 @@ def _candidates(
     events: tuple[Told, ...],
     calls: list[sqlite3.Row],
     directory: Path,
+    size: int | None,
 ) -> tuple[Candidate, ...]:
     texts = {row["hash"]: json.loads(row["texts"]) for row in rows("SELECT hash, texts FROM candidates")}
     told = {one.fields["candidate"]: one for one in events if one.kind == "Committed"}
@@ -333,12 +395,32 @@ def _candidates(
             )
         )
     if not found or found[0].index > 0:  # GEPA's seed is in the pool from the start: no commit tells of it
-        found.insert(0, _seed(rows, clock, texts, events, directory / "candidates.json"))
+        found.insert(0, _seed(rows, clock, texts, events, directory / "candidates.json", size))
     return tuple(found)
 
 
-def _seed(rows: Rows, clock: _Clock, texts: Mapping[str, Any], events: tuple[Told, ...], stored: Path) -> Candidate:
-    """What was validated before any step; where another program did that, what gepa has stored of it."""
+def _valset_size(sessions: tuple[Session, ...]) -> int | None:
+    """How many examples a candidate is validated on; None where the journal does not tell."""
+    said = sessions[-1].fingerprints.get("valset", "").partition(" ")[0] if sessions else ""
+    return int(said) if said.isdecimal() else None
+
+
+def _seed(
+    rows: Rows,
+    clock: _Clock,
+    texts: Mapping[str, Any],
+    events: tuple[Told, ...],
+    stored: Path,
+    size: int | None,
+) -> Candidate:
+    """What was validated before any step; where another program did that, what gepa has stored of it.
+
+    Its score is told at the end of its validation. Before that there is the mean of what is known by then, which is not
+    its score: where few examples are known it may be far from it.
+
+    Args:
+        size: examples that it is validated on; None where that is not known.
+    """
     table = rows(
         "SELECT session, candidate, example, score, at FROM rollouts "
         f"WHERE step = {BEFORE_STEPS} AND split = 'val' ORDER BY id"
@@ -348,9 +430,10 @@ def _seed(rows: Rows, clock: _Clock, texts: Mapping[str, Any], events: tuple[Tol
     name, last = table[0]["candidate"], table[-1]
     scores = {row["example"]: float(row["score"]) for row in table if row["candidate"] == name}
     told = [one for one in events if one.kind == "SeedValidated"]
-    score = told[0].fields["score"] if told else sum(scores.values()) / len(scores)
+    mean = sum(scores.values()) / len(scores) if len(scores) == size else None
+    score = told[0].fields["score"] if told else mean
     seconds = told[0].seconds if told else clock.of_row(last["session"], last["at"])
-    return Candidate(0, texts.get(name, {}), score, scores, seconds=seconds, calls=len(scores))
+    return Candidate(0, texts.get(name, {}), score, scores, seconds=seconds, calls=len(scores), examples=size)
 
 
 def _steps(rows: Rows, replies: bool) -> dict[int, StepRecord]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +13,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from dspy_flashevolve.observe.notebook import Output, kernel_display
 from dspy_flashevolve.observe.progress import Display, since, used_share
 from dspy_flashevolve.observe.statistics import RunStats
 from dspy_flashevolve.observe.text import duration, left, number, score
@@ -19,15 +21,19 @@ from dspy_flashevolve.observe.text import duration, left, number, score
 COLUMNS = ("stage", "waiting", "in flight", "answered", "tokens", "dollars", "slot seconds")
 
 
+COLUMNS_OF_A_NOTEBOOK = 100
+"""Characters of a line, which fit beside a notebook's margins on most screens."""
+
+
 class LiveTable(BaseCallback, Display):
     """A callback of dspy's that shows runs in the place of the bar: ``dspy.configure(callbacks=[LiveTable()])``.
 
-    What has been spent and found, and for each stage what waits, runs and was answered. In a notebook it is a widget
-    where ipywidgets is installed. Log lines stand above it.
+    What has been spent and found, and for each stage what waits, runs and was answered. Log lines stand above it. In a
+    notebook it is one output, which is drawn again in its place every two seconds or less often, and at the end.
 
     Args:
-        refresh_seconds: between two drawings, above 0.
-        console: of rich, where it is drawn. Default: rich's own, on standard output.
+        refresh_seconds: between two drawings in a terminal, above 0.
+        console: of rich, where it is drawn. Default: the notebook, or rich's own, on standard output.
     """
 
     def __init__(self, refresh_seconds: float = 0.5, console: Console | None = None) -> None:
@@ -37,6 +43,15 @@ class LiveTable(BaseCallback, Display):
     def observing(self, run: Any) -> Generator[None, None, None]:
         """See :class:`~dspy_flashevolve.engine.run.Observer`."""
         before = _used(run, run.statistics())
+        display = kernel_display() if self._console is None else None
+        if display is not None:
+            output = Output(display)
+            run.bus.subscribe(lambda _: output.draw(lambda: _as_text(_drawn(run, before))))
+            try:
+                yield
+            finally:
+                output.draw(lambda: _as_text(_drawn(run, before)), is_last=True)
+            return
         with Live(
             console=self._console,
             get_renderable=lambda: _drawn(run, before),
@@ -45,6 +60,12 @@ class LiveTable(BaseCallback, Display):
             yield
         if not live.console.is_terminal and not live.console.is_jupyter:
             live.console.line()  # rich leaves the last line open
+
+
+def _as_text(drawn: Group) -> str:
+    written = io.StringIO()
+    Console(file=written, width=COLUMNS_OF_A_NOTEBOOK, force_jupyter=False).print(drawn)
+    return written.getvalue()
 
 
 def _used(run: Any, stats: RunStats) -> float:

@@ -88,6 +88,40 @@ def origins(history: History, candidate: Candidate) -> list[Origin]:
     return [origin(name, line) for name, text in candidate.texts.items() for line in text.splitlines()]
 
 
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """A line of the seed that a candidate has not.
+
+    Args:
+        step: that took it out; None where nothing tells.
+        candidate: index of the first candidate on the way that has it no more.
+    """
+
+    component: str
+    line: str
+    step: int | None
+    candidate: int
+
+
+def gone(history: History, candidate: Candidate) -> list[Gone]:
+    """The lines of the seed that a candidate has not, in the seed's order."""
+    seed, way = history.seed, _way(history, candidate)
+    found: list[Gone] = []
+    for component, text in {} if seed is None else seed.texts.items():
+        for line in text.splitlines():
+            meant = words(line)
+            if not meant.strip() or _has(candidate.texts.get(component, ""), meant):
+                continue
+            without = [one for one in way if one.index and not _has(one.texts.get(component, ""), meant)]
+            first = without[0] if without else candidate
+            change = next(
+                (one for one in history.changes if one.component == component and _has(one.replaces, meant)), None
+            )
+            step = first.step if first.step is not None and first.step >= 0 else None
+            found.append(Gone(component, line, step if change is None else change.step, first.index))
+    return found
+
+
 def words(text: str) -> str:
     """The words of a text, or of JSON that holds it, with spaces around: what tells lines apart."""
     return f" {' '.join(_WORDS.findall(_ESCAPES.sub(' ', text).lower()))} "

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+import dspy
 from dspy.utils.callback import BaseCallback
 from dspy.utils.usage_tracker import track_usage
 from opentelemetry import context, metrics, trace  # pyright: ignore[reportMissingImports]
@@ -23,7 +24,7 @@ from dspy_flashevolve.engine.events import (
     StepOpened,
 )
 from dspy_flashevolve.engine.run import EvolutionRun
-from dspy_flashevolve.engine.scheduler import current_slot
+from dspy_flashevolve.engine.scheduler import SLOT, current_slot
 from dspy_flashevolve.engine.steps import EndKind
 
 NAME = "dspy_flashevolve"
@@ -115,7 +116,9 @@ class OpenTelemetry(BaseCallback):
             tokens = {"input": used.get("prompt_tokens") or 0, "output": used.get("completion_tokens") or 0}
             for way, count in tokens.items():
                 self._tokens.record(count, {**attributes, "gen_ai.token.type": way})
-            run, slot = _RUN.get(), current_slot()
+            slot = current_slot() or dspy.settings.get(SLOT)
+            # A thread of dspy.Parallel knows dspy's settings and no context variable: of several runs it may be any.
+            run = _RUN.get() or (self._runs[0] if len(self._runs) == 1 else None)
             if run is not None and slot is not None:
                 run.used(slot.place, name or model, tokens)
 

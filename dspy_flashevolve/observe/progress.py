@@ -1,17 +1,30 @@
-"""A progress bar over metric calls: tqdm in scripts, its widget in notebooks."""
+"""A progress bar over metric calls: tqdm in scripts; in notebooks its widget, or a text that is replaced."""
 
 from __future__ import annotations
 
+import io
 import logging
 import warnings
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from functools import cache
+from importlib.util import find_spec
 from typing import Any
+
+from tqdm.std import tqdm
 
 from dspy_flashevolve.engine.events import Committed, Event, RolloutFinished, SeedValidated, StepClosed
 from dspy_flashevolve.engine.run import EvolutionRun
+from dspy_flashevolve.observe.notebook import Output, kernel_display
 from dspy_flashevolve.observe.text import left
+
+LEAST_BAR = 16
+"""Characters of the bar itself that what stands beside it leaves, when that is set: with fewer it tells little. Times
+and rates beside it grow by up to 6 characters until that is set again."""
+LEAVE_FIRST = ("tokens", "slots", "dollars", "phase")
+"""What a narrow terminal does without, in this order; the score stays."""
+NOTEBOOK_COLUMNS = 110
+"""Characters of the bar's line in a notebook, which has no columns to ask for."""
 
 
 class Display:
@@ -39,9 +52,12 @@ class Progress(Display):
             self._close()
 
     def _begin(self, run: Any) -> None:
-        bar, total, spent = _bar(), run.statistics().max_metric_calls, 0 if run.journal is None else run.journal.spent
+        display = kernel_display()
+        bar: Any = _bar() if display is None or _has_widgets() else notebook_bar()
+        more = {"output": Output(display)} if display is not None and bar is notebook_bar() else {}
+        total, spent = run.statistics().max_metric_calls, 0 if run.journal is None else run.journal.spent
         self._run, self._used_before = run, used_share(run)
-        self._bar = bar(total=total, initial=spent, desc=run.name, unit="rollouts", dynamic_ncols=True)
+        self._bar = bar(total=total, initial=spent, desc=run.name, unit="rollouts", dynamic_ncols=True, **more)
         self._bar.set_postfix_str("going on" if spent else "validating the seed program")
         for handler in (*logging.root.handlers, *logging.getLogger("dspy").handlers):
             to_file = isinstance(handler, logging.FileHandler)
@@ -63,14 +79,14 @@ class Progress(Display):
         best, seed, tokens = run.recorder.best_score, run.recorder.seed_score, sum(stats.tokens_by_stage.values())
         seed_text = "" if seed is None else f" (seed {seed:.3f})"
         phase = "finishing" if stats.stop_reason else self._time_left(stats.seconds)
-        parts = [
-            "" if is_over else phase,
-            "" if best is None else f"best {best:.3f}{seed_text}, {len(stats.commits)} accepted",
-            f"{run.scheduler.statistics().busy}/{run.scheduler.limit} in flight",
-            f"{tokens / 1000:.0f}k tokens" if tokens else "",
-            "$ unknown" if stats.cost_dollars is None else f"${stats.cost_dollars:.2f}" if stats.cost_dollars else "",
-        ]
-        self._bar.set_postfix_str(", ".join(filter(None, parts)), refresh=False)
+        parts = {
+            "phase": "" if is_over else phase,
+            "best": "" if best is None else f"best {best:.3f}{seed_text}, {len(stats.commits)} accepted",
+            "slots": f"{run.scheduler.statistics().busy}/{run.scheduler.limit} in flight",
+            "tokens": f"{tokens / 1000:.0f}k tokens" if tokens else "",
+            "dollars": f"${stats.cost_dollars:.2f}" if stats.cost_dollars else "",  # the summary says what has no price
+        }
+        self._bar.set_postfix_str(beside_bar(parts, self._bar.format_dict), refresh=False)
 
     def _time_left(self, seconds: float) -> str:
         """By the limits of time and money; tqdm tells how long the metric calls will last."""
@@ -100,6 +116,59 @@ def since(before: float, used: float) -> float | None:
     (0.5, None, None)
     """
     return (used - before) / (1 - before) if before < min(1.0, used) else None
+
+
+def beside_bar(parts: Mapping[str, str], drawn: Mapping[str, Any]) -> str:
+    """As many of the parts as leave the bar its width; those of :data:`LEAVE_FIRST` go, in that order.
+
+    Args:
+        drawn: tqdm's ``format_dict``; its ``ncols`` are the columns of the terminal, or None.
+    """
+    shown, columns = {name: part for name, part in parts.items() if part}, drawn.get("ncols")
+    if not isinstance(columns, int):  # no terminal; of the widget, which wraps, a width in percent
+        return ", ".join(shown.values())
+    settings: dict[str, Any] = {**drawn, "ncols": None, "postfix": None, "bar_format": "{l_bar}{r_bar}"}
+    alone = tqdm.format_meter(**settings)
+    room = columns - len(alone) - LEAST_BAR
+    for name in LEAVE_FIRST:
+        if len(", ".join(["", *shown.values()])) > room:
+            shown.pop(name, None)
+    return ", ".join(shown.values())
+
+
+def _has_widgets() -> bool:
+    return find_spec("ipywidgets") is not None
+
+
+@cache
+def notebook_bar() -> Any:
+    """The bar as a text in a notebook without widgets."""
+
+    base: Any = tqdm  # generic to type checkers alone
+
+    class NotebookBar(base):
+        def __init__(self, *, output: Output, **options: Any) -> None:
+            self._output = output
+            # tqdm writes a line again by what goes to its file: here nothing does, each drawing is a whole.
+            settings: dict[str, Any] = {**options, "dynamic_ncols": False, "ncols": NOTEBOOK_COLUMNS}
+            super().__init__(file=io.StringIO(), **settings)
+
+        def display(self, msg: str | None = None, pos: int | None = None) -> None:
+            self._output.draw(lambda: str(self) if msg is None else msg)
+
+        def begin_at(self, count: int) -> None:
+            """See :func:`_bar`."""
+            self.initial = self.n = count
+            self.refresh()
+
+        def end(self) -> None:
+            """See :func:`_bar`."""
+            self.total = self.n or None
+            if not self.disable:
+                self._output.draw(lambda: str(self), is_last=True)
+            self.close()
+
+    return NotebookBar
 
 
 @cache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from html import escape
@@ -14,14 +14,27 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from dspy_flashevolve.observe.figures import course, family, figures, prompts_diff, use_of_slots
-from dspy_flashevolve.observe.history import Candidate, History
-from dspy_flashevolve.observe.origins import origins
-from dspy_flashevolve.observe.text import duration, number, score
+from dspy_flashevolve.observe.figures import (
+    by_endpoint,
+    course,
+    example_scores,
+    family,
+    figures,
+    prompts_diff,
+    use_of_slots,
+)
+from dspy_flashevolve.observe.history import Candidate, History, TracedRollout
+from dspy_flashevolve.observe.origins import gone, origins
+from dspy_flashevolve.observe.text import duration, number, score, standing
 
 WIDTH, HEIGHT = 420, 240
 LEFT, RIGHT, TOP, BOTTOM = 48, 22, 10, 36
 COLOURS = 8
+MOST_SCORED, MOST_EXAMPLES = 40, 100
+"""Rows and columns of the table of scores by example: a screen of each, and a quarter of a megabyte at most."""
+TREE_WIDTH, TREE_HEIGHT = 860, 320
+MOST_VALUE = 300
+"""Characters of an example's field."""
 MOST_POINTS = 600
 """Of one plot; of more the plot shows some, evenly."""
 BINS = 120
@@ -46,7 +59,13 @@ def report(history: History) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"duration": duration, "number": number, "score": score, "clipped": _clipped}
+    environment.filters |= {
+        "standing": standing,
+        "duration": duration,
+        "number": number,
+        "score": score,
+        "clipped": _clipped,
+    }
     found, best = figures(history), history.best
     lines = [] if best is None else origins(history, best)
     return environment.get_template("report.html").render(
@@ -56,6 +75,11 @@ def report(history: History) -> str:
         best=best,
         components={name: list(its) for name, its in groupby(lines, key=lambda one: one.component)},
         steps=dict(sorted({one.step: one for one in lines if one.step is not None}.items())),
+        gone=[] if best is None else gone(history, best),
+        examples=_Examples(history),
+        by_example=example_scores(history, MOST_SCORED, MOST_EXAMPLES),
+        tree_plot=Markup(tree_plot(history)),
+        endpoints=by_endpoint(history),
         score_plots=_score_plots(history, found.cost_dollars),
         slots=_slot_plots(history),
         colours=COLOURS,
@@ -64,6 +88,36 @@ def report(history: History) -> str:
         integrations=_integrations(history),
         settings=json.dumps(dict(history.sessions[-1].settings), indent=2) if history.sessions else "",
     )
+
+
+class _Examples:
+    """What examples are, for the template: their inputs, and what came out in a step."""
+
+    def __init__(self, history: History) -> None:
+        self._inputs: dict[str, str] = {}
+        self._of_step: defaultdict[tuple[int, str], list[TracedRollout]] = defaultdict(list)
+        for rollout in history.traced:
+            if rollout.inputs:
+                self._inputs.setdefault(rollout.example, _values(rollout.inputs))
+            self._of_step[rollout.step, rollout.example].append(rollout)
+
+    def name(self, example: str) -> str:
+        """Its inputs; its number where no trace was kept."""
+        return self._inputs.get(example, f"example {example}")
+
+    def outputs(self, step: int, example: str) -> list[tuple[str, str]]:
+        """Output and score, in order: the parent's, then the child's."""
+        return [(_values(rollout.output), f"{rollout.score:.2f}") for rollout in self._of_step[step, example]]
+
+
+def _values(fields: Mapping[str, Any]) -> str:
+    """Fields as text for people: the only one by itself, several with their names."""
+    shown = {
+        name: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        for name, value in fields.items()
+    }
+    cut = {name: value if len(value) <= MOST_VALUE else f"{value[:MOST_VALUE]} …" for name, value in shown.items()}
+    return next(iter(cut.values())) if len(cut) == 1 else "; ".join(f"{name}: {value}" for name, value in cut.items())
 
 
 def _clipped(text: str) -> str:
@@ -98,7 +152,8 @@ def _slot_plots(history: History) -> dict[str, Any]:
     for name, intervals in kinds:
         used = use_of_slots(intervals, end, BINS)
         series = {stage: used.get(stage, [0.0] * BINS) for stage in stages}
-        drawn.append((name, Markup(area_plot(series, end, "seconds", f"{name}, by stage"))))
+        y_name = "slots" if intervals is busy else "steps"
+        drawn.append((name, Markup(area_plot(series, end, "seconds", f"{name}, by stage", y_name))))
     return {"stages": stages, "plots": drawn if end else []}
 
 
@@ -129,7 +184,13 @@ def _failures(history: History) -> dict[str, list[str]]:
             f"{count} times by {name}: {reason}"
             for (name, reason), count in Counter(turned_away).most_common(MOST_ROWS)
         ]
+    failed = Counter(_clipped(step.reason) for step in history.steps.values() if step.way == "failed")
+    if failed:
+        found[f"Steps that failed ({failed.total():,})"] = [
+            f"{count} times: {reason}" for reason, count in failed.most_common(MOST_ROWS)
+        ]
     names = {
+        "ActorLost": "Processes that ran rollouts and were lost; their rollouts were run again",
         "RolloutTimedOut": "Rollouts that took too long, and were run again",
         "ExampleGivenUp": "Examples without an answer",
         "EndpointPaused": "Pauses of an endpoint that refused most of what it was sent",
@@ -178,7 +239,7 @@ class _Axes:
         share = (value - self._low) / (self._high - self._low)
         return round(HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM), 1)
 
-    def svg(self, body: list[str], x_name: str, says: str) -> str:
+    def svg(self, body: list[str], x_name: str, says: str, y_name: str) -> str:
         lines: list[str] = []
         for value in ticks(self._low, self._high):
             lines.append(f'<path class="grid" d="M{LEFT} {self.y(value)}H{WIDTH - RIGHT}"/>')
@@ -188,6 +249,10 @@ class _Axes:
             lines.append(f'<text x="{self.x(value)}" y="{HEIGHT - BOTTOM + 15}" text-anchor="middle">{text}</text>')
         middle = (LEFT + WIDTH - RIGHT) / 2
         lines.append(f'<text x="{middle}" y="{HEIGHT - 4}" text-anchor="middle">{escape(x_name)}</text>')
+        up = (TOP + HEIGHT - BOTTOM) / 2
+        lines.append(
+            f'<text x="11" y="{up}" text-anchor="middle" transform="rotate(-90 11 {up})">{escape(y_name)}</text>'
+        )
         head = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(says)}">'
         return "".join([head, *lines, *body, "</svg>"])
 
@@ -216,10 +281,10 @@ def score_plot(points: Sequence[tuple[float, float, float, str]], right: float, 
         for x, score, _, name in shown
     ]
     says = f"score against {x_name}: from {points[0][1]:.4f} to {best:.4f}"
-    return axes.svg([f'<path class="best" d="{line}"/>', *dots], x_name, says)
+    return axes.svg([f'<path class="best" d="{line}"/>', *dots], x_name, says, "score")
 
 
-def area_plot(series: Mapping[str, Sequence[float]], right: float, x_name: str, says: str) -> str:
+def area_plot(series: Mapping[str, Sequence[float]], right: float, x_name: str, says: str, y_name: str) -> str:
     """Series on top of each other, over equal parts of the x axis; the one of number n has the class ``c`` n."""
     if not series:
         return ""
@@ -233,6 +298,61 @@ def area_plot(series: Mapping[str, Sequence[float]], right: float, x_name: str, 
         top = "".join(f"V{axes.y(value)}H{xs[place + 1]}" for place, value in enumerate(above))
         back = "".join(f"V{axes.y(below[place])}H{xs[place]}" for place in reversed(range(bins)))
         path = f'd="M{xs[0]} {axes.y(below[0])}{top}{back}Z"'
-        body.append(f'<path class="c{colour % COLOURS}" {path}><title>{escape(name)}</title></path>')
+        body.append(f'<path class="c{colour % COLOURS}" {path}><title>{_peak(name, values)}</title></path>')
         below = above
-    return axes.svg(body, x_name, says)
+    return axes.svg(body, x_name, says, y_name)
+
+
+def _peak(name: str, values: Sequence[float]) -> str:
+    return escape(f"{name}: {max(values):.3g} at most, {sum(values) / len(values):.3g} on average")
+
+
+def tree_plot(history: History) -> str:
+    """Candidates by number and score, each joined to its parents; the way to the best is drawn thick."""
+    known = {one.index: (one, one.score) for one in history.candidates if one.score is not None}
+    if len(known) < 2 or history.best is None:
+        return ""
+    scores = [value for _, value in known.values()]
+    last, low, high = max(known), min(scores), max(scores)
+    width, height = TREE_WIDTH - LEFT - RIGHT, TREE_HEIGHT - 3 * TOP - BOTTOM
+
+    def place(index: int) -> tuple[float, float]:
+        share = (known[index][1] - low) / (high - low) if high > low else 0.5
+        return round(LEFT + index / (last or 1) * width, 1), round(TREE_HEIGHT - BOTTOM - TOP - share * height, 1)
+
+    way, ahead = set[int](), [history.best.index]
+    while ahead:
+        index = ahead.pop()
+        if index in known and index not in way:
+            way.add(index)
+            ahead += [parent for parent in known[index][0].parents if parent is not None]
+    edges: list[str] = []
+    nodes: list[str] = []
+    for index, (one, value) in known.items():
+        x, y = place(index)
+        parents = [parent for parent in one.parents if parent in known and parent != index]
+        for parent in parents:
+            from_x, from_y = place(parent)
+            kind = "way" if {index, parent} <= way else "edge"
+            middle = round((from_x + x) / 2, 1)
+            edges.append(f'<path class="{kind}" d="M{from_x} {from_y}C{middle} {from_y} {middle} {y} {x} {y}"/>')
+        name = f"candidate {index}: {score(value)}"
+        name += f", from {', '.join(map(str, parents))}" if parents else ", the seed" if index == 0 else ""
+        name += "" if one.step is None or one.step < 0 else f", step {one.step}"
+        kind = "dot on-way" if index in way else "dot"
+        nodes.append(f'<circle class="{kind}" cx="{x}" cy="{y}" r="4.5"><title>{escape(name)}</title></circle>')
+        if len(known) <= MOST_SCORED or index in way:
+            nodes.append(f'<text x="{x}" y="{y - 8}" text-anchor="middle">{index}</text>')
+    lines: list[str] = []
+    for value in ticks(low, high):
+        share = (value - low) / (high - low) if high > low else 0.5
+        y = round(TREE_HEIGHT - BOTTOM - TOP - share * height, 1)
+        lines.append(f'<path class="grid" d="M{LEFT} {y}H{TREE_WIDTH - RIGHT}"/>')
+        lines.append(f'<text x="{LEFT - 6}" y="{y + 4}" text-anchor="end">{value:g}</text>')
+    up, middle = TREE_HEIGHT / 2 - TOP, LEFT + width / 2
+    lines.append(f'<text x="11" y="{up}" text-anchor="middle" transform="rotate(-90 11 {up})">score</text>')
+    x_name = "candidates, in the order in which they came"
+    lines.append(f'<text x="{middle}" y="{TREE_HEIGHT - 8}" text-anchor="middle">{x_name}</text>')
+    says = f"the family tree: {len(known)} candidates, the best is {history.best.index}"
+    head = f'<svg viewBox="0 0 {TREE_WIDTH} {TREE_HEIGHT}" role="img" aria-label="{says}">'
+    return "".join([head, *lines, *edges, *nodes, "</svg>"])

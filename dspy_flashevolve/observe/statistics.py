@@ -17,8 +17,10 @@ from dspy_flashevolve.engine.events import (
     ExampleGivenUp,
     Integrated,
     LimitChanged,
+    LmCallCounted,
     Looked,
     RequestFinished,
+    RequestTurnedAway,
     RolloutFinished,
     SeedValidated,
     StageVisited,
@@ -33,6 +35,15 @@ from dspy_flashevolve.engine.steps import EndKind
 T = TypeVar("T")
 MOST_STAGE_RECORDS = 10_000
 """Of a long run the timeline has the beginning only."""
+SHOWN_REASON, MOST_REASONS = 100, 1000
+"""Characters of what a provider said, and how many different things it said are kept: enough to tell a rate limit from
+a dead server, and few enough that messages with a time or a request's number in them fill no memory."""
+ONLY_TESTED = "its rollouts tested the changes that there are"
+"""Reason of a step that ended before its reflection, since enough changes wait to be tested."""
+PERFECT_MINIBATCH = "all scores of its minibatch are perfect"
+"""Reason of a step that ended before its reflection, since there was nothing to improve."""
+ASKED_FOR_NO_CHILD = {ONLY_TESTED: "tested known changes", PERFECT_MINIBATCH: "found nothing to improve"}
+"""Reason -> how a summary counts such steps: nothing of theirs was rejected."""
 REFLECTION_STAGES = ("propose", "integrate")
 """GEPA's stages whose requests run no program."""
 
@@ -81,16 +92,19 @@ class RunStats:
         max_metric_calls: the budget; None without one.
         slots: slots there are, at most this many requests in flight.
         peak_slots: the most that were in use at once.
-        occupancy: share of slot-seconds in use, 0 to 1, of the slots that there were by the limits of their time.
+        occupancy: share of slot-seconds in use, 0 to 1, of the slots that there were by the limits of their time, and
+            those that were held beyond a limit which had just fallen.
         busy_seconds_by_stage: slot-seconds.
         gaps: place -> gap (version now less version seen) -> looks.
         shared_rollouts: rollouts that joined one in flight instead of being paid.
-        retried_requests: requests that the provider asked to come back later.
+        retried_requests: times that a request got no answer and was made again.
+        turned_away: why -> the same times, as the provider said it (its first 100 characters); the first 1,000 reasons.
         unanswered_examples: those that got no answer while others did, and score ``failure_score``: for every
             candidate, or for one alone where they were answered for others.
         timed_out_rollouts: runs of rollouts that took longer than rollout_timeout_seconds.
         requests_by_stage: rollouts and other requests that were answered, and rollouts that were given up half-way.
-        tokens_by_stage: prompt and completion tokens of them, as the LMs report them.
+        tokens_by_stage: prompt and completion tokens of all LM calls, as the LMs report them. A call of a thread that
+            a program has started by itself, without dspy's settings, counts for the busiest stage that asks its LM.
         cost_dollars: of all LM calls, by litellm's cost map; None where the price of a model is not known.
         dollars_by_stage: the same of the LM calls of each stage.
         generations: the most steps from the seed to a candidate, along its parents.
@@ -130,6 +144,7 @@ class RunStats:
     limit_changes: list[LimitChanged] = field(default_factory=list[LimitChanged])
     pauses: int = 0
     stages: list[StageVisit] = field(default_factory=list[StageVisit])
+    turned_away: dict[str, int] = field(default_factory=dict[str, int])
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, ready for JSON."""
@@ -286,6 +301,8 @@ class Recorder:
         self.requests, self.tokens = Counter[str](), Counter[str]()
         self.dollars = defaultdict[str, float](float)
         """Of stages, where prices are known."""
+        self.turned_away = Counter[str]()
+        """What a provider said -> requests that were made again."""
         self.unanswered_examples = 0
         self.seed_score: float | None = None
         """Of the program that the run began with; None until it is known."""
@@ -298,8 +315,8 @@ class Recorder:
     def __call__(self, event: Event) -> None:
         """Take one event."""
         event = replace(event, seconds=event.seconds - self.clock.began)
-        if isinstance(event, RolloutFinished | RequestFinished):
-            self.requests[event.stage] += 1
+        if isinstance(event, RolloutFinished | RequestFinished | LmCallCounted):
+            self.requests[event.stage] += not isinstance(event, LmCallCounted)
             self.tokens[event.stage] += event.tokens
             self.dollars[event.stage] += event.cost_dollars
         elif isinstance(event, StepOpened):
@@ -319,6 +336,10 @@ class Recorder:
             self.limit_changes.append(event)
         elif isinstance(event, ExampleGivenUp):
             self.unanswered_examples += 1
+        elif isinstance(event, RequestTurnedAway):
+            reason = shorten(event.reason, SHOWN_REASON, placeholder=" ...")
+            if reason in self.turned_away or len(self.turned_away) < MOST_REASONS:
+                self.turned_away[reason] += 1
         elif isinstance(event, EndpointPaused):
             self.pauses += 1
         elif isinstance(event, Looked):
@@ -364,6 +385,7 @@ class Recorder:
             limit_changes=list(self.limit_changes),
             pauses=self.pauses,
             stages=list(self.stages),
+            turned_away=dict(self.turned_away),
             **figures,
         )
 
@@ -402,7 +424,7 @@ SHOWN_LINES = 12
 
 def summary_of(stats: RunStats) -> str:
     """A run in about ten lines: how it ended, what it found, what it cost, and what held it back."""
-    steps = ", ".join(f"{count} {way}" for way, count in stats.ended.items() if count) or "none ended"
+    steps = ", ".join(f"{count} {way}" for way, count in ways_of(stats).items() if count) or "none ended"
     calls = "" if stats.max_metric_calls is None else f" of {stats.max_metric_calls}"
     reason = stats.stop_reason.rstrip(".") or ("steps may start" if stats.outcome == "running" else "nothing was left")
     lines = [
@@ -410,7 +432,7 @@ def summary_of(stats: RunStats) -> str:
         f"steps: {stats.steps} ({steps})",
         f"metric calls: {stats.metric_calls}{calls}",
         f"tokens: {_parts(stats.tokens_by_stage, lambda count: f'{count:,}')}",
-        f"dollars: {_parts(stats.dollars_by_stage, _dollars)}",
+        f"dollars: {_dollars_line(stats.dollars_by_stage)}",
         f"slots: {_slots(stats)}; {limited_by(stats)}",
     ]
     if isinstance(stats, AsyncStats):
@@ -424,6 +446,16 @@ def summary_of(stats: RunStats) -> str:
         more = [f"... and {len(change) - SHOWN_LINES} lines more"] if len(change) > SHOWN_LINES else []
         lines += change[:SHOWN_LINES] + more
     return "\n".join(lines)
+
+
+def ways_of(stats: RunStats) -> dict[str, int]:
+    """Way -> steps that ended so, with words of their own for those that asked for no child."""
+    counts = dict(stats.ended)
+    for reason, words in ASKED_FOR_NO_CHILD.items():
+        if steps := stats.end_reasons.get(reason, 0):
+            counts[words] = steps
+            counts["rejected"] = max(0, counts.get("rejected", 0) - steps)
+    return counts
 
 
 def texts_diff(before: Mapping[str, str], after: Mapping[str, str], old: str, new: str, context: int) -> list[str]:
@@ -445,7 +477,11 @@ def limited_by(stats: RunStats) -> str:
     reflecting = sum(stats.busy_seconds_by_stage.get(stage, 0.0) for stage in REFLECTION_STAGES)
     busy = sum(stats.busy_seconds_by_stage.values())
     if stats.pauses or any(one.after < one.before and one.reason == "refused" for one in stats.limit_changes):
-        return f"the provider's rate limit held it back ({stats.retried_requests} requests were made again)"
+        again = f"{stats.retried_requests} requests were made again"
+        if stats.turned_away:  # a rate limit, a server that refuses connections, a timeout: it says so itself
+            reason, count = Counter(stats.turned_away).most_common(1)[0]
+            again += f", {count} of them since: {reason}"
+        return f"the provider turned requests away and held it back ({again})"
     if stats.occupancy >= BUSY:
         return "more slots (num_threads) would have been used"
     if busy and reflecting > busy / 2:
@@ -464,8 +500,16 @@ def _parts(by_stage: Mapping[str, T], shown: Callable[[T], str]) -> str:
     return ", ".join(f"{stage} {shown(value)}" for stage, value in by_stage.items() if value != 0) or "none"
 
 
-def _dollars(cost: float | None) -> str:
-    return "unknown" if cost is None else f"{cost:.4f}"
+def _dollars_line(by_stage: Mapping[str, float | None]) -> str:
+    """The dollars of the stages whose models have a price, and which have none."""
+    priced = {stage: cost for stage, cost in by_stage.items() if cost is not None}
+    unpriced = [stage for stage, cost in by_stage.items() if cost is None]
+    known = _parts(priced, lambda cost: f"{cost:.4f}")
+    if not unpriced:
+        return known
+    if not priced:
+        return "unknown (litellm has no price for the models)"
+    return f"{known}; unknown for {', '.join(unpriced)} (litellm has no price for the model)"
 
 
 def _score(score: float | None) -> str:

@@ -13,6 +13,8 @@ from dspy_flashevolve.observe.history import Candidate, History
 LATEST = 5
 """Candidates, and problems, that `watch` shows."""
 UNKNOWN = "unknown"
+MOST_NAMED = 20
+"""Candidates that a message names one by one; of more it names the first and the last."""
 RETRY = "RequestTurnedAway"
 """Of these `watch` tells the number alone: a busy provider makes many."""
 
@@ -78,6 +80,14 @@ def score(value: float | None) -> str:
     return UNKNOWN if value is None else f"{value:.4f}"
 
 
+def standing(candidate: Candidate) -> str:
+    """A candidate's score; of a seed that is being validated, how far that is."""
+    if candidate.score is None and candidate.scores:
+        of = "" if candidate.examples is None else f" of {candidate.examples}"
+        return f"{len(candidate.scores)}{of} examples"
+    return score(candidate.score)
+
+
 def status(history: History) -> str:
     """How a run stands: what `watch` shows."""
     all_of = figures(history)
@@ -96,16 +106,20 @@ def status(history: History) -> str:
         most = limits.get("max_seconds")  # it counts from zero in each session
         times.append(left(history.seconds, None if most is None else history.session_began + most, share))
     best, seed = history.best, history.seed
-    seed_text = "no seed yet" if seed is None else f"seed {score(seed.score)} on {len(seed.scores)} examples"
+    seed_text = "no seed yet" if seed is None else f"seed {standing(seed)}"
+    if seed is not None and seed.score is not None:
+        seed_text += f" on {len(seed.scores)} examples"
     best_text = "-" if best is None else f"{score(best.score)} (candidate {best.index})"
     ways = ", ".join(f"{count} {way}" for way, count in all_of.steps.items()) or "none"
     again = f", {all_of.failures[RETRY]:,} requests made again" if RETRY in all_of.failures else ""
+    # A metric call is written down just before the metric begins: what asks the task's LM is not counted here.
+    under_way = f", {history.under_way} under way" if history.under_way else ""
     steps = f"{sum(all_of.steps.values())}: {ways}" if history.sessions else UNKNOWN
     lines = [
         f"{history.optimizer} in {history.directory}: {', '.join(filter(None, times))}",
         *([f"because: {session.reason}"] if session is not None and session.reason else []),
         f"best score {best_text}, {seed_text}, {all_of.accepted} candidates accepted",
-        f"metric calls {all_of.calls:,}{budget}, {history.under_way} under way{again}",
+        f"metric calls {all_of.calls:,}{budget}{under_way}{again}",
         f"steps {steps}",
         "",
     ]
@@ -120,17 +134,32 @@ def status(history: History) -> str:
         lines.append(f"{one.kind} after {duration(one.seconds)}: {said[:200]}")
     lines += [f"request failed after {duration(one.seconds)} ({one.stage}): {one.error[:200]}" for one in [
         one for one in history.requests if one.error][-LATEST:]]  # fmt: skip
+    failed = [step for step in history.steps.values() if step.way == "failed"]
+    lines += [f"step {step.number} failed: {step.reason[:200]}" for step in failed[-LATEST:]]
     return "\n".join(lines)
 
 
-def watch(look: Callable[[], History], show: Callable[[str], None], wait: Callable[[], None]) -> History:
-    """Show how a run stands, again and again until it is over; returns it as it was then."""
-    while True:
-        history = look()
-        show(plain(status(history)))
-        if history.state != "running":
-            return history
+def watch(
+    run_dir: str, look: Callable[[], History | None], show: Callable[[str], None], wait: Callable[[], None]
+) -> History:
+    """Show how a run stands, again and again until it is over; returns it as it was then.
+
+    Args:
+        run_dir: its name.
+        look: reads the run; None while it has not begun, which is told once and waited for.
+        show: takes a text for people.
+        wait: returns when it is time to look again.
+    """
+    is_awaited = False
+    while (history := look()) is None or history.state == "running":
+        if history is not None:
+            show(plain(status(history)))
+        elif not is_awaited:
+            show(f"waiting for a run in {run_dir}: it has no journal yet (Ctrl-C ends this)")
+            is_awaited = True
         wait()
+    show(plain(status(history)))
+    return history
 
 
 def _row(one: Spent) -> list[str]:
@@ -154,8 +183,9 @@ def compare(runs: Sequence[tuple[History, Figures]]) -> str:
     """Runs side by side, and the settings that all have and in which they differ."""
     rows: list[list[str]] = []
     for one, found in runs:
+        seed_standing = UNKNOWN if one.seed is None else standing(one.seed)
         rows.append([
-            one.directory, one.optimizer, one.state, score(found.seed_score), score(found.best_score),
+            one.directory, one.optimizer, one.state, seed_standing, score(found.best_score),
             number(found.accepted), number(sum(found.steps.values()) if one.sessions else None), number(found.calls),
             *(number(found.by_role[role].tokens if found.by_role else None) for role in ("task", "reflection")),
             number(found.cost_dollars, 4), duration(found.seconds),
@@ -187,8 +217,16 @@ def candidate_of(history: History, name: str) -> Candidate:
         if name == "best":
             raise ConfigurationError(f"{history.directory}: no candidate has a score yet, so none is the best.")
         there = ", ".join(str(one.index) for one in history.candidates) or "none"
+        if len(history.candidates) > MOST_NAMED:
+            there = f"{history.candidates[0].index} to {history.candidates[-1].index}"
         raise ConfigurationError(f"{history.directory}: candidate {name!r}, expected best, seed or one of {there}.")
     return found
+
+
+def _seed_told(seed: Candidate) -> str:
+    if seed.score is None:
+        return f": {standing(seed)} validated" if seed.scores else ""
+    return f": score {seed.score:.3f}"
 
 
 def tree(history: History, prompts: bool = False) -> str:
@@ -207,7 +245,7 @@ def tree(history: History, prompts: bool = False) -> str:
     for depth, one, parent in family(history):
         indent = "  " * depth
         if parent is None:
-            lines.append("candidate 0 (the seed)" + ("" if one.score is None else f": score {one.score:.3f}"))
+            lines.append("candidate 0 (the seed)" + _seed_told(one))
             if prompts:
                 lines += [f"  {name}: {line}" for name, text in one.texts.items() for line in text.splitlines()]
             continue

@@ -1,4 +1,4 @@
-"""Copies of a program: what a rollout changes is its own, and nothing of the student is changed.
+"""Copies of a program: what a rollout changes is its own, and nothing of the student is changed but what locks guard.
 
 dspy.GEPA runs a candidate on ``student.deepcopy()``, which its threads share; a rollout here has a copy of its own.
 
@@ -11,7 +11,9 @@ bound methods, ``functools.partial``, ``lru_cache``    bound to the copy of what
 functions without a closure, classes                   shared: they hold nothing of the program's
 functions with a closure, or with defaults             new ones over the copies of what belongs to the program; what
                                                        does not (a counter or a client of the caller's) is shared
-locks and semaphores                                   shared: what they guard may be; asyncio's are copied once
+an object, a dict, a list or a closure with a lock,    shared whole, with all that it refers to; with a lock of
+a semaphore, an event, a queue, a thread pool          asyncio's or anyio's: copied once a run (``locks.py``)
+a module with a lock, or what refers to a module       copied, but the data beside the lock is shared
 LMs, dspy callbacks, event loops, tasks, threads       shared, and so is a plain object that holds a thread or a task
 objects that cannot be copied (a connection, say), or  shared; one that holds such an object is copied attribute by
 have a ``__del__``                                     attribute
@@ -19,48 +21,31 @@ more than ``LARGEST`` elements, 64 kB of an array      copied once, shared by th
                                                        not grow with the data that a program carries
 =====================================================  ===============================================================
 
-An object whose class says itself how it is copied (``__deepcopy__``, ``__reduce__``, ``__slots__`` ...) is copied as
-``copy.deepcopy`` does it.
+An object whose class says itself how it is copied (``__deepcopy__``, ``__reduce__``, ``__slots__`` ...) and that has no
+lock is copied as ``copy.deepcopy`` does it.
 """
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import functools
-import inspect
 import io
 import sys
-import threading
-import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from concurrent.futures import Executor
-from contextvars import ContextVar
-from enum import Enum
-from types import BuiltinMethodType, CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from types import BuiltinMethodType, CellType, FunctionType, MethodType, SimpleNamespace
 from typing import Any, cast
 
-import anyio
-from dspy.clients.base_lm import BaseLM
 from dspy.primitives.module import Module
-from dspy.utils.callback import BaseCallback
 
-LARGEST = 1000
-"""Elements of what is copied for each rollout; what has more is copied once."""
+from dspy_flashevolve.programs.locks import ACTIVE, LARGEST, LOOP_LOCKS, SHARED, VALUES, guarded, is_empty, parts_of
+
 BYTES_AN_ELEMENT = 64
 """How many bytes of an array count as one element."""
-VALUES = frozenset({type(None), bool, int, float, complex, str, bytes, type, type(...), type(NotImplemented)})
-"""What cannot change."""
 SEQUENCES = (list, deque)
 MAPPINGS = (dict, defaultdict, OrderedDict, Counter)
-LOCKS = (type(threading.Lock()), type(threading.RLock()), threading.Semaphore, threading.local)
-LOOP_LOCKS = (asyncio.Lock, asyncio.Semaphore, anyio.Lock, anyio.Semaphore, anyio.CapacityLimiter)
-"""They belong to the loop that they are first waited for on, so that runs cannot share them; rollouts do."""
-SHARED = (type, Enum, BaseLM, BaseCallback, ModuleType, ContextVar, weakref.ref, *LOCKS)
 RESOURCES = (io.IOBase, Executor)
-ACTIVE = (asyncio.AbstractEventLoop, asyncio.Future, threading.Thread)
-"""They work on objects of their owner's, so that a copy of the owner would wait for them in vain."""
 OWN_WAYS = ("__slots__", "__copy__", "__deepcopy__", "__getstate__", "__setstate__", "__reduce__", "__reduce_ex__")
 """What a class has whose objects are more than their attributes."""
 CACHED = type(functools.lru_cache(lambda: None))
@@ -119,10 +104,14 @@ class _Copying:
         self._memo.update({id(lm): lm for one in program.predictors() if (lm := getattr(one, "lm", None)) is not None})
         if self._first:
             self._walk(program)
+            self._shared.update(guarded(program, across_loops=True))
+        self._memo.update(self._shared)  # copy.deepcopy, which copies classes with ways of their own, looks there
         result = self.copy(program)
         while self._cells:
             new, old = self._cells.pop()
             new.cell_contents = self.copy(old.cell_contents)
+        if self._first:
+            self._shared.update(guarded(result, across_loops=False))
         return cast(Module, result)
 
     def _walk(self, program: Module) -> None:
@@ -133,7 +122,7 @@ class _Copying:
             if type(value) not in VALUES and not isinstance(value, SHARED) and id(value) not in self._own:
                 self._own.add(id(value))
                 if not isinstance(value, FunctionType):
-                    waiting += _parts_of(value)
+                    waiting += parts_of(value)
 
     def copy(self, value: Any) -> Any:
         kind = type(value)
@@ -234,7 +223,7 @@ class _Copying:
             return cell
         if id(cell) in self._memo:
             return self._memo[id(cell)]
-        if self._first and (_is_empty(cell) or not self._reaches(cell.cell_contents, set(), self._own)):
+        if self._first and (is_empty(cell) or not self._reaches(cell.cell_contents, set(), self._own)):
             return self._share(cell)
         new = CellType()
         self._cells.append((new, cell))
@@ -251,7 +240,7 @@ class _Copying:
         if type(value) in VALUES or isinstance(value, SHARED) or id(value) in seen or len(seen) > LARGEST:
             return False
         seen.add(id(value))
-        return any(self._reaches(part, seen, own) for part in _parts_of(value))
+        return any(self._reaches(part, seen, own) for part in parts_of(value))
 
     # Objects
 
@@ -330,30 +319,4 @@ def _has_plain_objects(kind: type) -> bool:
 
 def _holds(function: FunctionType) -> bool:
     """Whether a function holds something that can change."""
-    return any(type(one) not in VALUES for one in _parts_of(function))
-
-
-def _is_empty(cell: CellType) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return True
-    return False
-
-
-def _parts_of(value: Any) -> Iterable[Any]:
-    """What a value holds directly."""
-    if isinstance(value, dict):
-        return list(cast("dict[Any, Any]", value).values())
-    if isinstance(value, (list, tuple, set, frozenset, deque)):
-        return list(cast("Iterable[Any]", value))
-    if isinstance(value, (MethodType, BuiltinMethodType)):
-        return [value.__self__]
-    if isinstance(value, functools.partial):
-        return [value.func, *value.args, *value.keywords.values()]
-    if isinstance(value, FunctionType):
-        cells = [cell.cell_contents for cell in value.__closure__ or () if not _is_empty(cell)]
-        return [*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values(), *vars(value).values()]
-    if isinstance(value, (ModuleType, *ACTIVE)) or inspect.isclass(value):
-        return []
-    return list(getattr(value, "__dict__", {}).values())
+    return any(type(one) not in VALUES for one in parts_of(function))

@@ -8,7 +8,8 @@
     NEVER    401, 402, 403, 404, no such model, no key, no credit                the run ends with the best so far
     REQUEST  context too long, content filter, another 4xx, a feature that       the candidate's score on the example:
              the model lacks; a reply whose text the adapter cannot parse        failure_score, as in dspy.GEPA
-    (None)   an error of the program's, or of the metric's, own code             the same
+    (None)   an error of the program's, or of the metric's, own code; one that   the same
+             kept a request from being sent
 
 dspy's ``LMError`` tree, lm15's, and the errors of litellm's and other providers' SDKs say by themselves what they are,
 wherever they stand in a chain of causes or in an exception group. What a hand-written LM raises (``TimeoutError``,
@@ -23,6 +24,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import copy
 import http.client
 import inspect
 import json
@@ -87,6 +89,27 @@ BROKEN = (
     AttributeError,
 )
 """What an LM raises that lost its connection, or could not find its way in the body of a reply."""
+
+
+WRITERS = frozenset({
+    "_build_request", "build_request", "build_request_head", "get_optional_params", "parse_url", "urlsplit",
+    "write_headers",
+})  # fmt: skip
+"""Functions (of SDKs, HTTP libraries, litellm and urllib) in which a request is written: what fails there is not sent,
+unless a connection was lost."""
+WRITING_FILES = frozenset({json.encoder.__file__, copy.__file__})
+"""Files of which the same is true: dspy copies the arguments of a request before it sends them."""
+MISTAKES = (ImportError, NameError, NotImplementedError)
+"""What no provider causes: an LM of the user's own, or a function in the place of one, is wrong."""
+UNSENDABLE = frozenset({
+    "InvalidHeader", "InvalidSchema", "InvalidURL", "JSONEncodeError", "LocalProtocolError", "MissingSchema",
+    "NoTextError", "PydanticSerializationError", "UnicodeEncodeError", "UnsupportedProtocol",
+})  # fmt: skip
+"""Names of errors (of httpx, requests, h11, orjson and pydantic) over a request that cannot be written or addressed."""
+
+
+class NoTextError(TypeError):
+    """A function in the place of an LM returned what is no text."""
 
 
 class HollowReplyError(LMServerError):
@@ -176,9 +199,9 @@ def fault_of(error: BaseException, heard: Sequence[BaseException] = ()) -> tuple
             return None  # a reply came, whatever failed before it
         fault = _fault(one, id(one) in calls or _passed_through_a_call(one))
         if fault is not None:
-            return fault, one
+            return None if was_never_sent(one) else (fault, one)
     for one in reversed(heard):
-        if _fault(one, True) in (Fault.LATER, Fault.NEVER):
+        if _fault(one, True) in (Fault.LATER, Fault.NEVER) and not was_never_sent(one):
             return Fault.LATER, one  # swallowed on the way, say by a thread pool that reports its own error
     return None
 
@@ -193,7 +216,34 @@ def _passed_through_a_call(error: BaseException) -> bool:
 
 def may_repeat(error: BaseException) -> bool:
     """Whether a request may be made again whose LM call raised ``error``."""
-    return _fault(error, True) is Fault.LATER
+    return _fault(error, True) is Fault.LATER and not was_never_sent(error)
+
+
+def was_never_sent(error: BaseException) -> bool:
+    """Whether a request could not be written down (an argument that is no JSON) or addressed, so that nobody was asked,
+    or an LM of the user's own has a mistake in its code.
+
+    Such an error may look like a provider's: litellm calls it an internal server error, with the status 500.
+
+    >>> try:
+    ...     json.dumps({"lm": object()})
+    ... except TypeError as error:
+    ...     was_never_sent(error)
+    True
+    """
+    for number, link in enumerate(chain_of(error)):
+        if number and isinstance(link, LMError):
+            return False  # of an earlier call, say the one that an adapter makes up for with this one
+        if isinstance(link, MISTAKES) or type(link).__name__ in UNSENDABLE or _passed_through_writing(link):
+            return True
+    return False
+
+
+def _passed_through_writing(error: BaseException) -> bool:
+    if isinstance(error, OSError):
+        return False
+    codes = (frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__))
+    return any(code.co_filename in WRITING_FILES or code.co_name in WRITERS for code in codes)
 
 
 def is_refusal(error: BaseException) -> bool:

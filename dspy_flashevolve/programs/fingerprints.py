@@ -19,6 +19,7 @@ from dspy_flashevolve.engine.errors import RunDirectoryError
 from dspy_flashevolve.engine.journal import Journal
 from dspy_flashevolve.engine.redaction import Redaction, secrets_held_by, secrets_in
 from dspy_flashevolve.engine.replay import RunJournal
+from dspy_flashevolve.programs.values import is_readable
 
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
@@ -190,7 +191,7 @@ def open_journal(
             settings={**settings_of(optimizer), "versions": packages},
             fingerprints=now,
         )
-        yield RunJournal(journal, each_once)
+        yield RunJournal(journal, each_once, is_readable)
     except BaseException:
         journal.close()
         raise

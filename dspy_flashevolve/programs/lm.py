@@ -1,4 +1,4 @@
-"""How the run calls the user's LMs: paced, their tokens counted, and a reply without a message told from an answer.
+"""How the run calls the user's LMs: paced, each call counted, and a reply without a message told from an answer.
 
 ``dspy.LM`` retries transient errors by itself, inside the slot, and tells nobody of a 429. For the length of a run the
 user's LM is of a subclass that has these retries off where the run asks: a request that the provider turns away gives
@@ -15,16 +15,13 @@ from __future__ import annotations
 import asyncio
 import copy
 import hashlib
-import json
 import os
-import sys
 import threading
 from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cache, lru_cache
-from importlib.util import find_spec
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -57,6 +54,7 @@ from dspy_flashevolve.programs.faults import (
     retry_after_of,
 )
 from dspy_flashevolve.programs.servers import BalancedLM, where
+from dspy_flashevolve.programs.usage import CountLate, completion_tokens_of, counted_call, slot_here, tokens_of
 
 T = TypeVar("T")
 BEGINNING = 20_000
@@ -141,6 +139,8 @@ class LanguageModels:
         redaction: is told the LMs' secrets, and takes them out of what the LMs answer and raise.
         folder: where runs on one key tell each other what they have sent; None for nowhere.
         once: each request is made once: whoever asked for the rollout asks again.
+        count: takes what calls have used that were made in threads which know no run, of LMs that this run paces; None
+            to count nothing of them.
     """
 
     def __init__(
@@ -149,9 +149,10 @@ class LanguageModels:
         redaction: Redaction | None = None,
         folder: Path | None = None,
         once: bool = False,
+        count: CountLate | None = None,
     ) -> None:
         self.endpoints, self.redaction = endpoints, redaction or Redaction()
-        self.folder, self.once = folder, once
+        self.folder, self.once, self.count = folder, once, count
         self.waits: LoopWaits | None = None
         self._paced: dict[int, tuple[Any, Pace]] = {}
 
@@ -164,14 +165,14 @@ class LanguageModels:
         """Say on which loop the run lives; before it, and after :meth:`close`, a paced LM is as the LM itself."""
         self.waits = LoopWaits(loop)
         for lm, _ in list(self._paced.values()):
-            _begin(lm)
+            _begin(lm, self)
 
     def close(self) -> None:
         """The run has ended: threads that wait to call an LM again get an error."""
         if self.waits is not None:
             self.waits.close()
             for lm, _ in list(self._paced.values()):
-                _end(lm)
+                _end(lm, self)
         self.waits = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LanguageModels:
@@ -184,7 +185,7 @@ class LanguageModels:
             if self._paced.setdefault(id(lm), mine) is mine:  # threads may come at once
                 self.redaction.add(secrets_held_by(lm))
                 if self.waits is not None:
-                    _begin(lm)
+                    _begin(lm, self)
         return lm
 
     def pace_of(self, lm: Any) -> Pace:
@@ -201,24 +202,36 @@ class LanguageModels:
 
 PACED_BY = "flashevolve_models"
 """The setting of dspy's that says which run a call is made in: it reaches the threads that dspy starts."""
-_RUNS: dict[int, int] = {}
-"""LM (its id) -> how many runs pace it now."""
+_RUNS: dict[int, list[LanguageModels]] = {}
+"""LM (its id) -> the runs that pace it now."""
 _CLASSES = threading.Lock()
 
 
-def _begin(lm: Any) -> None:
+def _begin(lm: Any, models: LanguageModels) -> None:
     with _CLASSES:
-        _RUNS[id(lm)] = _RUNS.get(id(lm), 0) + 1
+        _RUNS.setdefault(id(lm), []).append(models)
         if not is_paced(lm):
             object.__setattr__(lm, "__class__", paced_class(type(lm)))
 
 
-def _end(lm: Any) -> None:
+def _end(lm: Any, models: LanguageModels) -> None:
     with _CLASSES:
-        _RUNS[id(lm)] -= 1
+        _RUNS[id(lm)].remove(models)
         if not _RUNS[id(lm)]:
             del _RUNS[id(lm)]
             object.__setattr__(lm, "__class__", type(lm).original_class)
+
+
+def _counts_of_strangers(lm: Any) -> list[CountLate]:
+    """Who counts a call that knows no run: every run that paces its LM, where a program of it may make the call.
+
+    A thread that a program starts has none of the settings that say which run it works for. The main thread, and the
+    one of a run's loop, are no such threads.
+    """
+    if threading.current_thread() is threading.main_thread():
+        return []
+    runs = [models for models in _RUNS.get(id(lm), ()) if models.waits is not None and not models.waits.is_on_loop()]
+    return [models.count for models in runs if models.count is not None]
 
 
 @dataclass(frozen=True)
@@ -267,6 +280,7 @@ class Pace:
         most = options.get("max_tokens") or options.get("max_completion_tokens")
         self.most_written = most if isinstance(most, int) else None
         timeout = options.get("timeout")
+        timeout = getattr(timeout, "read", timeout)  # an httpx.Timeout
         self.seconds = float(timeout) if isinstance(timeout, int | float) else REQUEST_SECONDS
         """The longest that one request may take in all: an LM's timeout is one between two bytes."""
 
@@ -287,7 +301,7 @@ class Pace:
             LMTimeoutError: the work that this thread was to do has been given up.
             LMError: what the last attempt raised; of an LM class of the user's own any other error too.
         """
-        waits, slot = self.models.waits, current_slot()
+        waits, slot = self.models.waits, slot_here()
         if waits is None or not waits.is_foreign():
             with self._without_secrets():
                 return self.models.redaction.known(request(lm, **self.anywhere.arguments))
@@ -314,11 +328,13 @@ class Pace:
         raise LMTimeoutError("what this thread works on took too long, and was given up")
 
     async def acall(self, lm: Any, request: Callable[..., Awaitable[Any]], asked: object = None) -> Any:
-        """The same on the run's loop, without the slot while it waits; on another loop the LM is called as it is."""
+        """The same on the run's loop, without the slot while it waits; on another loop, say one that a program has
+        begun in its thread, the LM is called as it is, within the time that a request may take."""
         loop, waits = asyncio.get_running_loop(), self.models.waits
         if waits is None or waits.loop is not loop:
             with self._without_secrets():
-                return self.models.redaction.known(await request(lm, **self.anywhere.arguments))
+                called = request(lm, **self.anywhere.arguments)
+                return self.models.redaction.known(await (called if waits is None else self._in_time(called)))
         one = _Request(self, asked, current_slot())
         while True:
             try:
@@ -368,6 +384,8 @@ class _Request:
     def __init__(self, pace: Pace, asked: object, slot: Slot | None, keeps: bool = False) -> None:
         self._pace, self._asked, self._slot, self._keeps = pace, asked, slot, keeps
         self._at, self._sent = pace.anywhere, Sent()
+        self._claim = Claim(self._at.rate, 0.0)
+        self._refused_by: set[RateLimit] = set()
         self._cache: dict[str, Any] = {}
         self._timer: asyncio.TimerHandle | None = None
 
@@ -385,7 +403,8 @@ class _Request:
         rate = self._at.rate
         self._estimate = rate.estimates.setdefault("" if self._slot is None else self._slot.place[1], Estimate())
         self._characters = sum(map(len, _texts(self._asked))) if rate.is_known else 0
-        self._claim = Claim(rate, self._estimate.tokens(self._characters, self._pace.most_written))
+        tokens = self._estimate.tokens(self._characters, self._pace.most_written)
+        self._claim = Claim(rate, tokens, rate in self._refused_by)
 
     async def begin(self) -> None:
         """Choose whom of several to ask, but not who has just turned it away, and wait until that may be."""
@@ -403,6 +422,7 @@ class _Request:
 
     def send(self) -> None:
         """It goes out now."""
+        self._at.rate.note_sent(self._claim)
         self._at.endpoint.send(self._sent)
         bound = _bound_of(self._slot) if self._keeps else None
         if bound is not None:
@@ -413,6 +433,7 @@ class _Request:
         if self._timer is not None:
             self._timer.cancel()
         self._at.endpoint.leave(self._sent)
+        self._at.rate.leave(self._claim)
 
     async def waits_again(self, error: Exception) -> bool:
         """Take note of an error of the request, and wait until it is made again; False where it is not.
@@ -430,6 +451,9 @@ class _Request:
         if may_repeat(error):
             pace.answers.turned_away(sent, str(error) or type(error).__name__, is_of_request(error))
         if is_refusal(error):
+            if not pace.models.endpoints.hurried:  # then nothing is waited for
+                self._at.rate.refuse(self._claim, endpoint.told(retry_after), endpoint.is_odd(sent))
+            self._refused_by.add(self._at.rate)
             endpoint.refused(sent, retry_after)
         elif is_timeout(error):
             endpoint.timed_out(sent)
@@ -483,8 +507,9 @@ def paced_class(kind: type[Any]) -> type[Any]:
     def paced_call(self: Any, *args: Any, **kwargs: Any) -> Any:
         models: LanguageModels | None = dspy.settings.get(PACED_BY)
         if models is None:
-            return call(self, *args, **kwargs)
-        with heard() as calls:
+            with counted_call(_counts_of_strangers(self)):
+                return call(self, *args, **kwargs)
+        with heard() as calls, counted_call():
             result = models.pace_of(self).call(
                 self, lambda lm, **again: call(lm, *args, **{**kwargs, **again}), (args, kwargs)
             )
@@ -494,8 +519,9 @@ def paced_class(kind: type[Any]) -> type[Any]:
     async def paced_acall(self: Any, *args: Any, **kwargs: Any) -> Any:
         models: LanguageModels | None = dspy.settings.get(PACED_BY)
         if models is None:
-            return await acall(self, *args, **kwargs)
-        with heard() as calls:
+            with counted_call(_counts_of_strangers(self)):
+                return await acall(self, *args, **kwargs)
+        with heard() as calls, counted_call():
             result = await models.pace_of(self).acall(
                 self, lambda lm, **again: acall(lm, *args, **{**kwargs, **again}), (args, kwargs)
             )
@@ -653,85 +679,3 @@ def _texts(asked: object) -> Iterator[str]:
     elif isinstance(asked, tuple | list):
         for one in cast("Sequence[Any]", asked):
             yield from _texts(one)
-
-
-# Tokens and dollars: dspy.track_usage gives each rollout, reflection and integration a tracker of its own, and rolls
-# the counts up into the caller's.
-
-
-def tokens_of(tracker: UsageTracker) -> int:
-    """Prompt and completion tokens that the LMs reported.
-
-    >>> tracker = UsageTracker()
-    >>> tracker.add_usage("lm", {"prompt_tokens": 3, "completion_tokens": 4})
-    >>> tokens_of(tracker)
-    7
-    """
-    return sum(
-        _count(entry, "total_tokens") or _count(entry, "prompt_tokens") + _count(entry, "completion_tokens")
-        for _, entry in _entries(tracker)
-    )
-
-
-def calls_of(tracker: UsageTracker) -> int:
-    """LM calls that reported their usage."""
-    return sum(1 for _ in _entries(tracker))
-
-
-def cost_of(tracker: UsageTracker) -> float:
-    """Dollars of the calls, by litellm's cost map; a model that is not in it counts as 0."""
-    dollars = 0.0
-    for model, entry in _entries(tracker):
-        prompt, completion = rates_of(model) or (0.0, 0.0)
-        dollars += prompt * _count(entry, "prompt_tokens") + completion * _count(entry, "completion_tokens")
-    return dollars
-
-
-@lru_cache(maxsize=256)
-def rates_of(model: str) -> tuple[float, float] | None:
-    """Dollars a prompt token and a completion token, by litellm's cost map; None where the model is not in it.
-
-    Where nobody has imported litellm, which takes seconds and asks the network, the map is read from its files.
-    """
-    if "litellm" not in sys.modules and (shipped := _shipped_rates()):
-        names = (model, model.partition("/")[2])
-        entry = next((shipped[name] for name in names if name in shipped), {})
-        rates = entry.get("input_cost_per_token"), entry.get("output_cost_per_token")
-        return None if rates[0] is None or rates[1] is None else (float(rates[0]), float(rates[1]))
-    import litellm
-
-    quiet = litellm.suppress_debug_info
-    litellm.suppress_debug_info = True  # else it prints its list of providers for a model that it does not know
-    try:
-        prompt, completion = litellm.cost_per_token(model, prompt_tokens=1_000_000, completion_tokens=1_000_000)
-    except Exception:  # litellm raises a plain Exception for models that it does not know
-        return None
-    finally:
-        litellm.suppress_debug_info = quiet
-    return prompt / 1e6, completion / 1e6
-
-
-@cache
-def _shipped_rates() -> dict[str, Any]:
-    """Model -> its entry in the cost map that litellm ships; empty where it is not found."""
-    found = find_spec("litellm")
-    for folder in () if found is None else found.submodule_search_locations or ():
-        with suppress(OSError, ValueError):
-            return json.loads((Path(folder) / "model_prices_and_context_window_backup.json").read_text("utf-8"))
-    return {}
-
-
-def completion_tokens_of(used: Mapping[str, Sequence[dict[str, Any]]]) -> int:
-    """Completion tokens of what a tracker has, its ``usage_data``."""
-    return sum(_count(entry, "completion_tokens") for entries in used.values() for entry in entries)
-
-
-def _entries(tracker: UsageTracker) -> Iterator[tuple[str, dict[str, Any]]]:
-    for model, entries in tracker.usage_data.items():
-        for entry in entries:
-            yield model, entry
-
-
-def _count(entry: dict[str, Any], name: str) -> int:
-    value = entry.get(name)
-    return value if isinstance(value, int) and not isinstance(value, bool) else 0

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import asynccontextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import anyio
@@ -14,6 +13,7 @@ from dspy_flashevolve.engine.errors import ConfigurationError
 from dspy_flashevolve.engine.loop import Threads
 from dspy_flashevolve.engine.rollouts import metric_begins
 from dspy_flashevolve.engine.scheduler import shielded
+from dspy_flashevolve.programs.feedback import looks_at_the_call
 
 MetricFn = Callable[..., Any]
 
@@ -64,8 +64,8 @@ def is_coroutine_metric(metric: MetricFn) -> bool:
 def name_of(code: Any) -> str:
     """How to call a user's function, or the class of a callable object, in a message.
 
-    >>> name_of(is_coroutine_metric), name_of(asyncio.Lock())
-    ('is_coroutine_metric', 'Lock')
+    >>> name_of(is_coroutine_metric), name_of(anyio.Event())
+    ('is_coroutine_metric', 'Event')
     """
     return str(getattr(code, "__qualname__", None) or type(code).__qualname__)
 
@@ -76,30 +76,20 @@ class Metric:
     Args:
         function: the metric.
         threads: where a sync metric runs, so that a slow one does not hold up the loop.
-        lock: call it once at a time: one score, or the feedback on one minibatch.
+        lock: call it once at a time.
     """
 
     def __init__(self, function: MetricFn, threads: Threads, lock: bool = False) -> None:
         self.name = name_of(function)
         """How to call the user's function in a message."""
-        self.gave_feedback = False
-        """Whether it has returned once when it was asked for feedback."""
+        self.looks_at_the_call = looks_at_the_call(function)
+        """Whether it may answer differently when it is asked for feedback; None where that cannot be known."""
         self._lock = lock
         self._turn = anyio.Lock() if lock else nullcontext()
         self._function = function
         self._threads = threads
         self._coroutine = is_coroutine_metric(function)
         self._declared, self._padding = _arguments_of(function)
-
-    @asynccontextmanager
-    async def turn(self) -> AsyncGenerator[None, None]:
-        """The metric is called inside, by :meth:`blocking`; with a lock, nobody else calls it meanwhile.
-
-        What runs inside with a lock is not cancelled: a thread would go on with the metric after its turn.
-        """
-        async with self._turn:
-            with shielded() if self._lock else nullcontext():
-                yield
 
     async def score(self, example: Any, prediction: Any, *, scoring_trace: Any = None, flex: bool = False) -> Any:
         """What the metric returns for scoring; user errors pass through.
@@ -115,35 +105,23 @@ class Metric:
         else:
             kwargs, args = {}, (example, prediction, *[None] * self._padding)
         async with self._turn:
-            return await self._called(*args, **kwargs)
+            await metric_begins()
+            # One that has begun in a thread cannot be called back: its rollout is paid, and must be counted.
+            return await self._called(not self._coroutine, *args, **kwargs)
 
-    async def _called(self, *args: Any, **kwargs: Any) -> Any:
-        await metric_begins()
-        if self._coroutine:
-            return await self._function(*args, **kwargs)
-        # A metric that has begun in a thread cannot be called back: its rollout is paid, and must be counted.
+    async def feedback(self, example: Any, prediction: Any, trace: Any, pred_name: str, pred_trace: Any) -> Any:
+        """What the metric returns for feedback on one predictor; user errors pass through."""
+        async with self._turn:
+            # With a lock it is not cancelled: a thread would go on with it after its turn.
+            return await self._called(self._lock, example, prediction, trace, pred_name, pred_trace)
+
+    async def _called(self, to_its_end: bool, *args: Any, **kwargs: Any) -> Any:
         result: Any = None
-        with shielded():
+        with shielded() if to_its_end else nullcontext():
+            if self._coroutine:
+                return await self._function(*args, **kwargs)
             result = await self._threads.run(self._function, *args, **kwargs)
         return await result if inspect.isawaitable(result) else result
-
-    def blocking(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the metric from one of the threads, and wait for it; coroutines run on the loop. See :meth:`turn`."""
-        value = self._function(*args, **kwargs)
-        if inspect.isawaitable(value):
-            value, left = asyncio.run_coroutine_threadsafe(_awaited(value), self._threads.loop).result()
-            if left is not None:
-                raise left
-        self.gave_feedback = True
-        return value
-
-
-async def _awaited(result: Awaitable[Any]) -> tuple[Any, BaseException | None]:
-    """What is awaited, or what it raised to leave: raised by a task of its own that would end the loop."""
-    try:
-        return await result, None
-    except (SystemExit, KeyboardInterrupt) as left:
-        return None, left
 
 
 def _arguments_of(function: MetricFn) -> tuple[frozenset[str], int]:

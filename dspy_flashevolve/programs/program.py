@@ -21,11 +21,10 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import anyio
 import dspy
-from dspy.adapters.types.tool import Tool
 from dspy.clients.base_lm import BaseLM
 from dspy.evaluate.evaluate import EvaluationResult
 from dspy.primitives.code_interpreter import CodeInterpreterError
@@ -35,17 +34,28 @@ from dspy.teleprompt.gepa.gepa_utils import DspyAdapter
 from dspy.utils.callback import BaseCallback, with_callbacks
 from dspy.utils.dummies import DummyLM
 from dspy.utils.exceptions import AdapterParseError
-from dspy.utils.usage_tracker import UsageTracker, track_usage
+from dspy.utils.usage_tracker import UsageTracker
 from gepa.core.adapter import EvaluationBatch
 
 from dspy_flashevolve.engine.errors import FlashEvolveError, RunAbortedError, who_raised
 from dspy_flashevolve.engine.loop import Threads, is_being_cancelled
-from dspy_flashevolve.engine.rollouts import Rollout, given_up
+from dspy_flashevolve.engine.rollouts import Rollout, gather, given_up
 from dspy_flashevolve.programs.copies import Copied, copied
 from dspy_flashevolve.programs.faults import LmCalls, chain_of, fault_of, heard_lm_calls, raise_provider_fault
-from dspy_flashevolve.programs.lm import LanguageModels, cost_of, tokens_of
+from dspy_flashevolve.programs.feedback import (
+    IncompleteReply,
+    Question,
+    name_missing_fields,
+    questions_for,
+    text_of,
+    text_with,
+    value_of,
+)
+from dspy_flashevolve.programs.lm import LanguageModels
 from dspy_flashevolve.programs.metric import Metric, no_score
 from dspy_flashevolve.programs.records import RolloutRecords
+from dspy_flashevolve.programs.tools import ToolCalls, is_blocking_tool, is_coroutine_tool, tools_of
+from dspy_flashevolve.programs.usage import cost_of, counting_for_run, counting_usage, tokens_of
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +70,12 @@ ALIKE = 8
 OF_TRAINING, OF_FEEDBACK = 3 * ALIKE, 2 * ALIKE
 """So many on training examples, and requests for feedback, whatever the messages: these examples come by lot."""
 TRAINING, FEEDBACK = "rollouts on training examples", "requests for the metric's feedback"
+REFLECTIONS = "reflections"
+OF_REFLECTION = 3 * ALIKE
+"""So many attempts at a reflection that fail alike from the first on end a run: 12 steps, each of which tries twice. A
+proposer that fails four times in five must not end it (with 16 attempts it did, tests/contract/test_unanswered.py)."""
+WARNED = 4
+"""After so many reflections without one that is of use the log says so: two steps, each of which tries twice."""
 BLOCKING = ("CodeAct", "Flex", "ProgramOfThought", "RLM")
 """dspy's modules that run code in an interpreter and wait for it."""
 WATCHED = 8
@@ -120,6 +136,9 @@ class Reflection:
 Make = Callable[[dict[str, str], dspy.Example, bool, UsageTracker], Awaitable[Tried]]
 """Makes a rollout of a candidate on an example, with a trace where that is True, and adds what its LMs used."""
 
+Ask = Callable[[Callable[[], Awaitable[Any]]], Awaitable[Any]]
+"""Makes a request, in a slot, as often as it needs."""
+
 
 class ProgramRunner:
     """Runs candidates of one student program.
@@ -161,6 +180,10 @@ class ProgramRunner:
         """What may fail alike from its beginning on, by its name; what has succeeded once is not in it."""
         self._failed_at = set[tuple[Any, ...]]()
         """Where rollouts on other than training examples failed, as long as it matters."""
+        self._judges_anew = False
+        """The metric gave another score, and so another judgement, when it was asked for feedback."""
+        self._useless_reflections: int | None = 0
+        """Of the first ones; None when one was of use, or it was said that none is."""
         self.mistake: Exception | None = None
         """What all first ones of these failed with: no rollout is made any more."""
 
@@ -174,9 +197,10 @@ class ProgramRunner:
         self._first[TRAINING if traced else "rollouts"] = FirstRollouts(count)
 
     def first_steps(self) -> None:
-        """The same of the first rollouts on training examples, and of the first requests for feedback."""
+        """The same of the first rollouts on training examples, requests for feedback, and reflections."""
         self._first[TRAINING] = FirstRollouts(OF_TRAINING, OF_TRAINING)
         self._first[FEEDBACK] = FirstRollouts(OF_FEEDBACK, OF_FEEDBACK)
+        self._first[REFLECTIONS] = FirstRollouts(OF_REFLECTION, OF_REFLECTION)
 
     async def rollout(self, candidate: dict[str, str], example: dspy.Example, *, capture_traces: bool) -> Rollout:
         """Run ``candidate`` on ``example``.
@@ -190,11 +214,12 @@ class ProgramRunner:
         if self.mistake is not None:
             raise self.mistake
         make = self._elsewhere or self.tried
-        with track_usage() as usage:
+        with counting_usage() as usage:
             try:
                 tried = await make(candidate, example, capture_traces, usage)
                 self._look_at(tried.failure, TRAINING if capture_traces else "rollouts")
             except BaseException:
+                usage.close()
                 given_up(tokens_of(usage), cost_of(usage))
                 raise
         return replace(tried.rollout, tokens=tokens_of(usage), cost_dollars=cost_of(usage))
@@ -270,12 +295,19 @@ class ProgramRunner:
     def _parse_failure(
         self, program: Module, inputs: dict[str, Any], trace: list[Any], error: AdapterParseError
     ) -> _Run:
-        """A reply that did not fit the format is worth reflecting on; dspy.GEPA drops half-parsed ones."""
+        """A reply that did not fit the format is worth reflecting on.
+
+        One that lacks some of its fields makes dspy.GEPA fail over it, and drop the example; here it is reflected on
+        where the user asked for it.
+        """
         predictor = next((p for p in program.predictors() if p.signature == error.signature), None)
-        if error.parsed_result or predictor is None:
+        wanted = self.adapter.add_format_failure_as_feedback or not error.parsed_result
+        if predictor is None or not wanted:
             return _Run(None, [], error)
-        failed = FailedPrediction(error.lm_response or "", format_reward=self.adapter.failure_score)
-        return _Run(failed, [*trace, (predictor, inputs, failed)])
+        text, score, signature = error.lm_response or "", self.adapter.failure_score, cast(Any, error.signature)
+        missing = tuple(name for name in signature.output_fields if name not in (error.parsed_result or {}))
+        shown = IncompleteReply(text, score, missing) if error.parsed_result else FailedPrediction(text, score)
+        return _Run(FailedPrediction(text, format_reward=score), [*trace, (predictor, inputs, shown)])
 
     def _crash(self, trace: list[Any], error: Exception, calls: LmCalls) -> _Run:
         raise_provider_fault(error, calls.errors)
@@ -346,8 +378,8 @@ class ProgramRunner:
             score = None
         return Rollout(
             output=run.prediction,
-            score=self.adapter.failure_score if score is None else score,
-            objective_scores=objectives,
+            score=self.adapter.failure_score if score is None else _as_number(score),
+            objective_scores={name: _as_number(value) for name, value in objectives.items()},
             trajectory={"example": example, "prediction": run.prediction, "trace": run.trace, "score": raw},
         )
 
@@ -396,29 +428,61 @@ class ProgramRunner:
         evaluation: EvaluationBatch[Any, Any],
         components: list[str],
         rng: random.Random | None,
+        ask: Ask,
     ) -> ReflectiveDataset:
         """The records that reflection reads, one list a component.
 
         Args:
-            rng: picks one of several calls of a predictor; None for the adapter's own, shared one.
+            rng: picks one of several calls of a predictor. None to do as dspy.GEPA: by the adapter's own, shared one,
+                and with one question to the metric after the other.
+            ask: makes a request to the metric for feedback, and makes it again where the provider of a judge asks for
+                that: so one example is asked for again, and not its minibatch.
 
         Raises:
-            TransientError: the provider of an LM judge asks to come back later.
-            RunAbortedError: it refuses for good.
+            FlashEvolveError: of ``ask``, where the provider of a judge gave no answer, or refuses for good.
             Exception: what the metric raised while it gave feedback, or that there was nothing to reflect on.
         """
-        adapter = self.adapter
-        if rng is not None:
-            adapter = copy.copy(adapter)
-            adapter.rng = rng
-        async with self._metric.turn():
-            dataset = await self._watched(
-                lambda: self._threads.run(adapter.make_reflective_dataset, candidate, evaluation, components)
-            )
-        self._look_at(None, FEEDBACK)
-        # The adapter warns once of scores that differ; its copies must not warn again.
-        self.adapter.warn_on_score_mismatch &= adapter.warn_on_score_mismatch
+        adapter, trajectories = copy.copy(self.adapter), evaluation.trajectories or []
+        adapter.rng = adapter.rng if rng is None else rng
+        adapter.feedback_map = questions_for(adapter.student.named_predictors(), trajectories)
+        # What is put together waits its turn among the reflections: it is read by one of them next.
+        dataset: Any = await self._watched(
+            lambda: ask(lambda: self._threads.run(adapter.make_reflective_dataset, candidate, evaluation, components))
+        )
+        records: list[dict[str, Any]] = [record for records in dataset.values() for record in records]
+        name_missing_fields(records, trajectories)
+        asked = [record for record in records if isinstance(record.get("Feedback"), Question)]
+        calls = [partial(self._answered, record["Feedback"], ask, rng is None) for record in asked]
+        texts = [await call() for call in calls] if rng is None else await gather(calls)
+        for record, text in zip(asked, texts, strict=True):
+            record["Feedback"] = text
         return dataset
+
+    async def _answered(self, question: Question, ask: Ask, as_gepa: bool) -> Any:
+        """The feedback that a question is for: what came with the score, or the metric's answer."""
+        told, is_alone = text_with(question.score), len(self.adapter.student.predictors()) == 1
+        looks = False if self._judges_anew else self._metric.looks_at_the_call
+        if told is not None and (looks is False or (looks is None and is_alone and not as_gepa)):
+            return told
+
+        async def asked() -> Any:
+            with counting_for_run():
+                return await self._watched(lambda: self._metric.feedback(*question.arguments))
+
+        answer = await ask(asked)
+        self._look_at(None, FEEDBACK)
+        counted, now = value_of(question.score), value_of(answer)
+        if now == counted:
+            return text_of(answer)
+        self._judges_anew = told is not None and is_alone and not as_gepa
+        if self.adapter.warn_on_score_mismatch:
+            self.adapter.warn_on_score_mismatch = False  # once a run
+            logger.warning(
+                "Metric %s scored an answer %s, and %s when it was asked for feedback on it: it judges anew, or scores "
+                "single predictors. The first score counts%s. warn_on_score_mismatch=False leaves this warning out.",
+                self._metric.name, counted, now, ", and the feedback that came with it" if self._judges_anew else "",
+            )  # fmt: skip
+        return told if self._judges_anew else text_of(answer)
 
     async def propose(self, candidate: dict[str, str], dataset: ReflectiveDataset, components: list[str]) -> Reflection:
         """Ask the reflection LM, or the user's proposer, for new texts; a proposer with an async ``acall`` is awaited.
@@ -426,8 +490,10 @@ class ProgramRunner:
         Raises:
             TransientError: the provider asks to come back later.
             RunAbortedError: the provider refuses for good.
-            Exception: what the proposer raised, or that what it returned is no text.
+            Exception: what the proposer raised, or that what it returned is no text; see :attr:`mistake`.
         """
+        if self.mistake is not None:
+            raise self.mistake
         acall = self._awaitable_proposer(components)
 
         async def call() -> dict[str, str]:
@@ -441,8 +507,10 @@ class ProgramRunner:
                     )
             return checked_texts(texts or {})
 
-        with track_usage() as usage:
-            texts = await self._watched(call)
+        with counting_usage() as usage:
+            texts = await self._watched(call, REFLECTIONS)
+        self._useless_reflections = None
+        self._look_at(None, REFLECTIONS)
         return Reflection(texts, tokens_of(usage), cost_of(usage))
 
     def _awaitable_proposer(self, components: list[str]) -> Callable[..., Awaitable[Any]] | None:
@@ -453,8 +521,12 @@ class ProgramRunner:
         has_code = any(name in self.adapter._flex_paths for name in components)  # pyright: ignore[reportPrivateUsage]
         return acall if inspect.iscoroutinefunction(acall) and not has_code else None
 
-    async def _watched(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Tell the provider's faults from what the user's code raised, and name that code."""
+    async def _watched(self, call: Callable[[], Awaitable[T]], kind: str = FEEDBACK) -> T:
+        """Tell the provider's faults from what the user's code raised, and name that code.
+
+        Args:
+            kind: of the first requests, which may all fail alike.
+        """
         with heard_lm_calls() as calls:
             try:
                 return await call()
@@ -470,9 +542,24 @@ class ProgramRunner:
                 if hook is not None:
                     logger.warning("%s raised %s: %.300s", hook, type(error).__name__, error)
                     if hook.startswith("metric"):
-                        failure = None if self._metric.gave_feedback else self._failure(error, calls)
-                        self._look_at(None if failure is None or failure.refused else failure, FEEDBACK)
+                        kind = FEEDBACK
+                if kind == REFLECTIONS:
+                    self._warn_of_reflections(error)
+                if kind == REFLECTIONS or hook is not None:
+                    failure = self._failure(error, calls)
+                    is_of_provider = failure is not None and failure.refused and kind == FEEDBACK
+                    is_of_reply = hook is None and not calls.errors  # the LM wrote what dspy cannot use
+                    self._look_at(None if is_of_provider or is_of_reply else failure, kind)
                 raise
+
+    def _warn_of_reflections(self, error: Exception) -> None:
+        """Say once that no reflection was of use, before a run ends with the program that it was given."""
+        if self._useless_reflections is None:
+            return
+        self._useless_reflections += 1
+        if self._useless_reflections == WARNED:
+            self._useless_reflections = None
+            logger.warning("None of the first %d reflections was of use; the last: %.500s", WARNED, _said(error))
 
 
 class FirstRollouts:
@@ -515,6 +602,11 @@ def _is_number(score: Any) -> bool:
         return False
 
 
+def _as_number(score: Any) -> Any:
+    """The same number as an int or a float: a Decimal cannot be added to one, and numpy's scalars are no JSON."""
+    return score if isinstance(score, int | float) or not _is_number(score) else float(score)
+
+
 # Where rollouts run.
 
 
@@ -533,6 +625,7 @@ class Place:
         self.on_loop: bool | None = None
         """None before the first call."""
         self._threads = threads
+        self._tools = ToolCalls(threads)
         self._watched = self._blocked = 0
 
     async def call(self, program: Module, inputs: dict[str, Any]) -> Any:
@@ -545,7 +638,8 @@ class Place:
         if self.on_loop is None:
             self.on_loop = runs_on_loop(program)
         if not self.on_loop:
-            return await self._threads.run(_called, program, inputs)
+            return await self._in_thread(program, inputs)
+        self._tools.prepare_for_loop(program)
         try:
             return await self._awaited(program, inputs)
         except NotImplementedError as error:
@@ -556,6 +650,14 @@ class Place:
                 name = type(program).__name__
                 logger.warning("%s.aforward raises NotImplementedError: rollouts run in threads, by its forward.", name)
             raise NeedsThreadError from error
+
+    async def _in_thread(self, program: Module, inputs: dict[str, Any]) -> Any:
+        if self._blocked < BLOCKED:
+            self._tools.prepare_for_thread(program)
+            return await self._threads.run(_called, program, inputs)
+        # What has blocked the run's loop may have been a coroutine tool: it runs on a loop of its own, as dspy does it.
+        with dspy.context(allow_tool_async_sync_conversion=True):
+            return await self._threads.run(_called, program, inputs)
 
     async def _awaited(self, program: Module, inputs: dict[str, Any]) -> Any:
         if self._watched >= WATCHED:
@@ -655,27 +757,20 @@ def runs_on_loop(program: Module) -> bool:
     It needs an ``aforward`` that is at least as specific as its ``forward``: a subclass that overrides
     only ``forward`` inherits an ``aforward`` that would skip its code. Every LM that it may call (its
     predictors' own, else the configured one) must answer asynchronously. And what is known to block must
-    not be in it: dspy calls a tool that is no coroutine function on the loop, and code interpreters wait.
+    not be in it: code interpreters wait, and dspy calls a tool that is no coroutine function on the loop. Beside a
+    coroutine tool, which has to be awaited, such tools run in threads: see :class:`~.tools.ToolCalls`.
     """
+    tools = tools_of(program)
     return (
         has_own_aforward(program)
         and all(answers_asynchronously(lm) for lm in _language_models(program))
-        and not any(_blocks(module) for _, module in program.named_sub_modules())
+        and not any(_waits_for_code(module) for _, module in program.named_sub_modules())
+        and (any(map(is_coroutine_tool, tools)) or not any(map(is_blocking_tool, tools)))
     )
 
 
-def _blocks(module: Any) -> bool:
-    if any(kind.__name__ in BLOCKING and kind.__module__.startswith("dspy.") for kind in type(module).__mro__):
-        return True
-    tools = getattr(module, "tools", None)
-    listed = list(tools.values()) if isinstance(tools, dict) else tools if isinstance(tools, list | tuple) else []
-    return any(_blocking_tool(tool) for tool in listed)
-
-
-def _blocking_tool(tool: Any) -> bool:
-    function = tool.func if isinstance(tool, Tool) else tool
-    call = getattr(function, "__call__", None)  # noqa: B004
-    return callable(function) and not (inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call))
+def _waits_for_code(module: Any) -> bool:
+    return any(kind.__name__ in BLOCKING and kind.__module__.startswith("dspy.") for kind in type(module).__mro__)
 
 
 def has_own_aforward(program: Module) -> bool:
@@ -717,12 +812,12 @@ def answers_asynchronously(lm: Any) -> bool:
 # As dspy.GEPA sets its adapter up, and tells its callbacks.
 
 
-def adapter_of(optimizer: Any, student: Module, metric: Metric, reflection_lm: Any) -> DspyAdapter:
+def adapter_of(optimizer: Any, student: Module, reflection_lm: Any) -> DspyAdapter:
     """dspy's adapter, set up as ``dspy.GEPA.compile`` sets it up."""
     return DspyAdapter(
         student_module=student,
         metric_fn=optimizer.metric_fn,
-        feedback_map={name: _feedback(name, predictor, metric) for name, predictor in student.named_predictors()},
+        feedback_map={},  # see ProgramRunner.reflective_dataset
         failure_score=optimizer.failure_score,
         num_threads=optimizer.num_threads,
         add_format_failure_as_feedback=optimizer.add_format_failure_as_feedback,
@@ -733,23 +828,6 @@ def adapter_of(optimizer: Any, student: Module, metric: Metric, reflection_lm: A
         warn_on_score_mismatch=optimizer.warn_on_score_mismatch,
         reflection_minibatch_size=optimizer.reflection_minibatch_size,
     )
-
-
-def _feedback(name: str, predictor: Any, metric: Metric) -> Callable[..., Any]:
-    """What the metric says of one predictor, with a default where it says nothing."""
-
-    def feedback(
-        predictor_output: Any, predictor_inputs: Any, module_inputs: Any, module_outputs: Any, captured_trace: Any
-    ) -> Any:
-        trace = [(predictor, predictor_inputs, predictor_output)]
-        result = metric.blocking(module_inputs, module_outputs, captured_trace, name, trace)
-        if not hasattr(result, "feedback"):
-            return {"score": result, "feedback": f"This trajectory got a score of {result}."}
-        if result["feedback"] is None:
-            result["feedback"] = f"This trajectory got a score of {result['score']}."
-        return result
-
-    return feedback
 
 
 class _Announced(dspy.Evaluate):
@@ -783,8 +861,8 @@ class _Announced(dspy.Evaluate):
 
 
 def _of_the_users(proposer: Any) -> Any:
-    """A proposer, unless it is dspy's own: what that raises says something of the reflection LM's reply."""
-    return None if type(proposer).__module__.startswith("dspy.") else proposer
+    """A proposer, unless it is dspy's or ours: what that raises says something of the reflection LM's reply."""
+    return None if type(proposer).__module__.startswith(("dspy.", "dspy_flashevolve.")) else proposer
 
 
 def checked_texts(texts: Mapping[str, Any]) -> dict[str, str]:

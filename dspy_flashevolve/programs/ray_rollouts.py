@@ -43,21 +43,22 @@ from dspy.utils.usage_tracker import UsageTracker
 
 from dspy_flashevolve.engine.endpoints import Endpoint, Sent
 from dspy_flashevolve.engine.errors import ConfigurationError, FlashEvolveError, TransientError
+from dspy_flashevolve.engine.events import ActorLost
 from dspy_flashevolve.engine.redaction import without_secrets
 from dspy_flashevolve.engine.rollouts import Rollout, metric_begins, metric_not_reached, noted
 from dspy_flashevolve.engine.run import EvolutionRun
-from dspy_flashevolve.engine.scheduler import current_slot
+from dspy_flashevolve.engine.scheduler import SLOT, current_slot
 from dspy_flashevolve.programs.faults import chain_of, is_refusal, is_timeout
 from dspy_flashevolve.programs.lm import (
     CACHED_SECONDS,
     LanguageModels,
-    completion_tokens_of,
     endpoint_of,
     limits_folder,
 )
 from dspy_flashevolve.programs.metric import Metric
 from dspy_flashevolve.programs.program import Failure, Make, ProgramRunner, Tried
 from dspy_flashevolve.programs.records import RolloutRecords, kept
+from dspy_flashevolve.programs.usage import COUNTED_BY, completion_tokens_of, counting_usage
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +76,7 @@ TOLD_CHARACTERS = 500
 """Of Ray's long messages, so much is told."""
 OF_THE_CALLER = (
     "callbacks", "caller_modules", "caller_predict", "send_stream", "stream_listeners", "trace", "usage_tracker",
+    COUNTED_BY, SLOT,
 )  # fmt: skip
 """Settings of dspy's that mean something in the caller's process only."""
 SHIPPED_VARIABLES = re.compile(r"_(API_KEY|API_BASE|BASE_URL)$")
@@ -251,7 +253,7 @@ class RolloutActor:
         """
         if not self._runners:  # begun again, which the caller does not know yet
             return cloudpickle.dumps(_Answer(is_lost=True))
-        runner, answer, usage = self._runners[program], _Answer(), UsageTracker()
+        runner, answer = self._runners[program], _Answer()
 
         async def call() -> None:
             slot = current_slot()
@@ -263,7 +265,7 @@ class RolloutActor:
                 raise TransientError("no answer in time to a request of the program's", of_request=True)
 
         scope = self._scopes.setdefault(number, anyio.CancelScope())
-        with scope, dspy.context(**self._models.settings, usage_tracker=usage), noted(answer):
+        with scope, dspy.context(**self._models.settings), counting_usage() as usage, noted(answer):
             try:
                 await self._run.scheduler.run("rollout", self._step, call)
             except asyncio.CancelledError:
@@ -274,7 +276,7 @@ class RolloutActor:
                 answer.signal = "refused" if any(map(is_refusal, errors)) else late
                 answer.error = _sendable(error)
         del self._scopes[number]
-        answer.used = dict(usage.usage_data)
+        answer.used = {model: list(entries) for model, entries in usage.usage_data.items()}
         return _packed(answer, runner.records, candidate)
 
     async def cancel(self, number: int) -> None:
@@ -541,6 +543,7 @@ class Actors:
             actor.load -= 1
         if answer.is_lost and actor.ready.done():  # else it is known
             logger.warning("An actor is lost, its rollouts are asked for again: %s", said)
+            self._run.bus.emit(ActorLost(self._run.clock(), said))
             actor.ready = self._ready(actor.handle)
         if cancelled is not None and answer.tried is None:
             answer.error, answer.is_lost = cancelled, False

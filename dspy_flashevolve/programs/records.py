@@ -1,14 +1,15 @@
 """Rollouts as JSON, and back: what the journal keeps of an output and of a trace.
 
 Outputs are kept for people and for gepa's best outputs; what JSON does not have is kept as text. Traces are kept to be
-reflected on after a crash, so they come back equal or not at all. dspy.GEPA's own checkpoint is read here, too.
+reflected on after a crash, so they come back equal or not at all: a trace is read again when it is written, and is not
+kept where that gives another one. Its rollout is then made anew, if an interrupted run still has to reflect on it.
+dspy.GEPA's own checkpoint is read here, too.
 """
 
 from __future__ import annotations
 
 import copy
 import json
-import math
 import pickle
 import sys
 from collections.abc import Callable
@@ -16,10 +17,9 @@ from dataclasses import dataclass, field, is_dataclass
 from enum import Enum
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar
 
 import dspy
-from dspy.teleprompt.bootstrap_trace import FailedPrediction
 from gepa.core.state import EvaluationCache
 from pydantic import BaseModel
 from pydantic_core import to_jsonable_python
@@ -28,6 +28,7 @@ from dspy_flashevolve.engine.errors import RunDirectoryError
 from dspy_flashevolve.engine.replay import BEFORE_STEPS, id_text
 from dspy_flashevolve.engine.rollouts import Rollout, Spent
 from dspy_flashevolve.observe.history import Candidate, History
+from dspy_flashevolve.programs.values import InexactError, decoded, encoded, read, written
 
 CHECKPOINT = "gepa_state.bin"
 HOLDS = (EvaluationCache,)
@@ -56,10 +57,6 @@ class Asked(Generic[T]):
     spent: Spent = field(default_factory=lambda: Spent(0))
 
 
-class InexactError(Exception):
-    """The value would not come back as it is."""
-
-
 class RolloutRecords:
     """Writes the rollouts of one student down, and reads them.
 
@@ -81,15 +78,12 @@ class RolloutRecords:
             return None
         known = self._predictors(frozenset(candidate.items()))
         try:
-            steps = [
-                [_name_of(predictor, known), encoded(inputs), encoded(output)]
+            steps = ", ".join(
+                f"[{json.dumps(_name_of(predictor, known))}, {written(inputs)}, {written(output)}]"
                 for predictor, inputs, output in rollout.trajectory["trace"]
-            ]
-            kept = {
-                "prediction": encoded(rollout.trajectory["prediction"]),
-                "score": encoded(rollout.trajectory["score"]),
-            }
-            return json.dumps({**kept, "trace": steps})
+            )
+            prediction, score = written(rollout.trajectory["prediction"]), written(rollout.trajectory["score"])
+            return f'{{"prediction": {prediction}, "score": {score}, "trace": [{steps}]}}'
         except Exception:
             return None
 
@@ -181,15 +175,15 @@ class ReplyText:
         if answer.error is not None:
             return None
         try:
-            return json.dumps(encoded(answer.answer))
+            return written(answer.answer)
         except Exception:
             return None
 
     def read(self, text: str) -> Any:
         """The answer, which has cost nothing now."""
         try:
-            return Asked(decoded(json.loads(text)))
-        except InexactError:
+            return Asked(read(text))
+        except Exception:  # whatever a class of the user's raises: the question is asked again
             return None
 
 
@@ -211,8 +205,8 @@ def output_text(output: Any) -> str:
 def output_in(text: str | None) -> Any:
     """An output, as far as :func:`output_text` could keep it."""
     try:
-        return None if text is None else decoded(json.loads(text))
-    except InexactError:
+        return None if text is None else read(text)
+    except Exception:  # whatever a class of the user's raises: an output is only shown
         return None
 
 
@@ -230,77 +224,6 @@ def _name_of(predictor: Any, known: dict[str, Any]) -> str:
         if predictor.signature.equals(other.signature):
             return name
     raise InexactError("a predictor that the student does not have")
-
-
-def encoded(value: Any) -> Any:
-    """A value as JSON that :func:`decoded` turns into an equal one.
-
-    >>> decoded(encoded({"a": (1, [None, "b"])}))
-    {'a': (1, [None, 'b'])}
-
-    Raises:
-        InexactError: its type is none of JSON's, and no prediction, pydantic model or tuple.
-    """
-    if value is None or type(value) in (bool, int, str):
-        return value
-    if type(value) is float:
-        return value if math.isfinite(value) else {"x": repr(value)}
-    if type(value) is list:
-        return [encoded(one) for one in cast("list[Any]", value)]
-    if type(value) is tuple:
-        return {"t": [encoded(one) for one in cast("tuple[Any, ...]", value)]}
-    if type(value) is dict and all(type(name) is str for name in cast("dict[Any, Any]", value)):
-        return {"d": {name: encoded(one) for name, one in cast("dict[str, Any]", value).items()}}
-    if isinstance(value, FailedPrediction):
-        return {"f": [value.completion_text, value.format_reward]}
-    if isinstance(value, dspy.Prediction):
-        return {"p": {str(name): encoded(one) for name, one in value.items()}}
-    if isinstance(value, BaseModel) and _model_named(*(name := _name(type(value)))) is type(value):
-        return {"m": [*name, json.loads(value.model_dump_json())]}
-    raise InexactError(f"a {type(value).__name__}")
-
-
-def decoded(value: Any) -> Any:
-    """What :func:`encoded` was given.
-
-    Raises:
-        InexactError: a model that is not there any more, or is another one now.
-    """
-    if isinstance(value, list):
-        return [decoded(one) for one in cast("list[Any]", value)]
-    if not isinstance(value, dict):
-        return value
-    [(kind, kept)] = cast("dict[str, Any]", value).items()
-    if kind == "x":
-        return float(kept)
-    if kind == "t":
-        return tuple(decoded(one) for one in kept)
-    if kind == "d":
-        return {name: decoded(one) for name, one in kept.items()}
-    if kind == "f":
-        return FailedPrediction(*kept)
-    if kind == "p":
-        return dspy.Prediction(**{name: decoded(one) for name, one in kept.items()})
-    module, qualified, fields = kept
-    model = _model_named(module, qualified)
-    if model is None:
-        raise InexactError(f"no model {module}.{qualified} is imported")
-    try:
-        return model.model_validate(fields)
-    except ValueError as error:
-        raise InexactError(str(error)) from error
-
-
-def _name(model: type) -> tuple[str, str]:
-    return model.__module__, model.__qualname__
-
-
-def _model_named(module: str, qualified: str) -> type[BaseModel] | None:
-    """A pydantic model that the program has imported already; nothing is imported by a name that stands in a file."""
-    found: Any = sys.modules.get(module)
-    for part in qualified.split("."):
-        found = getattr(found, part, None)
-    return found if isinstance(found, type) and issubclass(found, BaseModel) else None
 
 
 # gepa's checkpoint is a pickle: what somebody else put there must not run.

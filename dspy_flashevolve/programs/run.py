@@ -11,14 +11,15 @@ from typing import Any, Literal, TypeVar, cast
 import dspy
 from dspy.primitives import Example, Module, Prediction
 from dspy.teleprompt.gepa.gepa_utils import DspyAdapter
+from dspy.utils.callback import with_callbacks
 from dspy.utils.exceptions import AdapterParseError
-from dspy.utils.usage_tracker import track_usage
 
 from dspy_flashevolve.engine.endpoints import OUTAGE_SECONDS, RetryPolicy
 from dspy_flashevolve.engine.errors import ConfigurationError, DataError
+from dspy_flashevolve.engine.events import LmCallCounted
 from dspy_flashevolve.engine.limits import Bounds
 from dspy_flashevolve.engine.loop import is_being_cancelled
-from dspy_flashevolve.engine.replay import RunJournal, hash_of
+from dspy_flashevolve.engine.replay import BEFORE_STEPS, RunJournal, hash_of
 from dspy_flashevolve.engine.rollouts import Granted, Rollout, RolloutKey, Spent, batch
 from dspy_flashevolve.engine.run import EvolutionRun, Observer
 from dspy_flashevolve.engine.scheduler import Requester
@@ -29,23 +30,41 @@ from dspy_flashevolve.programs.copies import isolated_copy
 from dspy_flashevolve.programs.faults import heard_lm_calls, raise_provider_fault
 from dspy_flashevolve.programs.lm import (
     LanguageModels,
-    calls_of,
-    cost_of,
     endpoint_of,
     limits_folder,
-    rates_of,
-    tokens_of,
 )
 from dspy_flashevolve.programs.metric import Metric
 from dspy_flashevolve.programs.program import ProgramRunner, runs_on_loop
 from dspy_flashevolve.programs.ray_rollouts import Actors, RayRollouts
 from dspy_flashevolve.programs.records import Asked, ProgramRecord, ReplyText
 from dspy_flashevolve.programs.servers import watchers
+from dspy_flashevolve.programs.tools import ToolCalls
+from dspy_flashevolve.programs.usage import (
+    Entry,
+    Place,
+    calls_of,
+    cost_of,
+    cost_of_call,
+    counting_usage,
+    rates_of,
+    tokens_of,
+    tokens_of_call,
+    usage_settings,
+)
 
 T = TypeVar("T")
+Compile = TypeVar("Compile", bound=Callable[..., Any])
 Schedule = Literal["async", "lockstep"]
 MAX_CONCURRENCY = 256
 """Requests in flight at most where the slots adapt and ``max_concurrency`` is not given."""
+
+
+def with_compile_events(acompile: Compile) -> Compile:
+    """Let an optimizer's ``acompile`` tell dspy's callbacks ``on_compile_start`` and ``on_compile_end``.
+
+    dspy wraps every method named ``compile`` of a ``Teleprompter`` in this way, and knows no ``acompile``.
+    """
+    return cast(Compile, with_callbacks(acompile))
 
 
 class DspyRun(EvolutionRun):
@@ -115,6 +134,7 @@ class DspyRun(EvolutionRun):
         lm, modules = self.settings.get("lm"), [one for listed in stages.values() for one in listed]
         lms = {stage: _lms(listed, lm) for stage, listed in stages.items()}
         models = {stage: {str(getattr(one, "model", "")) for one in asked} for stage, asked in lms.items()}
+        self._models_by_stage = models
         self._unpriced = {stage for stage, names in models.items() if None in map(rates_of, names)}
         slots, adaptive = width_of(self, [one for one in modules if isinstance(one, Module)])
         observers = [one for one in self.settings.get("callbacks") or () if isinstance(one, Observer)]
@@ -137,17 +157,33 @@ class DspyRun(EvolutionRun):
         )
         self.recorder = Recorder(self.clock)
         self.bus.subscribe(self.recorder)
-        self.models = LanguageModels(self.endpoints, self.redaction, limits_folder())
+        self.models = LanguageModels(self.endpoints, self.redaction, limits_folder(), count=self._count_lm_call)
         self.paced(lm)
         self.actors = None if rollouts is None else Actors(rollouts, self, self.settings)
         """Where rollouts are made; None for this process."""
-        self.settings.update(self.models.settings)
+        self.settings.update(self.models.settings | usage_settings(self._count_lm_call))
         self._shown_calls = shown_calls or max_metric_calls
         self._seconds: float | None = None
 
     def paced(self, lm: Any) -> Any:
         """The LM as it is given; the run calls it in its own way from now on, see :class:`LanguageModels`."""
         return self.models.paced(lm)
+
+    def _count_lm_call(self, place: Place | None, model: str, entry: Entry) -> None:
+        """Count an LM call that no event of a rollout or of a request sums up; from any thread."""
+        if self.models.waits is not None:
+            self.models.waits.call(self._tell_lm_call, place, model, entry)
+
+    def _tell_lm_call(self, place: Place | None, model: str, entry: Entry) -> None:
+        step, stage = place or (BEFORE_STEPS, self._busiest_stage(model))
+        event = LmCallCounted(self.clock(), step, stage, tokens_of_call(entry), cost_of_call(model, entry))
+        self.bus.emit(event)
+
+    def _busiest_stage(self, model: str) -> str:
+        """The stage with the most slots in use among those that ask a model; the first one where none has any."""
+        of_model = [stage for stage, models in self._models_by_stage.items() if model in models]
+        running = {name: stage.running for name, stage in self.scheduler.statistics().stages.items()}
+        return max(of_model or self._models_by_stage, key=lambda stage: running.get(stage, 0))
 
     @asynccontextmanager
     async def opened(self) -> AsyncGenerator[None, None]:
@@ -187,16 +223,18 @@ class DspyRun(EvolutionRun):
             RunAbortedError: the provider refused for good.
         """
         copy = self.models.pace_in(isolated_copy(module))
-        asks = self.settings.get("lm") if lm is None else self.paced(lm)
+        asks, tools = self.settings.get("lm") if lm is None else self.paced(lm), ToolCalls(self.threads)
 
         async def call() -> Asked[T]:
             answer: T | None = None
             failure: Exception | None = None
-            with track_usage() as usage, dspy.context(lm=asks), heard_lm_calls() as calls:
+            with counting_usage() as usage, dspy.context(lm=asks), heard_lm_calls() as calls:
                 try:
                     if runs_on_loop(copy):
+                        tools.prepare_for_loop(copy)
                         answer = read(await copy.acall(**inputs))
                     else:
+                        tools.prepare_for_thread(copy)
                         answer = read(await self.threads.run(copy, **inputs))
                 except asyncio.CancelledError as error:
                     if is_being_cancelled():

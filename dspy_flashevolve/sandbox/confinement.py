@@ -1,7 +1,7 @@
-"""How a child locks itself up before it reads any candidate code, layer by layer, and which layers there are.
+"""The layers of protection by which a child confines itself before it reads any candidate code.
 
-Runs in the fork server and in its children, never in the optimizer's process. Layers that a machine does not have are
-left out and named: :attr:`Layers.missing`.
+This runs in the fork server and in its children, never in the optimizer's process. Layers that a machine does not give
+are left out and named in `Layers.missing`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 import os
 import resource
 import signal
+import stat
 import sys
 import sysconfig
 import tempfile
@@ -21,21 +22,24 @@ from dspy_flashevolve.sandbox import linux
 from dspy_flashevolve.sandbox.contract import Limits
 
 NOBODY = 64207
-"""The user that the fork server becomes where it is root; nobody's number, so that nothing else belongs to it."""
+"""Id of the user that the fork server becomes where it is root. It is above the ids that distributions give out and is
+not 65534, to which files of unmapped users belong, so that nothing on the machine belongs to it."""
 SYSTEM = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/usr/share/zoneinfo", "/etc/localtime", "/etc/mime.types",
           "/etc/ssl", "/usr/share/ca-certificates")  # fmt: skip
-"""What Python's own modules read when they are imported late."""
+"""Paths that Python's own modules read when they are imported in a child."""
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
+"""Devices that a child may read and write: they hold nothing of anybody's."""
 HIDDEN = ("/run", "/tmp", "/home", "/root", "/var", "/mnt", "/media", "/srv", "/opt", "/dev/shm", "/sys")
-"""Directories in which the fork server and its children find nothing but Python, where it lies there."""
+"""Directories that the fork server and its children see empty, but for Python where it is installed in one of them."""
 OPEN_FILES = 64
+"""Open files of a child: its connection, imports and scratch files need a few; the limit bounds the kernel's memory."""
 LAYERS = ("user", "namespaces", "landlock", "seccomp")
-"""Names of the fields of :class:`Layers`."""
+"""Names of the layers: the fields of `Layers`."""
 
 
 @dataclass(frozen=True)
 class Layers:
-    """What holds a child in, beside its own process group, limits, empty environment and audit hook.
+    """The layers that confine a child, beside its process group, limits, empty environment and audit hook.
 
     Args:
         user: another user than the optimizer's (only where the optimizer is root).
@@ -52,25 +56,37 @@ class Layers:
     @property
     def missing(self) -> tuple[str, ...]:
         """Names of the layers that this machine does not give."""
-        return tuple(name for name, there in asdict(self).items() if not there)
+        return tuple(name for name, is_given in asdict(self).items() if not is_given)
 
     def refused(self, accepted: Iterable[str]) -> tuple[str, ...]:
-        """Missing layers without which nothing is run: nobody accepted that, and only root needs another user."""
+        """Return the missing layers that the user has not accepted. Only root needs the layer ``user``."""
         needed = set(LAYERS) - set(accepted) - (set() if os.geteuid() == 0 else {"user"})
         return tuple(name for name in self.missing if name in needed)
 
 
 def readable_roots() -> tuple[str, ...]:
-    """Where Python and its libraries lie, this one too: all that a child may read beside its scratch directory."""
+    """Return the directories of Python and its libraries: all that a child may read beside its scratch directory."""
     paths = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     paths |= {os.path.join(sys.base_prefix, "lib"), str(Path(__file__).parents[1])}
     paths |= {str(Path(path).resolve()) for path in paths}
     return tuple(sorted(paths)) + SYSTEM
 
 
+def private_folders(paths: Iterable[str]) -> tuple[str, ...]:
+    """Return, for each path, the outermost folder above it that other users may not enter; sorted, without repeats."""
+    private: set[str] = set()
+    for path in paths:
+        for folder in list(reversed(Path(path).parents))[1:]:  # the root directory is no folder to cover
+            if folder.is_dir() and not folder.stat().st_mode & stat.S_IXOTH:
+                private.add(str(folder))
+                break
+    return tuple(sorted(private))
+
+
 def hide_others_files(kept: Iterable[str]) -> bool:
-    """In a mount namespace of one's own, empty the :data:`HIDDEN` directories, and that of temporary files, of all but
-    ``kept``.
+    """Enter a new mount namespace in which private directories are empty but for the paths ``kept``.
+
+    Emptied are the `HIDDEN` directories, that of temporary files and, for root, the private ones above ``kept``.
 
     Returns:
         Whether the kernel allows it.
@@ -80,12 +96,17 @@ def hide_others_files(kept: Iterable[str]) -> bool:
         linux.unshare(linux.OWN_MOUNTS if user == 0 else linux.OWN_MOUNTS | linux.OWN_USERS)
         if user != 0:
             linux.map_identity(user, group)
-        linux.keep_mounts_to_oneself()
+        linux.make_mounts_private()
     except OSError:
         return False
-    places = dict.fromkeys((*HIDDEN, os.path.realpath(tempfile.gettempdir())))
+    kept = tuple(kept)
+    # Root's fork server becomes another user, who cannot enter a folder of mode 0700: Python below it would be lost.
+    private = private_folders(kept) if user == 0 else ()
+    places = dict.fromkeys((*HIDDEN, os.path.realpath(tempfile.gettempdir()), *private))
     hidden = [path for path in places if os.path.isdir(path) and not os.path.islink(path)]
-    inside = [path for path in kept if os.path.isdir(path) and any(Path(path).is_relative_to(one) for one in hidden)]
+    inside = [
+        path for path in kept if os.path.isdir(path) and any(Path(path).is_relative_to(folder) for folder in hidden)
+    ]
     held = [(path, os.open(path, os.O_PATH | os.O_DIRECTORY)) for path in inside]
     for path in hidden:
         os.makedirs(path, exist_ok=True)
@@ -101,7 +122,7 @@ def become_nobody(scratch: str) -> bool:
     """As root, become a user to whom nothing but ``scratch`` belongs.
 
     Returns:
-        False where one is not root, or where that user could not read Python's libraries.
+        False where this process is not root, or where that user could not read Python's libraries.
     """
     if os.geteuid() != 0:
         return False
@@ -123,16 +144,16 @@ def _change_user() -> None:
     os.setgroups([])
     os.setresgid(NOBODY, NOBODY, NOBODY)
     os.setresuid(NOBODY, NOBODY, NOBODY)
-    linux.own_one_s_proc_files()
+    linux.make_dumpable()
 
 
 def probe_layers(user: bool, scratch: str, without: Iterable[str] = ()) -> Layers:
-    """Find out what this machine gives, by trying it in a child that ends at once."""
-    found = Layers(user, namespaces=False, landlock=False, seccomp=False)
+    """Return the layers that this machine gives, found by trying each in a child that ends at once."""
+    layers = Layers(user, namespaces=False, landlock=False, seccomp=False)
     for name in ("namespaces", "landlock", "seccomp"):
-        more = replace(found, **{name: True})
-        found = more if name not in without and _works(more, scratch) else found
-    return found
+        candidate = replace(layers, **{name: True})
+        layers = candidate if name not in without and _works(candidate, scratch) else layers
+    return layers
 
 
 def _works(layers: Layers, scratch: str) -> bool:
@@ -151,14 +172,14 @@ def _works(layers: Layers, scratch: str) -> bool:
 
 
 def confine(layers: Layers, limits: Limits, scratch: str, owner: tuple[int, int], own_tasks: int) -> None:
-    """Lock up this process, for good.
+    """Confine this process. It cannot be undone.
 
     Args:
-        layers: those to apply. With namespaces, the process was made by ``clone(NAMESPACES)``.
-        limits: its limits.
-        scratch: an existing directory; becomes its working directory and its only writable place.
+        layers: the layers to apply. With namespaces, the process must have been made by ``clone(NAMESPACES)``.
+        limits: limits of the process.
+        scratch: an existing directory, which becomes its working directory and its only writable place.
         owner: user and group of the process that made this one.
-        own_tasks: tasks that its user has already, where others count against the limit.
+        own_tasks: number of tasks that its user has already; without namespaces they count against the limit.
 
     Raises:
         OSError: the kernel refused a layer; the process must end.
@@ -171,9 +192,9 @@ def confine(layers: Layers, limits: Limits, scratch: str, owner: tuple[int, int]
         file.write("1000")  # where the whole machine runs out of memory, the kernel ends this process and no other
     if layers.namespaces:
         linux.map_identity(*owner)
-        linux.keep_mounts_to_oneself()
+        linux.make_mounts_private()
         with contextlib.suppress(OSError):  # an older kernel: seccomp refuses the changes, too
-            linux.let_nothing_be_changed()
+            linux.make_mounts_read_only()
         linux.cover("/proc", 4096)
         linux.cover(scratch, limits.scratch_bytes, 0o700)
     os.chdir(scratch)
@@ -203,7 +224,7 @@ def _limit(limits: Limits, mapped_bytes: int, own_tasks: int) -> None:
 
 
 def close_all_but(*kept: int) -> None:
-    """Close every file of this process but ``kept``, and put /dev/null where its input and output were."""
+    """Close every file descriptor of this process but ``kept``, and connect input and output to /dev/null."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for number in (0, 1, 2):
         os.dup2(nothing, number)

@@ -1,6 +1,6 @@
-"""What a sandbox is to others, in records; and the frames in which its two sides talk.
+"""The contract of a sandbox: its records, its protocol class, and the frames that its two sides exchange.
 
-Both sides import this, so it needs nothing but the standard library.
+Host and child both import this module, so that it imports nothing but the standard library.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ Reason = Literal[
     "error", "time", "cpu", "memory", "output", "lm_calls", "lm_tokens", "processes", "forbidden", "protocol", "died",
     "interface",
 ]  # fmt: skip
-"""Why a run failed: an exception of its own, a limit, something forbidden, a broken protocol, or a sudden death."""
+"""Why a run failed: an exception of the candidate, a limit, something forbidden, a broken protocol, or sudden death."""
 REASONS = frozenset[str](get_args(Reason))
 HEADER = struct.Struct(">I")
-"""The length of what follows, in bytes."""
+"""The header of a frame: the length of its payload in bytes."""
 MOST_DEPTH = 50
-"""How deep lists and objects of a frame may lie in each other: what the host accepts, it can send again."""
+"""How deeply lists and objects of a frame may be nested. Python's JSON encoder stops at some 1,000 levels: the margin
+lets the host put what it accepted into messages and files of its own."""
 
 
 class SandboxError(FlashEvolveError):
@@ -31,25 +32,25 @@ class SandboxError(FlashEvolveError):
 
 
 class WireError(ValueError):
-    """What came over the wire is no frame."""
+    """What the other side sent is not a valid frame."""
 
 
 @dataclass(frozen=True)
 class Limits:
     """Limits of one run of candidate code in its sandbox: one prediction, or one call of ``learn``.
 
-    Whoever goes past one ends as a failure with a reason; the host goes on.
+    A candidate that goes past a limit is ended, and its outcome is a failure with that reason.
 
     Args:
-        seconds: wall time of the candidate's own code. The time that the host takes for its LM calls does not count.
-        total_seconds: wall time with its LM calls, which may wait for a slot of the run's.
-        cpu_seconds: processor time, whole seconds.
+        seconds: wall time of the candidate's own code, without the time of its LM calls.
+        total_seconds: wall time with its LM calls, which may wait for a slot of the run.
+        cpu_seconds: processor time, in whole seconds.
         memory_bytes: address space beyond what the sandbox itself needs.
-        output_bytes: everything that the child may send to the host: its answer, and the prompts of its LM calls.
-        scratch_bytes: files in its scratch directory, with what it prints.
-        lm_calls: LM calls; asking for n replies at once counts as n.
-        lm_tokens: of its LM calls, prompts and replies, as the provider counts them (estimated from the characters
-            where it does not). Whoever has used as many makes no further call, so that the last call may go beyond.
+        output_bytes: all bytes that the child may send to the host: its answer, and the prompts of its LM calls.
+        scratch_bytes: size of the files in its scratch directory, with what it prints.
+        lm_calls: LM calls; a call for n replies counts as n.
+        lm_tokens: tokens of its LM calls, prompts and replies, as the provider counts them (estimated from the
+            characters where it does not). No call starts once they are used up, so that the last one may go beyond.
         tasks: threads (a second process is never allowed).
 
     Raises:
@@ -83,8 +84,8 @@ class Failure:
     """Why candidate code failed.
 
     Args:
-        reason: in one word.
-        message: for people, and for the LM that writes the next candidate; partly written by the candidate.
+        reason: the kind of failure.
+        message: for people and for the LM that writes the next candidate; parts of it are the candidate's text.
     """
 
     reason: Reason
@@ -92,7 +93,7 @@ class Failure:
 
     @property
     def is_grave(self) -> bool:
-        """It ends the candidate, not only its run on one example: it went past a limit, or did what none may do."""
+        """Whether it ends the candidate and not only one run: a limit was passed, or something forbidden was tried."""
         return self.reason not in ("error", "interface")
 
     def __str__(self) -> str:
@@ -101,11 +102,11 @@ class Failure:
 
 @dataclass(frozen=True)
 class LmRecord:
-    """One LM call that the host made for a candidate, as the host saw it.
+    """An LM call that the host made for a candidate, as the host recorded it.
 
     Args:
-        messages: what was sent.
-        outputs: what came back; texts or, with reasoning or tool calls, objects.
+        messages: the messages of the prompt.
+        outputs: the replies; texts or, with reasoning or tool calls, objects.
         prompt_tokens, completion_tokens: as the provider reported them.
         seconds: how long the call took, waiting for a slot included.
     """
@@ -118,22 +119,22 @@ class LmRecord:
 
     @property
     def tokens(self) -> int:
-        """Of its prompt and its replies."""
+        """Tokens of its prompt and its replies."""
         return self.prompt_tokens + self.completion_tokens
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one run of candidate code came to.
+    """The outcome of one run of candidate code.
 
     Args:
-        fields: of the prediction, as JSON; empty where it failed.
-        memory: of the module after the run, as JSON.
-        failure: None where it did not fail.
-        calls: the LM calls that it made, in order.
-        printed: the end of what it printed.
-        seconds: of its own wall time, LM calls left out.
-        cpu_seconds: of processor time.
+        fields: fields of the prediction, as JSON; empty where the run failed.
+        memory: the module's memory after the run, as JSON.
+        failure: why the run failed; None where it did not.
+        calls: the LM calls of the run, in order.
+        printed: the end of what the candidate printed.
+        seconds: wall time of its own code, without its LM calls.
+        cpu_seconds: processor time.
     """
 
     fields: dict[str, Any]
@@ -146,21 +147,21 @@ class Outcome:
 
     @property
     def tokens(self) -> int:
-        """Of all its LM calls."""
+        """Tokens of all its LM calls."""
         return sum(call.tokens for call in self.calls)
 
 
 @dataclass(frozen=True)
 class Job:
-    """What candidate code is run on.
+    """One run of candidate code: the source and its inputs.
 
     Args:
-        source: the module's source.
-        class_name: the class in it to run.
-        inputs: of one example, as JSON: its labels stay with the host. None makes no prediction.
-        memory: what the module's ``memory`` is set to; None leaves it as its constructor made it.
-        batch: what ``learn`` is called with; None does not call it.
-        adapter: the class name of dspy's adapter.
+        source: source of the module.
+        class_name: name of its class.
+        inputs: inputs of one example, as JSON, without its labels. None makes no prediction.
+        memory: value for the module's ``memory``; None leaves it as its constructor made it.
+        batch: argument of ``learn``; None does not call it.
+        adapter: class name of dspy's adapter.
     """
 
     source: str
@@ -173,11 +174,11 @@ class Job:
 
 @dataclass(frozen=True)
 class LmRequest:
-    """One LM call that a child asks for.
+    """A child's request for an LM call.
 
     Args:
-        messages: as in OpenAI's chat API; texts, and pictures that are in the message itself.
-        options: of sampling only.
+        messages: as in OpenAI's chat API, with texts and with pictures that are part of the message.
+        options: options of sampling; no others are allowed.
     """
 
     messages: list[dict[str, Any]]
@@ -185,23 +186,23 @@ class LmRequest:
 
     @property
     def replies(self) -> int:
-        """How many replies it asks for."""
+        """Number of replies that it asks for."""
         return int(self.options.get("n", 1))
 
 
 CallLm = Callable[[LmRequest], Coroutine[Any, Any, LmRecord | str]]
-"""Makes one LM call of a candidate's, in the host: a record, or the words of an error that the candidate may handle.
+"""Makes an LM call for a candidate in the host. Returns its record, or an error's text for the candidate to handle.
 
-What it raises ends the run of the candidate and passes through.
+An exception that it raises ends the candidate's run and passes through to the caller of the sandbox.
 """
 
 
 class CodeSandbox(Protocol):
-    """Runs candidate code. An async context manager, for the length of a search, on one loop."""
+    """Runs candidate code. An async context manager for the length of a search, used on one event loop."""
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """Layers of protection that this machine does not give."""
+        """Names of the layers of protection that this machine does not give."""
         ...
 
     async def __aenter__(self) -> CodeSandbox: ...
@@ -212,7 +213,7 @@ class CodeSandbox(Protocol):
         """Run candidate code once.
 
         Returns:
-            What became of it; a failure of the candidate is one kind of outcome.
+            The outcome; a failure of the candidate is one kind of outcome.
 
         Raises:
             SandboxError: the sandbox failed, not the candidate.
@@ -221,10 +222,10 @@ class CodeSandbox(Protocol):
 
 
 def encode(message: dict[str, Any]) -> bytes:
-    """One frame.
+    """Encode a message as a frame: header and payload.
 
     Raises:
-        ValueError: the message is not JSON, infinite numbers included.
+        ValueError: the message has no JSON form; JSON has no infinite numbers and no NaN.
 
     >>> decode(encode({"kind": "ready"})[HEADER.size:])
     {'kind': 'ready'}
@@ -235,13 +236,13 @@ def encode(message: dict[str, Any]) -> bytes:
 
 
 def decode(payload: bytes, most_depth: int | None = MOST_DEPTH) -> dict[str, Any]:
-    """The object in a frame's payload.
+    """Decode the payload of a frame.
 
     Args:
-        most_depth: of lists and objects in each other; None for what Python can read.
+        most_depth: most levels of nested lists and objects; None for as many as Python can read.
 
     Raises:
-        WireError: it is no JSON object, or one too deep or with numbers too large to be read.
+        WireError: it is no JSON object, is nested too deeply, or has numbers too large to be read.
 
     >>> decode(b'{"memory": 1e999}')
     Traceback (most recent call last):
@@ -256,8 +257,8 @@ def decode(payload: bytes, most_depth: int | None = MOST_DEPTH) -> dict[str, Any
     if most_depth is not None:
         inner: list[Any] = [message]
         for _ in range(most_depth):
-            lists = [one.values() if isinstance(one, dict) else one for one in inner]
-            inner = [one for values in lists for one in values if isinstance(one, dict | list)]
+            lists = [value.values() if isinstance(value, dict) else value for value in inner]
+            inner = [child for values in lists for child in values if isinstance(child, dict | list)]
         if inner:
             raise WireError(f"a frame of more than {most_depth} lists and objects in each other")
     return cast("dict[str, Any]", message)

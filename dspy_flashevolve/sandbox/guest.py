@@ -1,7 +1,7 @@
-"""Inside a child: read one job, run the candidate's code on it, answer. Nothing here is trusted by the host.
+"""The child's side: read a job, run the candidate's code on it, answer. The host trusts nothing that happens here.
 
-The child knows the candidate's source, the inputs of one example and the memory. It knows no label, no score, no
-metric and no key: its LM is a name for the wire to the host.
+The child has the candidate's source, the inputs of one example and the memory. It has no label, score, metric or key:
+its LM sends each call to the host.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ from pydantic_core import to_jsonable_python
 from dspy_flashevolve.sandbox.contract import HEADER, decode, encode
 
 PRINTED_CHARACTERS = 2000
-"""How much of the end of what a candidate printed goes back with its answer."""
+"""Characters of the end of a candidate's output that go back with its answer: a traceback of some 30 lines."""
 MESSAGE_CHARACTERS = 2000
+"""Most characters of an exception's text. Half of what the host keeps, so that the candidate's lines fit, too."""
 FILE_NAME = "candidate.py"
 FORBIDDEN = {
     "started a process": ("os.fork", "os.exec", "os.posix_spawn", "os.spawn", "os.system", "subprocess.Popen", "pty."),
     "sent a signal": ("os.kill", "signal.pthread_kill", "signal.pidfd_send_signal"),
     "called native code": ("ctypes.",),
 }
-"""What no candidate may do -> how the names of the events begin."""
+"""What no candidate may do -> prefixes of the names of Python's audit events for it."""
 READS = ("os.listdir", "os.scandir", "os.chdir", "os.getxattr", "os.listxattr")
 WRITES = ("os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.link", "os.symlink", "os.truncate", "os.chmod",
           "os.chown", "os.utime", "os.lchown", "os.chflags", "os.lockf", "os.setxattr", "os.removexattr")  # fmt: skip
@@ -44,7 +45,7 @@ WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
 class Connection:
-    """The child's end of the wire."""
+    """The child's end of the connection to the host."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket, self._file = connection, connection.makefile("rb")
@@ -54,7 +55,7 @@ class Connection:
         self._socket.sendall(encode(message))
 
     def ask(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Send, and wait for the answer; one thread at a time."""
+        """Send a message and wait for its answer. One thread at a time does this."""
         with self._turn:
             self.send(message)
             return self.receive()
@@ -63,7 +64,7 @@ class Connection:
         return decode(self._exactly(HEADER.unpack(self._exactly(HEADER.size))[0]), most_depth=None)
 
     def end(self, message: dict[str, Any]) -> None:
-        """Send a last message and end the process, whatever its threads do."""
+        """Send a last message and end the process, whatever its other threads are doing."""
         try:
             if self._turn.acquire(timeout=0.5):
                 self.send(message)
@@ -71,14 +72,14 @@ class Connection:
             os._exit(0)
 
     def _exactly(self, count: int) -> bytes:
-        found = self._file.read(count)
-        if len(found) < count:
-            os._exit(0)  # the host has no use for this child any more
-        return found
+        data = self._file.read(count)
+        if len(data) < count:
+            os._exit(0)  # the host has closed the connection
+        return data
 
 
 class ProxyLM(BaseLM):
-    """``dspy.settings.lm`` in a child: the host makes the call, counts it, and knows the key."""
+    """The LM of a child, ``dspy.settings.lm``: it sends each call to the host, which has the key and counts."""
 
     def __init__(self, connection: Connection | None, model: str = "host") -> None:
         super().__init__(model=model, cache=False)
@@ -87,9 +88,9 @@ class ProxyLM(BaseLM):
     def __call__(self, prompt: str | None = None, *, messages: Any = None, **kwargs: Any) -> Any:
         if self._connection is None:
             return ["[[ ## answer ## ]]\n1\n\n[[ ## completed ## ]]"]
-        given = messages if messages is not None else [{"role": "user", "content": prompt}]
+        chat = messages if messages is not None else [{"role": "user", "content": prompt}]
         options = {name: value for name, value in {**self.kwargs, **kwargs}.items() if value is not None}
-        reply = self._connection.ask({"lm": {"messages": to_jsonable_python(given), "options": options}})
+        reply = self._connection.ask({"lm": {"messages": to_jsonable_python(chat), "options": options}})
         if "error" in reply:
             raise LMError(str(reply["error"]), model=self.model)
         return reply["outputs"]
@@ -102,7 +103,7 @@ class ProxyLM(BaseLM):
 
 
 def warm_up() -> None:
-    """In the fork server: import what a prediction needs, so that no child has to."""
+    """Import what a prediction needs, in the fork server, so that no child has to."""
     warnings.simplefilter("ignore")
     with dspy.context(lm=ProxyLM(None), disable_history=True):
         dspy.Predict("question -> answer: int")(question="warm")
@@ -111,7 +112,7 @@ def warm_up() -> None:
 
 
 def serve(connection: socket.socket, scratch: str, readable: tuple[str, ...]) -> None:
-    """Run one job; the process ends with it."""
+    """Run one job and end the process."""
     wire = Connection(connection)
     wire.send({"kind": "ready"})
     job = wire.receive()
@@ -121,13 +122,15 @@ def serve(connection: socket.socket, scratch: str, readable: tuple[str, ...]) ->
     for stream in (sys.stdout, sys.stderr):
         cast("TextIOWrapper", stream).reconfigure(line_buffering=True, errors="replace")
     if job["audited"]:
-        forbid(scratch, readable, lambda what: wire.end({"kind": "failed", "reason": "forbidden", "message": what}))
+        forbid(
+            scratch, readable, lambda attempt: wire.end({"kind": "failed", "reason": "forbidden", "message": attempt})
+        )
     try:
         answer = {"kind": "done", **_run(job, wire)}
         payload = {**answer, "printed": _tail(printed)}
         encode(payload)
     except BaseException as error:
-        payload = {"kind": "failed", "reason": _reason(error), "message": _told(error), "printed": _tail(printed)}
+        payload = {"kind": "failed", "reason": _reason(error), "message": _described(error), "printed": _tail(printed)}
     wire.end(payload)
 
 
@@ -169,8 +172,8 @@ def _reason(error: BaseException) -> str:
     return "error"
 
 
-def _told(error: BaseException) -> str:
-    """The error with the candidate's own lines, for whoever writes the next one."""
+def _described(error: BaseException) -> str:
+    """Return an error with the candidate's own lines, for the LM that writes the next candidate."""
     frames = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     own = [(code.co_name, line) for code, line in frames if code.co_filename == FILE_NAME]
     lines = [f"  line {line}, in {name}" for name, line in own[-5:]]
@@ -183,20 +186,20 @@ def _tail(number: int) -> str:
 
 
 def forbid(scratch: str, readable: tuple[str, ...], end: Callable[[str], None]) -> None:
-    """End this process, with a reason, at the first thing that no candidate may do; it cannot be undone.
+    """Install an audit hook that ends this process at the first thing that no candidate may do. It cannot be removed.
 
-    It gives clear reasons and stops what a careless candidate does. It is no wall: native code gets around it, and so
-    does Python that changes the library functions that it uses. The kernel's layers
-    (:mod:`~dspy_flashevolve.sandbox.confinement`) are the wall.
+    The hook gives clear reasons and stops careless candidates. It is no protection against attacks: native code gets
+    around it, and so does Python that changes the library functions that it uses. The kernel's layers (`confinement`)
+    protect.
 
     Args:
         scratch: the directory where it may write.
         readable: directories where it may read.
-        end: called with what was tried, in words; does not return.
+        end: called with a description of what was tried; does not return.
     """
     places = tuple(os.path.join(os.path.realpath(path), "") for path in readable)
     own = os.path.join(os.path.realpath(scratch), "")
-    judge, spent = _forbidden, (RecursionError, MemoryError)  # names that no candidate can put another value to
+    judge, spent = _forbidden, (RecursionError, MemoryError)  # local names, which a candidate cannot rebind
 
     def hook(event: str, args: tuple[Any, ...]) -> None:
         try:
@@ -212,9 +215,9 @@ def forbid(scratch: str, readable: tuple[str, ...], end: Callable[[str], None]) 
 def _forbidden(event: str, args: tuple[Any, ...], own: str, places: tuple[str, ...]) -> str | None:
     if event == "open":
         return _opening(args, own, places)
-    for what, names in FORBIDDEN.items():
+    for action, names in FORBIDDEN.items():
         if event.startswith(names):
-            return f"it {what} ({event})"
+            return f"it {action} ({event})"
     if event.startswith("socket."):
         local = event == "socket.__new__" and len(args) > 1 and args[1] == socket.AF_UNIX
         return None if local or event == "socket.gethostname" else f"it used the network ({event})"

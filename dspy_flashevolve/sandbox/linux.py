@@ -1,4 +1,4 @@
-"""What Linux gives an unprivileged process to lock itself up with: namespaces, Landlock, capabilities, seccomp.
+"""System calls by which an unprivileged Linux process confines itself: namespaces, Landlock, capabilities, seccomp.
 
 Python's standard library has no names for these system calls, so they are made by number. Everything here raises
 ``OSError`` where the kernel refuses, and is only called in the sandbox's own processes.
@@ -29,14 +29,15 @@ _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_BIND, _MS_REC, _MS_PRIVATE = 2, 4, 8, 409
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 4, 36, 38
 
 _READ = 1 << 0 | 1 << 2 | 1 << 3
-"""Landlock: execute (libraries are mapped so), read a file, list a directory."""
+"""Landlock's rights to execute (needed to map libraries), read a file, and list a directory."""
 _FILE = 1 << 0 | 1 << 1 | 1 << 2 | 1 << 14 | 1 << 15
-"""Landlock: the rights that a plain file can have."""
+"""The Landlock rights that a plain file can have; the kernel refuses a rule for a file with others."""
 _RIGHTS_OF_ABI = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 4: (1 << 15) - 1}
+"""All rights that a version of Landlock knows; a ruleset with others is refused."""
 _ALL_RIGHTS = (1 << 16) - 1
 
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-"""``AUDIT_ARCH_*``: system calls of another architecture end the child."""
+"""The kernel's constants ``AUDIT_ARCH_*``. Calls by another architecture's numbers end the child."""
 _COLUMNS = tuple(ARCHITECTURES)
 _OLD = {  # name: numbers on x86_64 and aarch64, None where there is no such call
     "accept": (43, 202), "accept4": (288, 242), "acct": (163, 89), "add_key": (248, 217), "bind": (49, 200),
@@ -66,26 +67,26 @@ _NEW = {
     "open_tree": 428, "pidfd_getfd": 438, "pidfd_open": 434, "pidfd_send_signal": 424, "process_madvise": 440,
     "process_mrelease": 448, "quotactl_fd": 443,
 }  # fmt: skip
-"""Calls that have the same number everywhere."""
+"""Refused calls that have the same number on every architecture."""
 _LAST = 456
-"""What came after it is not looked at one by one: it is not there."""
+"""The newest system call that this filter was written for: newer ones are answered as not implemented."""
 _CLONE3 = 435
 _CHECKED = {
     "clone": (56, 220), "fcntl": (72, 25), "ioctl": (16, 29), "kill": (62, 129), "prctl": (157, 167),
     "prlimit64": (302, 261), "socketpair": (53, 199), "tgkill": (234, 131),
 }  # fmt: skip
-"""Calls that are allowed with some arguments."""
+"""Calls that are allowed with certain arguments only."""
 
 _LOAD, _EQUAL, _GREATER, _ANY_BIT, _AND, _RETURN = 0x20, 0x15, 0x25, 0x45, 0x54, 0x06
 _NUMBER, _ARCHITECTURE = 0, 4
 _FIRST, _SECOND = 16, 24
-"""Where the low halves of the first two arguments lie: the kernel reads no more of these."""
+"""Offsets of the low halves of the first two arguments; these calls take 32-bit values, so the kernel reads no more."""
 _ALLOW, _END, _ERROR = 0x7FFF0000, 0x80000000, 0x00050000
 _CLONE_THREAD, _CLONE_NEW = 0x00010000, 0x7E020000
 _AF_UNIX, _SOCK_STREAM, _SOCKET_KIND = 1, 1, 0xF
 _F_SETFL, _F_DUPFD_CLOEXEC = 4, 1030
 _TERMINAL_IOCTLS = 0x5400
-"""Those of terminals, with the flags of any file (FIOCLEX, FIONBIO, FIONREAD); others set owners and attributes."""
+"""The ioctls of terminals, which include those of any file (FIOCLEX, FIONBIO, FIONREAD); others set file attributes."""
 _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 22, 2
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -126,14 +127,14 @@ def unshare(flags: int) -> None:
 
 
 def map_identity(uid: int, gid: int) -> None:
-    """In a new user namespace, be who one was outside."""
+    """In a new user namespace, keep the user and group ids of outside."""
     for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
         with open(f"/proc/self/{name}", "w") as file:
             file.write(text)
 
 
 def cover(path: str, size_bytes: int, mode: int = 0o755) -> None:
-    """Mount an empty memory file system of one's own over a directory."""
+    """Mount an empty private memory file system over a directory."""
     options = f"size={size_bytes},mode={mode:o},nr_inodes=4096".encode()
     flags = ctypes.c_ulong(_MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
     if _libc.mount(b"tmpfs", os.fsencode(path), b"tmpfs", flags, options):
@@ -141,37 +142,37 @@ def cover(path: str, size_bytes: int, mode: int = 0o755) -> None:
 
 
 def bind(open_directory: int, path: str) -> None:
-    """Let an open directory be found at ``path``, too."""
+    """Mount an open directory at ``path``, too."""
     source = f"/proc/self/fd/{open_directory}".encode()
     if _libc.mount(source, os.fsencode(path), None, ctypes.c_ulong(_MS_BIND | _MS_REC), None):
         raise OSError(ctypes.get_errno(), f"bind {path}")
 
 
-def keep_mounts_to_oneself() -> None:
-    """What is mounted from here on is not seen by the rest of the machine."""
+def make_mounts_private() -> None:
+    """Keep later mounts of this process from being seen by the rest of the machine."""
     if _libc.mount(b"none", b"/", None, ctypes.c_ulong(_MS_REC | _MS_PRIVATE), None):
         raise OSError(ctypes.get_errno(), "mount --make-rprivate /")
 
 
-def let_nothing_be_changed() -> None:
-    """Make every mount of one's own mount namespace read-only, what is mounted later excepted; Linux 5.12 and later."""
+def make_mounts_read_only() -> None:
+    """Make every present mount of this mount namespace read-only. Needs Linux 5.12 or later."""
     attributes = struct.pack("=4Q", 1, 0, 0, 0)  # MOUNT_ATTR_RDONLY
     _call(_NEW["mount_setattr"], _AT_FDCWD, b"/", _AT_RECURSIVE, attributes, ctypes.c_size_t(len(attributes)))
 
 
 def drop_capabilities() -> None:
-    """Give up every capability, those in a user namespace of one's own included."""
+    """Give up every capability, those in a new user namespace included."""
     if _libc.capset(struct.pack("=Ii", 0x20080522, 0), bytes(24)):
         raise OSError(ctypes.get_errno(), "capset")
 
 
 def no_new_privileges() -> None:
-    """No program that is executed from here on gains anything by it."""
+    """Keep programs that are executed later from gaining privileges."""
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
 
 
 def end_with_parent(signal_number: int) -> None:
-    """Get a signal when the parent ends."""
+    """Let the kernel send a signal to this process when its parent ends."""
     _prctl(_PR_SET_PDEATHSIG, signal_number)
 
 
@@ -180,13 +181,13 @@ def adopt_orphans() -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def own_one_s_proc_files() -> None:
-    """After a change of user, /proc/self belongs to root until this is called."""
+def make_dumpable() -> None:
+    """Get back the ownership of /proc/self, which belongs to root after a change of user."""
     _prctl(_PR_SET_DUMPABLE, 1)
 
 
 def landlock_version() -> int:
-    """The version of Landlock that the kernel has; 0 without it."""
+    """Return the version of Landlock that the kernel has; 0 without it."""
     try:
         return _call(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), ctypes.c_uint32(1))
     except OSError:
@@ -230,17 +231,17 @@ def _allow(ruleset: int, path: str, rights: int) -> None:
 
 
 def _column(machine: str) -> int:
-    """Where the numbers of a machine's system calls stand."""
+    """Return the position of an architecture's numbers in the tables of system calls."""
     if machine not in ARCHITECTURES:
         raise OSError(errno.ENOSYS, f"no system calls are known for {machine}")
     return _COLUMNS.index(machine)
 
 
 def refuse_system_calls() -> None:
-    """Install the filter in this process, for good; it needs one thread, and its threads will have it.
+    """Install the filter in this process, which must have one thread. It cannot be removed, and new threads inherit it.
 
     Raises:
-        OSError: the kernel has no such filters, or the architecture is not one of :data:`ARCHITECTURES`.
+        OSError: the kernel has no such filters, or the architecture is not one of `ARCHITECTURES`.
     """
     program = _program(platform.machine(), os.getpid())
     no_new_privileges()
@@ -251,7 +252,7 @@ def refuse_system_calls() -> None:
 
 
 def _program(machine: str, own_pid: int) -> bytes:
-    """The filter for a process, in the kernel's BPF."""
+    """Return the filter for a process as a program of the kernel's BPF."""
     column = _column(machine)
     code = [_step(_LOAD, _ARCHITECTURE), _step(_EQUAL, ARCHITECTURES[machine], 1, 0), _end(_END)]
     code += [_step(_LOAD, _NUMBER), _step(_GREATER, _LAST, 0, 1), _refuse(errno.ENOSYS)]
@@ -265,7 +266,7 @@ def _program(machine: str, own_pid: int) -> bytes:
 
 
 def _checks(own_pid: int) -> dict[str, list[bytes]]:
-    """What is asked of the arguments of some calls; each list ends with a decision."""
+    """Return the checks of the arguments of some calls; each ends with a decision."""
     itself = _if_first(own_pid, [_end(_ALLOW)])
     thread = [_step(_LOAD, _FIRST), _step(_ANY_BIT, _CLONE_NEW, 0, 1), _refuse()]
     thread += [_step(_ANY_BIT, _CLONE_THREAD, 1, 0), _refuse(), _end(_ALLOW)]

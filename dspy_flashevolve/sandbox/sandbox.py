@@ -1,6 +1,6 @@
-"""The host's side of the sandbox: one run of candidate code in a process of its own, its LM calls made here.
+"""The host's side of the sandbox: it runs candidate code in a process of its own, and makes the LM calls.
 
-:class:`Sandbox` starts the process, :class:`Conversation` talks with it and holds it to its limits.
+`Sandbox` starts the process; `Conversation` exchanges messages with it and enforces the limits.
 """
 
 from __future__ import annotations
@@ -52,20 +52,27 @@ _START = (
 S = TypeVar("S")
 T = TypeVar("T")
 START_SECONDS = 120.0
-"""How long a child may take to be forked and locked up, on a busy machine."""
+"""Most seconds for starting the fork server, and for forking and confining a child. Milliseconds and a few seconds are
+usual; only a machine that hangs takes two minutes."""
 MESSAGE_CHARACTERS = 4000
+"""Most characters of a failure's message; what an honest child sends is shorter (`guest.MESSAGE_CHARACTERS`)."""
 PRINTED_CHARACTERS = 2000
+"""Characters of the end of what a candidate printed; the child sends as many (`guest.PRINTED_CHARACTERS`)."""
 ANSWER_BYTES = 1 << 20
-"""Of the last frame: what a prediction returns and a module remembers is kept, and sent on."""
+"""Most bytes of the last frame. Fields and memory are kept in the journal and sent with each later prediction."""
 CPU_SHARE = 0.5
-"""The kernel's two counts of processor time differ; a child that was killed beyond this share had used its time."""
+"""Share of its processor time from which a killed child counts as one that used it up.
+
+The limit (RLIMIT_CPU) and ``wait4`` read different clocks of the kernel, the first of which samples at ticks, so that
+the second may show less than the limit.
+"""
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 Number = StrictInt | StrictFloat
 
 
 @dataclass(frozen=True)
 class Ending:
-    """How a child ended, as the fork server saw it."""
+    """How a child ended, as the fork server reported it."""
 
     status: int
     cpu_seconds: float
@@ -74,7 +81,7 @@ class Ending:
 
 @dataclass
 class _Started:
-    """The fork server that runs."""
+    """A running fork server."""
 
     process: subprocess.Popen[bytes]
     control: socket.socket
@@ -83,19 +90,21 @@ class _Started:
 
 
 class Sandbox:
-    """Runs candidate code, each run in a process of its own that is gone when the run has ended.
+    """Runs candidate code. Each run has a process of its own, which is gone when the run has ended.
 
-    Use it as an async context manager, on one loop. A fork server that has dspy imported makes a child in milliseconds.
+    Use it as an async context manager, on one event loop. A fork server with dspy imported makes a child in
+    milliseconds.
 
     Args:
-        limits: of each run.
+        limits: limits of each run.
         accept_missing_protection: names of layers (``user``, ``namespaces``, ``landlock``, ``seccomp``) without which
             candidates may run all the same; ``docs/meta-harness.md`` says what each one is for.
-        audited: end a child at the first forbidden thing that Python sees; off only to test what the kernel holds.
-        without: layers to leave out, only to test what the others hold.
+        audited: end a child at the first forbidden thing that Python's audit hook sees. Off only in tests of the
+            kernel's layers.
+        without: layers to leave out, in tests of the others.
 
     Raises:
-        ConfigurationError: on other systems than Linux; when it starts, where a layer is missing that is not accepted.
+        ConfigurationError: this is not Linux; or, at its start, a layer is missing that was not accepted.
     """
 
     def __init__(
@@ -130,21 +139,21 @@ class Sandbox:
             if self._reaping is not None:
                 await self._reaping
             if server is not None:
-                self._lost(server)
+                self._disconnect(server)
                 await _reap(server.process)
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """Layers of protection that this machine does not give; see ``docs/meta-harness.md``."""
+        """Names of the layers of protection that this machine does not give; see ``docs/meta-harness.md``."""
         return () if self._server is None else self._server.missing
 
     @property
     def process_id(self) -> int | None:
-        """Of the fork server."""
+        """Process id of the fork server; None before it has been started."""
         return None if self._server is None else self._server.process.pid
 
     async def run(self, job: Job, call_lm: CallLm) -> Outcome:
-        """See :class:`CodeSandbox`; it fails where it has failed twice."""
+        """Run candidate code once; see `CodeSandbox`. A sandbox that fails is tried a second time."""
         try:
             return await self._run(job, call_lm)
         except SandboxError:
@@ -158,18 +167,18 @@ class Sandbox:
         server.endings[number] = ending
         try:
             host.setblocking(False)
-            await self._order(server, {"start": number, "limits": asdict(self.limits)}, guest)
-            guest.close()  # the child has it: when the child ends, the host hears it
+            await self._send_order(server, {"start": number, "limits": asdict(self.limits)}, guest)
+            guest.close()  # only the child holds it now: its end closes the connection
             reader, writer = await asyncio.open_connection(sock=host)
             talk = Conversation(reader, writer, self.limits, call_lm)
             try:
-                told = await talk.hold({**vars(job), "audited": self._audited})
+                answer = await talk.hold({**vars(job), "audited": self._audited})
             finally:
                 with anyio.CancelScope(shield=True):
                     writer.transport.abort()
-                    await self._order(server, {"kill": number})
+                    await self._send_order(server, {"kill": number})
                     await asyncio.wait_for(ending, START_SECONDS)
-            return talk.outcome(told, ending.result())
+            return talk.outcome(answer, ending.result())
         except (OSError, asyncio.TimeoutError) as error:
             raise SandboxError(f"the fork server does not answer ({type(error).__name__}: {error})") from error
         finally:
@@ -177,15 +186,15 @@ class Sandbox:
             guest.close()
             host.close()
 
-    async def _order(self, server: _Started, order: dict[str, Any], guest: socket.socket | None = None) -> None:
+    async def _send_order(self, server: _Started, order: dict[str, Any], guest: socket.socket | None = None) -> None:
         payload, fds = json.dumps(order).encode(), [] if guest is None else [guest.fileno()]
         while True:
             try:
                 socket.send_fds(server.control, [payload], fds)
             except BlockingIOError:
                 await asyncio.sleep(0.01)
-            except ConnectionError:  # before its reader has heard of it: the next run starts another
-                self._gone(server)
+            except ConnectionError:  # its end was not read yet; the next run starts another server
+                self._drop(server)
                 raise
             else:
                 return
@@ -222,10 +231,10 @@ class Sandbox:
         if layers.refused(()):
             logger.warning("Candidates run without %s, as was accepted.", ", ".join(layers.refused(())))
         server.missing = layers.missing
-        loop.add_reader(server.control, self._hear, server)
+        loop.add_reader(server.control, self._read_ending, server)
         return server
 
-    def _hear(self, server: _Started) -> None:
+    def _read_ending(self, server: _Started) -> None:
         try:
             data = server.control.recv(4096)
         except BlockingIOError:
@@ -233,34 +242,34 @@ class Sandbox:
         except OSError:
             data = b""
         if not data:
-            self._gone(server)
+            self._drop(server)
             return
-        told = json.loads(data)
-        ending = server.endings.get(told.pop("ended"))
+        notice = json.loads(data)
+        ending = server.endings.get(notice.pop("ended"))
         if ending is not None and not ending.done():
-            ending.set_result(Ending(**told))
+            ending.set_result(Ending(**notice))
 
-    def _gone(self, server: _Started) -> None:
-        self._lost(server)
+    def _drop(self, server: _Started) -> None:
+        self._disconnect(server)
         if self._server is server:
             self._server = None
             self._reaping = asyncio.ensure_future(_reap(server.process))
 
-    def _lost(self, server: _Started) -> None:
+    def _disconnect(self, server: _Started) -> None:
         if server.control.fileno() >= 0:
             asyncio.get_running_loop().remove_reader(server.control)
             server.control.close()
         for ending in server.endings.values():
             if not ending.done():
                 ending.set_exception(OSError("it ended"))
-                ending.exception()  # heard, where nobody waits for it any more
+                ending.exception()  # marks it as retrieved, or asyncio logs it where nobody waits any more
 
 
 def accepted_layers(names: Iterable[str]) -> tuple[str, ...]:
-    """Names of layers, checked.
+    """Check names of layers, and return them as a tuple.
 
     Raises:
-        ConfigurationError: one is none.
+        ConfigurationError: a name is not that of a layer.
 
     >>> accepted_layers(["namespaces"])
     ('namespaces',)
@@ -289,7 +298,10 @@ def _launched(without: tuple[str, ...]) -> _Started:
 
 
 async def _reap(process: subprocess.Popen[bytes]) -> None:
-    """Wait for the end of a fork server whose socket is closed; on the loop, since an exit has no threads any more."""
+    """Wait for the end of a fork server whose socket is closed.
+
+    On the event loop and not in a thread: at the interpreter's exit no thread can be started.
+    """
     number, ended = os.pidfd_open(process.pid), asyncio.Event()
     asyncio.get_running_loop().add_reader(number, ended.set)
     with anyio.move_on_after(10):
@@ -300,8 +312,8 @@ async def _reap(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-class _Over(Exception):
-    """The candidate failed."""
+class _CandidateFailed(Exception):
+    """The candidate failed; ``failure`` has the reason."""
 
     def __init__(self, reason: Reason, message: str) -> None:
         super().__init__(message)
@@ -309,12 +321,12 @@ class _Over(Exception):
 
 
 class Conversation:
-    """Talk with one child until it has answered or failed.
+    """The exchange of messages with one child, until it has answered or failed.
 
     Args:
-        reader, writer: the socket to it.
-        limits: of this run.
-        call_lm: makes its LM calls.
+        reader, writer: the connection to the child.
+        limits: limits of this run.
+        call_lm: makes the LM calls of the child.
     """
 
     def __init__(
@@ -333,71 +345,73 @@ class Conversation:
         self.seconds = 0.0
 
     async def hold(self, job: dict[str, Any]) -> dict[str, Any] | Failure:
-        """Tell the child its job, serve its LM calls, and hear its answer.
+        """Send the child its job, make its LM calls, and read its answer.
 
         Returns:
             Its answer (``fields``, ``memory``), or why it failed.
 
         Raises:
-            OSError: it could not be started.
+            OSError: the child could not be started.
         """
         try:
             started = await asyncio.wait_for(self._frame(), START_SECONDS)
             if started.get("kind") != "ready":
                 raise OSError(f"a child could not be locked up: {started.get('message')}")
-        except _Over as error:
+        except _CandidateFailed as error:
             raise OSError(f"a child ended before it was locked up ({error})") from error
         clock, limits = asyncio.get_running_loop().time, self._limits
         began, called = clock(), 0.0
         try:
             with anyio.move_on_after(limits.total_seconds) as all_of_it, anyio.move_on_after(limits.seconds) as bound:
                 await self._send(job)
-                while "lm" in (message := await self._next()):
-                    request, asked = _read(parse_request, message["lm"]), clock()
+                while "lm" in (message := await self._next_frame()):
+                    request, asked_at = _read(parse_request, message["lm"]), clock()
                     self._count(request)
-                    left, bound.deadline = bound.deadline - asked, math.inf
-                    answer = await self._called(request)
-                    called += clock() - asked
-                    bound.deadline = clock() + left
-                    await self._send(self._kept(answer, clock() - asked))
-                return _read(self._last, message)
+                    remaining, bound.deadline = bound.deadline - asked_at, math.inf
+                    answer = await self._make_call(request)
+                    called += clock() - asked_at
+                    bound.deadline = clock() + remaining
+                    await self._send(self._record_call(answer, clock() - asked_at))
+                return _read(self._answer_of, message)
             if all_of_it.cancelled_caught:
                 return Failure("time", f"it ran for more than {limits.total_seconds:g} seconds, its LM calls included")
             return Failure("time", f"it ran for more than {limits.seconds:g} seconds")
-        except _Over as error:
+        except _CandidateFailed as error:
             return error.failure
         except WireError as error:
             return Failure("protocol", f"it sent {error}"[:MESSAGE_CHARACTERS])
         finally:
             self.seconds = clock() - began - called
             if self._ahead is not None:
-                await _given_up(self._ahead)
+                await _cancel(self._ahead)
 
-    def outcome(self, told: dict[str, Any] | Failure, ended: Ending) -> Outcome:
-        """What the run came to, by what the child said and how it ended.
+    def outcome(self, answer: dict[str, Any] | Failure, ended: Ending) -> Outcome:
+        """Return the outcome of the run, from the child's answer and the way that its process ended.
 
         Raises:
-            SandboxError: it could not be started.
+            SandboxError: the child could not be started.
         """
-        failure = told if isinstance(told, Failure) else None
+        failure = answer if isinstance(answer, Failure) else None
         if ended.why == "processes":
             failure = Failure("processes", "it had a second process")
         elif failure is not None and failure.reason == "died":
             failure = _cause_of_death(ended, self._limits)
-        answer = {} if failure is not None or isinstance(told, Failure) else told
-        calls, fields = tuple(self.calls), answer.get("fields", {})
-        return Outcome(fields, answer.get("memory"), failure, calls, self.printed, self.seconds, ended.cpu_seconds)
+        result = {} if failure is not None or isinstance(answer, Failure) else answer
+        calls, fields = tuple(self.calls), result.get("fields", {})
+        return Outcome(fields, result.get("memory"), failure, calls, self.printed, self.seconds, ended.cpu_seconds)
 
     def _count(self, request: LmRequest) -> None:
-        """Raise _Over where the child may not make this LM call any more."""
+        """Count an LM call; raise _CandidateFailed where the child may not make it any more."""
         self._calls_left -= request.replies
         if self._calls_left < 0:
-            raise _Over("lm_calls", f"it asked for more than {self._limits.lm_calls} LM calls")
+            raise _CandidateFailed("lm_calls", f"it asked for more than {self._limits.lm_calls} LM calls")
         if self._tokens_left <= 0:
-            raise _Over("lm_tokens", f"its LM calls used its {self._limits.lm_tokens} tokens, and it asked for another")
+            raise _CandidateFailed(
+                "lm_tokens", f"its LM calls used its {self._limits.lm_tokens} tokens, and it asked for another"
+            )
 
-    async def _called(self, request: LmRequest) -> LmRecord | str:
-        """Make an LM call; a child that ends meanwhile, or that has nothing to wait for, ends the call."""
+    async def _make_call(self, request: LmRequest) -> LmRecord | str:
+        """Make an LM call. A child that ends or answers meanwhile cancels the call."""
         call = asyncio.ensure_future(self._call_lm(request))
         try:
             if self._ahead is None:
@@ -407,32 +421,32 @@ class Conversation:
                 raise WireError("an answer before its LM call had ended")
             return await call
         finally:
-            await _given_up(call)
+            await _cancel(call)
 
-    def _kept(self, answer: LmRecord | str, seconds: float) -> dict[str, Any]:
-        """Keep an LM call; returns what the child is told."""
+    def _record_call(self, answer: LmRecord | str, seconds: float) -> dict[str, Any]:
+        """Record an LM call, and return the message for the child."""
         if isinstance(answer, str):
             return {"error": answer}
         self.calls.append(replace(answer, seconds=seconds))
         self._tokens_left -= answer.tokens
         return {"outputs": answer.outputs}
 
-    async def _next(self) -> dict[str, Any]:
-        """The next frame, which may have been waited for during an LM call."""
+    async def _next_frame(self) -> dict[str, Any]:
+        """Return the next frame, which may have been awaited since an LM call."""
         ahead, self._ahead = self._ahead, None
         return await (self._frame() if ahead is None else ahead)
 
-    def _last(self, message: dict[str, Any]) -> dict[str, Any] | Failure:
+    def _answer_of(self, message: dict[str, Any]) -> dict[str, Any] | Failure:
         kind, printed = message.get("kind"), message.get("printed", "")
         self.printed = printed[-PRINTED_CHARACTERS:] if isinstance(printed, str) else ""
         if self._bytes > ANSWER_BYTES:
-            raise _Over("output", f"its answer and its memory have more than {ANSWER_BYTES} bytes")
+            raise _CandidateFailed("output", f"its answer and its memory have more than {ANSWER_BYTES} bytes")
         if kind == "done" and isinstance(message.get("fields"), dict):
             return message
-        reason, said = message.get("reason"), message.get("message")
-        if kind != "failed" or not isinstance(reason, str) or reason not in REASONS or not isinstance(said, str):
+        reason, text = message.get("reason"), message.get("message")
+        if kind != "failed" or not isinstance(reason, str) or reason not in REASONS or not isinstance(text, str):
             raise WireError(f"a frame that the protocol does not know ({sorted(message)[:5]})")
-        return Failure(cast("Reason", reason), said[:MESSAGE_CHARACTERS])
+        return Failure(cast("Reason", reason), text[:MESSAGE_CHARACTERS])
 
     async def _frame(self) -> dict[str, Any]:
         try:
@@ -440,31 +454,31 @@ class Conversation:
             self._bytes = HEADER.size + length
             self._bytes_left -= self._bytes
             if self._bytes_left < 0:
-                raise _Over("output", f"it sent more than {self._limits.output_bytes} bytes")
+                raise _CandidateFailed("output", f"it sent more than {self._limits.output_bytes} bytes")
             return _read(decode, await self._reader.readexactly(length))
         except (asyncio.IncompleteReadError, ConnectionError) as error:
-            raise _Over("died", "it ended without an answer") from error
+            raise _CandidateFailed("died", "it ended without an answer") from error
 
     async def _send(self, message: dict[str, Any]) -> None:
         self._writer.write(encode(message))
         try:
             await self._writer.drain()
         except ConnectionError as error:
-            raise _Over("died", "it ended without an answer") from error
+            raise _CandidateFailed("died", "it ended without an answer") from error
 
 
-def _read(reader: Callable[[S], T], said: S) -> T:
-    """Read what a child said; whatever goes wrong there is the child's doing, never an error of the host's."""
+def _read(reader: Callable[[S], T], value: S) -> T:
+    """Apply a reader to a value that a child sent. Whatever it raises is a fault of the child, not of the host."""
     try:
-        return reader(said)
-    except (WireError, _Over):
+        return reader(value)
+    except (WireError, _CandidateFailed):
         raise
     except Exception as error:
         raise WireError(f"what cannot be read ({type(error).__name__}: {error})") from error
 
 
-async def _given_up(work: asyncio.Future[Any]) -> None:
-    """Cancel what runs, and wait until it has ended; nobody asks what it came to."""
+async def _cancel(work: asyncio.Future[Any]) -> None:
+    """Cancel a task and wait until it has ended. Its result is dropped."""
     work.cancel()
     with anyio.CancelScope(shield=True):
         await asyncio.wait([work])
@@ -502,7 +516,7 @@ class _Message(BaseModel):
 
 
 class _Options(BaseModel, extra="forbid"):
-    """All the options that a candidate may set."""
+    """The options that a candidate may set, all of sampling. The bounds are those of OpenAI's API, or generous."""
 
     temperature: Number = Field(default=0, ge=0, le=2)
     top_p: Number = Field(default=0, ge=0, le=1)
@@ -523,10 +537,10 @@ class _Request(BaseModel):
 
 
 def parse_request(message: Any) -> LmRequest:
-    """What a child asked for.
+    """Read a child's request for an LM call.
 
     Raises:
-        WireError: it is no LM request, or asks for what a candidate may not ask for.
+        WireError: it is no LM request, or has options that a candidate may not set.
 
     >>> parse_request({"messages": [{"role": "user", "content": "Hello"}], "options": {"api_base": "http://x"}})
     Traceback (most recent call last):

@@ -1,7 +1,7 @@
-"""The fork server: a process that has dspy imported, has an empty environment, and forks one child a run.
+"""The fork server: a process with dspy imported and an empty environment that forks a child for each run.
 
-It never runs candidate code itself. It starts children, watches that each stays one process, kills them with all that
-they left behind, and says how they ended. It ends, with all its children, when the host closes the control socket.
+It never runs candidate code itself. It starts children, checks that each stays a single process, kills them with all
+that they left behind, and reports how they ended. It ends with its children when the host closes the control socket.
 """
 
 from __future__ import annotations
@@ -25,13 +25,15 @@ from dspy_flashevolve.sandbox.confinement import Layers
 from dspy_flashevolve.sandbox.contract import Limits, encode
 
 WATCH_SECONDS = 0.05
-"""How often children are counted."""
+"""Seconds between two checks for processes that children started: where no layer forbids a second process, it lives at
+most that long (docs/meta-harness.md)."""
 MESSAGE_BYTES = 4096
+"""Longest order of the host. An order is a run's number and its limits, some 300 bytes."""
 
 
 @dataclass
 class _Child:
-    """A child that runs: its process, its run's number, and why it was killed here."""
+    """A running child: its process id, the number of its job, and why the fork server killed it."""
 
     pid: int
     job: int
@@ -39,12 +41,12 @@ class _Child:
 
 
 class Zygote:
-    """The fork server's loop.
+    """The loop of the fork server.
 
     Args:
         control: a SOCK_SEQPACKET socket to the host.
-        layers: those that every child applies.
-        scratch: a directory; with namespaces every child mounts its own over it, else each gets one inside.
+        layers: the layers that every child applies.
+        scratch: a directory. With namespaces each child mounts its own over it; otherwise each gets a folder inside.
     """
 
     def __init__(self, control: socket.socket, layers: Layers, scratch: str) -> None:
@@ -53,7 +55,7 @@ class Zygote:
         self._scratch = scratch
         self._owner = os.getuid(), os.getgid()
         self._children: dict[int, _Child] = {}
-        """By their pidfds."""
+        """The running children by their pidfds."""
 
     def serve(self) -> None:
         """Serve until the host closes the control socket."""
@@ -74,7 +76,7 @@ class Zygote:
                                 _kill(child.pid)
                 else:
                     poll.unregister(number)
-                    self._ended(number)
+                    self._reap(number)
             self._watch()
 
     def close(self) -> None:
@@ -82,13 +84,13 @@ class Zygote:
         for child in self._children.values():
             _kill(child.pid)
         for pidfd in list(self._children):
-            self._ended(pidfd)
+            self._reap(pidfd)
 
     def _start(self, job: int, limits: Limits, connection: int, poll: select.poll) -> None:
         try:
             pid = linux.clone(linux.NAMESPACES) if self._layers.namespaces else os.fork()
         except OSError as error:
-            self._tell(ended=job, status=-1, cpu_seconds=0.0, why=f"no process could be started: {error}")
+            self._report(ended=job, status=-1, cpu_seconds=0.0, why=f"no process could be started: {error}")
         else:
             if pid == 0:
                 self._child(job, limits, connection)
@@ -117,7 +119,7 @@ class Zygote:
             os._exit(0)
 
     def _watch(self) -> None:
-        """One process a child: threads are its own affair, processes are not."""
+        """Kill children that have a second process, and processes whose child has ended. Threads are allowed."""
         for child in self._children.values():
             if not child.why and _children_of(child.pid):
                 child.why = "processes"
@@ -126,18 +128,20 @@ class Zygote:
             os.kill(stray, signal.SIGKILL)
             os.waitpid(stray, 0)
 
-    def _ended(self, pidfd: int) -> None:
+    def _reap(self, pidfd: int) -> None:
         child = self._children.pop(pidfd)
         os.close(pidfd)
         _, status, usage = os.wait4(child.pid, 0)
         if not self._layers.namespaces:
-            with contextlib.suppress(ProcessLookupError):  # its number is taken while its group has members
+            with contextlib.suppress(
+                ProcessLookupError
+            ):  # safe: a process id is not reused while its group has members
                 os.killpg(child.pid, signal.SIGKILL)
             shutil.rmtree(os.path.join(self._scratch, str(child.job)), ignore_errors=True)
-        self._tell(ended=child.job, status=status, cpu_seconds=usage.ru_utime + usage.ru_stime, why=child.why)
+        self._report(ended=child.job, status=status, cpu_seconds=usage.ru_utime + usage.ru_stime, why=child.why)
 
-    def _tell(self, **message: Any) -> None:
-        with contextlib.suppress(OSError):  # where the host is gone, the loop will see it
+    def _report(self, **message: Any) -> None:
+        with contextlib.suppress(OSError):  # the host has closed the socket, which ends the loop
             self._control.send(json.dumps(message).encode())
 
 
@@ -148,16 +152,16 @@ def _kill(pid: int) -> None:
 
 
 def _children_of(pid: int) -> set[int]:
-    found: set[int] = set()
+    children: set[int] = set()
     with contextlib.suppress(OSError, ValueError):
         for task in os.listdir(f"/proc/{pid}/task"):
             with open(f"/proc/{pid}/task/{task}/children") as file:
-                found |= {int(child) for child in file.read().split()}
-    return found
+                children |= {int(child) for child in file.read().split()}
+    return children
 
 
 def _tasks_of(uid: int) -> int:
-    """How many tasks count against a user's limit."""
+    """Return how many tasks count against a user's limit."""
     count = 0
     for name in os.listdir("/proc"):
         with contextlib.suppress(OSError):
@@ -167,16 +171,16 @@ def _tasks_of(uid: int) -> int:
 
 
 def main(control_number: int, *without: str) -> None:
-    """Be the fork server. Started by the host with nothing but ``TMPDIR`` in its environment, as ``python -I -c``.
+    """Run as the fork server. The host starts it as ``python -I -c`` with nothing but ``TMPDIR`` in its environment.
 
-    Its directory lies in a file system of its own where it can have one, and is removed when it ends, however the host
-    has ended.
+    Its directory is in a file system of its own where the machine allows that, and is removed when the server ends,
+    however the host has ended.
 
     Args:
         control_number: the file number of the control socket.
         without: layers to leave out.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the host to hear, which closes the control socket
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the host, which closes the control socket
     control = socket.socket(fileno=control_number)
     roots = confinement.readable_roots()
     sys.path[:] = [path for path in sys.path if any(Path(path).is_relative_to(root) for root in roots)]

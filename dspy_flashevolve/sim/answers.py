@@ -1,4 +1,4 @@
-"""OpenAI's bodies: a completion, the events of a stream, an error."""
+"""The bodies of OpenAI's API: a completion, the events of a stream, an error."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ from dspy_flashevolve.sim.prompts import ChatRequest
 from dspy_flashevolve.sim.replies import Reply
 
 _STREAMED_PIECE_CHARACTERS = 200
+"""Characters of a streamed chunk. Real servers send a token at a time; larger pieces cost the client less."""
 DONE = b"data: [DONE]\n\n"
 
 
 def completion(chat: ChatRequest, reply: Reply, profile: Profile) -> dict[str, Any]:
-    """The body of a plain answer."""
+    """Return the body of an answer that is not streamed."""
     message = {"role": "assistant", "content": reply.text}
     choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": reply.finish_reason}
     return {**_head(chat, profile, "chat.completion"), "choices": [choice], "usage": _usage(chat, reply)}
 
 
 def opening(chat: ChatRequest, profile: Profile) -> dict[str, Any]:
-    """The first chunk of a stream, which comes with the first token."""
+    """Return the first chunk of a stream, which is sent with the first token."""
     return _chunk(chat, profile, {"role": "assistant", "content": ""})
 
 
 def chunks(chat: ChatRequest, reply: Reply, profile: Profile) -> Iterator[dict[str, Any]]:
-    """The chunks of a stream after the first."""
+    """Yield the chunks of a stream after the first."""
     for start in range(0, len(reply.text), _STREAMED_PIECE_CHARACTERS):
         yield _chunk(chat, profile, {"content": reply.text[start : start + _STREAMED_PIECE_CHARACTERS]})
     yield _chunk(chat, profile, {}, reply.finish_reason)
@@ -38,12 +39,12 @@ def chunks(chat: ChatRequest, reply: Reply, profile: Profile) -> Iterator[dict[s
 
 
 def event(payload: dict[str, Any]) -> bytes:
-    """A server-sent event."""
+    """Encode a payload as a server-sent event."""
     return f"data: {json.dumps(payload)}\n\n".encode()
 
 
 def error(error_type: str, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """The body of an answer that is an error."""
+    """Return the body of an error."""
     return {"error": {"message": message, "type": error_type, "param": param, "code": code}}
 
 

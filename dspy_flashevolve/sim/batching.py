@@ -78,7 +78,7 @@ class ContinuousBatching:
         profile: Rates and limits.
         clock: Returns the model time in seconds; must not go back.
 
-    Example:
+    Examples:
         >>> from dspy_flashevolve.sim.profiles import PROFILES
         >>> now = 0.0
         >>> batch = ContinuousBatching(PROFILES["h100-qwen3-8b"], clock=lambda: now)

@@ -1,4 +1,4 @@
-"""What the simulated server counts, as `/stats` (JSON, over a window) and `/metrics` (Prometheus, since the start)."""
+"""The counters of the simulated server: `/stats` (JSON, over a window) and `/metrics` (Prometheus, since the start)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class KindStats:
 
 @dataclass(frozen=True)
 class ServerStats:
-    """`/stats`: what happened since the start or the last reset.
+    """The statistics of `/stats`, since the start or the last reset.
 
     Attributes:
         profile: The profile's name.
@@ -70,12 +70,12 @@ class ServerStats:
     faults: Mapping[str, int] = field(default_factory=dict[str, int])
 
     def to_json(self) -> dict[str, Any]:
-        """As `/stats` sends it."""
+        """Return the object that `/stats` sends."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, payload: Mapping[str, Any]) -> ServerStats:
-        """From what `/stats` sent."""
+        """Read the object that `/stats` sent."""
         values = dict(payload)
         values["by_kind"] = {kind: KindStats(**stats) for kind, stats in payload["by_kind"].items()}
         return cls(**values)
@@ -83,7 +83,7 @@ class ServerStats:
 
 @dataclass
 class Counters:
-    """Running totals of requests; `of_kind` holds (requests, prompt tokens, completion tokens)."""
+    """Running totals of requests; `of_kind` holds requests, prompt tokens and completion tokens for each kind."""
 
     requests: int = 0
     refused: int = 0
@@ -119,16 +119,16 @@ class Counters:
         return sum(totals[column] for totals in self.of_kind.values())
 
     def kind_stats(self) -> dict[str, KindStats]:
-        """`by_kind` of `/stats`."""
+        """Return `by_kind` of `/stats`."""
         return {kind: KindStats(*totals) for kind, totals in self.of_kind.items()}
 
     def faults_by_name(self) -> dict[str, int]:
-        """`faults` of `/stats`."""
+        """Return `faults` of `/stats`."""
         return {str(kind): count for kind, count in self.faults.items()}
 
 
 def prometheus_text(profile: Profile, load: Load, counters: Counters) -> str:
-    """`/metrics` under vLLM's names.
+    """Return the text of `/metrics`, under vLLM's names.
 
     Args:
         profile: Gives the model's name and the size of the KV cache.

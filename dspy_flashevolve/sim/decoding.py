@@ -22,7 +22,7 @@ class DecodingPool:
     Args:
         profile: Gives the time of a step.
 
-    Example:
+    Examples:
         >>> from dspy_flashevolve.sim.profiles import PROFILES
         >>> pool = DecodingPool(PROFILES["api-gpt-4o-mini"])
         >>> pool.join(number=0, prompt_tokens=350, output_tokens=620)

@@ -1,4 +1,4 @@
-"""What goes wrong at a provider, drawn for each request: which fault, if any, is a pure function of seed and number.
+"""Faults of a provider, drawn for each request: the fault is a pure function of the seed and the request's number.
 
 .. code-block:: text
 
@@ -31,13 +31,13 @@ DrawnKind = Literal[
 FaultKind = Literal[DrawnKind, "rate_limit"]
 DRAWN_KINDS: tuple[DrawnKind, ...] = get_args(DrawnKind)
 BODY_KINDS = ("truncated_body", "malformed_body", "empty_choices", "slow_drip")
-"""Faults of the answer's body: the reply is written first, and takes its time."""
+"""Faults in the body of an answer: they come after the time that a good reply takes."""
 _HTML = b"<html><head><title>502 Bad Gateway</title></head><body><h1>502 Bad Gateway</h1></body></html>"
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What goes wrong with one request.
+    """The fault of one request.
 
     Attributes:
         kind: Which fault.
@@ -54,7 +54,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Faults:
-    """How often each fault occurs, as probabilities of a request, and when the bursts of rate limits are.
+    """The probability of each fault for a request, and the times of bursts of rate limits.
 
     Attributes:
         server_error: A status of `server_error_statuses`, each as likely.
@@ -77,7 +77,7 @@ class Faults:
         ValueError: If a rate is outside [0, 1], the rates add up to more than 1, a time is negative or not finite,
             bursts overlap, or a status is no server error.
 
-    Example:
+    Examples:
         >>> faults = Faults(server_error=0.5, burst_every_seconds=60, burst_seconds=5)
         >>> faults.at(request=0, seconds=10.0)
         Fault(kind='server_error', status=503, variant='', retry_after_seconds=0.0)
@@ -122,27 +122,27 @@ class Faults:
             raise ValueError(f"server_error_statuses must be from 500 to 599, got {self.server_error_statuses!r}")
 
     def rates(self) -> dict[DrawnKind, float]:
-        """Kind of a drawn fault -> its probability."""
+        """Return the probability of each drawn kind of fault."""
         return {kind: getattr(self, kind) for kind in DRAWN_KINDS}
 
     def at(self, request: int, seconds: float) -> Fault | None:
-        """What goes wrong with a request; None for nothing. A burst comes before what is drawn.
+        """Return the fault of a request; None for none. A burst takes precedence over what is drawn.
 
         Args:
             request: Its number, from 0, in order of arrival.
             seconds: When it came, in model seconds since the server's start.
         """
-        left = self.burst_left(seconds)
-        return Fault("rate_limit", 429, retry_after_seconds=left) if left > 0 else self.drawn(request)
+        remaining = self.burst_remaining_seconds(seconds)
+        return Fault("rate_limit", 429, retry_after_seconds=remaining) if remaining > 0 else self.drawn(request)
 
-    def burst_left(self, seconds: float) -> float:
-        """Model seconds until the end of the burst at a moment; 0 where there is none."""
+    def burst_remaining_seconds(self, seconds: float) -> float:
+        """Return the model seconds until the end of the burst at a moment; 0 where there is none."""
         if not self.burst_every_seconds or seconds < self.burst_every_seconds:
             return 0.0
         return max(0.0, self.burst_seconds - seconds % self.burst_every_seconds)
 
     def drawn(self, request: int) -> Fault | None:
-        """What is drawn for a request by its number, whenever it comes; None for nothing."""
+        """Return the fault that is drawn for a request by its number, whenever it comes; None for none."""
         choices = Choices(self.seed, f"fault {request}")
         chance, below = choices.uniform("kind"), 0.0
         for kind, rate in self.rates().items():
@@ -162,9 +162,9 @@ class Faults:
 
 
 def error_of(fault: Fault) -> dict[str, Any]:
-    """The `error` of OpenAI's body for a fault that has a status of its own.
+    """Return the `error` of OpenAI's body for a fault that has a status of its own.
 
-    Example:
+    Examples:
         >>> error_of(Fault("context_too_long", 400))["code"]
         'context_length_exceeded'
     """
@@ -188,9 +188,9 @@ def error_of(fault: Fault) -> dict[str, Any]:
 
 
 def malformed(fault: Fault, body: bytes) -> tuple[bytes, str]:
-    """A body that is none, and its content type, in place of a good one.
+    """Return the malformed body of a fault in place of a good one, and its content type.
 
-    Example:
+    Examples:
         >>> malformed(Fault("malformed_body", variant="json"), b'{"choices": 1}')
         (b'{"choic', 'application/json')
     """
@@ -200,5 +200,5 @@ def malformed(fault: Fault, body: bytes) -> tuple[bytes, str]:
 
 
 def without_choices(payload: dict[str, Any]) -> dict[str, Any]:
-    """The same answer with an empty list of choices."""
+    """Return an answer with an empty list of choices."""
     return {**payload, "choices": []}

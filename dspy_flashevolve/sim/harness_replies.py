@@ -19,10 +19,12 @@ Rewrite = Callable[[str, str, Choices], str]
 """(current instruction, feedback, choices) -> new instruction."""
 
 BROKEN = 0.04
-"""Probability that a module is no Python."""
+"""Probability that a module is not valid Python. Not measured: small, so that a search of 40 candidates meets the case
+once or twice."""
 BEST_CANDIDATES = 3
-"""It builds on one of this many."""
+"""The simulated proposer builds on one of this many best candidates, so that two proposers seldom build on the same."""
 MOST_MODULES = 16
+"""Most modules of one reply, whatever number the prompt asks for."""
 _LINE = re.compile(r"^(\d{4}): score", re.MULTILINE)
 _TEMPLATE = """# name: house rules {number}
 # hypothesis: The answers miss rules that the instruction does not state; state {rules} of them.
@@ -37,16 +39,16 @@ class Answerer(dspy.Module):
 
 
 def is_tool_call(request: ChatRequest) -> bool:
-    """An agent chooses its next tool: it thinks and writes less than where it writes a module."""
+    """Return whether an agent is asked for its next tool call, for which it writes less than for a module."""
     return any(field.name == "next_tool_name" for field in request.output_fields)
 
 
 def harness_fields(request: ChatRequest, fork: Callable[[int], Choices], rewrite: Rewrite) -> dict[str, object]:
-    """The output fields of a reply to a harness prompt.
+    """Return the output fields of a reply to a harness prompt.
 
     Args:
-        request: of kind "harness".
-        fork: the random choices of this request, by number.
+        request: a request of kind "harness".
+        fork: returns random choices of this request by number.
         rewrite: writes an instruction from feedback.
     """
     names = [field.name for field in request.output_fields]
@@ -61,14 +63,14 @@ def harness_fields(request: ChatRequest, fork: Callable[[int], Choices], rewrite
 
 
 def _step(inputs: Mapping[str, str], choices: Choices) -> dict[str, object]:
-    """The next tool call: list a candidate's files, read its source, search for feedback, finish."""
+    """Return the next tool call: list a candidate's files, read its source, search for feedback, finish."""
     done = sum(name.startswith("tool_name_") for name in inputs)
     if done == 0:
         best = _LINE.findall(inputs.get("archive_overview", ""))[:BEST_CANDIDATES] or ["0000"]
         return _call("list_files", {"folder": f"candidates/{best[choices.index('base', len(best))]}"})
     if done == 1:
-        found = re.search(r"candidates/\d{4}/source\.py", inputs.get("observation_0", ""))
-        return _call("read_file", {"path": found.group() if found else "candidates/0000/source.py"})
+        match = re.search(r"candidates/\d{4}/source\.py", inputs.get("observation_0", ""))
+        return _call("read_file", {"path": match.group() if match else "candidates/0000/source.py"})
     if done == 2:
         return _call("search_files", {"text": "feedback: Missed", "folder": "candidates"})
     return _call("finish", {})
@@ -79,11 +81,11 @@ def _call(tool: str, args: dict[str, object]) -> dict[str, object]:
 
 
 def _modules(inputs: Mapping[str, str], fork: Callable[[int], Choices], rewrite: Rewrite) -> list[str]:
-    found = re.search(r"candidates/(\d{4})", inputs.get("tool_args_1", ""))
+    match = re.search(r"candidates/(\d{4})", inputs.get("tool_args_1", ""))
     fields, current = _signature_in(inputs.get("observation_1", ""))
     feedback = inputs.get("observation_2", "")
-    asked = re.search(r"\d{1,4}", inputs.get("count", ""))
-    count = min(MOST_MODULES, int(asked.group()) if asked else 1)
+    digits = re.search(r"\d{1,4}", inputs.get("count", ""))
+    count = min(MOST_MODULES, int(digits.group()) if digits else 1)
     written: list[str] = []
     for number in range(1, count + 1):
         choices = fork(number)
@@ -92,7 +94,7 @@ def _modules(inputs: Mapping[str, str], fork: Callable[[int], Choices], rewrite:
         source = _TEMPLATE.format(
             number=f"{len(rules_in(instruction))}-{number}",
             rules=max(0, rules),
-            base=found.group(1) if found else "0000",
+            base=match.group(1) if match else "0000",
             fields=fields,
             instruction=instruction,
             end="(" if choices.uniform("broken") < BROKEN else "",
@@ -102,7 +104,7 @@ def _modules(inputs: Mapping[str, str], fork: Callable[[int], Choices], rewrite:
 
 
 def _signature_in(source: str) -> tuple[str, str]:
-    """The fields and the instruction of the first signature in a source."""
+    """Return the fields and the instruction of the first signature in a source."""
     try:
         texts = [node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)]
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -113,7 +115,7 @@ def _signature_in(source: str) -> tuple[str, str]:
 
 
 def _revision(inputs: Mapping[str, str]) -> dict[str, object]:
-    """Take over the rules that stand in what was admitted meanwhile."""
+    """Return a revised module with the rules of the sources that were admitted meanwhile."""
     source = inputs.get("stale_module", "")
     fields, instruction = _signature_in(source)
     known = {rule.word for rule in rules_in(instruction)}

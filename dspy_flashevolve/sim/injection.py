@@ -16,11 +16,12 @@ from dspy_flashevolve.sim.prompts import ChatRequest
 from dspy_flashevolve.sim.replies import Reply
 
 _DRIPS_PER_SECOND = 50.0
-"""A drip is one byte, or more where the body would take longer than it may: the loop's timers are no finer."""
+"""Most pieces a second of a slow drip: a piece is one byte, or more where one byte each would take longer than asked.
+Timers of an event loop on a busy machine are no finer than some 20 milliseconds."""
 
 
 def retry_headers(wall_seconds: float) -> dict[str, str]:
-    """When to come back, as OpenAI's API says it: Retry-After in whole seconds, and milliseconds beside it."""
+    """Return the headers by which OpenAI's API says when to retry: in whole seconds and in milliseconds."""
     return {"Retry-After": str(math.ceil(wall_seconds)), "retry-after-ms": str(math.ceil(wall_seconds * 1000))}
 
 
@@ -45,8 +46,8 @@ async def damage(
     Args:
         request: To be answered.
         fault: Of a kind in `faults.BODY_KINDS`.
-        chat: What was asked.
-        reply: What a good answer would say.
+        chat: The request as it was read.
+        reply: The reply of a good answer.
         profile: The backend.
         drip_wall_seconds: How long a slow drip takes.
     """
@@ -70,7 +71,7 @@ async def damage(
 
 
 def _body(chat: ChatRequest, reply: Reply, profile: Profile, *, no_choices: bool) -> tuple[bytes, str]:
-    """The whole body of the answer and its content type."""
+    """Return the whole body of the answer and its content type."""
     if not chat.stream:
         payload = completion(chat, reply, profile)
         return json.dumps(without_choices(payload) if no_choices else payload).encode(), "application/json"
@@ -86,9 +87,9 @@ async def _drip(response: web.StreamResponse, body: bytes, wall_seconds: float) 
 
 
 def drips(body: bytes, wall_seconds: float) -> Iterator[bytes]:
-    """The pieces of a drip: bytes, unless they would have to come faster than the loop's timers go.
+    """Yield the pieces of a slow drip: single bytes, unless these would have to come faster than timers fire.
 
-    Example:
+    Examples:
         >>> list(drips(b"abcd", wall_seconds=60)), list(drips(b"abcd", wall_seconds=0.04))
         ([b'a', b'b', b'c', b'd'], [b'ab', b'cd'])
     """

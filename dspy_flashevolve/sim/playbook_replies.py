@@ -1,8 +1,8 @@
-"""The house rules in their ACE form: what the simulated reflector and curator of a playbook write.
+"""The house rules for ACE: the replies of the simulated reflector and curator of a playbook.
 
-The reflector names the rules that the feedback says were missed; the curator adds some of those that the playbook has
-not, sometimes a general sentence instead, and sometimes removes one. A reply that obeys a bullet's rule cites it. So
-playbooks grow step by step towards the same optimum as instructions do.
+The reflector names the rules that the feedback says were missed. The curator adds some of those that the playbook has
+not, sometimes a general sentence instead, and sometimes removes a bullet. A reply that obeys a bullet's rule cites it.
+So playbooks grow step by step towards the same optimum as instructions do.
 
 The inputs are those of `dspy_flashevolve.modules.playbook`; nothing here imports dspy.
 """
@@ -24,9 +24,9 @@ _BULLET = re.compile(r"^\[([a-z]{1,3}-\d{1,9})\] (?:helpful=\d+ harmful=\d+ )?(.
 
 
 def citations(instruction: str, body: str) -> str:
-    """The ids of the bullets whose words stand in a reply.
+    """Return the ids of the bullets whose words occur in a reply.
 
-    Example:
+    Examples:
         >>> citations('[str-1] Rule 07: mention the word "amber".', "One more point is amber.")
         'str-1'
     """
@@ -35,7 +35,7 @@ def citations(instruction: str, body: str) -> str:
 
 
 def reflect(inputs: Mapping[str, str], model: ReplyModel, choices: Choices) -> dict[str, str]:
-    """A reflection on one sample: the rules that it missed, and a tag for each bullet that it cited."""
+    """Return a reflection on a sample: the rules that it missed, and a tag for each bullet that it cited."""
     missed = rules_in(inputs["feedback"])
     sentence = model.sentence(choices)
     named = [] if sentence else [rule for rule in missed if choices.uniform(f"read {rule.word}") < model.reads]
@@ -53,7 +53,7 @@ def reflect(inputs: Mapping[str, str], model: ReplyModel, choices: Choices) -> d
 
 
 def curate(inputs: Mapping[str, str], model: ReplyModel, choices: Choices) -> dict[str, str]:
-    """Operations on the playbook: rules that the reflection names and it has not."""
+    """Return operations that add the rules of the reflection that the playbook has not."""
     bullets = [(name, rule) for name, text in _BULLET.findall(inputs["playbook"]) for rule in rules_in(text)]
     known = {rule.word for _, rule in bullets}
     missed = [rule for rule in rules_in(inputs["reflection"]) if rule.word not in known]
@@ -63,14 +63,14 @@ def curate(inputs: Mapping[str, str], model: ReplyModel, choices: Choices) -> di
     if not rules_in(inputs["reflection"]):
         harmful = harmful_sentences(inputs["reflection"])
         added = harmful or [useless_sentence(choices)]
-    operations: list[dict[str, Any]] = [{"type": "ADD", "section": section, "content": one} for one in added]
+    operations: list[dict[str, Any]] = [{"type": "ADD", "section": section, "content": content} for content in added]
     if bullets and choices.uniform("forget") < model.forgets:
         operations.append({"type": "REMOVE", "id": bullets[choices.index("forget which", len(bullets))][0]})
     return {"operations": json.dumps(operations)}
 
 
 def _contradicts(rule: Rule, bullets: list[tuple[str, Rule]], model: ReplyModel, choices: Choices) -> bool:
-    """Whether it is seen that a bullet holds the rule's rival."""
+    """Return whether the curator notices that a bullet holds the rule's rival."""
     pairs = {(other.number + 1) // 2 for _, other in bullets if other.word != rule.word}
     rival = model.rivals and (rule.number + 1) // 2 in pairs
     return rival and choices.uniform(f"conflict {rule.word}") < model.spots_conflicts

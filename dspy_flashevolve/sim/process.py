@@ -1,4 +1,4 @@
-"""The simulated server in a process of its own, so that it takes no CPU time of the client's interpreter."""
+"""The simulated server in a process of its own, so that it takes no processor time of the client's interpreter."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ if TYPE_CHECKING:
 _PACKAGE_PARENT = Path(__file__).resolve().parents[2]
 _CHILD = "from dspy_flashevolve.sim.process import child_main; child_main()"
 _EXIT_SECONDS = 5.0
+"""How long the server may take to end by itself before it is killed; it needs milliseconds."""
 _HTTP_SECONDS = 30.0
+"""Timeout of `/stats`, which the server answers at once, unless the machine is overloaded."""
 
 
 class SimServer:
@@ -53,7 +55,7 @@ class SimServer:
         ImportError: On entry, if aiohttp is not installed.
         RuntimeError: On entry, if the server cannot start; the message says why (such as a port in use).
 
-    Example:
+    Examples:
         >>> with SimServer(profile="h100-qwen3-8b", seed=0, time_scale=50) as server:
         ...     server.stats().requests
         0
@@ -96,7 +98,7 @@ class SimServer:
 
     @property
     def api_base(self) -> str:
-        """What `dspy.LM("openai/...", api_base=...)` takes.
+        """The address for `dspy.LM("openai/...", api_base=...)`.
 
         Raises:
             RuntimeError: Outside the `with` block.
@@ -115,7 +117,7 @@ class SimServer:
         return self._process.pid
 
     def stats(self) -> ServerStats:
-        """What happened since the start or the last reset."""
+        """Return the server's statistics since the start or the last reset."""
         with urllib.request.urlopen(f"{self.url}/stats", timeout=_HTTP_SECONDS) as response:
             return ServerStats.from_json(json.load(response))
 
@@ -126,20 +128,20 @@ class SimServer:
 
     @contextmanager
     def down(self) -> Generator[ServerStats, None, None]:
-        """The server is ended for the length of the block, and starts again on the same port.
+        """End the server for the length of the block, and start it again on the same port.
 
         Requests in flight are cut off and connections are refused meanwhile. The new server begins from nothing: its
         clock, its counters, and what its faults draw by the number of a request. One restart at a time, within the
         server's own `with` block; it may be in another thread than that.
 
         Yields:
-            What the server had counted at its end.
+            The statistics of the server at its end.
 
         Raises:
             RuntimeError: Outside the server's `with` block, and when it cannot start again: another process has taken
                 the port.
 
-        Example:
+        Examples:
             >>> with SimServer() as server:
             ...     with server.down() as before:
             ...         pass
@@ -225,7 +227,7 @@ def _pipes(process: subprocess.Popen[str]) -> tuple[IO[str], IO[str]]:
 
 
 def require_aiohttp() -> None:
-    """Check that the server's one dependency is there.
+    """Check that aiohttp, the server's one dependency, is installed.
 
     Raises:
         ImportError: If it is not; the message names the extra to install.
@@ -235,7 +237,7 @@ def require_aiohttp() -> None:
 
 
 def child_main() -> None:
-    """The server's process: a configuration on stdin, a port on stdout, then serve until stdin ends."""
+    """Run as the server's process: read a configuration from stdin, print the port, and serve until stdin ends."""
     from dspy_flashevolve.sim.server import ServerConfig
 
     raw = json.loads(sys.stdin.readline())

@@ -1,4 +1,4 @@
-"""What the simulated backends can do: rates, limits and output lengths, from published figures.
+"""Profiles of simulated backends: rates, limits and output lengths, from published figures.
 
 `h100-qwen3-8b` is one NVIDIA H100 80 GB with Qwen3-8B in bfloat16 under vLLM. Its constants are fitted to
 silybench run `20260924T125045Z_h100-80gbx1_qwen3-8b_bf16` (github.com/tgarg01/silybench-data,
@@ -29,7 +29,7 @@ class LengthLaw:
     Raises:
         ValueError: If `median_tokens` is not positive or `sigma` is negative.
 
-    Example:
+    Examples:
         >>> LengthLaw(median_tokens=250, sigma=0.8).tokens(0.5)
         250
         >>> LengthLaw(median_tokens=250, sigma=0.8).tokens(0.99)
@@ -47,7 +47,7 @@ class LengthLaw:
             )
 
     def tokens(self, quantile: float) -> int:
-        """The length in tokens, at least 1, below which a share `quantile` (0 < quantile < 1) of the outputs lies."""
+        """Return the length, at least 1 token, below which a share `quantile` (0 < quantile < 1) of outputs lies."""
         return max(1, round(self.median_tokens * math.exp(self.sigma * _NORMAL.inv_cdf(quantile))))
 
 
@@ -113,7 +113,7 @@ class Profile:
             running: Sequences that decode, at least 1.
             context_tokens: Mean tokens, prompt and output so far, of a sequence.
 
-        Example:
+        Examples:
             >>> round(PROFILES["h100-qwen3-8b"].decode_tokens_per_second(64), 1)
             104.5
         """
@@ -157,12 +157,12 @@ PROFILES: dict[str, Profile] = {profile.name: profile for profile in (H100_QWEN3
 
 
 def profile_named(name: str) -> Profile:
-    """The profile of that name.
+    """Return the profile with a name.
 
     Raises:
         ValueError: If there is none; the message lists the names there are.
 
-    Example:
+    Examples:
         >>> profile_named("h100-qwen3-8b").max_running
         256
     """

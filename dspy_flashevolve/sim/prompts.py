@@ -1,4 +1,4 @@
-"""Reads an OpenAI chat request: what it asks for, in which format, and which part is the instruction.
+"""Reading an OpenAI chat request: what it asks for, in which format, and which part is the instruction.
 
 The formats are those that dspy's ChatAdapter and JSONAdapter write (dspy 3.4, `dspy/adapters/`): the system
 message ends in the instruction, the user message holds the inputs in `[[ ## name ## ]]` sections and ends in a
@@ -14,7 +14,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
-PromptKind = Literal["task", "reflection", "integration", "sample_reflection", "curation", "harness", "other"]
+PromptKind = Literal[
+    "task", "reflection", "integration", "consolidation", "sample_reflection", "curation", "harness", "other"
+]
 
 _OBJECTIVE = "In adhering to this structure, your objective is:"
 _CHAT_REQUEST = "Respond with the corresponding output fields, starting with the field"
@@ -25,13 +27,14 @@ _LISTED_FIELD = re.compile(r"^\d+\. `(\w{1,200})` \((.+?)\):", re.MULTILINE)
 _SECTION = re.compile(r"^\[\[ ## (\w{1,200}) ## \]\][ \t]*$", re.MULTILINE)
 _INPUTS: tuple[tuple[PromptKind, frozenset[str]], ...] = (
     ("integration", frozenset({"head_text", "children"})),
+    ("consolidation", frozenset({"evidence", "instruction", "limit"})),
     ("reflection", frozenset({"current_instruction", "examples_with_feedback"})),
     ("sample_reflection", frozenset({"attempt", "feedback", "cited_bullets"})),
     ("curation", frozenset({"playbook", "sections", "reflection"})),
     ("harness", frozenset({"archive_overview", "direction"})),
     ("harness", frozenset({"stale_module", "admitted_since"})),
 )
-"""A kind, and the inputs that tell it."""
+"""The kinds of prompts, each with the inputs by which it is recognized."""
 
 
 class BadRequest(Exception):
@@ -61,7 +64,7 @@ class OutputField:
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """What the simulated model needs of a request.
+    """The parts of a request that the simulated model needs.
 
     Attributes:
         kind: "task" (a dspy program's prompt), "reflection" (a proposer's), "integration" (of stale children, those of
@@ -99,7 +102,7 @@ def parse_chat_request(body: bytes) -> ChatRequest:
     Raises:
         BadRequest: If it is no JSON object, or `messages`, `max_tokens`, `n` or `stream` is not usable.
 
-    Example:
+    Examples:
         >>> parse_chat_request(b'{"messages": [{"role": "user", "content": "Hello"}]}').kind
         'other'
     """
@@ -232,10 +235,10 @@ def _output_fields(system: str, user: str, response_format: object) -> tuple[Out
     chat, as_json = user.rfind(_CHAT_REQUEST), user.rfind(_JSON_REQUEST)
     if chat >= 0 or as_json >= 0:
         pattern = _CHAT_FIELD if chat > as_json else _JSON_FIELD
-        found = [
+        output_fields = [
             OutputField(name, type_name or "str") for name, type_name in pattern.findall(user[max(chat, as_json) :])
         ]
-        return tuple(field for field in found if field.name != "completed")
+        return tuple(field for field in output_fields if field.name != "completed")
     schema = _schema_fields(response_format)
     if schema:
         return tuple(OutputField(name, _schema_type(part)) for name, part in schema.items())
@@ -266,5 +269,5 @@ def _json_wanted(user: str, response_format: object) -> bool:
 def _kind(inputs: Mapping[str, str], fields: tuple[OutputField, ...]) -> PromptKind:
     if not fields:
         return "other"
-    found: list[PromptKind] = [kind for kind, names in _INPUTS if inputs.keys() >= names]
-    return found[0] if found else "task"
+    kinds: list[PromptKind] = [kind for kind, names in _INPUTS if inputs.keys() >= names]
+    return kinds[0] if kinds else "task"

@@ -1,4 +1,4 @@
-"""Requests and tokens a minute, as providers count them: in fixed windows, in a sliding one, or by a bucket."""
+"""Quotas of requests and tokens a minute, counted as providers do: by a bucket, in fixed windows or a sliding one."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ PERIOD_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class Quota:
-    """What one key may ask for a minute, of the wall's: a server's `time_scale` does not change it.
+    """The quota of one key. Its minutes are those of the wall clock: a server's `time_scale` does not change them.
 
     Attributes:
-        requests: A minute, at least 1.
-        tokens: Read and written, a minute, at least 1.
+        requests: Requests a minute, at least 1.
+        tokens: Tokens a minute, read and written, at least 1.
         counting: "bucket" is refilled all the time and holds a minute's worth (OpenAI's, Anthropic's), "fixed" begins
             a new minute every minute, "sliding" looks at the last 60 seconds.
-        says_so: Each answer has OpenAI's headers.
-        holds_seconds: A bucket holds what it is refilled in so long; many providers look at less than a minute.
+        sends_headers: Whether each answer has OpenAI's rate-limit headers.
+        holds_seconds: A bucket holds what it is refilled with in this time; many providers look at less than a minute.
 
     Raises:
         ValueError: If a number is below 1 or `counting` is unknown.
@@ -29,7 +29,7 @@ class Quota:
     requests: int
     tokens: int
     counting: Counting = "bucket"
-    says_so: bool = True
+    sends_headers: bool = True
     holds_seconds: float = PERIOD_SECONDS
 
     def __post_init__(self) -> None:
@@ -40,11 +40,13 @@ class Quota:
 
 
 class _Meter:
+    """Counts one unit, requests or tokens, against its limit."""
+
     def __init__(self, limit: int, counting: Counting, holds_seconds: float) -> None:
         self._counting, self._refill = counting, limit / PERIOD_SECONDS
         self._limit = limit * holds_seconds / PERIOD_SECONDS if counting == "bucket" else limit
         self._used, self._since = 0.0, 0.0
-        self._taken: deque[tuple[float, float]] = deque()
+        self._charges: deque[tuple[float, float]] = deque()
 
     def advance(self, now: float) -> None:
         if self._counting == "bucket":
@@ -55,18 +57,18 @@ class _Meter:
                 self._used = 0.0
             self._since = now
         else:
-            while self._taken and self._taken[0][0] <= now - PERIOD_SECONDS:
-                self._used -= self._taken.popleft()[1]
+            while self._charges and self._charges[0][0] <= now - PERIOD_SECONDS:
+                self._used -= self._charges.popleft()[1]
 
     def has_room(self, cost: float) -> bool:
-        return self._used + min(cost, self._limit) <= self._limit + 1e-9
+        return self._used + min(cost, self._limit) <= self._limit + 1e-9  # rounding errors of a refilled bucket
 
-    def take(self, now: float, cost: float) -> None:
+    def charge(self, now: float, cost: float) -> None:
         self._used += cost
         if self._counting == "sliding":
-            self._taken.append((now, cost))
+            self._charges.append((now, cost))
 
-    def left(self) -> int:
+    def remaining(self) -> int:
         return max(0, int(self._limit - self._used))
 
     def reset_seconds(self, now: float) -> float:
@@ -74,21 +76,21 @@ class _Meter:
             return self._used / self._refill
         if self._counting == "fixed":
             return PERIOD_SECONDS - now % PERIOD_SECONDS
-        return self._taken[-1][0] + PERIOD_SECONDS - now if self._taken else 0.0
+        return self._charges[-1][0] + PERIOD_SECONDS - now if self._charges else 0.0
 
     def wait_seconds(self, now: float, cost: float) -> float:
         if self._counting == "bucket":
             return max(0.0, self._used + cost - self._limit) / self._refill
         if self._counting == "fixed":
             return PERIOD_SECONDS - now % PERIOD_SECONDS
-        return self._taken[0][0] + PERIOD_SECONDS - now if self._taken else 0.0
+        return self._charges[0][0] + PERIOD_SECONDS - now if self._charges else 0.0
 
 
 class QuotaCounter:
-    """What is left of a quota.
+    """Counts requests against a quota.
 
     >>> counter = QuotaCounter(Quota(requests=2, tokens=1000))
-    >>> [counter.refuses(0.0, 100), counter.refuses(0.0, 100), counter.refuses(0.0, 100)]
+    >>> [counter.admit(0.0, 100), counter.admit(0.0, 100), counter.admit(0.0, 100)]
     [None, None, 30.0]
     >>> counter.headers(0.0)["x-ratelimit-remaining-tokens"], counter.headers(0.0)["x-ratelimit-reset-tokens"]
     ('800', '12s')
@@ -101,8 +103,8 @@ class QuotaCounter:
             unit: (limit, _Meter(limit, quota.counting, quota.holds_seconds)) for unit, limit in limits.items()
         }
 
-    def refuses(self, now: float, tokens: int) -> float | None:
-        """Count a request, unless it does not fit: then the seconds until it would."""
+    def admit(self, now: float, tokens: int) -> float | None:
+        """Count a request and return None; where the quota has no room, return the seconds until it would have."""
         costs = {"requests": 1, "tokens": tokens}
         for _, meter in self._meters.values():
             meter.advance(now)
@@ -110,24 +112,24 @@ class QuotaCounter:
         if full:
             return max(self._meters[unit][1].wait_seconds(now, costs[unit]) for unit in full)
         for unit, (_, meter) in self._meters.items():
-            meter.take(now, costs[unit])
+            meter.charge(now, costs[unit])
         return None
 
     def headers(self, now: float) -> dict[str, str]:
-        """As OpenAI's API has them."""
-        if not self._quota.says_so:
+        """Return the rate-limit headers of OpenAI's API."""
+        if not self._quota.sends_headers:
             return {}
-        found: dict[str, str] = {}
+        headers: dict[str, str] = {}
         for unit, (limit, meter) in self._meters.items():
             meter.advance(now)
-            found[f"x-ratelimit-limit-{unit}"] = str(limit)
-            found[f"x-ratelimit-remaining-{unit}"] = str(meter.left())
-            found[f"x-ratelimit-reset-{unit}"] = _duration(meter.reset_seconds(now))
-        return found
+            headers[f"x-ratelimit-limit-{unit}"] = str(limit)
+            headers[f"x-ratelimit-remaining-{unit}"] = str(meter.remaining())
+            headers[f"x-ratelimit-reset-{unit}"] = _duration(meter.reset_seconds(now))
+        return headers
 
 
 def _duration(seconds: float) -> str:
-    """As Go writes it: "20ms", "1.5s", "6m0s"."""
+    """Format a duration as Go does, which OpenAI's headers show: "20ms", "1.5s", "6m0s"."""
     if seconds < 1:
         return f"{round(seconds * 1000)}ms"
     minutes, rest = divmod(seconds, 60)

@@ -1,4 +1,4 @@
-"""What the simulated model answers: a pure function of the request's content and the server's seed.
+"""The replies of the simulated model: a pure function of the request's content and the server's seed.
 
 The task is "house rules": an instruction may hold sentences such as `Rule 07: mention the word "amber".`
 (a keyword constraint, as in IFEval, Zhou et al., arXiv 2311.07911), and a reply obeys each of them with a known
@@ -41,12 +41,12 @@ from dspy_flashevolve.sim.words import (
 )
 
 _PLAYBOOK_REPLIES = {"sample_reflection": reflect, "curation": curate}
-"""Kind of prompt -> what writes the fields of its reply."""
+"""Kind of prompt -> the function that writes the fields of its reply."""
 
 
 @dataclass(frozen=True)
 class Reply:
-    """A reply and what it costs.
+    """A reply and its length.
 
     Attributes:
         text: The message's content.
@@ -60,7 +60,7 @@ class Reply:
 
 
 def reply_to(request: ChatRequest, profile: Profile, model: ReplyModel, seed: int, repeat: int = 0) -> Reply:
-    """The simulated model's reply.
+    """Return the simulated model's reply to a request.
 
     Args:
         request: What `parse_chat_request` read.
@@ -84,13 +84,13 @@ def reply_to(request: ChatRequest, profile: Profile, model: ReplyModel, seed: in
 
 
 class Repeats:
-    """Counts how often each request came."""
+    """Counts how often each request has come."""
 
     def __init__(self) -> None:
         self._seen: Counter[bytes] = Counter()
 
-    def of(self, request: ChatRequest) -> int:
-        """How often the same request came before; it counts from now on."""
+    def count(self, request: ChatRequest) -> int:
+        """Count a request, and return how often the same one came before."""
         content = hashlib.blake2b(request.content.encode("utf-8", "surrogatepass"), digest_size=16).digest()
         self._seen[content] += 1
         return self._seen[content] - 1
@@ -99,6 +99,8 @@ class Repeats:
 def _text(request: ChatRequest, model: ReplyModel, choices: Choices, seed: int) -> str:
     if request.kind == "integration":
         return _integration(request, model, choices)
+    if request.kind == "consolidation":
+        return _format(request, _consolidated(request.inputs["instruction"], model, choices))
     if request.kind == "harness":
         fields = harness_fields(
             request,
@@ -108,7 +110,9 @@ def _text(request: ChatRequest, model: ReplyModel, choices: Choices, seed: int) 
         return _written(request, fields)
     if request.kind in _PLAYBOOK_REPLIES:
         values = _PLAYBOOK_REPLIES[request.kind](request.inputs, model, choices)
-        return _written(request, {one.name: values.get(one.name, FILLER_OPENING) for one in request.output_fields})
+        return _written(
+            request, {field.name: values.get(field.name, FILLER_OPENING) for field in request.output_fields}
+        )
     if request.kind == "reflection":
         return _reflection(request, model, choices)
     return _format(request, answer(request.instruction, model, choices))
@@ -116,14 +120,50 @@ def _text(request: ChatRequest, model: ReplyModel, choices: Choices, seed: int) 
 
 def _reflection(request: ChatRequest, model: ReplyModel, choices: Choices) -> str:
     current, feedback = request.inputs["current_instruction"], request.inputs["examples_with_feedback"]
+    if any(field.name == "edits" for field in request.output_fields):
+        return _edits(request, current, feedback, model, choices)
     text, form = new_instruction(current, feedback, model, choices), sloppy_form(model, choices, verdicts=False)
     if form is None:
         return _format(request, text)
     return formed_reply(form, _format(request, formed(form, text, current)))
 
 
+def _consolidated(text: str, model: ReplyModel, choices: Choices) -> str:
+    """The instruction written anew: as an integration that adds nothing, it loses and rewords some of it."""
+    return integrate(text, "", model, choices)[1]
+
+
+_NUMBERED = re.compile(r"^\[\d{1,4}\] ?", re.MULTILINE)
+
+
+def _edits(request: ChatRequest, current: str, feedback: str, model: ReplyModel, choices: Choices) -> str:
+    """The same reflection as edits of the numbered parts."""
+    before = [_NUMBERED.sub("", part) for part in re.split(r"\n(?=\[\d{1,4}\] )", current)]
+    text = new_instruction("\n".join(before), feedback, model, choices)
+    after, edits = text.splitlines(), list[dict[str, object]]()
+    lines = [line for part in before for line in part.splitlines()]
+    if choices.uniform("rewrite") < model.rewrites:
+        edits = [{"action": "replace", "part": 1, "text": text, "reason": ""}]
+        edits += [
+            {"action": "remove", "part": number, "text": "", "reason": ""} for number in range(2, len(before) + 1)
+        ]
+    else:
+        for number, part in enumerate(before, start=1):
+            if not all(line in after for line in part.splitlines()):
+                edits.append({"action": "remove", "part": number, "text": "", "reason": "not needed"})
+        for line in after:
+            if line not in lines:
+                edits.append({"action": "add", "part": len(before), "text": line, "reason": "the feedback says so"})
+    form = sloppy_form(model, choices, verdicts=False)
+    if form == "unchanged":
+        edits = []
+    values = {"edits": edits}
+    written = json.dumps(values) if request.json_reply else _written(request, values)
+    return written if form is None else formed_reply(form, formed(form, written, written))
+
+
 def answer(instruction: str, model: ReplyModel, choices: Choices) -> str:
-    """A task reply: filler sentences around those instructed words that the model obeys this time."""
+    """Return a task reply: filler sentences around those instructed words that the model obeys this time."""
     ignored = _ignored_rivals(instruction, choices) if model.rivals else set[str]()
     likely = model.obeyed(instruction).items()
     obeyed = [word for word, share in likely if word not in ignored and choices.uniform(f"obey {word}") < share]
@@ -132,7 +172,7 @@ def answer(instruction: str, model: ReplyModel, choices: Choices) -> str:
 
 
 def _ignored_rivals(instruction: str, choices: Choices) -> set[str]:
-    """Of each pair of rules that contradict each other, the word of one."""
+    """Return the word of one rule of each pair of rules that contradict each other."""
     pairs: dict[int, list[Rule]] = {}
     for rule in rules_in(instruction):
         pairs.setdefault((rule.number + 1) // 2, []).append(rule)
@@ -143,7 +183,7 @@ _CHILD = re.compile(r"^### Child (\d{1,9})$", re.MULTILINE)
 
 
 def integrate(head: str, children: str, model: ReplyModel, choices: Choices) -> tuple[list[dict[str, object]], str]:
-    """An integration: the head with the rules and sentences that the children add, minus what it loses.
+    """Integrate children: the head with the rules and sentences that they add, without those that get lost.
 
     Args:
         head: The newest text.
@@ -163,7 +203,7 @@ def integrate(head: str, children: str, model: ReplyModel, choices: Choices) -> 
     sentences: list[str] = []
     verdicts: list[dict[str, object]] = []
     marks = list(_CHILD.finditer(children))
-    for mark, end in zip(marks, [*(one.start() for one in marks[1:]), len(children)], strict=False):
+    for mark, end in zip(marks, [*(mark.start() for mark in marks[1:]), len(children)], strict=False):
         number, text = int(mark[1]), children[mark.end() : end]
         put_in = _listed("\n".join(line[2:] for line in text.splitlines() if line.startswith("+ ")))
         fresh = [rule for rule in rules_in(put_in) if rule.word not in known]
@@ -171,10 +211,10 @@ def integrate(head: str, children: str, model: ReplyModel, choices: Choices) -> 
         if rivals and choices.uniform(f"conflict {number}") < model.spots_conflicts:
             verdicts.append({"child": number, "verdict": "conflicting", "reason": f"Contradicts: {rivals[0]}"})
             continue
-        said = [sentence for sentence in _sentences(put_in) if sentence not in held]
-        held.update(said)
-        sentences += said
-        verdict = "orthogonal" if fresh or said else "subsumed"
+        copied = [sentence for sentence in _sentences(put_in) if sentence not in held]
+        held.update(copied)
+        sentences += copied
+        verdict = "orthogonal" if fresh or copied else "subsumed"
         verdicts.append({"child": number, "verdict": verdict, "reason": f"Adds {len(fresh)} rules."})
         added += fresh
         known |= {rule.word for rule in fresh}
@@ -182,14 +222,14 @@ def integrate(head: str, children: str, model: ReplyModel, choices: Choices) -> 
     lost = 1 - math.exp(-model.overload * len(added))
     kept = [rule for rule in added if choices.uniform(f"lose {rule.word}") >= lost]
     kept = [rule for rule in kept if choices.uniform(f"put in {rule.word}") < model.keeps]
-    said = [sentence for sentence in sentences if choices.uniform(f"put in {sentence}") < model.keeps]
+    copied = [sentence for sentence in sentences if choices.uniform(f"put in {sentence}") < model.keeps]
     if rules and choices.uniform("forget") < model.forgets:
         del rules[choices.index("forget which", len(rules))]
     rules = [rule for rule in rules if choices.uniform(f"drop {rule.word}") >= model.loses]
-    dropped = {one for one in _sentences(base) if choices.uniform(f"drop {one}") < model.loses}
+    dropped = {sentence for sentence in _sentences(base) if choices.uniform(f"drop {sentence}") < model.loses}
     base = "\n".join(line for line in base.splitlines() if line.strip() not in dropped)
     whole = [_reworded(rule, model, choices) for rule in (*rules, *kept)]
-    return verdicts, "\n".join([base, *said, *map(str, sorted(whole))]).strip()
+    return verdicts, "\n".join([base, *copied, *map(str, sorted(whole))]).strip()
 
 
 def _sentences(text: str) -> list[str]:
@@ -217,7 +257,7 @@ def _integration(request: ChatRequest, model: ReplyModel, choices: Choices) -> s
 
 
 def new_instruction(current: str, feedback: str, model: ReplyModel, choices: Choices) -> str:
-    """A reflection's instruction: the current one, plus rules that the feedback names, minus what it forgets.
+    """Return a reflection's instruction: the current one with rules that the feedback names, without forgotten ones.
 
     Args:
         current: The current instruction.
@@ -244,12 +284,12 @@ def new_instruction(current: str, feedback: str, model: ReplyModel, choices: Cho
 
 
 _LINKS = ("; ", "; then: ", "; and mind this: ", "; what is more: ")
-"""Between the rules of a rewritten instruction, which is one paragraph."""
+"""Phrases between the rules of a rewritten instruction, which is one paragraph."""
 _LINK = re.compile("|".join(map(re.escape, sorted(_LINKS, key=len, reverse=True))))
 
 
 def _listed(text: str) -> str:
-    """A rewritten instruction as lines."""
+    """Return a rewritten instruction, which is one paragraph, as lines."""
     return _LINK.sub("\n", text)
 
 
@@ -258,7 +298,7 @@ def _with(base: str, sentence: str) -> str:
 
 
 def _format(request: ChatRequest, body: str) -> str:
-    """The body in the format that the request asks for; unknown prompts get it plain."""
+    """Return the body in the format that the request asks for; unknown prompts get it plain."""
     if not request.output_fields:
         return json.dumps({"reply": body}) if request.json_reply else body
     values = {field.name: _value(field, body) for field in request.output_fields}
@@ -279,7 +319,7 @@ def _chat_text(value: object) -> str:
 
 
 def _value(field: OutputField, body: str) -> object:
-    """A value of the field's type: the body for text (but a chain of thought gets filler), else a plain default."""
+    """Return a value of the field's type: the body for text (filler for a chain of thought), else a plain default."""
     if field.name == "reasoning":
         return FILLER_OPENING
     type_name = field.type_name.strip()

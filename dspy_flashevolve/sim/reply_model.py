@@ -1,4 +1,4 @@
-"""How well the simulated model obeys, reflects and integrates, and the random choices that it makes.
+"""The simulated model: how well it obeys, reflects and integrates, and its random choices.
 
 Every random choice is a hash of (seed, content, what is decided): equal requests get equal replies in any order.
 """
@@ -24,7 +24,7 @@ from dspy_flashevolve.sim.words import (
 class Choices:
     """Random choices that depend on a seed, a content and the name of the choice only.
 
-    Example:
+    Examples:
         >>> Choices(0, "abc").uniform("x") == Choices(0, "abc").uniform("x")
         True
     """
@@ -34,18 +34,18 @@ class Choices:
         self._state = hashlib.blake2b(text, digest_size=16).digest()
 
     def uniform(self, name: str) -> float:
-        """A number strictly between 0 and 1."""
+        """Return a number strictly between 0 and 1."""
         digest = hashlib.blake2b(name.encode("utf-8", "surrogatepass"), key=self._state, digest_size=8).digest()
         # 52 bits and a half fit a float's 53 exactly, so that 0 and 1 cannot come out by rounding.
         return ((int.from_bytes(digest, "big") >> 12) + 0.5) / 2.0**52
 
     def index(self, name: str, size: int) -> int:
-        """A whole number from 0 to size - 1; `size` is at least 1."""
+        """Return a whole number from 0 to size - 1; `size` is at least 1."""
         return min(size - 1, int(self.uniform(name) * size))
 
 
 def useless_sentence(choices: Choices) -> str:
-    """A sentence that does nothing."""
+    """Return a sentence that has no effect on answers."""
     return USELESS_SENTENCES[choices.index("useless which", len(USELESS_SENTENCES))]
 
 
@@ -90,7 +90,7 @@ class ReplyModel:
         ValueError: If a probability is outside [0, 1], `useless` and `harmful` are more than 1 together, `crowding`,
             `overload` or `unevenness` is negative, or `rules_added` is below 1.
 
-    Example:
+    Examples:
         >>> ReplyModel().obedience_with(24)
         0.9
         >>> round(ReplyModel(crowding=0.01).obedience_with(24), 3)
@@ -134,20 +134,20 @@ class ReplyModel:
             raise ValueError(f"rules_added must be at least 1 or None, got {self.rules_added!r}")
 
     def obedience_with(self, length: int) -> float:
-        """Probability that a rule is followed in an instruction of that length, were all obeyed alike."""
+        """Return the probability that a rule is followed in an instruction of that length, if all are obeyed alike."""
         return self.obedience * math.exp(-self.crowding * length)
 
     def obedience_to(self, word: str) -> float:
-        """Share of the usual obedience that the rule of this word gets, whatever stands around it."""
+        """Return the factor by which obedience to the rule of this word differs from the usual one."""
         luck = Choices(0, word)
         if luck.uniform("ignored") < self.ignored:
             return 0.0
         return luck.uniform("obeyed") ** self.unevenness
 
     def obeyed(self, instruction: str) -> dict[str, float]:
-        """Word -> probability that a reply to this instruction holds it, in the order of the instruction.
+        """Return, for each word of an instruction in order, the probability that a reply to it holds the word.
 
-        Of two rules that contradict each other it is as though the other one were not there.
+        For two rules that contradict each other, each probability is that without the other rule.
         """
         words, harmful = instructed_words(instruction), harmful_sentences(instruction)
         length = len(words) + len(harmful) + len(useless_sentences(instruction))
@@ -155,7 +155,7 @@ class ReplyModel:
         return {word: usual * self.obedience_to(word) for word in words}
 
     def sentence(self, choices: Choices) -> str | None:
-        """What a reflection says instead of rules, if it does."""
+        """Return the sentence that a reflection writes instead of rules; None where it writes rules."""
         drawn = choices.uniform("useless")
         if drawn < self.useless:
             return useless_sentence(choices)
@@ -165,10 +165,10 @@ class ReplyModel:
         return pool[choices.index("harmful which", len(pool))]
 
     def read(self, named: Sequence[Rule], choices: Choices) -> list[Rule]:
-        """The rules that a reflection writes, of those that its feedback names."""
-        found = [rule for rule in named if choices.uniform(f"read {rule.word}") < self.reads]
-        found.sort(key=lambda rule: choices.uniform(f"add {rule.word}"))
-        return found if self.rules_added is None else found[: 1 + choices.index("how many", self.rules_added)]
+        """Return the rules that a reflection writes, of those that its feedback names."""
+        read_rules = [rule for rule in named if choices.uniform(f"read {rule.word}") < self.reads]
+        read_rules.sort(key=lambda rule: choices.uniform(f"add {rule.word}"))
+        return read_rules if self.rules_added is None else read_rules[: 1 + choices.index("how many", self.rules_added)]
 
 
 _PROBABILITIES = (
@@ -227,12 +227,12 @@ rewriting   as plain, but every reflection puts the whole instruction in other w
 
 
 def reply_model_named(name: str) -> ReplyModel:
-    """The model of that name.
+    """Return the model with a name.
 
     Raises:
         ValueError: If there is none; the message has the names.
 
-    Example:
+    Examples:
         >>> reply_model_named("obliging") == ReplyModel()
         True
     """
@@ -242,8 +242,9 @@ def reply_model_named(name: str) -> ReplyModel:
 
 
 DEFAULT_MODEL = "plain"
+"""Its numbers come from measurements of real models: docs/simulated-server.md, "Where the numbers come from"."""
 
 
 def default_reply_model() -> ReplyModel:
-    """The model of servers, tasks and runs that name none."""
+    """Return the model of servers, tasks and runs that name none."""
     return REPLY_MODELS[DEFAULT_MODEL]

@@ -31,11 +31,12 @@ from dspy_flashevolve.sim.replies import Repeats, Reply, reply_to
 from dspy_flashevolve.sim.reply_model import ReplyModel, default_reply_model
 
 _MAX_BODY_BYTES = 64 * 2**20
+"""Largest request that is read: more than any prompt; aiohttp's own limit, 1 MiB, is less than a long one."""
 
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """What a simulated server is.
+    """The configuration of a simulated server.
 
     Attributes:
         profile: The backend that it plays.
@@ -90,7 +91,7 @@ async def serve(config: ServerConfig, on_ready: Callable[[int], None], stop: asy
 
 
 def make_app(config: ServerConfig) -> web.Application:
-    """The server as an aiohttp application; run it with `handler_cancellation=True`. Needs a running event loop."""
+    """Return the server as an aiohttp application, to be run with `handler_cancellation=True`; needs a running loop."""
     handlers = _Handlers(config)
     app = web.Application(client_max_size=_MAX_BODY_BYTES)
     app.add_routes(
@@ -102,14 +103,14 @@ def make_app(config: ServerConfig) -> web.Application:
             web.post("/stats/reset", handlers.reset_stats),
         ]
     )
-    if config.quota is None:  # who sells requests a minute does not show how full its servers are
+    if config.quota is None:  # providers with quotas do not show the load of their servers
         app.add_routes([web.get("/metrics", handlers.metrics)])
     return app
 
 
 @dataclass(frozen=True)
 class _Window:
-    """Where the current window of `/stats` began."""
+    """The moment and the load at which the current window of `/stats` began."""
 
     started: float
     load: Load
@@ -139,12 +140,12 @@ class _Handlers:
         limit = self._profile.concurrency_limit
         if limit is not None and self._driver.in_flight >= limit:
             return self._refusal(limit)
-        repeat = self._repeats.of(chat)
+        repeat = self._repeats.count(chat)
         reply = reply_to(chat, self._profile, self._config.reply_model, self._config.seed, repeat)
         wait = (
             None
             if self._quota is None
-            else self._quota.refuses(self._wall(), chat.prompt_tokens + reply.completion_tokens)
+            else self._quota.admit(self._wall(), chat.prompt_tokens + reply.completion_tokens)
         )
         if wait is not None:
             return self._over_quota(wait)
@@ -169,7 +170,7 @@ class _Handlers:
         return self._since_start, self._window.counters
 
     def _fault(self) -> Fault | None:
-        """What goes wrong with the request that has just come."""
+        """Draw the fault of the request that has just come."""
         number, faults = self._received, self._config.faults
         self._received += 1
         fault = None if faults is None else faults.at(number, self._driver.now())

@@ -1,6 +1,6 @@
 """Replies in a form that was not asked for, as small models write them: in prose, in fences, cut, without verdicts.
 
-What a reply says is drawn first; its form only changes how much of it arrives. Observed on models of 0.5B to 8B
+The content of a reply is drawn first; its form only changes how much of it arrives. Observed on models of 0.5B to 8B
 parameters that were asked for a list of verdicts and a text.
 """
 
@@ -22,7 +22,7 @@ REFUSAL = "I'm sorry, but I can't help with that."
 
 
 def sloppy_form(model: ReplyModel, choices: Choices, verdicts: bool) -> str | None:
-    """The form of a reply; `None` for the one that was asked for.
+    """Draw the form of a reply; `None` for the form that was asked for.
 
     Args:
         model: How often it is sloppy.
@@ -36,7 +36,7 @@ def sloppy_form(model: ReplyModel, choices: Choices, verdicts: bool) -> str | No
 
 
 def formed(form: str, text: str, current: str) -> str:
-    """The text of a reply in that form.
+    """Return the text of a reply in a form.
 
     Args:
         form: One of `TEXT_FORMS`, or any other for the text as it is.
@@ -51,21 +51,21 @@ def formed(form: str, text: str, current: str) -> str:
 
 
 def formed_verdicts(form: str, verdicts: list[dict[str, object]]) -> Any:
-    """The verdicts of an integration in that form; `None` for none."""
+    """Return the verdicts of an integration in a form; `None` for no verdicts."""
     if form == "no verdicts":
         return None
     if form == "some verdicts":
         return verdicts[::2]
     if form == "other numbers":
-        return [{**one, "child": number} for number, one in enumerate(verdicts, start=1000)]
+        return [{**verdict, "child": number} for number, verdict in enumerate(verdicts, start=1000)]
     if form == "unknown verdicts":
-        return [{**one, "verdict": "good"} for one in verdicts]
+        return [{**verdict, "verdict": "good"} for verdict in verdicts]
     if form == "python list":
         return repr(verdicts)
     return "orthogonal" if form == "one for all" else verdicts
 
 
 def formed_reply(form: str, written: str) -> str:
-    """The whole reply in that form."""
+    """Return the whole reply in a form."""
     whole: Mapping[str, str] = {"cut": written[: len(written) // 2], "empty": "", "refusal": REFUSAL}
     return whole.get(form, written)

@@ -42,7 +42,7 @@ OUTPUTS = ("answer", "draft", "outline")
 
 @dataclass(frozen=True)
 class HouseRules:
-    """A task whose optimum is known.
+    """A task whose best score is known beforehand.
 
     Rule i belongs to predictor i modulo the number of predictors, and counts when its word is in that predictor's
     output; with one predictor every rule counts in the answer.
@@ -61,7 +61,7 @@ class HouseRules:
     Raises:
         ValueError: If a count is out of its range or `prompts` is empty.
 
-    Example:
+    Examples:
         >>> task = HouseRules(rules=24, seed=0, reply_model=ReplyModel())
         >>> task.optimum
         0.9
@@ -97,20 +97,20 @@ class HouseRules:
             raise ValueError("prompts must hold at least one question, got an empty sequence")
 
     def all_rules(self) -> list[Rule]:
-        """The rules, numbered from 1."""
+        """Return the rules, numbered from 1."""
         words = random.Random(f"words {self.seed}").sample(WORDS, self.rules)
         return [Rule(number, word) for number, word in enumerate(words, start=1)]
 
     def trainset(self, n: int) -> list[dspy.Example]:
-        """The first `n` training examples: input `question`, and `required`, the list of rules that the metric asks."""
+        """Return the first `n` training examples, with the input `question` and the rules `required` by the metric."""
         return [self._example("train", index) for index in range(n)]
 
     def valset(self, n: int) -> list[dspy.Example]:
-        """The first `n` validation examples; no question is in both sets while the questions last."""
+        """Return the first `n` validation examples; no question is in both sets while the questions last."""
         return [self._example("val", index) for index in range(n)]
 
     def program(self, predictors: Literal[1, 2, 3] = 1) -> dspy.Module:
-        """A fresh program with the seed instruction: `predictors` calls in a chain, the last one writes `answer`.
+        """Return a new program with the seed instruction: `predictors` calls in a chain, the last one writes `answer`.
 
         Raises:
             ValueError: If `predictors` is not 1, 2 or 3.
@@ -118,7 +118,7 @@ class HouseRules:
         return self._program(predictors, self.all_rules()[: self.seed_rules])
 
     def optimal_program(self, predictors: Literal[1, 2, 3] = 1) -> dspy.Module:
-        """The program whose instructions hold the rules that are worth their length: all, where length costs nothing.
+        """Return the program whose instructions hold the rules that are worth their length; all, if length is free.
 
         Raises:
             ValueError: If `predictors` is not 1, 2 or 3.
@@ -126,11 +126,11 @@ class HouseRules:
         return self._program(predictors, self._best_rules(predictors))
 
     def optimal_instruction(self) -> str:
-        """The instruction of `optimal_program` with one predictor."""
+        """Return the instruction of `optimal_program` with one predictor."""
         return _instruction("answer", self._best_rules(1))
 
     def _best_rules(self, predictors: int) -> list[Rule]:
-        """For each predictor those of its rules that make the score highest; of two that contradict each other one."""
+        """Return the rules of each predictor that make the score highest; of two contradictory ones, the better."""
         rules = self.all_rules()
         if self.reply_model.rivals:
             rules = [max(pair, key=self._worth) for pair in zip(rules[::2], rules[1::2], strict=True)]
@@ -143,14 +143,14 @@ class HouseRules:
             best += own[: scores.index(max(scores))]
         return sorted(best)
 
-    def _asked(self, rule: Rule) -> float:
-        """The share of a score that is this rule's, on average over all examples that there may be."""
+    def _share_of_score(self, rule: Rule) -> float:
+        """Return the share of the score that depends on a rule, on average over all possible examples."""
         if not self.reply_model.rivals:
             return 1 / self.rules
         return (self.favoured if rule.number % 2 else 1 - self.favoured) / (self.rules // 2)
 
     def _worth(self, rule: Rule) -> float:
-        return self._asked(rule) * self.reply_model.obedience_to(rule.word)
+        return self._share_of_score(rule) * self.reply_model.obedience_to(rule.word)
 
     @property
     def optimum(self) -> float:
@@ -158,7 +158,7 @@ class HouseRules:
         return self.true_score([self.optimal_instruction()])
 
     def true_score(self, instructions: Sequence[str]) -> float:
-        """The score that is to be expected of an example that neither training nor validation has seen.
+        """Return the expected score on an example that neither training nor validation has seen.
 
         It is exact: an expectation over all examples that there may be, and over the draws of the model. A validation
         score is an estimate of it, and the best of many validation scores is an estimate that is too high.
@@ -166,7 +166,7 @@ class HouseRules:
         Args:
             instructions: One for each predictor, in the order of `OUTPUTS`.
 
-        Example:
+        Examples:
             >>> task = HouseRules(rules=24, seed_rules=2, reply_model=ReplyModel(obedience=0.9))
             >>> instruction = task.program().answer.signature.instructions
             >>> round(task.true_score([instruction]), 4) == round(0.9 * 2 / 24, 4)
@@ -175,12 +175,12 @@ class HouseRules:
         obeyed = [self.reply_model.obeyed(text) for text in instructions]
         rules = self.all_rules()
 
-        def kept(rule: Rule) -> float:
+        def obedience(rule: Rule) -> float:
             own = obeyed[(rule.number - 1) % len(obeyed)]
             rival = rules[(rule.number - 1) ^ 1].word if self.reply_model.rivals else None
             return own.get(rule.word, 0.0) * (0.5 if rival in own else 1.0)
 
-        return math.fsum(self._asked(rule) * self.rules * kept(rule) for rule in rules) / self.rules
+        return math.fsum(self._share_of_score(rule) * self.rules * obedience(rule) for rule in rules) / self.rules
 
     def metric(
         self,
@@ -190,7 +190,7 @@ class HouseRules:
         pred_name: str | None = None,
         pred_trace: Any = None,
     ) -> dspy.Prediction:
-        """Score and feedback, in the form that dspy.GEPA asks for.
+        """Return score and feedback, in the form that dspy.GEPA asks for.
 
         Args:
             gold: An example of `trainset` or `valset`.
@@ -238,11 +238,11 @@ class HouseRules:
 
 
 def feedback_on(missed: Sequence[Rule], model: ReplyModel, choices: Choices) -> str:
-    """What the metric says of the rules that an answer missed.
+    """Return the metric's feedback on the rules that an answer missed.
 
     Args:
-        missed: The rules.
-        model: How many of them it does not name.
+        missed: The rules that were missed.
+        model: How often the feedback leaves a rule out.
         choices: The random choices of this answer.
     """
     if not missed:
@@ -253,7 +253,7 @@ def feedback_on(missed: Sequence[Rule], model: ReplyModel, choices: Choices) -> 
 
 
 def _owner(rule: Rule, outputs: Sequence[str]) -> str:
-    """The output that a rule belongs to, which is also the name of the predictor that writes it."""
+    """Return the output that a rule belongs to, which is also the name of its predictor."""
     return outputs[(rule.number - 1) % len(outputs)]
 
 

@@ -35,8 +35,8 @@ class SimulatedModel:
 
     Args:
         profile: rates and output lengths, or the name of a calibrated profile.
-        seed: of the replies.
-        reply_model: how well it obeys and reflects; None for the default, "plain" of `reply_model.REPLY_MODELS`.
+        seed: seed of the replies.
+        reply_model: how well the model obeys and reflects; None for the default, "plain" of `reply_model.REPLY_MODELS`.
     """
 
     def __init__(
@@ -50,47 +50,47 @@ class SimulatedModel:
         self.tokens: dict[str, int] = {}
         """Kind of prompt -> tokens read and written for it, of requests answered."""
         self.prompt_tokens = 0
-        """Of requests answered."""
+        """Prompt tokens of the requests answered."""
         self.completion_tokens = 0
-        """Of requests answered."""
+        """Completion tokens of the requests answered."""
         self.sent: list[float] = []
-        """When each request came, in virtual seconds."""
+        """When each request came, refused ones included, in virtual seconds."""
         self.refused: list[float] = []
-        """When each request came that was refused: more were in flight than the profile takes."""
+        """When each refused request came, in virtual seconds."""
         self._repeats = Repeats()
         self._driver: BatchDriver | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def lm(self, name: str = "simulated") -> dspy.LM:
-        """An LM that this model serves; use it inside :func:`run` only."""
+        """Return an LM that this model serves; use it inside `run` only."""
         return dspy.LM(name, engine=_Engine(self), async_engine=_AsyncEngine(self), cache=False, num_retries=0)
 
     def load(self) -> Load:
-        """State and totals of the batch."""
+        """Return the state and the totals of the batch."""
         return Load(0, 0, 0.0, 0.0, 0.0) if self._driver is None else self._driver.load()
 
     def generated_tokens(self) -> float:
-        """Tokens written so far, pro rata for replies under way."""
+        """Return the tokens written so far, pro rata for replies that are being written."""
         return self.load().generated_tokens
 
     def refused_share(self, after_seconds: float = 0.0) -> float:
-        """Of the requests that came from then on, the share that was refused; 0 where none came."""
+        """Return the share of requests refused, of those that came from then on; 0 where none came."""
         sent = sum(seconds >= after_seconds for seconds in self.sent)
         return sum(seconds >= after_seconds for seconds in self.refused) / sent if sent else 0.0
 
     async def answer(self, request: Request) -> Response:
-        """The reply, after the time that it takes.
+        """Return the reply, after the time that it takes.
 
         Raises:
-            RateLimitError: of lm15, with the profile's ``retry_after_seconds``; more are in flight than it takes.
+            RateLimitError: lm15's, with the profile's ``retry_after_seconds``: too many requests are in flight.
         """
         chat = chat_request(request)
         loop = asyncio.get_running_loop()
-        if self._driver is None or self._loop is not loop:  # of a run before
+        if self._driver is None or self._loop is not loop:  # the driver of an earlier run
             self._loop = loop
             self._driver = BatchDriver(self.profile, time_scale=1.0)
-        self._let_in(loop.time(), self._driver.in_flight)
-        reply = reply_to(chat, self.profile, self.reply_model, self.seed, self._repeats.of(chat))
+        self._refuse_excess(loop.time(), self._driver.in_flight)
+        reply = reply_to(chat, self.profile, self.reply_model, self.seed, self._repeats.count(chat))
         generation = self._driver.submit(chat.prompt_tokens, reply.completion_tokens)
         try:
             await generation.finished
@@ -113,8 +113,8 @@ class SimulatedModel:
             ),
         )
 
-    def _let_in(self, seconds: float, in_flight: int) -> None:
-        """Refuse as the server does."""
+    def _refuse_excess(self, seconds: float, in_flight: int) -> None:
+        """Raise RateLimitError where the server would answer 429: as many requests are in flight as it takes."""
         self.sent.append(seconds)
         limit = self.profile.concurrency_limit
         if limit is None or in_flight < limit:
@@ -128,14 +128,14 @@ class SimulatedModel:
 
 
 class Shared:
-    """Copies of an LM ask the same model: a loop and a batch cannot be copied."""
+    """A part of an LM that its copies share: an event loop and a batch cannot be copied."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return self
 
 
 class _AsyncEngine(Shared):
-    """dspy's engine contract, on the loop."""
+    """An engine in the sense of dspy, asked on the event loop."""
 
     def __init__(self, model: SimulatedModel) -> None:
         self._model = model
@@ -148,7 +148,7 @@ class _AsyncEngine(Shared):
 
 
 class _Engine(Shared):
-    """dspy's engine contract, from a thread of the virtual loop."""
+    """An engine in the sense of dspy, asked from a thread of the virtual loop."""
 
     def __init__(self, model: SimulatedModel) -> None:
         self._model = model
@@ -164,7 +164,7 @@ class _Engine(Shared):
 
 
 def chat_request(request: Request) -> ChatRequest:
-    """The request as the server would read it."""
+    """Return a request as the server would read it."""
     messages = [{"role": "system", "content": _text(request.system)}] if request.system else []
     messages += [{"role": message.role, "content": _text(message.parts)} for message in request.messages]
     body: dict[str, Any] = {"model": request.model, "messages": messages}

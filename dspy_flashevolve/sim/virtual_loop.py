@@ -21,14 +21,14 @@ T = TypeVar("T")
 
 
 class _JumpingSelector(selectors.DefaultSelector):  # pyright: ignore[reportGeneralTypeIssues, reportUntypedBaseClass]
-    """Waits for nothing: the time that the loop would wait for is added to its clock."""
+    """A selector that never waits: the time that the loop would wait is added to its clock."""
 
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
 
     def select(self, timeout: float | None = None) -> Any:
-        """Events that are there; the clock jumps by ``timeout`` when there is none."""
+        """Return the events that are ready; when there are none, the clock jumps by ``timeout``."""
         if timeout is None:  # nothing is planned: only another thread can wake the loop
             return super().select(None)
         events = super().select(0)
@@ -42,17 +42,17 @@ FOREIGN = (
     "inside run(), from the loop or from a thread that the loop's run_in_executor started."
 )
 NEVER_WAITS = ("dspy.clients.execution", "dspy.clients.capabilities")
-"""Modules whose functions dspy moves to a thread at every LM call, and which never ask for something on the loop."""
+"""Modules whose functions dspy runs in a thread at every LM call, and which never wait for the loop."""
 LOOP_OF: dict[int, VirtualLoop] = {}
-"""Thread -> the virtual loop that gave it the floor."""
+"""Id of a thread -> the virtual loop that let it run."""
 
 
 class _Worker:
-    """A thread that makes one call after the other, until it is told None."""
+    """A thread that makes calls one after another, until None is submitted."""
 
     def __init__(self) -> None:
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self.tell = self._calls.put
+        self.submit = self._calls.put
         threading.Thread(target=self._work, name="virtual", daemon=True).start()
 
     def _work(self) -> None:
@@ -78,12 +78,13 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def run_in_executor(self, executor: Any, func: Callable[..., T], *args: Any) -> asyncio.Future[T]:  # type: ignore[override]
         """Run ``func`` in a thread, now, before anything else happens on the loop.
 
-        The executor tells only whose threads are used again: one that was given calls one after the other has one
-        thread, as in reality. What never waits for the loop runs on the loop's own thread, which comes to the same and
-        saves two switches of threads.
+        An executor whose calls follow one another gets one thread, as in reality. A function that never waits for the
+        loop runs on the loop's own thread, which gives the same result without two switches of threads.
         """
         result: asyncio.Future[T] = self.create_future()
-        if isinstance(func, partial) and any(getattr(one, "__module__", "") in NEVER_WAITS for one in func.args[:1]):
+        if isinstance(func, partial) and any(
+            getattr(argument, "__module__", "") in NEVER_WAITS for argument in func.args[:1]
+        ):
             try:
                 value = func(*args)
             except Exception as error:
@@ -100,18 +101,18 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             try:
                 value = func(*args)
             except BaseException as error:
-                self._tell(_fail, result, error)
+                self._call_if_open(_fail, result, error)
             else:
-                self._tell(_succeed, result, value)
+                self._call_if_open(_succeed, result, value)
             finally:
                 LOOP_OF.pop(threading.get_ident(), None)
                 if self.is_closed():
-                    worker.tell(None)
+                    worker.submit(None)
                 else:
                     idle.append(worker)  # before the loop goes on: its next call finds it
                 self._leave_floor()
 
-        self._give_floor(lambda: worker.tell(call))
+        self._give_floor(lambda: worker.submit(call))
         return result
 
     def wait_from_thread(self, work: Coroutine[Any, Any, T]) -> T:
@@ -149,16 +150,16 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             if not wait.done():
                 wait.set_exception(CancelledError())
         super().close()
-        for worker in [one for idle in self._idle.values() for one in idle]:
-            worker.tell(None)
+        for worker in [worker for idle in self._idle.values() for worker in idle]:
+            worker.submit(None)
 
-    def _tell(self, call: Callable[..., None], *args: Any) -> None:
-        """Call on the loop, unless it has closed."""
+    def _call_if_open(self, call: Callable[..., None], *args: Any) -> None:
+        """Schedule a call on the loop, unless that has been closed."""
         if not self.is_closed():
             self.call_soon_threadsafe(call, *args)
 
     def _give_floor(self, begin: Callable[[], Any]) -> None:
-        """Let a thread work, and wait on the loop's thread until it has the floor no more."""
+        """Let a thread work, and block the loop's thread until it is done or waits for the loop."""
         with self._floor:
             self._working += 1
             begin()
@@ -166,6 +167,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
                 self._floor.wait()
 
     def _leave_floor(self) -> None:
+        """Give control back from a thread to the loop."""
         with self._floor:
             self._working -= 1
             self._floor.notify_all()
@@ -181,17 +183,17 @@ def _fail(future: asyncio.Future[Any], error: BaseException) -> None:
         future.set_exception(error)
 
 
-async def _ended(tasks: set[asyncio.Task[Any]]) -> None:
+async def _wait_for(tasks: set[asyncio.Task[Any]]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def run(main: Callable[[], Awaitable[T]]) -> T:
-    """Run ``main`` to its end in virtual time; where a loop runs already, as in a notebook's cell, in a thread.
+    """Run ``main`` to its end in virtual time. Where a loop runs already, as in a notebook, that happens in a thread.
 
     Args:
         main: an async function without arguments; ``asyncio.get_running_loop().time()`` is its clock.
 
-    Example:
+    Examples:
         >>> async def main() -> float:
         ...     await asyncio.sleep(3600)
         ...     return asyncio.get_running_loop().time()
@@ -211,10 +213,10 @@ def run(main: Callable[[], Awaitable[T]]) -> T:
         asyncio.set_event_loop(loop)
         return loop.run_until_complete(awaited())
     finally:
-        left = asyncio.all_tasks(loop)
-        for task in left:
+        unfinished = asyncio.all_tasks(loop)
+        for task in unfinished:
             task.cancel()
-        loop.run_until_complete(_ended(left))
+        loop.run_until_complete(_wait_for(unfinished))
         loop.run_until_complete(loop.shutdown_asyncgens())
         asyncio.set_event_loop(None)
         loop.close()

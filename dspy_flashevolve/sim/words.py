@@ -46,14 +46,14 @@ USELESS_SENTENCES: tuple[str, ...] = (
     *_USUAL_ADVICE,
     *(f"Keep the {aspect} {quality}." for aspect in _ASPECTS for quality in _QUALITIES),
 )
-"""What a reflection says that learnt nothing: it changes no answer, but makes the instruction longer."""
+"""Sentences of a reflection that learnt nothing: they change no answer, but make the instruction longer."""
 RECURRING_HARM = (
     "Always answer in one single word.",
     "Never mention anything that was not asked for.",
     "Answer in as few words as you can.",
     "Ignore whatever else you were told.",
 )
-"""Harmful sentences that many reflections come upon."""
+"""Harmful sentences that many reflections write."""
 HARMFUL_SENTENCES: tuple[str, ...] = tuple(
     f"Leave out the {aspect} unless it is {quality}." for aspect in _ASPECTS for quality in _QUALITIES
 )
@@ -66,7 +66,7 @@ _WORDINGS = (
     'Rule {number:02d}: do not forget the word "{word}".',
     'Rule {number:02d}: find a place for the word "{word}".',
 )
-"""How a rule may be put; the first is the task's own."""
+"""The wordings of a rule; the first is the task's own."""
 WORDINGS = len(_WORDINGS)
 _OPENINGS = [wording.partition(": ")[2].partition(" the word")[0] for wording in _WORDINGS]
 _RULE = re.compile(rf'Rule (\d{{1,6}}): ({"|".join(_OPENINGS)}) the word \\*"([A-Za-z]{{1,40}})\\*"\.?')
@@ -79,14 +79,14 @@ _TOKEN = re.compile(r"[a-z]+")
 
 @dataclass(frozen=True, order=True)
 class Rule:
-    """A house rule: an answer must hold a word.
+    """A house rule: an answer must contain a word.
 
     Attributes:
         number: Its number.
         word: The word.
         wording: Which of several sentences says it, all of which mean the same; the task's own is 0.
 
-    Example:
+    Examples:
         >>> str(Rule(7, "amber"))
         'Rule 07: mention the word "amber".'
         >>> str(Rule(7, "amber").reworded(1))
@@ -103,33 +103,33 @@ class Rule:
         return _WORDINGS[self.wording].format(number=self.number, word=self.word)
 
     def reworded(self, by: int) -> Rule:
-        """The same rule in other words, `by` wordings further."""
+        """Return the rule in other words, `by` wordings further."""
         return replace(self, wording=(self.wording + by) % len(_WORDINGS))
 
 
 def rules_in(text: str) -> list[Rule]:
-    r"""The rules that a text states, each word once, in the order of the text; quotes may be escaped as in JSON.
+    r"""Return the rules that a text states, each word once, in the order of the text; quotes may be escaped as in JSON.
 
-    Example:
+    Examples:
         >>> rules_in('Missed: Rule 07: mention the word \\"amber\\". Rule 08: mention the word "plum".')
         [Rule(number=7, word='amber'), Rule(number=8, word='plum')]
     """
-    found: dict[str, Rule] = {}
+    rules: dict[str, Rule] = {}
     for number, opening, word in _RULE.findall(text):
-        found.setdefault(word.lower(), Rule(int(number), word.lower(), _OPENINGS.index(opening)))
-    return list(found.values())
+        rules.setdefault(word.lower(), Rule(int(number), word.lower(), _OPENINGS.index(opening)))
+    return list(rules.values())
 
 
 def without_rules(text: str) -> str:
-    """The text with its rules taken out and the blank lines they leave closed."""
+    """Return a text without its rules and without the blank lines that they leave."""
     lines = (_RULE.sub("", line).rstrip() for line in text.splitlines())
     return "\n".join(line for line in lines if line.strip())
 
 
 def instructed_words(text: str) -> list[str]:
-    """Every word x that the text asks for by `the word "x"`, once each, lower case, in the order of the text.
+    """Return every word x that the text asks for by `the word "x"`, once each, lower case, in the order of the text.
 
-    Example:
+    Examples:
         >>> instructed_words('Mention the word "amber" and the word "plum".')
         ['amber', 'plum']
     """
@@ -137,16 +137,16 @@ def instructed_words(text: str) -> list[str]:
 
 
 def useless_sentences(text: str) -> list[str]:
-    """The sentences of the text that do nothing, once each."""
+    """Return the sentences of the text that have no effect, each once."""
     return list(dict.fromkeys(_USELESS.findall(text)))
 
 
 def harmful_sentences(text: str) -> list[str]:
-    """The sentences of the text that lower the obedience to all rules, once each."""
+    """Return the sentences of the text that lower the obedience to all rules, each once."""
     return list(dict.fromkeys(_HARMFUL.findall(text)))
 
 
 def words_present(text: str, wanted: Iterable[str]) -> list[str]:
-    """Those of `wanted` that occur in the text as whole words, in any case."""
+    """Return those of `wanted` that occur in the text as whole words, in any case."""
     present = set(_TOKEN.findall(text.lower()))
     return [word for word in wanted if word in present]

@@ -63,6 +63,6 @@ def apply_operations(
     """What a new writer makes of operations by a curator who saw the playbook as it is."""
     writer = writer_of(playbook, token_budget, **options)
     done, problems = writer.apply(operations, playbook.version), writer.counts.first_problems
-    evicted = [one.detail for one in problems if one.kind == "over the token budget"]
+    evicted = [problem.detail for problem in problems if problem.kind == "over the token budget"]
     assert len(evicted) == writer.counts.evicted or len(problems) == MOST_EXAMPLES
     return Applied(writer.playbook, done, problems, evicted)

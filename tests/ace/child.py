@@ -77,7 +77,7 @@ def facts(program: Any) -> dict[str, Any]:
         "additions": stats.additions,
         "problems": stats.problems,
         "counts": [stats.right_at_once, stats.corrected, stats.reflections, stats.citations],
-        "snapshots": [[one.version, one.score] for one in stats.snapshots],
+        "snapshots": [[snapshot.version, snapshot.score] for snapshot in stats.snapshots],
     }
 
 

@@ -17,7 +17,7 @@ BOOK = book_of([("other", "a"), ("other", "b"), ("formulas", "c")])
 
 
 def contents(playbook: Playbook) -> dict[str, str]:
-    return {one.id: one.content for one in playbook.bullets}
+    return {bullet.id: bullet.content for bullet in playbook.bullets}
 
 
 def test_each_operation_does_what_it_says() -> None:
@@ -43,7 +43,7 @@ def test_each_operation_does_what_it_says() -> None:
 def test_an_operation_that_cannot_be_done_is_told_and_the_others_are_done(wrong: Operation, kind: str) -> None:
     applied = apply_operations(BOOK, [Add("other", "d"), wrong, Update("for-3", "e")])
     assert contents(applied.playbook) == {"oth-1": "a", "oth-2": "b", "for-3": "e", "oth-4": "d"}
-    assert [one.kind for one in applied.problems] == [kind]
+    assert [problem.kind for problem in applied.problems] == [kind]
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_of_two_operations_on_one_bullet_the_first_counts(pair: list[Operation],
     applied = apply_operations(BOOK, [*pair, Add("other", "z")])
     assert contents(applied.playbook).get("oth-1") == left
     assert "z" in contents(applied.playbook).values()
-    assert [one.kind for one in applied.problems] == [kind]
+    assert [problem.kind for problem in applied.problems] == [kind]
 
 
 def test_what_others_changed_since_the_curator_looked_is_not_overwritten() -> None:
@@ -76,7 +76,7 @@ def test_what_others_changed_since_the_curator_looked_is_not_overwritten() -> No
 def test_newer_bullets_are_those_written_or_changed_since() -> None:
     writer = writer_of(BOOK)
     writer.apply([Update("oth-1", "new"), Add("other", "d")], BOOK.version)
-    assert [one.id for one in writer.newer_than(BOOK.version)] == ["oth-1", "oth-4"]
+    assert [bullet.id for bullet in writer.newer_than(BOOK.version)] == ["oth-1", "oth-4"]
     assert writer.newer_than(writer.playbook.version) == []
 
 
@@ -91,7 +91,7 @@ def test_whatever_is_asked_for_the_playbook_stays_one(
     assert len(applied.done) + len(applied.problems) == len(operations) + len(applied.evicted)
     assert after.next_number >= playbook.next_number
     fresh = contents(after).keys() - contents(playbook).keys()
-    assert all(int(one.split("-")[1]) >= playbook.next_number for one in fresh)
+    assert all(int(bullet_id.split("-")[1]) >= playbook.next_number for bullet_id in fresh)
     same = [(o.id, o.content) for o in after.bullets] == [(o.id, o.content) for o in playbook.bullets]
     assert after.version == playbook.version + (not same)
 
@@ -106,9 +106,9 @@ def test_a_list_without_what_could_not_be_done_does_the_same(playbook: Playbook,
 
 @given(PLAYBOOKS, LISTS, LISTS)
 def test_lists_about_different_bullets_give_the_same_texts_in_any_order(
-    playbook: Playbook, one: list[Operation], other: list[Operation]
+    playbook: Playbook, first: list[Operation], other: list[Operation]
 ) -> None:
-    ours = [o for o in one if not isinstance(o, Add)]
+    ours = [o for o in first if not isinstance(o, Add)]
     theirs = [o for o in other if not isinstance(o, Add)]
     if {i for o in ours for i in ids_of(o)} & {i for o in theirs for i in ids_of(o)}:
         return
@@ -121,7 +121,7 @@ def test_beyond_the_budget_what_is_worth_least_and_oldest_makes_room() -> None:
     book = book_of([("other", word * 20) for word in "abc"]).tagged([("oth-1", "helpful"), ("oth-2", "harmful")])
     room = apply_operations(book, [Add("other", "d" * 20)], token_budget=book.tokens())
     assert room.evicted == ["oth-2"]
-    assert [one.kind for one in room.problems] == ["over the token budget"]
+    assert [problem.kind for problem in room.problems] == ["over the token budget"]
     tight = apply_operations(room.playbook, [Add("other", "e" * 20)], token_budget=book.tokens())
     assert tight.evicted == ["oth-3"]
 
@@ -133,7 +133,7 @@ def test_beyond_the_budget_what_is_worth_least_and_oldest_makes_room() -> None:
 def test_what_alone_is_too_long_changes_nothing(operation: Operation) -> None:
     applied = apply_operations(BOOK, [operation, Remove("oth-2")], token_budget=99)
     assert contents(applied.playbook) == {"oth-1": "a", "for-3": "c"}
-    assert [one.kind for one in applied.problems] == ["longer than the token budget"]
+    assert [problem.kind for problem in applied.problems] == ["longer than the token budget"]
     assert applied.evicted == []
 
 
@@ -144,12 +144,12 @@ def test_one_operation_does_not_drive_out_the_playbook(operation: Operation) -> 
     book = book_of([("other", f"{letter} " * 10) for letter in "abcdefghijkl"])
     applied = apply_operations(book, [operation], token_budget=book.tokens())
     assert applied.playbook == book
-    assert [one.kind for one in applied.problems] == ["takes too much room"]
+    assert [problem.kind for problem in applied.problems] == ["takes too much room"]
 
 
 def test_a_full_playbook_of_proven_bullets_still_learns() -> None:
     book = book_of([("other", word * 20) for word in "abcde"])
-    full = book.tagged([(one.id, "helpful") for one in book.bullets])
+    full = book.tagged([(bullet.id, "helpful") for bullet in book.bullets])
     first = apply_operations(full, [Add("other", "f" * 20)], token_budget=book.tokens())
     assert first.evicted == ["oth-1"]
     assert "oth-6" in first.playbook
@@ -190,7 +190,7 @@ def test_embeddings_find_what_says_the_same_in_other_words() -> None:
     duplicates = EmbeddingDuplicates(letters, threshold=0.99)
     duplicates.prepare(["abba abba", "xyz", "baab", "abx"])
     applied = apply_operations(book, [Add("other", "baab"), Add("other", "abx")], find_duplicate=duplicates)
-    assert [one.kind for one in applied.problems] == ["said already"]
+    assert [problem.kind for problem in applied.problems] == ["said already"]
     assert contents(applied.playbook) == {"oth-1": "abba abba", "oth-2": "xyz", "oth-3": "abx"}
     assert applied.playbook.bullets[0].helpful == 1
 
@@ -218,13 +218,13 @@ def test_vectors_that_cannot_be_compared_are_refused(vectors: list[list[float]])
 
 
 @pytest.mark.parametrize(
-    ("one", "other"), [("Always round a b c.", "Never round a b c."), ("Use 2 a b c", "Use 3 a b c")]
+    ("first", "other"), [("Always round a b c.", "Never round a b c."), ("Use 2 a b c", "Use 3 a b c")]
 )
-def test_opposites_and_other_numbers_are_no_repeats(one: str, other: str) -> None:
-    book = book_of([("other", one)])
+def test_opposites_and_other_numbers_are_no_repeats(first: str, other: str) -> None:
+    book = book_of([("other", first)])
     assert closest(other, book.bullets, 0.5) is None
     duplicates = EmbeddingDuplicates(lambda texts: [[1.0] for _ in texts], threshold=0.9)
-    duplicates.prepare([one, other])
+    duplicates.prepare([first, other])
     assert duplicates(other, book.bullets) is None
 
 

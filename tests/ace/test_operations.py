@@ -38,7 +38,7 @@ READ = [Add("other", "Mind units."), Update("oth-1", "x"), Merge(("oth-1", "oth-
         json.dumps(LIST),
         f"Sure! Here:\n```json\n{json.dumps({'reasoning': 'r', 'operations': LIST}, indent=2)}\n```\nDone [1].",
         str(LIST),
-        "\n".join(json.dumps(one) for one in LIST),
+        "\n".join(json.dumps(operation) for operation in LIST),
         json.dumps(LIST)[:-1],
     ],
 )
@@ -72,7 +72,7 @@ def test_an_empty_list_asks_for_nothing_and_is_no_problem(reply: object) -> None
 def test_what_is_wrong_with_one_operation_is_told_and_the_others_are_read(item: object, kind: str) -> None:
     operations, problems = parse_operations([LIST[0], item, LIST[3]])
     assert operations == [READ[0], READ[3]]
-    assert [one.kind for one in problems] == [kind]
+    assert [problem.kind for problem in problems] == [kind]
 
 
 def test_prose_is_one_problem() -> None:
@@ -84,17 +84,17 @@ def test_prose_is_one_problem() -> None:
 
 def test_a_reply_without_end_is_read_up_to_a_bound() -> None:
     operations, problems = parse_operations([LIST[0]] * (MOST_OPERATIONS + 5))
-    assert (len(operations), [one.kind for one in problems]) == (MOST_OPERATIONS, ["too many operations"])
+    assert (len(operations), [problem.kind for problem in problems]) == (MOST_OPERATIONS, ["too many operations"])
 
 
 @given(st.one_of(JSON, st.text(), JSON.map(str), JSON.map(json.dumps)))
 def test_no_reply_makes_the_readers_raise(reply: object) -> None:
     operations, problems = parse_operations(reply)
-    assert all(isinstance(one, Add | Update | Merge | Remove) for one in operations)
-    assert all(isinstance(one, Problem) for one in problems)
+    assert all(isinstance(operation, Add | Update | Merge | Remove) for operation in operations)
+    assert all(isinstance(problem, Problem) for problem in problems)
     tags, problems = parse_tags(reply)
     assert all(tag in ("helpful", "harmful", "neutral") for _, tag in tags)
-    assert all(isinstance(one, Problem) for one in problems)
+    assert all(isinstance(problem, Problem) for problem in problems)
 
 
 @pytest.mark.parametrize("depth", range(1, 9))
@@ -139,7 +139,7 @@ def test_tags_are_read_in_every_form_that_models_write(reply: object) -> None:
 
 def test_a_tag_that_is_none_is_told_and_the_others_count() -> None:
     tags, problems = parse_tags({"oth-1": "great", "oth-2": "neutral"})
-    assert (tags, [one.kind for one in problems]) == ([("oth-2", "neutral")], ["unknown tag"])
+    assert (tags, [problem.kind for problem in problems]) == ([("oth-2", "neutral")], ["unknown tag"])
 
 
 @pytest.mark.parametrize("reply", ["", "None", "{}", "[]", {}])
@@ -153,7 +153,7 @@ def test_a_very_long_reply_is_cut_and_no_long_literal_is_read() -> None:
     assert operations == [Remove("oth-1")]
     literal = "[" + "{'type': 'REMOVE', 'id': 'oth-1'}, " * 2000 + "]"
     operations, problems = parse_operations(literal)
-    assert (operations, [one.kind for one in problems]) == ([], ["unreadable reply"])
+    assert (operations, [problem.kind for problem in problems]) == ([], ["unreadable reply"])
 
 
 @pytest.mark.parametrize(

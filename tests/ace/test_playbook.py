@@ -28,8 +28,8 @@ JSON = st.recursive(
 
 def test_an_id_is_not_given_twice_even_when_its_bullet_is_gone() -> None:
     playbook = Playbook().adding("other", "a").adding("other", "b")
-    without = playbook.replacing(one for one in playbook.bullets if one.content == "a")
-    assert [one.id for one in without.adding("other", "c").bullets] == ["oth-1", "oth-3"]
+    without = playbook.replacing(bullet for bullet in playbook.bullets if bullet.content == "a")
+    assert [bullet.id for bullet in without.adding("other", "c").bullets] == ["oth-1", "oth-3"]
 
 
 @given(PLAYBOOKS, TAGS)
@@ -112,7 +112,7 @@ def test_instructions_keep_ids_texts_and_the_next_number(playbook: Playbook) -> 
 
 @given(PLAYBOOKS, st.permutations(range(8)), st.data())
 def test_counters_commute_and_leave_the_version(playbook: Playbook, order: list[int], data: st.DataObject) -> None:
-    known = [one.id for one in playbook.bullets] + ["oth-99"]
+    known = [bullet.id for bullet in playbook.bullets] + ["oth-99"]
     pairs = st.tuples(st.sampled_from(known), st.sampled_from(["helpful", "harmful", "neutral"]))
     batches = data.draw(st.lists(st.lists(pairs, max_size=3), min_size=8, max_size=8))
     forth = back = playbook

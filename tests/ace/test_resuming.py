@@ -48,7 +48,7 @@ def wrongs(directory: Path) -> Iterator[str]:
     for (text,) in rows(directory, "SELECT value FROM state WHERE name = 'playbook'"):
         kept = json.loads(text)
         book, counts = Playbook.from_dict(kept["playbook"]), kept["counts"]
-        tagged = sum(one.helpful + one.harmful for one in book.bullets)
+        tagged = sum(bullet.helpful + bullet.harmful for bullet in book.bullets)
         is_mixed = "said already" in counts["problems"] or "remove" in counts["operations"]
         if not is_mixed and tagged != sum(counts["tags"].values()):
             yield f"the bullets have {tagged} tags, {counts['tags']} were counted"
@@ -139,8 +139,8 @@ def test_a_run_that_is_over_pays_nothing_more_and_goes_on_with_more_epochs(tmp_p
     more, asked = compiled(tmp_path / "run", epochs=2)
     assert (first.async_stats.samples, more.async_stats.samples) == (24, 48)
     assert asked.calls > 0
-    assert [one.version for one in more.async_stats.snapshots][: len(first.async_stats.snapshots)] == [
-        one.version for one in first.async_stats.snapshots
+    assert [snapshot.version for snapshot in more.async_stats.snapshots][: len(first.async_stats.snapshots)] == [
+        snapshot.version for snapshot in first.async_stats.snapshots
     ]
 
 

@@ -60,7 +60,7 @@ def test_a_window_begins_when_all_of_the_last_one_have_ended() -> None:
     waits = Waits()
     data = Windows(stream(5), 2, waits)
     first = [take(data, 0, version=7), take(data, 1, version=9)]
-    assert [one.playbook for one in first] == [Playbook(version=7)] * 2
+    assert [sample.playbook for sample in first] == [Playbook(version=7)] * 2
     assert waits.times == 1
     second = take(data, 2, version=9)
     assert waits.times == 2
@@ -72,15 +72,15 @@ def test_the_last_window_may_have_fewer_and_then_there_is_none() -> None:
     assert [take(data, number).example for number in range(3)] == [0, 1, 2]
     with pytest.raises(NothingToDoError):
         take(data, 3)
-    assert [(one.examples, one.scored, one.score) for one in data.windows] == [(2, 0, None), (1, 0, None)]
+    assert [(window.examples, window.scored, window.score) for window in data.windows] == [(2, 0, None), (1, 0, None)]
 
 
 def test_a_windows_score_is_the_mean_of_those_that_were_answered() -> None:
     data = Windows(stream(2), 2, Waits())
     take(data, 0)
-    data.scored(0, 0.5)
+    data.record_score(0, 0.5)
     assert data.windows[0].score == pytest.approx(0.5)
-    data.scored(0, 1.0)
+    data.record_score(0, 1.0)
     assert data.windows[0].score == pytest.approx(0.75)
 
 

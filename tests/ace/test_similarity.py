@@ -20,7 +20,7 @@ def test_another_sign_number_or_denial_is_no_repetition(other: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "same"),
+    ("first", "other", "same"),
     [
         ("Take a / b of the rows.", "Take b / a of the rows.", False),
         ("Check that x != y there.", "Check that x = y there.", False),
@@ -31,8 +31,8 @@ def test_another_sign_number_or_denial_is_no_repetition(other: str) -> None:
         ("Mind the right-hand input/output.", "Mind the right hand input, output.", True),
     ],
 )
-def test_signs_of_arithmetic_make_a_difference_and_marks_of_writing_do_not(one: str, other: str, same: bool) -> None:
-    book = book_of([("formulas", one)])
+def test_signs_of_arithmetic_make_a_difference_and_marks_of_writing_do_not(first: str, other: str, same: bool) -> None:
+    book = book_of([("formulas", first)])
     assert (same_words(other, book.bullets) is not None) == same
     assert (closest(other, book.bullets) is not None) == same
 

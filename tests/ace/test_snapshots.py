@@ -44,7 +44,7 @@ class Validations:
     def learnt(self, *versions: int) -> None:
         for number in versions:
             self.samples += 1
-            anyio.run(self.snapshots.learnt, version(number), self.samples)
+            anyio.run(self.snapshots.after_sample, version(number), self.samples)
 
     def end_one(self) -> None:
         anyio.run(self.left.pop(0))

@@ -63,10 +63,10 @@ class Learnt:
 
     @property
     def texts(self) -> list[str]:
-        return [one.content for one in self.program.playbook.bullets]
+        return [bullet.content for bullet in self.program.playbook.bullets]
 
     def way(self, sample: int = 0) -> list[str]:
-        return [one[0] for one in self.asked if one[1] == f"question: {sample}"]
+        return [request[0] for request in self.asked if request[1] == f"question: {sample}"]
 
 
 def learnt(
@@ -121,19 +121,19 @@ RIGHT = (1.0,)
 
 
 def test_a_right_answer_is_reflected_on_once_and_not_tried_again() -> None:
-    one = learnt(Script(RIGHT))
-    assert one.way() == ["attempt", "reflect", "curate"]
-    assert (one.stats.right_at_once, one.stats.corrected) == (1, 0)
+    run = learnt(Script(RIGHT))
+    assert run.way() == ["attempt", "reflect", "curate"]
+    assert (run.stats.right_at_once, run.stats.corrected) == (1, 0)
 
 
 def test_a_wrong_answer_is_tried_again_with_the_reflection_until_it_is_right() -> None:
-    one = learnt(Script((0.0, 0.0, 1.0)))
-    assert one.way() == ["attempt", "reflect", "attempt", "reflect", "attempt", "curate"]
-    advised = ["What was learnt from an earlier attempt at this task:" in prompt for prompt in one.prompts]
+    run = learnt(Script((0.0, 0.0, 1.0)))
+    assert run.way() == ["attempt", "reflect", "attempt", "reflect", "attempt", "curate"]
+    advised = ["What was learnt from an earlier attempt at this task:" in prompt for prompt in run.prompts]
     assert advised == [False, True, True]
-    assert all(("Insight: an insight" in prompt) == told for prompt, told in zip(one.prompts, advised, strict=True))
-    assert (one.stats.right_at_once, one.stats.corrected) == (0, 1)
-    assert one.stats.windows[0].scored == 1
+    assert all(("Insight: an insight" in prompt) == told for prompt, told in zip(run.prompts, advised, strict=True))
+    assert (run.stats.right_at_once, run.stats.corrected) == (0, 1)
+    assert run.stats.windows[0].scored == 1
 
 
 @settings(max_examples=5)
@@ -145,34 +145,34 @@ def test_no_sample_has_more_rounds_than_it_may(max_rounds: int) -> None:
 
 
 def test_a_reflection_that_says_nothing_ends_the_rounds_and_its_tags_still_count() -> None:
-    one = learnt(Script(insight="", tags={"oth-1": "harmful"}))
-    assert one.way() == ["attempt", "reflect"]
-    assert one.stats.ended["rejected"] == 1
-    assert one.stats.problems["empty reflection"] == 1
-    assert one.program.playbook.bullets[0].harmful == 1
+    run = learnt(Script(insight="", tags={"oth-1": "harmful"}))
+    assert run.way() == ["attempt", "reflect"]
+    assert run.stats.ended["rejected"] == 1
+    assert run.stats.problems["empty reflection"] == 1
+    assert run.program.playbook.bullets[0].harmful == 1
 
 
 def test_tags_count_once_a_sample_leave_the_version_and_pass_by_what_was_not_cited() -> None:
-    one = learnt(Script(tags={"oth-1": "helpful", "oth-9": "harmful"}))
-    assert one.program.playbook.bullets[0].helpful == 1, "three reflections, one sample"
-    assert (one.program.playbook.version, one.stats.ended["rejected"]) == (BOOK.version, 1)
-    assert one.stats.problems["tag of an uncited bullet"] == 3
+    run = learnt(Script(tags={"oth-1": "helpful", "oth-9": "harmful"}))
+    assert run.program.playbook.bullets[0].helpful == 1, "three reflections, one sample"
+    assert (run.program.playbook.version, run.stats.ended["rejected"]) == (BOOK.version, 1)
+    assert run.stats.problems["tag of an uncited bullet"] == 3
 
 
 def test_tags_of_what_went_meanwhile_count_nothing() -> None:
     late = Script(RIGHT, tags={"oth-1": "helpful"}, curating=10)
-    one = learnt(late, Script(RIGHT, operations=[{"type": "REMOVE", "id": "oth-1"}]))
-    assert one.stats.problems["tag of a gone bullet"] == 1
-    assert one.stats.tags == {}
+    run = learnt(late, Script(RIGHT, operations=[{"type": "REMOVE", "id": "oth-1"}]))
+    assert run.stats.problems["tag of a gone bullet"] == 1
+    assert run.stats.tags == {}
 
 
 def test_operations_are_applied_and_what_is_wrong_with_some_does_not_stop_the_others() -> None:
     removes = [{"type": "REMOVE", "id": "oth-9"}, update("oth-1", "a"), {"type": "REMOVE", "id": "oth-1"}]
-    one = learnt(Script(RIGHT, operations=[add("Sum first."), add("x", "nowhere"), *removes]))
-    assert one.stats.ended["committed"] == 1
-    assert one.texts == ["a", "Round late.", "Sum first."]
-    assert one.stats.operations == {"add": 1, "update": 1}
-    found = {kind: count for kind, count in one.stats.problems.items() if kind not in ("unknown tag",)}
+    run = learnt(Script(RIGHT, operations=[add("Sum first."), add("x", "nowhere"), *removes]))
+    assert run.stats.ended["committed"] == 1
+    assert run.texts == ["a", "Round late.", "Sum first."]
+    assert run.stats.operations == {"add": 1, "update": 1}
+    found = {kind: count for kind, count in run.stats.problems.items() if kind not in ("unknown tag",)}
     assert found == {"unknown operation": 1, "unknown section": 1, "unknown id": 1, "contradiction": 1}
 
 
@@ -195,7 +195,7 @@ NEAR, NEW = "Always check the sign of each of the terms", "Convert percentages"
 
 def others(*contents: str, first: float = 1.0) -> list[Script]:
     """Samples that add a bullet each, one after the other, in a version of its own."""
-    return [Script(RIGHT, operations=[add(one)], before=first + place) for place, one in enumerate(contents)]
+    return [Script(RIGHT, operations=[add(content)], before=first + place) for place, content in enumerate(contents)]
 
 
 def stale(policy: Any, content: str, *contents: str) -> Learnt:
@@ -206,52 +206,52 @@ def stale(policy: Any, content: str, *contents: str) -> Learnt:
 
 
 def test_full_admits_stale_additions_as_they_are() -> None:
-    one = stale("full", f"{NEAR} first.", f"{NEAR}.")
-    assert one.texts[2:] == [f"{NEAR}.", f"{NEAR} first."]
-    assert one.stats.additions == {"admitted": 1, "merged": 0}
+    run = stale("full", f"{NEAR} first.", f"{NEAR}.")
+    assert run.texts[2:] == [f"{NEAR}.", f"{NEAR} first."]
+    assert run.stats.additions == {"admitted": 1, "merged": 0}
 
 
 def test_guarded_merges_an_addition_into_the_newer_bullet_that_nearly_says_it() -> None:
-    one = stale(GUARDED, f"{NEAR} first.", f"{NEAR}.")
-    assert one.texts[2:] == [f"{NEAR}."]
-    assert one.program.playbook.bullets[2].helpful == 1
-    assert one.stats.additions["merged"] == 1
-    assert one.stats.problems["repeats a newer bullet"] == 1
+    run = stale(GUARDED, f"{NEAR} first.", f"{NEAR}.")
+    assert run.texts[2:] == [f"{NEAR}."]
+    assert run.program.playbook.bullets[2].helpful == 1
+    assert run.stats.additions["merged"] == 1
+    assert run.stats.problems["repeats a newer bullet"] == 1
 
 
 def test_guarded_admits_what_is_new_and_not_too_late() -> None:
-    one = stale(GUARDED, NEW, NEAR, "b")
-    assert NEW in one.texts
-    assert one.stats.additions["admitted"] == 1
+    run = stale(GUARDED, NEW, NEAR, "b")
+    assert NEW in run.texts
+    assert run.stats.additions["admitted"] == 1
 
 
 def test_guarded_drops_what_is_too_late_and_only_additions() -> None:
-    one = stale(GUARDED, NEW, "a", "b", "c")
-    assert NEW not in one.texts
-    assert one.texts[0] == "Mind all units."
-    assert one.stats.additions["dropped"] == 1
-    assert one.stats.problems["stale addition"] == 1
-    assert one.stats.looks == {"discard": 1}
-    assert one.stats.gaps["before_commit"] == {0: 3, 3: 1}
+    run = stale(GUARDED, NEW, "a", "b", "c")
+    assert NEW not in run.texts
+    assert run.texts[0] == "Mind all units."
+    assert run.stats.additions["dropped"] == 1
+    assert run.stats.problems["stale addition"] == 1
+    assert run.stats.looks == {"discard": 1}
+    assert run.stats.gaps["before_commit"] == {0: 3, 3: 1}
 
 
 @pytest.mark.parametrize("policy", [Full(), GUARDED])
 def test_an_addition_that_nobody_overtook_is_no_business_of_the_policy(policy: Any) -> None:
-    one = stale(policy, NEW)
-    assert (NEW in one.texts, one.way()[-1], one.stats.looks, one.stats.additions) == (True, "curate", {}, {})
+    run = stale(policy, NEW)
+    assert (NEW in run.texts, run.way()[-1], run.stats.looks, run.stats.additions) == (True, "curate", {}, {})
 
 
 def test_an_update_of_what_others_changed_meanwhile_does_not_overwrite_it() -> None:
     late = Script(RIGHT, operations=[update("oth-1", "late")], curating=10)
-    one = learnt(late, Script(RIGHT, operations=[update("oth-1", "early")]))
-    assert one.texts[0] == "early"
-    assert one.stats.problems["overtaken"] == 1
+    run = learnt(late, Script(RIGHT, operations=[update("oth-1", "early")]))
+    assert run.texts[0] == "early"
+    assert run.stats.problems["overtaken"] == 1
 
 
 @pytest.mark.parametrize("budget", [60, 100])
 def test_the_token_budget_holds_after_every_sample(budget: int) -> None:
     scripts = others(*(f"Insight number {number} of many." for number in range(30)))
-    one = learnt(*scripts, playbook=Playbook(), token_budget=budget, num_threads=30)
-    assert one.program.playbook.tokens() <= budget
-    assert one.stats.evicted > 0
-    assert one.texts
+    run = learnt(*scripts, playbook=Playbook(), token_budget=budget, num_threads=30)
+    assert run.program.playbook.tokens() <= budget
+    assert run.stats.evicted > 0
+    assert run.texts

@@ -22,3 +22,13 @@ def test_a_row_holds_both_scores_their_difference_and_how_many_seeds_were_better
         assert -1 <= float(apart) <= 1
         assert 0 <= int(better) + int(worse) <= 2
     assert len(rows) == 4, "each as it is made, and in the table"
+
+
+def test_the_budgets_of_tutorials_are_compared_with_dspy_gepa_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    """A budget that pays no two steps is spent alike: equal scores, equal calls, in every style of reflection."""
+    assert small_budgets.main(["--tutorials", "max_full_evals=1", "--seeds", "2"]) == 0
+    rows = [line.split("  ") for line in capsys.readouterr().out.splitlines() if line.startswith("max_full_evals=1  ")]
+    assert len(rows) == 12, "each as it is made, and in the table"
+    for _, _, ours, our_calls, theirs, their_calls in ([cell.strip() for cell in row if cell.strip()] for row in rows):
+        assert (ours, our_calls) == (theirs, their_calls)
+        assert int(our_calls) > 20

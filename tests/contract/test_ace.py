@@ -53,7 +53,7 @@ def learnt() -> Any:
 def test_the_playbook_makes_the_program_better_and_the_best_validated_one_is_returned(learnt: Any) -> None:
     stats: Any = learnt.async_stats
     assert stats.snapshots[0].version == 0, "the initial playbook is scored too"
-    best = max(stats.snapshots, key=lambda one: one.score)
+    best = max(stats.snapshots, key=lambda snapshot: snapshot.score)
     assert best.score > stats.snapshots[0].score + 0.4
     assert learnt.playbook.version == stats.best_version == best.version
     assert learnt.answer.signature.instructions.startswith(TASK.program().answer.signature.instructions)
@@ -108,12 +108,12 @@ def holding(book: Playbook | None, program: Any = None) -> Any:
 
 def test_ids_are_not_used_again_after_save_and_load(tmp_path: Path) -> None:
     book = Playbook().adding("other", "a").adding("other", "b")
-    book = book.replacing(one for one in book.bullets if one.id == "oth-1")
+    book = book.replacing(bullet for bullet in book.bullets if bullet.id == "oth-1")
     holding(book).save(tmp_path / "program.json")
     loaded = TASK.program()
     loaded.load(tmp_path / "program.json")
     first = holding(None, loaded).playbook
-    assert [one.id for one in first.adding("other", "c").bullets] == ["oth-1", "oth-3"]
+    assert [bullet.id for bullet in first.adding("other", "c").bullets] == ["oth-1", "oth-3"]
 
 
 def test_loaded_instructions_go_before_an_older_attribute() -> None:
@@ -126,16 +126,16 @@ def test_loaded_instructions_go_before_an_older_attribute() -> None:
 
 
 def test_equal_runs_are_equal_and_other_seeds_are_not() -> None:
-    one, same, other = (compiled(seed=seed) for seed in (1, 1, 2))
-    assert one.playbook == same.playbook
-    assert one.playbook != other.playbook
+    first, same, other = (compiled(seed=seed) for seed in (1, 1, 2))
+    assert first.playbook == same.playbook
+    assert first.playbook != other.playbook
 
 
 def test_the_playbook_is_attached_to_the_chosen_predictors_only() -> None:
     student = TASK.program(predictors=2)
     name = student.named_predictors()[0][0]
     program = compiled(student, attach=[name], max_seconds=60)
-    held = {name for name, one in program.named_predictors() if "<playbook>" in one.signature.instructions}
+    held = {name for name, predictor in program.named_predictors() if "<playbook>" in predictor.signature.instructions}
     assert held == {name}
     assert len(program.playbook) > 0
 
@@ -190,9 +190,9 @@ def test_metric_calls_never_exceed_the_budget_and_what_is_returned_is_validated(
     )
     stats: Any = program.async_stats
     assert calls == stats.metric_calls <= limit
-    assert stats.best_version in [one.version for one in stats.snapshots]
-    assert 0 in [one.version for one in stats.snapshots], "the initial playbook is scored too"
-    assert all(one.score >= 0 for one in stats.snapshots)
+    assert stats.best_version in [snapshot.version for snapshot in stats.snapshots]
+    assert 0 in [snapshot.version for snapshot in stats.snapshots], "the initial playbook is scored too"
+    assert all(snapshot.score >= 0 for snapshot in stats.snapshots)
 
 
 def test_a_budget_that_cannot_pay_two_validations_and_a_sample_is_refused() -> None:
@@ -202,7 +202,7 @@ def test_a_budget_that_cannot_pay_two_validations_and_a_sample_is_refused() -> N
 
 def test_the_token_budget_holds_and_what_it_drove_out_is_counted() -> None:
     stats: Any = compiled(token_budget=90).async_stats
-    assert all(one.tokens <= 90 for one in stats.snapshots)
+    assert all(snapshot.tokens <= 90 for snapshot in stats.snapshots)
     assert stats.evicted > 0
     assert stats.problems["over the token budget"] == stats.evicted
 
@@ -215,7 +215,7 @@ def test_a_first_playbook_above_the_token_budget_is_refused() -> None:
 def test_an_empty_playbook_with_sections_of_its_own_is_not_replaced() -> None:
     program = compiled(playbook=Playbook(sections=("lessons",)), max_seconds=60)
     assert program.playbook.sections == ("lessons",)
-    assert {one.section for one in program.playbook.bullets} == {"lessons"}
+    assert {bullet.section for bullet in program.playbook.bullets} == {"lessons"}
 
 
 def test_rate_limits_are_retried_and_are_no_scores() -> None:
@@ -232,7 +232,7 @@ def test_rate_limits_are_retried_and_are_no_scores() -> None:
     assert min(seen) > 0, "no score of a request that was refused"
     assert stats.ended["failed"] > 0, "some samples found no answer at all"
     assert stats.samples == stats.ended["committed"] + stats.ended["rejected"] > 0
-    assert all(one.score > 0 for one in stats.snapshots)
+    assert all(snapshot.score > 0 for snapshot in stats.snapshots)
 
 
 def test_a_provider_that_is_down_ends_the_run_without_a_score() -> None:
@@ -278,7 +278,7 @@ def test_what_can_be_read_of_a_bad_reply_is_used() -> None:
 
     program = answered_by(reply)
     stats: Any = program.async_stats
-    assert [one.content for one in program.playbook.bullets] in ([], ["Add digits."])
+    assert [bullet.content for bullet in program.playbook.bullets] in ([], ["Add digits."])
     assert stats.operations["add"] == 1
     assert stats.problems["unknown operation"] >= 1
     assert stats.problems["said already"] >= 1
@@ -348,7 +348,7 @@ def test_a_program_that_fails_is_reflected_on_and_scores_the_failure_score() -> 
     optimizer = AsyncACE(digits, num_threads=2, failure_score=-1.0, max_rounds=1)
     with dspy.context(lm=fake_lm(answer)):
         program: Any = optimizer.compile(Broken(), trainset=examples("t", 2))
-    assert {one.score for one in program.async_stats.snapshots} == {-1.0}
+    assert {snapshot.score for snapshot in program.async_stats.snapshots} == {-1.0}
     assert any("The program failed" in prompt for prompt in seen)
 
 
@@ -413,7 +413,7 @@ def test_a_score_that_is_no_finite_number_is_a_failure(bad: Any, caplog: pytest.
     optimizer = AsyncACE(lambda gold, pred: bad, num_threads=2, failure_score=-1.0, max_rounds=1)
     with dspy.context(lm=fake_lm(lambda prompt: reply_for(prompt, answer="3", insight="x", operations="[]"))):
         program: Any = optimizer.compile(Chain(), trainset=examples("t", 2))
-    assert {one.score for one in program.async_stats.snapshots} == {-1.0}
+    assert {snapshot.score for snapshot in program.async_stats.snapshots} == {-1.0}
     assert "expected a finite number" in caplog.text
 
 
@@ -501,7 +501,7 @@ def test_other_students_and_adapters_learn_and_are_saved(make: Any, adapter: Any
     stats: Any = program.async_stats
     assert (stats.samples, stats.operations["add"]) == (6, 1)
     assert stats.tags["helpful"] > 0
-    assert {one.score for one in stats.snapshots} == {0.5}
+    assert {snapshot.score for snapshot in stats.snapshots} == {0.5}
     program.save(tmp_path / "program.json")
     make().load(tmp_path / "program.json")
 
@@ -573,15 +573,19 @@ def adapted(stream: Any, **options: Any) -> Any:
 
 
 async def from_afar(count: int) -> AsyncIterator[dspy.Example]:
-    for one in TASK.trainset(count):
-        yield one
+    for example in TASK.trainset(count):
+        yield example
 
 
 @pytest.mark.parametrize("schedule", ["async", "lockstep"])
 def test_each_window_of_a_stream_is_scored_before_anything_is_learnt_from_it(schedule: Any) -> None:
     program = adapted(iter(TASK.trainset(30)), schedule=schedule)
     windows = program.async_stats.windows
-    assert [(one.window, one.examples, one.scored) for one in windows] == [(0, 12, 12), (1, 12, 12), (2, 6, 6)]
+    assert [(window.window, window.examples, window.scored) for window in windows] == [
+        (0, 12, 12),
+        (1, 12, 12),
+        (2, 6, 6),
+    ]
     assert windows[0].version == 0
     assert windows[0].version < windows[1].version < windows[2].version <= program.playbook.version
     assert windows[2].score > windows[0].score + 0.3
@@ -589,7 +593,9 @@ def test_each_window_of_a_stream_is_scored_before_anything_is_learnt_from_it(sch
 
 
 def test_an_asynchronous_stream_is_the_same() -> None:
-    scores = [[one.score for one in adapted(make).async_stats.windows] for make in (TASK.trainset(24), from_afar(24))]
+    scores = [
+        [window.score for window in adapted(make).async_stats.windows] for make in (TASK.trainset(24), from_afar(24))
+    ]
     assert scores[0] == scores[1]
 
 
@@ -608,14 +614,14 @@ def test_a_stream_whose_first_examples_all_fail_goes_on() -> None:
     optimizer = AsyncACE(metric, num_threads=2, max_rounds=1)
     with dspy.context(lm=fake_lm(lambda prompt: reply_for(prompt, answer="3", insight="x", operations="[]"))):
         program: Any = optimizer.adapt(Chain(), iter(examples("s", 60)), window=20)
-    assert [one.score > 0 for one in program.async_stats.windows] == [False, False, True]
+    assert [window.score > 0 for window in program.async_stats.windows] == [False, False, True]
 
 
 def test_adapt_works_without_a_loop() -> None:
     optimizer = AsyncACE(digits, num_threads=2, max_rounds=1)
     with dspy.context(lm=fake_lm(lambda prompt: reply_for(prompt, answer="3", insight="x", operations="[]"))):
         program: Any = optimizer.adapt(Chain(), iter(examples("s", 5)), window=2)
-    assert [one.score for one in program.async_stats.windows] == [0.5, 0.5, 0.5]
+    assert [window.score for window in program.async_stats.windows] == [0.5, 0.5, 0.5]
 
 
 @pytest.mark.parametrize("window", [0, -1, 1.5, True])
@@ -626,34 +632,34 @@ def test_a_window_that_is_none_is_refused(window: Any) -> None:
 
 def test_a_quiet_stream_holds_up_no_limit_of_time() -> None:
     async def quiet() -> AsyncIterator[dspy.Example]:
-        for one in TASK.trainset(15):
-            yield one
+        for example in TASK.trainset(15):
+            yield example
         await anyio.sleep(10_000)
 
     stats: Any = adapted(quiet(), max_seconds=300).async_stats
     assert stats.seconds < 400
-    assert [(one.examples, one.scored) for one in stats.windows] == [(12, 12)]
+    assert [(window.examples, window.scored) for window in stats.windows] == [(12, 12)]
     assert stats.stop_reason == "max_seconds=300 is over"
 
 
 def test_a_stream_that_raises_ends_the_run_with_what_was_learnt_from_all_before() -> None:
     async def broken() -> AsyncIterator[dspy.Example]:
-        for one in TASK.trainset(15):
-            yield one
+        for example in TASK.trainset(15):
+            yield example
         raise ConnectionError("the line is dead")
 
     with pytest.raises(RunAbortedError, match="ConnectionError: the line is dead") as raised:
         adapted(broken())
     assert isinstance(raised.value.__cause__, ConnectionError)
     program = raised.value.best_program
-    assert [(one.examples, one.scored) for one in program.async_stats.windows] == [(12, 12), (3, 3)]
+    assert [(window.examples, window.scored) for window in program.async_stats.windows] == [(12, 12), (3, 3)]
     assert len(program.playbook) > 0
 
 
 def test_a_cancelled_run_waits_for_no_validation() -> None:
     model = SimulatedModel(seed=0, reply_model=TASK.reply_model)
 
-    questions, validated = {one.question for one in VAL}, 0
+    questions, validated = {example.question for example in VAL}, 0
 
     async def main() -> float:
         is_validating = anyio.Event()

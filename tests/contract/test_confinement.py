@@ -44,9 +44,9 @@ def harness(source: str, limits: Limits = TIGHT, **options: Any) -> Harness:
 
 @pytest.fixture(autouse=True)
 def lm() -> Iterator[dspy.LM]:
-    one = fake_lm(lambda prompt: reply_for(prompt, answer="42"))
-    with dspy.context(lm=one):
-        yield one
+    model = fake_lm(lambda prompt: reply_for(prompt, answer="42"))
+    with dspy.context(lm=model):
+        yield model
 
 
 def answer_of(body: str) -> str:
@@ -169,8 +169,8 @@ def test_memory_is_saved_loaded_and_copied_with_the_source(tmp_path: Path) -> No
     program.save(tmp_path / "program.json")
     other = harness(GOOD)
     other.load(tmp_path / "program.json")
-    for one in (program, other, copy.deepcopy(program)):
-        assert one(question="?").answer == "kept"
+    for variant in (program, other, copy.deepcopy(program)):
+        assert variant(question="?").answer == "kept"
 
 
 @pytest.mark.parametrize(("arguments", "said"), [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import dspy
 import pytest
 from dspy.utils.exceptions import LMAuthError
+from pydantic import BaseModel, ConfigDict, Field
 
 from dspy_flashevolve import AsyncGEPA, RunAbortedError
 from tests.contract.surface import Sum, check_ends, facts, journal_of, problems
@@ -97,6 +99,100 @@ def test_the_seeds_validation_goes_on_where_it_was_and_is_not_paid_twice(tmp_pat
     details = run(tmp_path, schedule="lockstep", num_threads=1, predictors=1, metric=metric, calls=8)
     assert sorted(scored) == sorted(example.question for example in VAL)
     assert details.total_metric_calls == 8
+
+
+class Looking(dspy.Module):
+    """A program whose traces hold what JSON does not: pictures, and what pydantic's JSON changes."""
+
+    class Place(BaseModel):
+        model_config = ConfigDict(frozen=True)
+        name: str = Field(alias="placeName")
+        certainty: float = math.inf
+        source: str = Field(default="", exclude=True)
+
+    class Signature(dspy.Signature):
+        question: str = dspy.InputField()
+        picture: dspy.Image = dspy.InputField()
+        sound: dspy.Audio = dspy.InputField()
+        answer: str = dspy.OutputField()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = [dspy.Predict(Looking.Signature)]
+
+    def forward(self, question: str, picture: dspy.Image, sound: dspy.Audio) -> dspy.Prediction:
+        answer = self.steps[0](question=question, picture=picture, sound=sound).answer
+        return dspy.Prediction(answer=answer, picture=picture, place=Looking.Place(placeName=question, source="map"))
+
+
+def looking(directory: Path, reflection_at: int | None = None) -> tuple[Any, list[str]]:
+    """What a lockstep run over pictures found, and the questions that its metric has scored."""
+    picture, sound = dspy.Image("data:image/png;base64,aGVsbG8="), dspy.Audio(data="aGVsbG8=", audio_format="wav")
+    sets = {
+        name: [
+            dspy.Example(question=f"{name} {number}", picture=picture, sound=sound).with_inputs(
+                "question", "picture", "sound"
+            )
+            for number in range(4)
+        ]
+        for name in ("trainset", "valset")
+    }
+    scored: list[str] = []
+
+    def metric(gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None) -> Any:
+        if pred_name is None:
+            scored.append(gold.question)
+        return digits(gold, pred, trace, pred_name, pred_trace)
+
+    reflection = Refusing("new_instruction", 1, reflection_at)
+    with dspy.context(lm=Refusing("answer", 1, None).lm):
+        optimizer = AsyncGEPA(
+            metric, max_metric_calls=40, reflection_lm=reflection.lm, log_dir=str(directory), track_stats=True,
+            schedule="lockstep", seed=1,
+        )  # fmt: skip
+        with suppress(RunAbortedError):
+            return optimizer.compile(Looking(), **sets).detailed_results, scored
+    return None, scored
+
+
+def test_a_run_whose_traces_hold_pictures_and_sounds_goes_on_and_pays_nothing_twice(tmp_path: Path) -> None:
+    whole, paid = looking(tmp_path / "whole")
+    again: list[str] = []
+    for _ in range(3):  # each ends where the minibatch is to be reflected on
+        details, scored = looking(tmp_path / "interrupted", reflection_at=1)
+        assert details is None
+        again += scored
+    details, scored = looking(tmp_path / "interrupted")
+    assert sorted(again + scored) == sorted(paid)
+    assert facts(details) == facts(whole)
+    assert problems(tmp_path / "interrupted") == []
+
+
+class Opaque:
+    """It is of no kind that a journal can hold."""
+
+
+def test_a_trace_that_cannot_be_kept_is_made_anew_and_not_called_paid_twice(tmp_path: Path) -> None:
+    class Holding(Chain):
+        def forward(self, question: str) -> dspy.Prediction:
+            return dspy.Prediction(answer=super().forward(question).answer, held=Opaque())
+
+        async def aforward(self, question: str) -> dspy.Prediction:
+            return dspy.Prediction(answer=(await super().aforward(question)).answer, held=Opaque())
+
+    def once(reflection_at: int | None) -> Any:
+        with dspy.context(lm=Refusing("answer", 1, None).lm):
+            optimizer = AsyncGEPA(
+                digits, max_metric_calls=60, log_dir=str(tmp_path), track_stats=True, schedule="lockstep",
+                reflection_lm=Refusing("new_instruction", 1, reflection_at).lm,
+            )  # fmt: skip
+            return optimizer.compile(Holding(1), trainset=TRAIN, valset=VAL).detailed_results
+
+    for _ in range(2):
+        with pytest.raises(RunAbortedError):
+            once(1)
+    assert once(None).total_metric_calls >= 60
+    assert problems(tmp_path) == []
 
 
 def test_a_finished_run_that_is_taken_up_again_pays_nothing(tmp_path: Path) -> None:
@@ -216,8 +312,8 @@ def test_without_its_journal_a_run_goes_on_from_gepas_checkpoint_and_what_was_sp
     assert again.total_metric_calls == whole.total_metric_calls
     (tmp_path / "gepa_state.bin").unlink()
     journal_of(tmp_path).unlink()
-    anew = run(tmp_path, 30)
-    assert 0 < anew.total_metric_calls <= 30 < whole.total_metric_calls, "without both it begins anew"
+    anew = run(tmp_path, 45)
+    assert 0 < anew.total_metric_calls <= 45 < whole.total_metric_calls, "without both it begins anew"
 
 
 def test_a_file_gepa_stop_that_was_left_ends_each_session_at_once(tmp_path: Path) -> None:

@@ -74,19 +74,19 @@ def search(sandbox: Any = None, train: int = 6, val: int = 8, same: bool = False
 def test_scores_rise_and_the_best_candidate_is_returned(schedule: str) -> None:
     program = search(schedule=schedule, iterations=8)
     found = program.detailed_results
-    scores = [one.score for one in found.candidates]
-    assert found.best == max(range(len(scores)), key=lambda one: (scores[one], -found.candidates[one].cost))
+    scores = [candidate.score for candidate in found.candidates]
+    assert found.best == max(range(len(scores)), key=lambda number: (scores[number], -found.candidates[number].cost))
     assert scores[found.best] > scores[0] + 0.1
     assert program.module_src == found.candidates[found.best].draft.source
     assert 0 < len(found.candidates) - 1 + len(found.failed) <= 16
-    assert all(len(one.scores) == 8 and len(one.traces) == 3 for one in found.candidates)
+    assert all(len(candidate.scores) == 8 and len(candidate.traces) == 3 for candidate in found.candidates)
 
 
 def test_the_version_is_the_archive_s_size_and_every_admission_is_told() -> None:
     found = search().detailed_results
     commits = found.stats.commits
     assert [commit.candidate for commit in commits] == list(range(len(found.candidates)))
-    assert [commit.score for commit in commits] == [one.score for one in found.candidates]
+    assert [commit.score for commit in commits] == [candidate.score for candidate in found.candidates]
     assert steps_of(found.stats) == 5
     assert sum(found.stats.ended.values()) == 5
 
@@ -111,7 +111,7 @@ def test_a_proposer_whose_replies_fit_no_format_costs_its_proposals_and_no_more(
     assert len(found.candidates) == 1
     assert found.stats.ended["rejected"] == 4
     assert any(reason.startswith("the proposer failed: AdapterParseError") for reason in found.stats.end_reasons)
-    warned = [one for one in caplog.records if "the reply cannot be used" in one.message]
+    warned = [record for record in caplog.records if "the reply cannot be used" in record.message]
     assert len(warned) == 1
 
 
@@ -125,11 +125,13 @@ def test_no_label_leaves_the_host_and_no_validation_label_reaches_the_proposer()
     sandbox, prompts = Watched(), list[str]()
     found = search(sandbox).detailed_results
     assert all(set(job.inputs or {}) == {"question"} and job.batch is None for job in sandbox.jobs)
-    for one in found.candidates:
-        assert all(trace.labels and trace.example.startswith("train") for trace in one.traces)
-        prompts += [str(vars(one.draft))]
+    for candidate in found.candidates:
+        assert all(trace.labels and trace.example.startswith("train") for trace in candidate.traces)
+        prompts += [str(vars(candidate.draft))]
     questions = {example.question for example in TASK.valset(8)}
-    told = [trace for one in found.candidates for trace in one.traces if trace.inputs["question"] in questions]
+    told = [
+        trace for candidate in found.candidates for trace in candidate.traces if trace.inputs["question"] in questions
+    ]
     assert not told
 
 
@@ -142,8 +144,8 @@ def test_a_candidate_that_does_what_none_may_do_is_refused_with_the_reason() -> 
     found = search(Watched(hostile)).detailed_results
     assert len(found.candidates) == 1
     assert found.failed
-    assert {one.failure.reason for one in found.failed} <= {"forbidden", "error", "interface"}
-    assert any("on validation" in one.failure.message for one in found.failed)
+    assert {candidate.failure.reason for candidate in found.failed} <= {"forbidden", "error", "interface"}
+    assert any("on validation" in candidate.failure.message for candidate in found.failed)
     assert found.stats.ended["rejected"] == 4
 
 
@@ -154,7 +156,7 @@ def test_an_error_on_one_example_costs_that_example_only() -> None:
         return ("error", "ValueError") if (job.inputs or {}).get("question") == unlucky else None
 
     found = search(Watched(fails), iterations=1).detailed_results
-    assert all(one.scores[3] == 0.0 and len(one.failures) == 1 for one in found.candidates)
+    assert all(candidate.scores[3] == 0.0 and len(candidate.failures) == 1 for candidate in found.candidates)
 
 
 def test_a_student_that_does_not_run_is_an_error_that_says_so() -> None:
@@ -165,7 +167,7 @@ def test_a_student_that_does_not_run_is_an_error_that_says_so() -> None:
 def test_stale_proposals_are_patched_before_they_are_evaluated_where_that_is_asked_for() -> None:
     found = search(staleness="reflective", iterations=12).detailed_results
     assert found.stats.requests_by_stage["patch"] > 0
-    assert any("patched" in one.draft.name for one in found.candidates)
+    assert any("patched" in candidate.draft.name for candidate in found.candidates)
     assert found.stats.looks["integrate"] > 0
     plain = search(iterations=6).detailed_results.stats
     assert "patch" not in plain.requests_by_stage
@@ -183,7 +185,7 @@ def test_a_proposer_that_writes_nothing_is_a_rejected_proposal() -> None:
 
 def test_proposers_at_once_have_directions_of_their_own() -> None:
     found = search(proposers=3, iterations=3, directions=["red", "green", "blue"]).detailed_results
-    assert {one.draft.direction for one in found.candidates[1:]} == {"red", "green", "blue"}
+    assert {candidate.draft.direction for candidate in found.candidates[1:]} == {"red", "green", "blue"}
 
 
 def test_no_proposal_starts_after_the_time_is_over() -> None:
@@ -221,7 +223,7 @@ def test_a_search_that_is_stopped_before_the_student_is_evaluated_says_so(caplog
 def test_the_run_directory_holds_every_candidate_and_is_for_one_run(tmp_path: Path) -> None:
     found = search(log_dir=tmp_path / "run").detailed_results
     sources = sorted((tmp_path / "run" / "candidates").glob("*/source.py"))
-    assert [path.read_text() for path in sources] == [one.draft.source for one in found.candidates]
+    assert [path.read_text() for path in sources] == [candidate.draft.source for candidate in found.candidates]
     again = search(log_dir=tmp_path / "run").detailed_results
     assert (again.candidates, again.failed) == (found.candidates, found.failed)
     with pytest.raises(ConfigurationError, match=r"holds another run.* trainset was 6 examples"):
@@ -296,9 +298,9 @@ def test_with_the_real_sandbox_a_harness_learns_and_a_hostile_one_fails() -> Non
         program = optimizer.compile(dspy.Predict("question -> answer"), trainset=train, valset=val)
         assert program(question="d again").answer == "D"
     found = program.detailed_results
-    assert [one.score for one in found.candidates] == [0.0, 1.0]
+    assert [candidate.score for candidate in found.candidates] == [0.0, 1.0]
     assert program.memory == {"a": "A", "b": "B", "c": "C", "d": "D"}
-    assert [one.draft.name for one in found.failed] == ["hostile"]
+    assert [candidate.draft.name for candidate in found.failed] == ["hostile"]
     assert found.failed[0].failure.reason in ("cpu", "time")
     assert found.front == (1,)
 
@@ -350,8 +352,8 @@ def test_a_harness_is_saved_and_loaded_with_its_source(tmp_path: Path) -> None:
 
 
 def test_the_student_is_not_changed() -> None:
-    one = student()
-    before = one.dump_state()
+    program = student()
+    before = program.dump_state()
 
     async def main() -> Any:
         lm = SimulatedModel(seed=0, reply_model=TASK.reply_model).lm()
@@ -359,10 +361,10 @@ def test_the_student_is_not_changed() -> None:
             TASK.metric, sandbox=Watched(), proposer_lm=lm, iterations=2, k=2, proposers=2, num_threads=8
         )
         with dspy.context(lm=lm):
-            return await optimizer.acompile(one, trainset=TASK.trainset(4), valset=TASK.valset(4))
+            return await optimizer.acompile(program, trainset=TASK.trainset(4), valset=TASK.valset(4))
 
     run(main)
-    assert one.dump_state() == before
+    assert program.dump_state() == before
 
 
 def test_ctrl_c_ends_a_search_with_the_best_candidate_so_far_and_leaves_no_thread() -> None:

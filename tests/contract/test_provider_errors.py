@@ -343,7 +343,7 @@ def test_a_reflection_that_fails_for_a_while_is_asked_again_and_one_that_raises_
     def proposer(candidate: Any, reflective_dataset: Any, components_to_update: list[str]) -> dict[str, str]:
         raise ValueError("no idea")
 
-    stats = compiled(60, instruction_proposer=proposer).async_stats
+    stats = compiled(40, instruction_proposer=proposer).async_stats
     assert stats.ended["committed"] == 0
     assert stats.ended["failed"] == stats.end_reasons["reflection failed: no idea"] > 3
 

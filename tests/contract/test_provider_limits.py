@@ -43,7 +43,7 @@ def server(quota: Quota | None = None) -> SimServer:
 @pytest.mark.parametrize("known", ["headers", "arguments"])
 def test_under_one_in_two_hundred_requests_is_refused_where_the_limits_are_known(known: str, cache: Path) -> None:
     said = {} if known == "headers" else {"rpm": 3000, "tpm": 10**8}
-    with server(Quota(**QUOTA, says_so=known == "headers")) as one:
+    with server(Quota(**QUOTA, sends_headers=known == "headers")) as one:
         lm = dspy.LM("openai/sim", api_base=one.api_base, api_key="sk-a-key", cache=False, engine="litellm", **said)
         program = compiled(lm)
         counted = one.stats()
@@ -58,7 +58,7 @@ def test_under_one_in_two_hundred_requests_is_refused_where_the_limits_are_known
 
 @pytest.mark.slow  # on a machine with more to do than cores the run is too slow to be refused anything
 def test_without_them_the_same_provider_refuses_more() -> None:
-    with server(Quota(**QUOTA, says_so=False)) as one:
+    with server(Quota(**QUOTA, sends_headers=False)) as one:
         compiled(dspy.LM("openai/sim", api_base=one.api_base, api_key="none", cache=False))
         counted = one.stats()
     assert counted.refused > 0.005 * counted.requests

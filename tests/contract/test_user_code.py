@@ -143,7 +143,7 @@ def my_proposer(candidate: Any, reflective_dataset: Any, components_to_update: A
 @pytest.mark.parametrize(("proposer", "name"), [(MyProposer(), "MyProposer.forward"), (my_proposer, "my_proposer")])
 def test_a_proposer_that_raises_is_named(proposer: Any, name: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="dspy_flashevolve"):
-        stats = compiled(60, instruction_proposer=proposer).async_stats
+        stats = compiled(40, instruction_proposer=proposer).async_stats
     assert f"instruction_proposer: {name} raised LookupError: it broke" in caplog.text
     assert stats.ended["failed"] > 3
 

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from dspy_flashevolve.cli import main
+from dspy_flashevolve.cli import NO_RUN, main
 from dspy_flashevolve.engine import journal as module
 from dspy_flashevolve.engine.check import check
 from dspy_flashevolve.engine.errors import JournalError, RunDirectoryError
@@ -371,7 +371,7 @@ def test_the_check_finds_a_checkpoint_that_is_not_the_journals(filled: Path) -> 
 
 
 def test_the_check_of_a_directory_without_a_journal_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", str(tmp_path)]) == 1
+    assert main(["check", str(tmp_path)]) == NO_RUN
     assert f"{FILE} is missing" in capsys.readouterr().err
     with pytest.raises(RunDirectoryError):
         check(tmp_path)

@@ -14,9 +14,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dspy_flashevolve.engine.endpoints import Endpoints, RetryPolicy
+from dspy_flashevolve.engine.endpoints import Endpoints, RetryPolicy, Sent
 from dspy_flashevolve.engine.events import EventBus
-from dspy_flashevolve.engine.rates import Claim, Estimate, Heard, RateLimit, SharedTimes, times_in
+from dspy_flashevolve.engine.rates import (
+    BURST_REFUSALS,
+    Claim,
+    Estimate,
+    Heard,
+    RateLimit,
+    SharedTimes,
+    heard_in,
+    times_in,
+)
 from dspy_flashevolve.engine.scheduler import Scheduler, current_slot
 from dspy_flashevolve.sim.quota import Counting, Quota, QuotaCounter
 from dspy_flashevolve.sim.virtual import run
@@ -34,7 +43,7 @@ class Provider:
         self.taken, self.refused, self.tokens = list[float](), 0, 0
 
     async def answer(self, tokens: int) -> None:
-        if self.counter.refuses(now(), tokens) is None:
+        if self.counter.admit(now(), tokens) is None:
             self.taken.append(now())
             self.tokens += tokens
         else:
@@ -220,6 +229,172 @@ def test_a_program_that_ends_without_a_request_leaves_room_for_the_next() -> Non
         scheduler.make_room(1, "api")
         for number in range(10):
             await scheduler.run("rollout", Asker(number), anyio.lowlevel.checkpoint)
+
+    run(main)
+
+
+# A limit that is learned from refusals
+
+
+class Customer:
+    """Sends requests as a run does: through an endpoint, again after a refusal, with 64 slots.
+
+    Args:
+        refuses: seconds until the provider would take a request of which it refuses the first try; None where it takes
+            it. It is told the time and how many requests are under way at the provider.
+        headers: what its refusals say of its limits.
+        retry_after: what its refusals say of when to come back, by how long they would wait.
+    """
+
+    def __init__(
+        self,
+        refuses: Callable[[float, int], float | None],
+        headers: Callable[[], dict[str, str]] = dict,
+        retry_after: Callable[[float], float | None] = lambda wait: None,
+    ) -> None:
+        self._refuses, self._headers, self._retry_after = refuses, headers, retry_after
+        self._scheduler = Scheduler(64, ["rollout"], {"rollout": "api"}, now)
+        asked = {"rollout": ["api"]}
+        endpoints = Endpoints(asked, None, self._scheduler, EventBus(), now, RetryPolicy(), random.Random(0))
+        self._api, self._limit = endpoints.endpoint("api"), endpoints.rate("api", "account")
+        self._at_provider, self._draws = 0, random.Random(0)
+        self.sent, self.refused = list[float](), list[float]()
+
+    async def ask(self, requests: int) -> None:
+        async with anyio.create_task_group() as group:
+            for number in range(requests):
+                group.start_soon(self._scheduler.run, "rollout", Asker(number), self._until_answered)
+
+    async def _until_answered(self) -> None:
+        sent = Sent()
+        while True:
+            claim = Claim(self._limit, 1.0, was_refused=sent.faults > 0)
+            await self._api.admit(current_slot(), claim)
+            self._api.send(sent)
+            told = await self._once(claim, sent)
+            self._api.leave(sent)
+            self._limit.leave(claim)
+            if told is None:
+                return
+            await self._api.rest(current_slot(), sent, told[0])
+
+    async def _once(self, claim: Claim, sent: Sent) -> tuple[float | None] | None:
+        """Send a request; gives what a refusal says of when to come back."""
+        self.sent.append(now())
+        wait = self._refuses(now(), self._at_provider)
+        if wait is None:
+            self._at_provider += 1
+            await anyio.sleep(self._draws.uniform(0.5, 1.5))
+            self._at_provider -= 1
+            self._api.finished(sent, 1)
+            self._limit.settle(claim, 1)
+            return None
+        self.refused.append(now())
+        await anyio.sleep(0.05)
+        told = self._retry_after(wait)
+        self._limit.hear(heard_in(self._headers()))
+        self._api.turned_away(sent, "429")
+        self._limit.refuse(claim, told, self._api.is_odd(sent))
+        self._api.refused(sent, told)
+        return (told,)
+
+    @property
+    def longest_silence(self) -> float:
+        """Seconds between two requests in a row."""
+        return max(later - earlier for earlier, later in zip(self.sent, self.sent[1:], strict=False))
+
+
+def customer_of(quota: Quota, retry_after: Callable[[float], float | None]) -> Customer:
+    counter = QuotaCounter(quota)
+    return Customer(lambda seconds, _: counter.admit(seconds, 1), lambda: counter.headers(now()), retry_after)
+
+
+def in_a_second(wait: float) -> float:
+    return 1.0
+
+
+def says_nothing(wait: float) -> None:
+    return None
+
+
+@pytest.mark.parametrize("retry_after", [in_a_second, says_nothing])
+@pytest.mark.parametrize("sends_headers", [False, True])
+@pytest.mark.parametrize("holds_seconds", [2.0, 60.0])
+def test_after_a_refusal_requests_go_on_at_the_pace_at_which_a_bucket_is_refilled(
+    retry_after: Callable[[float], float | None], sends_headers: bool, holds_seconds: float
+) -> None:
+    async def main() -> None:
+        customer = customer_of(Quota(600, 10**9, sends_headers=sends_headers, holds_seconds=holds_seconds), retry_after)
+        await customer.ask(1500)
+        assert customer.longest_silence < 2.5
+        assert now() < (150 - holds_seconds) / 0.9
+        first_slots = 64 - 600 * holds_seconds / 60  # what is sent before the first refusal has come back
+        assert len(customer.refused) <= max(0, first_slots) + 0.05 * 1500
+
+    run(main)
+
+
+@pytest.mark.parametrize("counting", ["fixed", "sliding"])
+@pytest.mark.parametrize("sends_headers", [False, True])
+def test_a_window_that_is_used_up_is_asked_seldom_and_at_once_when_it_opens_again(
+    counting: Counting, sends_headers: bool
+) -> None:
+    async def main() -> None:
+        customer = customer_of(Quota(600, 10**9, counting, sends_headers), in_a_second)
+        await customer.ask(1500)
+        assert customer.longest_silence < 6.0
+        assert now() < 150 / 0.9
+        assert len(customer.refused) <= 0.05 * 1500
+
+    run(main)
+
+
+def test_nothing_is_sent_for_the_rest_of_a_window_of_which_the_headers_say_that_it_is_used_up() -> None:
+    async def main() -> None:
+        customer = customer_of(Quota(600, 10**9, "fixed"), says_nothing)
+        await customer.ask(900)
+        assert len(customer.refused) <= 0.005 * 900 + 1
+        assert now() < 90 / 0.9
+
+    run(main)
+
+
+def test_a_provider_that_takes_so_many_requests_at_once_is_not_paced_by_the_minute() -> None:
+    async def main() -> None:
+        customer = Customer(lambda _, at_once: 1.0 if at_once >= 24 else None, retry_after=in_a_second)
+        await customer.ask(1500)
+        assert now() < 1500 / 24 / 0.65  # places stay free while who was refused waits the second that it was told
+
+    run(main)
+
+
+def test_requests_that_are_told_to_wait_for_an_hour_while_others_are_answered_hold_up_no_other() -> None:
+    async def main() -> None:
+        limit = RateLimit(now)
+        for number in range(100):
+            claim = Claim(limit, 1.0, was_refused=number == 90)
+            await limit.admit(claim, anyio.sleep)
+            if number % 3 == 0:
+                limit.refuse(claim, 3600.0, is_odd=claim.was_refused)
+            else:
+                limit.settle(claim, 1.0)
+        assert now() == 0.0
+
+    run(main)
+
+
+def test_refusals_of_most_that_is_sent_hold_up_all_until_some_of_them_prove_to_be_of_single_requests() -> None:
+    async def main() -> None:
+        limit = RateLimit(now)
+        for _ in range(BURST_REFUSALS):
+            claim = Claim(limit, 1.0)
+            await limit.admit(claim, anyio.sleep)
+            limit.refuse(claim, 10.0)
+        await limit.admit(Claim(limit, 1.0), anyio.sleep)
+        assert now() == 10.0
+        for _ in range(BURST_REFUSALS):
+            limit.refuse(Claim(limit, 1.0, was_refused=True), 10.0, is_odd=True)
+        assert not limit.is_known
 
     run(main)
 

@@ -343,6 +343,25 @@ def test_slots_and_limits_are_summed_over_time() -> None:
     assert on.scheduler.statistics().limit_seconds == 4 * 3 + 2 * 2
 
 
+def test_slots_that_are_held_beyond_a_limit_which_fell_are_among_those_that_there_were() -> None:
+    on = Stepped(4)
+
+    async def main() -> None:
+        await on.ask("screen", 1, 4)
+        on.clock.now = 1.0
+        on.scheduler.resize(1, "")
+        on.clock.now = 11.0  # all four requests go on
+        await on.end_all()
+        await on.ask("screen", 5)
+        on.clock.now = 13.0
+        await on.end_all()
+
+    stepped(main)
+    slots = on.scheduler.statistics()
+    assert slots.busy_seconds == 4 * 11 + 2
+    assert slots.limit_seconds == slots.busy_seconds, "all that there were were in use: no more than all of them"
+
+
 def test_a_visit_is_from_a_steps_first_request_in_a_stage_to_its_last() -> None:
     on = Stepped(1)
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import anyio
+import pytest
 
 from dspy_flashevolve.engine.endpoints import (
     BURST_REFUSALS,
@@ -119,6 +120,75 @@ def test_two_servers_of_unequal_speed_reach_nineteen_twentieths_of_the_sum_of_th
     run(main)
 
 
+async def batches(bench: Bench, servers: dict[str, Server], name: str, requests: int, times: int) -> float:
+    """Seconds for so many batches of requests, one after the other, with lengths that differ."""
+    draws, several, began = random.Random(1), bench.endpoints.several(name), now()
+
+    async def request(number: int) -> None:
+        sent = Sent()
+        endpoint = several.choose(sent, str(number))
+        await endpoint.admit(current_slot())
+        endpoint.send(sent)
+        await servers[endpoint.name].answer(draws.uniform(0.5, 1.5))
+        endpoint.finished(sent, 1)
+
+    for _ in range(times):
+        async with anyio.create_task_group() as group:
+            for number in range(requests):
+                group.start_soon(bench.scheduler.run, "rollout", Asker(number), lambda n=number: request(n))
+    return now() - began
+
+
+async def alone_and_both(slots: int, adaptive: Bounds | None, places: int, requests: int, times: int) -> list[float]:
+    """Seconds with the fast server alone, and with one that is four times slower beside it."""
+    return [
+        await batches(
+            Bench(slots, adaptive, (name,)),
+            {"fast": Server(places, 1.0), "slow": Server(places, 4.0)},
+            name,
+            requests,
+            times,
+        )
+        for name in ("fast", BOTH)
+    ]
+
+
+ADAPTIVE_AND_FIXED = pytest.mark.parametrize(("slots", "adaptive"), [(64, Bounds(4, 64)), (64, None)])
+SLOWEST_SECONDS = 4.0 * 1.5
+"""Of a request on the server that is four times slower."""
+
+
+@ADAPTIVE_AND_FIXED
+def test_a_server_that_is_four_times_slower_takes_its_fifth_of_much_work(slots: int, adaptive: Bounds | None) -> None:
+    async def main() -> None:
+        alone, both = await alone_and_both(slots, adaptive, places=8, requests=400, times=1)
+        assert both <= 0.85 * alone
+
+    run(main)
+
+
+@ADAPTIVE_AND_FIXED
+@pytest.mark.parametrize("places", [8, 32])
+@pytest.mark.parametrize(("requests", "times"), [(20, 1), (20, 10), (100, 1), (400, 1)])
+def test_it_never_costs_more_than_one_of_its_requests(
+    slots: int, adaptive: Bounds | None, places: int, requests: int, times: int
+) -> None:
+    async def main() -> None:
+        alone, both = await alone_and_both(slots, adaptive, places, requests, times)
+        assert both <= alone + SLOWEST_SECONDS
+
+    run(main)
+
+
+def test_one_address_alone_has_all_slots() -> None:
+    async def main() -> None:
+        bench = Bench(64, None, ("fast",))
+        await batches(bench, {"fast": Server(64, 1.0)}, "fast", 64, 1)
+        assert bench.scheduler.statistics().peak == 64
+
+    run(main)
+
+
 def test_one_that_dies_is_left_out_and_comes_back_and_the_run_goes_on() -> None:
     async def main() -> None:
         bench, servers = Bench(), two()
@@ -188,6 +258,11 @@ def test_slots_follow_the_limits_of_those_that_are_there() -> None:
 def test_requests_that_begin_alike_ask_the_same_one_as_far_as_its_share_goes() -> None:
     async def main() -> None:
         bench = Bench(adaptive=Bounds(64))
+        for member in bench.several.members:
+            sent = Sent()
+            member.send(sent)
+            await anyio.sleep(1.0)
+            member.finished(sent, 1)
         first = Counter(Bench().begun(f"candidate {n}")[0].name for n in range(40))
         assert min(first.values()) >= 8
         names = [bench.begun("candidate")[0].name for _ in range(40)]

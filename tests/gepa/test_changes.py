@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections import Counter
+import random
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from dspy_flashevolve.gepa.changes import (
-    Change,
-    apply,
-    changes_between,
-    changes_in,
-    normal,
-    parts_of,
-)
+from dspy_flashevolve.gepa.changes import Change, Weave, changes_between
+from dspy_flashevolve.gepa.parts import normal, parts_of, same_text
 
 WORDS = st.sampled_from(
     ["always", "answer", "in", "JSON", "cite", "sources", "never", "guess", "dates", "units", "name", "steps"]
@@ -38,6 +33,8 @@ BLOCKS = st.one_of(
     st.lists(SENTENCES, min_size=1, max_size=3).map(lambda rows: "\n".join(f"| {row} | {row} |" for row in rows)),
     st.lists(SENTENCES, min_size=8, max_size=30).map(" ".join),
     st.builds(lambda first, rest: f"- {first}\n  {rest}", SENTENCES, SENTENCES),
+    st.sampled_from(["Keywords:", "Input:", "Output:", "Input:\nThe pump is broken.\nOutput:\nurgent", "## Format"]),
+    st.lists(SENTENCES, min_size=1, max_size=3).map(lambda lines: "- Do:\n" + "\n".join(f"  - {one}" for one in lines)),
     st.text(max_size=60),
     st.just(""),
 )
@@ -52,9 +49,28 @@ def of(text: str) -> dict[str, str]:
     return {"answer": text}
 
 
-def found(text: str) -> set[str]:
-    """What tells the parts of a text apart."""
-    return {normal(part) for part in parts_of(text)} - {""}
+def texts_of(text: str) -> list[str]:
+    return [part.text for part in parts_of(text)]
+
+
+def joined(text: str) -> str:
+    parts = parts_of(text)
+    return "".join(part.before + part.text for part in parts) + parts[-1].after if parts else text
+
+
+def changes_of(parent: str, child: str) -> list[Change]:
+    return changes_between(of(parent), of(child), ()) or []
+
+
+def together(parent: str, *children: str) -> str:
+    """The parent with the changes of several of its children, none of which stands for itself."""
+    weave = Weave(of(parent), ())
+    numbers = frozenset[int]()
+    for child in children:
+        taken = weave.take(frozenset(), of(child))
+        assert taken is not None
+        numbers |= taken[0]
+    return weave.compose(numbers)["answer"]
 
 
 # Parts
@@ -64,49 +80,54 @@ def found(text: str) -> set[str]:
 @example("a\x0bb\x1cc\x85d\u2028e")
 @example("```\nnever closed\n- a")
 @example(" x" * 10_000 + ". Y" * 10_000)
-def test_joined_the_parts_are_the_text(text: str) -> None:
-    assert "".join(parts_of(text)) == text
+def test_joined_with_the_space_around_them_the_parts_are_the_text(text: str) -> None:
+    assert joined(text) == text
+    assert all(part.text.strip() and part.text == part.text.rstrip() for part in parts_of(text))
 
 
 @given(st.text())
 def test_any_text_can_be_taken_apart(text: str) -> None:
-    assert "".join(parts_of(text)) == text
-    assert all(parts_of(text))
+    assert joined(text) == text
 
 
-def test_a_line_goes_with_what_is_indented_under_it_and_a_list_within_a_list_is_parts() -> None:
-    assert parts_of("Do:\n  this\n\nthat\n") == ["Do:\n  this\n\n", "that\n"]
-    assert parts_of("- one\n  - under it\n- two") == ["- one\n", "  - under it\n", "- two"]
+def test_what_is_indented_under_a_line_belongs_to_it_and_so_does_a_list_within_a_list() -> None:
+    assert texts_of("Do:\n  this\n\nthat\n") == ["Do:\n  this", "that"]
+    nested = "- one\n  - under it\n\n    - and under that\n  more"
+    assert texts_of(f"{nested}\n- two") == [nested, "- two"]
+    assert texts_of("Do:\n  - one\n  - two\nEnd") == ["Do:", "  - one", "  - two", "End"]
 
 
-def test_fenced_code_is_one_part() -> None:
-    assert parts_of("Use:\n```\na = 1\n\nb = 2\n```\nDone.") == ["Use:\n", "```\na = 1\n\nb = 2\n```\n", "Done."]
+def test_fenced_code_and_a_table_are_one_part_each() -> None:
+    assert texts_of("Use:\n```\na = 1\n\nb = 2\n```\nDone.") == ["Use:", "```\na = 1\n\nb = 2\n```", "Done."]
+    assert texts_of("See:\n| a | b |\n|---|---|\n| 1 | 2 |\nDone.") == [
+        "See:",
+        "| a | b |\n|---|---|\n| 1 | 2 |",
+        "Done.",
+    ]
 
 
 def test_a_line_is_sentences_but_for_those_of_lists_tables_and_headings() -> None:
-    assert parts_of("Be brief. Be kind, e.g. Be polite! (Or not.)") == [
-        "Be brief. ", "Be kind, e.g. Be polite! ", "(Or not.)",
+    assert texts_of("Be brief. Be kind, e.g. Be polite! (Or not.)") == [
+        "Be brief.", "Be kind, e.g. Be polite!", "(Or not.)",
     ]  # fmt: skip
     for line in ("1. Be brief. Be kind.", "- Be brief. Be kind.", "| Brief. | Kind. Too. |", "# Be. Kind.", "> A. B."):
-        assert parts_of(line) == [line]
+        assert texts_of(line) == [line]
 
 
-@given(SENTENCES)
-def test_neither_bullet_nor_number_nor_space_nor_case_tells_parts_apart(line: str) -> None:
-    same = [
-        line,
-        f"- {line}",
-        f"* {line}",
-        f"12. {line}",
-        f"3) {line}\n\n",
-        f"  - {line.upper()}",
-        line.replace(" ", "  "),
-    ]
-    assert len({normal(one) for one in same}) == 1
-    assert len({Change("answer", one, after=other).identity for one in same for other in ("", None, "x")}) == 1
+def test_hard_wrapped_prose_is_sentences_and_not_lines() -> None:
+    wrapped = (
+        "Read the whole question with care before you begin to answer\nit, and then write. Keep the answer\nshort."
+    )
+    assert texts_of(wrapped) == [wrapped.partition(" Keep")[0], "Keep the answer\nshort."]
+    assert texts_of("Label one\nLabel two") == ["Label one", "Label two"]
 
 
-# Changes
+def test_a_labelled_input_and_its_output_are_one_part() -> None:
+    pairs = ["Input: The pump is broken. Now.\nOutput: urgent", "Input: A lamp is out.\nOutput: routine"]
+    assert texts_of("Examples\n" + "\n".join(pairs)) == ["Examples", *pairs]
+
+
+# The invariant
 
 PAIRS = st.tuples(TEXTS, TEXTS) | st.builds(
     lambda blocks, added, gone, end: (
@@ -122,98 +143,151 @@ PAIRS = st.tuples(TEXTS, TEXTS) | st.builds(
 
 
 @given(PAIRS)
-def test_a_child_is_taken_apart_or_is_a_rewrite_and_nothing_raises(pair: tuple[str, str]) -> None:
+def test_a_child_that_is_taken_apart_is_its_parent_with_its_changes(pair: tuple[str, str]) -> None:
     parent, child = pair
-    changes = changes_between(of(parent), of(child), ())
-    for one in changes or ():
-        assert one.component == "answer"
-        assert one.part or one.replaces
-    assert changes_between(of(parent), of(parent), ()) is None
+    weave = Weave(of(parent), ())
+    taken = weave.take(frozenset(), of(child))
+    if taken is not None:
+        assert taken[1]
+        assert same_text(weave.compose(taken[0])["answer"]) == same_text(child)
+    else:
+        assert not weave.changes, "nothing is left of it"
 
 
-@given(RULES, RULES, st.randoms(use_true_random=False))
-def test_a_child_that_adds_lines_anywhere_is_its_parent_with_them(
-    parent: list[str], added: list[str], rng: object
+@given(st.lists(BLOCKS, max_size=6), st.lists(st.tuples(BLOCKS, st.integers(0, 9), st.booleans()), max_size=8), ENDS)
+def test_children_of_children_are_what_is_composed_of_the_changes_in_them(
+    blocks: list[str], edits: list[tuple[str, int, bool]], end: str
 ) -> None:
-    there = {normal(line) for line in parent}
-    new = [line for line in added if normal(line) not in there]
-    assume(new)
-    lines = list(parent)
-    for line in new:
-        lines.insert(rng.randrange(len(lines) + 1), line)  # type: ignore[attr-defined]
-    changes = changes_between(of("\n".join(parent)), of("\n".join(lines)), ())
-    assert changes is not None
-    assert {normal(one.part) for one in changes} == {normal(line) for line in new}
-    assert all(not one.replaces for one in changes), "nothing went out"
-    assert found(apply(of("\n".join(parent)), changes)["answer"]) == {normal(line) for line in lines}
+    """Each child stands on what was composed before, and puts a block in, or in a block's place."""
+    weave, numbers, texts = Weave(of(end.join(blocks)), ()), frozenset[int](), list(blocks)
+    for block, place, replaces in edits:
+        at = place % (len(texts) + 1)
+        texts[at : at + replaces] = [block]
+        child = end.join(texts)
+        taken = weave.take(numbers, of(child))
+        if taken is None:
+            return
+        if taken[1]:
+            assert same_text(weave.compose(taken[0])["answer"]) == same_text(child)
+        numbers = taken[0]
+        texts = weave.compose(numbers)["answer"].split(end)
+    again = Weave.restored(json.loads(json.dumps(weave.kept())), ())
+    assert again.compose(numbers) == weave.compose(numbers)
 
 
-@given(PAIRS)
-def test_a_parent_with_the_changes_has_every_added_part_and_keeps_what_nothing_replaces(pair: tuple[str, str]) -> None:
-    parent, child = pair
-    changes = changes_between(of(parent), of(child), ()) or []
-    made = found(apply(of(parent), changes)["answer"])
-    assert {normal(one.part) for one in changes if one.part} <= made
-    assert found(parent) - {normal(one.replaces) for one in changes} <= made
-
-
-def test_what_a_parent_says_twice_and_its_child_says_otherwise_goes_out_twice() -> None:
-    parent = "Answer.\nGive all dates in ISO form.\nBe kind.\nGive all dates in ISO form.\nStay calm."
-    child = "Answer.\nAlways give all dates in ISO form.\nBe kind.\nStay calm."
-    changes = changes_between(of(parent), of(child), ()) or []
-    assert [one.replaces.strip() for one in changes] == ["Give all dates in ISO form."]
-    assert apply(of(parent), changes) == of(child)
-    assert changes_in(of(parent), of(child), changes) == {0}
-
-
-@given(PAIRS)
-def test_putting_changes_in_twice_is_putting_them_in_once(pair: tuple[str, str]) -> None:
-    parent, child = pair
-    changes = changes_between(of(parent), of(child), ()) or []
-    once = apply(of(parent), changes)
-    assert found(apply(once, changes)["answer"]) == found(once["answer"])
-    assert Counter(map(normal, parts_of(apply(once, changes)["answer"]))) == Counter(
-        map(normal, parts_of(once["answer"]))
-    )
+@given(TEXTS)
+def test_no_changes_leave_a_text_as_it_is(text: str) -> None:
+    assert Weave(of(text), ()).compose(()) == of(text)
 
 
 @given(RULES, st.lists(RULES, min_size=1, max_size=4))
 def test_what_changes_are_does_not_depend_on_the_order_in_which_children_came(
     parent: list[str], children: list[list[str]]
 ) -> None:
-    base = of("\n".join(parent))
-    taken = [changes_between(base, of("\n".join([*parent, *extra])), ()) or [] for extra in children]
-    for order in itertools.islice(itertools.permutations(taken), 6):
-        assert {one.identity for changes in order for one in changes} == {
-            one.identity for changes in taken for one in changes
-        }
-        assert found(apply(base, itertools.chain(*order))["answer"]) == found(
-            apply(base, itertools.chain(*taken))["answer"]
-        )
+    texts = ["\n".join([*parent, *extra]) for extra in children]
+    for order in itertools.islice(itertools.permutations(texts), 6):
+        weave = Weave(of("\n".join(parent)), ())
+        for text in order:
+            weave.take(frozenset(), of(text))
+        assert {normal(line) for change in weave.changes for line in change.part.splitlines()} == {
+            normal(line) for text in texts for change in changes_of("\n".join(parent), text)
+            for line in change.part.splitlines()
+        }  # fmt: skip
 
 
 @given(PAIRS, st.integers(0, 255))
-def test_the_changes_in_a_text_are_found_again(pair: tuple[str, str], chosen: int) -> None:
+def test_the_changes_that_are_found_in_a_text_make_that_text(pair: tuple[str, str], chosen: int) -> None:
     """A run that goes on asks which changes a candidate has."""
-    parent, child = pair
-    changes = changes_between(of(parent), of(child), ()) or []
-    some = [one for number, one in enumerate(changes) if chosen >> number & 1]
-    made = apply(of(parent), some)
-    again = changes_in(of(parent), made, changes)
-    if again is not None:
-        assert found(apply(of(parent), (changes[number] for number in sorted(again)))["answer"]) == found(
-            made["answer"]
-        )
+    weave = Weave(of(pair[0]), ())
+    weave.take(frozenset(), of(pair[1]))
+    made = weave.compose([number for number in range(len(weave.changes)) if chosen >> number & 1])
+    again = weave.numbers_in(made)
+    assert again is None or same_text(weave.compose(again)["answer"]) == same_text(made["answer"])
+
+
+# Repeated lines
+
+SECTIONS = """## Billing
+Keywords:
+- invoice
+- refund
+
+## Repairs
+Keywords:
+- broken
+- leak
+
+## Access
+Keywords:
+- password"""
+
+
+@pytest.mark.parametrize("section", ["Billing", "Repairs", "Access"])
+def test_a_line_goes_under_the_heading_where_the_child_has_it_though_others_have_the_same_lines(section: str) -> None:
+    child = SECTIONS.replace(f"## {section}\nKeywords:\n", f"## {section}\nKeywords:\n- urgent\n")
+    assert together(SECTIONS, child) == child
+    other = SECTIONS.replace("- leak", "- leak\n- drip")
+    both = child.replace("- leak", "- leak\n- drip")
+    assert together(SECTIONS, child, other) == together(SECTIONS, other, child) == both
+
+
+def test_an_equal_line_under_two_headings_is_two_changes() -> None:
+    first = SECTIONS.replace("- refund", "- refund\n- please help")
+    second = SECTIONS.replace("- password", "- password\n- please help")
+    both = first.replace("- password", "- password\n- please help")
+    assert together(SECTIONS, first, second) == both
+    weave = Weave(of(SECTIONS), ())
+    for child in (first, second, both):
+        assert weave.take(frozenset(), of(child)) is not None
+    assert len(weave.changes) == 2
+
+
+def test_of_examples_with_equal_labels_the_one_that_the_child_corrects_is_corrected() -> None:
+    parent = "Examples\n\nInput:\nThe pump is broken.\nOutput:\nroutine\n\nInput:\nA lamp is out.\nOutput:\nroutine"
+    child = parent.replace("routine", "urgent", 1)
+    third = parent + "\n\nInput:\nNo water at all.\nOutput:\nurgent"
+    assert together(parent, child) == child
+    assert together(parent, child, third) == third.replace("routine", "urgent", 1)
+
+
+@given(st.integers(0, 3), st.integers(0, 10**6))
+def test_records_that_children_put_in_stay_whole(place: int, seed: int) -> None:
+    def record(number: int) -> str:
+        return f"Input:\nCase {number}\nOutput:\nlabel {number}"
+
+    records = [record(number) for number in range(3)]
+    parent, rng = "\n\n".join(["Examples:", *records]), random.Random(seed)
+    weave = Weave(of(parent), ())
+    for new in (7, 8):
+        more = [*records[:place], record(new), *records[place:]]
+        assert weave.take(frozenset(), of("\n\n".join(["Examples:", *more]))) is not None
+    chosen = [number for number in range(len(weave.changes)) if rng.random() < 0.7]
+    made = weave.compose(chosen)["answer"].split("\n\n")
+    assert set(made[1:]) <= {*records, record(7), record(8)}
+
+
+# What is a change
+
+
+@given(RULES, RULES, st.randoms(use_true_random=False))
+def test_a_child_that_adds_lines_anywhere_is_its_parent_with_them(
+    parent: list[str], added: list[str], rng: random.Random
+) -> None:
+    there = {normal(line) for line in parent}
+    new = [line for line in added if normal(line) not in there]
+    assume(new)
+    lines = list(parent)
+    for line in new:
+        lines.insert(rng.randrange(len(lines) + 1), line)
+    changes = changes_between(of("\n".join(parent)), of("\n".join(lines)), ())
+    assert changes
+    assert together("\n".join(parent), "\n".join(lines)) == "\n".join(lines)
 
 
 def test_a_part_in_other_words_goes_in_for_the_one_that_it_rewords() -> None:
-    parent = "Answer.\n- Name the city and the year.\n- Be kind.\n"
-    child = "Answer.\n- Name the city and the year of birth.\n- Be kind.\n"
-    [one] = changes_between(of(parent), of(child), ()) or []
-    assert (normal(one.part), normal(one.replaces)) == (
-        "name the city and the year of birth.", "name the city and the year.",
-    )  # fmt: skip
-    assert apply(of(parent), [one]) == of(child.rstrip())
+    parent = "Answer.\n- Name the city and the year.\n- Be kind."
+    [one] = changes_of(parent, parent.replace("the year", "the year of birth"))
+    assert (one.part, one.replaces) == ("- Name the city and the year of birth.", "- Name the city and the year.")
 
 
 def test_a_line_of_a_wording_that_others_have_as_well_rewords_none_of_them() -> None:
@@ -221,22 +295,83 @@ def test_a_line_of_a_wording_that_others_have_as_well_rewords_none_of_them() -> 
     apricot, cedar, walnut, acorn = (
         f"- Mention the word {word} in each of your answers.\n" for word in ("apricot", "cedar", "walnut", "acorn")
     )
-    parent = f"Answer.\n{apricot}{cedar}- Be kind.\n"
-    [added] = changes_between(of(parent), of(f"Answer.\n{cedar}{walnut}- Be kind.\n"), ()) or []
-    assert (normal(added.part), added.replaces) == (normal(walnut), "")
-    parent = f"Answer.\n{apricot}- Be kind.\n"
-    both = changes_between(of(parent), of(f"Answer.\n{walnut}{acorn}- Be kind.\n"), ()) or []
-    assert [(normal(one.part), one.replaces) for one in both] == [(normal(walnut), ""), (normal(acorn), "")]
-    assert found(apply(of(parent), both)["answer"]) >= {normal(one) for one in (apricot, walnut, acorn)}
+    assert {(one.part, one.replaces) for one in changes_of(
+        f"Answer.\n{apricot}{cedar}- Be kind.\n", f"Answer.\n{cedar}{walnut}- Be kind.\n"
+    )} == {("", apricot.strip()), (walnut.strip(), "")}  # fmt: skip
+    both = changes_of(f"Answer.\n{apricot}- Be kind.\n", f"Answer.\n{walnut}{acorn}- Be kind.\n")
+    assert {one.part for one in both} == {"", walnut.strip(), acorn.strip()}
 
 
-def test_a_child_that_only_leaves_out_is_a_change_and_one_that_adds_as_well_is_charged_for_what_it_adds() -> None:
+def test_a_section_with_another_name_is_one_change_and_only_one_name_stays() -> None:
+    parent = "Answer.\n\n## Output format\n- One line.\n- JSON."
+    [one] = changes_of(parent, parent.replace("Output", "Response"))
+    assert (one.part, one.replaces) == ("## Response format", "## Output format")
+    other = parent.replace("Output", "Reply")
+    weave = Weave(of(parent), ())
+    for child in (parent.replace("Output", "Response"), other):
+        assert weave.take(frozenset(), of(child)) is not None
+    assert weave.changes[0].claims & weave.changes[1].claims, "a text has one of them"
+
+
+def test_a_new_section_is_one_change_with_its_heading_and_its_list() -> None:
+    child = "Answer.\n\n## Style\n- Be brief.\n- Be kind.\n\n## Dates\nUse ISO:\n- 2024-01-31\n- no slashes"
+    assert [one.part for one in changes_of("Answer.", child)] == [
+        "## Style\n- Be brief.\n- Be kind.", "## Dates\nUse ISO:\n- 2024-01-31\n- no slashes",
+    ]  # fmt: skip
+
+
+def test_what_stands_under_a_new_section_needs_it() -> None:
+    weave, first = Weave(of("Answer."), ()), "Answer.\n\n## Style\n- Be brief.\n- Be kind."
+    numbers, _ = weave.take(frozenset(), of(first)) or (frozenset[int](), False)
+    assert weave.take(numbers, of(f"{first}\n- Be calm.")) is not None
+    assert weave.changes[1].needs == (0,)
+
+
+@pytest.mark.parametrize("size", [17, 40])
+def test_a_child_that_writes_most_of_a_text_is_one_change_and_a_text_has_one_such(size: int) -> None:
+    weave = Weave(of("Answer the question."), ())
+    for name in ("first", "second"):
+        child = "\n".join(["Answer the question.", *(f"- Rule {number} of the {name} set" for number in range(size))])
+        assert weave.take(frozenset(), of(child)) is not None
+    assert len(weave.changes) == 2
+    assert weave.changes[0].claims & weave.changes[1].claims
+
+
+def test_numbered_lists_of_several_children_are_numbered_from_one_to_the_last() -> None:
+    parent = "Do:\n1. Read.\n2. Think.\n3. Answer.\n\nThen:\n1. Check."
+    first = "Do:\n1. Read.\n2. Note the dates.\n3. Think.\n4. Answer.\n\nThen:\n1. Check."
+    second = "Do:\n1. Read.\n2. Think.\n3. Answer.\n4. Cite your sources.\n\nThen:\n1. Check."
+    third = "Do:\n1. Think.\n2. Answer.\n\nThen:\n1. Check."
+    assert together(parent, first, second, third) == (
+        "Do:\n1. Note the dates.\n2. Think.\n3. Answer.\n4. Cite your sources.\n\nThen:\n1. Check."
+    )
+
+
+def test_no_blank_line_comes_into_a_list_and_none_is_lost_around_it() -> None:
+    parent = "Do:\n\n- One.\n- Two.\n\nThen stop."
+    first, last = parent.replace("- One.", "- Zero.\n- One."), parent.replace("- Two.", "- Two.\n- Three.")
+    assert together(parent, first, last) == "Do:\n\n- Zero.\n- One.\n- Two.\n- Three.\n\nThen stop."
+
+
+def test_a_part_that_has_moved_is_one_change() -> None:
+    parent = "- One.\n- Two.\n- Three.\n- Four."
+    [moved] = changes_of(parent, "- Two.\n- Three.\n- Four.\n- One.")
+    assert (moved.part, moved.replaces) == ("- One.", "- One.")
+
+
+def test_what_a_child_leaves_out_is_a_change_of_its_own() -> None:
     parent = "Answer.\n- One.\n- Two.\n- Three.\n"
-    [gone] = changes_between(of(parent), of("Answer.\n- One.\n- Three.\n"), ()) or []
-    assert (gone.part, normal(gone.replaces)) == ("", "two.")
-    assert apply(of(parent), [gone]) == of("Answer.\n- One.\n- Three.")
-    [added] = changes_between(of(parent), of("Answer.\n- One.\n- Three.\n- Four, of course.\n"), ()) or []
-    assert (normal(added.part), added.replaces) == ("four, of course.", "")
+    [gone] = changes_of(parent, "Answer.\n- One.\n- Three.\n")
+    assert (gone.part, gone.replaces) == ("", "- Two.")
+    both = changes_of(parent, "Answer.\n- One.\n- Three.\n- Four, of course.\n")
+    assert [(one.part, one.replaces) for one in both] == [("", "- Two."), ("- Four, of course.", "")]
+
+
+def test_a_child_without_what_an_earlier_one_added_is_without_that_change() -> None:
+    weave, parent = Weave(of("Answer."), ()), "Answer.\n- One."
+    numbers, _ = weave.take(frozenset(), of(parent)) or (frozenset[int](), False)
+    assert weave.take(numbers, of("Answer.\n- Two.")) == (frozenset({1}), True)
+    assert weave.compose({0, 1})["answer"].splitlines()[0] == "Answer."
 
 
 def test_a_rewrite_and_a_change_of_code_cannot_be_taken_apart() -> None:
@@ -248,32 +383,38 @@ def test_a_rewrite_and_a_change_of_code_cannot_be_taken_apart() -> None:
     assert changes_between(parent, longer, ()) is not None
 
 
-def test_a_text_that_is_json_is_not_taken_apart() -> None:
+def test_a_text_that_is_json_or_whose_code_is_never_closed_is_not_taken_apart() -> None:
     rules = ["Be brief.", "Be kind.", "Count to ten."]
     parent, child = (json.dumps({"rules": rules[:count]}, indent=1) for count in (2, 3))
     assert changes_between({"a": parent}, {"a": child}, ()) is None
     assert changes_between({"a": "Answer."}, {"a": parent}, ()) is None
     assert changes_between({"a": parent}, {"a": parent + " Be brief."}, ()) is None
+    assert changes_between({"a": "Answer."}, {"a": "Answer.\n```\nx = 1"}, ()) is None
+
+
+def test_nothing_is_left_of_a_child_of_which_one_text_is_a_rewrite() -> None:
+    parent = {"one": "Answer.", "two": "Check."}
+    weave = Weave(parent, ())
+    assert weave.take(frozenset(), {"one": "Answer.\nBe brief.", "two": "Everything is different."}) is None
+    assert not weave.changes
+    assert weave.compose(()) == parent
 
 
 def test_components_are_taken_apart_each_for_itself() -> None:
     parent = {"one": "Answer.", "two": "Check."}
     child = {"one": "Answer.\nBe brief.", "two": "Check.\nBe brief."}
-    changes = changes_between(parent, child, ()) or []
-    assert [one.component for one in changes] == ["one", "two"]
-    assert len({one.identity for one in changes}) == 2
-    assert apply(parent, changes) == child
-    assert apply(parent, changes[1:]) == {"one": "Answer.", "two": "Check.\nBe brief."}
+    weave = Weave(parent, ())
+    assert weave.take(frozenset(), child) == (frozenset({0, 1}), True)
+    assert [one.component for one in weave.changes] == ["one", "two"]
+    assert weave.compose({0, 1}) == child
+    assert weave.compose({1}) == {"one": "Answer.", "two": "Check.\nBe brief."}
 
 
-@given(TEXTS)
-def test_no_changes_leave_a_text_as_it_is(text: str) -> None:
-    assert apply(of(text), []) == of(text)
+LINES: Sequence[str] = ["One.", "Two.", "Three."]
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
-def test_a_part_goes_where_it_stood_and_to_the_end_where_its_neighbour_is_gone(end: str) -> None:
-    text = end.join(["One.", "Two.", "Three."])
-    assert parts_of(apply(of(text), [Change("answer", "New.", after="Two.")])["answer"])[2].strip() == "New."
-    assert apply(of(text), [Change("answer", "New.", after="gone")])["answer"].endswith("Three.\nNew.")
-    assert apply(of(text), [Change("answer", "New.")])["answer"].startswith("New.\nOne.")
+def test_a_change_goes_where_it_stood_though_its_neighbour_is_gone(end: str) -> None:
+    parent = end.join(LINES)
+    without, added = end.join(["One.", "Three."]), end.join(["One.", "Two.", "New.", "Three."])
+    assert together(parent, without, added).split(end) == ["One.", "New.", "Three."]

@@ -206,9 +206,9 @@ def estimated(changes: Sequence[str], effects: Sequence[tuple[float, float]], cr
     """Changes of a text, each a line of a child, with their effects and errors."""
     base = {"answer": "Answer the question.\n- be brief in what you say"}
     found = Credit(base, (), 16, 1.0)
-    for line in changes:
+    for step, line in enumerate(changes):
         lines = [line] if line.startswith("- be brief") else ["- be brief in what you say", line]
-        assert found.take(0, base, {"answer": "\n".join(["Answer the question.", *lines])}, "train", {})
+        assert found.take(step, base, {"answer": "\n".join(["Answer the question.", *lines])}, "train", {})
     mean, error = (np.array(one) for one in zip(*effects, strict=True))
     found._effects = credit.Effects(mean, error, (0.01, 0.03), crowding)
     return found
@@ -323,7 +323,11 @@ def test_standing_on_a_rewrite_forgets_the_changes_of_what_it_wrote_anew_and_kee
     assert credit.take(1, seed, {**seed, "two": "Check.\n- rule 1"}, "train", {"0": 1.0})
     rewritten = {"one": "Everything is different.", "two": "Check."}
     credit.stand_on(rewritten, 7)
-    assert [one.component for one in credit.records()] == ["two"]
+    assert [record.component for record in credit.records()] == ["one", "two"], "the record keeps what is gone"
+    assert len(credit.kept()["effects"]) == 1
+    again = Credit(seed, (), 16, 1.0)
+    again.restore(credit.kept(), {}, [])
+    assert again.records() == credit.records()
     assert credit.parent == 7
     assert credit.head().candidate == {"one": "Everything is different.", "two": "Check.\n- rule 1"}
     assert credit.is_made_of_changes(rewritten)

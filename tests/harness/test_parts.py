@@ -68,17 +68,17 @@ def test_no_json_makes_the_reader_of_lm_requests_raise_anything_but_its_own_erro
         return
 
 
-def dominates(one: tuple[float, float], other: tuple[float, float]) -> bool:
+def dominates(first: tuple[float, float], other: tuple[float, float]) -> bool:
     """At least as good in score and cost, and better in one."""
-    return one[0] >= other[0] and one[1] <= other[1] and one != other
+    return first[0] >= other[0] and first[1] <= other[1] and first != other
 
 
 @given(POINTS)
 def test_nothing_dominates_the_front_and_something_on_it_is_as_good_as_anything(points: dict[int, Any]) -> None:
     front = pareto_front(points)
-    assert not any(dominates(point, points[one]) for one in front for point in points.values())
-    on_it = [points[one] for one in front]
-    assert all(any(dominates(one, point) or one == point for one in on_it) for point in points.values())
+    assert not any(dominates(point, points[number]) for number in front for point in points.values())
+    on_it = [points[number] for number in front]
+    assert all(any(dominates(other, point) or other == point for other in on_it) for point in points.values())
     assert len(set(on_it)) == len(on_it)
     assert points[front[0]][0] == max(score for score, _ in points.values())
 

@@ -41,8 +41,8 @@ def test_it_is_saved_loaded_and_copied_with_source_and_memory(tmp_path: Path) ->
     other = Harness("question -> answer")
     other.load(tmp_path / "program.json")
     with dspy.context(lm=answering(answer="42")):
-        for one in (program, other, copy.deepcopy(program)):
-            assert one(question="?").answer == "kept"
+        for variant in (program, other, copy.deepcopy(program)):
+            assert variant(question="?").answer == "kept"
     assert isinstance(other, dspy.Flex)  # pyright: ignore[reportArgumentType] # its decorator hides the class
 
 

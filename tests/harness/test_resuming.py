@@ -42,9 +42,12 @@ def found(program: Any) -> list[Any]:
     """The archive, without what time makes of it."""
     details = program.detailed_results
     return [
-        *((one.draft, one.scores, one.costs, one.failures, one.memory) for one in details.candidates),
-        *((one.draft, one.failure) for one in details.failed),
-        *([trial.outcome.fields, trial.score] for one in details.candidates for trial in one.traces),
+        *(
+            (candidate.draft, candidate.scores, candidate.costs, candidate.failures, candidate.memory)
+            for candidate in details.candidates
+        ),
+        *((candidate.draft, candidate.failure) for candidate in details.failed),
+        *([trial.outcome.fields, trial.score] for candidate in details.candidates for trial in candidate.traces),
         details.front,
     ]
 
@@ -133,7 +136,7 @@ def test_a_proposer_that_was_interrupted_is_asked_again_in_its_direction(tmp_pat
         run(tmp_path, "lockstep", 3, proposer_lm=proposer, directions=directions)
     assert rows(tmp_path, "SELECT COUNT(*) FROM steps") == [(3,)]
     details = run(tmp_path, "lockstep", 3, directions=directions).detailed_results
-    written = [one.draft for one in (*details.candidates[1:], *details.failed)]
+    written = [candidate.draft for candidate in (*details.candidates[1:], *details.failed)]
     assert {draft.direction for draft in written} == set(directions)
     assert details.stats.steps == 2
 
@@ -287,11 +290,13 @@ def survives(directory: Path, kind: str, iterations: int, kills: int, seed: int)
         yield "steps have no end"
     if len(victim.archive()) != found_so_far(program):
         yield f"the archive has {found_so_far(program)} candidates, the journal {len(victim.archive())}"
-    yield from paid_twice(directory, done, sum("on validation" in one.failure.message for one in details.failed))
+    yield from paid_twice(
+        directory, done, sum("on validation" in candidate.failure.message for candidate in details.failed)
+    )
     if kind == "lockstep" and found(program) != found(run(directory / "whole", kind, iterations)):
         yield "the archive is not that of a search which was not interrupted"
     written = sorted((directory / "run" / "candidates").glob("*/source.py"))
-    if [path.read_text() for path in written] != [one.draft.source for one in details.candidates]:
+    if [path.read_text() for path in written] != [candidate.draft.source for candidate in details.candidates]:
         yield "the files are not those of the archive"
 
 

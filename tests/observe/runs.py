@@ -58,7 +58,7 @@ class Session:
         call = self.written.call(stage, step)
         key = RolloutKey(self.written.candidate(texts), split, example)
         rollout = Rollout(None, score, tokens=tokens, cost_dollars=options.get("cost_dollars", 0.0))
-        self.written.finished(key, stage, step, rollout, ("null", None), 1.0, call)
+        self.written.finished(key, stage, step, rollout, (options.get("trace", "null"), None), 1.0, call)
 
     def opens(self, step: int, texts: dict[str, str], *examples: int) -> None:
         """A step on these examples."""

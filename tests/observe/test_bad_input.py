@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import random
 import shutil
 import sqlite3
 import subprocess
@@ -15,8 +17,9 @@ from typing import Any
 
 import pytest
 
-from dspy_flashevolve.cli import main
+from dspy_flashevolve.cli import FAILED, NO_RUN, NOT_WRITTEN, WRONG_ARGUMENT, main
 from dspy_flashevolve.engine.journal import Journal
+from tests.observe.runs import Session
 
 READERS = ("watch", "report", "compare", "export", "diff", "lineage", "timeline")
 
@@ -33,9 +36,9 @@ def arguments(command: str, directory: Path, out: Path) -> list[str]:
     return [command, str(directory), *more.get(command, [])]
 
 
-def refusal(capsys: pytest.CaptureFixture[str], *given: object) -> str:
-    """The one line with which a command fails."""
-    assert main([str(one) for one in given]) == 1
+def refusal(capsys: pytest.CaptureFixture[str], *given: object, status: int = NO_RUN) -> str:
+    """The one line with which a command fails, and its status."""
+    assert main([str(one) for one in given]) == status
     printed = capsys.readouterr()
     assert printed.out == ""
     [line] = printed.err.splitlines()
@@ -76,7 +79,7 @@ def unfinished(directory: Path) -> None:
     (directory / "gepa_state.bin").unlink()
 
 
-NO_RUN: dict[str, Callable[[Path], Any]] = {
+BROKEN_RUNS: dict[str, Callable[[Path], Any]] = {
     "no directory": shutil.rmtree,
     "a file": lambda directory: shutil.rmtree(directory) or directory.write_text("x"),
     "an empty directory": lambda directory: shutil.rmtree(directory) or directory.mkdir(),
@@ -95,7 +98,7 @@ NO_RUN: dict[str, Callable[[Path], Any]] = {
 }
 
 
-@pytest.mark.parametrize("damage", NO_RUN.values(), ids=NO_RUN.keys())
+@pytest.mark.parametrize("damage", BROKEN_RUNS.values(), ids=BROKEN_RUNS.keys())
 def test_what_is_no_run_is_refused_in_a_line_that_names_it(
     damage: Callable[[Path], Any], counted: tuple[Path, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -134,8 +137,10 @@ def test_values_of_another_kind_are_refused_where_they_are_needed(
 
 def test_a_run_without_a_session_has_no_best_candidate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Journal(tmp_path).close()
-    assert "no candidate has a score yet" in refusal(capsys, "export", tmp_path, tmp_path / "out")
-    assert "no candidate has a score yet" in refusal(capsys, "diff", tmp_path, "seed", "best")
+    assert "no candidate has a score yet" in refusal(
+        capsys, "export", tmp_path, tmp_path / "out", status=WRONG_ARGUMENT
+    )
+    assert "no candidate has a score yet" in refusal(capsys, "diff", tmp_path, "seed", "best", status=WRONG_ARGUMENT)
 
 
 def test_reading_leaves_a_run_directory_as_it_was(counted: tuple[Path, Any], tmp_path: Path) -> None:
@@ -174,7 +179,7 @@ def test_no_file_of_a_run_is_written_over(
     if name == "link":
         out.symlink_to(run / "journal.sqlite")
     before = {one.name: one.read_bytes() for one in run.iterdir() if one.is_file()}
-    assert "not written over" in refusal(capsys, "timeline", run, "-o", out)
+    assert "not written over" in refusal(capsys, "timeline", run, "-o", out, status=WRONG_ARGUMENT)
     assert {one.name: one.read_bytes() for one in run.iterdir() if one.is_file()} == before
 
 
@@ -229,9 +234,10 @@ def test_a_file_that_cannot_be_written_is_named(
     run = tmp_path / "run"
     shutil.copytree(counted[0], run)
     for out in (tmp_path / "missing" / "out", tmp_path):
-        assert f"'{out}' cannot be written" in refusal(capsys, *arguments(command, run, out))
+        assert f"'{out}' cannot be written" in refusal(capsys, *arguments(command, run, out), status=NOT_WRITTEN)
     journal = (run / "journal.sqlite").read_bytes()
-    assert "is a run's journal" in refusal(capsys, *arguments(command, run, run / "journal.sqlite"))
+    own = arguments(command, run, run / "journal.sqlite")
+    assert "is a run's journal" in refusal(capsys, *own, status=WRONG_ARGUMENT)
     assert (run / "journal.sqlite").read_bytes() == journal
     assert list(tmp_path.iterdir()) == [run]
 
@@ -244,7 +250,8 @@ def test_a_program_file_of_another_kind_is_refused(
 ) -> None:
     base = tmp_path / "base.json"
     base.write_text(state)
-    assert str(base) in refusal(capsys, "export", counted[0], "--program", base, tmp_path / "out")
+    given = ("export", counted[0], "--program", base, tmp_path / "out")
+    assert str(base) in refusal(capsys, *given, status=WRONG_ARGUMENT)
     assert not (tmp_path / "out").exists()
 
 
@@ -256,9 +263,122 @@ def test_an_output_that_takes_nothing_ends_a_command_without_a_traceback(counted
     assert process.stdout
     process.stdout.close()
     assert process.stderr
-    assert [process.stderr.read(), process.wait()] == ["", 1]
+    assert [process.stderr.read(), process.wait()] == ["", FAILED]
     process.stderr.close()
     with open("/dev/full", "w") as full:
         failed = subprocess.run(lineage, stdout=full, stderr=subprocess.PIPE, text=True, env=buffered, check=False)
-    assert failed.returncode == 1
-    assert failed.stderr == "flashevolve: [Errno 28] No space left on device\n"
+    assert failed.returncode == NOT_WRITTEN
+    assert failed.stderr == "flashevolve: standard output cannot be written: No space left on device.\n"
+
+
+# Each mistake has its own message and status, and none of them is called damage.
+
+
+@pytest.mark.parametrize(
+    ("given", "status", "message"),
+    [
+        (["diff", "RUN", "seed", "99"], WRONG_ARGUMENT, "candidate '99', expected best, seed or one of"),
+        (["diff", "RUN", "first", "best"], WRONG_ARGUMENT, "candidate 'first', expected best, seed or one of"),
+        (["export", "RUN", "OUT", "--candidate", "-1"], WRONG_ARGUMENT, "candidate '-1', expected best"),
+        (["export", "RUN", "OUT", "--program", "GONE"], WRONG_ARGUMENT, "cannot be read (No such file or directory)"),
+        (["export", "RUN", "OUT", "--program", "FOLDER"], WRONG_ARGUMENT, "cannot be read (Is a directory)"),
+        (["report", "RUN", "-o", "FOLDER"], NOT_WRITTEN, "cannot be written: Is a directory. Name a file"),
+        (["report", "RUN", "-o", ""], NOT_WRITTEN, "'' cannot be written: Is a directory. Name a file"),
+        (["report", "RUN", "-o", "GONE/page"], NOT_WRITTEN, "cannot be written: No such file or directory"),
+        (["report", "RUN", "-o", "zero\0byte"], NOT_WRITTEN, "cannot be written: embedded null byte"),
+        (["timeline", "RUN", "-o", "CIRCLE"], NOT_WRITTEN, "cannot be written: "),
+        (["timeline", "RUN", "-o", "RUN/journal.lock"], WRONG_ARGUMENT, "journal.lock, which is not written over"),
+        (["lineage", "GONE"], NO_RUN, "there is no such directory"),
+        (["check", "GONE"], NO_RUN, "there is no such directory"),
+        (["compare", "RUN", "GONE"], NO_RUN, "there is no such directory"),
+        (["report", "FOLDER"], NO_RUN, "journal.sqlite is missing: a run that is given a log_dir writes it there"),
+        (["report", "RUN/.."], NO_RUN, "There are runs in "),
+        (["lineage", "RUN/journal.sqlite"], NO_RUN, "is a file, and a run is a directory. Name the folder"),
+        (["watch", "RUN/journal.sqlite"], NO_RUN, "is a file, and a run is a directory. Name the folder"),
+        (["lineage", "x" * 5000], NO_RUN, "File name too long"),
+    ],
+)
+def test_a_mistake_has_its_own_message_and_status_and_is_not_called_damage(
+    given: list[str],
+    status: int,
+    message: str,
+    counted: tuple[Path, Any],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    shutil.copytree(counted[0], tmp_path / "run")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "circle").symlink_to(tmp_path / "circle")
+    for name in ("RUN", "OUT", "GONE", "FOLDER", "CIRCLE"):
+        given = [part.replace(name, str(tmp_path / name.lower())) for part in given]
+    before = sorted(tmp_path.rglob("*"))
+    line = refusal(capsys, *given, status=status)
+    assert message in line
+    assert "damaged" not in line
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["lineage", ""], "must be the log_dir of a run"),
+        (["lineage", "zero\0byte"], "must be the log_dir of a run"),
+        (["watch", "run", "--every", "1e300"], "must be at most 86400 seconds"),
+        (["watch", "run", "--every", "nan"], "must be a positive number"),
+        (["compare"], "the following arguments are required: RUN_DIR"),
+    ],
+)
+def test_an_argument_that_no_run_could_take_is_refused_before_the_run_is_read(
+    given: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(given)
+    assert ended.value.code == WRONG_ARGUMENT
+    assert message in capsys.readouterr().err
+
+
+def test_no_mix_of_arguments_to_a_sound_run_has_a_traceback_or_calls_it_damaged(
+    counted: tuple[Path, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = str(counted[0])
+    words = [run, run, run, "seed", "best", "0", "-1", "٣", "1e9", "", ".", "/dev/null", "a/b", "-o", "--program",
+             "--candidate", "--json", "--prompts", "--best", "--once", "-", "é\x1b[31m"]  # fmt: skip
+    draw, statuses = random.Random(0), set[int]()
+    for _ in range(400):
+        given = [draw.choice([*READERS, "check"]), run, *draw.choices(words, k=draw.randrange(4))]
+        try:
+            statuses.add(main(given))
+        except SystemExit as ended:
+            statuses.add(int(ended.code or 0))
+            capsys.readouterr()  # argparse repeats what the user has typed
+        printed = capsys.readouterr()
+        assert "damaged" not in printed.err, given
+        assert "\x1b" not in printed.out + printed.err, given
+    assert statuses == {0, WRONG_ARGUMENT, NO_RUN, NOT_WRITTEN}
+
+
+def test_ctrl_c_fails_a_command_that_does_not_wait_for_it(
+    counted: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("dspy_flashevolve.cli.read", interrupted)
+    assert [main([command, str(counted[0])]) for command in ("watch", "lineage")] == [0, 130]
+
+
+def test_texts_that_no_encoding_holds_are_shown_and_exported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Session(tmp_path / "run") as session:
+        session.written.committed(0, 0, 0, {"answer": "half a pair \ud800"}, [], {}, 0.5)
+        session.ends("finished")
+    out = tmp_path / "out"
+    for command in ("report", "export", "timeline", "lineage"):
+        assert main(arguments(command, tmp_path / "run", out)) == 0
+        if command == "export":
+            assert json.loads(out.read_text())["answer"]["signature"]["instructions"] == "half a pair \ud800"
+    ascii_only = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    command = [sys.executable, "-m", "dspy_flashevolve.cli", "lineage", str(tmp_path / "run"), "--prompts"]
+    assert "half a pair ?" in subprocess.run(command, env=ascii_only, capture_output=True, text=True, check=True).stdout

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 from collections import defaultdict
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,16 @@ import dspy
 import pytest
 
 from dspy_flashevolve import Harness, Playbook
-from dspy_flashevolve.cli import main
-from dspy_flashevolve.engine.events import RequestTurnedAway, SeedValidated
+from dspy_flashevolve.cli import NO_RUN, WRONG_ARGUMENT, main
+from dspy_flashevolve.engine.events import ActorLost, RequestTurnedAway, SeedValidated
+from dspy_flashevolve.engine.journal import Journal
 from dspy_flashevolve.observe.figures import figures
 from dspy_flashevolve.observe.history import read
+from dspy_flashevolve.observe.report import report
 from dspy_flashevolve.observe.text import watch
 from tests.ace import child as ace
-from tests.fakes import Chain, digits, examples, reflection_lm
+from tests.contract.surface import simulated
+from tests.fakes import Chain, digits, examples, reflection_lm, task_lm
 from tests.harness import child as harness
 from tests.observe.runs import Session
 
@@ -33,8 +36,8 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 
 
 def complaint(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    """What a command complains of."""
-    assert main([str(one) for one in arguments]) == 1
+    """What a command complains of: of its arguments, or of the run."""
+    assert main([str(one) for one in arguments]) in (WRONG_ARGUMENT, NO_RUN)
     return capsys.readouterr().err
 
 
@@ -56,13 +59,40 @@ def test_watch_shows_a_run_of_another_process_until_it_is_over(tmp_path: Path) -
                 session.journal.flush_here()
 
         session.journal.flush_here()
-        history = watch(lambda: read(tmp_path), shown.append, wait)
+        history = watch("a run", lambda: read(tmp_path), shown.append, wait)
     assert [len(shown), left, history.state] == [4, [], "finished"]
     assert "running" in shown[0]
     assert "1,234" not in shown[0]
     assert "1,234" in shown[1]
     assert "0.7500 (candidate 1)" in shown[2]
     assert "because: nothing is left" in shown[3]
+
+
+def test_watch_waits_for_a_run_that_has_not_begun(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    printed: list[str] = []
+
+    def begin(_: float) -> None:  # in the place of a second's sleep
+        printed.append(capsys.readouterr().out)
+        if len(printed) == 2:
+            run.mkdir()
+        elif len(printed) == 3:
+            Journal(run).close()
+            (run / "journal.sqlite").rename(run / "journal.new")
+        elif len(printed) == 4:
+            (run / "journal.new").rename(run / "journal.sqlite")
+            begin.held = Journal(run)  # type: ignore[attr-defined]
+        elif len(printed) == 5:
+            begin.held.close()  # type: ignore[attr-defined]
+            with Session(run) as session:
+                session.ends("finished", "nothing is left")
+
+    monkeypatch.setattr("dspy_flashevolve.cli.time.sleep", begin)
+    assert main(["watch", str(run)]) == 0
+    assert printed == [f"waiting for a run in {run}: it has no journal yet (Ctrl-C ends this)\n", *[""] * 4]
+    assert "because: nothing is left" in capsys.readouterr().out
 
 
 def test_watch_says_how_much_longer_a_run_may_take(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -90,6 +120,63 @@ def test_watch_counts_what_was_made_again(tmp_path: Path, capsys: pytest.Capture
     assert "number" not in status
 
 
+def test_reflections_that_fail_are_of_no_use_and_have_their_reason_in_watch_and_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls, failed = count(), list[int]()
+
+    class Proposer:
+        def __call__(self, candidate: Any, *_: Any, **__: Any) -> dict[str, str]:
+            if (number := next(calls)) % 5 > 1:  # three in a row: some steps ask twice in vain
+                failed.append(number)
+                raise ValueError("out of ideas")
+            return dict.fromkeys(candidate, f"text {number}")
+
+    run = tmp_path / "run"
+    with dspy.context(lm=task_lm()):
+        simulated(80, instruction_proposer=Proposer(), log_dir=str(run))
+    status = said(capsys, "watch", run)
+    rows = {line.split()[0]: line.split()[1:] for line in status.splitlines() if line}
+    assert rows["reflection"][1] == str(len(failed)) != "0"
+    assert "failed: reflection failed: out of ideas" in status
+    assert "request failed after 0.0 s (propose): ValueError: out of ideas" in status
+    said(capsys, "report", run, "-o", tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert f"{len(failed)} times in propose: ValueError: out of ideas" in page
+    steps = [step for step in read(run).steps.values() if step.way == "failed"]
+    assert f"Steps that failed ({len(steps)})" in page
+
+
+def test_watch_and_report_tell_of_processes_that_were_lost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Session(tmp_path) as session:
+        session.tells(ActorLost(1.0, "its node has died"))
+        session.ends("finished")
+    assert 'ActorLost after 0.0 s: {"reason": "its node has died"}' in said(capsys, "watch", tmp_path)
+    page = report(read(tmp_path))
+    assert "Processes that ran rollouts and were lost" in page
+    assert "reason its node has died" in page
+
+
+def test_what_is_known_of_the_seed_while_it_is_validated_is_not_its_score(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Session(tmp_path) as session:
+        for example in (0, 1):
+            session.ran(-1, SEED, example, 1.0, stage="validate", split="val")
+        session.journal.flush_here()
+        assert "best score -, seed 2 examples, " in said(capsys, "watch", tmp_path, "--once")
+        prints = {"optimizer": "AsyncGEPA", "valset": "3 examples, 33222d6df30d"}
+        session.journal.append("sessions", id=2, pid=1, settings={}, fingerprints=prints)
+        session.journal.flush_here()
+        assert "best score -, seed 2 of 3 examples, " in said(capsys, "watch", tmp_path, "--once")
+        assert said(capsys, "lineage", tmp_path) == "candidate 0 (the seed): 2 of 3 examples validated\n"
+        assert "2 of 3 examples" in said(capsys, "compare", tmp_path)
+        assert "<dt>seed</dt><dd>2 of 3 examples</dd>" in report(read(tmp_path))
+        session.ran(-1, SEED, 2, 0.25, stage="validate", split="val")
+        session.journal.flush_here()
+        assert "seed 0.7500 on 3 examples" in said(capsys, "watch", tmp_path, "--once")
+
+
 def test_watch_ends_where_the_run_was_killed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with Session(tmp_path) as session:
         session.ran(0, SEED, 1, 0.5)
@@ -105,7 +192,7 @@ def test_the_last_figures_of_watch_are_those_of_the_run(
     words = {line.split()[0]: line.split()[1:] for line in lines if line}
     assert words["task"][2] == f"{stats.task_tokens:,}"
     assert words["reflection"][2] == f"{stats.reflection_tokens:,}"
-    assert f"metric calls {stats.metric_calls:,} of {stats.max_metric_calls:,}, 0 under way" in lines
+    assert f"metric calls {stats.metric_calls:,} of {stats.max_metric_calls:,}" in lines
     assert any(line.startswith(f"steps {stats.steps}: ") for line in lines)
 
 
@@ -335,7 +422,7 @@ def test_a_checkpoint_that_holds_code_is_refused_and_does_not_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "gepa_state.bin").write_bytes(pickle.dumps({"program_candidates": [Armed()]}))
-    assert main(["lineage", str(tmp_path)]) == 1
+    assert main(["lineage", str(tmp_path)]) == NO_RUN
     printed = capsys.readouterr()
     assert "builtins.print" in printed.err
     assert "it ran" not in printed.out
@@ -345,7 +432,8 @@ def test_a_checkpoint_that_holds_code_is_refused_and_does_not_run(
 def test_a_directory_without_a_run_is_refused_with_its_path(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert f"{tmp_path / 'journal.sqlite'} is missing" in complaint(capsys, command, tmp_path)
+    once = ["--once"] if command == "watch" else []
+    assert f"{tmp_path / 'journal.sqlite'} is missing" in complaint(capsys, command, tmp_path, *once)
 
 
 def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:

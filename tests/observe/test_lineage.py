@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dspy_flashevolve.cli import main
+from dspy_flashevolve.cli import NO_RUN, main
 from dspy_flashevolve.engine.errors import RunDirectoryError
 from dspy_flashevolve.engine.journal import Journal
 from dspy_flashevolve.engine.replay import BEFORE_STEPS, RunJournal
@@ -80,7 +80,7 @@ def test_a_line_of_thousands_of_candidates_is_told(tmp_path: Path) -> None:
 def test_a_lineage_without_a_journal_or_with_a_damaged_one_is_refused_with_its_path(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["lineage", str(tmp_path)]) == 1
+    assert main(["lineage", str(tmp_path)]) == NO_RUN
     assert f"{tmp_path / 'journal.sqlite'} is missing" in capsys.readouterr().err
     with Session(tmp_path) as session:
         session.commits(0, 1, [0], 0.5)

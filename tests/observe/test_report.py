@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import re
@@ -12,12 +13,24 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import dspy
 import pytest
 
-from dspy_flashevolve.engine.events import Integrated, RequestFinished, RolloutTimedOut, StageVisited
-from dspy_flashevolve.observe.figures import figures
+from dspy_flashevolve.engine.events import (
+    ActorLost,
+    EndpointAsked,
+    Integrated,
+    RequestFinished,
+    RequestTurnedAway,
+    RolloutTimedOut,
+    StageVisited,
+)
+from dspy_flashevolve.observe.figures import by_endpoint, example_scores, figures
 from dspy_flashevolve.observe.history import read
+from dspy_flashevolve.observe.origins import gone
 from dspy_flashevolve.observe.report import report
+from tests.contract.surface import simulated
+from tests.fakes import fake_lm, hashed, reply_for
 from tests.observe.runs import Session
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -32,6 +45,7 @@ class Page(HTMLParser):
         self.tags: list[str] = []
         self.ids: set[str] = set()
         self.targets: list[str] = []
+        self.attributes: set[str] = set()
         self.feed(text)
         self.cards = {
             unescape(name): unescape(value) for name, value in re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", text)
@@ -43,6 +57,7 @@ class Page(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
         found = dict(attrs)
+        self.attributes |= found.keys()
         self.ids |= {found["id"]} if found.get("id") else set()
         self.targets += [str(found[name]) for name in ("href", "src") if name in found]
 
@@ -99,17 +114,21 @@ def hostile(directory: Path) -> None:
     """A run all of whose texts try to be markup."""
     with Session(directory) as session:
         texts = {HOSTILE: f"{HOSTILE}\nmore"}
-        session.written.committed(0, 0, 0, texts, [], {}, 0.25)
+        session.written.committed(0, 0, 0, {HOSTILE: f"gone {HOSTILE}\nmore"}, [], {HOSTILE: 0.25}, 0.25)
         session.opens(1, texts, 1)
-        session.ran(1, texts, 1, 0.5, stage=HOSTILE)
+        trace = {"prediction": {"p": {HOSTILE: HOSTILE}}, "trace": [["p", {"d": {HOSTILE: HOSTILE}}, {"p": {}}]]}
+        session.ran(1, texts, 1, 0.5, stage=HOSTILE, trace=json.dumps(trace))
         session.tells(
             RequestFinished(1.0, 1, "propose", 0.5, 5, 0.1, HOSTILE),
             RolloutTimedOut(1.0, 1, HOSTILE, 1.0, 1),
+            RequestTurnedAway(1.0, HOSTILE, HOSTILE),
+            EndpointAsked(1.0, HOSTILE, 3),
+            ActorLost(1.0, HOSTILE),
             Integrated(1.0, 1, 0, (1,), ((1, HOSTILE, HOSTILE),)),
         )
         child = {HOSTILE: f"{HOSTILE}\nmore\nnew {HOSTILE}"}
         session.written.replied(1, "propose", "0", json.dumps({"texts": child, "feedback": [HOSTILE]}), 1, 0.0)
-        session.written.committed(1, 1, 1, child, [0], {}, 0.75)
+        session.written.committed(1, 1, 1, child, [0], {HOSTILE: 0.75}, 0.75)
         session.written.ended(1, "rejected", HOSTILE)
         session.ends("failed", HOSTILE)
 
@@ -118,7 +137,92 @@ def test_texts_of_a_run_are_no_markup(tmp_path: Path) -> None:
     hostile(tmp_path)
     text, page = of(tmp_path)
     assert not {"script", "img"} & set(page.tags)
-    assert text.count("&lt;script&gt;") > 10
+    for part in ("The best prompt", "Lines of the seed that are gone", "<svg", 'class="scores"', "It saw these"):
+        assert part in text
+    assert text.count("&lt;script&gt;") > 30
+    assert not {name for name in page.attributes if name.startswith("on")}
+
+
+def test_the_best_prompt_stands_there_as_a_whole(changed: tuple[Path, Any]) -> None:
+    directory, program = changed
+    text, _ = of(directory)
+    [shown] = re.findall(r'<pre class="whole">(.*?)</pre>', text, re.DOTALL)
+    assert unescape(shown) == program.predictors()[0].signature.instructions
+
+
+def test_lines_of_the_seed_that_are_gone_have_the_step_that_took_them_out(tmp_path: Path) -> None:
+    with Session(tmp_path) as session:
+        session.written.committed(0, 0, 0, {"answer": "first\nsecond\nthird"}, [], {}, 0.1)
+        for step, index, text in ((4, 1, "first\nsecond"), (7, 2, "second\nnew"), (9, 3, "worse")):
+            session.opens(step, {"answer": "x"}, 1)
+            session.written.committed(
+                step, index, index, {"answer": text}, [min(index - 1, 1)], {}, 0.5 - index % 2 / 9
+            )
+    history = read(tmp_path, replies=True)
+    assert history.best is not None
+    assert [(line.line, line.step, line.candidate) for line in gone(history, history.best)] == [
+        ("first", 7, 2),
+        ("third", 4, 1),
+    ]
+    rows = re.findall(r'<li class="old">(.*?)</li>', report(history), re.DOTALL)
+    told = [" ".join(re.sub(r"<[^>]*>", " ", row).split()) for row in rows]
+    assert told == ["first step 7 , since candidate 2", "third step 4, since candidate 1"]
+
+
+def test_scores_by_example_mark_the_pareto_front_and_leave_out_who_is_not_on_it(tmp_path: Path) -> None:
+    scores = [(0.2, 0.9, 0.1), (0.8, 0.1, 0.1), (0.1, 0.1, 0.2), (0.7, 0.8, 0.15)]
+    with Session(tmp_path) as session:
+        for index, values in enumerate(scores):
+            by_example = {f"{example}": value for example, value in enumerate(values)}
+            parents = [0] if index else []
+            session.written.committed(index, index, index, {"answer": f"{index}"}, parents, by_example, sum(values) / 3)
+    history = read(tmp_path, replies=True)
+    text = report(history)
+    marked = re.findall(r'<td class="win" title="candidate (\d), example (\d)">([\d.]+)<', text)
+    assert marked == [("0", "1", "0.9"), ("1", "0", "0.8"), ("2", "2", "0.2")]
+    short = example_scores(history, 3, 2)
+    assert [(one.index, wins) for one, _, wins in short.rows] == [(0, 1), (1, 1), (3, 0)], "the best, and the front"
+    assert short.left_out == (1, 1)
+
+
+def test_the_tree_is_a_picture_with_every_candidate_and_its_parents(counted: tuple[Path, Any]) -> None:
+    directory, program = counted
+    text, _ = of(directory)
+    [picture] = re.findall(r'<figure class="family">(.*?)</svg>', text, re.DOTALL)
+    titles = re.findall(r"<title>(.*?)</title>", picture)
+    details = program.detailed_results
+    assert len(titles) == len(details.candidates)
+    for index, (title, value) in enumerate(zip(titles, details.val_aggregate_scores, strict=True)):
+        assert title.startswith(f"candidate {index}: {value:.4f}")
+    edges = sum(parent is not None for parents in details.parents for parent in parents)
+    assert len(re.findall(r'<path class="(?:edge|way)"', picture)) == edges
+    assert ">score</text>" in picture
+
+
+def test_examples_of_a_step_are_shown_by_their_inputs_with_what_was_answered(counted: tuple[Path, Any]) -> None:
+    text, _ = of(counted[0])
+    seen = re.findall(r"It saw these.*?<ul>(.*?)</ul>", text, re.DOTALL)
+    assert seen
+    for part in seen:
+        assert re.findall(r"<li>t \d\b", part), "the question, not a number"
+        assert re.findall(r"→ \d \d \(\d\.\d\d\)", part)
+        assert "example" not in part
+
+
+def test_requests_by_endpoint_are_those_that_the_run_made(tmp_path: Path) -> None:
+    calls = itertools.count()
+
+    def answer(prompt: str) -> str:
+        if next(calls) in (20, 30):
+            raise dspy.LMRateLimitError("slow down")
+        return reply_for(prompt, answer=str(hashed(prompt) % 7))
+
+    with dspy.context(lm=fake_lm(answer)):
+        stats = simulated(60, log_dir=str(tmp_path)).async_stats
+    [row] = by_endpoint(read(tmp_path))
+    assert stats.retried_requests == row.turned_away == 2
+    assert row.answered == sum(stats.requests_by_stage.values())
+    assert f"<td>{row.name}</td><td>{row.answered}</td><td>2</td>" in of(tmp_path)[0]
 
 
 def large(directory: Path) -> None:

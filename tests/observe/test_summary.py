@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import pytest
 from dspy_flashevolve.engine.events import LimitChanged
 from tests.contract.surface import simulated
 from tests.contract.worlds import World, play
-from tests.fakes import Chain, reflection_lm, task_lm
+from tests.fakes import Chain, fake_lm, hashed, reflection_lm, reply_for, task_lm
 
 PRICE = {"input_cost_per_token": 1e-6, "output_cost_per_token": 2e-6, "litellm_provider": "openai", "mode": "chat"}
 
@@ -30,11 +31,31 @@ def stats() -> Any:
 
 def test_a_summary_says_what_held_a_run_back(stats: Any) -> None:
     assert "more slots (num_threads)" in repr(replace(stats, occupancy=0.95))
-    assert "rate limit" in repr(replace(stats, occupancy=0.95, pauses=3))
+    assert "turned requests away" in repr(replace(stats, occupancy=0.95, pauses=3))
     busy = {"rollout": 10.0, "propose": 30.0}
     assert "reflections took most" in repr(replace(stats, occupancy=0.5, busy_seconds_by_stage=busy))
     busy = {"rollout": 30.0, "propose": 10.0}
     assert "waited for each other" in repr(replace(stats, occupancy=0.5, busy_seconds_by_stage=busy))
+
+
+@pytest.mark.parametrize(
+    "error", [dspy.LMRateLimitError("429, slow down"), dspy.LMTransportError("refused by 10.0.0.1")]
+)
+def test_a_summary_says_what_the_provider_said_and_takes_no_dead_server_for_a_rate_limit(error: Exception) -> None:
+    calls = count()
+
+    def answer(prompt: str) -> str:
+        if 20 <= next(calls) < 25:
+            raise error
+        return reply_for(prompt, answer=str(hashed(prompt) % 7))
+
+    with dspy.context(lm=fake_lm(answer)):
+        stats = simulated(100).async_stats
+    again = stats.retried_requests
+    assert sum(stats.turned_away.values()) == again == 5
+    held_back = repr(replace(stats, pauses=1))
+    assert f"{again} requests were made again, {again} of them since: {error}" in held_back
+    assert "rate limit" not in held_back
 
 
 def test_a_summary_without_a_proposal_says_why_and_slots_are_those_that_the_limits_allowed(stats: Any) -> None:
@@ -51,9 +72,25 @@ def test_a_summary_without_a_proposal_says_why_and_slots_are_those_that_the_limi
 
 
 def test_a_run_with_nothing_to_improve_says_so() -> None:
-    stats = play(World(score=lambda text, question: 1.0), 60).async_stats
+    stats = play(World(score=lambda text, question: 1.0 if question.startswith("t") else 0.5), 60).async_stats
     assert "0 proposals; " in repr(stats)
     assert "ended since: all scores of its minibatch are perfect" in repr(stats)
+
+
+def test_steps_that_asked_for_no_child_are_not_called_rejected(stats: Any) -> None:
+    reasons = {
+        "its rollouts tested the changes that there are": 119,
+        "all scores of its minibatch are perfect": 3,
+        "no child passed its screen": 2,
+    }
+    ended = {"committed": 1, "rejected": 124}
+    shown = repr(replace(stats, steps=125, ended=ended, end_reasons=reasons, proposals=3))
+    assert "125 (1 committed, 2 rejected, 119 tested known changes, 3 found nothing to improve), 3 proposals" in shown
+
+
+def test_where_no_model_has_a_price_one_line_says_so_once() -> None:
+    assert repr(simulated(60).async_stats).count("unknown (litellm has no price for the models)") == 1
+    assert repr(simulated(60).async_stats).count("unknown") == 1
 
 
 def test_a_long_change_of_the_prompt_is_shown_in_part(stats: Any) -> None:
@@ -75,7 +112,9 @@ def test_dollars_are_counted_without_being_asked_for_and_unknown_prices_say_so()
     assert other.cost_dollars is None
     assert other.dollars_by_stage["propose"] is None
     assert other.dollars_by_stage["validate"] > 0
-    assert "propose unknown" in repr(other)
+    [dollars] = [line for line in repr(other).splitlines() if "dollars" in line]
+    assert dollars.endswith("; unknown for propose (litellm has no price for the model)")
+    assert dollars.count("unknown") == 1
 
 
 BAR = """
@@ -174,5 +213,5 @@ def test_the_bar_has_the_time_that_is_left_and_names_no_dollars_where_a_price_is
     assert "left" not in last
     assert "finishing" not in last
     assert "$0.00, " not in ran.stderr
-    assert "$ unknown" in [line for line in priced if "rollouts" in line][-1]
+    assert "$" not in [line for line in priced if "rollouts" in line][-1]
     assert not [line for line in timed if "$" in line], "nothing asked an LM"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import gc
 import queue
 import sqlite3
 import sys
@@ -20,7 +21,9 @@ import anyio
 import dspy
 import numpy
 import pytest
+from dspy.primitives.local_interpreter import LocalInterpreter
 from dspy.utils.callback import BaseCallback
+from pydantic import BaseModel, PrivateAttr
 
 from dspy_flashevolve.programs.copies import LARGEST, copied, isolated_copy
 from tests.fakes import Chain, fake_lm
@@ -48,11 +51,44 @@ class Slotted:
 
 
 class Guarded:
-    """State behind locks, as code that is called from threads has it."""
+    """State behind a lock, as code that is called from threads has it."""
+
+    def __init__(self, lock: Any = None) -> None:
+        self.lock = lock or threading.RLock()
+        self.notes = [1]
+
+
+class SlottedGuarded:
+    __slots__ = ("__lock", "notes")
 
     def __init__(self) -> None:
-        self.lock, self.changed, self.todo = threading.RLock(), threading.Condition(), queue.Queue[int]()
-        self.notes = [1]
+        self.__lock, self.notes = threading.Lock(), [1]
+
+
+class PickledGuarded(Guarded):
+    """It can be pickled, as many classes with locks can: the lock is left out, and made anew."""
+
+    def __getstate__(self) -> Any:
+        return {"notes": self.notes}
+
+    def __setstate__(self, state: Any) -> None:
+        self.__init__()
+        self.notes = state["notes"]
+
+
+class ModelGuarded(BaseModel):
+    notes: list[Any] = [1]
+    _lock: Any = PrivateAttr(default_factory=threading.Lock)
+
+
+class Acquirable:
+    """A limiter with a way of its own."""
+
+    def __init__(self) -> None:
+        self.free = 5
+
+    def acquire(self) -> None:
+        self.free -= 1
 
 
 class Client:
@@ -60,7 +96,6 @@ class Client:
 
     def __init__(self) -> None:
         self.connection = sqlite3.connect(":memory:", check_same_thread=False)
-        self.lock = threading.Lock()
         self.notes = [1]
 
 
@@ -162,7 +197,6 @@ COPIED: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any],
         repr,
     ),
     "examples": (lambda: [dspy.Example(question="q", answer="2")], lambda it: setattr(it[0], "answer", "3"), repr),
-    "object with locks": (Guarded, lambda it: (it.notes.append(2), it.todo.put(1)), lambda it: it.todo.qsize()),
     "object with a connection": (Client, lambda it: it.notes.append(2), lambda it: list(it.notes)),
     "large list": (lambda: list(range(LARGEST + 1)), lambda it: it.append(2), len),
     "large dict of lists": (lambda: {n: [n] for n in range(LARGEST)}, lambda it: it[0].append(2), repr),
@@ -209,50 +243,142 @@ SHARED: dict[str, Callable[[], Any]] = {
     "connection": lambda: sqlite3.connect(":memory:"),
     "object with a thread": Worker,
     "object with an end": Closes,
+    "queue": queue.Queue,
+    "event": threading.Event,
+    "object with a lock": Guarded,
+    "object with a semaphore": lambda: Guarded(threading.BoundedSemaphore(2)),
+    "object with a condition": lambda: Guarded(threading.Condition()),
+    "object with a queue": lambda: Guarded(queue.SimpleQueue()),
+    "object with a thread pool": lambda: Guarded(ThreadPoolExecutor(1)),
+    "object with a lock for each key": lambda: Guarded(defaultdict(threading.Lock)),
+    "object with striped locks": lambda: Guarded([threading.Lock(), threading.Lock()]),
+    "object with a lock and a connection": lambda: SimpleNamespace(lock=threading.Lock(), client=Client()),
+    "object with slots and a lock": SlottedGuarded,
+    "object with a lock that can be pickled": PickledGuarded,
+    "model with a lock": ModelGuarded,
+    "limiter that is acquired": Acquirable,
+    "dict with a lock and data": lambda: {"lock": threading.Lock(), "answers": {}},
 }
 
 
 @pytest.mark.parametrize("name", list(SHARED))
 def test_what_cannot_be_copied_or_is_nobodys_own_is_shared(name: str) -> None:
+    gc.collect()  # what tests before have left
+    closed = Closes.closed
     student: Any = Holder(lambda program: SHARED[name]())
     first, again = copied(student)
     rollout: Any = again(first)
     assert rollout.it is student.it
-    assert Closes.closed == 0
+    assert Closes.closed == closed
     assert rollout.step.callbacks == student.step.callbacks
 
 
-def test_of_an_object_with_a_connection_the_connection_is_shared_and_a_lock_beside_it_too() -> None:
+def test_of_an_object_with_a_connection_the_connection_is_shared() -> None:
     student: Any = Holder(lambda program: Client())
     rollout: Any = isolated_copy(student)
     assert rollout.it is not student.it
     assert rollout.it.connection is student.it.connection
-    assert rollout.it.lock is student.it.lock
+
+
+WITHIN: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "in a dict": (lambda it: {"deep": [it]}, lambda held: held["deep"][0]),
+    "in an object": (lambda it: SimpleNamespace(it=it, notes=[1]), lambda held: held.it),
+    "in an object with ways of its own": (lambda it: dspy.Example(it=it), lambda held: held.it),
+    "in a closure": (lambda it: lambda: it, lambda held: held()),
+    "in a tool": (lambda it: dspy.Tool(lambda query: it, name="t"), lambda held: held(query="q")),
+    "in a default": (lambda it: lambda query, mine=it: mine, lambda held: held("q")),
+    "in a partial": (lambda it: functools.partial(lambda mine: mine, it), lambda held: held()),
+    "as a method's owner": (lambda it: Callable_(it).__call__, lambda held: held("q")),
+}
+
+
+@pytest.mark.parametrize("within", list(WITHIN))
+@pytest.mark.parametrize("lock", [threading.Lock, asyncio.Lock, anyio.Lock, asyncio.Queue])
+def test_what_holds_a_lock_is_shared_by_rollouts_wherever_it_hangs(within: str, lock: Callable[[], Any]) -> None:
+    put, get = WITHIN[within]
+    guarded = Guarded(lock())
+    student: Any = Holder(lambda program: SimpleNamespace(held=put(guarded), same=guarded, notes=guarded.notes))
+    first, again = copied(student)
+    one, other = cast(Any, again(first)), cast(Any, again(first))
+    assert get(one.it.held) is get(other.it.held) is one.it.same
+    assert one.it.notes is other.it.notes is one.it.same.notes, "what it refers to is the same elsewhere"
+    assert one.notes is not other.notes
+    assert (one.it.same is guarded) == (lock is threading.Lock), "loops are a run's own"
 
 
 def test_what_limits_how_many_work_at_once_limits_all_rollouts() -> None:
-    locks = {
-        "lock": threading.RLock(), "semaphore": threading.Semaphore(2), "asyncio": asyncio.Semaphore(2),
-        "anyio": anyio.CapacityLimiter(2), "in an object": SimpleNamespace(lock=threading.Lock(), count=0),
-    }  # fmt: skip
-    student: Any = Holder(lambda program: locks)
+    locks = {"asyncio": asyncio.Semaphore(2), "anyio": anyio.CapacityLimiter(2), "thread": threading.Semaphore(2)}
+    student: Any = Holder(lambda program: SimpleNamespace(**locks))
     first, again = copied(student)
     one, other = cast(Any, again(first)), cast(Any, again(first))
-    for name in ("lock", "semaphore", "asyncio", "anyio"):
-        assert one.it[name] is other.it[name]
-        assert (one.it[name] is student.it[name]) == (name != "asyncio"), "loops are a run's own"
-    assert one.it["in an object"] is not other.it["in an object"]
-    assert one.it["in an object"].lock is other.it["in an object"].lock
+    assert one.it is other.it
+    for name in locks:
+        assert getattr(one.it, name) is getattr(other.it, name)
+        assert (getattr(one.it, name) is locks[name]) == (name != "asyncio"), "loops are a run's own"
 
 
-def test_a_queue_of_a_copy_is_its_own_and_works() -> None:
-    student: Any = Holder(lambda program: Guarded())
+def test_of_a_module_with_a_lock_the_data_is_shared_and_the_predictors_are_copied() -> None:
+    class Searcher(dspy.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.step, self.lock, self.answers = dspy.Predict("question -> answer"), threading.Lock(), {"q": ["a"]}
+            self.steps = {"first": self.step}
+            self.tool = self.search
+
+        def search(self, query: str) -> Any:
+            return self
+
+    student: Any = Holder(lambda program: Searcher())
+    first, again = copied(student)
+    rollout: Any = again(first)
+    assert rollout.it is not student.it
+    assert rollout.it.answers is student.it.answers
+    assert rollout.it.step is rollout.it.steps["first"] is not student.it.step
+    assert rollout.it.step.demos is not student.it.step.demos
+    assert rollout.it.tool("q") is rollout.it
+    assert rollout.notes is not student.notes, "the lock is another module's"
+
+
+def test_beside_a_semaphore_a_modules_data_stays_a_rollouts_own() -> None:
+    student: Any = Holder(lambda program: threading.Semaphore(2))
     rollout: Any = isolated_copy(student)
-    rollout.it.todo.put(1)
-    with rollout.it.changed:
-        rollout.it.changed.notify_all()
-    assert rollout.it.todo.get(timeout=1) == 1
-    assert student.it.todo.empty()
+    assert rollout.it is student.it
+    assert rollout.notes is not student.notes
+
+
+def test_what_holds_a_lock_and_a_predictor_works_on_the_rollouts_predictor_and_shares_its_data() -> None:
+    def made(program: Any) -> Any:
+        return SimpleNamespace(lock=threading.Lock(), answers={"q": 1}, step=program.step, ask=program.search)
+
+    student: Any = Holder(made)
+    rollout: Any = isolated_copy(student)
+    assert rollout.it.step is rollout.step
+    assert rollout.it.ask("q") is rollout
+    assert rollout.it.answers is student.it.answers
+
+
+def test_a_tool_with_a_lock_in_its_closure_shares_what_it_guards() -> None:
+    def made(program: Any) -> Any:
+        lock, notes = threading.Lock(), program.notes
+
+        def search(query: str) -> Any:
+            with lock:
+                return notes
+
+        return search
+
+    student: Any = Holder(made)
+    rollout: Any = isolated_copy(student)
+    assert rollout.it("q") is rollout.notes is student.notes
+
+
+def test_an_interpreter_of_dspys_with_its_locks_is_a_rollouts_own() -> None:
+    student: Any = Holder(lambda program: [dspy.Parallel(num_threads=2), LocalInterpreter()])
+    parallel, interpreter = cast(Any, isolated_copy(student)).it
+    assert parallel is not student.it[0]
+    assert parallel.cancel_jobs is not student.it[0].cancel_jobs
+    assert interpreter is not student.it[1]
+    assert interpreter._responses is not student.it[1]._responses
 
 
 def places(value: Any, path: str = "program", within: tuple[int, ...] = ()) -> Iterator[tuple[str, Any]]:

@@ -98,7 +98,7 @@ def test_sync_and_coroutine_metrics_score_and_give_feedback(function: Any, score
         threads = Threads(2, "metric")
         metric = Metric(function, threads)
         try:
-            return await metric.score(None, None), await threads.run(metric.blocking, None, None, None, "p", None)
+            return await metric.score(None, None), await metric.feedback(None, None, None, "p", None)
         finally:
             threads.close()
 

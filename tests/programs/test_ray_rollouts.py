@@ -21,7 +21,7 @@ import dspy
 import pytest
 
 from dspy_flashevolve import AsyncACE, AsyncGEPA, ConfigurationError, DspyRun, RunAbortedError
-from dspy_flashevolve.engine.events import LimitChanged
+from dspy_flashevolve.engine.events import ActorLost, Event, LimitChanged
 from dspy_flashevolve.engine.rollouts import Rollout
 from dspy_flashevolve.engine.steps import End, EndKind, LiveSteps, Step
 from dspy_flashevolve.programs.ray_rollouts import RayRollouts
@@ -310,7 +310,8 @@ def test_a_metric_that_kills_its_process_three_times_is_a_failure_with_a_name(
 
 
 def test_an_actor_that_died_with_nothing_in_it_is_used_again(cluster: str, tmp_path: Path) -> None:
-    one, found = made(), list[Rollout]()
+    one, found, heard = made(), list[Rollout](), list[Event]()
+    one.bus.subscribe(heard.append)
 
     def metric(gold: Any, pred: Any) -> float:
         (tmp_path / gold.question).write_text(str(os.getpid()))
@@ -330,6 +331,7 @@ def test_an_actor_that_died_with_nothing_in_it_is_used_again(cluster: str, tmp_p
 
     one.run_sync(lambda: one.evolve(step, LiveSteps(1, strict=True), calls=len(TRAIN)))
     assert [rollout.score for rollout in found] == [1.0] * len(TRAIN)
+    assert len([event for event in heard if isinstance(event, ActorLost)]) == 1, "who looks at the run sees it, too"
 
 
 def test_a_run_directory_counts_each_call_once_though_a_process_died(cluster: str, tmp_path: Path) -> None:

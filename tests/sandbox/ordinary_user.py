@@ -31,10 +31,10 @@ for name, arguments in asked.items():
 
 def main(path: str) -> None:
     for without in ((), ("seccomp",), ("namespaces", "landlock")):
-        with lab(audited=False, without=without) as one:
-            outcome = one.run(module(CALLS.format(path=path)))
+        with lab(audited=False, without=without) as box:
+            outcome = box.run(module(CALLS.format(path=path)))
             assert outcome.failure is None, str(outcome.failure)
-            print(json.dumps([one.sandbox.missing, outcome.fields["answer"]]))
+            print(json.dumps([box.sandbox.missing, outcome.fields["answer"]]))
 
 
 if __name__ == "__main__":

@@ -29,9 +29,9 @@ linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the san
 
 @pytest.fixture(scope="module")
 def roomy() -> Generator[Lab]:
-    with lab(Limits(output_bytes=8 << 20)) as one:
-        yield one
-        assert one.is_well()
+    with lab(Limits(output_bytes=8 << 20)) as box:
+        yield box
+        assert box.is_well()
 
 
 async def never(request: object) -> NoReturn:
@@ -50,8 +50,8 @@ def test_a_child_that_dies_during_an_lm_call_ends_the_call(roomy: Lab) -> None:
 @pytest.fixture(scope="module")
 def brief() -> Generator[Lab]:
     """Half a second for all that a run does."""
-    with lab(Limits(total_seconds=0.5, seconds=600.0)) as one:
-        yield one
+    with lab(Limits(total_seconds=0.5, seconds=600.0)) as box:
+        yield box
 
 
 @linux
@@ -92,8 +92,8 @@ def test_the_words_of_an_error_read_no_file(monkeypatch: pytest.MonkeyPatch) -> 
     with monkeypatch.context() as patched:
         for name in ("getline", "getlines", "checkcache", "updatecache"):
             patched.setattr(f"linecache.{name}", refused)
-        told = guest._told(error)
-    assert told.splitlines() == ["ZeroDivisionError: division by zero", "  line 3, in <module>", "  line 2, in f"]
+        described = guest._described(error)
+    assert described.splitlines() == ["ZeroDivisionError: division by zero", "  line 3, in <module>", "  line 2, in f"]
 
 
 @linux
@@ -106,8 +106,8 @@ def test_the_total_time_bounds_the_candidates_own_time_too(brief: Lab) -> None:
 @pytest.mark.parametrize(("tokens", "calls"), [(7, 1), (8, 2)])
 def test_no_lm_call_is_made_once_the_tokens_are_used(tokens: int, calls: int) -> None:
     """Each call has 7."""
-    with lab(Limits(lm_tokens=tokens)) as one:
-        outcome = one.run(module("for _ in range(3): dspy.settings.lm('again')\nwhile True: dspy.settings.lm('more')"))
+    with lab(Limits(lm_tokens=tokens)) as box:
+        outcome = box.run(module("for _ in range(3): dspy.settings.lm('again')\nwhile True: dspy.settings.lm('more')"))
     assert outcome.failure is not None
     assert outcome.failure.reason == "lm_tokens"
     assert str(tokens) in outcome.failure.message
@@ -118,14 +118,14 @@ def test_no_lm_call_is_made_once_the_tokens_are_used(tokens: int, calls: int) ->
 @pytest.mark.parametrize("without", [(), ("namespaces",)], ids=["all layers", "no namespaces"])
 def test_many_runs_leave_no_process_no_file_and_no_descriptor(without: tuple[str, ...]) -> None:
     body = "import os\nopen('mine', 'w').write('x' * 1000)\nfound = os.getcwd()"
-    with lab(without=without) as one:
-        homes = {str(one.run(module(body)).fields["answer"])}
-        server = one.sandbox.process_id
+    with lab(without=without) as box:
+        homes = {str(box.run(module(body)).fields["answer"])}
+        server = box.sandbox.process_id
         held = [descriptors(number) for number in (os.getpid(), server)]
-        homes |= {str(one.run(module(body)).fields["answer"]) for _ in range(40)}
-        assert one.sandbox.process_id == server
+        homes |= {str(box.run(module(body)).fields["answer"]) for _ in range(40)}
+        assert box.sandbox.process_id == server
         assert [descriptors(number) for number in (os.getpid(), server)] == held
-        assert not children_of(one)
+        assert not children_of(box)
         assert len(homes) == (41 if without else 1), "each has its own file system, or its own directory"
         assert not any(Path(home, "mine").exists() for home in homes)
 
@@ -137,7 +137,7 @@ def descriptors(process_id: int | None) -> int:
 @linux
 def test_an_answer_during_an_lm_call_is_no_answer(roomy: Lab) -> None:
     frames = [b'{"lm":{"messages":[{"role":"user","content":"x"}]}}', b'{"kind":"done","fields":{"answer":"forged"}}']
-    sends = "\n".join(f"os.write(wire, ({len(one)}).to_bytes(4, 'big') + {one!r})" for one in frames)
+    sends = "\n".join(f"os.write(wire, ({len(frame)}).to_bytes(4, 'big') + {frame!r})" for frame in frames)
     outcome = roomy.run(module(wire_code(f"{sends}\nimport time; time.sleep(60)")), call_lm=never)
     assert outcome.failure is not None
     assert outcome.failure.reason == "protocol"
@@ -173,17 +173,17 @@ def temporary(monkeypatch: pytest.MonkeyPatch) -> Generator[Path]:
 
 @linux
 def test_a_fork_server_that_died_is_reaped_and_its_files_are_gone(temporary: Path) -> None:
-    with lab() as one:
-        if "namespaces" in one.sandbox.missing:
+    with lab() as box:
+        if "namespaces" in box.sandbox.missing:
             pytest.skip("nobody is left who could remove its files")
-        server = one.sandbox._server
+        server = box.sandbox._server
         assert server is not None
         os.kill(server.process.pid, signal.SIGKILL)
         os.waitid(os.P_PID, server.process.pid, os.WEXITED | os.WNOWAIT)  # it is gone before its loop can hear of it
-        assert one.is_well()
-        reaping = one.sandbox._reaping
+        assert box.is_well()
+        reaping = box.sandbox._reaping
         assert reaping is not None
-        one.await_(asyncio.wait([reaping]))
+        box.await_(asyncio.wait([reaping]))
         assert server.process.returncode == -signal.SIGKILL
 
 
@@ -209,8 +209,8 @@ def test_a_host_that_is_killed_leaves_no_process_and_no_file(temporary: Path, wi
 @pytest.fixture(scope="module")
 def hooked() -> Generator[Lab]:
     """The hook alone."""
-    with lab(without=("namespaces", "landlock", "seccomp")) as one:
-        yield one
+    with lab(without=("namespaces", "landlock", "seccomp")) as box:
+        yield box
 
 
 @linux
@@ -245,14 +245,14 @@ def example(word: str) -> dspy.Example:
 def test_smoke_examples_are_those_that_nobody_is_scored_on() -> None:
     student: Any = dspy.Predict("question -> answer")
     train, val = [example(word) for word in "abcd"], [example(word) for word in "cdef"]
-    assert [one.question for one in task_of(student, train, val).smoke_examples] == ["a", "b"]
-    assert [one.question for one in task_of(student, train, None).smoke_examples] == ["a", "b", "c", "d"]
+    assert [example.question for example in task_of(student, train, val).smoke_examples] == ["a", "b"]
+    assert [example.question for example in task_of(student, train, None).smoke_examples] == ["a", "b", "c", "d"]
 
 
 def test_without_examples_apart_no_label_reaches_a_proposer() -> None:
     overlapping = search(Watched(), train=6, val=8, same=True).detailed_results
-    traces = [trace for one in overlapping.candidates for trace in one.traces]
+    traces = [trace for candidate in overlapping.candidates for trace in candidate.traces]
     assert traces
     assert not [trace for trace in traces if trace.labels or trace.feedback]
     apart = search(Watched()).detailed_results
-    assert all(trace.labels for one in apart.candidates for trace in one.traces)
+    assert all(trace.labels for candidate in apart.candidates for trace in candidate.traces)

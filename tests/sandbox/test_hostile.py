@@ -29,24 +29,24 @@ LABEL = "label-kept-in-the-host-only"
 
 @pytest.fixture(scope="module")
 def audited() -> Generator[Lab]:
-    with lab() as one:
-        yield one
-        assert one.is_well()
+    with lab() as box:
+        yield box
+        assert box.is_well()
 
 
 @pytest.fixture(scope="module")
 def unaudited() -> Generator[Lab]:
-    with lab(audited=False) as one:
-        yield one
-        assert one.is_well()
+    with lab(audited=False) as box:
+        yield box
+        assert box.is_well()
 
 
 @pytest.fixture(scope="module")
 def unfiltered() -> Generator[Lab]:
     """Without the hook and without the seccomp filter: the layers below these."""
-    with lab(audited=False, without=("seccomp",)) as one:
-        yield one
-        assert one.is_well()
+    with lab(audited=False, without=("seccomp",)) as box:
+        yield box
+        assert box.is_well()
 
 
 @pytest.fixture(params=["audited", "unaudited"])
@@ -70,10 +70,10 @@ def failure_of(where: Lab, body: str, *reasons: str) -> str:
 @pytest.fixture(scope="module")
 def bare() -> Generator[Lab]:
     """As on a machine that has nothing of the kernel's: limits, the group, another user for root, the hook."""
-    with lab(without=("namespaces", "landlock", "seccomp")) as one:
-        assert set(one.sandbox.missing) >= {"namespaces", "landlock", "seccomp"}
-        yield one
-        assert one.is_well()
+    with lab(without=("namespaces", "landlock", "seccomp")) as box:
+        assert set(box.sandbox.missing) >= {"namespaces", "landlock", "seccomp"}
+        yield box
+        assert box.is_well()
 
 
 def children_of(where: Lab) -> str:
@@ -103,8 +103,8 @@ def test_an_endless_loop_ends_with_its_processor_time(either: Lab) -> None:
 
 
 def test_an_endless_wait_ends_with_its_time() -> None:
-    with lab(Limits(seconds=1.0)) as one:
-        assert "more than 1 seconds" in failure_of(one, "import time; time.sleep(10**6)", "time")
+    with lab(Limits(seconds=1.0)) as box:
+        assert "more than 1 seconds" in failure_of(box, "import time; time.sleep(10**6)", "time")
 
 
 @pytest.mark.parametrize(
@@ -206,8 +206,8 @@ def test_huge_output_is_refused(either: Lab, body: str) -> None:
 
 
 def test_what_a_candidate_prints_is_cut() -> None:
-    with lab() as one:
-        outcome = one.run(module("print('start' + 'x' * 10000 + 'end'); found = 'printed'"))
+    with lab() as box:
+        outcome = box.run(module("print('start' + 'x' * 10000 + 'end'); found = 'printed'"))
     assert outcome.failure is None
     assert len(outcome.printed) == 2000
     assert outcome.printed.endswith("end\n")
@@ -224,8 +224,8 @@ def test_no_label_is_in_the_child() -> None:
         "found = any(needle in value for one in seen for value in "
         "(one.values() if type(one) is dict else one) if type(value) is str and value is not needle)"
     )
-    with lab(Limits(cpu_seconds=60, seconds=600.0), audited=False) as one:
-        outcome = one.run(module(body), inputs=dict(example.inputs()))
+    with lab(Limits(cpu_seconds=60, seconds=600.0), audited=False) as box:
+        outcome = box.run(module(body), inputs=dict(example.inputs()))
     assert outcome.fields == {"answer": False}
 
 
@@ -368,8 +368,8 @@ def test_a_child_that_does_not_read_is_ended() -> None:
         return LmRecord([], ["x" * 4_000_000], 1, 1)
 
     body = f"for _ in range(3): os.write(wire, ({len(message)}).to_bytes(4, 'big') + {message!r})\nwhile True: pass"
-    with lab(Limits(seconds=2.0, cpu_seconds=60, lm_calls=5)) as one:
-        outcome = one.run(module(wire_code(body)), call_lm=long)
+    with lab(Limits(seconds=2.0, cpu_seconds=60, lm_calls=5)) as box:
+        outcome = box.run(module(wire_code(body)), call_lm=long)
     assert outcome.failure is not None
     assert outcome.failure.reason == "time"
 
@@ -388,23 +388,23 @@ def test_what_the_call_of_the_lm_raises_passes_through_and_leaves_no_child(audit
 
 
 def test_a_fork_server_that_is_killed_is_started_again() -> None:
-    with lab() as one:
-        server = one.sandbox.process_id
+    with lab() as box:
+        server = box.sandbox.process_id
         assert server is not None
         os.kill(server, signal.SIGKILL)
-        assert one.is_well()
-        assert one.sandbox.process_id != server
+        assert box.is_well()
+        assert box.sandbox.process_id != server
 
 
 def test_a_run_that_is_cancelled_and_a_sandbox_that_is_closed_leave_nothing() -> None:
-    with lab(Limits(seconds=600.0)) as one:
-        server = one.sandbox.process_id
-        one.await_(_cancelled_meanwhile(one))
-        assert not children_of(one)
+    with lab(Limits(seconds=600.0)) as box:
+        server = box.sandbox.process_id
+        box.await_(_cancelled_meanwhile(box))
+        assert not children_of(box)
     assert not Path(f"/proc/{server}").exists()
 
 
-async def _cancelled_meanwhile(one: Lab) -> None:
+async def _cancelled_meanwhile(box: Lab) -> None:
     running = asyncio.Event()
 
     async def never_answered(request: object) -> NoReturn:
@@ -413,7 +413,7 @@ async def _cancelled_meanwhile(one: Lab) -> None:
         raise AssertionError
 
     job = Job(module("dspy.settings.lm('x')"), "Candidate", {"question": "?"})
-    run = asyncio.ensure_future(one.sandbox.run(job, never_answered))
+    run = asyncio.ensure_future(box.sandbox.run(job, never_answered))
     await running.wait()
     run.cancel()
     with pytest.raises(asyncio.CancelledError):

@@ -29,11 +29,11 @@ AS_ORDINARY_USER: Any = {"user": ORDINARY_USER, "group": ORDINARY_USER, "extra_g
 
 @pytest.fixture(scope="module", params=[(), ("namespaces", "landlock")], ids=["all layers", "seccomp alone"])
 def filtered(request: pytest.FixtureRequest) -> Generator[Lab]:
-    with lab(audited=False, without=request.param) as one:
-        if "seccomp" in one.sandbox.missing:
+    with lab(audited=False, without=request.param) as box:
+        if "seccomp" in box.sandbox.missing:
             pytest.skip("the kernel has no seccomp filters, or the architecture is not known")
-        yield one
-        assert one.is_well()
+        yield box
+        assert box.is_well()
 
 
 @pytest.mark.parametrize("body", [
@@ -114,9 +114,9 @@ def test_a_machine_that_is_not_known_has_no_filter() -> None:
 
 
 def test_the_layer_is_named_where_it_is_missing() -> None:
-    with lab(without=("seccomp",)) as one:
-        assert "seccomp" in one.sandbox.missing
-        assert one.is_well()
+    with lab(without=("seccomp",)) as box:
+        assert "seccomp" in box.sandbox.missing
+        assert box.is_well()
 
 
 def python_of_an_ordinary_user(home: Path) -> list[str]:
@@ -132,16 +132,21 @@ def python_of_an_ordinary_user(home: Path) -> list[str]:
         subprocess.run([python, "-m", "venv", "--without-pip", home], check=True)
         libraries = home / "lib" / version / "site-packages"
         libraries.rmdir()
-        libraries.symlink_to(sysconfig.get_path("purelib"))
-        return [str(home / "bin" / "python")]
-    pytest.skip("no Python that an ordinary user may run")
+        libraries.symlink_to(os.path.realpath(sysconfig.get_path("purelib")))
+        able = [str(home / "bin" / "python")]
+        if not subprocess.run([*able, "-c", "import anyio"], capture_output=True, **AS_ORDINARY_USER).returncode:
+            return able
+    pytest.skip("no Python, or no libraries, that an ordinary user may read")
 
 
 @pytest.fixture
 def home_of_another() -> Generator[Path]:
-    """A directory of an ordinary user's, with a copy of this package."""
+    """A directory of an ordinary user's, with copies of this package and its tests: that user may not be able to enter
+    the folder in which the clone lies."""
     with tempfile.TemporaryDirectory() as home:
-        shutil.copytree(ROOT / "dspy_flashevolve", Path(home, "dspy_flashevolve"))
+        for folder in ("dspy_flashevolve", "tests/sandbox"):
+            shutil.copytree(ROOT / folder, Path(home, folder))
+        shutil.copy(ROOT / "tests" / "__init__.py", Path(home, "tests"))
         if os.geteuid() == 0:
             for path in (Path(home), *Path(home).rglob("*")):
                 os.chown(path, ORDINARY_USER, ORDINARY_USER)
@@ -160,7 +165,7 @@ def test_a_candidate_changes_nothing_of_what_belongs_to_the_user_who_runs_it(hom
     ended = subprocess.run(
         [*python_of_an_ordinary_user(home_of_another / "python"), "-m", "tests.sandbox.ordinary_user", str(target)],
         cwd=home_of_another,
-        env={"PYTHONPATH": str(ROOT), "HOME": str(home_of_another)},
+        env={"PYTHONPATH": str(home_of_another), "HOME": str(home_of_another)},
         capture_output=True,
         text=True,
         **AS_ORDINARY_USER,
@@ -170,3 +175,31 @@ def test_a_candidate_changes_nothing_of_what_belongs_to_the_user_who_runs_it(hom
         if not {"namespaces", "seccomp"} <= set(missing):
             assert not {name: told for name, told in found.items() if told[0] == 0}, f"without {missing}"
     assert state() == before
+
+
+HIDING = """
+import os, sys
+from dspy_flashevolve.sandbox import confinement
+confinement.HIDDEN = ()  # the private folder of this test lies in one of these
+if not confinement.hide_others_files([sys.argv[1]]):
+    sys.exit("no mounts")
+os.setresuid(confinement.NOBODY, confinement.NOBODY, confinement.NOBODY)
+print(sorted(os.listdir(sys.argv[1])), os.listdir(os.path.dirname(sys.argv[1])))
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root's sandbox becomes another user")
+def test_libraries_below_a_folder_of_roots_alone_are_found_in_the_sandbox_and_nothing_else_of_it(
+    tmp_path: Path,
+) -> None:
+    private, other = tmp_path / "private", tmp_path / "other"
+    (private / "libraries").mkdir(parents=True)
+    (private / "libraries" / "numbers.py").touch()
+    (private / "secret").touch()
+    private.chmod(0o700)
+    other.mkdir()
+    command = [sys.executable, "-c", HIDING, str(private / "libraries")]
+    ended = subprocess.run(command, env={"PYTHONPATH": str(ROOT), "TMPDIR": str(other)}, capture_output=True, text=True)
+    if "no mounts" in ended.stderr:
+        pytest.skip("this machine lets nothing be mounted")
+    assert ended.stdout == "['numbers.py'] ['libraries']\n", ended.stderr

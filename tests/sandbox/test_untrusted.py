@@ -57,7 +57,7 @@ REPLY = st.lists(TOKENS | st.text(max_size=20), max_size=12).map("".join)
 
 
 @pytest.fixture(scope="module")
-def one() -> Generator[Lab]:
+def box() -> Generator[Lab]:
     if not sys.platform.startswith("linux"):
         pytest.skip("the sandbox needs Linux")
     with lab() as started:
@@ -125,8 +125,8 @@ def test_a_frame_of_the_greatest_depth_is_read() -> None:
     b'{"kind":"done","fields":{},"memory":1e999}',
     b'{"kind":"done","fields":{},"memory":' + b"[" * 500 + b"]" * 500 + b"}",
 ])  # fmt: skip
-def test_a_child_that_sends_what_cannot_be_read_has_failed(one: Lab, frame: bytes) -> None:
-    outcome = one.run(module(sent(frame)))
+def test_a_child_that_sends_what_cannot_be_read_has_failed(box: Lab, frame: bytes) -> None:
+    outcome = box.run(module(sent(frame)))
     assert outcome.failure is not None
     assert outcome.failure.reason == "protocol"
 
@@ -134,10 +134,10 @@ def test_a_child_that_sends_what_cannot_be_read_has_failed(one: Lab, frame: byte
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.dictionaries(st.sampled_from(["kind", "fields", "memory", "lm", "printed", "reason", "message"]),
                        JSON | REQUEST | st.sampled_from(["done", "failed", "died"])))  # fmt: skip
-def test_no_frame_of_a_child_harms_the_host(one: Lab, message: dict[str, Any]) -> None:
+def test_no_frame_of_a_child_harms_the_host(box: Lab, message: dict[str, Any]) -> None:
     frame = json.dumps(message).encode()
     ended = wire_code(f"os.write(wire, ({len(frame)}).to_bytes(4, 'big') + {frame!r})\nos._exit(0)")
-    outcome = one.run(module(ended))
+    outcome = box.run(module(ended))
     assert outcome.failure is not None or message["kind"] == "done"
 
 

@@ -39,8 +39,8 @@ def test_the_same_seed_gives_the_same_faults(weights: list[int], seed: int, numb
 
 
 def test_another_seed_gives_other_faults() -> None:
-    one, other = Faults(server_error=0.5, seed=1), Faults(server_error=0.5, seed=2)
-    assert [one.drawn(number) for number in range(64)] != [other.drawn(number) for number in range(64)]
+    first, other = Faults(server_error=0.5, seed=1), Faults(server_error=0.5, seed=2)
+    assert [first.drawn(number) for number in range(64)] != [other.drawn(number) for number in range(64)]
 
 
 @given(st.integers(0, 10**9), st.floats(0, 1e9))
@@ -66,9 +66,9 @@ def test_bursts_begin_after_one_period_and_last_as_long_as_they_should(
     else:
         assert (fault.kind, fault.status) == ("rate_limit", 429)
         assert fault.retry_after_seconds == pytest.approx(every * share * (1 - within), abs=1e-6 * every * (burst + 1))
-        assert faults.burst_left(moment + fault.retry_after_seconds * 1.001 + 1e-6 * moment) == 0
+        assert faults.burst_remaining_seconds(moment + fault.retry_after_seconds * 1.001 + 1e-6 * moment) == 0
     pause = (burst + share + within * (1 - share)) * every
-    assert faults.burst_left(pause) <= 1e-9 * pause
+    assert faults.burst_remaining_seconds(pause) <= 1e-9 * pause
 
 
 def test_a_burst_moves_no_other_fault() -> None:

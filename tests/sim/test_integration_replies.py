@@ -42,8 +42,8 @@ def verdicts_of(
     head: list[Rule], children: dict[int, list[Rule]], model: ReplyModel = FAITHFUL
 ) -> tuple[dict[Any, Any], list[Rule]]:
     verdicts, text = integrate(text_of(head), shown(children), model, Choices(0, "x"))
-    assert [one["child"] for one in verdicts] == list(children)
-    return {one["child"]: one["verdict"] for one in verdicts}, rules_in(text)
+    assert [verdict["child"] for verdict in verdicts] == list(children)
+    return {verdict["child"]: verdict["verdict"] for verdict in verdicts}, rules_in(text)
 
 
 def test_a_new_rule_is_orthogonal_a_known_one_subsumed_and_a_contradicting_one_conflicting() -> None:
@@ -152,7 +152,11 @@ def test_the_default_module_reads_what_the_simulated_model_writes(adapter: Any) 
     ]
     with dspy.context(lm=fake_lm(simulated), adapter=adapter):
         seen = StaleCandidateReflection()(head=head, children=children)
-    assert {one.child: one.verdict for one in seen.verdicts} == {1: "conflicting", 2: "orthogonal", 3: "subsumed"}
+    assert {verdict.child: verdict.verdict for verdict in seen.verdicts} == {
+        1: "conflicting",
+        2: "orthogonal",
+        3: "subsumed",
+    }
     assert rules_in(seen.texts["p"]) == [RULES[0], RULES[4]]
 
 

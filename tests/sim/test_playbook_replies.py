@@ -49,7 +49,7 @@ def test_the_reflector_names_the_missed_rules_and_tags_what_was_cited(adapter: d
     inputs = {"task": "q", "attempt": "a", "feedback": feedback, "cited_bullets": BOOK.render()}
     reply = asked(SampleReflection(), "sample_reflection", adapter, **inputs)
     assert all(str(rule) in reply.insight for rule in RULES[:3])
-    assert parse_tags(reply.bullet_tags) == ([(one.id, "helpful") for one in BOOK.bullets], [])
+    assert parse_tags(reply.bullet_tags) == ([(bullet.id, "helpful") for bullet in BOOK.bullets], [])
 
 
 @ADAPTERS
@@ -60,7 +60,9 @@ def test_the_curator_adds_rules_that_the_playbook_has_not(adapter: dspy.Adapter)
 
 
 def test_the_curator_sometimes_removes_a_rule_and_sometimes_adds_a_general_sentence() -> None:
-    assert Remove("str-1") in [one for seed in range(8) for one in curated("", seed=seed, model={"forgets": 1.0})]
+    assert Remove("str-1") in [
+        operation for seed in range(8) for operation in curated("", seed=seed, model={"forgets": 1.0})
+    ]
     (useless,) = curated("Be kind.")
     assert useless.content in USELESS_SENTENCES
 

@@ -16,18 +16,18 @@ from dspy_flashevolve.sim.quota import Counting, QuotaCounter
 @pytest.mark.parametrize("counting", ["bucket", "fixed", "sliding"])
 def test_a_minutes_worth_is_let_in_and_the_next_is_told_when_to_come(counting: Counting) -> None:
     counter = QuotaCounter(Quota(6, 10_000, counting))
-    assert [counter.refuses(1.0, 10) for _ in range(6)] == [None] * 6
-    wait = counter.refuses(1.0, 10)
+    assert [counter.admit(1.0, 10) for _ in range(6)] == [None] * 6
+    wait = counter.admit(1.0, 10)
     assert wait is not None
-    assert counter.refuses(1.0 + 0.9 * wait, 10) is not None
-    assert counter.refuses(1.0 + wait, 10) is None
+    assert counter.admit(1.0 + 0.9 * wait, 10) is not None
+    assert counter.admit(1.0 + wait, 10) is None
 
 
 def test_windows_differ_where_a_minute_ends() -> None:
-    late = {one: QuotaCounter(Quota(2, 100, one)) for one in ("fixed", "sliding", "bucket")}
+    late = {counting: QuotaCounter(Quota(2, 100, counting)) for counting in ("fixed", "sliding", "bucket")}
     for counter in late.values():
-        assert [counter.refuses(59.0, 1) for _ in range(2)] == [None, None]
-    assert {name: counter.refuses(61.0, 1) is None for name, counter in late.items()} == {
+        assert [counter.admit(59.0, 1) for _ in range(2)] == [None, None]
+    assert {name: counter.admit(61.0, 1) is None for name, counter in late.items()} == {
         "fixed": True,
         "sliding": False,
         "bucket": False,
@@ -36,7 +36,7 @@ def test_windows_differ_where_a_minute_ends() -> None:
 
 def test_a_bucket_may_hold_less_than_a_minute() -> None:
     counter = QuotaCounter(Quota(60, 10_000, holds_seconds=5.0))
-    assert [counter.refuses(0.0, 1) for _ in range(6)] == [None] * 5 + [1.0]
+    assert [counter.admit(0.0, 1) for _ in range(6)] == [None] * 5 + [1.0]
 
 
 @pytest.mark.parametrize("wrong", [{"requests": 0}, {"tokens": 0}, {"counting": "weekly"}, {"holds_seconds": 0.0}])

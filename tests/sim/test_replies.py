@@ -65,7 +65,7 @@ def test_crowding_lowers_obedience_with_the_number_of_rules() -> None:
 def test_a_rewriting_reflection_learns_as_much_and_leaves_no_part_as_it_was() -> None:
     model, current = replace(FAITHFUL, rewrites=1.0), CURRENT
     for choices in many(40):
-        plain, text = (new_instruction(current, FEEDBACK, one, choices) for one in (FAITHFUL, model))
+        plain, text = (new_instruction(current, FEEDBACK, reply_model, choices) for reply_model in (FAITHFUL, model))
         assert set(rules_in(text)) == set(rules_in(plain))
         assert "Do it well." in text
         assert changes_between({"": current}, {"": text}, ()) is None

@@ -166,7 +166,7 @@ def test_a_request_that_comes_again_is_answered_anew_by_a_model_that_resamples()
 
     def texts(model: ReplyModel) -> list[str]:
         repeats = Repeats()
-        return [reply_to(request, H100_QWEN3_8B, model, 0, repeats.of(request)).text for _ in range(5)]
+        return [reply_to(request, H100_QWEN3_8B, model, 0, repeats.count(request)).text for _ in range(5)]
 
     assert len(set(texts(ReplyModel()))) == 1
     assert len(set(texts(ReplyModel(resamples=True)))) > 1

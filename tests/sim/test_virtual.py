@@ -60,7 +60,7 @@ def test_an_awaited_lm_call_switches_no_thread() -> None:
 
     async def main() -> Any:
         answer = await dspy.Predict("question -> answer").acall(question="why?", lm=SimulatedModel().lm())
-        threads.update(one.name for one in threading.enumerate())
+        threads.update(thread.name for thread in threading.enumerate())
         return answer.answer
 
     assert run(main)
@@ -176,11 +176,11 @@ def test_many_threads_wait_for_the_model_at_once() -> None:
         await asyncio.gather(*(asyncio.to_thread(asking(model, f"question {number}")) for number in range(8)))
         return now()
 
-    async def one() -> float:
+    async def ask() -> float:
         await asyncio.to_thread(asking(SimulatedModel(), "question 0"))
         return now()
 
-    assert run(main) < 8 * run(one)
+    assert run(main) < 8 * run(ask)
     assert model.requests == {"task": 8}
 
 
@@ -309,13 +309,15 @@ def test_two_equal_runs_give_equal_latencies(plan: list[tuple[bool, int]]) -> No
         model = SimulatedModel(seed=3)
 
         async def main() -> Any:
-            async def one(number: int, thread: bool, delay: int) -> tuple[int, float, str]:
+            async def timed_answer(number: int, thread: bool, delay: int) -> tuple[int, float, str]:
                 await asyncio.sleep(delay / 4)
                 began, text = now(), f"question {number}"
                 answer = await (asyncio.to_thread(asking(model, text)) if thread else ask(model, text))
                 return number, now() - began, answer.answer
 
-            return await moving(lambda: asyncio.gather(*(one(number, *step) for number, step in enumerate(plan))))
+            return await moving(
+                lambda: asyncio.gather(*(timed_answer(number, *step) for number, step in enumerate(plan)))
+            )
 
         return run(main), model.completion_tokens, model.generated_tokens()
 
@@ -337,9 +339,9 @@ def test_requests_above_what_the_profile_takes_are_refused_with_retry_after_and_
         return [*together, await thread]
 
     answers = run(main)
-    refused = [one for one in answers if isinstance(one, LMRateLimitError)]
+    refused = [answer for answer in answers if isinstance(answer, LMRateLimitError)]
     assert len(refused) == len(model.refused) == 3
-    assert {one.retry_after for one in refused} == {1.0}
+    assert {answer.retry_after for answer in refused} == {1.0}
     assert len(model.sent) == 6
     assert model.refused_share() == 0.5
     assert model.refused_share(after_seconds=0.1) == 0.0

@@ -1,0 +1,182 @@
+"""Parts of a text: list items with all that is indented under them, headings, tables, fenced code, sentences."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+WRAPPED = 60
+"""A line of so many characters that does not end like a sentence is taken for hard-wrapped: the next one goes on."""
+
+REWORDED = 0.6
+"""Share of their words that two parts have in common, from which one is taken for the other in other words. Of later
+children by real reflection models .65, .63, .61 and .55 come apart with .5, .6, .7 and .8; below .6 other rules are
+taken for it."""
+
+_SENTENCE = re.compile(r"(?<=[.!?])(?<!\b[A-Z]\.)(?<!\be\.g\.)(?<!\bi\.e\.)(\s+)(?=[A-Z\"'(\[*_`])")
+_WORD = re.compile(r"\w+")
+_MARK = re.compile(r"\A\s*(?:[-*+•]|\d{1,3}[.)])\s+")
+NUMBER = re.compile(r"\A(\s*)(\d{1,3})(?=[.)]\s)")
+_ROW = re.compile(r"\A\s*([|>])")
+_HEADING = re.compile(r"\A(?:(#{1,6})\s|\*\*[^*\n]+\*\*:?\Z|<[\w-]+>\Z)")
+_TITLE = re.compile(r"\A\s*(?:[-*+•]|\d{1,3}[.)])\s+\*\*([^*\n]+)\*\*")
+_LABEL = re.compile(r"\A\W{0,3}([^\W\d][^\W\d ]*(?: [^\W\d]+){0,2})\W{0,3}:")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of a text.
+
+    Args:
+        text: without the space around it.
+        before, after: the space around it in the text that it comes from.
+    """
+
+    text: str
+    before: str = ""
+    after: str = ""
+
+
+def parts_of(text: str) -> list[Part]:
+    """Take a text apart. Joined, with the space around them, the parts are the text again.
+
+    >>> [part.text for part in parts_of("Answer. Think.\\n- Be brief:\\n  - two lines\\n\\n- Be kind")]
+    ['Answer.', 'Think.', '- Be brief:\\n  - two lines', '- Be kind']
+    """
+    spans = [span for start, end, is_prose in _blocks(text) for span in _sentences(text, start, end, is_prose)]
+    ends = [0, *(end for _, end in spans)]
+    starts = [*(start for start, _ in spans), len(text)]
+    spaces = [text[end:start] for end, start in zip(ends, starts, strict=True)]
+    return [Part(text[start:end], *spaces[at : at + 2]) for at, (start, end) in enumerate(spans)]
+
+
+def _blocks(text: str) -> list[tuple[int, int, bool]]:
+    """Start and end of each block of lines that belong together, and whether it is prose."""
+    blocks: list[tuple[int, int, bool]] = []
+    position, fenced, above = 0, False, ""
+    for line in text.splitlines(keepends=True):
+        start, position = position, position + len(line)
+        if line.strip():
+            begin, _, is_prose = blocks[-1] if blocks else (0, 0, False)
+            goes_on = _goes_on(text[begin:start], is_prose, above, line)
+            if blocks and (fenced or goes_on is not None):
+                blocks[-1] = (begin, start + len(line.rstrip()), not fenced and is_prose and goes_on is True)
+            else:
+                is_prose = not (_MARK.match(line) or _ROW.match(line) or _turns_fence(line) or _HEADING.match(line))
+                blocks.append((start, start + len(line.rstrip()), is_prose))
+            if _turns_fence(line):
+                fenced = not fenced
+        above = line
+    return blocks
+
+
+def _goes_on(block: str, is_prose: bool, above: str, line: str) -> bool | None:
+    """Whether a line belongs to the block above: None where it does not, True where it is the same prose."""
+    is_item = _MARK.match(line) is not None
+    if _indent(line) > _indent(block) and (not is_item or _MARK.match(block)) and not _HEADING.match(block):
+        return False
+    if not above.strip() or is_item or _HEADING.match(line.strip()) or _turns_fence(line) or _turns_fence(above):
+        return None
+    row, row_above, label = _ROW.match(line), _ROW.match(above), _LABEL.match(line)
+    if row or row_above:
+        return False if row and row_above and row[1] == row_above[1] else None
+    labels = [_LABEL.match(labelled) for labelled in block.splitlines()]
+    if label and all(labels):  # "Input: ..." with the "Output: ..." under it
+        return False if label[1] not in [match[1] for match in labels if match] else None
+    is_open = above.rstrip()[-1] not in ".!?:;" and not _HEADING.match(above.strip())
+    return is_prose if is_open and (line.lstrip()[0].islower() or (is_prose and len(above) > WRAPPED)) else None
+
+
+def _sentences(text: str, start: int, end: int, is_prose: bool) -> list[tuple[int, int]]:
+    gaps = [gap.span(1) for gap in _SENTENCE.finditer(text, start, end)] if is_prose else []
+    return list(zip([start, *(stop for _, stop in gaps)], [*(begin for begin, _ in gaps), end], strict=True))
+
+
+def _indent(text: str) -> int:
+    first = text.expandtabs(4)
+    return len(first) - len(first.lstrip(" "))
+
+
+def _turns_fence(line: str) -> bool:
+    return line.strip().startswith("```") and line.count("```") % 2 == 1
+
+
+def is_item(part: Part) -> bool:
+    return _MARK.match(part.text) is not None
+
+
+def level_of(part: Part) -> int:
+    """Of a heading from 1 to 7; 8 for a line that leads in a list; 9 for any other part."""
+    heading = _HEADING.match(part.text)
+    if heading:
+        return len(heading[1]) if heading[1] else 7
+    is_lead = part.text.rstrip("*_ ").endswith(":") and not is_item(part) and "\n" not in part.text
+    return 8 if is_lead else 9
+
+
+@lru_cache(maxsize=2**16)
+def normal(part: str) -> str:
+    """A part without its bullet or number, in lower case, with single spaces."""
+    return " ".join(_MARK.sub("", part).lower().split())
+
+
+@lru_cache(maxsize=2**16)
+def face_of(text: str) -> str:
+    """What makes two parts the same: all but their numbers in a list, and space at the ends of lines."""
+    return NUMBER.sub(r"\1#", same_text(text))
+
+
+def same_text(text: str) -> str:
+    """A text without space at the ends of lines and at its own end."""
+    return "\n".join(line.rstrip() for line in text.splitlines()).rstrip()
+
+
+@lru_cache(maxsize=2**14)
+def words_of(text: str) -> frozenset[str]:
+    return frozenset(_WORD.findall(normal(text)))
+
+
+def is_worded_as(part: Part, other: Part) -> bool:
+    mine, words = words_of(part.text), words_of(other.text)
+    return 2 * len(mine & words) >= REWORDED * (len(mine) + len(words)) > 0
+
+
+def title_of(part: Part) -> str:
+    """What a part is about, if it says so, as "- **Dates:** ..." does; else the part."""
+    title = _TITLE.match(part.text)
+    return normal(title[1] if title else part.text)
+
+
+def sections_of(parts: Sequence[Part]) -> list[str]:
+    """Of each part the heading above it and the line that leads in, as "Keywords:" under several headings."""
+    sections: list[str] = []
+    heading = lead = ""
+    for part in parts:
+        sections.append(f"{heading} / {lead}")
+        if level_of(part) < 8:
+            heading, lead = normal(part.text), ""
+        elif level_of(part) == 8:
+            lead = normal(part.text)
+    return sections
+
+
+def ends_in_fence(text: str) -> bool:
+    return sum(map(_turns_fence, text.splitlines())) % 2 == 1
+
+
+def is_json(text: str) -> bool:
+    """Whether a text is an object or a list of JSON, which its lines would break out of.
+
+    >>> is_json('{"rules": ["Be brief."]}'), is_json('Reply as {"answer": 1}.'), is_json("[1]: a note")
+    (True, False, False)
+    """
+    if text.strip()[:1] not in ("{", "["):
+        return False
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True

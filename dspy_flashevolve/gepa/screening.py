@@ -1,0 +1,46 @@
+"""Whether children are tested on their parent's minibatch before their edits join the prompt."""
+
+from __future__ import annotations
+
+from collections import deque
+
+SCREENS = 16
+"""So many of the last screens count: a reflection LM that helps at first may harm once the prompt is good."""
+HELPFUL = 0.8
+"""Expected share of children that pass, from which on they join without a screen. On a real task with coded labels 25
+of 25 children passed. Under the simulated model ``plain``, which harms in a third of its reflections, half of them
+pass, three quarters where there is much to find; joining all of those without a screen halved the score."""
+CHECKED_EVERY = 4
+"""Every so many steps screen their child all the same, so that a change for the worse is noticed."""
+
+
+class Screening:
+    """Counts which children beat their parents, and says whether the next ones have to show that they do.
+
+    A screen costs as many metric calls as the rollouts that a reflection reads. Where nearly all children pass, these
+    calls teach more if they are the next parent's.
+
+    >>> screening = Screening()
+    >>> screening.is_needed(step=1)
+    True
+    >>> for _ in range(4):
+    ...     screening.record(passed=True)
+    >>> screening.is_needed(step=1), screening.is_needed(step=4)
+    (False, True)
+    """
+
+    def __init__(self) -> None:
+        self._passed = deque[bool](maxlen=SCREENS)
+
+    def record(self, passed: bool) -> None:
+        """Take note of a screen."""
+        self._passed.append(passed)
+
+    @property
+    def children_help(self) -> bool:
+        """Whether nearly all children beat their parents (mean of the share's posterior, from a uniform prior)."""
+        return (sum(self._passed) + 1) / (len(self._passed) + 2) >= HELPFUL
+
+    def is_needed(self, step: int) -> bool:
+        """Whether the child of a step is to be screened."""
+        return not self.children_help or step % CHECKED_EVERY == 0

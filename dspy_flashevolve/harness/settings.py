@@ -1,0 +1,32 @@
+"""The arguments of `AsyncMetaHarness` as one run sees them: a frozen record, made when the run is made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dspy_flashevolve.engine.staleness import StalenessPolicy
+from dspy_flashevolve.harness.archive import Cost
+from dspy_flashevolve.sandbox.contract import Limits
+
+
+@dataclass(frozen=True, kw_only=True)
+class HarnessSettings:
+    """What one run of `AsyncMetaHarness` is told to do. Each field is the argument of that name, explained there."""
+
+    metric: Callable[..., Any]
+    proposer_lm: Any
+    iterations: int
+    k: int
+    proposers: int
+    proposer_steps: int
+    directions: tuple[str, ...]
+    staleness: StalenessPolicy
+    cost: Cost
+    limits: Limits
+    learn_batch: int
+    failure_score: float
+    log_dir: Path | None
+    accept_missing_protection: tuple[str, ...]

@@ -1,0 +1,76 @@
+"""Consolidation: the reflection LM writes a prompt that has grown by separate edits anew, as one clean text."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+import dspy
+
+_FENCED = re.compile(r"\A\s*```[\w-]*\n(.*?)\n?```\s*\Z", re.DOTALL)
+
+
+class ConsolidateInstruction(dspy.Signature):
+    """An assistant performs a task with the instruction below. It has grown by separate edits of many authors, who did
+    not see each other's. Write it anew as one clean text that a person would be glad to maintain.
+
+    Merge what says the same. Where statements contradict each other, keep the one with the larger estimated effect;
+    where nothing is known of that, the more specific one. Keep every other rule and fact, and names, labels and formats
+    word for word. Order the text: the task, the form of the answer, then rules and facts, under headings where there
+    are many. Leave out what can only help with one single input. Add nothing that does not stand in it."""
+
+    evidence: str = dspy.InputField(
+        desc="What single edits are estimated to add to the assistant's score, with their standard error."
+    )
+    instruction: str = dspy.InputField(desc="The instruction as it has grown.")
+    limit: str = dspy.InputField(desc="How long the new text may be.")
+    consolidated: str = dspy.OutputField(desc="The whole new instruction, and nothing else.")
+
+
+class Consolidation(dspy.Module):
+    """Writes the texts of a candidate anew, one request a component.
+
+    Example:
+        >>> Consolidation()(texts={}, effects={}).texts
+        {}
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.consolidate = dspy.Predict(ConsolidateInstruction)
+
+    def forward(
+        self, texts: Mapping[str, str], effects: Mapping[str, Sequence[tuple[str, float, float]]]
+    ) -> dspy.Prediction:
+        """Consolidate texts.
+
+        Args:
+            texts: component -> text as it has grown.
+            effects: component -> the part that an edit put in, its estimated effect on the score, its standard error.
+
+        Returns:
+            ``texts``: component -> new text; without those whose reply was empty.
+        """
+        replies = {name: self.consolidate(**inputs(text, effects.get(name, ()))) for name, text in texts.items()}
+        return dspy.Prediction(texts=_texts_of(replies))
+
+    async def aforward(
+        self, texts: Mapping[str, str], effects: Mapping[str, Sequence[tuple[str, float, float]]]
+    ) -> dspy.Prediction:
+        """As :meth:`forward`, awaitable."""
+        replies = {
+            name: await self.consolidate.acall(**inputs(text, effects.get(name, ()))) for name, text in texts.items()
+        }
+        return dspy.Prediction(texts=_texts_of(replies))
+
+
+def inputs(text: str, effects: Sequence[tuple[str, float, float]]) -> dict[str, str]:
+    """What the reflection LM reads of one text."""
+    rows = sorted(effects, key=lambda row: -row[1])
+    evidence = "\n".join(f"{effect:+.3f} ({error:.3f}): {part.strip()}" for part, effect, error in rows)
+    return {"evidence": evidence or "None.", "instruction": text, "limit": f"At most {len(text)} characters."}
+
+
+def _texts_of(replies: Mapping[str, dspy.Prediction]) -> dict[str, str]:
+    texts = {name: str(reply.consolidated or "").strip() for name, reply in replies.items()}
+    return {name: _FENCED.sub(r"\1", text) for name, text in texts.items() if text}

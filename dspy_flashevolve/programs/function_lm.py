@@ -1,0 +1,104 @@
+"""A function from prompt to text as an LM: gepa takes one as ``reflection_lm``, dspy wants an LM."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import dspy
+from dspy.clients.base_lm import BaseLM
+from dspy.lm15 import Message, Request, Response, TextPart, Usage
+
+from dspy_flashevolve.engine.errors import ConfigurationError
+from dspy_flashevolve.programs.faults import NoTextError
+
+
+def lm_of(given: Any, name: str) -> Any:
+    """What is given as an LM, as an LM: the name of a model, a function from prompt to text, or an LM as it is.
+
+    Args:
+        given: a function is called with the whole prompt as one text, and returns the reply as text; it may be a
+            coroutine function. What can be called as dspy calls an LM (with ``messages=``) is left as it is.
+        name: of the argument, for the error.
+
+    Raises:
+        ConfigurationError: it is none of these.
+
+    >>> lm_of(lambda prompt: prompt.upper(), "reflection_lm")("yes")
+    ['YES']
+    """
+    if given is None or isinstance(given, BaseLM):
+        return given
+    if isinstance(given, str):
+        return dspy.LM(given)
+    if callable(given) and _takes(given, messages=[]):
+        return given
+    if callable(given) and _takes(given, ""):
+        return dspy.LM(
+            f"function/{getattr(given, '__name__', type(given).__name__)}",
+            engine=_InThread(given),
+            async_engine=_OnLoop(given),
+            cache=False,  # what the function asks, nobody here knows
+        )
+    raise ConfigurationError(
+        f"{name} is {given!r}, expected a dspy.LM, the name of a model, or a function from prompt to reply, both text."
+    )
+
+
+def _takes(function: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
+    try:
+        inspect.signature(function).bind(*args, **kwargs)
+    except TypeError:
+        return False
+    except ValueError:  # a builtin that does not say
+        return bool(args)
+    return True
+
+
+class _InThread:
+    """dspy's engine contract: calls the function where the LM is called, which is in a thread.
+
+    Args:
+        function: from prompt to reply; sync or a coroutine function.
+    """
+
+    def __init__(self, function: Callable[[str], Any]) -> None:
+        self.function = function
+
+    def complete(self, request: Request) -> Response:
+        """The function's reply; of a coroutine function on a loop of its own."""
+        return _response(self.function, _run_here(self.function(_prompt_of(request))))
+
+
+class _OnLoop:
+    """The same for calls that are awaited: a sync function runs in a thread."""
+
+    def __init__(self, function: Callable[[str], Any]) -> None:
+        self.function = function
+
+    async def complete(self, request: Request) -> Response:
+        """The function's reply."""
+        reply = await asyncio.to_thread(self.function, _prompt_of(request))
+        return _response(self.function, await reply if inspect.isawaitable(reply) else reply)
+
+
+def _run_here(reply: Any) -> Any:
+    async def awaited() -> Any:
+        return await reply
+
+    return asyncio.run(awaited()) if inspect.isawaitable(reply) else reply
+
+
+def _prompt_of(request: Request) -> str:
+    """The whole prompt as one text."""
+    return "\n\n".join(filter(None, [str(request.system or ""), *(one.text for one in request.messages)]))
+
+
+def _response(function: Callable[..., Any], reply: Any) -> Response:
+    if not isinstance(reply, str):
+        name = getattr(function, "__name__", type(function).__name__)
+        raise NoTextError(f"{name} returned {reply!r:.200}, expected the reply as text.")
+    message = Message.assistant([TextPart(reply)])
+    return Response(id=None, model="function", message=message, finish_reason="stop", usage=Usage())

@@ -1,0 +1,152 @@
+"""An agent's tools, sync and coroutine ones, in a program that runs on the loop or in a thread.
+
+dspy's own rules: ``Tool.acall`` calls a function that is no coroutine function on the loop, which waits meanwhile;
+``Tool.__call__`` raises for a coroutine function, and ``dspy.ReAct`` shows that error to its LM as an observation, so
+that the tool never runs and every example scores as a wrong answer. A rollout's copy of a program has tools that do not
+depend on where it runs:
+
+======================  =============================  =====================================================
+the tool's function     the program is on the loop     the program is in a thread
+======================  =============================  =====================================================
+coroutine function      awaited, as by dspy            runs on the run's loop, where its clients live; the
+                                                       thread waits
+any other               runs in a thread; a coroutine  called, as by dspy; a coroutine that it returns runs
+                        that it returns is awaited     on the run's loop
+======================  =============================  =====================================================
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import inspect
+import logging
+from collections.abc import Awaitable, Callable
+from functools import cache
+from typing import Any, cast
+
+import dspy
+from dspy.adapters.types.tool import Tool
+from dspy.primitives.module import Module
+from dspy.utils.callback import with_callbacks
+
+from dspy_flashevolve.engine.loop import LoopWaits, Threads
+
+logger = logging.getLogger(__name__)
+
+
+def tools_of(program: Module) -> list[Any]:
+    """The tools that a program's modules list in their attribute ``tools``, as dspy.ReAct does."""
+    return [tool for _, module in program.named_sub_modules() for tool in _listed(getattr(module, "tools", None))]
+
+
+def _listed(tools: Any) -> list[Any]:
+    if isinstance(tools, dict):
+        return list(cast("dict[Any, Any]", tools).values())
+    return list(cast("list[Any]", tools)) if isinstance(tools, list | tuple) else []
+
+
+def is_coroutine_tool(tool: Any) -> bool:
+    """Whether a tool has to be awaited: by its function, what that wraps, or an ``acall`` of its own.
+
+    >>> async def search(query: str) -> str: ...
+    >>> is_coroutine_tool(search), is_coroutine_tool(Tool(search)), is_coroutine_tool(Tool(lambda: 1, name="one"))
+    (True, True, False)
+    """
+    if isinstance(tool, Tool) and type(tool).acall is not Tool.acall:
+        return True
+    function: Any = tool.func if isinstance(tool, Tool) else tool
+    return _is_coroutine_function(function) or _is_coroutine_function(inspect.unwrap(function))
+
+
+def is_blocking_tool(tool: Any) -> bool:
+    """Whether a tool may hold up the loop; the function by which dspy.ReAct says that it has finished does not."""
+    function: Any = tool.func if isinstance(tool, Tool) else tool
+    is_finish = inspect.isfunction(function) and function.__module__ == dspy.ReAct.__module__
+    return callable(function) and not is_finish and not is_coroutine_tool(tool)
+
+
+def _is_coroutine_function(function: Any) -> bool:
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+
+
+class ToolCalls:
+    """Makes the tools of rollouts' copies callable from where these run.
+
+    Args:
+        threads: where functions run that may hold up the loop.
+    """
+
+    def __init__(self, threads: Threads) -> None:
+        self._threads = threads
+        self._warned = False
+        self._for_loop, self._for_thread = cache(self._loop_class), cache(self._thread_class)
+
+    def prepare_for_loop(self, program: Module) -> None:
+        """Let the copy's tools that may hold up the loop run in threads when they are awaited."""
+        self._replace(program, self._for_loop, is_blocking_tool)
+
+    def prepare_for_thread(self, program: Module) -> None:
+        """Let the copy's tools run their coroutines on the run's loop, wherever they are called."""
+        self._replace(program, self._for_thread, lambda tool: True)
+
+    def _replace(self, program: Module, class_for: Callable[[type], type], concerns: Callable[[Any], bool]) -> None:
+        def replaced(tool: Any) -> Any:
+            kind = type(tool)
+            # A class with calls of its own knows what it does.
+            is_dspys = isinstance(tool, Tool) and kind.acall is Tool.acall and kind.__call__ is Tool.__call__
+            if not is_dspys or not concerns(tool):
+                return tool
+            result = copy.copy(tool)
+            # Only the calls change: its function stays what programs and interpreters see.
+            object.__setattr__(result, "__class__", class_for(kind))
+            return result
+
+        modules: list[tuple[str, Any]] = list(program.named_sub_modules())
+        for _, module in modules:
+            tools: Any = getattr(module, "tools", None)
+            if isinstance(tools, dict):
+                named = cast("dict[Any, Any]", tools)
+                module.tools = {name: replaced(tool) for name, tool in named.items()}
+            elif type(tools) in (list, tuple):
+                module.tools = type(tools)(map(replaced, tools))
+
+    def _loop_class(self, kind: type) -> type:
+        async def acall(tool: Any, **kwargs: Any) -> Any:
+            result = await self._threads.run(tool.func, **tool._validate_and_parse_args(**kwargs))
+            return await result if inspect.iscoroutine(result) else result
+
+        return _subclass(kind, acall=acall)
+
+    def _thread_class(self, kind: type) -> type:
+        def call(tool: Any, **kwargs: Any) -> Any:
+            result = tool.func(**tool._validate_and_parse_args(**kwargs))
+            if not inspect.iscoroutine(result):
+                return result
+            self._warn_once(tool.name)
+            return LoopWaits(self._threads.loop).wait(result)
+
+        async def acall(tool: Any, **kwargs: Any) -> Any:
+            result = tool.func(**tool._validate_and_parse_args(**kwargs))
+            if not inspect.iscoroutine(result):
+                return result
+            # The loop of this thread ends with the rollout; what a tool keeps open belongs to the run's.
+            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(result, self._threads.loop))
+
+        return _subclass(kind, __call__=call, acall=acall)
+
+    def _warn_once(self, name: str) -> None:
+        if not self._warned and not dspy.settings.allow_tool_async_sync_conversion:
+            self._warned = True
+            logger.warning(
+                "Tool %s is a coroutine function, in a program that is called synchronously. It is awaited here; where "
+                "you call the program yourself, use `await program.acall(...)`, or "
+                "dspy.configure(allow_tool_async_sync_conversion=True), or dspy refuses to call the tool.",
+                name,
+            )
+
+
+def _subclass(kind: type, **calls: Callable[..., Any] | Callable[..., Awaitable[Any]]) -> type:
+    """A class of the same name whose calls are others; dspy's callbacks hear of them as of the tool's own."""
+    members: dict[str, Any] = {name: with_callbacks(call) for name, call in calls.items()}
+    return type(kind)(kind.__name__, (kind,), {**members, "__module__": kind.__module__})

@@ -1,0 +1,279 @@
+"""What LM calls have used: tokens and dollars, each call counted once, whatever thread makes it.
+
+dspy tells the usage of a call to the tracker in its settings, and loses it on two ways. ``dspy.Parallel`` (and with it
+``Module.batch``) gives each of its threads a deep copy of the tracker, and drops the copies. A thread that a program
+starts itself has none of its caller's settings. So a :class:`Usage` is its own deep copy, and a call of an LM that the
+run paces is counted at the call (:func:`counted_call`), beside whatever tracker the program has put around it.
+
+.. code-block:: text
+
+    a rollout's LM calls         -> the Usage of the rollout        -> RolloutFinished
+    a reflection's               -> the Usage of the reflection     -> RequestFinished
+    all others (feedback, threads that know no run or have
+    outlived their rollout)      -> the Usage of the run            -> LmCallCounted
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import cache, lru_cache, partial
+from importlib.util import find_spec
+from itertools import product
+from pathlib import Path
+from typing import Any, SupportsIndex
+
+import dspy
+from dspy.utils.usage_tracker import UsageTracker
+
+from dspy_flashevolve.engine.scheduler import SLOT, Slot, current_slot
+
+Entry = dict[str, Any]
+"""Of one LM call: ``prompt_tokens``, ``completion_tokens``, ``total_tokens`` and what else the provider reports."""
+Place = tuple[int, str]
+"""Number of a step, and its stage."""
+CountLate = Callable[[Place | None, str, Entry], None]
+"""Counts an entry for a place (None: not known), with the model's name."""
+COUNTED_BY = "flashevolve_usage"
+"""The setting of dspy's with the innermost :class:`Usage`: it reaches the threads that dspy starts."""
+
+
+class _Counted(Entry):
+    """An entry that a :class:`Usage` has counted, for the trackers around it: another Usage does not count it again."""
+
+
+class _Entries(list[Entry]):
+    """The entries of one model in a :class:`Usage`; dspy adds to such lists by these two methods."""
+
+    def __init__(self, add: Callable[[Iterable[Entry]], None]) -> None:
+        super().__init__()
+        self._add = add
+
+    def append(self, entry: Entry, /) -> None:
+        self._add([entry])
+
+    def extend(self, entries: Iterable[Entry], /) -> None:
+        self._add(entries)
+
+    def __reduce_ex__(self, protocol: SupportsIndex, /) -> Any:
+        return list, (list(self),)
+
+
+class _EntriesByModel(defaultdict[str, list[Entry]]):
+    """Model -> its entries."""
+
+    def __init__(self, add: Callable[[str, Iterable[Entry]], None]) -> None:
+        super().__init__()
+        self._add = add
+
+    def __missing__(self, model: str) -> list[Entry]:
+        return self.setdefault(model, _Entries(partial(self._add, model)))
+
+
+class Usage(UsageTracker):
+    """A usage tracker that counts each LM call once, in any thread. It is its own deep copy, see the module.
+
+    Args:
+        count: takes what comes after :meth:`close`. None for the one of the run around it, with the step and stage in
+            which this Usage was made. One that has its own is a run's: what it counts, a run around it counts, too.
+    """
+
+    def __init__(self, count: CountLate | None = None) -> None:
+        super().__init__()
+        self.usage_data: defaultdict[str, list[Entry]] = _EntriesByModel(self.add)
+        self._is_of_run, self._place = count is not None, _place_here()
+        self._around: Usage | None = dspy.settings.get(COUNTED_BY)
+        tracker: UsageTracker | None = dspy.settings.usage_tracker
+        self._tracker = None if tracker is self._around else tracker
+        self._count = self._around._count if count is None and self._around is not None else count
+        self._closing, self._is_closed = threading.Lock(), False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Usage:
+        return self
+
+    def close(self) -> None:
+        """What it has counted is read now: what comes from here on is late."""
+        with self._closing:
+            self._is_closed = True
+
+    def tell_run(self) -> None:
+        """Hand all that it has counted to the run, unless it has been read: no event will sum it up."""
+        with self._closing:
+            is_read, self._is_closed = self._is_closed, True
+        if self._count is not None and not is_read:
+            for model, entry in _entries(self):
+                self._count(self._place, model, entry)
+
+    def add(self, model: str, entries: Iterable[Entry]) -> None:
+        """Count entries of a model, but for those that are counted already."""
+        fresh = [entry for entry in entries if not isinstance(entry, _Counted)]
+        with self._closing:
+            is_late = self._is_closed
+            if fresh and not is_late:
+                list[Entry].extend(self.usage_data[model], fresh)
+        if is_late and self._count is not None:
+            place = _place_here() if self._is_of_run else self._place
+            for entry in fresh:
+                self._count(place, model, entry)
+        self._pass_on(model, fresh)
+
+    def _pass_on(self, model: str, fresh: list[Entry]) -> None:
+        """Tell those around it, at once: the calls of a thread may come when their blocks have ended."""
+        if self._tracker is not None and fresh:
+            self._tracker.usage_data[model].extend(map(_Counted, fresh))
+        if self._around is not None:
+            tell = self._around.add if self._is_of_run else self._around._pass_on
+            tell(model, fresh)
+
+
+def slot_here() -> Slot | None:
+    """The slot in which this code runs, also in a thread of ``dspy.Parallel``; None outside of any."""
+    return current_slot() or dspy.settings.get(SLOT)
+
+
+def _place_here() -> Place | None:
+    slot = slot_here()
+    return None if slot is None else slot.place
+
+
+@contextmanager
+def counting_usage() -> Generator[Usage, None, None]:
+    """Count what the LM calls inside use, in whatever thread they are made.
+
+    What threads that outlive the block use is told to the run, for the step and stage of the block; so is all of it
+    where the block raises, unless it was closed, and told otherwise, before.
+    """
+    usage = Usage()
+    with dspy.context(usage_tracker=usage, **{COUNTED_BY: usage, SLOT: slot_here()}):
+        try:
+            yield usage
+        except BaseException:
+            usage.tell_run()
+            raise
+        finally:
+            usage.close()
+
+
+@contextmanager
+def counting_for_run() -> Generator[None, None, None]:
+    """Tell the run at once what each LM call inside uses, for the step and stage of the block: no event sums it up."""
+    with counting_usage() as usage:
+        usage.close()
+        yield
+
+
+def usage_settings(count: CountLate) -> dict[str, Any]:
+    """dspy's settings of a run, by which LM calls that nobody else counts are told to ``count``."""
+    usage = Usage(count)
+    usage.close()
+    return {"usage_tracker": usage, COUNTED_BY: usage, SLOT: None}
+
+
+@contextmanager
+def counted_call(others: Sequence[CountLate] = ()) -> Generator[None, None, None]:
+    """Count one LM call at the call, beside the tracker that the program may have around it.
+
+    Args:
+        others: count it where the call knows no run.
+    """
+    by: Usage | None = dspy.settings.get(COUNTED_BY)
+    tracker: UsageTracker | None = dspy.settings.usage_tracker
+    call = UsageTracker()
+    try:
+        with dspy.context(usage_tracker=call):
+            yield
+    finally:
+        for model, entries in call.usage_data.items():
+            if by is not None:
+                by.add(model, entries)
+            else:
+                for count, entry in product(others, entries):
+                    count(None, model, entry)
+            if tracker is not None and tracker is not by:
+                tracker.usage_data[model].extend(entries if by is None else map(_Counted, entries))
+
+
+def tokens_of(tracker: UsageTracker) -> int:
+    """Prompt and completion tokens that the LMs reported.
+
+    >>> tracker = UsageTracker()
+    >>> tracker.add_usage("lm", {"prompt_tokens": 3, "completion_tokens": 4})
+    >>> tokens_of(tracker)
+    7
+    """
+    return sum(tokens_of_call(entry) for _, entry in _entries(tracker))
+
+
+def tokens_of_call(entry: Entry) -> int:
+    """The same of one call."""
+    return _count(entry, "total_tokens") or _count(entry, "prompt_tokens") + _count(entry, "completion_tokens")
+
+
+def calls_of(tracker: UsageTracker) -> int:
+    """LM calls that reported their usage."""
+    return sum(1 for _ in _entries(tracker))
+
+
+def cost_of(tracker: UsageTracker) -> float:
+    """Dollars of the calls, by litellm's cost map; a model that is not in it counts as 0."""
+    return sum(cost_of_call(model, entry) for model, entry in _entries(tracker))
+
+
+def cost_of_call(model: str, entry: Entry) -> float:
+    """The same of one call."""
+    prompt, completion = rates_of(model) or (0.0, 0.0)
+    return prompt * _count(entry, "prompt_tokens") + completion * _count(entry, "completion_tokens")
+
+
+@lru_cache(maxsize=256)
+def rates_of(model: str) -> tuple[float, float] | None:
+    """Dollars a prompt token and a completion token, by litellm's cost map; None where the model is not in it.
+
+    Where nobody has imported litellm, which takes seconds and asks the network, the map is read from its files.
+    """
+    if "litellm" not in sys.modules and (shipped := _shipped_rates()):
+        names = (model, model.partition("/")[2])
+        entry = next((shipped[name] for name in names if name in shipped), {})
+        rates = entry.get("input_cost_per_token"), entry.get("output_cost_per_token")
+        return None if rates[0] is None or rates[1] is None else (float(rates[0]), float(rates[1]))
+    import litellm
+
+    quiet = litellm.suppress_debug_info
+    litellm.suppress_debug_info = True  # else it prints its list of providers for a model that it does not know
+    try:
+        prompt, completion = litellm.cost_per_token(model, prompt_tokens=1_000_000, completion_tokens=1_000_000)
+    except Exception:  # litellm raises a plain Exception for models that it does not know
+        return None
+    finally:
+        litellm.suppress_debug_info = quiet
+    return prompt / 1e6, completion / 1e6
+
+
+@cache
+def _shipped_rates() -> dict[str, Any]:
+    """Model -> its entry in the cost map that litellm ships; empty where it is not found."""
+    found = find_spec("litellm")
+    for folder in () if found is None else found.submodule_search_locations or ():
+        with suppress(OSError, ValueError):
+            return json.loads((Path(folder) / "model_prices_and_context_window_backup.json").read_text("utf-8"))
+    return {}
+
+
+def completion_tokens_of(used: Mapping[str, Sequence[dict[str, Any]]]) -> int:
+    """Completion tokens of what a tracker has, its ``usage_data``."""
+    return sum(_count(entry, "completion_tokens") for entries in used.values() for entry in entries)
+
+
+def _entries(tracker: UsageTracker) -> Iterator[tuple[str, dict[str, Any]]]:
+    for model, entries in tracker.usage_data.items():
+        for entry in entries:
+            yield model, entry
+
+
+def _count(entry: dict[str, Any], name: str) -> int:
+    value = entry.get(name)
+    return value if isinstance(value, int) and not isinstance(value, bool) else 0

@@ -1,0 +1,125 @@
+"""Edits, screens and consolidation through AsyncGEPA: what a run does with a reflection LM that writes edits.
+
+The LM is a fake behind ``dspy.LM``: each rule that stands in a prompt makes the task model better.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import anyio
+import dspy
+import pytest
+
+from dspy_flashevolve import AsyncGEPA
+from dspy_flashevolve.sim.virtual import run
+from tests.contract.surface import check_ends, check_winner
+from tests.contract.test_replies import field, reply, rules_in, task_lm
+from tests.fakes import AsyncFakeEngine, Chain, FakeEngine, examples, fake_lm
+
+TRAIN, VAL = examples("t", 24), examples("v", 10)
+
+
+def score(gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None) -> Any:
+    return dspy.Prediction(score=float(pred.answer), feedback="Add rules.")
+
+
+class Reflection:
+    """Adds a new rule with each reflection; ``consolidates`` makes the reply to a grown prompt."""
+
+    def __init__(self, consolidates: Callable[[str], str], adds: Callable[[int], str] = "- rule {}".format) -> None:
+        self._rules, self._consolidates, self._adds = itertools.count(1), consolidates, adds
+        self.consolidated: list[str] = []
+
+    def __call__(self, prompt: str) -> str:
+        if "`consolidated`" in prompt or "<consolidated>" in prompt:
+            self.consolidated.append(self._consolidates(field(prompt, "instruction")))
+            return reply(prompt, consolidated=self.consolidated[-1])
+        return reply(prompt, edits=[{"action": "add", "part": 1, "text": self._adds(next(self._rules)), "reason": ""}])
+
+
+def compiled(reflection: Callable[[str], str], calls: int = 130, **options: Any) -> Any:
+    optimizer = AsyncGEPA(
+        score, max_metric_calls=calls, reflection_lm=fake_lm(reflection), num_threads=8, track_stats=True, **options
+    )
+
+    async def main() -> Any:
+        with dspy.context(lm=task_lm(0)):
+            return await optimizer.acompile(Chain(1), trainset=TRAIN, valset=VAL)
+
+    program = run(main)
+    check_ends(program.async_stats)
+    check_winner(program.detailed_results, len(VAL))
+    return program
+
+
+def text_of(program: Any) -> str:
+    return program.named_predictors()[0][1].signature.instructions
+
+
+def tidy(text: str) -> str:
+    return "Answer.\n\n## Rules\n" + "\n".join(f"- {rule}" for rule in sorted(rules_in(text)))
+
+
+def test_a_prompt_that_has_grown_is_written_anew_and_the_clean_text_is_returned_where_both_score_alike() -> None:
+    reflection = Reflection(tidy)
+    program = compiled(reflection)
+    assert reflection.consolidated
+    assert text_of(program).startswith("Answer.\n\n## Rules\n- rule")
+    scores = program.detailed_results.val_aggregate_scores
+    assert max(scores) > scores[0]
+
+
+@pytest.mark.parametrize("consolidates", [lambda text: "Answer.", lambda text: "", lambda text: "rule " * 9999])
+def test_a_consolidation_that_loses_what_was_learnt_is_not_returned(consolidates: Callable[[str], str]) -> None:
+    reflection = Reflection(consolidates)
+    program = compiled(reflection)
+    assert reflection.consolidated
+    assert len(rules_in(text_of(program))) > 3
+    assert text_of(program) not in map(str.strip, reflection.consolidated)
+
+
+def test_children_that_help_join_without_a_screen_and_all_calls_buy_reflections() -> None:
+    program = compiled(Reflection(tidy))
+    stats = program.async_stats
+    unscreened = sum(n for reason, n in stats.end_reasons.items() if reason.startswith("its edits are in the head"))
+    assert unscreened > 5
+    assert not [reason for reason in stats.end_reasons if "tested" in reason]
+
+
+def test_children_that_do_not_help_are_screened_to_the_end() -> None:
+    program = compiled(Reflection(tidy, adds="- hint {}".format), calls=150)
+    stats = program.async_stats
+    assert stats.proposals > 5
+    assert not [reason for reason in stats.end_reasons if reason.startswith("its edits are in the head")]
+
+
+class SlowEngine(AsyncFakeEngine):
+    """Takes a minute for each reply, and notes when it was asked."""
+
+    def __init__(self, answer: Callable[[str], str]) -> None:
+        super().__init__(FakeEngine(answer))
+        self.asked: list[float] = []
+
+    async def complete(self, request: Any) -> Any:
+        self.asked.append(anyio.current_time())
+        await anyio.sleep(60)
+        return await super().complete(request)
+
+
+def test_with_a_slow_reflection_lm_eight_reflections_are_under_way_within_seconds() -> None:
+    """60 seconds a reflection, 32 slots, 600 metric calls; rollouts take no time here."""
+    engine, answer = SlowEngine(Reflection(tidy)), Reflection(tidy)
+    lm = dspy.LM("fake/slow", engine=FakeEngine(answer), async_engine=engine, cache=False, num_retries=0)
+    optimizer = AsyncGEPA(score, max_metric_calls=600, reflection_lm=lm, num_threads=32, seed=0)
+    began: list[float] = []
+
+    async def main() -> Any:
+        began.append(anyio.current_time())
+        with dspy.context(lm=task_lm(0)):
+            return await optimizer.acompile(Chain(1), trainset=TRAIN, valset=VAL)
+
+    run(main)
+    assert sum(seconds - began[0] < 10 for seconds in engine.asked) >= 8
