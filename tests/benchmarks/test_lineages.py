@@ -1,0 +1,91 @@
+"""`python -m benchmarks.lineages`: what became of a parent's parts, the table, the split by runs, recompositions."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from benchmarks import lineages
+from benchmarks.lineages import Pair, fate_of, recomposed, split_by_run
+
+PARENT = """Sort the message into one folder.
+
+Rules:
+- Put every invoice and every receipt with an amount above "500 euros" under finance.
+- Put requests for a new password under support.
+- Leave greetings, thanks and small talk in the inbox."""
+CHILD = """Sort the message into one folder.
+
+Rules:
+- Put every invoice and each receipt with an amount above "500 euros" into finance.
+- Put requests for a new password under support.
+
+Output format
+- Reply with the folder alone:
+  - in lower case
+- Reply with the folder alone, as it is spelt above."""
+
+
+def test_the_parts_of_a_parent_are_kept_reworded_or_dropped_and_those_of_the_child_added() -> None:
+    fate = fate_of(PARENT, CHILD)
+    assert (fate.kept, fate.reworded, fate.dropped) == (3 / 5, 1 / 5, 1 / 5)
+    assert fate.added == 3 / 5
+    assert (fate.all_specifics, fate.reworded_specifics, fate.kept_specifics) == (1.0, 1.0, None)
+    assert (fate.parts, fate.headings, fate.nested, fate.repeats) == (7, 2, 1, False)
+
+
+def test_a_line_that_stands_twice_is_a_repeat_and_a_short_one_is_not() -> None:
+    assert fate_of(PARENT, f"{CHILD}\n- Put requests for a new password under support.").repeats
+    assert not fate_of(PARENT, "Example:\nAnswer.\n\nExample:\nQuestion.").repeats
+
+
+def test_specifics_that_are_gone_count_as_lost() -> None:
+    assert fate_of(PARENT, CHILD.replace("500 euros", "the limit")).all_specifics == 0
+
+
+def test_runs_are_never_split_between_the_fit_and_its_test() -> None:
+    pairs = [Pair("gpt-5", f"run {number % 7}", PARENT, CHILD, False) for number in range(40)]
+    fitted, tested = split_by_run(pairs, seed=0)
+    assert len(fitted) + len(tested) == 40
+    assert {pair.run for pair in fitted}.isdisjoint(pair.run for pair in tested)
+    assert len({pair.run for pair in fitted}) == 5
+
+
+def test_a_recomposition_marks_what_comes_from_the_child() -> None:
+    child = PARENT.replace("Leave", "- Put complaints under support.\n- Put job offers under staff.\n- Leave")
+    text = recomposed(Pair("gpt-5", "", PARENT, child.replace("- - ", "- "), False), random.Random(0))
+    assert text is not None
+    assert text.startswith("1 of 2 changes")
+    assert sum(line.startswith("+ ") for line in text.splitlines()) == 1
+
+
+def test_the_command_prints_a_line_for_each_model_both_halves_of_the_fit_and_samples(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FLASHEVOLVE_DATA", str(tmp_path))
+    assert lineages.main([]) == 1
+    assert "set FLASHEVOLVE_DATA" in capsys.readouterr().err
+    names = ("source", "run", "model", "parent", "child", "first")
+    rows = [
+        dict(zip(names, ("a", f"run {number % 6}", model, PARENT, CHILD, number % 4 < 2), strict=True))
+        for model in ("gpt-5", "qwen3-8b")
+        for number in range(24)
+    ]
+    (tmp_path / "lineages").mkdir()
+    with gzip.open(tmp_path / lineages.FILE, "wt", encoding="utf-8") as file:
+        file.write("\n".join(map(json.dumps, rows)))
+    assert lineages.main([]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[2:]] == ["gpt-5", "qwen3-8b"]
+    assert lineages.main(["--fit"]) == 0
+    kept = [line.split() for line in capsys.readouterr().out.splitlines() if " kept " in line]
+    assert [line[:3] for line in kept] == [
+        [name, part, kind] for name in ("strong", "strong-small") for part in ("fit", "test")
+        for kind in ("first", "later")
+    ]  # fmt: skip
+    assert {line[5] for line in kept} == {"0.6"}
+    assert lineages.main(["--sample", "3"]) == 0
+    assert capsys.readouterr().out.count("#####") == 3
