@@ -15,7 +15,7 @@ import dspy
 
 from benchmarks.workloads import ifeval
 from dspy_flashevolve import AsyncGEPA, Reflective, StaleCandidateReflection, Workflow
-from dspy_flashevolve.modules.integrate import changes
+from dspy_flashevolve.modules.integrate import changed_lines
 
 INTEGRATIONS: list[tuple[dict[str, Any], dspy.Prediction]] = []
 """Inputs and answers, in order; outside the module, since each integration runs a copy of it."""
@@ -52,11 +52,11 @@ def shown(inputs: dict[str, Any], answer: dspy.Prediction) -> str:
     for child in inputs["children"]:
         for name, text in child.texts.items():
             lines += [f"child {child.number}, {child.behind} commits behind, {name}:"]
-            lines += [changes(child.parent_texts[name], text)]
+            lines += [changed_lines(child.parent_texts[name], text)]
     for commit in inputs["commits"]:
         for name, text in commit.texts.items():
             lines += [f"committed meanwhile ({commit.score_change:+.3f}), {name}:"]
-            lines += [changes(commit.parent_texts[name], text)]
+            lines += [changed_lines(commit.parent_texts[name], text)]
     lines += [f"child {one.child}: {one.verdict}. {one.reason}" for one in answer.verdicts]
     for name, text in answer.texts.items():
         lines += [f"integrated text, {name}:", text]

@@ -29,6 +29,7 @@ from benchmarks.results import RESULTS, Spread, append_json_lines, table
 from dspy_flashevolve import AsyncGEPA, DspyRun
 from dspy_flashevolve.engine.steps import End, EndKind, LiveSteps, Step
 from dspy_flashevolve.programs.ray_rollouts import RayRollouts
+from dspy_flashevolve.programs.settings import RunSettings
 
 WORK_SECONDS = 0.05
 PLACES = (0, 1, 2)
@@ -123,7 +124,7 @@ def paced(part: str, program: dspy.Module, metric: Any, actors: int, count: int,
     rollouts = RayRollouts(actors=actors) if actors else None
     data, found = examples("t", count), list[Pace]()
     with dspy.context(lm=at_once()):
-        run = DspyRun(name=part, stages={"work": [None]}, num_threads=slots, rollouts=rollouts)
+        run = DspyRun(name=part, stages={"work": [None]}, settings=RunSettings(num_threads=slots, rollouts=rollouts))
     runner = run.runner(program, metric)
 
     async def step(step: Step) -> End:

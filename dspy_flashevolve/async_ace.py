@@ -32,15 +32,8 @@ from dspy_flashevolve.modules.playbook import PlaybookCuration, SampleReflection
 from dspy_flashevolve.observe.statistics import AceStats
 from dspy_flashevolve.programs.fingerprints import fingerprints_of, open_journal
 from dspy_flashevolve.programs.ray_rollouts import RayRollouts
-from dspy_flashevolve.programs.run import (
-    Schedule,
-    check_counts,
-    check_data,
-    check_limits,
-    check_rollouts,
-    check_run,
-    with_compile_events,
-)
+from dspy_flashevolve.programs.run import with_compile_events
+from dspy_flashevolve.programs.settings import RunSettings, Schedule, check_counts, check_data
 
 COUNTS = ("max_rounds", "epochs", "token_budget", "eval_every", "validations_at_once")
 """The arguments that are whole numbers of at least 1."""
@@ -138,7 +131,8 @@ class AsyncACE(Teleprompter):
         self.max_rounds, self.epochs = max_rounds, epochs
         self.token_budget, self.eval_every = token_budget, eval_every
         self.attach, self.staleness = attach, staleness
-        self.num_threads, self.max_concurrency, self.schedule = num_threads, max_concurrency, schedule
+        self.num_threads, self.max_concurrency = num_threads, max_concurrency
+        self.schedule: Schedule = schedule
         self.max_metric_calls, self.max_seconds = max_metric_calls, max_seconds
         self.sections = checked_sections(sections)
         self.perfect_score, self.failure_score = perfect_score, failure_score
@@ -151,6 +145,7 @@ class AsyncACE(Teleprompter):
         self.metric_lock, self.rollouts = metric_lock, rollouts
         self.seed, self.log_dir = seed, log_dir
         self._run: AceRun | None = None
+        self._run_settings()
         _check_arguments(self)
 
     def compile(  # pyright: ignore[reportIncompatibleMethodOverride]  # dspy's has a teacher, which ACE has no use for
@@ -258,9 +253,23 @@ class AsyncACE(Teleprompter):
 
     def _settings(self) -> AceSettings:
         """This optimizer's arguments as they are now, frozen for the length of a run."""
-        arguments: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(AceSettings)}
-        arguments["staleness"] = policy_of(self.staleness)
-        return AceSettings(**arguments)
+        names = {field.name for field in fields(AceSettings)} - {"run", "staleness"}
+        arguments: dict[str, Any] = {name: getattr(self, name) for name in names}
+        return AceSettings(run=self._run_settings(), staleness=policy_of(self.staleness), **arguments)
+
+    def _run_settings(self) -> RunSettings:
+        """What this optimizer has in common with the others, checked."""
+        return RunSettings(
+            num_threads=self.num_threads,
+            max_concurrency=self.max_concurrency,
+            max_metric_calls=self.max_metric_calls,
+            max_seconds=self.max_seconds,
+            schedule=self.schedule,
+            rollout_timeout_seconds=self.rollout_timeout_seconds,
+            max_outage_seconds=self.max_outage_seconds,
+            rollouts=self.rollouts,
+            seed=self.seed,
+        )
 
     def _offline_run(self, student: Module, trainset: Any, valset: Any, playbook: Playbook | None) -> AceRun:
         check_data(student, trainset, None, valset)
@@ -272,7 +281,7 @@ class AsyncACE(Teleprompter):
         parts = fingerprints_of(student, texts, list(trainset), scored_on, self.metric)
         parts |= {"attach": repr(names), "seed": repr(self.seed)}
         lms = [dspy.settings.lm, self.reflector_lm, self.curator_lm, *(predictor.lm for _, predictor in predictors)]
-        with open_journal(self, parts, lms) as journal:
+        with open_journal(self.log_dir, type(self).__qualname__, vars(self), parts, lms) as journal:
             self._run = AceRun(self._settings(), student, names, first, list(trainset), scored_on, journal=journal)
         return self._run
 
@@ -331,10 +340,7 @@ def _is_number(value: object) -> bool:
 
 def _check_arguments(optimizer: Any) -> None:  # Any: a user's arguments can be of any type until they are checked
     """Raise ConfigurationError for an argument of AsyncACE that cannot work."""
-    check_run(optimizer)
-    check_rollouts(optimizer.rollouts)
-    check_counts(optimizer, *COUNTS, "max_metric_calls")
-    check_limits(optimizer, "max_outage_seconds", "rollout_timeout_seconds")
+    check_counts(**{name: getattr(optimizer, name) for name in COUNTS})
     policy_of(optimizer.staleness)
     attach, log_dir, threshold = optimizer.attach, optimizer.log_dir, optimizer.deduplicate
     expected = {

@@ -23,19 +23,12 @@ from dspy_flashevolve.gepa.changes import is_too_long
 from dspy_flashevolve.gepa.compilation import Best, Compilation, texts_of
 from dspy_flashevolve.gepa.estimate import Estimate, estimate
 from dspy_flashevolve.gepa.evaluate import Workflow
-from dspy_flashevolve.gepa.options import check_options, gepa_logger
+from dspy_flashevolve.gepa.options import check_options, gepa_logger, run_settings_of
 from dspy_flashevolve.programs.function_lm import lm_of
 from dspy_flashevolve.programs.metric import check_metric
 from dspy_flashevolve.programs.ray_rollouts import RayRollouts
-from dspy_flashevolve.programs.run import (
-    Schedule,
-    check_counts,
-    check_data,
-    check_limits,
-    check_rollouts,
-    check_run,
-    with_compile_events,
-)
+from dspy_flashevolve.programs.run import with_compile_events
+from dspy_flashevolve.programs.settings import Schedule, check_counts, check_data, check_limits
 from dspy_flashevolve.programs.usage import rates_of
 
 logger = logging.getLogger(__name__)
@@ -375,21 +368,20 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
 
     def _check_arguments(self) -> None:
         """Raise ConfigurationError for an argument of AsyncGEPA's own that cannot work."""
-        check_run(self)
-        check_rollouts(self.rollouts)
         policy_named(self.staleness)
         module = self.stale_candidate_reflection
         if module is not None and not isinstance(module, Module):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigurationError(f"stale_candidate_reflection is {module!r}, expected a dspy.Module.")
         if not isinstance(self.workflow, Workflow):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigurationError(f"workflow is {self.workflow!r}, expected a Workflow, or None.")
+        run_settings_of(self)
         live = self.workflow.live_steps
         if self.schedule == "lockstep" and live not in (None, 1):
             raise ConfigurationError(f"live_steps is {live}, but schedule='lockstep' runs one step at a time.")
-        check_counts(self, "max_reflection_calls")
+        check_counts(max_reflection_calls=self.max_reflection_calls)
         if not isinstance(self.metric_lock, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigurationError(f"metric_lock is {self.metric_lock!r}, expected True or False.")
-        check_limits(self, "max_cost")
+        check_limits(max_cost=self.max_cost)
 
     def _check_prices(self, student: Module) -> None:
         """A limit in dollars needs a price for every LM that the run may ask.

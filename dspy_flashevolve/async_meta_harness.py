@@ -26,7 +26,8 @@ from dspy_flashevolve.harness.run import HarnessRun
 from dspy_flashevolve.harness.settings import HarnessSettings
 from dspy_flashevolve.observe.statistics import RunStats
 from dspy_flashevolve.programs.fingerprints import fingerprints_of, open_journal
-from dspy_flashevolve.programs.run import DspyRun, Schedule, check_counts, check_limits, with_compile_events
+from dspy_flashevolve.programs.run import DspyRun, with_compile_events
+from dspy_flashevolve.programs.settings import RunSettings, Schedule, check_counts
 from dspy_flashevolve.sandbox.contract import CodeSandbox, Limits
 from dspy_flashevolve.sandbox.sandbox import Sandbox, accepted_layers
 
@@ -132,8 +133,10 @@ class AsyncMetaHarness(Teleprompter):
         self.schedule: Schedule = schedule
         self.num_threads, self.max_seconds, self.seed, self.sandbox = num_threads, max_seconds, seed, sandbox
         self.max_outage_seconds = max_outage_seconds
-        check_counts(self, "iterations", "k", "proposers", "proposer_steps", "learn_batch")
-        check_limits(self, "max_outage_seconds")
+        check_counts(
+            iterations=iterations, k=k, proposers=proposers, proposer_steps=proposer_steps, learn_batch=learn_batch
+        )
+        self._run_settings()
         Directions(directions)
         if isinstance(sandbox, str) and sandbox != "process":
             raise ConfigurationError(f"sandbox is {sandbox!r}, expected 'process' or a CodeSandbox.")
@@ -184,6 +187,16 @@ class AsyncMetaHarness(Teleprompter):
         arguments["directions"] = tuple(self.directions)
         return HarnessSettings(**arguments)
 
+    def _run_settings(self) -> RunSettings:
+        """What this optimizer has in common with the others, checked."""
+        return RunSettings(
+            num_threads=self.num_threads,
+            schedule=self.schedule,
+            max_seconds=self.max_seconds,
+            max_outage_seconds=self.max_outage_seconds,
+            seed=self.seed,
+        )
+
     def _search(self, student: Any, trainset: Any, valset: Any) -> HarnessRun:
         task, sandbox = task_of(student, trainset, valset), self.sandbox
         if isinstance(sandbox, str):
@@ -192,7 +205,8 @@ class AsyncMetaHarness(Teleprompter):
         data, seed = (task.trainset, task.valset), {"source": task.seed.source, "task": task.signature.instructions}
         parts = fingerprints_of(dspy.Predict(task.signature), seed, *data, self.metric)
         parts["cost"] = getattr(self.cost, "__qualname__", type(self.cost).__qualname__)
-        with open_journal(self, parts, [self.proposer_lm, task.lm, dspy.settings.lm]) as journal:
+        name, lms = type(self).__qualname__, [self.proposer_lm, task.lm, dspy.settings.lm]
+        with open_journal(self.log_dir, name, vars(self), parts, lms) as journal:
             run = DspyRun(
                 name="AsyncMetaHarness",
                 stages={
@@ -201,11 +215,7 @@ class AsyncMetaHarness(Teleprompter):
                     "check": [task.lm],
                     "evaluate": [task.lm],
                 },
-                num_threads=self.num_threads,
-                schedule=self.schedule,
-                max_seconds=self.max_seconds,
-                max_outage_seconds=self.max_outage_seconds,
-                seed=self.seed,
+                settings=self._run_settings(),
                 journal=journal,
             )
             return HarnessRun(self._settings(), run, task, sandbox)

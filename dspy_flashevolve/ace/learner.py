@@ -270,7 +270,7 @@ class Learner:
         A module that raises is a problem and not an error, and its reply is empty.
         """
         module, lm = self._modules[stage]
-        asked = await self._run.asked(
+        asked = await self._run.call_module(
             stage, step, module, inputs, lm=lm, read=lambda reply: (version, reply), record=ReplyText(str(position))
         )
         if asked.answer is None:

@@ -97,16 +97,8 @@ class AceRun:
         self.run = DspyRun(
             name="AsyncACE",
             stages={"rollout": [student], **lms, "evaluate": [student]},
+            settings=settings.run,
             journal=journal,
-            schedule=settings.schedule,
-            num_threads=settings.num_threads,
-            max_concurrency=settings.max_concurrency,
-            max_metric_calls=settings.max_metric_calls,
-            max_seconds=settings.max_seconds,
-            rollout_timeout_seconds=settings.rollout_timeout_seconds,
-            max_outage_seconds=settings.max_outage_seconds,
-            rollouts=settings.rollouts,
-            seed=settings.seed,
         )
         threshold = settings.deduplicate
         duplicates = None if threshold is None else EmbeddingDuplicates(settings.embedder, threshold)
@@ -115,7 +107,7 @@ class AceRun:
         self._data = (
             Windows(as_async(stream, self.run.threads.run), window, self._wait_for_samples)
             if trainset is None
-            else Epochs(trainset, settings.epochs, settings.seed)
+            else Epochs(trainset, settings.epochs, settings.run.seed)
         )
         self.snapshots = Snapshots(
             settings.eval_every,
@@ -128,7 +120,7 @@ class AceRun:
             self._write_snapshots,
         )
         self._first, self._policy, self._writing = playbook, settings.staleness, anyio.Lock()
-        self._validating = Step(BEFORE_STEPS, random.Random(settings.seed), Reservation(self.run.budget, 0))
+        self._validating = Step(BEFORE_STEPS, random.Random(settings.run.seed), Reservation(self.run.budget, 0))
         self._unresolved = self._samples_before = self._commits = self._next = 0
         self._applied: dict[int, str] = {}
         """Number of a step that has been applied -> the kind of its end, until the journal has that end."""

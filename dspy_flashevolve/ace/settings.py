@@ -12,8 +12,7 @@ from dspy_flashevolve.ace.playbook import CountTokens
 from dspy_flashevolve.ace.similarity import Embedder
 from dspy_flashevolve.engine.errors import ConfigurationError
 from dspy_flashevolve.engine.staleness import Full, Guarded, Reflective, StalenessPolicy
-from dspy_flashevolve.programs.ray_rollouts import RayRollouts
-from dspy_flashevolve.programs.run import Schedule
+from dspy_flashevolve.programs.settings import RunSettings
 
 POLICIES: dict[str, StalenessPolicy] = {
     "full": Full(looks=("before_commit",)),
@@ -45,8 +44,13 @@ def policy_of(staleness: Any) -> StalenessPolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class AceSettings:
-    """What one run of `AsyncACE` is told to do. Each field is the argument of that name; `AsyncACE` explains it."""
+    """What one run of `AsyncACE` is told to do.
 
+    ``run`` is what it has in common with other optimizers. Every other field is the argument of that name; `AsyncACE`
+    explains it.
+    """
+
+    run: RunSettings
     metric: Callable[..., Any]
     reflector: Module
     reflector_lm: Any
@@ -65,12 +69,3 @@ class AceSettings:
     perfect_score: float
     failure_score: float
     metric_lock: bool
-    schedule: Schedule
-    num_threads: int | None
-    max_concurrency: int | None
-    max_metric_calls: int | None
-    max_seconds: float | None
-    rollout_timeout_seconds: float | None
-    max_outage_seconds: float | None
-    rollouts: RayRollouts | None
-    seed: int

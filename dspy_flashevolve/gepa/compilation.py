@@ -24,7 +24,7 @@ from dspy_flashevolve.engine.loop import run_to_end
 from dspy_flashevolve.engine.replay import RunJournal
 from dspy_flashevolve.engine.staleness import Full, Reflective, StalenessPolicy, policy_named
 from dspy_flashevolve.gepa.edits import EditProposer
-from dspy_flashevolve.gepa.options import IterationLog, build_parts, gepa_logger, hooks_of
+from dspy_flashevolve.gepa.options import IterationLog, adapter_of, build_parts, gepa_logger, hooks_of, run_settings_of
 from dspy_flashevolve.gepa.pool import Pool
 from dspy_flashevolve.gepa.resume import check_checkpoint
 from dspy_flashevolve.gepa.step import GepaLoop
@@ -32,7 +32,7 @@ from dspy_flashevolve.modules.integrate import StaleCandidateReflection
 from dspy_flashevolve.observe.statistics import AsyncStats, log_summary, texts_diff
 from dspy_flashevolve.programs.fingerprints import fingerprints_of, open_journal
 from dspy_flashevolve.programs.metric import Metric
-from dspy_flashevolve.programs.program import ProgramRunner, adapter_of
+from dspy_flashevolve.programs.program import ProgramRunner
 from dspy_flashevolve.programs.run import DspyRun
 
 logger = logging.getLogger(__name__)
@@ -140,7 +140,8 @@ class Compilation:
             check_checkpoint(optimizer.log_dir, bool(optimizer.gepa_kwargs.get("use_cloudpickle")))
         parts = fingerprints_of(student, self._seed, self._trainset, self._valset, optimizer.metric_fn)
         lms = [dspy.settings.lm, optimizer.reflection_lm, *(one.lm for one in student.predictors())]
-        with open_journal(optimizer, parts, lms, each_once=self._lockstep) as journal:
+        name, arguments = type(optimizer).__qualname__, vars(optimizer)
+        with open_journal(optimizer.log_dir, name, arguments, parts, lms, each_once=self._lockstep) as journal:
             self._build(journal)
 
     def _build(self, journal: RunJournal | None) -> None:
@@ -148,21 +149,12 @@ class Compilation:
         run = self._run = DspyRun(
             name="AsyncGEPA",
             stages=self._stages(),
-            num_threads=optimizer.num_threads,
-            max_concurrency=optimizer.max_concurrency,
-            max_metric_calls=None if lockstep else optimizer.max_metric_calls,
-            max_seconds=optimizer.max_seconds,
-            schedule=optimizer.schedule,
-            rollout_timeout_seconds=optimizer.workflow.rollout_timeout_seconds,
-            max_outage_seconds=optimizer.workflow.max_outage_seconds,
-            median_seconds=optimizer.workflow.median_seconds,
-            seed=optimizer.seed,
+            settings=run_settings_of(optimizer),
             journal=journal,
             shown_calls=optimizer.max_metric_calls,
-            rollouts=optimizer.rollouts,
         )
         self._metric = Metric(optimizer.metric_fn, run.threads, optimizer.metric_lock)
-        reflection_lm = run.paced(optimizer.reflection_lm)
+        reflection_lm = run.pace(optimizer.reflection_lm)
         adapter = adapter_of(optimizer, self._student, reflection_lm)
         if not lockstep and type(adapter.custom_instruction_proposer) is InstructionProposer:
             adapter.custom_instruction_proposer = EditProposer(adapter.custom_instruction_proposer)
@@ -171,7 +163,7 @@ class Compilation:
         self.best = Best(optimizer, adapter, lambda: self._pool.state)
         data = self._seed, self._trainset, self._valset
         self._pool = Pool(run, optimizer, self._parts, adapter, *data, log, self.best)
-        elsewhere = None if run.actors is None else run.actors.program(adapter, optimizer.metric_lock)
+        elsewhere = None if run.actors is None else run.actors.rollout_maker(adapter, optimizer.metric_lock)
         program = ProgramRunner(adapter, self._metric, run.threads, run.models, elsewhere=elsewhere)
         policy = Full() if lockstep else self._usable_policy()
         self._loop = GepaLoop(run, self._pool, program, optimizer, policy, self._integrating, self._initial)

@@ -17,10 +17,12 @@ from dspy_flashevolve.engine.errors import FlashEvolveError, RunAbortedError
 from dspy_flashevolve.engine.steps import End, EndKind, Step
 from dspy_flashevolve.gepa.compilation import texts_of
 from dspy_flashevolve.gepa.evaluate import as_batch
+from dspy_flashevolve.gepa.options import adapter_of
 from dspy_flashevolve.programs.copies import isolated_copy
 from dspy_flashevolve.programs.metric import Metric
-from dspy_flashevolve.programs.program import ProgramRunner, adapter_of
+from dspy_flashevolve.programs.program import ProgramRunner
 from dspy_flashevolve.programs.run import DspyRun
+from dspy_flashevolve.programs.settings import RunSettings
 from dspy_flashevolve.programs.usage import calls_of, cost_of, rates_of
 
 logger = logging.getLogger(__name__)
@@ -127,20 +129,22 @@ def estimate(optimizer: Any, student: Module, trainset: Sequence[Any], most_call
         run = DspyRun(
             name="AsyncGEPA.estimate",
             stages={"rollout": [student], "propose": [reflection_lm]},
-            num_threads=size,
-            max_metric_calls=size,
-            rollout_timeout_seconds=optimizer.workflow.rollout_timeout_seconds,
-            max_outage_seconds=optimizer.workflow.max_outage_seconds,
-            seed=optimizer.seed,
+            settings=RunSettings(
+                num_threads=size,
+                max_metric_calls=size,
+                rollout_timeout_seconds=optimizer.workflow.rollout_timeout_seconds,
+                max_outage_seconds=optimizer.workflow.max_outage_seconds,
+                seed=optimizer.seed,
+            ),
         )
     metric = Metric(optimizer.metric_fn, run.threads, optimizer.metric_lock)
-    adapter = adapter_of(optimizer, student, run.paced(reflection_lm))
+    adapter = adapter_of(optimizer, student, run.pace(reflection_lm))
     program = ProgramRunner(adapter, metric, run.threads, run.models)
     texts, used = texts_of(student), list[UsageTracker]()
 
     async def step(step: Step) -> End:
         run.begin(step, 0)
-        program.first_rollouts(size, traced=True)
+        program.watch_first_rollouts(size, traced=True)
         with track_usage() as usage:
             rollouts = await run.evaluate("rollout", step, program, texts, examples, split="train", traced=True)
         used.append(usage)

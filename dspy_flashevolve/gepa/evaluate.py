@@ -480,7 +480,7 @@ class Evaluations:
             key = RolloutKey(name, split, ids[index], traced)
             behind = len(ids) - index - 1
             rollout = await run.rollouts.rollout(
-                key, stage, step, pays, call, record, failed=lambda reason: program.failed(reason, traced),
+                key, stage, step, pays, call, record, failed=lambda reason: program.failed_rollout(reason, traced),
                 behind=behind, granted=granted,
             )  # fmt: skip
             self.saw(rollout.score)
@@ -521,8 +521,8 @@ class Evaluations:
             )
         seed, step = pool.seed_candidate, Step(BEFORE_STEPS, rng_of(BEFORE_STEPS, pool.seed), pays)
         step.saw(0, math.inf)  # everything waits for it
-        self._program.first_rollouts(len(ids))
-        self._program.first_steps()
+        self._program.watch_first_rollouts(len(ids))
+        self._program.watch_first_steps()
         try:
             found = await self._announced(seed, ids, lambda: self.validation("validate", step, seed, ids, traced=False))
         except RolloutUnresolvedError as error:
@@ -598,7 +598,7 @@ class Evaluations:
 
         if not ids:
             return await validate()
-        return await self._program.announced(candidate, self._pool.loader.fetch(list(ids)), validate, results)
+        return await self._program.announce_evaluation(candidate, self._pool.loader.fetch(list(ids)), validate, results)
 
     def _affords(self, step: Step, calls: int, is_last: bool) -> bool:
         """Whether the validations can be paid: by the budget, or by what is set aside for a head when there is none."""

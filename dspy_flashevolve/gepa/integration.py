@@ -198,7 +198,7 @@ class Integrations:
     ) -> Integration:
         inputs = {"head": dict(head), "children": children, "commits": commits, "code_components": self._code}
         question = {"head": json.dumps(head, sort_keys=True), "children": json.dumps([one.texts for one in children])}
-        asked = await self._run.asked(
+        asked = await self._run.call_module(
             "integrate", lead, self._module, inputs, lm=self._lm, read=lambda one: read_answer(one, children),
             record=ReplyText(hash_of(question)),
         )  # fmt: skip

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from dspy.primitives.module import Module
+from dspy.teleprompt.gepa.gepa_utils import DspyAdapter
 from gepa.api import optimize
 from gepa.core.data_loader import DataLoader
 from gepa.core.state import EvaluationCache, GEPAState
@@ -38,6 +40,7 @@ from gepa.utils import CompositeStopper, FileStopper, MaxMetricCallsStopper, NoI
 
 from dspy_flashevolve.engine.errors import ConfigurationError
 from dspy_flashevolve.gepa.tracker import Tracker
+from dspy_flashevolve.programs.settings import RunSettings
 
 gepa_logger = logging.getLogger("dspy.teleprompt.gepa.gepa")
 """dspy.GEPA's: what the run says, and what each iteration does."""
@@ -426,3 +429,43 @@ def restore_strategies(
 def _tuples(value: Any) -> Any:
     """Lists, at any depth, as the tuples that they were before JSON."""
     return tuple(_tuples(one) for one in value) if isinstance(value, list) else value  # pyright: ignore[reportUnknownVariableType]
+
+
+def adapter_of(optimizer: Any, student: Module, reflection_lm: Any) -> DspyAdapter:
+    """dspy's adapter, set up as ``dspy.GEPA.compile`` sets it up."""
+    return DspyAdapter(
+        student_module=student,
+        metric_fn=optimizer.metric_fn,
+        feedback_map={},  # filled for each minibatch, see ProgramRunner.reflective_dataset
+        failure_score=optimizer.failure_score,
+        num_threads=optimizer.num_threads,
+        add_format_failure_as_feedback=optimizer.add_format_failure_as_feedback,
+        rng=random.Random(optimizer.seed),
+        reflection_lm=reflection_lm,
+        custom_instruction_proposer=optimizer.custom_instruction_proposer,
+        custom_code_proposer=optimizer.custom_code_proposer,
+        warn_on_score_mismatch=optimizer.warn_on_score_mismatch,
+        reflection_minibatch_size=optimizer.reflection_minibatch_size,
+    )
+
+
+def run_settings_of(optimizer: Any) -> RunSettings:
+    """What a run of `AsyncGEPA` has in common with those of other optimizers, checked.
+
+    Raises:
+        ConfigurationError: an argument that cannot work, with the reason.
+    """
+    # Lockstep spends its budget as dspy.GEPA does, which may overdraw it: gepa's stopper ends the run.
+    is_lockstep = optimizer.schedule == "lockstep"
+    return RunSettings(
+        num_threads=optimizer.num_threads,
+        max_concurrency=optimizer.max_concurrency,
+        max_metric_calls=None if is_lockstep else optimizer.max_metric_calls,
+        max_seconds=optimizer.max_seconds,
+        schedule=optimizer.schedule,
+        rollout_timeout_seconds=optimizer.workflow.rollout_timeout_seconds,
+        max_outage_seconds=optimizer.workflow.max_outage_seconds,
+        median_seconds=optimizer.workflow.median_seconds,
+        rollouts=optimizer.rollouts,
+        seed=optimizer.seed,
+    )

@@ -42,7 +42,7 @@ from dspy_flashevolve.engine.run import EvolutionRun
 from dspy_flashevolve.engine.staleness import PastCommit
 from dspy_flashevolve.engine.steps import Step
 from dspy_flashevolve.gepa.options import BASE, Chosen, IterationLog, Parts, strategies_of
-from dspy_flashevolve.programs.records import kept
+from dspy_flashevolve.programs.records import as_writable
 
 Candidate = dict[str, str]
 Batch = EvaluationBatch[Any, Any]
@@ -446,11 +446,13 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
         except Exception:
             if best is not None:
                 state.best_outputs_valset = {
-                    i: [(one, kept(output, pickle.dumps)) for one, output in of] for i, of in best.items()
+                    i: [(one, as_writable(output, pickle.dumps)) for one, output in of] for i, of in best.items()
                 }
             if cache is not None:
                 known = cache._cache  # pyright: ignore[reportPrivateUsage]
-                entries = {key: replace(one, output=kept(one.output, pickle.dumps)) for key, one in known.items()}
+                entries = {
+                    key: replace(one, output=as_writable(one.output, pickle.dumps)) for key, one in known.items()
+                }
                 state.evaluation_cache = EvaluationCache(entries)
             state.save(self.run_dir, use_cloudpickle=self.use_cloudpickle)
         finally:
@@ -971,7 +973,7 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
         if self.run_dir is None:
             return evaluation
         write = partial(json.dumps, default=json_default)
-        outputs = {i: kept(output, write) for i, output in evaluation.outputs_by_val_id.items()}
+        outputs = {i: as_writable(output, write) for i, output in evaluation.outputs_by_val_id.items()}
         return replace(evaluation, outputs_by_val_id=outputs)
 
     def _report_seed(self) -> None:

@@ -339,7 +339,7 @@ class GepaLoop:
         inputs = {"texts": {name: texts[name] for name in grown}, "effects": grown}
         record = ReplyText(hash_of({"consolidate": json.dumps(inputs["texts"], sort_keys=True)}))
         try:
-            asked = await run.asked(
+            asked = await run.call_module(
                 "integrate", step, Consolidation(), inputs, lm=self._reflection_lm, read=clean_texts, record=record
             )
         except RolloutUnresolvedError:

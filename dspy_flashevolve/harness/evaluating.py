@@ -20,11 +20,12 @@ from dspy_flashevolve.engine.steps import Step
 from dspy_flashevolve.harness.archive import TRIAL, Checked, Draft, DraftError, Evaluated, Failed, Trial, draft_of
 from dspy_flashevolve.harness.program import as_json, call_in_thread, call_on_loop, typed_fields
 from dspy_flashevolve.harness.settings import HarnessSettings
-from dspy_flashevolve.programs.faults import heard_lm_calls, raise_provider_fault
+from dspy_flashevolve.programs.faults import raise_provider_fault, recording_lm_calls
 from dspy_flashevolve.programs.metric import Metric
 from dspy_flashevolve.programs.program import answers_asynchronously
-from dspy_flashevolve.programs.records import Asked, ReplyText
-from dspy_flashevolve.programs.run import DspyRun, check_data
+from dspy_flashevolve.programs.records import ModuleReply, ReplyText
+from dspy_flashevolve.programs.run import DspyRun
+from dspy_flashevolve.programs.settings import check_data
 from dspy_flashevolve.sandbox.contract import CodeSandbox, Failure, Job, LmRecord, LmRequest, Outcome, SandboxError
 
 FLEX: Any = dspy.Flex
@@ -176,13 +177,13 @@ class Evaluations:
     """
 
     def __init__(self, settings: HarnessSettings, run: DspyRun, task: HarnessTask, sandbox: CodeSandbox) -> None:
-        lm = run.settings.get("lm") if task.lm is None else run.paced(task.lm)
+        lm = run.dspy_settings.get("lm") if task.lm is None else run.pace(task.lm)
         if lm is None:
             raise ConfigurationError("no LM is configured: dspy.configure(lm=...), or an LM of the student's own.")
         self._settings, self._run, self._task, self._sandbox = settings, run, task, sandbox
         self._lm, self._on_loop = lm, answers_asynchronously(lm)
         self._metric = Metric(settings.metric, run.threads)
-        self._adapter = type(run.settings.get("adapter") or dspy.ChatAdapter()).__name__
+        self._adapter = type(run.dspy_settings.get("adapter") or dspy.ChatAdapter()).__name__
         # Where candidates are scored on what they are checked on, nobody may see the labels.
         self._splits = {
             "train": (task.smoke_examples, bool(task.lessons)),
@@ -244,11 +245,13 @@ class Evaluations:
                 raise _Disqualified(Failure(*failure), "in learn")
         return memory
 
-    async def _learn_batch(self, draft: Draft, memory: Any, lessons: list[dict[str, Any]]) -> Asked[tuple[Any, Any]]:
+    async def _learn_batch(
+        self, draft: Draft, memory: Any, lessons: list[dict[str, Any]]
+    ) -> ModuleReply[tuple[Any, Any]]:
         """Call ``learn`` once; return the memory after it, and the failure as (reason, message) or None."""
         outcome = await self._run_job(draft, memory, batch=lessons)
         failure = None if outcome.failure is None else (outcome.failure.reason, outcome.failure.message)
-        return Asked((outcome.memory, failure), spent=Spent(outcome.tokens))
+        return ModuleReply((outcome.memory, failure), spent=Spent(outcome.tokens))
 
     async def _trials(
         self, step: Step, draft: Draft, split: str, numbers: Iterable[int], memory: Any = None
@@ -324,7 +327,7 @@ class Evaluations:
 
     async def _call_lm(self, request: LmRequest) -> LmRecord | str:
         """Make an LM call of a candidate: on the event loop if the LM is asynchronous, else in a thread."""
-        with heard_lm_calls() as calls:
+        with recording_lm_calls() as calls:
             try:
                 if self._on_loop:
                     return await call_on_loop(self._lm, request)
@@ -338,7 +341,7 @@ class Evaluations:
 
         A metric that raises gives the failure score; an error of the provider of a judging LM gives no score.
         """
-        with heard_lm_calls() as calls:
+        with recording_lm_calls() as calls:
             try:
                 raw = await self._metric.score(example, dspy.Prediction(**fields))
                 score = float(raw.score if isinstance(raw, dspy.Prediction) else raw)

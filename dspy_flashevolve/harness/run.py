@@ -29,7 +29,7 @@ from dspy_flashevolve.harness.program import Harness
 from dspy_flashevolve.harness.proposing import Directions, ReviseHarness, admitted_since, interface_for, proposer_of
 from dspy_flashevolve.harness.settings import HarnessSettings
 from dspy_flashevolve.programs.program import answers_asynchronously
-from dspy_flashevolve.programs.records import Asked, ReplyText
+from dspy_flashevolve.programs.records import ModuleReply, ReplyText
 from dspy_flashevolve.programs.run import DspyRun
 from dspy_flashevolve.sandbox.contract import CodeSandbox
 
@@ -135,7 +135,7 @@ class HarnessRun:
     async def propose(self, step: Step, direction: str) -> tuple[list[Draft], int]:
         """Let an agent read the archive and write drafts; return them with the archive's version at their arrival."""
         settings, archive = self.settings, self.archive
-        on_loop = answers_asynchronously(settings.proposer_lm or self.run.settings.get("lm"))
+        on_loop = answers_asynchronously(settings.proposer_lm or self.run.dspy_settings.get("lm"))
         asked = await self._ask(
             "propose",
             step,
@@ -260,9 +260,9 @@ class HarnessRun:
         inputs: dict[str, Any],
         read: Callable[[Any], T],
         position: str = "0",
-    ) -> Asked[T]:
+    ) -> ModuleReply[T]:
         """Ask a module with the proposer LM. A reply that cannot be parsed gets a warning and does not end the run."""
-        asked = await self.run.asked(
+        asked = await self.run.call_module(
             stage, step, module, inputs, lm=self.settings.proposer_lm, read=read, record=ReplyText(position)
         )
         if asked.error is not None and stage not in self._warned:

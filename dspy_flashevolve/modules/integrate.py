@@ -167,7 +167,7 @@ class StaleCandidateReflection(dspy.Module):
     def _shown_child(self, component: str, child: Any) -> str:
         after = "not screened" if child.score_after is None else f"{child.score_after:.3f}"
         lines = [f"### Child {child.number}", f"Score of its parent {child.score_before:.3f}, of the child {after}."]
-        lines += ["What it changed:", self._cut(changes(child.parent_texts[component], child.texts[component]))]
+        lines += ["What it changed:", self._cut(changed_lines(child.parent_texts[component], child.texts[component]))]
         if child.feedback:
             lines += ["Feedback on its parent:", self._cut("\n".join(f"- {text}" for text in child.feedback))]
         return "\n".join(lines)
@@ -177,7 +177,7 @@ class StaleCandidateReflection(dspy.Module):
         ranked = sorted(mine, key=lambda commit: -abs(commit.score_change))
         shown = [
             f"Score {commit.score_change:+.3f}:\n"
-            + self._cut(changes(commit.parent_texts[component], commit.texts[component]))
+            + self._cut(changed_lines(commit.parent_texts[component], commit.texts[component]))
             for commit in ranked[: self.max_commits]
         ]
         if len(ranked) > self.max_commits:
@@ -234,10 +234,10 @@ class _Answer:
     problem: str = ""
 
 
-def changes(before: str, after: str) -> str:
+def changed_lines(before: str, after: str) -> str:
     """The lines that were taken out and put in, marked by - and +; the whole text when that is no longer.
 
-    >>> print(changes("a\\nb", "a\\nc"))
+    >>> print(changed_lines("a\\nb", "a\\nc"))
     - b
     + c
     """

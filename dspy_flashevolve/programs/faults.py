@@ -14,10 +14,10 @@
 dspy's ``LMError`` tree, lm15's, and the errors of litellm's and other providers' SDKs say by themselves what they are,
 wherever they stand in a chain of causes or in an exception group. What a hand-written LM raises (``TimeoutError``,
 ``ConnectionError``, ``httpx`` errors, a ``KeyError`` over a body that has no choices) looks like what a program's own
-tool may raise: it is the provider's only where an LM call was heard to raise it (:func:`heard_lm_calls`), or where it
-passed through one. An LM that is no ``dspy.BaseLM``, or one that hides its calls from dspy's callbacks, is not heard,
-and its raw errors count as the program's. What a program catches and makes up for is the program's own business; where
-it raises something else in its place, the fault is the one that was heard.
+tool may raise: it is the provider's only where an LM call was recorded to raise it (:func:`recording_lm_calls`), or
+where it passed through one. Calls of an LM that is no ``dspy.BaseLM``, or of one that hides them from dspy's callbacks,
+are not recorded, and its raw errors count as the program's. What a program catches and makes up for is the program's
+own business; where it raises something else in its place, the fault is the recorded one.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class LmCalls(BaseCallback):
 
 
 @contextmanager
-def heard_lm_calls(only_paced: bool = False) -> Generator[LmCalls, None, None]:
+def recording_lm_calls(only_paced: bool = False) -> Generator[LmCalls, None, None]:
     """Hear the LM calls that are made inside, of any ``dspy.BaseLM``, beside the callbacks that the user configured.
 
     Their trace is a list of its own, which ends with them: a long run does not fill the user's.

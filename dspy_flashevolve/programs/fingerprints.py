@@ -9,6 +9,8 @@ import re
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
+from os import PathLike
+from pathlib import Path
 from typing import Any, cast
 
 import dspy
@@ -67,19 +69,23 @@ def versions() -> dict[str, str]:
     return {name: _version(name) for name in ("dspy", "gepa", "dspy-flashevolve")}
 
 
-def settings_of(optimizer: Any) -> dict[str, Any]:
-    """An optimizer's plain settings, without secrets: what is no number, text or None is told by its kind."""
-    found: dict[str, Any] = {}
-    for name, value in vars(optimizer).items():
+def plain_settings(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """An optimizer's arguments without secrets, as JSON has them: an object is named by its class, an LM by its model.
+
+    >>> plain_settings({"num_threads": 8, "metric": plain_settings, "_private": 1, "api_key": "sk-1234567890abcdef"})
+    {'num_threads': 8, 'metric': 'plain_settings'}
+    """
+    plain: dict[str, Any] = {}
+    for name, value in arguments.items():
         if name.startswith("_") or secrets_in({name: value}):
             continue
         if value is None or isinstance(value, bool | int | float | str):
-            found[name] = value
+            plain[name] = value
         elif isinstance(value, dspy.BaseLM):
-            found[name] = str(getattr(value, "model", type(value).__name__))
+            plain[name] = str(getattr(value, "model", type(value).__name__))
         else:
-            found[name] = getattr(value, "__qualname__", type(value).__qualname__)
-    return found
+            plain[name] = getattr(value, "__qualname__", type(value).__qualname__)
+    return plain
 
 
 def _data(loader: Any) -> str:
@@ -159,14 +165,21 @@ def _line(version_text: str) -> list[str]:
 
 @contextmanager
 def open_journal(
-    optimizer: Any, parts: Mapping[str, str], lms: Iterable[Any], each_once: bool = False
+    log_dir: str | PathLike[str] | None,
+    optimizer: str,
+    arguments: Mapping[str, Any],
+    parts: Mapping[str, str],
+    lms: Iterable[Any],
+    each_once: bool = False,
 ) -> Generator[RunJournal | None, None, None]:
-    """The journal of an optimizer's ``log_dir``, begun or gone on with; None without a ``log_dir``.
+    """Open the journal of a run in a directory, a new one or one to go on with; None without a directory.
 
     What is raised while a run is built around it closes it, so that others may have the directory.
 
     Args:
-        optimizer: its settings are written down, without secrets.
+        log_dir: the directory; None for no journal.
+        optimizer: the name of its class.
+        arguments: of the optimizer, by name; they are written down, without secrets.
         parts: of the run, by :func:`fingerprints_of`.
         lms: those that the run calls; their keys are secrets.
         each_once: see :class:`RunJournal`.
@@ -174,21 +187,21 @@ def open_journal(
     Raises:
         RunDirectoryError: the directory cannot be written, is in use, or holds another run.
     """
-    if optimizer.log_dir is None:
+    if log_dir is None:
         yield None
         return
-    redaction = Redaction(secrets_in(vars(optimizer)) | secrets_in(os.environ))
+    redaction = Redaction(secrets_in(arguments) | secrets_in(os.environ))
     for lm in lms:
         redaction.add(secrets_held_by(lm))
-    journal = Journal(optimizer.log_dir, redaction)
+    journal = Journal(Path(log_dir), redaction)
     try:
-        now, packages = {"optimizer": type(optimizer).__qualname__, **parts}, versions()
+        now, packages = {"optimizer": optimizer, **parts}, versions()
         check_same(journal, now, packages)
         journal.append(
             "sessions",
             id=journal.session,
             pid=os.getpid(),
-            settings={**settings_of(optimizer), "versions": packages},
+            settings={**plain_settings(arguments), "versions": packages},
             fingerprints=now,
         )
         yield RunJournal(journal, each_once, is_readable)

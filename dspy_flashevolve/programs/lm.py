@@ -97,7 +97,7 @@ def _names_of(lm: BalancedLM) -> list[str]:
     return names
 
 
-def said_by(options: Mapping[str, Any]) -> dict[Unit, float]:
+def limits_in_options(options: Mapping[str, Any]) -> dict[Unit, float]:
     """The limits among an LM's options, in litellm's words: ``rpm`` and ``tpm``."""
     said: dict[Unit, float] = {}
     for unit, name in (("requests", "rpm"), ("tokens", "tpm")):
@@ -178,7 +178,7 @@ class LanguageModels:
     def __deepcopy__(self, memo: dict[int, Any]) -> LanguageModels:
         return self
 
-    def paced(self, lm: Any) -> Any:
+    def pace(self, lm: Any) -> Any:
         """The run calls a ``dspy.LM`` in its own way from now on; anything else stays as it is. Gives ``lm`` back."""
         if isinstance(lm, dspy.LM) and id(lm) not in self._paced:
             mine = lm, Pace(self, lm)
@@ -196,7 +196,7 @@ class LanguageModels:
     def pace_in(self, program: Module) -> Module:
         """Pace the predictors' own LMs; gives ``program`` back."""
         for predictor in program.predictors():
-            self.paced(getattr(predictor, "lm", None))
+            self.pace(getattr(predictor, "lm", None))
         return program
 
 
@@ -249,11 +249,11 @@ def _places(models: LanguageModels, lm: Any, name: str) -> Iterator[_Place]:
     of, folder = models.endpoints, models.folder
     options: dict[str, Any] = getattr(lm, "kwargs", None) or {}
     if not isinstance(lm, BalancedLM):
-        yield _Place(of.endpoint(name), of.rate(name, account_of(lm, name), folder), said_by(options), {})
+        yield _Place(of.endpoint(name), of.rate(name, account_of(lm, name), folder), limits_in_options(options), {})
         return
     for one, deployment in zip(of.several(name).members, lm.deployments, strict=True):
         rate = of.rate(one.name, account_of(lm, one.name, deployment.get("api_key")), folder)
-        yield _Place(one, rate, said_by({**options, **deployment}), where(deployment))
+        yield _Place(one, rate, limits_in_options({**options, **deployment}), where(deployment))
 
 
 class Pace:

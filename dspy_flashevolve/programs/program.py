@@ -41,7 +41,7 @@ from dspy_flashevolve.engine.errors import FlashEvolveError, RunAbortedError, wh
 from dspy_flashevolve.engine.loop import Threads, is_being_cancelled
 from dspy_flashevolve.engine.rollouts import Rollout, gather, given_up
 from dspy_flashevolve.programs.copies import Copied, copied
-from dspy_flashevolve.programs.faults import LmCalls, chain_of, fault_of, heard_lm_calls, raise_provider_fault
+from dspy_flashevolve.programs.faults import LmCalls, chain_of, fault_of, raise_provider_fault, recording_lm_calls
 from dspy_flashevolve.programs.feedback import (
     IncompleteReply,
     Question,
@@ -111,7 +111,7 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
-class Tried:
+class Attempt:
     """A rollout, and what it failed with, where that may be a mistake in the code."""
 
     rollout: Rollout
@@ -133,7 +133,7 @@ class Reflection:
     cost_dollars: float = 0.0
 
 
-Make = Callable[[dict[str, str], dspy.Example, bool, UsageTracker], Awaitable[Tried]]
+Make = Callable[[dict[str, str], dspy.Example, bool, UsageTracker], Awaitable[Attempt]]
 """Makes a rollout of a candidate on an example, with a trace where that is True, and adds what its LMs used."""
 
 Ask = Callable[[Callable[[], Awaitable[Any]]], Awaitable[Any]]
@@ -149,7 +149,7 @@ class ProgramRunner:
         threads: where programs without a usable ``aforward`` run.
         models: pace the predictors' own LMs; None to call these as they are.
         finite: a score that is no finite number is a failure, with a warning; else it ends the run.
-        elsewhere: makes the rollouts in other processes; None to make them here, by :meth:`tried`.
+        elsewhere: makes the rollouts in other processes; None to make them here, by :meth:`evaluate_once`.
     """
 
     def __init__(
@@ -192,11 +192,11 @@ class ProgramRunner:
         """Whether a rollout that has begun can be given up: one on the loop can, one in a thread cannot."""
         return bool(self._place.on_loop if self._elsewhere is None else runs_on_loop(self.adapter.student))
 
-    def first_rollouts(self, count: int, traced: bool = False) -> None:
+    def watch_first_rollouts(self, count: int, traced: bool = False) -> None:
         """The next ``count`` rollouts are the first: where they all fail alike, their error ends the run."""
         self._first[TRAINING if traced else "rollouts"] = FirstRollouts(count)
 
-    def first_steps(self) -> None:
+    def watch_first_steps(self) -> None:
         """The same of the first rollouts on training examples, requests for feedback, and reflections."""
         self._first[TRAINING] = FirstRollouts(OF_TRAINING, OF_TRAINING)
         self._first[FEEDBACK] = FirstRollouts(OF_FEEDBACK, OF_FEEDBACK)
@@ -213,31 +213,31 @@ class ProgramRunner:
         """
         if self.mistake is not None:
             raise self.mistake
-        make = self._elsewhere or self.tried
+        make = self._elsewhere or self.evaluate_once
         with counting_usage() as usage:
             try:
-                tried = await make(candidate, example, capture_traces, usage)
-                self._look_at(tried.failure, TRAINING if capture_traces else "rollouts")
+                attempt = await make(candidate, example, capture_traces, usage)
+                self._look_at(attempt.failure, TRAINING if capture_traces else "rollouts")
             except BaseException:
                 usage.close()
                 given_up(tokens_of(usage), cost_of(usage))
                 raise
-        return replace(tried.rollout, tokens=tokens_of(usage), cost_dollars=cost_of(usage))
+        return replace(attempt.rollout, tokens=tokens_of(usage), cost_dollars=cost_of(usage))
 
-    async def tried(
+    async def evaluate_once(
         self, candidate: dict[str, str], example: dspy.Example, capture_traces: bool, usage: UsageTracker
-    ) -> Tried:
+    ) -> Attempt:
         """Run ``candidate`` on ``example`` in this process; ``usage`` tracks its LM calls."""
         prototype = await self._prototype(candidate)
         if isinstance(prototype, Exception):
-            return Tried(Rollout(None, self.adapter.failure_score))
-        with heard_lm_calls(only_paced=self._to_hear <= 0) as calls:
+            return Attempt(Rollout(None, self.adapter.failure_score))
+        with recording_lm_calls(only_paced=self._to_hear <= 0) as calls:
             run = await self._run(prototype, example, calls)
             if dspy.settings.track_usage and isinstance(run.prediction, dspy.Prediction):
                 run.prediction.set_lm_usage(usage.get_total_tokens())
-            tried = await self._scored(example, run, capture_traces, calls)
+            attempt = await self._scored(example, run, capture_traces, calls)
         self._to_hear = self._to_hear - 1 if calls.only_paced else math.inf
-        return tried
+        return attempt
 
     async def _prototype(self, candidate: dict[str, str]) -> Callable[[], Module] | Exception:
         """What makes a rollout's copy of a candidate's program. One is built at a time, each once."""
@@ -316,16 +316,16 @@ class ProgramRunner:
         logger.warning("Program raised on an example: %s", _said(error))
         return _Run(FailedPrediction(_said(error)), list(trace))
 
-    async def _scored(self, example: Any, run: _Run, capture_traces: bool, calls: LmCalls) -> Tried:
+    async def _scored(self, example: Any, run: _Run, capture_traces: bool, calls: LmCalls) -> Attempt:
         failure = self.adapter.failure_score
         if run.error is not None:
             logger.warning("Example scored as a failure: %s", _said(run.error))
-            failed = self.failed(f"The program failed: {_said(run.error)}", capture_traces)
-            return Tried(failed, self._failure(run.error, calls))
+            failed = self.failed_rollout(f"The program failed: {_said(run.error)}", capture_traces)
+            return Attempt(failed, self._failure(run.error, calls))
         if isinstance(run.prediction, FailedPrediction):
             if not (capture_traces or self._flex):
-                return Tried(self.failed("The program's reply could not be read.", capture_traces))
-            return Tried(self._rollout(example, run, failure))
+                return Attempt(self.failed_rollout("The program's reply could not be read.", capture_traces))
+            return Attempt(self._rollout(example, run, failure))
         try:
             raw = await self._metric.score(example, run.prediction, scoring_trace=run.trace, flex=self._flex)
         except FlashEvolveError:
@@ -334,10 +334,10 @@ class ProgramRunner:
             raise_provider_fault(error, calls.errors)
             logger.warning("Metric %s raised on an example: %s", self._metric.name, _said(error))
             if self._flex:
-                return Tried(self._rollout(example, run, failure))
-            failed = self.failed(f"The program answered, but the metric failed: {_said(error)}", capture_traces)
-            return Tried(failed, self._failure(error, calls))
-        return Tried(self._rollout(example, run, raw))
+                return Attempt(self._rollout(example, run, failure))
+            failed = self.failed_rollout(f"The program answered, but the metric failed: {_said(error)}", capture_traces)
+            return Attempt(failed, self._failure(error, calls))
+        return Attempt(self._rollout(example, run, raw))
 
     def _failure(self, error: Exception, calls: LmCalls) -> Failure | None:
         if self._flex or any(isinstance(one, AdapterParseError) for one in chain_of(error)):
@@ -363,7 +363,7 @@ class ProgramRunner:
             self.mistake = error
             raise error
 
-    def failed(self, error: str, capture_traces: bool) -> Rollout:
+    def failed_rollout(self, error: str, capture_traces: bool) -> Rollout:
         """A rollout that failed, with the reason."""
         return Rollout(None if capture_traces else dspy.Prediction(), self.adapter.failure_score, error=error)
 
@@ -385,7 +385,7 @@ class ProgramRunner:
 
     # Reflection.
 
-    async def announced(
+    async def announce_evaluation(
         self,
         candidate: dict[str, str],
         examples: Sequence[Any],
@@ -527,7 +527,7 @@ class ProgramRunner:
         Args:
             kind: of the first requests, which may all fail alike.
         """
-        with heard_lm_calls() as calls:
+        with recording_lm_calls() as calls:
             try:
                 return await call()
             except Exception as error:
@@ -809,25 +809,7 @@ def answers_asynchronously(lm: Any) -> bool:
     return _defines_first(kind, {"aforward", "acall"}, {"forward", "__call__"})
 
 
-# As dspy.GEPA sets its adapter up, and tells its callbacks.
-
-
-def adapter_of(optimizer: Any, student: Module, reflection_lm: Any) -> DspyAdapter:
-    """dspy's adapter, set up as ``dspy.GEPA.compile`` sets it up."""
-    return DspyAdapter(
-        student_module=student,
-        metric_fn=optimizer.metric_fn,
-        feedback_map={},  # see ProgramRunner.reflective_dataset
-        failure_score=optimizer.failure_score,
-        num_threads=optimizer.num_threads,
-        add_format_failure_as_feedback=optimizer.add_format_failure_as_feedback,
-        rng=random.Random(optimizer.seed),
-        reflection_lm=reflection_lm,
-        custom_instruction_proposer=optimizer.custom_instruction_proposer,
-        custom_code_proposer=optimizer.custom_code_proposer,
-        warn_on_score_mismatch=optimizer.warn_on_score_mismatch,
-        reflection_minibatch_size=optimizer.reflection_minibatch_size,
-    )
+# As dspy.GEPA tells its callbacks.
 
 
 class _Announced(dspy.Evaluate):

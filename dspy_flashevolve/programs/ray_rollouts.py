@@ -56,8 +56,8 @@ from dspy_flashevolve.programs.lm import (
     limits_folder,
 )
 from dspy_flashevolve.programs.metric import Metric
-from dspy_flashevolve.programs.program import Failure, Make, ProgramRunner, Tried
-from dspy_flashevolve.programs.records import RolloutRecords, kept
+from dspy_flashevolve.programs.program import Attempt, Failure, Make, ProgramRunner
+from dspy_flashevolve.programs.records import RolloutRecords, as_writable
 from dspy_flashevolve.programs.usage import COUNTED_BY, completion_tokens_of, counting_usage
 
 logger = logging.getLogger(__name__)
@@ -136,7 +136,7 @@ class _Answer:
     """What became of a rollout, which tells here of its metric's call.
 
     Args:
-        tried: the rollout; None where there is none.
+        attempt: the rollout; None where there is none.
         error: what was raised; None also where it was cancelled.
         signal: "refused" or "late", of a provider.
         metric_began: its call counts.
@@ -144,7 +144,7 @@ class _Answer:
         is_lost: its actor is lost.
     """
 
-    tried: Tried | None = None
+    attempt: Attempt | None = None
     error: BaseException | None = None
     signal: str = ""
     metric_began: bool = False
@@ -228,7 +228,7 @@ class RolloutActor:
         self._models.attach(asyncio.get_running_loop())
         try:
             dspy.configure(**cloudpickle.loads(settings))
-            self._models.paced(dspy.settings.lm)
+            self._models.pace(dspy.settings.lm)
             self._runners = [self._runner(**cloudpickle.loads(one)) for one in programs]
         except Exception as error:
             return self._run.redaction.of(f"{type(error).__name__}: {error}")
@@ -260,7 +260,7 @@ class RolloutActor:
             with anyio.CancelScope() as bound:
                 if slot is not None:
                     slot.bound = bound
-                answer.tried = await runner.tried(candidate, cloudpickle.loads(example), traced, usage)
+                answer.attempt = await runner.evaluate_once(candidate, cloudpickle.loads(example), traced, usage)
             if bound.cancelled_caught:
                 raise TransientError("no answer in time to a request of the program's", of_request=True)
 
@@ -286,14 +286,14 @@ class RolloutActor:
 
 def _packed(answer: _Answer, records: RolloutRecords, candidate: dict[str, str]) -> bytes:
     """An answer, pickled: its trace as text, where that is the same, since signatures are costly to pickle."""
-    if answer.tried is not None:
-        rollout, failure = answer.tried.rollout, answer.tried.failure
+    if answer.attempt is not None:
+        rollout, failure = answer.attempt.rollout, answer.attempt.failure
         output, trajectory = rollout.output, records.trace(candidate, rollout)
         if trajectory is None:
-            output = kept(output, cloudpickle.dumps)
+            output = as_writable(output, cloudpickle.dumps)
             trajectory = _readable({**rollout.trajectory, "example": None})
         failure = None if failure is None else replace(failure, error=_sendable(failure.error))
-        answer.tried = Tried(replace(rollout, output=output, trajectory=trajectory), failure)
+        answer.attempt = Attempt(replace(rollout, output=output, trajectory=trajectory), failure)
     return cloudpickle.dumps(answer)
 
 
@@ -303,7 +303,7 @@ def _readable(value: Any) -> Any:
         return {key: _readable(one) for key, one in value.items()}
     if type(value) in (list, tuple):
         return type(value)(map(_readable, value))
-    return kept(value, cloudpickle.dumps)
+    return as_writable(value, cloudpickle.dumps)
 
 
 def _sendable(error: BaseException) -> Any:
@@ -353,7 +353,7 @@ class Actors:
         self._sent: list[Any] = []
         self._lost: tuple[type[Exception], ...] = ()
 
-    def program(self, adapter: DspyAdapter, metric_lock: bool, finite: bool = False) -> Make:
+    def rollout_maker(self, adapter: DspyAdapter, metric_lock: bool, finite: bool = False) -> Make:
         """What makes the rollouts of a program; before :meth:`opened`.
 
         Raises:
@@ -364,7 +364,7 @@ class Actors:
         lms = [getattr(one, "lm", None) or self._lm for one in adapter.student.predictors()]
         names = sorted({endpoint_of(lm) for lm in lms if lm is not None}) or ["rollouts"]
         endpoint = self._run.endpoints.endpoint(names[0])
-        return partial(self._tried, len(self._programs) - 1, adapter, RolloutRecords(adapter.student), endpoint)
+        return partial(self._attempt, len(self._programs) - 1, adapter, RolloutRecords(adapter.student), endpoint)
 
     # Beginning and end.
 
@@ -451,7 +451,7 @@ class Actors:
 
     # A rollout.
 
-    async def _tried(
+    async def _attempt(
         self,
         program: int,
         adapter: DspyAdapter,
@@ -461,7 +461,7 @@ class Actors:
         example: dspy.Example,
         capture_traces: bool,
         usage: UsageTracker,
-    ) -> Tried:
+    ) -> Attempt:
         """See :data:`~.program.Make`.
 
         Raises:
@@ -487,13 +487,13 @@ class Actors:
             if not answer.metric_began:
                 metric_not_reached()
             raise
-        assert answer.tried is not None
-        trajectory: Any = answer.tried.rollout.trajectory
+        assert answer.attempt is not None
+        trajectory: Any = answer.attempt.rollout.trajectory
         if isinstance(trajectory, str):
             trajectory = records.read_trace(candidate, example, trajectory)
         elif trajectory is not None:
             trajectory = {**trajectory, "example": example}
-        return replace(answer.tried, rollout=replace(answer.tried.rollout, trajectory=trajectory))
+        return replace(answer.attempt, rollout=replace(answer.attempt.rollout, trajectory=trajectory))
 
     async def _asked(self, endpoint: Endpoint, request: tuple[Any, ...], is_suspect: bool) -> _Answer:
         """A rollout is a request at its endpoint, whose limit hears what became of it."""
@@ -514,7 +514,7 @@ class Actors:
             endpoint.refused(sent, getattr(answer.error, "retry_after_seconds", None))
         elif answer.signal == "late":
             endpoint.timed_out(sent)
-        elif answer.tried is not None:
+        elif answer.attempt is not None:
             written = completion_tokens_of(answer.used)
             if written or anyio.current_time() - began > CACHED_SECONDS:
                 endpoint.finished(sent, written)
@@ -545,7 +545,7 @@ class Actors:
             logger.warning("An actor is lost, its rollouts are asked for again: %s", said)
             self._run.bus.emit(ActorLost(self._run.clock(), said))
             actor.ready = self._ready(actor.handle)
-        if cancelled is not None and answer.tried is None:
+        if cancelled is not None and answer.attempt is None:
             answer.error, answer.is_lost = cancelled, False
         return answer
 
@@ -571,13 +571,13 @@ def _heard(asked: Any) -> asyncio.Future[Any]:
     return heard
 
 
-def _died(failure_score: float, traced: bool) -> Tried:
+def _died(failure_score: float, traced: bool) -> Attempt:
     failure = ProcessDiedError(f"the process that ran the program and its metric has died {DEATHS} times")
     said = f"{type(failure).__name__}: {failure}"
     logger.warning("Example scored as a failure: %s", said)
     output = None if traced else dspy.Prediction()
     rollout = Rollout(output, failure_score, error=f"The program failed: {said}")
-    return Tried(rollout, Failure(failure, (type(failure).__qualname__,), refused=False))
+    return Attempt(rollout, Failure(failure, (type(failure).__qualname__,), refused=False))
 
 
 _CONNECTING = threading.Lock()

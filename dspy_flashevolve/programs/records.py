@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Asked(Generic[T]):
+class ModuleReply(Generic[T]):
     """What became of a question. It has cost what it has cost, whether or not there is an answer.
 
     Args:
@@ -182,7 +182,7 @@ class ReplyText:
     def read(self, text: str) -> Any:
         """The answer, which has cost nothing now."""
         try:
-            return Asked(read(text))
+            return ModuleReply(read(text))
         except Exception:  # whatever a class of the user's raises: the question is asked again
             return None
 
@@ -210,7 +210,7 @@ def output_in(text: str | None) -> Any:
         return None
 
 
-def kept(output: Any, write: Callable[[Any], object]) -> Any:
+def as_writable(output: Any, write: Callable[[Any], object]) -> Any:
     """An output, where ``write`` can write it; else as far as :func:`output_text` can keep it."""
     try:
         write(output)

@@ -6,16 +6,16 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import dspy
-from dspy.primitives import Example, Module, Prediction
+from dspy.primitives import Module
 from dspy.teleprompt.gepa.gepa_utils import DspyAdapter
 from dspy.utils.callback import with_callbacks
 from dspy.utils.exceptions import AdapterParseError
 
-from dspy_flashevolve.engine.endpoints import OUTAGE_SECONDS, RetryPolicy
-from dspy_flashevolve.engine.errors import ConfigurationError, DataError
+from dspy_flashevolve.engine.endpoints import RetryPolicy
+from dspy_flashevolve.engine.errors import ConfigurationError
 from dspy_flashevolve.engine.events import LmCallCounted
 from dspy_flashevolve.engine.limits import Bounds
 from dspy_flashevolve.engine.loop import is_being_cancelled
@@ -27,7 +27,7 @@ from dspy_flashevolve.engine.steps import EndKind, Reservation, Step, StepEnded
 from dspy_flashevolve.observe.progress import Display, Progress
 from dspy_flashevolve.observe.statistics import Recorder, RunStats
 from dspy_flashevolve.programs.copies import isolated_copy
-from dspy_flashevolve.programs.faults import heard_lm_calls, raise_provider_fault
+from dspy_flashevolve.programs.faults import raise_provider_fault, recording_lm_calls
 from dspy_flashevolve.programs.lm import (
     LanguageModels,
     endpoint_of,
@@ -35,9 +35,10 @@ from dspy_flashevolve.programs.lm import (
 )
 from dspy_flashevolve.programs.metric import Metric
 from dspy_flashevolve.programs.program import ProgramRunner, runs_on_loop
-from dspy_flashevolve.programs.ray_rollouts import Actors, RayRollouts
-from dspy_flashevolve.programs.records import Asked, ProgramRecord, ReplyText
+from dspy_flashevolve.programs.ray_rollouts import Actors
+from dspy_flashevolve.programs.records import ModuleReply, ProgramRecord, ReplyText
 from dspy_flashevolve.programs.servers import watchers
+from dspy_flashevolve.programs.settings import RunSettings
 from dspy_flashevolve.programs.tools import ToolCalls
 from dspy_flashevolve.programs.usage import (
     Entry,
@@ -54,7 +55,6 @@ from dspy_flashevolve.programs.usage import (
 
 T = TypeVar("T")
 Compile = TypeVar("Compile", bound=Callable[..., Any])
-Schedule = Literal["async", "lockstep"]
 MAX_CONCURRENCY = 256
 """Requests in flight at most where the slots adapt and ``max_concurrency`` is not given."""
 
@@ -77,22 +77,10 @@ class DspyRun(EvolutionRun):
         name: of the optimizer, for people.
         stages: stage -> what its requests ask: LMs, modules (the LMs of their predictors), or None for the configured
             LM. In the order of the way that a step takes: a later stage goes first where slots are scarce.
-        num_threads: requests in flight at most, over all stages. Default: found out while the run goes on, up to
-            ``max_concurrency``; ``dspy.settings.num_threads`` in lockstep, and where a module in ``stages`` runs in
-            threads unless ``max_concurrency`` is given.
-        max_concurrency: the most requests in flight when ``num_threads`` is None. Default: 256.
-        max_metric_calls: never exceeded; None for no limit.
-        max_seconds: no step starts after it; what runs is finished. None for no limit.
-        schedule: "async", or "lockstep": one step at a time, nothing beside it, the same slots.
-        rollout_timeout_seconds: a rollout that takes longer is given up and asked for again; None for no bound.
-        max_outage_seconds: when a provider that answers nothing is given up, and the longest Retry-After; None for
-            never.
-        median_seconds: see :class:`Workflow`.
-        seed: of the steps' randomness, and of jitter.
+        settings: limits, schedule and seed.
         retry: how often a request is made that the provider turns away, and when.
         journal: where the run is written down, so that it can go on; None for nowhere.
         shown_calls: what the progress bar and the statistics give as the budget. Default: ``max_metric_calls``.
-        rollouts: makes the rollouts in other processes; None to make them in this one.
 
     Raises:
         ConfigurationError: an argument that cannot work, with the reason.
@@ -103,41 +91,26 @@ class DspyRun(EvolutionRun):
         *,
         name: str,
         stages: Mapping[str, Sequence[Any]],
-        num_threads: int | None = None,
-        max_concurrency: int | None = None,
-        max_metric_calls: int | None = None,
-        max_seconds: float | None = None,
-        schedule: Schedule = "async",
-        rollout_timeout_seconds: float | None = None,
-        max_outage_seconds: float | None = OUTAGE_SECONDS,
-        median_seconds: float | None = None,
-        seed: int | None = 0,
+        settings: RunSettings | None = None,
         retry: RetryPolicy | None = None,
         journal: RunJournal | None = None,
         shown_calls: int | None = None,
-        rollouts: RayRollouts | None = None,
     ) -> None:
-        check_rollouts(rollouts)
-        self.num_threads, self.max_concurrency, self.schedule = num_threads, max_concurrency, schedule
-        self.max_metric_calls, self.max_seconds = max_metric_calls, max_seconds
-        self.rollout_timeout_seconds, self.max_outage_seconds = rollout_timeout_seconds, max_outage_seconds
-        check_run(self)
-        check_counts(self, "max_metric_calls")
-        check_limits(self, "max_outage_seconds", "rollout_timeout_seconds")
         if not all(isinstance(one, list | tuple) and one for one in stages.values()):
             raise ConfigurationError(
                 f"stages is {stages!r}, expected stage -> a list of what it asks: LMs, modules, or None for the "
                 "configured LM."
             )
-        self.settings = dict(dspy.settings.copy())
+        self.settings = settings = RunSettings() if settings is None else settings
+        self.dspy_settings = dict(dspy.settings.copy())
         """dspy's settings for the length of the run: a later ``dspy.configure`` does not reach it."""
-        lm, modules = self.settings.get("lm"), [one for listed in stages.values() for one in listed]
+        lm, modules = self.dspy_settings.get("lm"), [one for listed in stages.values() for one in listed]
         lms = {stage: _lms(listed, lm) for stage, listed in stages.items()}
         models = {stage: {str(getattr(one, "model", "")) for one in asked} for stage, asked in lms.items()}
         self._models_by_stage = models
         self._unpriced = {stage for stage, names in models.items() if None in map(rates_of, names)}
-        slots, adaptive = width_of(self, [one for one in modules if isinstance(one, Module)])
-        observers = [one for one in self.settings.get("callbacks") or () if isinstance(one, Observer)]
+        slots, adaptive = _slots_of(settings, [one for one in modules if isinstance(one, Module)])
+        observers = [one for one in self.dspy_settings.get("callbacks") or () if isinstance(one, Observer)]
         if not any(isinstance(one, Display) for one in observers):
             observers.insert(0, Progress())
         super().__init__(
@@ -145,29 +118,30 @@ class DspyRun(EvolutionRun):
             stages={stage: {endpoint_of(one) for one in asked} for stage, asked in lms.items()},
             slots=slots,
             adaptive=adaptive,
-            budget_calls=max_metric_calls,
-            seed=seed,
-            lockstep=schedule == "lockstep",
-            max_seconds=max_seconds,
-            rollout_timeout_seconds=rollout_timeout_seconds,
-            median_seconds=median_seconds,
-            retry=replace(retry or RetryPolicy(), outage_seconds=max_outage_seconds),
+            budget_calls=settings.max_metric_calls,
+            seed=settings.seed,
+            lockstep=settings.schedule == "lockstep",
+            max_seconds=settings.max_seconds,
+            rollout_timeout_seconds=settings.rollout_timeout_seconds,
+            median_seconds=settings.median_seconds,
+            retry=replace(retry or RetryPolicy(), outage_seconds=settings.max_outage_seconds),
             journal=journal,
             observers=observers,
         )
         self.recorder = Recorder(self.clock)
         self.bus.subscribe(self.recorder)
         self.models = LanguageModels(self.endpoints, self.redaction, limits_folder(), count=self._count_lm_call)
-        self.paced(lm)
-        self.actors = None if rollouts is None else Actors(rollouts, self, self.settings)
+        self.pace(lm)
+        self.actors = None if settings.rollouts is None else Actors(settings.rollouts, self, self.dspy_settings)
         """Where rollouts are made; None for this process."""
-        self.settings.update(self.models.settings | usage_settings(self._count_lm_call))
-        self._shown_calls = shown_calls or max_metric_calls
+        self.dspy_settings.update(self.models.settings | usage_settings(self._count_lm_call))
+        self._shown_calls = shown_calls or settings.max_metric_calls
+        self.max_seconds = settings.max_seconds
         self._seconds: float | None = None
 
-    def paced(self, lm: Any) -> Any:
+    def pace(self, lm: Any) -> Any:
         """The LM as it is given; the run calls it in its own way from now on, see :class:`LanguageModels`."""
-        return self.models.paced(lm)
+        return self.models.pace(lm)
 
     def _count_lm_call(self, place: Place | None, model: str, entry: Entry) -> None:
         """Count an LM call that no event of a rollout or of a request sums up; from any thread."""
@@ -190,14 +164,14 @@ class DspyRun(EvolutionRun):
         """See :meth:`EvolutionRun.opened`."""
         self.models.attach(asyncio.get_running_loop())
         try:
-            with dspy.context(**self.settings):
+            with dspy.context(**self.dspy_settings):
                 async with super().opened(), nullcontext() if self.actors is None else self.actors.opened():
                     yield
         finally:
             self._seconds = self.clock() - self.clock.began
             self.models.close()
 
-    async def asked(
+    async def call_module(
         self,
         stage: str,
         step: Requester,
@@ -207,7 +181,7 @@ class DspyRun(EvolutionRun):
         lm: Any = None,
         read: Callable[[Any], T],
         record: Any = None,
-    ) -> Asked[T]:
+    ) -> ModuleReply[T]:
         """Call a module in a slot: on the loop where it can be awaited, else in a thread; asked again where need be.
 
         Args:
@@ -223,12 +197,12 @@ class DspyRun(EvolutionRun):
             RunAbortedError: the provider refused for good.
         """
         copy = self.models.pace_in(isolated_copy(module))
-        asks, tools = self.settings.get("lm") if lm is None else self.paced(lm), ToolCalls(self.threads)
+        asks, tools = self.dspy_settings.get("lm") if lm is None else self.pace(lm), ToolCalls(self.threads)
 
-        async def call() -> Asked[T]:
+        async def call() -> ModuleReply[T]:
             answer: T | None = None
             failure: Exception | None = None
-            with counting_usage() as usage, dspy.context(lm=asks), heard_lm_calls() as calls:
+            with counting_usage() as usage, dspy.context(lm=asks), recording_lm_calls() as calls:
                 try:
                     if runs_on_loop(copy):
                         tools.prepare_for_loop(copy)
@@ -245,14 +219,14 @@ class DspyRun(EvolutionRun):
                     failure = error
             problem = "" if failure is None else f"{type(failure).__name__}: {failure}"[:300]
             spent = Spent(tokens_of(usage), cost_of(usage), problem)
-            return Asked(answer, failure, max(1, calls_of(usage)), spent)
+            return ModuleReply(answer, failure, max(1, calls_of(usage)), spent)
 
         return await self.rollouts.request(stage, step, call, lambda one: one.spent, record)
 
     async def ask(
         self, stage: str, step: Requester, module: Module, /, lm: Any = None, position: str = "0", **inputs: Any
     ) -> Any:
-        """What a module returns, called in a slot; see :meth:`asked`.
+        """What a module returns, called in a slot; see :meth:`call_module`.
 
         With a journal the reply is written down, and read by a run that goes on, as far as it can be kept.
 
@@ -265,14 +239,14 @@ class DspyRun(EvolutionRun):
             StepEnded: as failed: no reply fitted its format.
             Exception: what the module raised.
         """
-        asked = await self.asked(
+        reply = await self.call_module(
             stage, step, module, inputs, lm=lm, read=lambda answer: answer, record=ReplyText(position)
         )
-        if isinstance(asked.error, AdapterParseError):
-            raise StepEnded(EndKind.FAILED, f"no reply in its format: {asked.error}") from asked.error
-        if asked.error is not None:
-            raise asked.error
-        return asked.answer
+        if isinstance(reply.error, AdapterParseError):
+            raise StepEnded(EndKind.FAILED, f"no reply in its format: {reply.error}") from reply.error
+        if reply.error is not None:
+            raise reply.error
+        return reply.answer
 
     def runner(
         self, student: Module, metric: Callable[..., Any], *, failure_score: float = 0.0, metric_lock: bool = False
@@ -288,7 +262,7 @@ class DspyRun(EvolutionRun):
         """
         adapter = DspyAdapter(student, metric, feedback_map={}, failure_score=failure_score)  # reflects on nothing
         scorer = Metric(metric, self.threads, metric_lock)
-        elsewhere = None if self.actors is None else self.actors.program(adapter, metric_lock, finite=True)
+        elsewhere = None if self.actors is None else self.actors.rollout_maker(adapter, metric_lock, finite=True)
         return ProgramRunner(adapter, scorer, self.threads, self.models, finite=True, elsewhere=elsewhere)
 
     async def rollout(
@@ -327,7 +301,7 @@ class DspyRun(EvolutionRun):
             step.reservation if pays is None else pays,
             lambda: runner.rollout(candidate, example, capture_traces=traced),
             ProgramRecord(runner.records, candidate, example, traced),
-            failed=lambda reason: runner.failed(reason, traced),
+            failed=lambda reason: runner.failed_rollout(reason, traced),
             behind=behind,
             granted=granted,
         )
@@ -374,7 +348,7 @@ class DspyRun(EvolutionRun):
         return self.recorder.stats(
             self,
             self._unpriced,
-            schedule=self.schedule,
+            schedule=self.settings.schedule,
             seconds=self.clock() - self.clock.began if self._seconds is None else self._seconds,
             stop_reason=self.stop_reason or self.said,
             metric_calls=self.budget.spent if metric_calls is None else metric_calls,
@@ -394,92 +368,17 @@ def _lms(listed: Sequence[Any], default: Any) -> list[Any]:
     return [lm for lm in (one or default for one in lms) if lm is not None]
 
 
-# Arguments that every run has.
-
-
-def check_run(run: Any) -> None:
-    """Raise ConfigurationError for an argument that cannot work, of those that every run has.
-
-    Args:
-        run: an optimizer or a run, with the attributes ``schedule``, ``num_threads``, ``max_concurrency``,
-            and ``max_seconds``.
-    """
-    if run.schedule not in ("async", "lockstep"):
-        raise ConfigurationError(f"schedule is {run.schedule!r}, expected 'async' or 'lockstep'.")
-    check_counts(run, "num_threads", "max_concurrency")
-    if run.num_threads and run.max_concurrency and run.num_threads > run.max_concurrency:
-        raise ConfigurationError(
-            f"num_threads is {run.num_threads}, above max_concurrency={run.max_concurrency}. Give one of them."
-        )
-    check_limits(run, "max_seconds")
-
-
-def check_counts(run: Any, *names: str) -> None:
-    """Raise ConfigurationError for an attribute of ``run`` that is neither a whole number above 0 nor None."""
-    for name in names:
-        value = getattr(run, name)
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            raise ConfigurationError(f"{name} is {value!r}, expected a whole number of at least 1, or None.")
-
-
-def check_limits(run: Any, *names: str) -> None:
-    """Raise ConfigurationError for an attribute of ``run`` that is neither a number above 0 nor None."""
-    for name in names:
-        limit = getattr(run, name)
-        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int | float) or not limit > 0):
-            raise ConfigurationError(f"{name} is {limit!r}, expected a number above 0, or None.")
-
-
-def check_rollouts(rollouts: Any) -> None:
-    """Raise ConfigurationError for what cannot make rollouts."""
-    if rollouts is not None and not isinstance(rollouts, RayRollouts):
-        raise ConfigurationError(f"rollouts is {rollouts!r}, expected a RayRollouts, or None.")
-
-
-def width_of(run: Any, programs: Iterable[Module]) -> tuple[int, Bounds | None]:
+def _slots_of(settings: RunSettings, programs: Iterable[Module]) -> tuple[int, Bounds | None]:
     """The slots of a run, and how its endpoints' limits adapt below them; None where they do not.
 
     They adapt from dspy's number of threads up to ``max_concurrency``, unless ``num_threads`` is given, the run is in
     lockstep, or a program runs in threads and nobody said how many.
 
     Args:
-        run: see :func:`check_run`.
         programs: what the run calls.
     """
-    adapts = run.schedule != "lockstep" and run.num_threads is None
-    if not adapts or (run.max_concurrency is None and not all(runs_on_loop(program) for program in programs)):
-        return run.num_threads or dspy.settings.num_threads, None
-    high: int = run.max_concurrency or MAX_CONCURRENCY
+    adapts = settings.schedule != "lockstep" and settings.num_threads is None
+    if not adapts or (settings.max_concurrency is None and not all(runs_on_loop(program) for program in programs)):
+        return settings.num_threads or dspy.settings.num_threads, None
+    high: int = settings.max_concurrency or MAX_CONCURRENCY
     return high, Bounds(start=min(dspy.settings.num_threads, high), high=high)
-
-
-def check_data(student: Module, trainset: Any, teacher: Module | None, valset: Any) -> None:
-    """Raise DataError for a student or for data that cannot be used: each example says which fields are inputs.
-
-    Args:
-        student: a program.
-        trainset, valset: lists of examples, or gepa's loaders; valset None means the trainset.
-        teacher: None, for these loops have no use for one.
-    """
-    if not isinstance(student, Module):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise DataError(f"student is {student!r}, expected a dspy.Module.")
-    if teacher is not None:
-        raise DataError("teacher is given, but GEPA has no use for one: leave it out.")
-    for name, data in (("trainset", trainset), ("valset", valset)):
-        if data is None and name == "valset":
-            continue
-        if data is not None and not hasattr(data, "__len__"):
-            raise DataError(f"{name} is a {type(data).__name__}, expected a list of dspy.Example: pass list({name}).")
-        if data is None or len(data) < 1:
-            raise DataError(f"{name} is empty, expected at least one dspy.Example.")
-        for number, one in enumerate(cast("Sequence[Any]", data) if isinstance(data, list | tuple) else ()):
-            if not hasattr(one, "inputs"):
-                raise DataError(
-                    f"{name}[{number}] is a {type(one).__name__}, expected a dspy.Example: build it by "
-                    "dspy.Example(...).with_inputs(...)."
-                )
-            if isinstance(one, Example) and not isinstance(one, Prediction) and one._input_keys is None:  # pyright: ignore[reportPrivateUsage]
-                raise DataError(
-                    f"{name}[{number}] does not say which fields are inputs: build it by "
-                    "dspy.Example(...).with_inputs(...)."
-                )

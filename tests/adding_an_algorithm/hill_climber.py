@@ -7,6 +7,7 @@ import dspy
 
 from dspy_flashevolve import DspyRun
 from dspy_flashevolve.engine import End, EndKind, Load, Step
+from dspy_flashevolve.programs.settings import RunSettings
 
 FIELDS = "current_instruction, examples_with_feedback -> new_instruction"
 PROPOSE = dspy.Predict(
@@ -21,7 +22,7 @@ class HillClimber:
         metric: a function (example, prediction, trace=None) that returns a ``dspy.Prediction(score=, feedback=)``.
         proposer_lm: writes instructions. Default: the configured LM.
         live: steps that run at once. More of them make more proposals, but fewer that build on each other.
-        options: arguments of :class:`DspyRun`: max_metric_calls, max_seconds, num_threads, schedule, seed.
+        options: arguments of :class:`RunSettings`: max_metric_calls, max_seconds, num_threads, schedule, seed.
     """
 
     def __init__(self, metric: Callable[..., Any], proposer_lm: Any = None, live: int = 4, **options: Any) -> None:
@@ -42,7 +43,7 @@ class Climb:
 
     def __init__(self, of: HillClimber, student: Any, trainset: Sequence[dspy.Example]) -> None:
         stages = {"propose": [of.proposer_lm], "evaluate": [student]}
-        self.run = DspyRun(name="HillClimber", stages=stages, **of.options)
+        self.run = DspyRun(name="HillClimber", stages=stages, settings=RunSettings(**of.options))
         self.of, self.trainset, self.runner = of, trainset, self.run.runner(student, of.metric)
         self.program = student.deepcopy()
         self.component, self.predictor = self.program.named_predictors()[0]

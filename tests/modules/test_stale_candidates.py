@@ -21,9 +21,10 @@ from dspy_flashevolve.engine.endpoints import RetryPolicy
 from dspy_flashevolve.engine.errors import RolloutUnresolvedError, RunAbortedError
 from dspy_flashevolve.engine.staleness import PastCommit, StaleChild
 from dspy_flashevolve.gepa.integration import read_answer
-from dspy_flashevolve.modules.integrate import Integration, StaleCandidateReflection, changes
-from dspy_flashevolve.programs.records import Asked
+from dspy_flashevolve.modules.integrate import Integration, StaleCandidateReflection, changed_lines
+from dspy_flashevolve.programs.records import ModuleReply
 from dspy_flashevolve.programs.run import DspyRun
+from dspy_flashevolve.programs.settings import RunSettings
 from tests.engine.stepped import Asker
 from tests.fakes import fake_lm, reply_for
 
@@ -302,13 +303,13 @@ def test_a_bound_under_one_is_refused(name: str) -> None:
 
 
 def test_only_lines_that_changed_are_shown() -> None:
-    assert changes("a\nb\nc", "a\nB\nc\nd") == "- b\n+ B\n+ d"
-    assert changes("a", "a") == "(nothing)"
+    assert changed_lines("a\nb\nc", "a\nB\nc\nd") == "- b\n+ B\n+ d"
+    assert changed_lines("a", "a") == "(nothing)"
 
 
 @given(st.lists(st.sampled_from("abcd"), max_size=8), st.lists(st.sampled_from("abcd"), max_size=8))
 def test_what_was_taken_out_and_put_in_makes_up_the_difference(before: list[str], after: list[str]) -> None:
-    shown = changes("\n".join(before), "\n".join(after)).splitlines()
+    shown = changed_lines("\n".join(before), "\n".join(after)).splitlines()
     out = sorted(line[2:] for line in shown if line.startswith("- "))
     put_in = sorted(line[2:] for line in shown if line.startswith("+ "))
     assert sorted([*before, *put_in]) == sorted([*after, *out])
@@ -318,7 +319,7 @@ def test_long_texts_that_differ_in_every_line_are_compared_at_once() -> None:
     """This runs on the event loop, for up to 24 children and 8 commits a component."""
     before, after = ("\n".join(f"{kind} rule {n}: say {n * n} things" for n in range(120)) for kind in ("old", "new"))
     started = time.process_time()
-    changes(before, after)
+    changed_lines(before, after)
     assert time.process_time() - started < 0.2
 
 
@@ -348,12 +349,16 @@ def said(texts: dict[str, str], failed: dict[str, str] | None = None, **verdicts
     return dspy.Prediction(texts=texts, verdicts=listed, failed=failed or {})
 
 
-async def integration(module: dspy.Module, children: list[StaleChild], lm: Any = None) -> Asked[Integration]:
+async def integration(module: dspy.Module, children: list[StaleChild], lm: Any = None) -> ModuleReply[Integration]:
     """What a run makes of a module's answer."""
-    made = DspyRun(name="Own", stages={"integrate": [lm]}, num_threads=1, retry=RetryPolicy(attempts=1))
+    made = DspyRun(
+        name="Own", stages={"integrate": [lm]}, settings=RunSettings(num_threads=1), retry=RetryPolicy(attempts=1)
+    )
     inputs = {"head": dict(HEAD), "children": children, "commits": [], "code_components": []}
     return await made.run_async(
-        lambda: made.asked("integrate", Asker(0), module, inputs, lm=lm, read=lambda one: read_answer(one, children))
+        lambda: made.call_module(
+            "integrate", Asker(0), module, inputs, lm=lm, read=lambda one: read_answer(one, children)
+        )
     )
 
 

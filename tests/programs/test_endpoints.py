@@ -70,7 +70,7 @@ class Run:
 
         async def call() -> Any:
             try:
-                with dspy.context(lm=self.models.paced(lm), adapter=dspy.ChatAdapter(), **self.models.settings):
+                with dspy.context(lm=self.models.pace(lm), adapter=dspy.ChatAdapter(), **self.models.settings):
                     if asynchronous:
                         return await PREDICT.acall(question=question)
                     return await self.threads.run(PREDICT, question=question)
@@ -168,7 +168,7 @@ def test_a_burst_of_refusals_pauses_the_whole_endpoint() -> None:
     lm, asked = failing(4, limited), list[float]()
 
     async def body(made: Run) -> None:
-        paced = made.models.paced(lm)
+        paced = made.models.pace(lm)
         clock = asyncio.get_running_loop().time
         inner = lm._async_engine_spec.engine.answer
 
@@ -330,7 +330,7 @@ def test_an_error_that_no_retry_mends_is_raised_at_once() -> None:
     lm = failing(1, lambda: LMAuthError("who?"))
 
     async def body(made: Run) -> None:
-        with dspy.context(lm=made.models.paced(lm), **made.models.settings), pytest.raises(LMAuthError):
+        with dspy.context(lm=made.models.pace(lm), **made.models.settings), pytest.raises(LMAuthError):
             await PREDICT.acall(question="?")
 
     in_run(body)
@@ -342,7 +342,7 @@ def test_where_the_run_cannot_be_waited_for_a_paced_lm_is_as_the_lm_itself() -> 
 
     async def body(made: Run) -> None:
         with dspy.context(**made.models.settings):
-            assert made.models.paced(lm)("on the loop itself") == ["[[ ## answer ## ]]\nyes\n\n[[ ## completed ## ]]"]
+            assert made.models.pace(lm)("on the loop itself") == ["[[ ## answer ## ]]\nyes\n\n[[ ## completed ## ]]"]
             assert await made.threads.run(lambda: asyncio.run(lm.acall("on another loop")))
 
     in_run(body)
@@ -374,7 +374,7 @@ def test_the_users_lm_stays_as_it_is_and_keeps_its_history() -> None:
     before, kwargs = dict(vars(lm)), dict(lm.kwargs)
 
     async def body(made: Run) -> list[str]:
-        assert made.models.paced(lm) is lm
+        assert made.models.pace(lm) is lm
         assert isinstance(lm, dspy.LM)
         assert lm.num_retries == 3
         return await made.ask_all(lm, 3)
@@ -390,7 +390,7 @@ def test_copies_and_pickles_of_a_paced_lm_are_plain_lms_again() -> None:
     state = lm.dump_state()
 
     async def body(made: Run) -> None:
-        paced = made.models.paced(lm)
+        paced = made.models.pace(lm)
         assert type(paced) is not dspy.LM
         for plain in (copy.deepcopy(paced), pickle.loads(pickle.dumps(paced))):
             assert type(plain) is dspy.LM
@@ -408,10 +408,10 @@ def test_what_is_no_dspy_lm_is_not_paced() -> None:
     asynchronous, sync = fake_lm(lambda prompt: ""), fake_lm(lambda prompt: "", asynchronous=False)
 
     async def body(made: Run) -> None:
-        assert made.models.paced(dummy) is dummy
-        assert made.models.paced(None) is None
-        assert answers_asynchronously(made.models.paced(asynchronous))
-        assert not answers_asynchronously(made.models.paced(sync))
+        assert made.models.pace(dummy) is dummy
+        assert made.models.pace(None) is None
+        assert answers_asynchronously(made.models.pace(asynchronous))
+        assert not answers_asynchronously(made.models.pace(sync))
         assert type(dummy) is DummyLM
 
     in_run(body)
@@ -421,9 +421,9 @@ def test_runs_that_share_an_lm_pace_it_until_the_last_of_them_ends() -> None:
     lm = failing(0, limited)
 
     async def body(outer: Run) -> list[type]:
-        outer.models.paced(lm)
+        outer.models.pace(lm)
         inner = Run.on_loop(1, {"fake"}, FAST)
-        inner.models.paced(lm)
+        inner.models.pace(lm)
         during = type(lm)
         inner.close()
         assert await outer.ask(lm, "?") == "yes"
@@ -438,7 +438,7 @@ def test_who_asks_from_outside_of_a_run_meanwhile_gets_the_lm_as_it_is() -> None
     lm = failing(2, lambda: LMRateLimitError("429", retry_after=0.0), num_retries=3)
 
     async def body(made: Run) -> None:
-        made.models.paced(lm)
+        made.models.pace(lm)
         assert await lm.acall("?")
         assert made.models.endpoints.retried == 0
 
@@ -492,7 +492,7 @@ def test_a_class_of_the_users_with_a_call_of_its_own_is_repeated_as_a_whole() ->
 
     async def body(made: Run) -> Any:
         with dspy.context(**made.models.settings):
-            return await made.threads.run(made.models.paced(lm), "hello")
+            return await made.threads.run(made.models.pace(lm), "hello")
 
     assert "YES" in in_run(body)[0]
 

@@ -71,7 +71,7 @@ def rolled_out(
         runner = ProgramRunner(adapter_for(made, metric), Metric(metric, threads), threads, models=models)
         candidate = {name: one.signature.instructions for name, one in made.named_predictors()}
         try:
-            with dspy.context(lm=models.paced(lm) if paced else lm, adapter=dspy.ChatAdapter(), **models.settings):
+            with dspy.context(lm=models.pace(lm) if paced else lm, adapter=dspy.ChatAdapter(), **models.settings):
                 return await runner.rollout(candidate, EXAMPLE, capture_traces=True)
         finally:
             models.close()

@@ -25,8 +25,9 @@ from dspy_flashevolve.gepa.integration import read_answer
 from dspy_flashevolve.modules.integrate import Integration, StaleCandidateReflection
 from dspy_flashevolve.programs.metric import Metric
 from dspy_flashevolve.programs.program import ProgramRunner, Reflection
-from dspy_flashevolve.programs.records import Asked
+from dspy_flashevolve.programs.records import ModuleReply
 from dspy_flashevolve.programs.run import DspyRun
+from dspy_flashevolve.programs.settings import RunSettings
 from tests.engine.stepped import Asker
 from tests.fakes import Chain, digits, examples, fake_lm
 from tests.programs.test_programs import adapter_for
@@ -155,11 +156,11 @@ def test_no_reply_to_an_integration_is_anything_but_an_integration_or_a_transien
 
     for lm in lms(given_replies):
         once = RetryPolicy(attempts=1)
-        made = DspyRun(name="Fuzz", stages={"integrate": [lm]}, num_threads=2, retry=once)
+        made = DspyRun(name="Fuzz", stages={"integrate": [lm]}, settings=RunSettings(num_threads=2), retry=once)
 
-        async def body(made: DspyRun = made, lm: Any = lm) -> Asked[Integration]:
+        async def body(made: DspyRun = made, lm: Any = lm) -> ModuleReply[Integration]:
             module = StaleCandidateReflection()
-            return await made.asked(
+            return await made.call_module(
                 "integrate", Asker(0), module, inputs, lm=lm, read=lambda answer: read_answer(answer, children)
             )
 

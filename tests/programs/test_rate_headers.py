@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from dspy_flashevolve.engine.rates import Heard, heard_in, seconds_in
 from dspy_flashevolve.programs.faults import headers_in, headers_of_error
-from dspy_flashevolve.programs.lm import account_of, said_by
+from dspy_flashevolve.programs.lm import account_of, limits_in_options
 
 NOW = datetime(2026, 1, 1, tzinfo=timezone.utc)
 NAMES = ["limit", "remaining", "reset", "renewalperiod"]
@@ -81,8 +81,11 @@ def test_whatever_a_reply_carries_its_headers_are_texts(held: Any) -> None:
 
 
 def test_limits_are_said_in_litellms_words() -> None:
-    assert said_by(dspy.LM("openai/m", rpm=600, tpm=200_000).kwargs) == {"requests": 600.0, "tokens": 200_000.0}
-    assert said_by({"rpm": 0, "tpm": True}) == {}
+    assert limits_in_options(dspy.LM("openai/m", rpm=600, tpm=200_000).kwargs) == {
+        "requests": 600.0,
+        "tokens": 200_000.0,
+    }
+    assert limits_in_options({"rpm": 0, "tpm": True}) == {}
 
 
 def test_an_account_is_of_one_endpoint_model_and_key_and_does_not_tell_the_key(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ from dspy_flashevolve.engine.events import ActorLost, Event, LimitChanged
 from dspy_flashevolve.engine.rollouts import Rollout
 from dspy_flashevolve.engine.steps import End, EndKind, LiveSteps, Step
 from dspy_flashevolve.programs.ray_rollouts import RayRollouts
+from dspy_flashevolve.programs.settings import RunSettings
 from tests.broken_server import BrokenServer
 from tests.contract.surface import facts, problems, sql
 from tests.fakes import Chain, digits, examples, fake_lm, reflection_lm, task_lm
@@ -63,9 +64,9 @@ def compiled(rollouts: RayRollouts | None, metric: Any = digits, program: Any = 
 
 
 def made(count: int = 4, **options: Any) -> DspyRun:
-    """A run of so many slots."""
-    settings: dict[str, Any] = {"stages": {"work": [None]}, "num_threads": count, "max_metric_calls": 99}
-    return DspyRun(**({"name": "a loop", "rollouts": ONE} | settings | options))
+    """A run with this number of slots, whose rollouts are made in one actor unless ``options`` say otherwise."""
+    settings = RunSettings(**{"num_threads": count, "max_metric_calls": 99, "rollouts": ONE, **options})
+    return DspyRun(name="a loop", stages={"work": [None]}, settings=settings)
 
 
 def rolled(one: DspyRun, metric: Any, program: Any = None, data: Any = TRAIN) -> list[Rollout]:
@@ -289,7 +290,7 @@ def die() -> None:
 
 def test_a_process_that_dies_costs_nothing_and_scores_nothing(cluster: str, tmp_path: Path) -> None:
     plain = rolled(made(rollouts=None), digits)
-    one = made(journal=None)
+    one = made()
     found = rolled(one, flagged(tmp_path / "died", "t 2", die, times=2))
     assert [rollout.score for rollout in found] == [rollout.score for rollout in plain]
     assert (one.budget.spent, (tmp_path / "died").read_text()) == (len(TRAIN), "xx")
@@ -351,7 +352,7 @@ def test_a_rate_limit_in_an_actor_frees_the_slot_and_is_heard_by_the_limit(clust
         return "429" if asked.count("t 0") == 1 and asked[-1] == "t 0" else "good"
 
     with BrokenServer(choose) as server, dspy.context(lm=server.lm("chosen")):
-        one = made(num_threads=None, max_concurrency=4, retry=None)
+        one = made(num_threads=None, max_concurrency=4)
         one.endpoints.chance = lambda: 1.0  # the longest backoff
         changed: list[Any] = []
         one.bus.subscribe(changed.append)
@@ -474,6 +475,7 @@ import dspy, ray
 from pathlib import Path
 from dspy_flashevolve import AsyncGEPA
 from dspy_flashevolve.programs.ray_rollouts import RayRollouts
+from dspy_flashevolve.programs.settings import RunSettings
 from tests.programs.test_ray_rollouts import Hanging, TRAIN, digits, reflection_lm, task_lm
 dspy.configure(lm=task_lm())
 optimizer = AsyncGEPA(digits, max_metric_calls=30, reflection_lm=reflection_lm(), rollouts=RayRollouts(actors=1))
@@ -530,6 +532,7 @@ def test_a_run_reaches_a_cluster_from_outside_and_leaves_no_actor_there(head: st
 import dspy, os
 from dspy_flashevolve import AsyncGEPA
 from dspy_flashevolve.programs.ray_rollouts import RayRollouts
+from dspy_flashevolve.programs.settings import RunSettings
 from tests.programs.test_ray_rollouts import Chain, TRAIN, VAL, digits, reflection_lm, task_lm
 def metric(example, prediction, *rest):
     open({str(tmp_path)!r} + f"/{{os.getpid()}}", "w").close()

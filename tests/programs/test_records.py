@@ -26,7 +26,7 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_serializer
 from dspy_flashevolve.engine.rollouts import Rollout
 from dspy_flashevolve.programs.fingerprints import differences, fingerprints_of
 from dspy_flashevolve.programs.records import (
-    Asked,
+    ModuleReply,
     ReplyText,
     RolloutRecords,
     output_in,
@@ -343,4 +343,4 @@ def test_an_output_that_cannot_be_written_down_costs_the_run_nothing(value: Any)
         assert output_in(output_text(output)) is not None
         trajectory = {"trace": [], "prediction": output, "score": 1.0}
         records.trace({"steps[0]": "x"}, Rollout(output, 1.0, {}, trajectory))
-        ReplyText("0").write(Asked(output))
+        ReplyText("0").write(ModuleReply(output))

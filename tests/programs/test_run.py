@@ -19,6 +19,7 @@ from dspy_flashevolve.engine.events import Event, RequestFinished
 from dspy_flashevolve.engine.rollouts import gather
 from dspy_flashevolve.engine.steps import End, EndKind, LiveSteps, NothingToDoError, Step
 from dspy_flashevolve.observe.statistics import RunStats
+from dspy_flashevolve.programs.settings import RunSettings
 from dspy_flashevolve.sim.virtual import run
 from tests.fakes import AsyncFakeEngine, Chain, FakeEngine, digits, examples, fake_lm, reply_for, task_lm
 
@@ -55,8 +56,9 @@ class Turn:
         return reply_for(prompt, answer="3")
 
 
-def made(**options: Any) -> DspyRun:
-    return DspyRun(**({"name": "a loop", "stages": {"work": [None]}, "num_threads": 4} | options))
+def made(stages: Any = None, retry: RetryPolicy | None = None, **options: Any) -> DspyRun:
+    settings = RunSettings(**{"num_threads": 4, **options})
+    return DspyRun(name="a loop", stages={"work": [None]} if stages is None else stages, settings=settings, retry=retry)
 
 
 class Loop:
@@ -73,7 +75,7 @@ class Loop:
         return End(EndKind.REJECTED, "done")
 
     async def main(self) -> RunStats:
-        await self.run.evolve(self.step, LiveSteps(4), calls=0 if self.run.max_metric_calls is None else 4)
+        await self.run.evolve(self.step, LiveSteps(4), calls=0 if self.run.settings.max_metric_calls is None else 4)
         return self.run.statistics()
 
     def play(self) -> RunStats:
