@@ -10,9 +10,7 @@ from dspy_flashevolve.engine import End, EndKind, Load, Step
 from dspy_flashevolve.programs.settings import RunSettings
 
 FIELDS = "current_instruction, examples_with_feedback -> new_instruction"
-PROPOSE = dspy.Predict(
-    dspy.make_signature(FIELDS, "Improve an assistant's instruction, from what was said of its answers.")
-)
+PROPOSE = dspy.Predict(dspy.make_signature(FIELDS, "Improve an assistant's instruction by the feedback it got."))
 
 
 class HillClimber:
@@ -65,16 +63,16 @@ class Climb:
         text = await self.propose(step) if self.version else self.best
         candidate = {self.component: text}
         rollouts = await self.run.evaluate("evaluate", step, self.runner, candidate, self.trainset, traced=True)
-        score = sum(one.score for one in rollouts) / len(rollouts)
+        score = sum(rollout.score for rollout in rollouts) / len(rollouts)
         if score <= self.score:
             return End(EndKind.REJECTED, "it does not score better than the best")
         self.best, self.score, self.version = text, score, self.version + 1  # without an await, nobody comes between
-        self.feedback = [str(one.trajectory["score"].feedback) for one in rollouts if one.trajectory]
+        self.feedback = [str(made.trajectory["score"].feedback) for made in rollouts if made.trajectory]
         self.run.commit(step, version=self.version, candidate=self.version - 1, score=score)
         return End(EndKind.COMMITTED)
 
     async def propose(self, step: Step) -> str:
         """One LM call: a new instruction, from the feedback on three examples."""
-        said = "\n".join(step.rng.sample(self.feedback, min(3, len(self.feedback))))
-        inputs = {"current_instruction": self.best, "examples_with_feedback": said}
+        feedback = "\n".join(step.rng.sample(self.feedback, min(3, len(self.feedback))))
+        inputs = {"current_instruction": self.best, "examples_with_feedback": feedback}
         return (await self.run.ask("propose", step, PROPOSE, self.of.proposer_lm, **inputs)).new_instruction
