@@ -26,6 +26,7 @@ from dspy_flashevolve.gepa.parts import (
     is_json,
     is_worded_as,
     level_of,
+    likeness,
     normal,
     parts_of,
     same_text,
@@ -502,15 +503,15 @@ def _rank(part: Part) -> tuple[int, str]:
 
 
 def _rewords(part: Part, other: Part, all_parts: Iterable[Part]) -> bool:
-    """Whether a part is another one in other words; not where others have that wording as well (rules of one form, each
-    with a word of its own), so that it may be another rule."""
+    """Whether a part is another one in other words; not where others are as much like it (rules of one form, each with
+    a word of its own), so that it may be another rule."""
     if level_of(part) < 8 and level_of(other) == level_of(part):
         return True  # in the same hunk: the section has another name
     if level_of(part) != level_of(other) or not is_worded_as(part, other):
         return False
     faces = {face_of(part.text), face_of(other.text)}
     return not any(
-        is_worded_as(part, third) and is_worded_as(other, third)
+        is_worded_as(other, third) and likeness(part, third) >= likeness(part, other)
         for third in all_parts
         if face_of(third.text) not in faces
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -139,9 +140,15 @@ def words_of(text: str) -> frozenset[str]:
     return frozenset(_WORD.findall(normal(text)))
 
 
-def is_worded_as(part: Part, other: Part) -> bool:
+def likeness(part: Part, other: Part) -> float:
+    """Share of their words that two parts have in common, from 0 to 1 (the Dice coefficient)."""
     mine, words = words_of(part.text), words_of(other.text)
-    return 2 * len(mine & words) >= REWORDED * (len(mine) + len(words)) > 0
+    return 2 * len(mine & words) / max(1, len(mine) + len(words))
+
+
+def is_worded_as(part: Part, other: Part) -> bool:
+    """Whether two parts have most of their words in common."""
+    return likeness(part, other) >= REWORDED
 
 
 def title_of(part: Part) -> str:
@@ -151,16 +158,22 @@ def title_of(part: Part) -> str:
 
 
 def sections_of(parts: Sequence[Part]) -> list[str]:
-    """Of each part the heading above it and the line that leads in, as "Keywords:" under several headings."""
-    sections: list[str] = []
-    heading = lead = ""
+    """Of each part the heading above it and the line that leads in, as "Keywords:" under several headings.
+
+    Where such a line comes again under one heading, it is told apart by what stands before it: a title without a mark.
+    """
+    above: list[tuple[str, str, str]] = []
+    heading, lead, title, last = "", "", "", ""
     for part in parts:
-        sections.append(f"{heading} / {lead}")
+        above.append((heading, lead, title))
         if level_of(part) < 8:
-            heading, lead = normal(part.text), ""
+            heading, lead, title = normal(part.text), "", ""
         elif level_of(part) == 8:
-            lead = normal(part.text)
-    return sections
+            lead, title = normal(part.text), last
+        last = normal(part.text) if words_of(part.text) else last
+    titles = set(above)
+    leads = Counter((heading, lead) for heading, lead, _ in titles)
+    return [f"{heading} / {title + ' ' if leads[heading, lead] > 1 else ''}{lead}" for heading, lead, title in above]
 
 
 def ends_in_fence(text: str) -> bool:

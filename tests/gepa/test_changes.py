@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import pytest
 from hypothesis import assume, example, given
@@ -418,3 +418,48 @@ def test_a_change_goes_where_it_stood_though_its_neighbour_is_gone(end: str) -> 
     parent = end.join(LINES)
     without, added = end.join(["One.", "Three."]), end.join(["One.", "Two.", "New.", "Three."])
     assert together(parent, without, added).split(end) == ["One.", "New.", "Three."]
+
+
+LAYOUTS = {
+    "list under a heading": ("## {name}\nKeywords:\n- {words}", "\n- "),
+    "list under a plain title": ("{name}\nKeywords:\n- {words}", "\n- "),
+    "list under an underlined title": ("{name}\n-----\nKeywords:\n* {words}", "\n* "),
+    "nested list": ("- {name}:\n  - Keywords:\n    - {words}", "\n    - "),
+    "table": ("## {name}\n| word | use |\n|---|---|\n| {words} | yes |", " | yes |\n| "),
+    "words in a line": ("## {name}\nThe words by which this queue is known are: {words}.", ", "),
+    "rules with words": ("- Send to {name} all that speaks of one of these words: {words}.", ", "),
+}
+"""How a section is written, and what stands between its words."""
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_words_put_into_sections_of_one_form_stay_there_whatever_else_is_put_in(layout: str) -> None:
+    section, between = LAYOUTS[layout]
+    edits = [("Repairs", "leak"), ("Repairs", "broken"), ("Access", "broken")]
+
+    def text(words: Mapping[str, Sequence[str]]) -> str:
+        return "\n\n".join(
+            ["Route it.", *(section.format(name=name, words=between.join(held)) for name, held in words.items())]
+        )
+
+    seed = {name: [name.lower()] for name in ("Billing", "Repairs", "Access")}
+    weave = Weave(of(text(seed)), ())
+    for name, word in edits:
+        child = text({**seed, name: [*seed[name], word]})
+        taken = weave.take(frozenset(), of(child))
+        assert taken is not None
+        assert weave.compose(taken[0]) == of(child)
+    meant = {
+        text({name: [name.lower(), *words] for name, words in zip(seed, chosen, strict=True)})
+        for chosen in itertools.product(
+            [()], [(), ("leak",), ("broken",), ("leak", "broken"), ("broken", "leak")], [(), ("broken",)]
+        )
+    }
+    composed = set[str]()
+    for size in range(len(weave.changes) + 1):
+        for numbers in itertools.combinations(range(len(weave.changes)), size):
+            claims = [claim for number in numbers for claim in weave.changes[number].claims]
+            if len(claims) == len(set(claims)):
+                composed.add(weave.compose(numbers)["answer"])
+    assert composed <= meant
+    assert len(composed) > len(edits)
