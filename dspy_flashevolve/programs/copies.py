@@ -6,13 +6,13 @@ dspy.GEPA runs a candidate on ``student.deepcopy()``, which its threads share; a
 in the program                                         in the copy
 =====================================================  ===============================================================
 modules, lists, dicts, sets, tuples, objects           copied, at any depth; a module's call history is empty
-bound methods, ``functools.partial``, ``lru_cache``    bound to the copy of what they were bound to
+bound methods, ``partial``, a module's ``lru_cache``   bound to the copy of what they were bound to
 ``dspy.Tool``, callable objects                        copied, with the function that they call
 functions without a closure, classes                   shared: they hold nothing of the program's
 functions with a closure, or with defaults             new ones over the copies of what belongs to the program; what
                                                        does not (a counter or a client of the caller's) is shared
 an object, a dict, a list or a closure with a lock,    shared whole, with all that it refers to; with a lock of
-a semaphore, an event, a queue, a thread pool          asyncio's or anyio's: copied once a run (``locks.py``)
+a semaphore, an event, a queue, a thread pool, a memo  asyncio's or anyio's: copied once a run (``locks.py``)
 a module with a lock, or what refers to a module       copied, but the data beside the lock is shared
 LMs, dspy callbacks, event loops, tasks, threads       shared, and so is a plain object that holds a thread or a task
 objects that cannot be copied (a connection, say), or  shared; one that holds such an object is copied attribute by

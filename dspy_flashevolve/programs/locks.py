@@ -4,7 +4,8 @@ A rate limiter, a memo, a pool of connections: who puts a lock into an object me
 tasks, together. A copy of such an object would count for itself under a lock that it shares with the others: a limiter
 of 5 would let 5 requests through for each copy, and a memo would be filled once a copy.
 
-An object is therefore shared whole where one of its attributes is a lock, and so is what it refers to. A module, and
+An object is therefore shared whole where one of its attributes, or of its class's, is a lock or a memo
+(``functools.lru_cache``), and so is what it refers to. A module, and
 what refers to one, cannot be: the candidates differ in it. There the data is shared that stands beside a lock which
 keeps others away (a ``Lock``, not a ``Semaphore``), as far as no module is in it.
 
@@ -58,8 +59,15 @@ LOOP_LIMITS = (
 )  # fmt: skip
 LOOP_LOCKS = LOOP_GUARDS + LOOP_LIMITS
 """They belong to the loop that they are first waited for on, so that runs cannot share them; rollouts do."""
-FACTORIES = (threading.Lock, threading.RLock, threading.Condition, asyncio.Lock, asyncio.Condition)
+FACTORIES = (
+    threading.Lock, threading.RLock, threading.Condition, threading.Semaphore, threading.BoundedSemaphore,
+    asyncio.Lock, asyncio.Condition, asyncio.Semaphore, asyncio.BoundedSemaphore,
+)  # fmt: skip
 """A ``defaultdict`` of them makes the lock of a key when it is first asked for."""
+NAMES = frozenset({"asyncio", "threading", *(factory.__name__ for factory in FACTORIES)})
+"""A function that uses no other names, as ``lambda: asyncio.Semaphore(4)``, makes locks as well."""
+MEMO = type(lru_cache(lambda: None))
+"""It locks what it remembers, and has to be one for all who ask it."""
 OF_DSPY = frozenset(vars(Predict("question -> answer")))
 """Attributes that dspy gives to modules and predictors: a lock of the user's does not guard them."""
 
@@ -97,7 +105,7 @@ def guarded(program: Module, across_loops: bool) -> dict[int, Any]:
     for owner in _held_by(program):
         if not isinstance(owner, Module) and _is_of_dspy(owner):
             continue  # an interpreter's, or dspy.Parallel's, are those of one run of the program
-        parts = [*_parts(owner)]
+        parts = [*_parts(owner), *_locks_of_class(type(owner))]
         locks = [(part, lock) for part in parts if (lock := _as_lock(part)) is not None]
         for part, _ in locks:
             share(part)
@@ -162,17 +170,31 @@ def _can_be_acquired(value: Any) -> bool:
 
 def _as_lock(value: Any) -> _Lock | None:
     """What kind of lock a value is; a container of nothing but locks is one, and None stands for no lock."""
-    if isinstance(value, GUARDS + LIMITS):
+    if isinstance(value, (*GUARDS, *LIMITS, MEMO)):
         return _Lock(isinstance(value, GUARDS), of_loop=False)
     if isinstance(value, LOOP_LOCKS):
         return _Lock(isinstance(value, LOOP_GUARDS), of_loop=True)
-    if isinstance(value, defaultdict) and cast(Any, value).default_factory in FACTORIES:
-        made = cast(Any, value).default_factory
-        return _Lock(guards=True, of_loop=made in (asyncio.Lock, asyncio.Condition))
+    if isinstance(value, defaultdict) and _makes_locks(cast(Any, value).default_factory):
+        return _as_lock(cast(Any, value).default_factory())
+    if _can_be_acquired(value):  # of another library: one of files, of processes, of a data base
+        return _Lock(guards=False, of_loop=_is_of_loop(value))
     if isinstance(value, (dict, list, tuple, set, frozenset, deque)) and 0 < len(value) <= LARGEST:  # pyright: ignore[reportUnknownArgumentType]
         items = [_as_lock(part) for part in parts_of(value)]
         return items[0] if all(items) else None
     return None
+
+
+def _makes_locks(factory: Any) -> bool:
+    code: Any = getattr(factory, "__code__", None)
+    made = factory.func if isinstance(factory, partial) else factory
+    return made in FACTORIES or (code is not None and code.co_names and NAMES.issuperset(code.co_names))
+
+
+@lru_cache(maxsize=256)
+def _locks_of_class(kind: type) -> list[Any]:
+    """The locks in the body of a class, which its objects share, and the memos of its methods."""
+    bodies = [vars(base) for base in kind.__mro__ if not base.__module__.startswith("dspy.")]
+    return [value for body in bodies for value in body.values() if _as_lock(value) is not None]
 
 
 def _data_of(module: Module) -> list[Any]:

@@ -317,6 +317,56 @@ def test_what_limits_how_many_work_at_once_limits_all_rollouts() -> None:
         assert (getattr(one.it, name) is locks[name]) == (name != "asyncio"), "loops are a run's own"
 
 
+class UnderItsClassesLock:
+    lock = threading.Lock()
+
+    def __init__(self) -> None:
+        self.notes: list[int] = []
+
+
+class Remembering(UnderItsClassesLock):
+    lock = None  # pyright: ignore[reportAssignmentType]
+
+    @functools.lru_cache  # noqa: B019
+    def search(self, query: str) -> str:
+        self.notes.append(1)
+        return query
+
+
+class RememberingByItself(Remembering):
+    def __init__(self) -> None:
+        super().__init__()
+        self.search = functools.lru_cache(super().search)
+
+
+class OfAnotherLibrary:
+    """As locks of files and of data bases are: it can be acquired."""
+
+    def acquire(self) -> None: ...
+
+
+MADE_FOR_SHARING: dict[str, Callable[[], Any]] = {
+    "a lock in the body of its class": UnderItsClassesLock,
+    "a method with a memo": Remembering,
+    "a memo of a method": RememberingByItself,
+    "locks made by a function": lambda: SimpleNamespace(locks=defaultdict(lambda: asyncio.Semaphore(4)), notes=[]),
+    "locks made with a limit": lambda: SimpleNamespace(
+        locks=defaultdict(functools.partial(threading.Semaphore, 4)), notes=[]
+    ),
+    "a lock of another library": lambda: SimpleNamespace(lock=OfAnotherLibrary(), notes=[]),
+}
+
+
+@pytest.mark.parametrize("name", MADE_FOR_SHARING)
+def test_what_is_made_for_sharing_in_another_way_than_by_a_lock_of_its_own_is_shared_too(name: str) -> None:
+    student: Any = Holder(lambda program: {"it": MADE_FOR_SHARING[name]()})
+    first, again = copied(student)
+    one, other = cast(Any, again(first)), cast(Any, again(first))
+    assert one.it["it"] is other.it["it"]
+    assert one.it["it"].notes is other.it["it"].notes
+    assert one.it is not other.it
+
+
 def test_of_a_module_with_a_lock_the_data_is_shared_and_the_predictors_are_copied() -> None:
     class Searcher(dspy.Module):
         def __init__(self) -> None:
