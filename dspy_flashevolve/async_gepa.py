@@ -1,10 +1,10 @@
-"""AsyncGEPA: dspy.GEPA on an asynchronous engine; its arguments, and what compile and acompile promise."""
+"""AsyncGEPA: dspy.GEPA on an asynchronous engine. Its arguments, and what its methods promise."""
 
 from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import cloudpickle
@@ -37,42 +37,43 @@ logger = logging.getLogger(__name__)
 class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntypedBaseClass]  # dspy's @experimental hides the type
     """A drop-in replacement for ``dspy.GEPA`` whose stages overlap.
 
-    Every argument of ``dspy.GEPA`` has the same default and the same meaning; only the new ones are
-    described here. ``max_metric_calls`` is never exceeded (``dspy.GEPA`` may, by a validation set), unless it is so
-    small that it pays fewer than two steps: such a run takes ``dspy.GEPA``'s steps, and may exceed it as that does.
+    It takes every argument of ``dspy.GEPA``, with the same default. Three of them mean a little more here and are
+    described below, with the arguments that ``dspy.GEPA`` does not have.
 
     Args:
-        reflection_lm: as in ``dspy.GEPA``, or the name of a model, "openai/gpt-5", or a function from prompt to text,
-            sync or async, as gepa takes it: its tokens and dollars are not known.
-        num_threads: requests in flight at most, over all stages. Default: found out while the run goes on, from
-            ``dspy.settings.num_threads`` up to ``max_concurrency``, by what the endpoint refuses and how its
-            throughput grows; docs/scheduling.md. ``dspy.settings.num_threads`` in lockstep, and for programs that run
-            in threads unless ``max_concurrency`` is given.
-        schedule: "async" (default), or "lockstep": one step at a time, with the candidates, parents,
-            scores and metric calls of ``dspy.GEPA`` for the same seed, its way of overshooting the
-            budget included.
-        staleness: what happens to a candidate whose parent's pool has moved on. "full" admits it, "guarded" discards
-            what is more than 8 commits behind, "patch" lets the reflection LM repair what is behind, one by one, and
-            "reflective" (default) takes proposals apart into changes, tests these in many prompts, and joins those that
-            are expected to help. Or a policy: :class:`Full`, :class:`Guarded`, :class:`Reflective`, or an object of
-            your own; docs/staleness.md.
-        stale_candidate_reflection: the module that integrates; default :class:`StaleCandidateReflection`. It asks
-            ``reflection_lm`` unless its predictors have LMs of their own.
-        max_reflection_calls: no step starts after this many reflections and integrations. Default: no limit.
-        max_cost: no step starts after this many dollars, by litellm's cost map; what runs is finished, and a last
-            validation may follow, so a run may end a little above it. Default: no limit. Given alone, it is the budget.
-        max_seconds: no step starts after this many seconds of a session; those that run are finished, and the last
-            validation begins so that it ends about then. In a run that goes on (``log_dir``) it counts from zero again,
-            as no other limit does. Default: no limit. Given alone, it is the budget.
-        max_concurrency: the most requests in flight when ``num_threads`` is None. Default: 256.
-        workflow: how steps overlap, a :class:`Workflow`: how early stages release their output, how many steps there
-            are, whose slots they get, how long a rollout may take, how long a provider that answers nothing is waited
-            for, and how long a candidate may be; docs/scheduling.md.
-        rollouts: a :class:`~.programs.ray_rollouts.RayRollouts` to run program and metric in other processes, on many
-            cores or a cluster; docs/guide/backends.md. Default: in this process.
-        metric_lock: True for a metric that is not thread-safe: it is called once at a time within a run, for scores and
-            for feedback, sync or coroutine, while programs go on side by side. A call that waits for its turn keeps
-            its slot. Default: False, calls overlap.
+        reflection_lm: a ``dspy.LM``, as in ``dspy.GEPA``. Also the name of a model, such as "openai/gpt-5", or a
+            function from prompt to text, sync or async, as gepa takes it; its tokens and dollars are not known.
+        max_metric_calls: metric calls, as in ``dspy.GEPA``, but never exceeded (``dspy.GEPA`` may exceed it by a
+            validation). A budget that pays fewer than two steps is spent as ``dspy.GEPA`` does it, overshoot too.
+        num_threads: most requests in flight, over all stages. Default None: the run finds out how many the endpoint
+            takes, from ``dspy.settings.num_threads`` up to ``max_concurrency`` (docs/scheduling.md). In lockstep, and
+            for programs that run in threads unless ``max_concurrency`` is given, None is ``dspy.settings.num_threads``.
+        schedule: "async" (default), or "lockstep": one step at a time, with the candidates, parents, scores and metric
+            calls of ``dspy.GEPA`` for the same seed, and its way of overshooting the budget.
+        staleness: what happens to a child when the pool has changed since its parent was selected. "full" admits it.
+            "guarded" discards it when it is more than 8 commits behind. "patch" lets the reflection LM rewrite it for
+            the present pool. "reflective" (default) takes children apart into changes, tests these in many prompts, and
+            keeps those that are expected to help. Or a policy: :class:`Full`, :class:`Guarded`, :class:`Reflective`, or
+            an object of your own (docs/staleness.md).
+        stale_candidate_reflection: the ``dspy.Module`` that rewrites stale children. Default:
+            :class:`StaleCandidateReflection`. It asks ``reflection_lm`` unless its predictors have LMs of their own.
+        max_reflection_calls: no step starts after this many reflections and integrations. Default None: no limit.
+        max_cost: no step starts after this many dollars, by litellm's cost map. Steps that run are finished and a last
+            validation may follow, so that a run may end a little above it. Default None: no limit. Given without a
+            number of metric calls, it is the budget.
+        max_seconds: no step starts after this many seconds of a session; steps that run are finished, and the last
+            validation begins early enough to end about then. A run that goes on in its ``log_dir`` counts from zero
+            again, as for no other limit. Default None: no limit. Given without a number of metric calls, it is the
+            budget.
+        max_concurrency: most requests in flight when ``num_threads`` is None. Default None: 256.
+        workflow: how steps overlap, a :class:`Workflow`: how early a stage passes its output on, how many steps run,
+            whose requests get slots, how long a rollout may take, how long an unanswering provider is waited for, and
+            how long a candidate may be (docs/scheduling.md). Default None: ``Workflow()``.
+        rollouts: a :class:`~.programs.ray_rollouts.RayRollouts`, to run program and metric in other processes, on many
+            cores or a cluster (docs/guide/backends.md). Default None: in this process.
+        metric_lock: True for a metric that is not thread-safe. It is then called once at a time within a run, for
+            scores and for feedback, sync or coroutine, while programs run side by side; a call that waits for its turn
+            keeps its slot. Default False: calls overlap.
 
     Raises:
         ConfigurationError: an argument that cannot work, with the reason.
@@ -138,13 +139,13 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
         workflow: Workflow | None = None,
         rollouts: RayRollouts | None = None,
         metric_lock: bool = False,
-        **removed: Any,
+        **unknown: Any,
     ) -> None:
-        check_unknown(removed)
+        refuse_unknown(unknown)
         check_metric(metric)
         if auto is not None and auto not in AUTO_RUN_SETTINGS:
             raise ConfigurationError(f"auto is {auto!r}, expected one of {', '.join(map(repr, AUTO_RUN_SETTINGS))}.")
-        counted = any(one is not None for one in (auto, max_full_evals, max_metric_calls))
+        counted = any(budget is not None for budget in (auto, max_full_evals, max_metric_calls))
         without_calls = not counted and (max_seconds is not None or max_cost is not None)
         super().__init__(
             metric,
@@ -202,24 +203,25 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
     ) -> Module:
         """Optimize ``student``; the arguments and the result are those of ``dspy.GEPA.compile``.
 
-        It may be called from a script, a thread, or a notebook cell. In the main thread, the first Ctrl-C (a
-        notebook's "Interrupt") or SIGTERM ends the run early: no further step starts, those that run are finished, and
-        the best program is returned; the process goes on, with its signal handlers as they were. The second cancels
-        the run and raises KeyboardInterrupt; with ``log_dir``, ``gepa_state.bin`` then holds every committed
-        candidate, and :meth:`best_so_far` has the best of them. It waits for synchronous metrics that have begun, since
-        their calls count, and not for programs in threads, whose threads end with what they do.
+        Call it from a script, a thread, or a notebook cell.
 
-        A handler of your own (``asyncio.run`` sets one for Ctrl-C) is left alone; one that raises KeyboardInterrupt
-        counts as Ctrl-C, and ``sys.exit`` in it cancels the run. In other threads no signal is touched. A run may be
-        ended from outside, too, by a file ``gepa.stop`` in ``log_dir``, or by ``max_seconds``.
+        In the main thread, the first Ctrl-C (a notebook's "Interrupt") or SIGTERM ends the run early: no further step
+        starts, steps that run are finished, and the best program is returned. The process goes on, with its signal
+        handlers as they were. The second one cancels the run and raises KeyboardInterrupt; :meth:`best_so_far` then has
+        the best program and, with ``log_dir``, ``gepa_state.bin`` has every committed candidate. It waits for sync
+        metrics that have begun, since their calls count, but not for programs in threads.
+
+        A signal handler of your own (``asyncio.run`` sets one for Ctrl-C) is left alone; one that raises
+        KeyboardInterrupt counts as Ctrl-C, and ``sys.exit`` in it cancels the run. In other threads no signal is
+        touched. A file ``gepa.stop`` in ``log_dir`` ends a run from outside.
 
         Args:
-            student: the program; it is not changed.
+            student: the program to optimize; it is not changed.
             trainset: examples to reflect on.
             teacher: not supported, as in ``dspy.GEPA``.
-            valset: examples that decide which candidates are kept. Default, also for an empty list: the trainset.
+            valset: examples that decide which candidates are kept. Default None, and an empty list: the trainset.
             initial_candidates: programs with the student's predictors and other instructions, such as results of
-                earlier runs. The search begins from them and the student alike; each costs a validation.
+                earlier runs. The search begins from these and the student alike; each costs a validation.
 
         Returns:
             The best program that was validated on every validation example. With ``track_stats=True`` it has
@@ -230,8 +232,8 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
             ConfigurationError: the data, the program or the budget cannot work; raised before any LM call.
             RunAbortedError: the LM provider refused for good; its ``best_program`` is the best so far.
             KeyboardInterrupt: the run was cancelled by a second Ctrl-C or SIGTERM.
-            Exception: what a selector, a stopper or another strategy of the user's raised. The log names it; once the
-                seed is validated, it has ``best_program`` too.
+            Exception: what the metric, a selector, a stopper or another strategy of yours raised. The log names it;
+                once the seed is validated, the exception has ``best_program`` too.
         """
         return self._prepare(student, trainset, teacher, valset, initial_candidates).run_sync()
 
@@ -245,34 +247,37 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
         valset: list[Example] | None = None,
         initial_candidates: Sequence[Module] = (),
     ) -> Module:
-        """The awaitable twin of :meth:`compile`.
+        """Do what :meth:`compile` does, on the caller's event loop.
 
-        It runs on the caller's loop and leaves signals to the caller. Cancelling it ends the run at once;
-        :meth:`best_so_far` then has the best program.
+        Signals are left to the caller. Cancelling the coroutine ends the run at once; :meth:`best_so_far` then has the
+        best program.
         """
         return await self._prepare(student, trainset, teacher, valset, initial_candidates).run_async()
 
     def best_so_far(self) -> Module | None:
-        """The best program that is validated so far, while ``compile`` or ``acompile`` runs, and after it.
+        """Return the best program that is validated so far, while ``compile`` or ``acompile`` runs and after it.
 
-        It may be called from any thread, from a callback and from the metric, and never waits for the run.
+        Call it from any thread, from a callback or from the metric: it never waits for the run.
 
         Returns:
             A new program, as ``compile`` would return it; None before the seed is validated. While the run goes on,
             its ``detailed_results`` are those of the moment when it became the best, without ``async_stats``. After
-            the run they are the run's, an ``outcome`` of "aborted" included. Of several runs of this optimizer, that
-            of the one that began last.
+            the run they are the run's, also where its ``outcome`` is "aborted". Of several runs of this optimizer, the
+            one that began last counts.
         """
         return self._best.program()
 
     def estimate(self, student: Module, *, trainset: list[Example], valset: list[Example] | None = None) -> Estimate:
-        """What :meth:`compile` may cost: run the program on a minibatch of training examples, and reflect on it once.
+        """Estimate what :meth:`compile` may cost, from one minibatch of rollouts and one reflection.
 
-        These calls are paid for, past dspy's cache and beside the budget. From what they used, and the budget of metric
-        calls, follow the tokens and dollars of a run; ``print`` the result for what is assumed and what is not known.
+        These requests are paid for: they go past dspy's cache, and do not count against the budget. ``print`` the
+        result to see what it assumes and what it does not know.
 
         Args:
             student, trainset, valset: those of :meth:`compile`.
+
+        Returns:
+            What one metric call and one reflection used, and the tokens and dollars of a whole run.
 
         Raises:
             ConfigurationError: the data or the program cannot work; raised before any LM call.
@@ -293,12 +298,11 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
         check_texts(student, initial, self.workflow.max_candidate_characters)
         components = self._components(student)
         self._check_prices(student)
-        self.max_metric_calls = self._budget(
-            components, trainset, valset
-        )  # as dspy.GEPA: every way to give one ends here
+        # As in dspy.GEPA, the budget is stored in metric calls, in whatever way it was given.
+        self.max_metric_calls = self._budget(components, trainset, valset)
         gepa_logger.info("Running AsyncGEPA for at most %s metric calls.", self.max_metric_calls)
         if valset is None:
-            gepa_logger.warning(  # where dspy.GEPA says it: what silences the one silences the other
+            gepa_logger.warning(  # dspy.GEPA's logger: who has silenced its warning has silenced this one too
                 "%s: the trainset is used for both, and prompts may overfit to it. Pass a separate valset to find "
                 "prompts that generalize.",
                 "The valset is empty" if is_empty else "No valset given",
@@ -309,7 +313,11 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
         return compilation
 
     def _components(self, student: Module) -> int:
-        """How many texts there are to evolve."""
+        """Count the texts that there are to evolve.
+
+        Raises:
+            ConfigurationError: there is none.
+        """
         components = len(texts_of(student))
         if not components:
             raise ConfigurationError(
@@ -318,11 +326,11 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
         return components
 
     def _settings_of_run(self, trainset: Any, valset: Any, validations: int) -> AsyncGEPA:
-        """The arguments of one run: these, with dspy.GEPA's schedule where the budget is too small for another.
+        """Return the arguments of one run: these, with dspy.GEPA's schedule where the budget is too small for ours.
 
         Args:
             trainset, valset: examples.
-            validations: of the programs that the run begins with, the student's included.
+            validations: number of programs that the run begins with, each of which is validated.
 
         Raises:
             ConfigurationError: the budget cannot pay these validations, where there are several.
@@ -355,7 +363,7 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
         return run_by
 
     def _budget(self, components: int, trainset: Any, valset: Any) -> int | None:
-        """Metric calls, as ``dspy.GEPA.compile`` counts them."""
+        """Return the budget in metric calls, as ``dspy.GEPA.compile`` computes it; None without one."""
         if self.auto is not None:
             return self.auto_budget(
                 num_preds=components,
@@ -384,7 +392,7 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
         check_limits(max_cost=self.max_cost)
 
     def _check_prices(self, student: Module) -> None:
-        """A limit in dollars needs a price for every LM that the run may ask.
+        """Check that a limit in dollars has a price for every LM that the run may ask.
 
         Raises:
             ConfigurationError: litellm's cost map does not have one.
@@ -403,7 +411,11 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
             )
 
     def _check_callbacks(self) -> None:
-        """A run with ``log_dir`` is checkpointed to be resumed elsewhere; its observers must be able to follow."""
+        """Check gepa's callbacks. A run with ``log_dir`` is written down to go on elsewhere, and they with it.
+
+        Raises:
+            ConfigurationError: they are no list or, with ``log_dir``, one of them cannot be pickled.
+        """
         callbacks = self.gepa_kwargs.get("callbacks")
         if callbacks is not None and not isinstance(callbacks, list | tuple):
             raise ConfigurationError(f"gepa_kwargs['callbacks'] is {callbacks!r}, expected a list of callback objects.")
@@ -418,24 +430,27 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
 
 
 def _given(valset: Any) -> Any:
-    """The valset; None for an empty list, which ``dspy.GEPA`` takes for none as well."""
+    """Return the valset; None for an empty list, which ``dspy.GEPA`` takes for none as well."""
     return None if isinstance(valset, list | tuple) and not valset else valset
 
 
 def check_texts(student: Module, initial: Sequence[Module], most_characters: int | None) -> None:
-    """Refuse candidates to begin from that are no programs of the student's make, or longer than candidates may be.
+    """Check the programs to begin from: they have the student's predictors, and are no longer than candidates may be.
+
+    Args:
+        most_characters: the limit on all texts of a program together; None for none.
 
     Raises:
-        DataError: which, and what was expected.
+        DataError: one is not so.
     """
     if not isinstance(initial, list | tuple):
         raise DataError(f"initial_candidates is {initial!r:.80}, expected a list of programs.")
     expected = sorted(texts_of(student))
-    for number, one in enumerate([student, *initial]):
+    for number, program in enumerate([student, *initial]):
         name = f"initial_candidates[{number - 1}]" if number else "student"
-        if not isinstance(one, Module):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise DataError(f"{name} is {one!r:.80}, expected a dspy.Module.")
-        texts = texts_of(one)
+        if not isinstance(program, Module):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise DataError(f"{name} is {program!r:.80}, expected a dspy.Module.")
+        texts = texts_of(program)
         if sorted(texts) != expected:
             raise DataError(f"{name} has the predictors {sorted(texts)}, expected those of the student: {expected}.")
         if is_too_long(texts, most_characters):
@@ -445,19 +460,7 @@ def check_texts(student: Module, initial: Sequence[Module], most_characters: int
             )
 
 
-REMOVED = {
-    "max_live_tickets": "workflow=Workflow(live_steps=...)",
-    "admission": "workflow=Workflow(live_steps=...)",
-    "speculation": "workflow=Workflow(rollout=..., validate=..., rounds=...)",
-    "controller": "workflow=Workflow(median_seconds=...) for the median rule; the others lost their benchmark",
-    "slot_order": "nothing: slots go by value, which won its benchmark",
-    "rollout_timeout_seconds": "workflow=Workflow(rollout_timeout_seconds=...)",
-    "duplicate_stragglers": "workflow=Workflow(rollout_timeout_seconds=...), which gives up what takes too long",
-}
-"""Argument of an earlier version -> what to use instead."""
-
-
-OF_OTHERS = {
+INSTEAD = {
     "max_steps": "max_metric_calls, max_full_evals, auto or max_seconds",
     "max_iterations": "max_metric_calls, max_full_evals, auto or max_seconds; a count of iterations is a stopper of "
     "gepa, gepa_kwargs={'stop_callbacks': MaxCandidateProposalsStopper(n)}",
@@ -475,11 +478,9 @@ OF_OTHERS = {
 """Argument of another of dspy's optimizers (SIMBA, MIPROv2, COPRO) -> what to use instead."""
 
 
-def check_unknown(given: dict[str, Any]) -> None:
-    """Raise TypeError for arguments that there are not, with what to use instead where that is known."""
-    for name in given:
-        if name in REMOVED:
-            raise TypeError(f"AsyncGEPA has no argument {name!r} any more: use {REMOVED[name]}.")
-        if name in OF_OTHERS:
-            raise TypeError(f"AsyncGEPA has no argument {name!r}, as other optimizers do: use {OF_OTHERS[name]}.")
+def refuse_unknown(arguments: Iterable[str]) -> None:
+    """Raise TypeError for arguments that AsyncGEPA does not have, with what to use instead where that is known."""
+    for name in arguments:
+        if name in INSTEAD:
+            raise TypeError(f"AsyncGEPA has no argument {name!r}, as other optimizers do: use {INSTEAD[name]}.")
         raise TypeError(f"AsyncGEPA() got an unexpected keyword argument {name!r}")

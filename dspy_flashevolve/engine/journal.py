@@ -34,6 +34,11 @@ from dspy_flashevolve.engine.redaction import Redaction
 
 FILE = "journal.sqlite"
 LOCK = "journal.lock"
+IN_FLIGHT = "in_flight"
+"""Name under which a run keeps how many requests of each stage hold a slot."""
+CURRENT_SECONDS = 1.0
+"""Seconds between two looks at a value that is kept current: as often as `flashevolve watch` looks, and a row a second
+is little beside the rows of rollouts."""
 LARGEST_BATCH = 1000
 """Rows of one transaction at most."""
 APPLICATION_ID = 0x464C4556
@@ -102,6 +107,8 @@ class Journal:
         self._ids: dict[str, itertools.count[int]] = {}
         self._queue: queue.SimpleQueue[tuple[str, tuple[Any, ...]] | Future[None] | None] = queue.SimpleQueue()
         """What to write, who waits for that, and None at the end."""
+        self._current: dict[str, Callable[[], Any]] = {}
+        """Name -> function whose value is kept current under it."""
         self.failure: JournalError | None = None
         """Why nothing is written any more; None while all is well."""
         self.is_new = not _is_there(self.path)
@@ -136,6 +143,16 @@ class Journal:
             "INSERT INTO state (name, value) VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value=excluded.value"
         )
         self._queue.put((statement, (name, json.dumps(value))))
+
+    def keep_current(self, name: str, value_of: Callable[[], Any]) -> None:
+        """Keep the value of a function under a name from now on, written about once a second where it has changed.
+
+        What changes with each request is written down in this way without a row for each.
+
+        Args:
+            value_of: called by the writer's thread; its value must be JSON.
+        """
+        self._current[name] = value_of
 
     def next_id(self, table: str) -> int:
         """A new number for a row of ``table``, from 1, without gaps as far as all of them are used."""
@@ -206,9 +223,19 @@ class Journal:
     def _write(self) -> None:
         """The writer's thread."""
         ended = False
+        written: dict[str, Any] = {}
+        next_look = time.monotonic()
         while not ended:
-            entries = [self._queue.get()]
-            while len(entries) < LARGEST_BATCH and entries[-1] is not None:
+            entries: list[tuple[str, tuple[Any, ...]] | Future[None] | None] = []
+            with suppress(queue.Empty):
+                entries.append(self._queue.get(timeout=max(0.0, next_look - time.monotonic())))
+            if (now := time.monotonic()) >= next_look:
+                next_look = now + CURRENT_SECONDS
+                for name, value_of in list(self._current.items()):
+                    if written.get(name) != (value := value_of()):
+                        written[name] = value
+                        self.keep(name, value)
+            while entries and len(entries) < LARGEST_BATCH and entries[-1] is not None:
                 try:
                     entries.append(self._queue.get_nowait())
                 except queue.Empty:
@@ -220,7 +247,7 @@ class Journal:
                         entry.set_result(None)
                     else:
                         entry.set_exception(self.failure)
-            ended = entries[-1] is None
+            ended = entries[-1:] == [None]
 
     def _write_batch(self, rows: list[tuple[str, tuple[Any, ...]]]) -> None:
         if not rows or self.failure is not None:

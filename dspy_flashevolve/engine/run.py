@@ -30,6 +30,7 @@ from dspy_flashevolve.engine.events import (
     StepClosed,
     StepOpened,
 )
+from dspy_flashevolve.engine.journal import IN_FLIGHT
 from dspy_flashevolve.engine.limits import Bounds
 from dspy_flashevolve.engine.loop import LoopClock, Threads, kept, run_to_end
 from dspy_flashevolve.engine.redaction import Redaction, secrets_in
@@ -156,6 +157,8 @@ class EvolutionRun:
         self.scheduler = Scheduler(
             slots, list(asked), groups_of(asked), self.clock, idle=self._slot_is_idle, visited=self._visited
         )
+        if journal is not None:
+            journal.journal.keep_current(IN_FLIGHT, self._in_flight)
         rng = random.Random(seed)
         self.endpoints = Endpoints(
             asked, adaptive, self.scheduler, self.bus, self.clock, retry or RetryPolicy(), rng,
@@ -310,6 +313,10 @@ class EvolutionRun:
         if failures:
             raise failures[0]
         self.outcome = self._ends
+
+    def _in_flight(self) -> dict[str, int]:
+        """Count the requests that hold a slot, by stage."""
+        return {name: stage.running for name, stage in self.scheduler.statistics().stages.items()}
 
     def begin(self, step: Step, version: int, value: float | None = None, selection: Any = None) -> None:
         """The step has selected what it works on: the next one may be opened.

@@ -29,7 +29,8 @@ from dspy_flashevolve.gepa.pool import Pool
 from dspy_flashevolve.gepa.resume import check_checkpoint
 from dspy_flashevolve.gepa.step import GepaLoop
 from dspy_flashevolve.modules.integrate import StaleCandidateReflection
-from dspy_flashevolve.observe.statistics import AsyncStats, log_summary, texts_diff
+from dspy_flashevolve.observe.formatting import texts_diff
+from dspy_flashevolve.observe.statistics import AsyncStats, log_summary
 from dspy_flashevolve.programs.fingerprints import fingerprints_of, open_journal
 from dspy_flashevolve.programs.metric import Metric
 from dspy_flashevolve.programs.program import ProgramRunner

@@ -1,7 +1,7 @@
-"""A run as its journal tells it: read once, into frozen records on which every view of a run stands.
+"""The history of a run: its journal, read once into frozen records, from which every view of a run is made.
 
-Seconds are those of the engine's clock since the run began; the time between its sessions counts for nothing. Rows of
-the journal have the wall's time, events have both: what happened between two events is put between them.
+Seconds are those of the engine's clock since the run began; the time between its sessions is left out. Rows of the
+journal have wall time, events have wall time and the engine's: a row is placed between the events around it.
 """
 
 from __future__ import annotations
@@ -17,25 +17,28 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
-from dspy_flashevolve.engine.journal import is_at_work, reading
+from dspy_flashevolve.engine.journal import IN_FLIGHT, is_at_work, reading
 from dspy_flashevolve.engine.replay import BEFORE_STEPS
 from dspy_flashevolve.engine.scheduler import StageVisit
 from dspy_flashevolve.observe.statistics import ChangeRecord
 
 Role = Literal["task", "reflection"]
-Rows = Callable[[str], list[sqlite3.Row]]
-TIMED = ("StageVisited", "RequestFinished", "LmCallCounted", "StepOpened", "Looked")
-"""Events that are read into records of their own, or told by other rows."""
+Query = Callable[[str], list[sqlite3.Row]]
+FREQUENT = ("StageVisited", "RequestFinished", "LmCallCounted", "StepOpened", "Looked")
+"""Kinds of events that are read into records of their own, or that other rows tell: there are several of each step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """One `compile` on the directory.
+    """One call of `compile` on the run directory.
 
     Args:
-        state: how it ended (finished, stopped, failed, aborted); "running"; "killed" where nobody wrote an end.
-        reason: of the end.
+        number: from 1.
         began_at: seconds since 1970.
+        state: how it ended (finished, stopped, failed, aborted); "running"; "killed" where no end was written.
+        reason: why it ended.
+        settings: the optimizer's arguments.
+        fingerprints: of the optimizer, the program, the data and the metric.
     """
 
     number: int
@@ -48,15 +51,21 @@ class Session:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """What evolves, as it was committed: a candidate of GEPA's pool, a validated playbook, a harness.
+    """A candidate as it was committed: one of GEPA's pool, a validated playbook, or a harness.
 
     Args:
-        score: on the validation set; None for a seed whose validation has not ended, or which the journal has not.
-        scores: example's id as text -> score; of a seed that is being validated, those that are known by now.
-        examples: of the validation set, where the journal tells and the validation has not ended; None else.
-        step: that made it; None where the journal does not say, or another program made it.
-        seconds, calls: when; None where the journal does not say. Calls are metric calls made by then.
-        more: what the loop has written beside it.
+        index: number in the pool; the seed is 0.
+        texts: component -> text.
+        score: validation score; None for a seed whose validation has not ended, or is not in the journal.
+        scores: example's id as text -> score; while the seed is being validated, those that are known.
+        parents: indices of its parents; the first is the one that it was made from.
+        step: the step that made it; None where another program did, or the journal does not say.
+        seconds: when it was committed; None where the journal does not say.
+        calls: metric calls made by then; None where the journal does not say.
+        gap: commits that its step had not seen; None where the journal does not say.
+        version: version of the pool that it was committed as.
+        more: whatever the loop has written beside it.
+        examples: size of the validation set, of a seed that is being validated; None where that is not known.
     """
 
     index: int
@@ -75,14 +84,17 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A rollout, or a request that is none, when it was answered.
+    """A request that was answered: a rollout, or one that runs no program, such as a reflection.
 
     Args:
-        role: who was asked: the task's LM, or one that reflects, integrates or proposes.
-        latency_seconds: in its slot.
-        score, example: of a rollout; None else.
-        error: why the answer is of no use.
-        is_lm_call: it is no request in a slot, but an LM call that belongs to none, see :class:`LmCallCounted`.
+        seconds: when it was answered.
+        stage, step: for which it was made.
+        role: who was asked: the task LM, or one that reflects, integrates or proposes.
+        tokens, cost_dollars: what it used.
+        latency_seconds: seconds in its slot.
+        score, example: those of a rollout; None for any other request.
+        error: why the answer is of no use; empty where it is of use.
+        is_lm_call: True for an LM call that belongs to no request in a slot, see :class:`LmCallCounted`.
     """
 
     seconds: float
@@ -100,10 +112,12 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class TracedRollout:
-    """What went into a rollout of a step's minibatch, and what came out of it, for people.
+    """Inputs and output of a rollout in a step's minibatch, for people.
 
     Args:
-        example: its id as text.
+        step: the step.
+        example: the example's id as text.
+        score: the rollout's score.
         inputs, output: field -> value, as the journal has them; empty where it has no trace.
     """
 
@@ -119,8 +133,11 @@ class StepRecord:
     """A step.
 
     Args:
+        number: the step's number.
+        selection: what it works on, as its loop wrote it down.
         way: how it ended; empty while it has no end.
-        replies: what its requests that are no rollouts were answered, stage and JSON; empty unless they were read.
+        reason: why it ended so.
+        replies: stage and JSON of each reply to a request that ran no program; empty unless replies were read.
     """
 
     number: int
@@ -131,8 +148,12 @@ class StepRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """An event of a rarer kind; see `dspy_flashevolve/engine/events.py`."""
+class EventRecord:
+    """An event of the run; `engine/events.py` describes the kinds and their fields.
+
+    Args:
+        fields: the event's fields, and "shift": when its session began.
+    """
 
     seconds: float
     kind: str
@@ -142,16 +163,23 @@ class Told:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class History:
-    """All of a run.
+    """All that the journal of a run tells.
 
     Args:
-        directory: of the run.
-        optimizer: its name.
-        seconds: from its beginning to what was written last; session_began: when the newest session began.
-        calls: metric calls.
-        max_calls: allowed; None for no such limit.
-        under_way: rollouts that had begun and have no result.
-        changes: what reflections added to the head, with what it is estimated to be worth.
+        directory: the run directory.
+        optimizer: name of the optimizer.
+        sessions: the calls of `compile` on the directory, in order.
+        seconds: from the start of the run to the last row.
+        session_began: when the newest session began, in the same seconds.
+        calls: metric calls made.
+        max_calls: metric calls allowed; None without such a limit.
+        in_flight: stage -> requests that hold a slot, about a second ago; empty for a run that is over.
+        candidates: by index, the seed first.
+        requests: by the time of their answers.
+        steps: number -> step.
+        visits: visits of steps to stages, by their ends.
+        events: all events but those of the kinds in :data:`FREQUENT`, in order.
+        changes: changes that reflections made, with their estimated effects.
         traced: rollouts on training examples whose trace was kept, in order; empty unless replies were read.
     """
 
@@ -162,124 +190,149 @@ class History:
     session_began: float = 0.0
     calls: int = 0
     max_calls: int | None = None
-    under_way: int = 0
+    in_flight: Mapping[str, int] = field(default_factory=dict[str, int])
     candidates: tuple[Candidate, ...] = ()
     requests: tuple[Request, ...] = ()
     steps: Mapping[int, StepRecord] = field(default_factory=dict[int, StepRecord])
     visits: tuple[StageVisit, ...] = ()
-    events: tuple[Told, ...] = ()
+    events: tuple[EventRecord, ...] = ()
     changes: tuple[ChangeRecord, ...] = ()
     traced: tuple[TracedRollout, ...] = ()
 
     @property
     def state(self) -> str:
-        """Of the newest session; "unknown" where there is no journal."""
+        """State of the newest session; "unknown" where there is no journal."""
         return self.sessions[-1].state if self.sessions else "unknown"
 
     @property
     def seed(self) -> Candidate | None:
-        """Candidate 0."""
-        return next((one for one in self.candidates if one.index == 0), None)
+        """Candidate 0; None where the journal does not have it."""
+        return next((candidate for candidate in self.candidates if candidate.index == 0), None)
 
     @property
     def best(self) -> Candidate | None:
         """The candidate that the run returns: the highest score, of equals the cheapest, then the first."""
-        scored = [one for one in self.candidates if one.score is not None and not math.isnan(one.score)]
-        return max(scored, key=lambda one: (one.score, -_cost(one), -one.version, -one.index), default=None)
+        scored = [
+            candidate
+            for candidate in self.candidates
+            if candidate.score is not None and not math.isnan(candidate.score)
+        ]
+        return max(
+            scored,
+            key=lambda candidate: (candidate.score, -_cost(candidate), -candidate.version, -candidate.index),
+            default=None,
+        )
 
-    def of_kind(self, kind: str) -> list[Told]:
-        """The events of one kind."""
-        return [one for one in self.events if one.kind == kind]
+    def of_kind(self, kind: str) -> list[EventRecord]:
+        """Return the events of one kind."""
+        return [event for event in self.events if event.kind == kind]
 
 
 def _cost(candidate: Candidate) -> float:
-    """Of a harness, whose search prefers the cheapest of equals."""
-    kept = candidate.more.get("candidate", {}) if isinstance(candidate.more, dict) else {}
-    costs: list[float] = kept.get("costs") or [0.0]
+    """Return the mean cost of a harness, whose search prefers the cheapest of equals; 0 for other candidates."""
+    record = candidate.more.get("candidate", {}) if isinstance(candidate.more, dict) else {}
+    costs: list[float] = record.get("costs") or [0.0]
     return sum(costs) / len(costs)
 
 
 def read(run_dir: str | Path, replies: bool = False) -> History:
-    """Read the journal of a run directory, of a run that is at work too.
+    """Read the journal of a run directory, also while the run is at work.
 
     Args:
-        replies: read what reflections answered, too, which says where a line of a prompt came from.
+        replies: also read what reflections answered, which says where a line of a prompt came from.
 
     Raises:
         RunDirectoryError: there is no journal, or it cannot be read.
     """
-    with reading(run_dir) as rows:
-        rows("BEGIN")  # one moment for all that is read
-        sessions = _sessions(rows, run_dir)
-        events = rows("SELECT session, at, seconds, kind, step, fields FROM events ORDER BY id")
-        clock = _Clock(sessions, [(row["session"], row["at"], row["seconds"]) for row in events])
-        told = [
-            Told(
+    with reading(run_dir) as query:
+        query("BEGIN")  # one transaction, so that all that is read is of one moment
+        sessions = _sessions(query, run_dir)
+        rows = query("SELECT session, at, seconds, kind, step, fields FROM events ORDER BY id")
+        clock = _Clock(sessions, [(row["session"], row["at"], row["seconds"]) for row in rows])
+        events = [
+            EventRecord(
                 clock.of_event(session, seconds),
                 kind,
                 step,
-                {"shift": clock.of_event(session, 0.0), **json.loads(text)},
+                {"shift": clock.of_event(session, 0.0), **json.loads(fields)},
             )
-            for session, _, seconds, kind, step, text in events
+            for session, _, seconds, kind, step, fields in rows
         ]
-        rare = tuple(one for one in told if one.kind not in TIMED)
-        calls = rows("SELECT session, at, stage, calls FROM calls ORDER BY id")
-        settings = sessions[-1].settings if sessions else {}
-        requests = _requests(rows, clock, told)
+        rare = tuple(event for event in events if event.kind not in FREQUENT)
+        calls = query("SELECT session, at, stage, calls FROM calls ORDER BY id")
+        newest = sessions[-1] if sessions else None
+        requests = _requests(query, clock, events)
         return History(
             directory=str(run_dir),
-            optimizer=sessions[-1].fingerprints.get("optimizer", "a run") if sessions else "a run",
+            optimizer="a run" if newest is None else newest.fingerprints.get("optimizer", "a run"),
             sessions=sessions,
-            seconds=max([clock.end, *(one.seconds for one in requests[-1:])]),
+            seconds=max([clock.end, *(request.seconds for request in requests[-1:])]),
             session_began=clock.newest,
             calls=sum(row["calls"] for row in calls),
-            max_calls=settings.get("max_metric_calls"),
-            under_way=_under_way(rows) if sessions and sessions[-1].state == "running" else 0,
-            candidates=_candidates(rows, clock, rare, calls, Path(run_dir), _valset_size(sessions)),
+            max_calls=None if newest is None else newest.settings.get("max_metric_calls"),
+            in_flight=_in_flight(query) if newest is not None and newest.state == "running" else {},
+            candidates=_candidates(query, clock, rare, calls, Path(run_dir), _valset_size(sessions)),
             requests=requests,
-            steps=_steps(rows, replies),
-            visits=tuple(_visits(told)),
+            steps=_steps(query, replies),
+            visits=tuple(_visits(events)),
             events=rare,
-            changes=_changes(rows),
-            traced=tuple(_traced(rows)) if replies else (),
+            changes=_changes(query),
+            traced=tuple(_traced(query)) if replies else (),
         )
 
 
-def _requests(rows: Rows, clock: _Clock, told: list[Told]) -> tuple[Request, ...]:
-    """What was answered, in order of time."""
-    found = [
-        Request(clock.of_row(row["session"], row["at"]), row["stage"], "task", row["step"], row["tokens"],
-                row["cost_dollars"], row["latency_seconds"], float(row["score"]), row["example"])
-        for row in rows(
+def _requests(query: Query, clock: _Clock, events: list[EventRecord]) -> tuple[Request, ...]:
+    """Return the requests, rollouts and others, in the order in which they were answered."""
+    requests = [
+        Request(
+            clock.of_row(row["session"], row["at"]),
+            row["stage"],
+            "task",
+            row["step"],
+            row["tokens"],
+            row["cost_dollars"],
+            row["latency_seconds"],
+            float(row["score"]),
+            row["example"],
+        )
+        for row in query(
             "SELECT session, stage, step, tokens, cost_dollars, latency_seconds, score, example, at FROM rollouts "
             "ORDER BY id"
         )
-    ]  # fmt: skip
-    of_task = {one.stage for one in found}
-    for one in told:
-        if one.kind in ("RequestFinished", "LmCallCounted"):
-            stage, tokens, dollars = (one.fields[name] for name in ("stage", "tokens", "cost_dollars"))
-            latency, error = one.fields.get("latency_seconds", 0.0), one.fields.get("error", "")
-            role: Role = "task" if stage in of_task else "reflection"
-            step = BEFORE_STEPS if one.step is None else one.step
-            found.append(Request(one.seconds, stage, role, step, tokens, dollars, latency, error=error,
-                                 is_lm_call=one.kind == "LmCallCounted"))  # fmt: skip
-    return tuple(sorted(found, key=lambda one: one.seconds))
+    ]
+    task_stages = {request.stage for request in requests}
+    for event in events:
+        if event.kind in ("RequestFinished", "LmCallCounted"):
+            stage = event.fields["stage"]
+            requests.append(
+                Request(
+                    event.seconds,
+                    stage,
+                    "task" if stage in task_stages else "reflection",
+                    BEFORE_STEPS if event.step is None else event.step,
+                    event.fields["tokens"],
+                    event.fields["cost_dollars"],
+                    event.fields.get("latency_seconds", 0.0),
+                    error=event.fields.get("error", ""),
+                    is_lm_call=event.kind == "LmCallCounted",
+                )
+            )
+    return tuple(sorted(requests, key=lambda request: request.seconds))
 
 
-def _traced(rows: Rows) -> Iterator[TracedRollout]:
-    query = (
+def _traced(query: Query) -> Iterator[TracedRollout]:
+    table = query(
         "SELECT step, example, score, json_extract(trace, '$.prediction') AS output, "
         "json_extract(trace, '$.trace[0][1]') AS inputs FROM rollouts "
         f"WHERE split = 'train' AND step > {BEFORE_STEPS} AND trace IS NOT NULL AND trace <> 'null' ORDER BY id"
     )
-    for row in rows(query):
+    for row in table:
         inputs, output = (_fields_of(row[name]) for name in ("inputs", "output"))
         yield TracedRollout(row["step"], row["example"], float(row["score"]), inputs, output)
 
 
 def _fields_of(text: Any) -> dict[str, Any]:
-    """What the journal has encoded of a prediction, or of inputs; see `encoded` in programs/records.py."""
+    """Read the fields of a prediction, or of inputs, as the journal has them; see `encoded` in programs/records.py."""
     try:
         fields = _without_marks(json.loads(text)) if isinstance(text, str) else {}
     except ValueError:  # a text by itself, which json_extract gives without quotes
@@ -288,41 +341,43 @@ def _fields_of(text: Any) -> dict[str, Any]:
 
 
 def _without_marks(value: Any) -> Any:
-    """What was encoded, as plain JSON: nothing is imported or made, so that this may be done with any journal."""
+    """Turn an encoded value into plain JSON. No class is imported or made, so any journal may be read."""
     if isinstance(value, list):
         return [_without_marks(part) for part in value]
     if not isinstance(value, dict):
         return value
     if len(value) == 1:
-        [(kind, kept)] = value.items()
-        if kind in ("d", "p") and isinstance(kept, dict):
-            return {name: _without_marks(part) for name, part in kept.items()}
-        if kind in ("m", "f") and isinstance(kept, list) and kept:
-            return kept[-1] if kind == "m" else kept[0]
-        if kind in ("t", "x"):
-            return _without_marks(kept)
+        [(mark, encoded)] = value.items()
+        if mark in ("d", "p") and isinstance(encoded, dict):
+            return {name: _without_marks(part) for name, part in encoded.items()}
+        if mark in ("m", "f") and isinstance(encoded, list) and encoded:
+            return encoded[-1] if mark == "m" else encoded[0]
+        if mark in ("t", "x"):
+            return _without_marks(encoded)
     return value
 
 
-def _visits(told: list[Told]) -> Iterator[StageVisit]:
-    for one in told:
-        if one.kind == "StageVisited" and one.step is not None:
-            queued, began, shift = (one.fields[name] for name in ("queued_seconds", "began_seconds", "shift"))
-            yield StageVisit(one.step, one.fields["stage"], queued + shift, began + shift, one.seconds)
+def _visits(events: list[EventRecord]) -> Iterator[StageVisit]:
+    for event in events:
+        if event.kind == "StageVisited" and event.step is not None:
+            queued, began, shift = (event.fields[name] for name in ("queued_seconds", "began_seconds", "shift"))
+            yield StageVisit(event.step, event.fields["stage"], queued + shift, began + shift, event.seconds)
 
 
-def _under_way(rows: Rows) -> int:
-    """Metric calls of the newest session that have no result."""
-    newest = "session = (SELECT MAX(id) FROM sessions)"
-    [row] = rows(
-        f"SELECT (SELECT COALESCE(SUM(calls), 0) FROM calls WHERE {newest} AND stage <> 'elsewhere') "
-        f"- (SELECT COUNT(*) FROM rollouts WHERE {newest}) AS n"
-    )
-    return max(0, row["n"])
+def _in_flight(query: Query) -> dict[str, int]:
+    """Return the requests that held a slot when the run last wrote that down; see `Journal.keep_current`."""
+    rows = query(f"SELECT value FROM state WHERE name = '{IN_FLIGHT}'")
+    by_stage: dict[str, int] = json.loads(rows[0]["value"]) if rows else {}
+    return {stage: requests for stage, requests in by_stage.items() if requests}
 
 
 class _Clock:
-    """Puts the sessions' times one after the other."""
+    """The seconds of a run: those of its sessions, one after the other.
+
+    Args:
+        sessions: in order.
+        events: session, wall time and the engine's seconds of each event.
+    """
 
     def __init__(self, sessions: tuple[Session, ...], events: list[tuple[int, float, float]]) -> None:
         self._known: dict[int, tuple[list[float], list[float]]] = {}
@@ -331,55 +386,56 @@ class _Clock:
             by_session[session].append((at, seconds))
         self._offset: dict[int, float] = {}
         self.end = self.newest = 0.0
-        for one in sessions:
-            pairs = by_session[one.number] or [(one.began_at, 0.0)]
-            ats, seconds = list(accumulate((at for at, _ in pairs), max)), [second for _, second in pairs]
-            self._known[one.number] = ats, seconds
-            self._offset[one.number], self.newest = self.end - seconds[0], self.end
+        for session in sessions:
+            pairs = by_session[session.number] or [(session.began_at, 0.0)]
+            # Wall time may be set back while a run goes on; a search by halves needs it to rise.
+            ats = list(accumulate((at for at, _ in pairs), max))
+            seconds = [second for _, second in pairs]
+            self._known[session.number] = ats, seconds
+            self._offset[session.number], self.newest = self.end - seconds[0], self.end
             self.end += max(seconds) - seconds[0]
 
     def of_event(self, session: int, seconds: float) -> float:
-        """The same since the run began."""
+        """Convert the engine's seconds in a session to seconds since the run began."""
         return seconds + self._offset.get(session, 0.0)
 
     def of_row(self, session: int, at: float) -> float:
-        """What the engine's clock said then, since the run began."""
+        """Convert the wall time of a row to seconds since the run began."""
         ats, seconds = self._known.get(session, ([at], [0.0]))
-        place = bisect_right(ats, at)
-        if place in (0, len(ats)):  # before the first event, or after the last: the clocks go alike
-            edge = min(place, len(ats) - 1)
+        following = bisect_right(ats, at)
+        if following in (0, len(ats)):  # before the first event, or after the last: there the two clocks go alike
+            edge = min(following, len(ats) - 1)
             return self.of_event(session, max(seconds[0], seconds[edge] + at - ats[edge]))
-        before, after = ats[place - 1], ats[place]
+        before, after = ats[following - 1], ats[following]
         share = (at - before) / (after - before)
-        return self.of_event(session, seconds[place - 1] + share * (seconds[place] - seconds[place - 1]))
+        return self.of_event(session, seconds[following - 1] + share * (seconds[following] - seconds[following - 1]))
 
 
-def _sessions(rows: Rows, run_dir: str | Path) -> tuple[Session, ...]:
-    found: list[Session] = []
-    query = "SELECT s.*, e.state, e.reason FROM sessions s LEFT JOIN session_ends e ON e.id = s.id ORDER BY s.id"
-    table = rows(query)
-    for row in table:
-        state = row["state"] or ("running" if row is table[-1] and is_at_work(run_dir) else "killed")
-        settings, prints = json.loads(row["settings"]), json.loads(row["fingerprints"])
-        found.append(Session(row["id"], row["began_at"], state, row["reason"] or "", settings, prints))
-    return tuple(found)
+def _sessions(query: Query, run_dir: str | Path) -> tuple[Session, ...]:
+    rows = query("SELECT s.*, e.state, e.reason FROM sessions s LEFT JOIN session_ends e ON e.id = s.id ORDER BY s.id")
+    sessions: list[Session] = []
+    for row in rows:
+        state = row["state"] or ("running" if row is rows[-1] and is_at_work(run_dir) else "killed")
+        settings, fingerprints = json.loads(row["settings"]), json.loads(row["fingerprints"])
+        sessions.append(Session(row["id"], row["began_at"], state, row["reason"] or "", settings, fingerprints))
+    return tuple(sessions)
 
 
 def _candidates(
-    rows: Rows,
+    query: Query,
     clock: _Clock,
-    events: tuple[Told, ...],
+    events: tuple[EventRecord, ...],
     calls: list[sqlite3.Row],
     directory: Path,
-    size: int | None,
+    valset_size: int | None,
 ) -> tuple[Candidate, ...]:
-    texts = {row["hash"]: json.loads(row["texts"]) for row in rows("SELECT hash, texts FROM candidates")}
-    told = {one.fields["candidate"]: one for one in events if one.kind == "Committed"}
-    ats, made = [row["at"] for row in calls], list(accumulate(row["calls"] for row in calls))
-    found: list[Candidate] = []
-    for row in rows("SELECT * FROM commits ORDER BY candidate_index"):
-        event, before = told.get(row["candidate_index"]), bisect_right(ats, row["at"])
-        found.append(
+    texts = {row["hash"]: json.loads(row["texts"]) for row in query("SELECT hash, texts FROM candidates")}
+    committed = {event.fields["candidate"]: event for event in events if event.kind == "Committed"}
+    call_times, calls_made = [row["at"] for row in calls], list(accumulate(row["calls"] for row in calls))
+    candidates: list[Candidate] = []
+    for row in query("SELECT * FROM commits ORDER BY candidate_index"):
+        event, calls_before = committed.get(row["candidate_index"]), bisect_right(call_times, row["at"])
+        candidates.append(
             Candidate(
                 row["candidate_index"],
                 texts.get(row["candidate"], {}),
@@ -388,73 +444,76 @@ def _candidates(
                 tuple(json.loads(row["parents"])),
                 row["step"],
                 clock.of_row(row["session"], row["at"]) if event is None else event.seconds,
-                made[before - 1] if before else 0,
+                calls_made[calls_before - 1] if calls_before else 0,
                 None if event is None else event.fields["gap"],
                 row["version"],
                 None if row["more"] is None else json.loads(row["more"]),
             )
         )
-    if not found or found[0].index > 0:  # GEPA's seed is in the pool from the start: no commit tells of it
-        found.insert(0, _seed(rows, clock, texts, events, directory / "candidates.json", size))
-    return tuple(found)
+    if not candidates or candidates[0].index > 0:  # GEPA's seed is in the pool from the start: it has no commit
+        candidates.insert(0, _seed(query, clock, texts, events, directory / "candidates.json", valset_size))
+    return tuple(candidates)
 
 
 def _valset_size(sessions: tuple[Session, ...]) -> int | None:
-    """How many examples a candidate is validated on; None where the journal does not tell."""
-    said = sessions[-1].fingerprints.get("valset", "").partition(" ")[0] if sessions else ""
-    return int(said) if said.isdecimal() else None
+    """Return the number of validation examples; None where the journal does not tell."""
+    count = sessions[-1].fingerprints.get("valset", "").partition(" ")[0] if sessions else ""
+    return int(count) if count.isdecimal() else None
 
 
 def _seed(
-    rows: Rows,
+    query: Query,
     clock: _Clock,
     texts: Mapping[str, Any],
-    events: tuple[Told, ...],
+    events: tuple[EventRecord, ...],
     stored: Path,
-    size: int | None,
+    valset_size: int | None,
 ) -> Candidate:
-    """What was validated before any step; where another program did that, what gepa has stored of it.
+    """Return the program that was validated before any step.
 
-    Its score is told at the end of its validation. Before that there is the mean of what is known by then, which is not
-    its score: where few examples are known it may be far from it.
+    It has a score when its validation has ended. The mean of the scores that are known before is not its score, and
+    where they are few it may be far from it.
 
     Args:
-        size: examples that it is validated on; None where that is not known.
+        stored: gepa's own file of candidates, for a seed that another program has validated.
+        valset_size: number of validation examples; None where that is not known.
     """
-    table = rows(
+    rows = query(
         "SELECT session, candidate, example, score, at FROM rollouts "
         f"WHERE step = {BEFORE_STEPS} AND split = 'val' ORDER BY id"
     )
-    if not table:
+    if not rows:
         return Candidate(0, json.loads(stored.read_text("utf-8"))[0] if stored.is_file() else {}, None)
-    name, last = table[0]["candidate"], table[-1]
-    scores = {row["example"]: float(row["score"]) for row in table if row["candidate"] == name}
-    told = [one for one in events if one.kind == "SeedValidated"]
-    mean = sum(scores.values()) / len(scores) if len(scores) == size else None
-    score = told[0].fields["score"] if told else mean
-    seconds = told[0].seconds if told else clock.of_row(last["session"], last["at"])
-    return Candidate(0, texts.get(name, {}), score, scores, seconds=seconds, calls=len(scores), examples=size)
+    name, last = rows[0]["candidate"], rows[-1]
+    scores = {row["example"]: float(row["score"]) for row in rows if row["candidate"] == name}
+    validated = next((event for event in events if event.kind == "SeedValidated"), None)
+    if validated is not None:
+        score, seconds = validated.fields["score"], validated.seconds
+    else:
+        score = sum(scores.values()) / len(scores) if len(scores) == valset_size else None
+        seconds = clock.of_row(last["session"], last["at"])
+    return Candidate(0, texts.get(name, {}), score, scores, seconds=seconds, calls=len(scores), examples=valset_size)
 
 
-def _steps(rows: Rows, replies: bool) -> dict[int, StepRecord]:
-    said: defaultdict[int, list[tuple[str, str]]] = defaultdict(list)
-    for row in rows("SELECT step, stage, reply FROM replies ORDER BY id") if replies else ():
-        said[row["step"]].append((row["stage"], row["reply"]))
-    ended = "SELECT number, selection, way, reason FROM steps LEFT JOIN ends ON step = number ORDER BY number"
+def _steps(query: Query, with_replies: bool) -> dict[int, StepRecord]:
+    replies: defaultdict[int, list[tuple[str, str]]] = defaultdict(list)
+    for row in query("SELECT step, stage, reply FROM replies ORDER BY id") if with_replies else ():
+        replies[row["step"]].append((row["stage"], row["reply"]))
+    rows = query("SELECT number, selection, way, reason FROM steps LEFT JOIN ends ON step = number ORDER BY number")
     return {
-        number: StepRecord(number, json.loads(selection), way or "", reason or "", tuple(said[number]))
-        for number, selection, way, reason in rows(ended)
+        number: StepRecord(number, json.loads(selection), way or "", reason or "", tuple(replies[number]))
+        for number, selection, way, reason in rows
     }
 
 
-def _changes(rows: Rows) -> tuple[ChangeRecord, ...]:
-    """What GEPA's credit assignment has kept; an estimate that an older version has not kept is NaN."""
-    kept = rows("SELECT value FROM state WHERE name = 'credit'")
-    if not kept:
+def _changes(query: Query) -> tuple[ChangeRecord, ...]:
+    """Return the changes that GEPA's credit assignment has kept, with their estimates (NaN where there are none)."""
+    rows = query("SELECT value FROM state WHERE name = 'credit'")
+    if not rows:
         return ()
-    credit = json.loads(kept[0]["value"])
+    credit = json.loads(rows[0]["value"])
     effects = credit.get("effects") or [[math.nan, math.nan]] * len(credit["changes"])
     return tuple(
-        ChangeRecord(step, one["component"], one["part"], one["replaces"], *effect)
-        for step, one, effect in zip(credit["steps"], credit["changes"], effects, strict=True)
+        ChangeRecord(step, change["component"], change["part"], change["replaces"], *effect)
+        for step, change, effect in zip(credit["steps"], credit["changes"], effects, strict=True)
     )

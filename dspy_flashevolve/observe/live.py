@@ -1,4 +1,4 @@
-"""A run as a table that is drawn again and again, in a terminal or a notebook. Needs the extra ``rich``."""
+"""A live table of a run, redrawn in a terminal or a notebook. Needs the extra ``rich``."""
 
 from __future__ import annotations
 
@@ -13,27 +13,26 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from dspy_flashevolve.observe.formatting import format_duration, format_number, format_score, time_left
 from dspy_flashevolve.observe.notebook import Output, kernel_display
-from dspy_flashevolve.observe.progress import Display, since, used_share
+from dspy_flashevolve.observe.progress import Display, share_since, used_share
 from dspy_flashevolve.observe.statistics import RunStats
-from dspy_flashevolve.observe.text import duration, left, number, score
 
-COLUMNS = ("stage", "waiting", "in flight", "answered", "tokens", "dollars", "slot seconds")
-
-
-COLUMNS_OF_A_NOTEBOOK = 100
-"""Characters of a line, which fit beside a notebook's margins on most screens."""
+HEAD = ("stage", "waiting", "in flight", "answered", "tokens", "dollars", "slot seconds")
+NOTEBOOK_COLUMNS = 100
+"""Characters of a line in a notebook: they fit between its margins on most screens."""
 
 
 class LiveTable(BaseCallback, Display):
     """A callback of dspy's that shows runs in the place of the bar: ``dspy.configure(callbacks=[LiveTable()])``.
 
-    What has been spent and found, and for each stage what waits, runs and was answered. Log lines stand above it. In a
-    notebook it is one output, which is drawn again in its place every two seconds or less often, and at the end.
+    The table shows what has been spent and what the best score is, and for each stage the requests that wait, are in
+    flight and were answered. Log lines stand above it. In a notebook it is one output, redrawn in its place at most
+    every two seconds, and at the end.
 
     Args:
-        refresh_seconds: between two drawings in a terminal, above 0.
-        console: of rich, where it is drawn. Default: the notebook, or rich's own, on standard output.
+        refresh_seconds: seconds between two drawings in a terminal, above 0.
+        console: rich's console to draw on. Default: the notebook, or rich's own on standard output.
     """
 
     def __init__(self, refresh_seconds: float = 0.5, console: Console | None = None) -> None:
@@ -41,20 +40,20 @@ class LiveTable(BaseCallback, Display):
 
     @contextmanager
     def observing(self, run: Any) -> Generator[None, None, None]:
-        """See :class:`~dspy_flashevolve.engine.run.Observer`."""
-        before = _used(run, run.statistics())
+        """Show the run while it goes on; see :class:`~dspy_flashevolve.engine.run.Observer`."""
+        used_before = _used(run, run.statistics())
         display = kernel_display() if self._console is None else None
         if display is not None:
             output = Output(display)
-            run.bus.subscribe(lambda _: output.draw(lambda: _as_text(_drawn(run, before))))
+            run.bus.subscribe(lambda _: output.draw(lambda: _as_text(_draw(run, used_before))))
             try:
                 yield
             finally:
-                output.draw(lambda: _as_text(_drawn(run, before)), is_last=True)
+                output.draw(lambda: _as_text(_draw(run, used_before)), is_last=True)
             return
         with Live(
             console=self._console,
-            get_renderable=lambda: _drawn(run, before),
+            get_renderable=lambda: _draw(run, used_before),
             refresh_per_second=1 / self._refresh_seconds,
         ) as live:
             yield
@@ -62,52 +61,60 @@ class LiveTable(BaseCallback, Display):
             live.console.line()  # rich leaves the last line open
 
 
-def _as_text(drawn: Group) -> str:
+def _as_text(drawing: Group) -> str:
     written = io.StringIO()
-    Console(file=written, width=COLUMNS_OF_A_NOTEBOOK, force_jupyter=False).print(drawn)
+    Console(file=written, width=NOTEBOOK_COLUMNS, force_jupyter=False).print(drawing)
     return written.getvalue()
 
 
 def _used(run: Any, stats: RunStats) -> float:
-    """The share of a run's limits that is used, but for time."""
+    """Return the share of a run's limits, other than that in seconds, that is used."""
     return max(stats.metric_calls / stats.max_metric_calls if stats.max_metric_calls else 0.0, used_share(run))
 
 
-def _drawn(run: Any, before: float) -> Group:
-    """A run as it stands, asked from rich's thread; a DspyRun: others have no callbacks of dspy's.
+def _draw(run: Any, used_before: float) -> Group:
+    """Draw a run as it stands. Rich's thread calls this; `run` is a DspyRun: others have no callbacks of dspy's.
 
     Args:
-        before: the share of its limits that was used when it began.
+        used_before: the share of its limits that was used when the session began.
     """
     stats, recorder = run.statistics(), run.recorder
     seconds, calls = stats.seconds, stats.metric_calls
     budget = "" if stats.max_metric_calls is None else f" of {stats.max_metric_calls:,}"
-    time_left = left(seconds, run.max_seconds, since(before, _used(run, stats))) if stats.outcome == "running" else ""
-    best = "validating the seed program"
+    remaining = ""
+    if stats.outcome == "running":
+        remaining = time_left(seconds, run.max_seconds, share_since(used_before, _used(run, stats)))
+    progress = "validating the seed program"
     if recorder.best_score is not None:
-        scores = f"best score {score(recorder.best_score)}, seed {score(recorder.seed_score)}"
-        best = f"{scores}, {len(stats.commits)} candidates accepted"
+        scores = f"best score {format_score(recorder.best_score)}, seed {format_score(recorder.seed_score)}"
+        progress = f"{scores}, {len(stats.commits)} candidates accepted"
     lines = [
-        f"{run.name}: {', '.join(filter(None, [stats.outcome, duration(seconds), time_left]))}",
-        f"{best}; metric calls {calls:,}{budget}; {stats.steps} steps",
+        f"{run.name}: {', '.join(filter(None, [stats.outcome, format_duration(seconds), remaining]))}",
+        f"{progress}; metric calls {calls:,}{budget}; {stats.steps} steps",
     ]
-    table = Table(COLUMNS[0], box=None, pad_edge=False)
-    for name in COLUMNS[1:]:
+    table = Table(HEAD[0], box=None, pad_edge=False)
+    for name in HEAD[1:]:
         table.add_column(name, justify="right")
     slots = run.scheduler.statistics()
-    for stage, one in slots.stages.items():
-        if stage not in stats.requests_by_stage and not one.waiting + one.running:
-            continue
-        table.add_row(
-            stage,
-            number(one.waiting),
-            number(one.running),
-            number(stats.requests_by_stage.get(stage, 0)),
-            number(stats.tokens_by_stage.get(stage, 0)),
-            number(stats.dollars_by_stage.get(stage, 0.0), 4),
-            number(one.served_seconds),
-        )
-    table.add_row("all", "", f"{slots.busy}/{run.scheduler.limit}", number(sum(stats.requests_by_stage.values())),
-                  number(sum(stats.tokens_by_stage.values())), number(stats.cost_dollars, 4),
-                  number(slots.busy_seconds), style="bold")  # fmt: skip
+    for name, stage in slots.stages.items():
+        if name in stats.requests_by_stage or stage.waiting + stage.running:
+            table.add_row(
+                name,
+                format_number(stage.waiting),
+                format_number(stage.running),
+                format_number(stats.requests_by_stage.get(name, 0)),
+                format_number(stats.tokens_by_stage.get(name, 0)),
+                format_number(stats.dollars_by_stage.get(name, 0.0), 4),
+                format_number(stage.served_seconds),
+            )
+    table.add_row(
+        "all",
+        "",
+        f"{slots.busy}/{run.scheduler.limit}",
+        format_number(sum(stats.requests_by_stage.values())),
+        format_number(sum(stats.tokens_by_stage.values())),
+        format_number(stats.cost_dollars, 4),
+        format_number(slots.busy_seconds),
+        style="bold",
+    )
     return Group(*(Text(line) for line in lines), table)

@@ -1,14 +1,15 @@
-"""Where each line of a prompt came from: the step that brought it, the examples that this step saw, what it is worth.
+"""The origin of each line of a prompt: the step that brought it, the examples that this step saw, its effect.
 
-GEPA's default policy keeps every change with its step; a playbook's bullets have the version that brought them. Else
-the first candidate on the way from the seed that has the line tells its step, and of an integration the member whose
-reply has the line.
+GEPA's default policy keeps every change with its step, and a playbook's bullets have the version that brought them.
+For anything else, the first candidate on the way from the seed that has the line names its step; of an integration it
+is the member whose reply has the line.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,20 +19,23 @@ from dspy_flashevolve.observe.statistics import ChangeRecord
 
 _ESCAPES = re.compile(r"\\+[nrt\"]")
 _WORDS = re.compile(r"\w+")
+NO_STEP = StepRecord(-1, None)
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
-    """One line of a candidate.
+class PromptLine:
+    """A line of a candidate's text, with its origin.
 
     Args:
-        step: that brought it; None for the seed's own lines, and where nothing tells.
-        is_seed: the seed has it.
+        component: name of the component.
+        line: the line.
+        step: the step that brought it; None for the seed's own lines, and where nothing tells.
+        is_seed: whether the seed has it.
         candidate: index of the first candidate on the way that has it.
-        examples: that the step worked on, as text -> its scores there, in order: the parent's, then the child's.
-        feedback: what the reflection read of them.
-        change: with its estimated effect, where there is one.
-        said: what integrations said of it, and how a playbook's users judged it.
+        examples: id as text -> scores of each example that the step worked on: the parent's, then the child's.
+        feedback: what the reflection read of these examples.
+        change: the change that put it in, with its estimated effect; None where there is none.
+        verdicts: what integrations wrote about it, and how a playbook's users judged it.
     """
 
     component: str
@@ -42,59 +46,70 @@ class Origin:
     examples: Mapping[str, tuple[float, ...]] | None = None
     feedback: tuple[str, ...] = ()
     change: ChangeRecord | None = None
-    said: tuple[str, ...] = ()
+    verdicts: tuple[str, ...] = ()
 
 
-def origins(history: History, candidate: Candidate) -> list[Origin]:
-    """Every line of a candidate's texts, with where it came from; `history` has to have its replies."""
-    way = _way(history, candidate)
+def lines_of(history: History, candidate: Candidate) -> list[PromptLine]:
+    """Return every line of a candidate's texts with its origin; the history must have been read with replies."""
+    ancestors = _ancestors(history, candidate)
     scores = _scores(history)
-    members = {one.step: one.fields["members"] for one in history.of_kind("Integrated")}
-    verdicts: dict[int, dict[str, None]] = {}
+    members = {event.step: event.fields["members"] for event in history.of_kind("Integrated")}
+    integration_verdicts: defaultdict[int, dict[str, None]] = defaultdict(dict)
     for event in history.of_kind("Integrated"):
         for step, verdict, reason in event.fields["verdicts"]:
-            verdicts.setdefault(step, {})[f"{verdict}: {reason}"] = None
-    replies = {number: [words(reply) for _, reply in step.replies] for number, step in history.steps.items()}
+            integration_verdicts[step][f"{verdict}: {reason}"] = None
+    replies = {number: [_words(reply) for _, reply in step.replies] for number, step in history.steps.items()}
     bullets = _bullets(candidate)
-    learnt = {step.reason: number for number, step in history.steps.items() if step.way == "committed"}
-    seed = {} if history.seed is None else history.seed.texts
+    step_of_version = {step.reason: number for number, step in history.steps.items() if step.way == "committed"}
+    seed_texts = {} if history.seed is None else history.seed.texts
 
-    def origin(component: str, line: str) -> Origin:
-        meant = words(line)
-        if not meant.strip() or meant in {words(one) for one in seed.get(component, "").splitlines()}:
-            return Origin(component, line, is_seed=True)
-        bullet = next((one for one in bullets if _has(f"[{one['id']}] {one['content']}", meant)), None)
+    def with_origin(component: str, line: str) -> PromptLine:
+        words = _words(line)
+        if not words.strip() or words in map(_words, seed_texts.get(component, "").splitlines()):
+            return PromptLine(component, line, is_seed=True)
+        bullet = next((bullet for bullet in bullets if words in _words(f"[{bullet['id']}] {bullet['content']}")), None)
         if bullets and bullet is None:
-            return Origin(component, line)  # the frame in which a playbook stands
-        change = next((one for one in history.changes if one.component == component and _has(one.part, meant)), None)
-        first = next((one for one in way if _has(one.texts.get(component, ""), meant)), candidate)
-        said: tuple[str, ...] = ()
+            return PromptLine(component, line)  # the frame in which a playbook stands
+        change = _change(history, component, words, "part")
+        first = next(
+            (ancestor for ancestor in ancestors if words in _words(ancestor.texts.get(component, ""))), candidate
+        )
+        verdicts: tuple[str, ...] = ()
         if bullet is not None:
-            step = learnt.get(f"version {bullet['created_version']}")
-            said = (f"cited as helpful {bullet['helpful']} times, as harmful {bullet['harmful']} times",)
+            step = step_of_version.get(f"version {bullet['created_version']}")
+            verdicts = (f"cited as helpful {bullet['helpful']} times, as harmful {bullet['harmful']} times",)
         elif change is not None:
             step = change.step
         else:
             near = [*members.get(first.step, ()), *([] if first.step is None or first.step < 0 else [first.step])]
-            step = next((one for one in [*near, *replies] if any(meant in text for text in replies.get(one, ()))), None)
-            step = step if step is not None else near[-1] if near else None
+            wrote = (step for step in [*near, *replies] if any(words in reply for reply in replies.get(step, ())))
+            step = next(wrote, near[-1] if near else None)
         if step is None:
-            return Origin(component, line, candidate=first.index)
-        record = history.steps.get(step, StepRecord(step, None))
-        examples = {one: tuple(scores.get((step, one), ())) for one in _examples(record.selection)}
-        said += tuple(verdicts.get(step, ()))
-        return Origin(component, line, step, False, first.index, examples, tuple(_feedback(record)), change, said)
+            return PromptLine(component, line, candidate=first.index)
+        record = history.steps.get(step, NO_STEP)
+        return PromptLine(
+            component,
+            line,
+            step,
+            candidate=first.index,
+            examples={example: tuple(scores.get((step, example), ())) for example in _examples(record.selection)},
+            feedback=tuple(_feedback(record)),
+            change=change,
+            verdicts=(*verdicts, *integration_verdicts[step]),
+        )
 
-    return [origin(name, line) for name, text in candidate.texts.items() for line in text.splitlines()]
+    return [with_origin(name, line) for name, text in candidate.texts.items() for line in text.splitlines()]
 
 
 @dataclass(frozen=True, slots=True)
-class Gone:
-    """A line of the seed that a candidate has not.
+class RemovedLine:
+    """A line of the seed that a candidate does not have.
 
     Args:
-        step: that took it out; None where nothing tells.
-        candidate: index of the first candidate on the way that has it no more.
+        component: name of the component.
+        line: the line.
+        step: the step that took it out; None where nothing tells.
+        candidate: index of the first candidate on the way that does not have it.
     """
 
     component: str
@@ -103,87 +118,94 @@ class Gone:
     candidate: int
 
 
-def gone(history: History, candidate: Candidate) -> list[Gone]:
-    """The lines of the seed that a candidate has not, in the seed's order."""
-    seed, way = history.seed, _way(history, candidate)
-    found: list[Gone] = []
+def removed_seed_lines(history: History, candidate: Candidate) -> list[RemovedLine]:
+    """Return the lines of the seed that a candidate does not have, in the seed's order."""
+    seed, ancestors = history.seed, _ancestors(history, candidate)
+    removed: list[RemovedLine] = []
     for component, text in {} if seed is None else seed.texts.items():
         for line in text.splitlines():
-            meant = words(line)
-            if not meant.strip() or _has(candidate.texts.get(component, ""), meant):
+            words = _words(line)
+            if not words.strip() or words in _words(candidate.texts.get(component, "")):
                 continue
-            without = [one for one in way if one.index and not _has(one.texts.get(component, ""), meant)]
-            first = without[0] if without else candidate
-            change = next(
-                (one for one in history.changes if one.component == component and _has(one.replaces, meant)), None
+            without = (
+                ancestor
+                for ancestor in ancestors
+                if ancestor.index and words not in _words(ancestor.texts.get(component, ""))
             )
+            first = next(without, candidate)
+            change = _change(history, component, words, "replaces")
             step = first.step if first.step is not None and first.step >= 0 else None
-            found.append(Gone(component, line, step if change is None else change.step, first.index))
-    return found
+            removed.append(RemovedLine(component, line, step if change is None else change.step, first.index))
+    return removed
 
 
-def words(text: str) -> str:
-    """The words of a text, or of JSON that holds it, with spaces around: what tells lines apart."""
+def _words(text: str) -> str:
+    """Return the words of a text, or of JSON that holds it, with spaces around: lines are compared by them."""
     return f" {' '.join(_WORDS.findall(_ESCAPES.sub(' ', text).lower()))} "
 
 
-def _has(text: str, meant: str) -> bool:
-    return meant in words(text)
+def _change(history: History, component: str, words: str, field: str) -> ChangeRecord | None:
+    """Return the first change of a component that puts these words in, or takes them out."""
+    changes = (change for change in history.changes if change.component == component)
+    return next((change for change in changes if words in _words(getattr(change, field))), None)
 
 
-def _way(history: History, candidate: Candidate) -> list[Candidate]:
-    """A candidate's ancestors and itself, by index; of a playbook, which has no parents, those before it."""
-    by_index = {one.index: one for one in history.candidates}
+def _ancestors(history: History, candidate: Candidate) -> list[Candidate]:
+    """Return a candidate's ancestors and itself, by index. A playbook has no parents: those before it are its own."""
+    by_index = {other.index: other for other in history.candidates}
     if _bullets(candidate):
-        return [one for one in history.candidates if one.index <= candidate.index]
-    found: set[int] = set()
-    left: list[int | None] = [candidate.index]
-    while left:
-        index = left.pop()
-        if index is not None and index in by_index and index not in found:
-            found.add(index)
-            left += by_index[index].parents
-    return [by_index[index] for index in sorted(found)]
+        return [other for other in history.candidates if other.index <= candidate.index]
+    ancestors: set[int] = set()
+    stack: list[int | None] = [candidate.index]
+    while stack:
+        index = stack.pop()
+        if index is not None and index in by_index and index not in ancestors:
+            ancestors.add(index)
+            stack += by_index[index].parents
+    return [by_index[index] for index in sorted(ancestors)]
 
 
 def _scores(history: History) -> dict[tuple[int, str], list[float]]:
-    found: dict[tuple[int, str], list[float]] = {}
-    for one in history.requests:
-        if one.example is not None and one.score is not None:
-            sample = one.example[1:].partition(",")[0] if one.example.startswith("[") else one.example  # ACE's attempts
-            found.setdefault((one.step, sample), []).append(one.score)
-    return found
+    """Return step and example -> scores of the step's rollouts on it, in order."""
+    scores: defaultdict[tuple[int, str], list[float]] = defaultdict(list)
+    for request in history.requests:
+        if request.example is not None and request.score is not None:
+            # ACE tries a sample several times: its examples are pairs of sample and attempt.
+            is_attempt = request.example.startswith("[")
+            example = request.example[1:].partition(",")[0] if is_attempt else request.example
+            scores[request.step, example].append(request.score)
+    return scores
 
 
 def _bullets(candidate: Candidate) -> list[Any]:
-    kept = candidate.more.get("playbook", {}) if isinstance(candidate.more, dict) else {}
-    return kept.get("bullets", [])
+    playbook = candidate.more.get("playbook", {}) if isinstance(candidate.more, dict) else {}
+    return playbook.get("bullets", [])
 
 
 def _examples(selection: Any) -> list[str]:
-    """Ids as text of the training examples that a step selected: GEPA's minibatches, ACE's sample."""
+    """Return the ids, as text, of the training examples that a step selected: GEPA's minibatches, ACE's sample."""
     tasks = selection if isinstance(selection, list) else [selection]
-    found: dict[str, None] = {}
+    examples: dict[str, None] = {}
     for task in tasks:
         if isinstance(task, dict):
-            found |= dict.fromkeys(task.get("ids", ()))
+            examples |= dict.fromkeys(task.get("ids", ()))
             if "example" in task:
-                found[json.dumps(task["example"])] = None
-    return list(found)
+                examples[json.dumps(task["example"])] = None
+    return list(examples)
 
 
 def _feedback(step: StepRecord) -> Iterator[str]:
-    for _, reply in step.replies:
-        said = json.loads(reply)
-        if isinstance(said, dict) and isinstance(said.get("feedback"), list):
-            yield from map(str, said["feedback"])
-        elif isinstance(said, list | dict):  # what was answered by fields, as a reflection of ACE is
-            yield from (text for name, text in _fields(said) if name in ("what_went_wrong", "insight") and text)
+    for _, text in step.replies:
+        reply = json.loads(text)
+        if isinstance(reply, dict) and isinstance(reply.get("feedback"), list):
+            yield from map(str, reply["feedback"])
+        elif isinstance(reply, list | dict):  # an answer by fields, as a reflection of ACE is
+            yield from (value for name, value in _fields(reply) if name in ("what_went_wrong", "insight") and value)
 
 
 def _fields(value: Any) -> Iterator[tuple[str, str]]:
-    for name, one in value.items() if isinstance(value, dict) else (("", one) for one in value):
-        if isinstance(one, str):
-            yield name, one
-        elif isinstance(one, dict | list):
-            yield from _fields(one)
+    for name, part in value.items() if isinstance(value, dict) else (("", part) for part in value):
+        if isinstance(part, str):
+            yield name, part
+        elif isinstance(part, dict | list):
+            yield from _fields(part)

@@ -1,4 +1,4 @@
-"""Runs as OpenTelemetry spans and metrics, by its conventions for generative AI. Needs the extra ``otel``."""
+"""Runs as OpenTelemetry spans and metrics, after its conventions for generative AI. Needs the extra ``otel``."""
 
 from __future__ import annotations
 
@@ -30,24 +30,27 @@ from dspy_flashevolve.engine.steps import EndKind
 NAME = "dspy_flashevolve"
 TOKEN_BUCKETS = [4**power for power in range(14)]
 SECOND_BUCKETS = [0.01 * 2**power for power in range(14)]
-"""Those that the conventions advise."""
+"""Bounds of the histograms' buckets, as the conventions advise them."""
 
 
 class OpenTelemetry(BaseCallback):
-    """A callback of dspy's that tells OpenTelemetry what runs do: ``dspy.configure(callbacks=[OpenTelemetry()])``.
+    """A callback of dspy's that reports runs to OpenTelemetry: ``dspy.configure(callbacks=[OpenTelemetry()])``.
 
-    A span for each run, in it one for each step, and in that one for each stage that the step went through, with the
-    tokens and models (several are joined by ", ") of its LM calls: ``gen_ai.usage.input_tokens``,
-    ``gen_ai.usage.output_tokens``, ``gen_ai.request.model``. What other libraries trace during a run is in the run's
-    span. Of every LM call, inside of runs and elsewhere, ``gen_ai.client.operation.duration`` (seconds, with the waits
-    for a provider that turned it away) and ``gen_ai.client.token.usage``; of runs ``flashevolve.metric_calls``,
-    ``flashevolve.slots.busy``, ``flashevolve.slots.limit``, ``flashevolve.requests.waiting`` and
-    ``flashevolve.best_score``. Prompts and replies are not told, but for what the reason of an end quotes of them; no
-    secret is.
+    Spans: one for each run, inside it one for each step, and inside that one for each stage that the step went through.
+    A stage's span has the tokens and models of its LM calls: ``gen_ai.usage.input_tokens``,
+    ``gen_ai.usage.output_tokens``, ``gen_ai.request.model`` (several are joined by ", "). What other libraries trace
+    during a run is inside the run's span.
+
+    Metrics of every LM call, inside of runs and elsewhere: ``gen_ai.client.operation.duration`` (seconds, with the
+    waits for a provider that turned the call away) and ``gen_ai.client.token.usage``. Metrics of runs:
+    ``flashevolve.metric_calls``, ``flashevolve.slots.busy``, ``flashevolve.slots.limit``,
+    ``flashevolve.requests.waiting`` and ``flashevolve.best_score``.
+
+    Prompts and replies are not reported, except where the reason of an end quotes them, and secrets never are.
 
     Args:
-        tracer_provider, meter_provider: of OpenTelemetry. Default: those that the process has set; where it has set
-            none, nothing is sent anywhere.
+        tracer_provider, meter_provider: OpenTelemetry's providers. Default: those that the process has set; where it
+            has set none, nothing is sent anywhere.
     """
 
     def __init__(self, tracer_provider: Any = None, meter_provider: Any = None) -> None:
@@ -61,46 +64,46 @@ class OpenTelemetry(BaseCallback):
         )
         self._metric_calls = meter.create_counter("flashevolve.metric_calls", "{call}")
         self._calls: dict[str, tuple[Any, Any, str, str, float]] = {}
-        self._runs: list[_Run] = []
-        for name, unit, look in (
-            ("slots.busy", "{slot}", lambda run: [(run.of.scheduler.statistics().busy, {})]),
-            ("slots.limit", "{slot}", lambda run: [(run.of.scheduler.statistics().limit, {})]),
-            ("requests.waiting", "{request}", _Run.waiting),
-            ("best_score", "1", _Run.scored),
+        self._runs: list[_RunSpans] = []
+        for name, unit, gauge in (
+            ("slots.busy", "{slot}", _RunSpans.busy_slots),
+            ("slots.limit", "{slot}", _RunSpans.slot_limit),
+            ("requests.waiting", "{request}", _RunSpans.waiting_requests),
+            ("best_score", "1", _RunSpans.best_score),
         ):
-            meter.create_observable_gauge(f"flashevolve.{name}", [self._observed(look)], unit)
+            meter.create_observable_gauge(f"flashevolve.{name}", [self._for_each_run(gauge)], unit)
 
-    def _observed(self, look: Any) -> Any:
+    def _for_each_run(self, gauge: Any) -> Any:
         def observe(_: Any) -> Iterator[Any]:
-            for run in list(self._runs):
-                for value, attributes in look(run):
-                    yield metrics.Observation(value, {"flashevolve.optimizer": run.of.name, **attributes})
+            for spans in list(self._runs):
+                for value, attributes in gauge(spans):
+                    yield metrics.Observation(value, {"flashevolve.optimizer": spans.run.name, **attributes})
 
         return observe
 
     @contextmanager
     def observing(self, run: EvolutionRun) -> Generator[None, None, None]:
-        """See :class:`~dspy_flashevolve.engine.run.Observer`."""
-        one = _Run(run, self._tracer, self._metric_calls)
-        self._runs.append(one)
-        run.bus.subscribe(one)
-        attached, token = context.attach(trace.set_span_in_context(one.span)), _RUN.set(one)
+        """Report the run while it goes on; see :class:`~dspy_flashevolve.engine.run.Observer`."""
+        spans = _RunSpans(run, self._tracer, self._metric_calls)
+        self._runs.append(spans)
+        run.bus.subscribe(spans)
+        attached, token = context.attach(trace.set_span_in_context(spans.span)), _CURRENT.set(spans)
         try:
             yield
         finally:
-            _RUN.reset(token)
+            _CURRENT.reset(token)
             context.detach(attached)
-            self._runs.remove(one)
-            one.end()
+            self._runs.remove(spans)
+            spans.end()
 
     def on_lm_start(self, call_id: str, instance: Any, inputs: dict[str, Any]) -> None:
-        """The call's tokens are counted by themselves, since a program may have several calls under way."""
+        """Begin to count an LM call: its tokens alone, since a program may have several calls in flight."""
         counting = track_usage()
         kind = "text_completion" if instance.model_type == "text" else "chat"
         self._calls[call_id] = counting, counting.__enter__(), kind, str(instance.model), time.perf_counter()
 
     def on_lm_end(self, call_id: str, outputs: Any, exception: BaseException | None = None) -> None:
-        """The call is answered, or failed."""
+        """Report an LM call that was answered or failed, and add its tokens to the stage that made it."""
         counting, tracker, kind, model, began = self._calls.pop(call_id)
         counting.__exit__(None, None, None)
         provider, slash, name = model.partition("/")
@@ -117,95 +120,105 @@ class OpenTelemetry(BaseCallback):
             for way, count in tokens.items():
                 self._tokens.record(count, {**attributes, "gen_ai.token.type": way})
             slot = current_slot() or dspy.settings.get(SLOT)
-            # A thread of dspy.Parallel knows dspy's settings and no context variable: of several runs it may be any.
-            run = _RUN.get() or (self._runs[0] if len(self._runs) == 1 else None)
-            if run is not None and slot is not None:
-                run.used(slot.place, name or model, tokens)
+            # A thread of dspy.Parallel has dspy's settings but no context variables: with several runs, any may be its.
+            spans = _CURRENT.get() or (self._runs[0] if len(self._runs) == 1 else None)
+            if spans is not None and slot is not None:
+                spans.add_usage(slot.place, name or model, tokens)
 
 
-class _Run:
-    """The spans of one run.
+class _RunSpans:
+    """The spans of one run, made from its events.
 
     Args:
-        of: the run, a DspyRun: others have no callbacks of dspy's.
-        calls: counts metric calls.
+        run: a DspyRun: others have no callbacks of dspy's.
+        metric_calls: the counter of metric calls.
     """
 
-    def __init__(self, of: Any, tracer: Any, calls: Any) -> None:
-        self.of, self._tracer, self._calls = of, tracer, calls
-        self._zero = time.time_ns() - self._nanoseconds(of.clock())
-        self.span = self._begin(f"evolve {of.name}", None, of.clock(), **{"flashevolve.optimizer": of.name})
+    def __init__(self, run: Any, tracer: Any, metric_calls: Any) -> None:
+        self.run, self._tracer, self._metric_calls = run, tracer, metric_calls
+        self._epoch = time.time_ns() - self._nanoseconds(run.clock())
+        self.span = self._begin(f"evolve {run.name}", None, run.clock(), **{"flashevolve.optimizer": run.name})
         self._steps: dict[int, Any] = {}
         self._lock = threading.Lock()  # LM calls may end in threads
         self._used: defaultdict[tuple[int, str], Counter[str]] = defaultdict(Counter)
 
     def __call__(self, event: Event) -> None:
-        """Take one event."""
+        """Begin or end a span, or count, by what an event says."""
         if isinstance(event, RolloutFinished):
-            self._calls.add(1, {"flashevolve.optimizer": self.of.name, "flashevolve.stage": event.stage})
+            self._metric_calls.add(1, {"flashevolve.optimizer": self.run.name, "flashevolve.stage": event.stage})
         elif isinstance(event, StepOpened):
-            told = {"flashevolve.step": event.step, "flashevolve.version": event.version}
-            self._steps[event.step] = self._begin("step", self.span, event.seconds, **told)
+            attributes = {"flashevolve.step": event.step, "flashevolve.version": event.version}
+            self._steps[event.step] = self._begin("step", self.span, event.seconds, **attributes)
         elif isinstance(event, StageVisited):
-            self._visited(event)
+            self._add_stage(event)
         elif isinstance(event, Committed):
             if event.step in self._steps:
-                told = {"candidate": event.candidate, "score": event.score, "gap": event.gap}
-                self._steps[event.step].set_attributes({f"flashevolve.{name}": value for name, value in told.items()})
+                fields = {"candidate": event.candidate, "score": event.score, "gap": event.gap}
+                self._steps[event.step].set_attributes({f"flashevolve.{name}": value for name, value in fields.items()})
         elif isinstance(event, StepClosed):
             failed = event.end.kind is EndKind.FAILED
             self._end(self._steps.pop(event.step), event.seconds, event.end.kind.value, event.end.reason, failed)
 
-    def used(self, place: tuple[int, str], model: str, tokens: dict[str, int]) -> None:
-        """An LM call of a step in a stage was answered."""
+    def add_usage(self, place: tuple[int, str], model: str, tokens: dict[str, int]) -> None:
+        """Add the tokens of an LM call to its step and stage."""
         counts = {f"gen_ai.usage.{way}_tokens": count for way, count in tokens.items()}
         with self._lock:
             self._used[place].update({**counts, f"model {model}": 1})
 
-    def waiting(self) -> list[tuple[int, dict[str, str]]]:
-        """Requests that wait for a slot, by stage."""
-        stages = self.of.scheduler.statistics().stages
-        return [(one.waiting, {"flashevolve.stage": stage}) for stage, one in stages.items()]
+    def busy_slots(self) -> list[tuple[int, dict[str, str]]]:
+        """Observe the slots in use."""
+        return [(self.run.scheduler.statistics().busy, {})]
 
-    def scored(self) -> list[tuple[float, dict[str, str]]]:
-        """The best score, where there is one."""
-        best = self.of.recorder.best_score
+    def slot_limit(self) -> list[tuple[int, dict[str, str]]]:
+        """Observe the slots that there are."""
+        return [(self.run.scheduler.statistics().limit, {})]
+
+    def waiting_requests(self) -> list[tuple[int, dict[str, str]]]:
+        """Observe the requests that wait for a slot, by stage."""
+        stages = self.run.scheduler.statistics().stages
+        return [(stage.waiting, {"flashevolve.stage": name}) for name, stage in stages.items()]
+
+    def best_score(self) -> list[tuple[float, dict[str, str]]]:
+        """Observe the best score, once there is one."""
+        best = self.run.recorder.best_score
         return [] if best is None else [(best, {})]
 
     def end(self) -> None:
-        """The run has ended."""
-        told = {"metric_calls": self.of.budget.spent, "best_score": self.of.recorder.best_score}
-        self.span.set_attributes({f"flashevolve.{name}": one for name, one in told.items() if one is not None})
-        failed = self.of.outcome in ("failed", "aborted")
-        self._end(self.span, self.of.clock(), self.of.outcome, self.of.said, failed)
+        """End the span of the run."""
+        results = {"metric_calls": self.run.budget.spent, "best_score": self.run.recorder.best_score}
+        known = {f"flashevolve.{name}": value for name, value in results.items() if value is not None}
+        self.span.set_attributes(known)
+        failed = self.run.outcome in ("failed", "aborted")
+        self._end(self.span, self.run.clock(), self.run.outcome, self.run.said, failed)
 
-    def _visited(self, event: StageVisited) -> None:
+    def _add_stage(self, event: StageVisited) -> None:
         with self._lock:
-            used = self._used.pop((event.step, event.stage), Counter[str]())
-        models = sorted(name.removeprefix("model ") for name in used if name.startswith("model "))
-        told: dict[str, Any] = {name: count for name, count in used.items() if name.startswith("gen_ai.")}
-        told |= {"gen_ai.request.model": ", ".join(models)} if models else {}
-        told |= {"flashevolve.waited_seconds": event.began_seconds - event.queued_seconds}
-        parent = self._steps.get(event.step, self.span)  # what belongs to no step is the run's
-        self._begin(event.stage, parent, event.queued_seconds, **told).end(self._at(event.seconds))
+            usage = self._used.pop((event.step, event.stage), Counter[str]())
+        models = sorted(name.removeprefix("model ") for name in usage if name.startswith("model "))
+        attributes: dict[str, Any] = {name: count for name, count in usage.items() if name.startswith("gen_ai.")}
+        attributes |= {"gen_ai.request.model": ", ".join(models)} if models else {}
+        attributes |= {"flashevolve.waited_seconds": event.began_seconds - event.queued_seconds}
+        parent = self._steps.get(event.step, self.span)  # what belongs to no step belongs to the run
+        self._begin(event.stage, parent, event.queued_seconds, **attributes).end(self._at(event.seconds))
 
     def _begin(self, name: str, parent: Any, seconds: float, **attributes: Any) -> Any:
         inside = None if parent is None else trace.set_span_in_context(parent)
         return self._tracer.start_span(name, inside, attributes=attributes, start_time=self._at(seconds))
 
     def _end(self, span: Any, seconds: float, way: str, reason: str, failed: bool) -> None:
-        said = self.of.redaction.of(reason)
-        span.set_attributes({"flashevolve.end": way, "flashevolve.reason": said})
+        reason = self.run.redaction.of(reason)
+        span.set_attributes({"flashevolve.end": way, "flashevolve.reason": reason})
         if failed:
-            span.set_status(trace.StatusCode.ERROR, said)
+            span.set_status(trace.StatusCode.ERROR, reason)
         span.end(self._at(seconds))
 
     def _at(self, seconds: float) -> int:
-        return self._zero + self._nanoseconds(seconds)
+        return self._epoch + self._nanoseconds(seconds)
 
     @staticmethod
     def _nanoseconds(seconds: float) -> int:
         return round(seconds * 1e9)
 
 
-_RUN: ContextVar[_Run | None] = ContextVar("flashevolve_observed_run", default=None)
+_CURRENT: ContextVar[_RunSpans | None] = ContextVar("flashevolve_observed_run", default=None)
+"""The run that an LM call belongs to."""

@@ -1,4 +1,4 @@
-"""A progress bar over metric calls: tqdm in scripts; in notebooks its widget, or a text that is replaced."""
+"""The progress bar over metric calls: tqdm in scripts; in notebooks its widget, or a text redrawn in its place."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ from tqdm.std import tqdm
 
 from dspy_flashevolve.engine.events import Committed, Event, RolloutFinished, SeedValidated, StepClosed
 from dspy_flashevolve.engine.run import EvolutionRun
+from dspy_flashevolve.observe.formatting import time_left
 from dspy_flashevolve.observe.notebook import Output, kernel_display
-from dspy_flashevolve.observe.text import left
 
 LEAST_BAR = 16
-"""Characters of the bar itself that what stands beside it leaves, when that is set: with fewer it tells little. Times
-and rates beside it grow by up to 6 characters until that is set again."""
-LEAVE_FIRST = ("tokens", "slots", "dollars", "phase")
-"""What a narrow terminal does without, in this order; the score stays."""
+"""Characters that the bar itself keeps when the text beside it is set. With fewer than 10 it shows no progress, and
+times and rates grow by up to 6 until the text is set again."""
+DROP_FIRST = ("tokens", "slots", "dollars", "phase")
+"""Parts of the text beside the bar that a narrow terminal does without, in this order; the score stays."""
 NOTEBOOK_COLUMNS = 110
-"""Characters of the bar's line in a notebook, which has no columns to ask for."""
+"""Characters of the bar's line in a notebook, which cannot be asked how wide it is."""
 
 
 class Display:
-    """Shows runs while they go on. A callback of dspy's that is one takes the place of the bar."""
+    """Base of what shows runs while they go on. A callback of dspy's with this base takes the place of the bar."""
 
 
 class Progress(Display):
-    """Shows metric calls against the budget, and beside them scores, requests in flight, tokens and dollars."""
+    """A bar of metric calls against the budget; beside it scores, requests in flight, tokens and dollars."""
 
     def __init__(self) -> None:
         self._run: Any = None  # a DspyRun
         self._bar: Any = None
         self._used_before = 0.0
-        """The share of a loop's own limits that earlier sessions have used."""
+        """Share of the loop's own limits that earlier sessions have used."""
         self._streams: list[tuple[logging.StreamHandler[Any], Any]] = []
 
     @contextmanager
     def observing(self, run: EvolutionRun) -> Generator[None, None, None]:
-        """Show the bar; see :class:`Observer`."""
+        """Show the bar while the run goes on; see :class:`~dspy_flashevolve.engine.run.Observer`."""
         self._begin(run)
         run.bus.subscribe(self)
         try:
@@ -65,16 +65,15 @@ class Progress(Display):
                 self._streams.append((handler, handler.setStream(_AboveBar(handler.stream, bar))))
 
     def __call__(self, event: Event) -> None:
-        """Take one event."""
+        """Move the bar, or set the text beside it, after an event."""
         if isinstance(event, RolloutFinished):
             self._bar.update()
-        elif isinstance(event, SeedValidated) and not self._bar.n:  # a run of dspy.GEPA's goes on
-            self._bar.begin_at(self._run.statistics().metric_calls)
-            self._tell()
         elif isinstance(event, SeedValidated | Committed | StepClosed):
-            self._tell()
+            if isinstance(event, SeedValidated) and not self._bar.n:  # dspy.GEPA has validated the seed, in its own run
+                self._bar.begin_at(self._run.statistics().metric_calls)
+            self._set_text()
 
-    def _tell(self, is_over: bool = False) -> None:
+    def _set_text(self, is_over: bool = False) -> None:
         run, stats = self._run, self._run.statistics()
         best, seed, tokens = run.recorder.best_score, run.recorder.seed_score, sum(stats.tokens_by_stage.values())
         seed_text = "" if seed is None else f" (seed {seed:.3f})"
@@ -89,12 +88,12 @@ class Progress(Display):
         self._bar.set_postfix_str(beside_bar(parts, self._bar.format_dict), refresh=False)
 
     def _time_left(self, seconds: float) -> str:
-        """By the limits of time and money; tqdm tells how long the metric calls will last."""
-        return left(seconds, self._run.max_seconds, since(self._used_before, used_share(self._run)))
+        """Estimate the time by limits other than metric calls; tqdm itself shows how long those will last."""
+        return time_left(seconds, self._run.max_seconds, share_since(self._used_before, used_share(self._run)))
 
     def _close(self) -> None:
         if self._run.recorder.best_score is not None:
-            self._tell(is_over=True)
+            self._set_text(is_over=True)
         for handler, stream in self._streams:
             handler.setStream(stream)
         self._streams.clear()
@@ -102,35 +101,36 @@ class Progress(Display):
 
 
 def used_share(run: EvolutionRun) -> float:
-    """The largest share of a loop's own limits that is used, from 0 to 1."""
+    """Return the largest share of a loop's own limits that is used, from 0 to 1."""
     return max((used() for used in run.used_shares), default=0.0)
 
 
-def since(before: float, used: float) -> float | None:
-    """The share of what a session had left that it has used; None where that tells nothing.
+def share_since(before: float, now: float) -> float | None:
+    """Return the share that a session has used of what it had left; None where that tells nothing.
 
     Args:
-        before, used: shares of a limit, when the session began and now; a last step may take more than there is.
+        before, now: used shares of a limit, when the session began and now. A last step may take more than there is.
 
-    >>> since(0.5, 0.75), since(0.5, 0.5), since(1.0, 1.1)
+    >>> share_since(0.5, 0.75), share_since(0.5, 0.5), share_since(1.0, 1.1)
     (0.5, None, None)
     """
-    return (used - before) / (1 - before) if before < min(1.0, used) else None
+    return (now - before) / (1 - before) if before < min(1.0, now) else None
 
 
-def beside_bar(parts: Mapping[str, str], drawn: Mapping[str, Any]) -> str:
-    """As many of the parts as leave the bar its width; those of :data:`LEAVE_FIRST` go, in that order.
+def beside_bar(parts: Mapping[str, str], state: Mapping[str, Any]) -> str:
+    """Join as many parts of the text as leave the bar its width; those of :data:`DROP_FIRST` are dropped in order.
 
     Args:
-        drawn: tqdm's ``format_dict``; its ``ncols`` are the columns of the terminal, or None.
+        parts: name -> part; empty ones are left out.
+        state: tqdm's ``format_dict``; its ``ncols`` is the width of the terminal, or None.
     """
-    shown, columns = {name: part for name, part in parts.items() if part}, drawn.get("ncols")
+    shown, columns = {name: part for name, part in parts.items() if part}, state.get("ncols")
     if not isinstance(columns, int):  # no terminal; of the widget, which wraps, a width in percent
         return ", ".join(shown.values())
-    settings: dict[str, Any] = {**drawn, "ncols": None, "postfix": None, "bar_format": "{l_bar}{r_bar}"}
+    settings: dict[str, Any] = {**state, "ncols": None, "postfix": None, "bar_format": "{l_bar}{r_bar}"}
     alone = tqdm.format_meter(**settings)
     room = columns - len(alone) - LEAST_BAR
-    for name in LEAVE_FIRST:
+    for name in DROP_FIRST:
         if len(", ".join(["", *shown.values()])) > room:
             shown.pop(name, None)
     return ", ".join(shown.values())
@@ -142,14 +142,14 @@ def _has_widgets() -> bool:
 
 @cache
 def notebook_bar() -> Any:
-    """The bar as a text in a notebook without widgets."""
+    """Return the class of a bar that is a text, for notebooks without widgets."""
 
     base: Any = tqdm  # generic to type checkers alone
 
     class NotebookBar(base):
         def __init__(self, *, output: Output, **options: Any) -> None:
             self._output = output
-            # tqdm writes a line again by what goes to its file: here nothing does, each drawing is a whole.
+            # tqdm redraws its line by control characters in its file. Here each drawing replaces the output as a whole.
             settings: dict[str, Any] = {**options, "dynamic_ncols": False, "ncols": NOTEBOOK_COLUMNS}
             super().__init__(file=io.StringIO(), **settings)
 
@@ -157,12 +157,12 @@ def notebook_bar() -> Any:
             self._output.draw(lambda: str(self) if msg is None else msg)
 
         def begin_at(self, count: int) -> None:
-            """See :func:`_bar`."""
+            """Begin at what was done before."""
             self.initial = self.n = count
             self.refresh()
 
         def end(self) -> None:
-            """See :func:`_bar`."""
+            """End at 100%: what is left of the budget belongs to no step."""
             self.total = self.n or None
             if not self.disable:
                 self._output.draw(lambda: str(self), is_last=True)
@@ -173,19 +173,19 @@ def notebook_bar() -> Any:
 
 @cache
 def _bar() -> Any:
-    """One class for all runs: tqdm starts a thread for each class, which stays until the process ends."""
+    """Return the class of bars, one for all runs: tqdm starts a thread for each class, which never ends."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # tqdm.auto warns where a notebook has no widgets, and falls back
         from tqdm.auto import tqdm
 
     class Bar(tqdm):
         def begin_at(self, count: int) -> None:
-            """So much was done before."""
+            """Begin at what was done before."""
             self.initial = self.n = count
             self.refresh()
 
         def end(self) -> None:
-            """What is left of the budget belongs to no step: it is at its end."""
+            """End at 100%: what is left of the budget belongs to no step."""
             self.total = self.n or None
             self.refresh()
             self.close()
@@ -194,7 +194,7 @@ def _bar() -> Any:
 
 
 class _AboveBar:
-    """Writes above the bar what would else tear it."""
+    """A log handler's stream that writes above the bar, which it would otherwise tear."""
 
     def __init__(self, stream: Any, tqdm: Any) -> None:
         self._stream, self._tqdm = stream, tqdm

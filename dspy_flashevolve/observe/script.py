@@ -1,4 +1,4 @@
-"""Objects of a user's Python file or module, by their names: what a command needs that no run directory holds."""
+"""Objects in a user's Python file or module, by name: `flashevolve estimate` needs what no run directory holds."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any
 from dspy_flashevolve.engine.errors import ConfigurationError
 
 RUN_NAME = "flashevolve_script"
-"""A file's ``__name__``: what it does under ``if __name__ == "__main__":``, such as the run itself, is left out."""
+"""``__name__`` of an executed file. What it does under ``if __name__ == "__main__":``, such as a run, is not done."""
 
 
 def names_in(source: str) -> Mapping[str, Any]:
-    """Execute a file, or import a module, as ``python FILE`` or ``python -m MODULE`` find it; returns its names.
+    """Execute a file, or import a module, as ``python FILE`` or ``python -m MODULE`` find it, and return its names.
 
     Args:
         source: "experiment.py", or "package.experiment".
@@ -42,16 +42,20 @@ def names_in(source: str) -> Mapping[str, Any]:
         raise ConfigurationError(f"{source!r} is the name of no file and no module ({error}).") from error
 
 
-def named(names: Mapping[str, Any], name: str, source: str, option: str, kind: type) -> Any:
-    """One of the names, which has to be of a kind.
+def object_named(names: Mapping[str, Any], name: str, source: str, option: str, kind: type) -> Any:
+    """Return the object under a name, which has to be of a kind.
+
+    Args:
+        names: of the file or module.
+        source, option: the file or module, and the option that gave the name, for messages.
 
     Raises:
-        ConfigurationError: It is not there, or something else.
+        ConfigurationError: there is none, or it is of another kind.
     """
     if name not in names:
-        there = ", ".join(key for key, value in names.items() if isinstance(value, kind) and key[0] != "_") or "none"
+        fitting = ", ".join(key for key, value in names.items() if isinstance(value, kind) and key[0] != "_") or "none"
         raise ConfigurationError(
-            f"{source} has no {name!r}. Give the name of a {kind.__name__} in it by {option}: there are {there}."
+            f"{source} has no {name!r}. Give the name of a {kind.__name__} in it by {option}: there are {fitting}."
         )
     value = names[name]
     if not isinstance(value, kind):

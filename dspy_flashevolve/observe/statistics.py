@@ -1,64 +1,40 @@
-"""The figures of a run: frozen records, gathered from its events, and one line at its end."""
+"""The statistics of a run, as users get them: frozen records, and the summary that is their ``repr``."""
 
 from __future__ import annotations
 
-import difflib
 import logging
-from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from textwrap import shorten
 from typing import Any, TypeVar
 
-from dspy_flashevolve.engine.events import (
-    Committed,
-    EndpointPaused,
-    Event,
-    ExampleGivenUp,
-    Integrated,
-    LimitChanged,
-    LmCallCounted,
-    Looked,
-    RequestFinished,
-    RequestTurnedAway,
-    RolloutFinished,
-    SeedValidated,
-    StageVisited,
-    StepClosed,
-    StepOpened,
-)
-from dspy_flashevolve.engine.loop import LoopClock
-from dspy_flashevolve.engine.run import EvolutionRun, Outcome
+from dspy_flashevolve.engine.events import Committed, Integrated, LimitChanged
+from dspy_flashevolve.engine.run import Outcome
 from dspy_flashevolve.engine.scheduler import StageVisit
-from dspy_flashevolve.engine.steps import EndKind
 
 T = TypeVar("T")
-MOST_STAGE_RECORDS = 10_000
-"""Of a long run the timeline has the beginning only."""
-SHOWN_REASON, MOST_REASONS = 100, 1000
-"""Characters of what a provider said, and how many different things it said are kept: enough to tell a rate limit from
-a dead server, and few enough that messages with a time or a request's number in them fill no memory."""
 ONLY_TESTED = "its rollouts tested the changes that there are"
-"""Reason of a step that ended before its reflection, since enough changes wait to be tested."""
+"""Why a step ended before its reflection: enough changes wait to be tested."""
 PERFECT_MINIBATCH = "all scores of its minibatch are perfect"
-"""Reason of a step that ended before its reflection, since there was nothing to improve."""
+"""Why a step ended before its reflection: there was nothing to improve."""
 ASKED_FOR_NO_CHILD = {ONLY_TESTED: "tested known changes", PERFECT_MINIBATCH: "found nothing to improve"}
-"""Reason -> how a summary counts such steps: nothing of theirs was rejected."""
+"""Reason -> how a summary counts such steps. They asked for no child, so "rejected" would be wrong."""
 REFLECTION_STAGES = ("propose", "integrate")
 """GEPA's stages whose requests run no program."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChangeRecord:
-    """A part that a reflection added to a prompt, or took out of it, and what it is estimated to be worth.
+    """A change that a reflection made to a prompt, with its estimated effect on scores.
 
     Args:
-        step: whose child brought it.
-        component: the predictor's name.
-        part: the text that it puts in; empty where it only takes something out.
-        replaces: the text that goes out for it; empty for none.
-        effect: on a rollout's score.
-        error: standard error of the effect.
+        step: the step whose child brought the change.
+        component: name of the predictor whose instruction was changed.
+        part: the text that the change puts in; empty where it only removes.
+        replaces: the text that it takes out; empty where it only adds.
+        effect: estimated effect on the score of one rollout.
+        error: standard error of that estimate.
     """
 
     step: int
@@ -71,13 +47,13 @@ class ChangeRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class RunStats:
-    """What a run on the engine did, whatever it evolved. Seconds, also those of events, are since the run began.
+    """Statistics of a run on the engine, whatever it evolved. All seconds, those of events too, count from its start.
 
     Args:
         schedule: "async" or "lockstep".
         seconds: from the start of the run to its end, or to now.
-        stop_reason: why no more steps were admitted, or what ended the run.
-        failed: the run was given up, because steps failed one after the other.
+        stop_reason: why no further step was started, or what ended the run.
+        failed: True where the run gave up because steps failed one after the other.
         outcome: how the run ended, in one word:
             "running": it has not yet.
             "finished": there was nothing more to do, or one of its limits was reached (metric calls, seconds, dollars,
@@ -85,34 +61,36 @@ class RunStats:
             "stopped": somebody asked for it before: Ctrl-C, SIGTERM, a stopper, the file gepa.stop.
             "failed": it was given up, the best so far was returned.
             "aborted": an exception ended it, the second Ctrl-C and a cancelled ``acompile`` too.
-        steps: evolution steps that began.
-        ended: way -> steps (committed, integrated, rejected, discarded, failed, cancelled).
-        end_reasons: reason -> steps, for all that did not commit.
-        metric_calls: paid rollouts, the seed's validation included.
-        max_metric_calls: the budget; None without one.
-        slots: slots there are, at most this many requests in flight.
-        peak_slots: the most that were in use at once.
-        occupancy: share of slot-seconds in use, 0 to 1, of the slots that there were by the limits of their time, and
-            those that were held beyond a limit which had just fallen.
-        busy_seconds_by_stage: slot-seconds.
-        gaps: place -> gap (version now less version seen) -> looks.
-        shared_rollouts: rollouts that joined one in flight instead of being paid.
-        retried_requests: times that a request got no answer and was made again.
-        turned_away: why -> the same times, as the provider said it (its first 100 characters); the first 1,000 reasons.
-        unanswered_examples: those that got no answer while others did, and score ``failure_score``: for every
-            candidate, or for one alone where they were answered for others.
-        timed_out_rollouts: runs of rollouts that took longer than rollout_timeout_seconds.
-        requests_by_stage: rollouts and other requests that were answered, and rollouts that were given up half-way.
-        tokens_by_stage: prompt and completion tokens of all LM calls, as the LMs report them. A call of a thread that
-            a program has started by itself, without dspy's settings, counts for the busiest stage that asks its LM.
-        cost_dollars: of all LM calls, by litellm's cost map; None where the price of a model is not known.
-        dollars_by_stage: the same of the LM calls of each stage.
+        steps: evolution steps that were started.
+        ended: how steps ended (committed, integrated, rejected, discarded, failed, cancelled) -> how many did.
+        end_reasons: reason -> steps that ended for it; of all steps that did not commit.
+        metric_calls: metric calls paid, the seed's validation included.
+        max_metric_calls: the budget of metric calls; None without one.
+        slots: requests that may be in flight at once, at the end of the run or now.
+        peak_slots: the most requests that were in flight at once.
+        occupancy: share of all slot-seconds that were in use, 0 to 1. A slot that was still held after a limit had
+            fallen counts as one that there was.
+        busy_seconds_by_stage: stage -> seconds in slots, summed over its requests.
+        gaps: place where the staleness policy looks -> gap (version then less version seen) -> times.
+        shared_rollouts: rollouts that joined an equal one in flight, and were not paid.
+        retried_requests: times that a request got no answer and was sent again.
+        turned_away: reason in the provider's words (first 100 characters) -> times, out of ``retried_requests``;
+            the first 1,000 reasons.
+        unanswered_examples: examples that got no answer while others did, and score ``failure_score``: for every
+            candidate, or for one candidate where they were answered for others.
+        timed_out_rollouts: attempts at rollouts that took longer than ``rollout_timeout_seconds``.
+        requests_by_stage: stage -> requests answered, rollouts or not, and rollouts that were given up half-way.
+        tokens_by_stage: stage -> prompt and completion tokens of all LM calls, as the LMs report them. A call from a
+            thread that a program started by itself, without dspy's settings, counts for the busiest stage that asks
+            its LM.
+        cost_dollars: dollars for all LM calls, by litellm's cost map; None where a model has no price there.
+        dollars_by_stage: stage -> dollars for its LM calls; None where a model has no price.
         generations: the most steps from the seed to a candidate, along its parents.
         commits: every change of the pool, in order.
-        looks: decision -> items that the staleness policy looked at.
-        limit_changes: every change of an endpoint's or a stage's slots, in order; none with a fixed number of slots.
-        pauses: times that an endpoint refused most of what it was sent, and was left alone for a while.
-        stages: what each step did when, by end: the run's timeline. Of a long run the first 10,000 records.
+        looks: decision of the staleness policy -> times.
+        limit_changes: every change of the slots of an endpoint or a stage, in order; none where slots are fixed.
+        pauses: times that an endpoint refused most requests and was sent none for a while.
+        stages: each visit of a step to a stage, by the time it ended: the timeline of the run. The first 10,000.
     """
 
     schedule: str
@@ -147,7 +125,7 @@ class RunStats:
     turned_away: dict[str, int] = field(default_factory=dict[str, int])
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, ready for JSON."""
+        """Return the statistics as plain data, ready for JSON."""
         return asdict(self)
 
     def __repr__(self) -> str:
@@ -156,23 +134,22 @@ class RunStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class AsyncStats(RunStats):
-    """What an AsyncGEPA run did, beside ``DspyGEPAResult``; see :class:`RunStats` for the rest.
+    """Statistics of an AsyncGEPA run, beside ``DspyGEPAResult``: those of :class:`RunStats`, and these.
 
     Args:
-        proposals: children that the reflection wrote.
-        proposals_per_minute: the same over time.
+        proposals: children that reflections wrote.
+        proposals_per_minute: ``proposals`` over the minutes of the run.
         task_tokens: prompt and completion tokens of rollouts, as the LMs report them.
-        reflection_tokens: the same of reflections and integrations.
+        reflection_tokens: prompt and completion tokens of reflections and integrations.
         reflection_calls: reflections and integrations asked for.
         integration_calls: LM calls of integrations.
-        verdicts: orthogonal, subsumed, conflicting -> children judged so.
+        verdicts: orthogonal, subsumed or conflicting -> children judged so.
         integrations: every integration, in order, with the verdicts and their reasons.
-        changes: what reflections added to the head, in order, with what it is estimated to be worth; of the newest
-            base.
-        seed_score: of the program that the run began with, on the validation set; None where it was not validated.
-        best_score: of the returned program.
-        prompt_change: a unified diff from the seed program's texts to those of the returned one; empty where it is the
-            seed.
+        changes: what reflections changed, in order, with the estimated effect of each; of the newest base.
+        seed_score: validation score of the program that the run began with; None where it was not validated.
+        best_score: validation score of the returned program.
+        prompt_change: unified diff from the seed program's texts to those of the returned program; empty where the
+            seed is returned.
     """
 
     proposals: int
@@ -194,11 +171,11 @@ class SnapshotRecord:
     """A playbook that was validated.
 
     Args:
-        seconds: since the run began, when its score was known.
-        version: of the playbook.
-        score: mean over the validation set.
-        bullets: in it.
-        tokens: of its text.
+        seconds: seconds from the start of the run until its score was known.
+        version: the playbook's version.
+        score: mean score over the validation set.
+        bullets: bullets in the playbook.
+        tokens: tokens of its text.
     """
 
     seconds: float
@@ -213,11 +190,11 @@ class WindowRecord:
     """A window of a stream, scored before anything was learnt from it.
 
     Args:
-        window: from 0.
-        version: of the playbook that it was scored with.
-        examples: in it.
-        scored: of these, those that the provider answered.
-        score: their mean; None where there is none.
+        window: the window's number, from 0.
+        version: version of the playbook that it was scored with.
+        examples: examples in the window.
+        scored: examples that the provider answered.
+        score: mean score of these; None where none was answered.
     """
 
     window: int
@@ -229,11 +206,11 @@ class WindowRecord:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Something in a reply that could not be used.
+    """A part of a reply that could not be used.
 
     Args:
-        kind: a few words; problems are counted by it.
-        detail: the beginning of what it was, for people.
+        kind: the problem in a few words; problems are counted by kind.
+        detail: the beginning of the part, for people.
     """
 
     kind: str
@@ -242,28 +219,28 @@ class Problem:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class AceStats(RunStats):
-    """What an AsyncACE run did; see :class:`RunStats` for the rest.
+    """Statistics of an AsyncACE run: those of :class:`RunStats`, and these.
 
     Args:
-        samples: training examples that came through to the playbook.
-        samples_per_minute: the same over the time until the last of them.
+        samples: training examples whose lessons reached the playbook.
+        samples_per_minute: ``samples`` over the minutes until the last of them.
         right_at_once: samples whose first attempt was right.
         corrected: samples that became right after a reflection.
-        reflections: asked for.
+        reflections: reflections asked for.
         citations: bullets cited by attempts.
-        version: of the last playbook: how often its texts changed.
-        best_version: of the playbook that is returned.
-        operations: add, update, merge, remove -> operations done.
-        tags: helpful, harmful, neutral -> tags counted.
-        additions: admitted, merged, dropped -> stale additions.
-        evicted: bullets that the token budget drove out.
-        problems: kind -> how often a reply asked for what could not be done, or could not be read.
-        first_problems: the first of them.
-        snapshots: every playbook that was validated, in the order in which their scores came.
+        version: version of the last playbook: how often its texts changed.
+        best_version: version of the playbook that is returned.
+        operations: add, update, merge or remove -> operations done.
+        tags: helpful, harmful or neutral -> tags counted.
+        additions: admitted, merged or dropped -> stale additions.
+        evicted: bullets removed to keep within the token budget.
+        problems: kind -> times that a reply could not be read, or asked for what cannot be done.
+        first_problems: the first of these problems.
+        snapshots: every playbook that was validated, in the order in which the scores came.
         superseded: snapshots that a newer one replaced before their validation began.
         unpaid: snapshots that the budget could not pay.
-        unresolved: snapshots whose validation the provider did not answer; they have no score.
-        windows: of a stream, in order.
+        unresolved: snapshots without a score, because the provider did not answer their validation.
+        windows: the windows of a stream, in order.
     """
 
     samples: int
@@ -287,128 +264,6 @@ class AceStats(RunStats):
     windows: list[WindowRecord] = field(default_factory=list[WindowRecord])
 
 
-class Recorder:
-    """Gathers events while a run goes on.
-
-    Args:
-        clock: the run's.
-    """
-
-    def __init__(self, clock: LoopClock) -> None:
-        self.clock = clock
-        self.steps = self.pauses = 0
-        self.end_reasons, self.looks = Counter[str](), Counter[str]()
-        self.requests, self.tokens = Counter[str](), Counter[str]()
-        self.dollars = defaultdict[str, float](float)
-        """Of stages, where prices are known."""
-        self.turned_away = Counter[str]()
-        """What a provider said -> requests that were made again."""
-        self.unanswered_examples = 0
-        self.seed_score: float | None = None
-        """Of the program that the run began with; None until it is known."""
-        self._best_before: float | None = None
-        self.commits: list[Committed] = []
-        self.integrations: list[Integrated] = []
-        self.limit_changes: list[LimitChanged] = []
-        self.stages: list[StageVisit] = []
-
-    def __call__(self, event: Event) -> None:
-        """Take one event."""
-        event = replace(event, seconds=event.seconds - self.clock.began)
-        if isinstance(event, RolloutFinished | RequestFinished | LmCallCounted):
-            self.requests[event.stage] += not isinstance(event, LmCallCounted)
-            self.tokens[event.stage] += event.tokens
-            self.dollars[event.stage] += event.cost_dollars
-        elif isinstance(event, StepOpened):
-            self.steps += 1
-        elif isinstance(event, StageVisited):
-            if len(self.stages) < MOST_STAGE_RECORDS:
-                queued, began = event.queued_seconds - self.clock.began, event.began_seconds - self.clock.began
-                self.stages.append(StageVisit(event.step, event.stage, queued, began, ended=event.seconds))
-        elif isinstance(event, StepClosed):
-            if event.end.kind is not EndKind.COMMITTED:
-                self.end_reasons[event.end.reason] += 1
-        elif isinstance(event, SeedValidated):
-            self.seed_score, self._best_before = event.score, event.best_score
-        elif isinstance(event, Committed):
-            self.commits.append(event)
-        elif isinstance(event, LimitChanged):
-            self.limit_changes.append(event)
-        elif isinstance(event, ExampleGivenUp):
-            self.unanswered_examples += 1
-        elif isinstance(event, RequestTurnedAway):
-            reason = shorten(event.reason, SHOWN_REASON, placeholder=" ...")
-            if reason in self.turned_away or len(self.turned_away) < MOST_REASONS:
-                self.turned_away[reason] += 1
-        elif isinstance(event, EndpointPaused):
-            self.pauses += 1
-        elif isinstance(event, Looked):
-            self.looks[event.decision] += 1
-        elif isinstance(event, Integrated):
-            self.integrations.append(event)
-
-    @property
-    def best_score(self) -> float | None:
-        """The best so far; None until there is one."""
-        return self.commits[-1].best_score if self.commits else self._best_before
-
-    def stats(self, run: EvolutionRun, unpriced: Collection[str], **figures: Any) -> RunStats:
-        """The record of the run so far.
-
-        Args:
-            unpriced: stages that ask a model whose price is not known.
-            figures: those of :class:`RunStats` that neither an event nor the run tells.
-        """
-        slots = run.scheduler.statistics()
-        return RunStats(
-            outcome=run.outcome,
-            failed=run.outcome == "failed",
-            steps=self.steps,
-            ended=dict(run.ended),
-            end_reasons=dict(self.end_reasons),
-            slots=slots.limit,
-            peak_slots=slots.peak,
-            occupancy=slots.busy_seconds / slots.limit_seconds if slots.limit_seconds else 0.0,
-            busy_seconds_by_stage={name: one.served_seconds for name, one in slots.stages.items()},
-            gaps={place: dict(sorted(counts.items())) for place, counts in list(run.gaps.items())},
-            shared_rollouts=run.rollouts.shared,
-            retried_requests=run.endpoints.retried,
-            unanswered_examples=self.unanswered_examples,
-            timed_out_rollouts=run.rollouts.timed_out,
-            requests_by_stage=dict(self.requests),
-            tokens_by_stage=dict(self.tokens),
-            cost_dollars=None if any(stage in unpriced for stage in self.requests) else sum(self.dollars.values()),
-            dollars_by_stage={stage: None if stage in unpriced else self.dollars[stage] for stage in self.requests},
-            generations=max((commit.generation for commit in self.commits), default=0),
-            commits=list(self.commits),
-            looks=dict(self.looks),
-            limit_changes=list(self.limit_changes),
-            pauses=self.pauses,
-            stages=list(self.stages),
-            turned_away=dict(self.turned_away),
-            **figures,
-        )
-
-    def async_stats(self, of_run: RunStats, **figures: Any) -> AsyncStats:
-        """The same with what is GEPA's own.
-
-        Args:
-            of_run: what :meth:`stats` says.
-            figures: those of :class:`AsyncStats` that no event tells.
-        """
-        minutes = of_run.seconds / 60
-        reflection = sum(self.tokens[stage] for stage in REFLECTION_STAGES)
-        return AsyncStats(
-            **{one.name: getattr(of_run, one.name) for one in fields(of_run)},
-            **figures,
-            proposals_per_minute=figures["proposals"] / minutes if minutes else 0.0,
-            task_tokens=sum(self.tokens.values()) - reflection,
-            reflection_tokens=reflection,
-            verdicts=dict(Counter(verdict for one in self.integrations for _, verdict, _ in one.verdicts)),
-            integrations=list(self.integrations),
-        )
-
-
 OUTCOMES = {
     "running": "is under way",
     "finished": "finished",
@@ -417,14 +272,15 @@ OUTCOMES = {
     "aborted": "was aborted",
 }
 BUSY = 0.8
-"""From this share of the slots in use on, more of them would have been used."""
+"""From this occupancy on a summary says that more slots would have been used. A step has waits between its stages, so
+that even runs with far too few slots stay below 1; nothing but one sentence depends on it."""
 SHOWN_LINES = 12
-"""Lines of a prompt's change that a summary shows; :attr:`AsyncStats.prompt_change` has all."""
+"""Lines of a prompt's change in a summary, which has to fit on a screen; `AsyncStats.prompt_change` has all."""
 
 
 def summary_of(stats: RunStats) -> str:
-    """A run in about ten lines: how it ended, what it found, what it cost, and what held it back."""
-    steps = ", ".join(f"{count} {way}" for way, count in ways_of(stats).items() if count) or "none ended"
+    """Sum a run up in about ten lines: how it ended, what it achieved, what it cost, and what limited it."""
+    steps = ", ".join(f"{count} {way}" for way, count in steps_by_end(stats).items() if count) or "none ended"
     calls = "" if stats.max_metric_calls is None else f" of {stats.max_metric_calls}"
     reason = stats.stop_reason.rstrip(".") or ("steps may start" if stats.outcome == "running" else "nothing was left")
     lines = [
@@ -448,8 +304,8 @@ def summary_of(stats: RunStats) -> str:
     return "\n".join(lines)
 
 
-def ways_of(stats: RunStats) -> dict[str, int]:
-    """Way -> steps that ended so, with words of their own for those that asked for no child."""
+def steps_by_end(stats: RunStats) -> dict[str, int]:
+    """Count steps by how they ended, with words of their own for those that asked for no child."""
     counts = dict(stats.ended)
     for reason, words in ASKED_FOR_NO_CHILD.items():
         if steps := stats.end_reasons.get(reason, 0):
@@ -458,30 +314,18 @@ def ways_of(stats: RunStats) -> dict[str, int]:
     return counts
 
 
-def texts_diff(before: Mapping[str, str], after: Mapping[str, str], old: str, new: str, context: int) -> list[str]:
-    """A unified diff of the texts of two candidates, component by component.
-
-    Args:
-        old, new: what follows a component's name in the two lines above its change.
-        context: lines around each change.
-    """
-    found: list[str] = []
-    for name in dict.fromkeys([*before, *after]):
-        lines = before.get(name, "").splitlines(), after.get(name, "").splitlines()
-        found += difflib.unified_diff(*lines, name + old, name + new, lineterm="", n=context)
-    return found
-
-
 def limited_by(stats: RunStats) -> str:
-    """What kept a run from doing more in its time."""
+    """Say what kept a run from doing more in its time."""
     reflecting = sum(stats.busy_seconds_by_stage.get(stage, 0.0) for stage in REFLECTION_STAGES)
     busy = sum(stats.busy_seconds_by_stage.values())
-    if stats.pauses or any(one.after < one.before and one.reason == "refused" for one in stats.limit_changes):
-        again = f"{stats.retried_requests} requests were made again"
-        if stats.turned_away:  # a rate limit, a server that refuses connections, a timeout: it says so itself
+    if stats.pauses or any(
+        change.after < change.before and change.reason == "refused" for change in stats.limit_changes
+    ):
+        retries = f"{stats.retried_requests} requests were made again"
+        if stats.turned_away:  # quoted, not interpreted: it may be a rate limit, a refused connection or a timeout
             reason, count = Counter(stats.turned_away).most_common(1)[0]
-            again += f", {count} of them since: {reason}"
-        return f"the provider turned requests away and held it back ({again})"
+            retries += f", {count} of them since: {reason}"
+        return f"the provider turned requests away and held it back ({retries})"
     if stats.occupancy >= BUSY:
         return "more slots (num_threads) would have been used"
     if busy and reflecting > busy / 2:
@@ -491,7 +335,7 @@ def limited_by(stats: RunStats) -> str:
 
 def _slots(stats: RunStats) -> str:
     busy = f"{100 * stats.occupancy:.0f}% of their time in use"
-    if all(one.reason == "the median rule" for one in stats.limit_changes):
+    if all(change.reason == "the median rule" for change in stats.limit_changes):
         return f"{stats.slots}, {busy}"
     return f"as many as the endpoints took, at most {stats.peak_slots} of {stats.slots} at once, {busy}"
 
@@ -501,7 +345,7 @@ def _parts(by_stage: Mapping[str, T], shown: Callable[[T], str]) -> str:
 
 
 def _dollars_line(by_stage: Mapping[str, float | None]) -> str:
-    """The dollars of the stages whose models have a price, and which have none."""
+    """List the dollars of each stage, and name the stages whose models have no price."""
     priced = {stage: cost for stage, cost in by_stage.items() if cost is not None}
     unpriced = [stage for stage, cost in by_stage.items() if cost is None]
     known = _parts(priced, lambda cost: f"{cost:.4f}")
@@ -517,10 +361,10 @@ def _score(score: float | None) -> str:
 
 
 def log_summary(logger: logging.Logger, stats: AsyncStats, error: bool = False) -> None:
-    """Say how a run ended: INFO where it came to its end, WARNING where it was cancelled, ERROR where it failed.
+    """Log the summary of a run: INFO where it came to its end, WARNING where it was cancelled, ERROR where it failed.
 
     Args:
-        error: what aborted the run was an error.
+        error: True where an error aborted the run.
     """
     level = logging.ERROR if stats.failed or error else logging.INFO
     level = logging.WARNING if stats.outcome == "aborted" and not error else level

@@ -38,7 +38,7 @@ class Session:
     def commits(self, step: int | None, index: int, parents: list[int | None], score: float, gap: int = 0) -> None:
         self.written.committed(step, index, index, {"answer": f"text {index}"}, parents, {}, score)
         if step is not None:
-            known = tuple(one for one in parents if one is not None)
+            known = tuple(parent for parent in parents if parent is not None)
             self.written(Committed(0.0, step, index, gap, index, score, score, 1, known))
 
     def integrates(self, step: int, *verdicts: tuple[int, str, str]) -> None:
@@ -47,8 +47,8 @@ class Session:
 
     def tells(self, *events: Event) -> None:
         """Events of the bus."""
-        for one in events:
-            self.written(one)
+        for event in events:
+            self.written(event)
 
     def ran(
         self, step: int, texts: dict[str, str], example: int, score: float, tokens: int = 10, **options: Any
@@ -62,7 +62,7 @@ class Session:
 
     def opens(self, step: int, texts: dict[str, str], *examples: int) -> None:
         """A step on these examples."""
-        ids = [str(one) for one in examples]
+        ids = [str(example) for example in examples]
         self.written.opened(step, 0, [{"parent": 0, "candidate": hash_of(texts), "ids": ids, "base": None}])
 
     def ends(self, state: str, reason: str = "") -> None:

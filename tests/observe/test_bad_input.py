@@ -38,7 +38,7 @@ def arguments(command: str, directory: Path, out: Path) -> list[str]:
 
 def refusal(capsys: pytest.CaptureFixture[str], *given: object, status: int = NO_RUN) -> str:
     """The one line with which a command fails, and its status."""
-    assert main([str(one) for one in given]) == status
+    assert main([str(argument) for argument in given]) == status
     printed = capsys.readouterr()
     assert printed.out == ""
     [line] = printed.err.splitlines()
@@ -61,9 +61,9 @@ def cut(directory: Path) -> None:
 
 def zeroed(directory: Path) -> None:
     path = directory / "journal.sqlite"
-    found = bytearray(path.read_bytes())
-    found[3 * 4096 : 9 * 4096] = bytes(6 * 4096)
-    path.write_bytes(found)
+    content = bytearray(path.read_bytes())
+    content[3 * 4096 : 9 * 4096] = bytes(6 * 4096)
+    path.write_bytes(content)
 
 
 def replaced(by: bytes) -> Callable[[Path], None]:
@@ -148,7 +148,7 @@ def test_reading_leaves_a_run_directory_as_it_was(counted: tuple[Path, Any], tmp
     shutil.copytree(counted[0], run)
 
     def contents() -> dict[Path, bytes]:
-        return {one: one.read_bytes() for one in run.rglob("*") if one.is_file()}
+        return {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
 
     before = contents()
     for command in (*READERS, "check"):
@@ -178,9 +178,9 @@ def test_no_file_of_a_run_is_written_over(
     out = tmp_path / "link" if name == "link" else run / name
     if name == "link":
         out.symlink_to(run / "journal.sqlite")
-    before = {one.name: one.read_bytes() for one in run.iterdir() if one.is_file()}
+    before = {path.name: path.read_bytes() for path in run.iterdir() if path.is_file()}
     assert "not written over" in refusal(capsys, "timeline", run, "-o", out, status=WRONG_ARGUMENT)
-    assert {one.name: one.read_bytes() for one in run.iterdir() if one.is_file()} == before
+    assert {path.name: path.read_bytes() for path in run.iterdir() if path.is_file()} == before
 
 
 @contextmanager
@@ -223,7 +223,7 @@ def test_a_run_directory_that_may_only_be_read_is_read(
     counted: tuple[Path, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with only_readable(counted[0]) as run:
-        assert [main(arguments(one, run, Path("unused"))) for one in ("watch", "lineage", "diff")] == [0, 0, 0]
+        assert [main(arguments(command, run, Path("unused"))) for command in ("watch", "lineage", "diff")] == [0, 0, 0]
     assert "AsyncGEPA" in capsys.readouterr().out
 
 

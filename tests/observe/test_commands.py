@@ -16,10 +16,10 @@ from dspy_flashevolve import Harness, Playbook
 from dspy_flashevolve.cli import NO_RUN, WRONG_ARGUMENT, main
 from dspy_flashevolve.engine.events import ActorLost, RequestTurnedAway, SeedValidated
 from dspy_flashevolve.engine.journal import Journal
-from dspy_flashevolve.observe.figures import figures
+from dspy_flashevolve.observe.analysis import totals_of
 from dspy_flashevolve.observe.history import read
 from dspy_flashevolve.observe.report import report
-from dspy_flashevolve.observe.text import watch
+from dspy_flashevolve.observe.terminal import watch
 from tests.ace import child as ace
 from tests.contract.surface import simulated
 from tests.fakes import Chain, digits, examples, reflection_lm, task_lm
@@ -29,15 +29,15 @@ from tests.observe.runs import Session
 SEED = {"answer": "Answer."}
 
 
-def said(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    """What a command prints that ends well."""
-    assert main([str(one) for one in arguments]) == 0
+def output_of(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """Run a command that succeeds, and return what it prints."""
+    assert main([str(argument) for argument in arguments]) == 0
     return capsys.readouterr().out
 
 
-def complaint(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    """What a command complains of: of its arguments, or of the run."""
-    assert main([str(one) for one in arguments]) in (WRONG_ARGUMENT, NO_RUN)
+def error_of(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """Run a command that refuses its arguments or the run, and return its message."""
+    assert main([str(argument) for argument in arguments]) in (WRONG_ARGUMENT, NO_RUN)
     return capsys.readouterr().err
 
 
@@ -106,16 +106,16 @@ def test_watch_says_how_much_longer_a_run_may_take(tmp_path: Path, capsys: pytes
             session.tells(SeedValidated(0.0, 0.5, 0.5), SeedValidated(10.0, 0.5, 0.5))
             session.written.call("rollout", 0)
             session.journal.flush_here()
-        assert "running, 10.0 s, about 40.0 s left" in said(capsys, "watch", tmp_path / "dollars", "--once")
-        assert "running, 10.0 s, about 50.0 s left" in said(capsys, "watch", tmp_path / "time", "--once")
-        assert "running, 10.0 s, about 30.0 s left" in said(capsys, "watch", tmp_path / "calls", "--once")
-    assert "left" not in said(capsys, "watch", tmp_path / "time", "--once")
+        assert "running, 10.0 s, about 40.0 s left" in output_of(capsys, "watch", tmp_path / "dollars", "--once")
+        assert "running, 10.0 s, about 50.0 s left" in output_of(capsys, "watch", tmp_path / "time", "--once")
+        assert "running, 10.0 s, about 30.0 s left" in output_of(capsys, "watch", tmp_path / "calls", "--once")
+    assert "left" not in output_of(capsys, "watch", tmp_path / "time", "--once")
 
 
 def test_watch_counts_what_was_made_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with Session(tmp_path) as session:
         session.tells(*(RequestTurnedAway(1.0, "the server", f"429, number {number}") for number in range(1200)))
-    status = said(capsys, "watch", tmp_path)
+    status = output_of(capsys, "watch", tmp_path)
     assert ", 1,200 requests made again" in status
     assert "number" not in status
 
@@ -135,12 +135,12 @@ def test_reflections_that_fail_are_of_no_use_and_have_their_reason_in_watch_and_
     run = tmp_path / "run"
     with dspy.context(lm=task_lm()):
         simulated(80, instruction_proposer=Proposer(), log_dir=str(run))
-    status = said(capsys, "watch", run)
+    status = output_of(capsys, "watch", run)
     rows = {line.split()[0]: line.split()[1:] for line in status.splitlines() if line}
     assert rows["reflection"][1] == str(len(failed)) != "0"
     assert "failed: reflection failed: out of ideas" in status
     assert "request failed after 0.0 s (propose): ValueError: out of ideas" in status
-    said(capsys, "report", run, "-o", tmp_path / "page.html")
+    output_of(capsys, "report", run, "-o", tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
     assert f"{len(failed)} times in propose: ValueError: out of ideas" in page
     steps = [step for step in read(run).steps.values() if step.way == "failed"]
@@ -151,7 +151,7 @@ def test_watch_and_report_tell_of_processes_that_were_lost(tmp_path: Path, capsy
     with Session(tmp_path) as session:
         session.tells(ActorLost(1.0, "its node has died"))
         session.ends("finished")
-    assert 'ActorLost after 0.0 s: {"reason": "its node has died"}' in said(capsys, "watch", tmp_path)
+    assert 'ActorLost after 0.0 s: {"reason": "its node has died"}' in output_of(capsys, "watch", tmp_path)
     page = report(read(tmp_path))
     assert "Processes that ran rollouts and were lost" in page
     assert "reason its node has died" in page
@@ -164,23 +164,23 @@ def test_what_is_known_of_the_seed_while_it_is_validated_is_not_its_score(
         for example in (0, 1):
             session.ran(-1, SEED, example, 1.0, stage="validate", split="val")
         session.journal.flush_here()
-        assert "best score -, seed 2 examples, " in said(capsys, "watch", tmp_path, "--once")
+        assert "best score -, seed 2 examples, " in output_of(capsys, "watch", tmp_path, "--once")
         prints = {"optimizer": "AsyncGEPA", "valset": "3 examples, 33222d6df30d"}
         session.journal.append("sessions", id=2, pid=1, settings={}, fingerprints=prints)
         session.journal.flush_here()
-        assert "best score -, seed 2 of 3 examples, " in said(capsys, "watch", tmp_path, "--once")
-        assert said(capsys, "lineage", tmp_path) == "candidate 0 (the seed): 2 of 3 examples validated\n"
-        assert "2 of 3 examples" in said(capsys, "compare", tmp_path)
+        assert "best score -, seed 2 of 3 examples, " in output_of(capsys, "watch", tmp_path, "--once")
+        assert output_of(capsys, "lineage", tmp_path) == "candidate 0 (the seed): 2 of 3 examples validated\n"
+        assert "2 of 3 examples" in output_of(capsys, "compare", tmp_path)
         assert "<dt>seed</dt><dd>2 of 3 examples</dd>" in report(read(tmp_path))
         session.ran(-1, SEED, 2, 0.25, stage="validate", split="val")
         session.journal.flush_here()
-        assert "seed 0.7500 on 3 examples" in said(capsys, "watch", tmp_path, "--once")
+        assert "seed 0.7500 on 3 examples" in output_of(capsys, "watch", tmp_path, "--once")
 
 
 def test_watch_ends_where_the_run_was_killed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with Session(tmp_path) as session:
         session.ran(0, SEED, 1, 0.5)
-    assert "killed" in said(capsys, "watch", tmp_path)
+    assert "killed" in output_of(capsys, "watch", tmp_path)
 
 
 def test_the_last_figures_of_watch_are_those_of_the_run(
@@ -188,7 +188,7 @@ def test_the_last_figures_of_watch_are_those_of_the_run(
 ) -> None:
     directory, program = counted
     stats = program.async_stats
-    lines = said(capsys, "watch", directory, "--once").splitlines()
+    lines = output_of(capsys, "watch", directory, "--once").splitlines()
     words = {line.split()[0]: line.split()[1:] for line in lines if line}
     assert words["task"][2] == f"{stats.task_tokens:,}"
     assert words["reflection"][2] == f"{stats.reflection_tokens:,}"
@@ -201,7 +201,7 @@ def test_a_terminal_gets_no_control_characters_of_a_run(tmp_path: Path, capsys: 
         session.written.committed(0, 1, 1, {"answer": "red \x1b[31m"}, [0], {}, 0.5)
         session.ends("failed", "because \x1b[2J\x07")
     for command in (["watch"], ["lineage", "--prompts"]):
-        assert "\x1b" not in said(capsys, command[0], tmp_path, *command[1:])
+        assert "\x1b" not in output_of(capsys, command[0], tmp_path, *command[1:])
 
 
 # compare, diff, lineage
@@ -210,13 +210,13 @@ def test_a_terminal_gets_no_control_characters_of_a_run(tmp_path: Path, capsys: 
 def test_compare_puts_runs_side_by_side_with_the_settings_in_which_they_differ(
     counted: tuple[Path, Any], changed: tuple[Path, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lines = said(capsys, "compare", counted[0], changed[0]).splitlines()
+    lines = output_of(capsys, "compare", counted[0], changed[0]).splitlines()
     for line, (directory, program) in zip(lines[1:3], (counted, changed), strict=True):
         assert line.startswith(str(directory))
         assert f"{max(program.detailed_results.val_aggregate_scores):.4f}" in line
     assert "max_metric_calls: 150 | 500" in lines
-    found = json.loads(said(capsys, "compare", "--json", counted[0]))
-    assert found[0]["calls"] == counted[1].async_stats.metric_calls
+    figures = json.loads(output_of(capsys, "compare", "--json", counted[0]))
+    assert figures[0]["calls"] == counted[1].async_stats.metric_calls
 
 
 def test_diff_shows_what_changed_from_one_candidate_to_another(
@@ -225,11 +225,11 @@ def test_diff_shows_what_changed_from_one_candidate_to_another(
     with Session(tmp_path) as session:
         session.written.committed(0, 0, 1, {"a": "one\ntwo", "b": "same"}, [], {}, 0.1)
         session.written.committed(1, 1, 2, {"a": "one\nthree", "b": "same"}, [0], {}, 0.9)
-    lines = said(capsys, "diff", tmp_path, "seed", "best").splitlines()
+    lines = output_of(capsys, "diff", tmp_path, "seed", "best").splitlines()
     assert lines == ["--- a of candidate 0", "+++ a of candidate 1", "@@ -1,2 +1,2 @@", " one", "-two", "+three"]
-    assert "have the same texts" in said(capsys, "diff", tmp_path, "1", "best")
-    assert "+three" in said(capsys, "lineage", tmp_path, "--prompts")
-    assert "candidate '7', expected best, seed or one of 0, 1" in complaint(capsys, "diff", tmp_path, "0", "7")
+    assert "have the same texts" in output_of(capsys, "diff", tmp_path, "1", "best")
+    assert "+three" in output_of(capsys, "lineage", tmp_path, "--prompts")
+    assert "candidate '7', expected best, seed or one of 0, 1" in error_of(capsys, "diff", tmp_path, "0", "7")
 
 
 # export
@@ -239,13 +239,13 @@ def test_the_best_program_is_exported_as_a_file_that_load_reads(
     counted: tuple[Path, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     directory, program = counted
-    said(capsys, "export", directory, "--best", tmp_path / "program.json")
+    output_of(capsys, "export", directory, "--best", tmp_path / "program.json")
     loaded = Chain(2)
     loaded.steps[0].demos = [dspy.Example(question="q", answer="a")]
     loaded.load(tmp_path / "program.json")
     assert instructions(loaded) == instructions(program)
     assert len(loaded.steps[0].demos) == 1, "demos are the loading program's own"
-    said(capsys, "export", directory, "--candidate", "0", tmp_path / "seed.json")
+    output_of(capsys, "export", directory, "--candidate", "0", tmp_path / "seed.json")
     loaded.load(tmp_path / "seed.json")
     assert instructions(loaded) == instructions(Chain(2))
 
@@ -257,38 +257,40 @@ def test_an_export_onto_a_saved_program_has_its_demos_and_fields(
     student, base, out = Chain(2), tmp_path / "student.json", tmp_path / "program.json"
     student.steps[1].demos = [dspy.Example(question="q", answer="a")]
     student.save(base)
-    said(capsys, "export", directory, "--program", base, out)
+    output_of(capsys, "export", directory, "--program", base, out)
     loaded = Chain(2)
     loaded.load(out)
     assert instructions(loaded) == instructions(program)
     assert [len(step.demos) for step in loaded.steps] == [0, 1]
     Chain(1).save(base)
-    assert "says nothing of steps[1]" in complaint(capsys, "export", directory, "--program", base, out)
+    assert "says nothing of steps[1]" in error_of(capsys, "export", directory, "--program", base, out)
     base.write_text("[]")
-    assert "holds no program" in complaint(capsys, "export", directory, "--program", base, out)
+    assert "holds no program" in error_of(capsys, "export", directory, "--program", base, out)
 
 
 def instructions(program: Any) -> list[str]:
-    return [one.signature.instructions for one in program.predictors()]
+    return [predictor.signature.instructions for predictor in program.predictors()]
 
 
 def test_a_playbook_is_exported_in_the_instructions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     program = ace.run(tmp_path, "guarded", 8)
-    said(capsys, "export", tmp_path / "run", "--best", tmp_path / "program.json")
+    output_of(capsys, "export", tmp_path / "run", "--best", tmp_path / "program.json")
     loaded = ace.SlowChain()
     loaded.load(tmp_path / "program.json")
     assert instructions(loaded) == instructions(program)
     last = read(tmp_path / "run").candidates[-1]
-    said(capsys, "export", tmp_path / "run", "--candidate", last.index, tmp_path / "program.json")
+    output_of(capsys, "export", tmp_path / "run", "--candidate", last.index, tmp_path / "program.json")
     loaded.load(tmp_path / "program.json")
-    found = Playbook.from_instructions(instructions(loaded)[0])
-    assert found is not None
-    assert [one.content for one in found.bullets] == [one["content"] for one in last.more["playbook"]["bullets"]]
+    playbook = Playbook.from_instructions(instructions(loaded)[0])
+    assert playbook is not None
+    assert [bullet.content for bullet in playbook.bullets] == [
+        bullet["content"] for bullet in last.more["playbook"]["bullets"]
+    ]
 
 
 def test_a_harness_is_exported_with_its_source_and_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     best = harness.run(tmp_path, "guarded", 4)
-    said(capsys, "export", tmp_path / "run", "--best", tmp_path / "harness.json")
+    output_of(capsys, "export", tmp_path / "run", "--best", tmp_path / "harness.json")
     loaded = Harness("question -> answer")
     loaded.load(tmp_path / "harness.json")
     assert (loaded.module_src, loaded.memory) == (best.module_src, best.memory)
@@ -299,7 +301,7 @@ def test_an_export_that_needs_the_saved_student_says_so(tmp_path: Path, capsys: 
         prints = {"optimizer": "AsyncACE", "predictor 'first'": "x", "predictor 'second'": "y"}
         session.journal.append("sessions", id=2, pid=1, settings={}, fingerprints=prints)
         session.written.committed(-1, 0, 0, {"first": "text"}, [], {}, 0.5)
-    told = complaint(capsys, "export", tmp_path, tmp_path / "out.json")
+    told = error_of(capsys, "export", tmp_path, tmp_path / "out.json")
     assert "it says nothing of second" in told
     assert "--program student.json" in told
 
@@ -311,52 +313,52 @@ def test_a_timeline_has_every_request_and_answers_how_long_each_stage_waited(
     counted: tuple[Path, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "trace.json"
-    said(capsys, "timeline", counted[0], "-o", out)
+    output_of(capsys, "timeline", counted[0], "-o", out)
     history = read(counted[0])
     events = json.loads(out.read_text())["traceEvents"]
-    names = {one["pid"]: one["args"]["name"] for one in events if one["name"] == "process_name"}
-    slices = [one for one in events if one["ph"] == "X"]
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    slices = [event for event in events if event["ph"] == "X"]
     waited: defaultdict[str, float] = defaultdict(float)
     tracks: defaultdict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
-    for one in slices:
-        tracks[one["pid"], one["tid"]].append((one["ts"], one["ts"] + one["dur"]))
-        if one["name"] == "waiting":
-            waited[names[one["pid"]]] += one["dur"] / 1e6
-    assert sum(one["name"] in ("rollout", "request", "failed") for one in slices) == len(history.requests)
-    for one in figures(history).by_stage:
-        assert waited[one.name] == pytest.approx(one.waited_seconds, abs=1e-6 * one.visits + 1e-9)
+    for piece in slices:
+        tracks[piece["pid"], piece["tid"]].append((piece["ts"], piece["ts"] + piece["dur"]))
+        if piece["name"] == "waiting":
+            waited[names[piece["pid"]]] += piece["dur"] / 1e6
+    assert sum(piece["name"] in ("rollout", "request", "failed") for piece in slices) == len(history.requests)
+    for group in totals_of(history).by_stage:
+        assert waited[group.name] == pytest.approx(group.waited_seconds, abs=1e-6 * group.visits + 1e-9)
     for track in tracks.values():
         in_order = sorted(track)
         assert all(before[1] <= after[0] for before, after in pairwise(in_order))
-    named = {(one["pid"], one["tid"]) for one in events if one["name"] == "thread_name"}
+    named = {(event["pid"], event["tid"]) for event in events if event["name"] == "thread_name"}
     assert named == set(tracks)
 
 
 def test_a_timeline_begins_at_zero_and_has_no_wait_that_took_no_time(
     changed: tuple[Path, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said(capsys, "timeline", changed[0], "-o", tmp_path / "trace.json")
-    slices = [one for one in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if one["ph"] == "X"]
-    assert min(one.seconds - one.latency_seconds for one in read(changed[0]).requests) < 0
-    assert min(one["ts"] for one in slices) == 0, "Perfetto drops what is below"
-    assert all(one["dur"] for one in slices if one["name"] == "waiting")
+    output_of(capsys, "timeline", changed[0], "-o", tmp_path / "trace.json")
+    slices = [event for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if event["ph"] == "X"]
+    assert min(request.seconds - request.latency_seconds for request in read(changed[0]).requests) < 0
+    assert min(piece["ts"] for piece in slices) == 0, "Perfetto drops what is below"
+    assert all(piece["dur"] for piece in slices if piece["name"] == "waiting")
 
 
 def test_arrows_of_a_timeline_go_along_each_step(
     counted: tuple[Path, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said(capsys, "timeline", counted[0], "-o", tmp_path / "trace.json")
+    output_of(capsys, "timeline", counted[0], "-o", tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    begins = {(one["pid"], one["tid"], one["ts"], one["name"]) for one in events if one["ph"] == "X"}
-    ends = {one["id"]: one for one in events if one["ph"] == "f"}
-    starts = [one for one in events if one["ph"] == "s"]
+    begins = {(event["pid"], event["tid"], event["ts"], event["name"]) for event in events if event["ph"] == "X"}
+    ends = {event["id"]: event for event in events if event["ph"] == "f"}
+    starts = [event for event in events if event["ph"] == "s"]
     assert starts
     assert len(starts) == len(ends)
-    for one in starts:
-        other = ends[one["id"]]
-        assert other["ts"] >= one["ts"]
-        for end in (one, other):
-            assert (end["pid"], end["tid"], end["ts"], one["name"]) in begins
+    for start in starts:
+        arrow_end = ends[start["id"]]
+        assert arrow_end["ts"] >= start["ts"]
+        for end in (start, arrow_end):
+            assert (end["pid"], end["tid"], end["ts"], start["name"]) in begins
 
 
 # dspy.GEPA's own run directories, and what is none
@@ -373,17 +375,17 @@ def test_a_run_directory_of_dspy_gepa_is_read_as_far_as_it_goes(
     program: Any = optimizer.compile(student, **sets)
     details = program.detailed_results
     capsys.readouterr()
-    lines = said(capsys, "lineage", run).splitlines()
+    lines = output_of(capsys, "lineage", run).splitlines()
     assert len(lines) == len(details.candidates)
     assert lines[0] == f"candidate 0 (the seed): score {details.val_aggregate_scores[0]:.3f}"
-    said(capsys, "export", run, "--best", tmp_path / "program.json")
+    output_of(capsys, "export", run, "--best", tmp_path / "program.json")
     loaded = Chain(1)
     loaded.load(tmp_path / "program.json")
     assert instructions(loaded) == instructions(program)
-    said(capsys, "report", run, "-o", tmp_path / "report.html")
+    output_of(capsys, "report", run, "-o", tmp_path / "report.html")
     assert "There is no journal" in (tmp_path / "report.html").read_text()
-    assert "+Instruction" in said(capsys, "diff", run, "seed", "best")
-    assert "dspy.GEPA" in said(capsys, "compare", run)
+    assert "+Instruction" in output_of(capsys, "diff", run, "seed", "best")
+    assert "dspy.GEPA" in output_of(capsys, "compare", run)
 
 
 def test_what_a_checkpoint_does_not_tell_is_unknown_and_not_0(
@@ -397,17 +399,17 @@ def test_what_a_checkpoint_does_not_tell_is_unknown_and_not_0(
         "total_num_evals": 1,
     }
     (tmp_path / "gepa_state.bin").write_bytes(pickle.dumps(state))
-    _, row = said(capsys, "compare", tmp_path).splitlines()
+    _, row = output_of(capsys, "compare", tmp_path).splitlines()
     assert row.split()[1:] == ["dspy.GEPA", "unknown", "0.5000", "0.5000", "0", "unknown", "1", *["unknown"] * 4]
-    status = said(capsys, "watch", tmp_path)
+    status = output_of(capsys, "watch", tmp_path)
     assert "unknown, unknown" in status
     assert "steps unknown" in status
     assert "dollars" not in status
     page = tmp_path / "report.html"
-    said(capsys, "report", tmp_path, "-o", page)
+    output_of(capsys, "report", tmp_path, "-o", page)
     assert "0.0000" not in page.read_text()
     assert "None." not in page.read_text()
-    assert "has no timeline" in complaint(capsys, "timeline", tmp_path, "-o", tmp_path / "trace.json")
+    assert "has no timeline" in error_of(capsys, "timeline", tmp_path, "-o", tmp_path / "trace.json")
     assert not (tmp_path / "trace.json").exists()
 
 
@@ -433,7 +435,7 @@ def test_a_directory_without_a_run_is_refused_with_its_path(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     once = ["--once"] if command == "watch" else []
-    assert f"{tmp_path / 'journal.sqlite'} is missing" in complaint(capsys, command, tmp_path, *once)
+    assert f"{tmp_path / 'journal.sqlite'} is missing" in error_of(capsys, command, tmp_path, *once)
 
 
 def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:

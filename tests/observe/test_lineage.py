@@ -12,7 +12,7 @@ from dspy_flashevolve.engine.errors import RunDirectoryError
 from dspy_flashevolve.engine.journal import Journal
 from dspy_flashevolve.engine.replay import BEFORE_STEPS, RunJournal
 from dspy_flashevolve.observe.history import read
-from dspy_flashevolve.observe.text import tree
+from dspy_flashevolve.observe.terminal import tree
 from tests.observe.runs import Session
 
 

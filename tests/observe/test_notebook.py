@@ -14,7 +14,7 @@ from tqdm.std import tqdm
 
 from dspy_flashevolve.observe import live, progress
 from dspy_flashevolve.observe.live import LiveTable
-from dspy_flashevolve.observe.notebook import SECONDS, Output
+from dspy_flashevolve.observe.notebook import REDRAW_SECONDS, Output
 from tests.contract.surface import compiled
 from tests.fakes import task_lm
 
@@ -82,7 +82,7 @@ def test_the_bar_of_a_notebook_without_widgets_is_one_output_that_ends_with_the_
     bar.end()
     assert display.outputs == 1
     assert clock.read > 300, "it was to be drawn each time"
-    assert len(display.shown) <= clock.now / SECONDS + 2
+    assert len(display.shown) <= clock.now / REDRAW_SECONDS + 2
     assert display.shown[-1].startswith("AsyncGEPA: 100%")
     assert "300/300" in display.shown[-1]
     assert "best 0.925" in display.shown[-1]
@@ -125,7 +125,7 @@ def test_the_table_of_a_notebook_is_one_output_that_ends_with_the_last_state(
         stats = compiled(150).async_stats
     assert display.outputs == 1
     assert clock.read > 100
-    assert 1 < len(display.shown) <= clock.now / SECONDS + 2
+    assert 1 < len(display.shown) <= clock.now / REDRAW_SECONDS + 2
     assert "running" in display.shown[0]
     last = display.shown[-1]
     assert last.startswith("AsyncGEPA: finished")

@@ -53,8 +53,8 @@ def told() -> Any:
 
     def points(name: str) -> list[Any]:
         data: Any = reader.get_metrics_data()
-        found = [one for of in data.resource_metrics for scope in of.scope_metrics for one in scope.metrics]
-        return [point for one in found if one.name == name for point in one.data.data_points]
+        metrics = [metric for of in data.resource_metrics for scope in of.scope_metrics for metric in scope.metrics]
+        return [point for metric in metrics if metric.name == name for point in metric.data.data_points]
 
     return SimpleNamespace(
         callback=OpenTelemetry(tracers, MeterProvider([reader])),
@@ -81,18 +81,20 @@ def test_a_run_is_a_span_with_its_steps_and_they_have_their_stages(told: Any) ->
     steps = {span.context.span_id: span for span in spans if span.name == "step"}
     assert {parent_of(step) for step in steps.values()} == {run.context.span_id}
     assert Counter(step.attributes["flashevolve.end"] for step in steps.values()) == +Counter(stats.ended)
-    gaps = [one.gap for one in stats.commits]
+    gaps = [commit.gap for commit in stats.commits]
     assert sorted(
-        one.attributes["flashevolve.gap"] for one in steps.values() if "flashevolve.gap" in one.attributes
+        step.attributes["flashevolve.gap"] for step in steps.values() if "flashevolve.gap" in step.attributes
     ) == sorted(gaps)
     stages = [span for span in spans if span is not run and span.context.span_id not in steps]
     of_steps = [
-        (steps[parent_of(one)].attributes["flashevolve.step"], one.name) for one in stages if parent_of(one) in steps
+        (steps[parent_of(stage)].attributes["flashevolve.step"], stage.name)
+        for stage in stages
+        if parent_of(stage) in steps
     ]
-    assert Counter(of_steps) == Counter((one.step, one.stage) for one in stats.stages if one.step >= 0)
-    assert {one.name for one in stages if parent_of(one) == run.context.span_id} == {"validate"}, "the seed's"
-    seconds = sum(one.end_time - one.start_time for one in stages) / 1e9
-    assert seconds == pytest.approx(sum(one.ended - one.queued for one in stats.stages), abs=1e-3)
+    assert Counter(of_steps) == Counter((visit.step, visit.stage) for visit in stats.stages if visit.step >= 0)
+    assert {stage.name for stage in stages if parent_of(stage) == run.context.span_id} == {"validate"}, "the seed's"
+    seconds = sum(stage.end_time - stage.start_time for stage in stages) / 1e9
+    assert seconds == pytest.approx(sum(visit.ended - visit.queued for visit in stats.stages), abs=1e-3)
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
@@ -109,7 +111,7 @@ def test_tokens_are_those_of_the_stages_whether_calls_are_awaited_or_made_in_thr
         def forward(self, question: str) -> dspy.Prediction:
             pairs = [(self.steps[0], {"question": f"{question} {number}"}) for number in range(2)]
             answers: Any = dspy.Parallel(num_threads=2, disable_progress_bar=True)(pairs)
-            return dspy.Prediction(answer=" ".join(one.answer for one in answers))
+            return dspy.Prediction(answer=" ".join(answer.answer for answer in answers))
 
     with dspy.context(lm=task_lm(asynchronous=asynchronous), callbacks=[told.callback]):
         stats = compiled(80, Chain() if asynchronous else Both()).async_stats
@@ -167,7 +169,7 @@ def test_what_ends_a_run_is_told_without_secrets(told: Any, monkeypatch: pytest.
     written = " ".join(span.to_json() for span in told.spans())
     assert secret not in written
     assert "sk-abcdefghijkl1234" not in written
-    errors = [one.attributes.get("error.type") for one in told.points("gen_ai.client.operation.duration")]
+    errors = [point.attributes.get("error.type") for point in told.points("gen_ai.client.operation.duration")]
     assert "LMAuthError" in errors
 
 
@@ -196,18 +198,18 @@ def test_what_others_trace_is_in_the_runs_span_and_that_is_in_the_callers(told: 
 
 
 def test_two_runs_at_once_keep_their_tokens_apart(told: Any) -> None:
-    def one(calls: int) -> Any:
+    def run_with(calls: int) -> Any:
         with dspy.context(lm=task_lm(), callbacks=[told.callback]):
             return compiled(calls).async_stats
 
     with ThreadPoolExecutor(2) as threads:
-        stats = list(threads.map(one, [60, 90]))
-    found: Counter[int] = Counter()
+        stats = list(threads.map(run_with, [60, 90]))
+    tokens_by_run: Counter[int] = Counter()
     for span in told.spans():
-        found[span.context.trace_id] += sum(
+        tokens_by_run[span.context.trace_id] += sum(
             span.attributes.get(f"gen_ai.usage.{name}_tokens", 0) for name in ("input", "output")
         )
-    assert sorted(found.values()) == sorted(sum(one.tokens_by_stage.values()) for one in stats)
+    assert sorted(tokens_by_run.values()) == sorted(sum(of_run.tokens_by_stage.values()) for of_run in stats)
 
 
 def test_a_loop_of_ones_own_is_told_alike(told: Any) -> None:

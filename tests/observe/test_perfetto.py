@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from dspy_flashevolve.cli import main
-from dspy_flashevolve.observe.figures import figures
+from dspy_flashevolve.observe.analysis import totals_of
 from dspy_flashevolve.observe.history import read
 
 pytestmark = pytest.mark.perfetto
@@ -60,15 +60,17 @@ def test_perfetto_tells_how_long_each_stage_waited_and_drops_nothing(changed: tu
     with perfetto(out) as ask:
         assert ask("SELECT name, value FROM stats WHERE severity <> 'info' AND value > 0") == []
         [slices] = ask("SELECT COUNT(*) AS n, MAX(depth) AS depth FROM slice")
-        assert [slices.n, slices.depth] == [sum(one["ph"] == "X" for one in events), 0]
+        assert [slices.n, slices.depth] == [sum(event["ph"] == "X" for event in events), 0]
         [arrows] = ask(
             "SELECT COUNT(*) AS n, SUM(a.name = b.name AND a.name GLOB 'step *') AS of_one_step "
             "FROM flow JOIN slice a ON flow.slice_out = a.id JOIN slice b ON flow.slice_in = b.id"
         )
-        assert [arrows.n, arrows.of_one_step] == [sum(one["ph"] == "s" for one in events)] * 2
-        found = {one.stage: (one.waited_seconds, one.served_seconds) for one in ask(sql)}
-    wanted = {one.name: (one.waited_seconds, one.served_seconds) for one in figures(read(changed[0])).by_stage}
-    assert found.keys() == wanted.keys()
-    assert any(waited for waited, _ in found.values())
-    for stage, seconds in found.items():
+        assert [arrows.n, arrows.of_one_step] == [sum(event["ph"] == "s" for event in events)] * 2
+        answered = {row.stage: (row.waited_seconds, row.served_seconds) for row in ask(sql)}
+    wanted = {
+        group.name: (group.waited_seconds, group.served_seconds) for group in totals_of(read(changed[0])).by_stage
+    }
+    assert answered.keys() == wanted.keys()
+    assert any(waited for waited, _ in answered.values())
+    for stage, seconds in answered.items():
         assert seconds == pytest.approx(wanted[stage], abs=1e-3)  # each slice is rounded to microseconds

@@ -25,9 +25,9 @@ from dspy_flashevolve.engine.events import (
     RolloutTimedOut,
     StageVisited,
 )
-from dspy_flashevolve.observe.figures import by_endpoint, example_scores, figures
+from dspy_flashevolve.observe.analysis import endpoint_uses, example_scores, totals_of
 from dspy_flashevolve.observe.history import read
-from dspy_flashevolve.observe.origins import gone
+from dspy_flashevolve.observe.origins import removed_seed_lines
 from dspy_flashevolve.observe.report import report
 from tests.contract.surface import simulated
 from tests.fakes import fake_lm, hashed, reply_for
@@ -56,10 +56,10 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
-        found = dict(attrs)
-        self.attributes |= found.keys()
-        self.ids |= {found["id"]} if found.get("id") else set()
-        self.targets += [str(found[name]) for name in ("href", "src") if name in found]
+        attributes = dict(attrs)
+        self.attributes |= attributes.keys()
+        self.ids |= {attributes["id"]} if attributes.get("id") else set()
+        self.targets += [str(attributes[name]) for name in ("href", "src") if name in attributes]
 
 
 def of(directory: Path) -> tuple[str, Page]:
@@ -91,7 +91,7 @@ def test_the_figures_of_the_page_are_those_of_the_run(counted: tuple[Path, Any])
 def test_a_line_of_the_best_prompt_leads_to_its_step_with_its_effect(changed: tuple[Path, Any]) -> None:
     directory, program = changed
     text, page = of(directory)
-    told = {one.part.strip(): one for one in program.async_stats.changes}
+    told = {change.part.strip(): change for change in program.async_stats.changes}
     best = program.predictors()[0].signature.instructions
     lines = [line for line in best.splitlines() if line in told]
     assert lines
@@ -104,8 +104,8 @@ def test_a_line_of_the_best_prompt_leads_to_its_step_with_its_effect(changed: tu
 def test_the_page_needs_nothing_else_and_all_its_links_lead_somewhere(counted: tuple[Path, Any]) -> None:
     text, page = of(counted[0])
     assert "script" not in page.tags
-    assert [one for one in page.targets if not one.startswith("#")] == ["data:,"]
-    assert {one[1:] for one in page.targets if one.startswith("#")} <= page.ids
+    assert [target for target in page.targets if not target.startswith("#")] == ["data:,"]
+    assert {target[1:] for target in page.targets if target.startswith("#")} <= page.ids
     assert "http" not in re.sub(r"<meta http-equiv[^>]*>", "", text)
     assert "url(" not in text
 
@@ -160,7 +160,7 @@ def test_lines_of_the_seed_that_are_gone_have_the_step_that_took_them_out(tmp_pa
             )
     history = read(tmp_path, replies=True)
     assert history.best is not None
-    assert [(line.line, line.step, line.candidate) for line in gone(history, history.best)] == [
+    assert [(line.line, line.step, line.candidate) for line in removed_seed_lines(history, history.best)] == [
         ("first", 7, 2),
         ("third", 4, 1),
     ]
@@ -181,7 +181,9 @@ def test_scores_by_example_mark_the_pareto_front_and_leave_out_who_is_not_on_it(
     marked = re.findall(r'<td class="win" title="candidate (\d), example (\d)">([\d.]+)<', text)
     assert marked == [("0", "1", "0.9"), ("1", "0", "0.8"), ("2", "2", "0.2")]
     short = example_scores(history, 3, 2)
-    assert [(one.index, wins) for one, _, wins in short.rows] == [(0, 1), (1, 1), (3, 0)], "the best, and the front"
+    assert [(candidate.index, wins) for candidate, _, wins in short.rows] == [(0, 1), (1, 1), (3, 0)], (
+        "the best, and the front"
+    )
     assert short.left_out == (1, 1)
 
 
@@ -219,7 +221,7 @@ def test_requests_by_endpoint_are_those_that_the_run_made(tmp_path: Path) -> Non
 
     with dspy.context(lm=fake_lm(answer)):
         stats = simulated(60, log_dir=str(tmp_path)).async_stats
-    [row] = by_endpoint(read(tmp_path))
+    [row] = endpoint_uses(read(tmp_path))
     assert stats.retried_requests == row.turned_away == 2
     assert row.answered == sum(stats.requests_by_stage.values())
     assert f"<td>{row.name}</td><td>{row.answered}</td><td>2</td>" in of(tmp_path)[0]
@@ -248,7 +250,7 @@ def large(directory: Path) -> None:
             )
             if step % 5 < 2:
                 texts = child
-                index = len([one for one in range(step + 1) if one % 5 < 2])
+                index = len([earlier for earlier in range(step + 1) if earlier % 5 < 2])
                 session.written.committed(step, index, index, texts, [index - 1], {}, 0.1 + step / 1000)
             session.written.ended(step, "committed" if step % 5 < 2 else "rejected", f"reason {step % 7}")
         for example in range(200):
@@ -265,7 +267,7 @@ def large_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_report_of_a_run_with_5000_rollouts_is_smaller_than_5_mb(large_run: Path) -> None:
     history = read(large_run)
-    assert figures(history).by_role["task"].requests == 5000
+    assert totals_of(history).by_role["task"].requests == 5000
     text, page = of(large_run)
     assert len(text.encode()) < 5_000_000
     assert page.cards["metric calls"] == "5,000"

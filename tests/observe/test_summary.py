@@ -105,14 +105,14 @@ def test_dollars_are_counted_without_being_asked_for_and_unknown_prices_say_so()
     task, unknown = task_lm(), reflection_lm()
     task.model, unknown.model = "cheap", "nobody-has-a-price-for-this"
     with dspy.context(lm=task):
-        one = simulated(60, Chain(), reflection_lm=task).async_stats
-        other = simulated(60, Chain(), reflection_lm=unknown).async_stats
-    assert one.cost_dollars == pytest.approx(sum(one.dollars_by_stage.values()))
-    assert one.cost_dollars > 0
-    assert other.cost_dollars is None
-    assert other.dollars_by_stage["propose"] is None
-    assert other.dollars_by_stage["validate"] > 0
-    [dollars] = [line for line in repr(other).splitlines() if "dollars" in line]
+        stats = simulated(60, Chain(), reflection_lm=task).async_stats
+        unpriced = simulated(60, Chain(), reflection_lm=unknown).async_stats
+    assert stats.cost_dollars == pytest.approx(sum(stats.dollars_by_stage.values()))
+    assert stats.cost_dollars > 0
+    assert unpriced.cost_dollars is None
+    assert unpriced.dollars_by_stage["propose"] is None
+    assert unpriced.dollars_by_stage["validate"] > 0
+    [dollars] = [line for line in repr(unpriced).splitlines() if "dollars" in line]
     assert dollars.endswith("; unknown for propose (litellm has no price for the model)")
     assert dollars.count("unknown") == 1
 
@@ -140,9 +140,9 @@ def test_the_bar_has_the_seed_the_best_and_its_end_and_lines_of_the_log_stand_al
     assert re.search(r"best 0\.\d+ \(seed 0\.250\), \d+ accepted, \d+/8 in flight", bars[-1])
     assert "100%" in bars[-1]
     assert "validating the seed" in ran.stderr
-    said = [line for line in re.split(r"[\r\n]", ran.stderr) if "SAID THIS" in line]
-    assert said
-    assert not [line for line in said if "rollouts/s" in line or not line.endswith("SAID THIS")]
+    logged = [line for line in re.split(r"[\r\n]", ran.stderr) if "SAID THIS" in line]
+    assert logged
+    assert not [line for line in logged if "rollouts/s" in line or not line.endswith("SAID THIS")]
 
 
 RESUMED = """
@@ -172,7 +172,7 @@ def test_the_bar_of_a_run_that_goes_on_begins_where_that_was(tmp_path: Path) -> 
     assert begins == [0, ends[0]]
     assert ends[0] < ends[1] <= 300
     best = [
-        [float(found) for line in lines for found in re.findall(r"best (0\.\d+)", line)] for lines in (first, second)
+        [float(score) for line in lines for score in re.findall(r"best (0\.\d+)", line)] for lines in (first, second)
     ]
     assert best[1][0] == best[0][-1]
     assert not [line for line in second if "validating the seed" in line]

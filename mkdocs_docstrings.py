@@ -1,4 +1,4 @@
-"""Docstrings as the site shows them: "Example:" begins examples, :class:`X` is code, docs/x.md a link."""
+"""Docstrings as the documentation shows them; mkdocs.yml names this file."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import griffe
 
 
 class Readable(griffe.Extension):
-    """Changes the text of every docstring before it is parsed."""
+    """Rewrites docstrings before they are parsed: "Example:" begins examples, :class:`X` is code, docs/x.md a link."""
 
     def on_object(self, *, obj: griffe.Object, loader: Any, **kwargs: Any) -> None:
-        """See ``griffe.Extension``."""
+        """Rewrite the docstring of an object; see ``griffe.Extension``."""
         if obj.docstring is not None:
             text = re.sub(r"^( *)Example:$", r"\1Examples:", obj.docstring.value, flags=re.MULTILINE)
             text = re.sub(r":\w+:`[~.]*([^`]+)`", r"`\1`", text)

@@ -1,0 +1,284 @@
+"""What the history of a run adds up to: totals, the course of the score, scores by example, and the family tree.
+
+`watch`, `compare`, the report and the timeline take their figures from here, so that they agree.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from dspy_flashevolve.observe.history import Candidate, History, Request, Role
+
+FAILURES = ("RolloutTimedOut", "ExampleGivenUp", "EndpointPaused", "LimitChanged", "RequestTurnedAway", "ActorLost")
+"""Kinds of events that say that something went wrong, or that a limit was changed because of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTotals:
+    """What a group of requests added up to.
+
+    Args:
+        name: the stage or role that made them.
+        requests: requests that were answered.
+        failed: answers of no use, out of ``requests``.
+        tokens: prompt and completion tokens.
+        cost_dollars: dollars; None where tokens were used and no price is known.
+        served_seconds: seconds in slots, summed.
+        median_seconds: median seconds of one request in its slot.
+        waited_seconds: seconds that steps waited for their first slot in the stage, summed.
+        visits: visits of steps to the stage.
+    """
+
+    name: str
+    requests: int
+    failed: int
+    tokens: int
+    cost_dollars: float | None
+    served_seconds: float
+    median_seconds: float
+    waited_seconds: float = 0.0
+    visits: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RunTotals:
+    """A run in numbers.
+
+    Args:
+        seconds, tokens: None where there is only another program's checkpoint, which tells neither.
+        calls: metric calls.
+        max_calls: metric calls allowed; None without such a limit.
+        steps: how steps ended -> how many did; "at work" for those without an end.
+        reasons: reason -> steps that ended without a commit for it.
+        seed_score: validation score of the seed; None while it is not known.
+        best_score, best: validation score and index of the best candidate; None where none has a score.
+        accepted: candidates beside the seed.
+        by_role: totals of the task LM and of those that reflect; empty where nothing tells of requests.
+        by_stage: totals by stage.
+        cost_dollars: None where the price of a stage's model, or what was used, is not known.
+        failures: kind of event -> how many there were.
+    """
+
+    seconds: float | None
+    calls: int
+    max_calls: int | None
+    steps: dict[str, int]
+    reasons: dict[str, int]
+    seed_score: float | None
+    best_score: float | None
+    best: int | None
+    accepted: int
+    by_role: dict[Role, RequestTotals]
+    by_stage: list[RequestTotals]
+    tokens: int | None
+    cost_dollars: float | None
+    failures: dict[str, int]
+
+
+def totals_of(history: History) -> RunTotals:
+    """Add up a run."""
+    roles: defaultdict[Role, list[Request]] = defaultdict(list)
+    stages: defaultdict[str, list[Request]] = defaultdict(list)
+    waits: defaultdict[str, list[float]] = defaultdict(list)
+    for request in history.requests:
+        roles[request.role].append(request)
+        stages[request.stage].append(request)
+    for visit in history.visits:
+        waits[visit.stage].append(visit.began - visit.queued)
+    whole, steps = _request_totals("all", history.requests), history.steps.values()
+    seed, best = history.seed, history.best
+    failures = Counter(event.kind for event in history.events if event.kind in FAILURES)
+    failures["RequestFinished"] = whole.failed
+    has_journal = bool(history.sessions)
+    by_role: dict[Role, RequestTotals] = {
+        role: _request_totals(role, roles[role]) for role in ("task", "reflection") if has_journal
+    }
+    names = [*stages, *(waits.keys() - stages.keys())]
+    by_stage = [_request_totals(name, stages[name], waits[name]) for name in names]
+    has_prices = has_journal and all(stage.cost_dollars is not None for stage in by_stage)
+    reasons = Counter(step.reason for step in steps if step.way not in ("", "committed"))
+    return RunTotals(
+        seconds=history.seconds if has_journal else None,
+        calls=history.calls,
+        max_calls=history.max_calls,
+        steps=dict(Counter(step.way or "at work" for step in steps)),
+        reasons=dict(reasons.most_common()),
+        seed_score=None if seed is None else seed.score,
+        best_score=None if best is None else best.score,
+        best=None if best is None else best.index,
+        accepted=sum(candidate.index > 0 for candidate in history.candidates),
+        by_role=by_role,
+        by_stage=by_stage,
+        tokens=whole.tokens if has_journal else None,
+        cost_dollars=whole.cost_dollars if has_prices else None,
+        failures={name: count for name, count in failures.items() if count},
+    )
+
+
+def _request_totals(name: str, requests: Sequence[Request], waits: Sequence[float] = ()) -> RequestTotals:
+    tokens = sum(request.tokens for request in requests)
+    dollars = math.fsum(request.cost_dollars for request in requests)
+    # An LM call outside of any request has tokens and dollars, but no slot: it is no request of its own.
+    latencies = [request.latency_seconds for request in requests if not request.is_lm_call]
+    return RequestTotals(
+        name,
+        len(latencies),
+        sum(bool(request.error) for request in requests),
+        tokens,
+        None if tokens and not dollars else dollars,
+        math.fsum(latencies),
+        median(latencies) if latencies else 0.0,
+        math.fsum(waits),
+        len(waits),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A candidate with a score, what the run had spent when it came, and the best score by then."""
+
+    index: int
+    score: float
+    best: float
+    seconds: float
+    calls: int
+    cost_dollars: float
+
+
+def score_course(history: History) -> list[Point]:
+    """Follow the score through the run, in the order in which candidates came."""
+    best, dollars, counted = -math.inf, 0.0, 0
+    points: list[Point] = []
+    for candidate in sorted(history.candidates, key=lambda candidate: (candidate.seconds or 0.0, candidate.index)):
+        if candidate.score is None or candidate.calls is None:
+            continue
+        seconds = candidate.seconds or 0.0
+        while counted < len(history.requests) and history.requests[counted].seconds <= seconds:
+            dollars += history.requests[counted].cost_dollars
+            counted += 1
+        best = max(best, candidate.score)
+        points.append(Point(candidate.index, candidate.score, best, seconds, candidate.calls, dollars))
+    return points
+
+
+@dataclass(frozen=True, slots=True)
+class ExampleScores:
+    """Scores of candidates by example of the validation set.
+
+    Args:
+        examples: ids of the examples, as text.
+        rows: candidate, its score on each example (None where it was not run on it), and on how many examples no
+            candidate is better. With 0 of these it is not on the Pareto front.
+        best: the best score of any candidate on each example.
+        left_out: number of candidates without a row, and number of examples without a column.
+    """
+
+    examples: list[str]
+    rows: list[tuple[Candidate, list[float | None], int]]
+    best: list[float]
+    left_out: tuple[int, int]
+
+
+def example_scores(history: History, most_rows: int, most_columns: int) -> ExampleScores:
+    """Tabulate scores by example, in the order of the candidates.
+
+    Where there are more candidates than rows, the seed, the best and those that win most examples are kept.
+    """
+    scored = [candidate for candidate in history.candidates if candidate.scores and candidate.score is not None]
+    examples = list(dict.fromkeys(example for candidate in scored for example in candidate.scores))
+    examples.sort(key=lambda example: (len(example), example))  # ids are texts: "9" before "10"
+    best = {
+        example: max(candidate.scores[example] for candidate in scored if example in candidate.scores)
+        for example in examples
+    }
+    wins = {
+        candidate.index: sum(candidate.scores.get(example, -math.inf) >= best[example] for example in examples)
+        for candidate in scored
+    }
+    by_interest = sorted(
+        scored,
+        key=lambda candidate: (
+            candidate is not history.best,
+            candidate is not history.seed,
+            -wins[candidate.index],
+            candidate.index,
+        ),
+    )
+    kept = sorted(by_interest[:most_rows], key=lambda candidate: candidate.index)
+    columns = examples[:most_columns]
+    return ExampleScores(
+        columns,
+        [
+            (candidate, [candidate.scores.get(example) for example in columns], wins[candidate.index])
+            for candidate in kept
+        ],
+        [best[example] for example in columns],
+        (len(scored) - len(kept), len(examples) - len(columns)),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointUse:
+    """What became of the requests to an endpoint.
+
+    Args:
+        answered: requests answered; None where the run was killed before it wrote that down.
+        turned_away: times that a request got no answer and was sent again.
+        pauses: times that the endpoint was sent nothing for a while.
+        limit: its last limit on requests in flight; None where that never changed.
+    """
+
+    name: str
+    answered: int | None
+    turned_away: int
+    pauses: int
+    limit: int | None
+
+
+def endpoint_uses(history: History) -> list[EndpointUse]:
+    """Add up requests by endpoint, in the order in which the journal names the endpoints."""
+    answered, turned_away, pauses = Counter[str](), Counter[str](), Counter[str]()
+    limits = dict[str, int]()
+    for event in history.events:
+        if event.kind == "EndpointAsked":
+            answered[event.fields["endpoint"]] += event.fields["answered"]
+        elif event.kind == "RequestTurnedAway":
+            turned_away[event.fields["endpoint"]] += 1
+        elif event.kind == "EndpointPaused":
+            pauses[event.fields["endpoint"]] += 1
+        elif event.kind == "LimitChanged" and event.fields["reason"] != "the median rule":  # that one is of a stage
+            limits[event.fields["name"]] = event.fields["after"]
+    names = dict.fromkeys([*answered, *turned_away, *pauses, *limits])
+    return [EndpointUse(name, answered.get(name), turned_away[name], pauses[name], limits.get(name)) for name in names]
+
+
+def open_intervals(intervals: Iterable[tuple[str, float, float]], end: float, bins: int) -> dict[str, list[float]]:
+    """Average how many intervals of each stage are open at a time, in equal bins from 0 to ``end``.
+
+    Args:
+        intervals: stage, begin and end of each.
+    """
+    width = end / bins or 1.0
+    averages: defaultdict[str, list[float]] = defaultdict(lambda: [0.0] * bins)
+    for stage, begin, until in intervals:
+        for number in range(max(0, int(begin / width)), min(bins - 1, int(until / width)) + 1):
+            overlap = min(until, (number + 1) * width) - max(begin, number * width)
+            averages[stage][number] += max(0.0, overlap) / width
+    return dict(averages)
+
+
+def family_tree(history: History) -> Iterator[tuple[int, Candidate, Candidate | None]]:
+    """Walk through the candidates, each under its first parent, the seed first: depth, candidate, parent."""
+    children: defaultdict[int, list[Candidate]] = defaultdict(list)
+    for candidate in history.candidates:
+        if candidate.index > 0:
+            children[(candidate.parents or (0,))[0] or 0].append(candidate)
+    stack: list[tuple[int, Candidate, Candidate | None]] = [] if history.seed is None else [(0, history.seed, None)]
+    while stack:
+        depth, candidate, parent = stack.pop()
+        yield depth, candidate, parent
+        stack += [(depth + 1, child, candidate) for child in reversed(children[candidate.index])]
