@@ -18,6 +18,7 @@ MODULES = {
     "hover": "benchmarks.workloads.hover",
     "ifbench": "benchmarks.workloads.ifbench",
     "symptom2disease": "benchmarks.workloads.symptom2disease",
+    "symptom2disease-coded": "benchmarks.workloads.symptom2disease_coded",
 }
 """Where each workload is defined."""
 
