@@ -818,6 +818,8 @@ class GepaLoop:
             if pays is None and not self._run.live and aside.open and self._due_last() is None:
                 aside.refund()  # nothing was found that is worth a last validation: its calls pay further steps
                 pays = budget.reserve(self._most_calls) if self._pays_alone else None
+            if pays is not None:
+                self._is_last = False  # the refunded calls pay an ordinary step
             if pays is not None or self._run.live:
                 return pays
         self._is_last = not self._is_last and not self._run.live and self._due_last() is not None
