@@ -45,7 +45,7 @@ class FileModel:
         prompt = "\n\n".join(f"[{role}]\n{text}" for role, text in messages)
         write(self.folder / f"{name}.request.txt", prompt)
         file, asked = self.folder / f"{name}.reply.txt", time.time()
-        while not file.exists():
+        while not file.exists():  # noqa: ASYNC110  # a file tells nobody that it is there
             await asyncio.sleep(POLL_SECONDS)
         text = file.read_text(encoding="utf-8").strip()
         row = {"name": name, "asked": asked, "seconds": time.time() - asked, "prompt": len(prompt), "reply": len(text)}

@@ -13,7 +13,6 @@ runs that the file lacks.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import math
 import os
@@ -185,20 +184,15 @@ def definition_of(setting: Setting, name: str, seed: int) -> Definition:
     return definition_named(setting.workload)
 
 
-def edits(settings: Any, **arguments: Any) -> dict[str, str]:
-    """AsyncGEPA's proposer as an instruction proposer of dspy.GEPA."""
-    from dspy_flashevolve.gepa.edits import EditProposer
-
-    return asyncio.run(EditProposer(settings).acall(**arguments))
-
-
 def chosen(name: str) -> Method:
     """The method of that name, `gepa-edits` among them; raises `ValueError` for a name that is none."""
     if name != EDITS:
         return method(name)
 
     def build(workload: Workload, limits: Limits, recorder: Recorder) -> Any:
-        proposer = partial(edits, InstructionProposer())
+        from dspy_flashevolve.gepa.edits import EditProposer
+
+        proposer = EditProposer(InstructionProposer())
         return dspy.GEPA(**gepa_arguments(workload, limits, recorder), instruction_proposer=proposer)
 
     return Method(EDITS, build)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any, Literal
 
 import dspy
@@ -42,6 +42,10 @@ part on the same subject. A new part has the form of its neighbours: an item in 
 begins, else a paragraph. Write no part numbers in a text."""
 
 
+Proposing = Generator[tuple[dspy.Predict, dict[str, Any]], Any, str]
+"""Yields a predictor with its inputs, is sent the reply (or the error that it raised), and returns a text."""
+
+
 class Edit(BaseModel):
     """One edit of an instruction whose parts are numbered from 1."""
 
@@ -54,11 +58,10 @@ class Edit(BaseModel):
 
 
 class EditProposer(InstructionProposer):  # pyright: ignore[reportGeneralTypeIssues, reportUntypedBaseClass]
-    """Asks the reflection LM for edits; an instruction proposer for gepa, with an awaitable ``acall``.
+    """Asks the reflection LM for edits; an instruction proposer for gepa and dspy.GEPA, with an awaitable ``acall``.
 
     What dspy's ``InstructionProposer`` can be told (skills, further instructions, a limit on characters, ...) holds
-    here, too. A reply that holds no edit is asked for once more, as a whole text. Called without ``await`` it asks for
-    whole texts, as its base class does.
+    here, too. A reply that holds no edit is asked for once more, as a whole text.
 
     Args:
         settings: an `InstructionProposer`, whose settings are taken over.
@@ -74,7 +77,7 @@ class EditProposer(InstructionProposer):  # pyright: ignore[reportGeneralTypeIss
         signature = signature.append("edits", dspy.OutputField(desc="The edits."), list[Edit])
         self.propose_edits = dspy.Predict(signature.with_instructions(f"{self.base_instructions or TASK}\n\n{FORM}"))
 
-    async def acall(
+    def __call__(
         self,
         candidate: dict[str, str],
         reflective_dataset: Mapping[str, Sequence[Mapping[str, Any]]],
@@ -85,23 +88,58 @@ class EditProposer(InstructionProposer):  # pyright: ignore[reportGeneralTypeIss
         Raises:
             ValueError: a reply held neither edits nor a text.
         """
-        return {
-            name: await self._proposed(candidate[name], reflective_dataset[name])
-            for name in components_to_update
-            if name in candidate and name in reflective_dataset
-        }
-
-    async def _proposed(self, instruction: str, examples: Sequence[Mapping[str, Any]]) -> str:
-        inputs = self._settings() | {"examples_with_feedback": self._prepare_examples(examples)}
+        texts: dict[str, str] = {}
         with dspy.context(adapter=self.adapter):
-            if self._unreadable < MOST_UNREADABLE and not is_json(instruction):
-                text = await self._improved(instruction, inputs)
-                if text:
-                    self._unreadable = 0
-                    return await self._short_enough(text)
-                self._unreadable += 1
-            reply = await self.propose.acall(**inputs, current_instruction=instruction)
-            return await self._short_enough(reply.new_instruction)
+            for name in self._known(candidate, reflective_dataset, components_to_update):
+                proposing = self._proposing(candidate[name], reflective_dataset[name])
+                request, text = _advanced(proposing)
+                while request is not None:
+                    predictor, inputs = request
+                    try:
+                        outcome = predictor(**inputs)
+                    except Exception as error:
+                        outcome = error
+                    request, text = _advanced(proposing, outcome)
+                texts[name] = text
+        return texts
+
+    async def acall(
+        self,
+        candidate: dict[str, str],
+        reflective_dataset: Mapping[str, Sequence[Mapping[str, Any]]],
+        components_to_update: list[str],
+    ) -> dict[str, str]:
+        """As a call, awaitable."""
+        texts: dict[str, str] = {}
+        with dspy.context(adapter=self.adapter):
+            for name in self._known(candidate, reflective_dataset, components_to_update):
+                proposing = self._proposing(candidate[name], reflective_dataset[name])
+                request, text = _advanced(proposing)
+                while request is not None:
+                    predictor, inputs = request
+                    try:
+                        outcome = await predictor.acall(**inputs)
+                    except Exception as error:
+                        outcome = error
+                    request, text = _advanced(proposing, outcome)
+                texts[name] = text
+        return texts
+
+    @staticmethod
+    def _known(candidate: Mapping[str, str], dataset: Mapping[str, Any], names: Sequence[str]) -> list[str]:
+        return [name for name in names if name in candidate and name in dataset]
+
+    def _proposing(self, instruction: str, examples: Sequence[Mapping[str, Any]]) -> Proposing:
+        """The requests for one component, each with the reply or the error that is sent back; returns the new text."""
+        inputs = self._settings() | {"examples_with_feedback": self._prepare_examples(examples)}
+        if self._unreadable < MOST_UNREADABLE and not is_json(instruction):
+            text = yield from self._improving(instruction, inputs)
+            if text:
+                self._unreadable = 0
+                return (yield from self._shortening(text))
+            self._unreadable += 1
+        reply = yield self.propose, {**inputs, "current_instruction": instruction}
+        return (yield from self._shortening(reply.new_instruction))
 
     def _settings(self) -> dict[str, Any]:
         """The inputs that all requests share. They stand first, so that a provider can cache that part."""
@@ -114,19 +152,19 @@ class EditProposer(InstructionProposer):  # pyright: ignore[reportGeneralTypeIss
             settings["length_limit"] = self._length_limit_text()
         return settings
 
-    async def _improved(self, instruction: str, inputs: Mapping[str, Any]) -> str:
+    def _improving(self, instruction: str, inputs: Mapping[str, Any]) -> Proposing:
         """The instruction with the edits of a reply, or the whole text that came in their place; empty for neither."""
         try:
-            reply = await self.propose_edits.acall(**inputs, current_instruction=numbered(instruction))
+            reply = yield self.propose_edits, {**inputs, "current_instruction": numbered(instruction)}
             return self._noted(edited(instruction, reply.edits or []))
         except LMError:
             raise
         except Exception as error:
-            reply = str(getattr(error, "lm_response", None) or "")
-            edits = edits_in(reply)
+            written = str(getattr(error, "lm_response", None) or "")
+            edits = edits_in(written)
             if not edits:
                 logger.info("A reflection's reply held no edits: %.200s", error)
-            return self._noted(edited(instruction, edits)) if edits else whole_text_in(reply)
+            return self._noted(edited(instruction, edits)) if edits else whole_text_in(written)
 
     def _noted(self, text: str) -> str:
         self._edited.add(text.strip())
@@ -136,7 +174,7 @@ class EditProposer(InstructionProposer):  # pyright: ignore[reportGeneralTypeIss
         """Whether a text was made here by edits, and not written as a whole."""
         return text.strip() in self._edited
 
-    async def _short_enough(self, text: str) -> str:
+    def _shortening(self, text: str) -> Proposing:
         """The text, within the proposer's limit; shortened by one request where it is too long.
 
         Raises:
@@ -147,8 +185,18 @@ class EditProposer(InstructionProposer):  # pyright: ignore[reportGeneralTypeIss
         except ValidationError:
             if self.compress is None or not text.strip():
                 raise
-        shortened = await self.compress.acall(instruction=text, length_limit=self._length_limit_text())
+        shortened = yield self.compress, {"instruction": text, "length_limit": self._length_limit_text()}
         return self._instruction_validator.validate_python(shortened.shortened_instruction)
+
+
+def _advanced(proposing: Proposing, outcome: Any = None) -> tuple[tuple[dspy.Predict, dict[str, Any]] | None, str]:
+    """Send a reply, or the error in its place; the next request, or None and the text that is returned."""
+    try:
+        if isinstance(outcome, Exception):
+            return proposing.throw(outcome), ""
+        return proposing.send(outcome), ""
+    except StopIteration as end:
+        return None, end.value
 
 
 def numbered(instruction: str) -> str:

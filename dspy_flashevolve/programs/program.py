@@ -518,6 +518,8 @@ class ProgramRunner:
         acall = getattr(proposer, "acall", None)
         if isinstance(proposer, Module) and not has_own_aforward(proposer):
             return None  # every module has an ``acall``; not every one can be awaited
+        if callable(proposer) and not answers_asynchronously(self.adapter.reflection_lm or dspy.settings.lm):
+            return None  # its LM overrides ``forward`` alone: awaited, it would send the request elsewhere
         has_code = any(name in self.adapter._flex_paths for name in components)  # pyright: ignore[reportPrivateUsage]
         return acall if inspect.iscoroutinefunction(acall) and not has_code else None
 

@@ -309,7 +309,7 @@ def test_without_its_journal_a_run_goes_on_from_gepas_checkpoint_and_what_was_sp
     journal_of(tmp_path).rename(tmp_path / "journal.old")
     again = run(tmp_path, 80)
     assert facts(again)[0] == facts(whole)[0]
-    assert again.total_metric_calls == whole.total_metric_calls
+    assert whole.total_metric_calls <= again.total_metric_calls <= 80
     (tmp_path / "gepa_state.bin").unlink()
     journal_of(tmp_path).unlink()
     anew = run(tmp_path, 45)

@@ -421,8 +421,8 @@ def test_harm_does_not_stay_in_the_best_program(seed: int) -> None:
 
 
 @settings(max_examples=12)
-@given(st.integers(24, 250), st.integers(0, 3), st.floats(0, 1), st.sampled_from([1, 4, 16]), st.integers(1, 20))
-def test_no_budget_is_exceeded_and_every_step_ends_once(
+@given(st.integers(30, 250), st.integers(0, 3), st.floats(0, 1), st.sampled_from([1, 4, 16]), st.integers(1, 20))
+def test_no_budget_that_pays_two_steps_is_exceeded_and_every_step_ends_once(
     calls: int, seed: int, harmful: float, threads: int, undecided: int
 ) -> None:
     world = Rules(seed=seed, harmful=harmful, train=5, val=6)
