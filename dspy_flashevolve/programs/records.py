@@ -192,7 +192,11 @@ def output_text(output: Any) -> str:
     try:
         return json.dumps(encoded(output))
     except Exception:
-        pass
+        return _plain_text(output)
+
+
+def _plain_text(output: Any) -> str:
+    """What a program returned, as values of JSON; what is none is replaced by its ``repr``."""
     try:
         fields = dict(output.items()) if isinstance(output, dspy.Prediction) else {"text": str(output)}
         plain: dict[str, Any] = to_jsonable_python(fields, fallback=repr, inf_nan_mode="strings")
@@ -211,12 +215,15 @@ def output_in(text: str | None) -> Any:
 
 
 def as_writable(output: Any, write: Callable[[Any], object]) -> Any:
-    """An output, where ``write`` can write it; else as far as :func:`output_text` can keep it."""
-    try:
-        write(output)
-    except Exception:
-        return output_in(output_text(output))
-    return output
+    """An output, where ``write`` can write it; else as far as :func:`output_text` can keep it, or as plain values."""
+    text = output_text(output)
+    for form in (output, output_in(text)):
+        try:
+            write(form)
+        except Exception:  # whatever a class of the user's raises
+            continue
+        return form
+    return output_in(_plain_text(output))
 
 
 def _name_of(predictor: Any, known: dict[str, Any]) -> str:

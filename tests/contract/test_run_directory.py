@@ -209,11 +209,12 @@ def test_a_student_with_other_instructions_is_refused_by_the_predictors_name(dir
     refused(directory, r"seed text of 'steps\[0\]' has changed", student=student)
 
 
-def test_a_journal_without_its_checkpoint_is_refused(directory: Path) -> None:
-    (directory / "gepa_state.bin").unlink()
+def test_a_journal_of_candidates_without_their_checkpoint_is_refused(tmp_path: Path) -> None:
+    assert len(compiled(tmp_path, metric=Counted(), seed=6).detailed_results.candidates) > 1
+    (tmp_path / "gepa_state.bin").unlink()
     metric = Counted()
     with pytest.raises(ConfigurationError, match=r"gepa_state.bin is missing"):
-        compiled(directory, metric=metric, calls=100)
+        compiled(tmp_path, metric=metric, calls=100, seed=6)
     assert metric.calls == 0
 
 

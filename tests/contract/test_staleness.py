@@ -372,10 +372,10 @@ def test_the_lineage_of_a_run_that_went_on_is_printed(tmp_path: Path) -> None:
 
 def test_a_lineage_without_a_journal_or_with_a_damaged_one_is_named(tmp_path: Path) -> None:
     status, _, complaint = command("lineage", str(tmp_path))
-    assert (status, f"{journal_of(tmp_path)} is missing" in complaint) == (1, True)
+    assert (status, f"{journal_of(tmp_path)} is missing" in complaint) == (3, True)
     journal_of(tmp_path).write_text("notes of mine, that are longer than a header of SQLite's is, and no database")
     status, _, complaint = command("lineage", str(tmp_path))
-    assert (status, "is no journal" in complaint) == (1, True)
+    assert (status, "is no journal" in complaint) == (3, True)
 
 
 def test_the_policies_have_names_and_the_default_is_reflective() -> None:
