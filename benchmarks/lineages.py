@@ -25,6 +25,9 @@ from benchmarks.results import shown, table
 from benchmarks.workloads.rows import VARIABLE, data_folder
 from dspy_flashevolve.gepa.changes import Weave, changes_between
 from dspy_flashevolve.gepa.parts import Part, face_of, is_item, is_worded_as, level_of, parts_of
+from dspy_flashevolve.sim import HouseRules
+from dspy_flashevolve.sim.replies import new_instruction
+from dspy_flashevolve.sim.reply_model import Choices, reply_model_named
 
 FILE = "lineages/pairs.jsonl.gz"
 CLASSES: dict[str, Callable[[str], bool]] = {
@@ -246,12 +249,28 @@ def samples(pairs: Sequence[Pair], count: int, seed: int) -> str:
     return "\n\n".join(texts)
 
 
+def simulated_pairs(name: str, runs: int = 20, generations: int = 5) -> list[Pair]:
+    """What a simulated reflection model makes of a task's seed, of its own text, and so on."""
+    model, pairs = reply_model_named(name), list[Pair]()
+    for run in range(runs):
+        task = HouseRules(seed=run, reply_model=model)
+        parent = str(task.program().answer.signature.instructions)  # pyright: ignore
+        for generation in range(generations):
+            missed = random.Random(f"{run} {generation}").sample(task.all_rules(), 8)
+            choices = Choices(run, f"generation {generation}")
+            child = new_instruction(parent, " ".join(["Missed:", *map(str, missed)]), model, choices)
+            pairs.append(Pair(name, str(run), parent, child, generation == 0))
+            parent = child
+    return pairs
+
+
 def fit(pairs: Sequence[Pair], seed: int) -> str:
-    """For each class the quantiles of every figure, on the runs that the model is fitted to and on the rest."""
+    """For each class every figure's quantiles: of the runs that the model is fitted to, of the rest, and its own."""
     lines: list[list[str]] = []
     for name, stands_for in CLASSES.items():
         own = [pair for pair in pairs if stands_for(pair.model)]
-        for third, some in zip(("fit", "test"), split_by_run(own, seed), strict=True):
+        parts = (*split_by_run(own, seed), simulated_pairs(name))
+        for third, some in zip(("fit", "test", "simulated"), parts, strict=True):
             for kind in ("first", "later"):
                 fates = [pair.fate for pair in some if pair.is_first == (kind == "first")]
                 for field in fields(Fate):

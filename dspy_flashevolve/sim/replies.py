@@ -28,6 +28,7 @@ from dspy_flashevolve.sim.profiles import Profile
 from dspy_flashevolve.sim.prompts import ChatRequest, OutputField
 from dspy_flashevolve.sim.reply_model import Choices, ReplyModel, useless_sentence
 from dspy_flashevolve.sim.sloppy import formed, formed_reply, formed_verdicts, sloppy_form
+from dspy_flashevolve.sim.structured import consolidated, edits, patched, rewritten, statements
 from dspy_flashevolve.sim.words import (
     FILLER_CLOSING,
     FILLER_OPENING,
@@ -40,6 +41,9 @@ from dspy_flashevolve.sim.words import (
     without_rules,
 )
 
+CHARACTERS_A_TOKEN = 4
+_WRITTEN = ("reflection", "integration", "consolidation")
+"""Kinds of prompts whose replies are texts for a prompt, as long as the model writes them where it has a lineage."""
 _PLAYBOOK_REPLIES = {"sample_reflection": reflect, "curation": curate}
 """Kind of prompt -> the function that writes the fields of its reply."""
 
@@ -50,7 +54,8 @@ class Reply:
 
     Attributes:
         text: The message's content.
-        completion_tokens: Its simulated length, from the profile's law; not the length of `text`.
+        completion_tokens: Its simulated length: from the profile's law, whatever the length of `text`; of a new text by
+            a model with a lineage, a quarter of its characters.
         finish_reason: "length" when a limit cut the simulated length, else "stop"; `text` is whole either way.
     """
 
@@ -74,10 +79,14 @@ def reply_to(request: ChatRequest, profile: Profile, model: ReplyModel, seed: in
     choices = Choices(seed, request.content)
     quick = request.kind in ("task", "other") or is_tool_call(request)
     law = profile.task_length if quick else profile.reflection_length
-    wanted = law.tokens(choices.uniform("length"))
+    text = _text(request, model, choices, seed)
+    if model.lineage is not None and request.kind in _WRITTEN:
+        wanted = max(1, len(text) // CHARACTERS_A_TOKEN)
+    else:
+        wanted = law.tokens(choices.uniform("length"))
     limit = min(request.max_tokens or profile.max_output_tokens, profile.max_output_tokens)
     return Reply(
-        text=_text(request, model, choices, seed),
+        text=text,
         completion_tokens=min(wanted, limit),
         finish_reason="length" if wanted > limit else "stop",
     )
@@ -129,8 +138,10 @@ def _reflection(request: ChatRequest, model: ReplyModel, choices: Choices) -> st
 
 
 def _consolidated(text: str, model: ReplyModel, choices: Choices) -> str:
-    """The instruction written anew: as an integration that adds nothing, it loses and rewords some of it."""
-    return integrate(text, "", model, choices)[1]
+    """The instruction written anew: without a lineage as an integration that adds nothing, and loses some of it."""
+    if model.lineage is None:
+        return integrate(text, "", model, choices)[1]
+    return consolidated(text, model.lineage, choices)
 
 
 _NUMBERED = re.compile(r"^\[\d{1,4}\] ?", re.MULTILINE)
@@ -139,25 +150,31 @@ _NUMBERED = re.compile(r"^\[\d{1,4}\] ?", re.MULTILINE)
 def _edits(request: ChatRequest, current: str, feedback: str, model: ReplyModel, choices: Choices) -> str:
     """The same reflection as edits of the numbered parts."""
     before = [_NUMBERED.sub("", part) for part in re.split(r"\n(?=\[\d{1,4}\] )", current)]
+    if model.lineage is not None:
+        learnt = _learnt("\n".join(before), feedback, model, choices)
+        forgets = choices.uniform("forget") < model.forgets
+        return _edits_written(request, edits(before, learnt, forgets, model.lineage, choices), model, choices)
     text = new_instruction("\n".join(before), feedback, model, choices)
-    after, edits = text.splitlines(), list[dict[str, object]]()
+    after, changes = text.splitlines(), list[object]()
     lines = [line for part in before for line in part.splitlines()]
     if choices.uniform("rewrite") < model.rewrites:
-        edits = [{"action": "replace", "part": 1, "text": text, "reason": ""}]
-        edits += [
+        changes = [{"action": "replace", "part": 1, "text": text, "reason": ""}]
+        changes += [
             {"action": "remove", "part": number, "text": "", "reason": ""} for number in range(2, len(before) + 1)
         ]
     else:
         for number, part in enumerate(before, start=1):
             if not all(line in after for line in part.splitlines()):
-                edits.append({"action": "remove", "part": number, "text": "", "reason": "not needed"})
+                changes.append({"action": "remove", "part": number, "text": "", "reason": "not needed"})
         for line in after:
             if line not in lines:
-                edits.append({"action": "add", "part": len(before), "text": line, "reason": "the feedback says so"})
+                changes.append({"action": "add", "part": len(before), "text": line, "reason": "the feedback says so"})
+    return _edits_written(request, changes, model, choices)
+
+
+def _edits_written(request: ChatRequest, changes: Sequence[object], model: ReplyModel, choices: Choices) -> str:
     form = sloppy_form(model, choices, verdicts=False)
-    if form == "unchanged":
-        edits = []
-    values = {"edits": edits}
+    values = {"edits": [] if form == "unchanged" else changes}
     written = json.dumps(values) if request.json_reply else _written(request, values)
     return written if form is None else formed_reply(form, formed(form, written, written))
 
@@ -227,6 +244,9 @@ def integrate(head: str, children: str, model: ReplyModel, choices: Choices) -> 
         del rules[choices.index("forget which", len(rules))]
     rules = [rule for rule in rules if choices.uniform(f"drop {rule.word}") >= model.loses]
     dropped = {sentence for sentence in _sentences(base) if choices.uniform(f"drop {sentence}") < model.loses}
+    if model.lineage is not None:
+        gone = {*statements(head)} - {*statements("\n".join(map(str, rules)))} - {*_sentences(base)} | dropped
+        return verdicts, patched(head, gone, [*copied, *map(str, sorted(kept))], model.lineage, choices)
     base = "\n".join(line for line in base.splitlines() if line.strip() not in dropped)
     whole = [_reworded(rule, model, choices) for rule in (*rules, *kept)]
     return verdicts, "\n".join([base, *copied, *map(str, sorted(whole))]).strip()
@@ -265,14 +285,14 @@ def new_instruction(current: str, feedback: str, model: ReplyModel, choices: Cho
         model: How well the model reflects.
         choices: The random choices of this request.
     """
+    if model.lineage is not None:
+        return rewritten(current, _learnt(current, feedback, model, choices), model.lineage, choices)
     current = _listed(current)
     rules, base = rules_in(current), without_rules(current)
-    known = {rule.word for rule in rules}
-    missed = [rule for rule in rules_in(feedback) if rule.word not in known]
-    sentence = model.sentence(choices)
-    added = [] if sentence else model.read(missed, choices)
+    learnt = _learnt(current, feedback, model, choices)
+    added = rules_in("\n".join(learnt))
     if not added:
-        base = _with(base, sentence or useless_sentence(choices))
+        base = _with(base, learnt[0])
     if rules and choices.uniform("forget") < model.forgets:
         del rules[choices.index("forget which", len(rules))]
     rules = sorted([*rules, *added])
@@ -281,6 +301,15 @@ def new_instruction(current: str, feedback: str, model: ReplyModel, choices: Cho
     rules.sort(key=lambda rule: choices.uniform(f"rewrite {rule.word}"))
     other = [rule.reworded(1 + choices.index(f"rewrite {rule.word} how", WORDINGS - 1)) for rule in rules]
     return _LINKS[choices.index("rewrite how", len(_LINKS))].join([*base.splitlines(), *map(str, other)]).strip()
+
+
+def _learnt(current: str, feedback: str, model: ReplyModel, choices: Choices) -> list[str]:
+    """What a reflection adds: rules that the feedback names and the instruction has not, or a sentence."""
+    known = {rule.word for rule in rules_in(current)}
+    missed = [rule for rule in rules_in(feedback) if rule.word not in known]
+    sentence = model.sentence(choices)
+    added = [] if sentence else model.read(missed, choices)
+    return list(map(str, added)) or [sentence or useless_sentence(choices)]
 
 
 _LINKS = ("; ", "; then: ", "; and mind this: ", "; what is more: ")

@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from dspy_flashevolve.sim.lineage import GPT_CLASS, QWEN3_8B, Lineage
 from dspy_flashevolve.sim.words import (
     HARMFUL_SENTENCES,
     RECURRING_HARM,
@@ -83,6 +84,8 @@ class ReplyModel:
         rewrites: Probability that a reflection puts all that it writes in other words, in one paragraph.
         sloppy: Probability that a reply to a reflection or an integration is in a form that was not asked for
             (`dspy_flashevolve.sim.sloppy`).
+        lineage: How a reflection writes structured texts and edits (`structured.py`): what it keeps, rewords and drops
+            follows from that, and `forgets` counts for edits and integrations alone. None for a text of single lines.
         resamples: True when a request that comes again is answered anew, as at a temperature above 0; else equal
             requests get equal replies.
 
@@ -117,6 +120,7 @@ class ReplyModel:
     rewords: float = 0.0
     rewrites: float = 0.0
     sloppy: float = 0.0
+    lineage: Lineage | None = None
     resamples: bool = False
 
     def __post_init__(self) -> None:
@@ -215,6 +219,8 @@ REPLY_MODELS: dict[str, ReplyModel] = {
     "sloppy": replace(_PLAIN, sloppy=0.5, rewords=0.3),
     "rewriting": replace(_PLAIN, rewrites=1.0),
 }
+REPLY_MODELS["strong"] = replace(_PLAIN, lineage=GPT_CLASS)
+REPLY_MODELS["strong-small"] = replace(REPLY_MODELS["harsh"], lineage=QWEN3_8B)
 """The named models.
 
 obliging    writes good rules only, obeys all alike, integrates without loss: what a search finds easy
@@ -223,6 +229,8 @@ harsh       more harm than help, a good part of the rules never obeyed, length c
 vague       as plain, but feedback seldom says what was missed, and most reflections do nothing
 sloppy      as plain, but every second reflection and integration comes in a form that was not asked for
 rewriting   as plain, but every reflection puts the whole instruction in other words
+strong      learns as plain, and writes structured texts, or edits, as GPT-class models do (`lineage.py`)
+strong-small  learns as harsh, and writes as Qwen3-8B does
 """
 
 

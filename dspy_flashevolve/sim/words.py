@@ -74,6 +74,8 @@ _ADVICE = "|".join(map(re.escape, _USUAL_ADVICE))
 _USELESS = re.compile(rf"{_ADVICE}|Keep the (?:{'|'.join(_ASPECTS)}) (?:{'|'.join(_QUALITIES)})\.")
 _RARE_HARM = rf"Leave out the (?:{'|'.join(_ASPECTS)}) unless it is (?:{'|'.join(_QUALITIES)})\."
 _HARMFUL = re.compile(rf"{'|'.join(map(re.escape, RECURRING_HARM))}|{_RARE_HARM}")
+STATEMENT = re.compile(f"{_RULE.pattern}|{_USELESS.pattern}|{_HARMFUL.pattern}")
+"""A rule, or a sentence that a reflection writes instead of one."""
 _TOKEN = re.compile(r"[a-z]+")
 
 
