@@ -164,7 +164,7 @@ class EditProposer(InstructionProposer):  # pyright: ignore[reportGeneralTypeIss
             edits = edits_in(written)
             if not edits:
                 logger.info("A reflection's reply held no edits: %.200s", error)
-            return self._noted(edited(instruction, edits)) if edits else whole_text_in(written)
+            return self._noted(edited(instruction, edits)) if edits else unnumbered(whole_text_in(written), instruction)
 
     def _noted(self, text: str) -> str:
         self._edited.add(text.strip())
@@ -210,6 +210,18 @@ def numbered(instruction: str) -> str:
 
 
 _NUMBER = re.compile(r"\A\s*\[\d{1,4}\]\s?")
+
+
+def unnumbered(text: str, instruction: str) -> str:
+    """A whole text without the numbers that a model has copied from the parts that it was shown.
+
+    >>> unnumbered("[1] Answer. Think.", "Answer."), unnumbered("[1] A. Smith", "See:\\n[1] A. Smith, 2001")
+    ('Answer. Think.', '[1] A. Smith')
+    """
+    return text if _LINE_NUMBER.search(instruction) else _LINE_NUMBER.sub("", text)
+
+
+_LINE_NUMBER = re.compile(r"^[ \t]*\[\d{1,4}\] ?", re.MULTILINE)
 
 
 def edited(instruction: str, edits: Sequence[Edit]) -> str:

@@ -136,6 +136,12 @@ def test_a_whole_text_in_the_place_of_edits_is_taken_as_it_is() -> None:
     assert proposed(json.dumps({"new_instruction": "Answer in French."}))[0] == "Answer in French."
 
 
+def test_part_numbers_that_a_model_copies_into_a_whole_text_do_not_stay() -> None:
+    """They would make each later child a rewrite of its parent, and the user's prompt unfit to use."""
+    copied = "\n".join(f"[{number}] {line}" for number, line in enumerate(["# Task", "Answer in French."], start=1))
+    assert proposed(json.dumps({"new_instruction": copied}))[0] == "# Task\nAnswer in French."
+
+
 def test_a_reply_without_edits_is_asked_for_once_more_as_a_whole_text() -> None:
     def answer(prompt: str) -> str:
         return "I cannot do that." if "[1] # Task" in prompt else json.dumps({"new_instruction": "Whole."})
