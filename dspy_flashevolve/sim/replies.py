@@ -138,7 +138,7 @@ def _reflection(request: ChatRequest, model: ReplyModel, choices: Choices) -> st
 
 
 def _consolidated(text: str, model: ReplyModel, choices: Choices) -> str:
-    """The instruction written anew: without a lineage as an integration that adds nothing, and loses some of it."""
+    """Write an instruction anew: without a lineage as an integration that adds nothing, and loses some of it."""
     if model.lineage is None:
         return integrate(text, "", model, choices)[1]
     return consolidated(text, model.lineage, choices)
@@ -148,7 +148,7 @@ _NUMBERED = re.compile(r"^\[\d{1,4}\] ?", re.MULTILINE)
 
 
 def _edits(request: ChatRequest, current: str, feedback: str, model: ReplyModel, choices: Choices) -> str:
-    """The same reflection as edits of the numbered parts."""
+    """Write what a reflection would change as edits of the numbered parts."""
     before = [_NUMBERED.sub("", part) for part in re.split(r"\n(?=\[\d{1,4}\] )", current)]
     if model.lineage is not None:
         learnt = _learnt("\n".join(before), feedback, model, choices)

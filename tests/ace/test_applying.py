@@ -231,7 +231,7 @@ def test_opposites_and_other_numbers_are_no_repeats(first: str, other: str) -> N
 def test_overlap_is_the_share_of_common_words() -> None:
     assert overlap("", "") == 1.0
     assert overlap("a b", "b a.") == 1.0
-    found = closest("a b c", BOOK.bullets, 0.3)
-    assert found is not None
-    assert found.id == "oth-1"
+    duplicate = closest("a b c", BOOK.bullets, 0.3)
+    assert duplicate is not None
+    assert duplicate.id == "oth-1"
     assert closest("a b c", BOOK.bullets, 0.5) is None

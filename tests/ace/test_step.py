@@ -172,8 +172,8 @@ def test_operations_are_applied_and_what_is_wrong_with_some_does_not_stop_the_ot
     assert run.stats.ended["committed"] == 1
     assert run.texts == ["a", "Round late.", "Sum first."]
     assert run.stats.operations == {"add": 1, "update": 1}
-    found = {kind: count for kind, count in run.stats.problems.items() if kind not in ("unknown tag",)}
-    assert found == {"unknown operation": 1, "unknown section": 1, "unknown id": 1, "contradiction": 1}
+    problems = {kind: count for kind, count in run.stats.problems.items() if kind not in ("unknown tag",)}
+    assert problems == {"unknown operation": 1, "unknown section": 1, "unknown id": 1, "contradiction": 1}
 
 
 def test_texts_are_made_ready_for_comparison_before_they_are_applied() -> None:

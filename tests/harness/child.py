@@ -85,9 +85,9 @@ def run(directory: Path, kind: str, iterations: int, is_virtual: bool = False, *
     """One compile; `kind` is "lockstep" or a policy. In virtual time equal runs are equal."""
     directory.mkdir(exist_ok=True)
 
-    def log(name: str, what: object) -> None:
+    def log(name: str, entry: object) -> None:
         with (directory / f"{name}.txt").open("a") as file:
-            file.write(f"{what}\n")
+            file.write(f"{entry}\n")
 
     def metric(gold: Any, pred: Any, trace: Any = None) -> float:
         log("scored", gold.question)

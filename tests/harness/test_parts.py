@@ -90,15 +90,15 @@ def test_the_front_does_not_depend_on_the_order_of_arrival(points: dict[int, Any
     assert pareto_front(dict(items)) == pareto_front(points)
 
 
-@pytest.mark.parametrize(("source", "said"), [
+@pytest.mark.parametrize(("source", "message"), [
     ("def f(:", "not Python"), ("x = 1", "0 subclasses"), (GOOD + GOOD.replace("Good", "Other"), "2 subclasses"),
     ("class A(dspy.Module):\n    pass", "no method forward"), ("import os\n" + GOOD, "imports os"),
     ("from . import x\n" + GOOD, "relative import"), ("import os.path as json\n" + GOOD, "imports os.path"),
     ("class A(dspy.Module):\n    def forward(self, other): ...", "inputs question"), ("#" * 200_000, "characters"),
     ("(" * 5000, "not Python"), ("x = '\0'", "not Python"),
 ])  # fmt: skip
-def test_what_is_no_harness_is_refused_with_the_reason(source: str, said: str) -> None:
-    with pytest.raises(DraftError, match=said):
+def test_what_is_no_harness_is_refused_with_the_reason(source: str, message: str) -> None:
+    with pytest.raises(DraftError, match=message):
         draft_of(source, ["question"])
 
 

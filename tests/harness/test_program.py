@@ -52,11 +52,11 @@ def test_what_its_code_raises_is_an_error_with_its_words() -> None:
     assert caught.value.failure.reason == "error"
 
 
-@pytest.mark.parametrize(("arguments", "said"), [
+@pytest.mark.parametrize(("arguments", "message"), [
     ({"module_src": "import os"}, "imports os"), ({"module_src": "x"}, "0 subclasses"),
 ])  # fmt: skip
-def test_a_harness_that_cannot_run_is_refused(arguments: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigurationError, match=said):
+def test_a_harness_that_cannot_run_is_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
         Harness("question -> answer", **arguments)
 
 

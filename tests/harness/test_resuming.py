@@ -38,7 +38,7 @@ def rows(directory: Path, query: str) -> list[Any]:
         return connection.execute(query).fetchall()
 
 
-def found(program: Any) -> list[Any]:
+def results_of(program: Any) -> list[Any]:
     """The archive, without what time makes of it."""
     details = program.detailed_results
     return [
@@ -104,7 +104,7 @@ def test_a_search_that_an_error_ended_goes_on_as_if_it_had_not_been(
     directory, whole = uninterrupted
     with pytest.raises(RunAbortedError):
         run(tmp_path, "lockstep", 3, num_threads=1, lm=fake_lm(Ends(answers, calls)))
-    assert found(run(tmp_path, "lockstep", 3, num_threads=1)) == found(whole)
+    assert results_of(run(tmp_path, "lockstep", 3, num_threads=1)) == results_of(whole)
     for name in ("scored", "learnt", "proposed"):
         assert lines(tmp_path, name) == lines(directory, name)
     assert check(tmp_path / "run").problems == []
@@ -120,14 +120,14 @@ def test_a_search_that_ends_again_and_again_pays_nothing_twice(tmp_path: Path, u
         except RunAbortedError:
             ended += 1
     assert ended > 5
-    assert found(cut) == found(whole)
+    assert results_of(cut) == results_of(whole)
     assert sorted(lines(tmp_path, "scored")) == sorted(lines(directory, "scored"))
     assert lines(tmp_path, "learnt") == lines(directory, "learnt")
     assert lines(tmp_path, "proposed") == lines(directory, "proposed")
 
 
 def test_a_proposer_that_was_interrupted_is_asked_again_in_its_direction(tmp_path: Path) -> None:
-    def log(name: str, what: object) -> None:
+    def log(name: str, entry: object) -> None:
         pass
 
     directions = ["red", "green", "blue"]
@@ -159,7 +159,7 @@ def test_a_proposal_that_was_there_before_an_interruption_is_patched_as_it_was(t
 
 
 def test_of_a_step_that_was_interrupted_at_its_admission_the_rest_is_admitted(tmp_path: Path) -> None:
-    whole = found(run(tmp_path, "lockstep", 8))
+    whole = results_of(run(tmp_path, "lockstep", 8))
     scored = lines(tmp_path, "scored")
     step, last = rows(
         tmp_path, "SELECT step, MAX(candidate_index) FROM commits GROUP BY step HAVING COUNT(*) = 2 ORDER BY step"
@@ -170,7 +170,7 @@ def test_of_a_step_that_was_interrupted_at_its_admission_the_rest_is_admitted(tm
         connection.execute("DELETE FROM state WHERE json_extract(value, '$.step') >= ?", (step,))
         connection.commit()
     nobody = fake_lm(nothing_is_asked)
-    assert found(run(tmp_path, "lockstep", 8, proposer_lm=nobody, lm=nobody)) == whole
+    assert results_of(run(tmp_path, "lockstep", 8, proposer_lm=nobody, lm=nobody)) == whole
     assert lines(tmp_path, "scored") == scored
     assert check(tmp_path / "run").problems == []
 
@@ -189,7 +189,7 @@ class Broken(Learner):
     """A sandbox that fails, or in which no student runs."""
 
     def __init__(self, failure: Failure | None) -> None:
-        super().__init__(lambda name, what: None)
+        super().__init__(lambda name, entry: None)
         self._failure = failure
 
     async def run(self, job: Job, call_lm: Any) -> Outcome:
@@ -227,14 +227,14 @@ def test_a_directory_of_another_search_is_refused_and_the_error_says_what_differ
         metric: Any = constant_metric,
         cost: Any = context_tokens,
     ) -> None:
-        nobody, sandbox = fake_lm(nothing_is_asked), Learner(lambda name, what: None)
+        nobody, sandbox = fake_lm(nothing_is_asked), Learner(lambda name, entry: None)
         with dspy.context(lm=nobody):
             AsyncMetaHarness(metric, proposer_lm=nobody, log_dir=tmp_path / "run", cost=cost, sandbox=sandbox).compile(
                 student or dspy.Predict("question -> answer"), trainset=train, valset=val
             )
 
     run(tmp_path, "full", 1, metric=constant_metric)
-    for arguments, said in (
+    for arguments, message in (
         ({"student": dspy.ChainOfThought("question -> answer")}, "seed text of 'source' has changed"),
         ({"student": dspy.Predict("question -> answer: int")}, "predictor 'self' has changed"),
         ({"train": TRAIN[1:]}, "trainset was 7 examples, .* is 6 examples"),
@@ -242,7 +242,7 @@ def test_a_directory_of_another_search_is_refused_and_the_error_says_what_differ
         ({"metric": answers}, "metric was constant_metric, is answers"),
         ({"cost": constant_cost}, "cost has changed"),
     ):
-        with pytest.raises(RunDirectoryError, match=said):
+        with pytest.raises(RunDirectoryError, match=message):
             compiled(**arguments)
     with pytest.raises(RunAbortedError):
         compiled()  # it is free for what it was begun with
@@ -293,7 +293,7 @@ def survives(directory: Path, kind: str, iterations: int, kills: int, seed: int)
     yield from paid_twice(
         directory, done, sum("on validation" in candidate.failure.message for candidate in details.failed)
     )
-    if kind == "lockstep" and found(program) != found(run(directory / "whole", kind, iterations)):
+    if kind == "lockstep" and results_of(program) != results_of(run(directory / "whole", kind, iterations)):
         yield "the archive is not that of a search which was not interrupted"
     written = sorted((directory / "run" / "candidates").glob("*/source.py"))
     if [path.read_text() for path in written] != [candidate.draft.source for candidate in details.candidates]:

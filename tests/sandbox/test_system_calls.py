@@ -171,9 +171,9 @@ def test_a_candidate_changes_nothing_of_what_belongs_to_the_user_who_runs_it(hom
         **AS_ORDINARY_USER,
     )
     assert ended.returncode == 0, ended.stderr
-    for missing, found in map(json.loads, ended.stdout.splitlines()):
+    for missing, results in map(json.loads, ended.stdout.splitlines()):
         if not {"namespaces", "seccomp"} <= set(missing):
-            assert not {name: told for name, told in found.items() if told[0] == 0}, f"without {missing}"
+            assert not {name: told for name, told in results.items() if told[0] == 0}, f"without {missing}"
     assert state() == before
 
 

@@ -98,14 +98,14 @@ def test_the_server_plays_the_model_that_is_named(name: str) -> None:
     rules = "\n".join(str(Rule(number, word)) for number, word in enumerate(WORDS[:40], start=1))
     body = json.dumps({"messages": [{"role": "system", "content": rules}]}).encode()
     with urllib.request.urlopen(f"{base}/chat/completions", data=body) as response:
-        said = json.load(response)["choices"][0]["message"]["content"]
+        reply = json.load(response)["choices"][0]["message"]["content"]
     process.send_signal(signal.SIGINT)
     process.communicate()
     replies = {
         model: reply_to(parse_chat_request(body), H100_QWEN3_8B, REPLY_MODELS[model], 0).text
         for model in ("obliging", "harsh")
     }
-    assert said == replies[name]
+    assert reply == replies[name]
     assert len(set(replies.values())) == 2
 
 

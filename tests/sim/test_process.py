@@ -182,7 +182,7 @@ def test_the_server_side_imports_no_dspy() -> None:
 def test_while_the_server_is_down_connections_are_refused_and_it_comes_back_on_the_same_port() -> None:
     with SimServer(seed=3, time_scale=200) as server:
         model = dspy.LM("openai/sim", api_base=server.api_base, api_key="none", cache=False, num_retries=0)
-        said, base, pid = model("Hello"), server.api_base, server.pid
+        reply, base, pid = model("Hello"), server.api_base, server.pid
         with server.down() as before:
             assert before.requests == 1
             assert not is_alive(pid)
@@ -191,7 +191,7 @@ def test_while_the_server_is_down_connections_are_refused_and_it_comes_back_on_t
                 urllib.request.urlopen(f"{server.url}/health")
         assert (server.api_base, server.stats().requests) == (base, 0)
         assert server.pid != pid
-        assert model("Hello") == said
+        assert model("Hello") == reply
 
 
 def test_a_restart_cuts_off_what_is_in_flight() -> None:

@@ -78,10 +78,10 @@ def test_the_shares_of_reflections_that_do_nothing_and_that_do_harm() -> None:
 
 def test_harm_is_mostly_distinct_and_sometimes_recurs() -> None:
     texts = reflections(ReplyModel(useless=0, harmful=1, recurring=0.25), count=1000)
-    said = [sentence for text in texts for sentence in harmful_sentences(text)]
-    assert len(said) == 1000
-    assert mean(sentence in RECURRING_HARM for sentence in said) == pytest.approx(0.25, abs=0.04)
-    assert len(set(said)) > 150
+    sentences = [sentence for text in texts for sentence in harmful_sentences(text)]
+    assert len(sentences) == 1000
+    assert mean(sentence in RECURRING_HARM for sentence in sentences) == pytest.approx(0.25, abs=0.04)
+    assert len(set(sentences)) > 150
 
 
 def test_sentences_are_told_from_each_other_and_hold_no_word_of_a_rule() -> None:
@@ -153,9 +153,9 @@ def test_a_rule_in_other_words_is_another_line_and_works_as_well() -> None:
 
 def test_feedback_leaves_missed_rules_unnamed_as_often_as_the_model_says() -> None:
     task = HouseRules(reply_model=ReplyModel(vague=0.4))
-    said = [task.metric(gold, dspy.Prediction(answer="Nothing.")) for gold in task.trainset(300)]
-    assert {result.score for result in said} == {0.0}
-    assert mean(len(rules_in(result.feedback)) / 6 for result in said) == pytest.approx(0.6, abs=0.04)
+    results = [task.metric(gold, dspy.Prediction(answer="Nothing.")) for gold in task.trainset(300)]
+    assert {result.score for result in results} == {0.0}
+    assert mean(len(rules_in(result.feedback)) / 6 for result in results) == pytest.approx(0.6, abs=0.04)
     gold = task.trainset(1)[0]
     assert len({task.metric(gold, dspy.Prediction(answer=f"{number}")).feedback for number in range(20)}) > 1
 
