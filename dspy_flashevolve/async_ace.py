@@ -43,7 +43,7 @@ class AsyncACE(Teleprompter):
     """Agentic context engineering (ACE) on an asynchronous engine.
 
     A playbook of bullets is added to the instructions of a program. Each training sample is tried with it, reflected
-    on, and turned into a few operations on the playbook, which one writer applies; samples overlap, and playbooks are
+    on, and turned into a few operations on the playbook, which one writer applies. Samples overlap, and playbooks are
     validated beside them. The best validated playbook is returned with the program.
 
     Source: ACE (arXiv 2510.04618); asynchronous stages after FlashEvolve (arXiv 2605.08520).
@@ -52,44 +52,54 @@ class AsyncACE(Teleprompter):
         metric: a function (example, prediction, trace=None, ...), sync or coroutine, that returns a score, or a
             ``dspy.Prediction`` with ``score`` and ``feedback``. Where it gives no feedback, the reflector is shown the
             example's labels.
-        reflector_lm: reflects on samples. Default: the configured LM.
-        curator_lm: writes operations. Default: the configured LM.
-        max_rounds: reflections a sample; each of a wrong attempt is followed by another attempt, so that a sample costs
-            up to ``1 + max_rounds`` metric calls.
-        epochs: times that each training example is taken.
-        token_budget: tokens of the rendered playbook at most. Beyond it, the bullets that are worth least are dropped.
-        eval_every: samples between two snapshots that are validated.
-        attach: names of the predictors that get the playbook, as ``named_predictors`` has them, or "all".
-        staleness: what becomes of an ADD that was written before others added bullets: "full" admits it; "guarded"
+        reflector_lm: the ``dspy.LM`` that reflects on samples. Default None: the configured LM.
+        curator_lm: the ``dspy.LM`` that writes operations. Default None: the configured LM.
+        max_rounds: most reflections on a sample. Each reflection on a wrong attempt is followed by another attempt, so
+            that a sample costs up to ``1 + max_rounds`` metric calls. Default 3.
+        epochs: how often each training example is taken. Default 1.
+        token_budget: most tokens of the rendered playbook. Beyond it, the bullets of least worth are dropped. Default
+            8,192.
+        eval_every: samples between two snapshots that are validated. Default 10.
+        attach: names of the predictors that get the playbook, as ``named_predictors`` has them, or "all" (default).
+        staleness: what happens to an addition that was written before others added bullets. "full" admits it. "guarded"
             (default) drops it when it is more than 64 versions behind, and merges it into a newer bullet that says
-            nearly the same in words. Or a policy: `Full`, `Guarded`, or an object of your own that
-            admits or discards.
-        num_threads: requests in flight at most, over all stages. Default: found out while the run goes on.
-        max_concurrency: the most requests in flight when ``num_threads`` is None. Default: 256.
+            nearly the same in words. Or a policy: `Full`, `Guarded`, or an object of your own that admits or discards.
+        num_threads: most requests in flight, over all stages. Default None: found out while the run goes on.
+        max_concurrency: most requests in flight when ``num_threads`` is None. Default None: 256.
         schedule: "async" (default), or "lockstep": one sample at a time, and no sample during a validation.
-        max_metric_calls: metric calls, validations included, that are never exceeded. Default: no limit.
-        max_seconds: no sample starts after it; what runs is finished, and the last playbook validated. Default: no
-            limit.
-        sections: of a new playbook.
-        perfect_score: an attempt with this score is right.
-        failure_score: of an example on which the program or the metric raises, or the score is no finite number.
-        deduplicate: cosine of two embeddings, above 0 and up to 1, from which an ADD says what a bullet says already.
-            Default: None, by words only.
-        embedder: texts -> one vector each, for ``deduplicate``. Default: sentence-transformers, which
-            ``pip install 'dspy-flashevolve[ace]'`` brings.
+        max_metric_calls: metric calls, validations included; never exceeded. Default None: no limit.
+        max_seconds: no sample starts after this many seconds; samples that run are finished, and the last playbook is
+            validated. Default None: no limit.
+        sections: names of the sections of a new playbook.
+        perfect_score: score from which an attempt counts as right. Default 1.0.
+        failure_score: score of an example on which the program or the metric raises. Default 0.0.
+        deduplicate: cosine of two embeddings, above 0 and up to 1, from which two bullets say the same. Default None:
+            bullets are compared by their words only.
+        embedder: a function from texts to one vector each, for ``deduplicate``. Default None: sentence-transformers,
+            which ``pip install 'dspy-flashevolve[ace]'`` brings.
         reflector, curator: modules in place of `SampleReflection` and `PlaybookCuration`.
-        count_tokens: counts a text's tokens. Default: one for every four bytes.
-        validations_at_once: snapshots that are validated at the same time.
-        rollout_timeout_seconds: a rollout that takes longer is given up and asked for again. Default: never.
-        max_outage_seconds: as for `Workflow`.
-        metric_lock: True for a metric that is not thread-safe.
-        rollouts: as for `AsyncGEPA`.
-        seed: of the order of the samples.
-        log_dir: a directory in which `compile` writes everything down that it pays for or decides, so that it can
-            go on there after a crash or a stop, or with a larger budget; docs/journal.md. Default: nowhere.
+        count_tokens: a function from a text to its number of tokens. Default: one token for every four bytes.
+        validations_at_once: most snapshots that are validated at the same time. Default 1.
+        rollout_timeout_seconds: a rollout that takes longer is given up and asked for again. Default None: never.
+        max_outage_seconds: a provider that answers nothing for so long ends the run. Default 60; None: never.
+        metric_lock: True for a metric that is not thread-safe: it is called once at a time. Default False.
+        rollouts: a `RayRollouts`, to run program and metric in other processes. Default None: in this process.
+        seed: seed of the order of the samples. Default 0.
+        log_dir: directory for the run's journal, from which ``compile`` goes on after a crash or a stop, or with a
+            larger budget (docs/journal.md). Default None: no journal.
 
     Raises:
         ConfigurationError: an argument that cannot work, with the reason.
+
+    Example:
+        >>> import dspy
+        >>> from dspy_flashevolve import AsyncACE
+        >>> def metric(gold, pred, trace=None):
+        ...     feedback = f"The right answer is {gold.answer!r}."
+        ...     return dspy.Prediction(score=float(gold.answer == pred.answer), feedback=feedback)
+        >>> optimizer = AsyncACE(metric, epochs=2, num_threads=32, max_metric_calls=2000)
+        >>> # optimized = optimizer.compile(program, trainset=trainset, valset=valset)
+        >>> # optimized.playbook.save("playbook.json")
     """
 
     def __init__(
@@ -160,10 +170,10 @@ class AsyncACE(Teleprompter):
 
         Args:
             student: the program; it is not changed.
-            trainset: at least one example.
-            valset: what playbooks are scored on. Default: the training set.
-            playbook: to begin with. Default: what the student's instructions hold (its attribute ``playbook``, where
-                that is the same text), else an empty one.
+            trainset: the training examples, at least one.
+            valset: examples that playbooks are scored on. Default None: the training set.
+            playbook: the playbook to begin with. Default None: what the student's instructions hold (its attribute
+                ``playbook``, where that is the same text), else an empty one.
 
         Returns:
             A program of the student's class with the best validated playbook in the instructions of the predictors that
@@ -210,8 +220,8 @@ class AsyncACE(Teleprompter):
             student: the program; it is not changed.
             stream: examples with inputs and whatever the metric needs, as they come; it is read a window at a time.
                 What was read of a window that had not begun at a stop is lost.
-            window: examples of one, at least 1; the last one may have fewer.
-            playbook: to begin with; see `compile`. That, with ``Playbook.save``, is how to go on.
+            window: examples of a window, at least 1; the last window may have fewer.
+            playbook: the playbook to begin with; see `compile`. With ``Playbook.save`` it is the way to go on.
 
         Returns:
             The program with the newest playbook; ``async_stats.windows`` has the scores.

@@ -1,8 +1,4 @@
-"""AsyncMetaHarness: evolves the code around a language model, on the asynchronous engine.
-
-Source: Meta-Harness (arXiv 2603.28052): an agent reads the sources, scores and traces of earlier candidates and writes
-new ones. Here several agents write at once, and candidates are checked and evaluated while they do.
-"""
+"""AsyncMetaHarness: an optimizer that evolves the code around a language model."""
 
 from __future__ import annotations
 
@@ -42,7 +38,7 @@ class MetaHarnessResult:
         front: numbers of the candidates on the Pareto front of score against cost, best score first.
         best: number of the candidate that was returned.
         missing_protection: layers of the sandbox that the machine does not give (docs/meta-harness.md).
-        stats: what the run did.
+        stats: statistics of the run.
     """
 
     candidates: tuple[Evaluated, ...]
@@ -54,47 +50,56 @@ class MetaHarnessResult:
 
 
 class AsyncMetaHarness(Teleprompter):
-    """Searches for a better implementation of a program: source code, with JSON memory.
+    """Meta-Harness on an asynchronous engine: a search for a better implementation of a program, as source code.
 
-    A candidate is the source of one ``dspy.Module`` subclass. Proposer agents read the archive of earlier candidates
-    with tools and write k new ones at a time, each proposer in a direction of its own. A candidate is checked (parsed,
-    run on three training examples), learns from the training set where it has ``learn(batch)``, is evaluated on the
-    whole validation set, and is admitted to the archive. Candidate code never runs in this process: see
-    ``docs/meta-harness.md`` for what its sandbox does and does not protect from.
+    A candidate is the source of one ``dspy.Module`` subclass, with memory in JSON. Proposers are agents that read the
+    archive of earlier candidates (sources, scores, traces) with tools, and write k new ones at a time, each proposer in
+    a direction of its own. A candidate is checked (parsed, and run on three training examples). It learns from the
+    training set where it has ``learn(batch)``. Then it is evaluated on the whole validation set and admitted to the
+    archive. Candidate code never runs in this process; docs/meta-harness.md says what its sandbox protects from.
+
+    Source: Meta-Harness (arXiv 2603.28052), where one agent writes at a time; asynchronous stages after FlashEvolve
+    (arXiv 2605.08520).
 
     Args:
-        metric: a function (example, prediction, trace=None, ...) that returns a score, or a ``dspy.Prediction`` with
-            ``score`` and ``feedback``, sync or coroutine. It runs here, on what came back from the sandbox.
-        proposer_lm: writes candidates: the strongest LM at hand.
-        iterations: proposals, each of ``k`` candidates.
-        k: candidates of a proposal.
-        proposers: agents that write at once; one in lockstep.
-        cost: of one run on one example; the mean over the validation set is the front's second axis. Default: tokens of
-            its prompts.
-        limits: of one run of a candidate.
-        log_dir: where every candidate is written, with scores and traces, and the run's journal: ``compile`` on the
-            same directory goes on where a run was interrupted. None for nowhere.
-        num_threads: requests in flight at most, over all stages; None adapts, as in `AsyncGEPA`.
-        schedule: "async", or "lockstep": one proposal at a time, from its writing to its admission, in the same slots.
-        staleness: what becomes of a proposal that was written while others were admitted: "full" evaluates it as it is,
-            "reflective" asks the proposer LM whether it should take something over first; or a policy.
+        metric: a function (example, prediction, trace=None, ...), sync or coroutine, that returns a score, or a
+            ``dspy.Prediction`` with ``score`` and ``feedback``. It runs in this process, on what comes back from the
+            sandbox.
+        proposer_lm: the ``dspy.LM`` that writes candidates: the strongest at hand.
+        iterations: number of proposals, each of ``k`` candidates. Default 20.
+        k: candidates in a proposal. Default 2.
+        proposers: agents that write at once; one in lockstep. Default 2.
+        cost: a function from the `Outcome` of one run on one example to its cost; its mean over the validation set is
+            the second axis of the Pareto front. Default: the tokens of its prompts.
+        limits: the `Limits` of one run of a candidate. Default None: ``Limits()``.
+        log_dir: directory for every candidate, with scores and traces, and for the run's journal, from which
+            ``compile`` goes on where a run was interrupted. Default None: nothing is written.
+        num_threads: most requests in flight, over all stages. Default None: found out, as in `AsyncGEPA`.
+        schedule: "async" (default), or "lockstep": one proposal at a time, from its writing to its admission, in the
+            same slots.
+        staleness: what happens to a proposal that was written while others were admitted: "full" (default) evaluates it
+            as it is; "reflective" first asks the proposer LM whether it should take something over; or a policy.
         directions: what proposers look into, in turn.
-        proposer_steps: tool calls of an agent at most, for one proposal.
-        learn_batch: training examples in a batch of ``learn``.
-        failure_score: of an example on which a candidate or the metric raises.
-        max_seconds: no proposal starts after it; None for no limit.
-        max_outage_seconds: as for `Workflow`.
-        sandbox: where candidates run: "process" (Linux), or a `CodeSandbox`.
+        proposer_steps: most tool calls of an agent for one proposal. Default 8.
+        learn_batch: training examples in a batch of ``learn``. Default 16.
+        failure_score: score of an example on which a candidate or the metric raises. Default 0.0.
+        max_seconds: no proposal starts after this many seconds. Default None: no limit.
+        max_outage_seconds: a provider that answers nothing for so long ends the run. Default 60; None: never.
+        sandbox: where candidates run: "process" (default, Linux), or a `CodeSandbox`.
         accept_missing_protection: layers of the process sandbox ("user", "namespaces", "landlock", "seccomp") that this
             machine may lack. Default: none, so that ``compile`` refuses before any request where one is missing.
-        seed: of the choice of examples.
+        seed: seed of the choice of examples. Default 0.
 
     Raises:
         ConfigurationError: an argument that cannot work, with the reason.
 
-    >>> AsyncMetaHarness(lambda example, prediction: 1.0, proposer_lm=None, k=0)
-    Traceback (most recent call last):
-    dspy_flashevolve.engine.errors.ConfigurationError: k is 0, expected a whole number of at least 1, or None.
+    Example:
+        >>> import dspy
+        >>> from dspy_flashevolve import AsyncMetaHarness
+        >>> def metric(gold, pred, trace=None):
+        ...     return float(gold.answer == pred.answer)
+        >>> optimizer = AsyncMetaHarness(metric, proposer_lm=dspy.LM("openai/gpt-5"), iterations=10, num_threads=32)
+        >>> # harness = optimizer.compile(program, trainset=trainset, valset=valset)
     """
 
     def __init__(
@@ -154,8 +159,8 @@ class AsyncMetaHarness(Teleprompter):
             student: a ``dspy.Predict``, a ``dspy.ChainOfThought``, a ``dspy.Flex`` or a `Harness`; it is the
                 first candidate, and is not changed.
             trainset: examples whose answers and feedback proposers may read, and candidates may learn from.
-            valset: examples that candidates are scored on; nobody but the metric sees their labels. Default: the
-                trainset, and then ``learn`` is given none of them, since nobody learns from what it is scored on.
+            valset: examples that candidates are scored on; nothing but the metric sees their labels. Default None: the
+                trainset. ``learn`` then gets no examples, since a candidate may not learn from what it is scored on.
 
         Returns:
             A program whose ``detailed_results`` is a `MetaHarnessResult`.
