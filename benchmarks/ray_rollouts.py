@@ -138,7 +138,7 @@ def paced(part: str, program: dspy.Module, metric: Any, actors: int, count: int,
         run.stop("all is done", "finished")
         return End(EndKind.COMMITTED)
 
-    run.run_sync(lambda: run.evolve(step, LiveSteps(1, strict=True), calls=count + 4 * slots))
+    run.run_sync(lambda: run.evolve(step, LiveSteps(1, strict=True), calls_per_step=count + 4 * slots))
     return found[0]
 
 

@@ -31,7 +31,7 @@ from typing import Any
 
 from dspy_flashevolve.engine.check import check
 from dspy_flashevolve.engine.errors import ConfigurationError, FlashEvolveError, RunDirectoryError
-from dspy_flashevolve.engine.journal import FILE, LOCK, is_at_work
+from dspy_flashevolve.engine.journal import FILE, LOCK, is_in_use
 from dspy_flashevolve.observe import terminal
 from dspy_flashevolve.observe.analysis import RunTotals, totals_of
 from dspy_flashevolve.observe.export import program_state
@@ -271,7 +271,7 @@ def _watch(arguments: argparse.Namespace) -> int:
             return None
         history = _history(arguments.run_dir)
         # Between the creation of its journal and the first row a run has no session.
-        return None if not history.sessions and is_at_work(path) else history
+        return None if not history.sessions and is_in_use(path) else history
 
     def show(status: str) -> None:
         print(end=clear)

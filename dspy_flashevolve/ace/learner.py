@@ -185,7 +185,7 @@ class Learner:
             candidate = self.candidate(text_with_advice)
         example = (sample.index, step.number, len(sample.attempts), hash_of({"advice": advice})[:8])
         if run.journal is not None:
-            unpaid = run.journal.missing(step.number, name, "train", [example], needs_trace=True)
+            unpaid = run.journal.count_missing(step.number, name, "train", [example], needs_trace=True)
             if not step.reservation.cover(unpaid):
                 raise StepEnded(EndKind.CANCELLED, "the budget does not pay its next attempt")
         rollout = await run.rollout("rollout", step, self._training, candidate, sample.example, example, name=name)

@@ -116,7 +116,7 @@ class AceRun:
             len(valset or ()),
             self._unpaid_rollouts,
             self._validate,
-            self.run.beside,
+            self.run.run_in_background,
             self._write_snapshots,
         )
         self._first, self._policy, self._writing = playbook, settings.staleness, anyio.Lock()
@@ -172,7 +172,9 @@ class AceRun:
         self._phase = _Phase.RUNNING
         if self._valset is not None:
             await self.snapshots.begin(self._first)
-        await self.run.evolve(self.step, self, calls=1 + self._settings.max_rounds, ended=self._ended, first=self._next)
+        await self.run.evolve(
+            self.step, self, calls_per_step=1 + self._settings.max_rounds, on_end=self._ended, first_number=self._next
+        )
         counts = self._writer.counts
         if counts.samples and not counts.operations:
             kinds = dict(counts.problems)
@@ -200,7 +202,7 @@ class AceRun:
 
     async def _wait_for_samples(self) -> None:
         while self.run.live:
-            await self.run.changed()
+            await self.run.wait_for_change()
 
     # The step of a sample.
 
@@ -229,7 +231,7 @@ class AceRun:
         sample = await self._data.take(step.number, lambda: self._writer.playbook)
         selection, journal = step.recorded, self._journal
         if journal is not None and selection is None:
-            candidate = journal.candidate(self._learner.candidate(sample.playbook.render()))
+            candidate = journal.record_candidate(self._learner.candidate(sample.playbook.render()))
             selection = {"example": sample.index, "playbook": candidate, "version": sample.playbook.version}
         elif journal is not None:
             playbook = self._learner.playbook_of(journal.texts[selection["playbook"]], selection["version"])
@@ -263,7 +265,7 @@ class AceRun:
         additions = sum(isinstance(operation, Add) for operation in operations)
         if not newer or not additions:
             return operations
-        decision = self.run.look(step, self._policy, Look("before_commit", lesson.seen), writer.playbook.version)
+        decision = self.run.ask_policy(step, self._policy, Look("before_commit", lesson.seen), writer.playbook.version)
         if isinstance(decision, Integrate):
             raise ConfigurationError(f"{self._policy!r} wants to integrate, where AsyncACE can admit or discard.")
         if isinstance(decision, Discard):
@@ -323,11 +325,11 @@ class AceRun:
         if self._journal is None:
             return len(examples)
         candidate = hash_of(self._learner.candidate(playbook.render()))
-        return self._journal.missing(BEFORE_STEPS, candidate, "val", examples, traced=False)
+        return self._journal.count_missing(BEFORE_STEPS, candidate, "val", examples, traced=False)
 
     async def _validate(self, playbook: Playbook, pays: Reservation) -> SnapshotRecord | None:
         """Score a playbook on the validation set; return None where the provider gave no answer."""
-        self._validating.saw(playbook.version)
+        self._validating.record_version(playbook.version)
         try:
             scores = await self._learner.validate(self._validating, playbook, pays)
         except RolloutUnresolvedError as error:
@@ -346,7 +348,7 @@ class AceRun:
             texts = self._learner.candidate(playbook.render())
             by_example = {id_text(example): example_score for example, example_score in enumerate(scores)}
             more = {"playbook": playbook.to_dict(), "seconds": snapshot.seconds, "tokens": tokens}
-            self._journal.committed(BEFORE_STEPS, number, version, texts, [], by_example, score, more)
+            self._journal.record_commit(BEFORE_STEPS, number, version, texts, [], by_example, score, more)
             await self._journal.journal.flush()
         return snapshot
 
@@ -362,33 +364,33 @@ class AceRun:
             return
         state = {
             "applied": [[number, kind] for number, kind in self._applied.items()],
-            "looks": self.run.looks,
+            "looks": self.run.policy_decisions,
             "seconds": self._seconds(),
         }
-        self._journal.journal.keep("playbook", {**self._writer.to_dict(), **state})
+        self._journal.journal.set_state("playbook", {**self._writer.to_dict(), **state})
 
     def _write_snapshots(self) -> None:
         """Write to the journal which playbooks are still to be validated."""
         if self._journal is not None:
             unscored = [playbook.to_dict() for playbook in self.snapshots.open]
-            self._journal.journal.keep("snapshots", {"open": unscored, "superseded": self.snapshots.superseded})
+            self._journal.journal.set_state("snapshots", {"open": unscored, "superseded": self.snapshots.superseded})
 
     async def _resume(self, journal: RunJournal) -> None:
         """Go on from the state in the journal. Steps that were applied without their end being written get it now."""
         log = journal.journal
-        first, state, snapshots = log.kept("first"), log.kept("playbook"), log.kept("snapshots") or {}
+        first, state, snapshots = log.get_state("first"), log.get_state("playbook"), log.get_state("snapshots") or {}
         if first is None:
-            log.keep("first", self._first.to_dict())
+            log.set_state("first", self._first.to_dict())
         else:
             self._first = self._writer.playbook = Playbook.from_dict(first)
         if state is not None:
             self._writer.restore(state)
-            self.run.looks.update(state["looks"])
+            self.run.policy_decisions.update(state["looks"])
             self._seconds_before = state["seconds"]
             endless = log.rows("SELECT number FROM steps WHERE number NOT IN (SELECT step FROM ends)")
             for number, kind in state["applied"]:
                 if any(row["number"] == number for row in endless):
-                    journal.ended(number, kind, "it was applied when the run was killed", before=True)
+                    journal.record_end(number, kind, "it was applied when the run was killed", before=True)
             await log.flush()
         scored: dict[Playbook, SnapshotRecord] = {}
         for row in log.rows("SELECT score, more FROM commits ORDER BY candidate_index"):
@@ -399,7 +401,7 @@ class AceRun:
         self._samples_before, self._commits = self._writer.counts.samples, len(scored)
         self.snapshots.restore(scored, unscored, snapshots.get("superseded", 0))
         self._next = journal.last_step + 1
-        journal.take_up(seeded=False)
+        journal.load_unfinished(seeded=False)
 
     # The result, during the run and at its end.
 

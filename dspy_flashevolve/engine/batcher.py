@@ -38,27 +38,27 @@ class Batcher(Generic[I, O]):
     def __init__(
         self,
         run: EvolutionRun,
-        most: int,
-        at_once: int,
+        max_size: int,
+        max_running: int,
         work: Callable[[Sequence[tuple[Step, I]]], Awaitable[Sequence[O]]],
     ) -> None:
-        self._run, self._most, self._at_once, self._work = run, most, at_once, work
+        self._run, self._most, self._at_once, self._work = run, max_size, max_running, work
         self._waiting: list[_Handed[I, O]] = []
         self._running = 0
 
-    async def hand_in(self, step: Step, item: I) -> O:
+    async def submit(self, step: Step, item: I) -> O:
         """Wait until a batch with the item has been worked on; what became of the item.
 
         A step that waits needs no room, up to two batches of them: others may start meanwhile.
         """
         handed = _Handed[I, O](step, item, asyncio.get_running_loop().create_future())
         self._waiting.append(handed)
-        step.rests = len(self._waiting) <= 2 * self._most
-        self._run.tell()
+        step.is_parked = len(self._waiting) <= 2 * self._most
+        self._run.notify()
         try:
             return await handed.outcome
         finally:
-            step.rests = False
+            step.is_parked = False
             if handed in self._waiting:
                 self._waiting.remove(handed)
 
@@ -67,10 +67,10 @@ class Batcher(Generic[I, O]):
         while True:
             while self._waiting and self._running < self._at_once and self._is_due():
                 await self._begin()
-            await self._run.changed()
+            await self._run.wait_for_change()
 
     def _is_due(self) -> bool:
-        waiting = sum(one.step.is_working and not one.step.rests for one in self._waiting)
+        waiting = sum(one.step.is_working and not one.step.is_parked for one in self._waiting)
         return 2 * len(self._waiting) >= self._most or self._run.working <= waiting
 
     async def _begin(self) -> None:
@@ -78,9 +78,9 @@ class Batcher(Generic[I, O]):
         self._waiting.sort(key=lambda one: (-one.step.version, -one.step.value, one.step.number))
         taken, self._waiting[:] = self._waiting[: self._most], self._waiting[self._most :]
         for number, one in enumerate((*taken, *self._waiting)):
-            one.step.rests = len(taken) <= number < len(taken) + 2 * self._most
+            one.step.is_parked = len(taken) <= number < len(taken) + 2 * self._most
         self._running += 1
-        await self._run.beside(lambda: self._done(taken))
+        await self._run.run_in_background(lambda: self._done(taken))
 
     async def _done(self, taken: list[_Handed[I, O]]) -> None:
         try:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dspy_flashevolve.engine.journal import reading
-from dspy_flashevolve.engine.redaction import MARK
+from dspy_flashevolve.engine.redaction import REDACTED
 from dspy_flashevolve.engine.replay import BEFORE_STEPS, TRACE_UNREADABLE, hash_of, id_text
 
 Rows = Callable[[str], list[sqlite3.Row]]
@@ -41,7 +41,7 @@ commit: other loops name what they run as they like, and write down what they co
 
 
 @dataclass(frozen=True, slots=True)
-class Checked:
+class CheckReport:
     """What a check has found.
 
     Args:
@@ -53,7 +53,7 @@ class Checked:
     problems: list[str]
 
 
-def check(directory: str | Path) -> Checked:
+def check(directory: str | Path) -> CheckReport:
     """Look through the journal of a run directory; nothing is changed, and no pickle is read.
 
     Raises:
@@ -68,7 +68,7 @@ def check(directory: str | Path) -> Checked:
             *_wrong_texts(rows),
             *_wrong_ends(rows),
         ]
-        return Checked(_summary(rows), problems)
+        return CheckReport(_summary(rows), problems)
 
 
 def _summary(rows: Rows) -> list[str]:
@@ -154,7 +154,7 @@ def _unlike_checkpoint(rows: Rows, commits: list[sqlite3.Row], path: Path) -> li
     texts = {row["hash"]: json.loads(row["texts"]) for row in rows("SELECT hash, texts FROM candidates")}
     for row, there in zip(commits, stored[1:], strict=False):
         mine = texts.get(row["candidate"])
-        if mine != there and MARK not in json.dumps(mine):
+        if mine != there and REDACTED not in json.dumps(mine):
             return [f"candidate {row['candidate_index']} is another one in {path.name}"]
     # The journal hears of the commits of a step first: it may be ahead by those, where the run was killed in between.
     latest = sum(row["step"] == commits[-1]["step"] for row in commits) if commits else 0
@@ -190,7 +190,7 @@ def _wrong_texts(rows: Rows) -> list[str]:
     found: list[str] = []
     for row in rows("SELECT hash, texts FROM candidates"):
         texts: dict[str, str] = json.loads(row["texts"])
-        if hash_of(texts) != row["hash"] and MARK not in row["texts"]:
+        if hash_of(texts) != row["hash"] and REDACTED not in row["texts"]:
             found.append(f"the texts of candidate {row['hash']} are not those that it was named after")
     return found[:3]
 

@@ -70,7 +70,7 @@ FORGET_LEAST = 256
 UNKNOWN = 8
 """Requests at most that one of several endpoints has under way before its first answer. Without this bound 32 of 64
 slots wait for a slow one; a fast one gives its first answer within seconds."""
-SEVERAL = " | "
+REPLICA_SEPARATOR = " | "
 """Between the names of endpoints that serve one model."""
 SAID = 300
 """Characters that are kept of what a provider said."""
@@ -83,7 +83,7 @@ class RetryPolicy:
     """Exponential backoff with full jitter.
 
     Args:
-        attempts: requests in all, at least 1, as far as they count: see :meth:`Answers.turned_away`.
+        attempts: requests in all, at least 1, as far as they count: see :meth:`Responder.record_failure`.
         first_seconds: the longest first wait.
         most_seconds: the longest wait, unless the provider's Retry-After is longer.
         outage_seconds: the run is given up when an endpoint has answered nothing for so long, and has turned away all
@@ -114,16 +114,16 @@ class RetryPolicy:
         (10.5, 60.5)
         """
         if retry_after_seconds is not None:
-            return self.told(retry_after_seconds) + self.first_seconds * chance
+            return self.capped_retry_after(retry_after_seconds) + self.first_seconds * chance
         return min(self.most_seconds, self.first_seconds * 2 ** min(attempt, COMPARED)) * chance
 
-    def told(self, retry_after_seconds: float) -> float:
+    def capped_retry_after(self, retry_after_seconds: float) -> float:
         """What is waited of a Retry-After."""
         return retry_after_seconds if self.outage_seconds is None else min(retry_after_seconds, self.outage_seconds)
 
 
 @dataclass(eq=False, slots=True)
-class Sent:
+class TrackedRequest:
     """A request, as often as it is sent.
 
     Args:
@@ -136,27 +136,27 @@ class Sent:
         said: why it was turned away last.
     """
 
-    seconds: float = 0.0
+    sent_seconds: float = 0.0
     width_seconds: float = 0.0
-    faults: int = 0
-    counted: int = 0
-    since: int = 0
-    since_seconds: float = 0.0
-    is_odd: bool = False
-    said: str = ""
+    failures: int = 0
+    counted_failures: int = 0
+    first_failure_index: int = 0
+    first_failure_seconds: float = 0.0
+    is_isolated: bool = False
+    reason: str = ""
 
 
-class Answers:
+class Responder:
     """Who is answered, and who is not: is it a request, or who is asked, that is in trouble? Made by
     :class:`Endpoints`, for each endpoint, and for the stages that ask the same."""
 
     def __init__(self, name: str, of: Endpoints) -> None:
         self.name = name
         self._of = of
-        self._under_way: set[Sent] = set()
-        self._odd: set[Sent] = set()
+        self._under_way: set[TrackedRequest] = set()
+        self._odd: set[TrackedRequest] = set()
         """Those that wait though others are answered: they are soon given up, and what waits with them may go on."""
-        self._last: dict[Sent, tuple[int, bool]] = {}
+        self._last: dict[TrackedRequest, tuple[int, bool]] = {}
         """Request -> when it came to an end last, in requests, and whether it was answered; the latest are last."""
         self._count = 0
         self._silent_since: float | None = None
@@ -164,21 +164,21 @@ class Answers:
         self._said_seconds = -math.inf
         self._is_spare = of.is_spare(name)
 
-    def begin(self, sent: Sent) -> None:
+    def begin(self, sent: TrackedRequest) -> None:
         """A request goes out."""
-        sent.seconds = self._of.clock()
+        sent.sent_seconds = self._of.clock()
         self._under_way.add(sent)
 
-    def leave(self, sent: Sent) -> None:
+    def leave(self, sent: TrackedRequest) -> None:
         """It is not under way any more, whatever became of it."""
         self._under_way.discard(sent)
 
-    def answered(self, sent: Sent) -> None:
+    def record_answer(self, sent: TrackedRequest) -> None:
         """It was answered."""
         self._note_end(sent, fine=True)
         self._silent_since, self._turned_away = None, 0
 
-    def turned_away(self, sent: Sent, said: str, of_request: bool = False) -> None:
+    def record_failure(self, sent: TrackedRequest, said: str, of_request: bool = False) -> None:
         """It was not answered. That counts as one of its attempts
 
         - where the fault may well be the request's alone, unless most others are turned away, too;
@@ -192,25 +192,29 @@ class Answers:
                 where nobody else asked meanwhile, with what became of others before.
         """
         now = self._of.clock()
-        if not sent.faults:
-            sent.since, sent.since_seconds = self._count, now
-        sent.faults += 1
-        sent.said = said[:SAID]
-        others = since = [fine for one, (at, fine) in self._last.items() if one is not sent and at >= sent.since]
+        if not sent.failures:
+            sent.first_failure_index, sent.first_failure_seconds = self._count, now
+        sent.failures += 1
+        sent.reason = said[:SAID]
+        others = since = [
+            fine for one, (at, fine) in self._last.items() if one is not sent and at >= sent.first_failure_index
+        ]
         if of_request and not since:
             others = [fine for one, (_, fine) in self._last.items() if one is not sent]
         answered, away = others.count(True), others.count(False)
-        sent.is_odd = answered > away
-        its_own = answered >= away if of_request else sent.is_odd and now >= sent.since_seconds + PATIENT_SECONDS
-        sent.counted += its_own or self._of.hurried or self._is_spare
+        sent.is_isolated = answered > away
+        its_own = (
+            answered >= away if of_request else sent.is_isolated and now >= sent.first_failure_seconds + PATIENT_SECONDS
+        )
+        sent.counted_failures += its_own or self._of.is_hurried or self._is_spare
         self._note_end(sent, fine=False)
-        if not sent.is_odd or not since:  # others that were answered since say more of who is asked
+        if not sent.is_isolated or not since:  # others that were answered since say more of who is asked
             self._silent_since = now if self._silent_since is None else self._silent_since
             self._turned_away += 1
-        if not sent.is_odd:
+        if not sent.is_isolated:
             self._tell(now, sent)
 
-    def _note_end(self, sent: Sent, fine: bool) -> None:
+    def _note_end(self, sent: TrackedRequest, fine: bool) -> None:
         self.leave(sent)
         self._last.pop(sent, None)
         self._last[sent] = self._count, fine
@@ -218,11 +222,13 @@ class Answers:
             del self._last[next(iter(self._last))]
         self._count += 1
 
-    def goes_on(self, sent: Sent, attempts: int) -> bool:
+    def may_retry(self, sent: TrackedRequest, attempts: int) -> bool:
         """Whether a request that was turned away is made again."""
-        return not self._of.gone and sent.counted < attempts
+        return not self._of.outage and sent.counted_failures < attempts
 
-    async def rest(self, slot: Slot | None, sent: Sent, retry_after_seconds: float | None, keeps: bool = False) -> None:
+    async def pause_before_retry(
+        self, slot: Slot | None, sent: TrackedRequest, retry_after_seconds: float | None, keep_slot: bool = False
+    ) -> None:
         """Wait before a request is made again; see :meth:`RetryPolicy.wait_seconds`.
 
         Args:
@@ -230,37 +236,41 @@ class Answers:
         """
         retry = self._of.retry
         self._of.retried += 1
-        self._of.bus.emit(RequestTurnedAway(self._of.clock(), self.name, sent.said))
-        if sent.counted and retry_after_seconds is not None and retry_after_seconds > retry.told(retry_after_seconds):
+        self._of.bus.emit(RequestTurnedAway(self._of.clock(), self.name, sent.reason))
+        if (
+            sent.counted_failures
+            and retry_after_seconds is not None
+            and retry_after_seconds > retry.capped_retry_after(retry_after_seconds)
+        ):
             retry_after_seconds = None  # as long as is waited for it was waited
-        seconds = retry.wait_seconds(sent.faults - 1, retry_after_seconds, self._of.chance())
-        if sent.is_odd and retry_after_seconds is None:
+        seconds = retry.wait_seconds(sent.failures - 1, retry_after_seconds, self._of.chance())
+        if sent.is_isolated and retry_after_seconds is None:
             seconds = min(seconds, ODD_SECONDS)
         if self._silent_since is not None and retry.outage_seconds is not None:
             left = self._silent_since + retry.outage_seconds - self._of.clock()
             seconds = min(seconds, left) if left > 0 else seconds  # the last attempt decides what is given up
-        if sent.is_odd:
+        if sent.is_isolated:
             self._odd.add(sent)
         try:
-            await self._of.sleep(slot, seconds, keeps)
+            await self._of.sleep(slot, seconds, keep_slot)
         finally:
             self._odd.discard(sent)
 
-    def _tell(self, now: float, sent: Sent) -> None:
+    def _tell(self, now: float, sent: TrackedRequest) -> None:
         assert self._silent_since is not None
-        if self._of.gone:
+        if self._of.outage:
             return
-        most, silent, said = self._of.retry.outage_seconds, now - self._silent_since, sent.said
+        most, silent, said = self._of.retry.outage_seconds, now - self._silent_since, sent.reason
         limit = math.inf if most is None else most
         is_asked = self._under_way or self._odd
         # Where one request hung for all that time, and nothing else was asked, one more decides.
-        is_sure = now - sent.seconds <= limit or self._turned_away > 2
+        is_sure = now - sent.sent_seconds <= limit or self._turned_away > 2
         if is_sure and silent >= limit - EARLY_SECONDS and not is_asked and not self._is_spare:
-            self._of.gone = (
+            self._of.outage = (
                 f"{self.name} has answered nothing for {silent:.0f} seconds, and turned away all that it was sent; "
                 f"the last: {said}"
             )
-            self._of.give_up(self._of.gone)
+            self._of.give_up(self._of.outage)
         elif (
             self._turned_away >= 2
             and (not self._under_way or silent >= SILENT_SECONDS)
@@ -271,14 +281,14 @@ class Answers:
             logger.warning("%s does not answer (%s): it is asked again, %s.", self.name, said, until)
 
 
-class Endpoint(Answers):
+class Endpoint(Responder):
     """One address. Made by :class:`Endpoints`.
 
     Args:
         several: those of one model that it is one of; then it has a limit of its own, and is left out while it fails.
     """
 
-    def __init__(self, name: str, of: Endpoints, several: Several | None = None) -> None:
+    def __init__(self, name: str, of: Endpoints, several: Replicas | None = None) -> None:
         super().__init__(name, of)
         self.answered_requests = 0
         self._several = several
@@ -287,13 +297,13 @@ class Endpoint(Answers):
         self._recent: deque[tuple[float, bool]] = deque()
         self._pauses = self._failures = 0
         self._width_seconds, self._counted = 0.0, of.clock()
-        self.heard_seconds = self._counted
+        self.last_answer_seconds = self._counted
         """When it answered last, or was sent something while nothing was in flight."""
         self.is_pressed = False
         """All of the several were full."""
         self.is_on_trial = False
         """It was left out, and has not answered since."""
-        self.open_seconds = 0.0
+        self.paused_until = 0.0
         """Nothing is sent before."""
         self.latency_seconds: float | None = None
         """Of its last answers; None before the first."""
@@ -314,7 +324,7 @@ class Endpoint(Answers):
         return self._of.scheduler.limit if self._adaptive is None else self._adaptive.limit
 
     @property
-    def places(self) -> int:
+    def capacity(self) -> int:
         """Requests that one of several may have in flight: few before its first answer."""
         is_unknown = self.latency_seconds is None and self._several is not None and len(self._several.members) > 1
         return min(self.limit, UNKNOWN) if is_unknown else self.limit
@@ -326,7 +336,7 @@ class Endpoint(Answers):
             assumed: while nothing was answered, at least; the age of the oldest request is known, too.
         """
         if self.latency_seconds is None:
-            oldest = min((sent.seconds for sent in self._under_way), default=self._of.clock())
+            oldest = min((sent.sent_seconds for sent in self._under_way), default=self._of.clock())
             return max(assumed, self._of.clock() - oldest)
         share = min(1.0, (self.in_flight + 1) / self._latency_width)
         return max(self._least_seconds, share * self.latency_seconds)
@@ -346,15 +356,15 @@ class Endpoint(Answers):
     def _adaptive(self) -> AdaptiveLimit | None:
         return self._of.limits.get(self._limited)
 
-    def begin(self, sent: Sent) -> None:
+    def begin(self, sent: TrackedRequest) -> None:
         """A request goes out now, or soon."""
         self._measure()
         if not self._under_way:
-            self.heard_seconds = self._counted
+            self.last_answer_seconds = self._counted
         super().begin(sent)
 
-    def leave(self, sent: Sent) -> None:
-        """See :class:`Answers`."""
+    def leave(self, sent: TrackedRequest) -> None:
+        """See :class:`Responder`."""
         self._measure()
         super().leave(sent)
         if self._several is not None:
@@ -372,7 +382,7 @@ class Endpoint(Answers):
         self._measure()
         return self._width_seconds
 
-    async def admit(self, slot: Slot | None, claim: Claim | None = None, keeps: bool = False) -> None:
+    async def admit(self, slot: Slot | None, claim: Claim | None = None, keep_slot: bool = False) -> None:
         """Wait for the end of a pause, and until the provider's limits let a request through.
 
         Args:
@@ -380,18 +390,18 @@ class Endpoint(Answers):
             claim: the request; None for one that no limit is asked for.
         """
         for _ in range(MOST_PAUSES):
-            left = self.open_seconds - self._of.clock()
-            if left <= 0 or self._of.hurried:
+            left = self.paused_until - self._of.clock()
+            if left <= 0 or self._of.is_hurried:
                 break
-            await self._of.sleep(slot, left + self._of.chance() * self._of.retry.first_seconds, keeps)
+            await self._of.sleep(slot, left + self._of.chance() * self._of.retry.first_seconds, keep_slot)
         if slot is not None:
             await slot.take()
-            slot.arrived()
+            slot.mark_arrived()
         if claim is not None:
             with nullcontext() if slot is None or not claim.rate.is_known else slot.paused(rests=False):
                 await claim.rate.admit(claim, partial(self._of.sleep, None))
 
-    def send(self, sent: Sent) -> None:
+    def record_sent(self, sent: TrackedRequest) -> None:
         """A request goes out now."""
         self.begin(sent)
         self._of.heard.add(self._of.group_of(self.name))
@@ -400,15 +410,15 @@ class Endpoint(Answers):
             self._several.begin(sent)
             self._several.note_pressure()
 
-    def finished(self, sent: Sent, tokens: int) -> None:
+    def record_reply(self, sent: TrackedRequest, tokens: int) -> None:
         """It was answered."""
         self.leave(sent)
         self.answered_requests += 1
-        self._answers.answered(sent)
+        self._answers.record_answer(sent)
         self._pauses = self._failures = 0
         self._note(refused=False)
-        self.heard_seconds = self._of.clock()
-        latency = self.heard_seconds - sent.seconds
+        self.last_answer_seconds = self._of.clock()
+        latency = self.last_answer_seconds - sent.sent_seconds
         if self._several is not None:
             is_first = self.latency_seconds is None
             self._learn_latency(latency, (self._width() - sent.width_seconds) / latency if latency > 0 else 1.0)
@@ -417,37 +427,37 @@ class Endpoint(Answers):
                 self._of.fit(self._several.name)
         if (limit := self._adaptive) is not None:
             width = self._width() - sent.width_seconds
-            limit.finished(latency, tokens, width / latency if latency > 0 else None)
+            limit.record_answer(latency, tokens, width / latency if latency > 0 else None)
 
     @property
-    def _answers(self) -> Answers:
+    def _answers(self) -> Responder:
         return self if self._several is None else self._several
 
-    def refused(self, sent: Sent, retry_after_seconds: float | None) -> None:
+    def record_refusal(self, sent: TrackedRequest, retry_after_seconds: float | None) -> None:
         """It was refused: 429, or a Retry-After. Others that are answered meanwhile need no pause."""
-        if not self.is_odd(sent):
+        if not self.is_isolated(sent):
             self._note(refused=True)
-        told = self.told(retry_after_seconds)
+        told = self.capped_retry_after(retry_after_seconds)
         if (limit := self._adaptive) is not None:
-            limit.refused(told, sent.seconds, self._busy)
+            limit.record_refusal(told, sent.sent_seconds, self._busy)
         answers = [refused for _, refused in self._recent]
         if sum(answers) >= BURST_REFUSALS and 2 * sum(answers) > len(answers):
             self._pause(told)
 
-    def is_odd(self, sent: Sent) -> bool:
+    def is_isolated(self, sent: TrackedRequest) -> bool:
         """Whether a request is turned away while this endpoint answers others; of several, others may answer them."""
-        return sent.is_odd and self._several is None
+        return sent.is_isolated and self._several is None
 
-    def told(self, retry_after_seconds: float | None) -> float | None:
+    def capped_retry_after(self, retry_after_seconds: float | None) -> float | None:
         """What is waited of a Retry-After; None where there is none."""
-        return None if retry_after_seconds is None else self._of.retry.told(retry_after_seconds)
+        return None if retry_after_seconds is None else self._of.retry.capped_retry_after(retry_after_seconds)
 
-    def timed_out(self, sent: Sent) -> None:
+    def record_timeout(self, sent: TrackedRequest) -> None:
         """There was no answer in time."""
         if (limit := self._adaptive) is not None:
-            limit.timed_out(sent.seconds, self._busy)
+            limit.record_timeout(sent.sent_seconds, self._busy)
 
-    def failed(self) -> None:
+    def record_no_reply(self) -> None:
         """One of several did not answer a request: at the second in a row it is left out for a while, and then tried
         by one request at a time."""
         self._failures += 1
@@ -460,10 +470,10 @@ class Endpoint(Answers):
     def _busy(self) -> int:
         return self._of.scheduler.busy_at(self._limited) if self._several is None else self.in_flight
 
-    def gauge(self, waiting: float, running: float, cache_use: float) -> None:
+    def record_gauge(self, waiting: float, running: float, cache_use: float) -> None:
         """The server was asked how it is."""
         if (limit := self._adaptive) is not None:
-            limit.gauge(waiting, running, cache_use)
+            limit.record_gauge(waiting, running, cache_use)
 
     def _note(self, refused: bool) -> None:
         now = self._of.clock()
@@ -473,17 +483,17 @@ class Endpoint(Answers):
 
     def _pause(self, retry_after_seconds: float | None) -> None:
         now, retry = self._of.clock(), self._of.retry
-        if now < self.open_seconds:  # refusals of what was sent before the pause
+        if now < self.paused_until:  # refusals of what was sent before the pause
             return
         backoff = min(retry.most_seconds, retry.first_seconds * 2**self._pauses)
         pause = backoff if retry_after_seconds is None else retry_after_seconds
         self._pauses += 1
-        self.open_seconds = now + pause
+        self.paused_until = now + pause
         self._recent.clear()
         self._of.bus.emit(EndpointPaused(now, self.name, pause))
 
 
-class Several(Answers):
+class Replicas(Responder):
     """Endpoints that serve one model, of which each request asks one. Made by :class:`Endpoints`.
 
     A request goes to one that is expected to answer it soonest, or in little more than that time. A slow one gets its
@@ -501,10 +511,10 @@ class Several(Answers):
 
     def choose(
         self,
-        sent: Sent,
+        sent: TrackedRequest,
         key: str,
         is_full: Callable[[Endpoint], bool] = lambda one: False,
-        but: Endpoint | None = None,
+        exclude: Endpoint | None = None,
     ) -> Endpoint:
         """Whom to ask; the request counts there from now on.
 
@@ -514,19 +524,19 @@ class Several(Answers):
             but: has just turned the request away.
         """
         self._of.fit(self.name)
-        chosen = self._chosen(key, is_full, but)
+        chosen = self._chosen(key, is_full, exclude)
         chosen.begin(sent)
         return chosen
 
     def _chosen(self, key: str, is_full: Callable[[Endpoint], bool], but: Endpoint | None) -> Endpoint:
         now = self._of.clock()
-        is_open = [one for one in self.members if one.open_seconds <= now]
+        is_open = [one for one in self.members if one.paused_until <= now]
         for one in is_open:
             if one.is_on_trial and not one.in_flight:
                 return one
         ready = [one for one in is_open if not one.is_on_trial and not self._is_silent(one, now)]
         if not ready:
-            return min(is_open or self.members, key=lambda one: (one.open_seconds, one.in_flight / one.limit))
+            return min(is_open or self.members, key=lambda one: (one.paused_until, one.in_flight / one.limit))
         ready = [member for member in ready if member is not but] or ready
         ready = [member for member in ready if not is_full(member)] or ready
         waiting = self._of.scheduler.waiting_at(self._of.group_of(self.name))
@@ -534,16 +544,16 @@ class Several(Answers):
         latencies = {member: member.next_latency(assumed) for member in ready}
         least = min(latencies.values())
         expected = {
-            member: expected_seconds(latencies[member], least, member.in_flight, member.places, waiting)
+            member: expected_seconds(latencies[member], least, member.in_flight, member.capacity, waiting)
             for member in ready
         }
         best = min(ready, key=lambda member: expected[member])
         for member in ready:  # where the fastest is full its limit binds, whatever room a slower one has
-            member.is_pressed |= member.in_flight >= member.places and member.latency_seconds == assumed
-        if best.in_flight >= best.places:
+            member.is_pressed |= member.in_flight >= member.capacity and member.latency_seconds == assumed
+        if best.in_flight >= best.capacity:
             return best
         soon = [member for member in ready if expected[member] <= SLOWER * expected[best]]
-        fitting = [member for member in soon if member.in_flight < member.places]
+        fitting = [member for member in soon if member.in_flight < member.capacity]
         asked, limits = 1 + sum(member.in_flight for member in fitting), sum(member.limit for member in fitting)
         bounded = [
             member for member in fitting if member.in_flight < math.ceil(PREFERRED * asked * member.limit / limits)
@@ -554,19 +564,19 @@ class Several(Answers):
     def has_room(self) -> bool:
         """Whether one that answers may be asked now."""
         now = self._of.clock()
-        return any(one.open_seconds <= now and not one.is_on_trial for one in self.members)
+        return any(one.paused_until <= now and not one.is_on_trial for one in self.members)
 
     @property
     def limit(self) -> int:
         """Requests in flight, over all that are not left out."""
         now = self._of.clock()
-        fit = [1 if one.is_on_trial else one.places for one in self.members if one.open_seconds <= now]
+        fit = [1 if one.is_on_trial else one.capacity for one in self.members if one.paused_until <= now]
         return max(1, sum(fit))
 
     def note_pressure(self) -> None:
         """A request was sent: where all are full now, their limits bind."""
         now = self._of.clock()
-        ready = [one for one in self.members if one.open_seconds <= now and not one.is_on_trial]
+        ready = [one for one in self.members if one.paused_until <= now and not one.is_on_trial]
         if all(one.in_flight >= one.limit for one in ready):
             for one in ready:
                 one.is_pressed = True
@@ -581,7 +591,7 @@ class Several(Answers):
 
     def _is_silent(self, one: Endpoint, now: float) -> bool:
         """Whether one has requests and answers none for long, while others answer."""
-        since = self._answered_seconds - one.heard_seconds
+        since = self._answered_seconds - one.last_answer_seconds
         return one.in_flight > 0 and since > max(SILENT_SECONDS, SILENT_LATENCIES * self._latency)
 
 
@@ -617,7 +627,7 @@ def _draw(key: str, name: str) -> float:
 
 def members_of(name: str) -> list[str]:
     """The endpoints of one model that a name stands for; one where it stands for itself."""
-    return name.split(SEVERAL)
+    return name.split(REPLICA_SEPARATOR)
 
 
 class Endpoints:
@@ -649,19 +659,19 @@ class Endpoints:
         self.chance: Callable[[], float] = rng.random
         """A draw from [0, 1)."""
         self.give_up = give_up
-        self.gone = ""
+        self.outage = ""
         """Why the run was given up; empty while every endpoint may still answer."""
-        self.hurried = False
+        self.is_hurried = False
         """Nothing is waited for any more, and every attempt counts."""
         self.retried = 0
         """Requests that were made again."""
         self._sleeping: set[anyio.CancelScope] = set()
-        self._groups: dict[str, Answers] = {}
+        self._groups: dict[str, Responder] = {}
         self.limits: dict[str, AdaptiveLimit] = {}
         """Group of endpoints that share a limit -> the limit, where it adapts."""
         self.heard: set[str] = set()
         """Groups that get their signals from LM calls, so that those from whole rollouts are not needed."""
-        self._several: dict[str, Several] = {}
+        self._several: dict[str, Replicas] = {}
         self._fitted: dict[str, int] = {}
         """Group -> the slots that it was last given."""
         self._rates: dict[str, dict[str, RateLimit]] = {}
@@ -671,10 +681,12 @@ class Endpoints:
         self._group_of_name = {name: self._group_of_stage[stage] for stage, names in asked.items() for name in names}
         for group in sorted(set(self._group_of_stage.values())):
             names = [name for name, of in self._group_of_name.items() if of == group]
-            several = [name for name in names if SEVERAL in name]
+            several = [name for name in names if REPLICA_SEPARATOR in name]
             alone = set(names) - {*several, *_all_of(several)}
             if adaptive is not None and alone:
-                self.limits[group] = self._adapting(group, group, adaptive, lambda g=group: self.scheduler.pressed(g))
+                self.limits[group] = self._adapting(
+                    group, group, adaptive, lambda g=group: self.scheduler.take_pressure(g)
+                )
             for name in several:
                 self._adapts_each(name, group, adaptive)
             self.fit(group)
@@ -684,7 +696,7 @@ class Endpoints:
         """The endpoints that stages are known to ask, each by itself."""
         return sorted(_all_of(self._group_of_name))
 
-    def tell_totals(self) -> None:
+    def emit_totals(self) -> None:
         """Tell what each endpoint has answered, at the end of a run."""
         for name, endpoint in self._endpoints.items():
             if endpoint.answered_requests:
@@ -702,10 +714,10 @@ class Endpoints:
             self._endpoints[name] = Endpoint(name, self)
         return self._endpoints[name]
 
-    def several(self, name: str) -> Several:
+    def replicas(self, name: str) -> Replicas:
         """The endpoints of one model, by their common name."""
         if name not in self._several:
-            self._several[name] = Several(name, self)
+            self._several[name] = Replicas(name, self)
             self._endpoints.update({one.name: one for one in self._several[name].members})
         return self._several[name]
 
@@ -719,7 +731,7 @@ class Endpoints:
             self._fitted[group] = min(limits)
             self.scheduler.resize(min(limits), group)
 
-    def rate(self, name: str, account: str, folder: Path | None = None) -> RateLimit:
+    def rate_limit(self, name: str, account: str, folder: Path | None = None) -> RateLimit:
         """The limits of an account at an endpoint, one an account; see :class:`RateLimit`.
 
         Args:
@@ -740,34 +752,34 @@ class Endpoints:
             return
         rates = self._rates[group].values()
         known = [one for one in rates if one.is_known]
-        if len(known) < len(rates) and SEVERAL in group:
+        if len(known) < len(rates) and REPLICA_SEPARATOR in group:
             known = []  # what one of several has no room for, another takes
-        self.scheduler.make_room(sum(max(0, one.ahead - one.waiting) for one in known) if known else None, group)
+        self.scheduler.set_room(sum(max(0, one.ahead - one.waiting) for one in known) if known else None, group)
 
-    def stage(self, name: str) -> Answers:
+    def responder_of_stage(self, name: str) -> Responder:
         """Whole requests of a stage, and of those that ask the same: what is left of faults when the endpoints' own
         requests were made again."""
         group = self._group_of_stage.get(name, name)
-        return self._groups.setdefault(group, Answers(group, self))
+        return self._groups.setdefault(group, Responder(group, self))
 
-    async def sleep(self, slot: Slot | None, seconds: float, keeps: bool = False) -> None:
+    async def sleep(self, slot: Slot | None, seconds: float, keep_slot: bool = False) -> None:
         """Wait, until :meth:`hurry` at the latest; from then on for a moment only.
 
         Args:
             slot: given back meanwhile, and taken again; None for none.
             keeps: it is not given back: a thread waits.
         """
-        async with nullcontext() if slot is None else slot.released(keeps):
+        async with nullcontext() if slot is None else slot.released(keep_slot):
             with anyio.CancelScope() as scope:
                 self._sleeping.add(scope)
                 try:
-                    await anyio.sleep(min(seconds, self.retry.first_seconds) if self.hurried else seconds)
+                    await anyio.sleep(min(seconds, self.retry.first_seconds) if self.is_hurried else seconds)
                 finally:
                     self._sleeping.discard(scope)
 
     def hurry(self) -> None:
         """The run is to end: who waits is asked for again at once."""
-        self.hurried = True
+        self.is_hurried = True
         for scope in self._sleeping:
             scope.cancel()
 
@@ -775,7 +787,7 @@ class Endpoints:
         """The group that an endpoint shares a limit with; one that no stage is known to ask has no limit."""
         return self._group_of_name.get(name, name)
 
-    def unheard(self, stage: str) -> AdaptiveLimit | None:
+    def rollout_limit(self, stage: str) -> AdaptiveLimit | None:
         """The limit of a stage whose LM calls cannot be seen (an LM of the user's own kind): it is to hear what becomes
         of whole rollouts. None where it hears of LM calls, or there is none."""
         group = self._group_of_stage.get(stage, "")
@@ -786,7 +798,7 @@ class Endpoints:
         slots, names = self.scheduler.statistics().limit, members_of(name)
         bounds = adaptive or Bounds(start=math.ceil(slots / len(names)), high=slots)
         self._group_of_name.update(dict.fromkeys(names, group))
-        for one in self.several(name).members:
+        for one in self.replicas(name).members:
 
             def pressed(one: Endpoint = one) -> bool:
                 was, one.is_pressed = one.is_pressed, False

@@ -52,7 +52,7 @@ class TransientError(FlashEvolveError):
         message: what the provider said.
         retry_after_seconds: when the provider wants to be asked again; None when it did not say.
         of_request: the fault may well be this request's alone.
-        asked: the request (:class:`~.endpoints.Sent`), if it was made as often as makes sense already; else None.
+        asked: the :class:`~.endpoints.TrackedRequest`, if it was made as often as makes sense already; else None.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class JournalError(RunAbortedError):
 logger = logging.getLogger(__name__)
 
 
-def who_raised(error: BaseException, hooks: Mapping[str, Any]) -> str | None:
+def hook_that_raised(error: BaseException, hooks: Mapping[str, Any]) -> str | None:
     """The hook that an exception came through, as "hook: Class.method" or "hook: function"; None if through none.
 
     The innermost counts: a selector that a sampling strategy asks, not the strategy.
@@ -105,7 +105,7 @@ def who_raised(error: BaseException, hooks: Mapping[str, Any]) -> str | None:
 
     >>> def broken(): raise LookupError
     >>> try: broken()
-    ... except LookupError as error: print(who_raised(error, {"component_selector": broken}))
+    ... except LookupError as error: print(hook_that_raised(error, {"component_selector": broken}))
     component_selector: broken
     """
     objects = {id(one): hook for hook, given in hooks.items() for one in _members(given)}
@@ -119,9 +119,9 @@ def who_raised(error: BaseException, hooks: Mapping[str, Any]) -> str | None:
     return found
 
 
-def report(error: Exception, hooks: Mapping[str, Any]) -> None:
+def report_hook(error: Exception, hooks: Mapping[str, Any]) -> None:
     """Say which of the user's objects ended the run, in the log and, from Python 3.11 on, in the error's notes."""
-    hook = who_raised(error, hooks)
+    hook = hook_that_raised(error, hooks)
     if hook is None:
         return
     logger.error("The run has ended: %s raised %s: %s", hook, type(error).__name__, error)
@@ -130,7 +130,7 @@ def report(error: Exception, hooks: Mapping[str, Any]) -> None:
         note(f"raised by {hook}")
 
 
-def hand_over(error: Exception, program: Any) -> None:
+def attach_best_program(error: Exception, program: Any) -> None:
     """Let the one who catches ``error`` have the best program so far, as ``error.best_program``."""
     with contextlib.suppress(AttributeError, TypeError):  # an exception class may refuse attributes
         setattr(error, "best_program", program)  # noqa: B010

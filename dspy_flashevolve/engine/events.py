@@ -160,7 +160,7 @@ class SeedValidated(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Looked(Event):
+class PolicyDecided(Event):
     """A staleness policy looked at an item.
 
     Args:

@@ -137,7 +137,7 @@ class Journal:
         columns, marks = ", ".join(values), ", ".join("?" * len(values))
         self._queue.put((f"INSERT INTO {table} ({columns}) VALUES ({marks})", tuple(values.values())))
 
-    def keep(self, name: str, value: Any) -> None:
+    def set_state(self, name: str, value: Any) -> None:
         """Keep one value under a name, in place of the one before."""
         statement = (
             "INSERT INTO state (name, value) VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value=excluded.value"
@@ -174,7 +174,7 @@ class Journal:
         else:
             await asyncio.wrap_future(future)
 
-    def flush_here(self) -> None:
+    def flush_blocking(self) -> None:
         """As :meth:`flush`, for a thread that may wait."""
         self._marker().result()
 
@@ -184,8 +184,8 @@ class Journal:
             connection.row_factory = sqlite3.Row
             return connection.execute(query, parameters).fetchall()
 
-    def kept(self, name: str) -> Any:
-        """What :meth:`keep` kept under a name; None where nothing was."""
+    def get_state(self, name: str) -> Any:
+        """What :meth:`set_state` kept under a name; None where nothing was."""
         found = self.rows("SELECT value FROM state WHERE name = ?", (name,))
         return json.loads(found[0]["value"]) if found else None
 
@@ -234,7 +234,7 @@ class Journal:
                 for name, value_of in list(self._current.items()):
                     if written.get(name) != (value := value_of()):
                         written[name] = value
-                        self.keep(name, value)
+                        self.set_state(name, value)
             while entries and len(entries) < LARGEST_BATCH and entries[-1] is not None:
                 try:
                     entries.append(self._queue.get_nowait())
@@ -255,7 +255,7 @@ class Journal:
         try:
             self._writing.execute("BEGIN IMMEDIATE")
             for statement, values in rows:
-                self._writing.execute(statement, [self.redaction.of(_plain(value)) for value in values])
+                self._writing.execute(statement, [self.redaction.redact(_plain(value)) for value in values])
             self._writing.execute("COMMIT")
         except Exception as error:  # whatever it is: a writer that ends would leave those who wait waiting
             self.failure = JournalError(
@@ -297,7 +297,7 @@ def _number(value: Any) -> Any:
     return float(value)
 
 
-def checked(path: Path) -> None:
+def check_readable(path: Path) -> None:
     """Look whether a file is a journal that this version can read; it is not changed.
 
     Raises:
@@ -333,7 +333,7 @@ def reading(directory: str | Path) -> Generator[Callable[[str], list[sqlite3.Row
     path = Path(directory) / FILE
     if not path.is_file():
         raise RunDirectoryError(f"{path} is missing: a run that is given a log_dir writes it there.")
-    checked(path)
+    check_readable(path)
     with _connected(path) as connection:
         connection.row_factory = sqlite3.Row
         try:
@@ -343,7 +343,7 @@ def reading(directory: str | Path) -> Generator[Callable[[str], list[sqlite3.Row
             raise RunDirectoryError(f"{path} cannot be read: {error}. It is damaged.") from error
 
 
-def is_at_work(directory: str | Path) -> bool:
+def is_in_use(directory: str | Path) -> bool:
     """Whether a process has the journal of a run directory open for writing, on this machine or another."""
     path = Path(directory) / LOCK
     if not path.is_file():
@@ -369,7 +369,7 @@ def _opened(path: Path) -> sqlite3.Connection:
     """
     try:
         if _is_there(path):
-            checked(path)
+            check_readable(path)
         else:
             _create(path)
         connection = sqlite3.connect(path, timeout=30, isolation_level=None, check_same_thread=False)

@@ -230,10 +230,10 @@ class AdaptiveLimit:
         self,
         bounds: Bounds,
         clock: Callable[[], float],
-        pressed: Callable[[], bool],
-        changed: Callable[[int, int, str], None] = lambda before, after, reason: None,
+        take_pressure: Callable[[], bool],
+        on_change: Callable[[int, int, str], None] = lambda before, after, reason: None,
     ) -> None:
-        self._bounds, self._clock, self._pressed, self._changed = bounds, clock, pressed, changed
+        self._bounds, self._clock, self._pressed, self._changed = bounds, clock, take_pressure, on_change
         self._state = State(bounds.start)
         self._throughput = Throughput()
         self._gauges: tuple[Gauge, ...] = ()
@@ -246,7 +246,7 @@ class AdaptiveLimit:
         """Slots now."""
         return self._state.limit
 
-    def finished(self, latency_seconds: float, tokens: int = 0, width: float | None = None) -> None:
+    def record_answer(self, latency_seconds: float, tokens: int = 0, width: float | None = None) -> None:
         """A request was answered.
 
         Args:
@@ -258,12 +258,12 @@ class AdaptiveLimit:
         self._throughput.add(self.limit if width is None else width, latency_seconds, tokens)
         self._decide()
 
-    def gauge(self, waiting: float, running: float, cache_use: float) -> None:
+    def record_gauge(self, waiting: float, running: float, cache_use: float) -> None:
         """The server was asked how it is; see :class:`Gauge`."""
         self._gauges = (*self._gauges[-1:], Gauge(self._clock(), waiting, running, cache_use))
         self._decide()
 
-    def refused(
+    def record_refusal(
         self, retry_after_seconds: float | None = None, sent_seconds: float | None = None, busy: int | None = None
     ) -> None:
         """A request was refused.
@@ -278,7 +278,7 @@ class AdaptiveLimit:
         self._burst.refused += 1
         self._cut(self._burst.refused, retry_after_seconds or 0.0, "refused")
 
-    def timed_out(self, sent_seconds: float | None = None, busy: int | None = None) -> None:
+    def record_timeout(self, sent_seconds: float | None = None, busy: int | None = None) -> None:
         """A request was not answered in time; see :meth:`refused`."""
         if self._begins_burst(sent_seconds, busy):
             self._cut(math.ceil(TIMED_OUT_SHARE * self._burst.width), 0.0, "timed out")

@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 @contextmanager
-def kept(failures: list[BaseException], group: TaskGroup, what: str) -> Generator[None, None, None]:
+def collecting_errors(failures: list[BaseException], group: TaskGroup, what: str) -> Generator[None, None, None]:
     """Keep an exception of the block as it is, where a group of tasks would wrap it, and cancel the group's tasks.
 
     Args:
@@ -79,7 +79,7 @@ def run_to_end(main: Callable[[], Awaitable[T]], stop: Callable[[str], None]) ->
 
     In the main thread, Ctrl-C (a notebook's "Interrupt" is one) and SIGTERM are the same: the first asks for an end,
     the second cancels, and a third does what it would do without this function. See
-    :func:`heard` for whose handlers are left alone; a KeyboardInterrupt that such a
+    :func:`handling_signals` for whose handlers are left alone; a KeyboardInterrupt that such a
     handler raises counts like a signal, and any other exception of it cancels.
 
     Args:
@@ -91,7 +91,7 @@ def run_to_end(main: Callable[[], Awaitable[T]], stop: Callable[[str], None]) ->
         Exception: what ``main`` raised.
     """
     ending = _Ending(main, stop)
-    with heard(ending.hear), start_blocking_portal("asyncio") as portal:
+    with handling_signals(ending.hear), start_blocking_portal("asyncio") as portal:
         future = portal.start_task_soon(ending.run)
         results = ending.wait(future)
     if not results:
@@ -105,7 +105,7 @@ class _Ending(Generic[T]):
     def __init__(self, main: Callable[[], Awaitable[T]], stop: Callable[[str], None]) -> None:
         self._main = main
         self._stop = stop
-        self._waits: LoopWaits | None = None
+        self._waits: LoopPortal | None = None
         self._scope: anyio.CancelScope | None = None
         self._signals = 0
         self._asked = False
@@ -115,7 +115,7 @@ class _Ending(Generic[T]):
         """The result of ``main``; an empty list when it was cancelled."""
         results: list[T] = []
         with anyio.CancelScope() as self._scope:
-            self._waits = LoopWaits(asyncio.get_running_loop())
+            self._waits = LoopPortal(asyncio.get_running_loop())
             self._end_early()  # signals that came before there was a loop
             results.append(await self._main())
         return results
@@ -137,7 +137,7 @@ class _Ending(Generic[T]):
         self._signals += 1
         self.reason = reason
         if self._waits is not None:
-            self._waits.call(self._end_early)  # never waited for, since the loop may be busy
+            self._waits.call_soon(self._end_early)  # never waited for, since the loop may be busy
         return self._signals < 2
 
     def _end_early(self) -> None:
@@ -155,7 +155,7 @@ REASONS = {"SIGINT": "interrupted by Ctrl-C", "SIGTERM": "terminated by SIGTERM"
 
 
 @contextmanager
-def heard(hear: Callable[[str], bool]) -> Generator[None, None, None]:
+def handling_signals(hear: Callable[[str], bool]) -> Generator[None, None, None]:
     """Hand SIGINT and SIGTERM to ``hear`` instead of to Python, inside the ``with`` block.
 
     Only in the main thread, the only one that gets signals; elsewhere nothing is touched. Only where nobody else wants
@@ -271,7 +271,7 @@ class Threads:
         self._executor.shutdown(wait=wait, cancel_futures=not wait)
 
 
-class LoopWaits:
+class LoopPortal:
     """Lets threads of one run wait for coroutines on the run's loop.
 
     Args:
@@ -283,7 +283,7 @@ class LoopWaits:
         self._futures: set[Future[Any]] = set()
         self._closed = False
 
-    def wait(self, work: Coroutine[Any, Any, T]) -> T:
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run ``work`` on the loop and wait for it in this thread, which is not the loop's.
 
         Raises:
@@ -302,7 +302,7 @@ class LoopWaits:
         finally:
             self._futures.discard(future)
 
-    def call(self, function: Callable[A, object], *args: A.args, **kwargs: A.kwargs) -> None:
+    def call_soon(self, function: Callable[A, object], *args: A.args, **kwargs: A.kwargs) -> None:
         """Call on the loop soon, from any thread, in a task, since anyio wants one; nothing once the loop is closed."""
 
         async def called() -> None:
@@ -321,7 +321,7 @@ class LoopWaits:
         except RuntimeError:
             return False
 
-    def is_foreign(self) -> bool:
+    def may_block(self) -> bool:
         """Whether this thread runs no loop, so that it may wait."""
         try:
             asyncio.get_running_loop()

@@ -4,7 +4,8 @@ Each limit is a clock that says when what was let through is paid for (the gener
 So no 60 seconds hold more than 97% of a limit and one request, wherever they begin: that is below the limit of a
 provider that counts in fixed windows, in a sliding one, or by a bucket that is refilled all the time. (A request that
 costs over 3% of the tokens may be too many for one that counts in windows.) What a provider says of itself
-(:class:`Heard`) can only slow this down: others may use the key, too, or it may count tokens that it does not report.
+(:class:`ReportedLimit`) can only slow this down: others may use the key, too, or it may count tokens that it does not
+report.
 
 Tokens are estimated before a request is sent, and corrected by what is reported.
 
@@ -80,7 +81,7 @@ third of the requests is refused, each for itself, one burst in fifty looks so b
 RECOVERED = 3
 """So many requests that were refused and then answered, within a minute, tell the same: a limit refuses for a time. One
 or two may have been told to wait for reasons of their own."""
-MOST = 10**12
+MAX_LIMIT = 10**12
 """Requests or tokens a minute; what is above is no limit."""
 LONGEST_SECONDS = 86400.0
 _COUNT = re.compile(r"[0-9]{1,15}")
@@ -92,7 +93,7 @@ _SECONDS = re.compile(r"\d{1,7}(?:\.\d{1,9})?", re.A)
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class ReportedLimit:
     """What a provider said of one limit when it answered.
 
     Args:
@@ -116,11 +117,11 @@ class Heard:
     def pace(self, own: float) -> float:
         """Seconds a unit, no less than ``own``, such that what remains lasts.
 
-        >>> Heard(600, 599, 0.1).pace(own=0.1), round(Heard(600, 100, 50.0).pace(own=0.1), 2)
+        >>> ReportedLimit(600, 599, 0.1).pace(own=0.1), round(ReportedLimit(600, 100, 50.0).pace(own=0.1), 2)
         (0.1, 0.18)
-        >>> Heard(600, 100, 15.0).pace(own=0.1)  # a window that ends soon
+        >>> ReportedLimit(600, 100, 15.0).pace(own=0.1)  # a window that ends soon
         0.15
-        >>> Heard(600, 0, 30.0).pace(own=0.1)
+        >>> ReportedLimit(600, 0, 30.0).pace(own=0.1)
         30.0
         """
         if self.remaining is None or self.reset_seconds is None:
@@ -130,7 +131,9 @@ class Heard:
         return max(own, self.reset_seconds / max(1.0, self.remaining))
 
 
-def heard_in(headers: Mapping[str, str], now: Callable[[], datetime] | None = None) -> dict[Unit, Heard]:
+def limits_in_headers(
+    headers: Mapping[str, str], now: Callable[[], datetime] | None = None
+) -> dict[Unit, ReportedLimit]:
     """The limits that a reply's headers tell, in OpenAI's form (also Azure's, Groq's and others') or in Anthropic's.
 
     They come from outside: what is not exactly as expected is left out, for no limit is better than a wrong one.
@@ -139,13 +142,13 @@ def heard_in(headers: Mapping[str, str], now: Callable[[], datetime] | None = No
         headers: by their names in lower case.
         now: for Anthropic's, which say at what time there is room again.
 
-    >>> heard_in({"x-ratelimit-limit-requests": "600", "x-ratelimit-remaining-requests": "599",
+    >>> limits_in_headers({"x-ratelimit-limit-requests": "600", "x-ratelimit-remaining-requests": "599",
     ...           "x-ratelimit-reset-requests": "100ms"})
-    {'requests': Heard(limit=600.0, remaining=599.0, reset_seconds=0.1)}
-    >>> heard_in({"x-ratelimit-limit-tokens": "many"})
+    {'requests': ReportedLimit(limit=600.0, remaining=599.0, reset_seconds=0.1)}
+    >>> limits_in_headers({"x-ratelimit-limit-tokens": "many"})
     {}
     """
-    found: dict[Unit, Heard] = {}
+    found: dict[Unit, ReportedLimit] = {}
     for unit in UNITS:
         for form in (f"x-ratelimit-{{}}-{unit}", f"anthropic-ratelimit-{unit}-{{}}"):
             limit, left = _count(headers.get(form.format("limit"))), _count(headers.get(form.format("remaining")))
@@ -154,14 +157,16 @@ def heard_in(headers: Mapping[str, str], now: Callable[[], datetime] | None = No
             period = seconds_in(headers.get(form.format("renewalperiod"))) or PERIOD_SECONDS  # Azure's
             reset = seconds_in(headers.get(form.format("reset")), now)
             whole = left is not None and left <= limit and reset is not None
-            found[unit] = Heard(limit * PERIOD_SECONDS / period, left if whole else None, reset if whole else None)
+            found[unit] = ReportedLimit(
+                limit * PERIOD_SECONDS / period, left if whole else None, reset if whole else None
+            )
             break
     return found
 
 
 def _count(text: str | None) -> float | None:
     """A whole number as it is written by a machine; None for anything else."""
-    return float(text) if isinstance(text, str) and _COUNT.fullmatch(text) and int(text) <= MOST else None
+    return float(text) if isinstance(text, str) and _COUNT.fullmatch(text) and int(text) <= MAX_LIMIT else None
 
 
 def seconds_in(text: str | None, now: Callable[[], datetime] | None = None) -> float | None:
@@ -404,7 +409,7 @@ class _Meter:
     learned: float = math.inf
     due: float = -math.inf
     let_through: float = 0.0
-    heard: Heard | None = None
+    heard: ReportedLimit | None = None
     heard_until: float = -math.inf
     heard_after: float = 0.0
 
@@ -431,7 +436,7 @@ class _Meter:
         if self.heard is None or self.heard.remaining is None or now >= self.heard_until:
             return own
         left = max(0.0, self.heard.remaining - (self.let_through - self.heard_after))
-        return Heard(self.heard.limit, left, self.heard_until - now).pace(own)
+        return ReportedLimit(self.heard.limit, left, self.heard_until - now).pace(own)
 
 
 class SharedTimes:
@@ -520,7 +525,7 @@ class RateLimit:
         self._closed_until = -math.inf
         self._is_closed = False
         self._refusals_in_a_row = 0
-        self.estimates: dict[str, Estimate] = {}
+        self.estimates: dict[str, TokenEstimate] = {}
         """Stage -> what its requests cost."""
         self._cost, self._asked = 1.0, 0
         self.waiting = 0
@@ -543,18 +548,18 @@ class RateLimit:
         seconds = max(self._meters["requests"].pace(now), self._cost * self._meters["tokens"].pace(now))
         return 2 + math.ceil(AHEAD_SECONDS / seconds) if seconds > 0 else 2
 
-    def say(self, limits: Mapping[Unit, float]) -> None:
+    def add_user_limits(self, limits: Mapping[Unit, float]) -> None:
         """What the user says; a provider may say less."""
         for unit, limit in limits.items():
             self._meters[unit].said = min(self._meters[unit].said, limit)
         if limits:
             self._changed()
 
-    def hear(self, heard: Mapping[Unit, Heard]) -> None:
+    def record_reported_limits(self, heard: Mapping[Unit, ReportedLimit]) -> None:
         """What the provider said in an answer.
 
         What was let through in the minute before anything was known is paid for now, at the pace that the limit allows;
-        but not where nothing is left of the limit: then :meth:`refuse` says when it goes on.
+        but not where nothing is left of the limit: then :meth:`record_refusal` says when it goes on.
         """
         now, known = self._clock(), self.limits
         for unit, said in heard.items():
@@ -574,7 +579,7 @@ class RateLimit:
         if heard:
             self._changed()
 
-    def refuse(self, claim: Claim, retry_after_seconds: float | None, is_odd: bool = False) -> None:
+    def record_refusal(self, claim: Claim, retry_after_seconds: float | None, is_odd: bool = False) -> None:
         """A request was refused: where that is the account's, send nothing until the provider wants to be asked again.
 
         Args:
@@ -650,7 +655,7 @@ class RateLimit:
             finally:
                 self.waiting -= 1
                 self._changed()
-        self.note_sent(claim)
+        self.record_sent(claim)
 
     async def _wait_for_its_turn(self, claim: Claim, sleep: Callable[[float], Awaitable[None]]) -> None:
         turn = self._clock() + self._move({"requests": 1.0, "tokens": claim.tokens})
@@ -672,7 +677,7 @@ class RateLimit:
             for meter in self._meters.values():
                 meter.due = min(meter.due, self._clock())
 
-    def note_sent(self, claim: Claim) -> None:
+    def record_sent(self, claim: Claim) -> None:
         """A request goes out; what :meth:`admit` has let through is counted already."""
         if claim.sent_seconds is not None:
             return
@@ -727,13 +732,13 @@ class RateLimit:
         return seconds if shared is None else shared
 
 
-class Estimate:
+class TokenEstimate:
     """What a request will cost in tokens, by what others of the same LM have cost."""
 
     def __init__(self) -> None:
         self._per_character, self._written, self._count = 0.25, 500.0, 0
 
-    def tokens(self, characters: int, most_written: float | None = None) -> float:
+    def expected_tokens(self, characters: int, most_written: float | None = None) -> float:
         """Of a prompt so long, before it is answered.
 
         Args:
@@ -742,7 +747,7 @@ class Estimate:
         written = self._written if self._count or most_written is None else min(self._written, most_written)
         return self._per_character * characters + written
 
-    def learn(self, characters: int, read: int, written: int) -> None:
+    def record_usage(self, characters: int, read: int, written: int) -> None:
         """What one has cost."""
         self._count += 1
         share = max(1 / 16, 1 / self._count)

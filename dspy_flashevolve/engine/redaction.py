@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-MARK = "[redacted]"
+REDACTED = "[redacted]"
 SHORTEST = 12
 """A text that may be a secret, by the name of a setting, and is shorter or has no digit, is left alone."""
 SHORTEST_HELD = 8
@@ -45,7 +45,7 @@ class Redaction:
     Args:
         secrets: texts that may be secrets, by the names of the settings that hold them.
 
-    >>> Redaction(["correct-horse-7"]).of("Authorization: Bearer abcdefgh1234, correct-horse-7")
+    >>> Redaction(["correct-horse-7"]).redact("Authorization: Bearer abcdefgh1234, correct-horse-7")
     'Authorization: [redacted], [redacted]'
     """
 
@@ -60,30 +60,30 @@ class Redaction:
         known = sorted(self._texts, key=len, reverse=True)
         self._known = re.compile("|".join(map(re.escape, known))) if known else None
 
-    def of(self, value: Any) -> Any:
+    def redact(self, value: Any) -> Any:
         """A text without its secrets; anything else as it is."""
-        return _SHAPES.sub(MARK, self.known(value)) if isinstance(value, str) else value
+        return _SHAPES.sub(REDACTED, self.redact_known(value)) if isinstance(value, str) else value
 
-    def known(self, value: Any) -> Any:
+    def redact_known(self, value: Any) -> Any:
         """A text, or texts in lists and dicts at any depth, without the secrets that it was told."""
         if self._known is None:
             return value
         if isinstance(value, str):
-            return self._known.sub(MARK, value)
+            return self._known.sub(REDACTED, value)
         if type(value) in (list, tuple):
-            return type(value)(map(self.known, value))
+            return type(value)(map(self.redact_known, value))
         if type(value) is dict:
-            return {name: self.known(one) for name, one in cast("dict[Any, Any]", value).items()}
+            return {name: self.redact_known(one) for name, one in cast("dict[Any, Any]", value).items()}
         return value
 
-    def clean(self, errors: Iterable[BaseException]) -> None:
+    def redact_errors(self, errors: Iterable[BaseException]) -> None:
         """Take the secrets that it was told out of what errors say."""
         for error in errors:
             with suppress(Exception):  # an exception class may do with its attributes as it likes
-                error.args = self.known(error.args)
+                error.args = self.redact_known(error.args)
                 for name, value in list(vars(error).items()):
                     if isinstance(value, str | list | dict):
-                        setattr(error, name, self.known(value))
+                        setattr(error, name, self.redact_known(value))
 
 
 def secrets_in(settings: Mapping[str, Any]) -> set[str]:
@@ -148,7 +148,7 @@ def without_secrets(address: str) -> str:
     parts = urlsplit(address)
     if not parts.hostname:
         return address.rstrip("/")
-    path = "/".join(MARK if len(one) >= LONG_SEGMENT else one for one in parts.path.split("/"))
+    path = "/".join(REDACTED if len(one) >= LONG_SEGMENT else one for one in parts.path.split("/"))
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{path}".rstrip("/")
 
 

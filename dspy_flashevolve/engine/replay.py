@@ -18,7 +18,7 @@ from typing import Any
 
 from dspy_flashevolve.engine.events import Event, RolloutFinished, StepClosed
 from dspy_flashevolve.engine.journal import Journal
-from dspy_flashevolve.engine.redaction import MARK
+from dspy_flashevolve.engine.redaction import REDACTED
 from dspy_flashevolve.engine.steps import EndKind
 
 BEFORE_STEPS = -1
@@ -135,7 +135,7 @@ class RunJournal:
         self.paid: Counter[int] = Counter()
         """Step that runs again -> its rollouts that are paid."""
 
-    def take_up(self, seeded: bool = True) -> list[Unfinished]:
+    def load_unfinished(self, seeded: bool = True) -> list[Unfinished]:
         """Find the steps that had no end, and what was paid for them. Call it once, when ends that were not written
         are.
 
@@ -146,8 +146,10 @@ class RunJournal:
         for row in rows("SELECT * FROM steps WHERE number NOT IN (SELECT step FROM ends) ORDER BY number"):
             selection = row["selection"]
             texts = [text for name, parts in self.texts.items() if name in selection for text in parts.values()]
-            if any(MARK in text for text in (selection, *texts)):
-                self.ended(row["number"], "failed", "a secret was taken out of its texts: they are not what they were")
+            if any(REDACTED in text for text in (selection, *texts)):
+                self.record_end(
+                    row["number"], "failed", "a secret was taken out of its texts: they are not what they were"
+                )
                 continue
             self.unfinished.append(Unfinished(row["number"], row["version"], json.loads(selection)))
         self._numbers = {one.number for one in self.unfinished} | (set[int]() if seeded else {BEFORE_STEPS})
@@ -159,7 +161,7 @@ class RunJournal:
                 if row["traced"] and not self._has_trace(row["id"], row["step"]):
                     self._untraced.add(row["id"])
         for row in rows("SELECT step, stage, position, reply FROM replies"):
-            if row["step"] in self._numbers and MARK not in row["reply"]:
+            if row["step"] in self._numbers and REDACTED not in row["reply"]:
                 self._replies[row["step"], row["stage"], row["position"]] = row["reply"]
         return self.unfinished
 
@@ -177,7 +179,7 @@ class RunJournal:
 
     # What is answered.
 
-    def rollout(self, key: RolloutKey, step: int, read: Callable[[Any], Rollout | None]) -> Rollout | None:
+    def find_rollout(self, key: RolloutKey, step: int, read: Callable[[Any], Rollout | None]) -> Rollout | None:
         """A rollout that was paid for work which runs again now; None where there is none, or it cannot be read."""
         if step not in self._numbers or not self._rollouts:
             return None
@@ -187,7 +189,7 @@ class RunJournal:
         row = found.pop(0) if self._each_once else found[-1]
         return read(self.journal.rows("SELECT * FROM rollouts WHERE id = ?", (row,))[0])
 
-    def missing(
+    def count_missing(
         self,
         step: int,
         candidate: str,
@@ -208,13 +210,13 @@ class RunJournal:
         found = (self._rollouts.get((candidate, split, id_text(one), int(traced))) for one in ids)
         return sum(not rows or (needs_trace and rows[-1] in self._untraced) for rows in found)
 
-    def reply(self, step: int, stage: str, position: str) -> str | None:
+    def find_reply(self, step: int, stage: str, position: str) -> str | None:
         """What a request of a step that runs again now was answered; None where there is nothing."""
         return self._replies.get((step, stage, position))
 
     # What is written.
 
-    def candidate(self, texts: Mapping[str, str]) -> str:
+    def record_candidate(self, texts: Mapping[str, str]) -> str:
         """Write a candidate's texts, once; returns its hash."""
         name = hash_of(texts)
         if name not in self.texts:
@@ -222,7 +224,7 @@ class RunJournal:
             self.journal.append("candidates", hash=name, texts=dict(texts))
         return name
 
-    def call(self, stage: str, step: int, calls: int = 1) -> int:
+    def record_call(self, stage: str, step: int, calls: int = 1) -> int:
         """Write a metric call that counts, and return its number; wait with :meth:`Journal.flush` before it is made.
 
         Args:
@@ -233,7 +235,7 @@ class RunJournal:
         self.journal.append("calls", id=number, step=step, stage=stage, calls=calls)
         return number
 
-    def finished(
+    def record_rollout(
         self,
         key: RolloutKey,
         stage: str,
@@ -262,7 +264,7 @@ class RunJournal:
             latency_seconds=seconds,
         )
 
-    def replied(self, step: int, stage: str, position: str, reply: str, tokens: int, cost_dollars: float) -> None:
+    def record_reply(self, step: int, stage: str, position: str, reply: str, tokens: int, cost_dollars: float) -> None:
         """Write what a request that is no rollout was answered."""
         self.journal.append(
             "replies",
@@ -274,13 +276,13 @@ class RunJournal:
             cost_dollars=cost_dollars,
         )
 
-    def opened(self, step: int, version: int, selection: Any) -> None:
+    def record_selection(self, step: int, version: int, selection: Any) -> None:
         """Write what a step has selected, unless it runs again; it must be JSON."""
         if step in self._numbers:
             return
         self.journal.append("steps", number=step, version=version, selection=json.dumps(selection))
 
-    def ended(self, step: int, way: str, reason: str, before: bool = False) -> None:
+    def record_end(self, step: int, way: str, reason: str, before: bool = False) -> None:
         """Write a step's end.
 
         Args:
@@ -289,7 +291,7 @@ class RunJournal:
         session = self.journal.session - before
         self.journal.append("ends", step=step, session=session, way=way, reason=reason)
 
-    def committed(
+    def record_commit(
         self,
         step: int | None,
         candidate_index: int,
@@ -313,14 +315,14 @@ class RunJournal:
             candidate_index=candidate_index,
             step=step,
             version=version,
-            candidate=self.candidate(texts),
+            candidate=self.record_candidate(texts),
             parents=list(parents),
             score=sum(scores.values()) / max(1, len(scores)) if score is None else score,
             scores=dict(scores),
             more=None if more is None else json.dumps(more),
         )
 
-    def session_ended(self, state: str, reason: str) -> None:
+    def record_session_end(self, state: str, reason: str) -> None:
         """Write how the run ended, and close the journal."""
         self.journal.append("session_ends", id=self.journal.session, state=state, reason=reason)
         self.journal.close()
@@ -331,7 +333,7 @@ class RunJournal:
             return  # it is a row of its own
         if isinstance(event, StepClosed):
             if event.end.kind is not EndKind.CANCELLED:  # a run that goes on runs it again
-                self.ended(event.step, event.end.kind.value, event.end.reason)
+                self.record_end(event.step, event.end.kind.value, event.end.reason)
             return
         fields = {name: value for name, value in asdict(event).items() if name not in ("seconds", "step")}
         self.journal.append(

@@ -16,21 +16,21 @@ from typing import Any, Protocol, TypeVar
 
 import anyio
 
-from dspy_flashevolve.engine.endpoints import Endpoints, Sent
+from dspy_flashevolve.engine.endpoints import Endpoints, TrackedRequest
 from dspy_flashevolve.engine.errors import FlashEvolveError, RolloutUnresolvedError, TransientError
 from dspy_flashevolve.engine.events import EventBus, ExampleGivenUp, RequestFinished, RolloutFinished, RolloutTimedOut
-from dspy_flashevolve.engine.loop import check_main_thread, kept
+from dspy_flashevolve.engine.loop import check_main_thread, collecting_errors
 from dspy_flashevolve.engine.replay import Rollout, RolloutKey, RunJournal
 from dspy_flashevolve.engine.scheduler import Requester, Scheduler, Slot, current_slot
 from dspy_flashevolve.engine.steps import Reservation, Step, StepEnded
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-Granted = Callable[[], None]
+OnGranted = Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Spent:
+class RequestCost:
     """What a request that is no rollout has cost.
 
     Args:
@@ -78,7 +78,7 @@ class NoLongerWantedError(FlashEvolveError):
     """An evaluation was given up before its next rollout began: nobody needs it any more."""
 
 
-async def batch(count: int, call: Callable[[int, Granted], Awaitable[T]]) -> list[T]:
+async def batch(count: int, call: Callable[[int, OnGranted], Awaitable[T]]) -> list[T]:
     """Run ``call(0)`` to ``call(count - 1)`` side by side; their results in order.
 
     Each begins when the one before it has its slot, so that what waits for one costs no task: thousands of examples of
@@ -114,7 +114,7 @@ async def batch(count: int, call: Callable[[int, Granted], Awaitable[T]]) -> lis
                     told = True
                     begin()
 
-            with kept(failures, group, "a request"):
+            with collecting_errors(failures, group, "a request"):
                 try:
                     results[index] = await call(index, granted)
                 except (RolloutUnresolvedError, NoLongerWantedError, StepEnded) as error:
@@ -130,7 +130,7 @@ async def batch(count: int, call: Callable[[int, Granted], Awaitable[T]]) -> lis
 async def gather(calls: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
     """Run a few calls at once; results in order, errors as of :func:`batch`."""
 
-    async def one(index: int, granted: Granted) -> T:
+    async def one(index: int, granted: OnGranted) -> T:
         granted()
         return await calls[index]()
 
@@ -153,8 +153,8 @@ class _Flight:
 
     def cut(self) -> None:
         """End its attempt, as its time does."""
-        if self.slot is not None and self.slot.bound is not None:
-            self.slot.bound.cancel()
+        if self.slot is not None and self.slot.time_scope is not None:
+            self.slot.time_scope.cancel()
 
 
 class Rollouts:
@@ -195,7 +195,7 @@ class Rollouts:
         """Step -> the requests that it waits for."""
         self.answered_seconds = -math.inf
         """When a request was answered last."""
-        self.shared = 0
+        self.joined = 0
         """Rollouts that were joined instead of run."""
         self.unanswerable: dict[tuple[str, Hashable], str] = {}
         """Split and example that get no answer -> what the provider says: every candidate fails on it."""
@@ -209,7 +209,7 @@ class Rollouts:
         stage: str,
         step: Requester,
         call: Callable[[], Awaitable[T]],
-        spent: Callable[[T], Spent] | None = None,
+        cost_of: Callable[[T], RequestCost] | None = None,
         record: ReplyRecord[T] | None = None,
     ) -> T:
         """Make a request that is no rollout.
@@ -227,7 +227,7 @@ class Rollouts:
         journal = self.journal
         _asks(step)
         if journal is not None and record is not None:
-            kept = journal.reply(step.number, stage, record.position)
+            kept = journal.find_reply(step.number, stage, record.position)
             answer = None if kept is None else record.read(kept)
             if answer is not None:
                 return answer
@@ -242,19 +242,19 @@ class Rollouts:
         async def once(attempt: int) -> T:
             began = self.clock()
             try:
-                answer, cost = await in_time(), Spent(0)
+                answer, cost = await in_time(), RequestCost(0)
             except FlashEvolveError:  # it is asked again, or ends its step or the run, which is told elsewhere
                 raise
             except Exception as error:
                 now, said = self.clock(), f"{type(error).__name__}: {error}"
                 self.bus.emit(RequestFinished(now, step.number, stage, now - began, 0, 0.0, said))
                 raise
-            if spent is not None:
-                now, cost = self.clock(), spent(answer)
+            if cost_of is not None:
+                now, cost = self.clock(), cost_of(answer)
                 paid = cost.tokens, cost.cost_dollars, cost.error
                 self.bus.emit(RequestFinished(now, step.number, stage, now - began, *paid))
             if journal is not None and record is not None and (text := record.write(answer)) is not None:
-                journal.replied(step.number, stage, record.position, text, cost.tokens, cost.cost_dollars)
+                journal.record_reply(step.number, stage, record.position, text, cost.tokens, cost.cost_dollars)
             return answer
 
         return await self._retried(_Flight(), stage, step, once)
@@ -264,13 +264,13 @@ class Rollouts:
         key: RolloutKey,
         stage: str,
         step: Requester,
-        pays: Reservation,
+        reservation: Reservation,
         call: Callable[[], Awaitable[Rollout]],
         record: RolloutRecord | None = None,
         *,
-        failed: Callable[[str], Rollout] | None = None,
-        behind: int = 0,
-        granted: Granted = lambda: None,
+        make_failure: Callable[[str], Rollout] | None = None,
+        followers: int = 0,
+        on_granted: OnGranted = lambda: None,
     ) -> Rollout:
         """Run one rollout, or join an equal one that is in flight, or read one that was paid before an interruption.
 
@@ -291,39 +291,41 @@ class Rollouts:
         """
         _asks(step)
         if self.journal is not None and record is not None:
-            kept = self.journal.rollout(key, step.number, record.read)
+            kept = self.journal.find_rollout(key, step.number, record.read)
             if kept is not None:
                 return kept
         while self._single_flight and (flight := self._flights.get(key)):
-            granted()
+            on_granted()
             with self._waiting_for(flight, step):
                 await flight.landed.wait()
             if flight.result is not None:
-                self.shared += 1
+                self.joined += 1
                 return flight.result
             # The one who flew was cancelled or got no answer: fly again.
         example = key.split, key.example
-        if failed is not None and self.is_unanswered(key):
-            granted()
-            return failed(self.unanswerable.get(example) or self._refused[key])
+        if make_failure is not None and self.is_unanswered(key):
+            on_granted()
+            return make_failure(self.unanswerable.get(example) or self._refused[key])
         flight = _Flight()
         if self._single_flight:
             self._flights[key] = flight
-        one = _Run(self, key, stage, step, pays, call, record)
+        one = _Run(self, key, stage, step, reservation, call, record)
         try:
-            flight.result = await self._retried(flight, stage, step, one.once, behind=behind, granted=granted)
+            flight.result = await self._retried(
+                flight, stage, step, one.once, followers=followers, on_granted=on_granted
+            )
             self._answered.add(example)
         except RolloutUnresolvedError as error:
-            if failed is None or not error.unanswerable:
+            if make_failure is None or not error.unanswerable:
                 raise
-            flight.result = failed(self._gives_up(key, step, stage, error))
+            flight.result = make_failure(self._gives_up(key, step, stage, error))
         finally:
             if self._flights.get(key) is flight:
                 del self._flights[key]
             flight.landed.set()
         return flight.result
 
-    def without_answer(self, candidate: str, split: str) -> set[Hashable]:
+    def unanswered_examples(self, candidate: str, split: str) -> set[Hashable]:
         """Examples that get no answer, at least for this candidate, and those of which a rollout waits to be asked for
         again."""
         keys = [key for key, flight in self._flights.items() if flight.waits_since is not None]
@@ -335,7 +337,7 @@ class Rollouts:
         """Whether a rollout fails because nobody answers it: its score says nothing of its candidate."""
         return (key.split, key.example) in self.unanswerable or key in self._refused
 
-    def waits_since(self, step: int) -> float | None:
+    def waiting_since(self, step: int) -> float | None:
         """When the last of all that a step has asked for began to wait to be asked for again; None where something is
         under way."""
         since = [flight.waits_since for flight in self._awaited.get(step, ())]
@@ -357,15 +359,15 @@ class Rollouts:
         self, flight: _Flight, stage: str, step: Requester, once: Callable[[int], Awaitable[T]], **queue: Any
     ) -> T:
         """Call ``once`` in a slot, with the number of the attempt, from 1, until it does not fail transiently."""
-        sent, answers = Sent(), self.endpoints.stage(stage)
+        sent, answers = TrackedRequest(), self.endpoints.responder_of_stage(stage)
 
         async def call() -> T:
             flight.slot = current_slot()
-            if self.endpoints.gone:
-                raise RolloutUnresolvedError(self.endpoints.gone)
+            if self.endpoints.outage:
+                raise RolloutUnresolvedError(self.endpoints.outage)
             answers.begin(sent)
             try:
-                return await once(sent.faults + 1)
+                return await once(sent.failures + 1)
             finally:
                 answers.leave(sent)
 
@@ -374,19 +376,19 @@ class Rollouts:
                 try:
                     answer = await self.scheduler.run(stage, step, call, **queue)
                 except TransientError as error:
-                    asked: Sent = error.asked or sent
+                    asked: TrackedRequest = error.asked or sent
                     if error.asked is None:
-                        answers.turned_away(sent, str(error), error.of_request)
-                        if (limit := self.endpoints.unheard(stage)) is not None:
-                            limit.refused(error.retry_after_seconds)
-                        if answers.goes_on(sent, self.endpoints.retry.attempts):
+                        answers.record_failure(sent, str(error), error.of_request)
+                        if (limit := self.endpoints.rollout_limit(stage)) is not None:
+                            limit.record_refusal(error.retry_after_seconds)
+                        if answers.may_retry(sent, self.endpoints.retry.attempts):
                             flight.rests_since = self.clock()
-                            await answers.rest(None, sent, error.retry_after_seconds)
+                            await answers.pause_before_retry(None, sent, error.retry_after_seconds)
                             flight.rests_since = None
                             continue
-                    said = f"no answer after {asked.faults} attempts: {error}"
-                    raise RolloutUnresolvedError(said, asked.is_odd) from error
-                answers.answered(sent)
+                    said = f"no answer after {asked.failures} attempts: {error}"
+                    raise RolloutUnresolvedError(said, asked.is_isolated) from error
+                answers.record_answer(sent)
                 self.answered_seconds = self.clock()
                 return answer
 
@@ -411,12 +413,12 @@ class Rollouts:
 
 def _bind(bound: anyio.CancelScope) -> None:
     if (slot := current_slot()) is not None:
-        slot.bound = bound
+        slot.time_scope = bound
 
 
 def _asks(step: Requester) -> None:
     if isinstance(step, Step):
-        step.has_asked = True
+        step.has_requested = True
 
 
 @dataclass(eq=False, slots=True)
@@ -439,7 +441,7 @@ class _Run:
         clock, timeout = self.of.clock, self.of.timeout_seconds
         self.began = clock()
         try:
-            with anyio.move_on_after(timeout) as bound, noted(self):
+            with anyio.move_on_after(timeout) as bound, recording_rollout(self):
                 _bind(bound)
                 rollout = await self.call()
                 check_main_thread()
@@ -449,27 +451,27 @@ class _Run:
                 self._settle()
             raise
         except BaseException:
-            self.metric_not_reached()
+            self.retract_metric_call()
             raise
         raise self._gave_up(clock() - self.began, attempt)
 
-    async def metric_begins(self) -> None:
+    async def record_metric_call(self) -> None:
         """Write the metric's call down."""
         self.metric_began = True
         if self.of.journal is not None and self.number is None:
             with anyio.CancelScope(shield=True):  # that must not be forgotten, whatever comes
-                number = self.of.journal.call(self.stage, self.step.number)
+                number = self.of.journal.record_call(self.stage, self.step.number)
                 await self.of.journal.journal.flush()
                 self.number = number
 
-    def metric_not_reached(self) -> None:
+    def retract_metric_call(self) -> None:
         """Take that back: it was not made after all."""
         self.metric_began = False
         if self.of.journal is not None and self.number is not None:
-            self.of.journal.call(self.stage, self.step.number, -1)
+            self.of.journal.record_call(self.stage, self.step.number, -1)
             self.number = None
 
-    def given_up(self, tokens: int, cost_dollars: float) -> None:
+    def record_wasted_cost(self, tokens: int, cost_dollars: float) -> None:
         """Tell what is paid and comes to nothing."""
         now, said = self.of.clock(), "given up"
         event = RequestFinished(now, self.step.number, self.stage, now - self.began, tokens, cost_dollars, said)
@@ -479,16 +481,18 @@ class _Run:
         """Count the call of its metric, as the step's."""
         self.pays.settle()
         if self.of.journal is not None and self.number is None:
-            self.number = self.of.journal.call(self.stage, self.step.number)
+            self.number = self.of.journal.record_call(self.stage, self.step.number)
 
     def _answered(self, rollout: Rollout, seconds: float) -> Rollout:
         self._settle()
         of, stage, number = self.of, self.stage, self.step.number
         if self.of.journal is not None and self.record is not None:
             assert self.number is not None
-            self.of.journal.finished(self.key, stage, number, rollout, self.record.write(rollout), seconds, self.number)
-        if (limit := of.endpoints.unheard(stage)) is not None:
-            limit.finished(seconds, rollout.tokens)
+            self.of.journal.record_rollout(
+                self.key, stage, number, rollout, self.record.write(rollout), seconds, self.number
+            )
+        if (limit := of.endpoints.rollout_limit(stage)) is not None:
+            limit.record_answer(seconds, rollout.tokens)
         of.bus.emit(
             RolloutFinished(of.clock(), number, stage, rollout.score, seconds, rollout.tokens, rollout.cost_dollars)
         )
@@ -511,21 +515,21 @@ class _Run:
         return TransientError(late, of_request=True)
 
 
-class Noted(Protocol):
+class RolloutRecorder(Protocol):
     """What is told, from inside a rollout, of its metric's call and of what it has cost."""
 
-    async def metric_begins(self) -> None: ...
+    async def record_metric_call(self) -> None: ...
 
-    def metric_not_reached(self) -> None: ...
+    def retract_metric_call(self) -> None: ...
 
-    def given_up(self, tokens: int, cost_dollars: float) -> None: ...
+    def record_wasted_cost(self, tokens: int, cost_dollars: float) -> None: ...
 
 
-_RUN: ContextVar[Noted | None] = ContextVar("flashevolve_rollout", default=None)
+_RUN: ContextVar[RolloutRecorder | None] = ContextVar("flashevolve_rollout", default=None)
 
 
 @contextmanager
-def noted(by: Noted) -> Generator[None, None, None]:
+def recording_rollout(by: RolloutRecorder) -> Generator[None, None, None]:
     """Tell ``by`` of a rollout that is made inside."""
     token = _RUN.set(by)
     try:
@@ -534,22 +538,22 @@ def noted(by: Noted) -> Generator[None, None, None]:
         _RUN.reset(token)
 
 
-async def metric_begins() -> None:
+async def record_metric_call() -> None:
     """Say, inside a rollout, that its metric is called when this returns. Outside of one it does nothing."""
     run = _RUN.get()
     if run is not None:
-        await run.metric_begins()
+        await run.record_metric_call()
 
 
-def metric_not_reached() -> None:
+def retract_metric_call() -> None:
     """Say, inside a rollout, that its metric was not called although it was said to be: the rollout is given up."""
     run = _RUN.get()
     if run is not None:
-        run.metric_not_reached()
+        run.retract_metric_call()
 
 
-def given_up(tokens: int, cost_dollars: float) -> None:
+def record_wasted_cost(tokens: int, cost_dollars: float) -> None:
     """Say, inside a rollout, what it has cost although it comes to nothing. Outside of one it does nothing."""
     run = _RUN.get()
     if run is not None and tokens:
-        run.given_up(tokens, cost_dollars)
+        run.record_wasted_cost(tokens, cost_dollars)

@@ -25,14 +25,14 @@ from dspy_flashevolve.engine.events import (
     Committed,
     EventBus,
     LimitChanged,
-    Looked,
+    PolicyDecided,
     StageVisited,
     StepClosed,
     StepOpened,
 )
 from dspy_flashevolve.engine.journal import IN_FLIGHT
 from dspy_flashevolve.engine.limits import Bounds
-from dspy_flashevolve.engine.loop import LoopClock, Threads, kept, run_to_end
+from dspy_flashevolve.engine.loop import LoopClock, Threads, collecting_errors, run_to_end
 from dspy_flashevolve.engine.redaction import Redaction, secrets_in
 from dspy_flashevolve.engine.replay import RunJournal, Unfinished
 from dspy_flashevolve.engine.rollouts import Rollouts
@@ -49,7 +49,7 @@ from dspy_flashevolve.engine.steps import (
     Reservation,
     Step,
     StepEnded,
-    rng_of,
+    step_rng,
 )
 
 logger = logging.getLogger(__name__)
@@ -155,7 +155,7 @@ class EvolutionRun:
         self.bus = EventBus() if journal is None else EventBus([journal])
         asked = {stage: list(names) for stage, names in stages.items()}
         self.scheduler = Scheduler(
-            slots, list(asked), groups_of(asked), self.clock, idle=self._slot_is_idle, visited=self._visited
+            slots, list(asked), groups_of(asked), self.clock, on_idle=self._slot_is_idle, on_visit=self._visited
         )
         if journal is not None:
             journal.journal.keep_current(IN_FLIGHT, self._in_flight)
@@ -176,7 +176,7 @@ class EvolutionRun:
         self.threads = Threads(slots + SPARE_THREADS, "work")
         self.gaps: defaultdict[str, Counter[int]] = defaultdict(Counter)
         """Place -> gap (version less version seen) -> how often it was seen there."""
-        self.looks: Counter[str] = Counter()
+        self.policy_decisions: Counter[str] = Counter()
         """What a staleness policy decided (admit, discard, integrate) -> how often."""
         self.used_shares: list[Callable[[], float]] = []
         """What of a loop's own limits is used, from 0 to 1, for those who tell how long the run may last. A loop adds
@@ -215,10 +215,10 @@ class EvolutionRun:
                 raise
             finally:
                 self.outcome = self._ends
-                self.endpoints.tell_totals()
+                self.endpoints.emit_totals()
                 self.threads.close(wait=self.error is None and not self.threads.abandoned)
                 if self.journal is not None:
-                    self.journal.session_ended(self.outcome, self.said)
+                    self.journal.record_session_end(self.outcome, self.end_reason)
 
     def stop(self, reason: str, outcome: Outcome = "stopped") -> None:
         """Open no more steps; what runs is finished. The first reason stays. Call it on the run's loop.
@@ -244,10 +244,10 @@ class EvolutionRun:
         for number, scope in self._scopes.items():
             if not self._live[number].has_begun:
                 scope.cancel()  # it may wait for something to work on as long as it likes
-        self.tell()
+        self.notify()
 
     @property
-    def said(self) -> str:
+    def end_reason(self) -> str:
         """Why no further step starts, or what ended the run; empty while neither is so."""
         error = self.error
         said = f"{type(error).__name__}: {error}" if isinstance(error, Exception) else "cancelled"
@@ -260,12 +260,12 @@ class EvolutionRun:
         step: Callable[[Step], Awaitable[End]],
         admission: Admission | None = None,
         *,
-        calls: int = 0,
+        calls_per_step: int = 0,
         reserve: Callable[[], Reservation | None] | None = None,
-        may_open: Callable[[], str | None] = lambda: None,
-        ended: Callable[[Step, End], Awaitable[None]] | None = None,
-        first: int = 0,
-        at_least: int = 0,
+        stop_reason: Callable[[], str | None] = lambda: None,
+        on_end: Callable[[Step, End], Awaitable[None]] | None = None,
+        first_number: int = 0,
+        min_steps: int = 0,
         watchers: Iterable[Work] = (),
     ) -> None:
         """Open steps until there is nothing to do or a stop is asked for, and wait for the last of them.
@@ -288,16 +288,16 @@ class EvolutionRun:
             RunAbortedError: the provider refused for good.
             Exception: what a step raised, or what runs beside them, after the rest was cancelled.
         """
-        self._step, self._ended, self._may_open = step, ended, may_open
+        self._step, self._ended, self._may_open = step, on_end, stop_reason
         self._rule = LiveSteps(1, strict=True) if self.lockstep else admission or LiveSteps(self.slots)
-        self._reserve = reserve or (lambda: self.budget.reserve(calls))
-        self._next, self._exhausted, self._most_calls = max(first, self._next), False, calls
-        self._broken, self._at_least, self.outcome = False, at_least, "running"
+        self._reserve = reserve or (lambda: self.budget.reserve(calls_per_step))
+        self._next, self._exhausted, self._most_calls = max(first_number, self._next), False, calls_per_step
+        self._broken, self._at_least, self.outcome = False, min_steps, "running"
         self._recorded = [] if self.journal is None else self.journal.unfinished
         failures: list[BaseException] = []
 
         async def guarded(work: Work) -> None:
-            with kept(failures, group, f"{self.name}: a step, or what runs beside them,"):
+            with collecting_errors(failures, group, f"{self.name}: a step, or what runs beside them,"):
                 await work()
 
         async with anyio.create_task_group() as around:
@@ -332,17 +332,17 @@ class EvolutionRun:
         scope = self._scopes.get(step.number)
         if scope is not None and scope.cancel_called:  # it has not heard of it yet
             raise NothingToDoError
-        step.saw(version, value)
+        step.record_version(version, value)
         step.has_begun = True
         if self.journal is not None:
-            self.journal.opened(step.number, version, selection)
+            self.journal.record_selection(step.number, version, selection)
         self.bus.emit(StepOpened(self.clock(), step.number, version, len(self._live)))
-        self.tell()
+        self.notify()
 
-    def has_child(self, step: Step) -> None:
+    def mark_child_made(self, step: Step) -> None:
         """The step works towards a child no more: another may start its work."""
         step.is_working = False
-        self.tell()
+        self.notify()
 
     @property
     def live(self) -> list[int]:
@@ -367,7 +367,7 @@ class EvolutionRun:
         rest = unanswered = 0
         for step in steps:
             since = self._waits_since(step)
-            if step.rests or (since is not None and since < self.rollouts.answered_seconds):
+            if step.is_parked or (since is not None and since < self.rollouts.answered_seconds):
                 rest += 1
             elif since is not None:
                 unanswered += 1
@@ -375,7 +375,7 @@ class EvolutionRun:
         return rest + min(PROBES, unanswered, int(silent / PROBE_SECONDS))
 
     def _waits_since(self, step: Step) -> float | None:
-        return self.rollouts.waits_since(step.number if step.behind is None else step.behind)
+        return self.rollouts.waiting_since(step.number if step.blocked_by is None else step.blocked_by)
 
     def load(self) -> Load:
         """What admission looks at."""
@@ -390,11 +390,11 @@ class EvolutionRun:
             / (PRIOR_STEPS + sum(self.ended.values())),
             ended=sum(self.ended.values()),
             slots=self.scheduler.limit,
-            resting=self._resting(steps),
-            unasked=sum(not step.has_asked for step in steps),
+            parked=self._resting(steps),
+            without_request=sum(not step.has_requested for step in steps),
         )
 
-    async def beside(self, work: Callable[[], Awaitable[None]]) -> None:
+    async def run_in_background(self, work: Callable[[], Awaitable[None]]) -> None:
         """Begin what no step waits for, beside the steps of :meth:`evolve`; in lockstep do it before this returns.
 
         Before :meth:`evolve` it is begun with the first step.
@@ -408,7 +408,7 @@ class EvolutionRun:
                 logger.warning("%s: work beside the steps is left undone: %s", self.name, error)
             finally:
                 self._beside -= 1
-                self.tell()
+                self.notify()
 
         self._beside += 1
         if self.lockstep:
@@ -416,16 +416,16 @@ class EvolutionRun:
         else:
             self._start(unresolved_is_told)
 
-    def tell(self) -> None:
+    def notify(self) -> None:
         """Something has changed that a step, or the opening of one, may wait for."""
         self._change.set()
         self._change = anyio.Event()
 
-    async def changed(self) -> None:
+    async def wait_for_change(self) -> None:
         """Wait until something has changed."""
         await self._change.wait()
 
-    def look(
+    def ask_policy(
         self, step: Step, policy: StalenessPolicy, look: Look, version: int, *, integrates: bool = True
     ) -> Decision:
         """Ask a staleness policy what becomes of a step, and tell the observers.
@@ -435,12 +435,12 @@ class EvolutionRun:
             version: the pool's.
             integrates: False where one that is to be integrated is admitted instead.
         """
-        discarded = self.looks["discard"]
-        decision = policy.decide(look, History(version, discarded, self.looks.total() - discarded))
+        discarded = self.policy_decisions["discard"]
+        decision = policy.decide(look, History(version, discarded, self.policy_decisions.total() - discarded))
         word = "integrate" if isinstance(decision, Integrate) and integrates else "admit"
         word, reason = ("discard", decision.reason) if isinstance(decision, Discard) else (word, "")
-        self.looks[word] += 1
-        self.bus.emit(Looked(self.clock(), step.number, look.place, version - look.seen, word, reason))
+        self.policy_decisions[word] += 1
+        self.bus.emit(PolicyDecided(self.clock(), step.number, look.place, version - look.seen, word, reason))
         return decision
 
     def commit(
@@ -487,7 +487,7 @@ class EvolutionRun:
                 self._live[step.number] = step
                 self._start(partial(self._lives, step))
                 while step.number in self._live and not step.has_begun:
-                    await self.changed()
+                    await self.wait_for_change()
                 continue
             if not self._live and (self.stop_reason or self._exhausted):
                 return
@@ -526,7 +526,7 @@ class EvolutionRun:
         self._most_calls = max(self._most_calls, pays.open)
         number = self._next
         self._next += 1
-        return Step(number, rng_of(number, self.seed), pays)
+        return Step(number, step_rng(number, self.seed), pays)
 
     def _runs_again(self, recorded: Unfinished) -> Step:
         """A step of an interrupted run: what it needs at most and has not paid is set aside, as far as it goes."""
@@ -534,8 +534,8 @@ class EvolutionRun:
         left, needed = self.budget.left, max(0, self._most_calls - self.journal.paid[recorded.number])
         pays = self.budget.reserve(needed if left is None else min(left, needed))
         pays = pays or Reservation(self.budget, 0)
-        step = Step(recorded.number, rng_of(recorded.number, self.seed), pays, recorded.selection)
-        step.saw(recorded.version)
+        step = Step(recorded.number, step_rng(recorded.number, self.seed), pays, recorded.selection)
+        step.record_version(recorded.version)
         return step
 
     async def _lives(self, step: Step) -> None:
@@ -565,7 +565,7 @@ class EvolutionRun:
                 self.bus.emit(StepClosed(self.clock(), step.number, end, len(self._live)))
             elif step.recorded is None:
                 self._next = min(self._next, step.number)
-            self.tell()
+            self.notify()
 
     async def _end_of(self, step: Step) -> End | None:
         try:
@@ -589,7 +589,7 @@ class EvolutionRun:
 
     def _slot_is_idle(self) -> None:
         if self._waits_for_slots:
-            self.tell()
+            self.notify()
 
     def _visited(self, visit: StageVisit) -> None:
         self.bus.emit(StageVisited(visit.ended, visit.step, visit.stage, visit.queued, visit.began))
@@ -606,25 +606,25 @@ class EvolutionRun:
         await anyio.sleep(max(0.0, self.clock.began + most - self.clock()))
         least = self._at_least
         while self._next < least or any(not one.has_begun for one in self._live.values() if one.number < least):
-            await self.changed()
+            await self.wait_for_change()
         self.stop(f"max_seconds={most:g} is over", "finished")
         self.endpoints.hurry()
 
     async def _move_slots(self, every: float) -> None:
         while True:
             await anyio.sleep(every)
-            windows = self.scheduler.windows()
+            windows = self.scheduler.take_windows()
             shares = median_shares(windows, self.slots)
             for name, share in shares.items():
                 if share != windows[name].share:
                     self.bus.emit(LimitChanged(self.clock(), name, windows[name].share, share, "the median rule"))
-            self.scheduler.share(shares)
+            self.scheduler.set_shares(shares)
 
     def _seed(self, seed: int | None) -> int:
         """The seed of the steps' randomness: the same in every session of a run."""
-        kept = None if self.journal is None else self.journal.journal.kept("seed")
+        kept = None if self.journal is None else self.journal.journal.get_state("seed")
         seed = kept if seed is None else seed
         seed = random.SystemRandom().getrandbits(64) if seed is None else seed
         if self.journal is not None:
-            self.journal.journal.keep("seed", seed)
+            self.journal.journal.set_state("seed", seed)
         return seed

@@ -239,13 +239,13 @@ class Slot:
         self._since = 0.0
         self.held = False
         self._is_coming = False
-        self.bound: anyio.CancelScope | None = None
+        self.time_scope: anyio.CancelScope | None = None
         """Ends the work in the slot at its deadline; the time of a pause does not count. None for no bound."""
-        self.shield: anyio.CancelScope | None = None
+        self.shield_scope: anyio.CancelScope | None = None
         """Around what is not cancelled with the rest: a metric in a thread."""
 
     @property
-    def place(self) -> tuple[int, str]:
+    def step_and_stage(self) -> tuple[int, str]:
         """Number of the step, and the stage, whose request is in it."""
         return self._line.step.number, self._line.stage.name
 
@@ -262,20 +262,20 @@ class Slot:
             if self._closed:  # the holder was cancelled while the slot was awaited for it
                 self._give_back()
 
-    def arrived(self) -> None:
+    def mark_arrived(self) -> None:
         """The request in it is about to be sent, or waits for the limit of who is asked."""
         if self._is_coming:
             self._is_coming = False
             self._scheduler._arrived(self._line)  # pyright: ignore[reportPrivateUsage]
 
     @asynccontextmanager
-    async def released(self, keeps: bool = False) -> AsyncGenerator[None, None]:
+    async def released(self, keep: bool = False) -> AsyncGenerator[None, None]:
         """Give the slot back for the block, and take it again after it. A block that raises ends without the slot.
 
         Args:
             keeps: it is not given back: a thread waits.
         """
-        if not keeps:
+        if not keep:
             self._taking = self._taking or anyio.Lock()
             self._give_back()
         with self.paused():
@@ -292,16 +292,16 @@ class Slot:
         self._pauses += 1
         if rests and self.paused_since is None:
             self.paused_since = self._scheduler.clock()
-        if self._pauses == 1 and self.bound is not None:
-            self._left_seconds = self.bound.deadline - anyio.current_time()
-            self.bound.deadline = math.inf
+        if self._pauses == 1 and self.time_scope is not None:
+            self._left_seconds = self.time_scope.deadline - anyio.current_time()
+            self.time_scope.deadline = math.inf
         try:
             yield
         finally:
             self._pauses -= 1
             self.paused_since = self.paused_since if self._pauses else None
-            if not self._pauses and self.bound is not None:
-                self.bound.deadline = anyio.current_time() + self._left_seconds
+            if not self._pauses and self.time_scope is not None:
+                self.time_scope.deadline = anyio.current_time() + self._left_seconds
 
     def close(self) -> None:
         """Give the slot back for good."""
@@ -310,7 +310,7 @@ class Slot:
 
     def _give_back(self) -> None:
         if self.held:
-            self.arrived()
+            self.mark_arrived()
             self.held = False
             self._scheduler._leave(self._line, self._since)  # pyright: ignore[reportPrivateUsage]
 
@@ -318,7 +318,7 @@ class Slot:
 _slot: ContextVar[Slot | None] = ContextVar("flashevolve_slot", default=None)
 
 
-SLOT = "flashevolve_slot"
+SLOT_SETTING = "flashevolve_slot"
 """The setting of dspy's with the slot, for threads that have dspy's settings and no context of ours."""
 
 
@@ -337,12 +337,12 @@ def shielded() -> Generator[None, None, None]:
     slot = current_slot()
     with anyio.CancelScope(shield=True) as scope:
         if slot is not None:
-            slot.shield = scope
+            slot.shield_scope = scope
         try:
             yield
         finally:
             if slot is not None and not scope.cancel_called:  # else its thread, which is left behind, is to see it
-                slot.shield = None
+                slot.shield_scope = None
     if scope.cancelled_caught:
         raise TransientError("no answer in time to a request of the metric's", of_request=True)
 
@@ -368,13 +368,13 @@ class Scheduler:
         stages: Sequence[str],
         endpoints: Mapping[str, str] | None = None,
         clock: Callable[[], float] = time.monotonic,
-        idle: Callable[[], None] = lambda: None,
-        visited: Callable[[StageVisit], None] = lambda visit: None,
+        on_idle: Callable[[], None] = lambda: None,
+        on_visit: Callable[[StageVisit], None] = lambda visit: None,
     ) -> None:
         self._limit = _checked(limit)
         self.clock = clock
-        self._idle = idle
-        self._visited = visited
+        self._idle = on_idle
+        self._visited = on_visit
         self._endpoints: dict[str, _Endpoint] = {}
         named = endpoints or {}
         self._stages = {
@@ -403,8 +403,8 @@ class Scheduler:
         step: Requester,
         call: Callable[[], Awaitable[T]],
         *,
-        behind: int = 0,
-        granted: Callable[[], None] | None = None,
+        followers: int = 0,
+        on_granted: Callable[[], None] | None = None,
     ) -> T:
         """Wait in the stage's queue for a slot, and make a request in it. The one way to a provider.
 
@@ -422,11 +422,11 @@ class Scheduler:
             ConfigurationError: no such stage.
         """
         slot = Slot(self, self._line(stage, step))
-        await slot.take(behind)
+        await slot.take(followers)
         token = _slot.set(slot)
         try:
-            if granted is not None:
-                granted()
+            if on_granted is not None:
+                on_granted()
             return await call()
         finally:
             _slot.reset(token)
@@ -442,7 +442,7 @@ class Scheduler:
         self._at(endpoint).limit = _checked(limit)
         self._hand_on()
 
-    def make_room(self, room: int | None, endpoint: str) -> None:
+    def set_room(self, room: int | None, endpoint: str) -> None:
         """Let so many slots of an endpoint be held by those who have not asked yet; None for any number.
 
         Who is asked takes only so many a minute: what cannot be sent yet waits in the queue, in the run's order.
@@ -453,13 +453,13 @@ class Scheduler:
         if more:
             self._hand_on()
 
-    def share(self, shares: Mapping[str, int]) -> None:
+    def set_shares(self, shares: Mapping[str, int]) -> None:
         """Let stages have at most so many slots each from now on."""
         for name, slots in shares.items():
             self._stages[name].share = _checked(slots)
         self._hand_on()
 
-    def windows(self) -> dict[str, StageWindow]:
+    def take_windows(self) -> dict[str, StageWindow]:
         """What each stage did since this was last asked, for :func:`median_shares`."""
         found: dict[str, StageWindow] = {}
         for name, one in self._stages.items():
@@ -468,7 +468,7 @@ class Scheduler:
             one.visits = 0
         return found
 
-    def pressed(self, endpoint: str) -> bool:
+    def take_pressure(self, endpoint: str) -> bool:
         """Whether a request waited for this endpoint's own limit, at any time since this was last asked."""
         at = self._at(endpoint)
         waits = at.is_full and any(line.waiting for _, _, line in at.lines)

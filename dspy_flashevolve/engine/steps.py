@@ -221,27 +221,27 @@ class Step:
     """It has selected what it works on."""
     is_working: bool = field(default=True, init=False)
     """It works towards a child; else it only waits for an evaluation, or for other steps."""
-    rests: bool = field(default=False, init=False)
+    is_parked: bool = field(default=False, init=False)
     """It waits for other steps, or for the end of the run, and needs no room meanwhile."""
-    behind: int | None = field(default=None, init=False)
+    blocked_by: int | None = field(default=None, init=False)
     """Number of the step whose end it waits for; None where it waits for none."""
-    has_asked: bool = field(default=False, init=False)
+    has_requested: bool = field(default=False, init=False)
     """It has made a request."""
 
-    def waits_for(self, number: int | None) -> None:
+    def mark_blocked_by(self, number: int | None) -> None:
         """It waits for the end of the step of that number from now on; None: it goes on."""
-        self.behind = number
+        self.blocked_by = number
 
-    def saw(self, version: int, value: float | None = None) -> None:
+    def record_version(self, version: int, value: float | None = None) -> None:
         """It works on what the pool had at ``version`` from now on, and is thought to reach ``value``."""
         self.version = version
         self.value = self.value if value is None else value
 
 
-def rng_of(number: int, seed: object) -> random.Random:
+def step_rng(number: int, seed: object) -> random.Random:
     """A step's randomness: it follows from the run's seed and the step's number alone.
 
-    >>> rng_of(3, seed=0).random() == rng_of(3, seed=0).random()
+    >>> step_rng(3, seed=0).random() == step_rng(3, seed=0).random()
     True
     """
     return random.Random(f"{seed}/{number}")
@@ -260,9 +260,9 @@ class Load:
         calls_per_step: metric calls that an ended step has cost on average (an estimate before).
         ended: steps that have ended.
         slots: requests that may be in flight now; None where the rule need not know.
-        resting: live steps that wait for other steps, for the end of the run, or for a provider that answers others,
+        parked: live steps that wait for other steps, for the end of the run, or for a provider that answers others,
             and need no room meanwhile.
-        unasked: live steps that have made no request yet.
+        without_request: live steps that have made no request yet.
     """
 
     live: int
@@ -273,8 +273,8 @@ class Load:
     calls_per_step: float
     ended: int = 0
     slots: int | None = None
-    resting: int = 0
-    unasked: int = 0
+    parked: int = 0
+    without_request: int = 0
 
 
 class Admission(Protocol):
@@ -342,11 +342,11 @@ class LiveSteps:
 
     def admits(self, load: Load) -> bool:
         """See :meth:`Admission.admits`."""
-        if load.live - (0 if self.strict else load.resting) >= self.bound(load):
+        if load.live - (0 if self.strict else load.parked) >= self.bound(load):
             return False
         if self.working_limit is None or load.working < self._scaled(self.working_limit, load):
             return True
-        return load.idle_slots - self.burst * load.unasked >= self.burst
+        return load.idle_slots - self.burst * load.without_request >= self.burst
 
     def bound(self, load: Load) -> int:
         """Live steps that the budget allows."""

@@ -19,7 +19,7 @@ from dspy.teleprompt.gepa.instruction_proposal import InstructionProposer
 from gepa.core.data_loader import ensure_loader
 from gepa.core.result import GEPAResult
 
-from dspy_flashevolve.engine.errors import hand_over, report
+from dspy_flashevolve.engine.errors import attach_best_program, report_hook
 from dspy_flashevolve.engine.loop import run_to_end
 from dspy_flashevolve.engine.replay import RunJournal
 from dspy_flashevolve.engine.staleness import Full, Reflective, StalenessPolicy, policy_named
@@ -199,9 +199,9 @@ class Compilation:
             self.best.end(stats)
             if isinstance(error, Exception):
                 await self._track_end()
-                report(error, hooks_of(self._parts, self._optimizer))
+                report_hook(error, hooks_of(self._parts, self._optimizer))
                 if pool.seed_confirmed:
-                    hand_over(error, self._result(stats))
+                    attach_best_program(error, self._result(stats))
             log_summary(logger, stats, isinstance(error, Exception))
             raise
         await self._track_end()

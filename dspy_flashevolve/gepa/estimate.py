@@ -167,7 +167,7 @@ def estimate(optimizer: Any, student: Module, trainset: Sequence[Any], most_call
         return End(EndKind.COMMITTED)
 
     async def main() -> None:
-        await run.evolve(step, calls=size)
+        await run.evolve(step, calls_per_step=size)
 
     run.run_sync(main)
     if len(used) < 2:  # it was stopped, or the provider gave no answer

@@ -24,8 +24,8 @@ from gepa.strategies.proposal_selection import AllImprovements, BestImprovement,
 from dspy_flashevolve.engine.endpoints import OUTAGE_SECONDS
 from dspy_flashevolve.engine.errors import ConfigurationError, RolloutUnresolvedError, RunAbortedError
 from dspy_flashevolve.engine.replay import BEFORE_STEPS, hash_of, id_text
-from dspy_flashevolve.engine.rollouts import Granted, NoLongerWantedError, Rollout, RolloutKey, batch, gather
-from dspy_flashevolve.engine.steps import EndKind, Reservation, Step, StepEnded, rng_of
+from dspy_flashevolve.engine.rollouts import NoLongerWantedError, OnGranted, Rollout, RolloutKey, batch, gather
+from dspy_flashevolve.engine.steps import EndKind, Reservation, Step, StepEnded, step_rng
 from dspy_flashevolve.gepa.options import Parts
 from dspy_flashevolve.gepa.pool import Batch, Candidate, Pool, Screened, Task, Validated, ValidationPlan, evaluation_of
 from dspy_flashevolve.programs.program import ProgramRunner
@@ -318,7 +318,7 @@ class Evaluations:
             return len(ids)
         split = self.train_split if train else "val"
         needs = reflected and not self._is_proposed(step)
-        return journal.missing(step.number, hash_of(candidate), split, ids, traced=traced, needs_trace=needs)
+        return journal.count_missing(step.number, hash_of(candidate), split, ids, traced=traced, needs_trace=needs)
 
     async def minibatch(
         self,
@@ -425,7 +425,7 @@ class Evaluations:
                 raise failure
             return done[0]
 
-        await self._run.beside(rest)
+        await self._run.run_in_background(rest)
         await enough.wait()
         if len(found) < needed or not self._worth_reflecting(found.values()):
             await late()  # raises where the others had no answer
@@ -438,7 +438,7 @@ class Evaluations:
     def _is_proposed(self, step: Step) -> bool:
         """Whether an interrupted run had the step's proposals already, so that nobody reflects on its traces."""
         journal = self._run.journal
-        return journal is not None and journal.reply(step.number, "propose", "0") is not None
+        return journal is not None and journal.find_reply(step.number, "propose", "0") is not None
 
     def _remember(self, candidate: Candidate, ids: Sequence[Any], scores: Sequence[float]) -> None:
         self._known.setdefault(name := hash_of(candidate), {}).update(zip(ids, scores, strict=True))
@@ -461,11 +461,11 @@ class Evaluations:
         watch: Watch | None = None,
     ) -> list[Rollout]:
         run, program = self._run, self._program
-        name = hash_of(candidate) if run.journal is None else run.journal.candidate(candidate)
+        name = hash_of(candidate) if run.journal is None else run.journal.record_candidate(candidate)
         keeps_trace = split != "val" or self.train_split == "val"
         scope, left, decided = anyio.CancelScope(), len(ids), False
 
-        async def one(index: int, granted: Granted) -> Rollout:
+        async def one(index: int, granted: OnGranted) -> Rollout:
             nonlocal left, decided
 
             async def call() -> Rollout:
@@ -480,8 +480,8 @@ class Evaluations:
             key = RolloutKey(name, split, ids[index], traced)
             behind = len(ids) - index - 1
             rollout = await run.rollouts.rollout(
-                key, stage, step, pays, call, record, failed=lambda reason: program.failed_rollout(reason, traced),
-                behind=behind, granted=granted,
+                key, stage, step, pays, call, record, followers=behind, on_granted=granted,
+                make_failure=lambda reason: program.failed_rollout(reason, traced),
             )  # fmt: skip
             self.saw(rollout.score)
             if not run.rollouts.is_unanswered(key):
@@ -519,8 +519,8 @@ class Evaluations:
                 f"The budget of {self._run.budget.limit} metric calls cannot hold the seed's validation of {len(ids)} "
                 "examples."
             )
-        seed, step = pool.seed_candidate, Step(BEFORE_STEPS, rng_of(BEFORE_STEPS, pool.seed), pays)
-        step.saw(0, math.inf)  # everything waits for it
+        seed, step = pool.seed_candidate, Step(BEFORE_STEPS, step_rng(BEFORE_STEPS, pool.seed), pays)
+        step.record_version(0, math.inf)  # everything waits for it
         self._program.watch_first_rollouts(len(ids))
         self._program.watch_first_steps()
         try:

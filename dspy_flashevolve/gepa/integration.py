@@ -117,7 +117,7 @@ class Integrations:
         """
         if self._misses >= MOST_MISSES:
             return None
-        landing = await self._batcher.hand_in(step, waiting)
+        landing = await self._batcher.submit(step, waiting)
         if landing is None:
             return None
         first = landing.members[0][0]
@@ -209,7 +209,7 @@ class Integrations:
 
     async def _screen(self, step: Step, landing: _Landing) -> Screened | None:
         """Run an integrated candidate on the union of its children's minibatches, beside its base."""
-        step.saw(landing.version)  # it has read what was committed until then
+        step.record_version(landing.version)  # it has read what was committed until then
         try:
             proposal = await self._compared(step, landing)
             landing.has_landed = proposal is not None
@@ -222,7 +222,7 @@ class Integrations:
             return None
         for other, _ in landing.members[1:]:
             other.reservation.refund()
-        step.saw(step.version, await self._pool.write(self._pool.expected_score, [proposal]))
+        step.record_version(step.version, await self._pool.write(self._pool.expected_score, [proposal]))
         return Screened(proposal)
 
     async def _compared(self, step: Step, landing: _Landing) -> Proposal | None:

@@ -491,7 +491,7 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
     def keep_strategies(self) -> None:
         """Let the journal know where the strategies stand."""
         if self.journal is not None:
-            self.journal.journal.keep(
+            self.journal.journal.set_state(
                 "strategies", strategies_of(self.parts, self.adapter, self.state, self.shares_randomness, id_text)
             )
 
@@ -1131,7 +1131,7 @@ def write_commits(
     """
     for offset, (candidate, parents, evaluation) in enumerate(work):
         objectives = evaluation.objective_scores_by_val_id
-        journal.committed(
+        journal.record_commit(
             step,
             first + offset,
             version + offset + 1,
@@ -1140,4 +1140,4 @@ def write_commits(
             {id_text(one): score for one, score in evaluation.scores_by_val_id.items()},
             more=None if objectives is None else {id_text(i): dict(o) for i, o in objectives.items()},
         )
-    journal.journal.flush_here()
+    journal.journal.flush_blocking()

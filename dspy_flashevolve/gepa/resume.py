@@ -18,7 +18,7 @@ from gepa.core.state import GEPAState, ValsetEvaluation
 from gepa.strategies.proposal_sampling import ProposalTask
 
 from dspy_flashevolve.engine.errors import RunDirectoryError
-from dspy_flashevolve.engine.redaction import MARK
+from dspy_flashevolve.engine.redaction import REDACTED
 from dspy_flashevolve.engine.replay import BEFORE_STEPS, RunJournal, id_text
 from dspy_flashevolve.gepa.credit import Credit
 from dspy_flashevolve.gepa.options import restore_strategies
@@ -62,7 +62,7 @@ def selection_of(journal: RunJournal, work: Selected | Crossover) -> Any:
     """What a step works on, as JSON."""
     if isinstance(work, Crossover):
         return {
-            "candidate": journal.candidate(work.candidate),
+            "candidate": journal.record_candidate(work.candidate),
             "parents": work.parents,
             "ancestor": work.ancestor,
             "ids": [id_text(one) for one in work.ids],
@@ -71,7 +71,7 @@ def selection_of(journal: RunJournal, work: Selected | Crossover) -> Any:
     return [
         {
             "parent": task.parent_idx,
-            "candidate": journal.candidate(task.parent_candidate),
+            "candidate": journal.record_candidate(task.parent_candidate),
             "ids": [id_text(one) for one in task.minibatch_ids],
             "base": base,
         }
@@ -117,7 +117,7 @@ def ids_of(loader: DataLoader[Any, Any]) -> dict[str, Any]:
 
 def restore_credit(journal: RunJournal, credit: Credit) -> None:
     """Put the changes back, and the evidence on them from the rollouts of steps that have ended."""
-    kept = journal.journal.kept("credit")
+    kept = journal.journal.get_state("credit")
     if kept is not None:
         rows = journal.journal.rows(
             "SELECT candidate, split, example, score FROM rollouts WHERE step < 0 OR step IN (SELECT step FROM ends)"
@@ -141,7 +141,7 @@ def take_up(journal: RunJournal, pool: Pool, seeded: bool) -> None:
     """
     try:
         _close_what_is_done(journal)
-        journal.take_up(seeded)
+        journal.load_unfinished(seeded)
     except (sqlite3.Error, ValueError, LookupError, TypeError, AttributeError) as error:
         raise RunDirectoryError(
             f"{journal.journal.path} cannot be read ({error}): it is damaged. Give another log_dir, or move it away "
@@ -152,7 +152,7 @@ def take_up(journal: RunJournal, pool: Pool, seeded: bool) -> None:
             f"{journal.journal.directory / 'gepa_state.bin'} is missing, but the journal beside it knows of candidates "
             "that were in it. Put it back, or give another log_dir."
         )
-    kept = journal.journal.kept("strategies")
+    kept = journal.journal.get_state("strategies")
     if kept is not None:
         restore_strategies(kept, pool.parts, pool.adapter, pool.state, ids_of(pool.trainset))
     if seeded:
@@ -161,10 +161,10 @@ def take_up(journal: RunJournal, pool: Pool, seeded: bool) -> None:
 
 def _close_what_is_done(journal: RunJournal) -> None:
     """Steps whose work was done when the run was killed, before their end was written."""
-    rows, flush = journal.journal.rows, journal.journal.flush_here
+    rows, flush = journal.journal.rows, journal.journal.flush_blocking
     is_open = "NOT IN (SELECT step FROM ends)"
     for row in rows(f"SELECT DISTINCT step FROM commits WHERE step IS NOT NULL AND step {is_open}"):
-        journal.ended(row["step"], "committed", "the run was killed after the commit", before=True)
+        journal.record_end(row["step"], "committed", "the run was killed after the commit", before=True)
     flush()
 
 
@@ -178,7 +178,7 @@ def _reconcile(journal: RunJournal, pool: Pool) -> None:
     have = len(state.program_candidates) - 1
     for row in rows("SELECT candidate_index, candidate FROM commits WHERE candidate_index <= ?", (have,)):
         texts = journal.texts[row["candidate"]]
-        if texts != state.program_candidates[row["candidate_index"]] and MARK not in "".join(texts.values()):
+        if texts != state.program_candidates[row["candidate_index"]] and REDACTED not in "".join(texts.values()):
             raise RunDirectoryError(
                 f"{journal.journal.path} and the gepa_state.bin beside it disagree about candidate "
                 f"{row['candidate_index']}: another program has continued from a checkpoint without it. Move the "
@@ -205,7 +205,7 @@ def _reconcile(journal: RunJournal, pool: Pool) -> None:
     for row in rows("SELECT * FROM commits WHERE candidate_index > ? ORDER BY candidate_index", (have,)):
         _commit_again(journal, pool, row, ids)
     if state.total_num_evals > journal.spent:
-        journal.call("elsewhere", BEFORE_STEPS, state.total_num_evals - journal.spent)
+        journal.record_call("elsewhere", BEFORE_STEPS, state.total_num_evals - journal.spent)
         journal.spent = state.total_num_evals
     elif journal.spent > state.total_num_evals:
         state.increment_evals(journal.spent - state.total_num_evals)

@@ -27,7 +27,7 @@ from dspy.utils.exceptions import AdapterParseError
 from dspy_flashevolve.engine.errors import ConfigurationError, FlashEvolveError, RolloutUnresolvedError
 from dspy_flashevolve.engine.events import SeedValidated
 from dspy_flashevolve.engine.replay import BEFORE_STEPS, hash_of, id_text
-from dspy_flashevolve.engine.rollouts import NoLongerWantedError, Spent, gather
+from dspy_flashevolve.engine.rollouts import NoLongerWantedError, RequestCost, gather
 from dspy_flashevolve.engine.staleness import (
     Discard,
     Integrate,
@@ -197,7 +197,7 @@ class GepaLoop:
     @property
     def discarded_share(self) -> float:
         """Of the children that the staleness policy looked at, the share that it discarded."""
-        return self._run.looks["discard"] / max(1, self._run.looks.total())
+        return self._run.policy_decisions["discard"] / max(1, self._run.policy_decisions.total())
 
     def changes(self) -> list[ChangeRecord]:
         """What reflections added to the head, and what it is worth."""
@@ -234,16 +234,16 @@ class GepaLoop:
             if run.lockstep or has_foreign(pool.parts):  # a strategy of the user's may look at the seed's scores
                 await self._seed(pays)
             else:
-                await run.beside(lambda: self._seed(pays))
+                await run.run_in_background(lambda: self._seed(pays))
         last = -1 if run.journal is None else run.journal.last_step
         await run.evolve(
             self.step,
             self._admission,
-            calls=self._most_calls,
+            calls_per_step=self._most_calls,
             reserve=self._reserve,
-            may_open=self._may_open,
-            ended=self._ended,
-            first=max(pool.state.i, last) + 1,
+            stop_reason=self._may_open,
+            on_end=self._ended,
+            first_number=max(pool.state.i, last) + 1,
             watchers=[] if self._integrations is None else [self._integrations.watch],
         )
         self._evaluations.set_aside.refund()
@@ -275,7 +275,7 @@ class GepaLoop:
         """The rest of a step: validate and commit what was found."""
         try:
             self._end_if_perfect()
-            self._run.has_child(step)
+            self._run.mark_child_made(step)
             began = self._run.clock()
             done = await self._evaluations.validate(step, found, is_last=step.number == self._timely)
             self._took.append(self._run.clock() - began)
@@ -433,7 +433,7 @@ class GepaLoop:
             if timely:
                 self._timely = step.number
             return head.candidate, head
-        kept = None if journal is None else journal.journal.kept(_head_of(step))
+        kept = None if journal is None else journal.journal.get_state(_head_of(step))
         candidate = None if journal is None or kept is None else dict(journal.texts[kept])
         if candidate is None or (credit is None and candidate not in left):
             return None
@@ -459,8 +459,8 @@ class GepaLoop:
 
     def _to_validate(self, step: Step, candidate: Texts, parent: int, tag: str) -> list[Screened]:
         if self._run.journal is not None:
-            self._run.journal.journal.keep(_head_of(step), self._run.journal.candidate(candidate))
-        step.saw(self._pool.version, math.inf)  # every later step builds on what it finds: it goes first
+            self._run.journal.journal.set_state(_head_of(step), self._run.journal.record_candidate(candidate))
+        step.record_version(self._pool.version, math.inf)  # every later step builds on what it finds: it goes first
         proposal = Proposal(
             candidate=dict(candidate), parent_program_ids=[parent], subsample_indices=[], subsample_scores_before=[],
             subsample_scores_after=[], tag=tag, metadata={},
@@ -470,7 +470,7 @@ class GepaLoop:
     def _keep(self, credit: Credit) -> None:
         """Write the changes down, and what they stand on."""
         if self._run.journal is not None:
-            self._run.journal.journal.keep("credit", credit.kept())
+            self._run.journal.journal.set_state("credit", credit.kept())
 
     def _not_validated(self, step: Step) -> None:
         """A head's validation came to nothing: it may be tried again."""
@@ -576,7 +576,7 @@ class GepaLoop:
         """What reflection reads of a parent, or why there is nothing to reflect on."""
         pool, task, evaluation = self._pool, parent.task, parent.evaluation
         journal = self._run.journal
-        if journal is not None and journal.reply(step.number, "propose", str(parent.index)) is not None:
+        if journal is not None and journal.find_reply(step.number, "propose", str(parent.index)) is not None:
             return _Prepared(parent, [], {}, is_paid=True)
         reason = await pool.write(pool.nothing_to_improve, step, task, evaluation)
         if reason is not None:  # without a trajectory nothing was paid, and such steps must not go on for ever
@@ -613,7 +613,7 @@ class GepaLoop:
                     "propose",
                     step,
                     lambda: self._program.propose(parent_texts, one.dataset, one.components),
-                    lambda reflection: Spent(reflection.tokens, reflection.cost_dollars),
+                    lambda reflection: RequestCost(reflection.tokens, reflection.cost_dollars),
                     record,
                 )
             except FlashEvolveError:
@@ -661,11 +661,11 @@ class GepaLoop:
                 raise StepEnded(EndKind.INTEGRATED, "its changes are in the head")
         if self._look(step, "after_screen", [child.parent.base for child, _ in passed]):
             assert self._integrations is not None
-            self._run.has_child(step)
+            self._run.mark_child_made(step)
             integrated = await self._integrations.take_in(step, passed)
             if integrated is not None:
                 return [integrated]
-        step.saw(step.version, await pool.write(pool.expected_score, [one for _, one in passed]))
+        step.record_version(step.version, await pool.write(pool.expected_score, [one for _, one in passed]))
         return [Screened(one, child.parent.base) for child, one in passed]
 
     def _doubts_head(self, step: Step) -> bool:
@@ -732,14 +732,14 @@ class GepaLoop:
         if proposal is None:
             raise StepEnded(EndKind.REJECTED, "the merge is worse than one of its parents")
         self._look(step, "after_screen", (), integrates=False)
-        step.saw(step.version, await pool.write(lambda: max(map(pool.score_of, plan.parents))))
+        step.record_version(step.version, await pool.write(lambda: max(map(pool.score_of, plan.parents))))
         return [Screened(proposal)]
 
     async def commit(self, step: Step, work: Sequence[Validated]) -> End:
         """Add the candidates to the pool, one after the other: the one writer."""
-        step.waits_for(BEFORE_STEPS)
+        step.mark_blocked_by(BEFORE_STEPS)
         await self._seeded.wait()
-        step.waits_for(None)
+        step.mark_blocked_by(None)
         try:
             self._look(step, "before_commit", [one.base for one in work])
         except StepEnded:
@@ -779,7 +779,7 @@ class GepaLoop:
             return False
         orphaned = any(base in pool.speculative.fallen for base in bases)
         look = Look(place, step.version, orphaned)
-        decision = run.look(step, policy, look, pool.version, integrates=integrates)
+        decision = run.ask_policy(step, policy, look, pool.version, integrates=integrates)
         if isinstance(decision, Discard):
             raise StepEnded(EndKind.DISCARDED, f"stale: {decision.reason}")
         joins = isinstance(decision, Integrate) and integrates
@@ -923,7 +923,7 @@ class GepaLoop:
         """Training examples that a candidate's minibatches avoid; in lockstep they are dspy.GEPA's."""
         if self._run.lockstep:
             return set()
-        return self._run.rollouts.without_answer(hash_of(candidate), self._evaluations.train_split)
+        return self._run.rollouts.unanswered_examples(hash_of(candidate), self._evaluations.train_split)
 
     def _log(self, message: str, error: Exception) -> None:
         gepa_logger.info(message)

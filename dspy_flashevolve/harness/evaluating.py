@@ -15,7 +15,7 @@ from dspy.primitives import Example, Module
 
 from dspy_flashevolve.engine.errors import ConfigurationError, DataError, FlashEvolveError, RolloutUnresolvedError
 from dspy_flashevolve.engine.replay import hash_of
-from dspy_flashevolve.engine.rollouts import Granted, Rollout, RolloutKey, Spent, batch
+from dspy_flashevolve.engine.rollouts import OnGranted, RequestCost, Rollout, RolloutKey, batch
 from dspy_flashevolve.engine.steps import Step
 from dspy_flashevolve.harness.archive import TRIAL, Checked, Draft, DraftError, Evaluated, Failed, Trial, draft_of
 from dspy_flashevolve.harness.program import as_json, call_in_thread, call_on_loop, typed_fields
@@ -251,7 +251,7 @@ class Evaluations:
         """Call ``learn`` once; return the memory after it, and the failure as (reason, message) or None."""
         outcome = await self._run_job(draft, memory, batch=lessons)
         failure = None if outcome.failure is None else (outcome.failure.reason, outcome.failure.message)
-        return ModuleReply((outcome.memory, failure), spent=Spent(outcome.tokens))
+        return ModuleReply((outcome.memory, failure), spent=RequestCost(outcome.tokens))
 
     async def _trials(
         self, step: Step, draft: Draft, split: str, numbers: Iterable[int], memory: Any = None
@@ -264,12 +264,12 @@ class Evaluations:
             _Disqualified: it failed gravely on one, outside of a check; its other runs are cancelled.
         """
         texts, traced, journal = texts_of(draft, memory), split != "val", self._run.journal
-        candidate = hash_of(texts) if journal is None else journal.candidate(texts)
+        candidate = hash_of(texts) if journal is None else journal.record_candidate(texts)
         order = list(numbers)
         if journal is not None:
-            order.sort(key=lambda number: journal.missing(step.number, candidate, split, [number], traced=traced))
+            order.sort(key=lambda number: journal.count_missing(step.number, candidate, split, [number], traced=traced))
 
-        async def run_example(index: int, granted: Granted) -> Trial:
+        async def run_example(index: int, granted: OnGranted) -> Trial:
             number = order[index]
             rollout = await self._run.rollouts.rollout(
                 RolloutKey(candidate, split, number, traced),
@@ -278,8 +278,8 @@ class Evaluations:
                 step.reservation,
                 lambda: self._predict(draft, split, number, memory),
                 TrialRecord(),
-                behind=len(order) - index - 1,
-                granted=granted,
+                followers=len(order) - index - 1,
+                on_granted=granted,
             )
             trial: Trial = rollout.trajectory
             failure = trial.outcome.failure

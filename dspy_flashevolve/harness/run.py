@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 import anyio
 import dspy
 
-from dspy_flashevolve.engine.errors import DataError, RolloutUnresolvedError, RunAbortedError, hand_over
-from dspy_flashevolve.engine.redaction import MARK
+from dspy_flashevolve.engine.errors import DataError, RolloutUnresolvedError, RunAbortedError, attach_best_program
+from dspy_flashevolve.engine.redaction import REDACTED
 from dspy_flashevolve.engine.rollouts import gather
 from dspy_flashevolve.engine.staleness import Discard, Integrate, Look
 from dspy_flashevolve.engine.steps import End, EndKind, LiveSteps, NothingToDoError, Step, StepEnded
@@ -89,14 +89,14 @@ class HarnessRun:
             async with self.sandbox:
                 self.missing_protection = self.sandbox.missing
                 live = LiveSteps(LIVE_STEPS_A_PROPOSER * self.settings.proposers)
-                await self.run.evolve(self.step, live, calls=self._calls, first=first, at_least=1)
+                await self.run.evolve(self.step, live, calls_per_step=self._calls, first_number=first, min_steps=1)
             if not self.archive.version:
                 raise RunAbortedError(
                     f"the student was not evaluated: {self.run.stop_reason}. Let the run go on longer."
                 )
         except Exception as error:
             if self.archive.version:
-                hand_over(error, self.best_program())
+                attach_best_program(error, self.best_program())
             raise
 
     async def step(self, step: Step) -> End:
@@ -165,7 +165,7 @@ class HarnessRun:
         behind = version - step.version
         self.run.gaps["after_propose"][behind] += 1
         look = Look("after_propose", step.version)
-        decision = self.run.look(step, self.settings.staleness, look, version, integrates=behind > 0)
+        decision = self.run.ask_policy(step, self.settings.staleness, look, version, integrates=behind > 0)
         if isinstance(decision, Discard):
             raise StepEnded(EndKind.DISCARDED, decision.reason)
         if not isinstance(decision, Integrate) or not behind:
@@ -189,7 +189,7 @@ class HarnessRun:
             return revised[0] if revised else draft  # a stale draft stays valid
 
         drafts = await gather([partial(revise, *numbered) for numbered in enumerate(drafts)])
-        step.saw(version)
+        step.record_version(version)
         self._being_evaluated[step.number] = drafts
         return drafts
 
@@ -281,14 +281,14 @@ class HarnessRun:
         for position, candidate in fresh.items():
             record = {"step": step.number, "place": position, "candidate": asdict(candidate)}
             if isinstance(candidate, Failed):
-                journal.journal.keep(f"{FAILED}{failed:06d}", record)
+                journal.journal.set_state(f"{FAILED}{failed:06d}", record)
                 failed += 1
             else:
                 texts, scores = (
                     texts_of(candidate.draft, candidate.memory),
                     {str(n): score for n, score in enumerate(candidate.scores)},
                 )
-                journal.committed(
+                journal.record_commit(
                     step.number, number, number + 1, texts, candidate.draft.parents, scores, candidate.score, record
                 )
                 number += 1
@@ -309,14 +309,14 @@ class HarnessRun:
             record = json.loads(text)
             number = self.archive.add(CHECKED.validate_python(record["candidate"]))
             self._resumed.add((record["step"], record["place"]))
-            if MARK in text:
+            if REDACTED in text:
                 logger.warning("candidate %04d is not as it was: a secret was taken out of the journal", number)
         for row in rows("SELECT selection FROM steps WHERE number > 0 AND number IN (SELECT step FROM ends)"):
             self._directions.reserve(ENDED, json.loads(row["selection"])["direction"])
         self._directions.release(ENDED)
         if self.archive.version:
             self._seeded.set()
-        self.run.journal.take_up()
+        self.run.journal.load_unfinished()
         return self.run.journal.last_step + 1
 
 

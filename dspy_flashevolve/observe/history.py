@@ -17,14 +17,14 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
-from dspy_flashevolve.engine.journal import IN_FLIGHT, is_at_work, reading
+from dspy_flashevolve.engine.journal import IN_FLIGHT, is_in_use, reading
 from dspy_flashevolve.engine.replay import BEFORE_STEPS
 from dspy_flashevolve.engine.scheduler import StageVisit
 from dspy_flashevolve.observe.statistics import ChangeRecord
 
 Role = Literal["task", "reflection"]
 Query = Callable[[str], list[sqlite3.Row]]
-FREQUENT = ("StageVisited", "RequestFinished", "LmCallCounted", "StepOpened", "Looked")
+FREQUENT = ("StageVisited", "RequestFinished", "LmCallCounted", "StepOpened", "PolicyDecided")
 """Kinds of events that are read into records of their own, or that other rows tell: there are several of each step."""
 
 
@@ -415,7 +415,7 @@ def _sessions(query: Query, run_dir: str | Path) -> tuple[Session, ...]:
     rows = query("SELECT s.*, e.state, e.reason FROM sessions s LEFT JOIN session_ends e ON e.id = s.id ORDER BY s.id")
     sessions: list[Session] = []
     for row in rows:
-        state = row["state"] or ("running" if row is rows[-1] and is_at_work(run_dir) else "killed")
+        state = row["state"] or ("running" if row is rows[-1] and is_in_use(run_dir) else "killed")
         settings, fingerprints = json.loads(row["settings"]), json.loads(row["fingerprints"])
         sessions.append(Session(row["id"], row["began_at"], state, row["reason"] or "", settings, fingerprints))
     return tuple(sessions)

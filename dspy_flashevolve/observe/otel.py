@@ -24,7 +24,7 @@ from dspy_flashevolve.engine.events import (
     StepOpened,
 )
 from dspy_flashevolve.engine.run import EvolutionRun
-from dspy_flashevolve.engine.scheduler import SLOT, current_slot
+from dspy_flashevolve.engine.scheduler import SLOT_SETTING, current_slot
 from dspy_flashevolve.engine.steps import EndKind
 
 NAME = "dspy_flashevolve"
@@ -119,11 +119,11 @@ class OpenTelemetry(BaseCallback):
             tokens = {"input": used.get("prompt_tokens") or 0, "output": used.get("completion_tokens") or 0}
             for way, count in tokens.items():
                 self._tokens.record(count, {**attributes, "gen_ai.token.type": way})
-            slot = current_slot() or dspy.settings.get(SLOT)
+            slot = current_slot() or dspy.settings.get(SLOT_SETTING)
             # A thread of dspy.Parallel has dspy's settings but no context variables: with several runs, any may be its.
             spans = _CURRENT.get() or (self._runs[0] if len(self._runs) == 1 else None)
             if spans is not None and slot is not None:
-                spans.add_usage(slot.place, name or model, tokens)
+                spans.add_usage(slot.step_and_stage, name or model, tokens)
 
 
 class _RunSpans:

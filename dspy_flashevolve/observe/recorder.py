@@ -16,7 +16,7 @@ from dspy_flashevolve.engine.events import (
     Integrated,
     LimitChanged,
     LmCallCounted,
-    Looked,
+    PolicyDecided,
     RequestFinished,
     RequestTurnedAway,
     RolloutFinished,
@@ -93,7 +93,7 @@ class Recorder:
                 self.turned_away[reason] += 1
         elif isinstance(event, EndpointPaused):
             self.pauses += 1
-        elif isinstance(event, Looked):
+        elif isinstance(event, PolicyDecided):
             self.looks[event.decision] += 1
         elif isinstance(event, Integrated):
             self.integrations.append(event)
@@ -122,7 +122,7 @@ class Recorder:
             occupancy=slots.busy_seconds / slots.limit_seconds if slots.limit_seconds else 0.0,
             busy_seconds_by_stage={name: stage.served_seconds for name, stage in slots.stages.items()},
             gaps={place: dict(sorted(counts.items())) for place, counts in list(run.gaps.items())},
-            shared_rollouts=run.rollouts.shared,
+            shared_rollouts=run.rollouts.joined,
             retried_requests=run.endpoints.retried,
             unanswered_examples=self.unanswered_examples,
             timed_out_rollouts=run.rollouts.timed_out,

@@ -59,7 +59,7 @@ from dspy.utils.exceptions import (
     is_retryable_lm_error,
 )
 
-from dspy_flashevolve.engine.endpoints import Sent
+from dspy_flashevolve.engine.endpoints import TrackedRequest
 from dspy_flashevolve.engine.errors import RunAbortedError, TransientError
 
 ASKED = "flashevolve_asked"
@@ -296,7 +296,7 @@ def raise_provider_fault(error: Exception, heard: Sequence[BaseException] = ()) 
     ) from error
 
 
-def mark_asked(error: BaseException, sent: Sent) -> None:
+def mark_asked(error: BaseException, sent: TrackedRequest) -> None:
     """Note on an error that its request was made as often as makes sense, so that it is not made again."""
     setattr(error, ASKED, sent)
 

@@ -34,9 +34,9 @@ from dspy.utils.callback import with_callbacks
 from dspy.utils.exceptions import LMTimeoutError
 from dspy.utils.usage_tracker import UsageTracker, track_usage
 
-from dspy_flashevolve.engine.endpoints import SEVERAL, Answers, Endpoint, Endpoints, Sent
-from dspy_flashevolve.engine.loop import LoopWaits
-from dspy_flashevolve.engine.rates import MOST, Claim, Estimate, RateLimit, Unit, heard_in
+from dspy_flashevolve.engine.endpoints import REPLICA_SEPARATOR, Endpoint, Endpoints, Responder, TrackedRequest
+from dspy_flashevolve.engine.loop import LoopPortal
+from dspy_flashevolve.engine.rates import MAX_LIMIT, Claim, RateLimit, TokenEstimate, Unit, limits_in_headers
 from dspy_flashevolve.engine.redaction import Redaction, secrets_held_by, without_secrets
 from dspy_flashevolve.engine.scheduler import Slot, current_slot
 from dspy_flashevolve.programs.faults import (
@@ -76,7 +76,7 @@ def endpoint_of(lm: Any) -> str:
     ('anthropic', 'openai')
     """
     if isinstance(lm, BalancedLM):
-        return SEVERAL.join(_names_of(lm))
+        return REPLICA_SEPARATOR.join(_names_of(lm))
     options: dict[str, Any] = getattr(lm, "kwargs", None) or {}
     address = options.get("api_base") or options.get("base_url")
     if address:
@@ -102,7 +102,7 @@ def limits_in_options(options: Mapping[str, Any]) -> dict[Unit, float]:
     said: dict[Unit, float] = {}
     for unit, name in (("requests", "rpm"), ("tokens", "tpm")):
         value = options.get(name)
-        if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= MOST:
+        if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= MAX_LIMIT:
             said[unit] = float(value)
     return said
 
@@ -153,7 +153,7 @@ class LanguageModels:
     ) -> None:
         self.endpoints, self.redaction = endpoints, redaction or Redaction()
         self.folder, self.once, self.count = folder, once, count
-        self.waits: LoopWaits | None = None
+        self.waits: LoopPortal | None = None
         self._paced: dict[int, tuple[Any, Pace]] = {}
 
     @property
@@ -163,7 +163,7 @@ class LanguageModels:
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
         """Say on which loop the run lives; before it, and after :meth:`close`, a paced LM is as the LM itself."""
-        self.waits = LoopWaits(loop)
+        self.waits = LoopPortal(loop)
         for lm, _ in list(self._paced.values()):
             _begin(lm, self)
 
@@ -249,10 +249,12 @@ def _places(models: LanguageModels, lm: Any, name: str) -> Iterator[_Place]:
     of, folder = models.endpoints, models.folder
     options: dict[str, Any] = getattr(lm, "kwargs", None) or {}
     if not isinstance(lm, BalancedLM):
-        yield _Place(of.endpoint(name), of.rate(name, account_of(lm, name), folder), limits_in_options(options), {})
+        yield _Place(
+            of.endpoint(name), of.rate_limit(name, account_of(lm, name), folder), limits_in_options(options), {}
+        )
         return
-    for one, deployment in zip(of.several(name).members, lm.deployments, strict=True):
-        rate = of.rate(one.name, account_of(lm, one.name, deployment.get("api_key")), folder)
+    for one, deployment in zip(of.replicas(name).members, lm.deployments, strict=True):
+        rate = of.rate_limit(one.name, account_of(lm, one.name, deployment.get("api_key")), folder)
         yield _Place(one, rate, limits_in_options({**options, **deployment}), where(deployment))
 
 
@@ -267,15 +269,15 @@ class Pace:
     def __init__(self, models: LanguageModels, original: Any) -> None:
         self.models, self.original = models, original
         of, name = models.endpoints, endpoint_of(original)
-        self.several = of.several(name) if isinstance(original, BalancedLM) else None
-        self.answers: Answers = self.several or of.endpoint(name)
+        self.several = of.replicas(name) if isinstance(original, BalancedLM) else None
+        self.answers: Responder = self.several or of.endpoint(name)
         self.places = {one.endpoint.name: one for one in _places(models, original, name)}
         for place in self.places.values():
             waits = models.waits
-            if waits is not None and waits.is_foreign():  # a copy that a program made in a thread
-                waits.call(place.rate.say, place.said)
+            if waits is not None and waits.may_block():  # a copy that a program made in a thread
+                waits.call_soon(place.rate.add_user_limits, place.said)
             else:
-                place.rate.say(place.said)
+                place.rate.add_user_limits(place.said)
         options: dict[str, Any] = getattr(original, "kwargs", None) or {}
         most = options.get("max_tokens") or options.get("max_completion_tokens")
         self.most_written = most if isinstance(most, int) else None
@@ -302,29 +304,29 @@ class Pace:
             LMError: what the last attempt raised; of an LM class of the user's own any other error too.
         """
         waits, slot = self.models.waits, slot_here()
-        if waits is None or not waits.is_foreign():
+        if waits is None or not waits.may_block():
             with self._without_secrets():
-                return self.models.redaction.known(request(lm, **self.anywhere.arguments))
+                return self.models.redaction.redact_known(request(lm, **self.anywhere.arguments))
         one = _Request(self, asked, slot, keeps=True)
         while not _is_given_up(slot):
             try:
                 if one.goes_at_once(waits.loop.time()):
                     one.estimate()
                 else:
-                    waits.wait(one.begin())
+                    waits.run(one.begin())
                 began = waits.loop.time()
-                waits.call(one.send)
+                waits.call_soon(one.send)
                 with track_usage() as usage, _looking_at_replies() as look:
-                    result = self.models.redaction.known(request(lm, **one.arguments))
+                    result = self.models.redaction.redact_known(request(lm, **one.arguments))
             except Exception as error:
-                if not waits.wait(one.waits_again(error)):
+                if not waits.run(one.waits_again(error)):
                     raise
             else:
-                waits.call(one.answered, usage, look, waits.loop.time() - began)
+                waits.call_soon(one.answered, usage, look, waits.loop.time() - began)
                 if not _is_given_up(slot):
                     return result
             finally:
-                waits.call(one.leave)
+                waits.call_soon(one.leave)
         raise LMTimeoutError("what this thread works on took too long, and was given up")
 
     async def acall(self, lm: Any, request: Callable[..., Awaitable[Any]], asked: object = None) -> Any:
@@ -334,7 +336,7 @@ class Pace:
         if waits is None or waits.loop is not loop:
             with self._without_secrets():
                 called = request(lm, **self.anywhere.arguments)
-                return self.models.redaction.known(await (called if waits is None else self._in_time(called)))
+                return self.models.redaction.redact_known(await (called if waits is None else self._in_time(called)))
         one = _Request(self, asked, current_slot())
         while True:
             try:
@@ -342,7 +344,7 @@ class Pace:
                 began = loop.time()
                 one.send()
                 with track_usage() as usage, _looking_at_replies() as look:
-                    result = self.models.redaction.known(await self._in_time(request(lm, **one.arguments)))
+                    result = self.models.redaction.redact_known(await self._in_time(request(lm, **one.arguments)))
             except Exception as error:
                 if not await one.waits_again(error):
                     raise
@@ -362,7 +364,7 @@ class Pace:
         try:
             yield
         except Exception as error:
-            self.models.redaction.clean(chain_of(error))
+            self.models.redaction.redact_errors(chain_of(error))
             raise
 
     async def _in_time(self, request: Awaitable[T]) -> T:
@@ -383,7 +385,7 @@ class _Request:
 
     def __init__(self, pace: Pace, asked: object, slot: Slot | None, keeps: bool = False) -> None:
         self._pace, self._asked, self._slot, self._keeps = pace, asked, slot, keeps
-        self._at, self._sent = pace.anywhere, Sent()
+        self._at, self._sent = pace.anywhere, TrackedRequest()
         self._claim = Claim(self._at.rate, 0.0)
         self._refused_by: set[RateLimit] = set()
         self._cache: dict[str, Any] = {}
@@ -396,21 +398,23 @@ class _Request:
 
     def goes_at_once(self, now: float) -> bool:
         """Whether :meth:`begin` has nothing to choose or to wait for; a thread may ask."""
-        return self._pace.several is None and self._at.endpoint.open_seconds <= now and not self._at.rate.is_known
+        return self._pace.several is None and self._at.endpoint.paused_until <= now and not self._at.rate.is_known
 
     def estimate(self) -> None:
         """What it will cost, by others of its stage, and its characters: none are counted without a limit."""
         rate = self._at.rate
-        self._estimate = rate.estimates.setdefault("" if self._slot is None else self._slot.place[1], Estimate())
+        self._estimate = rate.estimates.setdefault(
+            "" if self._slot is None else self._slot.step_and_stage[1], TokenEstimate()
+        )
         self._characters = sum(map(len, _texts(self._asked))) if rate.is_known else 0
-        tokens = self._estimate.tokens(self._characters, self._pace.most_written)
+        tokens = self._estimate.expected_tokens(self._characters, self._pace.most_written)
         self._claim = Claim(rate, tokens, rate in self._refused_by)
 
     async def begin(self) -> None:
         """Choose whom of several to ask, but not who has just turned it away, and wait until that may be."""
         several = self._pace.several
         if several is not None:
-            but = self._at.endpoint if self._sent.faults else None
+            but = self._at.endpoint if self._sent.failures else None
             beginning = next(filter(None, _texts(self._asked)), "")[:BEGINNING]  # where an instruction stands
             self._at = self._pace.places[several.choose(self._sent, beginning, self._is_full, but).name]
         self.estimate()
@@ -422,8 +426,8 @@ class _Request:
 
     def send(self) -> None:
         """It goes out now."""
-        self._at.rate.note_sent(self._claim)
-        self._at.endpoint.send(self._sent)
+        self._at.rate.record_sent(self._claim)
+        self._at.endpoint.record_sent(self._sent)
         bound = _bound_of(self._slot) if self._keeps else None
         if bound is not None:
             self._timer = asyncio.get_running_loop().call_later(self._pace.seconds + LATE_SECONDS, bound.cancel)
@@ -443,30 +447,32 @@ class _Request:
         if self._timer is not None:
             self._timer.cancel()
         pace, sent, endpoint = self._pace, self._sent, self._at.endpoint
-        pace.models.redaction.clean(chain_of(error))
+        pace.models.redaction.redact_errors(chain_of(error))
         retry_after = retry_after_of(error)
-        self._at.rate.hear(heard_in(headers_of_error(error)))
+        self._at.rate.record_reported_limits(limits_in_headers(headers_of_error(error)))
         if pace.models.once:
             return False
         if may_repeat(error):
-            pace.answers.turned_away(sent, str(error) or type(error).__name__, is_of_request(error))
+            pace.answers.record_failure(sent, str(error) or type(error).__name__, is_of_request(error))
         if is_refusal(error):
-            if not pace.models.endpoints.hurried:  # then nothing is waited for
-                self._at.rate.refuse(self._claim, endpoint.told(retry_after), endpoint.is_odd(sent))
+            if not pace.models.endpoints.is_hurried:  # then nothing is waited for
+                self._at.rate.record_refusal(
+                    self._claim, endpoint.capped_retry_after(retry_after), endpoint.is_isolated(sent)
+                )
             self._refused_by.add(self._at.rate)
-            endpoint.refused(sent, retry_after)
+            endpoint.record_refusal(sent, retry_after)
         elif is_timeout(error):
-            endpoint.timed_out(sent)
+            endpoint.record_timeout(sent)
         if not may_repeat(error):
             return False
         if not is_refusal(error):
-            endpoint.failed()
+            endpoint.record_no_reply()
         attempts = pace.original.num_retries + pace.models.endpoints.retry.attempts
-        if dspy.settings.send_stream is not None or not pace.answers.goes_on(sent, attempts):
+        if dspy.settings.send_stream is not None or not pace.answers.may_retry(sent, attempts):
             mark_asked(error, sent)
             return False
         if pace.several is None or not pace.several.has_room:
-            await pace.answers.rest(self._slot, sent, retry_after, self._keeps)
+            await pace.answers.pause_before_retry(self._slot, sent, retry_after, self._keeps)
         self._cache = {"cache": False} if isinstance(error, HollowReplyError) else {}
         return True
 
@@ -476,16 +482,16 @@ class _Request:
         if look.is_cached or not (written or seconds > CACHED_SECONDS):
             rate.refund(self._claim)
             return
-        self._at.endpoint.finished(self._sent, written)
+        self._at.endpoint.record_reply(self._sent, written)
         rate.settle(self._claim, total or None)
-        rate.hear(heard_in(look.headers))
+        rate.record_reported_limits(limits_in_headers(look.headers))
         if total and self._characters:
-            self._estimate.learn(self._characters, total - written, written)
+            self._estimate.record_usage(self._characters, total - written, written)
 
 
 def _bound_of(slot: Slot | None) -> anyio.CancelScope | None:
     """What ends the work in a slot that takes too long."""
-    return None if slot is None else slot.shield or slot.bound
+    return None if slot is None else slot.shield_scope or slot.time_scope
 
 
 def _is_given_up(slot: Slot | None) -> bool:

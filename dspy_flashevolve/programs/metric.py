@@ -11,7 +11,7 @@ import anyio
 
 from dspy_flashevolve.engine.errors import ConfigurationError
 from dspy_flashevolve.engine.loop import Threads
-from dspy_flashevolve.engine.rollouts import metric_begins
+from dspy_flashevolve.engine.rollouts import record_metric_call
 from dspy_flashevolve.engine.scheduler import shielded
 from dspy_flashevolve.programs.feedback import looks_at_the_call
 
@@ -105,7 +105,7 @@ class Metric:
         else:
             kwargs, args = {}, (example, prediction, *[None] * self._padding)
         async with self._turn:
-            await metric_begins()
+            await record_metric_call()
             # One that has begun in a thread cannot be called back: its rollout is paid, and must be counted.
             return await self._called(not self._coroutine, *args, **kwargs)
 

@@ -37,9 +37,9 @@ from dspy.utils.exceptions import AdapterParseError
 from dspy.utils.usage_tracker import UsageTracker
 from gepa.core.adapter import EvaluationBatch
 
-from dspy_flashevolve.engine.errors import FlashEvolveError, RunAbortedError, who_raised
+from dspy_flashevolve.engine.errors import FlashEvolveError, RunAbortedError, hook_that_raised
 from dspy_flashevolve.engine.loop import Threads, is_being_cancelled
-from dspy_flashevolve.engine.rollouts import Rollout, gather, given_up
+from dspy_flashevolve.engine.rollouts import Rollout, gather, record_wasted_cost
 from dspy_flashevolve.programs.copies import Copied, copied
 from dspy_flashevolve.programs.faults import LmCalls, chain_of, fault_of, raise_provider_fault, recording_lm_calls
 from dspy_flashevolve.programs.feedback import (
@@ -220,7 +220,7 @@ class ProgramRunner:
                 self._look_at(attempt.failure, TRAINING if capture_traces else "rollouts")
             except BaseException:
                 usage.close()
-                given_up(tokens_of(usage), cost_of(usage))
+                record_wasted_cost(tokens_of(usage), cost_of(usage))
                 raise
         return replace(attempt.rollout, tokens=tokens_of(usage), cost_dollars=cost_of(usage))
 
@@ -540,7 +540,7 @@ class ProgramRunner:
                     "code_proposer": _of_the_users(adapter.custom_code_proposer),
                     "metric": adapter.metric_fn,
                 }
-                hook = who_raised(error, hooks)
+                hook = hook_that_raised(error, hooks)
                 if hook is not None:
                     logger.warning("%s raised %s: %.300s", hook, type(error).__name__, error)
                     if hook.startswith("metric"):

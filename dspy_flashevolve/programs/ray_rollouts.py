@@ -41,13 +41,13 @@ from dspy.clients.cache import Cache
 from dspy.teleprompt.gepa.gepa_utils import DspyAdapter
 from dspy.utils.usage_tracker import UsageTracker
 
-from dspy_flashevolve.engine.endpoints import Endpoint, Sent
+from dspy_flashevolve.engine.endpoints import Endpoint, TrackedRequest
 from dspy_flashevolve.engine.errors import ConfigurationError, FlashEvolveError, TransientError
 from dspy_flashevolve.engine.events import ActorLost
 from dspy_flashevolve.engine.redaction import without_secrets
-from dspy_flashevolve.engine.rollouts import Rollout, metric_begins, metric_not_reached, noted
+from dspy_flashevolve.engine.rollouts import Rollout, record_metric_call, recording_rollout, retract_metric_call
 from dspy_flashevolve.engine.run import EvolutionRun
-from dspy_flashevolve.engine.scheduler import SLOT, current_slot
+from dspy_flashevolve.engine.scheduler import SLOT_SETTING, current_slot
 from dspy_flashevolve.programs.faults import chain_of, is_refusal, is_timeout
 from dspy_flashevolve.programs.lm import (
     CACHED_SECONDS,
@@ -76,7 +76,7 @@ TOLD_CHARACTERS = 500
 """Of Ray's long messages, so much is told."""
 OF_THE_CALLER = (
     "callbacks", "caller_modules", "caller_predict", "send_stream", "stream_listeners", "trace", "usage_tracker",
-    COUNTED_BY, SLOT,
+    COUNTED_BY, SLOT_SETTING,
 )  # fmt: skip
 """Settings of dspy's that mean something in the caller's process only."""
 SHIPPED_VARIABLES = re.compile(r"_(API_KEY|API_BASE|BASE_URL)$")
@@ -151,12 +151,12 @@ class _Answer:
     used: dict[str, list[dict[str, Any]]] = field(default_factory=dict[str, "list[dict[str, Any]]"])
     is_lost: bool = False
 
-    async def metric_begins(self) -> None:
+    async def record_metric_call(self) -> None:
         self.metric_began = True
 
-    def metric_not_reached(self) -> None: ...
+    def retract_metric_call(self) -> None: ...
 
-    def given_up(self, tokens: int, cost_dollars: float) -> None: ...
+    def record_wasted_cost(self, tokens: int, cost_dollars: float) -> None: ...
 
 
 def _pickled(value: Any, name: str) -> bytes:
@@ -231,7 +231,7 @@ class RolloutActor:
             self._models.pace(dspy.settings.lm)
             self._runners = [self._runner(**cloudpickle.loads(one)) for one in programs]
         except Exception as error:
-            return self._run.redaction.of(f"{type(error).__name__}: {error}")
+            return self._run.redaction.redact(f"{type(error).__name__}: {error}")
         return ""
 
     def _runner(self, student: Any, metric: Any, lock: bool, failure_score: float, finite: bool) -> ProgramRunner:
@@ -259,13 +259,13 @@ class RolloutActor:
             slot = current_slot()
             with anyio.CancelScope() as bound:
                 if slot is not None:
-                    slot.bound = bound
+                    slot.time_scope = bound
                 answer.attempt = await runner.evaluate_once(candidate, cloudpickle.loads(example), traced, usage)
             if bound.cancelled_caught:
                 raise TransientError("no answer in time to a request of the program's", of_request=True)
 
         scope = self._scopes.setdefault(number, anyio.CancelScope())
-        with scope, dspy.context(**self._models.settings), counting_usage() as usage, noted(answer):
+        with scope, dspy.context(**self._models.settings), counting_usage() as usage, recording_rollout(answer):
             try:
                 await self._run.scheduler.run("rollout", self._step, call)
             except asyncio.CancelledError:
@@ -447,7 +447,7 @@ class Actors:
                 logger.warning("No actor runs yet: the cluster may have no free CPUs. Waiting for them.")
 
     def _told(self, error: Any) -> str:
-        return self._run.redaction.of(" ".join(str(error).split()))[:TOLD_CHARACTERS]
+        return self._run.redaction.redact(" ".join(str(error).split()))[:TOLD_CHARACTERS]
 
     # A rollout.
 
@@ -470,7 +470,7 @@ class Actors:
             Exception: what the metric returned is no score.
         """
         request = program, candidate, _pickled(example, "example"), capture_traces
-        await metric_begins()
+        await record_metric_call()
         answer = _Answer()
         try:
             for deaths in range(DEATHS):
@@ -485,7 +485,7 @@ class Actors:
                 raise answer.error
         except asyncio.CancelledError:
             if not answer.metric_began:
-                metric_not_reached()
+                retract_metric_call()
             raise
         assert answer.attempt is not None
         trajectory: Any = answer.attempt.rollout.trajectory
@@ -497,9 +497,9 @@ class Actors:
 
     async def _asked(self, endpoint: Endpoint, request: tuple[Any, ...], is_suspect: bool) -> _Answer:
         """A rollout is a request at its endpoint, whose limit hears what became of it."""
-        sent = Sent()
+        sent = TrackedRequest()
         await endpoint.admit(current_slot())
-        endpoint.send(sent)
+        endpoint.record_sent(sent)
         began = anyio.current_time()
         try:
             # What may have ended its process goes to an actor of its own, one at a time.
@@ -511,13 +511,13 @@ class Actors:
         finally:
             endpoint.leave(sent)
         if answer.signal == "refused":
-            endpoint.refused(sent, getattr(answer.error, "retry_after_seconds", None))
+            endpoint.record_refusal(sent, getattr(answer.error, "retry_after_seconds", None))
         elif answer.signal == "late":
-            endpoint.timed_out(sent)
+            endpoint.record_timeout(sent)
         elif answer.attempt is not None:
             written = completion_tokens_of(answer.used)
             if written or anyio.current_time() - began > CACHED_SECONDS:
-                endpoint.finished(sent, written)
+                endpoint.record_reply(sent, written)
         return answer
 
     async def _made(self, actor: _Actor, request: tuple[Any, ...]) -> _Answer:

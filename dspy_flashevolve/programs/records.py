@@ -26,7 +26,7 @@ from pydantic_core import to_jsonable_python
 
 from dspy_flashevolve.engine.errors import RunDirectoryError
 from dspy_flashevolve.engine.replay import BEFORE_STEPS, id_text
-from dspy_flashevolve.engine.rollouts import Rollout, Spent
+from dspy_flashevolve.engine.rollouts import RequestCost, Rollout
 from dspy_flashevolve.observe.history import Candidate, History
 from dspy_flashevolve.programs.values import InexactError, decoded, encoded, read, written
 
@@ -54,7 +54,7 @@ class ModuleReply(Generic[T]):
     answer: T | None
     error: Exception | None = None
     calls: int = 0
-    spent: Spent = field(default_factory=lambda: Spent(0))
+    spent: RequestCost = field(default_factory=lambda: RequestCost(0))
 
 
 class RolloutRecords:

@@ -20,7 +20,7 @@ from dspy_flashevolve.engine.events import LmCallCounted
 from dspy_flashevolve.engine.limits import Bounds
 from dspy_flashevolve.engine.loop import is_being_cancelled
 from dspy_flashevolve.engine.replay import BEFORE_STEPS, RunJournal, hash_of
-from dspy_flashevolve.engine.rollouts import Granted, Rollout, RolloutKey, Spent, batch
+from dspy_flashevolve.engine.rollouts import OnGranted, RequestCost, Rollout, RolloutKey, batch
 from dspy_flashevolve.engine.run import EvolutionRun, Observer
 from dspy_flashevolve.engine.scheduler import Requester
 from dspy_flashevolve.engine.steps import EndKind, Reservation, Step, StepEnded
@@ -147,7 +147,7 @@ class DspyRun(EvolutionRun):
     def _count_lm_call(self, place: Place | None, model: str, entry: Entry) -> None:
         """Count an LM call that no event of a rollout or of a request sums up; from any thread."""
         if self.models.waits is not None:
-            self.models.waits.call(self._tell_lm_call, place, model, entry)
+            self.models.waits.call_soon(self._tell_lm_call, place, model, entry)
 
     def _tell_lm_call(self, place: Place | None, model: str, entry: Entry) -> None:
         step, stage = place or (BEFORE_STEPS, self._busiest_stage(model))
@@ -219,7 +219,7 @@ class DspyRun(EvolutionRun):
                     raise_provider_fault(error, calls.errors)
                     failure = error
             problem = "" if failure is None else f"{type(failure).__name__}: {failure}"[:300]
-            spent = Spent(tokens_of(usage), cost_of(usage), problem)
+            spent = RequestCost(tokens_of(usage), cost_of(usage), problem)
             return ModuleReply(answer, failure, max(1, calls_of(usage)), spent)
 
         return await self.rollouts.request(stage, step, call, lambda one: one.spent, record)
@@ -280,7 +280,7 @@ class DspyRun(EvolutionRun):
         name: str = "",
         pays: Reservation | None = None,
         behind: int = 0,
-        granted: Granted = lambda: None,
+        granted: OnGranted = lambda: None,
     ) -> Rollout:
         """Run a candidate on one example in a slot; an equal rollout in flight is joined, and costs nothing.
 
@@ -302,9 +302,9 @@ class DspyRun(EvolutionRun):
             step.reservation if pays is None else pays,
             lambda: runner.rollout(candidate, example, capture_traces=traced),
             ProgramRecord(runner.records, candidate, example, traced),
-            failed=lambda reason: runner.failed_rollout(reason, traced),
-            behind=behind,
-            granted=granted,
+            make_failure=lambda reason: runner.failed_rollout(reason, traced),
+            followers=behind,
+            on_granted=granted,
         )
 
     async def evaluate(
@@ -326,7 +326,7 @@ class DspyRun(EvolutionRun):
         """
         count = len(examples)
 
-        async def one(index: int, granted: Granted) -> Rollout:
+        async def one(index: int, granted: OnGranted) -> Rollout:
             left = count - index - 1
             return await self.rollout(
                 stage, step, runner, candidate, examples[index], index,
@@ -351,7 +351,7 @@ class DspyRun(EvolutionRun):
             self._unpriced,
             schedule=self.settings.schedule,
             seconds=self.clock() - self.clock.began if self._seconds is None else self._seconds,
-            stop_reason=self.stop_reason or self.said,
+            stop_reason=self.stop_reason or self.end_reason,
             metric_calls=self.budget.spent if metric_calls is None else metric_calls,
             max_metric_calls=self._shown_calls,
         )

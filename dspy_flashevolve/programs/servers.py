@@ -192,4 +192,4 @@ async def watch(url: str, report: Callable[[float, float, float], None], every_s
 def watchers(endpoints: Endpoints) -> list[Callable[[], Coroutine[Any, Any, None]]]:
     """What reads the gauges of all endpoints that have an address, to be run beside the run."""
     urls = {name: metrics_url(name.partition(" #")[0]) for name in endpoints.names}
-    return [partial(watch, url, endpoints.endpoint(name).gauge) for name, url in urls.items() if url is not None]
+    return [partial(watch, url, endpoints.endpoint(name).record_gauge) for name, url in urls.items() if url is not None]

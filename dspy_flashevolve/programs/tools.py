@@ -30,7 +30,7 @@ from dspy.adapters.types.tool import Tool
 from dspy.primitives.module import Module
 from dspy.utils.callback import with_callbacks
 
-from dspy_flashevolve.engine.loop import LoopWaits, Threads
+from dspy_flashevolve.engine.loop import LoopPortal, Threads
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ class ToolCalls:
             if not inspect.iscoroutine(result):
                 return result
             self._warn_once(tool.name)
-            return LoopWaits(self._threads.loop).wait(result)
+            return LoopPortal(self._threads.loop).run(result)
 
         async def acall(tool: Any, **kwargs: Any) -> Any:
             result = tool.func(**tool._validate_and_parse_args(**kwargs))

@@ -30,7 +30,7 @@ from typing import Any, SupportsIndex
 import dspy
 from dspy.utils.usage_tracker import UsageTracker
 
-from dspy_flashevolve.engine.scheduler import SLOT, Slot, current_slot
+from dspy_flashevolve.engine.scheduler import SLOT_SETTING, Slot, current_slot
 
 Entry = dict[str, Any]
 """Of one LM call: ``prompt_tokens``, ``completion_tokens``, ``total_tokens`` and what else the provider reports."""
@@ -132,12 +132,12 @@ class Usage(UsageTracker):
 
 def slot_here() -> Slot | None:
     """The slot in which this code runs, also in a thread of ``dspy.Parallel``; None outside of any."""
-    return current_slot() or dspy.settings.get(SLOT)
+    return current_slot() or dspy.settings.get(SLOT_SETTING)
 
 
 def _place_here() -> Place | None:
     slot = slot_here()
-    return None if slot is None else slot.place
+    return None if slot is None else slot.step_and_stage
 
 
 @contextmanager
@@ -148,7 +148,7 @@ def counting_usage() -> Generator[Usage, None, None]:
     where the block raises, unless it was closed, and told otherwise, before.
     """
     usage = Usage()
-    with dspy.context(usage_tracker=usage, **{COUNTED_BY: usage, SLOT: slot_here()}):
+    with dspy.context(usage_tracker=usage, **{COUNTED_BY: usage, SLOT_SETTING: slot_here()}):
         try:
             yield usage
         except BaseException:
@@ -170,7 +170,7 @@ def usage_settings(count: CountLate) -> dict[str, Any]:
     """dspy's settings of a run, by which LM calls that nobody else counts are told to ``count``."""
     usage = Usage(count)
     usage.close()
-    return {"usage_tracker": usage, COUNTED_BY: usage, SLOT: None}
+    return {"usage_tracker": usage, COUNTED_BY: usage, SLOT_SETTING: None}
 
 
 @contextmanager

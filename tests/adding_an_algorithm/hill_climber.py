@@ -48,7 +48,7 @@ class Climb:
         self.best, self.score, self.feedback, self.version = self.predictor.signature.instructions, -1.0, [""], 0
 
     async def main(self) -> dspy.Module:
-        await self.run.evolve(self.step, self, calls=len(self.trainset))
+        await self.run.evolve(self.step, self, calls_per_step=len(self.trainset))
         self.predictor.signature = self.predictor.signature.with_instructions(self.best)
         self.program.stats = self.run.statistics()
         return self.program

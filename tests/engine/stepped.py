@@ -59,7 +59,7 @@ class Stepped:
     def __init__(self, limit: int, checked: Callable[[], None] = lambda: None, **options: Any) -> None:
         self.visits: list[StageVisit] = []
         self.clock = Clock()
-        self.scheduler = Scheduler(limit, STAGES, clock=self.clock, visited=self.visits.append, **options)
+        self.scheduler = Scheduler(limit, STAGES, clock=self.clock, on_visit=self.visits.append, **options)
         self.requests: list[Request] = []
         self.granted: list[tuple[str, int]] = []
         self.checked = checked
@@ -99,7 +99,7 @@ class Stepped:
                 self.checked()
 
         try:
-            await self.scheduler.run(one.stage, one.step, call, granted=granted)
+            await self.scheduler.run(one.stage, one.step, call, on_granted=granted)
         finally:
             one.state = "gone"
 

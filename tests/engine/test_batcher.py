@@ -48,8 +48,8 @@ class Handing:
         self.world.run.begin(step, version=step.number % 3, value=step.number % 2)
         await anyio.sleep(self.seconds[step.number])
         if self.has_child:
-            self.world.run.has_child(step)
-        self.heard[step.number] = await self.batcher.hand_in(step, step.number)
+            self.world.run.mark_child_made(step)
+        self.heard[step.number] = await self.batcher.submit(step, step.number)
         return End(EndKind.COMMITTED)
 
     def play(self, live: int = 99) -> Handing:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dspy_flashevolve.engine.errors import hand_over, report, who_raised
+from dspy_flashevolve.engine.errors import attach_best_program, hook_that_raised, report_hook
 
 
 class Selector:
@@ -46,7 +46,7 @@ def raised_by(call: Any) -> Exception:
     ],
 )
 def test_objects_functions_and_parts_of_composites_are_named(given: Any, named: str) -> None:
-    assert who_raised(raised_by(given), {"other": print, "hook": given, "none": None}) == named
+    assert hook_that_raised(raised_by(given), {"other": print, "hook": given, "none": None}) == named
 
 
 def test_the_innermost_of_the_users_objects_is_named() -> None:
@@ -55,13 +55,13 @@ def test_the_innermost_of_the_users_objects_is_named() -> None:
     def outer() -> None:
         inner.select()
 
-    assert who_raised(raised_by(outer), {"outer": outer, "inner": inner}) == "inner: Selector.select"
+    assert hook_that_raised(raised_by(outer), {"outer": outer, "inner": inner}) == "inner: Selector.select"
 
 
 def test_an_error_of_nobodys_is_not_named() -> None:
     error = raised_by(function)
-    assert who_raised(error, {"hook": Selector()}) is None
-    report(error, {"hook": Selector()})
+    assert hook_that_raised(error, {"hook": Selector()}) is None
+    report_hook(error, {"hook": Selector()})
     assert not getattr(error, "__notes__", None)
 
 
@@ -70,4 +70,4 @@ def test_an_error_that_takes_no_attributes_is_left_as_it_is() -> None:
         def __setattr__(self, name: str, value: Any) -> None:
             raise AttributeError(name)
 
-    hand_over(Sealed(), object())
+    attach_best_program(Sealed(), object())

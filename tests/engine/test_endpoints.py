@@ -11,7 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dspy_flashevolve.engine.endpoints import BURST_REFUSALS, MOST_PAUSES, Endpoints, RetryPolicy, Sent, groups_of
+from dspy_flashevolve.engine.endpoints import (
+    BURST_REFUSALS,
+    MOST_PAUSES,
+    Endpoints,
+    RetryPolicy,
+    TrackedRequest,
+    groups_of,
+)
 from dspy_flashevolve.engine.errors import ConfigurationError
 from dspy_flashevolve.engine.events import EndpointPaused, Event, EventBus, LimitChanged
 from dspy_flashevolve.engine.limits import Bounds
@@ -34,9 +41,9 @@ class Bench:
 
     def refuse(self, name: str, times: int, retry_after: float | None = 8.0) -> None:
         for _ in range(times):
-            sent = Sent()
-            self.endpoints.endpoint(name).send(sent)
-            self.endpoints.endpoint(name).refused(sent, retry_after)
+            sent = TrackedRequest()
+            self.endpoints.endpoint(name).record_sent(sent)
+            self.endpoints.endpoint(name).record_refusal(sent, retry_after)
 
     @property
     def pauses(self) -> list[tuple[str, float]]:
@@ -70,7 +77,7 @@ def test_a_burst_of_refusals_pauses_an_endpoint_and_no_other_and_a_longer_one_fo
             bench.refuse("task", BURST_REFUSALS, None)
             assert bench.pauses[-1] == ("task", pause)
             await bench.endpoints.endpoint("task").admit(None)
-        bench.endpoints.endpoint("task").finished(Sent(), 1)
+        bench.endpoints.endpoint("task").record_reply(TrackedRequest(), 1)
         bench.refuse("task", BURST_REFUSALS, None)
         assert bench.pauses[-1] == ("task", 1.0)
 
@@ -82,7 +89,7 @@ def test_refusals_among_as_many_answers_pause_nothing() -> None:
 
     async def main() -> None:
         for _ in range(20):
-            bench.endpoints.endpoint("task").finished(Sent(), 1)
+            bench.endpoints.endpoint("task").record_reply(TrackedRequest(), 1)
             bench.refuse("task", 1)
         assert bench.pauses == []
 
@@ -93,19 +100,19 @@ def test_an_endpoint_that_refuses_some_while_it_is_at_work_on_others_is_not_said
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     bench = Bench()
-    endpoint, at_work = bench.endpoints.endpoint("task"), Sent()
+    endpoint, at_work = bench.endpoints.endpoint("task"), TrackedRequest()
 
     def turn_away() -> None:
         for _ in range(2):
-            sent = Sent()
-            endpoint.send(sent)
-            endpoint.turned_away(sent, "429")
+            sent = TrackedRequest()
+            endpoint.record_sent(sent)
+            endpoint.record_failure(sent, "429")
 
     async def main() -> None:
-        endpoint.send(at_work)
+        endpoint.record_sent(at_work)
         turn_away()
         assert "does not answer" not in caplog.text
-        endpoint.finished(at_work, 1)
+        endpoint.record_reply(at_work, 1)
         turn_away()
         assert "task does not answer (429)" in caplog.text
 
@@ -119,13 +126,13 @@ def test_an_endpoint_that_refuses_and_leaves_requests_hanging_is_said_to_be_sile
     endpoint = bench.endpoints.endpoint("task")
 
     async def main() -> None:
-        endpoint.send(Sent())
+        endpoint.record_sent(TrackedRequest())
         for seconds in (0, 9, 2):
             assert "does not answer" not in caplog.text
             await anyio.sleep(seconds)
-            sent = Sent()
-            endpoint.send(sent)
-            endpoint.turned_away(sent, "429")
+            sent = TrackedRequest()
+            endpoint.record_sent(sent)
+            endpoint.record_failure(sent, "429")
         assert "task does not answer (429)" in caplog.text
 
     run(main)
@@ -134,15 +141,15 @@ def test_an_endpoint_that_refuses_and_leaves_requests_hanging_is_said_to_be_sile
 def test_one_request_that_hangs_alone_for_longer_than_an_outage_may_last_is_asked_again() -> None:
     """As where there is one slot: nothing else is asked meanwhile, and nothing tells whether the endpoint is there."""
     bench = Bench()
-    endpoint, sent = bench.endpoints.endpoint("task"), Sent()
+    endpoint, sent = bench.endpoints.endpoint("task"), TrackedRequest()
 
     async def main() -> None:
         for _ in range(3):
-            assert not bench.endpoints.gone
-            endpoint.send(sent)
+            assert not bench.endpoints.outage
+            endpoint.record_sent(sent)
             await anyio.sleep(600)
-            endpoint.turned_away(sent, "no answer within 600 seconds")
-        assert bench.endpoints.gone
+            endpoint.record_failure(sent, "no answer within 600 seconds")
+        assert bench.endpoints.outage
 
     run(main)
 
@@ -153,14 +160,14 @@ def test_an_endpoint_that_turns_away_all_for_a_minute_is_given_up() -> None:
 
     async def main() -> None:
         for _ in range(2):
-            assert not bench.endpoints.gone
-            sent = Sent()
-            endpoint.send(sent)
-            endpoint.turned_away(sent, "connection refused")
+            assert not bench.endpoints.outage
+            sent = TrackedRequest()
+            endpoint.record_sent(sent)
+            endpoint.record_failure(sent, "connection refused")
             await anyio.sleep(60)
-        endpoint.send(sent)
-        endpoint.turned_away(sent, "connection refused")
-        assert bench.endpoints.gone
+        endpoint.record_sent(sent)
+        endpoint.record_failure(sent, "connection refused")
+        assert bench.endpoints.outage
 
     run(main)
 
@@ -199,10 +206,10 @@ def test_each_group_has_a_limit_of_its_own_and_every_change_is_told() -> None:
 
     async def main() -> None:
         async def request() -> None:
-            sent = Sent()
-            bench.endpoints.endpoint("judge").send(sent)
+            sent = TrackedRequest()
+            bench.endpoints.endpoint("judge").record_sent(sent)
             await anyio.sleep(1.0)
-            bench.endpoints.endpoint("judge").finished(sent, 100)
+            bench.endpoints.endpoint("judge").record_reply(sent, 100)
 
         async with anyio.create_task_group() as group:
             for number in range(12):
@@ -217,17 +224,17 @@ def test_each_group_has_a_limit_of_its_own_and_every_change_is_told() -> None:
 
 def test_whole_rollouts_are_heard_only_where_their_lm_calls_are_not() -> None:
     endpoints = Bench(8, Bounds(start=8, high=8)).endpoints
-    assert endpoints.unheard("propose") is endpoints.limits["reflection"]
-    assert endpoints.unheard("rollout") is endpoints.limits["judge + task"]
-    endpoints.endpoint("task").send(Sent())
-    assert endpoints.unheard("rollout") is None
+    assert endpoints.rollout_limit("propose") is endpoints.limits["reflection"]
+    assert endpoints.rollout_limit("rollout") is endpoints.limits["judge + task"]
+    endpoints.endpoint("task").record_sent(TrackedRequest())
+    assert endpoints.rollout_limit("rollout") is None
 
 
 def test_an_endpoint_that_no_stage_names_has_no_limit() -> None:
     bench = Bench(8, Bounds(start=1))
     assert bench.endpoints.names == ["judge", "reflection", "task"]
     assert bench.endpoints.group_of("of a module's own") == "of a module's own"
-    bench.endpoints.endpoint("of a module's own").refused(Sent(), None)
+    bench.endpoints.endpoint("of a module's own").record_refusal(TrackedRequest(), None)
 
 
 def test_a_policy_without_an_attempt_is_refused() -> None:

@@ -22,8 +22,8 @@ from dspy_flashevolve.cli import NO_RUN, main
 from dspy_flashevolve.engine import journal as module
 from dspy_flashevolve.engine.check import check
 from dspy_flashevolve.engine.errors import JournalError, RunDirectoryError
-from dspy_flashevolve.engine.journal import COLUMNS, FILE, SCHEMA_VERSION, Journal, checked
-from dspy_flashevolve.engine.redaction import MARK, Redaction, secrets_in
+from dspy_flashevolve.engine.journal import COLUMNS, FILE, SCHEMA_VERSION, Journal, check_readable
+from dspy_flashevolve.engine.redaction import REDACTED, Redaction, secrets_in
 from dspy_flashevolve.engine.replay import hash_of
 from dspy_flashevolve.observe.history import read as history_of
 
@@ -62,7 +62,7 @@ def fill(journal: Journal, calls: int, limit: int = 100) -> None:
     )  # fmt: skip
     append("ends", step=0, session=1, ended_at=0.0, way="committed", reason="")
     append("session_ends", id=1, ended_at=0.0, state="finished", reason="")
-    journal.flush_here()
+    journal.flush_blocking()
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def test_rows_come_back_in_the_order_in_which_they_were_appended(tmp_path: Path)
     journal = Journal(tmp_path)
     for number in range(3 * module.LARGEST_BATCH):
         journal.append("calls", session=1, step=number, stage="rollout", at=0.0, calls=1)
-    journal.flush_here()
+    journal.flush_blocking()
     assert [row["step"] for row in journal.rows("SELECT step FROM calls ORDER BY id")] == list(
         range(3 * module.LARGEST_BATCH)
     )
@@ -97,7 +97,7 @@ def test_what_many_threads_append_is_all_there(tmp_path: Path) -> None:
     def work(thread: int) -> None:
         for number in range(200):
             journal.append("calls", session=thread, step=number, stage="rollout", at=0.0, calls=1)
-        journal.flush_here()
+        journal.flush_blocking()
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
     for thread in threads:
@@ -125,13 +125,13 @@ def test_after_a_flush_another_connection_sees_everything(tmp_path: Path) -> Non
 def test_a_batch_that_fails_leaves_nothing_of_itself_and_ends_the_writing(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
     journal.append("ends", step=1, session=1, ended_at=0.0, way="rejected", reason="")
-    journal.flush_here()
+    journal.flush_blocking()
     journal.append("ends", step=1, session=1, ended_at=0.0, way="rejected", reason="twice")
     with pytest.raises(JournalError, match="UNIQUE"):
-        journal.flush_here()
+        journal.flush_blocking()
     journal.append("ends", step=2, session=1, ended_at=0.0, way="rejected", reason="")
     with pytest.raises(JournalError):
-        journal.flush_here()
+        journal.flush_blocking()
     assert len(journal.rows("SELECT * FROM ends")) == 1
     journal.close()
 
@@ -142,7 +142,7 @@ def test_a_closed_journal_takes_no_flush_and_gives_the_directory_back(tmp_path: 
     journal.close()
     journal.close()
     with pytest.raises(JournalError, match="closed"):
-        journal.flush_here()
+        journal.flush_blocking()
     again = Journal(tmp_path)
     assert len(again.rows("SELECT * FROM calls")) == 1
     again.close()
@@ -162,11 +162,11 @@ def test_sessions_are_numbered_on(tmp_path: Path) -> None:
 
 def test_the_newest_value_is_kept(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
-    assert journal.kept("seed") is None
+    assert journal.get_state("seed") is None
     for value in (1, [2, "x"]):
-        journal.keep("seed", value)
-    journal.flush_here()
-    assert journal.kept("seed") == [2, "x"]
+        journal.set_state("seed", value)
+    journal.flush_blocking()
+    assert journal.get_state("seed") == [2, "x"]
     journal.close()
 
 
@@ -224,7 +224,7 @@ def test_a_creation_that_fails_at_any_statement_leaves_no_journal(
             Journal(tmp_path)
     assert not (tmp_path / FILE).exists()
     Journal(tmp_path).close()
-    checked(tmp_path / FILE)
+    check_readable(tmp_path / FILE)
 
 
 BORN = """
@@ -277,7 +277,7 @@ def test_a_creation_on_a_full_disk_is_told_and_leaves_no_journal(tmp_path: Path,
     assert "cannot be written" in in_a_process(FULL, tmp_path, size)
     assert not (tmp_path / FILE).exists()
     Journal(tmp_path).close()
-    checked(tmp_path / FILE)
+    check_readable(tmp_path / FILE)
 
 
 def test_a_journal_that_was_moved_away_without_the_files_beside_it_does_not_come_back(tmp_path: Path) -> None:
@@ -451,9 +451,9 @@ def test_words_that_are_no_secret_stay() -> None:
     """Servers of one's own take any key, and people give any word."""
     redaction = Redaction(["EMPTY", "not-needed", "anything-goes", "0123456789"])
     text = "EMPTY is not-needed, anything-goes: 0123456789, task-list, a sketch-of-something-long-and-winding"
-    assert redaction.of(text) == text
+    assert redaction.redact(text) == text
     for words in ("pk_customer_orders_by_region", "Use bearer authentication.", "sk-learn-compatible-estimators"):
-        assert redaction.of(words) == words
+        assert redaction.redact(words) == words
 
 
 @pytest.mark.parametrize(
@@ -462,6 +462,6 @@ def test_words_that_are_no_secret_stay() -> None:
 def test_what_looks_like_a_providers_key_is_not_written(tmp_path: Path, key: str) -> None:
     journal = Journal(tmp_path)
     journal.append("ends", step=1, session=1, ended_at=0.0, way="failed", reason=f"Incorrect API key: {key}.")
-    journal.flush_here()
-    assert journal.rows("SELECT reason FROM ends")[0]["reason"] == f"Incorrect API key: {MARK}."
+    journal.flush_blocking()
+    assert journal.rows("SELECT reason FROM ends")[0]["reason"] == f"Incorrect API key: {REDACTED}."
     journal.close()

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dspy_flashevolve.engine.endpoints import Endpoints, RetryPolicy, Sent
+from dspy_flashevolve.engine.endpoints import Endpoints, RetryPolicy, TrackedRequest
 from dspy_flashevolve.engine.errors import ConfigurationError
 from dspy_flashevolve.engine.events import EndpointPaused, Event, EventBus, LimitChanged
 from dspy_flashevolve.engine.limits import (
@@ -171,13 +171,13 @@ SIGNALS = st.one_of(
 def give(limiter: AdaptiveLimit, clock: Clock, signal: Any) -> None:
     match signal:
         case ("finished", seconds, tokens):
-            limiter.finished(seconds, tokens)
+            limiter.record_answer(seconds, tokens)
         case ("refused", retry_after, age):
-            limiter.refused(retry_after, clock.now - age, busy=limiter.limit)
+            limiter.record_refusal(retry_after, clock.now - age, busy=limiter.limit)
         case ("timed_out", age, busy):
-            limiter.timed_out(clock.now - age, busy=busy)
+            limiter.record_timeout(clock.now - age, busy=busy)
         case ("gauge", waiting, running, cache_use):
-            limiter.gauge(waiting, running, cache_use)
+            limiter.record_gauge(waiting, running, cache_use)
 
 
 @given(
@@ -218,12 +218,12 @@ def test_nothing_grows_on_stale_signals(steps: list[Any]) -> None:
 def test_a_gauge_that_has_grown_old_is_ignored() -> None:
     clock = Clock()
     limiter = AdaptiveLimit(RULES, clock, lambda: True)
-    limiter.gauge(waiting=0, running=8, cache_use=0.99)
+    limiter.record_gauge(waiting=0, running=8, cache_use=0.99)
     clock.now = 1.0
-    limiter.finished(1.0, 100)
+    limiter.record_answer(1.0, 100)
     assert limiter.limit == 8, "the cache is full"
     clock.now = 7.0
-    limiter.finished(1.0, 100)
+    limiter.record_answer(1.0, 100)
     assert limiter.limit == 10, "that was seven seconds ago"
 
 
@@ -232,10 +232,10 @@ def test_refusals_of_what_was_sent_before_the_cut_belong_to_its_burst() -> None:
     limiter = AdaptiveLimit(Bounds(start=110), clock, lambda: True)
     clock.now = 5.0
     for _ in range(10):
-        limiter.refused(1.0, sent_seconds=4.9, busy=110)
+        limiter.record_refusal(1.0, sent_seconds=4.9, busy=110)
         clock.now += 0.01
     assert limiter.limit == 95
-    limiter.refused(1.0, sent_seconds=5.05, busy=95)
+    limiter.record_refusal(1.0, sent_seconds=5.05, busy=95)
     assert limiter.limit == 89, "sent since: this limit was too high as well"
 
 
@@ -244,7 +244,7 @@ def test_timeouts_cut_once_a_burst() -> None:
     limiter = AdaptiveLimit(Bounds(start=100), clock, lambda: True)
     clock.now = 60.0
     for _ in range(30):
-        limiter.timed_out(sent_seconds=0.0, busy=100)
+        limiter.record_timeout(sent_seconds=0.0, busy=100)
     assert limiter.limit == 71
 
 
@@ -258,10 +258,10 @@ def test_it_settles_under_a_stationary_load(capacity: int, seed: int) -> None:
         clock.now = step / 20
         for ends, began in [one for one in in_flight if one[0] <= clock.now]:
             in_flight.remove((ends, began))
-            limiter.finished(ends - began, 100, width=len(in_flight) + 1)
+            limiter.record_answer(ends - began, 100, width=len(in_flight) + 1)
         while len(in_flight) < limiter.limit:
             if len(in_flight) >= capacity:
-                limiter.refused(1.0, clock.now, busy=len(in_flight) + 1)
+                limiter.record_refusal(1.0, clock.now, busy=len(in_flight) + 1)
                 break
             in_flight.append((clock.now + draw.uniform(2, 6), clock.now))
         seen.append(limiter.limit)
@@ -295,16 +295,16 @@ class Loop:
         self.draw = random.Random(0)
 
     async def request(self, tokens: int) -> None:
-        slot, sent = current_slot(), Sent()
+        slot, sent = current_slot(), TrackedRequest()
         while True:
             await self.endpoint.admit(slot)
-            self.endpoint.send(sent)
+            self.endpoint.record_sent(sent)
             if await self.answered(tokens):
-                self.endpoint.finished(sent, tokens)
+                self.endpoint.record_reply(sent, tokens)
                 return
-            self.endpoint.refused(sent, self.profile.retry_after_seconds)
-            self.endpoint.turned_away(sent, "429")
-            await self.endpoint.rest(slot, sent, self.profile.retry_after_seconds)
+            self.endpoint.record_refusal(sent, self.profile.retry_after_seconds)
+            self.endpoint.record_failure(sent, "429")
+            await self.endpoint.pause_before_retry(slot, sent, self.profile.retry_after_seconds)
 
     async def answered(self, tokens: int) -> bool:
         late = self.clock() > 10
@@ -330,7 +330,7 @@ class Loop:
         while True:
             await asyncio.sleep(1.0)
             load = self.driver.load()
-            self.endpoint.gauge(load.waiting, load.running, load.kv_tokens / self.profile.kv_cache_tokens)
+            self.endpoint.record_gauge(load.waiting, load.running, load.kv_tokens / self.profile.kv_cache_tokens)
 
 
 @lru_cache

@@ -14,16 +14,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dspy_flashevolve.engine.endpoints import Endpoints, RetryPolicy, Sent
+from dspy_flashevolve.engine.endpoints import Endpoints, RetryPolicy, TrackedRequest
 from dspy_flashevolve.engine.events import EventBus
 from dspy_flashevolve.engine.rates import (
     BURST_REFUSALS,
     Claim,
-    Estimate,
-    Heard,
     RateLimit,
+    ReportedLimit,
     SharedTimes,
-    heard_in,
+    TokenEstimate,
+    limits_in_headers,
     times_in,
 )
 from dspy_flashevolve.engine.scheduler import Scheduler, current_slot
@@ -50,12 +50,12 @@ class Provider:
             self.refused += 1
         await anyio.sleep(1.0)
 
-    def heard(self) -> dict[str, Heard]:
+    def heard(self) -> dict[str, ReportedLimit]:
         headers = self.counter.headers(now())
         left = {unit: int(headers[f"x-ratelimit-remaining-{unit}"]) for unit in ("requests", "tokens")}
         limits = {"requests": self.quota.requests, "tokens": self.quota.tokens}
         resets = {unit: self.counter._meters[unit][1].reset_seconds(now()) for unit in limits}
-        return {unit: Heard(limit, left[unit], resets[unit]) for unit, limit in limits.items()}
+        return {unit: ReportedLimit(limit, left[unit], resets[unit]) for unit, limit in limits.items()}
 
 
 async def ask(limit: RateLimit, provider: Provider, tokens: int, guess: float, told: bool = False) -> None:
@@ -64,7 +64,7 @@ async def ask(limit: RateLimit, provider: Provider, tokens: int, guess: float, t
     await provider.answer(tokens)
     limit.settle(claim, tokens)
     if told:
-        limit.hear(provider.heard())
+        limit.record_reported_limits(provider.heard())
 
 
 async def for_minutes(minutes: float, *workers: Callable[[], Any]) -> None:
@@ -76,7 +76,7 @@ async def for_minutes(minutes: float, *workers: Callable[[], Any]) -> None:
 
 def known(**limits: float) -> RateLimit:
     limit = RateLimit(now)
-    limit.say(limits)
+    limit.add_user_limits(limits)
     return limit
 
 
@@ -138,7 +138,7 @@ def test_what_others_take_of_the_same_key_is_left_to_them() -> None:
                 await anyio.sleep(0.2)
                 await provider.answer(1)
 
-        limit.hear(provider.heard())
+        limit.record_reported_limits(provider.heard())
         await for_minutes(5, *workers(limit, provider, [1], told=True), *[others] * 6)
         assert provider.refused == 0
         assert len(provider.taken) >= 0.85 * 3000
@@ -150,9 +150,9 @@ def test_a_provider_says_less_than_the_user_or_the_user_less_than_the_provider()
     async def main() -> None:
         limit = known(requests=100)
         assert limit.limits == {"requests": 100}
-        limit.hear({"requests": Heard(60), "tokens": Heard(500)})
+        limit.record_reported_limits({"requests": ReportedLimit(60), "tokens": ReportedLimit(500)})
         assert limit.limits == {"requests": 60, "tokens": 500}
-        limit.hear({"requests": Heard(1000)})
+        limit.record_reported_limits({"requests": ReportedLimit(1000)})
         assert limit.limits == {"requests": 100, "tokens": 500}
 
     run(main)
@@ -164,7 +164,7 @@ def test_what_was_sent_before_a_limit_was_known_counts_too() -> None:
         for _ in range(20):
             await limit.admit(Claim(limit, 1.0), anyio.sleep)
         assert now() == 0.0
-        limit.hear({"requests": Heard(60)})
+        limit.record_reported_limits({"requests": ReportedLimit(60)})
         await limit.admit(Claim(limit, 1.0), anyio.sleep)
         assert 15.0 < now() < 21.0
 
@@ -203,8 +203,8 @@ def test_what_cannot_be_sent_yet_waits_for_a_slot_in_the_runs_order() -> None:
         scheduler = Scheduler(64, ["rollout", "validate"], {"rollout": "api", "validate": "api"}, now)
         asked = {"rollout": ["api"], "validate": ["api"]}
         endpoints = Endpoints(asked, None, scheduler, EventBus(), now, RetryPolicy(), random.Random(0))
-        limit = endpoints.rate("api", "account")
-        limit.say({"requests": 60})
+        limit = endpoints.rate_limit("api", "account")
+        limit.add_user_limits({"requests": 60})
 
         async def request(number: int) -> None:
             await endpoints.endpoint("api").admit(current_slot(), Claim(limit, 1.0))
@@ -226,7 +226,7 @@ def test_what_cannot_be_sent_yet_waits_for_a_slot_in_the_runs_order() -> None:
 def test_a_program_that_ends_without_a_request_leaves_room_for_the_next() -> None:
     async def main() -> None:
         scheduler = Scheduler(64, ["rollout"], {"rollout": "api"}, now)
-        scheduler.make_room(1, "api")
+        scheduler.set_room(1, "api")
         for number in range(10):
             await scheduler.run("rollout", Asker(number), anyio.lowlevel.checkpoint)
 
@@ -256,7 +256,7 @@ class Customer:
         self._scheduler = Scheduler(64, ["rollout"], {"rollout": "api"}, now)
         asked = {"rollout": ["api"]}
         endpoints = Endpoints(asked, None, self._scheduler, EventBus(), now, RetryPolicy(), random.Random(0))
-        self._api, self._limit = endpoints.endpoint("api"), endpoints.rate("api", "account")
+        self._api, self._limit = endpoints.endpoint("api"), endpoints.rate_limit("api", "account")
         self._at_provider, self._draws = 0, random.Random(0)
         self.sent, self.refused = list[float](), list[float]()
 
@@ -266,19 +266,19 @@ class Customer:
                 group.start_soon(self._scheduler.run, "rollout", Asker(number), self._until_answered)
 
     async def _until_answered(self) -> None:
-        sent = Sent()
+        sent = TrackedRequest()
         while True:
-            claim = Claim(self._limit, 1.0, was_refused=sent.faults > 0)
+            claim = Claim(self._limit, 1.0, was_refused=sent.failures > 0)
             await self._api.admit(current_slot(), claim)
-            self._api.send(sent)
+            self._api.record_sent(sent)
             told = await self._once(claim, sent)
             self._api.leave(sent)
             self._limit.leave(claim)
             if told is None:
                 return
-            await self._api.rest(current_slot(), sent, told[0])
+            await self._api.pause_before_retry(current_slot(), sent, told[0])
 
-    async def _once(self, claim: Claim, sent: Sent) -> tuple[float | None] | None:
+    async def _once(self, claim: Claim, sent: TrackedRequest) -> tuple[float | None] | None:
         """Send a request; gives what a refusal says of when to come back."""
         self.sent.append(now())
         wait = self._refuses(now(), self._at_provider)
@@ -286,16 +286,16 @@ class Customer:
             self._at_provider += 1
             await anyio.sleep(self._draws.uniform(0.5, 1.5))
             self._at_provider -= 1
-            self._api.finished(sent, 1)
+            self._api.record_reply(sent, 1)
             self._limit.settle(claim, 1)
             return None
         self.refused.append(now())
         await anyio.sleep(0.05)
         told = self._retry_after(wait)
-        self._limit.hear(heard_in(self._headers()))
-        self._api.turned_away(sent, "429")
-        self._limit.refuse(claim, told, self._api.is_odd(sent))
-        self._api.refused(sent, told)
+        self._limit.record_reported_limits(limits_in_headers(self._headers()))
+        self._api.record_failure(sent, "429")
+        self._limit.record_refusal(claim, told, self._api.is_isolated(sent))
+        self._api.record_refusal(sent, told)
         return (told,)
 
     @property
@@ -375,7 +375,7 @@ def test_requests_that_are_told_to_wait_for_an_hour_while_others_are_answered_ho
             claim = Claim(limit, 1.0, was_refused=number == 90)
             await limit.admit(claim, anyio.sleep)
             if number % 3 == 0:
-                limit.refuse(claim, 3600.0, is_odd=claim.was_refused)
+                limit.record_refusal(claim, 3600.0, is_odd=claim.was_refused)
             else:
                 limit.settle(claim, 1.0)
         assert now() == 0.0
@@ -389,11 +389,11 @@ def test_refusals_of_most_that_is_sent_hold_up_all_until_some_of_them_prove_to_b
         for _ in range(BURST_REFUSALS):
             claim = Claim(limit, 1.0)
             await limit.admit(claim, anyio.sleep)
-            limit.refuse(claim, 10.0)
+            limit.record_refusal(claim, 10.0)
         await limit.admit(Claim(limit, 1.0), anyio.sleep)
         assert now() == 10.0
         for _ in range(BURST_REFUSALS):
-            limit.refuse(Claim(limit, 1.0, was_refused=True), 10.0, is_odd=True)
+            limit.record_refusal(Claim(limit, 1.0, was_refused=True), 10.0, is_odd=True)
         assert not limit.is_known
 
     run(main)
@@ -404,7 +404,7 @@ def test_refusals_of_most_that_is_sent_hold_up_all_until_some_of_them_prove_to_b
 
 def shared(path: Path) -> RateLimit:
     limit = RateLimit(now, lambda: SharedTimes(path, lambda: 1e9 + now()))
-    limit.say({"requests": 600, "tokens": 200_000})
+    limit.add_user_limits({"requests": 600, "tokens": 200_000})
     return limit
 
 
@@ -486,8 +486,8 @@ def test_whatever_a_file_holds_is_read_as_times_or_as_nothing(text: bytes) -> No
 
 
 def test_an_estimate_follows_what_requests_have_cost() -> None:
-    estimate = Estimate()
-    assert estimate.tokens(400, most_written=100) == 200.0
+    estimate = TokenEstimate()
+    assert estimate.expected_tokens(400, most_written=100) == 200.0
     for _ in range(100):
-        estimate.learn(400, read=200, written=50)
-    assert estimate.tokens(800) == pytest.approx(450.0, rel=0.01)
+        estimate.record_usage(400, read=200, written=50)
+    assert estimate.expected_tokens(800) == pytest.approx(450.0, rel=0.01)

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from dspy_flashevolve.engine.check import check
 from dspy_flashevolve.engine.events import RequestFinished, StepClosed
 from dspy_flashevolve.engine.journal import Journal
-from dspy_flashevolve.engine.redaction import MARK, Redaction
+from dspy_flashevolve.engine.redaction import REDACTED, Redaction
 from dspy_flashevolve.engine.replay import BEFORE_STEPS, RunJournal, Unfinished, hash_of, id_text
-from dspy_flashevolve.engine.rollouts import Rollout, RolloutKey, Spent, gather, metric_begins
+from dspy_flashevolve.engine.rollouts import RequestCost, Rollout, RolloutKey, gather, record_metric_call
 from dspy_flashevolve.engine.run import EvolutionRun
 from dspy_flashevolve.engine.steps import End, EndKind, LiveSteps, NothingToDoError, Step
 from dspy_flashevolve.sim.virtual import run as in_virtual_time
@@ -62,42 +62,44 @@ def session(directory: Path, *secrets: str) -> RunJournal:
 
 
 def write(journal: RunJournal, step: int, score: float = 0.5, key: RolloutKey = KEY, trace: str | None = "t") -> None:
-    journal.finished(key, "rollout", step, Rollout("out", score), ('"out"', trace), 1.0, journal.call("r", step))
+    journal.record_rollout(
+        key, "rollout", step, Rollout("out", score), ('"out"', trace), 1.0, journal.record_call("r", step)
+    )
 
 
 def closed(journal: RunJournal) -> None:
-    journal.session_ended("aborted", "")
+    journal.record_session_end("aborted", "")
 
 
 def found(journal: RunJournal, step: int, key: RolloutKey = KEY) -> float | None:
-    rollout = journal.rollout(key, step, Kept().read)
+    rollout = journal.find_rollout(key, step, Kept().read)
     return None if rollout is None else rollout.score
 
 
 def test_steps_without_an_end_are_found_with_what_they_had_selected(tmp_path: Path) -> None:
     journal = session(tmp_path)
     for number in range(4):
-        journal.opened(number, version=number, selection={"parent": number})
-    journal.ended(1, "rejected", "")
-    journal.ended(3, "committed", "")
+        journal.record_selection(number, version=number, selection={"parent": number})
+    journal.record_end(1, "rejected", "")
+    journal.record_end(3, "committed", "")
     closed(journal)
     journal = session(tmp_path)
-    assert journal.take_up() == [Unfinished(0, 0, {"parent": 0}), Unfinished(2, 2, {"parent": 2})]
+    assert journal.load_unfinished() == [Unfinished(0, 0, {"parent": 0}), Unfinished(2, 2, {"parent": 2})]
     assert journal.last_step == 3
     closed(journal)
 
 
 def test_a_rollout_that_was_paid_answers_only_steps_that_run_again(tmp_path: Path) -> None:
     journal = session(tmp_path)
-    journal.opened(0, 0, None)
-    journal.opened(1, 0, None)
+    journal.record_selection(0, 0, None)
+    journal.record_selection(1, 0, None)
     write(journal, 0)
     write(journal, 1, 0.9, RolloutKey(KEY.candidate, "train", 4))
-    journal.ended(1, "rejected", "")
+    journal.record_end(1, "rejected", "")
     assert found(journal, 0) is None, "nothing is taken up"
     closed(journal)
     journal = session(tmp_path)
-    journal.take_up()
+    journal.load_unfinished()
     assert found(journal, 0) == 0.5
     assert found(journal, 0, RolloutKey(KEY.candidate, "train", 4)) is None, "of a step that has ended"
     assert found(journal, 0, RolloutKey(KEY.candidate, "val", 3)) is None
@@ -110,29 +112,29 @@ def test_a_rollout_that_was_paid_answers_only_steps_that_run_again(tmp_path: Pat
 @pytest.mark.parametrize("each_once", [False, True])
 def test_one_that_is_kept_answers_all_that_are_equal_or_in_lockstep_one(tmp_path: Path, each_once: bool) -> None:
     journal = session(tmp_path)
-    journal.opened(0, 0, None)
+    journal.record_selection(0, 0, None)
     write(journal, 0, 0.25)
     write(journal, 0, 0.5)
     closed(journal)
     journal = RunJournal(Journal(tmp_path), each_once)
-    journal.take_up()
+    journal.load_unfinished()
     assert [found(journal, 0) for _ in range(3)] == ([0.25, 0.5, None] if each_once else [0.5] * 3)
     closed(journal)
 
 
 def test_what_is_missing_is_what_is_still_to_be_paid_and_a_trace_that_is_needed_is_paid_again(tmp_path: Path) -> None:
     journal = session(tmp_path)
-    journal.opened(0, 0, None)
+    journal.record_selection(0, 0, None)
     write(journal, 0)
     write(journal, 0, key=RolloutKey(KEY.candidate, "train", 4), trace=None)
     closed(journal)
     journal = session(tmp_path)
-    journal.take_up()
+    journal.load_unfinished()
     ids = [3, 4, 5]
-    assert journal.missing(0, KEY.candidate, "train", ids) == 1
-    assert journal.missing(0, KEY.candidate, "train", ids, needs_trace=True) == 2
-    assert journal.missing(0, KEY.candidate, "val", ids) == 3
-    assert journal.missing(9, KEY.candidate, "train", ids) == 3
+    assert journal.count_missing(0, KEY.candidate, "train", ids) == 1
+    assert journal.count_missing(0, KEY.candidate, "train", ids, needs_trace=True) == 2
+    assert journal.count_missing(0, KEY.candidate, "val", ids) == 3
+    assert journal.count_missing(9, KEY.candidate, "train", ids) == 3
     closed(journal)
 
 
@@ -142,17 +144,17 @@ def test_what_belongs_to_no_step_is_found_where_it_is_not_done(tmp_path: Path) -
     closed(journal)
     for seeded, score in ((False, 0.5), (True, None)):
         journal = session(tmp_path)
-        journal.take_up(seeded)
+        journal.load_unfinished(seeded)
         assert found(journal, BEFORE_STEPS) == score
         closed(journal)
 
 
 def test_a_call_that_came_back_without_a_score_is_taken_back(tmp_path: Path) -> None:
     journal = session(tmp_path)
-    journal.call("rollout", 0)
-    journal.call("rollout", 0)
-    journal.call("rollout", 0, -1)
-    journal.call("elsewhere", BEFORE_STEPS, 7)
+    journal.record_call("rollout", 0)
+    journal.record_call("rollout", 0)
+    journal.record_call("rollout", 0, -1)
+    journal.record_call("elsewhere", BEFORE_STEPS, 7)
     closed(journal)
     journal = session(tmp_path)
     assert journal.spent == 8
@@ -166,12 +168,12 @@ def test_requests_and_dollars_of_a_session_that_was_killed_count_to_the_last_one
         journal = session(tmp_path)
         assert (journal.requests_before, journal.dollars_before) == (3 * before, pytest.approx(0.875 * before))
         journal(RequestFinished(1.0, 0, "propose", 1.0, 10, 0.25))
-        journal.replied(0, "propose", "0", "an answer", 10, 0.25)
+        journal.record_reply(0, "propose", "0", "an answer", 10, 0.25)
         journal(StepClosed(2.0, 2 * before, End(EndKind.REJECTED, ""), 0))
         journal(RequestFinished(3.0, 1, "propose", 1.0, 10, 0.125, error="unreadable"))
         journal(RequestFinished(4.0, 1, "integrate", 1.0, 10, 0.125))
         journal(RequestFinished(5.0, 1, "rollout", 1.0, 10, 0.125, error="given up"))
-        journal.finished(KEY, "rollout", 1, Rollout("out", 0.5, cost_dollars=0.25), ("", None), 1.0, 1)
+        journal.record_rollout(KEY, "rollout", 1, Rollout("out", 0.5, cost_dollars=0.25), ("", None), 1.0, 1)
         journal.journal.close()  # no end of the session is written
     killed = session(tmp_path)
     assert (killed.requests_before, killed.dollars_before) == (6, pytest.approx(1.75))
@@ -180,17 +182,17 @@ def test_requests_and_dollars_of_a_session_that_was_killed_count_to_the_last_one
 
 def test_a_step_whose_texts_had_a_secret_taken_out_fails_and_runs_no_more(tmp_path: Path) -> None:
     journal = session(tmp_path, "swordfish-42")
-    name = journal.candidate({"p": "say swordfish-42"})
-    journal.opened(0, 0, {"candidate": name})
-    journal.opened(1, 0, {"question": "is it swordfish-42?"})
-    journal.opened(2, 0, {})
-    journal.replied(2, "propose", "0", "swordfish-42", 0, 0.0)
-    journal.replied(2, "propose", "1", "a plain word", 0, 0.0)
+    name = journal.record_candidate({"p": "say swordfish-42"})
+    journal.record_selection(0, 0, {"candidate": name})
+    journal.record_selection(1, 0, {"question": "is it swordfish-42?"})
+    journal.record_selection(2, 0, {})
+    journal.record_reply(2, "propose", "0", "swordfish-42", 0, 0.0)
+    journal.record_reply(2, "propose", "1", "a plain word", 0, 0.0)
     closed(journal)
     journal = session(tmp_path)
-    assert [one.number for one in journal.take_up()] == [2]
-    assert MARK in journal.texts[name]["p"]
-    assert (journal.reply(2, "propose", "0"), journal.reply(2, "propose", "1")) == (None, "a plain word")
+    assert [one.number for one in journal.load_unfinished()] == [2]
+    assert REDACTED in journal.texts[name]["p"]
+    assert (journal.find_reply(2, "propose", "0"), journal.find_reply(2, "propose", "1")) == (None, "a plain word")
     closed(journal)
     journal = session(tmp_path)
     assert {row["step"]: row["way"] for row in journal.journal.rows("SELECT * FROM ends")} == dict.fromkeys(
@@ -228,7 +230,7 @@ class Loop:
         async def one(text: str, example: int) -> float:
             async def call() -> Rollout:
                 await anyio.sleep(1.0 + rng.random())
-                await metric_begins()
+                await record_metric_call()
                 await anyio.sleep(0.1)
                 self.paid["rollout", step.number, text, example] += 1
                 return Rollout(f"{text} {example}", example / 10)
@@ -244,7 +246,7 @@ class Loop:
             return f"child of {step.number}"
 
         await gather([lambda e=example: one(f"parent of {step.number}", e) for example in range(3)])
-        child = await run.rollouts.request("propose", step, ask, lambda _: Spent(1, 0.5), Words("0"))
+        child = await run.rollouts.request("propose", step, ask, lambda _: RequestCost(1, 0.5), Words("0"))
         await gather([lambda e=example: one(child, e) for example in range(3)])
         return End(EndKind.COMMITTED)
 
@@ -252,9 +254,9 @@ class Loop:
         async def main() -> None:
             journal = self.run.journal
             assert journal is not None
-            journal.take_up()
+            journal.load_unfinished()
             with anyio.move_on_after(seconds):
-                await self.run.evolve(self.step, LiveSteps(4), calls=6, first=journal.last_step + 1)
+                await self.run.evolve(self.step, LiveSteps(4), calls_per_step=6, first_number=journal.last_step + 1)
 
         in_virtual_time(lambda: self.run.run_async(main))
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dspy_flashevolve.engine.endpoints import Endpoints, RetryPolicy, Sent
+from dspy_flashevolve.engine.endpoints import Endpoints, RetryPolicy, TrackedRequest
 from dspy_flashevolve.engine.errors import RolloutUnresolvedError, RunAbortedError, TransientError
 from dspy_flashevolve.engine.events import (
     Event,
@@ -26,13 +26,13 @@ from dspy_flashevolve.engine.events import (
 from dspy_flashevolve.engine.loop import Threads
 from dspy_flashevolve.engine.rollouts import (
     NoLongerWantedError,
+    RequestCost,
     Rollout,
     RolloutKey,
     Rollouts,
-    Spent,
     batch,
     gather,
-    metric_begins,
+    record_metric_call,
 )
 from dspy_flashevolve.engine.scheduler import Scheduler, current_slot
 from dspy_flashevolve.engine.steps import Budget, EndKind, Reservation, StepEnded
@@ -98,7 +98,7 @@ class Taking:
         seconds = self.seconds[min(number, len(self.seconds) - 1)]
         if self.metric_after is not None and self.metric_after < seconds:
             await anyio.sleep(self.metric_after)
-            await metric_begins()
+            await record_metric_call()
             seconds -= self.metric_after
         await anyio.sleep(seconds)
         self.ended += 1
@@ -135,7 +135,7 @@ def test_equal_rollouts_in_flight_are_run_and_paid_once() -> None:
         assert {first.settled, second.settled} == {0, 1}
 
     run(main)
-    assert (call.runs, sorted(results), bench.rollouts.shared) == (1, [False, True], 1)
+    assert (call.runs, sorted(results), bench.rollouts.joined) == (1, [False, True], 1)
 
 
 def test_equal_rollouts_one_after_the_other_are_run_twice() -> None:
@@ -185,7 +185,7 @@ def test_a_paid_rollout_and_a_request_are_told_with_what_they_cost() -> None:
 
     async def main() -> None:
         await bench.rollout(Taking(2.0), bench.reserved())
-        await bench.rollouts.request("propose", OTHER, lambda: anyio.sleep(3.0), lambda _: Spent(5, 0.1))
+        await bench.rollouts.request("propose", OTHER, lambda: anyio.sleep(3.0), lambda _: RequestCost(5, 0.1))
 
     run(main)
     ran, asked = bench.events
@@ -224,7 +224,7 @@ def test_an_unresolved_rollout_is_neither_scored_nor_paid() -> None:
 
 def test_what_was_asked_for_inside_as_often_as_makes_sense_is_not_asked_for_again() -> None:
     async def once() -> Rollout:
-        raise TransientError("429", asked=Sent(faults=3))
+        raise TransientError("429", asked=TrackedRequest(failures=3))
 
     async def main() -> None:
         with pytest.raises(RolloutUnresolvedError, match="no answer after 3 attempts"):
@@ -503,7 +503,7 @@ def test_what_waits_for_a_slot_costs_no_task(steps: int, examples: int, slots: i
         async def example(index: int, granted: Callable[[], None]) -> None:
             key = RolloutKey("c", str(step.number), index)
             pays, behind = bench.reserved(), examples - index - 1
-            await bench.rollouts.rollout(key, "screen", step, pays, call, behind=behind, granted=granted)
+            await bench.rollouts.rollout(key, "screen", step, pays, call, followers=behind, on_granted=granted)
 
         await batch(examples, example)
 
@@ -573,7 +573,7 @@ def test_each_is_settled_once_for_each_call_of_its_metric_and_no_slot_is_left_he
         await anyio.sleep(rng.random() * 6)
         if rng.random() < 0.2:
             raise TransientError("503")
-        await metric_begins()
+        await record_metric_call()
         metrics += 1
         if rng.random() < 0.1:
             metrics -= 1  # a metric that raises the provider's fault is no call

@@ -17,10 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dspy_flashevolve.engine.batcher import Batcher
-from dspy_flashevolve.engine.endpoints import RetryPolicy, Sent
+from dspy_flashevolve.engine.endpoints import RetryPolicy, TrackedRequest
 from dspy_flashevolve.engine.errors import ConfigurationError, RolloutUnresolvedError, TransientError
 from dspy_flashevolve.engine.events import Committed, Event, LimitChanged, StageVisited, StepClosed, StepOpened
-from dspy_flashevolve.engine.rollouts import Rollout, RolloutKey, batch, gather, metric_begins
+from dspy_flashevolve.engine.rollouts import Rollout, RolloutKey, batch, gather, record_metric_call
 from dspy_flashevolve.engine.run import EvolutionRun
 from dspy_flashevolve.engine.scheduler import current_slot
 from dspy_flashevolve.engine.steps import End, EndKind, LiveSteps, Load, NothingToDoError, Reservation, Step, StepEnded
@@ -177,11 +177,13 @@ def test_admission_sees_the_load() -> None:
         if step.number < 2:
             await world.paid(step, 1.0 + step.number)
             await world.paid(step, 1.0)
-            world.run.has_child(step)
+            world.run.mark_child_made(step)
             await world.ask("validate", step, 5.0)
         return End(EndKind.COMMITTED)
 
-    world.evolve(step, rule, calls=6, may_open=lambda: "enough" if sum(world.run.ended.values()) > 1 else None)
+    world.evolve(
+        step, rule, calls_per_step=6, stop_reason=lambda: "enough" if sum(world.run.ended.values()) > 1 else None
+    )
     first, last = rule.loads[0], rule.loads[-1]
     assert (first.live, first.working, first.idle_slots, first.calls_left, first.calls_per_step) == (0, 0, 4, 20, 6.0)
     assert (last.live, last.working, last.ended, last.slots) == (1, 0, 1, 4)
@@ -222,7 +224,7 @@ def test_every_step_ends_once_however_deep_its_end_is_raised(kinds: list[EndKind
     async def ended(step: Step, end: End) -> None:
         told.append((step.number, end))
 
-    world.evolve(step, ended=ended)
+    world.evolve(step, on_end=ended)
     assert sorted((event.step, event.end.kind) for event in world.of(StepClosed)) == list(enumerate(kinds))
     assert sorted(number for number, _ in told) == list(range(len(kinds)))
     assert all(end.reason == f"reason {number}" for number, end in told)
@@ -289,7 +291,7 @@ def test_each_end_is_told_before_another_step_starts_in_its_place() -> None:
         await anyio.sleep(3.0)
         order.append(f"{end.kind.value} {step.number}")
 
-    world.evolve(step, ended=ended)
+    world.evolve(step, on_end=ended)
     assert order == ["step 0", "committed 0", "step 1", "committed 1", "step 2"]
 
 
@@ -376,7 +378,7 @@ def test_a_limit_of_the_loops_own_ends_the_run_with_its_reason() -> None:
     def may_open() -> str | None:
         return None if len(world.of(StepOpened)) < 3 else "three are enough"
 
-    world.evolve(counted(world, 99), may_open=may_open)
+    world.evolve(counted(world, 99), stop_reason=may_open)
     assert (len(world.of(StepOpened)), world.run.stop_reason) == (3, "three are enough")
 
 
@@ -424,7 +426,7 @@ def test_exceptions_leave_as_they_are_and_end_every_other_step_as_cancelled(
         broken("before", step.number)
         world.run.begin(step, 0)
         if step.number == 1:
-            await world.run.beside(lambda: slow(1, "beside"))
+            await world.run.run_in_background(lambda: slow(1, "beside"))
         await gather([lambda n=number: slow(n, "batch") for number in range(3)] if step.number == 1 else [])
         await world.run.rollouts.request("rollout", step, lambda: slow(step.number, "slot"))
         broken("inside", step.number)
@@ -444,7 +446,7 @@ def test_exceptions_leave_as_they_are_and_end_every_other_step_as_cancelled(
         await anyio.sleep_forever()
 
     with pytest.raises(kind) as caught:
-        world.evolve(step, LiveSteps(3), ended=ended, watchers=[watcher], reserve=reserve)
+        world.evolve(step, LiveSteps(3), on_end=ended, watchers=[watcher], reserve=reserve)
     assert caught.value is error
     assert (world.run.error, world.run.outcome) == (error, "aborted")
     world.check()
@@ -500,7 +502,7 @@ def test_work_beside_the_steps_is_waited_for_at_the_end_and_done_at_once_in_lock
         if step.number == 1:
             raise NothingToDoError
         world.run.begin(step, 0)
-        await world.run.beside(beside)
+        await world.run.run_in_background(beside)
         order.append("step")
         return End(EndKind.REJECTED)
 
@@ -517,7 +519,7 @@ def test_work_beside_the_steps_may_begin_before_them_and_what_got_no_answer_is_l
         raise RolloutUnresolvedError("no answer after 3 attempts")
 
     async def main() -> None:
-        await world.run.beside(beside)
+        await world.run.run_in_background(beside)
         await world.run.evolve(counted(world, 2))
 
     with caplog.at_level(logging.WARNING):
@@ -617,7 +619,7 @@ def test_spent_and_reserved_never_exceed_the_limit(
         part.refund()
         return End(rng.choice([EndKind.REJECTED, EndKind.COMMITTED]))
 
-    world.evolve(step, calls=calls)
+    world.evolve(step, calls_per_step=calls)
     assert budget.spent == made <= limit
     if world.run.stop_reason:
         assert f"max_metric_calls={limit}" in world.run.stop_reason
@@ -632,7 +634,7 @@ def test_a_budget_that_cannot_pay_a_step_ends_the_run_only_when_nothing_may_give
         await world.paid(step, 5.0)
         return End(EndKind.REJECTED)
 
-    world.evolve(step, calls=6)
+    world.evolve(step, calls_per_step=6)
     assert world.run.budget.spent == 5
     assert world.run.stop_reason == "max_metric_calls=10: the 5 calls left cannot pay a step, which may cost 6"
 
@@ -653,16 +655,16 @@ class Chaos:
     async def call(self) -> Rollout:
         """An LM call within a rollout: it may be refused, hang, pause its endpoint, or be slow."""
         rng = self.rng
-        endpoint, sent = self.run.endpoints.endpoint("task"), Sent()
+        endpoint, sent = self.run.endpoints.endpoint("task"), TrackedRequest()
         slot = current_slot()
         await endpoint.admit(slot if rng.random() < 0.8 else None)
-        endpoint.send(sent)
+        endpoint.record_sent(sent)
         await anyio.sleep(rng.random() * 3)
         fate = rng.random()
         if fate < 0.1:
-            endpoint.refused(sent, rng.choice([None, 2.0]))
-            endpoint.turned_away(sent, "429")
-            await endpoint.rest(slot, sent, rng.choice([None, 2.0, 3600.0]))
+            endpoint.record_refusal(sent, rng.choice([None, 2.0]))
+            endpoint.record_failure(sent, "429")
+            await endpoint.pause_before_retry(slot, sent, rng.choice([None, 2.0, 3600.0]))
         elif fate < 0.15:
             raise TransientError("503", retry_after_seconds=rng.choice([None, 3.0]))
         elif fate < 0.2:
@@ -670,16 +672,16 @@ class Chaos:
         elif fate < 0.25:
             await self.run.threads.run(lambda: None)
         if rng.random() < 0.5:
-            await metric_begins()
+            await record_metric_call()
             await anyio.sleep(rng.random() * 4)
-        endpoint.finished(sent, 7)
+        endpoint.record_reply(sent, 7)
         return Rollout(None, rng.random())
 
     async def evaluate(self, stage: str, step: Step, count: int, pays: Reservation) -> None:
         async def one(index: int, granted: Any) -> None:
             key = RolloutKey("c", "train", self.rng.randint(0, 30))
             await self.run.rollouts.rollout(
-                key, stage, step, pays, self.call, behind=count - index - 1, granted=granted
+                key, stage, step, pays, self.call, followers=count - index - 1, on_granted=granted
             )
 
         await batch(count, one)
@@ -706,14 +708,14 @@ class Chaos:
                 finally:
                     rest.refund()
 
-            await run.beside(beside)
+            await run.run_in_background(beside)
         if rng.random() < 0.5:
             with anyio.move_on_after(rng.choice([1.0, 60.0])):
                 await run.rollouts.request("propose", step, lambda: anyio.sleep(rng.random() * 9))
         if rng.random() < 0.7:
-            run.has_child(step)
+            run.mark_child_made(step)
         if rng.random() < 0.6:
-            await self.batcher.hand_in(step, step.number)
+            await self.batcher.submit(step, step.number)
         if not step.reservation.cover(3):
             return End(EndKind.DISCARDED, "no budget is left")
         await self.evaluate("validate", step, 3, step.reservation)
@@ -735,7 +737,7 @@ def test_every_run_ends_whatever_its_steps_meet(
 ) -> None:
     """None is left with free slots, requests that wait, and nothing in flight."""
     chaos = Chaos(seed, slots, batch, steps, budget_calls=budget, **more)
-    chaos.world.evolve(chaos.step, LiveSteps(live), calls=8, watchers=[chaos.batcher.watch])
+    chaos.world.evolve(chaos.step, LiveSteps(live), calls_per_step=8, watchers=[chaos.batcher.watch])
     assert budget is None or chaos.run.budget.spent <= budget
     used = chaos.run.scheduler.statistics()
     assert used.peak <= slots

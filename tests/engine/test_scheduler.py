@@ -59,7 +59,7 @@ async def act(on: Stepped, action: Any, limits: dict[str, int], shares: dict[str
             on.scheduler.resize(limit, endpoint)
         case ("share", stage, share):
             shares[stage] = share
-            on.scheduler.share({stage: share})
+            on.scheduler.set_shares({stage: share})
         case _:
             pass
     await settle()
@@ -171,12 +171,12 @@ def test_it_is_known_whether_requests_waited_for_an_endpoints_own_limit() -> Non
 
     async def main() -> None:
         await on.ask("screen", 1, 2)
-        assert not on.scheduler.pressed("task")
+        assert not on.scheduler.take_pressure("task")
         await on.ask("screen", 1)
-        assert on.scheduler.pressed("task")
-        assert on.scheduler.pressed("task"), "it still waits"
+        assert on.scheduler.take_pressure("task")
+        assert on.scheduler.take_pressure("task"), "it still waits"
         await on.end()
-        assert not on.scheduler.pressed("task")
+        assert not on.scheduler.take_pressure("task")
         await on.end_all()
 
     stepped(main)
@@ -198,7 +198,7 @@ def test_a_stage_that_there_is_not_is_refused_by_name() -> None:
 
 def test_an_idle_slot_is_announced_only_where_nobody_takes_it() -> None:
     idle: list[int] = []
-    on = Stepped(2, idle=lambda: idle.append(on.scheduler.idle))
+    on = Stepped(2, on_idle=lambda: idle.append(on.scheduler.idle))
 
     async def main() -> None:
         await on.ask("screen", 1, 3)
@@ -412,10 +412,10 @@ def test_a_window_counts_the_visits_since_the_last_one() -> None:
         await on.ask("rollout", 2, 2)
         await on.ask("rollout", 3)
         await on.end()
-        assert on.scheduler.windows()["rollout"] == StageWindow(finished=1, waiting=0, running=3, share=3)
-        on.scheduler.share({"rollout": 2})
+        assert on.scheduler.take_windows()["rollout"] == StageWindow(finished=1, waiting=0, running=3, share=3)
+        on.scheduler.set_shares({"rollout": 2})
         await on.end(2)
-        assert on.scheduler.windows()["rollout"] == StageWindow(finished=1, waiting=0, running=1, share=2)
+        assert on.scheduler.take_windows()["rollout"] == StageWindow(finished=1, waiting=0, running=1, share=2)
         await on.end_all()
 
     stepped(main)

@@ -14,12 +14,12 @@ from dspy_flashevolve.engine.endpoints import (
     BURST_REFUSALS,
     FAILURES,
     PREFERRED,
-    SEVERAL,
+    REPLICA_SEPARATOR,
     Endpoint,
     Endpoints,
+    Replicas,
     RetryPolicy,
-    Sent,
-    Several,
+    TrackedRequest,
     groups_of,
 )
 from dspy_flashevolve.engine.events import Event, EventBus, LimitChanged
@@ -30,7 +30,7 @@ from tests.engine.stepped import Asker
 from tests.engine.test_rollouts import now
 
 EIGHT = Bounds(8)
-BOTH = SEVERAL.join(["fast", "slow"])
+BOTH = REPLICA_SEPARATOR.join(["fast", "slow"])
 
 
 class Bench:
@@ -44,18 +44,18 @@ class Bench:
         )
 
     @property
-    def several(self) -> Several:
-        return self.endpoints.several(BOTH)
+    def several(self) -> Replicas:
+        return self.endpoints.replicas(BOTH)
 
-    def begun(self, key: str = "", but: Endpoint | None = None) -> tuple[Endpoint, Sent]:
-        sent = Sent()
-        chosen = self.several.choose(sent, key, but=but)
-        chosen.send(sent)
+    def begun(self, key: str = "", but: Endpoint | None = None) -> tuple[Endpoint, TrackedRequest]:
+        sent = TrackedRequest()
+        chosen = self.several.choose(sent, key, exclude=but)
+        chosen.record_sent(sent)
         return chosen, sent
 
     def fail(self, name: str, times: int = FAILURES) -> None:
         for _ in range(times):
-            self.endpoints.endpoint(name).failed()
+            self.endpoints.endpoint(name).record_no_reply()
 
 
 class Server:
@@ -78,21 +78,21 @@ async def load(bench: Bench, servers: dict[str, Server], seconds: float, key: Ca
     draws = random.Random(0)
 
     async def request(number: int) -> None:
-        sent, last = Sent(), None
+        sent, last = TrackedRequest(), None
         while True:
-            last = bench.several.choose(sent, key(number), but=last)
+            last = bench.several.choose(sent, key(number), exclude=last)
             try:
                 await last.admit(current_slot())
-                last.send(sent)
+                last.record_sent(sent)
                 if await servers[last.name].answer(draws.expovariate(1.0)):
-                    last.finished(sent, 1)
+                    last.record_reply(sent, 1)
                     return
-                bench.several.turned_away(sent, "gone")
-                last.failed()
+                bench.several.record_failure(sent, "gone")
+                last.record_no_reply()
             finally:
                 last.leave(sent)
             if not bench.several.has_room:
-                await bench.several.rest(current_slot(), sent, None)
+                await bench.several.pause_before_retry(current_slot(), sent, None)
 
     async def work(number: int) -> None:
         while True:
@@ -122,15 +122,15 @@ def test_two_servers_of_unequal_speed_reach_nineteen_twentieths_of_the_sum_of_th
 
 async def batches(bench: Bench, servers: dict[str, Server], name: str, requests: int, times: int) -> float:
     """Seconds for so many batches of requests, one after the other, with lengths that differ."""
-    draws, several, began = random.Random(1), bench.endpoints.several(name), now()
+    draws, several, began = random.Random(1), bench.endpoints.replicas(name), now()
 
     async def request(number: int) -> None:
-        sent = Sent()
+        sent = TrackedRequest()
         endpoint = several.choose(sent, str(number))
         await endpoint.admit(current_slot())
-        endpoint.send(sent)
+        endpoint.record_sent(sent)
         await servers[endpoint.name].answer(draws.uniform(0.5, 1.5))
-        endpoint.finished(sent, 1)
+        endpoint.record_reply(sent, 1)
 
     for _ in range(times):
         async with anyio.create_task_group() as group:
@@ -232,7 +232,7 @@ def test_one_is_left_out_after_two_failures_and_tried_by_one_request_at_a_time()
             fast.leave(sent)
         trials = [bench.begun(str(n)) for n in range(16)]
         assert [one.name for one, _ in trials].count("fast") == 1
-        fast.finished(trials[0][1], 1)
+        fast.record_reply(trials[0][1], 1)
         assert {bench.begun(str(n))[0].name for n in range(8)} >= {"fast"}
 
     run(main)
@@ -246,9 +246,9 @@ def test_slots_follow_the_limits_of_those_that_are_there() -> None:
         assert bench.scheduler.limit == 8
         for _ in range(BURST_REFUSALS):
             endpoint = bench.endpoints.endpoint("slow")
-            sent = Sent()
-            endpoint.send(sent)
-            endpoint.refused(sent, 30.0)
+            sent = TrackedRequest()
+            endpoint.record_sent(sent)
+            endpoint.record_refusal(sent, 30.0)
         bench.begun()
         assert bench.scheduler.limit == 1
 
@@ -259,10 +259,10 @@ def test_requests_that_begin_alike_ask_the_same_one_as_far_as_its_share_goes() -
     async def main() -> None:
         bench = Bench(adaptive=Bounds(64))
         for member in bench.several.members:
-            sent = Sent()
-            member.send(sent)
+            sent = TrackedRequest()
+            member.record_sent(sent)
             await anyio.sleep(1.0)
-            member.finished(sent, 1)
+            member.record_reply(sent, 1)
         first = Counter(Bench().begun(f"candidate {n}")[0].name for n in range(40))
         assert min(first.values()) >= 8
         names = [bench.begun("candidate")[0].name for _ in range(40)]
@@ -287,12 +287,12 @@ def test_one_that_answers_nothing_while_the_other_does_is_not_asked() -> None:
     async def main() -> None:
         bench = Bench()
         hanging = bench.endpoints.endpoint("fast")
-        hanging.send(Sent())
+        hanging.record_sent(TrackedRequest())
         for _ in range(30):
             await anyio.sleep(1.0)
-            sent = Sent()
-            bench.endpoints.endpoint("slow").send(sent)
-            bench.endpoints.endpoint("slow").finished(sent, 1)
+            sent = TrackedRequest()
+            bench.endpoints.endpoint("slow").record_sent(sent)
+            bench.endpoints.endpoint("slow").record_reply(sent, 1)
         assert {bench.begun(str(n))[0].name for n in range(6)} == {"slow"}
 
     run(main)
@@ -313,7 +313,7 @@ def test_one_that_is_asked_alone_too_has_one_limit_for_both() -> None:
         scheduler = Scheduler(64, list(asked), groups_of(asked), now)
         endpoints = Endpoints(asked, Bounds(8), scheduler, EventBus(), now, RetryPolicy(), random.Random(0))
         assert set(endpoints.limits) == {"fast", "slow"}
-        assert endpoints.endpoint("fast") in endpoints.several(BOTH).members
+        assert endpoints.endpoint("fast") in endpoints.replicas(BOTH).members
         assert scheduler.limit == 16
 
     run(main)

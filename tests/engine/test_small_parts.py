@@ -16,16 +16,16 @@ from anyio.lowlevel import checkpoint
 
 from dspy_flashevolve.engine.events import Event, EventBus
 from dspy_flashevolve.engine.loop import Threads, run_to_end
-from dspy_flashevolve.engine.steps import rng_of
+from dspy_flashevolve.engine.steps import step_rng
 
 VARIABLE = contextvars.ContextVar("VARIABLE", default="outside")
 
 
 def test_what_a_step_draws_depends_on_the_seed_and_its_number_alone() -> None:
-    first, again = rng_of(5, seed=1), rng_of(5, seed=1)
-    rng_of(4, seed=1).random()
+    first, again = step_rng(5, seed=1), step_rng(5, seed=1)
+    step_rng(4, seed=1).random()
     assert first.random() == again.random()
-    draws = {rng_of(number, seed).random() for number in range(20) for seed in (0, 1, None)}
+    draws = {step_rng(number, seed).random() for number in range(20) for seed in (0, 1, None)}
     assert len(draws) == 60
 
 

@@ -10,7 +10,7 @@ from gepa.core.state import ValsetEvaluation
 from gepa.proposer.base import CandidateProposal
 
 from dspy_flashevolve import AsyncGEPA
-from dspy_flashevolve.engine.steps import Budget, Reservation, Step, rng_of
+from dspy_flashevolve.engine.steps import Budget, Reservation, Step, step_rng
 from dspy_flashevolve.gepa.options import build_parts
 from dspy_flashevolve.gepa.pool import Commit, Pool
 
@@ -48,7 +48,7 @@ def evaluation(scores: list[float]) -> ValsetEvaluation[Any, Any]:
 
 def commit(pool: Pool, number: int, scores: list[float], **texts: str) -> Commit:
     """Commit a child of the seed in a step of its own."""
-    step = Step(number, rng_of(number, seed=0), Reservation(Budget(None), 0))
+    step = Step(number, step_rng(number, seed=0), Reservation(Budget(None), 0))
     pool.begin_step(step)
     candidate = {**pool.seed_candidate, **texts}
     return pool.add(step, CandidateProposal(candidate, [0]), evaluation(scores), EXAMPLES)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dspy_flashevolve.engine.steps import Budget, Reservation, Step, rng_of
+from dspy_flashevolve.engine.steps import Budget, Reservation, Step, step_rng
 from dspy_flashevolve.gepa.pool import SpeculativeCandidates
 from tests.contract.surface import Heard
 from tests.gepa.pools import EXAMPLES, commit, frontier, pool_of
@@ -17,7 +17,7 @@ SCORES = st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0]), min_size=EXAMPLES, max
 
 
 def step_of(number: int) -> Step:
-    return Step(number, rng_of(number, seed=0), Reservation(Budget(None), 0))
+    return Step(number, step_rng(number, seed=0), Reservation(Budget(None), 0))
 
 
 @given(st.lists(SCORES, max_size=6), st.randoms(use_true_random=False))

@@ -36,7 +36,7 @@ class Session:
         self.journal.close()
 
     def commits(self, step: int | None, index: int, parents: list[int | None], score: float, gap: int = 0) -> None:
-        self.written.committed(step, index, index, {"answer": f"text {index}"}, parents, {}, score)
+        self.written.record_commit(step, index, index, {"answer": f"text {index}"}, parents, {}, score)
         if step is not None:
             known = tuple(parent for parent in parents if parent is not None)
             self.written(Committed(0.0, step, index, gap, index, score, score, 1, known))
@@ -55,19 +55,19 @@ class Session:
     ) -> None:
         """A rollout, with its metric call."""
         stage, split = options.get("stage", "rollout"), options.get("split", "train")
-        call = self.written.call(stage, step)
-        key = RolloutKey(self.written.candidate(texts), split, example)
+        call = self.written.record_call(stage, step)
+        key = RolloutKey(self.written.record_candidate(texts), split, example)
         rollout = Rollout(None, score, tokens=tokens, cost_dollars=options.get("cost_dollars", 0.0))
-        self.written.finished(key, stage, step, rollout, (options.get("trace", "null"), None), 1.0, call)
+        self.written.record_rollout(key, stage, step, rollout, (options.get("trace", "null"), None), 1.0, call)
 
     def opens(self, step: int, texts: dict[str, str], *examples: int) -> None:
         """A step on these examples."""
         ids = [str(example) for example in examples]
-        self.written.opened(step, 0, [{"parent": 0, "candidate": hash_of(texts), "ids": ids, "base": None}])
+        self.written.record_selection(step, 0, [{"parent": 0, "candidate": hash_of(texts), "ids": ids, "base": None}])
 
     def ends(self, state: str, reason: str = "") -> None:
         """The session's end."""
-        self.written.session_ended(state, reason)
+        self.written.record_session_end(state, reason)
 
 
 def with_tokens(directory: Path) -> Any:

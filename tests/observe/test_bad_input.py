@@ -372,7 +372,7 @@ def test_texts_that_no_encoding_holds_are_shown_and_exported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with Session(tmp_path / "run") as session:
-        session.written.committed(0, 0, 0, {"answer": "half a pair \ud800"}, [], {}, 0.5)
+        session.written.record_commit(0, 0, 0, {"answer": "half a pair \ud800"}, [], {}, 0.5)
         session.ends("finished")
     out = tmp_path / "out"
     for command in ("report", "export", "timeline", "lineage"):

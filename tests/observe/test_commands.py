@@ -56,9 +56,9 @@ def test_watch_shows_a_run_of_another_process_until_it_is_over(tmp_path: Path) -
         def wait() -> None:
             left.pop(0)()
             if left:
-                session.journal.flush_here()
+                session.journal.flush_blocking()
 
-        session.journal.flush_here()
+        session.journal.flush_blocking()
         history = watch("a run", lambda: read(tmp_path), shown.append, wait)
     assert [len(shown), left, history.state] == [4, [], "finished"]
     assert "running" in shown[0]
@@ -104,8 +104,8 @@ def test_watch_says_how_much_longer_a_run_may_take(tmp_path: Path, capsys: pytes
         paid.ran(0, SEED, 1, 0.5, cost_dollars=0.4)
         for session in (timed, counted, paid):
             session.tells(SeedValidated(0.0, 0.5, 0.5), SeedValidated(10.0, 0.5, 0.5))
-            session.written.call("rollout", 0)
-            session.journal.flush_here()
+            session.written.record_call("rollout", 0)
+            session.journal.flush_blocking()
         assert "running, 10.0 s, about 40.0 s left" in output_of(capsys, "watch", tmp_path / "dollars", "--once")
         assert "running, 10.0 s, about 50.0 s left" in output_of(capsys, "watch", tmp_path / "time", "--once")
         assert "running, 10.0 s, about 30.0 s left" in output_of(capsys, "watch", tmp_path / "calls", "--once")
@@ -163,17 +163,17 @@ def test_what_is_known_of_the_seed_while_it_is_validated_is_not_its_score(
     with Session(tmp_path) as session:
         for example in (0, 1):
             session.ran(-1, SEED, example, 1.0, stage="validate", split="val")
-        session.journal.flush_here()
+        session.journal.flush_blocking()
         assert "best score -, seed 2 examples, " in output_of(capsys, "watch", tmp_path, "--once")
         prints = {"optimizer": "AsyncGEPA", "valset": "3 examples, 33222d6df30d"}
         session.journal.append("sessions", id=2, pid=1, settings={}, fingerprints=prints)
-        session.journal.flush_here()
+        session.journal.flush_blocking()
         assert "best score -, seed 2 of 3 examples, " in output_of(capsys, "watch", tmp_path, "--once")
         assert output_of(capsys, "lineage", tmp_path) == "candidate 0 (the seed): 2 of 3 examples validated\n"
         assert "2 of 3 examples" in output_of(capsys, "compare", tmp_path)
         assert "<dt>seed</dt><dd>2 of 3 examples</dd>" in report(read(tmp_path))
         session.ran(-1, SEED, 2, 0.25, stage="validate", split="val")
-        session.journal.flush_here()
+        session.journal.flush_blocking()
         assert "seed 0.7500 on 3 examples" in output_of(capsys, "watch", tmp_path, "--once")
 
 
@@ -198,7 +198,7 @@ def test_the_last_figures_of_watch_are_those_of_the_run(
 
 def test_a_terminal_gets_no_control_characters_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with Session(tmp_path) as session:
-        session.written.committed(0, 1, 1, {"answer": "red \x1b[31m"}, [0], {}, 0.5)
+        session.written.record_commit(0, 1, 1, {"answer": "red \x1b[31m"}, [0], {}, 0.5)
         session.ends("failed", "because \x1b[2J\x07")
     for command in (["watch"], ["lineage", "--prompts"]):
         assert "\x1b" not in output_of(capsys, command[0], tmp_path, *command[1:])
@@ -223,8 +223,8 @@ def test_diff_shows_what_changed_from_one_candidate_to_another(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with Session(tmp_path) as session:
-        session.written.committed(0, 0, 1, {"a": "one\ntwo", "b": "same"}, [], {}, 0.1)
-        session.written.committed(1, 1, 2, {"a": "one\nthree", "b": "same"}, [0], {}, 0.9)
+        session.written.record_commit(0, 0, 1, {"a": "one\ntwo", "b": "same"}, [], {}, 0.1)
+        session.written.record_commit(1, 1, 2, {"a": "one\nthree", "b": "same"}, [0], {}, 0.9)
     lines = output_of(capsys, "diff", tmp_path, "seed", "best").splitlines()
     assert lines == ["--- a of candidate 0", "+++ a of candidate 1", "@@ -1,2 +1,2 @@", " one", "-two", "+three"]
     assert "have the same texts" in output_of(capsys, "diff", tmp_path, "1", "best")
@@ -300,7 +300,7 @@ def test_an_export_that_needs_the_saved_student_says_so(tmp_path: Path, capsys: 
     with Session(tmp_path) as session:
         prints = {"optimizer": "AsyncACE", "predictor 'first'": "x", "predictor 'second'": "y"}
         session.journal.append("sessions", id=2, pid=1, settings={}, fingerprints=prints)
-        session.written.committed(-1, 0, 0, {"first": "text"}, [], {}, 0.5)
+        session.written.record_commit(-1, 0, 0, {"first": "text"}, [], {}, 0.5)
     told = error_of(capsys, "export", tmp_path, tmp_path / "out.json")
     assert "it says nothing of second" in told
     assert "--program student.json" in told

@@ -52,8 +52,8 @@ def test_what_was_said_before_and_after_a_kill_stands_once(tmp_path: Path) -> No
 
 def test_a_commit_of_which_a_killed_run_told_nobody_is_there(tmp_path: Path) -> None:
     with Session(tmp_path) as session:
-        session.written.committed(0, 0, 1, {"answer": "the seed"}, [], {"0": 0.5})
-        session.written.committed(1, 1, 2, {"answer": "x"}, [0], {"0": float("nan")})
+        session.written.record_commit(0, 0, 1, {"answer": "the seed"}, [], {"0": 0.5})
+        session.written.record_commit(1, 1, 2, {"answer": "x"}, [0], {"0": float("nan")})
     assert tree(read(tmp_path)) == "candidate 0 (the seed): score 0.500\n  candidate 1: score nan, step 1"
 
 
@@ -73,7 +73,7 @@ def test_what_no_step_has_made_stands_there_without_one(tmp_path: Path) -> None:
 def test_a_line_of_thousands_of_candidates_is_told(tmp_path: Path) -> None:
     with Session(tmp_path) as session:
         for index in range(1, 2001):
-            session.written.committed(index, index, index, {"answer": "x"}, [index - 1], {}, 0.5)
+            session.written.record_commit(index, index, index, {"answer": "x"}, [index - 1], {}, 0.5)
     assert tree(read(tmp_path)).splitlines()[-1].strip() == "candidate 2000: score 0.500, step 2000"
 
 
@@ -92,6 +92,6 @@ def test_a_lineage_without_a_journal_or_with_a_damaged_one_is_refused_with_its_p
 def test_the_tree_of_a_run_that_is_at_work_can_be_read(tmp_path: Path) -> None:
     with closing(Journal(tmp_path)) as journal:
         assert tree(read(tmp_path)) == "candidate 0 (the seed)"
-        RunJournal(journal).committed(0, 1, 1, {"answer": "x"}, [0], {}, 0.5)
-        journal.flush_here()
+        RunJournal(journal).record_commit(0, 1, 1, {"answer": "x"}, [0], {}, 0.5)
+        journal.flush_blocking()
         assert "candidate 1" in tree(read(tmp_path))

@@ -114,7 +114,7 @@ def hostile(directory: Path) -> None:
     """A run all of whose texts try to be markup."""
     with Session(directory) as session:
         texts = {HOSTILE: f"{HOSTILE}\nmore"}
-        session.written.committed(0, 0, 0, {HOSTILE: f"gone {HOSTILE}\nmore"}, [], {HOSTILE: 0.25}, 0.25)
+        session.written.record_commit(0, 0, 0, {HOSTILE: f"gone {HOSTILE}\nmore"}, [], {HOSTILE: 0.25}, 0.25)
         session.opens(1, texts, 1)
         trace = {"prediction": {"p": {HOSTILE: HOSTILE}}, "trace": [["p", {"d": {HOSTILE: HOSTILE}}, {"p": {}}]]}
         session.ran(1, texts, 1, 0.5, stage=HOSTILE, trace=json.dumps(trace))
@@ -127,9 +127,9 @@ def hostile(directory: Path) -> None:
             Integrated(1.0, 1, 0, (1,), ((1, HOSTILE, HOSTILE),)),
         )
         child = {HOSTILE: f"{HOSTILE}\nmore\nnew {HOSTILE}"}
-        session.written.replied(1, "propose", "0", json.dumps({"texts": child, "feedback": [HOSTILE]}), 1, 0.0)
-        session.written.committed(1, 1, 1, child, [0], {HOSTILE: 0.75}, 0.75)
-        session.written.ended(1, "rejected", HOSTILE)
+        session.written.record_reply(1, "propose", "0", json.dumps({"texts": child, "feedback": [HOSTILE]}), 1, 0.0)
+        session.written.record_commit(1, 1, 1, child, [0], {HOSTILE: 0.75}, 0.75)
+        session.written.record_end(1, "rejected", HOSTILE)
         session.ends("failed", HOSTILE)
 
 
@@ -152,10 +152,10 @@ def test_the_best_prompt_stands_there_as_a_whole(changed: tuple[Path, Any]) -> N
 
 def test_lines_of_the_seed_that_are_gone_have_the_step_that_took_them_out(tmp_path: Path) -> None:
     with Session(tmp_path) as session:
-        session.written.committed(0, 0, 0, {"answer": "first\nsecond\nthird"}, [], {}, 0.1)
+        session.written.record_commit(0, 0, 0, {"answer": "first\nsecond\nthird"}, [], {}, 0.1)
         for step, index, text in ((4, 1, "first\nsecond"), (7, 2, "second\nnew"), (9, 3, "worse")):
             session.opens(step, {"answer": "x"}, 1)
-            session.written.committed(
+            session.written.record_commit(
                 step, index, index, {"answer": text}, [min(index - 1, 1)], {}, 0.5 - index % 2 / 9
             )
     history = read(tmp_path, replies=True)
@@ -175,7 +175,9 @@ def test_scores_by_example_mark_the_pareto_front_and_leave_out_who_is_not_on_it(
         for index, values in enumerate(scores):
             by_example = {f"{example}": value for example, value in enumerate(values)}
             parents = [0] if index else []
-            session.written.committed(index, index, index, {"answer": f"{index}"}, parents, by_example, sum(values) / 3)
+            session.written.record_commit(
+                index, index, index, {"answer": f"{index}"}, parents, by_example, sum(values) / 3
+            )
     history = read(tmp_path, replies=True)
     text = report(history)
     marked = re.findall(r'<td class="win" title="candidate (\d), example (\d)">([\d.]+)<', text)
@@ -232,7 +234,7 @@ def large(directory: Path) -> None:
     rng = random.Random(0)
     texts = {"answer": "\n".join(f"- rule {line}: {rng.random()}" for line in range(60))}
     with Session(directory) as session:
-        session.written.committed(0, 0, 0, texts, [], {}, 0.1)
+        session.written.record_commit(0, 0, 0, texts, [], {}, 0.1)
         for step in range(300):
             session.opens(step, texts, *range(10))
             for example in range(16):
@@ -245,14 +247,14 @@ def large(directory: Path) -> None:
             )
             lines = texts["answer"].splitlines()
             child = {"answer": "\n".join([*lines[:150], f"- rule of step {step}: {rng.random()} " + "so that " * 10])}
-            session.written.replied(
+            session.written.record_reply(
                 step, "propose", "0", json.dumps({"texts": child, "feedback": ["too short " * 100] * 8}), 1, 0.0
             )
             if step % 5 < 2:
                 texts = child
                 index = len([earlier for earlier in range(step + 1) if earlier % 5 < 2])
-                session.written.committed(step, index, index, texts, [index - 1], {}, 0.1 + step / 1000)
-            session.written.ended(step, "committed" if step % 5 < 2 else "rejected", f"reason {step % 7}")
+                session.written.record_commit(step, index, index, texts, [index - 1], {}, 0.1 + step / 1000)
+            session.written.record_end(step, "committed" if step % 5 < 2 else "rejected", f"reason {step % 7}")
         for example in range(200):
             session.ran(299, texts, example, 0.5, stage="validate", split="val", tokens=900, cost_dollars=0.001)
         session.ends("finished")

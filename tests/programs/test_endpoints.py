@@ -677,7 +677,7 @@ def test_answers_of_dspys_cache_use_up_nothing_of_a_limit(tmp_path: Path) -> Non
         async def body(made: Run) -> float:
             for _ in range(20):
                 await made.ask(lm, f"the same {tmp_path}")
-            rate = made.models.endpoints.rate(endpoint_of(lm), account_of(lm, endpoint_of(lm)))
+            rate = made.models.endpoints.rate_limit(endpoint_of(lm), account_of(lm, endpoint_of(lm)))
             assert rate.limits == {"requests": 60}
             return rate._meters["requests"].due - asyncio.get_running_loop().time()
 
@@ -690,7 +690,7 @@ def test_a_limit_is_learnt_from_a_refusal_where_the_engine_shows_no_other_header
 
     async def body(made: Run) -> dict[str, float]:
         await made.ask(lm, "?")
-        return made.models.endpoints.rate("fake", account_of(lm, "fake")).limits
+        return made.models.endpoints.rate_limit("fake", account_of(lm, "fake")).limits
 
     assert in_run(body) == {"requests": 600.0, "tokens": 200_000.0}
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dspy_flashevolve.engine.rates import Heard, heard_in, seconds_in
+from dspy_flashevolve.engine.rates import ReportedLimit, limits_in_headers, seconds_in
 from dspy_flashevolve.programs.faults import headers_in, headers_of_error
 from dspy_flashevolve.programs.lm import account_of, limits_in_options
 
@@ -44,26 +44,26 @@ def test_anthropics_headers_say_a_time_and_azures_a_period() -> None:
         "anthropic-ratelimit-tokens-remaining": "79000",
         "anthropic-ratelimit-tokens-reset": "2026-01-01T00:00:30Z",
     }
-    assert heard_in(anthropic, lambda: NOW) == {"tokens": Heard(80000.0, 79000.0, 30.0)}
+    assert limits_in_headers(anthropic, lambda: NOW) == {"tokens": ReportedLimit(80000.0, 79000.0, 30.0)}
     azure = openai("10", "9", "1s") | {"x-ratelimit-renewalperiod-requests": "10"}
-    assert heard_in(azure) == {"requests": Heard(60.0, 9.0, 1.0)}
+    assert limits_in_headers(azure) == {"requests": ReportedLimit(60.0, 9.0, 1.0)}
 
 
 @pytest.mark.parametrize("limit", ["0", "-1", "1.5", "1e3", "six", "", " 600", "600 ", "６００", "9" * 30, "600, 600"])
 def test_a_limit_that_is_no_whole_number_is_no_limit(limit: str) -> None:
-    assert heard_in(openai(limit, "1", "1s")) == {}
+    assert limits_in_headers(openai(limit, "1", "1s")) == {}
 
 
 @pytest.mark.parametrize(("remaining", "reset"), [("601", "1s"), ("x", "1s"), ("1", "later"), ("-1", "1s"), ("1", "")])
 def test_a_limit_is_believed_where_what_stands_beside_it_is_not(remaining: str, reset: str) -> None:
-    assert heard_in(openai("600", remaining, reset)) == {"requests": Heard(600.0)}
+    assert limits_in_headers(openai("600", remaining, reset)) == {"requests": ReportedLimit(600.0)}
 
 
 @given(
     st.dictionaries(st.sampled_from([f"x-ratelimit-{n}-{u}" for n in NAMES for u in ("requests", "tokens")]), st.text())
 )
 def test_whatever_stands_in_the_headers_a_limit_is_above_zero_and_a_pace_is_finite(headers: dict[str, str]) -> None:
-    for heard in heard_in(headers).values():
+    for heard in limits_in_headers(headers).values():
         assert heard.limit > 0
         assert 0 < heard.pace(0.1) <= 86400
 

@@ -79,7 +79,7 @@ def rolled(one: DspyRun, metric: Any, program: Any = None, data: Any = TRAIN) ->
         one.stop("all is done", "finished")
         return End(EndKind.COMMITTED)
 
-    one.run_sync(lambda: one.evolve(step, LiveSteps(1, strict=True), calls=len(data)))
+    one.run_sync(lambda: one.evolve(step, LiveSteps(1, strict=True), calls_per_step=len(data)))
     return found
 
 
@@ -330,7 +330,7 @@ def test_an_actor_that_died_with_nothing_in_it_is_used_again(cluster: str, tmp_p
         one.stop("all is done", "finished")
         return End(EndKind.COMMITTED)
 
-    one.run_sync(lambda: one.evolve(step, LiveSteps(1, strict=True), calls=len(TRAIN)))
+    one.run_sync(lambda: one.evolve(step, LiveSteps(1, strict=True), calls_per_step=len(TRAIN)))
     assert [rollout.score for rollout in found] == [1.0] * len(TRAIN)
     assert len([event for event in heard if isinstance(event, ActorLost)]) == 1, "who looks at the run sees it, too"
 
@@ -459,7 +459,7 @@ def test_cancelling_reaches_the_actors_and_none_is_left(cluster: str, tmp_path: 
 
     async def main() -> None:
         async with anyio.create_task_group() as group:
-            group.start_soon(lambda: one.run_async(lambda: one.evolve(step, calls=len(TRAIN))))
+            group.start_soon(lambda: one.run_async(lambda: one.evolve(step, calls_per_step=len(TRAIN))))
             await anyio.to_thread.run_sync(until_there, tmp_path / "began")
             group.cancel_scope.cancel()
 

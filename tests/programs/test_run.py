@@ -75,7 +75,9 @@ class Loop:
         return End(EndKind.REJECTED, "done")
 
     async def main(self) -> RunStats:
-        await self.run.evolve(self.step, LiveSteps(4), calls=0 if self.run.settings.max_metric_calls is None else 4)
+        await self.run.evolve(
+            self.step, LiveSteps(4), calls_per_step=0 if self.run.settings.max_metric_calls is None else 4
+        )
         return self.run.statistics()
 
     def play(self) -> RunStats:

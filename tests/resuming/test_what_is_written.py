@@ -55,7 +55,7 @@ def test_a_journal_that_fails_ends_the_run_at_once_and_scores_nothing(
 def test_half_a_surrogate_pair_is_written_and_nobody_waits_for_ever(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
     journal.append("ends", step=1, session=1, ended_at=0.0, way="failed", reason="cut \ud83d off")
-    waiting = threading.Thread(target=journal.flush_here, daemon=True)
+    waiting = threading.Thread(target=journal.flush_blocking, daemon=True)
     waiting.start()
     waiting.join(10)
     assert not waiting.is_alive()
@@ -67,7 +67,7 @@ def test_whatever_cannot_be_written_fails_the_flush_and_does_not_hang(tmp_path: 
     journal = Journal(tmp_path)
     journal.append("ends", step=2**70, session=1, ended_at=0.0, way="failed", reason="")  # OverflowError
     with pytest.raises(JournalError, match="too large"):
-        journal.flush_here()
+        journal.flush_blocking()
     journal.close()
 
 
