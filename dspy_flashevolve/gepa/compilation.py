@@ -28,6 +28,7 @@ from dspy_flashevolve.gepa.options import IterationLog, adapter_of, build_parts,
 from dspy_flashevolve.gepa.pool import Pool
 from dspy_flashevolve.gepa.resume import check_checkpoint
 from dspy_flashevolve.gepa.step import GepaLoop
+from dspy_flashevolve.gepa.unseen import expected_on_unseen
 from dspy_flashevolve.modules.integrate import StaleCandidateReflection
 from dspy_flashevolve.observe.formatting import texts_diff
 from dspy_flashevolve.observe.statistics import AsyncStats, log_summary
@@ -269,7 +270,10 @@ class Compilation:
 
     def _stats(self) -> AsyncStats:
         of_run = self._run.statistics(metric_calls=self._pool.state.total_num_evals)
-        found = self.best.result
+        found, pool = self.best.result, self._pool
+        unseen = None
+        if found is not None and pool.trainset is not pool.loader:
+            unseen = expected_on_unseen(pool.state.prog_candidate_val_subscores)
         return self._run.recorder.async_stats(
             of_run,
             proposals=self._loop.proposals,
@@ -278,6 +282,8 @@ class Compilation:
             changes=self._loop.changes(),
             seed_score=None if found is None else found.val_aggregate_scores[0],
             best_score=self.best.score,
+            unseen_score=None if unseen is None else unseen.score,
+            unseen_error=None if unseen is None else unseen.error,
             prompt_change=""
             if found is None
             else "\n".join(texts_diff(self._seed, found.candidates[found.best_idx], ", before", ", after", 1)),

@@ -147,7 +147,10 @@ class AsyncStats(RunStats):
         integrations: every integration, in order, with the verdicts and their reasons.
         changes: what reflections changed, in order, with the estimated effect of each; of the newest base.
         seed_score: validation score of the program that the run began with; None where it was not validated.
-        best_score: validation score of the returned program.
+        best_score: validation score of the returned program. The best of many owes a part of it to luck.
+        unseen_score: what the returned program is expected to score on examples that no search has seen; None where
+            the examples that prompts were written from are the validation examples, or there are fewer than four.
+        unseen_error: the standard error of that.
         prompt_change: unified diff from the seed program's texts to those of the returned program; empty where the
             seed is returned.
     """
@@ -163,6 +166,8 @@ class AsyncStats(RunStats):
     changes: list[ChangeRecord] = field(default_factory=list[ChangeRecord])
     seed_score: float | None = None
     best_score: float | None = None
+    unseen_score: float | None = None
+    unseen_error: float | None = None
     prompt_change: str = ""
 
 
@@ -295,6 +300,9 @@ def summary_of(stats: RunStats) -> str:
         before, after = (_score(score) for score in (stats.seed_score, stats.best_score))
         lines.insert(1, f"validation score: {before} (the program given) -> {after} (the program returned)")
         lines[2] += f", {stats.proposals} proposals"
+        if stats.unseen_score is not None and stats.best_score != stats.seed_score:
+            error = f" +- {stats.unseen_error:.2g}" if stats.unseen_error is not None else ""
+            lines.insert(2, f"on unseen examples: about {_score(stats.unseen_score)}{error}")
         if not stats.proposals and stats.end_reasons:
             reason, count = Counter(stats.end_reasons).most_common(1)[0]
             lines[2] += f"; {count} ended since: {shorten(reason, 120, placeholder=' ...')}"
