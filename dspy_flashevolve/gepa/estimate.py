@@ -144,7 +144,7 @@ def estimate(optimizer: Any, student: Module, trainset: Sequence[Any], most_call
 
     async def step(step: Step) -> End:
         run.begin(step, 0)
-        program.watch_first_rollouts(size, traced=True)
+        program.mistakes.watch_rollouts(size, traced=True)
         with track_usage() as usage:
             rollouts = await run.evaluate("rollout", step, program, texts, examples, split="train", traced=True)
         used.append(usage)
@@ -153,7 +153,7 @@ def estimate(optimizer: Any, student: Module, trainset: Sequence[Any], most_call
 
         async def reflect() -> None:
             try:
-                await program.propose(texts, dataset, components)
+                await program.reflection.propose(texts, dataset, components)
             except FlashEvolveError:
                 raise
             except Exception as error:  # it was paid for; in a run it would end its step
@@ -161,7 +161,7 @@ def estimate(optimizer: Any, student: Module, trainset: Sequence[Any], most_call
 
         with track_usage() as usage:
             ask = partial(run.rollouts.request, "propose", step)
-            dataset = await program.reflective_dataset(texts, evaluation, components, step.rng, ask)
+            dataset = await program.reflection.dataset(texts, evaluation, components, step.rng, ask)
             await ask(reflect)
         used.append(usage)
         return End(EndKind.COMMITTED)

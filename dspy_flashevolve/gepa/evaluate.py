@@ -28,6 +28,7 @@ from dspy_flashevolve.engine.rollouts import NoLongerWantedError, OnGranted, Rol
 from dspy_flashevolve.engine.steps import EndKind, Reservation, Step, StepEnded, step_rng
 from dspy_flashevolve.gepa.options import Parts
 from dspy_flashevolve.gepa.pool import Batch, Candidate, Pool, Screened, Task, Validated, ValidationPlan, evaluation_of
+from dspy_flashevolve.programs.evaluation_events import announce_evaluation
 from dspy_flashevolve.programs.program import ProgramRunner
 from dspy_flashevolve.programs.records import ProgramRecord
 from dspy_flashevolve.programs.run import DspyRun
@@ -521,8 +522,8 @@ class Evaluations:
             )
         seed, step = pool.seed_candidate, Step(BEFORE_STEPS, step_rng(BEFORE_STEPS, pool.seed), pays)
         step.record_version(0, math.inf)  # everything waits for it
-        self._program.watch_first_rollouts(len(ids))
-        self._program.watch_first_steps()
+        self._program.mistakes.watch_rollouts(len(ids))
+        self._program.mistakes.watch_steps()
         try:
             found = await self._announced(seed, ids, lambda: self.validation("validate", step, seed, ids, traced=False))
         except RolloutUnresolvedError as error:
@@ -598,7 +599,8 @@ class Evaluations:
 
         if not ids:
             return await validate()
-        return await self._program.announce_evaluation(candidate, self._pool.loader.fetch(list(ids)), validate, results)
+        examples, adapter = self._pool.loader.fetch(list(ids)), self._program.adapter
+        return await announce_evaluation(adapter, self._run.threads, candidate, examples, validate, results)
 
     def _affords(self, step: Step, calls: int, is_last: bool) -> bool:
         """Whether the validations can be paid: by the budget, or by what is set aside for a head when there is none."""

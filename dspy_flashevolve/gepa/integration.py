@@ -31,8 +31,8 @@ from dspy_flashevolve.gepa.changes import is_too_long
 from dspy_flashevolve.gepa.evaluate import Evaluations
 from dspy_flashevolve.gepa.pool import Candidate, Child, Pool, Proposal, Screened, scored
 from dspy_flashevolve.modules.integrate import VERDICTS, ChildVerdict, Integration
-from dspy_flashevolve.programs.program import checked_texts
 from dspy_flashevolve.programs.records import ReplyText
+from dspy_flashevolve.programs.reflection import checked_texts
 from dspy_flashevolve.programs.run import DspyRun
 
 logger = logging.getLogger(__name__)

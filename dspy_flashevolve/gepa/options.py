@@ -436,7 +436,7 @@ def adapter_of(optimizer: Any, student: Module, reflection_lm: Any) -> DspyAdapt
     return DspyAdapter(
         student_module=student,
         metric_fn=optimizer.metric_fn,
-        feedback_map={},  # filled for each minibatch, see ProgramRunner.reflective_dataset
+        feedback_map={},  # filled for each minibatch, see ReflectionRunner.dataset
         failure_score=optimizer.failure_score,
         num_threads=optimizer.num_threads,
         add_format_failure_as_feedback=optimizer.add_format_failure_as_feedback,

@@ -63,8 +63,9 @@ from dspy_flashevolve.gepa.select import Selection
 from dspy_flashevolve.gepa.tracker import figures
 from dspy_flashevolve.modules.consolidate import Consolidation
 from dspy_flashevolve.observe.statistics import ONLY_TESTED, PERFECT_MINIBATCH, REFLECTION_STAGES, ChangeRecord
-from dspy_flashevolve.programs.program import ProgramRunner, Reflection, checked_texts
+from dspy_flashevolve.programs.program import ProgramRunner
 from dspy_flashevolve.programs.records import ReplyText
+from dspy_flashevolve.programs.reflection import Reflection, checked_texts
 from dspy_flashevolve.programs.run import DspyRun
 
 DOUBTED, PATIENCE, ALONE_EVERY = 0.5, 8, 3
@@ -586,11 +587,11 @@ class GepaLoop:
         try:
             # Feedback comes from the metric, which may ask an LM: it takes a slot.
             ask = partial(self._run.rollouts.request, "propose", step)
-            dataset = await self._program.reflective_dataset(task.parent_candidate, evaluation, components, rng, ask)
+            dataset = await self._program.reflection.dataset(task.parent_candidate, evaluation, components, rng, ask)
         except FlashEvolveError:
             raise
         except Exception as error:
-            if error is self._program.mistake:
+            if error is self._program.mistakes.error:
                 raise
             self._log(f"Iteration {step.number + 1}: Exception building reflective dataset: {error}", error)
             return End(EndKind.FAILED, f"no reflective dataset: {shortened(error)}")
@@ -612,14 +613,14 @@ class GepaLoop:
                 made = await self._run.rollouts.request(
                     "propose",
                     step,
-                    lambda: self._program.propose(parent_texts, one.dataset, one.components),
+                    lambda: self._program.reflection.propose(parent_texts, one.dataset, one.components),
                     lambda reflection: RequestCost(reflection.tokens, reflection.cost_dollars),
                     record,
                 )
             except FlashEvolveError:
                 raise
             except Exception as error:
-                if error is self._program.mistake:
+                if error is self._program.mistakes.error:
                     raise
                 self._log(f"Reflection failed (attempt {attempt + 1} of {ATTEMPTS}): {shortened(error)}", error)
                 reason = f"reflection failed: {shortened(error)}"

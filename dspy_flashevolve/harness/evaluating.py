@@ -22,7 +22,7 @@ from dspy_flashevolve.harness.program import as_json, call_in_thread, call_on_lo
 from dspy_flashevolve.harness.settings import HarnessSettings
 from dspy_flashevolve.programs.faults import raise_provider_fault, recording_lm_calls
 from dspy_flashevolve.programs.metric import Metric
-from dspy_flashevolve.programs.program import answers_asynchronously
+from dspy_flashevolve.programs.placement import answers_asynchronously
 from dspy_flashevolve.programs.records import ModuleReply, ReplyText
 from dspy_flashevolve.programs.run import DspyRun
 from dspy_flashevolve.programs.settings import check_data

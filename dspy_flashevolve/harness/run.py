@@ -28,7 +28,7 @@ from dspy_flashevolve.harness.evaluating import Evaluations, HarnessTask, texts_
 from dspy_flashevolve.harness.program import Harness
 from dspy_flashevolve.harness.proposing import Directions, ReviseHarness, admitted_since, interface_for, proposer_of
 from dspy_flashevolve.harness.settings import HarnessSettings
-from dspy_flashevolve.programs.program import answers_asynchronously
+from dspy_flashevolve.programs.placement import answers_asynchronously
 from dspy_flashevolve.programs.records import ModuleReply, ReplyText
 from dspy_flashevolve.programs.run import DspyRun
 from dspy_flashevolve.sandbox.contract import CodeSandbox

@@ -56,7 +56,8 @@ from dspy_flashevolve.programs.lm import (
     limits_folder,
 )
 from dspy_flashevolve.programs.metric import Metric
-from dspy_flashevolve.programs.program import Attempt, Failure, Make, ProgramRunner
+from dspy_flashevolve.programs.mistakes import Failure
+from dspy_flashevolve.programs.program import Attempt, MakeRollout, ProgramRunner
 from dspy_flashevolve.programs.records import RolloutRecords, as_writable
 from dspy_flashevolve.programs.usage import COUNTED_BY, completion_tokens_of, counting_usage
 
@@ -353,7 +354,7 @@ class Actors:
         self._sent: list[Any] = []
         self._lost: tuple[type[Exception], ...] = ()
 
-    def rollout_maker(self, adapter: DspyAdapter, metric_lock: bool, finite: bool = False) -> Make:
+    def rollout_maker(self, adapter: DspyAdapter, metric_lock: bool, finite: bool = False) -> MakeRollout:
         """What makes the rollouts of a program; before :meth:`opened`.
 
         Raises:
@@ -462,7 +463,7 @@ class Actors:
         capture_traces: bool,
         usage: UsageTracker,
     ) -> Attempt:
-        """See :data:`~.program.Make`.
+        """See :data:`~.program.MakeRollout`.
 
         Raises:
             TransientError: the provider asks to come back later.

@@ -35,7 +35,8 @@ from dspy_flashevolve.programs.lm import (
     limits_folder,
 )
 from dspy_flashevolve.programs.metric import Metric
-from dspy_flashevolve.programs.program import ProgramRunner, runs_on_loop
+from dspy_flashevolve.programs.placement import runs_on_loop
+from dspy_flashevolve.programs.program import ProgramRunner
 from dspy_flashevolve.programs.ray_rollouts import Actors
 from dspy_flashevolve.programs.records import ModuleReply, ProgramRecord, ReplyText
 from dspy_flashevolve.programs.servers import watchers

@@ -24,8 +24,9 @@ from dspy_flashevolve.engine.staleness import StaleChild
 from dspy_flashevolve.gepa.integration import read_answer
 from dspy_flashevolve.modules.integrate import Integration, StaleCandidateReflection
 from dspy_flashevolve.programs.metric import Metric
-from dspy_flashevolve.programs.program import ProgramRunner, Reflection
+from dspy_flashevolve.programs.program import ProgramRunner
 from dspy_flashevolve.programs.records import ModuleReply
+from dspy_flashevolve.programs.reflection import Reflection
 from dspy_flashevolve.programs.run import DspyRun
 from dspy_flashevolve.programs.settings import RunSettings
 from tests.engine.stepped import Asker
@@ -136,7 +137,7 @@ def test_no_reply_of_the_reflection_model_is_anything_but_texts_or_an_error_that
             world.program.adapter.reflection_lm = lm
             with dspy.context(adapter=adapter):
                 try:
-                    proposed = await world.program.propose(HEAD, dataset, ["steps[0]"])
+                    proposed = await world.program.reflection.propose(HEAD, dataset, ["steps[0]"])
                 except Exception:
                     continue  # the proposer asks once more, and fails the step (gepa/step.py)
                 assert isinstance(proposed, Reflection)

@@ -21,7 +21,8 @@ from dspy_flashevolve.engine.rollouts import Rollout
 from dspy_flashevolve.gepa.evaluate import as_batch
 from dspy_flashevolve.programs.faults import raise_provider_fault
 from dspy_flashevolve.programs.metric import Metric, check_metric
-from dspy_flashevolve.programs.program import ProgramRunner, answers_asynchronously, runs_on_loop
+from dspy_flashevolve.programs.placement import answers_asynchronously, runs_on_loop
+from dspy_flashevolve.programs.program import ProgramRunner
 from tests.fakes import Chain, digits, examples, fake_lm, hashed, reply_for, task_lm
 
 # Loop or thread

@@ -1,0 +1,183 @@
+"""Mistakes in the user's code: a run in which everything fails alike from its beginning on ends with that error.
+
+dspy.GEPA scores such failures as 0 to the end of the budget. But nothing is learnt from more of them, and each costs a
+metric call. Once an attempt of a kind has succeeded, what fails later is a matter of its example, and is scored.
+"""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from dspy.utils.exceptions import AdapterParseError
+
+from dspy_flashevolve.engine.errors import RunAbortedError
+from dspy_flashevolve.programs.faults import chain_of, fault_of
+
+logger = logging.getLogger(__name__)
+
+
+class Kind(Enum):
+    """What may fail alike from its beginning on. The value stands in messages, in the plural."""
+
+    ROLLOUTS = "rollouts"
+    TRAINING_ROLLOUTS = "rollouts on training examples"
+    FEEDBACK = "requests for the metric's feedback"
+    REFLECTIONS = "reflections"
+
+
+ALIKE = 8
+"""Failures with one message that end a run: what fails every second time does so by chance in 1 of 256 runs."""
+ATTEMPTS = {Kind.TRAINING_ROLLOUTS: 3 * ALIKE, Kind.FEEDBACK: 2 * ALIKE, Kind.REFLECTIONS: 3 * ALIKE}
+"""Failures that end a run whatever their messages, since examples come by lot.
+
+What fails three times in four does so in 24 attempts in 1 of 1,000 runs, in 12 in 3 of 100. 24 reflections are 12
+steps, each of which tries twice; 16 ended a run whose proposer failed four times in five
+(tests/contract/test_unanswered.py).
+"""
+USELESS = 4
+"""After so many reflections without one that is of use the log says so: two steps, each of which tries twice."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An error of the user's code, which every other attempt may have, too.
+
+    Args:
+        error: what was raised.
+        at: the type of the error, and the line of code that raised it.
+        refused: the provider refused the request.
+    """
+
+    error: Exception
+    at: tuple[Any, ...]
+    refused: bool
+
+
+class Mistakes:
+    """Watches the first attempts of each kind, and ends the run where they all fail alike.
+
+    Args:
+        of_code: the candidates change code (``dspy.Flex``), so that no error is the user's.
+    """
+
+    def __init__(self, of_code: bool = False) -> None:
+        self.error: Exception | None = None
+        """What ends the run; nothing is attempted any more."""
+        self._of_code = of_code
+        self._watched: dict[Kind, _FirstAttempts] = {}
+        self._failed_at = set[tuple[Any, ...]]()
+        """Where rollouts on other than training examples failed, while rollouts on these are watched."""
+        self._useless_reflections: int | None = 0
+        """How many of the first reflections were of no use; None when one was, or the warning has been given."""
+
+    def watch_rollouts(self, count: int, traced: bool = False) -> None:
+        """Take the next ``count`` rollouts as the first ones; those with a trace are on training examples."""
+        self._watched[Kind.TRAINING_ROLLOUTS if traced else Kind.ROLLOUTS] = _FirstAttempts(count)
+
+    def watch_steps(self) -> None:
+        """Watch the first rollouts on training examples, requests for feedback, and reflections."""
+        self._watched |= {kind: _FirstAttempts(count, count) for kind, count in ATTEMPTS.items()}
+
+    def raise_known(self) -> None:
+        """Raise the error that ends the run, if there is one."""
+        if self.error is not None:
+            raise self.error
+
+    def failure(self, error: Exception, lm_errors: Sequence[BaseException]) -> Failure | None:
+        """Return an error as a failure; None where it cannot be a mistake in code.
+
+        Args:
+            lm_errors: what LM calls raised meanwhile.
+        """
+        if self._of_code or any(isinstance(link, AdapterParseError) for link in chain_of(error)):
+            return None  # a reply that cannot be read, whatever its parser ran into, is the LM's
+        return Failure(error, _raised_at(error), fault_of(error, lm_errors) is not None)
+
+    def record(self, kind: Kind, failure: Failure | None) -> None:
+        """Record how an attempt ended.
+
+        Args:
+            failure: None for one that did not fail, or not by a mistake: it ends the watch over its kind.
+
+        Raises:
+            Exception: the error of the failure, where it was the last that it needed.
+            RunAbortedError: the same, where the provider refused these requests.
+        """
+        if kind is Kind.ROLLOUTS and failure is not None and Kind.TRAINING_ROLLOUTS in self._watched:
+            self._failed_at.add(failure.at)
+        first = self._watched.get(kind)
+        # What fails in the same way on other examples, too, though not on all, is no matter of the training examples.
+        is_elsewhere = kind is Kind.TRAINING_ROLLOUTS and failure is not None and failure.at in self._failed_at
+        if first is None or failure is None or is_elsewhere:
+            self._watched.pop(kind, None)
+        elif first.record(failure):
+            self._end(f"All of the first {first.failed} {kind.value} failed alike", failure)
+
+    def _end(self, message: str, failure: Failure) -> None:
+        error = failure.error
+        logger.error("%s: %s", message, error_text(error))
+        if failure.refused:
+            self.error = RunAbortedError(f"{message}: {error_text(error)}")
+            raise self.error from error
+        if add_note := getattr(error, "add_note", None):  # Python 3.11
+            add_note(message)
+        self.error = error
+        raise error
+
+    def record_useful_reflection(self) -> None:
+        """Record a reflection that proposed something."""
+        self._useless_reflections = None
+        self.record(Kind.REFLECTIONS, None)
+
+    def warn_of_useless_reflections(self, error: Exception) -> None:
+        """Say once that no reflection was of use, before the run ends with the program that it was given."""
+        if self._useless_reflections is None:
+            return
+        self._useless_reflections += 1
+        if self._useless_reflections == USELESS:
+            self._useless_reflections = None
+            logger.warning("None of the first %d reflections was of use; the last: %.500s", USELESS, error_text(error))
+
+
+class _FirstAttempts:
+    """Counts the failures of the first attempts, and says when they all failed alike.
+
+    Alike is: an error of one type, raised in one line of code. With one message, ``alike`` are enough; else it may
+    depend on the data, and all of them are needed.
+
+    Args:
+        count: how many attempts are the first.
+    """
+
+    def __init__(self, count: int, alike: int = ALIKE) -> None:
+        self.failed = 0
+        self._count, self._alike = count, min(alike, count)
+        self._places, self._messages = set[tuple[Any, ...]](), set[str]()
+
+    def record(self, failure: Failure) -> bool:
+        """Record a failure; True where it is the last that was needed."""
+        self.failed += 1
+        self._places.add(failure.at)
+        self._messages.add(str(failure.error))
+        enough = self._alike if len(self._messages) == 1 else self._count
+        return len(self._places) == 1 and self.failed == enough
+
+
+def _raised_at(error: Exception) -> tuple[Any, ...]:
+    """The name of an error's type, and the line of code that raised it."""
+    places = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    return type(error).__module__, type(error).__qualname__, *places[-1:]
+
+
+def error_text(error: BaseException) -> str:
+    """An error as messages show it.
+
+    >>> error_text(KeyError("name"))
+    "KeyError: 'name'"
+    """
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,234 @@
+"""Reflecting on rollouts of a program: what the reflection LM reads, and the new texts that it proposes.
+
+Both are dspy's own GEPA adapter. Around it stands what that has no need for: the metric's feedback is asked for one
+example at a time and only where it could say something new (see :mod:`.feedback`), and an error of the provider is told
+from one of the user's code.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+import random
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import dspy
+from dspy.primitives.module import Module
+from dspy.teleprompt.gepa.gepa_utils import DspyAdapter
+from gepa.core.adapter import EvaluationBatch
+
+from dspy_flashevolve.engine.errors import hook_that_raised
+from dspy_flashevolve.engine.loop import Threads
+from dspy_flashevolve.engine.rollouts import gather
+from dspy_flashevolve.programs.faults import raise_provider_fault, recording_lm_calls
+from dspy_flashevolve.programs.feedback import (
+    Question,
+    name_missing_fields,
+    questions_for,
+    text_of,
+    text_with,
+    value_of,
+)
+from dspy_flashevolve.programs.metric import Metric
+from dspy_flashevolve.programs.mistakes import Kind, Mistakes
+from dspy_flashevolve.programs.placement import answers_asynchronously, has_own_aforward
+from dspy_flashevolve.programs.usage import cost_of, counting_for_run, counting_usage, tokens_of
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+ReflectiveDataset = Mapping[str, Sequence[Mapping[str, Any]]]
+Ask = Callable[[Callable[[], Awaitable[Any]]], Awaitable[Any]]
+"""Makes a request, in a slot, as often as it needs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reflection:
+    """What a reflection proposed.
+
+    Args:
+        texts: component -> new text.
+        tokens: prompt and completion tokens that the LMs reported.
+        cost_dollars: of these tokens; 0 where a price is not known.
+    """
+
+    texts: dict[str, str]
+    tokens: int
+    cost_dollars: float = 0.0
+
+
+class ReflectionRunner:
+    """Reflects on the rollouts of one student program.
+
+    Args:
+        adapter: makes the reflective dataset, and asks the reflection LM or the user's proposer.
+        metric: gives feedback.
+        threads: where the adapter and a proposer that is not awaitable run.
+        mistakes: is told how requests for feedback and reflections end.
+    """
+
+    def __init__(self, adapter: DspyAdapter, metric: Metric, threads: Threads, mistakes: Mistakes) -> None:
+        self._adapter, self._metric, self._threads, self._mistakes = adapter, metric, threads, mistakes
+        self._judges_anew = False
+        """Whether the metric has given another score, and so another judgement, when it was asked for feedback."""
+        self._warns_on_mismatch = adapter.warn_on_score_mismatch
+
+    async def dataset(
+        self,
+        candidate: dict[str, str],
+        evaluation: EvaluationBatch[Any, Any],
+        components: list[str],
+        rng: random.Random | None,
+        ask: Ask,
+    ) -> ReflectiveDataset:
+        """Return the records that a reflection reads, one list a component.
+
+        Args:
+            rng: picks one of several calls of a predictor. None to do as dspy.GEPA: by the adapter's own, shared one,
+                and with one question to the metric after the other.
+            ask: makes a request to the metric for feedback, and makes it again where the provider of a judge asks for
+                that: so one example is asked for again, and not its minibatch.
+
+        Raises:
+            FlashEvolveError: of ``ask``, where the provider of a judge gave no answer, or refuses for good.
+            Exception: what the metric raised while it gave feedback, or that there was nothing to reflect on.
+        """
+        adapter, trajectories = copy.copy(self._adapter), evaluation.trajectories or []
+        adapter.rng = adapter.rng if rng is None else rng
+        adapter.feedback_map = questions_for(adapter.student.named_predictors(), trajectories)
+        # It waits its turn among the reflections, one of which reads it next: made earlier, it would only lie there.
+        dataset: Any = await self._guarded(
+            lambda: ask(lambda: self._threads.run(adapter.make_reflective_dataset, candidate, evaluation, components))
+        )
+        records: list[dict[str, Any]] = [record for records in dataset.values() for record in records]
+        name_missing_fields(records, trajectories)
+        open_records = [record for record in records if isinstance(record.get("Feedback"), Question)]
+        calls = [partial(self._feedback, record["Feedback"], ask, rng is None) for record in open_records]
+        texts = [await call() for call in calls] if rng is None else await gather(calls)
+        for record, text in zip(open_records, texts, strict=True):
+            record["Feedback"] = text
+        return dataset
+
+    async def _feedback(self, question: Question, ask: Ask, as_gepa: bool) -> Any:
+        """Return the feedback that a question is for: what came with the score, or the metric's answer."""
+        with_score, is_alone = text_with(question.score), len(self._adapter.student.predictors()) == 1
+        looks = False if self._judges_anew else self._metric.looks_at_the_call
+        if with_score is not None and (looks is False or (looks is None and is_alone and not as_gepa)):
+            return with_score
+
+        async def call() -> Any:
+            with counting_for_run():
+                return await self._guarded(lambda: self._metric.feedback(*question.arguments))
+
+        answer = await ask(call)
+        self._mistakes.record(Kind.FEEDBACK, None)
+        counted, now = value_of(question.score), value_of(answer)
+        if now == counted:
+            return text_of(answer)
+        self._judges_anew = with_score is not None and is_alone and not as_gepa
+        if self._warns_on_mismatch:
+            self._warns_on_mismatch = False  # once a run
+            logger.warning(
+                "Metric %s scored an answer %s, and %s when it was asked for feedback on it: it judges anew, or scores "
+                "single predictors. The first score counts%s. warn_on_score_mismatch=False leaves this warning out.",
+                self._metric.name, counted, now, ", and the feedback that came with it" if self._judges_anew else "",
+            )  # fmt: skip
+        return with_score if self._judges_anew else text_of(answer)
+
+    async def propose(self, candidate: dict[str, str], dataset: ReflectiveDataset, components: list[str]) -> Reflection:
+        """Ask the reflection LM, or the user's proposer, for new texts; a proposer with an async ``acall`` is awaited.
+
+        Raises:
+            TransientError: the provider asks to come back later.
+            RunAbortedError: the provider refuses for good.
+            Exception: what the proposer raised, or that what it returned is no text; see :class:`Mistakes`.
+        """
+        self._mistakes.raise_known()
+        acall = self._awaitable_proposer(components)
+
+        async def call() -> dict[str, str]:
+            if acall is None:
+                propose: Any = self._adapter.propose_new_texts
+                texts = await self._threads.run(propose, candidate, dict(dataset), components)
+            else:
+                with dspy.context(lm=self._adapter.reflection_lm or dspy.settings.lm):
+                    texts = await acall(
+                        candidate=candidate, reflective_dataset=dict(dataset), components_to_update=components
+                    )
+            return checked_texts(texts or {})
+
+        with counting_usage() as usage:
+            texts = await self._guarded(call, Kind.REFLECTIONS)
+        self._mistakes.record_useful_reflection()
+        return Reflection(texts, tokens_of(usage), cost_of(usage))
+
+    def _awaitable_proposer(self, components: list[str]) -> Callable[..., Awaitable[Any]] | None:
+        proposer = self._adapter.custom_instruction_proposer
+        acall = getattr(proposer, "acall", None)
+        if isinstance(proposer, Module) and not has_own_aforward(proposer):
+            return None  # every module has an ``acall``; not every one can be awaited
+        if callable(proposer) and not answers_asynchronously(self._adapter.reflection_lm or dspy.settings.lm):
+            return None  # its LM overrides ``forward`` alone: awaited, it would send the request elsewhere
+        has_code = any(name in self._adapter._flex_paths for name in components)  # pyright: ignore[reportPrivateUsage]
+        return acall if inspect.iscoroutinefunction(acall) and not has_code else None
+
+    async def _guarded(self, call: Callable[[], Awaitable[T]], kind: Kind = Kind.FEEDBACK) -> T:
+        """Tell the provider's faults from what the user's code raised, and name that code.
+
+        Args:
+            kind: of the request, the first ones of which may all fail alike.
+        """
+        with recording_lm_calls() as calls:
+            try:
+                return await call()
+            except Exception as error:
+                raise_provider_fault(error, calls.errors)
+                hook = self._hook_that_raised(error)
+                if hook is not None:
+                    logger.warning("%s raised %s: %.300s", hook, type(error).__name__, error)
+                    if hook.startswith("metric"):
+                        kind = Kind.FEEDBACK
+                if kind is Kind.REFLECTIONS:
+                    self._mistakes.warn_of_useless_reflections(error)
+                if kind is Kind.REFLECTIONS or hook is not None:
+                    failure = self._mistakes.failure(error, calls.errors)
+                    is_of_provider = failure is not None and failure.refused and kind is Kind.FEEDBACK
+                    is_of_reply = hook is None and not calls.errors  # the LM wrote what dspy cannot use
+                    self._mistakes.record(kind, None if is_of_provider or is_of_reply else failure)
+                raise
+
+    def _hook_that_raised(self, error: Exception) -> str | None:
+        """Name the user's object that an error came from; what dspy's proposers raise is about the LM's reply."""
+        adapter = self._adapter
+        hooks = {
+            "instruction_proposer": _unless_ours(adapter.custom_instruction_proposer),
+            "code_proposer": _unless_ours(adapter.custom_code_proposer),
+            "metric": adapter.metric_fn,
+        }
+        return hook_that_raised(error, hooks)
+
+
+def _unless_ours(proposer: Any) -> Any:
+    """A proposer; None where it is dspy's or this package's."""
+    return None if type(proposer).__module__.startswith(("dspy.", "dspy_flashevolve.")) else proposer
+
+
+def checked_texts(texts: Mapping[str, Any]) -> dict[str, str]:
+    """Return new texts of components, if a program can be built with them.
+
+    Raises:
+        TypeError: one is no text.
+        ValueError: one has half a character in it (a lone surrogate), which no provider can receive.
+    """
+    for name, text in texts.items():
+        if not isinstance(text, str):
+            raise TypeError(f"the proposal for {name!r} is {text!r}, expected a text.")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"the proposal for {name!r} is not valid Unicode: {error.reason}.") from None
+    return dict(texts)
