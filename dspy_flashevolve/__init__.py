@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from dspy_flashevolve.gepa.compilation import AsyncGEPAResult
     from dspy_flashevolve.gepa.evaluate import Workflow
     from dspy_flashevolve.harness.program import Harness, HarnessError
-    from dspy_flashevolve.modules.integrate import CombeeReflection, StaleCandidateReflection
+    from dspy_flashevolve.modules.combee import CombeeReflection
+    from dspy_flashevolve.modules.integrate import StaleCandidateReflection
     from dspy_flashevolve.observe.statistics import AsyncStats
     from dspy_flashevolve.programs.run import DspyRun
     from dspy_flashevolve.sandbox.contract import Limits
@@ -57,7 +58,7 @@ _HOMES = {
     "AsyncGEPAResult": "gepa.compilation",
     "AsyncMetaHarness": "async_meta_harness",
     "AsyncStats": "observe.statistics",
-    "CombeeReflection": "modules.integrate",
+    "CombeeReflection": "modules.combee",
     "DspyRun": "programs.run",
     "Full": "engine.staleness",
     "Guarded": "engine.staleness",

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 
 import dspy
 
-_FENCED = re.compile(r"\A\s*```[\w-]*\n(.*?)\n?```\s*\Z", re.DOTALL)
+from dspy_flashevolve.modules.integrate import without_fence
 
 
 class ConsolidateInstruction(dspy.Signature):
@@ -65,7 +64,7 @@ class Consolidation(dspy.Module):
 
 
 def inputs(text: str, effects: Sequence[tuple[str, float, float]]) -> dict[str, str]:
-    """What the reflection LM reads of one text."""
+    """Return what the reflection LM reads of one text: the edits in it with the largest effect first."""
     rows = sorted(effects, key=lambda row: -row[1])
     evidence = "\n".join(f"{effect:+.3f} ({error:.3f}): {part.strip()}" for part, effect, error in rows)
     return {"evidence": evidence or "None.", "instruction": text, "limit": f"At most {len(text)} characters."}
@@ -73,4 +72,4 @@ def inputs(text: str, effects: Sequence[tuple[str, float, float]]) -> dict[str, 
 
 def _texts_of(replies: Mapping[str, dspy.Prediction]) -> dict[str, str]:
     texts = {name: str(reply.consolidated or "").strip() for name, reply in replies.items()}
-    return {name: _FENCED.sub(r"\1", text) for name, text in texts.items() if text}
+    return {name: without_fence(text) for name, text in texts.items() if text}

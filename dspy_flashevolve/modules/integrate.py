@@ -1,4 +1,4 @@
-"""Modules that integrate several texts into one: StaleCandidateReflection, and CombeeReflection on top of it.
+"""StaleCandidateReflection: a module that integrates several rewrites of a text into the newest version of it.
 
 Source: FlashEvolve (arXiv 2605.08520) section 3.2, reflective repair; several children at once are this project's.
 """
@@ -10,29 +10,22 @@ import asyncio
 import difflib
 import json
 import logging
-import math
-import random
 import re
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextvars import copy_context
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal, get_args
 
 import dspy
 from dspy.clients.errors import LMError
-from dspy.teleprompt.gepa.instruction_proposal import ProposeInstruction
 from pydantic import BaseModel, Field
-
-from dspy_flashevolve.engine.staleness import StaleChild
 
 logger = logging.getLogger(__name__)
 
 NAMED = 50
-"""Children that are not shown are named up to here."""
+"""How many of the children that are not shown are named, by their numbers, so that the LM leaves them out. A round
+number: a run seldom integrates more than 74 children at once, and twice as many would cost 150 tokens."""
 ATTEMPTS = 2
-"""A reply that cannot be read is asked for once more."""
+"""A reply that cannot be read is asked for once more, as gepa asks for a reflection that raised."""
 
 
 Verdict = Literal["orthogonal", "subsumed", "conflicting"]
@@ -85,7 +78,10 @@ class IntegrateChildren(dspy.Signature):
 
 
 class StaleCandidateReflection(dspy.Module):
-    """Reads stale children and the head; says how they stand to each other and writes the new texts.
+    """Integrates children that were begun from older versions of a program into the newest one, the head.
+
+    One LM call a component reads the head and what each child changed. It says of every child whether its change is
+    new, there already, or contradicts the others, and writes the new text.
 
     Replace it by any module whose ``forward`` (and ``aforward``, if it is to run on the loop) takes the same
     arguments and returns the same fields; optimize it like any other DSPy program.
@@ -126,7 +122,7 @@ class StaleCandidateReflection(dspy.Module):
             ``texts``: component -> new text, for those that changed; ``verdicts``: list of :class:`ChildVerdict`, one a
             child and component; ``failed``: component -> why no reply of two could be read.
         """
-        return _gathered([self._one(job) for job in self._jobs(head, children, commits, code_components)])
+        return _prediction_of([self._integrate(job) for job in self._jobs(head, children, commits, code_components)])
 
     async def aforward(
         self,
@@ -137,7 +133,7 @@ class StaleCandidateReflection(dspy.Module):
     ) -> dspy.Prediction:
         """As :meth:`forward`, awaitable; components are integrated side by side."""
         jobs = self._jobs(head, children, commits, code_components)
-        return _gathered(await asyncio.gather(*(self._aone(job) for job in jobs)))
+        return _prediction_of(await asyncio.gather(*(self._aintegrate(job) for job in jobs)))
 
     def _jobs(
         self, head: dict[str, str], children: Sequence[Any], commits: Sequence[Any], code: Sequence[str]
@@ -188,29 +184,29 @@ class StaleCandidateReflection(dspy.Module):
         rest = len(text) - self.max_characters
         return text if rest <= 0 else f"{text[: self.max_characters]}\n({rest} more characters.)"
 
-    def _one(self, job: _Job) -> _Answer:
+    def _integrate(self, job: _Job) -> _Answer:
         answer = _Answer(job.inputs["component"])
         for attempt in range(ATTEMPTS):
             try:
-                reply: Any = self.integrate(**job.inputs, **again(attempt))
-            except LMError:
+                reply: Any = self.integrate(**job.inputs, **past_cache(attempt))
+            except LMError:  # the provider's: the whole module is asked again by the run
                 raise
             except Exception as error:
                 reply = error
-            if (answer := _read(job, reply)).text is not None:
+            if (answer := _read_answer(job, reply)).text is not None:
                 break
         return answer
 
-    async def _aone(self, job: _Job) -> _Answer:
+    async def _aintegrate(self, job: _Job) -> _Answer:
         answer = _Answer(job.inputs["component"])
         for attempt in range(ATTEMPTS):
             try:
-                reply: Any = await self.integrate.acall(**job.inputs, **again(attempt))
-            except LMError:
+                reply: Any = await self.integrate.acall(**job.inputs, **past_cache(attempt))
+            except LMError:  # the provider's: the whole module is asked again by the run
                 raise
             except Exception as error:
                 reply = error
-            if (answer := _read(job, reply)).text is not None:
+            if (answer := _read_answer(job, reply)).text is not None:
                 break
         return answer
 
@@ -226,7 +222,7 @@ class _Job:
 
 @dataclass(frozen=True)
 class _Answer:
-    """What became of a component: its text and verdicts, or why the last reply could not be read."""
+    """The outcome for a component: its text and verdicts, or why the last reply could not be read."""
 
     component: str
     text: str | None = None
@@ -235,7 +231,7 @@ class _Answer:
 
 
 def changed_lines(before: str, after: str) -> str:
-    """The lines that were taken out and put in, marked by - and +; the whole text when that is no longer.
+    """Return the lines that were taken out and put in, marked by - and +.
 
     >>> print(changed_lines("a\\nb", "a\\nc"))
     - b
@@ -250,12 +246,12 @@ def changed_lines(before: str, after: str) -> str:
 
 
 def _gain(child: Any) -> float:
-    """How much a child is known to bring; an unscreened one may bring what its parent lacks."""
+    """How much a child is known to add to the score; an unscreened one may add all that its parent lacks."""
     return (1 - child.score_before) if child.score_after is None else child.score_after - child.score_before
 
 
-def again(attempt: int) -> dict[str, Any]:
-    """A second attempt must not be answered from dspy's cache."""
+def past_cache(attempt: int) -> dict[str, Any]:
+    """Return what makes a second attempt pass dspy's cache, which would answer with the same reply."""
     return {"config": {"rollout_id": attempt}} if attempt else {}
 
 
@@ -269,31 +265,39 @@ _FENCED = re.compile(r"\A\s*```[\w-]*\n(.*?)\n?```\s*\Z", re.DOTALL)
 _FENCES = re.compile(r"```[\w-]*\n(.*?)\n```", re.DOTALL)
 
 
-def _read(job: _Job, reply: Any) -> _Answer:
-    """A reply as an answer. The new text decides; verdicts are a bonus, as far as they can be read."""
+def _read_answer(job: _Job, reply: Any) -> _Answer:
+    """Read a reply, or the error that dspy's adapter raised over it; verdicts count as far as they can be read."""
     component, is_error = job.inputs["component"], isinstance(reply, Exception)
-    said, verdicts = _found_in(reply) if is_error else (str(reply.new_text or ""), _listed(reply.verdicts))
-    text = _FENCED.sub(lambda found: found[1], said).strip()
+    if is_error:
+        written, verdicts = _fields_of_unparsed(reply)
+    else:
+        written, verdicts = str(reply.new_text or ""), _verdicts_by_child(reply.verdicts)
+    text = without_fence(written).strip()
     try:
         if not text or text == "{new_text}":
             raise reply if is_error else ValueError("the new text is empty")
         if job.is_code:
-            text = _source(text)
+            text = _python_source(text)
     except Exception as error:
         problem = f"{type(error).__name__}: {error}"
         logger.info("An integration's reply could not be read: %s", problem)
         return _Answer(component, problem=problem[:300])
-    return _Answer(component, text, tuple(one for number, one in verdicts.items() if number in job.numbers))
+    return _Answer(component, text, tuple(verdict for number, verdict in verdicts.items() if number in job.numbers))
 
 
-def _listed(verdicts: Any) -> dict[int, ChildVerdict]:
-    """Child's number -> its verdict; of several for one child the last counts."""
-    listed: list[Any] = list(verdicts) if isinstance(verdicts, list | tuple) else [verdicts]
-    return {one.child: one for one in listed if isinstance(one, ChildVerdict)}
+def without_fence(text: str) -> str:
+    """Return a text without the code fence around all of it, where there is one."""
+    return _FENCED.sub(lambda match: match[1], text)
 
 
-def _found_in(error: Any) -> tuple[str, dict[int, ChildVerdict]]:
-    """The text, and verdicts in plain lines ("Child 1: orthogonal"), of a reply that dspy's adapter could not read.
+def _verdicts_by_child(verdicts: Any) -> dict[int, ChildVerdict]:
+    """Map each child's number to its verdict; of several for one child the last counts."""
+    items: list[Any] = list(verdicts) if isinstance(verdicts, list | tuple) else [verdicts]
+    return {item.child: item for item in items if isinstance(item, ChildVerdict)}
+
+
+def _fields_of_unparsed(error: Any) -> tuple[str, dict[int, ChildVerdict]]:
+    """Find the text, and verdicts in plain lines ("Child 1: orthogonal"), in a reply that dspy could not parse.
 
     Small models leave the verdicts out, write them in a form of their own, or write some. Of several verdicts for one
     child the first counts.
@@ -311,18 +315,18 @@ def _found_in(error: Any) -> tuple[str, dict[int, ChildVerdict]]:
 
 
 def _json_field(reply: str) -> str:
-    """The text of a reply that is a JSON object, whatever stands around it; empty where there is none."""
+    """Return the text in a reply that is a JSON object, whatever stands around it; empty where there is none."""
     start = reply.find("{")
     try:
-        found: Any = json.JSONDecoder(strict=False).raw_decode(reply, start)[0] if start >= 0 else None
+        fields: Any = json.JSONDecoder(strict=False).raw_decode(reply, start)[0] if start >= 0 else None
     except (ValueError, RecursionError):
         return ""
-    text = found.get("new_text") if isinstance(found, dict) else None
+    text = fields.get("new_text") if isinstance(fields, dict) else None
     return text if isinstance(text, str) else ""
 
 
-def _source(text: str) -> str:
-    """Python source: the text, or the one block in it that is fenced.
+def _python_source(text: str) -> str:
+    """Return the Python source in a text: all of it, or the only block that is fenced.
 
     Raises:
         SyntaxError: neither is Python.
@@ -338,100 +342,9 @@ def _source(text: str) -> str:
     return text
 
 
-def _gathered(answers: Sequence[_Answer]) -> dspy.Prediction:
+def _prediction_of(answers: Sequence[_Answer]) -> dspy.Prediction:
     return dspy.Prediction(
-        texts={one.component: one.text for one in answers if one.text is not None},
-        verdicts=[verdict for one in answers for verdict in one.verdicts],
-        failed={one.component: one.problem for one in answers if one.text is None},
+        texts={answer.component: answer.text for answer in answers if answer.text is not None},
+        verdicts=[verdict for answer in answers for verdict in answer.verdicts],
+        failed={answer.component: answer.problem for answer in answers if answer.text is None},
     )
-
-
-Records = Sequence[Mapping[str, Any]]
-
-
-class CombeeReflection:
-    """Combee: reflects on groups of records side by side, and integrates what they propose.
-
-    An instruction proposer for ``dspy.GEPA`` and ``AsyncGEPA``. It is synchronous: a step reflects on one large
-    minibatch. Source: Combee's map and reduce over about sqrt(n) groups with shuffled copies of the records, as
-    FlashEvolve (arXiv 2605.08520) compares itself with.
-
-    Pass it as ``instruction_proposer`` together with ``reflection_minibatch_size=n``.
-
-    Args:
-        copies: how often each record is dealt, in shuffled order.
-        groups: reflections a component; None for about sqrt(n).
-        reduce: integrates the proposals; default :class:`StaleCandidateReflection`.
-        seed: of the shuffling.
-
-    Raises:
-        ValueError: copies or groups under 1.
-    """
-
-    def __init__(
-        self, copies: int = 2, groups: int | None = None, reduce: dspy.Module | None = None, seed: int = 0
-    ) -> None:
-        if copies < 1 or (groups is not None and groups < 1):
-            raise ValueError(f"CombeeReflection: copies={copies} and groups={groups}, expected at least 1 of each.")
-        self.copies = copies
-        self.groups = groups
-        self.map = dspy.Predict(ProposeInstruction)
-        self.reduce = reduce or StaleCandidateReflection()
-        self._rng = random.Random(seed)
-
-    def __call__(
-        self,
-        candidate: dict[str, str],
-        reflective_dataset: Mapping[str, Records],
-        components_to_update: list[str],
-    ) -> dict[str, str]:
-        """A new instruction for each component, from threads; dspy's ``ProposalFn``."""
-        texts: dict[str, str] = {}
-        for name in self._known(candidate, reflective_dataset, components_to_update):
-            text, groups = candidate[name], self._deal(list(reflective_dataset[name]))
-            with ThreadPoolExecutor(len(groups)) as threads:
-                maps = [partial(self.map, current_instruction=text, examples_with_feedback=group) for group in groups]
-                jobs = [threads.submit(copy_context().run, one) for one in maps]
-                proposals = [str(job.result().new_instruction) for job in jobs]
-            answer = self.reduce(**_integration(candidate, name, proposals))
-            texts[name] = _text(answer, name, proposals)
-        return texts
-
-    async def acall(
-        self,
-        candidate: dict[str, str],
-        reflective_dataset: Mapping[str, Records],
-        components_to_update: list[str],
-    ) -> dict[str, str]:
-        """As :meth:`__call__`, awaitable."""
-        texts: dict[str, str] = {}
-        for name in self._known(candidate, reflective_dataset, components_to_update):
-            text, groups = candidate[name], self._deal(list(reflective_dataset[name]))
-            maps = [self.map.acall(current_instruction=text, examples_with_feedback=group) for group in groups]
-            proposals = [str(one.new_instruction) for one in await asyncio.gather(*maps)]
-            answer = await self.reduce.acall(**_integration(candidate, name, proposals))
-            texts[name] = _text(answer, name, proposals)
-        return texts
-
-    @staticmethod
-    def _known(candidate: dict[str, str], dataset: Mapping[str, Records], components: list[str]) -> list[str]:
-        return [name for name in components if name in candidate and dataset.get(name)]
-
-    def _deal(self, records: list[Mapping[str, Any]]) -> list[list[dict[str, Any]]]:
-        """The records, and shuffled copies of them, over the groups in turn."""
-        dealt = [dict(record) for _ in range(self.copies) for record in self._rng.sample(records, len(records))]
-        size = self.groups or max(1, round(math.sqrt(len(records))))
-        return [group for group in (dealt[start::size] for start in range(size)) if group]
-
-
-def _integration(candidate: dict[str, str], name: str, proposals: Sequence[str]) -> dict[str, Any]:
-    children = [
-        StaleChild(number, {name: text}, {name: candidate[name]}, score_before=0.0)
-        for number, text in enumerate(proposals, start=1)
-    ]
-    return {"head": dict(candidate), "children": children}
-
-
-def _text(answer: Any, name: str, proposals: Sequence[str]) -> str:
-    """The reduced text; the first proposal where the reduction could not be read."""
-    return str(answer.texts.get(name) or proposals[0])

@@ -11,7 +11,7 @@ from typing import Any
 import dspy
 from dspy.utils.exceptions import AdapterParseError
 
-from dspy_flashevolve.modules.integrate import ATTEMPTS, again
+from dspy_flashevolve.modules.integrate import ATTEMPTS, past_cache
 
 
 class ReflectOnSample(dspy.Signature):
@@ -53,7 +53,7 @@ class CuratePlaybook(dspy.Signature):
     )
 
 
-class _Asking(dspy.Module):
+class _RetryingPredict(dspy.Module):
     """A predictor that is asked again when its reply cannot be parsed.
 
     Where the second reply has no format either, its text is returned as the main field, and the parser's error as
@@ -66,11 +66,11 @@ class _Asking(dspy.Module):
         self.main = main
 
     def forward(self, **inputs: Any) -> dspy.Prediction:
-        """Ask the predictor. Inputs and outputs are those of the signature."""
+        """Ask the predictor, twice where the first reply cannot be parsed, with the inputs of its signature."""
         reply = dspy.Prediction()
         for attempt in range(ATTEMPTS):
             try:
-                return self.ask(**inputs, **again(attempt))
+                return self.ask(**inputs, **past_cache(attempt))
             except AdapterParseError as error:
                 reply = self._as_main_field(error)
         return reply
@@ -80,7 +80,7 @@ class _Asking(dspy.Module):
         reply = dspy.Prediction()
         for attempt in range(ATTEMPTS):
             try:
-                return await self.ask.acall(**inputs, **again(attempt))
+                return await self.ask.acall(**inputs, **past_cache(attempt))
             except AdapterParseError as error:
                 reply = self._as_main_field(error)
         return reply
@@ -92,7 +92,7 @@ class _Asking(dspy.Module):
         return dspy.Prediction(**{**empty, self.main: reply}, unreadable=str(error)[:200])
 
 
-class SampleReflection(_Asking):
+class SampleReflection(_RetryingPredict):
     """Reflects on one attempt: what went wrong, the right approach, an insight, and a tag for each cited bullet.
 
     Inputs: ``task``, ``attempt``, ``feedback``, ``cited_bullets``. Outputs: ``what_went_wrong``, ``right_approach``,
@@ -103,7 +103,7 @@ class SampleReflection(_Asking):
         super().__init__(ReflectOnSample, "insight")
 
 
-class PlaybookCuration(_Asking):
+class PlaybookCuration(_RetryingPredict):
     """Writes the operations on the playbook that a reflection calls for.
 
     Inputs: ``playbook``, ``sections``, ``token_budget``, ``task``, ``reflection``. Output: ``operations``, text with

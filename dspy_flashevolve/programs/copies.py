@@ -42,19 +42,19 @@ from dspy.primitives.module import Module
 from dspy_flashevolve.programs.locks import ACTIVE, LARGEST, LOOP_LOCKS, SHARED, VALUES, guarded, is_empty, parts_of
 
 BYTES_AN_ELEMENT = 64
-"""How many bytes of an array count as one element."""
+"""How many bytes of an array count as one element: about what a dict's entry or an attribute takes."""
 SEQUENCES = (list, deque)
 MAPPINGS = (dict, defaultdict, OrderedDict, Counter)
 RESOURCES = (io.IOBase, Executor)
-OWN_WAYS = ("__slots__", "__copy__", "__deepcopy__", "__getstate__", "__setstate__", "__reduce__", "__reduce_ex__")
-"""What a class has whose objects are more than their attributes."""
+COPY_HOOKS = ("__slots__", "__copy__", "__deepcopy__", "__getstate__", "__setstate__", "__reduce__", "__reduce_ex__")
+"""What a class defines whose objects are more than their attributes, or say themselves how they are copied."""
 CACHED = type(functools.lru_cache(lambda: None))
 Copied = tuple[Module, Callable[[Module], Module]]
 """A copy of a program, and what makes further ones of it, in any number of threads: they share large data with it."""
 
 
 def isolated_copy(program: Module) -> Module:
-    """A copy of a program that shares with it only what the table above says.
+    """Copy a program; the copy shares with it only what the table above says.
 
     Args:
         program: any module; it is not changed.
@@ -66,13 +66,13 @@ def isolated_copy(program: Module) -> Module:
 
 
 def copied(program: Module) -> Copied:
-    """A copy that shares no data with a program, however large, and what copies that copy for each rollout."""
+    """Copy a program with its data, however large, and return what copies that copy for each rollout."""
     shared: dict[int, Any] = {}
 
-    def again(copy: Module) -> Module:
+    def copy_again(copy: Module) -> Module:
         return _Copying(shared, first=False).program(copy)
 
-    return _Copying(shared, first=True).program(program), again
+    return _Copying(shared, first=True).program(program), copy_again
 
 
 class _ActiveError(Exception):
@@ -84,10 +84,10 @@ class _UncopyableError(Exception):
 
 
 class _Copying:
-    """One copy of one program.
+    """The making of one copy of one program.
 
     Args:
-        shared: id -> what copies share; the first copy finds it out.
+        shared: id -> what copies share; the first copy fills it.
         first: copy large data, too, and say that further copies share it.
     """
 
@@ -101,13 +101,15 @@ class _Copying:
         self._modules = 0
 
     def program(self, program: Module) -> Module:
-        self._memo.update({id(lm): lm for one in program.predictors() if (lm := getattr(one, "lm", None)) is not None})
+        self._memo.update(
+            {id(lm): lm for predictor in program.predictors() if (lm := getattr(predictor, "lm", None)) is not None}
+        )
         if self._first:
             self._walk(program)
             self._shared.update(guarded(program, across_loops=True))
         self._memo.update(self._shared)  # copy.deepcopy, which copies classes with ways of their own, looks there
         result = self.copy(program)
-        while self._cells:
+        while self._cells:  # last: a closure may refer to the module that holds its function
             new, old = self._cells.pop()
             new.cell_contents = self.copy(old.cell_contents)
         if self._first:
@@ -115,7 +117,7 @@ class _Copying:
         return cast(Module, result)
 
     def _walk(self, program: Module) -> None:
-        """Find out what belongs to the program: all that it holds, but not what functions have in their closures."""
+        """Collect what belongs to the program: all that it holds, but not what functions have in their closures."""
         waiting: list[Any] = [program]
         while waiting:
             value = waiting.pop()
@@ -135,7 +137,7 @@ class _Copying:
         if id(value) in self._shared:
             return value
         elements, modules = self._elements, self._modules
-        result = self._copied(value, kind)
+        result = self._copy_by_kind(value, kind)
         large = self._elements - elements > LARGEST and self._modules == modules
         if large or isinstance(value, LOOP_LOCKS):
             self._elements = elements
@@ -143,7 +145,7 @@ class _Copying:
                 self._shared[id(result)] = result
         return result
 
-    def _copied(self, value: Any, kind: type) -> Any:
+    def _copy_by_kind(self, value: Any, kind: type) -> Any:
         if isinstance(value, Module):
             return self._module(value)
         if kind in SEQUENCES or kind in MAPPINGS:
@@ -156,7 +158,7 @@ class _Copying:
         if kind in (MethodType, BuiltinMethodType):
             return self._method(value)
         if kind is functools.partial:
-            arguments = [self.copy(one) for one in (value.func, value.args, value.keywords)]
+            arguments = [self.copy(part) for part in (value.func, value.args, value.keywords)]
             return self._keep(value, functools.partial(arguments[0], *arguments[1], **arguments[2]))
         if kind is CACHED:
             called = self.copy(value.__wrapped__)
@@ -213,12 +215,12 @@ class _Copying:
         if value.__defaults__:
             result.__defaults__ = tuple(map(self._of_closure, value.__defaults__))
         if value.__kwdefaults__:
-            result.__kwdefaults__ = {name: self._of_closure(one) for name, one in value.__kwdefaults__.items()}
-        vars(result).update({name: self._of_closure(one) for name, one in vars(value).items()})
+            result.__kwdefaults__ = {name: self._of_closure(default) for name, default in value.__kwdefaults__.items()}
+        vars(result).update({name: self._of_closure(attribute) for name, attribute in vars(value).items()})
         return result
 
     def _cell(self, cell: CellType) -> CellType:
-        """A variable of a closure; what is not of the program's stays the caller's, who may look at it, or assign."""
+        """Copy a variable of a closure; what is not the program's stays the caller's, who may read it, or assign."""
         if id(cell) in self._shared:
             return cell
         if id(cell) in self._memo:
@@ -247,16 +249,20 @@ class _Copying:
     def _object(self, value: Any) -> Any:
         if self._whole:
             return self._whole_object(value)
-        result, error = self._tried(self._whole_object, value)
+        result, error = self._attempt(self._whole_object, value)
         if error is None:
             return result
         if isinstance(value, RESOURCES + ACTIVE) or not _is_plain(value) or hasattr(value, "__del__"):
             return self._share(value)
         opens = error is not _ActiveError
-        return self._opened(value) if opens or not self._first or self._reaches(value, set()) else self._share(value)
+        return (
+            self._copy_attributes(value)
+            if opens or not self._first or self._reaches(value, set())
+            else self._share(value)
+        )
 
     def _whole_object(self, value: Any) -> Any:
-        """The copy of an object and of all that is in it.
+        """Copy an object and all that is in it.
 
         Raises:
             Exception: something in it cannot be copied.
@@ -275,19 +281,19 @@ class _Copying:
         vars(result).update({name: self.copy(item) for name, item in vars(value).items()})
         return result
 
-    def _opened(self, value: Any) -> Any:
-        """The copy of an object that holds what cannot be copied: that is shared, the rest is its own."""
+    def _copy_attributes(self, value: Any) -> Any:
+        """Copy an object attribute by attribute, and share those that cannot be copied."""
         result = self._keep(value, copy.copy(value))
         for name, item in vars(value).items():
-            part, error = self._tried(self.copy, item)
+            part, error = self._attempt(self.copy, item)
             if error is not None:
                 reached = not self._first or self._reaches(item, set())
                 part = self.copy(item) if reached else self._share(item)
             vars(result)[name] = part
         return result
 
-    def _tried(self, copying: Callable[[Any], Any], value: Any) -> tuple[Any, type[Exception] | None]:
-        """A copy of a value with all that is in it, or of what kind the error was."""
+    def _attempt(self, copying: Callable[[Any], Any], value: Any) -> tuple[Any, type[Exception] | None]:
+        """Copy a value with all that is in it; the type of the error where that fails."""
         size, self._whole = len(self._memo), True
         try:
             return copying(value), None
@@ -313,10 +319,10 @@ def _is_plain(value: Any) -> bool:
 def _has_plain_objects(kind: type) -> bool:
     if kind is SimpleNamespace or (hasattr(kind, "model_fields") and hasattr(kind, "__pydantic_validator__")):
         return True  # pydantic's, such as dspy.History and dspy.Tool
-    own = any(name in vars(base) for base in kind.__mro__[:-1] for name in OWN_WAYS)
+    own = any(name in vars(base) for base in kind.__mro__[:-1] for name in COPY_HOOKS)
     return not own and kind.__new__ is object.__new__
 
 
 def _holds(function: FunctionType) -> bool:
     """Whether a function holds something that can change."""
-    return any(type(one) not in VALUES for one in parts_of(function))
+    return any(type(part) not in VALUES for part in parts_of(function))

@@ -63,12 +63,16 @@ from dspy_flashevolve.engine.endpoints import TrackedRequest
 from dspy_flashevolve.engine.errors import RunAbortedError, TransientError
 
 ASKED = "flashevolve_asked"
-HEARD_BY = "flashevolve_heard"
-"""The setting of dspy's that says who hears of the calls of paced LMs: it reaches the threads that dspy starts."""
-REMEMBERED = 32
-"""Errors of LM calls that are kept; a program that goes on after so many has been answered by other calls."""
-DEEPEST = 100
-"""Links of a chain of causes that are looked at."""
+"""Attribute of an error: how often its request was made already."""
+RECORDED_BY = "flashevolve_recorder"
+"""The setting of dspy's with the :class:`LmCalls` that record the calls of paced LMs: it reaches the threads that dspy
+starts."""
+MAX_ERRORS = 32
+"""Errors of LM calls that are kept for a rollout. A round number, above the calls that a program makes side by side:
+one that goes on after so many errors has been answered by other calls."""
+MAX_LINKS = 100
+"""Errors of a chain of causes that are looked at: chains of real libraries have fewer than ten, those of a program that
+raises in a retry loop may grow without end."""
 SDKS = frozenset({"anthropic", "cohere", "google", "groq", "huggingface_hub", "litellm", "mistralai", "openai"})
 """Packages whose errors come from a provider, whoever called it."""
 TRANSPORTS = frozenset({"aiohttp", "h11", "h2", "httpcore", "httpx", "requests", "urllib3"})
@@ -122,10 +126,10 @@ def is_paced(lm: Any) -> bool:
 
 
 class LmCalls(BaseCallback):
-    """What the LM calls in its context came to, on the loop and in threads."""
+    """A record of what the LM calls in its context came to, on the loop and in threads."""
 
     def __init__(self) -> None:
-        self.errors: deque[Exception] = deque(maxlen=REMEMBERED)
+        self.errors: deque[Exception] = deque(maxlen=MAX_ERRORS)
         """What calls raised, in order; a reply without a choice counts as such an error."""
         self.only_paced = True
         """No LM was called that the run does not pace."""
@@ -144,24 +148,24 @@ class LmCalls(BaseCallback):
 
 @contextmanager
 def recording_lm_calls(only_paced: bool = False) -> Generator[LmCalls, None, None]:
-    """Hear the LM calls that are made inside, of any ``dspy.BaseLM``, beside the callbacks that the user configured.
+    """Record the LM calls that are made inside, of any ``dspy.BaseLM``, beside the callbacks that the user configured.
 
     Their trace is a list of its own, which ends with them: a long run does not fill the user's.
 
     Args:
-        only_paced: those of paced LMs, which tell it themselves. A callback of dspy's hears all of them, and makes dspy
+        only_paced: those of paced LMs, which report them. A callback of dspy's records all of them, and makes dspy
             bind the arguments of every call of a module, adapter and LM, which takes a tenth of a millisecond each.
     """
     calls = LmCalls()
-    heard = {HEARD_BY: calls} if only_paced else {"callbacks": [*dspy.settings.callbacks, calls]}
-    with dspy.context(trace=[], **heard):
+    recorder = {RECORDED_BY: calls} if only_paced else {"callbacks": [*dspy.settings.callbacks, calls]}
+    with dspy.context(trace=[], **recorder):
         yield calls
 
 
 @contextmanager
-def heard() -> Generator[LmCalls, None, None]:
-    """Who hears of paced LMs: is told here what a call of one inside raises, and by the caller what it gives."""
-    calls: LmCalls = dspy.settings.get(HEARD_BY) or LmCalls()
+def recording_paced_call() -> Generator[LmCalls, None, None]:
+    """Record what a call of a paced LM inside raises; the caller records what it gives."""
+    calls: LmCalls = dspy.settings.get(RECORDED_BY) or LmCalls()
     try:
         yield calls
     except Exception as error:
@@ -180,29 +184,29 @@ class Fault(Enum):
     """It will not be answered, others may be: it says something of the candidate."""
 
 
-def fault_of(error: BaseException, heard: Sequence[BaseException] = ()) -> tuple[Fault, BaseException] | None:
-    """What an error says of the provider, and the error that says it; None for the program's own.
+def fault_of(error: BaseException, lm_errors: Sequence[BaseException] = ()) -> tuple[Fault, BaseException] | None:
+    """Classify an error: its fault, and the error of its chain that says so; None for an error of the program's own.
 
     Args:
         error: what a program, a metric or a proposer raised, with its chain of causes.
-        heard: what LM calls raised meanwhile.
+        lm_errors: what LM calls raised meanwhile.
 
     >>> fault_of(TimeoutError()) is None
     True
     >>> timeout = TimeoutError()
-    >>> fault_of(timeout, heard=[timeout])[0]
+    >>> fault_of(timeout, lm_errors=[timeout])[0]
     <Fault.LATER: 1>
     """
-    calls = {id(one) for one in heard}
-    for one in chain_of(error):
-        if isinstance(one, AdapterParseError):
+    calls = {id(lm_error) for lm_error in lm_errors}
+    for link in chain_of(error):
+        if isinstance(link, AdapterParseError):
             return None  # a reply came, whatever failed before it
-        fault = _fault(one, id(one) in calls or _passed_through_a_call(one))
+        fault = _fault(link, id(link) in calls or _passed_through_a_call(link))
         if fault is not None:
-            return None if was_never_sent(one) else (fault, one)
-    for one in reversed(heard):
-        if _fault(one, True) in (Fault.LATER, Fault.NEVER) and not was_never_sent(one):
-            return Fault.LATER, one  # swallowed on the way, say by a thread pool that reports its own error
+            return None if was_never_sent(link) else (fault, link)
+    for link in reversed(lm_errors):
+        if _fault(link, True) in (Fault.LATER, Fault.NEVER) and not was_never_sent(link):
+            return Fault.LATER, link  # swallowed on the way, say by a thread pool that reports its own error
     return None
 
 
@@ -268,31 +272,31 @@ def is_timeout(error: BaseException) -> bool:
     return isinstance(error, timeouts) or _status_of(error) == 408
 
 
-def raise_provider_fault(error: Exception, heard: Sequence[BaseException] = ()) -> None:
+def raise_provider_fault(error: Exception, lm_errors: Sequence[BaseException] = ()) -> None:
     """Raise for what says nothing of the candidate; return for errors of the program or of its request.
 
     Args:
-        heard: see :func:`fault_of`.
+        lm_errors: see :func:`fault_of`.
 
     Raises:
         TransientError: see LATER above. It is tried again, outside the score.
         RunAbortedError: see NEVER above. Nothing that follows could succeed.
     """
-    fault = fault_of(error, heard)
+    fault = fault_of(error, lm_errors)
     if fault is None or fault[0] is Fault.REQUEST:
         return
     kind, culprit = fault
-    said = str(culprit) or type(culprit).__name__
+    message = str(culprit) or type(culprit).__name__
     if kind is Fault.LATER:
         asked = getattr(culprit, ASKED, None)
-        raise TransientError(said, retry_after_of(culprit), is_of_request(culprit), asked) from error
-    if isinstance(culprit, LMUnsupportedModelError) or _status_of(culprit) == 404 or NO_PROVIDER in said:
+        raise TransientError(message, retry_after_of(culprit), is_of_request(culprit), asked) from error
+    if isinstance(culprit, LMUnsupportedModelError) or _status_of(culprit) == 404 or NO_PROVIDER in message:
         raise RunAbortedError(
-            f"The LM provider does not have what was asked for: {said}. Check the model's name and the address "
+            f"The LM provider does not have what was asked for: {message}. Check the model's name and the address "
             "(api_base), then run again."
         ) from error
     raise RunAbortedError(
-        f"The LM provider refused: {said}. Check the API key and the account, then run again."
+        f"The LM provider refused: {message}. Check the API key and the account, then run again."
     ) from error
 
 
@@ -302,16 +306,16 @@ def mark_asked(error: BaseException, sent: TrackedRequest) -> None:
 
 
 def chain_of(error: BaseException) -> Iterator[BaseException]:
-    """An error, what it groups, and what led to it, nearest first."""
+    """Yield an error, what it groups, and what led to it, nearest first."""
     waiting, seen = [error], set[int]()
-    while waiting and len(seen) < DEEPEST:
-        one = waiting.pop()
-        if id(one) in seen:
+    while waiting and len(seen) < MAX_LINKS:
+        link = waiting.pop()
+        if id(link) in seen:
             continue
-        seen.add(id(one))
-        yield one
-        cause = one.__cause__ or (None if one.__suppress_context__ else one.__context__)
-        grouped: Any = getattr(one, "exceptions", None)
+        seen.add(id(link))
+        yield link
+        cause = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+        grouped: Any = getattr(link, "exceptions", None)
         waiting += [] if cause is None else [cause]
         waiting += [each for each in reversed(grouped) if isinstance(each, BaseException)] if _is_group(grouped) else []
 
@@ -320,7 +324,7 @@ def _is_group(grouped: Any) -> bool:
     return isinstance(grouped, tuple | list)
 
 
-def _fault(error: BaseException, heard: bool) -> Fault | None:
+def _fault(error: BaseException, is_of_call: bool) -> Fault | None:
     if isinstance(error, lm15.LM15Error):
         wrapped = wrap_error(error, model="")
         return _of_lm_error(wrapped) if isinstance(wrapped, LMError) else None
@@ -329,7 +333,7 @@ def _fault(error: BaseException, heard: bool) -> Fault | None:
     package = type(error).__module__.partition(".")[0]
     if package in SDKS:
         return _of_sdk(error)
-    if not heard:
+    if not is_of_call:
         return None
     status = _status_of(error)
     if status is not None:
@@ -367,7 +371,7 @@ def _of_sdk(error: BaseException) -> Fault:
 
 
 def _of_status(status: int) -> Fault:
-    """What an HTTP status says; one under 400 comes with a body that could not be read.
+    """Classify an HTTP status; one under 400 comes with a body that could not be read.
 
     >>> [_of_status(status).name for status in (200, 400, 404, 429, 503)]
     ['LATER', 'REQUEST', 'NEVER', 'LATER', 'LATER']
@@ -378,7 +382,7 @@ def _of_status(status: int) -> Fault:
 
 
 def _status_of(error: BaseException) -> int | None:
-    """The HTTP status that an error of any library carries."""
+    """Return the HTTP status that an error of any library carries."""
     of_reply = getattr(getattr(error, "response", None), "status_code", None)
     code = getattr(error, "code", None)  # urllib's
     for status in (getattr(error, "status_code", None), getattr(error, "status", None), of_reply, code):
@@ -388,7 +392,7 @@ def _status_of(error: BaseException) -> int | None:
 
 
 def _code_of(error: BaseException) -> str | None:
-    """The provider's own word for what went wrong."""
+    """Return the provider's own code for what went wrong."""
     body = getattr(error, "body", None)
     detail = cast("Mapping[str, Any]", body).get("error", body) if isinstance(body, Mapping) else None
     code = getattr(error, "code", None) or (detail.get("code") if isinstance(detail, Mapping) else None)
@@ -396,11 +400,11 @@ def _code_of(error: BaseException) -> str | None:
 
 
 def headers_of_error(error: BaseException) -> dict[str, str]:
-    """What the replies that led to an error say in their headers of limits, and of when to come back."""
-    found: dict[str, str] = {}
-    for one in chain_of(error):
-        found = _headers_with(one) | found
-    return found
+    """Collect the headers of limits, and of when to come back, of the replies that led to an error."""
+    headers: dict[str, str] = {}
+    for link in chain_of(error):
+        headers = _headers_with(link) | headers
+    return headers
 
 
 def _headers_with(error: BaseException) -> dict[str, str]:
@@ -410,7 +414,7 @@ def _headers_with(error: BaseException) -> dict[str, str]:
 
 
 def headers_in(held: Any) -> dict[str, str]:
-    """Headers of limits, and of when to come back, by their names in lower case; of several of one name the last."""
+    """Pick the headers of limits, and of when to come back, by their names in lower case; the last of several."""
     read: dict[str, str] = {}
     for name, value in cast("Mapping[Any, Any]", held).items() if isinstance(held, Mapping) else ():
         value = value[-1] if isinstance(value, list | tuple) and value else value
@@ -421,22 +425,22 @@ def headers_in(held: Any) -> dict[str, str]:
 
 
 def retry_after_of(error: BaseException) -> float | None:
-    """When the provider wants to be asked again, in seconds; None where it did not say.
+    """Return when the provider wants to be asked again, in seconds; None where it did not say.
 
     dspy reads it from the reply itself. Behind litellm it is lost on the way, and found in the headers that an error
     further down the chain has kept.
     """
-    for one in chain_of(error):
-        said = getattr(one, "retry_after", None)
-        if isinstance(said, int | float) and not isinstance(said, bool):
-            return float(said)
-        if (seconds := _seconds_in(_headers_with(one).get("retry-after", ""))) is not None:
+    for link in chain_of(error):
+        seconds = getattr(link, "retry_after", None)
+        if isinstance(seconds, int | float) and not isinstance(seconds, bool):
+            return float(seconds)
+        if (seconds := _seconds_in(_headers_with(link).get("retry-after", ""))) is not None:
             return seconds
     return None
 
 
 def _seconds_in(value: str) -> float | None:
-    """Seconds or a date, as HTTP has it; None for anything else.
+    """Read seconds or a date, as HTTP has it; None for anything else.
 
     >>> _seconds_in("3"), _seconds_in("soon")
     (3.0, None)

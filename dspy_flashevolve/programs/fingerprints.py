@@ -23,49 +23,50 @@ from dspy_flashevolve.engine.redaction import Redaction, secrets_held_by, secret
 from dspy_flashevolve.engine.replay import RunJournal
 from dspy_flashevolve.programs.values import is_readable
 
-_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+_MEMORY_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 def fingerprints_of(
     student: dspy.Module, seed_candidate: Mapping[str, str], trainset: Any, valset: Any, metric: Any
 ) -> dict[str, str]:
-    """Name of a part -> a hash of it, or for the metric its name. Equal parts have equal hashes in any process.
+    """Map the name of each part of a run to a hash of it, the metric to its name: equal in any process.
 
     Args:
         seed_candidate: component -> text.
         trainset, valset: lists of examples, or gepa's loaders; of loaders that hold no list the ids are hashed.
     """
-    found = {"program": type(student).__qualname__}
+    fingerprints = {"program": type(student).__qualname__}
     predictors: list[tuple[str, Any]] = student.named_predictors()
     for name, predictor in predictors:
         fields = {
-            field: [_text(one.annotation), one.json_schema_extra] for field, one in predictor.signature.fields.items()
+            field: [_text(info.annotation), info.json_schema_extra]
+            for field, info in predictor.signature.fields.items()
         }
-        found[f"predictor {name!r}"] = _hash([type(predictor).__qualname__, fields])
+        fingerprints[f"predictor {name!r}"] = _hash([type(predictor).__qualname__, fields])
     for name, text in seed_candidate.items():
-        found[f"seed text of {name!r}"] = _hash(text)
-    found["trainset"] = _data(trainset)
-    found["valset"] = _data(valset)
-    found["metric"] = getattr(metric, "__qualname__", type(metric).__qualname__)
-    return found
+        fingerprints[f"seed text of {name!r}"] = _hash(text)
+    fingerprints["trainset"] = _data(trainset)
+    fingerprints["valset"] = _data(valset)
+    fingerprints["metric"] = getattr(metric, "__qualname__", type(metric).__qualname__)
+    return fingerprints
 
 
 def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """The parts that are not the same, for people."""
-    found: list[str] = []
+    """Say which parts are not the same, a line each, for people."""
+    lines: list[str] = []
     for name in dict.fromkeys((*before, *now)):
         if name not in now:
-            found.append(f"{name} is gone")
+            lines.append(f"{name} is gone")
         elif name not in before:
-            found.append(f"{name} is new")
+            lines.append(f"{name} is new")
         elif before[name] != now[name]:
             readable = name in ("optimizer", "program", "metric", "trainset", "valset")
-            found.append(f"{name} was {before[name]}, is {now[name]}" if readable else f"{name} has changed")
-    return found
+            lines.append(f"{name} was {before[name]}, is {now[name]}" if readable else f"{name} has changed")
+    return lines
 
 
 def versions() -> dict[str, str]:
-    """Package -> version, of those whose formats a run directory depends on."""
+    """Map the packages whose formats a run directory depends on to their versions."""
     return {name: _version(name) for name in ("dspy", "gepa", "dspy-flashevolve")}
 
 
@@ -89,7 +90,7 @@ def plain_settings(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _data(loader: Any) -> str:
-    """The number of the examples, and a hash."""
+    """Describe a data set by the number of its examples and a hash."""
     held: Any = loader.items if isinstance(loader, ListDataLoader) else loader
     items: Any = held if isinstance(held, Sequence) else loader.all_ids()
     digest = hashlib.sha256()
@@ -103,27 +104,27 @@ def _hash(value: Any) -> str:
 
 
 def _text(value: Any) -> str:
-    """A text that is the same in every process: without addresses, and with sets in one order."""
+    """Write a value as a text that is the same in every process: without addresses, and with sets in one order."""
     plain = to_jsonable_python(
-        _ordered(value), fallback=_told, inf_nan_mode="strings", bytes_mode="base64", serialize_unknown=True
+        _ordered(value), fallback=_shown, inf_nan_mode="strings", bytes_mode="base64", serialize_unknown=True
     )
-    return _ADDRESS.sub("", json.dumps(plain, sort_keys=True))
+    return _MEMORY_ADDRESS.sub("", json.dumps(plain, sort_keys=True))
 
 
-def _told(value: Any) -> str:
-    """An object's representation; its type alone where that says where the object lies."""
+def _shown(value: Any) -> str:
+    """Represent an object; by its type alone where its representation says where the object lies."""
     text = repr(value)
     return type(value).__qualname__ if str(id(value)) in text else text
 
 
 def _ordered(value: Any) -> Any:
-    """Sets as sorted lists, at any depth of plain containers: theirs is another order in every process."""
+    """Sort sets into lists, at any depth of plain containers: a set has another order in every process."""
     if isinstance(value, Mapping):
-        return {name: _ordered(one) for name, one in cast("Mapping[Any, Any]", value).items()}
+        return {name: _ordered(item) for name, item in cast("Mapping[Any, Any]", value).items()}
     if isinstance(value, set | frozenset):
-        return sorted((_ordered(one) for one in cast("Iterable[Any]", value)), key=_text)
+        return sorted((_ordered(item) for item in cast("Iterable[Any]", value)), key=_text)
     if isinstance(value, list | tuple):
-        return [_ordered(one) for one in cast("Iterable[Any]", value)]
+        return [_ordered(item) for item in cast("Iterable[Any]", value)]
     return value
 
 
@@ -147,18 +148,18 @@ def check_same(journal: Journal, now: Mapping[str, str], packages: Mapping[str, 
     rows = journal.rows("SELECT fingerprints, settings FROM sessions ORDER BY id DESC LIMIT 1")
     if not rows:
         return
-    found = differences(json.loads(rows[0]["fingerprints"]), now)
+    changes = differences(json.loads(rows[0]["fingerprints"]), now)
     before: dict[str, str] = json.loads(rows[0]["settings"]).get("versions", {})
-    if _line(before.get("gepa", "")) != _line(packages["gepa"]):
-        found.append(f"gepa was {before.get('gepa')}, is {packages['gepa']}, and its checkpoints may differ")
-    if found:
+    if _release_series(before.get("gepa", "")) != _release_series(packages["gepa"]):
+        changes.append(f"gepa was {before.get('gepa')}, is {packages['gepa']}, and its checkpoints may differ")
+    if changes:
         raise RunDirectoryError(
             f"log_dir={str(journal.directory)!r} holds another run, which this one cannot continue: "
-            f"{'; '.join(found)}. Give another log_dir, or what the run was begun with."
+            f"{'; '.join(changes)}. Give another log_dir, or what the run was begun with."
         )
 
 
-def _line(version_text: str) -> list[str]:
+def _release_series(version_text: str) -> list[str]:
     """The part of a version within which a checkpoint's format stays: 0.1.4 -> 0, 1."""
     return version_text.split(".")[:2]
 

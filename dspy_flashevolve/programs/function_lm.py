@@ -93,7 +93,7 @@ def _run_here(reply: Any) -> Any:
 
 def _prompt_of(request: Request) -> str:
     """The whole prompt as one text."""
-    return "\n\n".join(filter(None, [str(request.system or ""), *(one.text for one in request.messages)]))
+    return "\n\n".join(filter(None, [str(request.system or ""), *(message.text for message in request.messages)]))
 
 
 def _response(function: Callable[..., Any], reply: Any) -> Response:

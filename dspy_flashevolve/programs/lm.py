@@ -44,16 +44,16 @@ from dspy_flashevolve.programs.faults import (
     chain_of,
     headers_in,
     headers_of_error,
-    heard,
     is_of_request,
     is_paced,
     is_refusal,
     is_timeout,
     mark_asked,
     may_repeat,
+    recording_paced_call,
     retry_after_of,
 )
-from dspy_flashevolve.programs.servers import BalancedLM, where
+from dspy_flashevolve.programs.servers import BalancedLM, arguments_for
 from dspy_flashevolve.programs.usage import CountLate, completion_tokens_of, counted_call, slot_here, tokens_of
 
 T = TypeVar("T")
@@ -255,7 +255,7 @@ def _places(models: LanguageModels, lm: Any, name: str) -> Iterator[_Place]:
         return
     for one, deployment in zip(of.replicas(name).members, lm.deployments, strict=True):
         rate = of.rate_limit(one.name, account_of(lm, one.name, deployment.get("api_key")), folder)
-        yield _Place(one, rate, limits_in_options({**options, **deployment}), where(deployment))
+        yield _Place(one, rate, limits_in_options({**options, **deployment}), arguments_for(deployment))
 
 
 class Pace:
@@ -515,7 +515,7 @@ def paced_class(kind: type[Any]) -> type[Any]:
         if models is None:
             with counted_call(_counts_of_strangers(self)):
                 return call(self, *args, **kwargs)
-        with heard() as calls, counted_call():
+        with recording_paced_call() as calls, counted_call():
             result = models.pace_of(self).call(
                 self, lambda lm, **again: call(lm, *args, **{**kwargs, **again}), (args, kwargs)
             )
@@ -527,7 +527,7 @@ def paced_class(kind: type[Any]) -> type[Any]:
         if models is None:
             with counted_call(_counts_of_strangers(self)):
                 return await acall(self, *args, **kwargs)
-        with heard() as calls, counted_call():
+        with recording_paced_call() as calls, counted_call():
             result = await models.pace_of(self).acall(
                 self, lambda lm, **again: acall(lm, *args, **{**kwargs, **again}), (args, kwargs)
             )

@@ -93,30 +93,30 @@ class RolloutRecords:
         Raises:
             InexactError: it was kept of a program that had other predictors or models than this one.
         """
-        kept = json.loads(text)
-        if kept is None:
+        record = json.loads(text)
+        if record is None:
             return None
         known = self._predictors(frozenset(candidate.items()))
         try:
-            steps = [(known[name], decoded(inputs), decoded(output)) for name, inputs, output in kept["trace"]]
+            steps = [(known[name], decoded(inputs), decoded(output)) for name, inputs, output in record["trace"]]
         except KeyError as error:
             raise InexactError(f"no predictor {error}") from error
         return {
             "example": example,
-            "prediction": decoded(kept["prediction"]),
+            "prediction": decoded(record["prediction"]),
             "trace": steps,
-            "score": decoded(kept["score"]),
+            "score": decoded(record["score"]),
         }
 
     def _predictors_with(self, candidate: frozenset[tuple[str, str]]) -> dict[str, Any]:
         """The student's predictors with a candidate's instructions."""
-        texts, found = dict(candidate), dict[str, Any]()
+        texts, predictors_by_name = dict(candidate), dict[str, Any]()
         predictors: list[tuple[str, Any]] = self._student.named_predictors()
         for name, predictor in predictors:
-            found[name] = copy.copy(predictor)
+            predictors_by_name[name] = copy.copy(predictor)
             if name in texts:
-                found[name].signature = predictor.signature.with_instructions(texts[name])
-        return found
+                predictors_by_name[name].signature = predictor.signature.with_instructions(texts[name])
+        return predictors_by_name
 
 
 class ProgramRecord:
@@ -200,10 +200,10 @@ def _plain_text(output: Any) -> str:
     try:
         fields = dict(output.items()) if isinstance(output, dspy.Prediction) else {"text": str(output)}
         plain: dict[str, Any] = to_jsonable_python(fields, fallback=repr, inf_nan_mode="strings")
-        return json.dumps({"p": {name: encoded(one) for name, one in plain.items()}})
+        return json.dumps({"p": {name: encoded(item) for name, item in plain.items()}})
     except Exception as error:  # bytes that are no text, a cycle, a repr that raises
-        said = f"a {type(output).__name__} that cannot be written down: {type(error).__name__}"
-        return json.dumps({"p": {"text": said}})
+        message = f"a {type(output).__name__} that cannot be written down: {type(error).__name__}"
+        return json.dumps({"p": {"text": message}})
 
 
 def output_in(text: str | None) -> Any:
@@ -265,11 +265,11 @@ class DataUnpickler(pickle.Unpickler):
     def find_class(self, module_name: str, global_name: str, /) -> Any:
         if global_name in DATA.get(module_name, ()):
             return super().find_class(module_name, global_name)
-        found: Any = sys.modules.get(module_name)
+        value: Any = sys.modules.get(module_name)
         for part in global_name.split("."):
-            found = getattr(found, part, None)
-        if _holds_data(found):
-            return found
+            value = getattr(value, part, None)
+        if _holds_data(value):
+            return value
         raise RunDirectoryError(
             f"it names {module_name}.{global_name}, which is no class for data that this process has imported, and is "
             "not run. Import what defines it, or, if you trust the file, allow code in it by "
@@ -277,12 +277,12 @@ class DataUnpickler(pickle.Unpickler):
         )
 
 
-def _holds_data(found: Any) -> bool:
-    if not isinstance(found, type):
+def _holds_data(value: Any) -> bool:
+    if not isinstance(value, type):
         return False
-    if issubclass(found, BaseModel | dspy.Example | Enum) or (issubclass(found, tuple) and hasattr(found, "_fields")):
+    if issubclass(value, BaseModel | dspy.Example | Enum) or (issubclass(value, tuple) and hasattr(value, "_fields")):
         return True
-    return is_dataclass(found) and not hasattr(found, "__post_init__")
+    return is_dataclass(value) and not hasattr(value, "__post_init__")
 
 
 def read_checkpoint(run_dir: str | Path) -> History:
@@ -300,7 +300,7 @@ def read_checkpoint(run_dir: str | Path) -> History:
                 index,
                 dict(texts),
                 sum(scores.values()) / len(scores) if scores else None,
-                {id_text(one): float(score) for one, score in scores.items()},
+                {id_text(example_id): float(score) for example_id, score in scores.items()},
                 tuple(parents),
                 step=BEFORE_STEPS,
                 calls=calls,

@@ -98,7 +98,7 @@ class DspyRun(EvolutionRun):
         journal: RunJournal | None = None,
         shown_calls: int | None = None,
     ) -> None:
-        if not all(isinstance(one, list | tuple) and one for one in stages.values()):
+        if not all(isinstance(targets, list | tuple) and targets for targets in stages.values()):
             raise ConfigurationError(
                 f"stages is {stages!r}, expected stage -> a list of what it asks: LMs, modules, or None for the "
                 "configured LM."
@@ -106,18 +106,20 @@ class DspyRun(EvolutionRun):
         self.settings = settings = RunSettings() if settings is None else settings
         self.dspy_settings = dict(dspy.settings.copy())
         """dspy's settings for the length of the run: a later ``dspy.configure`` does not reach it."""
-        lm, modules = self.dspy_settings.get("lm"), [one for listed in stages.values() for one in listed]
+        lm, modules = self.dspy_settings.get("lm"), [target for listed in stages.values() for target in listed]
         lms = {stage: _lms(listed, lm) for stage, listed in stages.items()}
-        models = {stage: {str(getattr(one, "model", "")) for one in asked} for stage, asked in lms.items()}
+        models = {stage: {str(getattr(stage_lm, "model", "")) for stage_lm in asked} for stage, asked in lms.items()}
         self._models_by_stage = models
         self._unpriced = {stage for stage, names in models.items() if None in map(rates_of, names)}
-        slots, adaptive = _slots_of(settings, [one for one in modules if isinstance(one, Module)])
-        observers = [one for one in self.dspy_settings.get("callbacks") or () if isinstance(one, Observer)]
-        if not any(isinstance(one, Display) for one in observers):
+        slots, adaptive = _slots_of(settings, [target for target in modules if isinstance(target, Module)])
+        observers = [
+            callback for callback in self.dspy_settings.get("callbacks") or () if isinstance(callback, Observer)
+        ]
+        if not any(isinstance(observer, Display) for observer in observers):
             observers.insert(0, Progress())
         super().__init__(
             name=name,
-            stages={stage: {endpoint_of(one) for one in asked} for stage, asked in lms.items()},
+            stages={stage: {endpoint_of(stage_lm) for stage_lm in asked} for stage, asked in lms.items()},
             slots=slots,
             adaptive=adaptive,
             budget_calls=settings.max_metric_calls,
@@ -223,7 +225,7 @@ class DspyRun(EvolutionRun):
             spent = RequestCost(tokens_of(usage), cost_of(usage), problem)
             return ModuleReply(answer, failure, max(1, calls_of(usage)), spent)
 
-        return await self.rollouts.request(stage, step, call, lambda one: one.spent, record)
+        return await self.rollouts.request(stage, step, call, lambda reply: reply.spent, record)
 
     async def ask(
         self, stage: str, step: Requester, module: Module, /, lm: Any = None, position: str = "0", **inputs: Any
@@ -327,14 +329,14 @@ class DspyRun(EvolutionRun):
         """
         count = len(examples)
 
-        async def one(index: int, granted: OnGranted) -> Rollout:
+        async def evaluate_one(index: int, granted: OnGranted) -> Rollout:
             left = count - index - 1
             return await self.rollout(
                 stage, step, runner, candidate, examples[index], index,
                 split=split, traced=traced, pays=pays, behind=left, granted=granted,
             )  # fmt: skip
 
-        return await batch(count, one)
+        return await batch(count, evaluate_one)
 
     @property
     def dollars(self) -> float:
@@ -365,9 +367,9 @@ class DspyRun(EvolutionRun):
 def _lms(listed: Sequence[Any], default: Any) -> list[Any]:
     """The LMs that are asked: those of a list, and those of its modules' predictors."""
     lms: list[Any] = []
-    for one in listed:
-        lms += [getattr(each, "lm", None) for each in one.predictors()] if isinstance(one, Module) else [one]
-    return [lm for lm in (one or default for one in lms) if lm is not None]
+    for target in listed:
+        lms += [getattr(each, "lm", None) for each in target.predictors()] if isinstance(target, Module) else [target]
+    return [lm for lm in (own_lm or default for own_lm in lms) if lm is not None]
 
 
 def _slots_of(settings: RunSettings, programs: Iterable[Module]) -> tuple[int, Bounds | None]:

@@ -1,4 +1,4 @@
-"""What answers at an address: one model on several servers, as one LM; how full a vLLM server is, by ``/metrics``."""
+"""Servers that answer LM calls: one model on several of them as one LM, and how full a vLLM server is."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ from dspy_flashevolve.engine.endpoints import Endpoints
 from dspy_flashevolve.engine.errors import ConfigurationError
 
 READ_SECONDS = 5.0
-MOST_FAILURES = 10
-"""A server that has answered before is given up after so many failures in a row."""
+"""How long an answer of ``/metrics`` may take: httpx's own default."""
+MAX_FAILURES = 10
+"""Failures in a row after which the gauges of a server that has answered before are given up: at a question a second it
+may restart its endpoint for ten seconds. A round number; without gauges, limits adapt by what requests come to."""
 _SAMPLE = re.compile(r"^vllm:(\w+)(?:\{.*\})? ([^\s]+)", re.MULTILINE)
 
 logger = logging.getLogger(__name__)
@@ -53,9 +55,9 @@ class BalancedLM(dspy.LM):
     """
 
     def __init__(self, model: str, *, api_base: Sequence[str | Mapping[str, Any]], **options: Any) -> None:
-        given = [api_base] if isinstance(api_base, str | Mapping) else list(api_base)
+        servers = [api_base] if isinstance(api_base, str | Mapping) else list(api_base)
         self.deployments: tuple[dict[str, Any], ...] = tuple(
-            {"api_base": one} if isinstance(one, str) else dict(one) for one in given
+            {"api_base": server} if isinstance(server, str) else dict(server) for server in servers
         )
         """Of each server: its address, and what else was given of it."""
         _check(self.deployments)
@@ -64,9 +66,9 @@ class BalancedLM(dspy.LM):
     @with_callbacks
     def __call__(self, prompt: Any = None, *, messages: Any = None, **kwargs: Any) -> Any:
         """See ``dspy.LM``; asks the next server where one does not answer."""
-        for lm, where in self._attempts(kwargs):
+        for lm, arguments in self._attempts(kwargs):
             try:
-                return _call(lm, prompt, messages=messages, **where)
+                return _call(lm, prompt, messages=messages, **arguments)
             except Exception as error:
                 if lm is self or not is_retryable_lm_error(error):
                     raise
@@ -75,16 +77,16 @@ class BalancedLM(dspy.LM):
     @with_callbacks
     async def acall(self, prompt: Any = None, *, messages: Any = None, **kwargs: Any) -> Any:
         """See :meth:`__call__`."""
-        for lm, where in self._attempts(kwargs):
+        for lm, arguments in self._attempts(kwargs):
             try:
-                return await _acall(lm, prompt, messages=messages, **where)
+                return await _acall(lm, prompt, messages=messages, **arguments)
             except Exception as error:
                 if lm is self or not is_retryable_lm_error(error):
                     raise
         raise AssertionError("no attempt was made")
 
     def _attempts(self, kwargs: dict[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
-        """Who is asked, and how: each server in turn without a retry, and then the first one as any LM is."""
+        """Yield whom to ask, and how: each server in turn without a retry, then the first one as any LM is asked."""
         if "api_base" in kwargs:
             yield self, kwargs
             return
@@ -92,18 +94,20 @@ class BalancedLM(dspy.LM):
         order = [*self.deployments[first:], *self.deployments[:first]]
         once = copy.copy(self)  # shares history and connections
         once.num_retries = 0
-        for one in order if len(order) > 1 else ():
-            yield once, {**kwargs, **where(one)}
-        yield self, {**kwargs, **where(order[0])}
+        for deployment in order if len(order) > 1 else ():
+            yield once, {**kwargs, **arguments_for(deployment)}
+        yield self, {**kwargs, **arguments_for(order[0])}
 
     def dump_state(self) -> dict[str, Any]:
         """See ``dspy.LM``: without the keys."""
-        servers = [{name: value for name, value in one.items() if name != "api_key"} for one in self.deployments]
+        servers = [
+            {name: value for name, value in deployment.items() if name != "api_key"} for deployment in self.deployments
+        ]
         return {**super().dump_state(), "api_base": servers}
 
 
-def where(deployment: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of an LM call that ask one server."""
+def arguments_for(deployment: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of an LM call that ask one server."""
     return {name: deployment[name] for name in ("api_base", "api_key") if name in deployment}
 
 
@@ -114,20 +118,24 @@ _acall: Any = getattr(BaseLM.acall, "__wrapped__", BaseLM.acall)
 def _check(deployments: Sequence[Mapping[str, Any]]) -> None:
     if not deployments:
         raise ConfigurationError("api_base is empty, expected the address of at least one server.")
-    for one in deployments:
-        if not isinstance(one.get("api_base"), str) or not one["api_base"] or not set(one) <= _SETTINGS:
-            shown = {name: "..." if name == "api_key" else value for name, value in one.items()}
+    for deployment in deployments:
+        if (
+            not isinstance(deployment.get("api_base"), str)
+            or not deployment["api_base"]
+            or not set(deployment) <= _SETTINGS
+        ):
+            shown = {name: "..." if name == "api_key" else value for name, value in deployment.items()}
             raise ConfigurationError(
                 f"api_base has {shown!r}, expected an address, or a mapping with api_base and, of {sorted(_SETTINGS)}, "
                 "what else this server needs. Give what holds for all as options of the LM."
             )
-    places = [(one["api_base"].rstrip("/"), one.get("api_key")) for one in deployments]
+    places = [(deployment["api_base"].rstrip("/"), deployment.get("api_key")) for deployment in deployments]
     if len(set(places)) < len(places):
         raise ConfigurationError(f"api_base has an address twice: {[place for place, _ in places]}. Give each once.")
 
 
 def gauges_in(text: str) -> tuple[float, float, float] | None:
-    """Requests waiting, requests running and the share of the KV cache in use; None where the text does not say.
+    """Read requests waiting, requests running and the share of the KV cache in use; None where a text does not say.
 
     Several engines behind one address are added up; of their caches the fullest counts.
 
@@ -149,7 +157,7 @@ def gauges_in(text: str) -> tuple[float, float, float] | None:
 
 
 def metrics_url(api_base: str) -> str | None:
-    """Where a server that serves ``api_base`` would tell; None for what is no http address.
+    """Return the address of ``/metrics`` of the server at ``api_base``; None for what is no http address.
 
     >>> metrics_url("http://localhost:8000/v1"), metrics_url("openai")
     ('http://localhost:8000/metrics', None)
@@ -174,7 +182,7 @@ async def watch(url: str, report: Callable[[float, float, float], None], every_s
     failures, answered = 0, False
     try:
         async with httpx.AsyncClient(timeout=READ_SECONDS) as client:
-            while failures < (MOST_FAILURES if answered else 1):
+            while failures < (MAX_FAILURES if answered else 1):
                 try:
                     reply = await client.get(url)
                     gauges = gauges_in(reply.text) if reply.status_code == 200 else None
@@ -190,6 +198,6 @@ async def watch(url: str, report: Callable[[float, float, float], None], every_s
 
 
 def watchers(endpoints: Endpoints) -> list[Callable[[], Coroutine[Any, Any, None]]]:
-    """What reads the gauges of all endpoints that have an address, to be run beside the run."""
+    """Return what reads the gauges of all endpoints that have an address, to be run beside the run."""
     urls = {name: metrics_url(name.partition(" #")[0]) for name in endpoints.names}
     return [partial(watch, url, endpoints.endpoint(name).record_gauge) for name, url in urls.items() if url is not None]

@@ -96,12 +96,12 @@ class Usage(UsageTracker):
         return self
 
     def close(self) -> None:
-        """What it has counted is read now: what comes from here on is late."""
+        """Say that its counts are read now; what comes from here on is late, and goes to the run."""
         with self._closing:
             self._is_closed = True
 
     def tell_run(self) -> None:
-        """Hand all that it has counted to the run, unless it has been read: no event will sum it up."""
+        """Hand its counts to the run, unless they have been read: no event will sum them up."""
         with self._closing:
             is_read, self._is_closed = self._is_closed, True
         if self._count is not None and not is_read:
@@ -122,7 +122,7 @@ class Usage(UsageTracker):
         self._pass_on(model, fresh)
 
     def _pass_on(self, model: str, fresh: list[Entry]) -> None:
-        """Tell those around it, at once: the calls of a thread may come when their blocks have ended."""
+        """Add to the trackers around it, at once: a thread's calls may come when their blocks have ended."""
         if self._tracker is not None and fresh:
             self._tracker.usage_data[model].extend(map(_Counted, fresh))
         if self._around is not None:
@@ -131,7 +131,7 @@ class Usage(UsageTracker):
 
 
 def slot_here() -> Slot | None:
-    """The slot in which this code runs, also in a thread of ``dspy.Parallel``; None outside of any."""
+    """Return the slot in which this code runs, also in a thread of ``dspy.Parallel``; None outside of any."""
     return current_slot() or dspy.settings.get(SLOT_SETTING)
 
 
@@ -160,14 +160,14 @@ def counting_usage() -> Generator[Usage, None, None]:
 
 @contextmanager
 def counting_for_run() -> Generator[None, None, None]:
-    """Tell the run at once what each LM call inside uses, for the step and stage of the block: no event sums it up."""
+    """Report to the run at once what each LM call inside uses, for the step and stage of the block."""
     with counting_usage() as usage:
         usage.close()
         yield
 
 
 def usage_settings(count: CountLate) -> dict[str, Any]:
-    """dspy's settings of a run, by which LM calls that nobody else counts are told to ``count``."""
+    """Return the settings of dspy's by which LM calls that nobody else counts are given to ``count``."""
     usage = Usage(count)
     usage.close()
     return {"usage_tracker": usage, COUNTED_BY: usage, SLOT_SETTING: None}
@@ -198,7 +198,7 @@ def counted_call(others: Sequence[CountLate] = ()) -> Generator[None, None, None
 
 
 def tokens_of(tracker: UsageTracker) -> int:
-    """Prompt and completion tokens that the LMs reported.
+    """Sum the prompt and completion tokens that the LMs reported.
 
     >>> tracker = UsageTracker()
     >>> tracker.add_usage("lm", {"prompt_tokens": 3, "completion_tokens": 4})
@@ -209,29 +209,29 @@ def tokens_of(tracker: UsageTracker) -> int:
 
 
 def tokens_of_call(entry: Entry) -> int:
-    """The same of one call."""
+    """Sum the tokens of one call."""
     return _count(entry, "total_tokens") or _count(entry, "prompt_tokens") + _count(entry, "completion_tokens")
 
 
 def calls_of(tracker: UsageTracker) -> int:
-    """LM calls that reported their usage."""
+    """Count the LM calls that reported their usage."""
     return sum(1 for _ in _entries(tracker))
 
 
 def cost_of(tracker: UsageTracker) -> float:
-    """Dollars of the calls, by litellm's cost map; a model that is not in it counts as 0."""
+    """Sum the dollars of the calls, by litellm's cost map; a model that is not in it counts as 0."""
     return sum(cost_of_call(model, entry) for model, entry in _entries(tracker))
 
 
 def cost_of_call(model: str, entry: Entry) -> float:
-    """The same of one call."""
+    """Return the dollars of one call."""
     prompt, completion = rates_of(model) or (0.0, 0.0)
     return prompt * _count(entry, "prompt_tokens") + completion * _count(entry, "completion_tokens")
 
 
 @lru_cache(maxsize=256)
 def rates_of(model: str) -> tuple[float, float] | None:
-    """Dollars a prompt token and a completion token, by litellm's cost map; None where the model is not in it.
+    """Return the dollars of a prompt token and of a completion token; None where litellm's cost map lacks the model.
 
     Where nobody has imported litellm, which takes seconds and asks the network, the map is read from its files.
     """
@@ -255,16 +255,16 @@ def rates_of(model: str) -> tuple[float, float] | None:
 
 @cache
 def _shipped_rates() -> dict[str, Any]:
-    """Model -> its entry in the cost map that litellm ships; empty where it is not found."""
-    found = find_spec("litellm")
-    for folder in () if found is None else found.submodule_search_locations or ():
+    """Map each model to its entry in the cost map that litellm ships; empty where that is not found."""
+    package = find_spec("litellm")
+    for folder in () if package is None else package.submodule_search_locations or ():
         with suppress(OSError, ValueError):
             return json.loads((Path(folder) / "model_prices_and_context_window_backup.json").read_text("utf-8"))
     return {}
 
 
 def completion_tokens_of(used: Mapping[str, Sequence[dict[str, Any]]]) -> int:
-    """Completion tokens of what a tracker has, its ``usage_data``."""
+    """Sum the completion tokens of what a tracker has, its ``usage_data``."""
     return sum(_count(entry, "completion_tokens") for entries in used.values() for entry in entries)
 
 

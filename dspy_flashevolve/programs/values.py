@@ -215,13 +215,13 @@ def _read_prediction(kept: list[Any]) -> dspy.Prediction:
 
 
 def _read_model(kept: list[Any]) -> BaseModel:
-    module, qualified, values, given, extra, private = kept
+    module, qualified, values, set_fields, extra, private = kept
     kind = _class_named(module, qualified, BaseModel)
     values = decoded(values)
     if values.keys() - kind.model_fields.keys():
         raise InexactError(f"{module}.{qualified} has other fields now")
     model = object.__new__(kind)
-    state = {"__dict__": values, "__pydantic_fields_set__": decoded(given)}
+    state = {"__dict__": values, "__pydantic_fields_set__": decoded(set_fields)}
     state |= {"__pydantic_extra__": decoded(extra), "__pydantic_private__": decoded(private)}
     BaseModel.__setstate__(model, state)
     return model

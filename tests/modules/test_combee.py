@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dspy_flashevolve.modules.integrate import CombeeReflection
+from dspy_flashevolve.modules.combee import CombeeReflection
 from tests.fakes import Chain, digits, examples, fake_lm, hashed, reply_for, task_lm
 
 pytestmark = pytest.mark.anyio
@@ -80,8 +80,8 @@ async def test_one_map_a_group_and_one_reduce_a_component(asynchronous: bool) ->
     assert set(texts) == {"p", "q"}
     assert all(text.startswith("reduced") for text in texts.values())
     assert (len(model.maps), len(model.reduces)) == (8, 2)
-    mine = [prompt for prompt in model.maps if "current p" in prompt]
-    assert sum((dealt(prompt) for prompt in mine), Counter()) == {str(number): 2 for number in range(16)}
+    prompts_on_p = [prompt for prompt in model.maps if "current p" in prompt]
+    assert sum((dealt(prompt) for prompt in prompts_on_p), Counter()) == {str(number): 2 for number in range(16)}
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
@@ -133,7 +133,7 @@ async def test_a_reduction_of_the_users_own_is_used() -> None:
     class Longest(dspy.Module):
         def forward(self, head: Any, children: Any, **rest: Any) -> dspy.Prediction:
             assert head == CANDIDATE
-            return dspy.Prediction(texts={"p": max((one.texts["p"] for one in children), key=len) + "!"})
+            return dspy.Prediction(texts={"p": max((child.texts["p"] for child in children), key=len) + "!"})
 
     model = Model()
     texts = await proposed(False, model, 4, ["p"], reduce=Longest())

@@ -81,7 +81,7 @@ async def integrated(script: Scripted, children: list[StaleChild], asynchronous:
 
 
 def plain(answer: Any) -> Any:
-    return answer.texts, [one.model_dump() for one in answer.verdicts], answer.failed
+    return answer.texts, [verdict.model_dump() for verdict in answer.verdicts], answer.failed
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
@@ -91,7 +91,7 @@ async def test_one_call_a_changed_component(asynchronous: bool) -> None:
     answer = await integrated(script, children, asynchronous)
     assert answer.texts == {"p": "P", "q": "Q"}
     assert len(script.prompts) == 2
-    assert ["### Child 2" in prompt for prompt in sorted(script.prompts, key=lambda one: "head of q" in one)] == [
+    assert ["### Child 2" in prompt for prompt in sorted(script.prompts, key=lambda prompt: "head of q" in prompt)] == [
         True,
         False,
     ]
@@ -102,7 +102,7 @@ async def test_verdicts_and_the_new_text_are_read(asynchronous: bool) -> None:
     script = Scripted(reply("the new text", c1="orthogonal", c2="conflicting", c3="subsumed"))
     answer = await integrated(script, [child(1), child(2), child(3)], asynchronous)
     assert answer.texts == {"p": "the new text"}
-    assert [(one.child, one.verdict, one.reason) for one in answer.verdicts] == [
+    assert [(verdict.child, verdict.verdict, verdict.reason) for verdict in answer.verdicts] == [
         (1, "orthogonal", "r"),
         (2, "conflicting", "r"),
         (3, "subsumed", "r"),
@@ -113,7 +113,7 @@ async def test_verdicts_and_the_new_text_are_read(asynchronous: bool) -> None:
 async def test_verdicts_on_unknown_children_are_dropped_and_of_two_on_one_child_the_last_counts() -> None:
     verdicts = [{"child": n, "verdict": v} for n, v in ((1, "subsumed"), (9, "subsumed"), (1, "orthogonal"))]
     answer = await integrated(Scripted(reply_for("", verdicts=json.dumps(verdicts), new_text="t")), [child(1)])
-    assert [(one.child, one.verdict) for one in answer.verdicts] == [(1, "orthogonal")]
+    assert [(verdict.child, verdict.verdict) for verdict in answer.verdicts] == [(1, "orthogonal")]
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
@@ -278,7 +278,7 @@ def test_no_reply_makes_it_raise(text: str, code: bool, fallback: bool) -> None:
     with dspy.context(lm=fake_lm(lambda prompt: text), adapter=adapter):
         answer = StaleCandidateReflection()(head=HEAD, children=[child(1)], code_components=["p"] if code else [])
     assert ("p" in answer.texts) != ("p" in answer.failed)
-    assert all(one.child == 1 for one in answer.verdicts)
+    assert all(verdict.child == 1 for verdict in answer.verdicts)
     assert all(value.strip() for value in answer.texts.values())
 
 
@@ -344,7 +344,7 @@ class Own(dspy.Module):
 NAMES: list[str] = []
 
 
-def said(texts: dict[str, str], failed: dict[str, str] | None = None, **verdicts: str) -> dspy.Prediction:
+def reply_with(texts: dict[str, str], failed: dict[str, str] | None = None, **verdicts: str) -> dspy.Prediction:
     listed = [dspy.Prediction(child=int(n[1:]), verdict=v, reason="r") for n, v in verdicts.items()]
     return dspy.Prediction(texts=texts, verdicts=listed, failed=failed or {})
 
@@ -357,7 +357,7 @@ async def integration(module: dspy.Module, children: list[StaleChild], lm: Any =
     inputs = {"head": dict(HEAD), "children": children, "commits": [], "code_components": []}
     return await made.run_async(
         lambda: made.call_module(
-            "integrate", Asker(0), module, inputs, lm=lm, read=lambda one: read_answer(one, children)
+            "integrate", Asker(0), module, inputs, lm=lm, read=lambda answer: read_answer(answer, children)
         )
     )
 
@@ -370,9 +370,9 @@ async def integrated_by(module: dspy.Module, *children: StaleChild) -> Integrati
 
 async def test_a_module_of_the_users_own_without_an_awaitable_twin_runs_in_a_thread() -> None:
     NAMES.clear()
-    seen = await integrated_by(Own(said({"p": "mine"}, c1="orthogonal", c5="subsumed")), child(1))
+    seen = await integrated_by(Own(reply_with({"p": "mine"}, c1="orthogonal", c5="subsumed")), child(1))
     assert (seen.texts, seen.failed) == ({"p": "mine"}, "")
-    assert [(one.child, one.verdict) for one in seen.verdicts] == [(1, "orthogonal")]
+    assert [(verdict.child, verdict.verdict) for verdict in seen.verdicts] == [(1, "orthogonal")]
     assert len(NAMES) == 1
     assert NAMES[0].startswith("flashevolve-work")
 
@@ -386,7 +386,9 @@ async def test_a_module_that_raises_or_returns_something_else_has_failed_and_not
 
 
 async def test_texts_of_components_that_no_child_changed_are_dropped() -> None:
-    seen = await integrated_by(Own(said({"p": "mine", "q": "not asked", "z": "unknown"}, c1="orthogonal")), child(1))
+    seen = await integrated_by(
+        Own(reply_with({"p": "mine", "q": "not asked", "z": "unknown"}, c1="orthogonal")), child(1)
+    )
     assert seen.texts == {"p": "mine"}
 
 
@@ -417,16 +419,16 @@ async def test_what_an_integration_does_to_its_module_does_not_stay() -> None:
     class Forgetful(Own):
         def forward(self, **inputs: Any) -> Any:
             self.threads.append("seen")
-            return said({"p": str(len(self.threads))}, c1="orthogonal")
+            return reply_with({"p": str(len(self.threads))}, c1="orthogonal")
 
     module = Forgetful(None)
     assert [(await integrated_by(module, child(1))).texts for _ in range(2)] == [{"p": "1"}, {"p": "1"}]
 
 
 async def test_a_module_that_finds_nothing_worth_a_change_has_not_failed() -> None:
-    seen = await integrated_by(Own(said({}, c1="subsumed")), child(1))
+    seen = await integrated_by(Own(reply_with({}, c1="subsumed")), child(1))
     assert (seen.texts, seen.failed) == ({}, "")
-    assert [(one.child, one.verdict) for one in seen.verdicts] == [(1, "subsumed")]
+    assert [(verdict.child, verdict.verdict) for verdict in seen.verdicts] == [(1, "subsumed")]
 
 
 PLAIN_LINES = """[[ ## verdicts ## ]]
@@ -446,7 +448,7 @@ async def test_verdicts_in_plain_lines_are_read_as_a_small_model_writes_them(asy
     script = Scripted(PLAIN_LINES)
     answer = await integrated(script, [child(1), child(2), child(3)], asynchronous)
     assert answer.texts == {"p": "the new text"}
-    assert [(one.child, one.verdict) for one in answer.verdicts] == [(1, "orthogonal"), (2, "subsumed")]
+    assert [(verdict.child, verdict.verdict) for verdict in answer.verdicts] == [(1, "orthogonal"), (2, "subsumed")]
     assert len(script.prompts) == 1
 
 
@@ -492,7 +494,7 @@ async def test_a_good_text_is_used_whatever_the_verdicts(text: str, judged: list
     script = Scripted(text)
     answer = await integrated(script, [child(1), child(2)], asynchronous)
     assert (answer.texts, answer.failed) == ({"p": "the new text"}, {})
-    assert [one.child for one in answer.verdicts] == judged
+    assert [verdict.child for verdict in answer.verdicts] == judged
     assert len(script.prompts) == 1
 
 

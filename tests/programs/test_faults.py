@@ -291,7 +291,7 @@ def hiding(error: Exception, over: Exception, how: str) -> Exception:
 def test_a_fault_is_found_beneath_what_the_program_made_of_it(how: str) -> None:
     for limit in (LMRateLimitError("429"), ConnectionResetError("gone")):
         error = hiding(hiding(limit, KeyError("a"), how), ValueError("b"), how)
-        fault = fault_of(error, heard=[limit])
+        fault = fault_of(error, lm_errors=[limit])
         assert fault is not None
         assert fault[0] is Fault.LATER
         assert fault[1] is limit
@@ -312,7 +312,7 @@ def test_a_fault_that_was_swallowed_on_the_way_to_a_crash_is_no_score(error: Exc
     hidden = hiding(error, ValueError("the workers failed"), "from None")
     assert fault_of(hidden) is None
     with pytest.raises(TransientError):
-        raise_provider_fault(hidden, heard=[error])
+        raise_provider_fault(hidden, lm_errors=[error])
 
 
 def test_a_fault_that_dspys_parallel_swallows_is_no_score() -> None:
@@ -332,7 +332,7 @@ def test_a_fault_that_dspys_parallel_swallows_is_no_score() -> None:
 def test_a_reply_that_cannot_be_parsed_stays_the_programs_whatever_failed_before_it() -> None:
     parse = AdapterParseError("ChatAdapter", dspy.Signature("a -> b"), "text")
     limit = LMRateLimitError("429")
-    assert fault_of(hiding(limit, parse, "meanwhile"), heard=[limit]) is None
+    assert fault_of(hiding(limit, parse, "meanwhile"), lm_errors=[limit]) is None
 
 
 def test_a_chain_that_bites_its_tail_ends() -> None:
