@@ -64,8 +64,8 @@ def is_coroutine_metric(metric: MetricFn) -> bool:
 def name_of(code: Any) -> str:
     """How to call a user's function, or the class of a callable object, in a message.
 
-    >>> name_of(is_coroutine_metric), name_of(anyio.Event())
-    ('is_coroutine_metric', 'Event')
+    >>> name_of(is_coroutine_metric), name_of(nullcontext())
+    ('is_coroutine_metric', 'nullcontext')
     """
     return str(getattr(code, "__qualname__", None) or type(code).__qualname__)
 
