@@ -201,7 +201,7 @@ def _history(run_dir: str, replies: bool = False) -> History:
     """Read a run directory of this package, or of dspy.GEPA."""
     path = Path(run_dir)
     if not (path / FILE).exists() and (path / "gepa_state.bin").exists():
-        from dspy_flashevolve.programs.records import read_checkpoint
+        from dspy_flashevolve.programs.checkpoint import read_checkpoint
 
         return read_checkpoint(run_dir)
     _require_run(path)

@@ -23,7 +23,8 @@ from dspy_flashevolve.engine.replay import BEFORE_STEPS, RunJournal, id_text
 from dspy_flashevolve.gepa.credit import Credit
 from dspy_flashevolve.gepa.options import restore_strategies
 from dspy_flashevolve.gepa.pool import Crossover, Pool, Selected, write_commits
-from dspy_flashevolve.programs.records import DataUnpickler, output_in
+from dspy_flashevolve.programs.checkpoint import DataUnpickler
+from dspy_flashevolve.programs.records import output_in
 
 logger = logging.getLogger(__name__)
 

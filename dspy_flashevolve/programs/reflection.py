@@ -171,7 +171,8 @@ class ReflectionRunner:
         acall = getattr(proposer, "acall", None)
         if isinstance(proposer, Module) and not has_own_aforward(proposer):
             return None  # every module has an ``acall``; not every one can be awaited
-        if callable(proposer) and not answers_asynchronously(self._adapter.reflection_lm or dspy.settings.lm):
+        lm = self._adapter.reflection_lm or dspy.settings.lm
+        if callable(proposer) and lm is not None and not answers_asynchronously(lm):
             return None  # its LM overrides ``forward`` alone: awaited, it would send the request elsewhere
         has_code = any(name in self._adapter._flex_paths for name in components)  # pyright: ignore[reportPrivateUsage]
         return acall if inspect.iscoroutinefunction(acall) and not has_code else None

@@ -1,8 +1,8 @@
-"""Values as JSON from which equal values can be read: what traces and replies in the journal are made of.
+"""Values as JSON text from which equal values can be read: the traces and replies in the journal.
 
 JSON, and no pickle beside it: secrets are taken out of all texts that the journal gets, which nobody can do in a
 pickle; reading it runs no code and imports nothing; and SQL can read it. The price is that an object of a class that is
-not named here cannot be written: :func:`written` refuses it, and what it was part of is made anew when it is needed.
+not named here cannot be written: :func:`to_json` refuses it, and what it was part of is made anew when it is needed.
 
 Objects are written by what they hold, not by what they show of themselves: the fields of a pydantic model under their
 own names, whatever its aliases, serializers and excluded fields are, each value with its own type. They are read
@@ -58,29 +58,29 @@ TEXTS: dict[type, tuple[Callable[[Any], str], Callable[[str], Any]]] = {
 TEXT_NAMES = {kind.__name__: kind for kind in TEXTS}
 
 
-def written(value: Any) -> str:
-    """A value as JSON text, which was read again and is equal.
+def to_json(value: Any) -> str:
+    """Write a value as JSON text, and check that reading it gives an equal one.
 
-    >>> read(written({"a": (1, [None, "b"])}))
+    >>> from_json(to_json({"a": (1, [None, "b"])}))
     {'a': (1, [None, 'b'])}
 
     Raises:
-        InexactError: what :func:`read` makes of it is another value.
+        InexactError: what :func:`from_json` makes of it is another value.
         Exception: it cannot be written, or not be read: whatever a class of the user's raises.
     """
-    text = json.dumps(encoded(value))
-    if json.dumps(encoded(read(text))) != text:
+    text = json.dumps(encode(value))
+    if json.dumps(encode(from_json(text))) != text:
         raise InexactError(f"a {type(value).__name__} that is another one when it is read")
     return text
 
 
-def read(text: str) -> Any:
-    """What :func:`written` was given.
+def from_json(text: str) -> Any:
+    """Read the value that :func:`to_json` was given.
 
     Raises:
         InexactError: it holds an object of a class that is not there any more, or is another one now.
     """
-    return decoded(json.loads(text))
+    return decode(json.loads(text))
 
 
 def is_readable(trace: str) -> bool:
@@ -89,19 +89,23 @@ def is_readable(trace: str) -> bool:
     Args:
         trace: as :class:`~.records.RolloutRecords` writes it; that of another loop counts as readable.
     """
-    kept = json.loads(trace)
-    if not isinstance(kept, dict) or "trace" not in kept:
+    record = json.loads(trace)
+    if not isinstance(record, dict) or "trace" not in record:
         return True
     try:
-        for part in (kept["prediction"], kept["score"], *(value for _, *values in kept["trace"] for value in values)):
-            decoded(part)
+        for part in (
+            record["prediction"],
+            record["score"],
+            *(value for _, *values in record["trace"] for value in values),
+        ):
+            decode(part)
     except Exception:  # whatever a class of the user's raises
         return False
     return True
 
 
-def encoded(value: Any) -> Any:
-    """A value as what JSON has, from which :func:`decoded` makes an equal one.
+def encode(value: Any) -> Any:
+    """Express a value by what JSON has, so that :func:`decode` makes an equal one of it.
 
     Raises:
         InexactError: it, or something in it, is of a type that is not known here.
@@ -112,48 +116,48 @@ def encoded(value: Any) -> Any:
     if kind is float:
         return value if math.isfinite(value) else {"x": repr(value)}
     if kind is list:
-        return [encoded(item) for item in value]
+        return [encode(item) for item in value]
     if kind is tuple:
-        return {"t": [encoded(item) for item in value]}
+        return {"t": [encode(item) for item in value]}
     if kind is dict:
         if all(type(name) is str for name in value):
-            return {"d": _encoded_items(value)}
-        return {"i": [[encoded(name), encoded(item)] for name, item in value.items()]}
+            return {"d": _encode_items(value)}
+        return {"i": [[encode(name), encode(item)] for name, item in value.items()]}
     if kind in (set, frozenset):
-        items = sorted((encoded(item) for item in value), key=json.dumps)
+        items = sorted((encode(item) for item in value), key=json.dumps)
         return {"s" if kind is set else "z": items}
     if kind in TEXTS:
         return {"c": [kind.__name__, _text_of(value, kind)]}
     if kind is FailedPrediction:
-        return {"f": [encoded(value.completion_text), encoded(value.format_reward)]}
+        return {"f": [encode(value.completion_text), encode(value.format_reward)]}
     if isinstance(value, _numpys_numbers()) and value.dtype.kind in "biuf":
-        return {"n": [kind.__name__, encoded(value.item())]}
+        return {"n": [kind.__name__, encode(value.item())]}
     if isinstance(value, dspy.Prediction):
-        return _encoded_prediction(value)
+        return _encode_prediction(value)
     if isinstance(value, Enum):
-        return {"e": [*_name(kind, Enum), encoded(value.name)]}
+        return {"e": [*_name(kind, Enum), encode(value.name)]}
     if isinstance(value, BaseModel):
-        return {"m": [*_name(kind, BaseModel), *map(encoded, _state_of(value))]}
+        return {"m": [*_name(kind, BaseModel), *map(encode, _state_of(value))]}
     if isinstance(value, tuple) and hasattr(kind, "_fields"):
-        return {"u": [*_name(kind, tuple), [encoded(item) for item in value]]}
+        return {"u": [*_name(kind, tuple), [encode(item) for item in value]]}
     if is_dataclass(value):
         names = [field.name for field in fields(value)]
         if set(getattr(value, "__dict__", ())) - set(names):
             raise InexactError(f"a {kind.__name__} with more than its fields")
-        return {"a": [*_name(kind, object), {name: encoded(getattr(value, name)) for name in names}]}
+        return {"a": [*_name(kind, object), {name: encode(getattr(value, name)) for name in names}]}
     raise InexactError(f"a {kind.__name__}")
 
 
 def _numpys_numbers() -> tuple[Any, ...]:
-    """The base class of numpy's numbers; nothing where nobody has imported numpy."""
+    """Return the base class of numpy's numbers; nothing where nobody has imported numpy."""
     numpy: Any = sys.modules.get("numpy")
     return () if numpy is None else (numpy.generic,)
 
 
-def _encoded_items(value: dict[str, Any]) -> dict[str, Any]:
+def _encode_items(value: dict[str, Any]) -> dict[str, Any]:
     if not all(type(name) is str for name in value):
         raise InexactError("a field whose name is no text")
-    return {name: encoded(item) for name, item in value.items()}
+    return {name: encode(item) for name, item in value.items()}
 
 
 def _text_of(value: Any, kind: type) -> str:
@@ -163,20 +167,20 @@ def _text_of(value: Any, kind: type) -> str:
     return TEXTS[kind][0](value)
 
 
-def _encoded_prediction(value: dspy.Prediction) -> dict[str, Any]:
-    """A prediction. Its completions are kept where there are several; else they are its fields once more."""
+def _encode_prediction(value: dspy.Prediction) -> dict[str, Any]:
+    """Encode a prediction; its completions only where there are several, else they are its fields once more."""
     state: dict[str, Any] = vars(value)
     store, usage = state["_store"], state["_lm_usage"]
     completions = None if state["_completions"] is None else dict(state["_completions"].items())
     if completions is not None and all(len(items) == 1 for items in completions.values()):
         completions = None
     if type(value) is dspy.Prediction and completions is None and usage is None:
-        return {"p": _encoded_items(store)}
-    return {"P": [*_name(type(value), dspy.Prediction), _encoded_items(store), encoded(completions), encoded(usage)]}
+        return {"p": _encode_items(store)}
+    return {"P": [*_name(type(value), dspy.Prediction), _encode_items(store), encode(completions), encode(usage)]}
 
 
 def _state_of(model: BaseModel) -> tuple[Any, ...]:
-    """The values of a model's fields, the names of those that were given, and what it holds beside them."""
+    """Return the values of a model's fields, the names of those that were set, and what it holds beside them."""
     kind, held = type(model), vars(model)
     for name in held.keys() - kind.model_fields.keys():
         if not isinstance(inspect.getattr_static(kind, name, None), cached_property):  # which is computed again
@@ -185,69 +189,69 @@ def _state_of(model: BaseModel) -> tuple[Any, ...]:
     return values, model.model_fields_set, model.__pydantic_extra__, model.__pydantic_private__
 
 
-def decoded(value: Any) -> Any:
-    """What :func:`encoded` was given.
+def decode(value: Any) -> Any:
+    """Make the value that :func:`encode` was given.
 
     Raises:
         InexactError: a class that is not there any more, or is another one now.
     """
     if isinstance(value, list):
-        return [decoded(item) for item in cast("list[Any]", value)]
+        return [decode(item) for item in cast("list[Any]", value)]
     if not isinstance(value, dict):
         return value
-    [(kind, kept)] = cast("dict[str, Any]", value).items()
+    [(kind, data)] = cast("dict[str, Any]", value).items()
     if kind not in READERS:
         raise InexactError(f"it was written in another way, {kind!r}")
-    return READERS[kind](kept)
+    return READERS[kind](data)
 
 
-def _decoded_items(kept: dict[str, Any]) -> dict[str, Any]:
-    return {name: decoded(item) for name, item in kept.items()}
+def _decode_items(data: dict[str, Any]) -> dict[str, Any]:
+    return {name: decode(item) for name, item in data.items()}
 
 
-def _read_prediction(kept: list[Any]) -> dspy.Prediction:
-    module, qualified, store, completions, usage = kept
+def _read_prediction(data: list[Any]) -> dspy.Prediction:
+    module, qualified, store, completions, usage = data
     prediction = object.__new__(_class_named(module, qualified, dspy.Prediction))
-    several = decoded(completions)
-    held = {"_completions": None if several is None else Completions(several), "_lm_usage": decoded(usage)}
-    vars(prediction).update(_store=_decoded_items(store), **held)
+    several = decode(completions)
+    held = {"_completions": None if several is None else Completions(several), "_lm_usage": decode(usage)}
+    vars(prediction).update(_store=_decode_items(store), **held)
     return prediction
 
 
-def _read_model(kept: list[Any]) -> BaseModel:
-    module, qualified, values, set_fields, extra, private = kept
+def _read_model(data: list[Any]) -> BaseModel:
+    module, qualified, values, set_fields, extra, private = data
     kind = _class_named(module, qualified, BaseModel)
-    values = decoded(values)
+    values = decode(values)
     if values.keys() - kind.model_fields.keys():
         raise InexactError(f"{module}.{qualified} has other fields now")
     model = object.__new__(kind)
-    state = {"__dict__": values, "__pydantic_fields_set__": decoded(set_fields)}
-    state |= {"__pydantic_extra__": decoded(extra), "__pydantic_private__": decoded(private)}
+    state = {"__dict__": values, "__pydantic_fields_set__": decode(set_fields)}
+    state |= {"__pydantic_extra__": decode(extra), "__pydantic_private__": decode(private)}
     BaseModel.__setstate__(model, state)
     return model
 
 
-def _read_dataclass(kept: list[Any]) -> Any:
-    module, qualified, values = kept
+def _read_dataclass(data: list[Any]) -> Any:
+    module, qualified, values = data
     kind = _class_named(module, qualified, object)
     if not is_dataclass(kind) or values.keys() != {field.name for field in fields(kind)}:
         raise InexactError(f"{module}.{qualified} has other fields now")
     result = object.__new__(kind)
     for name, item in values.items():
-        object.__setattr__(result, name, decoded(item))
+        object.__setattr__(result, name, decode(item))
     return result
 
 
-def _read_named_tuple(kept: list[Any]) -> Any:
-    module, qualified, items = kept
+def _read_named_tuple(data: list[Any]) -> Any:
+    module, qualified, items = data
     kind = _class_named(module, qualified, tuple)
     if len(items) != len(getattr(kind, "_fields", ())):
         raise InexactError(f"{module}.{qualified} has other fields now")
-    return tuple.__new__(kind, [decoded(item) for item in items])
+    return tuple.__new__(kind, [decode(item) for item in items])
 
 
-def _read_enum(kept: list[Any]) -> Any:
-    module, qualified, name = kept
+def _read_enum(data: list[Any]) -> Any:
+    module, qualified, name = data
     try:
         return _class_named(module, qualified, Enum)[name]
     except KeyError as error:
@@ -256,26 +260,26 @@ def _read_enum(kept: list[Any]) -> Any:
 
 READERS: dict[str, Callable[[Any], Any]] = {
     "x": float,
-    "t": lambda kept: tuple(decoded(item) for item in kept),
-    "d": _decoded_items,
-    "i": lambda kept: {decoded(name): decoded(item) for name, item in kept},
-    "s": lambda kept: {decoded(item) for item in kept},
-    "z": lambda kept: frozenset(decoded(item) for item in kept),
-    "c": lambda kept: TEXTS[TEXT_NAMES[kept[0]]][1](kept[1]),
-    "n": lambda kept: _class_named("numpy", kept[0], *_numpys_numbers())(decoded(kept[1])),
-    "f": lambda kept: FailedPrediction(*map(decoded, kept)),
-    "p": lambda kept: dspy.Prediction(**_decoded_items(kept)),
+    "t": lambda data: tuple(decode(item) for item in data),
+    "d": _decode_items,
+    "i": lambda data: {decode(name): decode(item) for name, item in data},
+    "s": lambda data: {decode(item) for item in data},
+    "z": lambda data: frozenset(decode(item) for item in data),
+    "c": lambda data: TEXTS[TEXT_NAMES[data[0]]][1](data[1]),
+    "n": lambda data: _class_named("numpy", data[0], *_numpys_numbers())(decode(data[1])),
+    "f": lambda data: FailedPrediction(*map(decode, data)),
+    "p": lambda data: dspy.Prediction(**_decode_items(data)),
     "P": _read_prediction,
     "e": _read_enum,
     "m": _read_model,
     "u": _read_named_tuple,
     "a": _read_dataclass,
 }
-"""Mark of a kind of values -> what reads one. The marks are in journals: one that changes its meaning gets another."""
+"""Mark of a kind of values -> what reads a value of it. The marks are in journals: a mark never changes its meaning."""
 
 
 def _name(kind: type, base: type) -> tuple[str, str]:
-    """The name by which :func:`_class_named` finds a class.
+    """Return the name by which :func:`_class_named` finds a class.
 
     Raises:
         InexactError: it does not: the class is defined inside a function, say.
@@ -287,7 +291,7 @@ def _name(kind: type, base: type) -> tuple[str, str]:
 
 
 def _class_named(module: str, qualified: str, base: T) -> T:
-    """A class that the program has imported already; nothing is imported by a name that stands in a file.
+    """Find a class that the program has imported already; nothing is imported by a name that stands in a file.
 
     Raises:
         InexactError: there is none of this name, or it is no subclass of ``base``.

@@ -32,7 +32,7 @@ from dspy_flashevolve.programs.records import (
     output_in,
     output_text,
 )
-from dspy_flashevolve.programs.values import InexactError, is_readable, read, written
+from dspy_flashevolve.programs.values import InexactError, from_json, is_readable, to_json
 from tests.fakes import Chain, digits, examples
 
 
@@ -146,23 +146,23 @@ def told(value: Any) -> Any:
 @settings(max_examples=300, deadline=None)
 @given(values)
 def test_what_is_written_is_read_equal_with_the_types_of_all_that_is_in_it(value: Any) -> None:
-    assert told(read(written(value))) == told(value)
+    assert told(from_json(to_json(value))) == told(value)
 
 
 def test_a_failed_prediction_comes_back() -> None:
     failed = FailedPrediction("no format", format_reward=0.0)
-    assert read(written(failed)) == failed
+    assert from_json(to_json(failed)) == failed
 
 
 def test_a_conversation_comes_back() -> None:
     history = dspy.History(messages=[{"question": "q", "answer": "a"}])
-    assert read(written(history)) == history
+    assert from_json(to_json(history)) == history
 
 
 def test_fields_that_a_class_computes_are_computed_again() -> None:
     value = Named(name="x")
     assert value.shouted == "X"
-    assert read(written(value)).shouted == "X"
+    assert from_json(to_json(value)).shouted == "X"
 
 
 class Named(BaseModel):
@@ -194,7 +194,7 @@ class Setting(BaseModel):
 )
 def test_what_would_not_come_back_is_refused_when_it_is_written(value: Any) -> None:
     with pytest.raises(InexactError):
-        written(value)
+        to_json(value)
 
 
 def test_a_model_that_is_defined_inside_a_function_is_refused() -> None:
@@ -202,7 +202,7 @@ def test_a_model_that_is_defined_inside_a_function_is_refused() -> None:
         name: str
 
     with pytest.raises(InexactError):
-        written(Local(name="x"))
+        to_json(Local(name="x"))
 
 
 NAMED = {"m": [{"d": {}}, {"s": []}, None, None], "P": [{}, None, None], "e": ["A"], "u": [[]], "a": [{}]}
@@ -213,7 +213,7 @@ NAMED = {"m": [{"d": {}}, {"s": []}, None, None], "P": [{}, None, None], "e": ["
 @pytest.mark.parametrize(("kind", "rest"), NAMED.items())
 def test_nothing_is_imported_or_made_by_a_name_in_a_file_but_data(kind: str, rest: list[Any], name: list[str]) -> None:
     with pytest.raises(InexactError):
-        read(json.dumps({kind: [*name, *rest]}))
+        from_json(json.dumps({kind: [*name, *rest]}))
     assert "antigravity" not in sys.modules
 
 
