@@ -56,7 +56,6 @@ ASSIGNED = {
     ("counters", "*"): "counters",
     ("error", "best_program"): "an error carries the best program to whoever catches it",
     ("error", "ASKED"): "an error of a provider says how often it was asked",
-    ("found[name]", "signature"): "dspy's way to change a signature",
     ("litellm", "suppress_debug_info"): "an option of litellm",
     ("state", "*"): "gepa's state: its own engine changes it so",
     ("merge", "*"): "gepa's merge keeps its counts in attributes",
