@@ -189,7 +189,7 @@ class _RunSpans:
         known = {f"flashevolve.{name}": value for name, value in results.items() if value is not None}
         self.span.set_attributes(known)
         failed = self.run.outcome in ("failed", "aborted")
-        self._end(self.span, self.run.clock(), self.run.outcome, self.run.said, failed)
+        self._end(self.span, self.run.clock(), self.run.outcome, self.run.end_reason, failed)
 
     def _add_stage(self, event: StageVisited) -> None:
         with self._lock:
