@@ -206,7 +206,7 @@ class _RunSpans:
         return self._tracer.start_span(name, inside, attributes=attributes, start_time=self._at(seconds))
 
     def _end(self, span: Any, seconds: float, way: str, reason: str, failed: bool) -> None:
-        reason = self.run.redaction.of(reason)
+        reason = self.run.redaction.redact(reason)
         span.set_attributes({"flashevolve.end": way, "flashevolve.reason": reason})
         if failed:
             span.set_status(trace.StatusCode.ERROR, reason)
