@@ -213,7 +213,7 @@ class Compilation:
                 "Raise max_gap, lower Workflow.live_steps, or use staleness='reflective'.",
                 100 * self._loop.discarded_share,
             )
-        log_summary(logger if stats.failed else gepa_logger, stats)
+        log_summary(logger if stats.outcome == "failed" else gepa_logger, stats)
         return self._result(stats)
 
     async def _evolved(self) -> None:

@@ -97,8 +97,10 @@ def totals_of(history: History) -> RunTotals:
     by_role: dict[Role, RequestTotals] = {
         role: _request_totals(role, roles[role]) for role in ("task", "reflection") if has_journal
     }
+    # Steps may wait in a stage of which no request was answered yet.
     names = [*stages, *(waits.keys() - stages.keys())]
     by_stage = [_request_totals(name, stages[name], waits[name]) for name in names]
+    # One stage without a price makes the sum unknown: that of the others would be taken for the whole.
     has_prices = has_journal and all(stage.cost_dollars is not None for stage in by_stage)
     reasons = Counter(step.reason for step in steps if step.way not in ("", "committed"))
     return RunTotals(
@@ -129,7 +131,7 @@ def _request_totals(name: str, requests: Sequence[Request], waits: Sequence[floa
         len(latencies),
         sum(bool(request.error) for request in requests),
         tokens,
-        None if tokens and not dollars else dollars,
+        None if tokens and not dollars else dollars,  # the journal has 0 where a price is not known
         math.fsum(latencies),
         median(latencies) if latencies else 0.0,
         math.fsum(waits),
@@ -277,6 +279,7 @@ def family_tree(history: History) -> Iterator[tuple[int, Candidate, Candidate | 
     for candidate in history.candidates:
         if candidate.index > 0:
             children[(candidate.parents or (0,))[0] or 0].append(candidate)
+    # A stack and no recursion: a line of descent may be longer than Python's calls may be deep.
     stack: list[tuple[int, Candidate, Candidate | None]] = [] if history.seed is None else [(0, history.seed, None)]
     while stack:
         depth, candidate, parent = stack.pop()

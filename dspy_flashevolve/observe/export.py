@@ -42,7 +42,7 @@ def program_state(history: History, candidate: Candidate, base: str | Path | Non
             'student.save("student.json") wrote for the program that was optimized, by --program student.json.'
         )
     for name, text in candidate.texts.items():
-        part = state.setdefault(name, {"lm": None})
+        part = state.setdefault(name, {"lm": None})  # load reads this key of every predictor
         if not isinstance(part, dict) or not isinstance(part.get("signature", {}), dict):
             raise ConfigurationError(f"{base}: {name} is no predictor's state, expected what student.save wrote.")
         if "module_src" in part or (name not in predictors and predictors):  # a dspy.Flex

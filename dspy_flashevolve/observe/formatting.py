@@ -74,6 +74,7 @@ def time_left(seconds: float, max_seconds: float | None, share: float | None) ->
     >>> time_left(30, 100, None), time_left(30, 100, 0.5), time_left(30, None, None)
     ('about 1 min 10 s left', 'about 30.0 s left', '')
     """
+    # As if the rest were spent as fast as what was: steps are many and alike, so that this is good enough to wait by.
     by_limit = [max_seconds - seconds] if max_seconds is not None else []
     by_limit += [seconds / share - seconds] if share else []
     return f"about {format_duration(max(0.0, min(by_limit)))} left" if by_limit else ""
@@ -87,7 +88,7 @@ def texts_diff(before: Mapping[str, str], after: Mapping[str, str], old: str, ne
         context: unchanged lines around each difference.
     """
     lines: list[str] = []
-    for name in dict.fromkeys([*before, *after]):
+    for name in dict.fromkeys([*before, *after]):  # a component that only one of them has is a difference, too
         texts = before.get(name, "").splitlines(), after.get(name, "").splitlines()
         lines += difflib.unified_diff(*texts, name + old, name + new, lineterm="", n=context)
     return lines

@@ -283,23 +283,15 @@ def read(run_dir: str | Path, replies: bool = False) -> History:
 
 def _requests(query: Query, clock: _Clock, events: list[EventRecord]) -> tuple[Request, ...]:
     """Return the requests, rollouts and others, in the order in which they were answered."""
+    rollouts = query(
+        "SELECT session, at, stage, step, tokens, cost_dollars, latency_seconds, score, example "
+        "FROM rollouts ORDER BY id"
+    )
     requests = [
-        Request(
-            clock.of_row(row["session"], row["at"]),
-            row["stage"],
-            "task",
-            row["step"],
-            row["tokens"],
-            row["cost_dollars"],
-            row["latency_seconds"],
-            float(row["score"]),
-            row["example"],
-        )
-        for row in query(
-            "SELECT session, stage, step, tokens, cost_dollars, latency_seconds, score, example, at FROM rollouts "
-            "ORDER BY id"
-        )
+        Request(clock.of_row(session, at), stage, "task", step, tokens, dollars, latency, float(score), example)
+        for session, at, stage, step, tokens, dollars, latency, score, example in rollouts
     ]
+    # A stage with rollouts asks the task LM. Its other requests are rollouts that were given up half-way.
     task_stages = {request.stage for request in requests}
     for event in events:
         if event.kind in ("RequestFinished", "LmCallCounted"):

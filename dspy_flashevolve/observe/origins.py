@@ -141,6 +141,7 @@ def removed_seed_lines(history: History, candidate: Candidate) -> list[RemovedLi
 
 def _words(text: str) -> str:
     """Return the words of a text, or of JSON that holds it, with spaces around: lines are compared by them."""
+    # Numbering, quotes, bullets and JSON's escapes differ between a reply and the text that was made of it.
     return f" {' '.join(_WORDS.findall(_ESCAPES.sub(' ', text).lower()))} "
 
 

@@ -87,6 +87,7 @@ class OpenTelemetry(BaseCallback):
         spans = _RunSpans(run, self._tracer, self._metric_calls)
         self._runs.append(spans)
         run.bus.subscribe(spans)
+        # What other libraries trace during the run becomes part of its span.
         attached, token = context.attach(trace.set_span_in_context(spans.span)), _CURRENT.set(spans)
         try:
             yield
@@ -136,6 +137,7 @@ class _RunSpans:
 
     def __init__(self, run: Any, tracer: Any, metric_calls: Any) -> None:
         self.run, self._tracer, self._metric_calls = run, tracer, metric_calls
+        # The engine's clock counts from anywhere, and a span needs the time of day.
         self._epoch = time.time_ns() - self._nanoseconds(run.clock())
         self.span = self._begin(f"evolve {run.name}", None, run.clock(), **{"flashevolve.optimizer": run.name})
         self._steps: dict[int, Any] = {}

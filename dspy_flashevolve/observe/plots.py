@@ -31,7 +31,7 @@ def ticks(low: float, high: float, most: int = 5) -> list[float]:
     span = (high - low) or 1.0
     size = 10.0 ** math.floor(math.log10(span / most))
     size *= next(factor for factor in (1, 2, 5, 10) if span / (size * factor) <= most)
-    first = math.ceil(low / size - 1e-9)
+    first = math.ceil(low / size - 1e-9)  # a multiple stays one, whatever the division's rounding
     return [round(number * size, 12) for number in range(first, first + most + 1) if number * size <= high + size / 1e6]
 
 
@@ -85,7 +85,7 @@ def score_plot(points: Sequence[tuple[float, float, float, str]], right: float, 
     axes = _Axes(right, min(values) - margin, max(values) + margin)
     line = f"M{axes.x(points[0][0])} {axes.y(points[0][2])}"
     best = points[0][2]
-    for x, _, reached, _ in points[1:]:
+    for x, _, reached, _ in points[1:]:  # a corner only where the best rises, so that the path stays short
         if reached > best:
             line, best = f"{line}H{axes.x(x)}V{axes.y(reached)}", reached
     line += f"H{axes.x(right)}"

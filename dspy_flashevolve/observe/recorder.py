@@ -65,8 +65,10 @@ class Recorder:
 
     def __call__(self, event: Event) -> None:
         """Count an event."""
+        # The engine's clock counts from anywhere; users count from the start of the run.
         event = replace(event, seconds=event.seconds - self.clock.began)
         if isinstance(event, RolloutFinished | RequestFinished | LmCallCounted):
+            # An LM call outside of any request has tokens and dollars, but is no request that was answered.
             self.requests[event.stage] += not isinstance(event, LmCallCounted)
             self.tokens[event.stage] += event.tokens
             self.dollars[event.stage] += event.cost_dollars
@@ -88,6 +90,7 @@ class Recorder:
         elif isinstance(event, ExampleGivenUp):
             self.unanswered_examples += 1
         elif isinstance(event, RequestTurnedAway):
+            # In the provider's own words: whether it is a limit, a dead server or a bad request, it says best itself.
             reason = shorten(event.reason, SHOWN_REASON, placeholder=" ...")
             if reason in self.turned_away or len(self.turned_away) < MOST_REASONS:
                 self.turned_away[reason] += 1
@@ -113,7 +116,6 @@ class Recorder:
         slots = run.scheduler.statistics()
         return RunStats(
             outcome=run.outcome,
-            failed=run.outcome == "failed",
             steps=self.steps,
             ended=dict(run.ended),
             end_reasons=dict(self.end_reasons),
@@ -128,6 +130,7 @@ class Recorder:
             timed_out_rollouts=run.rollouts.timed_out,
             requests_by_stage=dict(self.requests),
             tokens_by_stage=dict(self.tokens),
+            # Where one stage has no price the sum of the others would be taken for the whole: it is unknown.
             cost_dollars=None if any(stage in unpriced for stage in self.requests) else sum(self.dollars.values()),
             dollars_by_stage={stage: None if stage in unpriced else self.dollars[stage] for stage in self.requests},
             generations=max((commit.generation for commit in self.commits), default=0),

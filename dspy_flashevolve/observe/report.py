@@ -62,8 +62,8 @@ def report(history: History) -> str:
     """
     environment = Environment(
         loader=PackageLoader("dspy_flashevolve.observe", "."),
-        autoescape=True,
-        undefined=StrictUndefined,
+        autoescape=True,  # prompts and replies may hold any markup
+        undefined=StrictUndefined,  # a misspelt name in the template is an error, not an empty place
         trim_blocks=True,
         lstrip_blocks=True,
     )

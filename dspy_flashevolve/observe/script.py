@@ -29,7 +29,7 @@ def names_in(source: str) -> Mapping[str, Any]:
     if path.suffix == ".py" or path.exists():
         if not path.is_file():
             raise ConfigurationError(f"{source}: there is no such file. Name a Python file, or a module.")
-        sys.path.insert(0, str(path.resolve().parent))
+        sys.path.insert(0, str(path.resolve().parent))  # as `python FILE` does, for the modules beside the file
         return runpy.run_path(source, run_name=RUN_NAME)
     sys.path.insert(0, "")
     try:

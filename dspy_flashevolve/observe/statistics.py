@@ -53,13 +53,12 @@ class RunStats:
         schedule: "async" or "lockstep".
         seconds: from the start of the run to its end, or to now.
         stop_reason: why no further step was started, or what ended the run.
-        failed: True where the run gave up because steps failed one after the other.
         outcome: how the run ended, in one word:
             "running": it has not yet.
             "finished": there was nothing more to do, or one of its limits was reached (metric calls, seconds, dollars,
             reflections).
             "stopped": somebody asked for it before: Ctrl-C, SIGTERM, a stopper, the file gepa.stop.
-            "failed": it was given up, the best so far was returned.
+            "failed": it was given up, because steps failed one after the other; the best so far was returned.
             "aborted": an exception ended it, the second Ctrl-C and a cancelled ``acompile`` too.
         steps: evolution steps that were started.
         ended: how steps ended (committed, integrated, rejected, discarded, failed, cancelled) -> how many did.
@@ -96,7 +95,6 @@ class RunStats:
     schedule: str
     seconds: float
     stop_reason: str
-    failed: bool
     outcome: Outcome
     steps: int
     ended: dict[str, int]
@@ -326,6 +324,7 @@ def limited_by(stats: RunStats) -> str:
     """Say what kept a run from doing more in its time."""
     reflecting = sum(stats.busy_seconds_by_stage.get(stage, 0.0) for stage in REFLECTION_STAGES)
     busy = sum(stats.busy_seconds_by_stage.values())
+    # Refusals come first: where a provider turns requests away, more slots would only bring more refusals.
     if stats.pauses or any(
         change.after < change.before and change.reason == "refused" for change in stats.limit_changes
     ):
@@ -343,6 +342,7 @@ def limited_by(stats: RunStats) -> str:
 
 def _slots(stats: RunStats) -> str:
     busy = f"{100 * stats.occupancy:.0f}% of their time in use"
+    # The median rule moves slots between stages and leaves their number as it is.
     if all(change.reason == "the median rule" for change in stats.limit_changes):
         return f"{stats.slots}, {busy}"
     return f"as many as the endpoints took, at most {stats.peak_slots} of {stats.slots} at once, {busy}"
@@ -374,6 +374,6 @@ def log_summary(logger: logging.Logger, stats: AsyncStats, error: bool = False) 
     Args:
         error: True where an error aborted the run.
     """
-    level = logging.ERROR if stats.failed or error else logging.INFO
+    level = logging.ERROR if stats.outcome == "failed" or error else logging.INFO
     level = logging.WARNING if stats.outcome == "aborted" and not error else level
     logger.log(level, "AsyncGEPA %s", summary_of(stats))

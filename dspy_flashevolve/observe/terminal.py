@@ -87,6 +87,7 @@ def _headline(history: History, totals: RunTotals) -> str:
 def _latest_problems(history: History, totals: RunTotals) -> list[str]:
     problems = [event for event in history.events if event.kind in totals.failures and event.kind != RETRY]
     lines: list[str] = []
+    # The newest last: in a terminal that is the line above the cursor.
     for event in problems[-LATEST:]:
         fields = json.dumps({name: value for name, value in event.fields.items() if name != "shift"})
         lines.append(f"{event.kind} after {format_duration(event.seconds)}: {fields[:CLIPPED]}")
@@ -116,6 +117,7 @@ def watch(
             show(f"waiting for a run in {run_dir}: it has no journal yet (Ctrl-C ends this)")
             is_awaited = True
         wait()
+    # Once more: what was shown last is from before the end.
     show(printable(status(history)))
     return history
 
@@ -139,20 +141,8 @@ def _origin(candidate: Candidate) -> str:
     return f", step {candidate.step}" if candidate.step >= 0 else ""
 
 
-COLUMNS = (
-    "run",
-    "optimizer",
-    "state",
-    "seed",
-    "best",
-    "accepted",
-    "steps",
-    "calls",
-    "task tokens",
-    "reflection tokens",
-    "dollars",
-    "time",
-)
+COLUMNS = ("run", "optimizer", "state", "seed", "best", "accepted", "steps", "calls", "task tokens",
+           "reflection tokens", "dollars", "time")  # fmt: skip
 
 
 def compare(runs: Sequence[tuple[History, RunTotals]]) -> str:
@@ -178,6 +168,7 @@ def compare(runs: Sequence[tuple[History, RunTotals]]) -> str:
     settings = [history.sessions[-1].settings if history.sessions else {} for history, _ in runs]
     for name in settings[0]:
         values = [json.dumps(of_run.get(name)) for of_run in settings]
+        # A setting that only some of the optimizers have is no difference between the runs.
         if len(set(values)) > 1 and name != "log_dir" and all(name in of_run for of_run in settings):
             lines.append(f"{name}: {' | '.join(value[:60] for value in values)}")
     return "\n".join(lines)

@@ -57,6 +57,7 @@ def trace_json(history: History) -> str:
 
 def _lanes(intervals: list[tuple[float, float, Any]]) -> Iterable[tuple[int, Any]]:
     """Put each interval (begin, end, item) into the lowest lane, from 1, in which it overlaps no other."""
+    # Perfetto draws overlapping slices of one track as nested in each other, which these are not.
     free: list[int] = []
     busy: list[tuple[float, int]] = []
     lanes = 0
@@ -110,6 +111,7 @@ def _arrows(events: list[TraceEvent]) -> list[TraceEvent]:
     for visits in by_step.values():
         in_order = sorted(visits, key=lambda event: event["ts"])
         for before, after in pairwise(in_order):
+            # "bp": "e" binds an arrow to the slice around its end. Without it Perfetto takes the next slice.
             arrow = {"cat": "step", "name": before["name"], "id": len(arrows) + 1, "bp": "e"}
             for phase, end in (("s", before), ("f", after)):
                 arrows.append({**arrow, "ph": phase, "pid": end["pid"], "tid": end["tid"], "ts": end["ts"]})

@@ -288,7 +288,7 @@ def test_a_provider_that_goes_down_ends_the_run_with_the_best_so_far(caplog: pyt
     with dspy.context(lm=lm), caplog.at_level(logging.ERROR, logger="dspy_flashevolve"):
         details = simulated(ENDLESS).detailed_results
     stats = details.async_stats
-    assert (stats.failed, stats.outcome) == (True, "failed")
+    assert stats.outcome == "failed"
     assert "gave up" in caplog.text
     assert stats.metric_calls <= 60
     assert min(scores_of(details)) > 0
