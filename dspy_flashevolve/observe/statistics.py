@@ -286,28 +286,41 @@ def summary_of(stats: RunStats) -> str:
     steps = ", ".join(f"{count} {way}" for way, count in steps_by_end(stats).items() if count) or "none ended"
     calls = "" if stats.max_metric_calls is None else f" of {stats.max_metric_calls}"
     reason = stats.stop_reason.rstrip(".") or ("steps may start" if stats.outcome == "running" else "nothing was left")
-    lines = [
+    of_gepa = isinstance(stats, AsyncStats)
+    return "\n".join([
         f"{OUTCOMES[stats.outcome]} after {stats.seconds:.1f} s: {reason}",
-        f"steps: {stats.steps} ({steps})",
+        *(_score_lines(stats) if of_gepa else []),
+        f"steps: {stats.steps} ({steps}){_proposals(stats) if of_gepa else ''}",
         f"metric calls: {stats.metric_calls}{calls}",
         f"tokens: {_parts(stats.tokens_by_stage, lambda count: f'{count:,}')}",
         f"dollars: {_dollars_line(stats.dollars_by_stage)}",
         f"slots: {_slots(stats)}; {limited_by(stats)}",
-    ]
-    if isinstance(stats, AsyncStats):
-        before, after = (_score(score) for score in (stats.seed_score, stats.best_score))
-        lines.insert(1, f"validation score: {before} (the program given) -> {after} (the program returned)")
-        lines[2] += f", {stats.proposals} proposals"
-        if stats.unseen_score is not None and stats.best_score != stats.seed_score:
-            error = f" +- {stats.unseen_error:.2g}" if stats.unseen_error is not None else ""
-            lines.insert(2, f"on unseen examples: about {_score(stats.unseen_score)}{error}")
-        if not stats.proposals and stats.end_reasons:
-            reason, count = Counter(stats.end_reasons).most_common(1)[0]
-            lines[2] += f"; {count} ended since: {shorten(reason, 120, placeholder=' ...')}"
-        change = stats.prompt_change.splitlines()
-        more = [f"... and {len(change) - SHOWN_LINES} lines more"] if len(change) > SHOWN_LINES else []
-        lines += change[:SHOWN_LINES] + more
-    return "\n".join(lines)
+        *(_change_lines(stats) if of_gepa else []),
+    ])  # fmt: skip
+
+
+def _score_lines(stats: AsyncStats) -> list[str]:
+    before, after = (_score(score) for score in (stats.seed_score, stats.best_score))
+    lines = [f"validation score: {before} (the program given) -> {after} (the program returned)"]
+    if stats.unseen_score is not None and stats.best_score != stats.seed_score:
+        error = f" +- {stats.unseen_error:.2g}" if stats.unseen_error is not None else ""
+        lines.append(f"on unseen examples: about {_score(stats.unseen_score)}{error}")
+    return lines
+
+
+def _proposals(stats: AsyncStats) -> str:
+    """Count proposals; where there is none, say what most steps ended for."""
+    counted = f", {stats.proposals} proposals"
+    if stats.proposals or not stats.end_reasons:
+        return counted
+    reason, steps = Counter(stats.end_reasons).most_common(1)[0]
+    return f"{counted}; {steps} ended since: {shorten(reason, 120, placeholder=' ...')}"
+
+
+def _change_lines(stats: AsyncStats) -> list[str]:
+    change = stats.prompt_change.splitlines()
+    more = [f"... and {len(change) - SHOWN_LINES} lines more"] if len(change) > SHOWN_LINES else []
+    return change[:SHOWN_LINES] + more
 
 
 def steps_by_end(stats: RunStats) -> dict[str, int]:
