@@ -83,6 +83,19 @@ class Head:
     gain: float
 
 
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """What admission reads of the changes while the pool's writer works on them; never changed, only replaced.
+
+    Args:
+        joins: whether children come as changes; False where more of the last ones are rewrites, None before the first.
+        head_changes: how many changes the head has, as far as the last estimate tells.
+    """
+
+    joins: bool | None = None
+    head_changes: int = 0
+
+
 class Evidence:
     """Scores of compositions, sets of changes, on examples."""
 
@@ -190,7 +203,7 @@ def posterior(information: Array, pull: Array, noise: float) -> Effects:
 class Credit:
     """Changes, the evidence on them, and the candidates that follow: variants to learn from, and the head.
 
-    Everything but :meth:`saw` runs in the pool's writer.
+    Everything but :meth:`record_score` runs in the pool's writer; :attr:`outlook` is what others may read.
 
     Args:
         seed: component -> text, on which changes are put.
@@ -221,6 +234,8 @@ class Credit:
         self.parent = 0
         """The pool's index of the last validated head."""
         self._children = deque[tuple[int, bool]](maxlen=LAST_CHILDREN)
+        """Step and whether its child rewrote its parent, of the last children."""
+        self.outlook = Outlook()
         self._begin(Weave(seed, code, is_edited), [])
 
     def _begin(self, weave: Weave, steps: list[int]) -> None:
@@ -233,21 +248,23 @@ class Credit:
         self._compositions: dict[str, frozenset[int]] = {hash_of(weave.base): frozenset()}
         self._evidence, self._fitted = Evidence(), 0
         self._effects = Effects(np.zeros(0), np.zeros(0), (PRIOR_MEAN * noise, PRIOR_SD * noise))
+        self._recorded = self._era, self._compositions, self._evidence
+        """What :meth:`record_score` reads on the loop: replaced as a whole, so that it never mixes two bases."""
         self._tried: dict[int, frozenset[int]] = {}
         """Step that validates a head, or has -> the head's changes, the newest last."""
 
-    def saw(self, candidate: str, split: str, example: Hashable, score: float) -> None:
+    def record_score(self, candidate: str, split: str, example: Hashable, score: float) -> None:
         """Take the score of a rollout as evidence, where the candidate is made of known changes.
 
         Args:
             candidate: the hash of its texts.
         """
-        evidence = self._evidence  # first: the writer may stand on another candidate meanwhile
-        composition = self._compositions.get(candidate)
+        era, compositions, evidence = self._recorded
+        composition = compositions.get(candidate)
         if composition is not None:
-            evidence.add((self._era, split, example), composition, score)
+            evidence.add((era, split, example), composition, score)
 
-    def sees(self, step: int, children: Iterable[tuple[Texts, Texts]]) -> None:
+    def record_children(self, step: int, children: Iterable[tuple[Texts, Texts]]) -> None:
         """Take note of how a step's children were written, whatever becomes of them; each step's once.
 
         Args:
@@ -256,12 +273,12 @@ class Credit:
         if all(number != step for number, _ in self._children):
             new = [(parent, child) for parent, child in children if child != parent]
             self._children.extend((step, changes_between(*one, self._code, self._is_edited) is None) for one in new)
+            self._publish()
 
-    @property
-    def is_of_use(self) -> bool | None:
-        """Whether children come as changes; False where more of the last ones are rewrites, None before the first."""
+    def _publish(self) -> None:
+        """Let others read how the children and the head are now."""
         rewrites = [is_rewrite for _, is_rewrite in self._children]
-        return 2 * sum(rewrites) <= len(rewrites) if rewrites else None
+        self.outlook = Outlook(2 * sum(rewrites) <= len(rewrites) if rewrites else None, len(self._best()))
 
     def variant(self, rng: random.Random) -> Texts:
         """The head without some of the changes of which little is known, and with some of those that it lacks."""
@@ -314,6 +331,7 @@ class Credit:
             return False
         self._steps += [step] * (len(self._changes) - len(self._steps))
         self._born += [len(self._evidence)] * (len(self._changes) - len(self._born))
+        self._publish()
         composition, is_exact = taken
         if not is_exact:
             return True  # it adds nothing that is not known, but its text is another one: its scores tell nothing
@@ -331,11 +349,6 @@ class Credit:
         gain -= self._effects.crowding * (math.comb(len(chosen), 2) - math.comb(len(last), 2))
         return Head(self._compose(chosen), chosen, gain)
 
-    @property
-    def head_changes(self) -> int:
-        """How many changes the head has, as far as the last estimate tells."""
-        return len(self._best())
-
     def grown(self, texts: Texts, least: int) -> dict[str, list[tuple[str, float, float]]]:
         """Of a composed candidate, the components with at least so many changes: the parts that these put in, their
         estimated effects, and the standard errors."""
@@ -346,18 +359,22 @@ class Credit:
             grown.setdefault(change.component, []).append((change.part, mean[number], error[number]))
         return {name: rows for name, rows in grown.items() if len(rows) >= least}
 
-    def tries(self, step: int, head: Head) -> None:
-        """A head is on its way to its validation: later ones are compared with it."""
+    def mark_validating(self, step: int, head: Head) -> None:
+        """A step begins to validate a head: later heads are compared with it."""
         self._tried[step] = head.changes
 
-    def validated(self, head: Texts, index: int) -> None:
+    def set_parent(self, head: Texts, index: int) -> None:
         """The best of the validated heads is in gepa's pool at ``index``; one of an earlier base stands for itself."""
         if self.is_made_of_changes(head):
             self.parent = index
 
-    def gives_up(self, step: int) -> None:
-        """The head of a step was not validated after all: later ones are compared with the last of the others."""
-        self._tried.pop(step, None)
+    def cancel_validation(self, step: int) -> bool:
+        """Compare later heads with the last of the others: the head of a step was not validated after all.
+
+        Returns:
+            False where the step has no head.
+        """
+        return self._tried.pop(step, None) is not None
 
     def stand_on(self, candidate: Texts, index: int) -> None:
         """Put changes on another candidate from now on; those of components that it has written anew are gone, and
@@ -367,6 +384,7 @@ class Credit:
         self._former += [record for number, record in enumerate(records) if number not in kept]
         self._begin(self._weave, [self._steps[number] for number in kept])
         self.parent = index
+        self._publish()
 
     def kept(self) -> dict[str, Any]:
         """What :meth:`restore` needs beside the candidates and their rollouts, and the estimates, for people; JSON."""
@@ -388,7 +406,7 @@ class Credit:
         Args:
             kept: see :meth:`kept`.
             candidates: hash -> texts of all that were run.
-            rollouts: what :meth:`saw` was told then.
+            rollouts: what :meth:`record_score` was told then.
         """
         self._begin(Weave.restored(kept, self._code, self._is_edited), list(kept["steps"]))
         self.parent = kept["parent"]
@@ -400,7 +418,8 @@ class Credit:
             if found is not None:
                 self._compositions.setdefault(name, found)
         for rollout in rollouts:
-            self.saw(*rollout)
+            self.record_score(*rollout)
+        self._publish()
 
     def records(self) -> list[ChangeRecord]:
         """Every change that there has been, with its last estimate; the present ones last."""
@@ -482,3 +501,4 @@ class Credit:
         if self._changes and len(self._evidence) - self._fitted >= 12 + len(self._evidence) // 50:
             self._fitted = len(self._evidence)
             self._effects = self._evidence.effects(len(self._changes), self.scale)
+            self._publish()

@@ -30,6 +30,7 @@ from dspy_flashevolve.engine.steps import EndKind, Step, StepEnded
 from dspy_flashevolve.gepa.changes import is_too_long
 from dspy_flashevolve.gepa.evaluate import Evaluations
 from dspy_flashevolve.gepa.pool import Candidate, Child, Pool, Proposal, Screened, scored
+from dspy_flashevolve.gepa.propose import ReflectionCalls
 from dspy_flashevolve.modules.integrate import VERDICTS, ChildVerdict, Integration
 from dspy_flashevolve.programs.records import ReplyText
 from dspy_flashevolve.programs.reflection import checked_texts
@@ -77,6 +78,7 @@ class Integrations:
         module: a dspy module with the signature of ``StaleCandidateReflection``.
         lm: what it asks, unless its predictors have LMs of their own.
         code_components: components that hold Python source.
+        calls: counts the LM calls of integrations.
         most_characters: of a candidate's texts together; None for no limit.
         most_each: of each text that is integrated and is no code; None for no limit.
     """
@@ -90,6 +92,7 @@ class Integrations:
         module: Module,
         lm: Any,
         code_components: Sequence[str],
+        calls: ReflectionCalls,
         most_characters: int | None = None,
         most_each: int | None = None,
     ) -> None:
@@ -97,9 +100,7 @@ class Integrations:
         self._most_characters, self._most_each = most_characters, most_each
         self._module, self._lm, self._code = module, lm, list(code_components)
         self._batcher = Batcher[Waiting, _Landing | None](run, policy.batch, policy.integrators, self._integrate)
-        self._misses = 0
-        self.calls = 0
-        """LM calls of integrations."""
+        self._misses, self._calls = 0, calls
 
     async def watch(self) -> None:
         """Begin integrations as they become due; runs beside the steps."""
@@ -202,7 +203,7 @@ class Integrations:
             "integrate", lead, self._module, inputs, lm=self._lm, read=lambda one: read_answer(one, children),
             record=ReplyText(hash_of(question)),
         )  # fmt: skip
-        self.calls += asked.calls
+        self._calls.record_integrations(asked.calls)
         return asked.answer or Integration(failed=asked.spent.error or "no answer")
 
     # Screening what was integrated.

@@ -104,7 +104,7 @@ class Selection:
         pool, parts = self._pool, self._pool.parts
         selector = parts.candidate_selection_strategy if pool.seed_confirmed else _Fixed(0)
         credit, variant = self._credit, None
-        if credit is not None and credit.is_of_use is not False and draw >= self._frontier_share:
+        if credit is not None and credit.outlook.joins is not False and draw >= self._frontier_share:
             variant = credit.variant(rng)
             selector = _Fixed(credit.parent)
         tasks, bases = sample(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from dspy_flashevolve.engine.errors import ConfigurationError
 from dspy_flashevolve.engine.steps import LiveSteps, Load
 from dspy_flashevolve.gepa.evaluate import Workflow
-from dspy_flashevolve.gepa.step import AsChildrenCome, admission_of
+from dspy_flashevolve.gepa.spending import AsChildrenCome, admission_of
 
 RULES = st.builds(LiveSteps, st.integers(1, 64), st.none() | st.integers(1, 64), st.floats(0, 30), st.integers(1, 8))
 CALLS = st.tuples(st.integers(0, 5000) | st.none(), st.integers(0, 5000), st.floats(0, 200))

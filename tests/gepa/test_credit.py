@@ -48,7 +48,7 @@ class Task:
     def runs(self, candidate: dict[str, str], split: str = "train", count: int = 3) -> dict[Hashable, float]:
         scores = {str(one): self.score(candidate, one) for one in self.rng.sample(range(self.examples), count)}
         for example, score in scores.items():
-            self.credit.saw(hash_of(candidate), split, example, score)
+            self.credit.record_score(hash_of(candidate), split, example, score)
         return scores
 
     def add(self, number: int, split: str = "train") -> None:
@@ -128,7 +128,7 @@ def test_the_gain_of_a_head_is_what_it_has_over_the_last_one_that_was_tried() ->
         task.add(number)
     head = task.credit.head()
     assert head.gain == pytest.approx(sum(one.effect for one in task.credit.records()))
-    task.credit.tries(0, head)
+    task.credit.mark_validating(0, head)
     assert task.credit.head().gain == 0
 
 
@@ -136,13 +136,13 @@ def test_a_head_that_was_not_validated_is_forgotten_alone_and_not_the_other_that
     task = Task([0.1] * 2)
     task.add(0)
     older = task.credit.head()
-    task.credit.tries(3, older)
+    task.credit.mark_validating(3, older)
     task.add(1)
     newer = task.credit.head()
-    task.credit.tries(4, newer)
-    task.credit.gives_up(3)
+    task.credit.mark_validating(4, newer)
+    task.credit.cancel_validation(3)
     assert task.credit.head().gain == 0, "the newer one is still on its way"
-    task.credit.gives_up(4)
+    task.credit.cancel_validation(4)
     assert task.credit.head().gain == pytest.approx(sum(one.effect for one in task.credit.records()))
 
 
@@ -285,18 +285,20 @@ def test_a_rewrite_and_a_child_of_a_stranger_stand_for_themselves() -> None:
 
 def test_changes_are_of_no_use_where_most_of_the_last_children_are_rewrites() -> None:
     credit, longer, other = Credit(SEED, (), 16, 1.0), {"answer": SEED["answer"] + "\n- more"}, {"answer": "Other."}
-    assert credit.is_of_use is None
-    credit.sees(0, [(SEED, SEED), (SEED, other)])
-    assert credit.is_of_use is False
+    assert credit.outlook.joins is None
+    credit.record_children(0, [(SEED, SEED), (SEED, other)])
+    assert credit.outlook.joins is False
     for step in (1, 1, 2):
-        credit.sees(step, [(SEED, longer), (SEED, longer)])  # a step that runs again after a kill counts once
+        credit.record_children(
+            step, [(SEED, longer), (SEED, longer)]
+        )  # a step that runs again after a kill counts once
     assert credit.kept()["children"] == [(0, True), *[(1, False)] * 2, *[(2, False)] * 2]
     again = Credit(SEED, (), 16, 1.0)
     again.restore(json.loads(json.dumps(credit.kept())), {}, [])
-    assert credit.is_of_use is again.is_of_use is True
+    assert credit.outlook.joins is again.outlook.joins is True
     for step in range(3, 8):
-        credit.sees(step, [(SEED, other)])
-    assert credit.is_of_use is False
+        credit.record_children(step, [(SEED, other)])
+    assert credit.outlook.joins is False
 
 
 def test_the_same_change_from_many_children_is_one_change() -> None:
@@ -355,7 +357,7 @@ def test_a_score_that_comes_in_while_changes_get_another_base_is_no_evidence_on_
         credit.take(number, SEED, {"answer": f"{SEED['answer']}\n{rule(number)}"}, "train", {})
     name = Meanwhile(hash_of(credit.head().candidate))
     name.happens = lambda: credit.stand_on(rewritten, 1)
-    credit.saw(name, "train", "0", 0.5)
+    credit.record_score(name, "train", "0", 0.5)
     child = {"answer": "Everything is different.\n- rule 9"}
     assert credit.take(9, rewritten, child, "train", {str(number): 0.5 for number in range(30)})
     assert credit.head().candidate == child
@@ -365,9 +367,9 @@ def test_a_validated_head_of_an_earlier_base_is_no_parent_of_what_stands_on_the_
     credit = Credit(SEED, (), 16, 1.0)
     credit.take(0, SEED, {"answer": f"{SEED['answer']}\n{rule(0)}"}, "train", {})
     head = credit.head()
-    credit.tries(0, head)
+    credit.mark_validating(0, head)
     credit.stand_on({"answer": "Everything is different."}, 4)
-    credit.validated(head.candidate, 5)
+    credit.set_parent(head.candidate, 5)
     assert credit.parent == 4
 
 
@@ -455,7 +457,7 @@ def test_whatever_the_scores_are_the_estimates_are_finite(name: str, examples: i
     for number in range(60):
         candidate = task.credit.variant(task.rng)
         score = ODD[name](hashed(number) % examples, number)
-        task.credit.saw(hash_of(candidate), "train", str(hashed(number) % examples), score)
+        task.credit.record_score(hash_of(candidate), "train", str(hashed(number) % examples), score)
         if number % 6 == 0:
             finite(task.credit)
     finite(task.credit)
@@ -511,7 +513,7 @@ def test_what_a_child_takes_out_of_the_base_is_a_change_and_leaves_where_it_harm
         variant = credit.variant(rng)
         for example in rng.sample(range(20), 3):
             score = (0.2 if "one word" in variant["answer"] else 0.8) + rng.gauss(0, NOISE)
-            credit.saw(hash_of(variant), "train", example, score)
+            credit.record_score(hash_of(variant), "train", example, score)
     assert "one word" not in credit.head().candidate["answer"]
 
 

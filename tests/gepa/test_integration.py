@@ -108,7 +108,7 @@ def test_a_text_is_too_long_when_it_is_longer_than_all_that_it_was_made_from_and
 def test_the_parents_of_an_integration_are_its_base_and_the_childrens_as_far_as_they_are_confirmed() -> None:
     pool = pool_of()
     nothing: Any = None
-    integrations = Integrations(nothing, pool, nothing, Reflective(batch=4), nothing, None, [])
+    integrations = Integrations(nothing, pool, nothing, Reflective(batch=4), nothing, None, [], nothing)
     index = commit(pool, 1, [0.75] * EXAMPLES, p="committed").candidate
     waiting = pool.speculative
     under = waiting.add({"p": "under"}, (), (0,)).key

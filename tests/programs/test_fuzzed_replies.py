@@ -139,7 +139,7 @@ def test_no_reply_of_the_reflection_model_is_anything_but_texts_or_an_error_that
                 try:
                     proposed = await world.program.reflection.propose(HEAD, dataset, ["steps[0]"])
                 except Exception:
-                    continue  # the proposer asks once more, and fails the step (gepa/step.py)
+                    continue  # the proposer asks once more, and fails the step (gepa/propose.py)
                 assert isinstance(proposed, Reflection)
                 assert all(isinstance(text, str) for text in proposed.texts.values())
 

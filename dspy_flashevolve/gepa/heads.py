@@ -1,0 +1,416 @@
+"""Validation of the head, the text that joins what many children add: when it is worth one, and the last one.
+
+A head follows from all rollouts so far (credit.py). It is validated again where it is better by some margin, and within
+a share of the metric calls. The last one is what the run returns: calls are kept for it, it begins while
+``max_seconds`` still leave time, and the reflection LM writes its text anew beside it. How far a run is with that is
+its :class:`Phase`, which moves in one place, on the loop.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import deque
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from statistics import median_low
+from typing import Any
+
+from dspy_flashevolve.engine.errors import RolloutUnresolvedError
+from dspy_flashevolve.engine.replay import hash_of
+from dspy_flashevolve.engine.staleness import Texts
+from dspy_flashevolve.engine.steps import EndKind, Step, StepEnded
+from dspy_flashevolve.gepa.changes import is_too_long
+from dspy_flashevolve.gepa.credit import Credit, Head
+from dspy_flashevolve.gepa.pool import Child, Commit, Pool, Proposal, Screened
+from dspy_flashevolve.gepa.propose import ReflectionCalls
+from dspy_flashevolve.gepa.select import Selection
+from dspy_flashevolve.modules.consolidate import Consolidation
+from dspy_flashevolve.observe.statistics import REFLECTION_STAGES
+from dspy_flashevolve.programs.records import ReplyText
+from dspy_flashevolve.programs.reflection import checked_texts
+from dspy_flashevolve.programs.run import DspyRun
+
+DOUBTED, PATIENCE, ALONE_EVERY = 0.5, 8, 3
+"""Where half of the metric calls, and half of those of eight validations, were spent since the last better candidate,
+every third step validates its own child, though its changes are in the head."""
+HEADS_SHARE = 0.25
+"""Share of the metric calls spent that validations of heads may cost, before the last one."""
+LEAST_GAIN = 0.01
+"""What a head has to gain before another validation, as a share of the range of scores; the last one takes any gain."""
+LAST_MARGIN, LAST_SHARE = 1.25, 0.25
+"""A last head's validation begins so many times what a validation takes before ``max_seconds``, and not before their
+last quarter."""
+TIMED_VALIDATIONS = 5
+"""What a validation takes is the median over so many: one answer that hangs makes none of them long."""
+LEAST_EDITS, GROWN_EDITS = 6, 20
+"""So many edits in one text have it written anew before the last validation, and before another one. A text of 24
+unconsolidated reflections scored .29, the same written anew .50 (docs/benchmarks.md)."""
+CONSOLIDATION = "consolidation"
+"""Tag of a proposal that is the head, written anew by the reflection LM."""
+
+
+class Phase(Enum):
+    """How far a run is with the validation of its last head."""
+
+    SEARCHING = "steps search; a head is validated where it is worth its share of the metric calls"
+    CALLS_SPENT = "what is left pays no further step: the next one validates the last head"
+    TIME_SPENT = "max_seconds leave just the time for it: the validation of the last head has begun"
+    TIME_MISSED = "that validation failed, and there is no time for another: steps search as long as calls are left"
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """A candidate that a step validates without having made it.
+
+    Args:
+        head: the last head; None for a candidate to begin from, and for what an interrupted run was about to validate.
+        is_timed: its validation has to end before ``max_seconds``.
+    """
+
+    candidate: Texts
+    head: Head | None = None
+    is_timed: bool = False
+
+
+class ValidationTime:
+    """How long a validation takes, and whether ``max_seconds`` leave time for more than the last one."""
+
+    def __init__(self, run: DspyRun, examples: int) -> None:
+        self._run, self._examples = run, examples
+        self._durations = deque[float](maxlen=TIMED_VALIDATIONS)
+        self._seeded_at = (0, 0.0)
+        """Metric calls and their seconds in slots when the seed's scores were there; a cache may have had those."""
+
+    def record(self, seconds: float) -> None:
+        """Take note of how long a validation took."""
+        self._durations.append(seconds)
+
+    def record_seed(self) -> None:
+        """Measure rollouts from now on: the seed is validated."""
+        self._seeded_at = (self._run.budget.spent, self._slot_seconds())
+
+    @property
+    def expected(self) -> float:
+        """Seconds that a validation takes: as the last ones did, and not less than its rollouts in all slots; those of
+        a session before took another time, and a cache's none."""
+        (spent, seconds), slots = self._seeded_at, self._run.scheduler.limit
+        per_call = (self._slot_seconds() - seconds) / max(1, self._run.budget.spent - spent)
+        median = median_low(self._durations) if self._durations else 0.0
+        return max(median, per_call * self._examples / max(1, slots))
+
+    @property
+    def left(self) -> float:
+        """Seconds until ``max_seconds``; infinity without such a limit."""
+        run = self._run
+        return math.inf if run.max_seconds is None else run.clock.began + run.max_seconds - run.clock()
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether the time that is left is just what a last head's validation takes."""
+        most = self._run.max_seconds
+        return most is not None and self.left <= min(LAST_MARGIN * self.expected, LAST_SHARE * most)
+
+    def _slot_seconds(self) -> float:
+        """Total seconds during which rollouts have held a slot."""
+        stages = self._run.scheduler.statistics().stages
+        return sum(stage.served_seconds for name, stage in stages.items() if name not in REFLECTION_STAGES)
+
+
+class Heads:
+    """Says when the head is validated, and puts changes on what the validations confirm.
+
+    Methods that say so run in the pool's writer; the others, and all moves of :attr:`phase`, on the loop.
+
+    Args:
+        run: clock, budget, journal.
+        pool: gepa's state.
+        credit: composes heads; None where each child stands for itself.
+        selection: is told of steps that select nothing.
+        calls: counts consolidations.
+        reflection_lm: consolidates.
+        initial: candidates to begin from beside the seed; each has a step that validates it.
+        asks_for_edits: children are edits, so that their parts can be consolidated.
+        most_characters: of a candidate's texts together; None for no limit.
+        most_each: of each text; None for no limit.
+    """
+
+    def __init__(
+        self,
+        run: DspyRun,
+        pool: Pool,
+        credit: Credit | None,
+        selection: Selection,
+        calls: ReflectionCalls,
+        reflection_lm: Any,
+        initial: Sequence[Texts],
+        asks_for_edits: bool,
+        most_characters: int | None,
+        most_each: int | None,
+    ) -> None:
+        self._run, self._pool, self._credit, self._selection, self._calls = run, pool, credit, selection, calls
+        self._reflection_lm, self._initial = reflection_lm, list(initial)
+        self._asks_for_edits = asks_for_edits
+        self._most_characters, self._most_each = most_characters, most_each
+        self.time = ValidationTime(run, len(pool.loader))
+        self.phase = Phase.SEARCHING
+        self._pending: Head | None = None
+        """The head, as of :meth:`refresh`, where it is better than what was validated."""
+        self._validation_calls = 0
+        """Metric calls that validations of heads have cost at most."""
+        self._improved_at = 0
+        """Metric calls that were spent when the pool's best candidate became better last."""
+
+    # What admission reads, on the loop. Nothing here changes anything.
+
+    @property
+    def has_changes(self) -> bool:
+        """Whether children are taken apart into changes, of which heads are made."""
+        return self._credit is not None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the last validation before ``max_seconds`` has begun, and has not failed."""
+        return self.phase is Phase.TIME_SPENT
+
+    @property
+    def joins(self) -> bool | None:
+        """Whether what steps find comes together in one head; None where that is not known yet."""
+        if self._credit is None:
+            return False
+        joins = self._credit.outlook.joins
+        return joins if joins is not None else (True if self._asks_for_edits else None)
+
+    @property
+    def is_grown(self) -> bool:
+        """Whether the head has so many edits that it is written anew before its last validation."""
+        return self._credit is not None and self._asks_for_edits and self._credit.outlook.head_changes >= LEAST_EDITS
+
+    @property
+    def pending(self) -> Head | None:
+        """The head whose last validation is still to come; None where none is, or time has begun it."""
+        return None if self.has_ended else self._pending
+
+    @property
+    def awaits_last(self) -> bool:
+        """Whether a run whose metric calls are spent has its last head still to validate."""
+        return self.phase is not Phase.CALLS_SPENT and self.pending is not None
+
+    @property
+    def may_validate(self) -> bool:
+        """Whether another head's validation keeps to its share of the metric calls."""
+        return self._validation_calls + len(self._pool.loader) <= HEADS_SHARE * self._run.budget.spent
+
+    def is_doubted(self, step: Step) -> bool:
+        """Whether a step validates its own child, though its changes are in the head: heads bring nothing of late."""
+        spent = self._run.budget.spent
+        since = spent - self._improved_at
+        doubts = since > DOUBTED * max(spent, PATIENCE * len(self._pool.loader)) and step.number % ALONE_EVERY == 0
+        stages = self._run.scheduler.statistics().stages
+        requests = sum(stages[name].waiting + stages[name].running for name in ("prefix", "validate") if name in stages)
+        validations = 2 + requests / len(self._pool.loader)  # its own, the last head's, and what shares the slots
+        return doubts and self.time.left > validations * self.time.expected
+
+    # How the phase moves.
+
+    def _move(self, phase: Phase) -> None:
+        self.phase = phase
+
+    def begin_last(self) -> bool:
+        """Let the next step validate the last head, where no step runs and there is one; once for each try."""
+        if self.phase is Phase.CALLS_SPENT:  # it has had its step
+            self._move(Phase.SEARCHING)
+            return False
+        if self._run.live or self.pending is None:
+            return False
+        self._move(Phase.CALLS_SPENT)
+        return True
+
+    def resume_search(self) -> None:
+        """Search on: calls were handed back that pay a step."""
+        if self.phase is Phase.CALLS_SPENT:
+            self._move(Phase.SEARCHING)
+
+    async def refresh(self) -> None:
+        """Look at the head as it is now: what admission reads until the next time."""
+        self._pending = await self._pool.write(self._due, 0.0, is_last=True)
+
+    async def take(self, step: Step) -> Given | None:
+        """What a step validates without having made it, or None: the last head, the next candidate to begin from; where
+        it runs again, what it was about to validate.
+
+        Raises:
+            StepEnded: the last head is worth no validation any more.
+        """
+        if step.recorded is not None:
+            return await self._pool.write(self._given_again, step)
+        is_last = self.phase is Phase.CALLS_SPENT
+        is_timed = self.phase is Phase.SEARCHING and self.time.is_ending and not self._run.lockstep
+        given = await self._pool.write(self._given, step, is_last, is_timed)
+        if given is not None and given.is_timed:
+            self._move(Phase.TIME_SPENT)
+        return given
+
+    async def cancel_validation(self, step: Step, is_timed: bool) -> None:
+        """A step's validation came to nothing: where it was a head's, that may be validated again."""
+        await self._pool.write(self._cancel, step)
+        if is_timed:
+            self._move(Phase.TIME_MISSED)
+
+    # What a step validates. Runs in the pool's writer.
+
+    def due(self, step: Step) -> list[Screened]:
+        """The head, where it is worth a validation now, which begins; else nothing."""
+        head = self._due(LEAST_GAIN)
+        return [] if head is None else self._begin(step, head)
+
+    def begin(self, step: Step, given: Given) -> list[Screened]:
+        """Begin the validation of what a step was given."""
+        if given.head is not None:
+            return self._begin(step, given.head)
+        if given.candidate in self._initial:
+            self._initial.remove(given.candidate)
+            return self._to_validate(step, given.candidate, 0, "initial")
+        assert self._credit is not None
+        self._validation_calls += len(self._pool.loader)
+        return self._to_validate(step, given.candidate, self._credit.parent, "head")
+
+    def _due(self, least: float, is_last: bool = False) -> Head | None:
+        """The head, where it is worth a validation.
+
+        Args:
+            least: what it has to gain, as a share of the range of scores.
+            is_last: whatever share of the metric calls validations have had.
+        """
+        credit, pool = self._credit, self._pool
+        if credit is None or not pool.seed_confirmed or not (is_last or self.may_validate):
+            return None
+        head = credit.head()
+        return None if head.gain <= least * credit.scale or head.candidate in pool.state.program_candidates else head
+
+    def _given(self, step: Step, is_last: bool, is_timed: bool) -> Given | None:
+        head = self._due(0.0, is_last=True) if is_last or is_timed else None
+        if head is None and is_last:
+            raise StepEnded(EndKind.REJECTED, "the last head is worth no validation any more")
+        left = self._initial_left()
+        if head is None and not left:
+            return None
+        self._pool.begin_step(step)
+        return Given(left[0]) if head is None else Given(head.candidate, head, is_timed)
+
+    def _given_again(self, step: Step) -> Given | None:
+        """What a step of an interrupted run was about to validate."""
+        journal = self._run.journal
+        kept = None if journal is None else journal.journal.get_state(_kept_head(step))
+        candidate = None if journal is None or kept is None else dict(journal.texts[kept])
+        if candidate is None or (self._credit is None and candidate not in self._initial_left()):
+            return None
+        self._selection.runs_again(step, False)
+        return Given(candidate)
+
+    def _initial_left(self) -> list[Texts]:
+        return [texts for texts in self._initial if texts not in self._pool.state.program_candidates]
+
+    def _begin(self, step: Step, head: Head) -> list[Screened]:
+        assert self._credit is not None
+        self._credit.mark_validating(step.number, head)
+        self.keep_credit()
+        self._validation_calls += len(self._pool.loader)
+        return self._to_validate(step, head.candidate, self._credit.parent, "head")
+
+    def _to_validate(self, step: Step, candidate: Texts, parent: int, tag: str) -> list[Screened]:
+        if self._run.journal is not None:
+            self._run.journal.journal.set_state(_kept_head(step), self._run.journal.record_candidate(candidate))
+        step.record_version(self._pool.version, math.inf)  # every later step builds on what it finds: it goes first
+        proposal = Proposal(
+            candidate=dict(candidate), parent_program_ids=[parent], subsample_indices=[], subsample_scores_before=[],
+            subsample_scores_after=[], tag=tag, metadata={},
+        )  # fmt: skip
+        return [Screened(proposal)]
+
+    def _cancel(self, step: Step) -> None:
+        if self._credit is not None and self._credit.cancel_validation(step.number):
+            self.keep_credit()
+
+    async def consolidated(self, step: Step, heads: list[Screened], given: Given | None = None) -> list[Screened]:
+        """A head that is about to be validated, or the same written anew by the reflection LM, or both.
+
+        Before the last validation the new text stands beside the head. Before, it takes the head's place where this has
+        grown long; the new text is what further edits are put on, if its validation is not worse.
+
+        Args:
+            heads: the head.
+            given: where it comes from, if no child of the step is in it.
+        """
+        credit, is_last = self._credit, given is not None and given.head is not None
+        if credit is None or not heads or not self._asks_for_edits or (is_last and self.time.is_ending):
+            return heads
+        texts = heads[0].proposal.candidate
+        grown = await self._pool.write(credit.grown, texts, LEAST_EDITS if is_last else GROWN_EDITS)
+        if not grown or self._calls.are_spent:
+            return heads
+        inputs = {"texts": {name: texts[name] for name in grown}, "effects": grown}
+        record = ReplyText(hash_of({"consolidate": json.dumps(inputs["texts"], sort_keys=True)}))
+        try:
+            asked = await self._run.call_module(
+                "integrate", step, Consolidation(), inputs, lm=self._reflection_lm, read=_clean_texts, record=record
+            )
+        except RolloutUnresolvedError:
+            return heads
+        self._calls.record_reflections(asked.calls)
+        clean = {**texts, **(asked.answer or {})}
+        if clean == texts or is_too_long(clean, self._most_characters, self._most_each, texts):
+            return heads
+        anew = Screened(replace(heads[0].proposal, candidate=clean, tag=CONSOLIDATION))
+        return [*heads, anew] if is_last else [anew]
+
+    # What validations tell. Runs in the pool's writer.
+
+    def restored(self) -> None:
+        """The pool holds the candidates of earlier sessions."""
+        self._improved_at = self._run.budget.spent
+
+    def record_children(self, step: Step, children: Sequence[Child]) -> None:
+        """Take note of how a step's children were written."""
+        if self._credit is not None:
+            pairs = [(child.parent.task.parent_candidate, child.candidate) for child in children]
+            self._credit.record_children(step.number, pairs)
+            self.keep_credit()
+
+    def learn(self, commits: Sequence[Commit], clean: Collection[int] = ()) -> None:
+        """Put changes on the best candidate there is: the head that was validated, or one that beats it.
+
+        Args:
+            clean: indices of the candidates that are heads written anew.
+        """
+        credit, pool = self._credit, self._pool
+        if credit is None:
+            return
+        for commit in sorted(commits, key=lambda commit: commit.candidate in clean):  # after the head it was made of
+            texts, best = pool.state.program_candidates[commit.candidate], pool.score_of(credit.parent)
+            if commit.score >= commit.best_score:
+                self._improved_at = self._run.budget.spent
+            if credit.is_made_of_changes(texts):
+                if commit.score >= best:
+                    credit.set_parent(texts, commit.candidate)
+                continue
+            is_clean = commit.candidate in clean
+            if commit.score >= best if is_clean else commit.score > best + max(0.0, credit.head().gain):
+                credit.stand_on(texts, commit.candidate)
+        self.keep_credit()
+
+    def keep_credit(self) -> None:
+        """Write the changes down, and what they stand on."""
+        if self._credit is not None and self._run.journal is not None:
+            self._run.journal.journal.set_state("credit", self._credit.kept())
+
+
+def _kept_head(step: Step) -> str:
+    """Under this the journal has the head, or the candidate to begin from, that a step validates."""
+    return f"head of step {step.number}"
+
+
+def _clean_texts(answer: Any) -> dict[str, str]:
+    """The texts that a consolidation wrote."""
+    return checked_texts(dict(answer.texts))

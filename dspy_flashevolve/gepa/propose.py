@@ -1,0 +1,213 @@
+"""Reflection: the reflection LM reads what a parent did on its minibatch, and writes a child.
+
+The order of callbacks and log entries is that of gepa 0.1.4 (``ReflectiveMutationProposer.propose``).
+"""
+
+from __future__ import annotations
+
+import json
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from dspy.utils.exceptions import AdapterParseError
+
+from dspy_flashevolve.engine.errors import FlashEvolveError
+from dspy_flashevolve.engine.rollouts import RequestCost, gather
+from dspy_flashevolve.engine.steps import End, EndKind, Step, StepEnded
+from dspy_flashevolve.gepa.options import gepa_logger
+from dspy_flashevolve.gepa.pool import Child, Parent, Pool
+from dspy_flashevolve.observe.statistics import PERFECT_MINIBATCH
+from dspy_flashevolve.programs.program import ProgramRunner
+from dspy_flashevolve.programs.reflection import Reflection
+from dspy_flashevolve.programs.run import DspyRun
+
+NOTHING = {
+    "no_trajectories": "no example of its minibatch could be run",
+    "all_scores_perfect": PERFECT_MINIBATCH,
+}
+"""gepa's words for why there is nothing to reflect on -> ours."""
+SHOWN_CHARACTERS = 300
+"""Of an error in the log and in a step's reason: whole replies made 2,848 lines of 13 failed steps."""
+ATTEMPTS = 2
+"""gepa asks a reflection that raised once more, then skips the task."""
+
+
+class ReflectionCalls:
+    """Counts what was asked of the reflection LM, against ``max_reflection_calls``.
+
+    Args:
+        run: its journal knows of the calls of earlier sessions.
+        limit: None for no limit.
+    """
+
+    def __init__(self, run: DspyRun, limit: int | None) -> None:
+        self._run, self.limit = run, limit
+        self.reflections = 0
+        """Calls for proposals and consolidations."""
+        self.integrations = 0
+        """Calls for integrations."""
+
+    def record_reflections(self, calls: int) -> None:
+        """Count calls for proposals or consolidations."""
+        self.reflections += calls
+
+    def record_integrations(self, calls: int) -> None:
+        """Count calls for integrations."""
+        self.integrations += calls
+
+    @property
+    def total(self) -> int:
+        """Calls of this session."""
+        return self.reflections + self.integrations
+
+    @property
+    def share(self) -> float:
+        """Share of the limit that is used, earlier sessions included; 0 without a limit."""
+        before = 0 if self._run.journal is None else self._run.journal.requests_before
+        return 0.0 if self.limit is None else (self.total + before) / self.limit
+
+    @property
+    def are_spent(self) -> bool:
+        """Whether no further call is to be begun."""
+        return self.share >= 1
+
+
+class Proposing:
+    """Lets the reflection LM write children.
+
+    Args:
+        run: slots and journal.
+        pool: gepa's state, for callbacks and the component selector.
+        program: has dspy's adapter, which reflects.
+        calls: counts the reflections.
+    """
+
+    def __init__(self, run: DspyRun, pool: Pool, program: ProgramRunner, calls: ReflectionCalls) -> None:
+        self._run, self._pool, self._program, self._calls = run, pool, program, calls
+        self.proposals = 0
+        """Children that the reflection LM wrote."""
+
+    async def propose(self, step: Step, parents: Sequence[Parent]) -> list[Child]:
+        """Have a child written for each parent that leaves something to improve.
+
+        Raises:
+            StepEnded: none was written.
+            AssertionError: a text for a component that the parent does not have (as gepa).
+        """
+        prepared = [await self._prepare(step, parent) for parent in parents]
+        if self._run.lockstep:
+            outcomes = [await self._reflect(step, task) for task in prepared]
+        else:
+            outcomes = await gather([lambda task=task: self._reflect(step, task) for task in prepared])
+        children = [outcome for outcome in outcomes if isinstance(outcome, Child)]
+        for child in children:
+            await self._pool.write(self._pool.proposed, step, child.texts)
+            self.proposals += 1
+        if not children:
+            await self._pool.write(self._pool.keep_strategies)
+            ends = [outcome for outcome in outcomes if isinstance(outcome, End)]
+            kind = EndKind.FAILED if any(end.kind is EndKind.FAILED for end in ends) else EndKind.REJECTED
+            raise StepEnded(kind, "; ".join(dict.fromkeys(end.reason for end in ends)))
+        return children
+
+    async def _prepare(self, step: Step, parent: Parent) -> _Prepared | End:
+        """What reflection reads of a parent, or why there is nothing to reflect on."""
+        pool, task, evaluation = self._pool, parent.task, parent.evaluation
+        journal = self._run.journal
+        if journal is not None and journal.find_reply(step.number, "propose", str(parent.index)) is not None:
+            return _Prepared(parent, [], {}, is_paid=True)
+        reason = await pool.write(pool.nothing_to_improve, step, task, evaluation)
+        if reason is not None:  # without a trajectory nothing was paid, and such steps must not go on for ever
+            return End(EndKind.REJECTED if evaluation.trajectories else EndKind.FAILED, NOTHING.get(reason, reason))
+        components = await pool.write(pool.choose_components, step, task, evaluation)
+        rng = None if self._run.lockstep else step.rng
+        try:
+            # Feedback comes from the metric, which may ask an LM: it takes a slot.
+            ask = partial(self._run.rollouts.request, "propose", step)
+            dataset = await self._program.reflection.dataset(task.parent_candidate, evaluation, components, rng, ask)
+        except FlashEvolveError:
+            raise
+        except Exception as error:
+            if error is self._program.mistakes.error:
+                raise
+            _log(f"Iteration {step.number + 1}: Exception building reflective dataset: {error}", error)
+            return End(EndKind.FAILED, f"no reflective dataset: {shortened(error)}")
+        await pool.write(pool.reflection_starts, step, task, components, dataset)
+        return _Prepared(parent, components, dataset)
+
+    async def _reflect(self, step: Step, task: _Prepared | End) -> Child | End:
+        """The child that a reflection writes; why there is none."""
+        if isinstance(task, End):
+            return task
+        parent_texts, record, reason = task.parent.task.parent_candidate, _ProposalRecord(task), ""
+        for attempt in range(ATTEMPTS):
+            self._calls.record_reflections(not task.is_paid)
+            try:
+                reflection = await self._run.rollouts.request(
+                    "propose",
+                    step,
+                    lambda: self._program.reflection.propose(parent_texts, task.dataset, task.components),
+                    lambda reflection: RequestCost(reflection.tokens, reflection.cost_dollars),
+                    record,
+                )
+            except FlashEvolveError:
+                raise
+            except Exception as error:
+                if error is self._program.mistakes.error:
+                    raise
+                _log(f"Reflection failed (attempt {attempt + 1} of {ATTEMPTS}): {shortened(error)}", error)
+                reason = f"reflection failed: {shortened(error)}"
+                continue
+            if not reflection.texts:
+                return End(EndKind.REJECTED, "reflection returned no text")
+            for name in reflection.texts:
+                assert name in parent_texts, f"{name} missing in candidate"
+            return Child(task.parent, reflection.texts, record.feedback)
+        return End(EndKind.FAILED, reason)
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """A task that is ready to be reflected on; one whose child was written before an interruption is paid."""
+
+    parent: Parent
+    components: list[str]
+    dataset: Any
+    is_paid: bool = False
+
+
+class _ProposalRecord:
+    """How a proposal is written down and read again, with the feedback that it was made from."""
+
+    def __init__(self, task: _Prepared) -> None:
+        self.position = str(task.parent.index)
+        rows = [record for records in task.dataset.values() for record in records]
+        # What the metric said, one text an example; dspy's adapter keeps it under "Feedback".
+        self.feedback = tuple(dict.fromkeys(str(record["Feedback"]) for record in rows if record.get("Feedback")))
+
+    def write(self, answer: Reflection) -> str | None:
+        return json.dumps({"texts": answer.texts, "feedback": self.feedback}) if answer.texts else None
+
+    def read(self, text: str) -> Reflection:
+        kept = json.loads(text)
+        self.feedback = tuple(kept["feedback"])
+        return Reflection(kept["texts"], 0)
+
+
+def shortened(error: Exception) -> str:
+    """An error in one line of at most `SHOWN_CHARACTERS`: one of dspy's adapters holds the whole reply.
+
+    >>> shortened(ValueError("no\\nfield"))
+    'no field'
+    """
+    line = " ".join(str(error).split())
+    return line if len(line) <= SHOWN_CHARACTERS else f"{line[:SHOWN_CHARACTERS]}..."
+
+
+def _log(message: str, error: Exception) -> None:
+    gepa_logger.info(message)
+    if not isinstance(error, AdapterParseError):  # a reply that cannot be read is no fault of any line of code
+        gepa_logger.info(traceback.format_exc())

@@ -1,0 +1,205 @@
+"""What a run may still spend: whether a further step starts, and the metric calls that are set aside for it.
+
+``admits`` and ``may_open`` are questions, asked whenever something has changed; they change nothing. ``reserve`` and
+``release`` set calls aside and hand them back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from dspy_flashevolve.engine.steps import LiveSteps, Load, Reservation
+from dspy_flashevolve.gepa.evaluate import Workflow
+from dspy_flashevolve.gepa.heads import Heads
+from dspy_flashevolve.gepa.pool import Pool
+from dspy_flashevolve.gepa.propose import ReflectionCalls
+from dspy_flashevolve.programs.run import DspyRun
+
+GENERATIONS, GENERATIONS_OF_CHANGES = 12.0, 6.0
+"""A limited budget is spread over at least this many generations (:class:`LiveSteps`); fewer where the work of many
+steps comes together in one head."""
+ROOM_FOR_TWO = 8
+"""A budget of so many validations keeps two of them for the end: of the head, and of the same text written anew."""
+PERFECT = "the best candidate has the perfect score on every validation example"
+
+
+class Spending:
+    """Decides when GEPA's steps start, and pays them.
+
+    Args:
+        run: budget, slots, clock.
+        pool: gepa's state.
+        heads: whether steps' children come together, and whether the last head is still to be validated.
+        calls: reflections so far.
+        set_aside: pays the last head's validation; nothing else may spend it.
+        max_cost: in dollars; None for no limit.
+        minibatch: training examples of a task.
+        ends_with_perfect: a candidate that cannot be beaten ends the run.
+    """
+
+    def __init__(
+        self,
+        run: DspyRun,
+        pool: Pool,
+        heads: Heads,
+        calls: ReflectionCalls,
+        set_aside: Reservation,
+        max_cost: float | None,
+        minibatch: int,
+        ends_with_perfect: bool,
+    ) -> None:
+        self._run, self._pool, self._heads, self._calls = run, pool, heads, calls
+        self._set_aside, self._max_cost = set_aside, max_cost
+        self._minibatch = minibatch
+        self._ends_with_perfect = ends_with_perfect
+        self.is_perfect = False
+        """There is a candidate with the perfect score on every validation example."""
+        run.used_shares.append(lambda: max(self._used_shares().values(), default=0.0))
+
+    # Questions.
+
+    @property
+    def calls_per_task(self) -> int:
+        """Metric calls that are set aside for one task: the most that it can cost.
+
+        Where changes are tested, validations are paid apart.
+        """
+        return 2 * self._minibatch if self._heads.has_changes else self.calls_alone
+
+    @property
+    def calls_alone(self) -> int:
+        """The most that a step costs whose child stands for itself."""
+        return 2 * self._minibatch + len(self._pool.loader)
+
+    def may_open(self) -> str | None:
+        """Why no further step may start; None while one may, or the last head is to be validated."""
+        if self.is_perfect:
+            return f"{PERFECT}: nothing can be better"
+        reason = self._spent_up()
+        waits = self._heads.has_changes and (self._run.live or self._heads.awaits_last)
+        return None if reason is None or waits else reason
+
+    def _spent_up(self) -> str | None:
+        """The limit that is used up; None where there is none."""
+        run, budget = self._run, self._run.budget
+        if self._heads.has_ended:
+            return f"max_seconds={run.max_seconds:g} is nearly over, and the last head is validated"
+        if self._pool.seed_confirmed and not (run.is_busy or run.lockstep or self._pays_alone):
+            return (
+                f"max_metric_calls={budget.limit}: the {budget.left} calls left cannot pay a step, which may cost "
+                f"{self.calls_alone}"
+            )
+        return next((f"{limit} is spent" for limit, share in self._used_shares().items() if share >= 1), None)
+
+    @property
+    def _pays_alone(self) -> bool:
+        """Whether what is left pays a step with a validation of its own, where its child may need one."""
+        left = self._run.budget.left
+        return bool(self._heads.joins) or left is None or left >= self.calls_alone
+
+    @property
+    def _kept_aside(self) -> int:
+        """Metric calls that are kept for the end: a second validation where there is something to write anew."""
+        validation, limit = len(self._pool.loader), self._run.budget.limit
+        has_room = limit is not None and limit >= ROOM_FOR_TWO * validation
+        return validation * (2 if self._heads.is_grown and has_room else 1)
+
+    def _used_shares(self) -> dict[str, float]:
+        """What bounds the run beside time and metric calls -> the share of it that is used."""
+        run, shares = self._run, dict[str, float]()
+        if (most := self._calls.limit) is not None:
+            shares[f"max_reflection_calls={most}"] = self._calls.share
+        if (most := self._max_cost) is not None:
+            cost = run.dollars + (0.0 if run.journal is None else run.journal.dollars_before)
+            shares[f"max_cost={most:g} dollars"] = cost / most
+        return shares
+
+    # Setting aside, and handing back. On the loop.
+
+    def reserve(self) -> Reservation | None:
+        """Set a step's calls aside, and beside them a validation for the last head where changes come together."""
+        if self._spent_up() is None:
+            pays = self._reserve_search()
+            if pays is not None:
+                self._heads.resume_search()
+            if pays is not None or self._run.live:
+                return pays
+        return self._run.budget.reserve(0) if self._heads.begin_last() else None
+
+    def _reserve_search(self) -> Reservation | None:
+        """Set aside what a step that searches costs at most."""
+        aside, budget, pays = self._set_aside, self._run.budget, None
+        if not self._heads.joins or aside.extend(max(0, self._kept_aside - aside.open)):
+            pays = budget.reserve(self.calls_per_task) if self._pays_alone else None
+        if pays is None and not self._run.live and aside.open and self._heads.pending is None:
+            aside.refund()  # nothing was found that is worth a last validation: its calls pay further steps
+            pays = budget.reserve(self.calls_per_task) if self._pays_alone else None
+        return pays
+
+    async def release(self) -> None:
+        """Hand back what is kept for the last head where children stand for themselves, and no head is to come."""
+        if self._heads.joins is False and self._set_aside.open:
+            await self._heads.refresh()
+            if self._heads.pending is None:
+                self._set_aside.refund()
+
+    def widen(self, minibatch: int) -> None:
+        """Expect tasks of so many training examples: a sampler of the user's may draw more than it was asked for."""
+        self._minibatch = max(self._minibatch, minibatch)
+
+    def record_best(self, highest: float) -> None:
+        """Find out whether the best candidate can still be beaten. Runs in the pool's writer.
+
+        Args:
+            highest: the best score that an example can have.
+        """
+        self.is_perfect = self._ends_with_perfect and self._pool.is_perfect(highest)
+
+
+def admission_of(workflow: Workflow, slots: int, burst: int) -> tuple[LiveSteps, LiveSteps]:
+    """When a step may start, where children come together in a head, and where each stands for itself: as many as the
+    workflow says, else a bound that follows from slots and budget.
+
+    Three quarters of the slots live, three in sixteen of them at work: a working step keeps one to three slots busy, a
+    validation as many as it has examples. More steps make more proposals a minute and fewer generations. Where children
+    come together all steps are short, and each does one step's work.
+    """
+    if workflow.live_steps is not None:
+        given = LiveSteps(workflow.live_steps, strict=True)
+        return given, given
+    live, working = max(2, math.ceil(3 * slots / 4)), max(2, math.ceil(3 * slots / 16))
+    return (
+        LiveSteps(live, None, GENERATIONS_OF_CHANGES, burst, slots),
+        LiveSteps(live, working, GENERATIONS, burst, slots),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class AsChildrenCome:
+    """Admission by whether what steps find comes together.
+
+    Where each child stands for itself, steps that ran at once have made siblings of which one is used, and each that
+    passes its screen costs a validation. While that is not known, a run with a budget of metric calls has one step more
+    than have ended.
+
+    Args:
+        joined, alone: see :func:`admission_of`.
+        joins: whether children come together; None where that is not known yet.
+        calls_alone: what a step costs at most where they do not.
+    """
+
+    joined: LiveSteps
+    alone: LiveSteps
+    joins: Callable[[], bool | None]
+    calls_alone: Callable[[], int]
+
+    def admits(self, load: Load) -> bool:
+        """See :meth:`Admission.admits`."""
+        joins = self.joins()
+        if joins is False:
+            return self.alone.admits(replace(load, calls_per_step=max(load.calls_per_step, self.calls_alone())))
+        if joins is None and load.calls_left is not None and not self.joined.strict:
+            return replace(self.joined, limit=min(self.joined.limit, 1 + load.ended)).admits(load)
+        return self.joined.admits(load)
