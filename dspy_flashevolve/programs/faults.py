@@ -133,6 +133,8 @@ class LmCalls(BaseCallback):
         """What calls raised, in order; a reply without a choice counts as such an error."""
         self.only_paced = True
         """No LM was called that the run does not pace."""
+        self.has_answer = False
+        """A call was answered."""
 
     def on_lm_start(self, call_id: str, instance: Any, inputs: dict[str, Any]) -> None:
         """See ``dspy.utils.callback.BaseCallback``."""
@@ -144,6 +146,8 @@ class LmCalls(BaseCallback):
             self.errors.append(exception)
         elif exception is None and isinstance(outputs, list) and not outputs:
             self.errors.append(HollowReplyError("the reply holds no choice"))
+        elif exception is None:
+            self.has_answer = True
 
 
 @contextmanager

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import dspy
 from dspy.clients.base_lm import BaseLM
@@ -19,8 +20,8 @@ def lm_of(given: Any, name: str) -> Any:
     """What is given as an LM, as an LM: the name of a model, a function from prompt to text, or an LM as it is.
 
     Args:
-        given: a function is called with the whole prompt as one text, and returns the reply as text; it may be a
-            coroutine function. What can be called as dspy calls an LM (with ``messages=``) is left as it is.
+        given: a function is called with the whole prompt as one text, or as one message where its argument is called
+            ``messages``, and returns the reply as text, or in a list as dspy's LMs do; it may be a coroutine function.
         name: of the argument, for the error.
 
     Raises:
@@ -29,22 +30,34 @@ def lm_of(given: Any, name: str) -> Any:
     >>> lm_of(lambda prompt: prompt.upper(), "reflection_lm")("yes")
     ['YES']
     """
-    if given is None or isinstance(given, BaseLM):
-        return given
+    if given is None or isinstance(given, BaseLM) or getattr(given, "supports_decision_requests", False) is True:
+        return given  # dspy's predictors ask nothing else
     if isinstance(given, str):
         return dspy.LM(given)
-    if callable(given) and _takes(given, messages=[]):
-        return given
-    if callable(given) and _takes(given, ""):
+    function = _of_prompt(given) if callable(given) else None
+    if function is not None:
         return dspy.LM(
             f"function/{getattr(given, '__name__', type(given).__name__)}",
-            engine=_InThread(given),
-            async_engine=_OnLoop(given),
+            engine=_InThread(function),
+            async_engine=_OnLoop(function),
             cache=False,  # what the function asks, nobody here knows
         )
     raise ConfigurationError(
         f"{name} is {given!r}, expected a dspy.LM, the name of a model, or a function from prompt to reply, both text."
     )
+
+
+def _of_prompt(given: Callable[..., Any]) -> Callable[[str], Any] | None:
+    """What is given as a function of the prompt; None where it can be called neither with it nor with messages."""
+
+    @functools.wraps(given, updated=())
+    def with_messages(prompt: str) -> Any:
+        return given(messages=[{"role": "user", "content": prompt}])
+
+    takes_messages = _takes(given, messages=[])
+    if _takes(given, "") and not (takes_messages and not _takes(given, "", messages=[])):
+        return given
+    return with_messages if takes_messages else None
 
 
 def _takes(function: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
@@ -97,6 +110,8 @@ def _prompt_of(request: Request) -> str:
 
 
 def _response(function: Callable[..., Any], reply: Any) -> Response:
+    if isinstance(reply, list) and len(cast("list[Any]", reply)) == 1:
+        reply = reply[0]
     if not isinstance(reply, str):
         name = getattr(function, "__name__", type(function).__name__)
         raise NoTextError(f"{name} returned {reply!r:.200}, expected the reply as text.")

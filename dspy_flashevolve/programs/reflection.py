@@ -198,7 +198,9 @@ class ReflectionRunner:
                 if kind is Kind.REFLECTIONS or hook is not None:
                     failure = self._mistakes.failure(error, calls.errors)
                     is_of_provider = failure is not None and failure.refused and kind is Kind.FEEDBACK
-                    is_of_reply = hook is None and not calls.errors  # the LM wrote what dspy cannot use
+                    is_of_reply = (
+                        hook is None and calls.has_answer and not calls.errors
+                    )  # the LM wrote what dspy cannot use
                     self._mistakes.record(kind, None if is_of_provider or is_of_reply else failure)
                 raise
 

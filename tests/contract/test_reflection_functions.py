@@ -9,6 +9,7 @@ from typing import Any
 
 import dspy
 import pytest
+from dspy.teleprompt.gepa import InstructionProposer
 
 from dspy_flashevolve import AsyncGEPA, ConfigurationError, RunAbortedError
 from tests.contract.surface import compiled, facts, simulated
@@ -35,6 +36,10 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "object": Method(),
     "partial": functools.partial(lambda text, prompt: written_for(prompt), ""),
     "with options": lambda prompt, **options: written_for(prompt),
+    "of messages": lambda messages: written_for(messages[0]["content"]),
+    "as dspy calls an LM": lambda prompt=None, messages=None, **options: [
+        written_for(prompt or messages[0]["content"])
+    ],
 }
 
 
@@ -60,12 +65,8 @@ def test_what_is_no_lm_and_no_function_of_a_prompt_is_refused_at_construction(gi
         AsyncGEPA(digits, auto="light", reflection_lm=given)
 
 
-def test_what_dspy_can_call_as_an_lm_is_left_as_it_is() -> None:
-    class Own:
-        def __call__(self, prompt: Any = None, messages: Any = None, **options: Any) -> list[str]:
-            return [""]
-
-    lms = [Own(), reflection_lm(), dspy.utils.DummyLM([{"answer": "3"}])]
+def test_what_dspys_predictors_ask_as_an_lm_is_left_as_it_is() -> None:
+    lms = [reflection_lm(), dspy.utils.DummyLM([{"answer": "3"}])]
     assert [AsyncGEPA(digits, auto="light", reflection_lm=lm).reflection_lm for lm in lms] == lms
 
 
@@ -119,6 +120,18 @@ def test_an_error_that_every_reflection_has_ends_the_run_with_it(schedule: Any) 
         simulated(2000, instruction_proposer=proposer, schedule=schedule)
     assert any("All of the first 24 reflections failed alike" in note for note in caught.value.__notes__)
     assert asked <= FIRST + SLOTS
+
+
+class Unwritable(dspy.ChatAdapter):
+    def format(self, signature: Any, demos: Any, inputs: Any) -> Any:
+        raise KeyError("no such form")
+
+
+@pytest.mark.parametrize("schedule", ["async", "lockstep"])
+def test_an_error_before_the_reflection_lm_is_asked_ends_the_run_with_it(schedule: Any) -> None:
+    proposer = InstructionProposer(adapter=Unwritable())
+    with pytest.raises(KeyError, match="no such form"):
+        simulated(2000, instruction_proposer=proposer, schedule=schedule)
 
 
 def test_an_error_that_some_reflections_have_does_not_end_the_run() -> None:
