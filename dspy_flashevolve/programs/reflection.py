@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import dspy
 from dspy.primitives.module import Module
 from dspy.teleprompt.gepa.gepa_utils import DspyAdapter
+from dspy.teleprompt.gepa.instruction_proposal import InstructionProposer
 from gepa.core.adapter import EvaluationBatch
 
 from dspy_flashevolve.engine.errors import hook_that_raised
@@ -172,7 +173,8 @@ class ReflectionRunner:
         if isinstance(proposer, Module) and not has_own_aforward(proposer):
             return None  # every module has an ``acall``; not every one can be awaited
         lm = self._adapter.reflection_lm or dspy.settings.lm
-        if callable(proposer) and lm is not None and not answers_asynchronously(lm):
+        built_in: Any = InstructionProposer  # a user's own proposer knows best what its LM can do
+        if isinstance(proposer, built_in) and lm is not None and not answers_asynchronously(lm):
             return None  # its LM overrides ``forward`` alone: awaited, it would send the request elsewhere
         has_code = any(name in self._adapter._flex_paths for name in components)  # pyright: ignore[reportPrivateUsage]
         return acall if inspect.iscoroutinefunction(acall) and not has_code else None
