@@ -302,6 +302,10 @@ class Rollouts:
                 self.joined += 1
                 return flight.result
             # The one who flew was cancelled or got no answer: fly again.
+        while waiting := self._waiting_for_example(key):
+            on_granted()
+            with self._waiting_for(waiting, step):
+                await waiting.landed.wait()
         example = key.split, key.example
         if make_failure is not None and self.is_unanswered(key):
             on_granted()
@@ -332,6 +336,23 @@ class Rollouts:
         keys += [key for key in list(self._refused) if key.candidate == candidate]
         both = [*self.unanswerable, *((key.split, key.example) for key in keys)]
         return {example for of, example in both if of == split}
+
+    def _waiting_for_example(self, key: RolloutKey) -> _Flight | None:
+        """A rollout of another candidate that waits to be asked for again, on an example that nobody was answered yet.
+
+        It finds out whether the example gets an answer at all. More of them would hold further slots meanwhile, until
+        nothing is left that could show that others are answered.
+        """
+        if not self._single_flight or (key.split, key.example) in self._answered:
+            return None
+        return next(
+            (
+                flight
+                for other, flight in self._flights.items()
+                if (other.split, other.example) == (key.split, key.example) and flight.waits_since is not None
+            ),
+            None,
+        )
 
     def is_unanswered(self, key: RolloutKey) -> bool:
         """Whether a rollout fails because nobody answers it: its score says nothing of its candidate."""
