@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from dspy_flashevolve.engine.errors import ConfigurationError, DataError, FlashEvolveError, RunAbortedError
     from dspy_flashevolve.engine.staleness import Full, Guarded, Reflective
     from dspy_flashevolve.gepa.compilation import AsyncGEPAResult
-    from dspy_flashevolve.gepa.evaluate import Workflow
+    from dspy_flashevolve.gepa.settings import Workflow
     from dspy_flashevolve.harness.program import Harness, HarnessError
     from dspy_flashevolve.modules.combee import CombeeReflection
     from dspy_flashevolve.modules.integrate import StaleCandidateReflection
@@ -68,7 +68,7 @@ _HOMES = {
     "Playbook": "ace.playbook",
     "Reflective": "engine.staleness",
     "StaleCandidateReflection": "modules.integrate",
-    "Workflow": "gepa.evaluate",
+    "Workflow": "gepa.settings",
 }
 """Public name -> its module; all others are errors."""
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields, replace
 from typing import Any, Literal
 
 import cloudpickle
@@ -22,8 +22,8 @@ from dspy_flashevolve.engine.steps import STEPS_TO_OVERLAP, pays_overlap
 from dspy_flashevolve.gepa.changes import is_too_long
 from dspy_flashevolve.gepa.compilation import Best, Compilation, texts_of
 from dspy_flashevolve.gepa.estimate import Estimate, estimate
-from dspy_flashevolve.gepa.evaluate import Workflow
-from dspy_flashevolve.gepa.options import check_options, gepa_logger, run_settings_of
+from dspy_flashevolve.gepa.options import check_options, gepa_logger
+from dspy_flashevolve.gepa.settings import GepaSettings, Workflow
 from dspy_flashevolve.programs.function_lm import lm_of
 from dspy_flashevolve.programs.metric import check_metric
 from dspy_flashevolve.programs.ray_rollouts import RayRollouts
@@ -189,7 +189,7 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
         self.metric_lock = metric_lock
         self._best = Best()
         self._check_arguments()
-        check_options(self)
+        check_options(self._settings())
         self._check_callbacks()
 
     def compile(
@@ -288,7 +288,7 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
         check_data(student, trainset, None, valset)
         components = self._components(student)
         calls = self._budget(components, trainset, valset)
-        return estimate(self, student, trainset, calls, len(trainset if valset is None else valset))
+        return estimate(self._settings(), student, trainset, calls, len(trainset if valset is None else valset))
 
     def _prepare(
         self, student: Module, trainset: Any, teacher: Module | None, valset: Any, initial: Sequence[Module]
@@ -307,8 +307,9 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
                 "prompts that generalize.",
                 "The valset is empty" if is_empty else "No valset given",
             )
-        run_by = self._settings_of_run(trainset, trainset if valset is None else valset, 1 + len(initial))
-        compilation = Compilation(run_by, student, trainset, valset, initial)
+        schedule = self._usable_schedule(trainset, trainset if valset is None else valset, 1 + len(initial))
+        settings, arguments = replace(self._settings(), schedule=schedule), vars(self) | {"schedule": schedule}
+        compilation = Compilation(settings, type(self).__qualname__, arguments, student, trainset, valset, initial)
         self._best = compilation.best
         return compilation
 
@@ -325,8 +326,22 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
             )
         return components
 
-    def _settings_of_run(self, trainset: Any, valset: Any, validations: int) -> AsyncGEPA:
-        """Return the arguments of one run: these, with dspy.GEPA's schedule where the budget is too small for ours.
+    def _settings(self) -> GepaSettings:
+        """Return the arguments as they are now, frozen.
+
+        Raises:
+            ConfigurationError: an argument that all optimizers have cannot work.
+        """
+        names = {setting.name for setting in fields(GepaSettings)}
+        return GepaSettings(
+            **{name: value for name, value in vars(self).items() if name in names},
+            rollout_timeout_seconds=self.workflow.rollout_timeout_seconds,
+            max_outage_seconds=self.workflow.max_outage_seconds,
+            median_seconds=self.workflow.median_seconds,
+        )
+
+    def _usable_schedule(self, trainset: Any, valset: Any, validations: int) -> Schedule:
+        """Return the schedule of one run: dspy.GEPA's where the budget is too small for ours.
 
         Args:
             trainset, valset: examples.
@@ -339,7 +354,7 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
         minibatch = min(self.reflection_minibatch_size or 3, len(trainset))  # 3 is gepa's where nothing is said
         narrow = hasattr(self.gepa_kwargs.get("val_evaluation_policy"), "get_seed_eval_batch")
         if self.schedule == "lockstep" or calls is None or narrow:
-            return self
+            return self.schedule
         needed = validations * valset_size
         if validations > 1 and calls < needed:  # dspy.GEPA, which overdraws a budget, has no such candidates
             raise ConfigurationError(
@@ -348,7 +363,7 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
                 "or a smaller valset."
             )
         if pays_overlap(calls, validations, valset_size, minibatch):
-            return self
+            return self.schedule
         step = 2 * minibatch + valset_size
         gepa_logger.info(
             "The budget of %d metric calls is too small for steps that overlap: it is spent as dspy.GEPA does, one "
@@ -358,9 +373,7 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
             step,
             needed + STEPS_TO_OVERLAP * step,
         )
-        run_by = copy.copy(self)
-        run_by.schedule = "lockstep"
-        return run_by
+        return "lockstep"
 
     def _budget(self, components: int, trainset: Any, valset: Any) -> int | None:
         """Return the budget in metric calls, as ``dspy.GEPA.compile`` computes it; None without one."""
@@ -382,7 +395,6 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
             raise ConfigurationError(f"stale_candidate_reflection is {module!r}, expected a dspy.Module.")
         if not isinstance(self.workflow, Workflow):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigurationError(f"workflow is {self.workflow!r}, expected a Workflow, or None.")
-        run_settings_of(self)
         live = self.workflow.live_steps
         if self.schedule == "lockstep" and live not in (None, 1):
             raise ConfigurationError(f"live_steps is {live}, but schedule='lockstep' runs one step at a time.")

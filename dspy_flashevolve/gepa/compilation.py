@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import anyio
@@ -24,9 +24,10 @@ from dspy_flashevolve.engine.loop import run_to_end
 from dspy_flashevolve.engine.replay import RunJournal
 from dspy_flashevolve.engine.staleness import Full, Reflective, StalenessPolicy, policy_named
 from dspy_flashevolve.gepa.edits import EditProposer
-from dspy_flashevolve.gepa.options import IterationLog, adapter_of, build_parts, gepa_logger, hooks_of, run_settings_of
+from dspy_flashevolve.gepa.options import IterationLog, adapter_of, build_parts, gepa_logger, hooks_of
 from dspy_flashevolve.gepa.pool import Pool
 from dspy_flashevolve.gepa.resume import check_checkpoint
+from dspy_flashevolve.gepa.settings import GepaSettings
 from dspy_flashevolve.gepa.step import GepaLoop
 from dspy_flashevolve.gepa.unseen import expected_on_unseen
 from dspy_flashevolve.modules.integrate import StaleCandidateReflection
@@ -64,13 +65,15 @@ class Best:
     Copies and pickles of it are empty: a run belongs to the optimizer that began it.
 
     Args:
-        optimizer: whose run it is.
+        settings: of the run.
         adapter: builds programs.
         state: the pool's.
     """
 
-    def __init__(self, optimizer: Any = None, adapter: Any = None, state: Callable[[], Any] | None = None) -> None:
-        self._optimizer, self._adapter, self._state = optimizer, adapter, state
+    def __init__(
+        self, settings: GepaSettings | None = None, adapter: Any = None, state: Callable[[], Any] | None = None
+    ) -> None:
+        self._settings, self._adapter, self._state = settings, adapter, state
         self._found: tuple[GEPAResult[Any, Any] | None, AsyncStats | None] = None, None
         self.score: float | None = None
         """The best aggregate validation score; None before the seed is validated."""
@@ -86,7 +89,8 @@ class Best:
 
     def result_of(self, state: Any) -> GEPAResult[Any, Any]:
         """gepa's result."""
-        return GEPAResult[Any, Any].from_state(state, run_dir=self._optimizer.log_dir, seed=self._optimizer.seed)
+        assert self._settings is not None
+        return GEPAResult[Any, Any].from_state(state, run_dir=self._settings.log_dir, seed=self._settings.seed)
 
     def on_valset_evaluated(self, event: Any) -> None:
         """Called by gepa's code for each new candidate, and once for the seed or a checkpoint's candidates."""
@@ -107,7 +111,7 @@ class Best:
         if result is None:
             return None
         program: Any = self._adapter.build_program(result.best_candidate)
-        if self._optimizer.track_stats:
+        if self._settings is not None and self._settings.track_stats:
             detailed = AsyncGEPAResult.from_gepa_result(result, self._adapter)
             program.detailed_results = AsyncGEPAResult(**vars(detailed), async_stats=stats)
             program.async_stats = stats
@@ -118,7 +122,9 @@ class Compilation:
     """One run of one optimizer: everything that belongs to it and to no other.
 
     Args:
-        optimizer: an AsyncGEPA; only its arguments are read.
+        settings: what the run is told.
+        optimizer: the name of its class, for the journal.
+        arguments: the optimizer's, by name, as the journal shows them.
         student: the program; it is not changed.
         trainset, valset: examples or gepa's loaders; valset None means the trainset.
         initial: programs of the student's make to begin from beside it.
@@ -128,47 +134,54 @@ class Compilation:
     """
 
     def __init__(
-        self, optimizer: Any, student: Module, trainset: Any, valset: Any, initial: Sequence[Module] = ()
+        self,
+        settings: GepaSettings,
+        optimizer: str,
+        arguments: Mapping[str, Any],
+        student: Module,
+        trainset: Any,
+        valset: Any,
+        initial: Sequence[Module] = (),
     ) -> None:
-        self._optimizer, self._student = optimizer, student
-        self._lockstep = optimizer.schedule == "lockstep"
+        self._settings, self._student = settings, student
         self._trainset: Any = ensure_loader(trainset)
         same_data = valset is None or valset is trainset
         self._valset: Any = self._trainset if same_data else ensure_loader(cast(Any, valset))
-        self._integrating: Module = optimizer.stale_candidate_reflection or StaleCandidateReflection()
+        self._integrating: Module = settings.stale_candidate_reflection or StaleCandidateReflection()
         self._seed = texts_of(student)
         self._initial = [texts_of(one) for one in initial]
-        if optimizer.log_dir is not None:
-            check_checkpoint(optimizer.log_dir, bool(optimizer.gepa_kwargs.get("use_cloudpickle")))
-        parts = fingerprints_of(student, self._seed, self._trainset, self._valset, optimizer.metric_fn)
-        lms = [dspy.settings.lm, optimizer.reflection_lm, *(one.lm for one in student.predictors())]
-        name, arguments = type(optimizer).__qualname__, vars(optimizer)
-        with open_journal(optimizer.log_dir, name, arguments, parts, lms, each_once=self._lockstep) as journal:
+        if settings.log_dir is not None:
+            check_checkpoint(settings.log_dir, settings.use_cloudpickle)
+        parts = fingerprints_of(student, self._seed, self._trainset, self._valset, settings.metric_fn)
+        lms = [dspy.settings.lm, settings.reflection_lm, *(one.lm for one in student.predictors())]
+        each_once = settings.is_lockstep
+        with open_journal(settings.log_dir, optimizer, arguments, parts, lms, each_once=each_once) as journal:
             self._build(journal)
 
     def _build(self, journal: RunJournal | None) -> None:
-        optimizer, lockstep = self._optimizer, self._lockstep
+        settings, lockstep = self._settings, self._settings.is_lockstep
         run = self._run = DspyRun(
             name="AsyncGEPA",
             stages=self._stages(),
-            settings=run_settings_of(optimizer),
+            # Lockstep spends its budget as dspy.GEPA does, which may overdraw it: gepa's stopper ends the run.
+            settings=replace(settings, max_metric_calls=None) if lockstep else settings,
             journal=journal,
-            shown_calls=optimizer.max_metric_calls,
+            shown_calls=settings.max_metric_calls,
         )
-        self._metric = Metric(optimizer.metric_fn, run.threads, optimizer.metric_lock)
-        reflection_lm = run.pace(optimizer.reflection_lm)
-        adapter = adapter_of(optimizer, self._student, reflection_lm)
+        self._metric = Metric(settings.metric_fn, run.threads, settings.metric_lock)
+        reflection_lm = run.pace(settings.reflection_lm)
+        adapter = adapter_of(settings, self._student, reflection_lm)
         if not lockstep and type(adapter.custom_instruction_proposer) is InstructionProposer:
             adapter.custom_instruction_proposer = EditProposer(adapter.custom_instruction_proposer)
         log = LoggerAdapter(gepa_logger) if lockstep else IterationLog()
-        self._parts = build_parts(optimizer, self._valset, log)
-        self.best = Best(optimizer, adapter, lambda: self._pool.state)
+        self._parts = build_parts(settings, self._valset, log)
+        self.best = Best(settings, adapter, lambda: self._pool.state)
         data = self._seed, self._trainset, self._valset
-        self._pool = Pool(run, optimizer, self._parts, adapter, *data, log, self.best)
-        elsewhere = None if run.actors is None else run.actors.rollout_maker(adapter, optimizer.metric_lock)
+        self._pool = Pool(run, settings, self._parts, adapter, *data, log, self.best)
+        elsewhere = None if run.actors is None else run.actors.rollout_maker(adapter, settings.metric_lock)
         program = ProgramRunner(adapter, self._metric, run.threads, run.models, elsewhere=elsewhere)
         policy = Full() if lockstep else self._usable_policy()
-        self._loop = GepaLoop(run, self._pool, program, optimizer, policy, self._integrating, self._initial)
+        self._loop = GepaLoop(run, self._pool, program, settings, policy, self._integrating, self._initial)
 
     def run_sync(self) -> Module:
         """Run to the end on a loop of its own, and build the best program; see :func:`run_to_end` for signals."""
@@ -200,7 +213,7 @@ class Compilation:
             self.best.end(stats)
             if isinstance(error, Exception):
                 await self._track_end()
-                report_hook(error, hooks_of(self._parts, self._optimizer))
+                report_hook(error, hooks_of(self._parts, self._settings.staleness))
                 if pool.seed_confirmed:
                     attach_best_program(error, self._result(stats))
             log_summary(logger, stats, isinstance(error, Exception))
@@ -239,14 +252,14 @@ class Compilation:
         if tracker.thread is not None:
             state = self._pool.state
             self._loop.track(state.i + 1, total_metric_calls=state.total_num_evals)
-            send = tracker.log_report, self._optimizer.log_dir
+            send = tracker.log_report, self._settings.log_dir
             await asyncio.get_running_loop().run_in_executor(tracker.thread, *send)
 
     def _stages(self) -> dict[str, Sequence[Any]]:
         """Stage -> what its requests ask, in the order in which the stages go before others where slots are scarce:
         what is nearer to a commit, but the long rest of a validation, on which nobody waits, after the screen and a
         validation's prefix."""
-        reflection = self._optimizer.reflection_lm
+        reflection = self._settings.reflection_lm
         integrating = [getattr(one, "lm", None) or reflection for one in self._integrating.predictors()]
         student = [self._student]
         return {
@@ -260,9 +273,9 @@ class Compilation:
 
     def _usable_policy(self) -> StalenessPolicy:
         """The policy; one that integrates needs an LM to do it."""
-        policy = policy_named(self._optimizer.staleness)
+        policy = policy_named(self._settings.staleness)
         silent = [one for one in self._integrating.predictors() if getattr(one, "lm", None) is None]
-        has_lm = self._optimizer.reflection_lm is not None or dspy.settings.lm is not None
+        has_lm = self._settings.reflection_lm is not None or dspy.settings.lm is not None
         if isinstance(policy, Reflective) and silent and not has_lm:
             logger.warning("There is no LM that could integrate stale candidates: they are admitted as they are.")
             return Full()

@@ -18,11 +18,11 @@ from dspy_flashevolve.engine.steps import End, EndKind, Step
 from dspy_flashevolve.gepa.compilation import texts_of
 from dspy_flashevolve.gepa.evaluate import as_batch
 from dspy_flashevolve.gepa.options import adapter_of
+from dspy_flashevolve.gepa.settings import GepaSettings
 from dspy_flashevolve.programs.copies import isolated_copy
 from dspy_flashevolve.programs.metric import Metric
 from dspy_flashevolve.programs.program import ProgramRunner
 from dspy_flashevolve.programs.run import DspyRun
-from dspy_flashevolve.programs.settings import RunSettings
 from dspy_flashevolve.programs.usage import calls_of, cost_of, rates_of
 
 logger = logging.getLogger(__name__)
@@ -112,33 +112,38 @@ def _cells(use: Use | None) -> str:
     return f"{use.calls:>10,.0f}{use.prompt_tokens:>13,.0f}{use.completion_tokens:>13,.0f}{dollars:>10}"
 
 
-def estimate(optimizer: Any, student: Module, trainset: Sequence[Any], most_calls: int | None, first: int) -> Estimate:
+def estimate(
+    settings: GepaSettings, student: Module, trainset: Sequence[Any], most_calls: int | None, first: int
+) -> Estimate:
     """Run a minibatch of training examples, and reflect on it; past dspy's cache.
 
     Args:
-        optimizer: an AsyncGEPA; only its arguments are read.
+        settings: what the run would be told.
         most_calls: the budget of metric calls.
         first: of these, those of the first validation.
     """
-    size = min(optimizer.reflection_minibatch_size or 3, len(trainset))
-    examples = random.Random(optimizer.seed).sample(list(trainset), size)
-    student, reflection_lm = isolated_copy(student), _uncached(optimizer.reflection_lm)
+    size = min(settings.minibatch_size, len(trainset))
+    examples = random.Random(settings.seed).sample(list(trainset), size)
+    student, reflection_lm = isolated_copy(student), _uncached(settings.reflection_lm)
     for predictor in student.predictors():
         predictor.set_lm(_uncached(predictor.lm))
     with dspy.context(lm=_uncached(dspy.settings.lm)):
         run = DspyRun(
             name="AsyncGEPA.estimate",
             stages={"rollout": [student], "propose": [reflection_lm]},
-            settings=RunSettings(
+            settings=replace(
+                settings,
                 num_threads=size,
+                max_concurrency=None,
                 max_metric_calls=size,
-                rollout_timeout_seconds=optimizer.workflow.rollout_timeout_seconds,
-                max_outage_seconds=optimizer.workflow.max_outage_seconds,
-                seed=optimizer.seed,
+                max_seconds=None,
+                schedule="async",
+                median_seconds=None,
+                rollouts=None,
             ),
         )
-    metric = Metric(optimizer.metric_fn, run.threads, optimizer.metric_lock)
-    adapter = adapter_of(optimizer, student, run.pace(reflection_lm))
+    metric = Metric(settings.metric_fn, run.threads, settings.metric_lock)
+    adapter = adapter_of(settings, student, run.pace(reflection_lm))
     program = ProgramRunner(adapter, metric, run.threads, run.models)
     texts, used = texts_of(student), list[UsageTracker]()
 
@@ -173,7 +178,7 @@ def estimate(optimizer: Any, student: Module, trainset: Sequence[Any], most_call
     if len(used) < 2:  # it was stopped, or the provider gave no answer
         raise RunAbortedError(f"There is no estimate: {run.stop_reason}")
     most = None if most_calls is None else max(0, most_calls - first) // size
-    bounds = [one for one in (most, optimizer.max_reflection_calls) if one is not None]
+    bounds = [one for one in (most, settings.max_reflection_calls) if one is not None]
     return Estimate(
         metric_calls=most_calls,
         reflections=min(bounds, default=None),

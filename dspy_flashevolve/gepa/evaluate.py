@@ -13,7 +13,7 @@ import math
 import random
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import anyio
@@ -21,13 +21,13 @@ from gepa.core.adapter import EvaluationBatch
 from gepa.strategies.acceptance import ImprovementOrEqualAcceptance, StrictImprovementAcceptance
 from gepa.strategies.proposal_selection import AllImprovements, BestImprovement, TopKImprovements
 
-from dspy_flashevolve.engine.endpoints import OUTAGE_SECONDS
-from dspy_flashevolve.engine.errors import ConfigurationError, RolloutUnresolvedError, RunAbortedError
+from dspy_flashevolve.engine.errors import RolloutUnresolvedError, RunAbortedError
 from dspy_flashevolve.engine.replay import BEFORE_STEPS, hash_of, id_text
 from dspy_flashevolve.engine.rollouts import NoLongerWantedError, OnGranted, Rollout, RolloutKey, batch, gather
 from dspy_flashevolve.engine.steps import EndKind, Reservation, Step, StepEnded, step_rng
 from dspy_flashevolve.gepa.options import Parts
 from dspy_flashevolve.gepa.pool import Batch, Candidate, Pool, Screened, Task, Validated, ValidationPlan, evaluation_of
+from dspy_flashevolve.gepa.settings import Workflow
 from dspy_flashevolve.programs.evaluation_events import announce_evaluation
 from dspy_flashevolve.programs.program import ProgramRunner
 from dspy_flashevolve.programs.records import ProgramRecord
@@ -46,65 +46,6 @@ def released_at(share: float, requests: int) -> int:
     [2, 15, 1, 7]
     """
     return min(requests, max(1, math.ceil(round(share * requests, 1))))
-
-
-@dataclass(frozen=True, slots=True)
-class Workflow:
-    """How steps overlap, and what ends them: how early stages release their output, how many steps there are, whose
-    slots they get, how long a rollout may take, how long nobody answers before the run ends, and how long a candidate
-    may be.
-
-    Args:
-        rollout: share of a parent's minibatch after which reflection starts, on what is there; above 0, up to 1. The
-            others run on: they are paid, remembered, and compared with the child's.
-        validate: share of the validation set, the prefix, after which a candidate whose score there is above the pool's
-            best on the same examples may be selected; the rest runs on. The default waits for the whole: it made the
-            best programs (docs/scheduling.md).
-        rounds: an example of the validation set that this many candidates in a row have passed leaves the prefix.
-        live_steps: steps at once, counted strictly. Default: as many as keep the slots busy, fewer where the budget of
-            metric calls is small, so that steps can build on each other (:class:`~.steps.LiveSteps`).
-        median_seconds: every so many seconds, slots move to the stages that produce less than the others
-            (:func:`~.scheduler.median_shares`). None for never: the order of the queues decides, which made the better
-            programs.
-        max_outage_seconds: a run whose provider answers nothing for so long, and turns away all that it is sent, is
-            given up with the best program so far; no Retry-After is waited for longer. None to wait as long as it
-            takes; docs/faults.md.
-        rollout_timeout_seconds: a rollout that takes longer, once it has its slot, is given up and asked for again, as
-            after a rate limit. None for as long as the LM's own timeout lets it.
-        max_candidate_characters: the most characters of all texts of a candidate together. A longer one ends its step
-            before it costs a rollout. None for no limit.
-
-    Raises:
-        ConfigurationError: a share outside (0, 1], a count that is no whole number above 0, or seconds that are no
-            number above 0.
-    """
-
-    rollout: float = 1.0
-    validate: float = 1.0
-    rounds: int = 3
-    live_steps: int | None = None
-    median_seconds: float | None = None
-    max_outage_seconds: float | None = OUTAGE_SECONDS
-    rollout_timeout_seconds: float | None = None
-    max_candidate_characters: int | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("rollout", "validate"):
-            share = getattr(self, name)
-            if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
-                raise ConfigurationError(f"Workflow: {name} is {share!r}, expected a share above 0 and up to 1.")
-        for name in ("rounds", "live_steps", "max_candidate_characters"):
-            count = getattr(self, name)
-            if count is None and name != "rounds":
-                continue
-            if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-                raise ConfigurationError(f"Workflow: {name} is {count!r}, expected a whole number of at least 1.")
-        for name in ("median_seconds", "max_outage_seconds", "rollout_timeout_seconds"):
-            seconds = getattr(self, name)
-            if seconds is not None and (
-                isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < math.inf
-            ):
-                raise ConfigurationError(f"Workflow: {name} is {seconds!r}, expected a number above 0, or None.")
 
 
 class ValidationOrder:

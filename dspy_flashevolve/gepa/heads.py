@@ -26,6 +26,7 @@ from dspy_flashevolve.gepa.credit import Credit, Head
 from dspy_flashevolve.gepa.pool import Child, Commit, Pool, Proposal, Screened
 from dspy_flashevolve.gepa.propose import ReflectionCalls
 from dspy_flashevolve.gepa.select import Selection
+from dspy_flashevolve.gepa.settings import GepaSettings
 from dspy_flashevolve.modules.consolidate import Consolidation
 from dspy_flashevolve.observe.statistics import REFLECTION_STAGES
 from dspy_flashevolve.programs.records import ReplyText
@@ -129,11 +130,9 @@ class Heads:
         credit: composes heads; None where each child stands for itself.
         selection: is told of steps that select nothing.
         calls: counts consolidations.
-        reflection_lm: consolidates.
+        settings: the LM that consolidates, and how long texts may be.
         initial: candidates to begin from beside the seed; each has a step that validates it.
         asks_for_edits: children are edits, so that their parts can be consolidated.
-        most_characters: of a candidate's texts together; None for no limit.
-        most_each: of each text; None for no limit.
     """
 
     def __init__(
@@ -143,16 +142,12 @@ class Heads:
         credit: Credit | None,
         selection: Selection,
         calls: ReflectionCalls,
-        reflection_lm: Any,
+        settings: GepaSettings,
         initial: Sequence[Texts],
         asks_for_edits: bool,
-        most_characters: int | None,
-        most_each: int | None,
     ) -> None:
         self._run, self._pool, self._credit, self._selection, self._calls = run, pool, credit, selection, calls
-        self._reflection_lm, self._initial = reflection_lm, list(initial)
-        self._asks_for_edits = asks_for_edits
-        self._most_characters, self._most_each = most_characters, most_each
+        self._settings, self._initial, self._asks_for_edits = settings, list(initial), asks_for_edits
         self.time = ValidationTime(run, len(pool.loader))
         self.phase = Phase.SEARCHING
         self._pending: Head | None = None
@@ -350,17 +345,19 @@ class Heads:
         grown = await self._pool.write(credit.grown, texts, LEAST_EDITS if is_last else GROWN_EDITS)
         if not grown or self._calls.are_spent:
             return heads
-        inputs = {"texts": {name: texts[name] for name in grown}, "effects": grown}
+        settings, inputs = self._settings, {"texts": {name: texts[name] for name in grown}, "effects": grown}
         record = ReplyText(hash_of({"consolidate": json.dumps(inputs["texts"], sort_keys=True)}))
         try:
             asked = await self._run.call_module(
-                "integrate", step, Consolidation(), inputs, lm=self._reflection_lm, read=_clean_texts, record=record
+                "integrate", step, Consolidation(), inputs, lm=settings.reflection_lm, read=_clean_texts, record=record
             )
         except RolloutUnresolvedError:
             return heads
         self._calls.record_reflections(asked.calls)
         clean = {**texts, **(asked.answer or {})}
-        if clean == texts or is_too_long(clean, self._most_characters, self._most_each, texts):
+        if clean == texts or is_too_long(
+            clean, settings.workflow.max_candidate_characters, settings.max_text_characters, texts
+        ):
             return heads
         anew = Screened(replace(heads[0].proposal, candidate=clean, tag=CONSOLIDATION))
         return [*heads, anew] if is_last else [anew]

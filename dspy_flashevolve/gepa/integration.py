@@ -31,6 +31,7 @@ from dspy_flashevolve.gepa.changes import is_too_long
 from dspy_flashevolve.gepa.evaluate import Evaluations
 from dspy_flashevolve.gepa.pool import Candidate, Child, Pool, Proposal, Screened, scored
 from dspy_flashevolve.gepa.propose import ReflectionCalls
+from dspy_flashevolve.gepa.settings import GepaSettings
 from dspy_flashevolve.modules.integrate import VERDICTS, ChildVerdict, Integration
 from dspy_flashevolve.programs.records import ReplyText
 from dspy_flashevolve.programs.reflection import checked_texts
@@ -76,11 +77,9 @@ class Integrations:
         evaluations: runs candidates.
         policy: how many at once.
         module: a dspy module with the signature of ``StaleCandidateReflection``.
-        lm: what it asks, unless its predictors have LMs of their own.
+        settings: the LM that it asks, unless its predictors have LMs of their own, and how long texts may be.
         code_components: components that hold Python source.
         calls: counts the LM calls of integrations.
-        most_characters: of a candidate's texts together; None for no limit.
-        most_each: of each text that is integrated and is no code; None for no limit.
     """
 
     def __init__(
@@ -90,15 +89,12 @@ class Integrations:
         evaluations: Evaluations,
         policy: Reflective,
         module: Module,
-        lm: Any,
+        settings: GepaSettings,
         code_components: Sequence[str],
         calls: ReflectionCalls,
-        most_characters: int | None = None,
-        most_each: int | None = None,
     ) -> None:
         self._run, self._pool, self._evaluations = run, pool, evaluations
-        self._most_characters, self._most_each = most_characters, most_each
-        self._module, self._lm, self._code = module, lm, list(code_components)
+        self._module, self._settings, self._code = module, settings, list(code_components)
         self._batcher = Batcher[Waiting, _Landing | None](run, policy.batch, policy.integrators, self._integrate)
         self._misses, self._calls = 0, calls
 
@@ -173,7 +169,7 @@ class Integrations:
         candidate = {**base, **texts}
         as_written = {name: text for name, text in candidate.items() if name not in texts or name in self._code}
         longer = too_long(texts, base, children) or is_too_long(
-            candidate, self._most_characters, self._most_each, as_written
+            candidate, self._settings.workflow.max_candidate_characters, self._settings.max_text_characters, as_written
         )
         if not texts or longer or await self._pool.write(self._is_known, candidate):
             self._landed(False)
@@ -200,9 +196,14 @@ class Integrations:
         inputs = {"head": dict(head), "children": children, "commits": commits, "code_components": self._code}
         question = {"head": json.dumps(head, sort_keys=True), "children": json.dumps([one.texts for one in children])}
         asked = await self._run.call_module(
-            "integrate", lead, self._module, inputs, lm=self._lm, read=lambda one: read_answer(one, children),
+            "integrate",
+            lead,
+            self._module,
+            inputs,
+            lm=self._settings.reflection_lm,
+            read=lambda answer: read_answer(answer, children),
             record=ReplyText(hash_of(question)),
-        )  # fmt: skip
+        )
         self._calls.record_integrations(asked.calls)
         return asked.answer or Integration(failed=asked.spent.error or "no answer")
 

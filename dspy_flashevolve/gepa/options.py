@@ -39,8 +39,8 @@ from gepa.strategies.proposal_selection import AllImprovements
 from gepa.utils import CompositeStopper, FileStopper, MaxMetricCallsStopper, NoImprovementStopper
 
 from dspy_flashevolve.engine.errors import ConfigurationError
+from dspy_flashevolve.gepa.settings import GepaSettings
 from dspy_flashevolve.gepa.tracker import Tracker
-from dspy_flashevolve.programs.settings import RunSettings
 
 gepa_logger = logging.getLogger("dspy.teleprompt.gepa.gepa")
 """dspy.GEPA's: what the run says, and what each iteration does."""
@@ -101,38 +101,36 @@ ARGUMENTS = {
 """gepa's name -> the optimizer's own argument that sets it."""
 
 
-def strategies(optimizer: Any) -> dict[str, Any]:
+def strategies(settings: GepaSettings) -> dict[str, Any]:
     """Strategy -> gepa's name of one of its own, or an object; of those in ``NAMED``."""
-    more = optimizer.gepa_kwargs
+    more = settings.gepa_kwargs
     return {
-        "candidate_selection_strategy": optimizer.candidate_selection_strategy,
-        "component_selector": optimizer.component_selector,
+        "candidate_selection_strategy": settings.candidate_selection_strategy,
+        "component_selector": settings.component_selector,
         "acceptance_criterion": more.get("acceptance_criterion", "strict_improvement"),
         "val_evaluation_policy": more.get("val_evaluation_policy") or "full_eval",
     }
 
 
-def check_options(optimizer: Any) -> None:
+def check_options(settings: GepaSettings) -> None:
     """Refuse what cannot work, with the reason.
-
-    Args:
-        optimizer: has dspy.GEPA's arguments as attributes.
 
     Raises:
         ConfigurationError: an unknown or refused key of ``gepa_kwargs``, an unknown strategy, a minibatch size
             under 1, or a combination that gepa does not take.
     """
     known = set(inspect.signature(optimize).parameters)
-    for name, value in optimizer.gepa_kwargs.items():
+    for name, value in settings.gepa_kwargs.items():
         if name not in REFUSED or value is not None:  # None is gepa's own default: nothing was asked for
             _check_key(name, known)
-    for name, given in strategies(optimizer).items():
+    for name, given in strategies(settings).items():
         _check_choice(name, given, PROTOCOLS.get(name))
-    frontier = optimizer.gepa_kwargs.get("frontier_type", "instance")
-    if frontier not in FRONTIERS:
-        raise ConfigurationError(f"frontier_type is {frontier!r}, expected one of {', '.join(FRONTIERS)}.")
-    _check_minibatches(optimizer)
-    if optimizer.skip_perfect_score and optimizer.perfect_score is None:
+    if settings.frontier_type not in FRONTIERS:
+        raise ConfigurationError(
+            f"frontier_type is {settings.frontier_type!r}, expected one of {', '.join(FRONTIERS)}."
+        )
+    _check_minibatches(settings)
+    if settings.skip_perfect_score and settings.perfect_score is None:
         raise ConfigurationError(
             "perfect_score is None while skip_perfect_score is True: give a score, or set it False."
         )
@@ -158,9 +156,9 @@ def _check_choice(name: str, given: Any, protocol: type | None) -> None:
         raise ConfigurationError(f"{name} is {given!r}, expected one of {names}, or {kind}.")
 
 
-def _check_minibatches(optimizer: Any) -> None:
-    size = optimizer.reflection_minibatch_size
-    if optimizer.gepa_kwargs.get("batch_sampler", "epoch_shuffled") != "epoch_shuffled":
+def _check_minibatches(settings: GepaSettings) -> None:
+    size = settings.reflection_minibatch_size
+    if settings.gepa_kwargs.get("batch_sampler", "epoch_shuffled") != "epoch_shuffled":
         if size is not None:
             raise ConfigurationError(
                 f"reflection_minibatch_size is {size} and gepa_kwargs has a batch_sampler of its own, which decides "
@@ -193,10 +191,10 @@ HOOKS = (*NAMED, "batch_sampler", "sampling_strategy", "selection_strategy")
 """Arguments of the optimizer, or keys of ``gepa_kwargs``; :class:`Parts` has the objects behind them."""
 
 
-def hooks_of(parts: Parts, optimizer: Any) -> dict[str, Any]:
+def hooks_of(parts: Parts, staleness: Any) -> dict[str, Any]:
     """Argument of the optimizer, or key of ``gepa_kwargs`` -> the object that stands behind it in this run."""
     found = {name: getattr(parts, name) for name in HOOKS}
-    return {"staleness": optimizer.staleness, **found, "stop_callbacks": parts.stopper}
+    return {"staleness": staleness, **found, "stop_callbacks": parts.stopper}
 
 
 def has_foreign(parts: Parts) -> bool:
@@ -255,19 +253,19 @@ class IterationLog:
         self._ended.clear()
 
 
-def build_parts(optimizer: Any, valset: DataLoader[Any, Any], logger: Any) -> Parts:
-    """Build the strategies that the optimizer's arguments name.
+def build_parts(settings: GepaSettings, valset: DataLoader[Any, Any], logger: Any) -> Parts:
+    """Build the strategies that the settings name.
 
     Args:
-        optimizer: its arguments are already checked.
+        settings: checked by :func:`check_options`.
         valset: merge draws its subsample from it.
         logger: gepa's logger protocol.
     """
-    rng, more = random.Random(optimizer.seed), optimizer.gepa_kwargs
+    rng, more = random.Random(settings.seed), settings.gepa_kwargs
     sampler = more.get("batch_sampler", "epoch_shuffled")
     if sampler == "epoch_shuffled":
-        sampler = EpochShuffledBatchSampler(minibatch_size=optimizer.reflection_minibatch_size or 3, rng=rng)
-    most_merges = sys.maxsize if optimizer.max_merge_invocations is None else optimizer.max_merge_invocations
+        sampler = EpochShuffledBatchSampler(minibatch_size=settings.minibatch_size, rng=rng)
+    most_merges = sys.maxsize if settings.max_merge_invocations is None else settings.max_merge_invocations
     merge = MergeProposer[Any](
         logger=logger,
         valset=valset,
@@ -277,16 +275,16 @@ def build_parts(optimizer: Any, valset: DataLoader[Any, Any], logger: Any) -> Pa
         val_overlap_floor=more.get("merge_val_overlap_floor", 5),
         rng=rng,
     )
-    made = {name: NAMED[name][one](rng) if isinstance(one, str) else one for name, one in strategies(optimizer).items()}
+    made = {name: NAMED[name][one](rng) if isinstance(one, str) else one for name, one in strategies(settings).items()}
     return Parts(
         rng=rng,
         **made,
         batch_sampler=sampler,
         sampling_strategy=more.get("sampling_strategy") or SingleMutationSampling(),
         selection_strategy=more.get("selection_strategy") or AllImprovements(),
-        stopper=stoppers_of(optimizer),
-        merge=merge if optimizer.use_merge else None,
-        tracker=Tracker(optimizer),
+        stopper=stoppers_of(settings),
+        merge=merge if settings.use_merge else None,
+        tracker=Tracker(settings),
         cache=EvaluationCache[Any, Any]() if more.get("cache_evaluation", False) else None,
         callbacks=more.get("callbacks"),
     )
@@ -336,14 +334,14 @@ class Stoppers(CompositeStopper):
         return bool(stopper(gepa_state))
 
 
-def stoppers_of(optimizer: Any) -> Stoppers:
+def stoppers_of(settings: GepaSettings) -> Stoppers:
     """The stoppers that are asked for: the user's, the file ``gepa.stop`` in the run directory, the budget."""
-    given = optimizer.gepa_kwargs.get("stop_callbacks")
+    given = settings.gepa_kwargs.get("stop_callbacks")
     stoppers: list[Any] = [] if given is None else list(given) if isinstance(given, list | tuple) else [given]
-    if optimizer.log_dir is not None:
-        stoppers.append(FileStopper(os.path.join(optimizer.log_dir, "gepa.stop")))
-    if optimizer.max_metric_calls is not None:
-        stoppers.append(MaxMetricCallsStopper(optimizer.max_metric_calls))
+    if settings.log_dir is not None:
+        stoppers.append(FileStopper(os.path.join(settings.log_dir, "gepa.stop")))
+    if settings.max_metric_calls is not None:
+        stoppers.append(MaxMetricCallsStopper(settings.max_metric_calls))
     return Stoppers(*stoppers)
 
 
@@ -431,41 +429,19 @@ def _tuples(value: Any) -> Any:
     return tuple(_tuples(one) for one in value) if isinstance(value, list) else value  # pyright: ignore[reportUnknownVariableType]
 
 
-def adapter_of(optimizer: Any, student: Module, reflection_lm: Any) -> DspyAdapter:
+def adapter_of(settings: GepaSettings, student: Module, reflection_lm: Any) -> DspyAdapter:
     """dspy's adapter, set up as ``dspy.GEPA.compile`` sets it up."""
     return DspyAdapter(
         student_module=student,
-        metric_fn=optimizer.metric_fn,
+        metric_fn=settings.metric_fn,
         feedback_map={},  # filled for each minibatch, see ReflectionRunner.dataset
-        failure_score=optimizer.failure_score,
-        num_threads=optimizer.num_threads,
-        add_format_failure_as_feedback=optimizer.add_format_failure_as_feedback,
-        rng=random.Random(optimizer.seed),
+        failure_score=settings.failure_score,
+        num_threads=settings.num_threads,
+        add_format_failure_as_feedback=settings.add_format_failure_as_feedback,
+        rng=random.Random(settings.seed),
         reflection_lm=reflection_lm,
-        custom_instruction_proposer=optimizer.custom_instruction_proposer,
-        custom_code_proposer=optimizer.custom_code_proposer,
-        warn_on_score_mismatch=optimizer.warn_on_score_mismatch,
-        reflection_minibatch_size=optimizer.reflection_minibatch_size,
-    )
-
-
-def run_settings_of(optimizer: Any) -> RunSettings:
-    """What a run of `AsyncGEPA` has in common with those of other optimizers, checked.
-
-    Raises:
-        ConfigurationError: an argument that cannot work, with the reason.
-    """
-    # Lockstep spends its budget as dspy.GEPA does, which may overdraw it: gepa's stopper ends the run.
-    is_lockstep = optimizer.schedule == "lockstep"
-    return RunSettings(
-        num_threads=optimizer.num_threads,
-        max_concurrency=optimizer.max_concurrency,
-        max_metric_calls=None if is_lockstep else optimizer.max_metric_calls,
-        max_seconds=optimizer.max_seconds,
-        schedule=optimizer.schedule,
-        rollout_timeout_seconds=optimizer.workflow.rollout_timeout_seconds,
-        max_outage_seconds=optimizer.workflow.max_outage_seconds,
-        median_seconds=optimizer.workflow.median_seconds,
-        rollouts=optimizer.rollouts,
-        seed=optimizer.seed,
+        custom_instruction_proposer=settings.custom_instruction_proposer,
+        custom_code_proposer=settings.custom_code_proposer,
+        warn_on_score_mismatch=settings.warn_on_score_mismatch,
+        reflection_minibatch_size=settings.reflection_minibatch_size,
     )

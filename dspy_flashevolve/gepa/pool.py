@@ -42,6 +42,7 @@ from dspy_flashevolve.engine.run import EvolutionRun
 from dspy_flashevolve.engine.staleness import PastCommit
 from dspy_flashevolve.engine.steps import Step
 from dspy_flashevolve.gepa.options import BASE, Chosen, IterationLog, Parts, strategies_of
+from dspy_flashevolve.gepa.settings import GepaSettings
 from dspy_flashevolve.programs.records import as_writable
 
 Candidate = dict[str, str]
@@ -283,7 +284,7 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
 
     Args:
         run: whose pool it is: its journal, metric calls and schedule.
-        optimizer: has dspy.GEPA's arguments as attributes.
+        settings: what gepa's engine is told.
         parts: gepa's strategies.
         adapter: keeps state of its own that is saved with the pool's.
         seed_candidate: component -> text.
@@ -295,7 +296,7 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
     def __init__(
         self,
         run: EvolutionRun,
-        optimizer: Any,
+        settings: GepaSettings,
         parts: Parts,
         adapter: Any,
         seed_candidate: Candidate,
@@ -306,19 +307,19 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
     ) -> None:
         super().__init__(
             adapter=adapter,
-            run_dir=optimizer.log_dir,
+            run_dir=settings.log_dir,
             valset=valset,
             seed_candidate=seed_candidate,
-            perfect_score=optimizer.perfect_score,
-            seed=optimizer.seed,
+            perfect_score=settings.perfect_score,  # pyright: ignore[reportArgumentType]  # None is no bound
+            seed=settings.seed,  # pyright: ignore[reportArgumentType]  # as dspy.GEPA: None draws another each time
             reflective_proposer=SimpleNamespace(trainset=trainset),  # pyright: ignore[reportArgumentType]
             merge_proposer=parts.merge,
-            frontier_type=optimizer.gepa_kwargs.get("frontier_type", "instance"),
+            frontier_type=settings.frontier_type,
             logger=logger,
             experiment_tracker=parts.tracker,
             callbacks=[best, *(parts.callbacks or [])],  # pyright: ignore[reportArgumentType]  # gepa asks hasattr
-            track_best_outputs=optimizer.track_best_outputs,
-            use_cloudpickle=optimizer.gepa_kwargs.get("use_cloudpickle", False),
+            track_best_outputs=settings.track_best_outputs,
+            use_cloudpickle=settings.use_cloudpickle,
             stop_callback=parts.stopper,
             val_evaluation_policy=parts.val_evaluation_policy,
             acceptance_criterion=parts.acceptance_criterion,
@@ -326,9 +327,9 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
             evaluation_cache=parts.cache,
         )
         self.parts, self.best = parts, best
-        self.skips_perfect = optimizer.skip_perfect_score
+        self.skips_perfect = settings.skip_perfect_score
         """A parent's minibatch with perfect scores alone is not reflected on."""
-        self._draws_tree = self.run_dir is not None or optimizer.use_wandb or optimizer.use_mlflow
+        self._draws_tree = self.run_dir is not None or settings.use_wandb or settings.use_mlflow
         self.trainset = trainset
         self.loader: DataLoader[Any, Any] = valset
         self.shares_randomness = run.lockstep

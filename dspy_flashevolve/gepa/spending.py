@@ -11,10 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from dspy_flashevolve.engine.steps import LiveSteps, Load, Reservation
-from dspy_flashevolve.gepa.evaluate import Workflow
 from dspy_flashevolve.gepa.heads import Heads
 from dspy_flashevolve.gepa.pool import Pool
 from dspy_flashevolve.gepa.propose import ReflectionCalls
+from dspy_flashevolve.gepa.settings import Workflow
 from dspy_flashevolve.programs.run import DspyRun
 
 GENERATIONS, GENERATIONS_OF_CHANGES = 12.0, 6.0

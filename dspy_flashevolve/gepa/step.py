@@ -56,6 +56,7 @@ from dspy_flashevolve.gepa.pool import (
 from dspy_flashevolve.gepa.propose import Proposing, ReflectionCalls
 from dspy_flashevolve.gepa.screening import Screening
 from dspy_flashevolve.gepa.select import Selection
+from dspy_flashevolve.gepa.settings import GepaSettings
 from dspy_flashevolve.gepa.spending import PERFECT, AsChildrenCome, Spending, admission_of
 from dspy_flashevolve.gepa.tracker import figures
 from dspy_flashevolve.observe.statistics import ONLY_TESTED, ChangeRecord
@@ -70,7 +71,7 @@ class GepaLoop:
         run: slots, budget, journal.
         pool: gepa's state and strategies.
         program: the program under optimization.
-        optimizer: an AsyncGEPA; its workflow and limits are read.
+        settings: limits, and how steps overlap.
         policy: looks at children where it says.
         integrating: the module that integrates.
         initial: candidates to begin from beside the seed; each has a step that validates it.
@@ -81,15 +82,14 @@ class GepaLoop:
         run: DspyRun,
         pool: Pool,
         program: ProgramRunner,
-        optimizer: Any,
+        settings: GepaSettings,
         policy: StalenessPolicy,
         integrating: Module,
         initial: Sequence[Texts] = (),
     ) -> None:
         self._run, self._pool, self._policy = run, pool, policy
-        most = self._most_characters = optimizer.workflow.max_candidate_characters
-        # dspy's InstructionProposer keeps its replies to max_chars; what is joined of them keeps to it as well.
-        each: int | None = getattr(optimizer.custom_instruction_proposer, "max_chars", None)
+        most = self._most_characters = settings.workflow.max_candidate_characters
+        each = settings.max_text_characters
         reflective = policy if isinstance(policy, Reflective) and not run.lockstep else None
         code: list[str] = list(program.adapter._flex_paths)  # pyright: ignore[reportPrivateUsage]
         proposer = program.adapter.custom_instruction_proposer
@@ -100,34 +100,31 @@ class GepaLoop:
             is_edited = edits or never_edited
             self._credit = Credit(pool.seed_candidate, code, reflective.undecided, scale, most, each, is_edited)
         record_score = None if self._credit is None else self._credit.record_score
-        self._evaluations = Evaluations(run, program, pool, optimizer.workflow, record_score)
-        calls = self._calls = ReflectionCalls(run, optimizer.max_reflection_calls)
+        self._evaluations = Evaluations(run, program, pool, settings.workflow, record_score)
+        calls = self._calls = ReflectionCalls(run, settings.max_reflection_calls)
         self._proposing = Proposing(run, pool, program, calls)
         self._integrations: Integrations | None = None
         if reflective is not None:
-            lm = optimizer.reflection_lm
             self._integrations = Integrations(
-                run, pool, self._evaluations, reflective, integrating, lm, code, calls, most, each
+                run, pool, self._evaluations, reflective, integrating, settings, code, calls
             )
         share = 1.0 if reflective is None else reflective.frontier_share
         self._selection = Selection(pool, self._credit, share, self._unanswerable)
-        self._heads = Heads(
-            run, pool, self._credit, self._selection, calls, optimizer.reflection_lm, initial, edits is not None, most,
-            each,
-        )  # fmt: skip
-        minibatch: int = min(optimizer.reflection_minibatch_size or 3, len(pool.trainset))
+        has_edits = edits is not None
+        self._heads = Heads(run, pool, self._credit, self._selection, calls, settings, initial, has_edits)
+        minibatch = min(settings.minibatch_size, len(pool.trainset))
         # A candidate with the perfect score on every validation example ends the run; dspy.GEPA goes on, and asks its
         # LM's cache, since all of its steps start from that candidate. Ours start from variants, which are paid.
         ends_with_perfect = (
             not run.lockstep
-            and optimizer.skip_perfect_score
+            and settings.skip_perfect_score
             and pool.frontier_type == "instance"  # a frontier of objectives can still grow
-            and not optimizer.gepa_kwargs.get("stop_callbacks")  # whoever gives stoppers says when a run ends
+            and not settings.gepa_kwargs.get("stop_callbacks")  # whoever gives stoppers says when a run ends
         )
         self._spending = Spending(
-            run, pool, self._heads, calls, self._evaluations.set_aside, optimizer.max_cost, minibatch, ends_with_perfect
+            run, pool, self._heads, calls, self._evaluations.set_aside, settings.max_cost, minibatch, ends_with_perfect
         )
-        joined, alone = admission_of(optimizer.workflow, run.slots, min(minibatch, run.slots))
+        joined, alone = admission_of(settings.workflow, run.slots, min(minibatch, run.slots))
         self._admission = alone
         if self._credit is not None:
             self._admission = AsChildrenCome(

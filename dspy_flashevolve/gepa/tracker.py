@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from gepa.logging.experiment_tracker import ExperimentTracker
 
+from dspy_flashevolve.gepa.settings import GepaSettings
 from dspy_flashevolve.observe.history import read
 from dspy_flashevolve.observe.report import report
 from dspy_flashevolve.observe.statistics import REFLECTION_STAGES, RunStats
@@ -35,21 +36,21 @@ class Tracker(ExperimentTracker):
     wait for it, but for what is left at its end.
 
     Args:
-        optimizer: has dspy.GEPA's arguments as attributes.
+        settings: what is tracked, and how.
     """
 
-    def __init__(self, optimizer: Any) -> None:
+    def __init__(self, settings: GepaSettings) -> None:
         passed_on = ("wandb_attach_existing", "mlflow_tracking_uri", "mlflow_experiment_name", "mlflow_attach_existing")
-        more = optimizer.gepa_kwargs
+        more = settings.gepa_kwargs
         prefix = more.get("tracking_key_prefix", "")
         # wandb ignores a step that is below one that it was told before. Without a prefix the axis would be that of all
         # figures of a run, those of the training loop that AsyncGEPA may be a part of included.
-        overlaps = optimizer.schedule != "lockstep" and (prefix or not more.get("wandb_attach_existing"))
+        overlaps = not settings.is_lockstep and (prefix or not more.get("wandb_attach_existing"))
         super().__init__(
-            use_wandb=optimizer.use_wandb,
-            wandb_api_key=optimizer.wandb_api_key,
-            wandb_init_kwargs=optimizer.wandb_init_kwargs,
-            use_mlflow=optimizer.use_mlflow,
+            use_wandb=settings.use_wandb,
+            wandb_api_key=settings.wandb_api_key,
+            wandb_init_kwargs=settings.wandb_init_kwargs,
+            use_mlflow=settings.use_mlflow,
             key_prefix=prefix,
             wandb_step_metric=f"{prefix}iteration" if overlaps else None,
             **{name: more[name] for name in passed_on if name in more},

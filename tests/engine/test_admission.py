@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from dspy_flashevolve.engine.errors import ConfigurationError
 from dspy_flashevolve.engine.steps import LiveSteps, Load
-from dspy_flashevolve.gepa.evaluate import Workflow
+from dspy_flashevolve.gepa.settings import Workflow
 from dspy_flashevolve.gepa.spending import AsChildrenCome, admission_of
 
 RULES = st.builds(LiveSteps, st.integers(1, 64), st.none() | st.integers(1, 64), st.floats(0, 30), st.integers(1, 8))

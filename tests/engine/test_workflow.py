@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dspy_flashevolve.engine.errors import ConfigurationError
-from dspy_flashevolve.gepa.evaluate import ValidationOrder, Workflow, at_most, released_at
+from dspy_flashevolve.gepa.evaluate import ValidationOrder, at_most, released_at
+from dspy_flashevolve.gepa.settings import Workflow
 
 SHARES = st.floats(0.0, 1.0, exclude_min=True)
 SCORES = st.dictionaries(st.integers(0, 7), st.sampled_from([0.0, 0.25, 0.5, 1.0]), max_size=8)

@@ -9,33 +9,32 @@ from gepa.core.data_loader import ListDataLoader
 from gepa.core.state import ValsetEvaluation
 from gepa.proposer.base import CandidateProposal
 
-from dspy_flashevolve import AsyncGEPA
 from dspy_flashevolve.engine.steps import Budget, Reservation, Step, step_rng
 from dspy_flashevolve.gepa.options import build_parts
 from dspy_flashevolve.gepa.pool import Commit, Pool
+from dspy_flashevolve.gepa.settings import GepaSettings
 
 EXAMPLES = 4
 
 
-def configured(**arguments: Any) -> AsyncGEPA:
-    """An optimizer with these arguments, as they are: the optimizer would refuse some."""
+def configured(**arguments: Any) -> GepaSettings:
+    """Settings with these arguments, as they are: the optimizer would refuse some."""
 
     def metric(gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None) -> float:
         return 0.0
 
-    optimizer = AsyncGEPA(metric, max_metric_calls=1000, instruction_proposer=lambda *_: {})  # pyright: ignore[reportArgumentType]
-    vars(optimizer).update(arguments)
-    return optimizer
+    settings: dict[str, Any] = {"metric_fn": metric, "max_metric_calls": 1000} | arguments
+    return GepaSettings(**settings)
 
 
 def pool_of(**texts: str) -> Pool:
     """A pool whose seed is validated: .5 on each of four examples. Its candidates have one component, p, by default."""
     loader = ListDataLoader(list(range(EXAMPLES)))
-    optimizer, quiet = configured(), SimpleNamespace(log=lambda message: None)
+    settings, quiet = configured(), SimpleNamespace(log=lambda message: None)
     run: Any = SimpleNamespace(lockstep=False, journal=None, budget=Budget(None))
-    parts = build_parts(optimizer, loader, quiet)
+    parts = build_parts(settings, loader, quiet)
     seed = texts or {"p": "seed"}
-    pool = Pool(run, optimizer, parts, object(), seed, loader, loader, quiet, best=None)
+    pool = Pool(run, settings, parts, object(), seed, loader, loader, quiet, best=None)
     pool.confirm_seed(evaluation([0.5] * EXAMPLES))
     return pool
 

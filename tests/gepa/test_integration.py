@@ -24,7 +24,7 @@ from dspy_flashevolve.gepa.integration import (
 )
 from dspy_flashevolve.gepa.pool import Child, Parent
 from dspy_flashevolve.modules.integrate import VERDICTS, ChildVerdict, Integration
-from tests.gepa.pools import EXAMPLES, commit, pool_of
+from tests.gepa.pools import EXAMPLES, commit, configured, pool_of
 
 HEAD = {"p": "head", "q": "head"}
 CHILDREN = [StaleChild(1, {"p": "one"}, {"p": "head"}, 0.5), StaleChild(2, {"p": "two"}, {"p": "head"}, 0.5)]
@@ -108,7 +108,7 @@ def test_a_text_is_too_long_when_it_is_longer_than_all_that_it_was_made_from_and
 def test_the_parents_of_an_integration_are_its_base_and_the_childrens_as_far_as_they_are_confirmed() -> None:
     pool = pool_of()
     nothing: Any = None
-    integrations = Integrations(nothing, pool, nothing, Reflective(batch=4), nothing, None, [], nothing)
+    integrations = Integrations(nothing, pool, nothing, Reflective(batch=4), nothing, configured(), [], nothing)
     index = commit(pool, 1, [0.75] * EXAMPLES, p="committed").candidate
     waiting = pool.speculative
     under = waiting.add({"p": "under"}, (), (0,)).key

@@ -108,8 +108,7 @@ def test_stoppers_say_why_once_and_whether_it_was_the_budget() -> None:
 
 
 def test_every_hook_of_the_users_is_named_by_its_argument() -> None:
-    parts, optimizer = parts_of(), SimpleNamespace(staleness="policy")
-    hooks = hooks_of(parts, optimizer)
+    hooks = hooks_of(parts_of(), "policy")
     assert hooks["staleness"] == "policy"
     assert set(hooks) == {
         "staleness", "candidate_selection_strategy", "component_selector", "batch_sampler", "sampling_strategy",

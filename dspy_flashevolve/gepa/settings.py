@@ -1,0 +1,144 @@
+"""The arguments of AsyncGEPA, frozen for the length of a run: they are read here, never from the optimizer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from dspy.primitives import Module
+
+from dspy_flashevolve.engine.endpoints import OUTAGE_SECONDS
+from dspy_flashevolve.engine.errors import ConfigurationError
+from dspy_flashevolve.engine.staleness import StalenessPolicy
+from dspy_flashevolve.programs.settings import RunSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Workflow:
+    """How steps overlap, and what ends them: how early stages release their output, how many steps there are, whose
+    slots they get, how long a rollout may take, how long nobody answers before the run ends, and how long a candidate
+    may be.
+
+    Args:
+        rollout: share of a parent's minibatch after which reflection starts, on what is there; above 0, up to 1. The
+            others run on: they are paid, remembered, and compared with the child's.
+        validate: share of the validation set, the prefix, after which a candidate whose score there is above the pool's
+            best on the same examples may be selected; the rest runs on. The default waits for the whole: it made the
+            best programs (docs/scheduling.md).
+        rounds: an example of the validation set that this many candidates in a row have passed leaves the prefix.
+        live_steps: steps at once, counted strictly. Default: as many as keep the slots busy, fewer where the budget of
+            metric calls is small, so that steps can build on each other (:class:`~.steps.LiveSteps`).
+        median_seconds: every so many seconds, slots move to the stages that produce less than the others
+            (:func:`~.scheduler.median_shares`). None for never: the order of the queues decides, which made the better
+            programs.
+        max_outage_seconds: a run whose provider answers nothing for so long, and turns away all that it is sent, is
+            given up with the best program so far; no Retry-After is waited for longer. None to wait as long as it
+            takes; docs/faults.md.
+        rollout_timeout_seconds: a rollout that takes longer, once it has its slot, is given up and asked for again, as
+            after a rate limit. None for as long as the LM's own timeout lets it.
+        max_candidate_characters: the most characters of all texts of a candidate together. A longer one ends its step
+            before it costs a rollout. None for no limit.
+
+    Raises:
+        ConfigurationError: a share outside (0, 1], a count that is no whole number above 0, or seconds that are no
+            number above 0.
+    """
+
+    rollout: float = 1.0
+    validate: float = 1.0
+    rounds: int = 3
+    live_steps: int | None = None
+    median_seconds: float | None = None
+    max_outage_seconds: float | None = OUTAGE_SECONDS
+    rollout_timeout_seconds: float | None = None
+    max_candidate_characters: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("rollout", "validate"):
+            share = getattr(self, name)
+            if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+                raise ConfigurationError(f"Workflow: {name} is {share!r}, expected a share above 0 and up to 1.")
+        for name in ("rounds", "live_steps", "max_candidate_characters"):
+            count = getattr(self, name)
+            if count is None and name != "rounds":
+                continue
+            if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+                raise ConfigurationError(f"Workflow: {name} is {count!r}, expected a whole number of at least 1.")
+        for name in ("median_seconds", "max_outage_seconds", "rollout_timeout_seconds"):
+            seconds = getattr(self, name)
+            if seconds is not None and (
+                isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < math.inf
+            ):
+                raise ConfigurationError(f"Workflow: {name} is {seconds!r}, expected a number above 0, or None.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GepaSettings(RunSettings):
+    """What one run of :class:`AsyncGEPA` is told to do.
+
+    Fields have the names, and the meaning, of the optimizer's attributes: those of ``dspy.GEPA``, where it has them.
+
+    Args:
+        max_metric_calls: in metric calls, in whatever way the budget was given. Lockstep may exceed it by its last
+            step, as dspy.GEPA does.
+        gepa_kwargs: gepa's own arguments, as the user gave them; checked by :func:`check_options`.
+    """
+
+    metric_fn: Callable[..., Any]
+    reflection_lm: Any = None
+    reflection_minibatch_size: int | None = 3
+    candidate_selection_strategy: Any = "pareto"
+    component_selector: Any = "round_robin"
+    skip_perfect_score: bool = True
+    perfect_score: float | None = 1.0
+    failure_score: float = 0.0
+    add_format_failure_as_feedback: bool = False
+    custom_instruction_proposer: Any = None
+    custom_code_proposer: Any = None
+    use_merge: bool = True
+    max_merge_invocations: int | None = 5
+    log_dir: str | None = None
+    track_stats: bool = False
+    track_best_outputs: bool = False
+    warn_on_score_mismatch: bool = True
+    use_wandb: bool = False
+    wandb_api_key: str | None = None
+    wandb_init_kwargs: dict[str, Any] | None = None
+    use_mlflow: bool = False
+    gepa_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    staleness: Literal["full", "guarded", "patch", "reflective"] | StalenessPolicy = "reflective"
+    stale_candidate_reflection: Module | None = None
+    max_reflection_calls: int | None = None
+    max_cost: float | None = None
+    workflow: Workflow = Workflow()
+    metric_lock: bool = False
+
+    @property
+    def is_lockstep(self) -> bool:
+        """Whether steps are run one at a time, as dspy.GEPA does."""
+        return self.schedule == "lockstep"
+
+    @property
+    def minibatch_size(self) -> int:
+        """Training examples of one minibatch; gepa's default where none is given."""
+        return self.reflection_minibatch_size or 3
+
+    @property
+    def frontier_type(self) -> Any:
+        """What gepa keeps the best candidates of: validation examples, objectives, or both."""
+        return self.gepa_kwargs.get("frontier_type", "instance")
+
+    @property
+    def use_cloudpickle(self) -> bool:
+        """Whether gepa's checkpoint may hold classes and functions, which run when it is read."""
+        return bool(self.gepa_kwargs.get("use_cloudpickle", False))
+
+    @property
+    def max_text_characters(self) -> int | None:
+        """Characters of one text at most; None for no limit.
+
+        dspy's ``InstructionProposer`` keeps its replies to ``max_chars``; what is joined of them keeps to it as well.
+        """
+        return getattr(self.custom_instruction_proposer, "max_chars", None)
