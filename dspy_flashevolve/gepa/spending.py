@@ -106,6 +106,15 @@ class Spending:
         has_room = limit is not None and limit >= ROOM_FOR_TWO * validation
         return validation * (2 if self._heads.is_grown and has_room else 1)
 
+    @property
+    def pays_beyond_validation(self) -> bool:
+        """Whether a validation leaves what a further step, and the last head's validation after it, cost.
+
+        Where it does not, steps are the better use of what is left: the last head has what they find, too.
+        """
+        left, validation = self._run.budget.left, len(self._pool.loader)
+        return left is None or left + self._set_aside.open >= 2 * validation + self.calls_per_task
+
     def _used_shares(self) -> dict[str, float]:
         """What bounds the run beside time and metric calls -> the share of it that is used."""
         run, shares = self._run, dict[str, float]()
@@ -131,7 +140,8 @@ class Spending:
     def _reserve_search(self) -> Reservation | None:
         """Set aside what a step that searches costs at most."""
         aside, budget, pays = self._set_aside, self._run.budget, None
-        if not self._heads.joins or aside.extend(max(0, self._kept_aside - aside.open)):
+        kept = self._kept_aside, len(self._pool.loader)  # where two validations do not fit any more, one is kept
+        if not self._heads.joins or any(aside.extend(max(0, calls - aside.open)) for calls in kept):
             pays = budget.reserve(self.calls_per_task) if self._pays_alone else None
         if pays is None and not self._run.live and aside.open and self._heads.pending is None:
             aside.refund()  # nothing was found that is worth a last validation: its calls pay further steps

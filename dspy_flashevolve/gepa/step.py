@@ -222,7 +222,9 @@ class GepaLoop:
             try:
                 candidates = await self.children(step, parents)
             except StepEnded:
-                candidates = await self._pool.write(self._heads.due, step)
+                candidates = []
+                if self._spending.pays_beyond_validation:
+                    candidates = await self._pool.write(self._heads.due, step)
                 if not candidates:
                     raise
                 candidates = await self._heads.consolidated(step, candidates)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks import small_budgets
+from benchmarks.small_budgets_task import STYLES, Style, Task
 
 
 def test_a_row_holds_both_scores_their_difference_and_how_many_seeds_were_better_and_worse(
@@ -32,3 +33,19 @@ def test_the_budgets_of_tutorials_are_compared_with_dspy_gepa_itself(capsys: pyt
     for _, _, ours, our_calls, theirs, their_calls in ([cell.strip() for cell in row if cell.strip()] for row in rows):
         assert (ours, our_calls) == (theirs, their_calls)
         assert int(our_calls) > 20
+
+
+@pytest.mark.parametrize("strong", [True, False])
+@pytest.mark.parametrize("style", STYLES)
+def test_a_small_budget_is_spent_down_to_less_than_a_step_costs(style: Style, strong: bool) -> None:
+    """Two minibatches of three: no head is validated that leaves calls for neither a step nor its validation."""
+    task = Task(0, 10, 10, 2, style, 4 if strong else 12, strong)
+    _, calls = small_budgets.learnt(task, {"max_metric_calls": 60}, theirs=False)
+    assert 60 - 6 < calls <= 60
+
+
+@pytest.mark.parametrize("budget", [100, 110, 160])
+def test_what_was_kept_for_a_second_validation_pays_steps_where_there_is_no_second_text(budget: int) -> None:
+    """The reflection model of the task writes no text anew."""
+    _, calls = small_budgets.learnt(Task(0, 10, 10, 1, "documents"), {"max_metric_calls": budget}, theirs=False)
+    assert budget - calls < 6 + 10, "a step and a validation"
