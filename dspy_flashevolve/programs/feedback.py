@@ -25,9 +25,10 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import CodeType
-from typing import Any
+from typing import Any, cast
 
 from dspy.teleprompt.bootstrap_trace import FailedPrediction
+from dspy.utils.exceptions import AdapterParseError
 
 ABOUT_THE_CALL = slice(2, 5)
 """Which of a metric's arguments say what it is asked for: trace, pred_name, pred_trace."""
@@ -131,28 +132,35 @@ def questions_for(
 
 
 @dataclass
-class IncompleteReply(FailedPrediction):
-    """A reply that lacks some of its fields, in a trace.
+class FaultyReply(FailedPrediction):
+    """A reply in a trace that lacks a field, or has one with a value of another type.
 
     Args:
-        missing: their names.
+        fault: what is wrong with it, in a sentence.
     """
 
-    missing: tuple[str, ...] = ()
+    fault: str = ""
 
 
-def name_missing_fields(records: Iterable[dict[str, Any]], trajectories: Iterable[Mapping[str, Any]]) -> None:
-    """Say in the feedback on incomplete replies which fields they lack; dspy's adapter gives the raw reply."""
+def fault_in(error: AdapterParseError) -> str:
+    """What is wrong with a reply of which some fields were read, for a reflection to read."""
+    wanted: Iterable[str] = cast(Any, error.signature).output_fields
+    missing = [name for name in wanted if name not in (error.parsed_result or {})]
+    if missing:
+        return f"Your output lacks the field {', '.join(f'`{name}`' for name in missing)}."
+    reason = str(error).partition(f"\n\nAdapter {error.adapter_name} failed")[0]
+    lines = [line.strip() for line in reason.splitlines() if "For further information visit" not in line]
+    return f"Your output has a field that is not valid. {' '.join(lines)}."
+
+
+def name_faults(records: Iterable[dict[str, Any]], trajectories: Iterable[Mapping[str, Any]]) -> None:
+    """Say in the feedback on faulty replies what is wrong with them; dspy's adapter gives the raw reply."""
     replies = [
-        output
-        for trajectory in trajectories
-        for _, _, output in trajectory["trace"]
-        if isinstance(output, IncompleteReply)
+        output for trajectory in trajectories for _, _, output in trajectory["trace"] if isinstance(output, FaultyReply)
     ]
     for record in records:
         shown = record.get("Generated Outputs")
         for reply in replies if isinstance(shown, str) else ():
             if f"```\n{reply.completion_text}\n```" in str(shown):
-                fields = ", ".join(f"`{name}`" for name in reply.missing)
-                record["Feedback"] = f"Your output lacks the field {fields}. {record['Feedback']}"
+                record["Feedback"] = f"{reply.fault} {record['Feedback']}"
                 break

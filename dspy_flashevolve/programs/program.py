@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import anyio
 import dspy
@@ -30,7 +30,7 @@ from dspy_flashevolve.engine.loop import Threads, is_being_cancelled
 from dspy_flashevolve.engine.rollouts import Rollout, record_wasted_cost
 from dspy_flashevolve.programs.copies import Copied, copied
 from dspy_flashevolve.programs.faults import LmCalls, raise_provider_fault, recording_lm_calls
-from dspy_flashevolve.programs.feedback import IncompleteReply
+from dspy_flashevolve.programs.feedback import FaultyReply, fault_in
 from dspy_flashevolve.programs.lm import LanguageModels
 from dspy_flashevolve.programs.metric import Metric, no_score
 from dspy_flashevolve.programs.mistakes import Failure, Kind, Mistakes, error_text
@@ -209,16 +209,15 @@ class ProgramRunner:
     ) -> _Outcome:
         """Make of a reply that did not fit the format what can be reflected on.
 
-        One that lacks some of its fields makes dspy.GEPA fail over it, and drop the example; here it is reflected on
-        where the user asked for it.
+        One that lacks some of its fields, or has one of another type, makes dspy.GEPA fail over it, and drop the
+        example; here it is reflected on where the user asked for it.
         """
         predictor = next((part for part in program.predictors() if part.signature == error.signature), None)
         wanted = self.adapter.add_format_failure_as_feedback or not error.parsed_result
         if predictor is None or not wanted:
             return _Outcome(None, [], error)
-        text, score, signature = error.lm_response or "", self.adapter.failure_score, cast(Any, error.signature)
-        missing = tuple(name for name in signature.output_fields if name not in (error.parsed_result or {}))
-        shown = IncompleteReply(text, score, missing) if error.parsed_result else FailedPrediction(text, score)
+        text, score = error.lm_response or "", self.adapter.failure_score
+        shown = FaultyReply(text, score, fault_in(error)) if error.parsed_result else FailedPrediction(text, score)
         return _Outcome(FailedPrediction(text, format_reward=score), [*trace, (predictor, inputs, shown)])
 
     def _crash(self, trace: list[Any], error: Exception, calls: LmCalls) -> _Outcome:

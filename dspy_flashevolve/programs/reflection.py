@@ -28,7 +28,7 @@ from dspy_flashevolve.engine.rollouts import gather
 from dspy_flashevolve.programs.faults import raise_provider_fault, recording_lm_calls
 from dspy_flashevolve.programs.feedback import (
     Question,
-    name_missing_fields,
+    name_faults,
     questions_for,
     text_of,
     text_with,
@@ -106,7 +106,7 @@ class ReflectionRunner:
             lambda: ask(lambda: self._threads.run(adapter.make_reflective_dataset, candidate, evaluation, components))
         )
         records: list[dict[str, Any]] = [record for records in dataset.values() for record in records]
-        name_missing_fields(records, trajectories)
+        name_faults(records, trajectories)
         open_records = [record for record in records if isinstance(record.get("Feedback"), Question)]
         calls = [partial(self._feedback, record["Feedback"], ask, rng is None) for record in open_records]
         texts = [await call() for call in calls] if rng is None else await gather(calls)

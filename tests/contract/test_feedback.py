@@ -206,6 +206,34 @@ def test_a_reply_that_lacks_a_field_is_shown_to_reflection_with_the_name_of_the_
         assert record["Inputs"]["question"]
 
 
+class OneOfThree(dspy.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.step = dspy.Predict("question -> answer: Literal['1', '2', '3'], reason")
+
+    def forward(self, question: str) -> Any:
+        return self.step(question=question)
+
+
+def invalid(prompt: str) -> str:
+    """Every second question is answered by what is none of the three, whatever the format."""
+    question = prompt.rpartition("question ## ]]")[2].strip().split("\n")[0]
+    return reply_for(prompt, answer="seven" if hashed(question) % 2 else "3", reason="-")
+
+
+@ours
+def test_a_reply_with_a_value_of_another_type_is_shown_to_reflection_with_what_is_wrong(name: str) -> None:
+    with dspy.context(lm=fake_lm(invalid)):
+        _, records = run(name, digits, program=OneOfThree(), add_format_failure_as_feedback=True)
+    shown = [record["Feedback"] for record in records if isinstance(record["Generated Outputs"], str)]
+    assert shown
+    for feedback in shown:
+        assert "Failed to parse field answer" in feedback
+        assert "Input should be '1', '2' or '3'" in feedback
+        assert "Follow this structure" in feedback
+        assert "lacks" not in feedback
+
+
 @every
 def test_unless_it_is_asked_for_a_reply_that_lacks_a_field_is_not_shown(name: str) -> None:
     with dspy.context(lm=fake_lm(incomplete)):
