@@ -25,8 +25,8 @@ from dspy_flashevolve.ace.playbook import (
 from dspy_flashevolve.ace.run import AceRun
 from dspy_flashevolve.ace.settings import AceSettings, policy_of
 from dspy_flashevolve.ace.similarity import Embedder
-from dspy_flashevolve.engine.endpoints import OUTAGE_SECONDS
 from dspy_flashevolve.engine.errors import ConfigurationError, DataError
+from dspy_flashevolve.engine.retries import OUTAGE_SECONDS
 from dspy_flashevolve.engine.staleness import StalenessPolicy
 from dspy_flashevolve.modules.playbook import PlaybookCuration, SampleReflection
 from dspy_flashevolve.observe.statistics import AceStats

@@ -10,9 +10,9 @@ from typing import Any, Literal
 import dspy
 from dspy.teleprompt.teleprompt import Teleprompter
 
-from dspy_flashevolve.engine.endpoints import OUTAGE_SECONDS
 from dspy_flashevolve.engine.errors import ConfigurationError, RunDirectoryError
 from dspy_flashevolve.engine.journal import FILE
+from dspy_flashevolve.engine.retries import OUTAGE_SECONDS
 from dspy_flashevolve.engine.staleness import StalenessPolicy, policy_named
 from dspy_flashevolve.harness.archive import Cost, Evaluated, Failed, context_tokens
 from dspy_flashevolve.harness.evaluating import task_of

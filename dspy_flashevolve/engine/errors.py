@@ -52,7 +52,7 @@ class TransientError(FlashEvolveError):
         message: what the provider said.
         retry_after_seconds: when the provider wants to be asked again; None when it did not say.
         of_request: the fault may well be this request's alone.
-        asked: the :class:`~.endpoints.TrackedRequest`, if it was made as often as makes sense already; else None.
+        asked: the :class:`~.retries.TrackedRequest`, if it was made as often as makes sense already; else None.
     """
 
     def __init__(

@@ -21,6 +21,8 @@ from anyio.from_thread import start_blocking_portal
 from dspy_flashevolve.engine.errors import RunAbortedError
 
 T = TypeVar("T")
+EARLY_SECONDS = 0.01
+"""Tolerance for timers that wake early: event loops round to their clock's resolution."""
 
 
 @contextmanager

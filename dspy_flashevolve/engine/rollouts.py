@@ -16,11 +16,12 @@ from typing import Any, Protocol, TypeVar
 
 import anyio
 
-from dspy_flashevolve.engine.endpoints import Endpoints, TrackedRequest
+from dspy_flashevolve.engine.endpoints import Endpoints
 from dspy_flashevolve.engine.errors import FlashEvolveError, RolloutUnresolvedError, TransientError
 from dspy_flashevolve.engine.events import EventBus, ExampleGivenUp, RequestFinished, RolloutFinished, RolloutTimedOut
 from dspy_flashevolve.engine.loop import check_main_thread, collecting_errors
 from dspy_flashevolve.engine.replay import Rollout, RolloutKey, RunJournal
+from dspy_flashevolve.engine.retries import TrackedRequest
 from dspy_flashevolve.engine.scheduler import Requester, Scheduler, Slot, current_slot
 from dspy_flashevolve.engine.steps import Reservation, Step, StepEnded
 
@@ -384,8 +385,8 @@ class Rollouts:
 
         async def call() -> T:
             flight.slot = current_slot()
-            if self.endpoints.outage:
-                raise RolloutUnresolvedError(self.endpoints.outage)
+            if self.endpoints.retries.outage:
+                raise RolloutUnresolvedError(self.endpoints.retries.outage)
             answers.begin(sent)
             try:
                 return await once(sent.failures + 1)
@@ -402,7 +403,7 @@ class Rollouts:
                         answers.record_failure(sent, str(error), error.of_request)
                         if (limit := self.endpoints.rollout_limit(stage)) is not None:
                             limit.record_refusal(error.retry_after_seconds)
-                        if answers.may_retry(sent, self.endpoints.retry.attempts):
+                        if answers.may_retry(sent, self.endpoints.retries.policy.attempts):
                             flight.rests_since = self.clock()
                             await answers.pause_before_retry(None, sent, error.retry_after_seconds)
                             flight.rests_since = None

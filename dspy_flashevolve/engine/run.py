@@ -19,7 +19,7 @@ from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 import anyio
 
-from dspy_flashevolve.engine.endpoints import Endpoints, RetryPolicy, groups_of
+from dspy_flashevolve.engine.endpoints import Endpoints
 from dspy_flashevolve.engine.errors import ConfigurationError, RolloutUnresolvedError
 from dspy_flashevolve.engine.events import (
     Committed,
@@ -30,11 +30,13 @@ from dspy_flashevolve.engine.events import (
     StepClosed,
     StepOpened,
 )
+from dspy_flashevolve.engine.groups import groups_of
 from dspy_flashevolve.engine.journal import IN_FLIGHT
 from dspy_flashevolve.engine.limits import Bounds
 from dspy_flashevolve.engine.loop import LoopClock, Threads, collecting_errors, run_to_end
 from dspy_flashevolve.engine.redaction import Redaction, secrets_in
 from dspy_flashevolve.engine.replay import RunJournal, Unfinished
+from dspy_flashevolve.engine.retries import RetryPolicy
 from dspy_flashevolve.engine.rollouts import Rollouts
 from dspy_flashevolve.engine.scheduler import Scheduler, StageVisit, median_shares
 from dspy_flashevolve.engine.staleness import Decision, Discard, History, Integrate, Look, StalenessPolicy
@@ -234,7 +236,7 @@ class EvolutionRun:
             return
         self.stop_reason, self._ends = reason, outcome
         if outcome != "finished":
-            self.endpoints.hurry()
+            self.endpoints.retries.hurry()
             logger.warning(
                 "%s: %s. Steps that run are finished, no further one starts%s.",
                 self.name,
@@ -608,7 +610,7 @@ class EvolutionRun:
         while self._next < least or any(not one.has_begun for one in self._live.values() if one.number < least):
             await self.wait_for_change()
         self.stop(f"max_seconds={most:g} is over", "finished")
-        self.endpoints.hurry()
+        self.endpoints.retries.hurry()
 
     async def _move_slots(self, every: float) -> None:
         while True:

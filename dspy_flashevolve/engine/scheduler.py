@@ -283,14 +283,14 @@ class Slot:
             await self.take()
 
     @contextmanager
-    def paused(self, rests: bool = True) -> Generator[None, None, None]:
+    def paused(self, is_retry: bool = True) -> Generator[None, None, None]:
         """The block waits, and keeps the slot: the deadline moves on until all that waits in the slot goes on.
 
         Args:
-            rests: it waits to be asked for again; False where it is not its turn yet.
+            is_retry: it waits to be asked for again; False where it is not its turn yet.
         """
         self._pauses += 1
-        if rests and self.paused_since is None:
+        if is_retry and self.paused_since is None:
             self.paused_since = self._scheduler.clock()
         if self._pauses == 1 and self.time_scope is not None:
             self._left_seconds = self.time_scope.deadline - anyio.current_time()

@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 from dspy.primitives import Module
 
-from dspy_flashevolve.engine.endpoints import OUTAGE_SECONDS
 from dspy_flashevolve.engine.errors import ConfigurationError
+from dspy_flashevolve.engine.retries import OUTAGE_SECONDS
 from dspy_flashevolve.engine.staleness import StalenessPolicy
 from dspy_flashevolve.programs.settings import RunSettings
 

@@ -125,7 +125,7 @@ class Recorder:
             busy_seconds_by_stage={name: stage.served_seconds for name, stage in slots.stages.items()},
             gaps={place: dict(sorted(counts.items())) for place, counts in list(run.gaps.items())},
             shared_rollouts=run.rollouts.joined,
-            retried_requests=run.endpoints.retried,
+            retried_requests=run.endpoints.retries.count,
             unanswered_examples=self.unanswered_examples,
             timed_out_rollouts=run.rollouts.timed_out,
             requests_by_stage=dict(self.requests),

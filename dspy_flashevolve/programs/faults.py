@@ -59,8 +59,8 @@ from dspy.utils.exceptions import (
     is_retryable_lm_error,
 )
 
-from dspy_flashevolve.engine.endpoints import TrackedRequest
 from dspy_flashevolve.engine.errors import RunAbortedError, TransientError
+from dspy_flashevolve.engine.retries import TrackedRequest
 
 ASKED = "flashevolve_asked"
 """Attribute of an error: how often its request was made already."""

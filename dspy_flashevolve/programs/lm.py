@@ -34,10 +34,15 @@ from dspy.utils.callback import with_callbacks
 from dspy.utils.exceptions import LMTimeoutError
 from dspy.utils.usage_tracker import UsageTracker, track_usage
 
-from dspy_flashevolve.engine.endpoints import REPLICA_SEPARATOR, Endpoint, Endpoints, Responder, TrackedRequest
+from dspy_flashevolve.engine.endpoint import Endpoint
+from dspy_flashevolve.engine.endpoints import Endpoints
+from dspy_flashevolve.engine.groups import REPLICA_SEPARATOR
+from dspy_flashevolve.engine.learned_rates import Claim
 from dspy_flashevolve.engine.loop import LoopPortal
-from dspy_flashevolve.engine.rates import MAX_LIMIT, Claim, RateLimit, TokenEstimate, Unit, limits_in_headers
+from dspy_flashevolve.engine.rate_headers import MAX_LIMIT, Unit, limits_in_headers
+from dspy_flashevolve.engine.rates import RateLimit, TokenEstimate
 from dspy_flashevolve.engine.redaction import Redaction, secrets_held_by, without_secrets
+from dspy_flashevolve.engine.retries import Responder, TrackedRequest
 from dspy_flashevolve.engine.scheduler import Slot, current_slot
 from dspy_flashevolve.programs.faults import (
     HollowReplyError,
@@ -386,7 +391,7 @@ class _Request:
     def __init__(self, pace: Pace, asked: object, slot: Slot | None, keeps: bool = False) -> None:
         self._pace, self._asked, self._slot, self._keeps = pace, asked, slot, keeps
         self._at, self._sent = pace.anywhere, TrackedRequest()
-        self._claim = Claim(self._at.rate, 0.0)
+        self._claim = Claim(0.0)
         self._refused_by: set[RateLimit] = set()
         self._cache: dict[str, Any] = {}
         self._timer: asyncio.TimerHandle | None = None
@@ -408,7 +413,7 @@ class _Request:
         )
         self._characters = sum(map(len, _texts(self._asked))) if rate.is_known else 0
         tokens = self._estimate.expected_tokens(self._characters, self._pace.most_written)
-        self._claim = Claim(rate, tokens, rate in self._refused_by)
+        self._claim = Claim(tokens, rate in self._refused_by)
 
     async def begin(self) -> None:
         """Choose whom of several to ask, but not who has just turned it away, and wait until that may be."""
@@ -418,7 +423,7 @@ class _Request:
             beginning = next(filter(None, _texts(self._asked)), "")[:BEGINNING]  # where an instruction stands
             self._at = self._pace.places[several.choose(self._sent, beginning, self._is_full, but).name]
         self.estimate()
-        await self._at.endpoint.admit(self._slot, self._claim, self._keeps)
+        await self._at.endpoint.admit(self._slot, self._at.rate, self._claim, self._keeps)
 
     def _is_full(self, one: Endpoint) -> bool:
         rate = self._pace.places[one.name].rate
@@ -455,7 +460,7 @@ class _Request:
         if may_repeat(error):
             pace.answers.record_failure(sent, str(error) or type(error).__name__, is_of_request(error))
         if is_refusal(error):
-            if not pace.models.endpoints.is_hurried:  # then nothing is waited for
+            if not pace.models.endpoints.retries.is_hurried:  # then nothing is waited for
                 self._at.rate.record_refusal(
                     self._claim, endpoint.capped_retry_after(retry_after), endpoint.is_isolated(sent)
                 )
@@ -467,7 +472,7 @@ class _Request:
             return False
         if not is_refusal(error):
             endpoint.record_no_reply()
-        attempts = pace.original.num_retries + pace.models.endpoints.retry.attempts
+        attempts = pace.original.num_retries + pace.models.endpoints.retries.policy.attempts
         if dspy.settings.send_stream is not None or not pace.answers.may_retry(sent, attempts):
             mark_asked(error, sent)
             return False

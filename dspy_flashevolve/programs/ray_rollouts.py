@@ -41,10 +41,11 @@ from dspy.clients.cache import Cache
 from dspy.teleprompt.gepa.gepa_utils import DspyAdapter
 from dspy.utils.usage_tracker import UsageTracker
 
-from dspy_flashevolve.engine.endpoints import Endpoint, TrackedRequest
+from dspy_flashevolve.engine.endpoint import Endpoint
 from dspy_flashevolve.engine.errors import ConfigurationError, FlashEvolveError, TransientError
 from dspy_flashevolve.engine.events import ActorLost
 from dspy_flashevolve.engine.redaction import without_secrets
+from dspy_flashevolve.engine.retries import TrackedRequest
 from dspy_flashevolve.engine.rollouts import Rollout, record_metric_call, recording_rollout, retract_metric_call
 from dspy_flashevolve.engine.run import EvolutionRun
 from dspy_flashevolve.engine.scheduler import SLOT_SETTING, current_slot

@@ -8,8 +8,8 @@ from typing import Any, Literal, cast
 
 from dspy.primitives import Example, Module, Prediction
 
-from dspy_flashevolve.engine.endpoints import OUTAGE_SECONDS
 from dspy_flashevolve.engine.errors import ConfigurationError, DataError
+from dspy_flashevolve.engine.retries import OUTAGE_SECONDS
 from dspy_flashevolve.programs.ray_rollouts import RayRollouts
 
 Schedule = Literal["async", "lockstep"]

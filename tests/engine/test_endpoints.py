@@ -11,17 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dspy_flashevolve.engine.endpoints import (
-    BURST_REFUSALS,
-    MOST_PAUSES,
-    Endpoints,
-    RetryPolicy,
-    TrackedRequest,
-    groups_of,
-)
+from dspy_flashevolve.engine.endpoint import BURST_REFUSALS, MAX_PAUSES
+from dspy_flashevolve.engine.endpoints import Endpoints
 from dspy_flashevolve.engine.errors import ConfigurationError
 from dspy_flashevolve.engine.events import EndpointPaused, Event, EventBus, LimitChanged
+from dspy_flashevolve.engine.groups import groups_of
 from dspy_flashevolve.engine.limits import Bounds
+from dspy_flashevolve.engine.retries import RetryPolicy, TrackedRequest
 from dspy_flashevolve.engine.scheduler import Scheduler, current_slot
 from dspy_flashevolve.sim.virtual import run
 from tests.engine.stepped import Asker
@@ -145,11 +141,11 @@ def test_one_request_that_hangs_alone_for_longer_than_an_outage_may_last_is_aske
 
     async def main() -> None:
         for _ in range(3):
-            assert not bench.endpoints.outage
+            assert not bench.endpoints.retries.outage
             endpoint.record_sent(sent)
             await anyio.sleep(600)
             endpoint.record_failure(sent, "no answer within 600 seconds")
-        assert bench.endpoints.outage
+        assert bench.endpoints.retries.outage
 
     run(main)
 
@@ -160,14 +156,14 @@ def test_an_endpoint_that_turns_away_all_for_a_minute_is_given_up() -> None:
 
     async def main() -> None:
         for _ in range(2):
-            assert not bench.endpoints.outage
+            assert not bench.endpoints.retries.outage
             sent = TrackedRequest()
             endpoint.record_sent(sent)
             endpoint.record_failure(sent, "connection refused")
             await anyio.sleep(60)
         endpoint.record_sent(sent)
         endpoint.record_failure(sent, "connection refused")
-        assert bench.endpoints.outage
+        assert bench.endpoints.retries.outage
 
     run(main)
 
@@ -182,7 +178,7 @@ def test_a_request_that_waits_for_the_end_of_a_pause_holds_no_slot_and_is_sent_a
         order.append(name)
 
     async def always_refusing() -> None:
-        for _ in range(2 * MOST_PAUSES):
+        for _ in range(2 * MAX_PAUSES):
             bench.refuse("task", BURST_REFUSALS)
             await anyio.sleep(8.0)
 

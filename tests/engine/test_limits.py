@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dspy_flashevolve.engine.endpoints import Endpoints, RetryPolicy, TrackedRequest
+from dspy_flashevolve.engine.endpoints import Endpoints
 from dspy_flashevolve.engine.errors import ConfigurationError
 from dspy_flashevolve.engine.events import EndpointPaused, Event, EventBus, LimitChanged
 from dspy_flashevolve.engine.limits import (
@@ -28,6 +28,7 @@ from dspy_flashevolve.engine.limits import (
     decide,
     elasticity,
 )
+from dspy_flashevolve.engine.retries import RetryPolicy, TrackedRequest
 from dspy_flashevolve.engine.scheduler import Scheduler, current_slot
 from dspy_flashevolve.sim.driver import BatchDriver
 from dspy_flashevolve.sim.profiles import PROFILES

@@ -14,19 +14,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dspy_flashevolve.engine.endpoints import Endpoints, RetryPolicy, TrackedRequest
+from dspy_flashevolve.engine.endpoints import Endpoints
 from dspy_flashevolve.engine.events import EventBus
-from dspy_flashevolve.engine.rates import (
-    BURST_REFUSALS,
-    Claim,
-    RateLimit,
-    ReportedLimit,
-    SharedTimes,
-    TokenEstimate,
-    limits_in_headers,
-    times_in,
-)
+from dspy_flashevolve.engine.learned_rates import BURST_REFUSALS, Claim
+from dspy_flashevolve.engine.rate_headers import ReportedLimit, limits_in_headers
+from dspy_flashevolve.engine.rates import RateLimit, TokenEstimate
+from dspy_flashevolve.engine.retries import RetryPolicy, TrackedRequest
 from dspy_flashevolve.engine.scheduler import Scheduler, current_slot
+from dspy_flashevolve.engine.shared_rates import SharedTimes, times_in
 from dspy_flashevolve.sim.quota import Counting, Quota, QuotaCounter
 from dspy_flashevolve.sim.virtual import run
 from tests.engine.stepped import Asker
@@ -59,7 +54,7 @@ class Provider:
 
 
 async def ask(limit: RateLimit, provider: Provider, tokens: int, guess: float, told: bool = False) -> None:
-    claim = Claim(limit, guess)
+    claim = Claim(guess)
     await limit.admit(claim, anyio.sleep)
     await provider.answer(tokens)
     limit.settle(claim, tokens)
@@ -162,10 +157,10 @@ def test_what_was_sent_before_a_limit_was_known_counts_too() -> None:
     async def main() -> None:
         limit = known()
         for _ in range(20):
-            await limit.admit(Claim(limit, 1.0), anyio.sleep)
+            await limit.admit(Claim(1.0), anyio.sleep)
         assert now() == 0.0
         limit.record_reported_limits({"requests": ReportedLimit(60)})
-        await limit.admit(Claim(limit, 1.0), anyio.sleep)
+        await limit.admit(Claim(1.0), anyio.sleep)
         assert 15.0 < now() < 21.0
 
     run(main)
@@ -175,10 +170,10 @@ def test_without_a_limit_nothing_waits_and_answers_of_a_cache_use_nothing_up() -
     async def main() -> None:
         free = RateLimit(now)
         for _ in range(1000):
-            await free.admit(Claim(free, 1e6), anyio.sleep)
+            await free.admit(Claim(1e6), anyio.sleep)
         limit = known(requests=6, tokens=1000)
         for _ in range(1000):
-            claim = Claim(limit, 10)
+            claim = Claim(10)
             await limit.admit(claim, anyio.sleep)
             limit.refund(claim)
         assert now() < 10.0
@@ -190,7 +185,7 @@ def test_a_request_that_costs_more_than_a_minute_holds_up_others_for_a_minute() 
     async def main() -> None:
         limit = known(tokens=1000)
         for _ in range(2):
-            await limit.admit(Claim(limit, 1e9), anyio.sleep)
+            await limit.admit(Claim(1e9), anyio.sleep)
         assert 60.0 < now() < 63.0
 
     run(main)
@@ -207,7 +202,7 @@ def test_what_cannot_be_sent_yet_waits_for_a_slot_in_the_runs_order() -> None:
         limit.add_user_limits({"requests": 60})
 
         async def request(number: int) -> None:
-            await endpoints.endpoint("api").admit(current_slot(), Claim(limit, 1.0))
+            await endpoints.endpoint("api").admit(current_slot(), limit, Claim(1.0))
             order.append(number)
 
         async with anyio.create_task_group() as group:
@@ -268,8 +263,8 @@ class Customer:
     async def _until_answered(self) -> None:
         sent = TrackedRequest()
         while True:
-            claim = Claim(self._limit, 1.0, was_refused=sent.failures > 0)
-            await self._api.admit(current_slot(), claim)
+            claim = Claim(1.0, was_refused=sent.failures > 0)
+            await self._api.admit(current_slot(), self._limit, claim)
             self._api.record_sent(sent)
             told = await self._once(claim, sent)
             self._api.leave(sent)
@@ -372,10 +367,10 @@ def test_requests_that_are_told_to_wait_for_an_hour_while_others_are_answered_ho
     async def main() -> None:
         limit = RateLimit(now)
         for number in range(100):
-            claim = Claim(limit, 1.0, was_refused=number == 90)
+            claim = Claim(1.0, was_refused=number == 90)
             await limit.admit(claim, anyio.sleep)
             if number % 3 == 0:
-                limit.record_refusal(claim, 3600.0, is_odd=claim.was_refused)
+                limit.record_refusal(claim, 3600.0, is_isolated=claim.was_refused)
             else:
                 limit.settle(claim, 1.0)
         assert now() == 0.0
@@ -387,13 +382,13 @@ def test_refusals_of_most_that_is_sent_hold_up_all_until_some_of_them_prove_to_b
     async def main() -> None:
         limit = RateLimit(now)
         for _ in range(BURST_REFUSALS):
-            claim = Claim(limit, 1.0)
+            claim = Claim(1.0)
             await limit.admit(claim, anyio.sleep)
             limit.record_refusal(claim, 10.0)
-        await limit.admit(Claim(limit, 1.0), anyio.sleep)
+        await limit.admit(Claim(1.0), anyio.sleep)
         assert now() == 10.0
         for _ in range(BURST_REFUSALS):
-            limit.record_refusal(Claim(limit, 1.0, was_refused=True), 10.0, is_odd=True)
+            limit.record_refusal(Claim(1.0, was_refused=True), 10.0, is_isolated=True)
         assert not limit.is_known
 
     run(main)
@@ -438,7 +433,7 @@ def test_a_broken_file_is_begun_again(text: bytes, tmp_path: Path) -> None:
         path = tmp_path / "key"
         path.write_bytes(text)
         limit = shared(path)
-        await limit.admit(Claim(limit, 1.0), anyio.sleep)
+        await limit.admit(Claim(1.0), anyio.sleep)
         assert now() < 1.0
         assert set(times_in(path.read_bytes())) == {"requests", "tokens"}
         assert path.stat().st_mode & 0o777 == 0o600 or text is not None
@@ -451,7 +446,7 @@ def test_a_file_from_the_future_holds_up_nothing(tmp_path: Path) -> None:
         path = tmp_path / "key"
         path.write_text(json.dumps({"requests": 5e9, "tokens": 5e9}))
         limit = shared(path)
-        await limit.admit(Claim(limit, 1.0), anyio.sleep)
+        await limit.admit(Claim(1.0), anyio.sleep)
         assert now() < 1.0
 
     run(main)
@@ -464,7 +459,7 @@ def test_where_no_file_can_be_written_a_run_goes_on_alone(tmp_path: Path, caplog
             limit = shared(path)
             began = now()
             for _ in range(40):
-                await limit.admit(Claim(limit, 1.0), anyio.sleep)
+                await limit.admit(Claim(1.0), anyio.sleep)
             assert 2.0 < now() - began < 4.0
 
     run(main)

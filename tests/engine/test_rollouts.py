@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dspy_flashevolve.engine.endpoints import Endpoints, RetryPolicy, TrackedRequest
+from dspy_flashevolve.engine.endpoints import Endpoints
 from dspy_flashevolve.engine.errors import RolloutUnresolvedError, RunAbortedError, TransientError
 from dspy_flashevolve.engine.events import (
     Event,
@@ -24,6 +24,7 @@ from dspy_flashevolve.engine.events import (
     RolloutTimedOut,
 )
 from dspy_flashevolve.engine.loop import Threads
+from dspy_flashevolve.engine.retries import RetryPolicy, TrackedRequest
 from dspy_flashevolve.engine.rollouts import (
     NoLongerWantedError,
     RequestCost,
@@ -206,7 +207,7 @@ def test_a_transient_fault_is_retried_and_leaves_no_trace_in_the_score() -> None
         assert (rollout.score, paid) == (1.0, True)
 
     run(main)
-    assert (bench.budget.spent, bench.rollouts.endpoints.retried) == (1, 2)
+    assert (bench.budget.spent, bench.rollouts.endpoints.retries.count) == (1, 2)
 
 
 def test_an_unresolved_rollout_is_neither_scored_nor_paid() -> None:

@@ -17,9 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dspy_flashevolve.engine.batcher import Batcher
-from dspy_flashevolve.engine.endpoints import RetryPolicy, TrackedRequest
 from dspy_flashevolve.engine.errors import ConfigurationError, RolloutUnresolvedError, TransientError
 from dspy_flashevolve.engine.events import Committed, Event, LimitChanged, StageVisited, StepClosed, StepOpened
+from dspy_flashevolve.engine.retries import RetryPolicy, TrackedRequest
 from dspy_flashevolve.engine.rollouts import Rollout, RolloutKey, batch, gather, record_metric_call
 from dspy_flashevolve.engine.run import EvolutionRun
 from dspy_flashevolve.engine.scheduler import current_slot

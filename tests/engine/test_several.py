@@ -10,20 +10,13 @@ from typing import Any
 import anyio
 import pytest
 
-from dspy_flashevolve.engine.endpoints import (
-    BURST_REFUSALS,
-    FAILURES,
-    PREFERRED,
-    REPLICA_SEPARATOR,
-    Endpoint,
-    Endpoints,
-    Replicas,
-    RetryPolicy,
-    TrackedRequest,
-    groups_of,
-)
+from dspy_flashevolve.engine.endpoint import BURST_REFUSALS, Endpoint
+from dspy_flashevolve.engine.endpoints import Endpoints
 from dspy_flashevolve.engine.events import Event, EventBus, LimitChanged
+from dspy_flashevolve.engine.groups import REPLICA_SEPARATOR, groups_of
 from dspy_flashevolve.engine.limits import Bounds
+from dspy_flashevolve.engine.replicas import MAX_FAILURES, MAX_LOAD_FACTOR, Replicas
+from dspy_flashevolve.engine.retries import RetryPolicy, TrackedRequest
 from dspy_flashevolve.engine.scheduler import Scheduler, current_slot
 from dspy_flashevolve.sim.virtual import run
 from tests.engine.stepped import Asker
@@ -53,7 +46,7 @@ class Bench:
         chosen.record_sent(sent)
         return chosen, sent
 
-    def fail(self, name: str, times: int = FAILURES) -> None:
+    def fail(self, name: str, times: int = MAX_FAILURES) -> None:
         for _ in range(times):
             self.endpoints.endpoint(name).record_no_reply()
 
@@ -222,7 +215,7 @@ def test_the_run_is_given_up_when_none_answers() -> None:
 def test_one_is_left_out_after_two_failures_and_tried_by_one_request_at_a_time() -> None:
     async def main() -> None:
         bench = Bench()
-        bench.fail("fast", FAILURES - 1)
+        bench.fail("fast", MAX_FAILURES - 1)
         assert {bench.begun(str(n))[0].name for n in range(16)} == {"fast", "slow"}
         bench.fail("fast", 1)
         assert {bench.begun(str(n))[0].name for n in range(16)} == {"slow"}
@@ -267,7 +260,7 @@ def test_requests_that_begin_alike_ask_the_same_one_as_far_as_its_share_goes() -
         assert min(first.values()) >= 8
         names = [bench.begun("candidate")[0].name for _ in range(40)]
         most = Counter(names).most_common(1)[0][1]
-        assert 20 < most <= PREFERRED * 20 + 1
+        assert 20 < most <= MAX_LOAD_FACTOR * 20 + 1
         assert names[0] == names[1] or most > 20
 
     run(main)

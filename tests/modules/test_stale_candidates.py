@@ -17,8 +17,8 @@ from dspy.utils.exceptions import LMAuthError, LMRateLimitError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dspy_flashevolve.engine.endpoints import RetryPolicy
 from dspy_flashevolve.engine.errors import RolloutUnresolvedError, RunAbortedError
+from dspy_flashevolve.engine.retries import RetryPolicy
 from dspy_flashevolve.engine.staleness import PastCommit, StaleChild
 from dspy_flashevolve.gepa.integration import read_answer
 from dspy_flashevolve.modules.integrate import Integration, StaleCandidateReflection, changed_lines

@@ -21,11 +21,13 @@ from dspy.utils.dummies import DummyLM
 from dspy.utils.exceptions import LMAuthError, LMRateLimitError, LMServerError, LMTimeoutError
 
 from dspy_flashevolve import AsyncGEPA, Workflow
-from dspy_flashevolve.engine.endpoints import EARLY_SECONDS, Endpoints, RetryPolicy, groups_of
+from dspy_flashevolve.engine.endpoints import Endpoints
 from dspy_flashevolve.engine.errors import RolloutUnresolvedError, TransientError
 from dspy_flashevolve.engine.events import Event, EventBus, LimitChanged
+from dspy_flashevolve.engine.groups import groups_of
 from dspy_flashevolve.engine.limits import Bounds
-from dspy_flashevolve.engine.loop import Threads
+from dspy_flashevolve.engine.loop import EARLY_SECONDS, Threads
+from dspy_flashevolve.engine.retries import RetryPolicy
 from dspy_flashevolve.engine.rollouts import Rollout, RolloutKey, Rollouts
 from dspy_flashevolve.engine.scheduler import Scheduler
 from dspy_flashevolve.engine.steps import Budget
@@ -440,7 +442,7 @@ def test_who_asks_from_outside_of_a_run_meanwhile_gets_the_lm_as_it_is() -> None
     async def body(made: Run) -> None:
         made.models.pace(lm)
         assert await lm.acall("?")
-        assert made.models.endpoints.retried == 0
+        assert made.models.endpoints.retries.count == 0
 
     in_run(body)
     assert lm.engine.calls == 3
@@ -609,7 +611,7 @@ def test_rollouts_beyond_what_the_server_takes_are_all_answered(narrow: SimServe
 
     async def body(made: Run) -> list[str]:
         answers = await made.ask_all(lm, 12, asynchronous)
-        assert made.models.endpoints.retried == narrow.stats().refused > 0
+        assert made.models.endpoints.retries.count == narrow.stats().refused > 0
         assert made.scheduler.statistics().busy == 0
         return answers
 

@@ -25,10 +25,11 @@ from dspy.utils.exceptions import (
     LMUnsupportedModelError,
 )
 
-from dspy_flashevolve.engine.endpoints import Endpoints, RetryPolicy
+from dspy_flashevolve.engine.endpoints import Endpoints
 from dspy_flashevolve.engine.errors import RunAbortedError, TransientError
 from dspy_flashevolve.engine.events import EventBus
 from dspy_flashevolve.engine.loop import Threads
+from dspy_flashevolve.engine.retries import RetryPolicy
 from dspy_flashevolve.engine.rollouts import Rollout
 from dspy_flashevolve.engine.scheduler import Scheduler
 from dspy_flashevolve.programs.faults import Fault, fault_of, raise_provider_fault
@@ -64,7 +65,7 @@ def rolled_out(
         once = retry or RetryPolicy(attempts=1)
         endpoints = Endpoints({}, None, Scheduler(1, ["work"]), EventBus(), loop.time, once, random.Random(0))
         if retry is None:
-            endpoints.hurry()  # every refusal counts, and nothing is waited for
+            endpoints.retries.hurry()  # every refusal counts, and nothing is waited for
         models = LanguageModels(endpoints)
         models.attach(loop)
         made = program or Chain()

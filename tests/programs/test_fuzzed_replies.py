@@ -16,9 +16,9 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from dspy_flashevolve import AsyncGEPA
-from dspy_flashevolve.engine.endpoints import RetryPolicy
 from dspy_flashevolve.engine.errors import RolloutUnresolvedError, TransientError
 from dspy_flashevolve.engine.loop import Threads
+from dspy_flashevolve.engine.retries import RetryPolicy
 from dspy_flashevolve.engine.rollouts import Rollout
 from dspy_flashevolve.engine.staleness import StaleChild
 from dspy_flashevolve.gepa.integration import read_answer

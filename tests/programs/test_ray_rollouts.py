@@ -353,14 +353,14 @@ def test_a_rate_limit_in_an_actor_frees_the_slot_and_is_heard_by_the_limit(clust
 
     with BrokenServer(choose) as server, dspy.context(lm=server.lm("chosen")):
         one = made(num_threads=None, max_concurrency=4)
-        one.endpoints.chance = lambda: 1.0  # the longest backoff
+        one.endpoints.retries.chance = lambda: 1.0  # the longest backoff
         changed: list[Any] = []
         one.bus.subscribe(changed.append)
         found = rolled(one, lambda gold, pred: float(pred.answer), data=TRAIN[:3])
     assert [rollout.score for rollout in found] == [5.0, 5.0, 5.0]
     assert asked.count("t 0") == 2
     assert asked[-1] == "t 0"  # others went on meanwhile
-    assert one.endpoints.retried == 1
+    assert one.endpoints.retries.count == 1
     assert any(isinstance(event, LimitChanged) and "refused" in event.reason for event in changed)
 
 
