@@ -26,7 +26,8 @@ from dspy_flashevolve.engine.replay import BEFORE_STEPS, hash_of, id_text
 from dspy_flashevolve.engine.rollouts import NoLongerWantedError, OnGranted, Rollout, RolloutKey, batch, gather
 from dspy_flashevolve.engine.steps import EndKind, Reservation, Step, StepEnded, step_rng
 from dspy_flashevolve.gepa.options import Parts
-from dspy_flashevolve.gepa.pool import Batch, Candidate, Pool, Screened, Task, Validated, ValidationPlan, evaluation_of
+from dspy_flashevolve.gepa.pool import Pool
+from dspy_flashevolve.gepa.records import Batch, Candidate, Screened, Task, Validated, ValidationPlan, evaluation_of
 from dspy_flashevolve.gepa.settings import Workflow
 from dspy_flashevolve.programs.evaluation_events import announce_evaluation
 from dspy_flashevolve.programs.program import ProgramRunner

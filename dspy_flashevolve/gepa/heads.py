@@ -23,8 +23,9 @@ from dspy_flashevolve.engine.staleness import Texts
 from dspy_flashevolve.engine.steps import EndKind, Step, StepEnded
 from dspy_flashevolve.gepa.changes import is_too_long
 from dspy_flashevolve.gepa.credit import Credit, Head
-from dspy_flashevolve.gepa.pool import Child, Commit, Pool, Proposal, Screened
+from dspy_flashevolve.gepa.pool import Pool
 from dspy_flashevolve.gepa.propose import ReflectionCalls
+from dspy_flashevolve.gepa.records import Child, Commit, Proposal, Screened
 from dspy_flashevolve.gepa.select import Selection
 from dspy_flashevolve.gepa.settings import GepaSettings
 from dspy_flashevolve.modules.consolidate import Consolidation

@@ -29,8 +29,9 @@ from dspy_flashevolve.engine.staleness import PastCommit, Reflective, StaleChild
 from dspy_flashevolve.engine.steps import EndKind, Step, StepEnded
 from dspy_flashevolve.gepa.changes import is_too_long
 from dspy_flashevolve.gepa.evaluate import Evaluations
-from dspy_flashevolve.gepa.pool import Candidate, Child, Pool, Proposal, Screened, scored
+from dspy_flashevolve.gepa.pool import Pool
 from dspy_flashevolve.gepa.propose import ReflectionCalls
+from dspy_flashevolve.gepa.records import Candidate, Child, Proposal, Screened, scored
 from dspy_flashevolve.gepa.settings import GepaSettings
 from dspy_flashevolve.modules.integrate import VERDICTS, ChildVerdict, Integration
 from dspy_flashevolve.programs.records import ReplyText
@@ -245,7 +246,9 @@ class Integrations:
                 examples = {}
         ids, after = list(examples), dict[Any, float]()
         before = {i: before[i] for i in ids if i in before}
-        await self._pool.write(self._pool.evaluation_start, step, list(examples.values()), [landing.base_index])
+        await self._pool.write(
+            self._pool.reports.evaluation_begins, step, list(examples.values()), [landing.base_index]
+        )
         gate = self._evaluations.gate(
             len(ids), lambda: sum(before[i] for i in ids) if len(before) == len(ids) else None
         )
@@ -287,7 +290,7 @@ class Integrations:
         pool, parents = self._pool, self._parents(landing)
         members = [one.number for one, _ in landing.members]
         pool.count_calls()
-        pool.evaluation_end(step, scored(after), parents)
+        pool.reports.evaluation_ended(step, scored(after), parents)
         pool.log_entry(step).update(
             integrated_steps=members, subsample_scores=before, new_subsample_scores=after, subsample_ids=ids
         )

@@ -18,7 +18,8 @@ from dspy_flashevolve.engine.errors import FlashEvolveError
 from dspy_flashevolve.engine.rollouts import RequestCost, gather
 from dspy_flashevolve.engine.steps import End, EndKind, Step, StepEnded
 from dspy_flashevolve.gepa.options import gepa_logger
-from dspy_flashevolve.gepa.pool import Child, Parent, Pool
+from dspy_flashevolve.gepa.pool import Pool
+from dspy_flashevolve.gepa.records import Child, Parent
 from dspy_flashevolve.observe.statistics import PERFECT_MINIBATCH
 from dspy_flashevolve.programs.program import ProgramRunner
 from dspy_flashevolve.programs.reflection import Reflection
@@ -104,7 +105,7 @@ class Proposing:
             outcomes = await gather([lambda task=task: self._reflect(step, task) for task in prepared])
         children = [outcome for outcome in outcomes if isinstance(outcome, Child)]
         for child in children:
-            await self._pool.write(self._pool.proposed, step, child.texts)
+            await self._pool.write(self._pool.reports.proposed, step, child.texts)
             self.proposals += 1
         if not children:
             await self._pool.write(self._pool.keep_strategies)
@@ -135,7 +136,7 @@ class Proposing:
                 raise
             _log(f"Iteration {step.number + 1}: Exception building reflective dataset: {error}", error)
             return End(EndKind.FAILED, f"no reflective dataset: {shortened(error)}")
-        await pool.write(pool.reflection_starts, step, task, components, dataset)
+        await pool.write(pool.reports.reflection_begins, step, task, components, dataset)
         return _Prepared(parent, components, dataset)
 
     async def _reflect(self, step: Step, task: _Prepared | End) -> Child | End:

@@ -22,7 +22,8 @@ from dspy_flashevolve.engine.redaction import REDACTED
 from dspy_flashevolve.engine.replay import BEFORE_STEPS, RunJournal, id_text
 from dspy_flashevolve.gepa.credit import Credit
 from dspy_flashevolve.gepa.options import restore_strategies
-from dspy_flashevolve.gepa.pool import Crossover, Pool, Selected, write_commits
+from dspy_flashevolve.gepa.pool import Pool, write_commits
+from dspy_flashevolve.gepa.records import Crossover, Selected
 from dspy_flashevolve.programs.checkpoint import DataUnpickler
 from dspy_flashevolve.programs.records import output_in
 

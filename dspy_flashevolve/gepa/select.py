@@ -19,7 +19,8 @@ from gepa.proposer.merge import MergeProposer
 from dspy_flashevolve.engine.steps import Step
 from dspy_flashevolve.gepa.credit import Credit
 from dspy_flashevolve.gepa.options import Chosen
-from dspy_flashevolve.gepa.pool import Crossover, Pool, Selected, Task
+from dspy_flashevolve.gepa.pool import Pool
+from dspy_flashevolve.gepa.records import Crossover, Selected, Task
 
 State = GEPAState[Any, Any]
 
@@ -115,22 +116,9 @@ class Selection:
             for place, task in enumerate(tasks):  # a strategy of the user's may choose parents by itself
                 if task.parent_idx == credit.parent and (bases[place] is None or not pool.seed_confirmed):
                     tasks[place] = replace(task, parent_candidate=dict(variant))
-        iteration = step.number + 1
         tasks = [self._answerable(self._once(task), self._unanswerable(task.parent_candidate)) for task in tasks]
         for task in tasks:
-            pool.notify(
-                "on_candidate_selected",
-                iteration=iteration,
-                candidate_idx=task.parent_idx,
-                candidate=task.parent_candidate,
-                score=pool.score_of(task.parent_idx),
-            )
-            pool.notify(
-                "on_minibatch_sampled",
-                iteration=iteration,
-                minibatch_ids=task.minibatch_ids,
-                trainset_size=len(pool.trainset),
-            )
+            pool.reports.task_selected(step, task)
         return Selected(tuple(tasks), tuple(bases))
 
     def _once(self, task: Task) -> Task:

@@ -40,20 +40,20 @@ from dspy_flashevolve.gepa.evaluate import Evaluations
 from dspy_flashevolve.gepa.heads import CONSOLIDATION, Heads
 from dspy_flashevolve.gepa.integration import Integrations
 from dspy_flashevolve.gepa.options import gepa_logger, has_foreign
-from dspy_flashevolve.gepa.pool import (
+from dspy_flashevolve.gepa.pool import Pool
+from dspy_flashevolve.gepa.propose import Proposing, ReflectionCalls
+from dspy_flashevolve.gepa.records import (
     Batch,
     Child,
     Commit,
     Crossover,
     Parent,
-    Pool,
     Proposal,
     Screened,
     Selected,
     Validated,
     task_key,
-)  # fmt: skip
-from dspy_flashevolve.gepa.propose import Proposing, ReflectionCalls
+)
 from dspy_flashevolve.gepa.screening import Screening
 from dspy_flashevolve.gepa.select import Selection
 from dspy_flashevolve.gepa.settings import GepaSettings
@@ -308,7 +308,7 @@ class GepaLoop:
         )
         if not tasks or (step.recorded is not None and not step.reservation.cover(unpaid)):
             raise StepEnded(EndKind.DISCARDED, "there is nothing to work on within the budget")
-        await pool.write(pool.parents_start, step, tasks)
+        await pool.write(pool.reports.parents_begin, step, tasks)
         unique = {task_key(task): task for task in tasks}
         whole = step.reservation.cover(sum(len(one.minibatch_ids) for one in unique.values()))
         done = await gather([lambda t=task: self._evaluations.parent(step, t, whole) for task in unique.values()])
@@ -317,7 +317,7 @@ class GepaLoop:
             Parent(index, task, *by_key[task_key(task)], base)
             for index, (task, base) in enumerate(zip(tasks, work.bases, strict=True))
         ]
-        await pool.write(pool.parents_end, step, tasks, [one.evaluation for one in parents])
+        await pool.write(pool.record_parents, step, tasks, [one.evaluation for one in parents])
         self._look(step, "before_propose", work.bases)
         return parents
 
@@ -350,13 +350,13 @@ class GepaLoop:
         )
         if not step.reservation.cover(calls):
             raise StepEnded(EndKind.DISCARDED, f"no budget is left for a screen of {calls}")
-        await pool.write(pool.children_start, step, children)
+        await pool.write(pool.reports.children_begin, step, children)
         screened = [one for one in await gather([lambda c=child: self._screened(step, c) for child in children]) if one]
         if not screened:
             self._screening.record(passed=False)
             await pool.write(pool.count_calls)
             raise StepEnded(EndKind.REJECTED, "no child could pass its screen any more")
-        passed = await pool.write(pool.children_end, step, screened)
+        passed = await pool.write(pool.judge_children, step, screened)
         self._screening.record(passed=bool(passed))
         if not passed:
             raise StepEnded(EndKind.REJECTED, "no child passed its screen")
@@ -421,13 +421,13 @@ class GepaLoop:
         pool = self._pool
         if is_too_long(plan.candidate, self._most_characters):
             raise StepEnded(EndKind.REJECTED, f"longer than max_candidate_characters={self._most_characters}")
-        await pool.write(pool.crossover_starts, step, plan)
+        await pool.write(pool.reports.crossover_begins, step, plan)
         lookup = await pool.write(pool.lookup, plan.candidate, plan.ids)
         calls = self._evaluations.unpaid(step, plan.candidate, lookup.missing, traced=False)
         if not step.reservation.cover(calls):
             raise StepEnded(EndKind.DISCARDED, f"no budget is left for a screen of {calls}")
         fresh = await self._evaluations.validation("screen", step, plan.candidate, lookup.missing, traced=False)
-        proposal = await pool.write(pool.crossover_ended, step, plan, lookup, fresh)
+        proposal = await pool.write(pool.judge_crossover, step, plan, lookup, fresh)
         if proposal is None:
             raise StepEnded(EndKind.REJECTED, "the merge is worse than one of its parents")
         self._look(step, "after_screen", (), integrates=False)

@@ -100,11 +100,11 @@ def figures(stats: RunStats, busy: int, integrations: int) -> dict[str, float]:
         busy: slots in use now.
         integrations: made so far.
     """
-    found: dict[str, float] = {"slots/busy": busy, "slots/limit": stats.slots, "integrations": integrations}
+    values: dict[str, float] = {"slots/busy": busy, "slots/limit": stats.slots, "integrations": integrations}
     for role, reflects in (("task", False), ("reflection", True)):
         stages = [stage for stage in stats.tokens_by_stage if (stage in REFLECTION_STAGES) == reflects]
-        found[f"tokens/{role}"] = sum(stats.tokens_by_stage[stage] for stage in stages)
+        values[f"tokens/{role}"] = sum(stats.tokens_by_stage[stage] for stage in stages)
         dollars = [stats.dollars_by_stage[stage] for stage in stages]
-        if None not in dollars:  # else a price is not known
-            found[f"dollars/{role}"] = sum(filter(None, dollars))
-    return found
+        if dollars and None not in dollars:  # else nobody was asked yet, or a price is not known
+            values[f"dollars/{role}"] = sum(filter(None, dollars))
+    return values

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,8 @@ from gepa.proposer.base import CandidateProposal
 
 from dspy_flashevolve.engine.steps import Budget, Reservation, Step, step_rng
 from dspy_flashevolve.gepa.options import build_parts
-from dspy_flashevolve.gepa.pool import Commit, Pool
+from dspy_flashevolve.gepa.pool import Pool
+from dspy_flashevolve.gepa.records import Commit
 from dspy_flashevolve.gepa.settings import GepaSettings
 
 EXAMPLES = 4
@@ -27,10 +29,10 @@ def configured(**arguments: Any) -> GepaSettings:
     return GepaSettings(**settings)
 
 
-def pool_of(**texts: str) -> Pool:
+def pool_of(callbacks: Sequence[Any] = (), **texts: str) -> Pool:
     """A pool whose seed is validated: .5 on each of four examples. Its candidates have one component, p, by default."""
     loader = ListDataLoader(list(range(EXAMPLES)))
-    settings, quiet = configured(), SimpleNamespace(log=lambda message: None)
+    settings, quiet = configured(gepa_kwargs={"callbacks": callbacks}), SimpleNamespace(log=lambda message: None)
     run: Any = SimpleNamespace(lockstep=False, journal=None, budget=Budget(None))
     parts = build_parts(settings, loader, quiet)
     seed = texts or {"p": "seed"}

@@ -22,7 +22,7 @@ from dspy_flashevolve.gepa.integration import (
     stale_child,
     too_long,
 )
-from dspy_flashevolve.gepa.pool import Child, Parent
+from dspy_flashevolve.gepa.records import Child, Parent
 from dspy_flashevolve.modules.integrate import VERDICTS, ChildVerdict, Integration
 from tests.gepa.pools import EXAMPLES, commit, configured, pool_of
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dspy_flashevolve.engine.steps import Budget, Reservation, Step, step_rng
-from dspy_flashevolve.gepa.pool import SpeculativeCandidates
+from dspy_flashevolve.gepa.speculative import SpeculativeCandidates
 from tests.contract.surface import Heard
 from tests.gepa.pools import EXAMPLES, commit, frontier, pool_of
 
@@ -63,8 +63,8 @@ def test_gepas_code_sees_the_iteration_of_the_step_it_acts_for() -> None:
 
 @pytest.mark.parametrize("ends", ["finish", "fail"])
 def test_what_callbacks_heard_begin_has_an_end_also_where_a_stop_came_during_the_selection(ends: str) -> None:
-    pool, heard = pool_of(), Heard()
-    pool.callbacks = [heard]
+    heard = Heard()
+    pool = pool_of(callbacks=[heard])
     for number in range(3):
         pool.begin_step(step_of(number))
     pool.end_step(step_of(1), accepted=True)

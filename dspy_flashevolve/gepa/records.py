@@ -1,0 +1,182 @@
+"""The frozen records that flow from stage to stage of a step, and what gepa calls their parts."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from gepa.core.adapter import EvaluationBatch
+from gepa.core.state import CachedEvaluation, ValsetEvaluation
+from gepa.proposer.base import CandidateProposal, SubsampleEvaluation
+from gepa.strategies.proposal_sampling import ProposalTask
+
+from dspy_flashevolve.engine.replay import Rollout
+from dspy_flashevolve.engine.steps import Step
+
+Candidate = dict[str, str]
+Batch = EvaluationBatch[Any, Any]
+Task = ProposalTask[Any, Any]
+Proposal = CandidateProposal[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Selected:
+    """One or more (parent, minibatch) pairs; more than one where the user's sampling strategy says so.
+
+    Args:
+        bases: for each task the handle of the speculative candidate that it starts from; None where it starts from
+            gepa's pool. Its ``parent_idx`` is the nearest confirmed ancestor then.
+    """
+
+    tasks: tuple[Task, ...]
+    bases: tuple[int | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Parent:
+    """A task's parent on its minibatch.
+
+    Args:
+        index: position of the task in the step.
+        evaluation: on the part of the minibatch that has finished.
+        late: waits for the evaluation on all of it; None where nothing is missing.
+        base: see :class:`Selected`.
+    """
+
+    index: int
+    task: Task
+    evaluation: Batch
+    late: Callable[[], Awaitable[Batch]] | None
+    base: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Child:
+    """A proposed candidate, before its screen.
+
+    Args:
+        parent: what it was made from, on its minibatch.
+        texts: the components that the reflection wrote.
+        feedback: what the metric said of the parent's rollouts.
+    """
+
+    parent: Parent
+    texts: Candidate
+    feedback: tuple[str, ...] = ()
+
+    @property
+    def candidate(self) -> Candidate:
+        """The parent with the new texts."""
+        return {**self.parent.task.parent_candidate, **self.texts}
+
+    def proposal(self, step: Step, batch: Batch | None = None) -> Proposal:
+        """As gepa has it, with what the child had on its screen."""
+        task, before = self.parent.task, self.parent.evaluation
+        nothing_to_show = {f"{what}:{name}": "" for name in self.texts for what in ("prompt", "raw_lm_output")}
+        return CandidateProposal(
+            candidate=self.candidate,
+            parent_program_ids=[task.parent_idx],
+            subsample_indices=task.minibatch_ids,
+            subsample_scores_before=before.scores,
+            subsample_scores_after=None if batch is None else batch.scores,
+            eval_before=_subsample(before),
+            eval_after=None if batch is None else _subsample(batch),
+            tag="reflective_mutation",
+            metadata={"proposal_id": f"{step.number + 1}-{self.parent.index}", **nothing_to_show},
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Crossover:
+    """Two parents of the frontier and what their child is screened on (gepa's merge).
+
+    Args:
+        parents: indices in the pool.
+        parent_scores: of each parent on the subsample, in the order of ``ids``.
+    """
+
+    candidate: Candidate
+    parents: tuple[int, int]
+    ancestor: int
+    ids: tuple[Any, ...]
+    parent_scores: tuple[tuple[float, ...], tuple[float, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Screened:
+    """A proposal that passed its screen, to be validated.
+
+    Args:
+        base: handle of the speculative candidate that its parent is; see :class:`Selected`.
+    """
+
+    proposal: Proposal
+    base: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Validated:
+    """A proposal with its validation, to be committed.
+
+    Args:
+        calls: metric calls that the validation cost at most (cached examples cost none).
+        base: see :class:`Screened`.
+        key: the handle under which it could be selected while it was validated; None where it could not.
+    """
+
+    proposal: Proposal
+    evaluation: ValsetEvaluation[Any, Any]
+    calls: int
+    base: int | None
+    key: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class ValidationPlan:
+    """Which validation examples are to be run for a candidate, and what the cache has of the others."""
+
+    candidate: Candidate
+    cached: dict[Any, CachedEvaluation[Any]]
+    missing: list[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """One change of the pool."""
+
+    candidate: int
+    version: int
+    score: float
+    best_score: float
+    generation: int
+    parents: tuple[int, ...] = ()
+
+
+def task_key(task: Task) -> tuple[Any, ...]:
+    """Equal keys mean the same parent on the same minibatch."""
+    return (tuple(sorted(task.parent_candidate.items())), tuple(task.minibatch_ids))
+
+
+def evaluation_of(rollouts: Mapping[Any, Rollout]) -> ValsetEvaluation[Any, Any]:
+    """Rollouts on validation examples as gepa has them."""
+    objectives = {i: dict(rollout.objective_scores) for i, rollout in rollouts.items()}
+    return ValsetEvaluation(
+        outputs_by_val_id={i: rollout.output for i, rollout in rollouts.items()},
+        scores_by_val_id={i: rollout.score for i, rollout in rollouts.items()},
+        objective_scores_by_val_id=objectives if any(objectives.values()) else None,
+    )
+
+
+def scored(scores: list[float]) -> Batch:
+    """An evaluation of which nobody needs more than the scores."""
+    return EvaluationBatch([None] * len(scores), scores)
+
+
+def _subsample(batch: Batch) -> SubsampleEvaluation:
+    return SubsampleEvaluation(
+        scores=batch.scores,
+        outputs=batch.outputs,
+        objective_scores=list(batch.objective_scores) if batch.objective_scores else None,
+        trajectories=batch.trajectories,
+    )
