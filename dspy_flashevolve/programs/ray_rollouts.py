@@ -49,13 +49,9 @@ from dspy_flashevolve.engine.retries import TrackedRequest
 from dspy_flashevolve.engine.rollouts import Rollout, record_metric_call, recording_rollout, retract_metric_call
 from dspy_flashevolve.engine.run import EvolutionRun
 from dspy_flashevolve.engine.scheduler import SLOT_SETTING, current_slot
+from dspy_flashevolve.programs.accounts import endpoint_of, limits_folder
 from dspy_flashevolve.programs.faults import chain_of, is_refusal, is_timeout
-from dspy_flashevolve.programs.lm import (
-    CACHED_SECONDS,
-    LanguageModels,
-    endpoint_of,
-    limits_folder,
-)
+from dspy_flashevolve.programs.lm import CACHED_SECONDS, LanguageModels
 from dspy_flashevolve.programs.metric import Metric
 from dspy_flashevolve.programs.mistakes import Failure
 from dspy_flashevolve.programs.program import Attempt, MakeRollout, ProgramRunner

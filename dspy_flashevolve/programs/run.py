@@ -27,13 +27,10 @@ from dspy_flashevolve.engine.steps import EndKind, Reservation, Step, StepEnded
 from dspy_flashevolve.observe.progress import Display, Progress
 from dspy_flashevolve.observe.recorder import Recorder
 from dspy_flashevolve.observe.statistics import RunStats
+from dspy_flashevolve.programs.accounts import endpoint_of, limits_folder
 from dspy_flashevolve.programs.copies import isolated_copy
 from dspy_flashevolve.programs.faults import raise_provider_fault, recording_lm_calls
-from dspy_flashevolve.programs.lm import (
-    LanguageModels,
-    endpoint_of,
-    limits_folder,
-)
+from dspy_flashevolve.programs.lm import LanguageModels
 from dspy_flashevolve.programs.metric import Metric
 from dspy_flashevolve.programs.placement import runs_on_loop
 from dspy_flashevolve.programs.program import ProgramRunner
@@ -149,8 +146,8 @@ class DspyRun(EvolutionRun):
 
     def _count_lm_call(self, place: Place | None, model: str, entry: Entry) -> None:
         """Count an LM call that no event of a rollout or of a request sums up; from any thread."""
-        if self.models.waits is not None:
-            self.models.waits.call_soon(self._tell_lm_call, place, model, entry)
+        if self.models.portal is not None:
+            self.models.portal.call_soon(self._tell_lm_call, place, model, entry)
 
     def _tell_lm_call(self, place: Place | None, model: str, entry: Entry) -> None:
         step, stage = place or (BEFORE_STEPS, self._busiest_stage(model))

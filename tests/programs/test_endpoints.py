@@ -31,8 +31,9 @@ from dspy_flashevolve.engine.retries import RetryPolicy
 from dspy_flashevolve.engine.rollouts import Rollout, RolloutKey, Rollouts
 from dspy_flashevolve.engine.scheduler import Scheduler
 from dspy_flashevolve.engine.steps import Budget
+from dspy_flashevolve.programs.accounts import account_of, endpoint_of
 from dspy_flashevolve.programs.faults import raise_provider_fault, retry_after_of
-from dspy_flashevolve.programs.lm import LanguageModels, account_of, endpoint_of
+from dspy_flashevolve.programs.lm import LanguageModels
 from dspy_flashevolve.programs.placement import answers_asynchronously
 from dspy_flashevolve.programs.servers import watch, watchers
 from dspy_flashevolve.sim import PROFILES, SimServer

@@ -1,0 +1,108 @@
+"""Replies of LMs: those that hold no message, and what else of a reply is lost before a program sees it.
+
+A server in trouble may say 200 and send a body without a message. dspy's native engine reads {}, {"choices": []} and a
+message whose content is null as a reply with an empty text, and litellm gives no output at all for the second: the
+adapter then fails to parse it, which would be a score.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, cast
+
+import dspy
+from dspy import lm15
+
+from dspy_flashevolve.programs.faults import HollowReplyError, headers_in
+
+MESSAGES = frozenset({"candidates", "content", "generations", "message", "output", "response", "results", "text"})
+"""Where the bodies of other dialects than OpenAI's chat completions keep what the model said."""
+CONTENTS = ("content", "text", "tool_calls", "function_call", "refusal", "reasoning_content", "reasoning", "audio")
+"""What a message may say; an empty text is something that a model may say, null is not."""
+
+
+class ReplyInspection:
+    """What one LM call was answered, and whether the user wants it in the histories.
+
+    Args:
+        kept: the user has not turned dspy's histories off.
+    """
+
+    def __init__(self, kept: bool) -> None:
+        self.kept = kept
+        self.is_hollow = self.is_cached = False
+        self.headers: dict[str, str] = {}
+
+    def inspect(self, entry: dict[str, Any]) -> None:
+        """Inspect what dspy writes into the history of a reply."""
+        reply = entry.get("response")
+        self.is_hollow = self.is_hollow or is_hollow(reply)
+        usage = reply.usage if isinstance(reply, lm15.Response) else None
+        of_cache = usage is not None and bool(usage.total_tokens or usage.output_tokens) and not entry.get("usage")
+        self.is_cached = of_cache or getattr(reply, "cache_hit", False) is True
+        hidden = getattr(reply, "_hidden_params", None)  # litellm's; dspy's native engine keeps headers of errors alone
+        self.headers = headers_in(hidden.get("additional_headers") if isinstance(hidden, Mapping) else None)
+
+
+INSPECTION: ContextVar[ReplyInspection | None] = ContextVar("flashevolve_reply_inspection", default=None)
+
+
+@contextmanager
+def inspecting_replies() -> Generator[ReplyInspection, None, None]:
+    """Inspect the replies of one LM call; dspy shows a reply as it came only to the LM's history.
+
+    Raises:
+        HollowReplyError: a reply held no message.
+    """
+    inspection = ReplyInspection(kept=not dspy.settings.disable_history)
+    token = INSPECTION.set(inspection)
+    try:
+        with dspy.context(disable_history=False):
+            yield inspection
+    finally:
+        INSPECTION.reset(token)
+    if inspection.is_hollow:
+        raise HollowReplyError("the reply holds no message")
+
+
+def is_hollow(reply: Any) -> bool:
+    """Whether a provider's reply holds no message: no choices, no message in them, or one without any content.
+
+    A reply that was cut off at its length or by a content filter, a refusal, reasoning without an answer and an empty
+    text are what the model said.
+
+    Args:
+        reply: an lm15 ``Response``, a tuple of them, or an object shaped as OpenAI's.
+
+    >>> is_hollow({"choices": []}), is_hollow({"choices": [{"message": {"content": ""}}]})
+    (True, False)
+    """
+    if isinstance(reply, tuple | list):
+        return any(map(is_hollow, cast("Sequence[Any]", reply)))
+    if isinstance(reply, lm15.Response):
+        body = reply.provider_data
+        return isinstance(body, Mapping) and not reply.tool_calls and _is_hollow_body(body)
+    return _is_hollow_body(reply)
+
+
+def _is_hollow_body(body: Any) -> bool:
+    choices = _get(body, "choices")
+    if choices is None and isinstance(body, Mapping) and "choices" not in body:
+        return not MESSAGES & body.keys()
+    return not choices or any(map(_is_hollow_choice, choices))
+
+
+def _is_hollow_choice(choice: Any) -> bool:
+    if _get(choice, "finish_reason") in ("length", "content_filter"):
+        return False
+    if _get(choice, "text") is not None:  # a text completion
+        return False
+    message = _get(choice, "message")
+    more = _get(message, "provider_specific_fields") or {}  # where litellm puts a refusal
+    return message is None or all(_get(part, name) in (None, []) for part in (message, more) for name in CONTENTS)
+
+
+def _get(value: Any, name: str) -> Any:
+    return value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)
