@@ -23,15 +23,13 @@ import inspect
 import logging
 import os
 import re
-import sys
 import threading
 from collections.abc import AsyncGenerator, Mapping
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
-from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -42,36 +40,36 @@ from dspy.teleprompt.gepa.gepa_utils import DspyAdapter
 from dspy.utils.usage_tracker import UsageTracker
 
 from dspy_flashevolve.engine.endpoint import Endpoint
-from dspy_flashevolve.engine.errors import ConfigurationError, FlashEvolveError, TransientError
+from dspy_flashevolve.engine.errors import ConfigurationError, FlashEvolveError
 from dspy_flashevolve.engine.events import ActorLost
 from dspy_flashevolve.engine.redaction import without_secrets
 from dspy_flashevolve.engine.retries import TrackedRequest
-from dspy_flashevolve.engine.rollouts import Rollout, record_metric_call, recording_rollout, retract_metric_call
+from dspy_flashevolve.engine.rollouts import Rollout, record_metric_call, retract_metric_call
 from dspy_flashevolve.engine.run import EvolutionRun
 from dspy_flashevolve.engine.scheduler import SLOT_SETTING, current_slot
-from dspy_flashevolve.programs.accounts import endpoint_of, limits_folder
-from dspy_flashevolve.programs.faults import chain_of, is_refusal, is_timeout
-from dspy_flashevolve.programs.lm import CACHED_SECONDS, LanguageModels
-from dspy_flashevolve.programs.metric import Metric
+from dspy_flashevolve.programs.accounts import endpoint_of
+from dspy_flashevolve.programs.lm import CACHED_SECONDS
 from dspy_flashevolve.programs.mistakes import Failure
-from dspy_flashevolve.programs.program import Attempt, MakeRollout, ProgramRunner
-from dspy_flashevolve.programs.records import RolloutRecords, as_writable
-from dspy_flashevolve.programs.usage import COUNTED_BY, completion_tokens_of, counting_usage
+from dspy_flashevolve.programs.program import Attempt, MakeRollout
+from dspy_flashevolve.programs.ray_actor import RolloutActor, RolloutAnswer, Signal
+from dspy_flashevolve.programs.records import RolloutRecords
+from dspy_flashevolve.programs.usage import COUNTED_BY, completion_tokens_of
 
 logger = logging.getLogger(__name__)
 
 DEATHS = 3
-"""A rollout whose process has died so often is a failure."""
+"""A rollout whose process has died so often is a failure: the first time may be the node's or a neighbour's doing, the
+second and third time it ran alone."""
 CANCEL_SECONDS = 10.0
-"""An actor that does not hear for so long that a rollout is cancelled is ended."""
+"""An actor that takes no cancellation for so long is ended, since the program blocks its loop. A round number: what
+else runs in the actor is lost with it, and the run waits for so long."""
 WAIT_SECONDS = 30.0
-"""Where no actor runs for so long, the log says so."""
+"""Where no actor runs for so long, the log says so. A round number: actors that load large packages need several
+seconds, and a user who waits longer without a word looks for a mistake."""
 SPARE_CALLS = 8
-"""Calls that an actor takes beside those for rollouts."""
-SWITCH_SECONDS = 0.0005
-"""So long an actor's loop keeps Ray's threads waiting, which each call needs. Python's default is ten times that."""
-TOLD_CHARACTERS = 500
-"""Of Ray's long messages, so much is told."""
+"""Calls that an actor takes beside those for rollouts: cancellations and ``load``. A round number; others wait."""
+SHOWN_CHARACTERS = 500
+"""Of Ray's messages, which hold whole tracebacks, so much is shown."""
 OF_THE_CALLER = (
     "callbacks", "caller_modules", "caller_predict", "send_stream", "stream_listeners", "trace", "usage_tracker",
     COUNTED_BY, SLOT_SETTING,
@@ -126,37 +124,6 @@ class RayRollouts:
             )
 
 
-# What is sent.
-
-
-@dataclass(slots=True)
-class _Answer:
-    """What became of a rollout, which tells here of its metric's call.
-
-    Args:
-        attempt: the rollout; None where there is none.
-        error: what was raised; None also where it was cancelled.
-        signal: "refused" or "late", of a provider.
-        metric_began: its call counts.
-        used: what LMs used, as a UsageTracker has it.
-        is_lost: its actor is lost.
-    """
-
-    attempt: Attempt | None = None
-    error: BaseException | None = None
-    signal: str = ""
-    metric_began: bool = False
-    used: dict[str, list[dict[str, Any]]] = field(default_factory=dict[str, "list[dict[str, Any]]"])
-    is_lost: bool = False
-
-    async def record_metric_call(self) -> None:
-        self.metric_began = True
-
-    def retract_metric_call(self) -> None: ...
-
-    def record_wasted_cost(self, tokens: int, cost_dollars: float) -> None: ...
-
-
 def _pickled(value: Any, name: str) -> bytes:
     """What actors need, pickled.
 
@@ -187,142 +154,13 @@ def _culprit(value: Any, name: str, depth: int = 5) -> str:
     return name
 
 
-# In an actor.
-
-
-class RolloutActor:
-    """Makes rollouts, in a process of its own, once it is :meth:`ready`."""
-
-    def __init__(self) -> None:
-        sys.setswitchinterval(SWITCH_SECONDS)
-        self._runners: list[ProgramRunner] = []
-        self._scopes: dict[int, anyio.CancelScope] = {}
-        self._step: Any = SimpleNamespace(number=0, version=0, value=0.0)  # stands for the one that asks
-
-    async def ready(
-        self, programs: list[bytes], settings: bytes, variables: dict[str, str], cache: dict[str, Any], slots: int
-    ) -> str:
-        """Load what is sent, unless that is done.
-
-        Args:
-            programs: of each, pickled, the arguments of :meth:`_runner`.
-            settings: of dspy's, pickled.
-            variables: of the environment, unless they are there.
-            cache: arguments of ``dspy.configure_cache``.
-            slots: rollouts at once, at most.
-
-        Returns:
-            What went wrong, else nothing.
-        """
-        if self._runners:
-            return ""
-        for name, value in variables.items():
-            os.environ.setdefault(name, value)
-        with suppress(Exception):  # a folder that cannot be written here: then dspy's own
-            dspy.configure_cache(**cache)
-        self._run = EvolutionRun(name="rollouts", stages={"rollout": ["lm"]}, slots=slots)
-        self._run.clock.attach()
-        self._models = LanguageModels(self._run.endpoints, self._run.redaction, limits_folder(), once=True)
-        self._models.attach(asyncio.get_running_loop())
-        try:
-            dspy.configure(**cloudpickle.loads(settings))
-            self._models.pace(dspy.settings.lm)
-            self._runners = [self._runner(**cloudpickle.loads(one)) for one in programs]
-        except Exception as error:
-            return self._run.redaction.redact(f"{type(error).__name__}: {error}")
-        return ""
-
-    def _runner(self, student: Any, metric: Any, lock: bool, failure_score: float, finite: bool) -> ProgramRunner:
-        adapter = DspyAdapter(student, metric, feedback_map={}, failure_score=failure_score)
-        scorer = Metric(metric, self._run.threads, lock)
-        return ProgramRunner(adapter, scorer, self._run.threads, self._models, finite)
-
-    async def rollout(
-        self, number: int, program: int, candidate: dict[str, str], example: bytes, traced: bool
-    ) -> bytes:
-        """Make a rollout.
-
-        Args:
-            number: of the call, for :meth:`cancel`.
-            example: pickled.
-
-        Returns:
-            A pickled :class:`_Answer`.
-        """
-        if not self._runners:  # begun again, which the caller does not know yet
-            return cloudpickle.dumps(_Answer(is_lost=True))
-        runner, answer = self._runners[program], _Answer()
-
-        async def call() -> None:
-            slot = current_slot()
-            with anyio.CancelScope() as bound:
-                if slot is not None:
-                    slot.time_scope = bound
-                answer.attempt = await runner.evaluate_once(candidate, cloudpickle.loads(example), traced, usage)
-            if bound.cancelled_caught:
-                raise TransientError("no answer in time to a request of the program's", of_request=True)
-
-        scope = self._scopes.setdefault(number, anyio.CancelScope())
-        with scope, dspy.context(**self._models.settings), counting_usage() as usage, recording_rollout(answer):
-            try:
-                await self._run.scheduler.run("rollout", self._step, call)
-            except asyncio.CancelledError:
-                raise
-            except BaseException as error:
-                errors = list(chain_of(error)) if isinstance(error, TransientError) else []
-                late = "late" if any(map(is_timeout, errors)) else ""
-                answer.signal = "refused" if any(map(is_refusal, errors)) else late
-                answer.error = _sendable(error)
-        del self._scopes[number]
-        answer.used = {model: list(entries) for model, entries in usage.usage_data.items()}
-        return _packed(answer, runner.records, candidate)
-
-    async def cancel(self, number: int) -> None:
-        """Cancel a rollout, whose call then returns. One that has not arrived yet is cancelled when it does."""
-        self._scopes.setdefault(number, anyio.CancelScope()).cancel()
-
-
-def _packed(answer: _Answer, records: RolloutRecords, candidate: dict[str, str]) -> bytes:
-    """An answer, pickled: its trace as text, where that is the same, since signatures are costly to pickle."""
-    if answer.attempt is not None:
-        rollout, failure = answer.attempt.rollout, answer.attempt.failure
-        output, trajectory = rollout.output, records.trace(candidate, rollout)
-        if trajectory is None:
-            output = as_writable(output, cloudpickle.dumps)
-            trajectory = _readable({**rollout.trajectory, "example": None})
-        failure = None if failure is None else replace(failure, error=_sendable(failure.error))
-        answer.attempt = Attempt(replace(rollout, output=output, trajectory=trajectory), failure)
-    return cloudpickle.dumps(answer)
-
-
-def _readable(value: Any) -> Any:
-    """A value, as far as it can be pickled."""
-    if type(value) is dict:
-        return {key: _readable(one) for key, one in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(map(_readable, value))
-    return as_writable(value, cloudpickle.dumps)
-
-
-def _sendable(error: BaseException) -> Any:
-    """An error that arrives: itself, or one that says the same."""
-    with suppress(Exception):
-        arrived = cloudpickle.loads(cloudpickle.dumps(error))
-        if type(arrived) is type(error) and str(arrived) == str(error):
-            return error
-    return RuntimeError(f"{type(error).__name__}: {error}")
-
-
-# In the caller's process.
-
-
 @dataclass(eq=False, slots=True)
 class _Actor:
     """An actor: Ray's handle, what it answers when it is ready (what went wrong, else nothing), the rollouts in it."""
 
     handle: Any
     ready: asyncio.Future[str]
-    load: int = 0
+    running: int = 0
 
 
 class Actors:
@@ -339,17 +177,17 @@ class Actors:
 
     def __init__(self, options: RayRollouts, run: EvolutionRun, settings: Mapping[str, Any]) -> None:
         self._options, self._run, self._lm = options, run, settings.get("lm")
-        shipped = {name: one for name, one in settings.items() if name not in OF_THE_CALLER}
+        shipped = {name: setting for name, setting in settings.items() if name not in OF_THE_CALLER}
         self._settings = _pickled(shipped, "dspy.settings")
         self._programs: list[bytes] = []
         self._actors: list[_Actor] = []
         self._suspects: list[_Actor] = []
-        self._turn = anyio.Lock()
+        self._suspects_turn = anyio.Lock()
         self._calls = 0
         self._ray: Any = None
-        self._make: Any = None
-        self._sent: list[Any] = []
-        self._lost: tuple[type[Exception], ...] = ()
+        self._create: Any = None
+        self._shipped: list[Any] = []
+        self._loss_errors: tuple[type[Exception], ...] = ()
 
     def rollout_maker(self, adapter: DspyAdapter, metric_lock: bool, finite: bool = False) -> MakeRollout:
         """What makes the rollouts of a program; before :meth:`opened`.
@@ -359,7 +197,7 @@ class Actors:
         """
         parts = {"student": adapter.student, "metric": adapter.metric_fn, "failure_score": adapter.failure_score}
         self._programs.append(_pickled({**parts, "lock": metric_lock, "finite": finite}, "program"))
-        lms = [getattr(one, "lm", None) or self._lm for one in adapter.student.predictors()]
+        lms = [getattr(predictor, "lm", None) or self._lm for predictor in adapter.student.predictors()]
         names = sorted({endpoint_of(lm) for lm in lms if lm is not None}) or ["rollouts"]
         endpoint = self._run.endpoints.endpoint(names[0])
         return partial(self._attempt, len(self._programs) - 1, adapter, RolloutRecords(adapter.student), endpoint)
@@ -378,7 +216,7 @@ class Actors:
             self._ray = await threads.run(_connect, self, self._options.address)
         try:
             for _ in range(await threads.run(self._ship)):
-                self._begin(self._actors, self._options.cpus)
+                self._start(self._actors, self._options.cpus)
             await self._free(self._actors)  # the others come when they come
             yield
         finally:
@@ -399,12 +237,14 @@ class Actors:
         variables = {name: value for name, value in os.environ.items() if SHIPPED_VARIABLES.search(name)}
         kept_by = ("enable_disk_cache", "enable_memory_cache", "disk_cache_dir")
         cache = {name: getattr(dspy.cache, name) for name in kept_by} if type(dspy.cache) is Cache else {}
-        self._sent = [self._ray.put(one) for one in (self._programs, self._settings, variables, cache, self._run.slots)]
+        self._shipped = [
+            self._ray.put(part) for part in (self._programs, self._settings, variables, cache, self._run.slots)
+        ]
         calls = self._run.slots + SPARE_CALLS
         actor = self._ray.remote(max_restarts=-1, max_concurrency=calls, scheduling_strategy="SPREAD")(RolloutActor)
-        self._make = lambda cpus: actor.options(num_cpus=cpus).remote()
+        self._create = lambda cpus: actor.options(num_cpus=cpus).remote()
         errors = self._ray.exceptions
-        self._lost = errors.RayActorError, errors.NodeDiedError, errors.ObjectLostError, errors.OutOfMemoryError
+        self._loss_errors = errors.RayActorError, errors.NodeDiedError, errors.ObjectLostError, errors.OutOfMemoryError
         return count
 
     def _end(self) -> None:
@@ -413,13 +253,13 @@ class Actors:
                 self._ray.kill(actor.handle, no_restart=True)
         _disconnect(self._ray, self)
 
-    def _begin(self, actors: list[_Actor], cpus: int) -> None:
-        handle = self._make(cpus)
+    def _start(self, actors: list[_Actor], cpus: int) -> None:
+        handle = self._create(cpus)
         actors.append(_Actor(handle, self._ready(handle)))
 
     def _ready(self, handle: Any) -> asyncio.Future[str]:
         """What an actor answers when it is ready; where it is lost before, Ray starts it and asks again."""
-        return _heard(handle.ready.options(max_task_retries=-1).remote(*self._sent))
+        return _reply_of(handle.load.options(max_task_retries=-1).remote(*self._shipped))
 
     async def all_ready(self) -> None:
         """Wait until every actor has begun; rollouts do not need that."""
@@ -432,20 +272,22 @@ class Actors:
             ConfigurationError: none ever will be.
         """
         while True:
-            said = {one: one.ready.exception() or one.ready.result() for one in actors if one.ready.done()}
-            if ready := [actor for actor in actors if not said.get(actor, "not yet")]:
-                return min(ready, key=lambda actor: actor.load)
-            if not (begun := [actor.ready for actor in actors if actor not in said]):
+            begun = [actor for actor in actors if actor.ready.done()]
+            problems = {actor: actor.ready.exception() or actor.ready.result() for actor in begun}
+            if ready := [actor for actor in begun if not problems[actor]]:
+                return min(ready, key=lambda actor: actor.running)
+            if not (beginning := [actor.ready for actor in actors if actor not in problems]):
+                problem = self._shortened(problems[actors[0]])
                 raise ConfigurationError(
-                    f"The actors cannot load the program, its metric or its LMs: {self._told(said[actors[0]])}. Their "
-                    "modules must be importable in the actors: run where they lie, or pass them by "
+                    f"The actors cannot load the program, its metric or its LMs: {problem}. "
+                    "Their modules must be importable in the actors: run where they lie, or pass them by "
                     "ray.init(runtime_env=...)."
                 )
-            if not (await asyncio.wait(begun, timeout=WAIT_SECONDS, return_when=asyncio.FIRST_COMPLETED))[0]:
+            if not (await asyncio.wait(beginning, timeout=WAIT_SECONDS, return_when=asyncio.FIRST_COMPLETED))[0]:
                 logger.warning("No actor runs yet: the cluster may have no free CPUs. Waiting for them.")
 
-    def _told(self, error: Any) -> str:
-        return self._run.redaction.redact(" ".join(str(error).split()))[:TOLD_CHARACTERS]
+    def _shortened(self, error: Any) -> str:
+        return self._run.redaction.redact(" ".join(str(error).split()))[:SHOWN_CHARACTERS]
 
     # A rollout.
 
@@ -469,10 +311,10 @@ class Actors:
         """
         request = program, candidate, _pickled(example, "example"), capture_traces
         await record_metric_call()
-        answer = _Answer()
+        answer = RolloutAnswer()
         try:
             for deaths in range(DEATHS):
-                answer = await self._asked(endpoint, request, is_suspect=deaths > 0)
+                answer = await self._request(endpoint, request, is_suspect=deaths > 0)
                 if not answer.is_lost:
                     break
             else:
@@ -493,88 +335,88 @@ class Actors:
             trajectory = {**trajectory, "example": example}
         return replace(answer.attempt, rollout=replace(answer.attempt.rollout, trajectory=trajectory))
 
-    async def _asked(self, endpoint: Endpoint, request: tuple[Any, ...], is_suspect: bool) -> _Answer:
-        """A rollout is a request at its endpoint, whose limit hears what became of it."""
-        sent = TrackedRequest()
+    async def _request(self, endpoint: Endpoint, request: tuple[Any, ...], is_suspect: bool) -> RolloutAnswer:
+        """Make a rollout as a request at its endpoint, whose limit is told what became of it."""
+        tracked = TrackedRequest()
         await endpoint.admit(current_slot())
-        endpoint.record_sent(sent)
+        endpoint.record_sent(tracked)
         began = anyio.current_time()
         try:
             # What may have ended its process goes to an actor of its own, one at a time.
-            async with self._turn if is_suspect else nullcontext():
+            async with self._suspects_turn if is_suspect else nullcontext():
                 if is_suspect and not self._suspects:
-                    self._begin(self._suspects, cpus=0)
+                    self._start(self._suspects, cpus=0)
                 actor = await self._free(self._suspects if is_suspect else self._actors)
-                answer = await self._made(actor, request)
+                answer = await self._call_actor(actor, request)
         finally:
-            endpoint.leave(sent)
-        if answer.signal == "refused":
-            endpoint.record_refusal(sent, getattr(answer.error, "retry_after_seconds", None))
-        elif answer.signal == "late":
-            endpoint.record_timeout(sent)
+            endpoint.leave(tracked)
+        if answer.signal is Signal.REFUSED:
+            endpoint.record_refusal(tracked, getattr(answer.error, "retry_after_seconds", None))
+        elif answer.signal is Signal.LATE:
+            endpoint.record_timeout(tracked)
         elif answer.attempt is not None:
             written = completion_tokens_of(answer.used)
             if written or anyio.current_time() - began > CACHED_SECONDS:
-                endpoint.record_reply(sent, written)
+                endpoint.record_reply(tracked, written)
         return answer
 
-    async def _made(self, actor: _Actor, request: tuple[Any, ...]) -> _Answer:
+    async def _call_actor(self, actor: _Actor, request: tuple[Any, ...]) -> RolloutAnswer:
         """Have an actor make a rollout; where that is cancelled, in the actor, too, and wait for its end."""
-        answer, said, cancelled = _Answer(is_lost=True), "it has begun again", None
+        answer, reason, cancelled = RolloutAnswer(is_lost=True), "it has begun again", None
         self._calls += 1
-        number, actor.load = self._calls, actor.load + 1
+        number, actor.running = self._calls, actor.running + 1
         try:
             call = actor.handle.rollout.remote(number, *request)
             try:
-                answer = cloudpickle.loads(await _heard(call))
+                answer = cloudpickle.loads(await _reply_of(call))
             except asyncio.CancelledError as error:
                 cancelled = error
                 with anyio.CancelScope(shield=True):
                     with anyio.move_on_after(CANCEL_SECONDS) as waited:
-                        await _heard(actor.handle.cancel.remote(number))
+                        await _reply_of(actor.handle.cancel.remote(number))
                     if waited.cancelled_caught:
                         self._ray.kill(actor.handle, no_restart=False)
-                    answer = cloudpickle.loads(await _heard(call))
-        except self._lost as error:
-            said = self._told(error)
+                    answer = cloudpickle.loads(await _reply_of(call))
+        except self._loss_errors as error:
+            reason = self._shortened(error)
         finally:
-            actor.load -= 1
+            actor.running -= 1
         if answer.is_lost and actor.ready.done():  # else it is known
-            logger.warning("An actor is lost, its rollouts are asked for again: %s", said)
-            self._run.bus.emit(ActorLost(self._run.clock(), said))
+            logger.warning("An actor is lost, its rollouts are asked for again: %s", reason)
+            self._run.bus.emit(ActorLost(self._run.clock(), reason))
             actor.ready = self._ready(actor.handle)
         if cancelled is not None and answer.attempt is None:
             answer.error, answer.is_lost = cancelled, False
         return answer
 
 
-def _heard(asked: Any) -> asyncio.Future[Any]:
-    """What Ray answers, on this loop. Ray's own future is never cancelled: its client logs an error where it is."""
+def _reply_of(call: Any) -> asyncio.Future[Any]:
+    """Await a call of Ray's on this loop. Its own future is never cancelled: its client logs an error where it is."""
     loop = asyncio.get_running_loop()
-    heard: asyncio.Future[Any] = loop.create_future()
+    reply: asyncio.Future[Any] = loop.create_future()
 
     def settle(answer: Future[Any]) -> None:
-        if heard.done():
+        if reply.done():
             return
         if (error := answer.exception()) is not None:
-            heard.set_exception(error)
+            reply.set_exception(error)
         else:
-            heard.set_result(answer.result())
+            reply.set_result(answer.result())
 
-    def tell(answer: Future[Any]) -> None:
+    def settle_soon(answer: Future[Any]) -> None:
         with suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(settle, answer)
 
-    asked.future().add_done_callback(tell)
-    return heard
+    call.future().add_done_callback(settle_soon)
+    return reply
 
 
 def _died(failure_score: float, traced: bool) -> Attempt:
     failure = ProcessDiedError(f"the process that ran the program and its metric has died {DEATHS} times")
-    said = f"{type(failure).__name__}: {failure}"
-    logger.warning("Example scored as a failure: %s", said)
+    message = f"{type(failure).__name__}: {failure}"
+    logger.warning("Example scored as a failure: %s", message)
     output = None if traced else dspy.Prediction()
-    rollout = Rollout(output, failure_score, error=f"The program failed: {said}")
+    rollout = Rollout(output, failure_score, error=f"The program failed: {message}")
     return Attempt(rollout, Failure(failure, (type(failure).__qualname__,), refused=False))
 
 

@@ -126,8 +126,6 @@ def test_only_ray_rollouts_make_rollouts() -> None:
         AsyncGEPA(digits, reflection_lm=reflection_lm(), **options)
     with pytest.raises(ConfigurationError, match="rollouts is 3, expected a RayRollouts"):
         AsyncACE(digits, **options)
-    with pytest.raises(TypeError, match=r"use workflow=Workflow\(rollout_timeout_seconds=...\)"):
-        AsyncGEPA(digits, max_metric_calls=9, reflection_lm=reflection_lm(), rollout_timeout_seconds=3)
 
 
 @pytest.mark.parametrize(("error", "tries"), [(ConnectionAbortedError, 2), (ConnectionError, 1)])
