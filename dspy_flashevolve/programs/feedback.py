@@ -30,9 +30,9 @@ from typing import Any, cast
 from dspy.teleprompt.bootstrap_trace import FailedPrediction
 from dspy.utils.exceptions import AdapterParseError
 
-ABOUT_THE_CALL = slice(2, 5)
-"""Which of a metric's arguments say what it is asked for: trace, pred_name, pred_trace."""
-SEES_ALL = frozenset({"_getframe", "currentframe", "dir", "eval", "exec", "locals", "vars"})
+CALL_ARGUMENTS = slice(2, 5)
+"""Positions of the metric's arguments that say what it is asked for: trace, pred_name, pred_trace."""
+INTROSPECTION = frozenset({"_getframe", "currentframe", "dir", "eval", "exec", "locals", "vars"})
 """By these names code reads its arguments without naming them."""
 
 
@@ -60,14 +60,14 @@ def looks_at_the_call(metric: Callable[..., Any]) -> bool | None:
     except (TypeError, ValueError):
         return None
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    names = [parameter.name for parameter in parameters if parameter.kind in positional][ABOUT_THE_CALL]
+    names = [parameter.name for parameter in parameters if parameter.kind in positional][CALL_ARGUMENTS]
     if not isinstance(code, CodeType) or len(names) < 3:
         return None
-    return bool(SEES_ALL.intersection(code.co_names)) or any(name in _used_by(code) for name in names)
+    return bool(INTROSPECTION.intersection(code.co_names)) or any(name in _used_by(code) for name in names)
 
 
 def _used_by(code: CodeType) -> set[str]:
-    """The local variables that a function's own code, or a function inside of it, uses."""
+    """Collect the local variables that a function's own code, or a function inside of it, uses."""
     used = set[str]()
     for instruction in dis.get_instructions(code):
         if any(kind in instruction.opname for kind in ("FAST", "DEREF", "CELL", "CLOSURE")):
@@ -77,18 +77,18 @@ def _used_by(code: CodeType) -> set[str]:
 
 
 def text_with(score: Any) -> str | None:
-    """The feedback in what a metric returned; None where there is none."""
+    """Return the feedback that a metric gave with a score; None where it gave none."""
     text = getattr(score, "feedback", None)
     return text if isinstance(text, str) and text.strip() else None
 
 
 def value_of(score: Any) -> Any:
-    """The score in what a metric returned."""
+    """Return the score in what a metric returned."""
     return score["score"] if hasattr(score, "score") else score
 
 
 def text_of(answer: Any) -> Any:
-    """The feedback in the answer of a metric that was asked for it, with dspy.GEPA's default."""
+    """Return the feedback of a metric that was asked for it, with dspy.GEPA's default."""
     if not hasattr(answer, "feedback"):
         return f"This trajectory got a score of {answer}."
     text = answer["feedback"]
@@ -111,7 +111,7 @@ class Question:
 def questions_for(
     predictors: Iterable[tuple[str, Any]], trajectories: Sequence[Mapping[str, Any]]
 ) -> dict[str, Callable[..., Any]]:
-    """A ``feedback_map`` of dspy's adapter that leaves a :class:`Question` where the feedback belongs.
+    """Make a ``feedback_map`` for dspy's adapter that leaves a :class:`Question` where the feedback belongs.
 
     So the adapter chooses what is reflected on, and fails or succeeds, before anything is asked.
     """

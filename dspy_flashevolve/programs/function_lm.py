@@ -17,7 +17,7 @@ from dspy_flashevolve.programs.faults import NoTextError
 
 
 def lm_of(given: Any, name: str) -> Any:
-    """What is given as an LM, as an LM: the name of a model, a function from prompt to text, or an LM as it is.
+    """Make an LM of what a user gives as one: the name of a model, a function from prompt to text, or an LM as it is.
 
     Args:
         given: a function is called with the whole prompt as one text, or as one message where its argument is called
@@ -81,7 +81,7 @@ class _InThread:
         self.function = function
 
     def complete(self, request: Request) -> Response:
-        """The function's reply; of a coroutine function on a loop of its own."""
+        """Return the function's reply; a coroutine function runs on a loop of its own."""
         return _response(self.function, _run_here(self.function(_prompt_of(request))))
 
 
@@ -92,7 +92,7 @@ class _OnLoop:
         self.function = function
 
     async def complete(self, request: Request) -> Response:
-        """The function's reply."""
+        """Return the function's reply."""
         reply = await asyncio.to_thread(self.function, _prompt_of(request))
         return _response(self.function, await reply if inspect.isawaitable(reply) else reply)
 
@@ -105,7 +105,7 @@ def _run_here(reply: Any) -> Any:
 
 
 def _prompt_of(request: Request) -> str:
-    """The whole prompt as one text."""
+    """Join the whole prompt to one text."""
     return "\n\n".join(filter(None, [str(request.system or ""), *(message.text for message in request.messages)]))
 
 

@@ -39,7 +39,7 @@ def check_metric(metric: MetricFn) -> None:
 
 
 def no_score(metric: str, returned: Any, example: Any) -> Exception:
-    """What to raise for what is no score.
+    """Make the error to raise for what is no score.
 
     Args:
         metric: its name.
@@ -57,12 +57,12 @@ dspy.Prediction with a score that is one.")
 
 
 def is_coroutine_metric(metric: MetricFn) -> bool:
-    """True for ``async def`` functions and objects whose ``__call__`` is one."""
+    """Whether a metric is an ``async def`` function, or an object whose ``__call__`` is one."""
     return inspect.iscoroutinefunction(metric) or inspect.iscoroutinefunction(getattr(metric, "__call__", None))  # noqa: B004
 
 
 def name_of(code: Any) -> str:
-    """How to call a user's function, or the class of a callable object, in a message.
+    """Name a user's function, or the class of a callable object, for a message.
 
     >>> name_of(is_coroutine_metric), name_of(nullcontext())
     ('is_coroutine_metric', 'nullcontext')
@@ -92,7 +92,7 @@ class Metric:
         self._declared, self._padding = _arguments_of(function)
 
     async def score(self, example: Any, prediction: Any, *, scoring_trace: Any = None, flex: bool = False) -> Any:
-        """What the metric returns for scoring; user errors pass through.
+        """Call the metric for a score, and return what it returns; the user's errors pass through.
 
         Args:
             scoring_trace: handed over as ``program_trace`` where the metric declares it.
@@ -107,15 +107,15 @@ class Metric:
         async with self._turn:
             await record_metric_call()
             # One that has begun in a thread cannot be called back: its rollout is paid, and must be counted.
-            return await self._called(not self._coroutine, *args, **kwargs)
+            return await self._call(not self._coroutine, *args, **kwargs)
 
     async def feedback(self, example: Any, prediction: Any, trace: Any, pred_name: str, pred_trace: Any) -> Any:
-        """What the metric returns for feedback on one predictor; user errors pass through."""
+        """Call the metric for feedback on one predictor, and return what it returns; the user's errors pass through."""
         async with self._turn:
             # With a lock it is not cancelled: a thread would go on with it after its turn.
-            return await self._called(self._lock, example, prediction, trace, pred_name, pred_trace)
+            return await self._call(self._lock, example, prediction, trace, pred_name, pred_trace)
 
-    async def _called(self, to_its_end: bool, *args: Any, **kwargs: Any) -> Any:
+    async def _call(self, to_its_end: bool, *args: Any, **kwargs: Any) -> Any:
         result: Any = None
         with shielded() if to_its_end else nullcontext():
             if self._coroutine:
@@ -125,7 +125,7 @@ class Metric:
 
 
 def _arguments_of(function: MetricFn) -> tuple[frozenset[str], int]:
-    """The names that a metric declares, and how many it needs beyond example and prediction: these are given None."""
+    """Return the names that a metric declares, and how many it needs beyond example and prediction: these get None."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):

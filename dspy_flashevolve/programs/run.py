@@ -33,6 +33,7 @@ from dspy_flashevolve.programs.faults import raise_provider_fault, recording_lm_
 from dspy_flashevolve.programs.lm import LanguageModels
 from dspy_flashevolve.programs.metric import Metric
 from dspy_flashevolve.programs.placement import runs_on_loop
+from dspy_flashevolve.programs.prices import rates_of
 from dspy_flashevolve.programs.program import ProgramRunner
 from dspy_flashevolve.programs.ray_rollouts import Actors
 from dspy_flashevolve.programs.records import ModuleReply, ProgramRecord, ReplyText
@@ -46,7 +47,6 @@ from dspy_flashevolve.programs.usage import (
     cost_of,
     cost_of_call,
     counting_usage,
-    rates_of,
     tokens_of,
     tokens_of_call,
     usage_settings,
@@ -55,7 +55,8 @@ from dspy_flashevolve.programs.usage import (
 T = TypeVar("T")
 Compile = TypeVar("Compile", bound=Callable[..., Any])
 MAX_CONCURRENCY = 256
-"""Requests in flight at most where the slots adapt and ``max_concurrency`` is not given."""
+"""Requests in flight at most where the slots adapt and ``max_concurrency`` is not given. A round number: limits adapt
+below it, threads are made for as many, and with half a large endpoint is left idle."""
 
 
 def with_compile_events(acompile: Compile) -> Compile:
@@ -103,8 +104,8 @@ class DspyRun(EvolutionRun):
         self.settings = settings = RunSettings() if settings is None else settings
         self.dspy_settings = dict(dspy.settings.copy())
         """dspy's settings for the length of the run: a later ``dspy.configure`` does not reach it."""
-        lm, modules = self.dspy_settings.get("lm"), [target for listed in stages.values() for target in listed]
-        lms = {stage: _lms(listed, lm) for stage, listed in stages.items()}
+        lm, modules = self.dspy_settings.get("lm"), [target for targets in stages.values() for target in targets]
+        lms = {stage: _lms_of(targets, lm) for stage, targets in stages.items()}
         models = {stage: {str(getattr(stage_lm, "model", "")) for stage_lm in asked} for stage, asked in lms.items()}
         self._models_by_stage = models
         self._unpriced = {stage for stage, names in models.items() if None in map(rates_of, names)}
@@ -141,7 +142,7 @@ class DspyRun(EvolutionRun):
         self._seconds: float | None = None
 
     def pace(self, lm: Any) -> Any:
-        """The LM as it is given; the run calls it in its own way from now on, see :class:`LanguageModels`."""
+        """Let the run make an LM's calls from now on, see :class:`LanguageModels`; gives the LM back."""
         return self.models.pace(lm)
 
     def _count_lm_call(self, place: Place | None, model: str, entry: Entry) -> None:
@@ -155,7 +156,7 @@ class DspyRun(EvolutionRun):
         self.bus.emit(event)
 
     def _busiest_stage(self, model: str) -> str:
-        """The stage with the most slots in use among those that ask a model; the first one where none has any."""
+        """Find the stage with the most slots in use among those that ask a model; the first where none has any."""
         of_model = [stage for stage, models in self._models_by_stage.items() if model in models]
         running = {name: stage.running for name, stage in self.scheduler.statistics().stages.items()}
         return max(of_model or self._models_by_stage, key=lambda stage: running.get(stage, 0))
@@ -227,7 +228,7 @@ class DspyRun(EvolutionRun):
     async def ask(
         self, stage: str, step: Requester, module: Module, /, lm: Any = None, position: str = "0", **inputs: Any
     ) -> Any:
-        """What a module returns, called in a slot; see :meth:`call_module`.
+        """Call a module in a slot, and return what it returns; see :meth:`call_module`.
 
         With a journal the reply is written down, and read by a run that goes on, as far as it can be kept.
 
@@ -252,7 +253,7 @@ class DspyRun(EvolutionRun):
     def runner(
         self, student: Module, metric: Callable[..., Any], *, failure_score: float = 0.0, metric_lock: bool = False
     ) -> ProgramRunner:
-        """Runs candidates (component -> text) of a program on examples; ``{}`` is the program as it is.
+        """Return what runs candidates (component -> text) of a program on examples; ``{}`` is the program as it is.
 
         Args:
             student: is not changed.
@@ -337,11 +338,11 @@ class DspyRun(EvolutionRun):
 
     @property
     def dollars(self) -> float:
-        """What LM calls have cost so far, where their price is known."""
+        """Dollars that LM calls have cost so far, where their price is known."""
         return sum(self.recorder.dollars.values())
 
     def statistics(self, metric_calls: int | None = None) -> RunStats:
-        """What the run has done so far, from any thread.
+        """Return what the run has done so far, from any thread.
 
         Args:
             metric_calls: made so far. Default: those that this run has paid, and that its journal knows of.
@@ -361,16 +362,16 @@ class DspyRun(EvolutionRun):
         return [*super()._own_watchers(), *gauges]
 
 
-def _lms(listed: Sequence[Any], default: Any) -> list[Any]:
-    """The LMs that are asked: those of a list, and those of its modules' predictors."""
+def _lms_of(targets: Sequence[Any], default: Any) -> list[Any]:
+    """List the LMs that a stage asks: those given, and those of given modules' predictors."""
     lms: list[Any] = []
-    for target in listed:
+    for target in targets:
         lms += [getattr(each, "lm", None) for each in target.predictors()] if isinstance(target, Module) else [target]
     return [lm for lm in (own_lm or default for own_lm in lms) if lm is not None]
 
 
 def _slots_of(settings: RunSettings, programs: Iterable[Module]) -> tuple[int, Bounds | None]:
-    """The slots of a run, and how its endpoints' limits adapt below them; None where they do not.
+    """Return the slots of a run, and how its endpoints' limits adapt below them; None where they do not.
 
     They adapt from dspy's number of threads up to ``max_concurrency``, unless ``num_threads`` is given, the run is in
     lockstep, or a program runs in threads and nobody said how many.

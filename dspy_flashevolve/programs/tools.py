@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 def tools_of(program: Module) -> list[Any]:
-    """The tools that a program's modules list in their attribute ``tools``, as dspy.ReAct does."""
+    """List the tools that a program's modules have in their attribute ``tools``, as dspy.ReAct does."""
     return [tool for _, module in program.named_sub_modules() for tool in _listed(getattr(module, "tools", None))]
 
 
@@ -147,6 +147,6 @@ class ToolCalls:
 
 
 def _subclass(kind: type, **calls: Callable[..., Any] | Callable[..., Awaitable[Any]]) -> type:
-    """A class of the same name whose calls are others; dspy's callbacks hear of them as of the tool's own."""
+    """Make a class of the same name with other calls; dspy's callbacks are told of them as of the tool's own."""
     members: dict[str, Any] = {name: with_callbacks(call) for name, call in calls.items()}
     return type(kind)(kind.__name__, (kind,), {**members, "__module__": kind.__module__})
