@@ -548,7 +548,7 @@ class Evaluations:
         """Whether the validations can be paid: by the budget, or by what is set aside for a head when there is none."""
         if step.reservation.cover(calls):
             return True
-        alone = len(self._run.live) <= 1 and self._pool.seed_confirmed and not self._pool.speculative.all()
+        alone = len(self._run.live) <= 1 and self._pool.seed_confirmed and not self._pool.speculative.entries
         return (alone or is_last) and self.set_aside.lend(step.reservation, calls - step.reservation.open)
 
 

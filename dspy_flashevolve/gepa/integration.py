@@ -188,7 +188,7 @@ class Integrations:
         return pool.state.program_candidates[index], index, pool.version
 
     def _is_known(self, candidate: Candidate) -> bool:
-        waiting = (entry.candidate for entry in self._pool.speculative.all())
+        waiting = (entry.candidate for entry in self._pool.speculative.entries)
         return any(candidate == other for other in (*self._pool.state.program_candidates, *waiting))
 
     async def _asked(

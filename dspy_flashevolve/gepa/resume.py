@@ -103,7 +103,7 @@ def selected_again(journal: RunJournal, pool: Pool, selection: Any) -> Selected 
         parent = kept["parent"]
         if candidate in pool.state.program_candidates:  # a head that was validated since
             parent = pool.state.program_candidates.index(candidate)
-        waiting = [entry.key for entry in pool.speculative.all() if entry.candidate == candidate]
+        waiting = [entry.key for entry in pool.speculative.entries if entry.candidate == candidate]
         tasks.append(ProposalTask(parent, dict(candidate), mine, list(pool.trainset.fetch(mine))))
         bases.append(waiting[-1] if kept["base"] is not None and waiting else None)
     return Selected(tuple(tasks), tuple(bases))

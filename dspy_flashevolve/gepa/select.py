@@ -158,7 +158,7 @@ def sample(pool: Pool, choose: Callable[[State], Sequence[Task]]) -> tuple[list[
 
 def selectable(pool: Pool) -> tuple[State, list[int]]:
     """The state to select from, and the handles of the candidates that it has beyond gepa's."""
-    waiting = [one for one in pool.speculative.all() if one.evaluation is not None]
+    waiting = [one for one in pool.speculative.entries if one.evaluation is not None]
     if not waiting:
         return pool.state, []
     view = copy.copy(pool.state)

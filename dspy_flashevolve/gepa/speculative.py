@@ -6,6 +6,7 @@ the seed, too, while it is being validated.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,10 +35,6 @@ class Speculative:
     evaluation: ValsetEvaluation[Any, Any] | None = None
     waits: bool = True
 
-    def withdraw(self) -> None:
-        """Wait no more."""
-        self.waits, self.evaluation = False, None
-
 
 class SpeculativeCandidates:
     """The speculative part of the pool.
@@ -46,23 +43,21 @@ class SpeculativeCandidates:
     >>> head = waiting.add({"p": "text"})
     >>> child = waiting.add({"p": "longer text"}, parents=(head.key,))
     >>> waiting.remove(head.key)
-    >>> waiting.all()
-    []
+    >>> waiting.entries
+    ()
     """
 
     def __init__(self) -> None:
-        self._entries: list[Speculative] = []
+        self._all: list[Speculative] = []
         """All that there ever were, by their handles; children come after their parents."""
+        self.entries: tuple[Speculative, ...] = ()
+        """All that wait, oldest first. Replaced, never changed, so that the loop may read it."""
         self.fallen = frozenset[int]()
         """Those that did not hold what they promised: what was made from them is stale. Replaced, never changed, so
         that the loop may read it."""
 
     def __contains__(self, key: int) -> bool:
-        return self._entries[key].waits
-
-    def all(self) -> list[Speculative]:
-        """All that wait, oldest first."""
-        return [entry for entry in self._entries if entry.waits]
+        return self._all[key].waits
 
     def add(
         self,
@@ -72,8 +67,10 @@ class SpeculativeCandidates:
         evaluation: ValsetEvaluation[Any, Any] | None = None,
     ) -> Speculative:
         """Put a candidate up for speculation; its speculative ``parents`` wait, too."""
-        self._entries.append(Speculative(len(self._entries), dict(candidate), parents, indices, evaluation))
-        return self._entries[-1]
+        entry = Speculative(len(self._all), dict(candidate), parents, indices, evaluation)
+        self._all.append(entry)
+        self.entries += (entry,)
+        return entry
 
     def confirm(self, key: int, index: int) -> None:
         """Its validation is done: it is an ordinary candidate now, and its children stand on firm ground.
@@ -83,8 +80,8 @@ class SpeculativeCandidates:
         Args:
             index: its place in gepa's pool.
         """
-        entry = self._entries[key]
-        entry.withdraw()
+        entry = self._all[key]
+        self._withdraw({key})
         entry.parents, entry.indices = (), (index,)
         self.fallen -= {key}
 
@@ -95,14 +92,20 @@ class SpeculativeCandidates:
     def remove(self, key: int) -> None:
         """Take one that waits back with its descendants, as if they had never been there."""
         gone = {key}
-        for entry in self.all():
-            if entry.key in gone or gone & set(entry.parents):
+        for entry in self.entries:
+            if gone & set(entry.parents):
                 gone.add(entry.key)
-                entry.withdraw()
+        self._withdraw(gone)
         self.fallen |= gone
+
+    def _withdraw(self, keys: Collection[int]) -> None:
+        """Let some wait no more."""
+        for key in keys:
+            self._all[key].waits, self._all[key].evaluation = False, None
+        self.entries = tuple(entry for entry in self.entries if entry.waits)
 
     def resolve(self, keys: tuple[int, ...]) -> tuple[int, ...]:
         """The confirmed candidates that stand for ``keys``: themselves, or where they did not last their parents."""
-        entries = [self._entries[key] for key in keys]
+        entries = [self._all[key] for key in keys]
         ancestors = (index for entry in entries for index in (*self.resolve(entry.parents), *entry.indices))
         return tuple(dict.fromkeys(ancestors))

@@ -85,7 +85,7 @@ STEPS = st.lists(st.tuples(st.sampled_from(["add", "child", "confirm", "remove"]
 def test_a_removed_speculative_candidate_leaves_nothing_behind(steps: list[tuple[str, int]]) -> None:
     waiting, confirmed = SpeculativeCandidates(), set[int]()
     for action, which in steps:
-        alive = waiting.all()
+        alive = waiting.entries
         if action == "add" or not alive:
             waiting.add({"p": "x"})
         elif action == "child":
@@ -99,6 +99,6 @@ def test_a_removed_speculative_candidate_leaves_nothing_behind(steps: list[tuple
             for one in alive:  # oldest first
                 gone |= {one.key} if gone & set(one.parents) else set()
             waiting.remove(taken)
-            assert {one.key for one in waiting.all()} == {one.key for one in alive} - gone
-        there = confirmed | {one.key for one in waiting.all()}
-        assert all(set(one.parents) <= there for one in waiting.all()), "no candidate stands on one that is gone"
+            assert {one.key for one in waiting.entries} == {one.key for one in alive} - gone
+        there = confirmed | {one.key for one in waiting.entries}
+        assert all(set(one.parents) <= there for one in waiting.entries), "no candidate stands on one that is gone"

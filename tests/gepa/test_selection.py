@@ -82,7 +82,7 @@ class Play:
             if key in self.pool.speculative:
                 self.pool.speculative.remove(key)
         waiting = self.pool.speculative
-        entries = [(entry.candidate, waiting.resolve(entry.parents), entry.indices) for entry in waiting.all()]
+        entries = [(entry.candidate, waiting.resolve(entry.parents), entry.indices) for entry in waiting.entries]
         stands_for = [waiting.resolve((key,)) for key in self.kept]
         pool = self.pool
         pool.close()
@@ -115,7 +115,7 @@ def test_gepas_state_holds_what_was_committed_and_looking_does_not_change_it(ste
     assert view.program_candidates[:confirmed] == pool.state.program_candidates
     assert (view is pool.state) == (not keys)
     for place, key in enumerate(keys, start=confirmed):
-        [entry] = [one for one in pool.speculative.all() if one.key == key]
+        [entry] = [one for one in pool.speculative.entries if one.key == key]
         assert view.program_candidates[place] == entry.candidate
         assert entry.evaluation is not None
         assert view.prog_candidate_val_subscores[place] == entry.evaluation.scores_by_val_id
@@ -183,7 +183,7 @@ def test_confirming_puts_the_index_in_place_of_the_handle() -> None:
     child = waiting.add({"p": "child"}, (one.key,), ())
     waiting.confirm(one.key, 3)
     assert waiting.resolve((one.key,)) == waiting.resolve((child.key,)) == (3,)
-    assert [one.key for one in waiting.all()] == [child.key]
+    assert [one.key for one in waiting.entries] == [child.key]
     assert one.key not in waiting
     pool.close()
 

@@ -1,0 +1,179 @@
+"""The phases of the last head's validation, and what admission may read of the head meanwhile."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Coroutine
+from dataclasses import FrozenInstanceError
+from types import SimpleNamespace
+from typing import Any
+
+import anyio
+import pytest
+
+from dspy_flashevolve.engine.steps import Budget, Step, StepEnded
+from dspy_flashevolve.gepa.credit import Head, Outlook
+from dspy_flashevolve.gepa.heads import Heads, Phase
+from tests.gepa.pools import configured, pool_of
+
+BETTER = Head({"p": "better"}, frozenset({0}), gain=0.5)
+WORSE = Head({"p": "worse"}, frozenset(), gain=0.0)
+
+
+class Changes:
+    """Stands for Credit: its head is what it is set to."""
+
+    def __init__(self) -> None:
+        self.scale, self.parent, self.outlook = 1.0, 0, Outlook(joins=True, head_changes=1)
+        self.now = BETTER
+        self.validating: list[int] = []
+
+    def head(self) -> Head:
+        return self.now
+
+    def mark_validating(self, step: int, head: Head) -> None:
+        self.validating.append(step)
+        self.now = WORSE  # later heads are compared with this one
+
+    def cancel_validation(self, step: int) -> bool:
+        self.now = BETTER
+        return step in self.validating
+
+
+def heads_of(seconds_left: float = 1000.0) -> tuple[Heads, Any, Changes]:
+    """Heads of a run of 1,000 seconds in which a validation takes 100; the run and the changes."""
+    budget = Budget(None)
+    budget.spent = 100
+    run: Any = SimpleNamespace(
+        live=[], lockstep=False, journal=None, budget=budget, max_seconds=1000.0,
+        clock=type("Clock", (), {"began": 0.0, "__call__": lambda self: 1000.0 - seconds_left})(),
+        scheduler=SimpleNamespace(limit=4, statistics=lambda: SimpleNamespace(stages={})),
+    )  # fmt: skip
+    changes: Any = Changes()
+    nothing: Any = None
+    heads = Heads(run, pool_of(), changes, nothing, nothing, configured(), [], False)
+    heads.time.record(100.0)
+    return heads, run, changes
+
+
+def step_of(number: int) -> Step:
+    return Step(number, random.Random(number), Budget(None).reserve(0))  # pyright: ignore[reportArgumentType]
+
+
+def played(main: Coroutine[Any, Any, None]) -> None:
+    async def run_it() -> None:
+        await main
+
+    anyio.run(run_it)
+
+
+def test_when_the_calls_are_spent_the_last_head_has_one_step_and_no_second_one() -> None:
+    async def main() -> None:
+        heads, _, _ = heads_of()
+        await heads.refresh()
+        assert heads.begin_last()
+        assert heads.phase is Phase.CALLS_SPENT
+        given = await heads.take(step_of(0))
+        assert given is not None
+        assert (given.candidate, given.is_timed) == (BETTER.candidate, False)
+        assert not heads.begin_last()
+        assert heads.phase is Phase.SEARCHING
+
+    played(main())
+
+
+def test_no_last_head_begins_beside_other_steps_or_where_none_is_better() -> None:
+    async def main() -> None:
+        heads, run, changes = heads_of()
+        await heads.refresh()
+        run.live = [3]
+        assert not heads.begin_last()
+        run.live = []
+        changes.now = WORSE
+        await heads.refresh()
+        assert not heads.begin_last()
+        assert heads.phase is Phase.SEARCHING
+
+    played(main())
+
+
+def test_calls_that_are_handed_back_pay_search_and_the_last_head_waits_for_its_turn() -> None:
+    async def main() -> None:
+        heads, _, _ = heads_of()
+        await heads.refresh()
+        assert heads.begin_last()
+        heads.resume_search()
+        assert await heads.take(step_of(0)) is None, "a step that searches"
+        assert heads.awaits_last
+
+    played(main())
+
+
+@pytest.mark.parametrize(("left", "begins"), [(126.0, False), (124.0, True)])
+def test_the_last_head_begins_as_long_before_max_seconds_as_a_validation_takes_and_a_quarter_more(
+    left: float, begins: bool
+) -> None:
+    async def main() -> None:
+        heads, _, _ = heads_of(left)
+        given = await heads.take(step_of(0))
+        assert (given is not None) == begins == heads.has_ended
+        if given is not None:
+            assert given.is_timed
+            assert heads.pending is None
+            assert await heads.take(step_of(1)) is None, "it begins once"
+
+    played(main())
+
+
+def test_where_the_validation_before_max_seconds_fails_only_the_end_of_the_calls_brings_another() -> None:
+    async def main() -> None:
+        heads, _, _ = heads_of(100.0)
+        given = await heads.take(step_of(0))
+        assert given is not None
+        heads.begin(step_of(0), given)
+        await heads.cancel_validation(step_of(0), given.is_timed)
+        assert heads.phase is Phase.TIME_MISSED
+        assert await heads.take(step_of(1)) is None
+        await heads.refresh()
+        assert heads.begin_last()
+        again = await heads.take(step_of(2))
+        assert again is not None
+        assert not again.is_timed
+
+    played(main())
+
+
+def test_a_last_head_that_is_worth_nothing_any_more_ends_its_step() -> None:
+    async def main() -> None:
+        heads, _, changes = heads_of()
+        await heads.refresh()
+        assert heads.begin_last()
+        changes.now = WORSE
+        with pytest.raises(StepEnded, match="worth no validation any more"):
+            await heads.take(step_of(0))
+
+    played(main())
+
+
+def test_questions_change_nothing() -> None:
+    async def main() -> None:
+        heads, _, _ = heads_of(100.0)
+        await heads.refresh()
+        before = dict(vars(heads))
+        for _ in range(2):
+            answers = (
+                heads.has_changes, heads.has_ended, heads.joins, heads.is_grown, heads.pending, heads.awaits_last,
+                heads.may_validate, heads.is_doubted(step_of(0)), heads.time.expected, heads.time.left,
+                heads.time.is_ending,
+            )  # fmt: skip
+            assert len(answers) == 11
+            assert vars(heads) == before
+
+    played(main())
+
+
+def test_what_admission_reads_is_frozen() -> None:
+    with pytest.raises(FrozenInstanceError):
+        Outlook().joins = True  # type: ignore[misc]  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(FrozenInstanceError):
+        BETTER.gain = 1.0  # type: ignore[misc]  # pyright: ignore[reportAttributeAccessIssue]
