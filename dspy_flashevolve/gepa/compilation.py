@@ -74,7 +74,7 @@ class Best:
         self, settings: GepaSettings | None = None, adapter: Any = None, state: Callable[[], Any] | None = None
     ) -> None:
         self._settings, self._adapter, self._state = settings, adapter, state
-        self._found: tuple[GEPAResult[Any, Any] | None, AsyncStats | None] = None, None
+        self._best: tuple[GEPAResult[Any, Any] | None, AsyncStats | None] = None, None
         self.score: float | None = None
         """The best aggregate validation score; None before the seed is validated."""
 
@@ -85,7 +85,7 @@ class Best:
     def result(self) -> GEPAResult[Any, Any] | None:
         """gepa's result as of the last candidate that was better than all before it; None before the seed is
         validated."""
-        return self._found[0]
+        return self._best[0]
 
     def result_of(self, state: Any) -> GEPAResult[Any, Any]:
         """gepa's result."""
@@ -98,16 +98,16 @@ class Best:
         state = self._state()
         score: float = state.get_program_average_val_subset(event["candidate_idx"])[0]
         if self.score is None or score > self.score:  # as gepa's result decides between equals: the first
-            found = self.result_of(state)
-            self._found, self.score = (found, None), found.val_aggregate_scores[found.best_idx]
+            result = self.result_of(state)
+            self._best, self.score = (result, None), result.val_aggregate_scores[result.best_idx]
 
     def end(self, stats: AsyncStats, result: GEPAResult[Any, Any] | None = None) -> None:
         """The run has ended, with ``result`` where it came to its end."""
-        self._found = result or self._found[0], stats
+        self._best = result or self._best[0], stats
 
     def program(self) -> Module | None:
         """A new program each time; None before the seed is validated."""
-        result, stats = self._found
+        result, stats = self._best
         if result is None:
             return None
         program: Any = self._adapter.build_program(result.best_candidate)
@@ -149,11 +149,11 @@ class Compilation:
         self._valset: Any = self._trainset if same_data else ensure_loader(cast(Any, valset))
         self._integrating: Module = settings.stale_candidate_reflection or StaleCandidateReflection()
         self._seed = texts_of(student)
-        self._initial = [texts_of(one) for one in initial]
+        self._initial = [texts_of(program) for program in initial]
         if settings.log_dir is not None:
             check_checkpoint(settings.log_dir, settings.use_cloudpickle)
         parts = fingerprints_of(student, self._seed, self._trainset, self._valset, settings.metric_fn)
-        lms = [dspy.settings.lm, settings.reflection_lm, *(one.lm for one in student.predictors())]
+        lms = [dspy.settings.lm, settings.reflection_lm, *(predictor.lm for predictor in student.predictors())]
         each_once = settings.is_lockstep
         with open_journal(settings.log_dir, optimizer, arguments, parts, lms, each_once=each_once) as journal:
             self._build(journal)
@@ -260,7 +260,7 @@ class Compilation:
         what is nearer to a commit, but the long rest of a validation, on which nobody waits, after the screen and a
         validation's prefix."""
         reflection = self._settings.reflection_lm
-        integrating = [getattr(one, "lm", None) or reflection for one in self._integrating.predictors()]
+        integrating = [getattr(predictor, "lm", None) or reflection for predictor in self._integrating.predictors()]
         student = [self._student]
         return {
             "rollout": student,
@@ -274,7 +274,7 @@ class Compilation:
     def _usable_policy(self) -> StalenessPolicy:
         """The policy; one that integrates needs an LM to do it."""
         policy = policy_named(self._settings.staleness)
-        silent = [one for one in self._integrating.predictors() if getattr(one, "lm", None) is None]
+        silent = [predictor for predictor in self._integrating.predictors() if getattr(predictor, "lm", None) is None]
         has_lm = self._settings.reflection_lm is not None or dspy.settings.lm is not None
         if isinstance(policy, Reflective) and silent and not has_lm:
             logger.warning("There is no LM that could integrate stale candidates: they are admitted as they are.")
@@ -283,9 +283,9 @@ class Compilation:
 
     def _stats(self) -> AsyncStats:
         of_run = self._run.statistics(metric_calls=self._pool.state.total_num_evals)
-        found, pool = self.best.result, self._pool
+        result, pool = self.best.result, self._pool
         unseen = None
-        if found is not None and pool.trainset is not pool.loader:
+        if result is not None and pool.trainset is not pool.loader:
             unseen = expected_on_unseen(pool.state.prog_candidate_val_subscores)
         return self._run.recorder.async_stats(
             of_run,
@@ -293,13 +293,13 @@ class Compilation:
             reflection_calls=self._loop.reflection_calls,
             integration_calls=self._loop.integration_calls,
             changes=self._loop.changes(),
-            seed_score=None if found is None else found.val_aggregate_scores[0],
+            seed_score=None if result is None else result.val_aggregate_scores[0],
             best_score=self.best.score,
             unseen_score=None if unseen is None else unseen.score,
             unseen_error=None if unseen is None else unseen.error,
             prompt_change=""
-            if found is None
-            else "\n".join(texts_diff(self._seed, found.candidates[found.best_idx], ", before", ", after", 1)),
+            if result is None
+            else "\n".join(texts_diff(self._seed, result.candidates[result.best_idx], ", before", ", after", 1)),
         )
 
     def _result(self, stats: AsyncStats) -> Module:
@@ -313,4 +313,4 @@ def texts_of(program: Module) -> dict[str, str]:
     """What evolves of a program: component -> text, instructions of predictors and source of dspy.Flex submodules."""
     predictors: list[tuple[str, Any]] = program.named_predictors()
     sources: dict[str, str] = {path: flex.module_src for path, flex in enumerate_flex_submodules(program).items()}
-    return {name: one.signature.instructions for name, one in predictors} | sources
+    return {name: predictor.signature.instructions for name, predictor in predictors} | sources

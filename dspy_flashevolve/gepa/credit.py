@@ -149,8 +149,8 @@ class Evidence:
         pull -= cross * float((totals * (1 - weight * of_example)).sum()) / mean_of_all
         information, pull = information / noise**2, pull / noise**2
         crowding = _crowding(information, pull, noise)
-        found = posterior(information[:-1, :-1], pull[:-1] - crowding * information[:-1, -1], noise)
-        return replace(found, crowding=crowding)
+        effects = posterior(information[:-1, :-1], pull[:-1] - crowding * information[:-1, -1], noise)
+        return replace(effects, crowding=crowding)
 
 
 def _crowding(information: Array, pull: Array, noise: float) -> float:
@@ -272,7 +272,7 @@ class Credit:
         """
         if all(number != step for number, _ in self._children):
             new = [(parent, child) for parent, child in children if child != parent]
-            self._children.extend((step, changes_between(*one, self._code, self._is_edited) is None) for one in new)
+            self._children.extend((step, changes_between(*pair, self._code, self._is_edited) is None) for pair in new)
             self._publish()
 
     def _publish(self) -> None:
@@ -293,7 +293,7 @@ class Credit:
         rng.shuffle(chosen)
         if self._effects.crowding:
             mean, error = self._means(), self._errors()
-            again = [one for one in chosen if mean[one] + error[one] <= 0]  # to be sure that they harm
+            again = [number for number in chosen if mean[number] + error[number] <= 0]  # to be sure that they harm
             chosen = again + self._uncrowded(chosen, hope=1.0)
         return self._compose(self._that_fit(chosen))
 
@@ -345,7 +345,7 @@ class Credit:
         self._refit()
         mean, chosen = self._means(), self._that_fit(self._best())
         last = next(reversed(self._tried.values()), frozenset[int]())
-        gain = sum(mean[one] for one in chosen - last) - sum(mean[one] for one in last - chosen)
+        gain = sum(mean[number] for number in chosen - last) - sum(mean[number] for number in last - chosen)
         gain -= self._effects.crowding * (math.comb(len(chosen), 2) - math.comb(len(last), 2))
         return Head(self._compose(chosen), chosen, gain)
 
@@ -394,7 +394,7 @@ class Credit:
             "steps": self._steps,
             "children": list(self._children),
             "tried": [[step, sorted(changes)] for step, changes in self._tried.items()],
-            "effects": [[one.effect, one.error] for one in self._present()],
+            "effects": [[record.effect, record.error] for record in self._present()],
             "former": [asdict(record) for record in self._former],
         }
 
@@ -414,9 +414,9 @@ class Credit:
         self._former = [ChangeRecord(**record) for record in kept.get("former", ())]
         self._tried = {step: frozenset(changes) for step, changes in kept["tried"]}
         for name, texts in candidates.items():
-            found = self._weave.numbers_in(texts) if texts.keys() == self._weave.base.keys() else None
-            if found is not None:
-                self._compositions.setdefault(name, found)
+            numbers = self._weave.numbers_in(texts) if texts.keys() == self._weave.base.keys() else None
+            if numbers is not None:
+                self._compositions.setdefault(name, numbers)
         for rollout in rollouts:
             self.record_score(*rollout)
         self._publish()
@@ -427,8 +427,10 @@ class Credit:
 
     def _present(self) -> list[ChangeRecord]:
         return [
-            ChangeRecord(step, one.component, one.part, one.replaces, effect, error)
-            for step, one, effect, error in zip(self._steps, self._changes, self._means(), self._errors(), strict=True)
+            ChangeRecord(step, change.component, change.part, change.replaces, effect, error)
+            for step, change, effect, error in zip(
+                self._steps, self._changes, self._means(), self._errors(), strict=True
+            )
         ]
 
     def is_made_of_changes(self, candidate: Texts) -> bool:
@@ -443,7 +445,7 @@ class Credit:
     def _best(self) -> list[int]:
         """The changes that are expected to bring more than they cost the others, the best first."""
         mean = self._means()
-        return self._uncrowded(sorted(range(len(mean)), key=lambda one: -mean[one]), hope=0.0)
+        return self._uncrowded(sorted(range(len(mean)), key=lambda number: -mean[number]), hope=0.0)
 
     def _uncrowded(self, numbers: Iterable[int], hope: float) -> list[int]:
         """Of changes, one after the other, those that bring more than they cost the others before them.

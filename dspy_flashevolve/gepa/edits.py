@@ -281,11 +281,11 @@ def edits_in(reply: str) -> list[Edit]:
     >>> edits_in('Here you are: <replace part="2">- Be brief.</replace>')
     [Edit(action='replace', part=2, text='- Be brief.', reason='')]
     """
-    found = [
+    edits = [
         Edit(action=action, part=int(number), text=text)  # pyright: ignore[reportArgumentType]
         for action, number, text in _TAG.findall(reply)
     ]
-    return found or [edit for value in _json_values(reply) for edit in _edits_of(value)]
+    return edits or [edit for value in _json_values(reply) for edit in _edits_of(value)]
 
 
 _TAG = re.compile(r'<(add|replace|remove)\s+(?:after|part)="?(\d{1,4})"?\s*(?:/>|>(.*?)</\1>)', re.DOTALL)

@@ -179,7 +179,7 @@ def estimate(
     if len(used) < 2:  # it was stopped, or the provider gave no answer
         raise RunAbortedError(f"There is no estimate: {run.stop_reason}")
     most = None if most_calls is None else max(0, most_calls - first) // size
-    bounds = [one for one in (most, settings.max_reflection_calls) if one is not None]
+    bounds = [bound for bound in (most, settings.max_reflection_calls) if bound is not None]
     return Estimate(
         metric_calls=most_calls,
         reflections=min(bounds, default=None),
@@ -193,7 +193,7 @@ def _use_of(tracker: UsageTracker) -> Use:
     tokens = tracker.get_total_tokens()
     unpriced = tuple(sorted(model for model in tokens if rates_of(model) is None))
     prompt, completion = (
-        sum(one.get(kind) or 0 for one in tokens.values()) for kind in ("prompt_tokens", "completion_tokens")
+        sum(usage.get(kind) or 0 for usage in tokens.values()) for kind in ("prompt_tokens", "completion_tokens")
     )
     return Use(calls_of(tracker), prompt, completion, None if unpriced else cost_of(tracker), unpriced)
 

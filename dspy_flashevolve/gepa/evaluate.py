@@ -193,7 +193,7 @@ class Evaluations:
         program: runs a candidate on one example.
         pool: gepa's state.
         workflow: when a parent's minibatch is released, and how long prefixes of validations are.
-        hears: told of every rollout that was answered: the hash of its candidate, the split, the example, the score.
+        on_score: told of every rollout that was answered: the hash of its candidate, the split, the example, the score.
     """
 
     def __init__(
@@ -202,7 +202,7 @@ class Evaluations:
         program: ProgramRunner,
         pool: Pool,
         workflow: Workflow,
-        hears: Callable[[str, str, str, float], None] | None = None,
+        on_score: Callable[[str, str, str, float], None] | None = None,
     ) -> None:
         self._run, self._program, self._pool, self._workflow = run, program, pool, workflow
         self.highest = math.inf if pool.perfect_score is None else pool.perfect_score
@@ -214,9 +214,9 @@ class Evaluations:
         """Pays for the rest of the last head's validation where the budget has no room left."""
         self.train_split = "val" if pool.trainset is pool.loader else "train"  # else equal ids are different examples
         self._known: OrderedDict[str, dict[Any, float]] = OrderedDict()
-        self._hears = hears or (lambda candidate, split, example, score: None)
+        self._on_score = on_score or (lambda candidate, split, example, score: None)
 
-    def saw(self, score: float) -> None:
+    def record_score(self, score: float) -> None:
         """Take note of a score: a metric that does not keep to its bound lets nothing be told early; say so once."""
         if not self._has_warned:
             problem = scale_problem(score, self._pool.perfect_score, self._pool.skips_perfect)
@@ -290,7 +290,7 @@ class Evaluations:
             stage, step, candidate, self.train_split, ids, examples, pays or step.reservation, True, watch=watch,
             needs_trace=reflected and not self._is_proposed(step),
         )  # fmt: skip
-        self._remember(candidate, ids, [one.score for one in rollouts])
+        self._remember(candidate, ids, [rollout.score for rollout in rollouts])
         return as_batch(rollouts)
 
     async def validation(
@@ -342,12 +342,12 @@ class Evaluations:
         if self._run.lockstep or not whole or needed == size:
             return await evaluated(step.reservation), None
         pays = step.reservation.split(size)
-        enough, ended, found, done = anyio.Event(), anyio.Event(), dict[int, Rollout](), list[Batch]()
+        enough, ended, finished_rollouts, done = anyio.Event(), anyio.Event(), dict[int, Rollout](), list[Batch]()
         failure = RolloutUnresolvedError("the run ended before the rest of the minibatch did")
 
         def finished(index: int, rollout: Rollout) -> bool:
-            found[index] = rollout
-            if len(found) >= needed and self._worth_reflecting(found.values()):
+            finished_rollouts[index] = rollout
+            if len(finished_rollouts) >= needed and self._worth_reflecting(finished_rollouts.values()):
                 enough.set()
             return True
 
@@ -370,9 +370,9 @@ class Evaluations:
 
         await self._run.run_in_background(rest)
         await enough.wait()
-        if len(found) < needed or not self._worth_reflecting(found.values()):
+        if len(finished_rollouts) < needed or not self._worth_reflecting(finished_rollouts.values()):
             await late()  # raises where the others had no answer
-        return as_batch([found[index] for index in sorted(found)]), late
+        return as_batch([finished_rollouts[index] for index in sorted(finished_rollouts)]), late
 
     def _worth_reflecting(self, rollouts: Iterable[Rollout]) -> bool:
         """Whether there is a trace, and a score that could be better where perfect ones are skipped."""
@@ -408,7 +408,7 @@ class Evaluations:
         keeps_trace = split != "val" or self.train_split == "val"
         scope, left, decided = anyio.CancelScope(), len(ids), False
 
-        async def one(index: int, granted: OnGranted) -> Rollout:
+        async def evaluate_one(index: int, granted: OnGranted) -> Rollout:
             nonlocal left, decided
 
             async def call() -> Rollout:
@@ -426,9 +426,9 @@ class Evaluations:
                 key, stage, step, pays, call, record, followers=behind, on_granted=granted,
                 make_failure=lambda reason: program.failed_rollout(reason, traced),
             )  # fmt: skip
-            self.saw(rollout.score)
+            self.record_score(rollout.score)
             if not run.rollouts.is_unanswered(key):
-                self._hears(name, split, id_text(ids[index]), rollout.score)
+                self._on_score(name, split, id_text(ids[index]), rollout.score)
             left -= 1
             if watch is not None and not watch(index, rollout) and left:
                 decided = True
@@ -437,7 +437,7 @@ class Evaluations:
             return rollout
 
         with scope:
-            return await batch(len(ids), one)
+            return await batch(len(ids), evaluate_one)
         raise NoLongerWantedError("its outcome is known")
 
     # The seed: nothing can be compared before it.
@@ -467,13 +467,15 @@ class Evaluations:
         self._program.mistakes.watch_rollouts(len(ids))
         self._program.mistakes.watch_steps()
         try:
-            found = await self._announced(seed, ids, lambda: self.validation("validate", step, seed, ids, traced=False))
+            rollouts = await self._announced(
+                seed, ids, lambda: self.validation("validate", step, seed, ids, traced=False)
+            )
         except RolloutUnresolvedError as error:
             raise RunAbortedError(f"The seed program could not be validated: {error}") from error
         finally:
             pays.refund()
-        await pool.write(pool.confirm_seed, evaluation_of(found))
-        self.order.record({i: one.score for i, one in found.items()})
+        await pool.write(pool.confirm_seed, evaluation_of(rollouts))
+        self.order.record({i: rollout.score for i, rollout in rollouts.items()})
 
     # Other candidates.
 
@@ -497,7 +499,7 @@ class Evaluations:
         keys: list[int] = []
         try:
             return await gather([
-                lambda one=one: self._validated(step, *one, keys) for one in zip(children, plans, strict=True)
+                lambda pair=pair: self._validated(step, *pair, keys) for pair in zip(children, plans, strict=True)
             ])  # fmt: skip
         except RolloutUnresolvedError:
             await self._pool.write(self._pool.withdraw, keys)
@@ -514,11 +516,11 @@ class Evaluations:
 
         async def prefix() -> dict[Any, Rollout]:
             nonlocal key
-            found = await part("prefix", ids[:size])
-            key = await self._pool.write(self._pool.release, child, replace(plan, missing=ids[:size]), found)
+            rollouts = await part("prefix", ids[:size])
+            key = await self._pool.write(self._pool.release, child, replace(plan, missing=ids[:size]), rollouts)
             if key is not None:
                 keys.append(key)
-            return found
+            return rollouts
 
         async def whole() -> dict[Any, Rollout]:
             if self._run.lockstep or size == len(ids) or not self._pool.seed_confirmed:
@@ -526,9 +528,9 @@ class Evaluations:
             first, rest = await gather([prefix, lambda: part("validate", ids[size:])])
             return first | rest
 
-        found = await self._announced(plan.candidate, plan.missing, whole)
-        evaluation = await self._pool.write(self._pool.complete_validation, plan, found)
-        self.order.record({i: one.score for i, one in found.items()})
+        rollouts = await self._announced(plan.candidate, plan.missing, whole)
+        evaluation = await self._pool.write(self._pool.complete_validation, plan, rollouts)
+        self.order.record({i: rollout.score for i, rollout in rollouts.items()})
         return Validated(child.proposal, evaluation, len(plan.missing), child.base, key)
 
     async def _announced(
@@ -536,8 +538,8 @@ class Evaluations:
     ) -> dict[Any, Rollout]:
         """A full validation, of which dspy's callbacks hear as of one of ``dspy.Evaluate``."""
 
-        def results(found: Mapping[Any, Rollout]) -> list[tuple[Any, float]]:
-            return [(found[i].output, found[i].score) for i in ids]
+        def results(rollouts: Mapping[Any, Rollout]) -> list[tuple[Any, float]]:
+            return [(rollouts[i].output, rollouts[i].score) for i in ids]
 
         if not ids:
             return await validate()

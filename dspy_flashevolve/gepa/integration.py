@@ -144,12 +144,14 @@ class Integrations:
         for step, waiting in batch:
             groups.setdefault(changed_components([child for child, _ in waiting]), []).append((step, waiting))
         landings = await gather([lambda group=group: self._group(group) for group in groups.values()])
-        found = {step.number: one for one in landings if one is not None for step, _ in one.members}
-        return [found.get(step.number) for step, _ in batch]
+        landing_of = {
+            step.number: landing for landing in landings if landing is not None for step, _ in landing.members
+        }
+        return [landing_of.get(step.number) for step, _ in batch]
 
     async def _group(self, group: list[tuple[Step, Waiting]]) -> _Landing | None:
         base, index, version = await self._pool.write(self._base)
-        numbered = [(step, *one) for step, waiting in group for one in waiting]
+        numbered = [(step, *pair) for step, waiting in group for pair in waiting]
         children = [
             stale_child(number, child, proposal, version - step.version)
             for number, (step, child, proposal) in enumerate(numbered, start=1)
@@ -160,7 +162,9 @@ class Integrations:
             made = await self._asked(lead, base, children, commits)
         except RolloutUnresolvedError as error:
             made = Integration(failed=str(error))
-        verdicts = tuple((numbered[one.child - 1][0].number, one.verdict, one.reason) for one in made.verdicts)
+        verdicts = tuple(
+            (numbered[verdict.child - 1][0].number, verdict.verdict, verdict.reason) for verdict in made.verdicts
+        )
         self._run.bus.emit(
             Integrated(
                 self._run.clock(), lead.number, index, tuple(step.number for step, _ in group), verdicts, made.failed
@@ -195,7 +199,10 @@ class Integrations:
         self, lead: Step, head: Candidate, children: list[StaleChild], commits: list[PastCommit]
     ) -> Integration:
         inputs = {"head": dict(head), "children": children, "commits": commits, "code_components": self._code}
-        question = {"head": json.dumps(head, sort_keys=True), "children": json.dumps([one.texts for one in children])}
+        question = {
+            "head": json.dumps(head, sort_keys=True),
+            "children": json.dumps([child.texts for child in children]),
+        }
         asked = await self._run.call_module(
             "integrate",
             lead,
@@ -288,7 +295,7 @@ class Integrations:
     ) -> Proposal | None:
         """Ask gepa's criterion; what was run on no example has shown nothing. Runs in the pool's writer."""
         pool, parents = self._pool, self._parents(landing)
-        members = [one.number for one, _ in landing.members]
+        members = [member.number for member, _ in landing.members]
         pool.count_calls()
         pool.reports.evaluation_ended(step, scored(after), parents)
         pool.log_entry(step).update(
@@ -314,12 +321,12 @@ class Integrations:
 
     def _parents(self, landing: _Landing) -> list[int]:
         """The base first, then the children's parents, as far as they are in gepa's pool."""
-        theirs = [
+        parents_of_children = [
             (*self._pool.speculative.resolve(() if child.parent.base is None else (child.parent.base,)),
              child.parent.task.parent_idx)[0]
             for _, waiting in landing.members for child, _ in waiting
         ]  # fmt: skip
-        return list(dict.fromkeys([landing.base_index, *theirs]))
+        return list(dict.fromkeys([landing.base_index, *parents_of_children]))
 
 
 def read_answer(answer: Any, children: Sequence[StaleChild]) -> Integration:
@@ -328,9 +335,9 @@ def read_answer(answer: Any, children: Sequence[StaleChild]) -> Integration:
     texts = {name: str(text) for name, text in dict(answer.texts).items() if name in changed and text}
     numbers = {child.number for child in children}
     verdicts = [
-        ChildVerdict(child=one.child, verdict=one.verdict, reason=str(one.reason))
-        for one in answer.verdicts
-        if one.child in numbers and one.verdict in VERDICTS
+        ChildVerdict(child=verdict.child, verdict=verdict.verdict, reason=str(verdict.reason))
+        for verdict in answer.verdicts
+        if verdict.child in numbers and verdict.verdict in VERDICTS
     ]
     failed = dict(getattr(answer, "failed", None) or {})
     problem = "; ".join(f"{name}: {why}" for name, why in failed.items())  # a part of it would lose the rest
@@ -362,12 +369,12 @@ def stale_child(number: int, child: Child, proposal: Proposal, behind: int) -> S
 
 def too_long(texts: Texts, head: Texts, children: Sequence[StaleChild]) -> bool:
     """Whether new texts are longer than all that they were made from, and some more."""
-    sources = [head, *(one.texts for one in children)]
-    most = {name: SPARE_CHARACTERS + sum(len(one.get(name, "")) for one in sources) for name in texts}
+    sources = [head, *(child.texts for child in children)]
+    most = {name: SPARE_CHARACTERS + sum(len(source.get(name, "")) for source in sources) for name in texts}
     return any(len(text) > most[name] for name, text in texts.items())
 
 
 def changed_components(children: Sequence[Child]) -> tuple[str, ...]:
     """The components that children changed, sorted."""
-    parent = [(child.candidate, child.parent.task.parent_candidate) for child in children]
-    return tuple(sorted({name for mine, theirs in parent for name, text in mine.items() if text != theirs[name]}))
+    pairs = [(child.candidate, child.parent.task.parent_candidate) for child in children]
+    return tuple(sorted({name for texts, before in pairs for name, text in texts.items() if text != before[name]}))

@@ -193,8 +193,8 @@ HOOKS = (*NAMED, "batch_sampler", "sampling_strategy", "selection_strategy")
 
 def hooks_of(parts: Parts, staleness: Any) -> dict[str, Any]:
     """Argument of the optimizer, or key of ``gepa_kwargs`` -> the object that stands behind it in this run."""
-    found = {name: getattr(parts, name) for name in HOOKS}
-    return {"staleness": staleness, **found, "stop_callbacks": parts.stopper}
+    hooks = {name: getattr(parts, name) for name in HOOKS}
+    return {"staleness": staleness, **hooks, "stop_callbacks": parts.stopper}
 
 
 def has_foreign(parts: Parts) -> bool:
@@ -275,7 +275,10 @@ def build_parts(settings: GepaSettings, valset: DataLoader[Any, Any], logger: An
         val_overlap_floor=more.get("merge_val_overlap_floor", 5),
         rng=rng,
     )
-    made = {name: NAMED[name][one](rng) if isinstance(one, str) else one for name, one in strategies(settings).items()}
+    made = {
+        name: NAMED[name][choice](rng) if isinstance(choice, str) else choice
+        for name, choice in strategies(settings).items()
+    }
     return Parts(
         rng=rng,
         **made,
@@ -311,7 +314,7 @@ class Stoppers(CompositeStopper):
 
     def __init__(self, *stoppers: Any) -> None:
         super().__init__(*stoppers)
-        self.said = ""
+        self.reason = ""
         """Why to stop; empty until a stopper has said so."""
         self.budget_spent = False
         """It was the budget of metric calls that said so."""
@@ -319,15 +322,15 @@ class Stoppers(CompositeStopper):
     def __call__(self, gepa_state: Any, counts: bool = True) -> bool:
         """Ask them in order; those that count iterations without improvement where ``counts`` says so."""
         says = next((stopper for stopper in self.stoppers if self._says(stopper, gepa_state, counts)), None)
-        if says is not None and not self.said:
-            self.said = _reason(says)
+        if says is not None and not self.reason:
+            self.reason = _reason(says)
             self.budget_spent = isinstance(says, MaxMetricCallsStopper)
         return says is not None
 
     def _says(self, stopper: Any, gepa_state: Any, counts: bool) -> bool:
         """Whether one says stop; of gepa's composite, those that it has."""
         if type(stopper) is CompositeStopper and stopper.mode in ("any", "all"):
-            says = (self._says(one, gepa_state, counts) for one in stopper.stoppers)
+            says = (self._says(nested, gepa_state, counts) for nested in stopper.stoppers)
             return any(says) if stopper.mode == "any" else all(says)
         if isinstance(stopper, NoImprovementStopper) and not counts:
             return False
@@ -382,7 +385,7 @@ def strategies_of(
     sampler, merge = parts.batch_sampler, parts.merge
     if type(sampler) is EpochShuffledBatchSampler:
         kept["sampler"] = {name: getattr(sampler, attribute) for name, attribute in SAMPLER.items()}
-        kept["sampler"]["shuffled_ids"] = [text_of(one) for one in sampler.shuffled_ids]
+        kept["sampler"]["shuffled_ids"] = [text_of(example) for example in sampler.shuffled_ids]
     if merge is not None:
         kept["merge"] = {name: getattr(merge, attribute) for name, attribute in MERGE.items()}
         kept["merge"]["performed"] = merge.merges_performed
@@ -415,7 +418,7 @@ def restore_strategies(
         for name, attribute in MERGE.items():
             setattr(merge, attribute, there[name])
         first, second = there["performed"]
-        merge.merges_performed = ([_tuples(one) for one in first], [_tuples(one) for one in second])
+        merge.merges_performed = ([_tuples(pair) for pair in first], [_tuples(pair) for pair in second])
     if "rng" in kept:
         turns: list[int] = kept["next_components"]
         state.named_predictor_id_to_update_next_for_program_candidate[: len(turns)] = turns
@@ -426,7 +429,7 @@ def restore_strategies(
 
 def _tuples(value: Any) -> Any:
     """Lists, at any depth, as the tuples that they were before JSON."""
-    return tuple(_tuples(one) for one in value) if isinstance(value, list) else value  # pyright: ignore[reportUnknownVariableType]
+    return tuple(_tuples(item) for item in value) if isinstance(value, list) else value  # pyright: ignore[reportUnknownVariableType]
 
 
 def adapter_of(settings: GepaSettings, student: Module, reflection_lm: Any) -> DspyAdapter:

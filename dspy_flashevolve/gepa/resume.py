@@ -67,14 +67,14 @@ def selection_of(journal: RunJournal, work: Selected | Crossover) -> Any:
             "candidate": journal.record_candidate(work.candidate),
             "parents": work.parents,
             "ancestor": work.ancestor,
-            "ids": [id_text(one) for one in work.ids],
+            "ids": [id_text(example) for example in work.ids],
             "parent_scores": work.parent_scores,
         }
     return [
         {
             "parent": task.parent_idx,
             "candidate": journal.record_candidate(task.parent_candidate),
-            "ids": [id_text(one) for one in task.minibatch_ids],
+            "ids": [id_text(example) for example in task.minibatch_ids],
             "base": base,
         }
         for task, base in zip(work.tasks, work.bases, strict=True)
@@ -111,7 +111,7 @@ def selected_again(journal: RunJournal, pool: Pool, selection: Any) -> Selected 
 
 def ids_of(loader: DataLoader[Any, Any]) -> dict[str, Any]:
     """Text of an id -> the id."""
-    return {id_text(one): one for one in loader.all_ids()}
+    return {id_text(example): example for example in loader.all_ids()}
 
 
 # Credit assignment.
@@ -125,7 +125,7 @@ def restore_credit(journal: RunJournal, credit: Credit) -> None:
             "SELECT candidate, split, example, score FROM rollouts WHERE step < 0 OR step IN (SELECT step FROM ends)"
         )
         credit.restore(
-            kept, journal.texts, [(one["candidate"], one["split"], one["example"], one["score"]) for one in rows]
+            kept, journal.texts, [(row["candidate"], row["split"], row["example"], row["score"]) for row in rows]
         )
 
 
@@ -218,12 +218,12 @@ def _commit_again(journal: RunJournal, pool: Pool, row: Any, ids: Mapping[str, A
     kept = None if row["more"] is None else json.loads(row["more"])
     objectives = None if kept is None else {ids[text]: scores for text, scores in kept.items()}
     outputs: dict[Any, Any] = {}
-    for one in scores:
-        found = journal.journal.rows(
+    for example in scores:
+        rollouts = journal.journal.rows(
             "SELECT output FROM rollouts WHERE candidate = ? AND split = 'val' AND example = ? ORDER BY id DESC",
-            (row["candidate"], id_text(one)),
+            (row["candidate"], id_text(example)),
         )
-        outputs[one] = output_in(found[0]["output"]) if found else None
+        outputs[example] = output_in(rollouts[0]["output"]) if rollouts else None
     parents: list[int] = json.loads(row["parents"])
     pool.state.update_state_with_new_program(
         list(parents),

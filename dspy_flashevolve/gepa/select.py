@@ -131,8 +131,8 @@ class Selection:
 
     def _answerable(self, task: Task, out: set[Any]) -> Task:
         """The task with other training examples in the place of those that get no answer, as far as there are any."""
-        kept = [one for one in task.minibatch_ids if one not in out]
-        left = [one for one in self._pool.trainset.all_ids() if one not in out and one not in kept]
+        kept = [example for example in task.minibatch_ids if example not in out]
+        left = [example for example in self._pool.trainset.all_ids() if example not in out and example not in kept]
         missing = len(task.minibatch_ids) - len(kept)
         ids = kept + self._pool.parts.rng.sample(left, min(missing, len(left))) or list(task.minibatch_ids)
         return replace(task, minibatch_ids=ids, minibatch=self._pool.trainset.fetch(ids)) if missing else task
@@ -158,7 +158,7 @@ def sample(pool: Pool, choose: Callable[[State], Sequence[Task]]) -> tuple[list[
 
 def selectable(pool: Pool) -> tuple[State, list[int]]:
     """The state to select from, and the handles of the candidates that it has beyond gepa's."""
-    waiting = [one for one in pool.speculative.entries if one.evaluation is not None]
+    waiting = [entry for entry in pool.speculative.entries if entry.evaluation is not None]
     if not waiting:
         return pool.state, []
     view = copy.copy(pool.state)
@@ -167,13 +167,13 @@ def selectable(pool: Pool) -> tuple[State, list[int]]:
             setattr(view, name, list(value))  # pyright: ignore[reportUnknownArgumentType]
         elif isinstance(value, dict):
             fronts: dict[Any, Any] = value
-            setattr(view, name, {key: set(one) if isinstance(one, set) else one for key, one in fronts.items()})
+            setattr(view, name, {key: set(front) if isinstance(front, set) else front for key, front in fronts.items()})
     view.best_outputs_valset = None
-    for one in waiting:
-        assert one.evaluation is not None
-        parents = list(pool.speculative.resolve((one.key,))) or [0]
-        view.update_state_with_new_program(parents, one.candidate, one.evaluation, None, pool.state.total_num_evals)
-    return view, [one.key for one in waiting]
+    for entry in waiting:
+        assert entry.evaluation is not None
+        parents = list(pool.speculative.resolve((entry.key,))) or [0]
+        view.update_state_with_new_program(parents, entry.candidate, entry.evaluation, None, pool.state.total_num_evals)
+    return view, [entry.key for entry in waiting]
 
 
 class _Fixed:

@@ -181,7 +181,7 @@ class GepaLoop:
             gepa_logger.info(f"Going on: {run.budget.spent} metric calls of earlier sessions are counted.")
             for scores in pool.state.prog_candidate_val_subscores:
                 self._evaluations.order.record(scores)
-                self._evaluations.saw(max(scores.values(), default=float("-inf")))
+                self._evaluations.record_score(max(scores.values(), default=float("-inf")))
             await self._record_seed()
             goes_on = run.journal is not None and bool(run.journal.unfinished)
             if not goes_on and await pool.write(pool.should_stop):  # gepa asks its stoppers between steps
@@ -303,21 +303,21 @@ class GepaLoop:
         """Run each task's parent on its minibatch, with traces."""
         pool, tasks = self._pool, work.tasks
         unpaid = sum(
-            self._evaluations.unpaid(step, one.parent_candidate, one.minibatch_ids, train=True, reflected=True)
-            for one in tasks
+            self._evaluations.unpaid(step, task.parent_candidate, task.minibatch_ids, train=True, reflected=True)
+            for task in tasks
         )
         if not tasks or (step.recorded is not None and not step.reservation.cover(unpaid)):
             raise StepEnded(EndKind.DISCARDED, "there is nothing to work on within the budget")
         await pool.write(pool.reports.parents_begin, step, tasks)
         unique = {task_key(task): task for task in tasks}
-        whole = step.reservation.cover(sum(len(one.minibatch_ids) for one in unique.values()))
-        done = await gather([lambda t=task: self._evaluations.parent(step, t, whole) for task in unique.values()])
+        whole = step.reservation.cover(sum(len(task.minibatch_ids) for task in unique.values()))
+        done = await gather([lambda task=task: self._evaluations.parent(step, task, whole) for task in unique.values()])
         by_key = dict(zip(unique, done, strict=True))
         parents = [
             Parent(index, task, *by_key[task_key(task)], base)
             for index, (task, base) in enumerate(zip(tasks, work.bases, strict=True))
         ]
-        await pool.write(pool.record_parents, step, tasks, [one.evaluation for one in parents])
+        await pool.write(pool.record_parents, step, tasks, [parent.evaluation for parent in parents])
         self._look(step, "before_propose", work.bases)
         return parents
 
@@ -342,16 +342,18 @@ class GepaLoop:
         """Run the children on their parents' minibatches, and let gepa's criterion decide."""
         pool = self._pool
         if self._credit is not None and step.recorded is None and not self._screening.is_needed(step.number):
-            children = [one for one in children if not await pool.write(self._joins_head, step, one)]
+            children = [child for child in children if not await pool.write(self._joins_head, step, child)]
             if not children:
                 raise StepEnded(EndKind.INTEGRATED, "its edits are in the head, as those of nearly all children before")
         calls = sum(
-            self._evaluations.unpaid(step, one.candidate, one.parent.task.minibatch_ids, train=True) for one in children
+            self._evaluations.unpaid(step, child.candidate, child.parent.task.minibatch_ids, train=True)
+            for child in children
         )
         if not step.reservation.cover(calls):
             raise StepEnded(EndKind.DISCARDED, f"no budget is left for a screen of {calls}")
         await pool.write(pool.reports.children_begin, step, children)
-        screened = [one for one in await gather([lambda c=child: self._screened(step, c) for child in children]) if one]
+        outcomes = await gather([lambda child=child: self._screened(step, child) for child in children])
+        screened = [outcome for outcome in outcomes if outcome is not None]
         if not screened:
             self._screening.record(passed=False)
             await pool.write(pool.count_calls)
@@ -362,9 +364,9 @@ class GepaLoop:
             raise StepEnded(EndKind.REJECTED, "no child passed its screen")
         if self._credit is not None:
             passed = [
-                one
-                for one in passed
-                if not await pool.write(self._joins_head, step, *one) or self._heads.is_doubted(step)
+                pair
+                for pair in passed
+                if not await pool.write(self._joins_head, step, *pair) or self._heads.is_doubted(step)
             ]
             if not passed:
                 raise StepEnded(EndKind.INTEGRATED, "its changes are in the head")
@@ -374,8 +376,8 @@ class GepaLoop:
             integrated = await self._integrations.take_in(step, passed)
             if integrated is not None:
                 return [integrated]
-        step.record_version(step.version, await pool.write(pool.expected_score, [one for _, one in passed]))
-        return [Screened(one, child.parent.base) for child, one in passed]
+        step.record_version(step.version, await pool.write(pool.expected_score, [proposal for _, proposal in passed]))
+        return [Screened(proposal, child.parent.base) for child, proposal in passed]
 
     def _joins_head(self, step: Step, child: Child, proposal: Proposal | None = None) -> bool:
         """Put a child's changes to the others, where it can be taken apart; in the pool's writer."""
@@ -384,7 +386,7 @@ class GepaLoop:
         scores = [] if proposal is None else proposal.subsample_scores_after or []
         is_taken = self._credit.take(
             step.number, child.parent.task.parent_candidate, child.candidate, self._evaluations.train_split,
-            {id_text(one): score for one, score in zip(ids, scores, strict=True)},
+            {id_text(example): score for example, score in zip(ids, scores, strict=True)},
         )  # fmt: skip
         if is_taken:
             self._heads.keep_credit()
@@ -440,9 +442,9 @@ class GepaLoop:
         await self._seeded.wait()
         step.mark_blocked_by(None)
         try:
-            self._look(step, "before_commit", [one.base for one in work])
+            self._look(step, "before_commit", [validated.base for validated in work])
         except StepEnded:
-            await self._pool.write(self._pool.withdraw, [one.key for one in work])
+            await self._pool.write(self._pool.withdraw, [validated.key for validated in work])
             raise
         commits: list[Commit] = []
         with anyio.CancelScope(shield=True):  # what enters the pool is told and counted, even if the run ends meanwhile
@@ -451,9 +453,9 @@ class GepaLoop:
             clean = [commit.candidate for commit, made in pairs if made.proposal.tag == CONSOLIDATION]
             await self._pool.write(self._heads.learn, commits, clean)
             await self._pool.write(self._spending.record_best, self._evaluations.highest)
-            for one in commits:
-                self._run.commit(step, **asdict(one))
-        return End(EndKind.COMMITTED, f"candidate {', '.join(str(one.candidate) for one in commits)}")
+            for commit in commits:
+                self._run.commit(step, **asdict(commit))
+        return End(EndKind.COMMITTED, f"candidate {', '.join(str(commit.candidate) for commit in commits)}")
 
     # The staleness policy.
 
@@ -535,7 +537,7 @@ class GepaLoop:
     def _stop(self) -> None:
         """A stopper said stop: of the user's, or gepa's for the budget."""
         stopper = self._pool.parts.stopper
-        self._run.stop(stopper.said, "finished" if stopper.budget_spent else "stopped")
+        self._run.stop(stopper.reason, "finished" if stopper.budget_spent else "stopped")
 
     def _unanswerable(self, candidate: Texts) -> set[Any]:
         """Training examples that a candidate's minibatches avoid; in lockstep they are dspy.GEPA's."""

@@ -101,7 +101,7 @@ def test_stoppers_say_why_once_and_whether_it_was_the_budget() -> None:
     assert not stopper(state)
     state.total_num_evals = 12
     assert stopper(state)
-    assert (stopper.said, stopper.budget_spent) == ("max_metric_calls=10 is spent", True)
+    assert (stopper.reason, stopper.budget_spent) == ("max_metric_calls=10 is spent", True)
     state.i = 9
     assert stopper(state)
     assert stopper.budget_spent, "the first reason stays"
