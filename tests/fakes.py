@@ -32,6 +32,10 @@ def reply_for(prompt: str, **fields: str) -> str:
     return "\n\n".join([f"[[ ## {name} ## ]]\n{text}" for name, text in fields.items()] + ["[[ ## completed ## ]]"])
 
 
+CUT_OFF = "(cut off)"
+"""An answer that ends so is sent without it, as one whose tokens were used up."""
+
+
 class FakeEngine:
     """Answers by a function of the prompt; counts its calls."""
 
@@ -47,8 +51,9 @@ class FakeEngine:
         self._asked.append(None)
         text = self.answer(prompt_of(request))
         usage = Usage(input_tokens=3, output_tokens=4, total_tokens=7)
-        message = Message.assistant([TextPart(text)])
-        return Response(id=None, model="fake", message=message, finish_reason="stop", usage=usage)
+        message = Message.assistant([TextPart(text.removesuffix(CUT_OFF))])
+        reason = "length" if text.endswith(CUT_OFF) else "stop"
+        return Response(id=None, model="fake", message=message, finish_reason=reason, usage=usage)
 
 
 class AsyncFakeEngine:

@@ -37,6 +37,7 @@ from dspy_flashevolve.programs.feedback import (
 from dspy_flashevolve.programs.metric import Metric
 from dspy_flashevolve.programs.mistakes import Kind, Mistakes
 from dspy_flashevolve.programs.placement import answers_asynchronously, has_own_aforward
+from dspy_flashevolve.programs.replies import CutOffReplyError, recording_cut_off_replies
 from dspy_flashevolve.programs.usage import cost_of, counting_for_run, counting_usage, tokens_of
 
 logger = logging.getLogger(__name__)
@@ -160,9 +161,11 @@ class ReflectionRunner:
                     texts = await acall(
                         candidate=candidate, reflective_dataset=dict(dataset), components_to_update=components
                     )
+            if cut_off and type(self._adapter.custom_instruction_proposer).__module__.startswith("dspy_flashevolve."):
+                raise CutOffReplyError(cut_off[0])
             return checked_texts(texts or {})
 
-        with counting_usage() as usage:
+        with counting_usage() as usage, recording_cut_off_replies() as cut_off:
             texts = await self._guarded(call, Kind.REFLECTIONS)
         self._mistakes.record_useful_reflection()
         return Reflection(texts, tokens_of(usage), cost_of(usage))

@@ -39,6 +39,9 @@ class ReplyInspection:
         """Inspect what dspy writes into the history of a reply."""
         reply = entry.get("response")
         self.is_hollow = self.is_hollow or is_hollow(reply)
+        cut_off = CUT_OFF.get()
+        if cut_off is not None and is_cut_off(reply):
+            cut_off.append(entry.get("model") or "the LM")
         usage = reply.usage if isinstance(reply, lm15.Response) else None
         of_cache = usage is not None and bool(usage.total_tokens or usage.output_tokens) and not entry.get("usage")
         self.is_cached = of_cache or getattr(reply, "cache_hit", False) is True
@@ -65,6 +68,43 @@ def inspecting_replies() -> Generator[ReplyInspection, None, None]:
         INSPECTION.reset(token)
     if inspection.is_hollow:
         raise HollowReplyError("the reply holds no message")
+
+
+class CutOffReplyError(ValueError):
+    """A reply that ends where its tokens were used up: half a text is no candidate.
+
+    Args:
+        model: whose reply it was.
+    """
+
+    def __init__(self, model: str) -> None:
+        super().__init__(f"a reply of {model} was cut off at its longest length. Give that LM more max_tokens.")
+
+
+CUT_OFF: ContextVar[list[str] | None] = ContextVar("flashevolve_cut_off", default=None)
+
+
+@contextmanager
+def recording_cut_off_replies() -> Generator[list[str], None, None]:
+    """Record the models whose replies inside were cut off at their longest length."""
+    models: list[str] = []
+    token = CUT_OFF.set(models)
+    try:
+        yield models
+    finally:
+        CUT_OFF.reset(token)
+
+
+def is_cut_off(reply: Any) -> bool:
+    """Whether a reply ends where its tokens were used up, and not where the model meant it to.
+
+    >>> is_cut_off({"choices": [{"finish_reason": "length"}]}), is_cut_off({"choices": [{"finish_reason": "stop"}]})
+    (True, False)
+    """
+    if isinstance(reply, tuple | list):
+        return any(map(is_cut_off, cast("Sequence[Any]", reply)))
+    choices = _get(reply, "choices") or [reply]
+    return any(_get(choice, "finish_reason") == "length" for choice in choices)
 
 
 def is_hollow(reply: Any) -> bool:

@@ -37,6 +37,7 @@ from dspy_flashevolve.programs.prices import rates_of
 from dspy_flashevolve.programs.program import ProgramRunner
 from dspy_flashevolve.programs.ray_rollouts import Actors
 from dspy_flashevolve.programs.records import ModuleReply, ProgramRecord, ReplyText
+from dspy_flashevolve.programs.replies import CutOffReplyError, recording_cut_off_replies
 from dspy_flashevolve.programs.servers import watchers
 from dspy_flashevolve.programs.settings import RunSettings
 from dspy_flashevolve.programs.tools import ToolCalls
@@ -204,7 +205,8 @@ class DspyRun(EvolutionRun):
         async def call() -> ModuleReply[T]:
             answer: T | None = None
             failure: Exception | None = None
-            with counting_usage() as usage, dspy.context(lm=asks), recording_lm_calls() as calls:
+            recording = recording_lm_calls(), recording_cut_off_replies()
+            with counting_usage() as usage, dspy.context(lm=asks), recording[0] as calls, recording[1] as cut_off:
                 try:
                     if runs_on_loop(copy):
                         tools.prepare_for_loop(copy)
@@ -212,6 +214,8 @@ class DspyRun(EvolutionRun):
                     else:
                         tools.prepare_for_thread(copy)
                         answer = read(await self.threads.run(copy, **inputs))
+                    if cut_off and stage == "integrate":
+                        answer, failure = None, CutOffReplyError(cut_off[0])
                 except asyncio.CancelledError as error:
                     if is_being_cancelled():
                         raise  # the run is being cancelled, not the module by itself

@@ -17,7 +17,7 @@ from dspy_flashevolve import AsyncGEPA
 from dspy_flashevolve.sim.virtual import run
 from tests.contract.surface import check_ends, check_winner
 from tests.contract.test_replies import field, reply, rules_in, task_lm
-from tests.fakes import AsyncFakeEngine, Chain, FakeEngine, examples, fake_lm
+from tests.fakes import CUT_OFF, AsyncFakeEngine, Chain, FakeEngine, examples, fake_lm
 
 TRAIN, VAL = examples("t", 24), examples("v", 10)
 
@@ -41,9 +41,8 @@ class Reflection:
 
 
 def compiled(reflection: Callable[[str], str], calls: int = 130, **options: Any) -> Any:
-    optimizer = AsyncGEPA(
-        score, max_metric_calls=calls, reflection_lm=fake_lm(reflection), num_threads=8, track_stats=True, **options
-    )
+    options = {"reflection_lm": fake_lm(reflection), **options}
+    optimizer = AsyncGEPA(score, max_metric_calls=calls, num_threads=8, track_stats=True, **options)
 
     async def main() -> Any:
         with dspy.context(lm=task_lm(0)):
@@ -123,3 +122,30 @@ def test_with_a_slow_reflection_lm_eight_reflections_are_under_way_within_second
 
     run(main)
     assert sum(seconds - began[0] < 10 for seconds in engine.asked) >= 8
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_reflection_that_was_cut_off_is_no_candidate_and_the_reason_says_what_to_do(asynchronous: bool) -> None:
+    numbers = itertools.count(1)
+
+    def half(prompt: str) -> str:
+        return reply(prompt, edits=[], new_instruction=f"- rule {next(numbers)}. And a rule that en") + CUT_OFF
+
+    program = compiled(half, reflection_lm=fake_lm(half, asynchronous=asynchronous))
+    assert len(program.detailed_results.candidates) == 1
+    reasons = " ".join(program.async_stats.end_reasons)
+    assert "was cut off at its longest length. Give that LM more max_tokens" in reasons
+
+
+def test_a_few_replies_that_are_cut_off_cost_their_steps_and_nothing_else() -> None:
+    writes, numbers = Reflection(lambda text: text), itertools.count(1)
+    program = compiled(lambda prompt: writes(prompt) + (CUT_OFF if next(numbers) % 4 == 0 else ""))
+    assert program.async_stats.outcome == "finished"
+    assert len(rules_in(text_of(program))) > 2
+
+
+def test_a_prompt_written_anew_that_was_cut_off_is_not_validated() -> None:
+    reflection = Reflection(lambda text: f"Half of {text[:20]}")
+    program = compiled(lambda prompt: reflection(prompt) + (CUT_OFF if "consolidated" in prompt else ""))
+    assert reflection.consolidated
+    assert not any("Half of" in text_of(candidate) for candidate in program.detailed_results.candidates)
