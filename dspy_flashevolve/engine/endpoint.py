@@ -15,7 +15,7 @@ from dspy_flashevolve.engine.learned_rates import Claim
 from dspy_flashevolve.engine.limits import AdaptiveLimit
 from dspy_flashevolve.engine.rates import RateLimit
 from dspy_flashevolve.engine.retries import Responder, Retries, TrackedRequest
-from dspy_flashevolve.engine.scheduler import Slot
+from dspy_flashevolve.engine.slot import Slot
 
 BURST_SECONDS = 1.0
 BURST_REFUSALS = 3

@@ -21,7 +21,7 @@ import anyio
 from dspy_flashevolve.engine.errors import ConfigurationError
 from dspy_flashevolve.engine.events import EventBus, RequestTurnedAway
 from dspy_flashevolve.engine.loop import EARLY_SECONDS
-from dspy_flashevolve.engine.scheduler import Slot
+from dspy_flashevolve.engine.slot import Slot
 
 logger = logging.getLogger(__name__)
 

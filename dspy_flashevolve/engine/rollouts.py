@@ -22,7 +22,8 @@ from dspy_flashevolve.engine.events import EventBus, ExampleGivenUp, RequestFini
 from dspy_flashevolve.engine.loop import check_main_thread, collecting_errors
 from dspy_flashevolve.engine.replay import Rollout, RolloutKey, RunJournal
 from dspy_flashevolve.engine.retries import TrackedRequest
-from dspy_flashevolve.engine.scheduler import Requester, Scheduler, Slot, current_slot
+from dspy_flashevolve.engine.scheduler import Requester, Scheduler
+from dspy_flashevolve.engine.slot import Slot, current_slot
 from dspy_flashevolve.engine.steps import Reservation, Step, StepEnded
 
 logger = logging.getLogger(__name__)

@@ -38,7 +38,8 @@ from dspy_flashevolve.engine.redaction import Redaction, secrets_in
 from dspy_flashevolve.engine.replay import RunJournal, Unfinished
 from dspy_flashevolve.engine.retries import RetryPolicy
 from dspy_flashevolve.engine.rollouts import Rollouts
-from dspy_flashevolve.engine.scheduler import Scheduler, StageVisit, median_shares
+from dspy_flashevolve.engine.scheduler import Scheduler
+from dspy_flashevolve.engine.stages import StageVisit, median_shares
 from dspy_flashevolve.engine.staleness import Decision, Discard, History, Integrate, Look, StalenessPolicy
 from dspy_flashevolve.engine.steps import (
     Admission,

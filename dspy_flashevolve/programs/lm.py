@@ -32,7 +32,7 @@ from dspy_flashevolve.engine.rate_headers import limits_in_headers
 from dspy_flashevolve.engine.rates import RateLimit, TokenEstimate
 from dspy_flashevolve.engine.redaction import Redaction, secrets_held_by
 from dspy_flashevolve.engine.retries import Responder, TrackedRequest
-from dspy_flashevolve.engine.scheduler import Slot, current_slot
+from dspy_flashevolve.engine.slot import Slot, current_slot
 from dspy_flashevolve.programs.accounts import account_of, endpoint_of, limits_in_options
 from dspy_flashevolve.programs.faults import (
     HollowReplyError,

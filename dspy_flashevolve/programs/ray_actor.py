@@ -19,7 +19,7 @@ from dspy.teleprompt.gepa.gepa_utils import DspyAdapter
 from dspy_flashevolve.engine.errors import TransientError
 from dspy_flashevolve.engine.rollouts import recording_rollout
 from dspy_flashevolve.engine.run import EvolutionRun
-from dspy_flashevolve.engine.scheduler import current_slot
+from dspy_flashevolve.engine.slot import current_slot
 from dspy_flashevolve.programs.accounts import limits_folder
 from dspy_flashevolve.programs.faults import chain_of, is_refusal, is_timeout
 from dspy_flashevolve.programs.lm import LanguageModels

@@ -46,7 +46,7 @@ from dspy_flashevolve.engine.redaction import without_secrets
 from dspy_flashevolve.engine.retries import TrackedRequest
 from dspy_flashevolve.engine.rollouts import Rollout, record_metric_call, retract_metric_call
 from dspy_flashevolve.engine.run import EvolutionRun
-from dspy_flashevolve.engine.scheduler import SLOT_SETTING, current_slot
+from dspy_flashevolve.engine.slot import SLOT_SETTING, current_slot
 from dspy_flashevolve.programs.accounts import endpoint_of
 from dspy_flashevolve.programs.lm import CACHED_SECONDS
 from dspy_flashevolve.programs.mistakes import Failure

@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.methods import Limits
 from benchmarks.timeline import MOST_STEPS, timeline
-from dspy_flashevolve.engine.scheduler import StageVisit
+from dspy_flashevolve.engine.stages import StageVisit
 
 
 def test_the_first_steps_of_seed_0_up_to_the_limit_in_the_servers_time() -> None:

@@ -18,7 +18,8 @@ from dspy_flashevolve.engine.events import EndpointPaused, Event, EventBus, Limi
 from dspy_flashevolve.engine.groups import groups_of
 from dspy_flashevolve.engine.limits import Bounds
 from dspy_flashevolve.engine.retries import RetryPolicy, TrackedRequest
-from dspy_flashevolve.engine.scheduler import Scheduler, current_slot
+from dspy_flashevolve.engine.scheduler import Scheduler
+from dspy_flashevolve.engine.slot import current_slot
 from dspy_flashevolve.sim.virtual import run
 from tests.engine.stepped import Asker
 from tests.engine.test_rollouts import now

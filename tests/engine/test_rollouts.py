@@ -35,7 +35,8 @@ from dspy_flashevolve.engine.rollouts import (
     gather,
     record_metric_call,
 )
-from dspy_flashevolve.engine.scheduler import Scheduler, current_slot
+from dspy_flashevolve.engine.scheduler import Scheduler
+from dspy_flashevolve.engine.slot import current_slot
 from dspy_flashevolve.engine.steps import Budget, EndKind, Reservation, StepEnded
 from dspy_flashevolve.programs.metric import Metric
 from dspy_flashevolve.sim.virtual import run

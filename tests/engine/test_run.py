@@ -22,7 +22,7 @@ from dspy_flashevolve.engine.events import Committed, Event, LimitChanged, Stage
 from dspy_flashevolve.engine.retries import RetryPolicy, TrackedRequest
 from dspy_flashevolve.engine.rollouts import Rollout, RolloutKey, batch, gather, record_metric_call
 from dspy_flashevolve.engine.run import EvolutionRun
-from dspy_flashevolve.engine.scheduler import current_slot
+from dspy_flashevolve.engine.slot import current_slot
 from dspy_flashevolve.engine.steps import End, EndKind, LiveSteps, Load, NothingToDoError, Reservation, Step, StepEnded
 from dspy_flashevolve.sim.virtual import run as in_virtual_time
 

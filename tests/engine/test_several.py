@@ -17,7 +17,8 @@ from dspy_flashevolve.engine.groups import REPLICA_SEPARATOR, groups_of
 from dspy_flashevolve.engine.limits import Bounds
 from dspy_flashevolve.engine.replicas import MAX_FAILURES, MAX_LOAD_FACTOR, Replicas
 from dspy_flashevolve.engine.retries import RetryPolicy, TrackedRequest
-from dspy_flashevolve.engine.scheduler import Scheduler, current_slot
+from dspy_flashevolve.engine.scheduler import Scheduler
+from dspy_flashevolve.engine.slot import current_slot
 from dspy_flashevolve.sim.virtual import run
 from tests.engine.stepped import Asker
 from tests.engine.test_rollouts import now
