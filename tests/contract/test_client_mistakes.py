@@ -40,7 +40,7 @@ def test_a_request_that_cannot_be_written_is_not_made_again_and_ends_the_run_wit
 
 
 UNSENDABLE: dict[str, tuple[str, dict[str, Any], str]] = {
-    "an LM in lm= of a predictor, which dspy 3.4 sends on": ("auto", {"lm": task_lm()}, "cannot pickle"),
+    "an LM in lm= of a predictor, which dspy 3.4 sends on": ("auto", {"lm": task_lm()}, "LM is not JSON serializable"),
     "an argument that is no JSON": ("litellm", {"foo": {1, 2}}, "set is not JSON serializable"),
     "an argument of a wrong type": ("litellm", {"response_format": 5}, "Unsupported response_format"),
     "a key with a line break": ("lm15", {"api_key": "ke\ny"}, "forbidden byte in HTTP header"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import logging
 import threading
 import weakref
@@ -19,19 +20,31 @@ from gepa.strategies.eval_policy import FullEvaluationPolicy
 from gepa.strategies.proposal_sampling import SingleMutationSampling
 from gepa.strategies.proposal_selection import AllImprovements
 
-from tests.contract.surface import VAL, compiled
+from tests.contract.surface import VAL, compiled, text_of
 from tests.fakes import Chain, digits, fake_lm, hashed, reply_for
 
 
 @pytest.mark.parametrize(("text", "why"), [("half a \ud800 character", "not valid Unicode"), (None, "is None")])
 def test_a_proposal_that_no_program_can_be_built_with_fails_its_step(text: Any, why: str, tmp_path: Any) -> None:
-    def proposer(candidate: Any, reflective_dataset: Any, components_to_update: list[str]) -> dict[str, str]:
-        return dict.fromkeys(components_to_update, text)
+    numbers = itertools.count()
 
-    stats = compiled(60, instruction_proposer=proposer, log_dir=str(tmp_path)).async_stats
+    def proposer(candidate: Any, reflective_dataset: Any, components_to_update: list[str]) -> dict[str, str]:
+        number = next(numbers)
+        return dict.fromkeys(components_to_update, text if number % 6 < 4 else f"Version {number}.")
+
+    details = compiled(60, instruction_proposer=proposer, log_dir=str(tmp_path)).detailed_results
+    stats = details.async_stats
     assert stats.ended["failed"] > 0
-    assert stats.ended["committed"] == 0
+    assert all(text_of(program) != text for program in details.candidates)
     assert all(why in reason for reason in stats.end_reasons if reason.startswith("reflection failed"))
+
+
+def test_a_proposer_whose_every_text_is_useless_ends_the_run_with_its_error() -> None:
+    def proposer(candidate: Any, reflective_dataset: Any, components_to_update: list[str]) -> Any:
+        return dict.fromkeys(components_to_update)
+
+    with pytest.raises(TypeError, match="is None, expected a text"):
+        compiled(400, instruction_proposer=proposer)
 
 
 # Code of the user's
