@@ -41,7 +41,7 @@ from dspy_flashevolve.programs.run import DspyRun
 logger = logging.getLogger(__name__)
 """gepa's own log lines, and what is told of every run, go where ``dspy.GEPA`` sends them: dspy shows them."""
 MUCH_DISCARDED = 0.5
-"""Share of the children from which a run says that its staleness policy discards too much."""
+"""Share of discarded children above which a run warns: most of its work was for nothing."""
 
 
 @dataclass(frozen=True)

@@ -28,27 +28,35 @@ from dspy_flashevolve.observe.statistics import ChangeRecord
 Array = NDArray[np.float64]
 
 PRIOR_MEAN, PRIOR_SD = 1 / 30, 1 / 10
-"""Of a change's effect before anything is known, in standard deviations of a rollout's score on one example."""
+"""Prior mean and standard deviation of a change's effect, in units of the noise (the standard deviation of a rollout's
+score on one example): .01 and .03 for scores of 0 and 1. With a mean of 0 no change would join the head untested."""
 PRIOR_WEIGHT = 6.0
-"""Changes that the prior mean counts as."""
+"""Number of changes that the prior mean counts as where it is estimated anew, so that the first few changes do not
+decide whether all later ones are trusted."""
 SPREADS = (1 / 6, 1 / 3, 2 / 3, 1.0, 5 / 3, 8 / 3, 4.0)
-"""Standard deviations of effects that are considered, in those of the prior."""
+"""Standard deviations of effects among which the likeliest is chosen (empirical Bayes), in units of `PRIOR_SD`: from
+changes that hardly matter to a few that decide everything."""
 EXAMPLE_SD = 0.25
-"""Standard deviation of examples' mean scores, as a share of the range of scores."""
+"""Prior standard deviation of examples' mean scores, as a share of the range of scores: about that of a uniform
+distribution (.29), so that an example with few rollouts is drawn to the common mean, and one with many is not."""
 FIRST_NOISE = 0.3
-"""The same of a rollout's score on one example, until it is known."""
+"""Noise, as a share of the range of scores, until there are rollouts to measure it: that of a score of 0 or 1 which is
+right nine times in ten."""
 CROWDING_SD = 1 / 30
-"""Of what each further change costs each other one, in the same unit; nothing is expected."""
+"""Prior standard deviation of the crowding cost per pair of changes, in units of the noise; the prior mean is 0."""
 HELPS, HARMS, HARMS_MUCH = 1.0, -0.7, -1.5
-"""Effects, in their standard errors, from which a change counts as known to help, or to harm."""
-MOST = 1e6
+"""Effects, in their standard errors, from which a change counts as known to help, or to harm. A change that seems to
+harm is left out sooner than one that seems to help is always put in: in a variant it costs the score of all others."""
+SCORE_BOUND = 1e6
 """Scores are bounded by this times their range, so that nonsense does not overflow."""
-ENOUGH = 400
-"""Rollouts after which a change whose effect is still unknown keeps nobody from asking for further ones."""
+TESTED_ROLLOUTS = 400
+"""Rollouts after which a change of unknown effect keeps nobody from asking for further ones. In half of so many, its
+effect has a standard error of about the prior's spread (2 * .3 / sqrt(400) = .03): it does little either way."""
 LAST_CHILDREN = 8
-"""So many children tell whether the reflection LM adds to its parents or rewrites them."""
+"""Number of children by which a reflection LM is said to add to its parents or to rewrite them: enough that one odd
+reply does not turn the search, and few enough to see that later children keep more of a prompt than the first ones."""
 RETESTED = 0.03
-"""Share of the variants that a change which is known to help is left out of all the same."""
+"""Share of the variants in which a change is tested against what is known of it, since the base and the prior move."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +117,7 @@ class Evidence:
         return len(self._rows)
 
     def add(self, example: Hashable, composition: frozenset[int], score: float) -> None:
-        """Take one rollout's score; any thread may. One that is no finite number says nothing."""
+        """Take in one rollout's score, from any thread. One that is no finite number is left out."""
         if not math.isfinite(score):
             return
         with self._lock:
@@ -127,7 +135,7 @@ class Evidence:
             table = np.array(self._rows)
             examples, known = len(self._examples), list(self._compositions)
         rows, columns = table[:, 0].astype(np.intp), table[:, 1].astype(np.intp)
-        scores = np.clip(table[:, 2], -MOST * scale, MOST * scale)
+        scores = np.clip(table[:, 2], -SCORE_BOUND * scale, SCORE_BOUND * scale)
         compositions = len(known)
         design = np.zeros((compositions, changes + 1))
         for row, composition in enumerate(known):
@@ -154,7 +162,7 @@ class Evidence:
 
 
 def _crowding(information: Array, pull: Array, noise: float) -> float:
-    """What a pair of changes costs, less its standard error, from the normal equations with it as the last unknown."""
+    """Estimate the crowding cost of a pair of changes, less its standard error; it is the equations' last unknown."""
     of_pairs, precision = information[:-1, -1], float(information[-1, -1]) + (CROWDING_SD * noise) ** -2
     rest = information[:-1, :-1] - np.outer(of_pairs, of_pairs) / precision
     effects = posterior(rest, pull[:-1] - of_pairs * float(pull[-1]) / precision, noise)
@@ -276,12 +284,12 @@ class Credit:
             self._publish()
 
     def _publish(self) -> None:
-        """Let others read how the children and the head are now."""
+        """Replace :attr:`outlook` by how the children and the head are now."""
         rewrites = [is_rewrite for _, is_rewrite in self._children]
         self.outlook = Outlook(2 * sum(rewrites) <= len(rewrites) if rewrites else None, len(self._best()))
 
     def variant(self, rng: random.Random) -> Texts:
-        """The head without some of the changes of which little is known, and with some of those that it lacks."""
+        """Compose a candidate that tests changes: the head with and without some of those of unknown effect."""
         self._refit()
         chosen: list[int] = []
         for number, ratio in enumerate(self._ratios()):
@@ -311,7 +319,7 @@ class Credit:
         unknown = {
             step
             for step, mean, error, born in zip(self._steps, self._means(), self._errors(), self._born, strict=True)
-            if HARMS <= (mean - cost) / error <= HELPS and rollouts - born < ENOUGH
+            if HARMS <= (mean - cost) / error <= HELPS and rollouts - born < TESTED_ROLLOUTS
         }
         return len(unknown) + asking < self._undecided
 
@@ -341,7 +349,7 @@ class Credit:
         return True
 
     def head(self) -> Head:
-        """All changes that are expected to help, on the base."""
+        """Compose the base with all changes that are expected to help."""
         self._refit()
         mean, chosen = self._means(), self._that_fit(self._best())
         last = next(reversed(self._tried.values()), frozenset[int]())
@@ -350,8 +358,11 @@ class Credit:
         return Head(self._compose(chosen), chosen, gain)
 
     def grown(self, texts: Texts, least: int) -> dict[str, list[tuple[str, float, float]]]:
-        """Of a composed candidate, the components with at least so many changes: the parts that these put in, their
-        estimated effects, and the standard errors."""
+        """Find the components in which a composed candidate has at least ``least`` changes.
+
+        Returns:
+            Component -> for each of its changes the part that it puts in, its estimated effect, and the standard error.
+        """
         grown: dict[str, list[tuple[str, float, float]]] = {}
         mean, error = self._means(), self._errors()
         for number in sorted(self._compositions.get(hash_of(texts), frozenset())):
@@ -377,8 +388,10 @@ class Credit:
         return self._tried.pop(step, None) is not None
 
     def stand_on(self, candidate: Texts, index: int) -> None:
-        """Put changes on another candidate from now on; those of components that it has written anew are gone, and
-        their last estimates are kept for the record."""
+        """Put changes on another candidate from now on.
+
+        Changes of components that it has written anew are gone; their last estimates are kept for the record.
+        """
         records = self._present()
         kept = self._weave.stand_on(candidate)
         self._former += [record for number, record in enumerate(records) if number not in kept]
@@ -387,7 +400,7 @@ class Credit:
         self._publish()
 
     def kept(self) -> dict[str, Any]:
-        """What :meth:`restore` needs beside the candidates and their rollouts, and the estimates, for people; JSON."""
+        """Return, as JSON, what :meth:`restore` needs beside candidates and rollouts, and the estimates for people."""
         return {
             **self._weave.kept(),
             "parent": self.parent,
@@ -448,10 +461,10 @@ class Credit:
         return self._uncrowded(sorted(range(len(mean)), key=lambda number: -mean[number]), hope=0.0)
 
     def _uncrowded(self, numbers: Iterable[int], hope: float) -> list[int]:
-        """Of changes, one after the other, those that bring more than they cost the others before them.
+        """Keep, greedily in the given order, each change whose effect exceeds its crowding cost to those already kept.
 
         Args:
-            hope: how much better than expected a change may be, in its standard errors.
+            hope: standard errors that are added to the expected effects: 0 for the head, more to test changes.
         """
         mean, error, kept = self._means(), self._errors(), list[int]()
         for number in self._without_rivals(numbers):
@@ -460,7 +473,7 @@ class Credit:
         return kept
 
     def _without_rivals(self, numbers: Iterable[int]) -> list[int]:
-        """Of changes of which a text has one, the first."""
+        """Keep the first of changes that claim the same, of which a text may have one."""
         kept, claimed = list[int](), set[str]()
         for number in numbers:
             if claimed.isdisjoint(self._changes[number].claims):
@@ -469,7 +482,7 @@ class Credit:
         return kept
 
     def _that_fit(self, chosen: Iterable[int]) -> frozenset[int]:
-        """Of changes that make sense together as many as the limit has room for."""
+        """Keep changes that make sense together, in the given order, as many as the length limits have room for."""
         kept = self._supported(self._without_rivals(chosen))
         while kept and self._is_too_long(kept):
             kept = self._supported(kept[:-1])
@@ -480,7 +493,7 @@ class Credit:
         return is_too_long(texts, self._most_characters, self._most_each, self._weave.base)
 
     def _supported(self, numbers: list[int]) -> list[int]:
-        """The changes all of whose needs are among them."""
+        """Keep the changes all of whose needs are among them."""
         kept = [number for number in numbers if set(self._changes[number].needs) <= set(numbers)]
         return kept if len(kept) == len(numbers) else self._supported(kept)
 

@@ -140,7 +140,8 @@ def scale_problem(score: float, perfect: float | None, skips_perfect: bool) -> s
 
 Watch = Callable[[int, Rollout], bool]
 REMEMBERED = 32
-"""Candidates whose scores on training examples are kept, so that a base is not run again on what it was run on."""
+"""Number of candidates whose scores on training examples are kept, so that an integration's base is not run again on
+what it was run on. Bases are the pool's best: older candidates are hardly asked for."""
 
 
 class Gate:
@@ -186,7 +187,7 @@ def rejects_by_sum(parts: Parts) -> bool:
 
 
 class Evaluations:
-    """Runs candidates on minibatches and on the validation set, and commits what was validated.
+    """Runs candidates on minibatches and on the validation set.
 
     Args:
         run: slots, budget, journal.

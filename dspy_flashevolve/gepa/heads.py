@@ -35,15 +35,17 @@ from dspy_flashevolve.programs.reflection import checked_texts
 from dspy_flashevolve.programs.run import DspyRun
 
 DOUBTED, PATIENCE, ALONE_EVERY = 0.5, 8, 3
-"""Where half of the metric calls, and half of those of eight validations, were spent since the last better candidate,
-every third step validates its own child, though its changes are in the head."""
+"""Heads are doubted where half of the metric calls, and at least half of eight validations, were spent since the pool's
+best candidate became better. Then every third step validates its own child, though its changes are in the head: where
+changes do not add up, that is what dspy.GEPA does (``test_where_changes_do_not_add_up_...``)."""
 HEADS_SHARE = 0.25
-"""Share of the metric calls spent that validations of heads may cost, before the last one."""
+"""Share of the metric calls spent that validations of heads may cost, before the last one: nobody reflects on them, so
+that most calls are for rollouts that teach."""
 LEAST_GAIN = 0.01
 """What a head has to gain before another validation, as a share of the range of scores; the last one takes any gain."""
 LAST_MARGIN, LAST_SHARE = 1.25, 0.25
-"""A last head's validation begins so many times what a validation takes before ``max_seconds``, and not before their
-last quarter."""
+"""A last head's validation begins so many times what a validation takes before ``max_seconds``, since answers are not
+equally fast; and not before their last quarter, so that a large validation set leaves time to search."""
 TIMED_VALIDATIONS = 5
 """What a validation takes is the median over so many: one answer that hangs makes none of them long."""
 LEAST_EDITS, GROWN_EDITS = 6, 20

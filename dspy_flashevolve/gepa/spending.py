@@ -18,10 +18,11 @@ from dspy_flashevolve.gepa.settings import Workflow
 from dspy_flashevolve.programs.run import DspyRun
 
 GENERATIONS, GENERATIONS_OF_CHANGES = 12.0, 6.0
-"""A limited budget is spread over at least this many generations (:class:`LiveSteps`); fewer where the work of many
-steps comes together in one head."""
+"""A limited budget is spread over at least this many generations (:class:`LiveSteps`), since steps that run at once
+cannot build on each other; fewer where the work of many steps comes together in one head."""
 ROOM_FOR_TWO = 8
-"""A budget of so many validations keeps two of them for the end: of the head, and of the same text written anew."""
+"""A budget of so many validations keeps two of them for the end, a quarter of it: of the head, and of the same text
+written anew. A smaller one would have too little left to search."""
 PERFECT = "the best candidate has the perfect score on every validation example"
 
 
