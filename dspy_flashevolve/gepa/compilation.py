@@ -88,12 +88,12 @@ class Best:
         return self._best[0]
 
     def result_of(self, state: Any) -> GEPAResult[Any, Any]:
-        """gepa's result."""
+        """Make gepa's result of a state."""
         assert self._settings is not None
         return GEPAResult[Any, Any].from_state(state, run_dir=self._settings.log_dir, seed=self._settings.seed)
 
     def on_valset_evaluated(self, event: Any) -> None:
-        """Called by gepa's code for each new candidate, and once for the seed or a checkpoint's candidates."""
+        """Copy what is better than all before; gepa calls this for each new candidate, and once at the beginning."""
         assert self._state is not None
         state = self._state()
         score: float = state.get_program_average_val_subset(event["candidate_idx"])[0]
@@ -102,11 +102,11 @@ class Best:
             self._best, self.score = (result, None), result.val_aggregate_scores[result.best_idx]
 
     def end(self, stats: AsyncStats, result: GEPAResult[Any, Any] | None = None) -> None:
-        """The run has ended, with ``result`` where it came to its end."""
+        """Take in that the run has ended, with ``result`` where it came to its end."""
         self._best = result or self._best[0], stats
 
     def program(self) -> Module | None:
-        """A new program each time; None before the seed is validated."""
+        """Build the best program, a new one each time; None before the seed is validated."""
         result, stats = self._best
         if result is None:
             return None
@@ -189,13 +189,13 @@ class Compilation:
             return run_to_end(self._run_to_result, self._run.stop)
 
     async def run_async(self) -> Module:
-        """The same on the caller's loop."""
+        """Run to the end on the caller's loop, and build the best program."""
         with self._tracked():
             return await self._run_to_result()
 
     @contextmanager
     def _tracked(self) -> Generator[None, None, None]:
-        """gepa's tracker around the run; where it cannot begin, others may have the directory."""
+        """Enter gepa's tracker around the run, and close the journal after it, so that others may have it."""
         try:
             with self._parts.tracker:
                 yield
@@ -272,7 +272,7 @@ class Compilation:
         }
 
     def _usable_policy(self) -> StalenessPolicy:
-        """The policy; one that integrates needs an LM to do it."""
+        """Return the staleness policy; where it integrates and there is no LM to do it, one that admits everything."""
         policy = policy_named(self._settings.staleness)
         silent = [predictor for predictor in self._integrating.predictors() if getattr(predictor, "lm", None) is None]
         has_lm = self._settings.reflection_lm is not None or dspy.settings.lm is not None
@@ -310,7 +310,7 @@ class Compilation:
 
 
 def texts_of(program: Module) -> dict[str, str]:
-    """What evolves of a program: component -> text, instructions of predictors and source of dspy.Flex submodules."""
+    """Return what evolves of a program by component: predictors' instructions, sources of dspy.Flex submodules."""
     predictors: list[tuple[str, Any]] = program.named_predictors()
     sources: dict[str, str] = {path: flex.module_src for path, flex in enumerate_flex_submodules(program).items()}
     return {name: predictor.signature.instructions for name, predictor in predictors} | sources

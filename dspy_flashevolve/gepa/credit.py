@@ -78,7 +78,7 @@ class Effects:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The candidate that stands on all the evidence.
+    """The base with all changes that are expected to help, by all evidence so far.
 
     Args:
         candidate: its texts.
@@ -172,7 +172,7 @@ def _crowding(information: Array, pull: Array, noise: float) -> float:
 
 
 def _noise(rows: NDArray[np.intp], scores: Array, of_example: Array, totals: Array, scale: float) -> float:
-    """Standard deviation of the scores of one example."""
+    """Estimate the standard deviation of a rollout's score on one example."""
     freedom = len(scores) - len(of_example)
     if freedom < 20:
         return FIRST_NOISE * scale
@@ -181,7 +181,7 @@ def _noise(rows: NDArray[np.intp], scores: Array, of_example: Array, totals: Arr
 
 
 def posterior(information: Array, pull: Array, noise: float) -> Effects:
-    """Effects from the normal equations of a linear model, with a prior whose mean and spread are estimated too.
+    """Estimate effects from the normal equations of a linear model; the prior's mean and spread are estimated, too.
 
     Args:
         information: precision matrix of the effects, by the rollouts alone.
@@ -209,7 +209,7 @@ def posterior(information: Array, pull: Array, noise: float) -> Effects:
 
 
 class Credit:
-    """Changes, the evidence on them, and the candidates that follow: variants to learn from, and the head.
+    """Estimates what each change is worth, and composes candidates of changes: variants to learn from, and the head.
 
     Everything but :meth:`record_score` runs in the pool's writer; :attr:`outlook` is what others may read.
 
@@ -247,7 +247,7 @@ class Credit:
         self._begin(Weave(seed, code, is_edited), [])
 
     def _begin(self, weave: Weave, steps: list[int]) -> None:
-        """Begin with the changes of a weave, each with the step that made it; nothing is known of them."""
+        """Begin anew with the changes of a weave, each with the step that made it, and without any evidence."""
         noise = FIRST_NOISE * self.scale
         self._era += 1
         self._weave, self._steps = weave, steps
@@ -310,7 +310,7 @@ class Credit:
         return self._weave.changes
 
     def may_ask(self, asking: int) -> bool:
-        """Whether there is room for more children with changes of unknown effect; ``asking`` are on their way.
+        """Say whether a further child may be asked for, while ``asking`` are on their way.
 
         What a change costs the others in the head is taken off its effect. One that has been tested for long, and
         neither helps nor harms, makes room: it does little either way.
@@ -324,7 +324,7 @@ class Credit:
         return len(unknown) + asking < self._undecided
 
     def take(self, step: int, parent: Texts, child: Texts, split: str, scores: Mapping[Hashable, float]) -> bool:
-        """Take a child apart that beat its parent; False where it stands for itself.
+        """Take apart into changes a child that beat its parent; False where it cannot be, and stands for itself.
 
         Args:
             step: that made it.
@@ -371,11 +371,11 @@ class Credit:
         return {name: rows for name, rows in grown.items() if len(rows) >= least}
 
     def mark_validating(self, step: int, head: Head) -> None:
-        """A step begins to validate a head: later heads are compared with it."""
+        """Compare later heads with this one, which a step begins to validate."""
         self._tried[step] = head.changes
 
     def set_parent(self, head: Texts, index: int) -> None:
-        """The best of the validated heads is in gepa's pool at ``index``; one of an earlier base stands for itself."""
+        """Name the best validated head, at ``index`` in gepa's pool; one that stands on an earlier base is left out."""
         if self.is_made_of_changes(head):
             self.parent = index
 
@@ -414,7 +414,7 @@ class Credit:
     def restore(
         self, kept: Mapping[str, Any], candidates: Mapping[str, Texts], rollouts: Iterable[tuple[str, str, str, float]]
     ) -> None:
-        """Go on where a run was interrupted.
+        """Put the changes, and the evidence on them, back where an interrupted run had them.
 
         Args:
             kept: see :meth:`kept`.
@@ -435,7 +435,7 @@ class Credit:
         self._publish()
 
     def records(self) -> list[ChangeRecord]:
-        """Every change that there has been, with its last estimate; the present ones last."""
+        """List every change that there has been, with its last estimate; the present ones last."""
         return [*self._former, *self._present()]
 
     def _present(self) -> list[ChangeRecord]:
@@ -512,7 +512,7 @@ class Credit:
         return [mean / error for mean, error in zip(self._means(), self._errors(), strict=True)]
 
     def _refit(self) -> None:
-        """Estimate anew once enough evidence has come in."""
+        """Estimate the effects anew once enough evidence has come in."""
         if self._changes and len(self._evidence) - self._fitted >= 12 + len(self._evidence) // 50:
             self._fitted = len(self._evidence)
             self._effects = self._evidence.effects(len(self._changes), self.scale)

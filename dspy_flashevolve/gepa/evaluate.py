@@ -81,14 +81,14 @@ class ValidationOrder:
         self._last: dict[Hashable, deque[bool]] = {}
 
     def record(self, scores: Mapping[K, float]) -> None:
-        """One candidate's scores, on any examples."""
+        """Take in one candidate's scores, on any examples."""
         for example, score in scores.items():
             count, total, squares = self._sums.get(example, (0, 0.0, 0.0))
             self._sums[example] = (count + 1, total + score, squares + score * score)
             self._last.setdefault(example, deque(maxlen=self._rounds)).append(score >= self._passing)
 
     def sort(self, examples: Sequence[K]) -> list[K]:
-        """The examples, those to be run first in front."""
+        """Sort examples, those to be run first in front."""
         return sorted(examples, key=self._key)
 
     def _key(self, example: Hashable) -> tuple[bool, float, float]:
@@ -112,7 +112,7 @@ def at_most(scores: Sequence[float | None], highest: float) -> float:
 
 
 def scale_problem(score: float, perfect: float | None, skips_perfect: bool) -> str | None:
-    """What a score outside of the scale that is expected does to the search, and what to pass; None for one inside.
+    """Say what a score outside of the expected scale does to the search, and what to pass; None for a score inside.
 
     The scale is as wide as ``perfect`` is large (1 where it is 0), and ends there: 0 to 1 by default.
 
@@ -179,8 +179,7 @@ class Gate:
 
 
 def rejects_by_sum(parts: Parts) -> bool:
-    """Whether a child whose summed score cannot pass is refused, whatever else is known of it: by gepa's selection
-    strategies and criteria it is."""
+    """Say whether the summed score alone can refuse a child: gepa's own strategies and criteria let it."""
     return type(parts.selection_strategy) in (AllImprovements, BestImprovement, TopKImprovements) and type(
         parts.acceptance_criterion
     ) in (StrictImprovementAcceptance, ImprovementOrEqualAcceptance)
@@ -218,7 +217,7 @@ class Evaluations:
         self._on_score = on_score or (lambda candidate, split, example, score: None)
 
     def record_score(self, score: float) -> None:
-        """Take note of a score: a metric that does not keep to its bound lets nothing be told early; say so once."""
+        """Watch the scale of scores: warn once of one outside; reject nothing early after one above its end."""
         if not self._has_warned:
             problem = scale_problem(score, self._pool.perfect_score, self._pool.skips_perfect)
             if problem is not None:
@@ -228,11 +227,11 @@ class Evaluations:
             self.highest = math.inf
 
     def known(self, candidate: Candidate) -> dict[Any, float]:
-        """Training example -> score of a candidate, as far as it was run lately."""
+        """Return a candidate's scores by training example, as far as it was run lately."""
         return dict(self._known.get(hash_of(candidate), {}))
 
     def gate(self, requests: int, before: Callable[[], float | None]) -> Gate | None:
-        """What gives a screen up once its sum cannot pass; None where more than the sum decides.
+        """Make what gives a screen up once its sum cannot pass; None where more than the sum decides.
 
         Args:
             requests, before: see :class:`Gate`.
@@ -251,7 +250,7 @@ class Evaluations:
         traced: bool = True,
         reflected: bool = False,
     ) -> int:
-        """How many metric calls an evaluation may cost: of an interrupted run's step, some are paid already.
+        """Count the metric calls that an evaluation may cost; an interrupted run's step has paid some already.
 
         Args:
             train: on training examples; else on validation examples.
@@ -317,7 +316,7 @@ class Evaluations:
         return dict(zip(ids, rollouts, strict=True))
 
     async def parent(self, step: Step, task: Task, whole: bool) -> tuple[Batch, Callable[[], Awaitable[Batch]] | None]:
-        """A task's parent on its minibatch, until enough of it has finished to reflect on; the rest runs on beside.
+        """Run a task's parent on its minibatch until enough has finished to reflect on; the rest runs on beside.
 
         The rest has a budget of its own, so that the step may end before it does.
 
@@ -444,7 +443,7 @@ class Evaluations:
     # The seed: nothing can be compared before it.
 
     def seed_examples(self) -> list[Any]:
-        """The validation examples of the seed: all, unless the evaluation policy wants fewer."""
+        """List the validation examples of the seed: all, unless the evaluation policy wants fewer."""
         narrow = getattr(self._pool.val_evaluation_policy, "get_seed_eval_batch", None)
         return list(self._pool.loader.all_ids() if narrow is None else narrow(self._pool.loader))
 
@@ -507,7 +506,7 @@ class Evaluations:
             raise
 
     async def _validated(self, step: Step, child: Screened, plan: ValidationPlan, keys: list[int]) -> Validated:
-        """One child's validation; ``keys`` gets the handle under which it can be selected meanwhile."""
+        """Validate one child; ``keys`` gets the handle under which it can be selected meanwhile."""
         ids = plan.missing if self._run.lockstep else self.order.sort(plan.missing)
         size = released_at(self._workflow.validate, len(ids)) if ids else 0
         key: int | None = None
@@ -537,7 +536,7 @@ class Evaluations:
     async def _announced(
         self, candidate: Candidate, ids: Sequence[Any], validate: Callable[[], Awaitable[dict[Any, Rollout]]]
     ) -> dict[Any, Rollout]:
-        """A full validation, of which dspy's callbacks hear as of one of ``dspy.Evaluate``."""
+        """Run a full validation, which dspy's callbacks are told of as of one of ``dspy.Evaluate``."""
 
         def results(rollouts: Mapping[Any, Rollout]) -> list[tuple[Any, float]]:
             return [(rollouts[i].output, rollouts[i].score) for i in ids]

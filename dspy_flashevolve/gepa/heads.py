@@ -226,7 +226,7 @@ class Heads:
         return True
 
     def resume_search(self) -> None:
-        """Search on: calls were handed back that pay a step."""
+        """Go back to searching, since calls were handed back that pay a step."""
         if self.phase is Phase.CALLS_SPENT:
             self._move(Phase.SEARCHING)
 
@@ -235,8 +235,10 @@ class Heads:
         self._pending = await self._pool.write(self._due, 0.0, is_last=True)
 
     async def take(self, step: Step) -> Given | None:
-        """What a step validates without having made it, or None: the last head, the next candidate to begin from; where
-        it runs again, what it was about to validate.
+        """Find what a step validates without having made it; None for a step that searches.
+
+        It is the last head, the next candidate to begin from or, where the step runs again, what it was about to
+        validate.
 
         Raises:
             StepEnded: the last head is worth no validation any more.
@@ -251,7 +253,7 @@ class Heads:
         return given
 
     async def cancel_validation(self, step: Step, is_timed: bool) -> None:
-        """A step's validation came to nothing: where it was a head's, that may be validated again."""
+        """Let a head be validated again whose validation by this step came to nothing; other steps are no matter."""
         await self._pool.write(self._cancel, step)
         if is_timed:
             self._move(Phase.TIME_MISSED)
@@ -259,7 +261,7 @@ class Heads:
     # What a step validates. Runs in the pool's writer.
 
     def due(self, step: Step) -> list[Screened]:
-        """The head, where it is worth a validation now, which begins; else nothing."""
+        """Begin the validation of the head, where it is worth one now; else return nothing."""
         head = self._due(LEAST_GAIN)
         return [] if head is None else self._begin(step, head)
 
@@ -275,7 +277,7 @@ class Heads:
         return self._to_validate(step, given.candidate, self._credit.parent, "head")
 
     def _due(self, least: float, is_last: bool = False) -> Head | None:
-        """The head, where it is worth a validation.
+        """Compose the head; None where it is not worth a validation.
 
         Args:
             least: what it has to gain, as a share of the range of scores.
@@ -298,7 +300,7 @@ class Heads:
         return Given(left[0]) if head is None else Given(head.candidate, head, is_timed)
 
     def _given_again(self, step: Step) -> Given | None:
-        """What a step of an interrupted run was about to validate."""
+        """Find what a step of an interrupted run was about to validate."""
         journal = self._run.journal
         kept = None if journal is None else journal.journal.get_state(_kept_head(step))
         candidate = None if journal is None or kept is None else dict(journal.texts[kept])
@@ -332,7 +334,7 @@ class Heads:
             self.keep_credit()
 
     async def consolidated(self, step: Step, heads: list[Screened], given: Given | None = None) -> list[Screened]:
-        """A head that is about to be validated, or the same written anew by the reflection LM, or both.
+        """Let the reflection LM write a grown head anew; returns what is to be validated.
 
         Before the last validation the new text stands beside the head. Before, it takes the head's place where this has
         grown long; the new text is what further edits are put on, if its validation is not worse.
@@ -368,7 +370,7 @@ class Heads:
     # What validations tell. Runs in the pool's writer.
 
     def restored(self) -> None:
-        """The pool holds the candidates of earlier sessions."""
+        """Go on with a pool that holds the candidates of earlier sessions."""
         self._improved_at = self._run.budget.spent
 
     def record_children(self, step: Step, children: Sequence[Child]) -> None:
@@ -401,16 +403,16 @@ class Heads:
         self.keep_credit()
 
     def keep_credit(self) -> None:
-        """Write the changes down, and what they stand on."""
+        """Write the changes into the journal, and what they stand on."""
         if self._credit is not None and self._run.journal is not None:
             self._run.journal.journal.set_state("credit", self._credit.kept())
 
 
 def _kept_head(step: Step) -> str:
-    """Under this the journal has the head, or the candidate to begin from, that a step validates."""
+    """Name under which the journal keeps the head, or the candidate to begin from, that a step validates."""
     return f"head of step {step.number}"
 
 
 def _clean_texts(answer: Any) -> dict[str, str]:
-    """The texts that a consolidation wrote."""
+    """Read the texts that a consolidation wrote."""
     return checked_texts(dict(answer.texts))

@@ -287,7 +287,7 @@ class Integrations:
         )
 
     def _given_up(self, step: Step, landing: _Landing, scores: list[float], examples: int) -> None:
-        """It could not pass its screen any more. Runs in the pool's writer."""
+        """Report that it could not pass its screen any more. Runs in the pool's writer."""
         self._pool.count_calls()
         proposal = Proposal(landing.candidate, [landing.base_index], tag="integration")
         self._pool.give_up(step, proposal, scores, examples)
@@ -295,7 +295,7 @@ class Integrations:
     def _judged(
         self, step: Step, landing: _Landing, ids: list[Any], before: list[float], after: list[float]
     ) -> Proposal | None:
-        """Ask gepa's criterion; what was run on no example has shown nothing. Runs in the pool's writer."""
+        """Ask gepa's criterion for the proposal; None where it refuses. Runs in the pool's writer."""
         pool, parents = self._pool, self._parents(landing)
         members = [member.number for member, _ in landing.members]
         pool.count_calls()
@@ -332,7 +332,7 @@ class Integrations:
 
 
 def read_answer(answer: Any, children: Sequence[StaleChild]) -> Integration:
-    """What the module said; a component whose text could not be read is left as it is in the head."""
+    """Read a module's answer; a component whose text could not be read is left as it is in the head."""
     changed = {name for child in children for name in child.texts}
     texts = {name: str(text) for name, text in dict(answer.texts).items() if name in changed and text}
     numbers = {child.number for child in children}
@@ -349,7 +349,7 @@ def read_answer(answer: Any, children: Sequence[StaleChild]) -> Integration:
 
 
 def stale_child(number: int, child: Child, proposal: Proposal, behind: int) -> StaleChild:
-    """A child that passed its screen as an integration reads it.
+    """Describe a child that passed its screen to an integration.
 
     Args:
         number: names it in verdicts.
@@ -370,13 +370,13 @@ def stale_child(number: int, child: Child, proposal: Proposal, behind: int) -> S
 
 
 def too_long(texts: Texts, head: Texts, children: Sequence[StaleChild]) -> bool:
-    """Whether new texts are longer than all that they were made from, and some more."""
+    """Say whether a new text exceeds all that it was made from by more than `SPARE_CHARACTERS`."""
     sources = [head, *(child.texts for child in children)]
     most = {name: SPARE_CHARACTERS + sum(len(source.get(name, "")) for source in sources) for name in texts}
     return any(len(text) > most[name] for name, text in texts.items())
 
 
 def changed_components(children: Sequence[Child]) -> tuple[str, ...]:
-    """The components that children changed, sorted."""
+    """List the components that children changed, sorted."""
     pairs = [(child.candidate, child.parent.task.parent_candidate) for child in children]
     return tuple(sorted({name for texts, before in pairs for name, text in texts.items() if text != before[name]}))

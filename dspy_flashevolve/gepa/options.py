@@ -198,7 +198,7 @@ def hooks_of(parts: Parts, staleness: Any) -> dict[str, Any]:
 
 
 def has_foreign(parts: Parts) -> bool:
-    """Whether a strategy is not gepa's own: it may look at scores, and must not see a pool without any.
+    """Say whether a strategy is the user's: it may look at scores, and must not see a pool without any.
 
     gepa's do without the seed's scores while the seed is the only candidate.
     """
@@ -294,7 +294,7 @@ def build_parts(settings: GepaSettings, valset: DataLoader[Any, Any], logger: An
 
 
 class Chosen(Exception):
-    """gepa's code has chosen candidates, and would evaluate them: this is left to the run and its slots."""
+    """Raised where gepa's code has chosen candidates and would evaluate them, which is left to the run."""
 
     def __init__(self, *candidates: dict[str, str]) -> None:
         super().__init__()
@@ -306,7 +306,7 @@ def _left_to_the_run(examples: Any, candidate: dict[str, str]) -> Any:
 
 
 class Stoppers(CompositeStopper):
-    """Stops when one of the stoppers says so; the rest is not asked that time.
+    """Stops a run when one of its stoppers says so; the rest is not asked that time.
 
     Args:
         stoppers: gepa's, or the user's own.
@@ -320,7 +320,7 @@ class Stoppers(CompositeStopper):
         """It was the budget of metric calls that said so."""
 
     def __call__(self, gepa_state: Any, counts: bool = True) -> bool:
-        """Ask them in order; those that count iterations without improvement where ``counts`` says so."""
+        """Ask the stoppers in order; those that count iterations without improvement only where ``counts`` is true."""
         says = next((stopper for stopper in self.stoppers if self._says(stopper, gepa_state, counts)), None)
         if says is not None and not self.reason:
             self.reason = _reason(says)
@@ -328,7 +328,7 @@ class Stoppers(CompositeStopper):
         return says is not None
 
     def _says(self, stopper: Any, gepa_state: Any, counts: bool) -> bool:
-        """Whether one says stop; of gepa's composite, those that it has."""
+        """Say whether a stopper says stop; of gepa's composite, whether those that it has do."""
         if type(stopper) is CompositeStopper and stopper.mode in ("any", "all"):
             says = (self._says(nested, gepa_state, counts) for nested in stopper.stoppers)
             return any(says) if stopper.mode == "any" else all(says)
@@ -338,7 +338,7 @@ class Stoppers(CompositeStopper):
 
 
 def stoppers_of(settings: GepaSettings) -> Stoppers:
-    """The stoppers that are asked for: the user's, the file ``gepa.stop`` in the run directory, the budget."""
+    """Build the stoppers: the user's, the file ``gepa.stop`` in the run directory, the budget."""
     given = settings.gepa_kwargs.get("stop_callbacks")
     stoppers: list[Any] = [] if given is None else list(given) if isinstance(given, list | tuple) else [given]
     if settings.log_dir is not None:
@@ -373,7 +373,7 @@ MERGE = {"due": "merges_due", "tested": "total_merges_tested", "found_new": "las
 def strategies_of(
     parts: Parts, adapter: Any, state: GEPAState[Any, Any], shared_randomness: bool, text_of: Callable[[Any], str]
 ) -> dict[str, Any]:
-    """Where the strategies stand now. Runs in the pool's writer.
+    """Return, as JSON, where the strategies stand now. Runs in the pool's writer.
 
     Args:
         adapter: has a source of randomness of its own.
@@ -400,7 +400,7 @@ def strategies_of(
 def restore_strategies(
     kept: dict[str, Any], parts: Parts, adapter: Any, state: GEPAState[Any, Any], ids: dict[str, Any]
 ) -> None:
-    """Put the strategies where they stood.
+    """Put the strategies back where an interrupted run had them.
 
     Args:
         kept: by :func:`strategies_of`, through JSON.
@@ -428,12 +428,12 @@ def restore_strategies(
 
 
 def _tuples(value: Any) -> Any:
-    """Lists, at any depth, as the tuples that they were before JSON."""
+    """Turn lists, at any depth, into the tuples that they were before JSON."""
     return tuple(_tuples(item) for item in value) if isinstance(value, list) else value  # pyright: ignore[reportUnknownVariableType]
 
 
 def adapter_of(settings: GepaSettings, student: Module, reflection_lm: Any) -> DspyAdapter:
-    """dspy's adapter, set up as ``dspy.GEPA.compile`` sets it up."""
+    """Build dspy's adapter as ``dspy.GEPA.compile`` does."""
     return DspyAdapter(
         student_module=student,
         metric_fn=settings.metric_fn,

@@ -202,7 +202,7 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
         return True
 
     def _write_checkpoint(self) -> None:
-        """As gepa does; outputs that cannot be pickled are written as the journal has them.
+        """Write gepa's checkpoint; outputs that cannot be pickled are written as the journal has them.
 
         That of a predictor whose signature was made from a string is one.
         """
@@ -253,7 +253,7 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
         return self.seed_confirmed and self.parts.stopper(self.state, counts)
 
     def keep_strategies(self) -> None:
-        """Let the journal know where the strategies stand."""
+        """Write down where the strategies stand."""
         if self.journal is not None:
             self.journal.journal.set_state(
                 "strategies", strategies_of(self.parts, self.adapter, self.state, self.shares_randomness, id_text)
@@ -262,7 +262,7 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
     # The parts of a step.
 
     def expected_score(self, proposals: Sequence[Proposal]) -> float:
-        """What the best of the proposals may reach in validation: its parent's score and its gain on the screen.
+        """Estimate what the best proposal reaches in validation: its parent's score plus its gain on the screen.
 
         It orders validations: the child that is likely to be the next parent is validated first.
         """
@@ -346,14 +346,14 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
         raise Chosen(*programs)
 
     def lookup(self, candidate: Candidate, ids: Sequence[Any] | None = None) -> ValidationPlan:
-        """Ask the cache for what is known of a candidate on validation examples; on those that the policy names."""
+        """Plan a validation on the examples that the policy names: what the cache has, and what is to be run."""
         cache = self.state.evaluation_cache
         wanted = list(self.val_evaluation_policy.get_eval_batch(self.loader, self.state) if ids is None else ids)
         cached, missing = ({}, wanted) if cache is None else cache.get_batch(candidate, wanted)
         return ValidationPlan(candidate, cached, missing)
 
     def complete_validation(self, plan: ValidationPlan, rollouts: Mapping[Any, Rollout]) -> ValsetEvaluation[Any, Any]:
-        """Put fresh results into the cache, and together with the cached ones; their order leaves no trace."""
+        """Join fresh results with the cached ones, and cache them; the order in which they came leaves no trace."""
         cache, fresh = self.state.evaluation_cache, evaluation_of({i: rollouts[i] for i in plan.missing})
         objectives = fresh.objective_scores_by_val_id
         if cache is not None and plan.missing:
@@ -475,7 +475,7 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
         return commits
 
     def _on_firm_ground(self, validated: Validated) -> Proposal:
-        """The proposal, with confirmed parents in the place of the speculative one that it was made from."""
+        """Put confirmed parents in the place of the speculative one that a proposal was made from."""
         proposal = validated.proposal
         stands_for = () if validated.base is None else self.speculative.resolve((validated.base,))
         return replace(proposal, parent_program_ids=list(stands_for)) if stands_for else proposal
@@ -509,7 +509,7 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
         )
 
     def commits_since(self, version: int) -> list[PastCommit]:
-        """What was committed after ``version``, oldest first."""
+        """List what was committed after ``version``, oldest first."""
         state, commits = self.state, list[PastCommit]()
         for index in range(version + 1, len(state.program_candidates)):
             parents = [parent for parent in state.parent_program_for_candidate[index] if parent is not None]
@@ -530,7 +530,7 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
         self._report_rejected_proposal(proposal, step.number + 1, self.state, reason_override=reason)
 
     def give_up(self, step: Step, proposal: Proposal, scores: list[float], examples: int) -> None:
-        """Report one that could not pass its screen any more, with the scores that there are; none is stored."""
+        """Report a proposal that could not pass its screen any more, with the scores so far; none is stored."""
         self.reports.screen_given_up(step, scored(scores), proposal.parent_program_ids)
         proposal = replace(proposal, subsample_scores_after=scores)
         self.reject(
@@ -559,7 +559,7 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
         return policy.get_valset_score(policy.get_best_program(self.state), self.state)
 
     def finish(self) -> None:
-        """Save and tell the callbacks: the run came to its end."""
+        """Write the checkpoint and report that the run came to its end."""
         self.reports.end_steps()  # a stop came while a step was selecting
         self.count_calls()  # the late part of a minibatch may end after its step
         if self.seed_confirmed:
@@ -569,7 +569,7 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
             self.reports.run_ended(best, policy.get_valset_score(best, state))
 
     def fail(self, error: BaseException) -> None:
-        """Save and tell the callbacks: the run ended by ``error``, and with it the steps that were on their way."""
+        """Write the checkpoint and report that ``error`` ended the run, and with it the steps on their way."""
         if isinstance(error, Exception):
             self.reports.run_failed(error)
         self.reports.end_steps()
@@ -577,7 +577,7 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
         self.save(force=True)
 
     def log_entry(self, step: Step) -> dict[str, Any]:
-        """The step's entry of gepa's run log, made where there is none."""
+        """Return the step's entry of gepa's run log, a new one where there is none."""
         log = self.state.full_program_trace
         entry = next((entry for entry in reversed(log) if entry["i"] == step.number), None)
         if entry is None:
@@ -597,7 +597,7 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
             state.i, state.full_program_trace = newest, log
 
     def _writable(self, evaluation: ValsetEvaluation[Any, Any]) -> ValsetEvaluation[Any, Any]:
-        """The same; gepa writes outputs into the run directory, and ends the run where JSON does not have one."""
+        """Make outputs writable: gepa writes them into the run directory as JSON, and ends the run where that fails."""
         if self.run_dir is None:
             return evaluation
         write = partial(json.dumps, default=json_default)
@@ -621,12 +621,12 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
         }
 
     def _log_candidate_tree(self, state: State) -> None:
-        """gepa draws the whole tree at every commit; only where somebody gets to see it."""
+        """Draw gepa's tree of candidates, which takes long at every commit, only where somebody gets to see it."""
         if self._draws_tree:
             super()._log_candidate_tree(state)
 
     def _provisional_state(self) -> State:
-        """A state in which the seed has no scores yet: steps may start, nothing can be compared."""
+        """Make a state in which the seed has no scores yet: steps may start, nothing can be compared."""
         state: State = GEPAState(self.seed_candidate, ValsetEvaluation[Any, Any]({}, {}, None))
         state.num_full_ds_evals = state.total_num_evals = 0
         state.evaluation_cache = self._initial_evaluation_cache
@@ -637,7 +637,7 @@ class Pool(GEPAEngine[Any, Any, Any, Any]):
 
 
 def _generations(parents: list[list[int | None]]) -> list[int]:
-    """Steps from the seed along the longest line of parents, for each candidate."""
+    """Count, for each candidate, the steps from the seed along the longest line of parents."""
     steps: list[int] = []
     for line in parents:
         known = [steps[parent] for parent in line if parent is not None]

@@ -115,7 +115,7 @@ class Proposing:
         return children
 
     async def _prepare(self, step: Step, parent: Parent) -> _Prepared | End:
-        """What reflection reads of a parent, or why there is nothing to reflect on."""
+        """Build what reflection reads of a parent; or say why there is nothing to reflect on."""
         pool, task, evaluation = self._pool, parent.task, parent.evaluation
         journal = self._run.journal
         if journal is not None and journal.find_reply(step.number, "propose", str(parent.index)) is not None:
@@ -140,7 +140,7 @@ class Proposing:
         return _Prepared(parent, components, dataset)
 
     async def _reflect(self, step: Step, task: _Prepared | End) -> Child | End:
-        """The child that a reflection writes; why there is none."""
+        """Ask the reflection LM for a child; or say why there is none."""
         if isinstance(task, End):
             return task
         parent_texts, record, reason = task.parent.task.parent_candidate, _ProposalRecord(task), ""
@@ -199,7 +199,7 @@ class _ProposalRecord:
 
 
 def shortened(error: Exception) -> str:
-    """An error in one line of at most `SHOWN_CHARACTERS`: one of dspy's adapters holds the whole reply.
+    """Show an error in one line of at most `SHOWN_CHARACTERS`; those of dspy's adapters hold the whole reply.
 
     >>> shortened(ValueError("no\\nfield"))
     'no field'

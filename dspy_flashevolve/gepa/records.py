@@ -67,11 +67,11 @@ class Child:
 
     @property
     def candidate(self) -> Candidate:
-        """The parent with the new texts."""
+        """The parent's texts, with the new ones in their place."""
         return {**self.parent.task.parent_candidate, **self.texts}
 
     def proposal(self, step: Step, batch: Batch | None = None) -> Proposal:
-        """As gepa has it, with what the child had on its screen."""
+        """Make gepa's proposal of the child, with its screen where there is one."""
         task, before = self.parent.task, self.parent.evaluation
         nothing_to_show = {f"{what}:{name}": "" for name in self.texts for what in ("prompt", "raw_lm_output")}
         return CandidateProposal(
@@ -154,12 +154,12 @@ class Commit:
 
 
 def task_key(task: Task) -> tuple[Any, ...]:
-    """Equal keys mean the same parent on the same minibatch."""
+    """Make a key that is equal for the same parent on the same minibatch."""
     return (tuple(sorted(task.parent_candidate.items())), tuple(task.minibatch_ids))
 
 
 def evaluation_of(rollouts: Mapping[Any, Rollout]) -> ValsetEvaluation[Any, Any]:
-    """Rollouts on validation examples as gepa has them."""
+    """Put rollouts on validation examples together as gepa does."""
     objectives = {i: dict(rollout.objective_scores) for i, rollout in rollouts.items()}
     return ValsetEvaluation(
         outputs_by_val_id={i: rollout.output for i, rollout in rollouts.items()},
@@ -169,7 +169,7 @@ def evaluation_of(rollouts: Mapping[Any, Rollout]) -> ValsetEvaluation[Any, Any]
 
 
 def scored(scores: list[float]) -> Batch:
-    """An evaluation of which nobody needs more than the scores."""
+    """Make an evaluation of which nobody needs more than the scores."""
     return EvaluationBatch([None] * len(scores), scores)
 
 

@@ -61,7 +61,7 @@ def check_checkpoint(directory: str, runs_code: bool) -> None:
 
 
 def selection_of(journal: RunJournal, work: Selected | Crossover) -> Any:
-    """What a step works on, as JSON."""
+    """Write what a step works on as JSON."""
     if isinstance(work, Crossover):
         return {
             "candidate": journal.record_candidate(work.candidate),
@@ -82,7 +82,7 @@ def selection_of(journal: RunJournal, work: Selected | Crossover) -> Any:
 
 
 def selected_again(journal: RunJournal, pool: Pool, selection: Any) -> Selected | Crossover:
-    """What an interrupted step had selected."""
+    """Read what an interrupted step had selected."""
     if isinstance(selection, dict):
         kept: Mapping[str, Any] = selection
         first, second = kept["parents"]
@@ -110,7 +110,7 @@ def selected_again(journal: RunJournal, pool: Pool, selection: Any) -> Selected 
 
 
 def ids_of(loader: DataLoader[Any, Any]) -> dict[str, Any]:
-    """Text of an id -> the id."""
+    """Map the texts of ids to the ids."""
     return {id_text(example): example for example in loader.all_ids()}
 
 
@@ -162,7 +162,7 @@ def take_up(journal: RunJournal, pool: Pool, seeded: bool) -> None:
 
 
 def _close_what_is_done(journal: RunJournal) -> None:
-    """Steps whose work was done when the run was killed, before their end was written."""
+    """End the steps whose work was done when the run was killed, before their end was written."""
     rows, flush = journal.journal.rows, journal.journal.flush_blocking
     is_open = "NOT IN (SELECT step FROM ends)"
     for row in rows(f"SELECT DISTINCT step FROM commits WHERE step IS NOT NULL AND step {is_open}"):

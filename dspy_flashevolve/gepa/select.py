@@ -26,7 +26,7 @@ State = GEPAState[Any, Any]
 
 
 class Selection:
-    """Selects for steps. Everything runs in the pool's writer.
+    """Selects what steps work on. Everything runs in the pool's writer.
 
     Args:
         pool: gepa's state and strategies.
@@ -50,7 +50,10 @@ class Selection:
         """Numbers of the steps that cross two candidates."""
 
     def select(self, step: Step) -> tuple[int, float, Selected | Crossover]:
-        """What the step works on, the version that it saw, and the best validation score among the parents."""
+        """Select what a step works on.
+
+        Returns:
+            The pool's version, the best validation score among the parents, and the work."""
         pool = self._pool
         pool.begin_step(step)
         draw, rng = 1.0, random.Random()
@@ -63,13 +66,13 @@ class Selection:
         return pool.version, 0.0 if pool.shares_randomness else self.parent_score(work), work
 
     def parent_score(self, work: Selected | Crossover) -> float:
-        """The best validation score among the parents; 0 before the seed is confirmed."""
+        """Return the best validation score among the parents; 0 before the seed is confirmed."""
         if isinstance(work, Crossover) or not self._pool.seed_confirmed:
             return 0.0
         return max((self._pool.score_of(task.parent_idx) for task in work.tasks), default=0.0)
 
     def runs_again(self, step: Step, crossover: bool) -> None:
-        """A step of an interrupted run begins again: what it drew and counted then is drawn and counted."""
+        """Begin a step of an interrupted run again: draw and count what it drew and counted then."""
         trace = self._pool.begin_step(step)
         if not self._pool.shares_randomness:
             step.rng.getrandbits(64)
@@ -81,7 +84,7 @@ class Selection:
             self._crossing.add(step.number)
 
     def ended(self, step: Step) -> None:
-        """A step has ended."""
+        """Forget a step, which has ended."""
         self._crossing.discard(step.number)
 
     def _crossover(self, step: Step) -> Crossover | None:
@@ -157,7 +160,7 @@ def sample(pool: Pool, choose: Callable[[State], Sequence[Task]]) -> tuple[list[
 
 
 def selectable(pool: Pool) -> tuple[State, list[int]]:
-    """The state to select from, and the handles of the candidates that it has beyond gepa's."""
+    """Return the state to select from, and the handles of the candidates that it has beyond gepa's."""
     waiting = [entry for entry in pool.speculative.entries if entry.evaluation is not None]
     if not waiting:
         return pool.state, []

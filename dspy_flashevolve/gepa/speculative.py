@@ -73,9 +73,9 @@ class SpeculativeCandidates:
         return entry
 
     def confirm(self, key: int, index: int) -> None:
-        """Its validation is done: it is an ordinary candidate now, and its children stand on firm ground.
+        """Make it an ordinary candidate, since its validation is done: its children stand on firm ground.
 
-        It may have gone with one under it: its own validation has the last word.
+        It may have been removed with one under it: its own validation has the last word.
 
         Args:
             index: its place in gepa's pool.
@@ -86,11 +86,11 @@ class SpeculativeCandidates:
         self.fallen -= {key}
 
     def mark_fallen(self, key: int) -> None:
-        """Its validation was worse than its prefix: what was made from it is stale."""
+        """Call what was made from it stale, since its validation was worse than its prefix."""
         self.fallen |= {key}
 
     def remove(self, key: int) -> None:
-        """Take one that waits back with its descendants, as if they had never been there."""
+        """Remove one that waits, and its descendants, as if they had never been there."""
         gone = {key}
         for entry in self.entries:
             if gone & set(entry.parents):
@@ -99,13 +99,13 @@ class SpeculativeCandidates:
         self.fallen |= gone
 
     def _withdraw(self, keys: Collection[int]) -> None:
-        """Let some wait no more."""
+        """Take some out of those that wait."""
         for key in keys:
             self._all[key].waits, self._all[key].evaluation = False, None
         self.entries = tuple(entry for entry in self.entries if entry.waits)
 
     def resolve(self, keys: tuple[int, ...]) -> tuple[int, ...]:
-        """The confirmed candidates that stand for ``keys``: themselves, or where they did not last their parents."""
+        """Return the confirmed candidates that stand for ``keys``: these or, where they did not last, their parents."""
         entries = [self._all[key] for key in keys]
         ancestors = (index for entry in entries for index in (*self.resolve(entry.parents), *entry.indices))
         return tuple(dict.fromkeys(ancestors))

@@ -65,7 +65,7 @@ from dspy_flashevolve.programs.run import DspyRun
 
 
 class GepaLoop:
-    """GEPA over one pool.
+    """Takes the steps of one run of GEPA; :meth:`step` is the picture above as code.
 
     Args:
         run: slots, budget, journal.
@@ -158,7 +158,7 @@ class GepaLoop:
         return self._run.policy_decisions["discard"] / max(1, self._run.policy_decisions.total())
 
     def changes(self) -> list[ChangeRecord]:
-        """What reflections added to the head, and what it is worth."""
+        """List what reflections added to the head, and what it is worth."""
         return [] if self._credit is None else self._credit.records()
 
     async def evolve(self) -> None:
@@ -208,7 +208,7 @@ class GepaLoop:
         await pool.write(self._heads.keep_credit)
 
     async def step(self, step: Step) -> End:
-        """One step. A part of it that finds nothing to go on with ends the step by raising :class:`StepEnded`."""
+        """Take one step. A part of it that finds nothing to go on with ends it by raising :class:`StepEnded`."""
         given = await self._heads.take(step)
         if given is not None:
             self._run.begin(step, self._pool.version, math.inf, selection=[])
@@ -231,7 +231,7 @@ class GepaLoop:
         return await self.validated(step, candidates)
 
     async def validated(self, step: Step, candidates: Sequence[Screened], is_timed: bool = False) -> End:
-        """The rest of a step: validate and commit its candidates.
+        """Take the rest of a step: validate and commit its candidates.
 
         Args:
             is_timed: they are the last head, whose validation has to end before ``max_seconds``.
@@ -250,7 +250,7 @@ class GepaLoop:
             raise
 
     async def children(self, step: Step, parents: list[Parent]) -> list[Screened]:
-        """What the step's reflections make of its parents, as far as it is to be validated by itself.
+        """Reflect on the parents, and screen the children; returns those that are to be validated by themselves.
 
         Raises:
             StepEnded: nothing is.
@@ -380,7 +380,7 @@ class GepaLoop:
         return [Screened(proposal, child.parent.base) for child, proposal in passed]
 
     def _joins_head(self, step: Step, child: Child, proposal: Proposal | None = None) -> bool:
-        """Put a child's changes to the others, where it can be taken apart; in the pool's writer."""
+        """Put a child's changes into the head's, where it can be taken apart. Runs in the pool's writer."""
         assert self._credit is not None
         ids = [] if proposal is None else proposal.subsample_indices or []
         scores = [] if proposal is None else proposal.subsample_scores_after or []
@@ -393,7 +393,7 @@ class GepaLoop:
         return is_taken
 
     async def _screened(self, step: Step, child: Child) -> tuple[Child, Batch] | None:
-        """A child on its parent's minibatch; None where it was given up, since it could not pass any more."""
+        """Run a child on its parent's minibatch; None where it was given up, since it could not pass any more."""
         parent, task = child.parent, child.parent.task
         whole: Batch | None = parent.evaluation if parent.late is None else None
         gate = self._evaluations.gate(len(task.minibatch_ids), lambda: None if whole is None else sum(whole.scores))
@@ -437,7 +437,7 @@ class GepaLoop:
         return [Screened(proposal)]
 
     async def commit(self, step: Step, work: Sequence[Validated]) -> End:
-        """Add the candidates to the pool, one after the other: the one writer."""
+        """Add the candidates to the pool, one after the other, in its writer."""
         step.mark_blocked_by(BEFORE_STEPS)
         await self._seeded.wait()
         step.mark_blocked_by(None)
@@ -499,7 +499,7 @@ class GepaLoop:
         await self._record_seed()
 
     async def _record_seed(self) -> None:
-        """The seed's scores, or an earlier session's, are in the pool."""
+        """Take in that the seed's scores, or an earlier session's, are in the pool."""
         await self._pool.write(self._spending.record_best, self._evaluations.highest)
         seed, best = self._pool.score_of(0), self._pool.best_score()
         self._run.bus.emit(SeedValidated(self._run.clock(), seed, seed if best is None else best))
@@ -535,12 +535,12 @@ class GepaLoop:
             tracker.log_metrics({**figures(run.statistics(), busy, self.integration_calls), **more}, step=iteration)
 
     def _stop(self) -> None:
-        """A stopper said stop: of the user's, or gepa's for the budget."""
+        """Stop the run, as one of gepa's or the user's stoppers says."""
         stopper = self._pool.parts.stopper
         self._run.stop(stopper.reason, "finished" if stopper.budget_spent else "stopped")
 
     def _unanswerable(self, candidate: Texts) -> set[Any]:
-        """Training examples that a candidate's minibatches avoid; in lockstep they are dspy.GEPA's."""
+        """Find training examples that get no answer for a candidate; none in lockstep, as in dspy.GEPA."""
         if self._run.lockstep:
             return set()
         return self._run.rollouts.unanswered_examples(hash_of(candidate), self._evaluations.train_split)

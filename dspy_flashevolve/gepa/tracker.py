@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 def _sent(log: Callable[..., None]) -> Callable[..., None]:
-    """The same for the tracker's thread to do; nothing where no tracker is asked for."""
+    """Leave a call to the tracker's thread; do nothing where no tracker is asked for."""
 
     @wraps(log)
     def send(self: Tracker, *args: Any, **kwargs: Any) -> None:
@@ -30,7 +30,7 @@ def _sent(log: Callable[..., None]) -> Callable[..., None]:
 
 
 class Tracker(ExperimentTracker):
-    """wandb and mlflow, as gepa logs to them.
+    """Sends figures to wandb and mlflow as gepa does, from a thread of its own.
 
     A tracking server may take a tenth of a second for each figure, and gepa sends them one by one: the run does not
     wait for it, but for what is left at its end.
@@ -78,14 +78,14 @@ class Tracker(ExperimentTracker):
         return super().__exit__(kind, *error)
 
     def _attach(self) -> None:
-        """gepa logs tables to mlflow in a thread whose active run is the run."""
+        """Make mlflow's active run the thread's, too, since gepa logs tables to the active run."""
         if self._mlflow_run_id is not None:
             import mlflow  # pyright: ignore[reportMissingImports]
 
             mlflow.start_run(run_id=self._mlflow_run_id)
 
     def log_report(self, run_dir: str | None) -> None:
-        """The run as `flashevolve report` shows it; nothing of a run without a directory. Call it in ``thread``."""
+        """Send the report of `flashevolve report`, of a run with a directory. Call it in ``thread``."""
         if run_dir is not None:
             try:
                 ExperimentTracker.log_html(self, report(read(run_dir, replies=True)), "report")
@@ -94,7 +94,7 @@ class Tracker(ExperimentTracker):
 
 
 def figures(stats: RunStats, busy: int, integrations: int) -> dict[str, float]:
-    """What trackers show of a run so far, beside gepa's figures: tokens, dollars, slots, integrations.
+    """Sum up a run so far for trackers, beside gepa's figures: tokens, dollars, slots, integrations.
 
     Args:
         busy: slots in use now.
