@@ -11,6 +11,7 @@
     ├── TransientError                           the provider asks to come back later; retried
     ├── ProcessDiedError                         a rollout ends its process each time (programs/ray_rollouts.py)
     ├── RolloutUnresolvedError                   the provider gave no answer; never a score
+    ├── NoLongerWantedError                      an evaluation that nobody needs any more; never a score
     └── RunAbortedError                          the run could not go on (a rejected API key, say)
         └── JournalError                         what it does cannot be written down any more (a full disk, say)
 """
@@ -75,6 +76,10 @@ class RolloutUnresolvedError(FlashEvolveError):
     def __init__(self, message: str, unanswerable: bool = False) -> None:
         super().__init__(message)
         self.unanswerable = unanswerable
+
+
+class NoLongerWantedError(FlashEvolveError):
+    """An evaluation was given up before its next rollout began, since nobody needs it any more."""
 
 
 class RunAbortedError(FlashEvolveError):

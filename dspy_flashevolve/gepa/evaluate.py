@@ -21,9 +21,10 @@ from gepa.core.adapter import EvaluationBatch
 from gepa.strategies.acceptance import ImprovementOrEqualAcceptance, StrictImprovementAcceptance
 from gepa.strategies.proposal_selection import AllImprovements, BestImprovement, TopKImprovements
 
-from dspy_flashevolve.engine.errors import RolloutUnresolvedError, RunAbortedError
+from dspy_flashevolve.engine.batches import OnGranted, batch, gather
+from dspy_flashevolve.engine.errors import NoLongerWantedError, RolloutUnresolvedError, RunAbortedError
 from dspy_flashevolve.engine.replay import BEFORE_STEPS, hash_of, id_text
-from dspy_flashevolve.engine.rollouts import NoLongerWantedError, OnGranted, Rollout, RolloutKey, batch, gather
+from dspy_flashevolve.engine.rollouts import Rollout, RolloutKey
 from dspy_flashevolve.engine.steps import EndKind, Reservation, Step, StepEnded, step_rng
 from dspy_flashevolve.gepa.options import Parts
 from dspy_flashevolve.gepa.pool import Pool

@@ -21,10 +21,11 @@ from dspy.primitives import Module
 from gepa.proposer.base import SubsampleEvaluation
 
 from dspy_flashevolve.engine.batcher import Batcher
-from dspy_flashevolve.engine.errors import RolloutUnresolvedError
+from dspy_flashevolve.engine.batches import gather
+from dspy_flashevolve.engine.errors import NoLongerWantedError, RolloutUnresolvedError
 from dspy_flashevolve.engine.events import Integrated
 from dspy_flashevolve.engine.replay import hash_of
-from dspy_flashevolve.engine.rollouts import NoLongerWantedError, Rollout, gather
+from dspy_flashevolve.engine.rollouts import Rollout
 from dspy_flashevolve.engine.staleness import PastCommit, Reflective, StaleChild, Texts
 from dspy_flashevolve.engine.steps import EndKind, Step, StepEnded
 from dspy_flashevolve.gepa.changes import is_too_long

@@ -18,10 +18,10 @@ from typing import Any
 import anyio
 from dspy.primitives import Module
 
-from dspy_flashevolve.engine.errors import ConfigurationError, RolloutUnresolvedError
+from dspy_flashevolve.engine.batches import gather
+from dspy_flashevolve.engine.errors import ConfigurationError, NoLongerWantedError, RolloutUnresolvedError
 from dspy_flashevolve.engine.events import SeedValidated
 from dspy_flashevolve.engine.replay import BEFORE_STEPS, hash_of, id_text
-from dspy_flashevolve.engine.rollouts import NoLongerWantedError, gather
 from dspy_flashevolve.engine.staleness import (
     Discard,
     Integrate,

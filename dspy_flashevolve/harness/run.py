@@ -18,9 +18,9 @@ from typing import Any, TypeVar
 import anyio
 import dspy
 
+from dspy_flashevolve.engine.batches import gather
 from dspy_flashevolve.engine.errors import DataError, RolloutUnresolvedError, RunAbortedError, attach_best_program
 from dspy_flashevolve.engine.redaction import REDACTED
-from dspy_flashevolve.engine.rollouts import gather
 from dspy_flashevolve.engine.staleness import Discard, Integrate, Look
 from dspy_flashevolve.engine.steps import End, EndKind, LiveSteps, NothingToDoError, Step, StepEnded
 from dspy_flashevolve.harness.archive import CHECKED, Archive, Checked, Draft, Failed, drafts_in

@@ -27,7 +27,8 @@ from dspy.utils.usage_tracker import UsageTracker
 
 from dspy_flashevolve.engine.errors import FlashEvolveError
 from dspy_flashevolve.engine.loop import Threads, is_being_cancelled
-from dspy_flashevolve.engine.rollouts import Rollout, record_wasted_cost
+from dspy_flashevolve.engine.metric_calls import record_wasted_cost
+from dspy_flashevolve.engine.rollouts import Rollout
 from dspy_flashevolve.programs.copies import Copied, copied
 from dspy_flashevolve.programs.faults import LmCalls, raise_provider_fault, recording_lm_calls
 from dspy_flashevolve.programs.feedback import FaultyReply, fault_in

@@ -17,7 +17,7 @@ import dspy
 from dspy.teleprompt.gepa.gepa_utils import DspyAdapter
 
 from dspy_flashevolve.engine.errors import TransientError
-from dspy_flashevolve.engine.rollouts import recording_rollout
+from dspy_flashevolve.engine.metric_calls import recording_rollout
 from dspy_flashevolve.engine.run import EvolutionRun
 from dspy_flashevolve.engine.slot import current_slot
 from dspy_flashevolve.programs.accounts import limits_folder

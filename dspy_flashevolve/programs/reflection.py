@@ -22,9 +22,9 @@ from dspy.teleprompt.gepa.gepa_utils import DspyAdapter
 from dspy.teleprompt.gepa.instruction_proposal import InstructionProposer
 from gepa.core.adapter import EvaluationBatch
 
+from dspy_flashevolve.engine.batches import gather
 from dspy_flashevolve.engine.errors import hook_that_raised
 from dspy_flashevolve.engine.loop import Threads
-from dspy_flashevolve.engine.rollouts import gather
 from dspy_flashevolve.programs.faults import raise_provider_fault, recording_lm_calls
 from dspy_flashevolve.programs.feedback import (
     Question,

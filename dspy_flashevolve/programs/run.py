@@ -14,13 +14,14 @@ from dspy.teleprompt.gepa.gepa_utils import DspyAdapter
 from dspy.utils.callback import with_callbacks
 from dspy.utils.exceptions import AdapterParseError
 
+from dspy_flashevolve.engine.batches import OnGranted, batch
 from dspy_flashevolve.engine.errors import ConfigurationError
 from dspy_flashevolve.engine.events import LmCallCounted
 from dspy_flashevolve.engine.limits import Bounds
 from dspy_flashevolve.engine.loop import is_being_cancelled
 from dspy_flashevolve.engine.replay import BEFORE_STEPS, RunJournal, hash_of
 from dspy_flashevolve.engine.retries import RetryPolicy
-from dspy_flashevolve.engine.rollouts import OnGranted, RequestCost, Rollout, RolloutKey, batch
+from dspy_flashevolve.engine.rollouts import RequestCost, Rollout, RolloutKey
 from dspy_flashevolve.engine.run import EvolutionRun, Observer
 from dspy_flashevolve.engine.scheduler import Requester
 from dspy_flashevolve.engine.steps import EndKind, Reservation, Step, StepEnded
