@@ -144,6 +144,8 @@ class Endpoints:
     def _is_optional(self, name: str) -> bool:
         """Whether only stages that a run can do without ask an endpoint, or a group of them."""
         stages = {
-            stage for stage, names in self._asked.items() if name in names or name == self._group_names.get(stage)
+            stage
+            for stage, names in self._asked.items()
+            if name in names or name == self._group_names.get(stage, stage)
         }
         return bool(stages) and stages <= OPTIONAL_STAGES
