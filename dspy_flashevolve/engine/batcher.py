@@ -70,27 +70,29 @@ class Batcher(Generic[I, O]):
             await self._run.wait_for_change()
 
     def _is_due(self) -> bool:
-        waiting = sum(one.step.is_working and not one.step.is_parked for one in self._waiting)
+        waiting = sum(submission.step.is_working and not submission.step.is_parked for submission in self._waiting)
         return 2 * len(self._waiting) >= self._most or self._run.working <= waiting
 
     async def _begin(self) -> None:
         """Begin a batch, freshest steps first."""
-        self._waiting.sort(key=lambda one: (-one.step.version, -one.step.value, one.step.number))
+        self._waiting.sort(
+            key=lambda submission: (-submission.step.version, -submission.step.value, submission.step.number)
+        )
         taken, self._waiting[:] = self._waiting[: self._most], self._waiting[self._most :]
-        for number, one in enumerate((*taken, *self._waiting)):
-            one.step.is_parked = len(taken) <= number < len(taken) + 2 * self._most
+        for number, submission in enumerate((*taken, *self._waiting)):
+            submission.step.is_parked = len(taken) <= number < len(taken) + 2 * self._most
         self._running += 1
         await self._run.run_in_background(lambda: self._done(taken))
 
     async def _done(self, taken: list[_Handed[I, O]]) -> None:
         try:
-            outcomes = await self._work([(one.step, one.item) for one in taken])
-            for one, outcome in zip(taken, outcomes, strict=True):
-                if not one.outcome.done():  # its step may have been cancelled
-                    one.outcome.set_result(outcome)
+            outcomes = await self._work([(submission.step, submission.item) for submission in taken])
+            for submission, outcome in zip(taken, outcomes, strict=True):
+                if not submission.outcome.done():  # its step may have been cancelled
+                    submission.outcome.set_result(outcome)
         except Exception as error:
-            for one in taken:
-                if not one.outcome.done():
-                    one.outcome.set_exception(error)
+            for submission in taken:
+                if not submission.outcome.done():
+                    submission.outcome.set_exception(error)
         finally:
             self._running -= 1

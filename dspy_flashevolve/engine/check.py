@@ -72,7 +72,7 @@ def check(directory: str | Path) -> CheckReport:
 
 
 def _summary(rows: Rows) -> list[str]:
-    one = rows(
+    totals = rows(
         "SELECT (SELECT COUNT(*) FROM sessions) AS sessions, (SELECT COUNT(*) FROM session_ends) AS ended,"
         " (SELECT COUNT(*) FROM steps) AS steps, (SELECT COUNT(*) FROM rollouts) AS rollouts,"
         " (SELECT COALESCE(SUM(calls), 0) FROM calls) AS calls, (SELECT COUNT(*) FROM commits) AS commits,"
@@ -82,12 +82,12 @@ def _summary(rows: Rows) -> list[str]:
         f"{row['n']} {row['way']}" for row in rows("SELECT way, COUNT(*) AS n FROM ends GROUP BY way ORDER BY way")
     )
     unfinished = rows("SELECT COUNT(*) AS n FROM steps WHERE number NOT IN (SELECT step FROM ends)")[0]["n"]
-    best = "none yet" if one["best"] is None else f"{one['best']:.4f}"
+    best = "none yet" if totals["best"] is None else f"{totals['best']:.4f}"
     return [
-        f"{one['sessions']} sessions, {one['sessions'] - one['ended']} of them without an end",
-        f"{one['steps']} steps: {ways or 'none ended'}, {unfinished} unfinished",
-        f"{one['calls']} metric calls, {one['rollouts']} rollouts",
-        f"{one['commits']} commits, best score {best}",
+        f"{totals['sessions']} sessions, {totals['sessions'] - totals['ended']} of them without an end",
+        f"{totals['steps']} steps: {ways or 'none ended'}, {unfinished} unfinished",
+        f"{totals['calls']} metric calls, {totals['rollouts']} rollouts",
+        f"{totals['commits']} commits, best score {best}",
     ]
 
 
@@ -137,9 +137,11 @@ def _wrong_commits(rows: Rows, keeps_texts: bool, directory: Path) -> list[str]:
             continue
         scores: dict[str, float] = json.loads(row["scores"])
         wrong = [
-            one
-            for one, score in scores.items()
-            if one not in unanswered and not math.isnan(score) and score not in given.get((row["candidate"], one), ())
+            example
+            for example, score in scores.items()
+            if example not in unanswered
+            and not math.isnan(score)
+            and score not in given.get((row["candidate"], example), ())
         ]
         if wrong:
             found.append(f"candidate {row['candidate_index']} has scores that no rollout gave: examples {wrong[:3]}")

@@ -113,8 +113,8 @@ def hook_that_raised(error: BaseException, hooks: Mapping[str, Any]) -> str | No
     ... except LookupError as error: print(hook_that_raised(error, {"component_selector": broken}))
     component_selector: broken
     """
-    objects = {id(one): hook for hook, given in hooks.items() for one in _members(given)}
-    codes = {code: hook for hook, given in hooks.items() for one in _members(given) if (code := _code_of(one))}
+    objects = {id(member): hook for hook, given in hooks.items() for member in _members(given)}
+    codes = {code: hook for hook, given in hooks.items() for member in _members(given) if (code := _code_of(member))}
     found: str | None = None
     for code, owner in _frames(error.__traceback__):
         if code in codes:
@@ -146,8 +146,8 @@ def _members(given: Any) -> Iterator[Any]:
     if given is None:
         return
     yield given
-    for one in getattr(given, "stoppers", None) or ():
-        yield from _members(one)
+    for stopper in getattr(given, "stoppers", None) or ():
+        yield from _members(stopper)
 
 
 def _code_of(given: Any) -> CodeType | None:

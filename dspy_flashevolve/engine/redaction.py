@@ -50,13 +50,13 @@ class Redaction:
     """
 
     def __init__(self, secrets: Iterable[str] = ()) -> None:
-        self._texts = {one for one in secrets if len(one) >= SHORTEST and any(map(str.isdigit, one))}
+        self._texts = {secret for secret in secrets if len(secret) >= SHORTEST and any(map(str.isdigit, secret))}
         self._known: re.Pattern[str] | None = None
         self.add(())
 
     def add(self, held: Iterable[str]) -> None:
         """Take note of what LMs hold, which is secret; see :func:`secrets_held_by`."""
-        self._texts |= {one for one in held if len(one) >= SHORTEST_HELD and one.lower() not in NO_SECRETS}
+        self._texts |= {text for text in held if len(text) >= SHORTEST_HELD and text.lower() not in NO_SECRETS}
         known = sorted(self._texts, key=len, reverse=True)
         self._known = re.compile("|".join(map(re.escape, known))) if known else None
 
@@ -73,7 +73,7 @@ class Redaction:
         if type(value) in (list, tuple):
             return type(value)(map(self.redact_known, value))
         if type(value) is dict:
-            return {name: self.redact_known(one) for name, one in cast("dict[Any, Any]", value).items()}
+            return {name: self.redact_known(item) for name, item in cast("dict[Any, Any]", value).items()}
         return value
 
     def redact_errors(self, errors: Iterable[BaseException]) -> None:
@@ -135,8 +135,8 @@ def _listed(value: object) -> bool:
 def _in_address(address: str) -> set[str]:
     parts = urlsplit(address)
     given = {parts.username or "", parts.password or "", *(value for _, value in parse_qsl(parts.query))}
-    given |= {one for one in parts.path.split("/") if len(one) >= LONG_SEGMENT}
-    return {one for text in given if text for one in (text, unquote(text))}
+    given |= {segment for segment in parts.path.split("/") if len(segment) >= LONG_SEGMENT}
+    return {form for text in given if text for form in (text, unquote(text))}
 
 
 def without_secrets(address: str) -> str:
@@ -148,7 +148,7 @@ def without_secrets(address: str) -> str:
     parts = urlsplit(address)
     if not parts.hostname:
         return address.rstrip("/")
-    path = "/".join(REDACTED if len(one) >= LONG_SEGMENT else one for one in parts.path.split("/"))
+    path = "/".join(REDACTED if len(segment) >= LONG_SEGMENT else segment for segment in parts.path.split("/"))
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{path}".rstrip("/")
 
 

@@ -209,8 +209,8 @@ class EvolutionRun:
         """Everything is ready for requests inside the block; a run is for one."""
         self.clock.attach()
         with ExitStack() as observing:
-            for one in self._observers:
-                observing.enter_context(one.observing(self))
+            for observer in self._observers:
+                observing.enter_context(observer.observing(self))
             try:
                 yield
             except BaseException as error:
@@ -279,12 +279,12 @@ class EvolutionRun:
                 :class:`NothingToDoError` and :class:`RolloutUnresolvedError` ends the run. Steps of an interrupted run
                 come first, with ``recorded``.
             admission: when one more may start. Default: as many at once as there are slots. In lockstep it is one.
-            calls: metric calls that a step may cost at most: they are set aside before it starts.
+            calls_per_step: metric calls that a step may cost at most: they are set aside before it starts.
             reserve: sets them aside where the most is another from step to step; None where they do not fit.
-            may_open: why no further step may start, by a limit of the loop's own; None while one may.
-            ended: awaited at each step's end, before another starts in its place.
-            first: number of the first step.
-            at_least: steps with a number below it start however soon ``max_seconds`` are over.
+            stop_reason: why no further step may start, by a limit of the loop's own; None while one may.
+            on_end: awaited at each step's end, before another starts in its place.
+            first_number: number of the first step.
+            min_steps: steps with a number below it start however soon ``max_seconds`` are over.
             watchers: what runs beside the steps until the last one has ended.
 
         Raises:
@@ -471,7 +471,7 @@ class EvolutionRun:
         gap = version - 1 - step.version
         self.gaps["before_commit"][gap] += 1
         if generation is None:
-            generation = 1 + max((self._generations.get(one, 0) for one in parents), default=-1)
+            generation = 1 + max((self._generations.get(parent, 0) for parent in parents), default=-1)
         self._generations[candidate] = generation
         self._best = max(self._best, score)
         best = self._best if best_score is None else best_score
@@ -608,7 +608,7 @@ class EvolutionRun:
     async def _watch_time(self, most: float) -> None:
         await anyio.sleep(max(0.0, self.clock.began + most - self.clock()))
         least = self._at_least
-        while self._next < least or any(not one.has_begun for one in self._live.values() if one.number < least):
+        while self._next < least or any(not step.has_begun for step in self._live.values() if step.number < least):
             await self.wait_for_change()
         self.stop(f"max_seconds={most:g} is over", "finished")
         self.endpoints.retries.hurry()

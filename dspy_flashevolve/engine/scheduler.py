@@ -160,8 +160,8 @@ class Scheduler:
         stages: their names, in the order in which a step passes them: a later one is nearer to a commit.
         endpoints: stage -> the endpoint that answers its requests; stages that are not named share one.
         clock: seconds.
-        idle: called each time that a slot comes free for which nobody waits.
-        visited: told of each visit of a step to a stage, at its end.
+        on_idle: called each time that a slot comes free for which nobody waits.
+        on_visit: told of each visit of a step to a stage, at its end.
 
     Raises:
         ConfigurationError: a limit under 1.

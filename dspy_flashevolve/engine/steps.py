@@ -116,10 +116,10 @@ class Reservation:
         self.open -= calls
         self._budget.reserved -= calls
         self._budget.spent += calls
-        one: Reservation | None = self
-        while one is not None:
-            one.settled += calls
-            one = one._parent
+        reservation: Reservation | None = self
+        while reservation is not None:
+            reservation.settled += calls
+            reservation = reservation._parent
 
     def extend(self, calls: int) -> bool:
         """Set more calls aside; False (and nothing changes) when they do not fit."""

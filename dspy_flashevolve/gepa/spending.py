@@ -1,6 +1,6 @@
 """What a run may still spend: whether a further step starts, and the metric calls that are set aside for it.
 
-``admits`` and ``may_open`` are questions, asked whenever something has changed; they change nothing. ``reserve`` and
+``may_open`` is a question, asked whenever something has changed; it changes nothing. ``reserve`` and
 ``release`` set calls aside and hand them back.
 """
 

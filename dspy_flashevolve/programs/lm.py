@@ -290,7 +290,7 @@ class _Request:
         pace: of its LM.
         call_arguments: of the call.
         slot: in which it is made; None outside of any.
-        keeps: it keeps the slot while it portal, and ends what runs there when it takes too long: a thread makes it.
+        keeps: it keeps the slot while it waits, and ends what runs there when it takes too long: a thread makes it.
     """
 
     def __init__(self, pace: Pace, call_arguments: object, slot: Slot | None, keeps: bool = False) -> None:
