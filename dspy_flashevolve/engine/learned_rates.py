@@ -22,6 +22,10 @@ CAUTIOUS_REQUESTS = 200
 """So many requests without a refusal let a learned pace grow by half. It reaches the limit, 4% above, after 90: so
 about 1% of the requests are refused where a provider tells nothing. With 100 it is 2%, with 400 a pace that was learned
 too low is kept for minutes."""
+CAUTIOUS_SECONDS = 420.0
+"""So much time without a refusal lets it grow by as much. Where a provider names a far longer wait than it needs, the
+cycle shows a few requests a minute, of which 90 take most of an hour; here it doubles after nine minutes. A limit that
+is right is tried three minutes after the last refusal: with 20 requests a minute or more, requests are faster."""
 FEWER = 0.8
 """A provider that refuses a request while fewer than this share of the most that it ever had under way are under way
 has a limit a minute. One that refuses at more may have a limit of requests at once: then all its places are taken, but
@@ -138,8 +142,9 @@ def pace_of_cycle(accepted: Sequence[float], ends: float) -> float | None:
 class LearnedPace:
     """Learns how many requests a minute a provider accepts that tells it by refusals only.
 
-    The pace is that of the last cycle, see :func:`pace_of_cycle`. It grows with each request that is not refused:
-    slowly near what was learned, and then ever faster (as CUBIC does, RFC 9438), in case the limit is higher.
+    The pace is that of the last cycle, see :func:`pace_of_cycle`. It grows with the requests and the time
+    without a refusal: slowly near what was learned, and then ever faster (as CUBIC does, RFC 9438), in case the limit is
+    higher.
     """
 
     def __init__(self) -> None:
@@ -153,12 +158,13 @@ class LearnedPace:
         self._refusals_at_most = 0
         self._last_refusal_seconds = -math.inf
 
-    @property
-    def limit(self) -> float:
-        """Requests a minute; infinite while nothing was learned, and where the provider limits requests in flight."""
-        if self.limits_at_once:
+    def limit(self, now: float) -> float:
+        """Return the requests a minute; infinite while nothing was learned, and where the provider limits requests in
+        flight."""
+        if self.limits_at_once or self._per_second == math.inf:
             return math.inf
-        return self._per_second * PERIOD_SECONDS * (1 + 0.5 * (self._answered / CAUTIOUS_REQUESTS) ** 3)
+        trust = max(self._answered / CAUTIOUS_REQUESTS, (now - self._opened) / CAUTIOUS_SECONDS)
+        return self._per_second * PERIOD_SECONDS * (1 + 0.5 * trust**3)
 
     @property
     def limits_at_once(self) -> bool:

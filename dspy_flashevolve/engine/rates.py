@@ -232,7 +232,7 @@ class RateLimit:
 
     def _apply_learned_pace(self) -> None:
         """Go by the learned pace, where no limit is told."""
-        self._meters["requests"].learned_limit = math.inf if self.limits else self._learned_pace.limit
+        self._meters["requests"].learned_limit = math.inf if self.limits else self._learned_pace.limit(self._clock())
 
     async def admit(self, claim: Claim, sleep: Callable[[float], Awaitable[None]]) -> None:
         """Wait until a request may be sent; in the order in which they come.

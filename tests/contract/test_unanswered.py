@@ -20,7 +20,7 @@ import dspy
 import pytest
 from dspy.lm15 import Message, Request, Response, TextPart, Usage
 from dspy.utils.exceptions import LMRateLimitError, LMServerError, LMTimeoutError
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dspy_flashevolve import Reflective, RunAbortedError, Workflow
@@ -446,6 +446,7 @@ FAULTS: dict[str, Callable[[], Exception]] = ALWAYS | {
         [{}, {"schedule": "lockstep"}, {"max_seconds": 60}, {"workflow": Workflow(rollout_timeout_seconds=5.0)}]
     ),
 )
+@example(faults=[(0.0, 2.0, "an hour", 0.5)], kind="mixed", slots=8, more={})
 def test_no_schedule_of_faults_leaves_a_run_that_waits_for_nothing(
     faults: list[tuple[float, float, str, float]], kind: str, slots: int, more: dict[str, Any]
 ) -> None:

@@ -355,6 +355,19 @@ def test_nothing_is_sent_for_the_rest_of_a_window_of_which_the_headers_say_that_
     run(main)
 
 
+def test_a_pace_that_was_learned_far_too_low_is_doubled_again_and_again_within_minutes() -> None:
+    """Who says an hour and takes requests after two seconds: after the wait of a minute 2 or 3 a minute look right."""
+
+    async def main() -> None:
+        customer = Customer(
+            lambda seconds, at_once: 3600.0 if seconds < 2 and at_once >= 2 else None, dict, lambda w: w
+        )
+        await customer.ask(300)
+        assert now() < 40 * 60
+
+    run(main)
+
+
 def test_a_provider_that_takes_so_many_requests_at_once_is_not_paced_by_the_minute() -> None:
     async def main() -> None:
         customer = Customer(lambda _, at_once: 1.0 if at_once >= 24 else None, retry_after=in_a_second)
