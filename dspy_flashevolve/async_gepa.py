@@ -100,7 +100,7 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
         max_full_evals: int | None = None,
         max_metric_calls: int | None = None,
         # Reflection configuration
-        reflection_minibatch_size: int = 3,
+        reflection_minibatch_size: int | None = None,
         candidate_selection_strategy: Literal["pareto", "current_best"] = "pareto",
         reflection_lm: LM | str | Callable[[str], Any] | None = None,
         skip_perfect_score: bool = True,

@@ -154,6 +154,16 @@ class Weave:
         for component, text in self.base.items():
             self._orders[component] = [self._new(part, None) for part in parts_of(text)]
 
+    def copy(self) -> Weave:
+        """A weave that goes its own way."""
+        weave = Weave({}, self._code, self._is_edited)
+        weave.base, weave.changes, weave._parts, weave._adders = (
+            dict(self.base), list(self.changes), list(self._parts), list(self._adders),
+        )  # fmt: skip
+        weave._orders = {name: list(order) for name, order in self._orders.items()}
+        weave._spaces = dict(self._spaces)
+        return weave
+
     def compose(self, chosen: Collection[int]) -> dict[str, str]:
         """The base with changes in it.
 
@@ -304,17 +314,18 @@ class Weave:
             old, new = self._visible(component, chosen), parts_of(text)
             if max(len(old), len(new)) > MOST_PARTS:
                 return None
-            units, pairs = self._units(old, new)
+            is_edited = self._is_edited(text)
+            units, pairs = self._units(old, new, is_edited)
             reworded = sum(unit.is_reworded for unit in units)
             is_rewrite = (old and not pairs) or len(pairs) + reworded < KEPT * len(old)
-            if not new or (is_rewrite and not self._is_edited(text)):
+            if not new or (is_rewrite and not is_edited):
                 return None
             ways = (_grouped(units, key) for key in _FINENESS)
             groups = next(groups for groups in ways if len(groups) <= MOST_CHANGES)
             self._weave_in(component, numbers, new, pairs, groups, reuses)
         return frozenset(numbers)
 
-    def _units(self, old: Sequence[int], new: Sequence[Part]) -> tuple[list[_Unit], dict[int, int]]:
+    def _units(self, old: Sequence[int], new: Sequence[Part], is_edited: bool) -> tuple[list[_Unit], dict[int, int]]:
         """How a child's parts differ from its parent's, as finely as makes sense.
 
         Returns:
@@ -360,11 +371,11 @@ class Weave:
                     run.new.append(position)
                     continue
                 run.old += old[at:place]
-                units += self._split(run, new)
+                units += self._split(run, new, is_edited)
                 units.append(_Unit(hunk, here, [position], [old[place]], is_reworded=True))
                 at, run = place + 1, _Unit(hunk, here)
             run.old += old[at:end]
-            units += self._split(run, new)
+            units += self._split(run, new, is_edited)
         gone = {face_of(self._parts[key].text): unit for unit in units if not unit.new for key in unit.old}
         for unit in [unit for unit in units if not unit.old]:
             source = next((gone[face] for at in unit.new if (face := face_of(new[at].text)) in gone), None)
@@ -372,11 +383,16 @@ class Weave:
                 unit.old, source.old = source.old, []
         return sorted((unit for unit in units if unit.new or unit.old), key=lambda unit: unit.new[:1]), pairs
 
-    def _split(self, run: _Unit, new: Sequence[Part]) -> list[_Unit]:
+    def _split(self, run: _Unit, new: Sequence[Part], is_edited: bool) -> list[_Unit]:
         """What of a run of differences makes sense alone: all that goes in another's place, but for rules of one form;
-        sections with what is under them; else each part."""
+        sections with what is under them; else each part. Of edits, which are right each on its own, the first paragraph
+        or item is what goes in the others' place."""
         if not run.new:
             return [run] if run.old else []
+        if is_edited and run.old:
+            first = next((at for at in range(1, len(run.new)) if "\n" in new[run.new[at]].before), len(run.new))
+            replacement = _Unit(run.hunk, run.section, run.new[:first], run.old)
+            return [replacement, *self._split(_Unit(run.hunk, run.section, run.new[first:]), new, is_edited)]
         old, leads = [self._parts[key] for key in run.old], any(level_of(new[at]) < 9 for at in run.new)
         has_form = any(is_worded_as(new[at], other) for at in run.new for other in old)
         if old and (leads or not has_form or any(level_of(other) < 9 for other in old)):

@@ -2,9 +2,9 @@
 
 Every rollout of a candidate is evidence on all the changes in it. Steps start from variants of the head, each without
 some of the changes of which little is known, so that the rollouts that reflection needs anyway form a screening design
-(Plackett and Burman 1946). A linear model, score = example + sum of the changes in the candidate - crowding for each
-pair of them, gives each change's effect; how effects spread over changes (their prior) is estimated from the same
-rollouts. Where changes mostly help, new ones are trusted at once; where many harm, few are tried at a time.
+(Plackett and Burman 1946). A linear model, score = example + sum of the changes in the candidate, gives each change's
+effect; how effects spread over changes (their prior) is estimated from the same rollouts. Where changes mostly help,
+new ones are trusted at once; where many harm, few are tried at a time.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from dspy_flashevolve.engine.replay import hash_of
 from dspy_flashevolve.engine.staleness import Texts
 from dspy_flashevolve.gepa.changes import Change, IsEdited, Weave, changes_between, is_too_long, never_edited
+from dspy_flashevolve.gepa.edits import put_into
 from dspy_flashevolve.observe.statistics import ChangeRecord
 
 Array = NDArray[np.float64]
@@ -42,8 +43,6 @@ distribution (.29), so that an example with few rollouts is drawn to the common 
 FIRST_NOISE = 0.3
 """Noise, as a share of the range of scores, until there are rollouts to measure it: that of a score of 0 or 1 which is
 right nine times in ten."""
-CROWDING_SD = 1 / 30
-"""Prior standard deviation of the crowding cost per pair of changes, in units of the noise; the prior mean is 0."""
 HELPS, HARMS, HARMS_MUCH = 1.0, -0.7, -1.5
 """Effects, in their standard errors, from which a change counts as known to help, or to harm. A change that seems to
 harm is left out sooner than one that seems to help is always put in: in a variant it costs the score of all others."""
@@ -67,13 +66,11 @@ class Effects:
         mean: expected effects on the score.
         error: their standard errors.
         prior: mean and standard deviation of the effects of changes of which nothing is known.
-        crowding: what each pair of changes in a candidate costs its score beside their effects, from 0.
     """
 
     mean: Array
     error: Array
     prior: tuple[float, float]
-    crowding: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,10 +134,9 @@ class Evidence:
         rows, columns = table[:, 0].astype(np.intp), table[:, 1].astype(np.intp)
         scores = np.clip(table[:, 2], -SCORE_BOUND * scale, SCORE_BOUND * scale)
         compositions = len(known)
-        design = np.zeros((compositions, changes + 1))
+        design = np.zeros((compositions, changes))
         for row, composition in enumerate(known):
             design[row, list(composition)] = 1.0
-            design[row, changes] = -math.comb(len(composition), 2)
         of_example = np.bincount(rows, minlength=examples).astype(float)
         totals = np.bincount(rows, scores, minlength=examples).astype(np.float64)
         noise = _noise(rows, scores, of_example, totals, scale)
@@ -155,20 +151,7 @@ class Evidence:
         mean_of_all = max(float(own.sum()), 1e-12)
         information -= np.outer(cross, cross) / mean_of_all
         pull -= cross * float((totals * (1 - weight * of_example)).sum()) / mean_of_all
-        information, pull = information / noise**2, pull / noise**2
-        crowding = _crowding(information, pull, noise)
-        effects = posterior(information[:-1, :-1], pull[:-1] - crowding * information[:-1, -1], noise)
-        return replace(effects, crowding=crowding)
-
-
-def _crowding(information: Array, pull: Array, noise: float) -> float:
-    """Estimate the crowding cost of a pair of changes, less its standard error; it is the equations' last unknown."""
-    of_pairs, precision = information[:-1, -1], float(information[-1, -1]) + (CROWDING_SD * noise) ** -2
-    rest = information[:-1, :-1] - np.outer(of_pairs, of_pairs) / precision
-    effects = posterior(rest, pull[:-1] - of_pairs * float(pull[-1]) / precision, noise)
-    mean = float(pull[-1] - of_pairs @ effects.mean) / precision
-    spreads = np.array([effects.prior[1]] * len(effects.mean) + [CROWDING_SD * noise])
-    return max(0.0, mean - math.sqrt(float(np.linalg.inv(information + np.diag(spreads**-2))[-1, -1])))
+        return posterior(information / noise**2, pull / noise**2, noise)
 
 
 def _noise(rows: NDArray[np.intp], scores: Array, of_example: Array, totals: Array, scale: float) -> float:
@@ -244,6 +227,8 @@ class Credit:
         self._children = deque[tuple[int, bool]](maxlen=LAST_CHILDREN)
         """Step and whether its child rewrote its parent, of the last children."""
         self.outlook = Outlook()
+        self._before: tuple[Weave, dict[str, frozenset[int]]] | None = None
+        """The former base's changes, and the candidates made of them: children of these may still come."""
         self._begin(Weave(seed, code, is_edited), [])
 
     def _begin(self, weave: Weave, steps: list[int]) -> None:
@@ -299,10 +284,6 @@ class Credit:
             if rng.random() < chance:
                 chosen.append(number)
         rng.shuffle(chosen)
-        if self._effects.crowding:
-            mean, error = self._means(), self._errors()
-            again = [number for number in chosen if mean[number] + error[number] <= 0]  # to be sure that they harm
-            chosen = again + self._uncrowded(chosen, hope=1.0)
         return self._compose(self._that_fit(chosen))
 
     @property
@@ -312,14 +293,13 @@ class Credit:
     def may_ask(self, asking: int) -> bool:
         """Say whether a further child may be asked for, while ``asking`` are on their way.
 
-        What a change costs the others in the head is taken off its effect. One that has been tested for long, and
-        neither helps nor harms, makes room: it does little either way.
+        A change that has been tested for long, and neither helps nor harms, makes room: it does little either way.
         """
-        rollouts, cost = len(self._evidence), self._effects.crowding * len(self._best())
+        rollouts = len(self._evidence)
         unknown = {
             step
             for step, mean, error, born in zip(self._steps, self._means(), self._errors(), self._born, strict=True)
-            if HARMS <= (mean - cost) / error <= HELPS and rollouts - born < TESTED_ROLLOUTS
+            if HARMS <= mean / error <= HELPS and rollouts - born < TESTED_ROLLOUTS
         }
         return len(unknown) + asking < self._undecided
 
@@ -333,7 +313,7 @@ class Credit:
         """
         composition = self._compositions.get(hash_of(parent))
         if composition is None:
-            return False
+            return self._take_late(step, parent, child)
         taken = self._weave.take(composition, child)
         if taken is None:
             return False
@@ -348,13 +328,34 @@ class Credit:
             self._evidence.add((self._era, split, example), composition, score)
         return True
 
+    def _take_late(self, step: int, parent: Texts, child: Texts) -> bool:
+        """Take in a child that was made of what the changes stood on before; False where it cannot be taken apart.
+
+        Each of its changes goes where the new base has a part most like what it replaces, or like itself.
+        """
+        if self._before is None:
+            return False
+        weave, compositions = self._before
+        composition = compositions.get(hash_of(parent))
+        taken = None if composition is None else weave.take(composition, child)
+        if composition is None or taken is None:
+            return False
+        known = len(self._changes)
+        for number in sorted(taken[0] - composition):
+            change = weave.changes[number]
+            text = self._weave.base[change.component]
+            self._weave.take(frozenset(), {**self._weave.base, change.component: put_into(text, change)})
+        self._steps += [step] * (len(self._changes) - known)
+        self._born += [len(self._evidence)] * (len(self._changes) - known)
+        self._publish()
+        return True
+
     def head(self) -> Head:
         """Compose the base with all changes that are expected to help."""
         self._refit()
         mean, chosen = self._means(), self._that_fit(self._best())
         last = next(reversed(self._tried.values()), frozenset[int]())
         gain = sum(mean[number] for number in chosen - last) - sum(mean[number] for number in last - chosen)
-        gain -= self._effects.crowding * (math.comb(len(chosen), 2) - math.comb(len(last), 2))
         return Head(self._compose(chosen), chosen, gain)
 
     def grown(self, texts: Texts, least: int) -> dict[str, list[tuple[str, float, float]]]:
@@ -393,9 +394,12 @@ class Credit:
         Changes of components that it has written anew are gone; their last estimates are kept for the record.
         """
         records = self._present()
+        self._before = self._weave.copy(), self._compositions
+        prior = self._effects.prior
         kept = self._weave.stand_on(candidate)
         self._former += [record for number, record in enumerate(records) if number not in kept]
         self._begin(self._weave, [self._steps[number] for number in kept])
+        self._effects = replace(self._effects, prior=prior)  # children are as good as they were
         self.parent = index
         self._publish()
 
@@ -456,21 +460,10 @@ class Credit:
         return candidate
 
     def _best(self) -> list[int]:
-        """The changes that are expected to bring more than they cost the others, the best first."""
+        """The changes that are expected to help, the best first."""
         mean = self._means()
-        return self._uncrowded(sorted(range(len(mean)), key=lambda number: -mean[number]), hope=0.0)
-
-    def _uncrowded(self, numbers: Iterable[int], hope: float) -> list[int]:
-        """Keep, greedily in the given order, each change whose effect exceeds its crowding cost to those already kept.
-
-        Args:
-            hope: standard errors that are added to the expected effects: 0 for the head, more to test changes.
-        """
-        mean, error, kept = self._means(), self._errors(), list[int]()
-        for number in self._without_rivals(numbers):
-            if mean[number] + hope * error[number] > self._effects.crowding * len(kept):
-                kept.append(number)
-        return kept
+        helpful = (number for number in range(len(mean)) if mean[number] > 0)
+        return self._without_rivals(sorted(helpful, key=lambda number: -mean[number]))
 
     def _without_rivals(self, numbers: Iterable[int]) -> list[int]:
         """Keep the first of changes that claim the same, of which a text may have one."""

@@ -17,7 +17,8 @@ from dspy.clients.errors import LMError
 from dspy.teleprompt.gepa.instruction_proposal import InstructionProposer
 from pydantic import BaseModel, Field, ValidationError
 
-from dspy_flashevolve.gepa.changes import is_json, parts_of
+from dspy_flashevolve.gepa.changes import Change
+from dspy_flashevolve.gepa.parts import REWORDED, Part, is_json, likeness, parts_of
 
 logger = logging.getLogger(__name__)
 
@@ -37,9 +38,11 @@ Leave out what helps only with these very inputs."""
 FORM = """\
 Reply with one to eight edits of the numbered parts. Each edit must be right on its own: it may be kept while the others
 are dropped, so two edits never depend on each other. Leave parts alone that are not wrong, and do not reword them.
-Where a part says something on the subject already, replace it by a version that says the old and the new; add no second
-part on the same subject. A new part has the form of its neighbours: an item in a list, a heading where a section
-begins, else a paragraph. Write no part numbers in a text."""
+Others edit the same instruction at the same time: what is new on a subject that a part treats already, such as another
+case or another example, goes behind that part as a short part of its own. Replace a part only where it is wrong, and
+remove it where it misleads. A new part says one thing, is understood without its neighbours (it names again what it is
+about), and has their form: an item in a list, a heading where a section begins, else a sentence. Write no part numbers
+in a text."""
 
 
 Proposing = Generator[tuple[dspy.Predict, dict[str, Any]], Any, str]
@@ -256,6 +259,36 @@ def edited(instruction: str, edits: Sequence[Edit]) -> str:
             written += text
         gap = after if block else max(gap, after, key=len)
     return written
+
+
+RELATED = 0.3
+"""Share of their words that a part and a change have in common, from which the change belongs behind the part; else it
+goes to the end. Lines on one label of `symptom2disease` share more, lines on two share less."""
+
+
+def put_into(instruction: str, change: Change) -> str:
+    """An instruction with a change in it that was made in another text: in the place of the part that it replaces, as
+    far as that is there, else behind the part that is most like it.
+
+    >>> change = Change("self", "- Be kind.", "", (), (), (), frozenset(), "")
+    >>> put_into("Answer.\\n- Be brief.\\n\\nThanks.", change)
+    'Answer.\\n- Be brief.\\n- Be kind.\\n\\nThanks.'
+    """
+    parts = parts_of(instruction)
+    old, new = (parts_of(text)[0] if parts_of(text) else None for text in (change.replaces, change.part))
+
+    def nearest(part: Part, least: float) -> int:
+        alike = [likeness(part, other) for other in parts]
+        return alike.index(max(alike)) + 1 if alike and max(alike) >= least else 0
+
+    place = 0 if old is None else nearest(old, REWORDED)
+    if place:
+        action: Literal["add", "replace", "remove"] = "replace" if change.part else "remove"
+    elif new is None:
+        return instruction
+    else:
+        action, place = "add", nearest(new, RELATED) or len(parts)
+    return edited(instruction, [Edit(action=action, part=place, text=change.part)])
 
 
 _BLANK = "\n\n"

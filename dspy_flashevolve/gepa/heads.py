@@ -365,7 +365,7 @@ class Heads:
         ):
             return heads
         anew = Screened(replace(heads[0].proposal, candidate=clean, tag=CONSOLIDATION))
-        return [*heads, anew] if is_last else [anew]
+        return [anew, *heads] if is_last else [anew]  # the budget may pay the first alone
 
     # What validations tell. Runs in the pool's writer.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -33,6 +34,7 @@ class Selection:
         credit: composes what steps start from besides the Pareto frontier; None where nothing is composed.
         frontier_share: share of the steps that start from the Pareto frontier all the same.
         unanswerable: a candidate's texts -> training examples that get no answer: its minibatches avoid them.
+        least_examples: how many examples a reflection is to read at least; the sampler may draw fewer.
     """
 
     def __init__(
@@ -41,11 +43,14 @@ class Selection:
         credit: Credit | None,
         frontier_share: float,
         unanswerable: Callable[[dict[str, str]], set[Any]],
+        least_examples: Callable[[], int],
     ) -> None:
         self._pool = pool
         self._credit = credit
         self._frontier_share = frontier_share
-        self._unanswerable = unanswerable
+        self._unanswerable, self._least_examples = unanswerable, least_examples
+        self._drawn = Counter[Any]()
+        """Training example -> minibatches that it was in."""
         self._crossing: set[int] = set()
         """Numbers of the steps that cross two candidates."""
 
@@ -119,8 +124,10 @@ class Selection:
             for place, task in enumerate(tasks):  # a strategy of the user's may choose parents by itself
                 if task.parent_idx == credit.parent and (bases[place] is None or not pool.seed_confirmed):
                     tasks[place] = replace(task, parent_candidate=dict(variant))
-        tasks = [self._answerable(self._once(task), self._unanswerable(task.parent_candidate)) for task in tasks]
+        tasks = [self._widened(self._once(task)) for task in tasks]
+        tasks = [self._answerable(task, self._unanswerable(task.parent_candidate)) for task in tasks]
         for task in tasks:
+            self._drawn.update(task.minibatch_ids)
             pool.reports.task_selected(step, task)
         return Selected(tuple(tasks), tuple(bases))
 
@@ -130,6 +137,17 @@ class Selection:
         ids = list(dict.fromkeys(task.minibatch_ids))
         if self._pool.shares_randomness or len(ids) == len(task.minibatch_ids):
             return task
+        return replace(task, minibatch_ids=ids, minibatch=self._pool.trainset.fetch(ids))
+
+    def _widened(self, task: Task) -> Task:
+        """The task with further training examples, of those that were drawn least often."""
+        missing = self._least_examples() - len(task.minibatch_ids)
+        if missing <= 0:
+            return task
+        others = [example for example in self._pool.trainset.all_ids() if example not in task.minibatch_ids]
+        self._pool.parts.rng.shuffle(others)
+        others.sort(key=lambda example: self._drawn[example])
+        ids = [*task.minibatch_ids, *others[:missing]]
         return replace(task, minibatch_ids=ids, minibatch=self._pool.trainset.fetch(ids))
 
     def _answerable(self, task: Task, out: set[Any]) -> Task:

@@ -88,7 +88,7 @@ class GepaSettings(RunSettings):
 
     metric_fn: Callable[..., Any]
     reflection_lm: Any = None
-    reflection_minibatch_size: int | None = 3
+    reflection_minibatch_size: int | None = None
     candidate_selection_strategy: Any = "pareto"
     component_selector: Any = "round_robin"
     skip_perfect_score: bool = True

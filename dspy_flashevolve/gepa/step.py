@@ -63,6 +63,10 @@ from dspy_flashevolve.observe.statistics import ONLY_TESTED, ChangeRecord
 from dspy_flashevolve.programs.program import ProgramRunner
 from dspy_flashevolve.programs.run import DspyRun
 
+READ_TOGETHER = 8
+"""Examples that one reflection reads where nearly all children help, unless ``reflection_minibatch_size`` says another
+number. Three such reflections learn as much as eight of three examples (docs/benchmarks.md), and cost a third."""
+
 
 class GepaLoop:
     """Takes the steps of one run of GEPA; :meth:`step` is the picture above as code.
@@ -109,7 +113,13 @@ class GepaLoop:
                 run, pool, self._evaluations, reflective, integrating, settings, code, calls
             )
         share = 1.0 if reflective is None else reflective.frontier_share
-        self._selection = Selection(pool, self._credit, share, self._unanswerable)
+        reads_more = self._credit is not None and settings.reflection_minibatch_size is None
+        reads_more = reads_more and "batch_sampler" not in settings.gepa_kwargs
+        self._screening = Screening()
+        self._selection = Selection(
+            pool, self._credit, share, self._unanswerable,
+            lambda: READ_TOGETHER if reads_more and self._screening.children_help else 0,
+        )  # fmt: skip
         has_edits = edits is not None
         self._heads = Heads(run, pool, self._credit, self._selection, calls, settings, initial, has_edits)
         minibatch = min(settings.minibatch_size, len(pool.trainset))
@@ -130,7 +140,6 @@ class GepaLoop:
             self._admission = AsChildrenCome(
                 joined, alone, lambda: self._heads.joins, lambda: self._spending.calls_alone
             )
-        self._screening = Screening()
         self._asking = 0
         """Steps that are about to ask for a child, or wait for one."""
         self._counts_from = 0
