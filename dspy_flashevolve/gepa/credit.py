@@ -329,11 +329,13 @@ class Credit:
         return True
 
     def _take_late(self, step: int, parent: Texts, child: Texts) -> bool:
-        """Take in a child that was made of what the changes stood on before; False where it cannot be taken apart.
+        """Take in a child that is edits of a text that the changes stood on before; False where it is none.
 
-        Each of its changes goes where the new base has a part most like what it replaces, or like itself.
+        Each of its edits goes where the new base has a part most like what it replaces, or like itself.
         """
-        if self._before is None:
+        if self._before is None or not all(
+            self._is_edited(child[name]) for name in child if child[name] != parent[name]
+        ):
             return False
         weave, compositions = self._before
         composition = compositions.get(hash_of(parent))

@@ -10,13 +10,11 @@ import warnings
 from collections.abc import Hashable, Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dspy_flashevolve.engine.replay import hash_of
-from dspy_flashevolve.gepa import credit
 from dspy_flashevolve.gepa.credit import Credit, Evidence
 from tests.fakes import hashed
 
@@ -164,76 +162,6 @@ def test_estimates_do_not_depend_on_the_order_in_which_rollouts_end(shuffler: ra
     assert one.prior == pytest.approx(other.prior, abs=1e-9)
 
 
-# Changes that get in each other's way
-
-
-class Crowd(Task):
-    """Each pair of changes in a candidate costs its score."""
-
-    def __init__(self, cost: float, seed: int) -> None:
-        rng = random.Random(seed)
-        super().__init__([rng.gauss(0.06, 0.05) for _ in range(16)], seed=seed)
-        self.cost = cost
-
-    def value(self, candidate: dict[str, str]) -> float:
-        """What a candidate's changes bring together."""
-        numbers = numbers_in(candidate)
-        return sum(self.effects[one] for one in numbers) - self.cost * math.comb(len(numbers), 2)
-
-    def score(self, candidate: dict[str, str], example: int) -> float:
-        return self.levels[example] + self.value(candidate) + self.rng.gauss(0, NOISE)
-
-    def learnt(self) -> dict[str, str]:
-        """The head after some steps from the seed, and some from variants."""
-        for number in range(16):
-            self.runs(SEED)
-            self.add(number)
-        self.steps(20)
-        return self.credit.head().candidate
-
-
-def test_where_changes_get_in_each_others_way_the_head_has_fewer_and_is_better(monkeypatch: pytest.MonkeyPatch) -> None:
-    mine = [(crowd, crowd.learnt()) for crowd in (Crowd(0.012, seed) for seed in range(20))]
-    monkeypatch.setattr(credit, "CROWDING_SD", 1e-9)  # a model in which they do not
-    others = [(crowd, crowd.learnt()) for crowd in (Crowd(0.012, seed) for seed in range(20))]
-    sizes, other_sizes = (sum(len(numbers_in(head)) for _, head in found) / 20 for found in (mine, others))
-    values, other_values = (sum(crowd.value(head) for crowd, head in found) / 20 for found in (mine, others))
-    assert sizes < 0.95 * other_sizes
-    assert values > 1.5 * other_values
-
-
-def estimated(changes: Sequence[str], effects: Sequence[tuple[float, float]], crowding: float) -> Credit:
-    """Changes of a text, each a line of a child, with their effects and errors."""
-    base = {"answer": "Answer the question.\n- be brief in what you say"}
-    found = Credit(base, (), 16, 1.0)
-    for step, line in enumerate(changes):
-        lines = [line] if line.startswith("- be brief") else ["- be brief in what you say", line]
-        assert found.take(step, base, {"answer": "\n".join(["Answer the question.", *lines])}, "train", {})
-    mean, error = (np.array(one) for one in zip(*effects, strict=True))
-    found._effects = credit.Effects(mean, error, (0.01, 0.03), crowding)
-    return found
-
-
-def test_where_they_do_those_of_unknown_effect_are_tested_all_the_same() -> None:
-    found = estimated([rule(number) for number in range(15)], [(0.06, 0.01)] * 14 + [(0.01, 0.03)], 0.004)
-    rng = random.Random(0)
-    tried = [14 in numbers_in(found.variant(rng)) for _ in range(400)]
-    assert sum(tried) > 100
-
-
-def test_of_changes_that_go_in_for_the_same_part_one_counts_where_they_crowd() -> None:
-    rivals = [f"- be brief in what you say {word}" for word in ("now", "here", "first")]
-    effects = [(0.06, 0.01), (0.055, 0.01), (0.05, 0.01), (0.04, 0.01)]
-    head = estimated([*rivals, rule(0)], effects, 0.02).head()
-    assert head.candidate == {"answer": f"Answer the question.\n{rivals[0]}\n{rule(0)}"}
-    assert head.gain == pytest.approx(0.06 + 0.04 - 0.02)
-
-
-def test_where_they_do_not_all_that_help_are_put_together() -> None:
-    heads = [Crowd(0.0, seed).learnt() for seed in range(20)]
-    assert sum(len(numbers_in(head)) for head in heads) / 20 > 15
-
-
 # Trust
 
 
@@ -263,13 +191,6 @@ def test_no_child_is_asked_for_while_many_changes_are_of_unknown_effect_and_agai
     assert not task.credit.may_ask(0)
     task.steps(150)
     assert task.credit.may_ask(0)
-
-
-def test_no_child_is_asked_for_while_changes_do_not_clearly_pay_for_their_place() -> None:
-    changes, effects = [f"- rule {number}" for number in range(16)], [(0.03, 0.01)] * 16
-    assert estimated(changes, effects, crowding=0.0).may_ask(0)
-    assert not estimated(changes, effects, crowding=0.002).may_ask(0), "each costs the others what it brings"
-    assert estimated(changes, [(0.09, 0.01)] * 16, crowding=0.002).may_ask(0)
 
 
 # What is a child, and what stands for itself
@@ -348,6 +269,38 @@ class Meanwhile(str):
     def __hash__(self) -> int:
         self.happens()
         return super().__hash__()
+
+
+def test_edits_of_the_text_before_a_consolidation_go_to_their_places_in_the_new_one() -> None:
+    """Their child was on its way while the reflection LM wrote the text anew."""
+    grown = {"answer": "Answer the question.\n- Cough and fever: K10.\n- Itchy rash: K20."}
+    clean = {"answer": "# Task\nAnswer the question.\n\n# Classes\n- K10: cough, fever.\n- K20: itchy rash."}
+    children = [
+        f"{grown['answer']}\n- Rash on the legs: K20.",
+        grown["answer"].replace("Answer the question.", "Answer the question with a code."),
+    ]
+    credit = Credit(SEED, (), 16, 1.0, is_edited=children.__contains__)
+    credit.stand_on(grown, 1)
+    credit.stand_on(clean, 2)
+    for step, child in enumerate(children):
+        assert credit.take(step, grown, {"answer": child}, "train", {})
+    assert credit.head().candidate == {
+        "answer": "# Task\nAnswer the question with a code.\n\n"
+        "# Classes\n- K10: cough, fever.\n- K20: itchy rash.\n- Rash on the legs: K20."
+    }
+    assert not credit.take(2, grown, {"answer": f"{grown['answer']}\n- Written as a whole."}, "train", {})
+
+
+def test_edits_that_replace_the_same_line_keep_what_they_add_beside_it() -> None:
+    """The first edits mostly replace the one line of the seed, and add facts behind it."""
+    children = [f"Answer with a code, {word}.\n- K1{number}: {word}." for number, word in enumerate(("cough", "rash"))]
+    credit = Credit(SEED, (), 16, 1.0, is_edited=children.__contains__)
+    for step, child in enumerate(children):
+        assert credit.take(step, SEED, {"answer": child}, "train", {})
+    head = credit.head().candidate["answer"]
+    assert head.count("Answer with a code") == 1
+    assert "- K10: cough." in head
+    assert "- K11: rash." in head
 
 
 def test_a_score_that_comes_in_while_changes_get_another_base_is_no_evidence_on_other_changes() -> None:

@@ -61,7 +61,10 @@ def test_what_cannot_be_passed_on_is_refused_with_the_reason_unless_it_is_gepas_
         ({"gepa_kwargs": {"val_evaluation_policy": "half"}}, "expected one of full_eval"),
         ({"gepa_kwargs": {"frontier_type": "mean"}}, "expected one of instance, objective, hybrid, cartesian"),
         ({"reflection_minibatch_size": 0}, "reflection_minibatch_size is 0, expected at least 1"),
-        ({"gepa_kwargs": {"batch_sampler": object()}}, "pass reflection_minibatch_size=None"),
+        (
+            {"gepa_kwargs": {"batch_sampler": object()}, "reflection_minibatch_size": 3},
+            "pass reflection_minibatch_size=None",
+        ),
         ({"perfect_score": None}, "perfect_score is None while skip_perfect_score is True"),
     ],
 )
