@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from statistics import median_low
+from statistics import median_low, stdev
 from typing import Any
 
 from dspy_flashevolve.engine.errors import RolloutUnresolvedError
@@ -25,7 +25,7 @@ from dspy_flashevolve.gepa.changes import is_too_long
 from dspy_flashevolve.gepa.credit import Credit, Head
 from dspy_flashevolve.gepa.pool import Pool
 from dspy_flashevolve.gepa.propose import ReflectionCalls
-from dspy_flashevolve.gepa.records import Child, Commit, Proposal, Screened
+from dspy_flashevolve.gepa.records import Child, Commit, Proposal, Screened, Validated
 from dspy_flashevolve.gepa.select import Selection
 from dspy_flashevolve.gepa.settings import GepaSettings
 from dspy_flashevolve.modules.consolidate import Consolidation
@@ -336,8 +336,9 @@ class Heads:
     async def consolidated(self, step: Step, heads: list[Screened], given: Given | None = None) -> list[Screened]:
         """Let the reflection LM write a grown head anew; returns what is to be validated.
 
-        Before the last validation the new text stands beside the head. Before, it takes the head's place where this has
-        grown long; the new text is what further edits are put on, if its validation is not worse.
+        Before the last validation the new text stands beside the head, and in its place if the budget pays one of the
+        two. Before, it takes the head's place where this has grown long; the new text is what further edits are put on,
+        if its validation is not worse.
 
         Args:
             heads: the head.
@@ -368,6 +369,24 @@ class Heads:
         return [anew, *heads] if is_last else [anew]  # the budget may pay the first alone
 
     # What validations tell. Runs in the pool's writer.
+
+    def preferred(self, step: Step, done: list[Validated]) -> list[Validated]:
+        """Leave out the head where the same text, written anew, is as good as far as its validation can tell.
+
+        Both were run on the same examples. A person would rather ship the clean text, so that the head is kept only
+        where its mean score is higher by more than the standard error of that difference.
+        """
+        clean = next((made for made in done if made.proposal.tag == CONSOLIDATION), None)
+        head = next((made for made in done if made is not clean), None)
+        if clean is None or head is None:
+            return done
+        others = clean.evaluation.scores_by_val_id
+        gains = [score - others[i] for i, score in head.evaluation.scores_by_val_id.items() if i in others]
+        if len(gains) > 1 and sum(gains) / len(gains) > stdev(gains) / math.sqrt(len(gains)):
+            return done
+        self._pool.withdraw([head.key])
+        self._pool.reject(step, head.proposal, reason="the same text, written anew, is as good")
+        return [clean]
 
     def restored(self) -> None:
         """Go on with a pool that holds the candidates of earlier sessions."""

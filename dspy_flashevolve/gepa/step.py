@@ -251,9 +251,7 @@ class GepaLoop:
             began = self._run.clock()
             done = await self._evaluations.validate(step, candidates, is_last=is_timed)
             self._heads.time.record(self._run.clock() - began)
-            # gepa returns the first of equal candidates
-            done.sort(key=lambda candidate: candidate.proposal.tag != CONSOLIDATION)
-            return await self.commit(step, done)
+            return await self.commit(step, await self._pool.write(self._heads.preferred, step, done))
         except (StepEnded, RolloutUnresolvedError):
             await self._heads.cancel_validation(step, is_timed)
             raise

@@ -16,7 +16,8 @@ class ConsolidateInstruction(dspy.Signature):
     Merge what says the same. Where statements contradict each other, keep the one with the larger estimated effect;
     where nothing is known of that, the more specific one. Keep every other rule and fact, and names, labels and formats
     word for word. Order the text: the task, the form of the answer, then rules and facts, under headings where there
-    are many. Leave out what can only help with one single input. Add nothing that does not stand in it."""
+    are many. Keep lists flat, and let each item name what it is about, so that others can edit it on its own. Leave out
+    what can only help with one single input. Add nothing that does not stand in it."""
 
     evidence: str = dspy.InputField(
         desc="What single edits are estimated to add to the assistant's score, with their standard error."

@@ -81,7 +81,7 @@ def test_a_consolidation_that_loses_what_was_learnt_is_not_returned(consolidates
 
 
 def test_children_that_help_join_without_a_screen_and_all_calls_buy_reflections() -> None:
-    program = compiled(Reflection(tidy))
+    program = compiled(Reflection(tidy), calls=300)
     stats = program.async_stats
     unscreened = sum(n for reason, n in stats.end_reasons.items() if reason.startswith("its edits are in the head"))
     assert unscreened > 5
