@@ -37,14 +37,16 @@ logger = logging.getLogger(__name__)
 class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntypedBaseClass]  # dspy's @experimental hides the type
     """A drop-in replacement for ``dspy.GEPA`` whose stages overlap.
 
-    It takes every argument of ``dspy.GEPA``, with the same default. Three of them mean a little more here and are
-    described below, with the arguments that ``dspy.GEPA`` does not have.
+    It takes every argument of ``dspy.GEPA``, with the same default but for ``reflection_minibatch_size``. Four of them
+    mean a little more here and are described below, with the arguments that ``dspy.GEPA`` does not have.
 
     Args:
         reflection_lm: a ``dspy.LM``, as in ``dspy.GEPA``. Also the name of a model, such as "openai/gpt-5", or a
             function from prompt to text, sync or async, as gepa takes it; its tokens and dollars are not known.
         max_metric_calls: metric calls, as in ``dspy.GEPA``, but never exceeded (``dspy.GEPA`` may exceed it by a
             validation). A budget that pays fewer than two steps is spent as ``dspy.GEPA`` does it, overshoot too.
+        reflection_minibatch_size: training examples that a reflection reads. Default None: three, as in ``dspy.GEPA``,
+            and eight while nearly all children beat their parents.
         num_threads: most requests in flight, over all stages. Default None: the run finds out how many the endpoint
             takes, from ``dspy.settings.num_threads`` up to ``max_concurrency`` (docs/scheduling.md). In lockstep, and
             for programs that run in threads unless ``max_concurrency`` is given, None is ``dspy.settings.num_threads``.

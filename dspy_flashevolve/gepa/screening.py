@@ -1,4 +1,5 @@
-"""Whether children are tested on their parent's minibatch before their edits join the prompt."""
+"""Whether children are tested on their parent's minibatch before their edits join the prompt, and how much a reflection
+reads: both follow from how many of the last children beat their parents."""
 
 from __future__ import annotations
 
