@@ -20,7 +20,8 @@ class ConsolidateInstruction(dspy.Signature):
     what can only help with one single input. Add nothing that does not stand in it."""
 
     evidence: str = dspy.InputField(
-        desc="What single edits are estimated to add to the assistant's score, with their standard error."
+        desc="What some edits are estimated to add to the assistant's score, with the standard error; of the others "
+        "nothing is known."
     )
     instruction: str = dspy.InputField(desc="The instruction as it has grown.")
     limit: str = dspy.InputField(desc="How long the new text may be.")
@@ -65,8 +66,13 @@ class Consolidation(dspy.Module):
 
 
 def inputs(text: str, effects: Sequence[tuple[str, float, float]]) -> dict[str, str]:
-    """Return what the reflection LM reads of one text: the edits in it with the largest effect first."""
-    rows = sorted(effects, key=lambda row: -row[1])
+    """Return what the reflection LM reads of one text: the edits in it whose effect exceeds its standard error, the
+    largest first. What is not told apart would only repeat the text.
+
+    >>> inputs("- A\\n- B", [("- A", 0.05, 0.02), ("- B", 0.01, 0.02)])["evidence"]
+    '+0.050 (0.020): - A'
+    """
+    rows = sorted((row for row in effects if abs(row[1]) > row[2]), key=lambda row: -row[1])
     evidence = "\n".join(f"{effect:+.3f} ({error:.3f}): {part.strip()}" for part, effect, error in rows)
     return {"evidence": evidence or "None.", "instruction": text, "limit": f"At most {len(text)} characters."}
 
