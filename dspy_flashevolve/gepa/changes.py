@@ -164,6 +164,15 @@ class Weave:
         weave._spaces = dict(self._spaces)
         return weave
 
+    def renumbered(self, text: str) -> str:
+        """A text with its lists numbered as those of composed texts are.
+
+        >>> Weave({}, ()).renumbered("1. Read.\\n1. Think.\\n2. Answer.")
+        '1. Read.\\n2. Think.\\n3. Answer.'
+        """
+        weave = Weave({"": text}, ())
+        return weave._joined(weave._orders[""])
+
     def compose(self, chosen: Collection[int]) -> dict[str, str]:
         """The base with changes in it.
 
@@ -174,12 +183,15 @@ class Weave:
         texts = {name: self._joined(self._visible(name, chosen)) for name in touched}
         return {name: texts.get(name, text) for name, text in self.base.items()}
 
-    def take(self, chosen: frozenset[int], child: Mapping[str, str]) -> tuple[frozenset[int], bool] | None:
+    def take(
+        self, chosen: frozenset[int], child: Mapping[str, str], is_edited: bool = False
+    ) -> tuple[frozenset[int], bool] | None:
         """Take a child apart into changes, and keep those that are new.
 
         Args:
             chosen: the changes in its parent.
             child: component -> text.
+            is_edited: it was made by edits, whatever is known of its texts.
 
         Returns:
             The changes in the child, and whether composed they are its text; they are not only where all that it
@@ -188,7 +200,7 @@ class Weave:
         changes, parts = len(self.changes), len(self._parts)
         orders, spaces = {name: list(order) for name, order in self._orders.items()}, dict(self._spaces)
         for reuses in (True, False):  # first with changes that others have made already
-            numbers = self._taken(chosen, child, reuses)
+            numbers = self._taken(chosen, child, reuses, is_edited)
             if numbers is not None and self._is(child, numbers):
                 return numbers, True
             if numbers is not None and reuses and len(self.changes) == changes:
@@ -302,7 +314,9 @@ class Weave:
         is_prose = not any(is_item(part) or level_of(part) < 8 or "\n" in part.text for part in (before, after))
         return space if "\n" in space or is_prose else "\n"
 
-    def _taken(self, chosen: frozenset[int], child: Mapping[str, str], reuses: bool) -> frozenset[int] | None:
+    def _taken(
+        self, chosen: frozenset[int], child: Mapping[str, str], reuses: bool, edits: bool
+    ) -> frozenset[int] | None:
         """The changes in a child, of which new ones are woven in; None for a rewrite."""
         numbers, parent = set(chosen), self.compose(chosen)
         for component, text in child.items():
@@ -314,7 +328,7 @@ class Weave:
             old, new = self._visible(component, chosen), parts_of(text)
             if max(len(old), len(new)) > MOST_PARTS:
                 return None
-            is_edited = self._is_edited(text)
+            is_edited = edits or self._is_edited(text)
             units, pairs = self._units(old, new, is_edited)
             reworded = sum(unit.is_reworded for unit in units)
             is_rewrite = (old and not pairs) or len(pairs) + reworded < KEPT * len(old)
@@ -385,15 +399,19 @@ class Weave:
 
     def _split(self, run: _Unit, new: Sequence[Part], is_edited: bool) -> list[_Unit]:
         """What of a run of differences makes sense alone: all that goes in another's place, but for rules of one form;
-        sections with what is under them; else each part. Of edits, which are right each on its own, the first paragraph
-        or item is what goes in the others' place."""
+        sections with what is under them; else each part. Of edits, which are right each on its own, a line goes in each
+        old part's place, and the others are additions."""
         if not run.new:
             return [run] if run.old else []
-        if is_edited and run.old:
-            first = next((at for at in range(1, len(run.new)) if "\n" in new[run.new[at]].before), len(run.new))
-            replacement = _Unit(run.hunk, run.section, run.new[:first], run.old)
-            return [replacement, *self._split(_Unit(run.hunk, run.section, run.new[first:]), new, is_edited)]
         old, leads = [self._parts[key] for key in run.old], any(level_of(new[at]) < 9 for at in run.new)
+        if is_edited and old and not leads and all(level_of(other) > 8 for other in old):
+            lines = list[list[int]]()
+            for at in run.new:
+                lines += [[]] if not lines or "\n" in new[at].before else []
+                lines[-1].append(at)
+            if len(old) in (1, len(lines)):
+                replaced = [_Unit(run.hunk, run.section, at, [key]) for at, key in zip(lines, run.old, strict=False)]
+                return replaced + [_Unit(run.hunk, run.section, at) for at in lines[len(old) :]]
         has_form = any(is_worded_as(new[at], other) for at in run.new for other in old)
         if old and (leads or not has_form or any(level_of(other) < 9 for other in old)):
             return [run]

@@ -227,8 +227,9 @@ class Credit:
         self._children = deque[tuple[int, bool]](maxlen=LAST_CHILDREN)
         """Step and whether its child rewrote its parent, of the last children."""
         self.outlook = Outlook()
-        self._before: tuple[Weave, dict[str, frozenset[int]]] | None = None
-        """The former base's changes, and the candidates made of them: children of these may still come."""
+        self._before: tuple[Weave, dict[str, frozenset[int]], list[int]] | None = None
+        """The former base's changes, the candidates made of them, of which children may still come, and the numbers of
+        those that were kept. A run that goes on has forgotten them: then such a child stands for itself."""
         self._begin(Weave(seed, code, is_edited), [])
 
     def _begin(self, weave: Weave, steps: list[int]) -> None:
@@ -333,24 +334,28 @@ class Credit:
 
         Each of its edits goes where the new base has a part most like what it replaces, or like itself.
         """
-        if self._before is None or not all(
-            self._is_edited(child[name]) for name in child if child[name] != parent[name]
-        ):
+        changed = [name for name, text in child.items() if text != parent[name]]
+        if self._before is None or not all(self._is_edited(child[name]) for name in changed):
             return False
-        weave, compositions = self._before
+        weave, compositions, kept = self._before
         composition = compositions.get(hash_of(parent))
         taken = None if composition is None else weave.take(composition, child)
         if composition is None or taken is None:
             return False
-        known = len(self._changes)
+        known, is_taken = len(self._changes), False
         for number in sorted(taken[0] - composition):
-            change = weave.changes[number]
-            text = self._weave.base[change.component]
-            self._weave.take(frozenset(), {**self._weave.base, change.component: put_into(text, change)})
+            change, name = weave.changes[number], weave.changes[number].component
+            if self._weave.base[name] == weave.base[name]:  # the text was not written anew, its changes stand
+                there = frozenset(kept.index(old) for old in composition if old in kept)
+                made = self._weave.take(there, {**self._weave.compose(there), name: child[name]})
+            else:
+                text = self._weave.renumbered(put_into(self._weave.base[name], change))
+                made = self._weave.take(frozenset(), {**self._weave.base, name: text}, is_edited=True)
+            is_taken |= made is not None
         self._steps += [step] * (len(self._changes) - known)
         self._born += [len(self._evidence)] * (len(self._changes) - known)
         self._publish()
-        return True
+        return is_taken
 
     def head(self) -> Head:
         """Compose the base with all changes that are expected to help."""
@@ -396,9 +401,9 @@ class Credit:
         Changes of components that it has written anew are gone; their last estimates are kept for the record.
         """
         records = self._present()
-        self._before = self._weave.copy(), self._compositions
-        prior = self._effects.prior
+        former, prior = self._weave.copy(), self._effects.prior
         kept = self._weave.stand_on(candidate)
+        self._before = former, self._compositions, kept
         self._former += [record for number, record in enumerate(records) if number not in kept]
         self._begin(self._weave, [self._steps[number] for number in kept])
         self._effects = replace(self._effects, prior=prior)  # children are as good as they were

@@ -275,20 +275,19 @@ def put_into(instruction: str, change: Change) -> str:
     'Answer.\\n- Be brief.\\n- Be kind.\\n\\nThanks.'
     """
     parts = parts_of(instruction)
-    old, new = (parts_of(text)[0] if parts_of(text) else None for text in (change.replaces, change.part))
 
     def nearest(part: Part, least: float) -> int:
         alike = [likeness(part, other) for other in parts]
         return alike.index(max(alike)) + 1 if alike and max(alike) >= least else 0
 
-    place = 0 if old is None else nearest(old, REWORDED)
-    if place:
-        action: Literal["add", "replace", "remove"] = "replace" if change.part else "remove"
-    elif new is None:
-        return instruction
-    else:
-        action, place = "add", nearest(new, RELATED) or len(parts)
-    return edited(instruction, [Edit(action=action, part=place, text=change.part)])
+    gone = list(dict.fromkeys(place for part in parts_of(change.replaces) if (place := nearest(part, REWORDED))))
+    edits = [Edit(action="remove", part=place) for place in gone]
+    new = parts_of(change.part)
+    if new and gone:
+        edits[0] = Edit(action="replace", part=gone[0], text=change.part)
+    elif new:
+        edits = [Edit(action="add", part=nearest(new[0], RELATED) or len(parts), text=change.part)]
+    return edited(instruction, edits)
 
 
 _BLANK = "\n\n"

@@ -12,6 +12,7 @@ from typing import Any
 import anyio
 import dspy
 import pytest
+from gepa.strategies.proposal_sampling import SameParentSampling
 
 from dspy_flashevolve import AsyncGEPA
 from dspy_flashevolve.sim.virtual import run
@@ -72,9 +73,13 @@ def test_a_prompt_that_has_grown_is_written_anew_and_the_clean_text_is_returned_
 
 
 @pytest.mark.parametrize("consolidates", [lambda text: "Answer.", lambda text: "", lambda text: "rule " * 9999])
-def test_a_consolidation_that_loses_what_was_learnt_is_not_returned(consolidates: Callable[[str], str]) -> None:
+@pytest.mark.parametrize("calls", [79, 130])
+def test_a_consolidation_that_loses_what_was_learnt_is_not_returned(
+    consolidates: Callable[[str], str], calls: int
+) -> None:
+    """With 79 calls the budget pays one last validation, else two."""
     reflection = Reflection(consolidates)
-    program = compiled(reflection)
+    program = compiled(reflection, calls)
     assert reflection.consolidated
     assert len(rules_in(text_of(program))) > 3
     assert text_of(program) not in map(str.strip, reflection.consolidated)
@@ -86,6 +91,28 @@ def test_children_that_help_join_without_a_screen_and_all_calls_buy_reflections(
     unscreened = sum(n for reason, n in stats.end_reasons.items() if reason.startswith("its edits are in the head"))
     assert unscreened > 5
     assert not [reason for reason in stats.end_reasons if "tested" in reason]
+
+
+def examples_read(**options: Any) -> list[int]:
+    """How many examples each reflection was shown."""
+    reflection, shown = Reflection(tidy), list[int]()
+
+    def reflect(prompt: str) -> str:
+        if "`edits`" in prompt:
+            shown.append(prompt.count("Add rules."))
+        return reflection(prompt)
+
+    compiled(reflect, **options)
+    return shown
+
+
+def test_where_nearly_all_children_help_a_reflection_reads_eight_examples_and_else_three() -> None:
+    shown = examples_read()
+    assert shown[0] == 3
+    assert set(shown) == {3, 8}
+    assert set(examples_read(reflection_minibatch_size=4)) == {4}, "what the user says holds"
+    sampling = {"sampling_strategy": SameParentSampling(2)}
+    assert set(examples_read(calls=200, gepa_kwargs=sampling)) == {3}, "so does a strategy of the user's"
 
 
 def test_children_that_do_not_help_are_screened_to_the_end() -> None:

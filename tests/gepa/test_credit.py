@@ -291,6 +291,36 @@ def test_edits_of_the_text_before_a_consolidation_go_to_their_places_in_the_new_
     assert not credit.take(2, grown, {"answer": f"{grown['answer']}\n- Written as a whole."}, "train", {})
 
 
+def test_a_late_edit_of_a_numbered_list_takes_its_number() -> None:
+    grown = {"answer": "Answer.\n1. Coughs are K10.\n2. Broken legs are K30."}
+    clean = {"answer": "Answer with a code.\n1. K10: coughs.\n2. K30: broken legs."}
+    child = f"{grown['answer']}\n3. Itchy legs are K20."
+    credit = Credit(SEED, (), 16, 1.0, is_edited=child.__eq__)
+    credit.stand_on(grown, 1)
+    credit.stand_on(clean, 2)
+    assert credit.take(0, grown, {"answer": child}, "train", {})
+    assert credit.head().candidate == {"answer": f"{clean['answer']}\n3. Itchy legs are K20."}
+
+
+def test_a_late_edit_of_a_text_that_was_not_written_anew_goes_where_it_was_made() -> None:
+    base = {"answer": "Answer.", "check": "Check."}
+    before = {**base, "check": "Check.\n- Colours are given in hex code always."}
+    child = "Check.\n- Colours are given in RGB triples always."
+    credit = Credit(base, (), 16, 1.0, is_edited=child.__eq__)
+    assert credit.take(0, base, before, "train", {})
+    credit.stand_on({**base, "answer": "Say the answer."}, 1)
+    assert credit.take(1, before, {**base, "check": child}, "train", {})
+    head = credit.head().candidate["check"]
+    assert ("hex code" in head) != ("RGB" in head), "one of the two"
+
+
+def test_an_edit_with_a_heading_or_a_lead_is_one_change() -> None:
+    for text in ("Answer with one of:\n- yes\n- no", "# Steps\n1. Read all.\n2. Write it."):
+        credit = Credit(SEED, (), 16, 1.0, is_edited=text.__eq__)
+        assert credit.take(0, SEED, {"answer": text}, "train", {})
+        assert len(credit.records()) == 1
+
+
 def test_edits_that_replace_the_same_line_keep_what_they_add_beside_it() -> None:
     """The first edits mostly replace the one line of the seed, and add facts behind it."""
     children = [f"Answer with a code, {word}.\n- K1{number}: {word}." for number, word in enumerate(("cough", "rash"))]

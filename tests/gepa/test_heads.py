@@ -10,10 +10,12 @@ from typing import Any
 
 import anyio
 import pytest
+from gepa.core.state import ValsetEvaluation
 
 from dspy_flashevolve.engine.steps import Budget, Step, StepEnded
 from dspy_flashevolve.gepa.credit import Head, Outlook
-from dspy_flashevolve.gepa.heads import Heads, Phase
+from dspy_flashevolve.gepa.heads import CONSOLIDATION, Heads, Phase
+from dspy_flashevolve.gepa.records import Proposal, Validated
 from tests.gepa.pools import configured, pool_of
 
 BETTER = Head({"p": "better"}, frozenset({0}), gain=0.5)
@@ -54,6 +56,42 @@ def heads_of(seconds_left: float = 1000.0) -> tuple[Heads, Any, Changes]:
     heads = Heads(run, pool_of(), changes, nothing, nothing, configured(), [], False)
     heads.time.record(100.0)
     return heads, run, changes
+
+
+def kept(head: dict[int, float], clean: dict[int, float], best: float | None = None) -> list[str]:
+    """Tags of what is committed of a head and the same text written anew, by the scores of both."""
+    heads, _, _ = heads_of()
+    pool: Any = SimpleNamespace(
+        frontier_type="instance", best_score=lambda: best, withdraw=lambda keys: None, reject=lambda *_, reason: None
+    )
+    heads._pool = pool
+    done = [
+        Validated(Proposal({"p": tag}, [0], tag=tag), ValsetEvaluation({}, scores, None), len(scores), None, None)
+        for tag, scores in (("head", head), (CONSOLIDATION, clean))
+    ]
+    return [made.proposal.tag for made in heads.preferred(step_of(1), done)]
+
+
+def scores_of(right: int, of: int) -> dict[int, float]:
+    return {example: float(example < right) for example in range(of)}
+
+
+def test_the_clean_text_is_kept_alone_unless_the_head_is_better_beyond_doubt() -> None:
+    both, alone = [CONSOLIDATION, "head"], [CONSOLIDATION]
+    assert kept(scores_of(24, 50), scores_of(21, 50)) == alone
+    assert kept(scores_of(30, 50), scores_of(21, 50)) == both
+    assert kept(scores_of(20, 50), scores_of(21, 50)) == alone
+    assert kept(scores_of(24, 50), scores_of(21, 50), best=0.44) == both, (
+        "another candidate is better than the clean one"
+    )
+    assert kept(scores_of(24, 50), scores_of(21, 50), best=0.42) == alone
+
+
+def test_with_few_validation_examples_the_higher_score_decides() -> None:
+    assert kept({0: 1.0}, {0: 0.0}) == [CONSOLIDATION, "head"]
+    assert kept({0: 1.0}, {0: 1.0}) == [CONSOLIDATION]
+    assert kept(scores_of(2, 2), {0: 0.0, 1: 1.0}) == [CONSOLIDATION, "head"]
+    assert kept({0: 1.0, 1: 1.0}, {2: 0.0, 3: 0.0}) == [CONSOLIDATION, "head"], "they share no example"
 
 
 def step_of(number: int) -> Step:

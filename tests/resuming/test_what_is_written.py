@@ -132,7 +132,7 @@ def test_a_crossover_that_was_under_way_goes_on_where_further_ones_are_not_wante
     assert check(tmp_path).problems == []
 
 
-@pytest.mark.parametrize("budget", [96, 108, 115, 118, 140])
+@pytest.mark.parametrize("budget", [112, 115, 118, 128, 140])
 def test_a_validated_child_is_committed_although_the_budget_pays_no_further_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, budget: int
 ) -> None:
