@@ -18,6 +18,9 @@ from dspy_flashevolve.engine.staleness import StaleChild
 from dspy_flashevolve.modules.integrate import StaleCandidateReflection
 
 Records = Sequence[Mapping[str, Any]]
+MOST_CHARACTERS = 100_000
+"""Of each proposal that is integrated: a whole instruction by a strong model has 5,000 to 15,000, and what is cut is
+lost, since nothing else goes on with it."""
 
 
 class CombeeReflection:
@@ -47,7 +50,7 @@ class CombeeReflection:
         self.copies = copies
         self.groups = groups
         self.map = dspy.Predict(ProposeInstruction)
-        self.reduce = reduce or StaleCandidateReflection()
+        self.reduce = reduce or StaleCandidateReflection(max_characters=MOST_CHARACTERS)
         self._rng = random.Random(seed)
 
     def __call__(

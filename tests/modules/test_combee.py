@@ -92,6 +92,18 @@ async def test_the_reduce_reads_every_proposal(asynchronous: bool) -> None:
     assert model.reduces[0].count("+ mapped") == 3
 
 
+async def test_long_proposals_are_read_to_their_ends() -> None:
+    reduces: list[str] = []
+
+    def answer(prompt: str) -> str:
+        if "head_text" in prompt:
+            reduces.append(prompt)
+        return reply_for(prompt, new_instruction="rule " * 3000 + "the last one", verdicts="[]", new_text="reduced")
+
+    assert await proposed(True, answer, 4, ["p"]) == {"p": "reduced"}
+    assert reduces[0].count("the last one") == 2
+
+
 @given(st.integers(1, 12), st.integers(1, 2), st.integers(0, 3))
 def test_the_awaited_twin_does_the_same(count: int, copies: int, seed: int) -> None:
     async def both() -> list[Any]:
