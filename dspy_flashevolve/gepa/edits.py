@@ -40,9 +40,9 @@ Reply with one to eight edits of the numbered parts. Each edit must be right on 
 are dropped, so two edits never depend on each other. Leave parts alone that are not wrong, and do not reword them.
 Others edit the same instruction at the same time: what is new on a subject that a part treats already, such as another
 case or another example, goes behind that part as a short part of its own. Replace a part only where it is wrong, and
-remove it where it misleads. A new part says one thing, is understood without its neighbours (it names again what it is
-about), and has their form: an item in a list, a heading where a section begins, else a sentence. Write no part numbers
-in a text."""
+remove it where it misleads. After a mistake, write what tells the two cases apart, and not that one is never the other.
+A new part says one thing, is understood without its neighbours (it names again what it is about), and has their form:
+an item in a list, a heading where a section begins, else a sentence. Write no part numbers in a text."""
 
 
 Proposing = Generator[tuple[dspy.Predict, dict[str, Any]], Any, str]

@@ -13,11 +13,14 @@ class ConsolidateInstruction(dspy.Signature):
     """An assistant performs a task with the instruction below. It has grown by separate edits of many authors, who did
     not see each other's. Write it anew as one clean text that a person would be glad to maintain.
 
-    Merge what says the same. Where statements contradict each other, keep the one with the larger estimated effect;
-    where nothing is known of that, the more specific one. Keep every other rule and fact, and names, labels and formats
-    word for word. Order the text: the task, the form of the answer, then rules and facts, under headings where there
-    are many. Keep lists flat, and let each item name what it is about, so that others can edit it on its own. Leave out
-    what can only help with one single input. Add nothing that does not stand in it."""
+    Say all about one subject in one place, and once. Where statements contradict each other, keep the one with the
+    larger estimated effect; where nothing is known of that, the more specific one. Keep every other rule and fact,
+    and names, labels and formats word for word. Order the text: the task, the form of the answer, then rules and
+    facts, under headings where there are many. Keep lists flat, and let each item name what it is about, so that
+    others can edit it on its own. Leave out what can only help with one single input, such as the words of one
+    example, or that one thing is never another with which it is hardly ever confused. Add nothing that does not stand
+    in it. Read the result once more: no rule may exclude what another one includes, or name what is explained
+    nowhere."""
 
     evidence: str = dspy.InputField(
         desc="What some edits are estimated to add to the assistant's score, with the standard error; of the others "
