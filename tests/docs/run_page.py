@@ -19,6 +19,7 @@ from dspy.teleprompt.gepa.gepa import AUTO_RUN_SETTINGS
 import dspy_flashevolve
 import dspy_flashevolve.sim as sim
 from dspy_flashevolve import AsyncACE, AsyncGEPA, AsyncMetaHarness, Reflective
+from dspy_flashevolve.programs.servers import BalancedLM
 from dspy_flashevolve.sim import REPLY_MODELS, HouseRules, SimServer
 from tests.adding_an_algorithm.hill_climber import HillClimber
 
@@ -47,6 +48,13 @@ def redirect(api_base: str) -> None:
         begin(self, model, *args, **options)
 
     dspy.LM.__init__ = init  # type: ignore[method-assign]
+    balance = BalancedLM.__init__
+
+    def balanced(self: BalancedLM, *args: Any, **options: Any) -> None:
+        balance(self, *args, **options)
+        self.deployments = ({"api_base": api_base},)
+
+    BalancedLM.__init__ = balanced  # type: ignore[method-assign]
 
 
 def spend_little() -> None:
