@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from fractions import Fraction
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -132,11 +133,32 @@ def test_a_crossover_that_was_under_way_goes_on_where_further_ones_are_not_wante
     assert check(tmp_path).problems == []
 
 
-@pytest.mark.parametrize("budget", [112, 115, 118, 128, 140])
+@cache
+def calls_at_a_commit() -> int:
+    """Metric calls that were made when a run committed its second candidate: a later prompt has another number."""
+    commit, calls, made = Pool.commit, list[int](), 0
+
+    def metric(gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None) -> Any:
+        nonlocal made
+        made += pred_name is None
+        return digits(gold, pred, trace, pred_name, pred_trace)
+
+    def noted(pool: Any, step: Any, work: Any) -> Any:
+        calls.append(made)
+        return commit(pool, step, work)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Pool, "commit", noted)
+        simulated(200, staleness="full", num_threads=8, metric=metric)
+    return calls[1]
+
+
+@pytest.mark.parametrize("left", [1, 4, 7, 14, 19])
 def test_a_validated_child_is_committed_although_the_budget_pays_no_further_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, budget: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: int
 ) -> None:
     """What is paid is not thrown away, wherever in its budget a run was interrupted."""
+    budget = calls_at_a_commit() + left
     commit, held, made = Pool.commit, list[Any](), 0
 
     def metric(gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None) -> Any:
