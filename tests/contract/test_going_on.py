@@ -308,7 +308,8 @@ def test_without_its_journal_a_run_goes_on_from_gepas_checkpoint_and_what_was_sp
     whole = run(tmp_path, 80)
     journal_of(tmp_path).rename(tmp_path / "journal.old")
     again = run(tmp_path, 80)
-    assert facts(again)[0] == facts(whole)[0]
+    before = facts(whole)[0]
+    assert facts(again)[0][: len(before)] == before, "what is left of the budget may pay a further one"
     assert whole.total_metric_calls <= again.total_metric_calls <= 80
     (tmp_path / "gepa_state.bin").unlink()
     journal_of(tmp_path).unlink()
