@@ -142,9 +142,9 @@ def pace_of_cycle(accepted: Sequence[float], ends: float) -> float | None:
 class LearnedPace:
     """Learns how many requests a minute a provider accepts that tells it by refusals only.
 
-    The pace is that of the last cycle, see :func:`pace_of_cycle`. It grows with the requests and the time
-    without a refusal: slowly near what was learned, and then ever faster (as CUBIC does, RFC 9438), in case the limit
-    is higher.
+    The pace is that of the last cycle, see :func:`pace_of_cycle`. It grows with the requests and with the time
+    since the last refusal, whichever makes more: slowly near what was learned, and then ever faster (as CUBIC does, RFC
+    9438), in case the limit is higher.
     """
 
     def __init__(self) -> None:

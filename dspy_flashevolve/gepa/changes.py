@@ -154,20 +154,11 @@ class Weave:
         for component, text in self.base.items():
             self._orders[component] = [self._new(part, None) for part in parts_of(text)]
 
-    def copy(self) -> Weave:
-        """A weave that goes its own way."""
-        weave = Weave({}, self._code, self._is_edited)
-        weave.base, weave.changes, weave._parts, weave._adders = (
-            dict(self.base), list(self.changes), list(self._parts), list(self._adders),
-        )  # fmt: skip
-        weave._orders = {name: list(order) for name, order in self._orders.items()}
-        weave._spaces = dict(self._spaces)
-        return weave
-
-    def renumbered(self, text: str) -> str:
+    @staticmethod
+    def renumbered(text: str) -> str:
         """A text with its lists numbered as those of composed texts are.
 
-        >>> Weave({}, ()).renumbered("1. Read.\\n1. Think.\\n2. Answer.")
+        >>> Weave.renumbered("1. Read.\\n1. Think.\\n2. Answer.")
         '1. Read.\\n2. Think.\\n3. Answer.'
         """
         weave = Weave({"": text}, ())

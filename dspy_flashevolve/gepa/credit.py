@@ -318,8 +318,7 @@ class Credit:
         taken = self._weave.take(composition, child)
         if taken is None:
             return False
-        self._steps += [step] * (len(self._changes) - len(self._steps))
-        self._born += [len(self._evidence)] * (len(self._changes) - len(self._born))
+        self._record_origin(step)
         self._publish()
         composition, is_exact = taken
         if not is_exact:
@@ -328,6 +327,12 @@ class Credit:
         for example, score in scores.items():
             self._evidence.add((self._era, split, example), composition, score)
         return True
+
+    def _record_origin(self, step: int) -> None:
+        """Note of the changes that are new the step that made them, and how many rollouts there were."""
+        new = len(self._changes) - len(self._steps)
+        self._steps += [step] * new
+        self._born += [len(self._evidence)] * new
 
     def _take_late(self, step: int, parent: Texts, child: Texts) -> bool:
         """Take in a child that is edits of a text that the changes stood on before; False where it is none.
@@ -342,18 +347,18 @@ class Credit:
         taken = None if composition is None else weave.take(composition, child)
         if composition is None or taken is None:
             return False
-        known, is_taken = len(self._changes), False
-        for number in sorted(taken[0] - composition):
-            change, name = weave.changes[number], weave.changes[number].component
-            if self._weave.base[name] == weave.base[name]:  # the text was not written anew, its changes stand
-                there = frozenset(kept.index(old) for old in composition if old in kept)
-                made = self._weave.take(there, {**self._weave.compose(there), name: child[name]})
+        new, is_taken = [weave.changes[number] for number in sorted(taken[0] - composition)], False
+        for name in dict.fromkeys(change.component for change in new):
+            base = self._weave.base[name]
+            if base == weave.base[name]:  # the text was not written anew, and its changes stand
+                there = frozenset(kept.index(number) for number in composition if number in kept)
+                children = [(there, {**self._weave.compose(there), name: child[name]})]
             else:
-                text = self._weave.renumbered(put_into(self._weave.base[name], change))
-                made = self._weave.take(frozenset(), {**self._weave.base, name: text}, is_edited=True)
-            is_taken |= made is not None
-        self._steps += [step] * (len(self._changes) - known)
-        self._born += [len(self._evidence)] * (len(self._changes) - known)
+                texts = [Weave.renumbered(put_into(base, change)) for change in new if change.component == name]
+                children = [(frozenset[int](), {**self._weave.base, name: text}) for text in texts]
+            for chosen, made in children:
+                is_taken |= self._weave.take(chosen, made, is_edited=True) is not None
+        self._record_origin(step)
         self._publish()
         return is_taken
 
@@ -401,7 +406,8 @@ class Credit:
         Changes of components that it has written anew are gone; their last estimates are kept for the record.
         """
         records = self._present()
-        former, prior = self._weave.copy(), self._effects.prior
+        former = Weave.restored(self._weave.kept(), self._code, self._is_edited)  # a copy: the weave itself moves on
+        prior = self._effects.prior
         kept = self._weave.stand_on(candidate)
         self._before = former, self._compositions, kept
         self._former += [record for number, record in enumerate(records) if number not in kept]

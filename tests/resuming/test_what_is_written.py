@@ -133,18 +133,24 @@ def test_a_crossover_that_was_under_way_goes_on_where_further_ones_are_not_wante
     assert check(tmp_path).problems == []
 
 
-@cache
-def calls_at_a_commit() -> int:
-    """Metric calls that were made when a run committed its second candidate: a later prompt has another number."""
-    commit, calls, made = Pool.commit, list[int](), 0
+class CountingMetric:
+    """Scores digits, and counts its calls for scores."""
 
-    def metric(gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None) -> Any:
-        nonlocal made
-        made += pred_name is None
+    def __init__(self) -> None:
+        self.made = 0
+
+    def __call__(self, gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None) -> Any:
+        self.made += pred_name is None
         return digits(gold, pred, trace, pred_name, pred_trace)
 
+
+@cache
+def calls_at_a_commit() -> int:
+    """Metric calls that a run has made when it commits its second candidate: what that is follows from its prompts."""
+    commit, calls, metric = Pool.commit, list[int](), CountingMetric()
+
     def noted(pool: Any, step: Any, work: Any) -> Any:
-        calls.append(made)
+        calls.append(metric.made)
         return commit(pool, step, work)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -159,15 +165,10 @@ def test_a_validated_child_is_committed_although_the_budget_pays_no_further_step
 ) -> None:
     """What is paid is not thrown away, wherever in its budget a run was interrupted."""
     budget = calls_at_a_commit() + left
-    commit, held, made = Pool.commit, list[Any](), 0
-
-    def metric(gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None) -> Any:
-        nonlocal made
-        made += pred_name is None
-        return digits(gold, pred, trace, pred_name, pred_trace)
+    commit, held, metric = Pool.commit, list[Any](), CountingMetric()
 
     def killed(pool: Any, step: Any, work: Any) -> Any:
-        if made >= budget - 20:
+        if metric.made >= budget - 20:
             held.append(step.number)
             raise KeyError("killed before a commit")
         return commit(pool, step, work)
@@ -178,7 +179,7 @@ def test_a_validated_child_is_committed_although_the_budget_pays_no_further_step
         simulated(budget, **options)
     monkeypatch.undo()
     details = simulated(budget, **options).detailed_results
-    assert made <= details.total_metric_calls <= budget
+    assert metric.made <= details.total_metric_calls <= budget
     ways = dict(rows(tmp_path, "SELECT step, way FROM ends"))
     assert [ways[number] for number in held] == ["committed"] * len(held)
     assert check(tmp_path).problems == []
