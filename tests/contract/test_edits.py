@@ -70,6 +70,10 @@ def test_a_prompt_that_has_grown_is_written_anew_and_the_clean_text_is_returned_
     assert text_of(program).startswith("Answer.\n\n## Rules\n- rule")
     scores = program.detailed_results.val_aggregate_scores
     assert max(scores) > scores[0]
+    alike = [
+        made for made in program.detailed_results.candidates if rules_in(text_of(made)) == rules_in(text_of(program))
+    ]
+    assert len(alike) == 1, "the grown text, which is no better, is no candidate"
 
 
 @pytest.mark.parametrize("consolidates", [lambda text: "Answer.", lambda text: "", lambda text: "rule " * 9999])
