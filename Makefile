@@ -15,7 +15,7 @@ export PYTHONDONTWRITEBYTECODE =
 .PHONY: demo docs test test-benchmarks test-newest test-pythons test-ray test-slow notebooks lint types dist check clean
 
 $(VENV)/.installed: pyproject.toml
-	@echo "Making an environment in $(VENV): once, some minutes, about 700 MB."
+	@echo "Making an environment in $(VENV): once, some minutes, about 1.4 GB."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --disable-pip-version-check -e '.[dev]'
 	touch $@
@@ -36,7 +36,7 @@ test-ray: $(VENV)/.installed  ## the tests of rollouts in Ray's actors
 test-slow: $(VENV)/.installed  ## the slow suites; see tests/contract/dspy_suite and FLASHEVOLVE_VLLM_BASE
 	$(BIN)/python -m pytest -m "slow or vllm or perfetto"
 
-notebooks: $(VENV)/.installed  ## run the notebooks, and save their outputs in them
+notebooks: $(VENV)/.installed  ## run the notebooks on the server at API_BASE, and save their outputs in them
 	$(BIN)/python -m pytest --nbmake --overwrite notebooks
 	$(BIN)/jupyter nbconvert --log-level ERROR --to notebook --inplace --coalesce-streams notebooks/*.ipynb
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from itertools import product
 from multiprocessing import get_context
@@ -19,9 +19,20 @@ from pathlib import Path
 
 from benchmarks.backends import Backend
 from benchmarks.methods import Limits, method
-from benchmarks.report import COLUMNS, cells, named, page, read
-from benchmarks.results import RESULTS, Result, RunKey, commit, shown, table, write_result
-from benchmarks.workloads.registry import definition_named, workload_names
+from benchmarks.results import (
+    RESULTS,
+    Result,
+    RunKey,
+    Spread,
+    commit,
+    middle,
+    ratio,
+    read_results,
+    shown,
+    table,
+    write_result,
+)
+from benchmarks.workloads.registry import definition_named, workload_named, workload_names
 from benchmarks.workloads.rows import RowsMissing
 from benchmarks.workloads.virtual import VirtualJob, run_job
 from dspy_flashevolve.sim.profiles import PROFILES
@@ -29,11 +40,15 @@ from dspy_flashevolve.sim.reply_model import DEFAULT_MODEL, REPLY_MODELS
 
 METHODS = (
     "gepa", "gepa-independent-4", "gepa-independent-10", "gepa-independent-40", "gepa-pxn-3x3", "combee-10",
-    "combee-40", "async-full", "async-guarded-8", "async-patch", "async+speculation=off", "async+slots=adaptive",
-    "async",
+    "combee-40", "async-full", "async-guarded-8", "async-reflective", "async+slots=adaptive", "async",
 )  # fmt: skip
-"""All that are compared; `async` is the default, with its integrations and with early reflection."""
+"""All that are compared; `async` is the default."""
 SECONDS = 120.0
+BASELINE = "gepa"
+COLUMNS = (
+    "method", "seeds", "score", "gain", "validated", f"x {BASELINE}'s gain", "proposals a minute", f"x {BASELINE}'s",
+    "metric calls", "tokens/s", "slots busy", "generations", "overshoot", "failed",
+)  # fmt: skip
 
 
 def title(workload: str, train: int | None, val: int | None, seconds: float | None) -> str:
@@ -53,6 +68,8 @@ def sizes(workload: str, options: argparse.Namespace) -> tuple[int | None, int |
     if options.most is None:
         return options.train, options.val
     usual = definition_named(workload).size
+    if usual.train is None or usual.val is None:  # all rows, however many these are
+        usual = workload_named(workload).size
     train = min(usual.train, options.most) if options.train is None else options.train
     return train, min(usual.val, options.most) if options.val is None else options.val
 
@@ -97,7 +114,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--time-scale", type=float, default=1.0, help="the simulated server's seconds in a real one")
     parser.add_argument("--out", type=Path, default=RESULTS / "bench.jsonl")
     parser.add_argument("--fresh", action="store_true", help="run again what the file has")
-    parser.add_argument("--html", type=Path, help="write the report there")
     options = parser.parse_args(arguments)
     options.simulated = options.model
     if options.model in REPLY_MODELS:
@@ -211,10 +227,61 @@ def _number(text: str) -> float:
         return math.nan
 
 
+def named(result: Result) -> str:
+    """What the runs that are compared have in common, for people."""
+    limit = "" if result.call_limit is None else f", {result.call_limit} metric calls"
+    settings = f", {result.settings}" if result.settings else ""
+    return f"{result.benchmark} on {result.backend}, {result.slots} slots{limit}{settings}"
+
+
+def cells(results: Sequence[Result]) -> list[list[str]]:
+    """A line a method, in the order in which they came; medians over the seeds, failed runs left out.
+
+    The score is the true one where it is known (`Result.score`), and validated is what the validation set says of it.
+    """
+    lines: list[list[str]] = []
+    sound = [result for result in results if not result.error]
+    base = [result for result in sound if result.method == BASELINE]
+    for name in dict.fromkeys(result.method for result in results):
+        mine = [result for result in sound if result.method == name]
+        scores = [result.score for result in mine if result.score is not None]
+        gained, pace = middle(mine, lambda result: result.gain), middle(mine, lambda result: result.pace)
+        lines.append([
+            name,
+            str(len({result.seed for result in mine})),
+            str(Spread.of(scores)) if scores else "-",
+            shown(gained, "+.3f"),
+            shown(middle(mine, lambda result: result.best_score), ".2f"),
+            shown(ratio(gained, middle(base, lambda result: result.gain)), ".2f"),
+            shown(pace, ".1f"),
+            shown(ratio(pace, middle(base, lambda result: result.pace)), ".1f"),
+            shown(middle(mine, lambda result: result.metric_calls), ".0f"),
+            shown(middle(mine, lambda result: result.tokens_per_second), ".0f"),
+            shown(middle(mine, lambda result: result.mean_running), ".1f"),
+            shown(middle(mine, lambda result: result.depth), ".0f"),
+            str(max((result.overshoot for result in mine), default=0)),
+            str(sum(bool(result.error) for result in results if result.method == name)),
+        ])  # fmt: skip
+    return lines
+
+
+def report(results: Sequence[Result]) -> str:
+    """A table for each setting."""
+    groups = [
+        [result for result in results if result.setting == setting]
+        for setting in dict.fromkeys(result.setting for result in results)
+    ]
+    return "\n\n".join(f"{named(group[0])}\n{table(COLUMNS, cells(group))}" for group in groups)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print and write; 1 when a run ended in an error or rows are missing."""
-    options = parse(arguments)
-    recorded = [result for result, _ in read(options.out)] if options.out.is_file() and not options.fresh else []
+    return carry_out(parse(arguments), report)
+
+
+def carry_out(options: argparse.Namespace, report: Callable[[Sequence[Result]], str]) -> int:
+    """Make the runs that the file lacks, write each as it ends, and print a report on the file's rows; see `main`."""
+    recorded = read_results(options.out) if options.out.is_file() and not options.fresh else []
     there = {result.key for result in recorded if not result.error}
     if there:
         print(f"{options.out} has {len(there)} runs, which are not made again; --fresh makes them again", flush=True)
@@ -232,13 +299,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (RowsMissing, ValueError) as error:
         print(error, file=sys.stderr)
         return 1
-    lines = read(options.out) if options.out.is_file() else []
-    for setting in dict.fromkeys(result.setting for result, _ in lines):
-        mine = [result for result, _ in lines if result.setting == setting]
-        print(f"\n{named(mine[0])}\n{table(COLUMNS, cells(mine))}")
-    if options.html is not None:
-        options.html.write_text(page(lines, options.html.with_suffix("")), encoding="utf-8")
-        print(options.html)
+    print("\n" + report(read_results(options.out) if options.out.is_file() else []))
     return int(failed)
 
 

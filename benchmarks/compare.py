@@ -1,12 +1,12 @@
 """Which optimizer makes the better program: `python -m benchmarks.compare`.
 
 dspy.GEPA (lockstep, which takes its steps barrier for barrier), its parallel sampling, Combee, and AsyncGEPA by
-staleness policy, on three kinds of task, under simulated models that are more or less obliging, on several seeds, in
-virtual time: once at a fixed time, and once at an equal number of metric calls. Scores are true scores: what the best
-validated program of the moment is to score on examples that neither training nor validation saw. It needs no server,
-and the same command gives the same figures on any machine. An interrupted command goes on where it stopped: what its
-file has is not run again. `async-patch` has an LM repair every
-stale child that passed its screen, and takes none apart into changes.
+search and staleness policy, on three kinds of task, under simulated models that are more or less obliging, on several
+seeds, in virtual time: once at a fixed time, and once at an equal number of metric calls. Scores are true scores: what
+the best validated program of the moment is to score on examples that neither training nor validation saw. It needs no
+server, and the same command gives the same figures on any machine. An interrupted command goes on where it stopped:
+what its file has is not run again. `async-full` and `async-reflective` are GEPA's own search (`search="pareto"`) with
+that staleness policy; rows of `async-patch`, in older files, had stale children repaired after their screen.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from itertools import product
 from pathlib import Path
 
 from benchmarks.methods import Limits, method
-from benchmarks.pictures import true_scores
 from benchmarks.results import RESULTS, ratio, shown, table
 from benchmarks.runs import (
     TOLERANCE,
@@ -39,14 +38,13 @@ from dspy_flashevolve.sim.profiles import PROFILES
 from dspy_flashevolve.sim.reply_model import REPLY_MODELS
 
 METHODS = (
-    "lockstep", "gepa-independent-10", "combee-9", "combee-25", "combee-40", "async-full", "async-patch", "async",
+    "lockstep", "gepa-independent-10", "combee-9", "combee-25", "combee-40", "async-full", "async-reflective", "async",
 )  # fmt: skip
 """All that are compared; `async` is the default, with its integrations."""
 TARGET_OVER_LOCKSTEP = 3.0
 TARGET_OVER_COMBEE = 1.5
 MOMENTS = (120.0, 600.0, 1800.0)
 """Seconds at which longer runs are read as well."""
-PANELS = {"few": "24 rules", "many": "72 rules", "rivals": "24 rules that contradict each other"}
 HEADER = (
     "method", "seeds", "true score (min-max)", "validated", "gain", "x lockstep's gain", "x best Combee's",
     "of the possible", "rollouts", "LM calls", "task tokens", "reflection tokens", "gain a million tokens", "dollars",
@@ -64,6 +62,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--model", nargs="+", choices=list(REPLY_MODELS), default=[common.model], help="how well they obey and reflect"
     )
+    parser.add_argument(
+        "--reflection-seconds",
+        type=float,
+        default=common.reflection_seconds,
+        help="what each reflection takes, by another model than the task's; 0 for the same model",
+    )
     parser.add_argument("--slots", type=int, default=64, help="requests in flight at most")
     parser.add_argument("--train", type=int, default=common.train, help="training examples")
     parser.add_argument("--val", type=int, default=common.val, help="validation examples")
@@ -75,7 +79,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=2, help="runs side by side")
     parser.add_argument("--fresh", action="store_true", help="run again what the file has")
     parser.add_argument("--report", type=Path, help="print the tables of an earlier file; run nothing")
-    parser.add_argument("--picture", type=Path, help="with --report: a PNG of the true scores over time as well")
     parser.add_argument("--out", type=Path, default=RESULTS / "compare.jsonl")
     options = parser.parse_args(arguments)
     try:
@@ -93,7 +96,12 @@ def planned(options: argparse.Namespace) -> list[Job]:
     ends = [{"seconds": options.seconds}] if options.seconds else []
     ends += [{"metric_calls": options.calls}] if options.calls else []
     return [
-        Job(Setting(profile, options.train, options.val, model), Limits(options.slots, seed, **end), task, name)
+        Job(
+            Setting(profile, options.train, options.val, model, options.reflection_seconds),
+            Limits(options.slots, seed, **end),
+            task,
+            name,
+        )
         for end in ends
         for profile, model, task, seed, name in product(
             options.profiles, options.model, options.tasks, range(options.seeds), options.methods
@@ -189,7 +197,8 @@ def report(rows: Sequence[Row]) -> str:
     """Every table, and then every verdict."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
-        groups.setdefault(f"{row.where} ({row.profile}, {row.model}, {row.slots} slots)", []).append(row)
+        slow = f", {row.reflection_seconds:g} s a reflection" if row.reflection_seconds else ""
+        groups.setdefault(f"{row.where} ({row.profile}, {row.model}{slow}, {row.slots} slots)", []).append(row)
     tables: list[str] = []
     for title, group in groups.items():
         header = (*HEADER, *(f"at {seconds:g} s" for seconds in moments(group)))
@@ -198,23 +207,11 @@ def report(rows: Sequence[Row]) -> str:
     return "\n\n".join([*tables, "\n".join(lines)] if lines else tables)
 
 
-def picture(rows: Sequence[Row], options: argparse.Namespace) -> bytes:
-    """The true scores over time under the first of the options' profiles and models."""
-    setting = options.profiles[0], options.model[0], "time", options.seconds
-    mine = [row for row in rows if (row.profile, row.model, row.condition, row.limit) == setting]
-    combee = {name: f"Combee, {name[7:]} traces" for name in options.methods if name.startswith("combee")}
-    names = {"lockstep": "dspy.GEPA", **combee, "async": "AsyncGEPA"}
-    return true_scores(mine, {name: names[name] for name in names if name in options.methods}, PANELS)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print; 1 when a run ended in an error, whatever became of the targets."""
     options = parse(arguments)
     if options.report is not None:
-        rows = recorded(options.report)
-        print(report(rows))
-        if options.picture is not None:
-            options.picture.write_bytes(picture(rows, options))
+        print(report(recorded(options.report)))
         return 0
     return carry_out("compare", planned(options), options, report)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from benchmarks.methods import Limits, method
 from benchmarks.results import Result, ratio, shown, table, write_result
 from benchmarks.workloads.house_rules import Setting, simulated
-from benchmarks.workloads.ifeval import data_folder
+from benchmarks.workloads.rows import data_folder
 from dspy_flashevolve.sim import HouseRules
 
 METHODS = ("gepa", "async")
@@ -47,7 +47,7 @@ def row(result: Result) -> list[str]:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command's options."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.demo", description=__doc__)
-    parser.add_argument("--seconds", type=float, default=75.0, help="time limit of each run, in the server's time")
+    parser.add_argument("--seconds", type=float, default=120.0, help="time limit of each run, in the server's time")
     parser.add_argument("--time-scale", type=float, default=3.0, help="the server's seconds in a real one")
     parser.add_argument("--slots", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0)

@@ -21,7 +21,6 @@ import dspy
 
 from benchmarks.methods import Limits, Method, Workload
 from benchmarks.results import Result
-from benchmarks.timeline import SAMPLES, timeline
 from benchmarks.trajectory import Recorder
 
 
@@ -48,10 +47,6 @@ class Meter(Protocol):
         """What was counted since."""
         ...
 
-    def running(self) -> float | None:
-        """Requests being served now; `None` where it cannot tell."""
-        ...
-
 
 class NoMeter:
     """For programs that call no server."""
@@ -62,9 +57,6 @@ class NoMeter:
     def read(self) -> Figures:
         """Nothing counted."""
         return Figures()
-
-    def running(self) -> None:
-        """Nothing to tell."""
 
 
 class CountedMetric:
@@ -109,33 +101,6 @@ class _Reading:
                 self.figures = self.meter.read()
 
 
-class _Sampler:
-    """Asks the meter again and again, in a thread, how many requests are being served."""
-
-    def __init__(self, meter: Meter, recorder: Recorder, every: float) -> None:
-        self._meter = meter
-        self._recorder = recorder
-        self._every = every
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._sample, name="sampler", daemon=True)
-        self.samples: list[list[float]] = []
-
-    def __enter__(self) -> _Sampler:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join()
-
-    def _sample(self) -> None:
-        while not self._over.wait(self._every):
-            running = self._meter.running()
-            if running is None:
-                return
-            self.samples.append([round(self._recorder.seconds, 2), running])
-
-
 @dataclass(frozen=True)
 class Bench:
     """Where runs take place: the benchmark's name for the results, the backend, its meter and its settings."""
@@ -155,25 +120,20 @@ class Bench:
         timer = threading.Timer(limits.wall_seconds or threading.TIMEOUT_MAX, reading.take)
         timer.daemon = True
         error = ""
-        stages: list[list[Any]] = []
         self.meter.reset()
         recorder.start()
         timer.start()
-        sampler = _Sampler(self.meter, recorder, (limits.wall_seconds or SAMPLES) / SAMPLES)
         try:
             optimizer = chosen.build(counted, limits, recorder)
-            with silence(), dspy.context(lm=workload.task_lm, adapter=workload.adapter), sampler:
-                program = optimizer.compile(workload.program(), trainset=workload.trainset, valset=workload.valset)
-            stages = timeline(getattr(program, "async_stats", None), limits)
+            with silence(), dspy.context(lm=workload.task_lm, adapter=workload.adapter):
+                optimizer.compile(workload.program(), trainset=workload.trainset, valset=workload.valset)
         except Exception as raised:
             traceback.print_exc()
             error = f"{type(raised).__name__}: {raised}"
         finally:
             timer.cancel()
             reading.take()
-        result = self._result(chosen, limits, reading, metric.count, error)
-        busy = [sample for sample in sampler.samples if sample[0] <= result.seconds]
-        return replace(result, busy=busy, stages=stages, settings=self.settings)
+        return self._result(chosen, limits, reading, metric.count, error)
 
     def _result(self, chosen: Method, limits: Limits, reading: _Reading, scored: int, error: str) -> Result:
         total_seconds, trajectory = reading.recorder.seconds, reading.recorder.trajectory
@@ -199,7 +159,9 @@ class Bench:
             seed_true_score=trajectory.seed_true_score,
             depth=point.depth,
             accepted=point.accepted,
+            validations=point.validations,
             error=error,
             trajectory=trajectory.compact(),
+            settings=self.settings,
             **vars(reading.figures),
         )

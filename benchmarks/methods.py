@@ -162,7 +162,7 @@ def async_options(name: str, seed: int = 0, slots: int = 64) -> dict[str, Any]:
 
     Example:
         >>> async_options("async-full")
-        {'staleness': 'full'}
+        {'search': 'pareto', 'staleness': 'full'}
     """
     return variant(name).options(seed, slots)
 

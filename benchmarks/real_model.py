@@ -25,12 +25,10 @@ import dspy
 
 from benchmarks.measure import Bench, Figures
 from benchmarks.methods import Limits, Method, Optimizer, Workload, method
-from benchmarks.report import read
-from benchmarks.results import RESULTS, Result, commit, middle, shown, table, write_result
+from benchmarks.results import RESULTS, Result, commit, middle, read_results, shown, table, write_result
 from benchmarks.runs import score_spread
-from benchmarks.score import best
 from benchmarks.scripted_reflection import ScriptedReflection
-from benchmarks.trajectory import Recorder
+from benchmarks.trajectory import Point, Recorder
 from benchmarks.workloads.definition import Size
 from benchmarks.workloads.house_style import INSTRUCTION, STYLE, Constraint, Metric, Writer, examples
 from dspy_flashevolve.sim.profiles import PROFILES
@@ -137,9 +135,6 @@ class CallMeter:
         """What was counted."""
         return Figures(**asdict(self.task), reflections=self.reflection.calls, reflection_tokens=self.reflection.tokens)
 
-    def running(self) -> None:
-        """Not told."""
-
 
 @dataclass
 class Watched:
@@ -208,7 +203,7 @@ class Job:
         train, val, test = examples(setting.size, limits.seed)
         workload = Workload(Writer, train, val, Metric(model), task_lm, reflection.lm())
         result = bench.run(watched.of(method(self.method)), workload, limits)
-        score = best(result)
+        score = best_within_budget(result)
         result = replace(result, best_score=score, seed_true_score=self.seed_true_score)
         if score is None or result.error:
             return result
@@ -224,6 +219,15 @@ class Job:
         line = {"key": result.key, "texts": dict(texts), "trajectory": result.trajectory, **own}
         with path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
+
+
+def best_within_budget(result: Result) -> float | None:
+    """The best fully validated score; with a budget, of the candidates that it paid for: an overshoot buys nothing."""
+    if result.call_limit is None:
+        return result.best_score
+    points = [Point(*row) for row in result.trajectory]  # pyright: ignore[reportArgumentType]
+    scores = [p.best_score for p in points if p.metric_calls <= result.call_limit and p.best_score is not None]
+    return max(scores, default=result.seed_score)
 
 
 def answers(setting: Setting, instruction: str, asked: Sequence[Any], threads: int) -> list[str]:
@@ -375,13 +379,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("TQDM_DISABLE", "1")
     setting: Setting = options.setting
     if options.report is not None:
-        print(report([result for result, _ in read(options.report)]))
+        print(report(read_results(options.report)))
         return 0
     if options.alone:
         print(table(ALONE_COLUMNS, alone(setting, options.slots)))
         return 0
     commit()  # before the code changes under a long run
-    recorded = [result for result, _ in read(options.out)] if options.out.is_file() else []
+    recorded = read_results(options.out) if options.out.is_file() else []
     there = {one.key: one for one in recorded if not one.error and not options.fresh}
     jobs = planned(options)
     left = [job for job in jobs if job.blank.key not in there]

@@ -11,11 +11,11 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("dspy-flashevolve", "dspy", "gepa", "litellm", "ray")
@@ -80,6 +80,8 @@ class Result(Scored):
         seed_true_score: The seed program's, likewise.
         depth: Generations at the limit.
         accepted: Candidates accepted at the limit.
+        validations: Candidates scored on the whole validation set at the limit, the seed included; 0 in rows that are
+            older than it.
         prompt_tokens: Read by the server.
         completion_tokens: Written by the server.
         requests: Answered by the server.
@@ -87,8 +89,6 @@ class Result(Scored):
         mean_running: Mean of the requests being served.
         error: What ended the run early; empty when nothing did.
         trajectory: Rows of `Point`'s fields where score or depth changed.
-        busy: Seconds, and the requests in flight (the mean since the row before, or as sampled there).
-        stages: Step, stage, and the seconds when it began and ended there; of the first seed alone.
         settings: What else tells runs apart, in words: the simulated model's name, the length of replies, the time
             scale. Rows without a name of a simulated model were made by the one that is "obliging" now.
     """
@@ -113,6 +113,7 @@ class Result(Scored):
     seed_true_score: float | None = None
     depth: int = 0
     accepted: int = 0
+    validations: int = 0
     prompt_tokens: float = 0.0
     completion_tokens: float = 0.0
     requests: int = 0
@@ -120,8 +121,6 @@ class Result(Scored):
     mean_running: float | None = None
     error: str = ""
     trajectory: list[list[float | int | None]] = field(default_factory=list)
-    busy: list[list[float]] = field(default_factory=list)
-    stages: list[list[Any]] = field(default_factory=list)
     settings: str = ""
 
     @property
@@ -280,6 +279,27 @@ def write_result(path: Path, result: Result) -> None:
         "overshoot": result.overshoot,
     }
     append_json_lines(path, [{**asdict(result), **rates}])
+
+
+def read_results(path: Path) -> list[Result]:
+    """The runs of a file; of equal runs (`Result.key`) the last.
+
+    Raises:
+        ValueError: a line is no JSON, or no run of a benchmark over a server; with its number.
+    """
+    known = {field.name for field in fields(Result)}
+    needed = {"benchmark", "method", "backend", "seed", "slots", "seconds", "total_seconds"}
+    runs: dict[RunKey, Result] = {}
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: no JSON ({error})") from None
+        if not isinstance(row, dict) or not needed <= row.keys():
+            raise ValueError(f"{path}, line {number}: expected the fields {', '.join(sorted(needed))} of a run.")
+        result = Result(**{name: value for name, value in row.items() if name in known})
+        runs[result.key] = result
+    return list(runs.values())
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -1,13 +1,14 @@
 """Optimizers side by side on real rows, judged on a test set that no search sees: `python -m benchmarks.run`.
 
-    python -m benchmarks.run symptom2disease --task-model openai/gpt-4o-mini --reflection-model openai/gpt-5 \\
-        --methods gepa combee-9 async --calls 400 --seeds 3
+    python -m benchmarks.run ifbench --task-model openai/gpt-4o-mini --reflection-model openai/gpt-5 \\
+        --methods gepa combee async
 
-Any name of a model that litellm knows will do, with its key in the environment; `--task-base` and `--reflection-base`
-name a server with OpenAI's API. `--task-model text-student` is a model that knows only what its prompt says
-(`benchmarks.text_student`), and `--reflection-model file:FOLDER` one whose replies are files (`benchmarks.file_lm`).
-Each run appends a line to `--out`, with the validated candidates whole; a command that was interrupted goes on with the
-runs that the file lacks.
+A run ends after `--calls` metric calls, after `--seconds`, or else with the budget that `dspy.GEPA` has for
+`auto="light"`. Any name of a model that litellm knows will do, with its key in the environment; `--task-base` and
+`--reflection-base` name a server with OpenAI's API. `--task-model text-student` is a model that knows only what its
+prompt says (`benchmarks.text_student`), and `--reflection-model file:FOLDER` one whose replies are files
+(`benchmarks.file_lm`). Each run appends a line to `--out`, with the validated candidates whole; a command that was
+interrupted goes on with the runs that the file lacks.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import product
 from multiprocessing import get_context
@@ -29,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import dspy
+from dspy.teleprompt.gepa.gepa import AUTO_RUN_SETTINGS
 from dspy.teleprompt.gepa.instruction_proposal import InstructionProposer
 
 from benchmarks.backends import NO_KEY
@@ -40,21 +42,24 @@ from benchmarks.results import RESULTS, append_json_lines, commit, shown, table
 from benchmarks.text_student import TextStudent, all_examples
 from benchmarks.trajectory import Recorder
 from benchmarks.workloads import symptom2disease_coded
-from benchmarks.workloads.definition import Definition
+from benchmarks.workloads.definition import Definition, NamedWorkload
 from benchmarks.workloads.registry import definition_named, workload_names
 from benchmarks.workloads.rows import RowsMissing
 
 METHODS = ("gepa", "gepa-independent-5", "combee-9", "async")
+ALIASES = {"combee": "combee-9"}
+"""Short names of methods, as they are typed; rows have the full ones."""
 EDITS = "gepa-edits"
 """dspy.GEPA with AsyncGEPA's proposer, which asks for edits."""
 STUDENT = "text-student"
 FILE = "file:"
 COLUMNS = (
-    "method", "runs", "test (each run)", "mean", "validated", "metric calls", "seconds", "reflections",
-    "characters read", "characters written", "dollars",
+    "method", "runs", "test (standard error)", "mean", "validated", "metric calls", "seconds", "reflections",
+    "task tokens", "reflection tokens", "reflection characters", "dollars",
 )  # fmt: skip
-
-COUNTED = ("calls", "seconds", "reflections", "reflection_read", "reflection_written")
+COUNTED = ("calls", "seconds", "reflections")
+READ_AND_WRITTEN = ("task_tokens", "reflection_tokens", "reflection")
+"""Figures of which a row has two: NAME_read and NAME_written."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +74,8 @@ class Setting:
         temperature: Of the task model.
         reply_seconds: Of the text student, about.
         slots: Requests in flight at most.
-        calls, seconds: Limits of a run; None for no limit.
+        calls, seconds: Limits of a run, in metric calls and in seconds; None for no limit. Without both, a run has the
+            calls that `dspy.GEPA` has for `auto="light"`.
         train, val, test: Sizes; None for the workload's own.
     """
 
@@ -97,11 +103,20 @@ class Setting:
 
 @dataclass
 class Tally:
-    """What a model was asked by a run, in whatever thread."""
+    """What a model was asked by a run, in whatever thread.
+
+    Attributes:
+        requests: How many.
+        read, written: Characters.
+        tokens_read, tokens_written: By the usage that replies report; those without one count nothing.
+        dollars: By litellm's prices.
+    """
 
     requests: int = 0
     read: int = 0
     written: int = 0
+    tokens_read: int = 0
+    tokens_written: int = 0
     dollars: float = 0.0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tally:
@@ -109,7 +124,7 @@ class Tally:
 
 
 class TalliedLM(dspy.LM):
-    """A dspy.LM that counts its requests, the characters read and written, and their price."""
+    """A dspy.LM that counts its requests, the characters and tokens read and written, and their price."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -121,6 +136,9 @@ class TalliedLM(dspy.LM):
         tally.requests += 1
         tally.read += sum(len(str(message.get("content") or "")) for message in messages)
         tally.written += sum(len(str(output)) for output in entry.get("outputs") or ())
+        usage = entry.get("usage") or {}
+        tally.tokens_read += usage.get("prompt_tokens") or 0
+        tally.tokens_written += usage.get("completion_tokens") or 0
         tally.dollars += entry.get("cost") or 0.0
         super().update_history(entry)
 
@@ -142,9 +160,11 @@ class Run:
         setting: See `Setting.words`.
         test, test_error: Mean score of the returned program on the test set, and its standard error.
         validated: Of the returned program.
-        calls, seconds: Spent.
+        calls, seconds: Spent by the search, as are tokens and dollars; what the test costs is not counted.
         reflections, reflection_read, reflection_written: Requests of the reflection model, and their characters.
-        dollars: By litellm's prices; 0 for models without one.
+        task_tokens_read, task_tokens_written: Of the task model, by the usage that its replies report.
+        reflection_tokens_read, reflection_tokens_written: Of the reflection model, likewise.
+        dollars: Of both models, by litellm's prices; 0 for models without one.
         candidates: The validated ones in their order; the seed is the first.
         returned: The texts of the returned program.
         summary: AsyncGEPA's own.
@@ -162,6 +182,10 @@ class Run:
     reflections: int = 0
     reflection_read: int = 0
     reflection_written: int = 0
+    task_tokens_read: int = 0
+    task_tokens_written: int = 0
+    reflection_tokens_read: int = 0
+    reflection_tokens_written: int = 0
     dollars: float = 0.0
     candidates: list[Candidate] = field(default_factory=list[Candidate])
     returned: dict[str, str] = field(default_factory=dict[str, str])
@@ -238,7 +262,10 @@ def run(setting: Setting, name: str, seed: int) -> Run:
     drawn = definition.drawn(size, seed)
     with models(setting, definition, name, seed) as (task_lm, reflection_lm):
         workload = drawn.served(task_lm, reflection_lm)
-        limits = Limits(setting.slots, seed, setting.seconds, setting.calls)
+        calls = setting.calls
+        if calls is None and setting.seconds is None:
+            calls = light_budget(drawn, reflection_lm)
+        limits = Limits(setting.slots, seed, setting.seconds, calls)
         recorder = Recorder()
         began = time.monotonic()
         try:
@@ -248,7 +275,8 @@ def run(setting: Setting, name: str, seed: int) -> Run:
         except Exception as error:
             return _with(blank, seconds=time.monotonic() - began, error=f"{type(error).__name__}: {error}")
         seconds = time.monotonic() - began
-        results, asked = program.detailed_results, reflection_lm.tally
+        results = program.detailed_results
+        answered, asked = replace(task_lm.tally), replace(reflection_lm.tally)  # as they are before the test
         judge = partial(judged, drawn.testset, drawn.metric, task_lm, setting.slots)
         returned = texts_of(program)
         scores = (
@@ -268,7 +296,11 @@ def run(setting: Setting, name: str, seed: int) -> Run:
             reflections=asked.requests,
             reflection_read=asked.read,
             reflection_written=asked.written,
-            dollars=asked.dollars + task_lm.tally.dollars,
+            task_tokens_read=answered.tokens_read,
+            task_tokens_written=answered.tokens_written,
+            reflection_tokens_read=asked.tokens_read,
+            reflection_tokens_written=asked.tokens_written,
+            dollars=answered.dollars + asked.dollars,
             candidates=[
                 Candidate(score, mean(scores.get(index)), texts_of(candidate))
                 for index, (candidate, score) in enumerate(
@@ -278,6 +310,12 @@ def run(setting: Setting, name: str, seed: int) -> Run:
             returned=returned,
             summary="" if stats is None else str(stats),
         )
+
+
+def light_budget(workload: NamedWorkload, reflection_lm: dspy.LM) -> int:
+    """The metric calls that `dspy.GEPA` has for `auto="light"`, so that every method has as many."""
+    optimizer = dspy.GEPA(workload.metric, auto="light", reflection_lm=reflection_lm)
+    return optimizer.auto_budget(len(workload.outputs), AUTO_RUN_SETTINGS["light"]["n"], len(workload.valset))
 
 
 def _with(blank: Run, **figures: Any) -> Run:
@@ -303,6 +341,16 @@ def mean(scores: Sequence[float] | None) -> float | None:
     return sum(scores) / len(scores) if scores else None
 
 
+def made(setting: Setting, missing: Sequence[tuple[str, int]], jobs: int) -> Iterator[Run]:
+    """Make the runs of these methods and seeds, each as it ends; `jobs` of them side by side, in processes."""
+    if jobs == 1:
+        yield from (run(setting, name, seed) for name, seed in missing)
+        return
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        for future in as_completed([pool.submit(run, setting, name, seed) for name, seed in missing]):
+            yield future.result()
+
+
 def standard_error(scores: Sequence[float]) -> float:
     """Of the mean of some scores."""
     centre = sum(scores) / len(scores)
@@ -310,25 +358,68 @@ def standard_error(scores: Sequence[float]) -> float:
     return math.sqrt(variance / len(scores))
 
 
+def told(result: Run) -> str:
+    """A run in a line."""
+    if result.error:
+        return f"{result.method}, seed {result.seed}: {result.error}"
+    read, written = result.task_tokens_read, result.task_tokens_written
+    return (
+        f"{result.method}, seed {result.seed}: test {result.test:.3f} (standard error {result.test_error:.3f}), "
+        f"validated {result.validated:.3f}, {result.calls} calls, {result.seconds:.0f} s, "
+        f"task tokens {read}/{written} (read/written), {result.reflections} reflections with tokens "
+        f"{result.reflection_tokens_read}/{result.reflection_tokens_written}, ${result.dollars:.4f}"
+    )
+
+
 def cells(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """A line a method."""
+    """A line a method; a dash where its rows lack a figure, as those of older commits lack tokens."""
     lines: list[list[str]] = []
     for name in dict.fromkeys(row["method"] for row in rows):
         mine = sorted((row for row in rows if row["method"] == name and not row["error"]), key=lambda row: row["seed"])
 
         def average(key: str, mine: Sequence[Mapping[str, Any]] = mine) -> float | None:
-            return mean([row[key] for row in mine])
+            return mean([row[key] for row in mine if key in row])
+
+        def both(key: str, average: Callable[[str], float | None] = average) -> str:
+            return f"{shown(average(f'{key}_read'), '.0f')}/{shown(average(f'{key}_written'), '.0f')}"
 
         lines.append([
             name,
             str(len(mine)),
-            " ".join(f"{row['test']:.3f}" for row in mine),
+            " ".join(f"{row['test']:.3f} ({row['test_error']:.3f})" for row in mine),
             shown(average("test"), ".3f"),
             shown(average("validated"), ".3f"),
             *(shown(average(key), ".0f") for key in COUNTED),
+            *map(both, READ_AND_WRITTEN),
             shown(average("dollars"), ".4f"),
         ])  # fmt: skip
     return lines
+
+
+LABELS = {"gepa-independent-5": "five at once", "gepa": "dspy.GEPA", "combee-9": "Combee", "async": "AsyncGEPA"}
+
+
+def picture(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Draw the test score of each run, a column a method with its mean; the ending of the path says the format."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5.2, 2.6), layout="constrained")
+    axes = figure.subplots()
+    names = [name for name in LABELS if any(row["method"] == name for row in rows)]
+    for place, name in enumerate(names):
+        scores = [row["test"] for row in rows if row["method"] == name and not row["error"]]
+        color = "#1f6f43" if name == "async" else "#8a8a8a"
+        axes.scatter(scores, [place] * len(scores), color=color, alpha=0.5, s=28)
+        axes.plot([mean(scores)] * 2, [place - 0.3, place + 0.3], color=color, linewidth=3)
+        axes.annotate(f"{mean(scores):.2f}", (mean(scores) or 0.0, place + 0.34), ha="center", fontsize=10, color=color)
+    axes.set_yticks(range(len(names)), [LABELS[name] for name in names])
+    axes.set_ylim(-0.6, len(names) - 0.2)
+    axes.set_xlim(left=0)
+    axes.set_xlabel("test accuracy of each run; the bar is the mean")
+    axes.spines[["top", "right"]].set_visible(False)
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "runs"}):  # words stay words; equal rows, equal file
+        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -341,8 +432,15 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--task-base", help="the task model's server, as in http://127.0.0.1:8000/v1")
     parser.add_argument("--reflection-model", required=True, help="litellm's name, or file:FOLDER")
     parser.add_argument("--reflection-base", help="the reflection model's server")
-    parser.add_argument("--methods", nargs="+", default=list(METHODS), help=f"benchmarks/README.md names them; {EDITS}")
-    parser.add_argument("--calls", type=int, help="budget of metric calls of a run")
+    parser.add_argument(
+        "--methods",
+        nargs="+",
+        default=list(METHODS),
+        help=f"benchmarks/README.md names them; {EDITS}; combee is combee-9",
+    )
+    parser.add_argument(
+        "--calls", type=int, help="budget of metric calls of a run; without --seconds, GEPA's 'light' one"
+    )
     parser.add_argument("--seconds", type=float, help="time limit of a run")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="the seeds themselves")
     parser.add_argument("--slots", type=int, default=16, help="requests in flight at most")
@@ -355,9 +453,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--reply-seconds", type=float, default=1.0, help="of the text student")
     parser.add_argument("--out", type=Path, default=RESULTS / "run.jsonl")
     parser.add_argument("--report", action="store_true", help="print the table of what the file has; run nothing")
+    parser.add_argument("--picture", type=Path, help="with --report: draw the test scores into this file (.svg, .png)")
     options = parser.parse_args(arguments)
-    if options.calls is None and options.seconds is None:
-        parser.error("a run needs an end: give --calls, --seconds or both")
+    options.methods = list(dict.fromkeys(ALIASES.get(name, name) for name in options.methods))
     if options.task_model == STUDENT and options.workload != "symptom2disease-coded":
         parser.error("the text student knows the workload symptom2disease-coded alone")
     try:
@@ -383,20 +481,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.report:
         missing = []
     failed = False
-    with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
-        futures = [pool.submit(run, setting, name, seed) for name, seed in missing]
-        for future in as_completed(futures):
-            try:
-                result = future.result()
-            except (RowsMissing, ValueError) as error:
-                print(error, file=sys.stderr)
-                return 1
+    try:
+        for result in made(setting, missing, options.jobs):
             append_json_lines(options.out, [asdict(result)])
             mine.append(asdict(result))
             failed |= bool(result.error)
-            print(f"{result.method}, seed {result.seed}: test {result.test:.3f}, validated {result.validated:.3f}, "
-                  f"{result.calls} calls, {result.reflections} reflections {result.error}", flush=True)  # fmt: skip
-    print(f"\n{setting.words}\n{table(COLUMNS, cells(mine))}")
+            print(told(result), flush=True)
+    except (RowsMissing, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    if options.picture is not None:
+        picture([row for row in mine if row["seed"] in options.seeds], options.picture)
+    print(
+        f"\n{setting.words}\n{table(COLUMNS, cells(mine))}\nTokens and characters: read/written, by the search alone."
+    )
     return int(failed)
 
 

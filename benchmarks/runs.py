@@ -40,6 +40,7 @@ class Row(Scored):
         train: Training examples.
         val: Validation examples.
         model: The simulated model's name; rows that name none were made by the one that is "obliging" now.
+        reflection_seconds: Of each request to a reflection LM apart (`virtual.Setting`); 0 where there is none.
         best_score: Best fully validated score; at "calls" of the candidates that were paid for within the limit.
         seed_score: The seed program's.
         true_score: What the program with the best score is to score on examples that nobody saw (`true_score` of
@@ -49,7 +50,6 @@ class Row(Scored):
         task_tokens: Tokens read and written for rollouts.
         reflection_tokens: Tokens read and written for the others.
         read_tokens: Of all these tokens, those that were read; 0 in rows that are older than it.
-        half_score: The best score at half the limit.
         metric_calls: Counted by the optimizer; at "calls" those within the limit.
         overshoot: Metric calls past the limit, drained.
         proposals: New texts.
@@ -62,8 +62,7 @@ class Row(Scored):
         seconds: Virtual seconds until the run had drained.
         refused: Requests turned away (429).
         refused_share: Of the requests after the first seconds (`virtual.SETTLED_SECONDS`), those refused.
-        discarded: Share of what the policy looked at, drained; `None` where it looked at nothing.
-        integrated: The same.
+        integrated: Share of what the policy looked at, drained; `None` where it looked at nothing.
         changes: That reflections added to the head, drained.
         error: What ended the run early; empty when nothing did.
         trajectory: Rows of `Point`'s fields where score or depth changed, drained.
@@ -80,6 +79,7 @@ class Row(Scored):
     train: int = 60
     val: int = 60
     model: str = "obliging"
+    reflection_seconds: float = 0.0
     best_score: float | None = None
     seed_score: float | None = None
     true_score: float | None = None
@@ -88,7 +88,6 @@ class Row(Scored):
     task_tokens: int = 0
     reflection_tokens: int = 0
     read_tokens: int = 0
-    half_score: float | None = None
     metric_calls: int = 0
     overshoot: int = 0
     proposals: int = 0
@@ -101,7 +100,6 @@ class Row(Scored):
     seconds: float = 0.0
     refused: int = 0
     refused_share: float | None = None
-    discarded: float | None = None
     integrated: float | None = None
     changes: int = 0
     error: str = ""
@@ -145,7 +143,7 @@ class Row(Scored):
     @property
     def key(self) -> Key:
         """What the run was to be: of two rows with the same key, the later counts."""
-        size = (self.profile, self.model, self.slots, self.train, self.val)
+        size = (self.profile, self.model, self.reflection_seconds, self.slots, self.train, self.val)
         return (self.condition, self.limit, *size, self.task, self.seed, self.method)
 
     def a_minute(self, count: float) -> float | None:
@@ -178,7 +176,8 @@ class Job:
         limits, setting = self.limits, self.setting
         condition, limit = ("calls", limits.metric_calls) if limits.metric_calls else ("time", limits.seconds or 0.0)
         names = (self.task, self.method, limits.seed, condition, float(limit))
-        return Row(*names, setting.profile, limits.slots, setting.train, setting.val, setting.model)
+        size = (limits.slots, setting.train, setting.val)
+        return Row(*names, setting.profile, *size, setting.model, setting.reflection_seconds)
 
 
 def measure(job: Job) -> Row:
@@ -193,7 +192,6 @@ def measure(job: Job) -> Row:
         true_score=point.true_score,
         seed_true_score=run.trajectory.seed_true_score,
         **asdict(point.spent),
-        half_score=run.at(0.5).best_score,
         metric_calls=point.metric_calls,
         overshoot=run.overshoot,
         proposals=point.proposals,
@@ -206,7 +204,6 @@ def measure(job: Job) -> Row:
         seconds=run.seconds,
         refused=run.reading.refused,
         refused_share=run.refused_share,
-        discarded=run.share("discard"),
         integrated=run.share("integrate"),
         changes=run.changes,
         error=run.error,

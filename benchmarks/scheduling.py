@@ -1,8 +1,7 @@
-"""Which schedule makes the better program: `python -m benchmarks.scheduling`, and with `--lead` the lead figure.
+"""Which schedule makes the better program in the same time: `python -m benchmarks.scheduling`.
 
-`--lead`: the gain of the default, of lockstep (dspy.GEPA, barrier for barrier) and of Combee at a fixed time, and of
-each mechanism alone, left out, and together. Without it: how much of a validation is its prefix, the median rule, and
-how many slots there are.
+What each mechanism of AsyncGEPA adds to lockstep (dspy.GEPA, barrier for barrier), how much of a validation is its
+prefix, the median rule, and how many slots there are.
 
 Everything runs in virtual time (`benchmarks.virtual`): it needs no server, and the same command gives the same figures
 on any machine. An interrupted command goes on where it stopped: what its file has is not run again.
@@ -18,8 +17,8 @@ from pathlib import Path
 from benchmarks.methods import Limits
 from benchmarks.results import RESULTS
 from benchmarks.runs import Job, carry_out, recorded
-from benchmarks.scheduling_tables import EXPERIMENTS, LEAD, report
-from benchmarks.tasks import TASKS, task_kind
+from benchmarks.scheduling_tables import EXPERIMENTS, report
+from benchmarks.tasks import task_kind
 from benchmarks.variants import variant
 from benchmarks.virtual import Setting
 from dspy_flashevolve.sim.profiles import PROFILES, profile_named
@@ -33,13 +32,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command's options; `seconds` becomes profile -> seconds."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.scheduling", description=__doc__)
     common = Setting()
-    parser.add_argument("--lead", action="store_true", help="the lead figure and its ablation")
     parser.add_argument("--profiles", nargs="+", default=list(PROFILES), help="the simulated models")
     parser.add_argument("--model", choices=REPLY_MODELS, default=common.model, help="how well it obeys and reflects")
-    parser.add_argument("--tasks", nargs="+", help="kinds of task, as few or many:rules=96; all with --lead, else many")
-    parser.add_argument(
-        "--methods", nargs="+", help="variants, as async+prefix=0.5; those of the comparison if not given"
-    )
+    parser.add_argument("--tasks", nargs="+", default=["many"], help="kinds of task, as few or many:rules=96")
+    parser.add_argument("--methods", nargs="+", default=list(COMPARED), help="variants, as async+prefix=0.5")
     parser.add_argument("--seconds", nargs="+", default=[], help="the fixed virtual time: 120, or PROFILE=120 for one")
     parser.add_argument("--slots", type=int, default=64, help="requests in flight at most, unless the variant says it")
     parser.add_argument("--seeds", type=int, default=5, help="how many seeds")
@@ -50,8 +46,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--report", type=Path, help="print the tables of an earlier file; run nothing")
     parser.add_argument("--out", type=Path, default=RESULTS / "scheduling.jsonl")
     options = parser.parse_args(arguments)
-    options.tasks = options.tasks or (list(TASKS) if options.lead else ["many"])
-    options.methods = list(dict.fromkeys(options.methods or (LEAD if options.lead else COMPARED)))
+    options.methods = list(dict.fromkeys(options.methods))
     try:
         for name in options.profiles:
             profile_named(name)
@@ -82,10 +77,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print; 1 when a run ended in an error, whatever became of the targets."""
     options = parse(arguments)
     if options.report is not None:
-        names = LEAD if options.lead else COMPARED
-        print(report([row for row in recorded(options.report) if row.method in names], options.lead))
+        print(report([row for row in recorded(options.report) if row.method in COMPARED]))
         return 0
-    return carry_out("scheduling", planned(options), options, lambda rows: report(rows, options.lead))
+    return carry_out("scheduling", planned(options), options, report)
 
 
 def _seconds(written: Sequence[str], profiles: Sequence[str]) -> dict[str, float]:

@@ -3,35 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from statistics import fmean
 
 from benchmarks.results import ratio, shown, table
-from benchmarks.runs import TOLERANCE, Row, best_combee, median_gain, median_of, score_spread, verdict
+from benchmarks.runs import TOLERANCE, Row, median_gain, median_of, score_spread, verdict
 
-BASE = "async-full+speculation=off"
-LEAD = {
-    "lockstep": "dspy.GEPA, barrier for barrier",
-    "combee-9": "synchronous, 9 read together",
-    "combee-25": "synchronous, 25 read together",
-    BASE: "base: none of the mechanisms",
-    "async-full": "early reflection alone; integration left out",
-    f"{BASE}+prefix=0.25": "the validation prefix alone",
-    "async-patch+speculation=off": "patch alone",
-    "async+speculation=off": "integration alone; early reflection left out",
-    "async-patch": "patch instead of integration",
-    "async+admission=live:256": "bound on live steps left out",
-    "async+prefix=0.25": "prefix 0.25 added",
-    "async": "the default",
-}
-"""The lead figure's variants -> what each of them is in the ablation: a line differs from another by what it says."""
 EXPERIMENTS = {
+    "mechanisms": {
+        "lockstep": "dspy.GEPA, barrier for barrier",
+        "async-full": "GEPA's search; steps overlap, and children are admitted as they are",
+        "async-full+rollout=0.67": "the same, and reflection starts on two examples of three",
+        "async-reflective": "GEPA's search; an LM call repairs stale children before their screen",
+        "async+admission=live:256": "the default without its bound on live steps",
+        "async": "the default",
+    },
     "prefix": {
         "async": "the default, which has none",
         "async+prefix=0.25": "prefix 0.25",
         "async+prefix=0.5": "prefix 0.5",
-        "async-full": "no integration, no prefix",
-        "async-full+prefix=0.25": "no integration, prefix 0.25",
-        "async-full+prefix=0.5": "no integration, prefix 0.5",
+        "async-full": "GEPA's search, no prefix",
+        "async-full+prefix=0.25": "GEPA's search, prefix 0.25",
+        "async-full+prefix=0.5": "GEPA's search, prefix 0.5",
     },
     "controller": {
         "async": "the default: the order of the queues decides",
@@ -46,7 +37,6 @@ EXPERIMENTS = {
     },
 }
 """Experiment -> its variants -> what each of them is."""
-TARGET_OVER_LOCKSTEP, TARGET_OVER_COMBEE = 5.0, 2.0
 TARGET_OF_BEST_SLOTS = 0.9
 TARGET_REFUSED = 0.01
 SLOTS_FIGURES = ("tokens/s", "validations a minute", "accepted a minute")
@@ -67,21 +57,18 @@ FIGURES: dict[str, tuple[Figure, str]] = {
     "refused after 10 s": (lambda row: row.refused_share, ".2%"),
 }
 """Column -> its figure of a run, of which the table has the median, and the form."""
-RATIOS = ("x lockstep's gain", "x best Combee's")
-SCORES = ("variant", "what it is", "score (min-max)", "gain")
-LEAD_FIGURES = tuple(FIGURES)[:-3]
+SCORES = ("variant", "what it is", "score (min-max)", "gain", "x lockstep's gain")
 
 
-def cells(rows: Sequence[Row], named: Mapping[str, str], figures: Sequence[str], ratios: bool) -> list[list[str]]:
+def cells(rows: Sequence[Row], named: Mapping[str, str], figures: Sequence[str] = tuple(FIGURES)) -> list[list[str]]:
     """A table, a line a variant that was run: medians over the seeds.
 
     Args:
         rows: The runs of one profile and task; those that failed are left out.
         named: Variants, in the order of the lines -> what they are.
         figures: Columns after the scores.
-        ratios: Whether the gain is compared with lockstep's and the best Combee's.
     """
-    rivals = [median_gain(rows, "lockstep"), median_gain(rows, best_combee(rows))] if ratios else []
+    lockstep = median_gain(rows, "lockstep")
     lines: list[list[str]] = []
     for name in [name for name in named if any(row.method == name for row in rows)]:
         mine = [row for row in rows if row.method == name and not row.error]
@@ -92,46 +79,10 @@ def cells(rows: Sequence[Row], named: Mapping[str, str], figures: Sequence[str],
             named[name],
             score_spread(mine),
             shown(gain, "+.3f"),
-            *(shown(ratio(gain, rival), ".2f") for rival in rivals),
+            shown(ratio(gain, lockstep), ".2f"),
             *(shown(value, form) for value, form in columns),
         ])  # fmt: skip
     return lines
-
-
-def lead_verdicts(rows: Sequence[Row]) -> list[str]:
-    """A line for each target of one profile and task, by median gains; none where a method is missing.
-
-    The default has to gain five times as much as lockstep on "many" and twice as much as the best Combee, and more than
-    both elsewhere.
-    """
-    ours, combee = median_gain(rows, "async"), best_combee(rows)
-    many = rows[0].task.partition(":")[0] == "many"
-    targets = {"lockstep": TARGET_OVER_LOCKSTEP, combee: TARGET_OVER_COMBEE} if many else {"lockstep": 1, combee: 1}
-    lines: list[str] = []
-    for rival, factor in targets.items():
-        theirs = median_gain(rows, rival)
-        if ours is None or theirs is None:
-            continue
-        met = ours >= factor * theirs - TOLERANCE if many else ours > theirs + TOLERANCE
-        told = "against" if theirs <= 0 else f"is {ours / theirs:.2f} x"
-        target = f"at least {factor:g} x" if many else "above it"
-        lines.append(f"{_place(rows)}: async {ours:+.3f} {told} {rival}'s {theirs:+.3f}, {target}: {verdict(met)}")
-    return lines
-
-
-def winner(groups: Sequence[Sequence[Row]]) -> list[str]:
-    """A line that says whether no other variant gains more than the default, on average over profiles and tasks."""
-    means: dict[str, float] = {}
-    for name in LEAD:
-        gains = [gain for group in groups if (gain := median_gain(group, name)) is not None]
-        if name.startswith("async") and gains and len(gains) == len(groups):
-            means[name] = fmean(gains)
-    ours = means.pop("async", None)
-    if ours is None or not means:
-        return []
-    best = max(means, key=means.__getitem__)
-    met = verdict(ours >= means[best] - TOLERANCE)
-    return [f"the default wins: async {ours:+.3f} on average, the best other, {best}, {means[best]:+.3f}: {met}"]
 
 
 def experiment_verdicts(rows: Sequence[Row]) -> list[str]:
@@ -184,26 +135,19 @@ def _slots_verdicts(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
-def report(rows: Sequence[Row], lead: bool) -> str:
+def report(rows: Sequence[Row]) -> str:
     """Every table, and then every verdict."""
-    grouped: dict[str, list[Row]] = {}
+    groups: dict[str, list[Row]] = {}
     for row in rows:
         title = f"{_place([row])}, {row.slots} slots, {row.train} + {row.val} examples, {row.model} model"
-        grouped.setdefault(title, []).append(row)
+        groups.setdefault(title, []).append(row)
+    known = {name for named in EXPERIMENTS.values() for name in named}
     parts: list[str] = []
-    for title, group in grouped.items():
-        if lead:
-            header = (*SCORES, *RATIOS, *LEAD_FIGURES)
-            named = {**LEAD, **_others(group, LEAD)}
-            parts.append(f"{title}\n{table(header, cells(group, named, LEAD_FIGURES, ratios=True))}")
-            continue
-        known = {name for named in EXPERIMENTS.values() for name in named}
+    for title, group in groups.items():
         for experiment, named in {**EXPERIMENTS, "others": _others(group, known)}.items():
-            if lines := cells(group, named, tuple(FIGURES), ratios=False):
+            if lines := cells(group, named):
                 parts.append(f"{title}: {experiment}\n{table((*SCORES, *FIGURES), lines)}")
-    groups = list(grouped.values())
-    lines = [line for group in groups for line in (lead_verdicts if lead else experiment_verdicts)(group)]
-    lines += winner(groups) if lead else []
+    lines = [line for group in groups.values() for line in experiment_verdicts(group)]
     return "\n\n".join([*parts, "\n".join(lines)] if lines else parts)
 
 

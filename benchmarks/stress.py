@@ -130,7 +130,8 @@ def compiled(case: Case, watch: Watch, program: dspy.Module, directory: str, **o
     def optimizer() -> AsyncGEPA:
         settings: dict[str, Any] = {
             "max_metric_calls": case.calls, "num_threads": case.slots, "seed": case.seed, "track_stats": True,
-            "reflection_lm": at_once(reflection) if real else reflection.lm(), "staleness": case.staleness,
+            "reflection_lm": at_once(reflection) if real else reflection.lm(), "search": case.search,
+            "staleness": case.staleness,
             "workflow": Workflow(rollout_timeout_seconds=case.rollout_timeout),
         }  # fmt: skip
         if case.ending in JOURNALED:
@@ -167,7 +168,7 @@ def _served(case: Case, watch: Watch, program: dspy.Module, options: dict[str, A
         with dspy.context(lm=lm), restart.armed():
             optimizer = AsyncGEPA(
                 restart.watched(watch.metric), max_metric_calls=case.calls, num_threads=case.slots, seed=case.seed,
-                track_stats=True, reflection_lm=lm, staleness=case.staleness, **options,
+                track_stats=True, reflection_lm=lm, search=case.search, staleness=case.staleness, **options,
             )  # fmt: skip
             return optimizer.compile(program, trainset=task.trainset(case.train), valset=task.valset(case.val))
 
@@ -196,7 +197,7 @@ def _after_a_kill(case: Case, watch: Watch, directory: str) -> None:
 
 def rival(case: Case) -> float | None:
     """The true score of dspy.GEPA's program of a case without faults: of those validated within the budget."""
-    plain = replace(case, trouble=Trouble(empty=case.trouble.empty), staleness="reflective", ending="budget")
+    plain = replace(case, trouble=Trouble(empty=case.trouble.empty), search="edits", staleness="full", ending="budget")
     watch, points = Watch(plain), Recorder(clock=time.monotonic, true_score=lambda it: true_score(case.task(), it))
     compiled(plain, watch, student(plain, watch), "", schedule="lockstep", gepa_kwargs={"callbacks": [points]})
     paid = [point for point in points.trajectory.points if point.metric_calls <= case.calls]
@@ -275,7 +276,7 @@ def examine(case: Case, build: Build = student, watch: Watch | None = None, comp
             if case.ending == "SIGKILL":
                 _after_a_kill(case, watch, directory)
             audited(found, compiled(case, watch, program, directory), watch, directory)
-            if compare and (case.staleness, case.ending, case.http) == ("reflective", "budget", False):
+            if compare and (case.search, case.staleness, case.ending, case.http) == ("edits", "full", "budget", False):
                 found.rival = rival(case)
     except RunAbortedError as error:
         found.problems.append(f"aborted: {error}")
@@ -318,7 +319,7 @@ def report(found: Sequence[Found]) -> bool:
         [name, str(value), str(sum(getattr(one.case, name) == value for one in found)), str(sum(
             getattr(one.case, name) == value and bool(one.problems) for one in found
         ))]
-        for name in ("program", "ending", "http", "staleness", "model")
+        for name in ("program", "ending", "http", "search", "staleness", "model")
         for value in sorted({getattr(one.case, name) for one in found})
     ]  # fmt: skip
     print(table(("of", "value", "cases", "failed"), rows))

@@ -84,7 +84,8 @@ class Case:
     val: int = 8
     calls: int = 100
     slots: int = 8
-    staleness: Literal["full", "guarded", "patch", "reflective"] = "reflective"
+    search: Literal["edits", "pareto"] = "edits"
+    staleness: Literal["full", "guarded", "reflective"] = "full"
     rollout_timeout: float | None = None
     trouble: Trouble = Trouble()
     ending: Ending = "budget"
@@ -111,6 +112,10 @@ class Case:
             share(0.15), share(0.01), share(0.1), share(0.03), share(0.6), tuple(spans[::2]), tuple(spans[1::2]),
             rng.choice(("never", "true", "too soon")),
         )  # fmt: skip
+        search, staleness = rng.choice((
+            ("edits", "full"), ("edits", "full"), ("edits", "full"), ("edits", "reflective"),
+            ("pareto", "full"), ("pareto", "guarded"), ("pareto", "reflective"),
+        ))  # fmt: skip
         drawn = cls(
             seed=seed,
             program=rng.choice(("async", "both") if on_signal else PROGRAMS),
@@ -121,7 +126,8 @@ class Case:
             val=val,
             calls=calls,
             slots=rng.choice((1, 2, 4, 8, 16, 64)),
-            staleness=rng.choice(("reflective", "reflective", "reflective", "full", "guarded", "patch")),
+            search=search,
+            staleness=staleness,
             rollout_timeout=rng.choice((None, None, 300.0)),
             trouble=Trouble(empty=trouble.empty, garbled=trouble.garbled) if on_signal else trouble,
             ending=ending,

@@ -1,7 +1,8 @@
 """How much faster AsyncGEPA proposes: `python -m benchmarks.throughput`.
 
 Proposals a minute, tokens a second and slots busy of each method on a simulated server, beside the ceiling: the
-tokens a second of a plain parallel evaluation with the same slots.
+tokens a second of a plain parallel evaluation with the same slots. With `--seconds 0 --calls 300`, the seconds until
+that many metric calls are spent.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ TARGET_OVER_GEPA = 8.0
 TARGET_OVER_INDEPENDENT = 3.5
 TARGET_CEILING_SHARE = 0.92
 HEADER = (
-    "method", "proposals/min", "tokens/s", "slots busy", "refused", "best score", "metric calls",
+    "method", "seconds", "proposals/min", "tokens/s", "slots busy", "refused", "best score", "metric calls",
     "x gepa", "x independent", "of ceiling",
 )  # fmt: skip
 
@@ -29,11 +30,17 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command's options."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.throughput", description=__doc__)
     add_arguments(parser)
-    parser.add_argument("--seconds", type=float, default=180.0, help="time limit of a run, in the server's time")
+    parser.add_argument(
+        "--seconds", type=float, default=180.0, help="time limit of a run, in the server's time; 0 for none"
+    )
+    parser.add_argument("--calls", type=int, help="metric calls that a run may spend; default any number")
     parser.add_argument("--seeds", type=int, default=1, help="how many seeds, from 0")
     parser.add_argument("--methods", nargs="+", default=list(METHODS))
     parser.add_argument("--out", type=Path, default=RESULTS / "throughput.jsonl")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if not options.seconds and options.calls is None:
+        parser.error("--seconds 0 needs --calls: a run must end")
+    return options
 
 
 def measure(options: argparse.Namespace) -> list[Result]:
@@ -41,7 +48,7 @@ def measure(options: argparse.Namespace) -> list[Result]:
     methods = [method(name) for name in options.methods]
     results: list[Result] = []
     for seed in range(options.seeds):
-        limits = Limits(options.slots, seed, options.seconds, time_scale=options.time_scale)
+        limits = Limits(options.slots, seed, options.seconds or None, options.calls, options.time_scale)
         with simulated("throughput", setting(options), seed) as (bench, workload):
             for chosen in methods:
                 result = bench.run(chosen, workload, limits)
@@ -75,6 +82,7 @@ def rows(results: Sequence[Result]) -> list[list[str]]:
         mine_pace = median_of(mine, name, pace) if name != "evaluate" else None
         cells.append([
             name,
+            shown(median_of(mine, name, lambda result: result.total_seconds), ".0f"),
             "-" if mine_pace is None else str(Spread.of(map(pace, mine))),
             str(Spread.of(map(tokens, mine))),
             shown(median_of(mine, name, lambda result: result.mean_running), ".1f"),

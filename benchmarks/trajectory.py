@@ -77,8 +77,6 @@ class Trajectory:
         >>> run = Trajectory((Point(1.0, 10, best_score=0.2), Point(3.0, 30, proposals=1, best_score=0.5)))
         >>> run.at(2.9).best_score, run.at(3.0).best_score, run.at(0.5).best_score
         (0.2, 0.5, None)
-        >>> run.seconds_to(0.4), run.seconds_to(0.9)
-        (3.0, None)
     """
 
     points: tuple[Point, ...] = ()
@@ -87,18 +85,6 @@ class Trajectory:
         """The state after `seconds`: the last point not later, or an empty one before the first."""
         found = bisect_right(self.points, seconds, key=lambda point: point.seconds)
         return self.points[found - 1] if found else Point()
-
-    def at_calls(self, metric_calls: int) -> Point:
-        """The last state that had spent no more than `metric_calls`."""
-        paid = [
-            (point.metric_calls, index) for index, point in enumerate(self.points) if point.metric_calls <= metric_calls
-        ]
-        return self.points[max(paid)[1]] if paid else Point()
-
-    def seconds_to(self, score: float) -> float | None:
-        """Seconds until the best validated score was at least `score`; `None` if it never was."""
-        reached = (p.seconds for p in self.points if p.best_score is not None and p.best_score >= score)
-        return next(reached, None)
 
     @property
     def end(self) -> Point:

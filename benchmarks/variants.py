@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dspy_flashevolve import ConfigurationError, Workflow
+from dspy_flashevolve import FLASHEVOLVE, ConfigurationError, Workflow
 
 ADAPTIVE_START = 8
 """Slots that an adaptive run begins with (`dspy.settings.num_threads`)."""
@@ -25,23 +25,7 @@ Change = Callable[[Options, int], None]
 def _guarded(number: int, seed: int) -> Options:
     from dspy_flashevolve import Guarded
 
-    return {"staleness": Guarded(max_gap=number)}
-
-
-def _live(number: int, seed: int) -> Options:
-    return {"workflow": Workflow(live_steps=number)}
-
-
-def _patch(number: int, seed: int) -> Options:
-    from dspy_flashevolve import Reflective
-
-    return {"staleness": Reflective(batch=number, changes=False)}
-
-
-def _undecided(number: int, seed: int) -> Options:
-    from dspy_flashevolve import Reflective
-
-    return {"staleness": Reflective(undecided=number)}
+    return {"search": "pareto", "staleness": Guarded(max_gap=number)}
 
 
 def _combee(number: int, seed: int) -> Options:
@@ -53,17 +37,14 @@ def _combee(number: int, seed: int) -> Options:
 
 PLAIN: dict[str, Options] = {
     "async": {},
-    "async-full": {"staleness": "full"},
-    "async-patch": {"staleness": "patch"},
-    "async-lockstep": {"schedule": "lockstep"},
+    "async-full": {"search": "pareto", "staleness": "full"},
+    "async-reflective": {"search": "pareto", "staleness": "reflective"},
+    "flashevolve": dict(FLASHEVOLVE),
     "lockstep": {"schedule": "lockstep"},
 }
 """Base -> AsyncGEPA's own arguments."""
 NUMBERED: dict[str, tuple[int, Callable[[int, int], Options]]] = {
-    "async-live": (1, _live),
     "async-guarded": (0, _guarded),
-    "async-patch": (1, _patch),
-    "async-undecided": (1, _undecided),
     "combee": (1, _combee),
 }
 """Base before the number -> the least number, and AsyncGEPA's own arguments for a number and a seed."""
@@ -86,13 +67,8 @@ def _workflow(**changed: Any) -> Change:
     return change
 
 
-def _speculation(text: str) -> Change:
-    value = {"on": Workflow(), "off": Workflow(rollout=1.0, validate=1.0)}[text]
-    return _workflow(rollout=value.rollout, validate=value.validate)
-
-
 def _share(field: str) -> Callable[[str], Change]:
-    return lambda text: _workflow(**{field: 1.0 if text == "off" else float(text)})
+    return lambda text: _workflow(**{field: float(text)})
 
 
 def _admission(text: str) -> Change:
@@ -103,7 +79,13 @@ def _admission(text: str) -> Change:
 
 
 def _controller(text: str) -> Change:
-    return _workflow(median_seconds={"none": None, "median": MEDIAN_SECONDS}[text])
+    return _workflow(median_seconds={"median": MEDIAN_SECONDS, "none": None}[text])
+
+
+def _workers(text: str) -> Change:
+    """Bound the requests that stages may have in flight, as in rollout:8,propose:4."""
+    pools = (pool.partition(":") for pool in text.split(","))
+    return _workflow(workers={stage: _whole(number, 1) for stage, _, number in pools})
 
 
 def _minibatch(text: str) -> Change:
@@ -111,14 +93,25 @@ def _minibatch(text: str) -> Change:
     return lambda options, slots: options.update(reflection_minibatch_size=number)
 
 
+def _named(argument: str, *values: str) -> Callable[[str], Change]:
+    def read(text: str) -> Change:
+        if text not in values:
+            raise ValueError(text)
+        return lambda options, slots: options.update({argument: text})
+
+    return read
+
+
 CHANGES: dict[str, tuple[str, Callable[[str], Change]]] = {
     "slots": ("adaptive or a number", _slots),
+    "search": ("edits or pareto", _named("search", "edits", "pareto")),
+    "staleness": ("full, guarded or reflective", _named("staleness", "full", "guarded", "reflective")),
     "minibatch": ("a number", _minibatch),
-    "speculation": ("on or off", _speculation),
-    "prefix": ("off or a share", _share("validate")),
-    "rollout": ("off or a share", _share("rollout")),
+    "prefix": ("a share", _share("validate")),
+    "rollout": ("a share", _share("rollout")),
     "admission": ("live:N", _admission),
-    "controller": ("none or median", _controller),
+    "controller": ("median or none", _controller),
+    "workers": ("STAGE:N,...", _workers),
 }
 """Name of a change -> what it may be, and its reader; they are made in this order, however they are written."""
 
@@ -150,7 +143,7 @@ def variant(name: str) -> Variant:
 
     Example:
         >>> variant("async-full+slots=32").options()
-        {'staleness': 'full', 'num_threads': 32}
+        {'search': 'pareto', 'staleness': 'full', 'num_threads': 32}
     """
     first, *others = name.split("+")
     base = _base(first)
@@ -195,8 +188,6 @@ def _read(name: str, key: str, text: str) -> Change:
 def _check_combination(name: str, base: Options, written: dict[str, str]) -> None:
     if base.get("schedule") == "lockstep" and (wrong := [key for key in written if key != "slots"]):
         raise ValueError(f"unknown method {name!r}: lockstep takes one step at a time, without {', '.join(wrong)}")
-    if "admission" in written and "workflow" in base:
-        raise ValueError(f"unknown method {name!r}: it bounds its live steps already, without admission")
 
 
 def _whole(text: str, least: int) -> int:

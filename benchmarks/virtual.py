@@ -14,15 +14,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import traceback
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
-import anyio
 import dspy
 
 from benchmarks.methods import Limits, Method, Workload
-from benchmarks.timeline import SAMPLES
 from benchmarks.trajectory import Point, Recorder, Spent, Trajectory
 from benchmarks.variants import ADAPTIVE_START
 from dspy_flashevolve import AsyncGEPA, AsyncStats
@@ -37,12 +35,22 @@ SETTLED_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Setting:
-    """What the runs of a command have in common: the backend's profile, examples, the name of the simulated model."""
+    """What the runs of a command have in common.
+
+    Attributes:
+        profile: The backend's.
+        train: Training examples.
+        val: Validation examples.
+        model: The simulated model's name.
+        reflection_seconds: Virtual seconds of each request that is no rollout's, of a reflection LM apart; 0 where
+            the backend answers these too.
+    """
 
     profile: str = "h100-qwen3-8b"
     train: int = 60
     val: int = 60
     model: str = DEFAULT_MODEL
+    reflection_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -89,7 +97,6 @@ class VirtualRun:
         settled: The model's counters after `SETTLED_SECONDS`; `None` in a shorter run.
         reading: The model's counters at the limit.
         seconds: Virtual seconds until it had drained.
-        busy: Virtual seconds and the mean of the requests in flight since the sample before; none without a limit.
         stats: AsyncGEPA's own; `None` after an error.
         error: What ended the run early; empty when nothing did.
     """
@@ -99,14 +106,13 @@ class VirtualRun:
     settled: Reading | None = None
     reading: Reading = Reading()
     seconds: float = 0.0
-    busy: tuple[tuple[float, float], ...] = ()
     stats: AsyncStats | None = None
     error: str = ""
 
     def at(self, share: float = 1.0) -> Point:
         """The state at a share of the limit: of the time, or of the metric calls; at 1 no call beyond it counts."""
         limits = self.limits
-        if limits.metric_calls is not None:  # at_calls does not order what happens at the same virtual moment
+        if limits.metric_calls is not None:  # of what happens at the same virtual moment the last
             paid = [point for point in self.trajectory.points if point.metric_calls <= share * limits.metric_calls]
             return paid[-1] if paid else Point()
         return self.trajectory.at(share * (self.seconds if limits.seconds is None else limits.seconds))
@@ -154,7 +160,7 @@ class VirtualRun:
         return looks.get(decision, 0) / sum(looks.values()) if looks else None
 
 
-def run_virtually(chosen: Method, task: HouseRules, limits: Limits, setting: Setting, drain: bool = True) -> VirtualRun:
+def run_virtually(chosen: Method, task: HouseRules, limits: Limits, setting: Setting) -> VirtualRun:
     """One method on one task; the seed of the limits is the model's and the optimizer's. See `run_served`."""
 
     def workload(model: SimulatedModel) -> Workload:
@@ -168,24 +174,16 @@ def run_virtually(chosen: Method, task: HouseRules, limits: Limits, setting: Set
             true_score=lambda texts: task.true_score([texts[name] for name in OUTPUTS if name in texts]),
         )
 
-    model = SimulatedModel(setting.profile, seed=limits.seed, reply_model=task.reply_model)
-    return run_served(chosen, model, workload, limits, drain)
+    model = SimulatedModel(setting.profile, limits.seed, task.reply_model, setting.reflection_seconds)
+    return run_served(chosen, model, workload, limits)
 
 
 def run_served(
-    chosen: Method,
-    model: SimulatedModel,
-    serve: Callable[[SimulatedModel], Workload],
-    limits: Limits,
-    drain: bool = True,
+    chosen: Method, model: SimulatedModel, serve: Callable[[SimulatedModel], Workload], limits: Limits
 ) -> VirtualRun:
     """One method on a model and the workload that it serves.
 
     An exception ends up in `error`, with its traceback on stderr.
-
-    Args:
-        drain: Finish at the limit what is under way, as AsyncGEPA does; False cancels it, and what is counted over a
-            whole run ends at the limit.
 
     Raises:
         ValueError: The limits scale time, or the method is not one of AsyncGEPA's.
@@ -208,17 +206,21 @@ def run_served(
         readings: dict[float, Reading] = {}
         error, stats = "", None
         with dspy.context(lm=workload.task_lm, adapter=workload.adapter, num_threads=ADAPTIVE_START):
-            reading = asyncio.ensure_future(_read_at(_moments(limits.seconds), model, readings))
+            reading = asyncio.ensure_future(
+                _read_at({SETTLED_SECONDS, limits.seconds or SETTLED_SECONDS}, model, readings)
+            )
             try:
-                stats = await _compiled(optimizer, workload, None if drain else limits.seconds)
+                program: Any = await optimizer.acompile(
+                    workload.program(), trainset=workload.trainset, valset=workload.valset
+                )
+                stats = program.async_stats
             except Exception as raised:
                 error = told(raised)
             finally:
                 reading.cancel()
         final = readings.get(limits.seconds or -1.0) or Reading.of(model)
         settled = readings.get(SETTLED_SECONDS)
-        busy = _busy(readings, limits.seconds)
-        return VirtualRun(limits, recorder.trajectory, settled, final, recorder.seconds, busy, stats, error)
+        return VirtualRun(limits, recorder.trajectory, settled, final, recorder.seconds, stats, error)
 
     return run(main)
 
@@ -229,25 +231,10 @@ def spent_by(model: SimulatedModel) -> Spent:
     return Spent(calls - model.requests.get("task", 0), task, sum(model.tokens.values()) - task, model.prompt_tokens)
 
 
-async def _compiled(optimizer: AsyncGEPA, workload: Workload, cancelled_after: float | None) -> AsyncStats | None:
-    """The run's own account; None for one that was cancelled before its seed was validated."""
-    program: Any = None
-    with anyio.move_on_after(cancelled_after):
-        program = await optimizer.acompile(workload.program(), trainset=workload.trainset, valset=workload.valset)
-    program = program or optimizer.best_so_far()
-    return None if program is None else program.async_stats
-
-
 def told(error: Exception) -> str:
     """An error in a line, with its traceback on stderr."""
     traceback.print_exception(error)
     return f"{type(error).__name__}: {error}"
-
-
-def _moments(limit: float | None) -> set[float]:
-    """When the model's counters are read."""
-    samples = set[float]() if limit is None else {limit * number / SAMPLES for number in range(1, SAMPLES)} | {limit}
-    return samples | {SETTLED_SECONDS}
 
 
 async def _read_at(moments: Collection[float], model: SimulatedModel, readings: dict[float, Reading]) -> None:
@@ -256,13 +243,3 @@ async def _read_at(moments: Collection[float], model: SimulatedModel, readings: 
     for moment in sorted(moments):
         await asyncio.sleep(began + moment - asyncio.get_running_loop().time())
         readings[moment] = Reading.of(model)
-
-
-def _busy(readings: Mapping[float, Reading], limit: float | None) -> tuple[tuple[float, float], ...]:
-    samples: list[tuple[float, float]] = []
-    before, seconds = 0.0, 0.0
-    for moment in sorted(moment for moment in readings if limit is not None and moment <= limit):
-        running = readings[moment].running_seconds
-        samples.append((moment, (running - before) / (moment - seconds)))
-        before, seconds = running, moment
-    return tuple(samples)

@@ -1,6 +1,6 @@
 """dspy.GEPA and AsyncGEPA on a real vLLM server: `python -m benchmarks.vllm_cpu`.
 
-The same number of metric calls for each, on IFEval prompts that we can check, with one small model as task and
+The same number of metric calls for each, on IFEval prompts with short answers, with one small model as task and
 reflection model; beside them a plain parallel evaluation of the same prompts with the same slots.
 """
 
@@ -19,7 +19,7 @@ import dspy
 from benchmarks.measure import Bench, Figures
 from benchmarks.methods import Limits, Workload, method
 from benchmarks.results import RESULTS, Result, ratio, shown, table, write_result
-from benchmarks.workloads import ifeval
+from benchmarks.workloads import ifbench, ifeval
 
 METHODS = ("evaluate", "gepa", "async")
 TARGET_SPEEDUP = 2.0
@@ -69,10 +69,6 @@ class VllmMeter:
         now = {name: value - self._before.get(name, 0.0) for name, value in self._totals().items()}
         return Figures(now["prompt_tokens"], now["completion_tokens"], int(now["requests"]))
 
-    def running(self) -> float:
-        """Requests being served now."""
-        return counter(self._text(), "vllm:num_requests_running")
-
     def _totals(self) -> dict[str, float]:
         text = self._text()
         return {name: counter(text, metric) for name, metric in _COUNTERS.items()}
@@ -92,7 +88,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--slots", type=int, default=32)
     parser.add_argument("--train", type=int, default=20)
     parser.add_argument("--val", type=int, default=20)
-    parser.add_argument("--source", choices=sorted(ifeval.FILES), default="ifeval")
+    parser.add_argument("--source", choices=sorted(ifbench.SOURCES), default="ifeval")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--max-tokens", type=int, default=160, help="longest reply of the task model")
     parser.add_argument("--reflection-tokens", type=int, default=512, help="longest reply of the reflection model")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from dspy_flashevolve.engine.errors import ConfigurationError, DataError, FlashEvolveError, RunAbortedError
     from dspy_flashevolve.engine.staleness import Full, Guarded, Reflective
     from dspy_flashevolve.gepa.compilation import AsyncGEPAResult
-    from dspy_flashevolve.gepa.settings import Workflow
+    from dspy_flashevolve.gepa.settings import FLASHEVOLVE, Edits, Workflow
     from dspy_flashevolve.harness.program import Harness, HarnessError
     from dspy_flashevolve.modules.combee import CombeeReflection
     from dspy_flashevolve.modules.integrate import StaleCandidateReflection
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from dspy_flashevolve.sandbox.contract import Limits
 
 __all__ = [
+    "FLASHEVOLVE",
     "AsyncACE",
     "AsyncGEPA",
     "AsyncGEPAResult",
@@ -39,6 +40,7 @@ __all__ = [
     "ConfigurationError",
     "DataError",
     "DspyRun",
+    "Edits",
     "FlashEvolveError",
     "Full",
     "Guarded",
@@ -60,6 +62,8 @@ _HOMES = {
     "AsyncStats": "observe.statistics",
     "CombeeReflection": "modules.combee",
     "DspyRun": "programs.run",
+    "Edits": "gepa.settings",
+    "FLASHEVOLVE": "gepa.settings",
     "Full": "engine.staleness",
     "Guarded": "engine.staleness",
     "Harness": "harness.program",

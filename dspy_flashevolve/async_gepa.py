@@ -23,7 +23,7 @@ from dspy_flashevolve.gepa.changes import is_too_long
 from dspy_flashevolve.gepa.compilation import Best, Compilation, texts_of
 from dspy_flashevolve.gepa.estimate import Estimate, estimate
 from dspy_flashevolve.gepa.options import check_options, gepa_logger
-from dspy_flashevolve.gepa.settings import GepaSettings, Workflow
+from dspy_flashevolve.gepa.settings import Edits, GepaSettings, Workflow, edits_of
 from dspy_flashevolve.programs.function_lm import lm_of
 from dspy_flashevolve.programs.metric import check_metric
 from dspy_flashevolve.programs.prices import rates_of
@@ -45,21 +45,25 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
             function from prompt to text, sync or async, as gepa takes it; its tokens and dollars are not known.
         max_metric_calls: metric calls, as in ``dspy.GEPA``, but never exceeded (``dspy.GEPA`` may exceed it by a
             validation). A budget that pays fewer than two steps is spent as ``dspy.GEPA`` does it, overshoot too.
-        reflection_minibatch_size: training examples that a reflection reads. Default None: three, as in ``dspy.GEPA``,
-            and eight while nearly all children beat their parents.
+        reflection_minibatch_size: training examples that a reflection reads. Default None: up to twelve, so many that
+            the budget allows twelve reflections, and at most half of the training set; three, as in ``dspy.GEPA``, with
+            an ``instruction_proposer``, a sampler or a sampling strategy of your own, and in lockstep.
         num_threads: most requests in flight, over all stages. Default None: the run finds out how many the endpoint
             takes, from ``dspy.settings.num_threads`` up to ``max_concurrency`` (docs/scheduling.md). In lockstep, and
             for programs that run in threads unless ``max_concurrency`` is given, None is ``dspy.settings.num_threads``.
         schedule: "async" (default), or "lockstep": one step at a time, with the candidates, parents, scores and metric
             calls of ``dspy.GEPA`` for the same seed, and its way of overshooting the budget.
-        staleness: what happens to a child when the pool has changed since its parent was selected. "full" admits it.
-            "guarded" discards it when it is more than 8 commits behind. "patch" lets the reflection LM rewrite it for
-            the present pool. "reflective" (default) takes children apart into changes, tests these in many prompts, and
-            keeps those that are expected to help. Or a policy: :class:`Full`, :class:`Guarded`, :class:`Reflective`, or
-            an object of your own (docs/staleness.md).
-        stale_candidate_reflection: the ``dspy.Module`` that rewrites stale children. Default:
+        staleness: what happens to a child when the pool has changed since its parent was selected. "full" (default)
+            admits it. "guarded" discards it when it is more than 8 commits behind. "reflective" lets the reflection LM
+            read it beside what was committed meanwhile, and patch it onto the best candidate or drop it; it is asked
+            before the child is screened. Or a policy: :class:`Full`, :class:`Guarded`, :class:`Reflective`, or an
+            object of your own (docs/staleness.md). Any policy goes with any search.
+        search: how candidates are composed. "edits" (default) takes children apart into edits, tests these in many
+            prompts, and keeps those that are expected to help. "pareto" is GEPA's own: every child stands for itself.
+            Or :class:`Edits` with other settings (docs/staleness.md). In lockstep it is "pareto".
+        stale_candidate_reflection: the ``dspy.Module`` that repairs stale children. Default:
             :class:`StaleCandidateReflection`. It asks ``reflection_lm`` unless its predictors have LMs of their own.
-        max_reflection_calls: no step starts after this many reflections and integrations. Default None: no limit.
+        max_reflection_calls: no step starts after this many reflections and repairs. Default None: no limit.
         max_cost: no step starts after this many dollars, by litellm's cost map. Steps that run are finished and a last
             validation may follow, so that a run may end a little above it. Default None: no limit. Given without a
             number of metric calls, it is the budget.
@@ -132,7 +136,8 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
         gepa_kwargs: dict[str, Any] | None = None,
         # The asynchronous engine
         schedule: Schedule = "async",
-        staleness: Literal["full", "guarded", "patch", "reflective"] | StalenessPolicy = "reflective",
+        staleness: Literal["full", "guarded", "reflective"] | StalenessPolicy = "full",
+        search: Literal["edits", "pareto"] | Edits = "edits",
         stale_candidate_reflection: Module | None = None,
         max_reflection_calls: int | None = None,
         max_cost: float | None = None,
@@ -181,6 +186,7 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
         self.max_metric_calls = None if without_calls else max_metric_calls
         self.schedule: Schedule = schedule
         self.staleness = staleness
+        self.search = search
         self.stale_candidate_reflection = stale_candidate_reflection
         self.max_reflection_calls = max_reflection_calls
         self.max_cost = max_cost
@@ -290,7 +296,9 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
         check_data(student, trainset, None, valset)
         components = self._components(student)
         calls = self._budget(components, trainset, valset)
-        return estimate(self._settings(), student, trainset, calls, len(trainset if valset is None else valset))
+        first = len(trainset if valset is None else valset)
+        settings = replace(self._settings(), max_metric_calls=calls).sized_for(len(trainset), first)
+        return estimate(settings, student, trainset, calls, first)
 
     def _prepare(
         self, student: Module, trainset: Any, teacher: Module | None, valset: Any, initial: Sequence[Module]
@@ -340,6 +348,7 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
             rollout_timeout_seconds=self.workflow.rollout_timeout_seconds,
             max_outage_seconds=self.workflow.max_outage_seconds,
             median_seconds=self.workflow.median_seconds,
+            workers=self.workflow.workers,
         )
 
     def _usable_schedule(self, trainset: Any, valset: Any, validations: int) -> Schedule:
@@ -392,6 +401,7 @@ class AsyncGEPA(GEPA):  # pyright: ignore[reportGeneralTypeIssues, reportUntyped
     def _check_arguments(self) -> None:
         """Raise ConfigurationError for an argument of AsyncGEPA's own that cannot work."""
         policy_named(self.staleness)
+        edits_of(self.search)
         module = self.stale_candidate_reflection
         if module is not None and not isinstance(module, Module):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigurationError(f"stale_candidate_reflection is {module!r}, expected a dspy.Module.")

@@ -172,7 +172,7 @@ def _add_readers(commands: Any) -> None:
         "compare": "runs side by side",
         "export": "a candidate as a file that program.load reads",
         "diff": "what changed in the prompts from one candidate to another",
-        "lineage": "the family tree of a run: candidates, gaps, integrations and verdicts",
+        "lineage": "the family tree of a run: candidates, gaps, repairs and verdicts",
         "timeline": "a run as a trace that ui.perfetto.dev opens",
         "check": "whether a run's journal holds what it promises; 1 where it does not",
     }

@@ -42,7 +42,6 @@ OPTIMIZERS = {"async_ace.py", "async_gepa.py", "async_meta_harness.py", "__init_
 ASSIGNED = {
     ("step", "has_begun"): "the run keeps the state of its steps",
     ("step", "is_working"): "the run keeps the state of its steps",
-    ("step", "is_parked"): "the run and its batchers keep the state of its steps",
     ("step", "has_requested"): "the run's rollouts keep the state of its steps",
     ("slot", "time_scope"): "whoever is in a slot may bound its time; a pause moves the bound",
     ("bound", "deadline"): "anyio's way to move a deadline",

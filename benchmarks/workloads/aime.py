@@ -58,5 +58,6 @@ DEFINITION = Definition(
     program=program,
     metric=metric,
     outputs={"predict": "answer"},
-    reply_length=LengthLaw(median_tokens=2500, sigma=0.6),
+    reply_length=LengthLaw(median_tokens=150, sigma=0.6),
+    reflection_length=LengthLaw(median_tokens=2720, sigma=0.5),
 )

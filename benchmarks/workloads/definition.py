@@ -18,15 +18,15 @@ Metric = Callable[..., dspy.Prediction]
 
 @dataclass(frozen=True)
 class Size:
-    """How many examples each split has, none below 0."""
+    """How many examples each split has, none below 0; None for all that its pool has left."""
 
-    train: int
-    val: int
-    test: int
+    train: int | None
+    val: int | None
+    test: int | None
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if value < 0:
+            if value is not None and value < 0:
                 raise ValueError(f"{name} must not be negative, got {value!r}")
 
 
@@ -58,8 +58,10 @@ class Definition:
         metric: dspy.GEPA's five arguments; gives back score, from 0 to 1, and feedback.
         outputs: Each predictor's name, as `named_predictors` has it, and the field of the program's prediction that
             holds what this predictor wrote.
-        reply_length: How long a simulated backend's replies to this program are; a choice of ours, after the kind
-            of answer, and no measurement.
+        reply_length: How long a simulated backend's replies to this program are. With `reflection_length` it is
+            fitted to a published pace of GEPA (docs/benchmarks.md, "Beside the papers"), else a choice of ours, after
+            the kind of answer.
+        reflection_length: How long its reflections are; None for the profile's own law.
     """
 
     name: str
@@ -70,6 +72,7 @@ class Definition:
     metric: Metric
     outputs: Mapping[str, str]
     reply_length: LengthLaw
+    reflection_length: LengthLaw | None = None
 
     def drawn(self, size: Size, seed: int) -> NamedWorkload:
         """The workload with its rows.
@@ -87,9 +90,8 @@ class Definition:
             val, rest = _take(rest, size.val, self.name, "val")
         own = rest if pools.test is None else _shuffled(pools.test, seed, "test")
         test, _ = _take(own, size.test, self.name, "test")
-        return NamedWorkload(
-            self.name, self.program, self.metric, train, val, test, dict(self.outputs), self.reply_length
-        )
+        lengths = (self.reply_length, self.reflection_length)
+        return NamedWorkload(self.name, self.program, self.metric, train, val, test, dict(self.outputs), *lengths)
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,7 @@ class NamedWorkload:
     testset: list[dspy.Example]
     outputs: Mapping[str, str]
     reply_length: LengthLaw
+    reflection_length: LengthLaw | None = None
     true_score: Callable[[Mapping[str, str]], float] | None = None
 
     @property
@@ -130,9 +133,10 @@ class NamedWorkload:
         )
 
     def profile(self, base: str | Profile) -> Profile:
-        """The simulated backend with the lengths of this workload's replies."""
+        """The simulated backend with the lengths of this workload's replies and reflections."""
         known = profile_named(base) if isinstance(base, str) else base
-        return replace(known, task_length=self.reply_length)
+        reflection_length = self.reflection_length or known.reflection_length
+        return replace(known, task_length=self.reply_length, reflection_length=reflection_length)
 
 
 def _without_repeats(pools: Pools, question: str) -> Pools:
@@ -160,11 +164,11 @@ def _shuffled(examples: Sequence[dspy.Example], seed: int, pool: str) -> list[ds
 
 
 def _take(
-    examples: list[dspy.Example], count: int, name: str, split: str
+    examples: list[dspy.Example], count: int | None, name: str, split: str
 ) -> tuple[list[dspy.Example], list[dspy.Example]]:
-    if count > len(examples):
+    if count is not None and count > len(examples):
         raise ValueError(f"{name} has {len(examples)} rows left for {split}, {count} were asked for: ask for fewer")
-    return examples[:count], examples[count:]
+    return (examples, []) if count is None else (examples[:count], examples[count:])
 
 
 def text_of(prediction: Any, field: str) -> str:

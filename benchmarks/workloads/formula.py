@@ -9,19 +9,13 @@ import dspy
 
 from benchmarks.workloads.answers import last_number
 from benchmarks.workloads.definition import Definition, Pools, Size, text_of
-from benchmarks.workloads.rows import Hub, Row, Source, load_rows
+from benchmarks.workloads.rows import Row, Source, ace_file, load_rows
 from dspy_flashevolve.sim import LengthLaw
 
-_ACE = "https://raw.githubusercontent.com/ace-agent/ace/main/eval/finance/data"
-_HUB_FILES = {"train": "formula_train_subset_500", "val": "formula_val_subset_300", "test": "formula_test"}
+_ACE_FILES = {"train": "formula_train_subset_500", "val": "formula_val_subset_300", "test": "formula_test"}
 SOURCES = {
-    split: Source(
-        f"formula/{split}.jsonl",
-        ("context", "target"),
-        Hub("json", "train", data_files=f"{_ACE}/{file}.jsonl"),
-        "Formula, of ACE's repository",
-    )
-    for split, file in _HUB_FILES.items()
+    split: Source(f"formula/{split}.jsonl", ("context", "target"), ace_file(file), "Formula, of ACE's repository")
+    for split, file in _ACE_FILES.items()
 }
 _HALF_A_CENT = 0.005
 

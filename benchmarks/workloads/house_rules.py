@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import dspy
 
@@ -36,10 +37,6 @@ class SimMeter:
             reflections=stats.by_kind["reflection"].requests,
         )
 
-    def running(self) -> float:
-        """Requests being served now."""
-        return self.server.stats().running
-
 
 @dataclass(frozen=True)
 class Setting:
@@ -50,6 +47,7 @@ class Setting:
     train: int
     val: int
     rules: int
+    has_aforward: bool = True
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,6 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--slots", type=int, default=64, help="requests in flight at most")
     parser.add_argument("--train", type=int, default=60, help="training examples")
     parser.add_argument("--val", type=int, default=60, help="validation examples")
+    parser.add_argument(
+        "--sync", action="store_true", help="a program with forward alone, whose rollouts run in threads"
+    )
     parser.add_argument("--rules", type=int, default=24, help="house rules to discover")
     parser.add_argument(
         "--time-scale",
@@ -69,7 +70,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def setting(options: argparse.Namespace) -> Setting:
     """The setting that the options ask for."""
-    return Setting(options.profile, options.time_scale, options.train, options.val, options.rules)
+    size = (options.train, options.val, options.rules)
+    return Setting(options.profile, options.time_scale, *size, has_aforward=not options.sync)
+
+
+def without_aforward(program: dspy.Module) -> dspy.Module:
+    """The same program, of a class whose own method is `forward` alone: a caller must not await what it inherits."""
+    kind: Any = type(program)
+    program.__class__ = type(kind.__name__, (kind,), {"forward": kind.forward})
+    return program
 
 
 @contextmanager
@@ -85,11 +94,12 @@ def simulated(
     with SimServer(profile=chosen.profile, seed=seed, time_scale=chosen.time_scale) as server:
         language_model = dspy.LM("openai/simulated", api_base=server.api_base, api_key="none", cache=False)
         workload = Workload(
-            program=task.program,
+            program=task.program if chosen.has_aforward else lambda: without_aforward(task.program()),
             trainset=task.trainset(chosen.train),
             valset=task.valset(chosen.val),
             metric=task.metric,
             task_lm=language_model,
             reflection_lm=language_model.copy(),
         )
-        yield Bench(benchmark, chosen.profile, SimMeter(server)), workload
+        settings = "" if chosen.has_aforward else "program without aforward"
+        yield Bench(benchmark, chosen.profile, SimMeter(server), settings), workload

@@ -1,4 +1,4 @@
-"""A hidden house style that a real model can follow: constraints that IFEval's checkers verify.
+"""A hidden house style that a real model can follow: constraints in the manner of IFEval.
 
 They are the same for all texts. No request tells them; only the metric's feedback names those that a text missed, or
 some of them, as an imperfect simulated model's metric does (`ReplyModel.vague`). A scripted reflection model writes
@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import dspy
 
 from benchmarks.workloads.definition import Size, text_of
-from benchmarks.workloads.ifeval_checks import CHECKS
 from dspy_flashevolve.sim.reply_model import Choices, ReplyModel
 from dspy_flashevolve.sim.task import TOPICS, feedback_on
 from dspy_flashevolve.sim.words import WORDS, Rule
@@ -40,89 +40,94 @@ class Constraint:
     """A constraint of the style.
 
     Attributes:
-        kind: A key of `ifeval_checks.CHECKS`.
-        arguments: What the check is given.
+        kind: IFEval's name for constraints like it, for the tables.
+        met: Whether a text meets it. IFEval's own checkers would not do: they count letters but no punctuation marks,
+            and guess whether a text in capitals is English.
         wordings: Sentences, each of which asks for it; the first is the one that feedback uses. No sentence is part of
             another one, has a quote or needs an escape in JSON.
     """
 
     kind: str
-    arguments: Mapping[str, Any]
+    met: Callable[[str], bool]
     wordings: tuple[str, str, str, str]
 
-    def met(self, text: str) -> bool:
-        """Whether a text meets it."""
-        return CHECKS[self.kind](text, self.arguments) is None
+
+def _has(pattern: str, text: str) -> bool:
+    return re.search(pattern, text) is not None
+
+
+def _has_title(text: str) -> bool:
+    return any(title.strip("<> ") for title in re.findall(r"<<([^\n]+?)>>", text))
 
 
 STYLE = (
-    Constraint("punctuation:no_comma", {}, (
+    Constraint("punctuation:no_comma", lambda text: "," not in text, (
         "Use no commas.",
         "Write without any commas.",
         "Leave out all commas.",
         "There must not be a single comma in the text.",
     )),
-    Constraint("keywords:existence", {"keywords": ["weekend"]}, (
+    Constraint("keywords:existence", lambda text: "weekend" in text.lower(), (
         "Mention the word weekend.",
         "Be sure to use the word weekend.",
         "The word weekend must be in the text.",
         "Find a place for the word weekend.",
     )),
-    Constraint("keywords:existence", {"keywords": ["honest"]}, (
+    Constraint("keywords:existence", lambda text: "honest" in text.lower(), (
         "Mention the word honest.",
         "Be sure to use the word honest.",
         "The word honest must be in the text.",
         "Find a place for the word honest.",
     )),
-    Constraint("keywords:existence", {"keywords": ["coffee"]}, (
+    Constraint("keywords:existence", lambda text: "coffee" in text.lower(), (
         "Mention the word coffee.",
         "Be sure to use the word coffee.",
         "The word coffee must be in the text.",
         "Find a place for the word coffee.",
     )),
-    Constraint("keywords:letter_frequency", {"letter": "!", "let_relation": "at least", "let_frequency": 3}, (
+    Constraint("keywords:letter_frequency", lambda text: text.count("!") >= 3, (
         "Use at least 3 exclamation marks.",
         "There must be at least 3 exclamation marks.",
         "Write 3 exclamation marks or more.",
         "End at least 3 sentences with an exclamation mark.",
     )),
-    Constraint("keywords:letter_frequency", {"letter": "?", "let_relation": "at least", "let_frequency": 1}, (
+    Constraint("keywords:letter_frequency", lambda text: "?" in text, (
         "Begin with a question.",
         "Ask a question first.",
         "Start by asking the reader a question.",
         "The first sentence must be a question.",
     )),
-    Constraint("change_case:english_capital", {}, (
+    Constraint("change_case:english_capital", str.isupper, (
         "Write everything in CAPITAL letters.",
         "Use CAPITAL letters only.",
         "No lowercase letters are allowed.",
         "The whole text must be in CAPITAL letters.",
     )),
-    Constraint("startend:end_checker", {"end_phrase": "Good luck!"}, (
+    Constraint("startend:end_checker", lambda text: text.strip().strip('"').lower().endswith("good luck!"), (
         "End with the phrase Good luck!",
         "The last words must be Good luck!",
         "Close the text with exactly Good luck!",
         "Finish by writing Good luck!",
     )),
-    Constraint("detectable_content:number_placeholders", {"num_placeholders": 1}, (
+    Constraint("detectable_content:number_placeholders", lambda text: _has(r"\[[^\]\n]*\]", text), (
         "Put a placeholder such as [name] in square brackets.",
         "Use at least one placeholder in square brackets like [name].",
         "Include a placeholder written in square brackets as in [name].",
         "Somewhere in the text leave a placeholder like [name] in square brackets.",
     )),
-    Constraint("detectable_content:postscript", {"postscript_marker": "P.S."}, (
+    Constraint("detectable_content:postscript", lambda text: _has(r"(?:^|\s)p\.\s?s(?:\.|\b)", text.lower()), (
         "Add a postscript that begins with P.S.",
         "Put a postscript that starts with P.S. at the end.",
         "The text needs a final note marked P.S.",
         "Write a short postscript after the text and mark it P.S.",
     )),
-    Constraint("detectable_format:title", {}, (
+    Constraint("detectable_format:title", _has_title, (
         "Begin with a title in double angular brackets such as <<Hello>>.",
         "Give the text a title wrapped in double angular brackets like <<Hello>>.",
         "Put a title in front and write it as <<Hello>>.",
         "Write a heading in double angular brackets at the top as in <<Hello>>.",
     )),
-    Constraint("length_constraints:number_words", {"relation": "less than", "num_words": 20}, (
+    Constraint("length_constraints:number_words", lambda text: len(re.findall(r"\w+", text)) < 20, (
         "Use fewer than 20 words.",
         "Keep the text under 20 words.",
         "Write less than 20 words in all.",

@@ -116,5 +116,6 @@ DEFINITION = Definition(
     program=Verify,
     metric=metric,
     outputs={"decompose": "hops", "verdict.predict": "verdict"},
-    reply_length=LengthLaw(median_tokens=150, sigma=0.6),
+    reply_length=LengthLaw(median_tokens=104, sigma=0.6),
+    reflection_length=LengthLaw(median_tokens=1750, sigma=0.5),
 )

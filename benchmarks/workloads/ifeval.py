@@ -1,63 +1,63 @@
-"""IFEval and IFBench prompts as a DSPy task: rows from the data folder, program, metric with feedback."""
+"""IFEval's or IFBench's prompts for a small real model: one predictor, and rows that a short reply can satisfy.
+
+The benchmarks of a served model use it. `ifbench` is the workload of two steps.
+"""
 
 from __future__ import annotations
 
-import json
 import random
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import dspy
 
-from benchmarks.workloads.ifeval_checks import checkable, verify
-from benchmarks.workloads.rows import data_folder
+from benchmarks.workloads import ifbench
+from benchmarks.workloads.constraints import Arguments, verify
+from benchmarks.workloads.definition import text_of
+from benchmarks.workloads.rows import load_rows
 
 INSTRUCTION = "Answer the prompt."
-FILES = {"ifeval": "ifeval/input_data.jsonl", "ifbench": "ifbench/test.jsonl"}
-WORDS_A_TOKEN = 0.6
-_WORDS_A_SENTENCE = 12
-_LONG = {"num_words": 1, "min_words": 1, "N": 1, "num_sentences": _WORDS_A_SENTENCE}
+WORDS_PER_TOKEN = 0.6
+"""A choice, below the 0.75 that is usual for English, since a reply also holds the field marks of dspy's adapter."""
+_WORDS_PER_SENTENCE = 12
+_WORDS_DEMANDED = {"num_words": 1, "min_words": 1, "N": 1, "num_sentences": _WORDS_PER_SENTENCE}
+"""Arguments that ask for a length, and how many words each unit stands for."""
 
 
-def _set_arguments(row: dict[str, Any]) -> list[dict[str, Any]]:
-    return [{name: value for name, value in given.items() if value is not None} for given in row["kwargs"]]
-
-
-def words_demanded(arguments: list[dict[str, Any]]) -> float:
-    """A lower bound of the words that a row's constraints ask for."""
+def words_demanded(arguments: Sequence[Arguments]) -> float:
+    """About how many words a row's constraints ask for at least."""
     demands = [
-        float(given[name]) * share
+        float(given[name]) * words
         for given in arguments
-        for name, share in _LONG.items()
+        for name, words in _WORDS_DEMANDED.items()
         if name in given and given.get("relation") != "less than"
     ]
     return max(demands, default=0.0)
 
 
-def _rows(path: Path, max_tokens: int) -> Iterator[dspy.Example]:
-    with path.open(encoding="utf-8") as file:
-        for row in map(json.loads, file):
-            arguments, kinds = _set_arguments(row), row["instruction_id_list"]
-            if checkable(kinds) and words_demanded(arguments) <= WORDS_A_TOKEN * max_tokens:
-                yield dspy.Example(prompt=row["prompt"], kinds=kinds, arguments=arguments).with_inputs("prompt")
+def examples(
+    train: int, val: int, seed: int, max_tokens: int, source: str = "ifeval"
+) -> tuple[list[dspy.Example], list[dspy.Example]]:
+    """Two disjoint samples of the rows whose constraints can be judged and fit in a reply.
 
-
-def examples(train: int, val: int, seed: int, max_tokens: int, source: str = "ifeval") -> tuple[list[Any], list[Any]]:
-    """Two disjoint samples of the rows that we can check and that fit in `max_tokens` of output.
+    Args:
+        train: How many training examples.
+        val: How many validation examples.
+        seed: Decides which rows are drawn, and their order.
+        max_tokens: The longest reply.
+        source: A key of `ifbench.SOURCES`.
 
     Raises:
-        FileNotFoundError: If the data folder does not hold the file.
-        ValueError: If there are fewer rows than asked for.
+        RowsMissing: The rows are nowhere to be found.
+        ValueError: There are fewer rows than asked for.
     """
-    path = data_folder() / FILES[source]
-    if not path.exists():
-        raise FileNotFoundError(f"{path} is missing: set FLASHEVOLVE_DATA to the folder that holds {FILES[source]}")
-    rows = list(_rows(path, max_tokens))
-    if len(rows) < train + val:
-        raise ValueError(f"{source} has {len(rows)} rows that fit {max_tokens} tokens, {train + val} were asked for")
-    random.Random(seed).shuffle(rows)
-    return rows[:train], rows[train : train + val]
+    judgeable = ifbench.examples(load_rows(ifbench.SOURCES[source]))
+    most_words = WORDS_PER_TOKEN * max_tokens
+    fitting = [example for example in judgeable if words_demanded(example.arguments) <= most_words]
+    if len(fitting) < train + val:
+        raise ValueError(f"{source} has {len(fitting)} rows that fit {max_tokens} tokens, {train + val} were asked for")
+    random.Random(seed).shuffle(fitting)
+    return fitting[:train], fitting[train : train + val]
 
 
 def program() -> dspy.Module:
@@ -68,7 +68,6 @@ def program() -> dspy.Module:
 def metric(
     gold: Any, pred: Any, trace: Any = None, pred_name: str | None = None, pred_trace: Any = None
 ) -> dspy.Prediction:
-    """The share of constraints that the response meets; the feedback names each one that it does not."""
-    verdict = verify(str(pred.response or ""), gold.kinds, gold.arguments)
-    feedback = " ".join(verdict.complaints) or "Every constraint of the prompt is met."
-    return dspy.Prediction(score=verdict.score, feedback=feedback)
+    """The share of constraints that the response meets as it is; the feedback names those it does not."""
+    verdict = verify(text_of(pred, "response"), gold.kinds, gold.arguments)
+    return dspy.Prediction(score=verdict.strict_share, feedback=verdict.feedback)

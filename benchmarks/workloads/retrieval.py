@@ -1,10 +1,9 @@
-"""BM25 over the few paragraphs of one example, by bm25s."""
+"""BM25 over a small corpus of paragraphs, by bm25s."""
 
 from __future__ import annotations
 
-import functools
 import importlib
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple
 
 
@@ -18,37 +17,55 @@ class Paragraph(NamedTuple):
         return f"{self.title} | {self.text}"
 
 
+class Corpus:
+    """Paragraphs with their BM25 index, which is built once.
+
+    A corpus never changes. So `copy.deepcopy` gives the corpus itself, which keeps copies of a program that holds it
+    cheap, and a pickle holds the paragraphs alone, from which the index is built anew.
+
+    Args:
+        paragraphs: What is searched; of equal paragraphs only the first is kept.
+
+    Raises:
+        ImportError: If bm25s is not installed.
+    """
+
+    def __init__(self, paragraphs: Iterable[Paragraph]) -> None:
+        self.paragraphs = tuple(dict.fromkeys(paragraphs))
+        self._bm25s = _bm25s()
+        self._index = self._bm25s.BM25()
+        if self.paragraphs:  # bm25s cannot index nothing
+            self._index.index(self._tokens(map(str, self.paragraphs)), show_progress=False)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Corpus:
+        return self
+
+    def __reduce__(self) -> tuple[type[Corpus], tuple[tuple[Paragraph, ...]]]:
+        return Corpus, (self.paragraphs,)
+
+    def search(self, query: str, count: int, known: Collection[Paragraph] = ()) -> list[Paragraph]:
+        """Find the paragraphs that match a query best, best first; those that share no word with it are left out.
+
+        Args:
+            query: Any text.
+            count: The most paragraphs that come back.
+            known: Paragraphs that must not come back.
+        """
+        [tokens] = self._tokens([query])
+        most = min(count + len(known), len(self.paragraphs))
+        if not most or not tokens:
+            return []
+        places, scores = self._index.retrieve([tokens], k=most, show_progress=False)
+        matching = [self.paragraphs[int(place)] for place, score in zip(places[0], scores[0], strict=True) if score > 0]
+        return [paragraph for paragraph in matching if paragraph not in known][:count]
+
+    def _tokens(self, texts: Iterable[str]) -> list[list[str]]:
+        """The words of each text, without English stop words."""
+        return self._bm25s.tokenize(list(texts), stopwords="en", show_progress=False, return_ids=False)
+
+
 def _bm25s() -> Any:
     try:
         return importlib.import_module("bm25s")
     except ImportError:
         raise ImportError("retrieval needs bm25s: pip install 'dspy-flashevolve[benchmarks]'") from None
-
-
-@functools.lru_cache(maxsize=1024)
-def _index(paragraphs: tuple[Paragraph, ...]) -> Any:
-    bm25s = _bm25s()
-    index = bm25s.BM25()
-    index.index(bm25s.tokenize([str(one) for one in paragraphs], stopwords="en", show_progress=False),
-                show_progress=False)  # fmt: skip
-    return index
-
-
-def retrieve(query: str, paragraphs: Sequence[Paragraph], count: int) -> list[Paragraph]:
-    """The paragraphs that match the query best, best first; those that share no word with it are left out.
-
-    Args:
-        query: Any text.
-        paragraphs: What is searched; indexed once for each list.
-        count: The most that come back.
-
-    Raises:
-        ImportError: If bm25s is not installed.
-    """
-    bm25s = _bm25s()
-    known = tuple(paragraphs)
-    tokens = bm25s.tokenize([query], stopwords="en", show_progress=False, return_ids=False)
-    if not known or not tokens[0]:
-        return []
-    found, scores = _index(known).retrieve(tokens, k=min(count, len(known)), show_progress=False)
-    return [known[int(place)] for place, score in zip(found[0], scores[0], strict=True) if score > 0]

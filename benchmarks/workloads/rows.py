@@ -17,6 +17,8 @@ from typing import Any
 
 Row = dict[str, Any]
 VARIABLE = "FLASHEVOLVE_DATA"
+ACE = "https://raw.githubusercontent.com/ace-agent/ace/ba78d343bf8cbe52f284da339a329a609565426a/finance/data"
+"""Where ACE's rows stand, by commit: the folder has moved since, and its rows could change."""
 
 
 class RowsMissing(FileNotFoundError):
@@ -52,6 +54,11 @@ class Hub:
 
     def __str__(self) -> str:
         return f"{self.data_files or self.path}, split {self.split}"
+
+
+def ace_file(name: str) -> Hub:
+    """Where a file of ACE's repository stands, by its name without the ending."""
+    return Hub("json", "train", data_files=f"{ACE}/{name}.jsonl")
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from benchmarks.methods import Limits, method
 from benchmarks.results import Result, RunKey
-from benchmarks.timeline import timeline
 from benchmarks.virtual import VirtualRun, run_served
 from benchmarks.workloads.registry import workload_named
 from benchmarks.workloads.simulated import simulated
@@ -91,6 +90,7 @@ class VirtualJob:
             seed_true_score=run.trajectory.seed_true_score,
             depth=point.depth,
             accepted=point.accepted,
+            validations=point.validations,
             prompt_tokens=reading.prompt_tokens,
             completion_tokens=reading.tokens,
             requests=reading.answered,
@@ -98,8 +98,6 @@ class VirtualJob:
             mean_running=reading.running_seconds / span if span else None,
             error=run.error,
             trajectory=run.trajectory.compact(),
-            busy=[[round(second, 2), round(running, 2)] for second, running in run.busy],
-            stages=timeline(run.stats, self.limits),
             settings=self.settings,
         )
 

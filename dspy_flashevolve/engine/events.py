@@ -179,14 +179,14 @@ class PolicyDecided(Event):
 
 @dataclass(frozen=True, slots=True)
 class Integrated(Event):
-    """Children were read together with what they are to be built on.
+    """A stale child was read beside what was committed meanwhile, to be repaired.
 
     Args:
-        step: the one that brings the result to its end.
-        base: index in the pool of what it stands on.
-        members: steps whose children were read.
-        verdicts: (step, orthogonal | subsumed | conflicting, reason), one a child and component.
-        failed: why no reply could be read; empty when one was.
+        step: that made the child.
+        base: index in the pool of what a repaired child stands on.
+        members: steps whose children were read: that one; journals of earlier versions have several.
+        verdicts: (step, orthogonal | subsumed | conflicting, reason), one a component.
+        failed: why the reply could not be used, so that the child went on as it was; empty where it was.
     """
 
     step: int

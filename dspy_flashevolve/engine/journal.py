@@ -281,7 +281,7 @@ def _connected(path: Path) -> closing[sqlite3.Connection]:
 def _may_write(path: Path) -> bool:
     """Whether a journal, and its folder, may be written."""
     ours = os.access in os.supports_effective_ids
-    return all(os.access(one, os.W_OK, effective_ids=ours) for one in (path.parent, path) if one.exists())
+    return all(os.access(place, os.W_OK, effective_ids=ours) for place in (path.parent, path) if place.exists())
 
 
 def _plain(value: Any) -> Any:

@@ -152,7 +152,7 @@ class RunJournal:
                 )
                 continue
             self.unfinished.append(Unfinished(row["number"], row["version"], json.loads(selection)))
-        self._numbers = {one.number for one in self.unfinished} | (set[int]() if seeded else {BEFORE_STEPS})
+        self._numbers = {step.number for step in self.unfinished} | (set[int]() if seeded else {BEFORE_STEPS})
         for row in rows("SELECT id, step, candidate, split, example, traced FROM rollouts"):
             if row["step"] in self._numbers:
                 key = row["candidate"], row["split"], row["example"], row["traced"]
@@ -207,7 +207,7 @@ class RunJournal:
         ids = list(ids)
         if step not in self._numbers or not self._rollouts:
             return len(ids)
-        found = (self._rollouts.get((candidate, split, id_text(one), int(traced))) for one in ids)
+        found = (self._rollouts.get((candidate, split, id_text(example), int(traced))) for example in ids)
         return sum(not rows or (needs_trace and rows[-1] in self._untraced) for rows in found)
 
     def find_reply(self, step: int, stage: str, position: str) -> str | None:

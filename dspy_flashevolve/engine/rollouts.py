@@ -1,7 +1,7 @@
 """Rollouts and other requests: each gets a slot, is retried outside of it, is paid once, and is written down.
 
 A rollout's metric call is settled against a reservation. Equal rollouts in flight are made once, and what the journal
-has from an interrupted run is not made again. Other requests (a reflection, an integration) cost no metric call.
+has from an interrupted run is not made again. Other requests (a reflection, a repair) cost no metric call.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ from dspy_flashevolve.engine.replay import RunJournal, Unfinished
 from dspy_flashevolve.engine.retries import RetryPolicy
 from dspy_flashevolve.engine.rollouts import Rollouts
 from dspy_flashevolve.engine.scheduler import Scheduler
-from dspy_flashevolve.engine.stages import StageVisit, median_shares
+from dspy_flashevolve.engine.stages import StageVisit, Workers, median_shares
 from dspy_flashevolve.engine.staleness import Decision, Discard, History, Integrate, Look, StalenessPolicy
 from dspy_flashevolve.engine.steps import (
     Admission,
@@ -98,12 +98,13 @@ class EvolutionRun:
         max_seconds: no step starts after it; what runs is finished. None for no limit.
         rollout_timeout_seconds: see :class:`Rollouts`.
         median_seconds: every so many seconds, slots move between stages (:func:`median_shares`); None for never.
+        workers: stages whose requests in flight are bounded, see :class:`Workflow`.
         retry: how often a request is made that the provider turns away, and when; when an endpoint is given up.
         journal: where the run is written down, so that it can go on; None for nowhere.
         observers: look at it.
 
     Raises:
-        ConfigurationError: no stage, or fewer than 1 slot.
+        ConfigurationError: no stage, fewer than 1 slot, or workers of a stage that the run does not have.
     """
 
     def __init__(
@@ -119,6 +120,7 @@ class EvolutionRun:
         max_seconds: float | None = None,
         rollout_timeout_seconds: float | None = None,
         median_seconds: float | None = None,
+        workers: Workers | None = None,
         retry: RetryPolicy | None = None,
         journal: RunJournal | None = None,
         observers: Sequence[Observer] = (),
@@ -160,6 +162,7 @@ class EvolutionRun:
         self.scheduler = Scheduler(
             slots, list(asked), groups_of(asked), self.clock, on_idle=self._slot_is_idle, on_visit=self._visited
         )
+        self._workers = self._bounds_of(workers or {}, list(asked), slots)
         if journal is not None:
             journal.journal.keep_current(IN_FLIGHT, self._in_flight)
         rng = random.Random(seed)
@@ -359,23 +362,18 @@ class EvolutionRun:
 
     @property
     def working(self) -> int:
-        """Steps that work towards a child, and do not wait for others."""
+        """Steps that work towards a child, and do not wait for a provider that answers others."""
         steps = [step for step in self._live.values() if step.is_working]
         return len(steps) - self._resting(steps)
 
     def _resting(self, steps: Iterable[Step]) -> int:
-        """How many of some steps, or those whose end they wait for, wait for others or for the provider: work goes on
-        around them. Where nobody is answered more work would be in vain, but for a few steps that ask for something
+        """How many of some steps, or those whose end they wait for, wait for a provider that answers others: work goes
+        on around them. Where nobody is answered more work would be in vain, but for a few steps that ask for something
         else: is it the request, or who is asked?"""
-        rest = unanswered = 0
-        for step in steps:
-            since = self._waits_since(step)
-            if step.is_parked or (since is not None and since < self.rollouts.answered_seconds):
-                rest += 1
-            elif since is not None:
-                unanswered += 1
+        waits = [since for step in steps if (since := self._waits_since(step)) is not None]
+        rest = sum(since < self.rollouts.answered_seconds for since in waits)
         silent = self.clock() - max(self.clock.began, self.rollouts.answered_seconds)
-        return rest + min(PROBES, unanswered, int(silent / PROBE_SECONDS))
+        return rest + min(PROBES, len(waits) - rest, int(silent / PROBE_SECONDS))
 
     def _waits_since(self, step: Step) -> float | None:
         return self.rollouts.waiting_since(step.number if step.blocked_by is None else step.blocked_by)
@@ -436,7 +434,7 @@ class EvolutionRun:
         Args:
             look: where, and what the step saw.
             version: the pool's.
-            integrates: False where one that is to be integrated is admitted instead.
+            integrates: False where one that is to be repaired is admitted instead.
         """
         discarded = self.policy_decisions["discard"]
         decision = policy.decide(look, History(version, discarded, self.policy_decisions.total() - discarded))
@@ -613,11 +611,24 @@ class EvolutionRun:
         self.stop(f"max_seconds={most:g} is over", "finished")
         self.endpoints.retries.hurry()
 
+    def _bounds_of(self, workers: Workers, stages: Sequence[str], slots: int) -> dict[str, tuple[int, int]]:
+        """Bound the stages that have workers, each to its most; return stage -> the fewest and the most slots.
+
+        The median rule takes slots from a stage that is ahead at once, and gives them back slowly.
+        """
+        if unknown := sorted(set(workers) - set(stages)):
+            raise ConfigurationError(
+                f"Workflow: workers has {', '.join(unknown)}, expected stages of {self.name}: {', '.join(stages)}."
+            )
+        given = {stage: (pool, pool) if isinstance(pool, int) else pool for stage, pool in workers.items()}
+        self.scheduler.set_shares({stage: most for stage, (_, most) in given.items()})
+        return dict.fromkeys(stages, (1, slots)) | given
+
     async def _move_slots(self, every: float) -> None:
         while True:
             await anyio.sleep(every)
             windows = self.scheduler.take_windows()
-            shares = median_shares(windows, self.slots)
+            shares = median_shares(windows, self._workers)
             for name, share in shares.items():
                 if share != windows[name].share:
                     self.bus.emit(LimitChanged(self.clock(), name, windows[name].share, share, "the median rule"))

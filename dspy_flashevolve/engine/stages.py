@@ -80,15 +80,24 @@ class StageWindow:
     share: int
 
 
-def median_shares(windows: Mapping[str, StageWindow], slots: int) -> dict[str, int]:
+Workers = Mapping[str, int | tuple[int, int]]
+"""Stage -> its worker pool (FlashEvolve's K_i): the requests that it may have in flight, or the fewest and the most."""
+
+
+def median_shares(windows: Mapping[str, StageWindow], bounds: Mapping[str, tuple[int, int]]) -> dict[str, int]:
     """Return the slots that each stage may have next, by FlashEvolve's rule (arXiv 2605.08520, section 3.4).
 
     The median of finished steps is taken over the stages that had work. A stage that finished less than half of it, has
     requests waiting and all of its share in use, gets a slot more; one that finished more than twice the median gets a
-    slot fewer, but keeps at least 1.
+    slot fewer; each within its bounds.
+
+    Args:
+        windows: stage -> what it did.
+        bounds: stage -> the fewest and the most slots.
 
     >>> slow, even, fast = StageWindow(2, 9, 4, 4), StageWindow(6, 0, 1, 8), StageWindow(13, 0, 4, 8)
-    >>> median_shares({"propose": slow, "screen": even, "rollout": fast}, 8)
+    >>> windows = {"propose": slow, "screen": even, "rollout": fast}
+    >>> median_shares(windows, dict.fromkeys(windows, (1, 8)))
     {'propose': 5, 'screen': 8, 'rollout': 7}
     """
     finished = [window.finished for window in windows.values() if window.finished or window.running or window.waiting]
@@ -97,5 +106,6 @@ def median_shares(windows: Mapping[str, StageWindow], slots: int) -> dict[str, i
     for stage, window in windows.items():
         is_starved = 2 * window.finished < middle and window.waiting > 0 and window.running >= window.share
         change = 1 if is_starved else -1 if window.finished > 2 * middle else 0
-        shares[stage] = max(1, min(slots, window.share + change))
+        least, most = bounds[stage]
+        shares[stage] = max(least, min(most, window.share + change))
     return shares

@@ -5,7 +5,7 @@ gap. A policy looks at an item at the places that it names and says what becomes
 function of the look and of the history, so that the same history gives the same decision whatever the
 order in which items arrive.
 
-Source: FlashEvolve (arXiv 2605.08520) section 3.2; integrating many children at once is this project's own.
+Source: FlashEvolve (arXiv 2605.08520) section 3.2.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from typing import Any, Literal, Protocol
 from dspy_flashevolve.engine.errors import ConfigurationError
 
 Place = Literal["before_propose", "after_propose", "after_screen", "before_commit"]
-"""Where a policy may look: before a proposal is paid, when it is there, when it beat its parent, at the pool's door."""
+"""Where a policy may look: before a proposal is paid; when it is there, before its screen (the gate); when it beat its
+parent, or needs no screen; at the pool's door."""
 PLACES: tuple[Place, ...] = ("before_propose", "after_propose", "after_screen", "before_commit")
 
 
@@ -38,7 +39,7 @@ class Discard:
 
 @dataclass(frozen=True, slots=True)
 class Integrate:
-    """The item goes to where it is integrated with what was committed meanwhile."""
+    """The item is read beside what was committed meanwhile, and repaired."""
 
 
 Decision = Admit | Discard | Integrate
@@ -124,17 +125,17 @@ class Guarded:
 
     Args:
         max_gap: commits, at least 0.
-        looks: where it is asked; the default, after the screen, spares children that did not beat their parent.
+        looks: where it is asked. The default is before the gate: what is too old costs no screen.
 
     Raises:
         ConfigurationError: a negative gap, or a place that does not exist.
 
-    >>> Guarded(2).decide(Look("after_screen", seen=3), History(version=6))
+    >>> Guarded(2).decide(Look("after_propose", seen=3), History(version=6))
     Discard(reason='3 commits behind, more than max_gap=2')
     """
 
     max_gap: int
-    looks: tuple[Place, ...] = ("after_screen",)
+    looks: tuple[Place, ...] = ("after_propose",)
 
     def __post_init__(self) -> None:
         if self.max_gap < 0:
@@ -153,51 +154,31 @@ class Guarded:
 
 @dataclass(frozen=True, slots=True)
 class Reflective:
-    """Repair what is stale: by text where a child only adds to its parent, else by a language model that reads it.
+    """Let a language model read a stale item beside what was committed meanwhile; it patches the item, or drops it.
 
-    A stale child that passed its screen is read together with its parent and with what was committed since, and a text
-    is written that stands on the pool's best candidate; with ``batch`` above 1, one call reads several children. What
-    such an integration does not take in goes on by itself.
-
-    With ``changes``, the default, children are taken apart first. What a child adds is a change, which is put into the
-    newest head without an LM call, and is tested there together with all others: steps start from variants of the head,
-    each with some of the changes left out, and one linear model over all rollouts tells what each change is worth. What
-    harms leaves the head, and the head is validated when it is expected to be better. Where few changes harm, new ones
-    are trusted at once; where many do, few are tried at a time.
+    It is asked before the gate, so that what is dropped costs no screen, and what is patched has to pass one.
 
     Args:
-        batch: stale children that one LM call reads at most.
-        min_gap: commits behind from which a child is stale.
-        integrators: LM calls of this kind that may run at once.
-        changes: take children apart into changes.
-        undecided: children whose changes are of unknown effect, from which on steps test these and ask for no further.
-        frontier_share: share of the steps that start from the Pareto frontier instead of the head, 0 to 1.
+        min_gap: commits behind from which an item is stale, at least 0.
 
     Raises:
-        ConfigurationError: a value that cannot work.
+        ConfigurationError: a negative gap.
 
-    >>> Reflective().decide(Look("after_screen", seen=3), History(version=4))
+    >>> Reflective().decide(Look("after_propose", seen=3), History(version=4))
     Integrate()
     """
 
-    batch: int = 1
     min_gap: int = 1
-    integrators: int = 2
-    changes: bool = True
-    undecided: int = 16
-    frontier_share: float = 0.25
 
     def __post_init__(self) -> None:
-        for name, low in (("batch", 1), ("min_gap", 0), ("integrators", 1), ("undecided", 1)):
-            if getattr(self, name) < low:
-                raise ConfigurationError(f"Reflective: {name} is {getattr(self, name)}, expected at least {low}.")
-        if not 0 <= self.frontier_share <= 1:
-            raise ConfigurationError(f"Reflective: frontier_share is {self.frontier_share}, expected 0 to 1.")
+        gap: Any = self.min_gap
+        if isinstance(gap, bool) or not isinstance(gap, int) or gap < 0:
+            raise ConfigurationError(f"Reflective: min_gap is {gap!r}, expected a whole number of at least 0.")
 
     @property
     def looks(self) -> tuple[Place, ...]:
-        """Where it is asked: at children that beat their parent."""
-        return ("after_screen",)
+        """Where it is asked: before the gate."""
+        return ("after_propose",)
 
     def decide(self, look: Look, history: History) -> Decision:
         """See :meth:`StalenessPolicy.decide`."""
@@ -205,12 +186,7 @@ class Reflective:
         return Integrate() if stale else Admit()
 
 
-POLICIES: dict[str, StalenessPolicy] = {
-    "full": Full(),
-    "guarded": Guarded(max_gap=8),
-    "patch": Reflective(changes=False),
-    "reflective": Reflective(),
-}
+POLICIES: dict[str, StalenessPolicy] = {"full": Full(), "guarded": Guarded(max_gap=8), "reflective": Reflective()}
 """What the names of policies stand for."""
 
 
@@ -239,14 +215,13 @@ Texts = dict[str, str]
 
 @dataclass(frozen=True, slots=True)
 class StaleChild:
-    """A change that waits to be integrated.
+    """A child that is behind, as whoever repairs it reads it.
 
     Args:
-        number: names the child in verdicts; its step's number.
+        number: names the child in verdicts.
         texts: the components that it changed, as it wants them.
         parent_texts: the same components before the change.
         score_before: mean score of its parent on its minibatch.
-        score_after: mean score of the child there; None when it was not screened.
         feedback: what the metric said of its parent's rollouts, one text an example.
         behind: commits that it has not seen.
     """
@@ -255,14 +230,13 @@ class StaleChild:
     texts: Texts
     parent_texts: Texts
     score_before: float
-    score_after: float | None = None
     feedback: tuple[str, ...] = ()
     behind: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class PastCommit:
-    """What was committed since the oldest of the children looked.
+    """What was committed since a child's step looked.
 
     Args:
         texts: the components that it changed.

@@ -27,11 +27,11 @@ can an endpoint's limit be seen to bind, and grow."""
 STEPS_TO_OVERLAP = 2
 """Steps that a budget of metric calls has to pay, beside the first validations, for steps to overlap.
 
-By ``benchmarks/small_budgets.py --tutorials``, on ten and ten examples: up to 31 calls (one step) dspy.GEPA's program
-is the better one, .71 to .79 against .57, since the calls that pay no further step, which it overdraws, are half of the
-search. From 32 to 41 it depends on the task: where children add what they learnt ours is ahead, where they are draws
-of luck dspy.GEPA is, which validates one child more. There the choice is to do what dspy.GEPA does. A third step would
-take the hard limit away from budgets that do not need it.
+Measured at commit 2450db6 (``benchmarks/small_budgets.py --tutorials``), on ten and ten examples: up to 31 calls (one
+step) dspy.GEPA's program is the better one, .71 to .79 against .57, since the calls that pay no further step, which it
+overdraws, are half of the search. From 32 to 41 it depends on the task: where children add what they learnt ours is
+ahead, where they are draws of luck dspy.GEPA is, which validates one child more. There the choice is to do what
+dspy.GEPA does. A third step would take the hard limit away from budgets that do not need it.
 """
 
 
@@ -161,7 +161,7 @@ class Reservation:
 class EndKind(str, Enum):
     """The one way in which a step ends.
 
-    An integrated step's change lives on in a candidate that another step brings to its end; the reason names it.
+    An integrated step's change lives on in a candidate that another step brings to its end.
     """
 
     COMMITTED = "committed"
@@ -220,9 +220,7 @@ class Step:
     has_begun: bool = field(default=False, init=False)
     """It has selected what it works on."""
     is_working: bool = field(default=True, init=False)
-    """It works towards a child; else it only waits for an evaluation, or for other steps."""
-    is_parked: bool = field(default=False, init=False)
-    """It waits for other steps, or for the end of the run, and needs no room meanwhile."""
+    """It works towards a child; else it only waits for an evaluation."""
     blocked_by: int | None = field(default=None, init=False)
     """Number of the step whose end it waits for; None where it waits for none."""
     has_requested: bool = field(default=False, init=False)
@@ -260,8 +258,7 @@ class Load:
         calls_per_step: metric calls that an ended step has cost on average (an estimate before).
         ended: steps that have ended.
         slots: requests that may be in flight now; None where the rule need not know.
-        parked: live steps that wait for other steps, for the end of the run, or for a provider that answers others,
-            and need no room meanwhile.
+        parked: live steps that wait for a provider that answers others, and need no room meanwhile.
         without_request: live steps that have made no request yet.
     """
 
@@ -300,8 +297,8 @@ class LiveSteps:
         live < min(limit, max(1, ceil(n / generations)))  and  (working < working_limit  or  idle_slots >= burst)
 
     The last term keeps the slots busy: where few children are worth a validation, ``working_limit`` steps
-    cannot fill them, and a step that starts in an idle slot delays nobody. Steps that only wait for others, for the
-    end of the run, or for a provider that answers others, do not count against the limit.
+    cannot fill them, and a step that starts in an idle slot delays nobody. Steps that only wait for a provider that
+    answers others do not count against the limit.
 
     Args:
         limit: live steps at most; at least 1.

@@ -39,8 +39,9 @@ KEPT = 0.5
 """Share of its parent's parts that a child has to keep or reword, one of them word for word; else it is a rewrite
 that stands for itself."""
 MOST_CHANGES = 8
-"""A child that comes apart into more changes is taken apart less finely: by differing hunks, by sections, not at all.
-Reflection models add 30 lines at a time; effects of so many are never told apart within a budget."""
+"""A whole text that comes apart into more changes is taken apart less finely: by differing hunks, by sections, not at
+all. Reflection models add 30 lines at a time; effects of so many are never told apart within a budget. Edits are
+changes each, however many: each is right on its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,7 +327,7 @@ class Weave:
             if not new or (is_rewrite and not is_edited):
                 return None
             ways = (_grouped(units, key) for key in _FINENESS)
-            groups = next(groups for groups in ways if len(groups) <= MOST_CHANGES)
+            groups = next(groups for groups in ways if is_edited or len(groups) <= MOST_CHANGES)
             self._weave_in(component, numbers, new, pairs, groups, reuses)
         return frozenset(numbers)
 

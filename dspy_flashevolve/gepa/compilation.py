@@ -26,7 +26,7 @@ from dspy_flashevolve.engine.staleness import Full, Reflective, StalenessPolicy,
 from dspy_flashevolve.gepa.edits import EditProposer
 from dspy_flashevolve.gepa.options import IterationLog, adapter_of, build_parts, gepa_logger, hooks_of
 from dspy_flashevolve.gepa.pool import Pool
-from dspy_flashevolve.gepa.resume import check_checkpoint
+from dspy_flashevolve.gepa.resume import check_checkpoint, tell_changes
 from dspy_flashevolve.gepa.settings import GepaSettings
 from dspy_flashevolve.gepa.step import GepaLoop
 from dspy_flashevolve.gepa.unseen import expected_on_unseen
@@ -143,11 +143,12 @@ class Compilation:
         valset: Any,
         initial: Sequence[Module] = (),
     ) -> None:
-        self._settings, self._student = settings, student
+        self._student = student
         self._trainset: Any = ensure_loader(trainset)
         same_data = valset is None or valset is trainset
         self._valset: Any = self._trainset if same_data else ensure_loader(cast(Any, valset))
-        self._integrating: Module = settings.stale_candidate_reflection or StaleCandidateReflection()
+        settings = self._settings = settings.sized_for(len(self._trainset), len(self._valset))
+        self._repairing: Module = settings.stale_candidate_reflection or StaleCandidateReflection()
         self._seed = texts_of(student)
         self._initial = [texts_of(program) for program in initial]
         if settings.log_dir is not None:
@@ -156,6 +157,8 @@ class Compilation:
         lms = [dspy.settings.lm, settings.reflection_lm, *(predictor.lm for predictor in student.predictors())]
         each_once = settings.is_lockstep
         with open_journal(settings.log_dir, optimizer, arguments, parts, lms, each_once=each_once) as journal:
+            if journal is not None:
+                tell_changes(journal, arguments)
             self._build(journal)
 
     def _build(self, journal: RunJournal | None) -> None:
@@ -171,7 +174,7 @@ class Compilation:
         self._metric = Metric(settings.metric_fn, run.threads, settings.metric_lock)
         reflection_lm = run.pace(settings.reflection_lm)
         adapter = adapter_of(settings, self._student, reflection_lm)
-        if not lockstep and type(adapter.custom_instruction_proposer) is InstructionProposer:
+        if settings.edits is not None and type(adapter.custom_instruction_proposer) is InstructionProposer:
             adapter.custom_instruction_proposer = EditProposer(adapter.custom_instruction_proposer)
         log = LoggerAdapter(gepa_logger) if lockstep else IterationLog()
         self._parts = build_parts(settings, self._valset, log)
@@ -181,7 +184,7 @@ class Compilation:
         elsewhere = None if run.actors is None else run.actors.rollout_maker(adapter, settings.metric_lock)
         program = ProgramRunner(adapter, self._metric, run.threads, run.models, elsewhere=elsewhere)
         policy = Full() if lockstep else self._usable_policy()
-        self._loop = GepaLoop(run, self._pool, program, settings, policy, self._integrating, self._initial)
+        self._loop = GepaLoop(run, self._pool, program, settings, policy, self._repairing, self._initial)
 
     def run_sync(self) -> Module:
         """Run to the end on a loop of its own, and build the best program; see :func:`run_to_end` for signals."""
@@ -223,7 +226,7 @@ class Compilation:
         if self._loop.discarded_share > MUCH_DISCARDED:
             logger.warning(
                 "The staleness policy discarded %.0f%% of the children that it looked at: their work was for nothing. "
-                "Raise max_gap, lower Workflow.live_steps, or use staleness='reflective'.",
+                "Use staleness='full', lower Workflow.live_steps, or let more be stale (max_gap, min_gap).",
                 100 * self._loop.discarded_share,
             )
         log_summary(logger if stats.outcome == "failed" else gepa_logger, stats)
@@ -260,24 +263,24 @@ class Compilation:
         what is nearer to a commit, but the long rest of a validation, on which nobody waits, after the screen and a
         validation's prefix."""
         reflection = self._settings.reflection_lm
-        integrating = [getattr(predictor, "lm", None) or reflection for predictor in self._integrating.predictors()]
+        repairing = [getattr(predictor, "lm", None) or reflection for predictor in self._repairing.predictors()]
         student = [self._student]
         return {
             "rollout": student,
             "propose": [reflection],
-            "integrate": integrating or [reflection],
+            "integrate": repairing or [reflection],
             "validate": student,
             "screen": student,
             "prefix": student,
         }
 
     def _usable_policy(self) -> StalenessPolicy:
-        """Return the staleness policy; where it integrates and there is no LM to do it, one that admits everything."""
+        """Return the staleness policy; where an LM is to repair and there is none, one that admits everything."""
         policy = policy_named(self._settings.staleness)
-        silent = [predictor for predictor in self._integrating.predictors() if getattr(predictor, "lm", None) is None]
+        silent = [predictor for predictor in self._repairing.predictors() if getattr(predictor, "lm", None) is None]
         has_lm = self._settings.reflection_lm is not None or dspy.settings.lm is not None
         if isinstance(policy, Reflective) and silent and not has_lm:
-            logger.warning("There is no LM that could integrate stale candidates: they are admitted as they are.")
+            logger.warning("There is no LM that could repair stale candidates: they are admitted as they are.")
             return Full()
         return policy
 

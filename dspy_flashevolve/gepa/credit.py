@@ -48,9 +48,6 @@ HELPS, HARMS, HARMS_MUCH = 1.0, -0.7, -1.5
 harm is left out sooner than one that seems to help is always put in: in a variant it costs the score of all others."""
 SCORE_BOUND = 1e6
 """Scores are bounded by this times their range, so that nonsense does not overflow."""
-TESTED_ROLLOUTS = 400
-"""Rollouts after which a change of unknown effect keeps nobody from asking for further ones. In half of so many, its
-effect has a standard error of about the prior's spread (2 * .3 / sqrt(400) = .03): it does little either way."""
 LAST_CHILDREN = 8
 """Number of children by which a reflection LM is said to add to its parents or to rewrite them: enough that one odd
 reply does not turn the search, and few enough to see that later children keep more of a prompt than the first ones."""
@@ -95,10 +92,12 @@ class Outlook:
     Args:
         joins: whether children come as changes; False where more of the last ones are rewrites, None before the first.
         head_changes: how many changes the head has, as far as the last estimate tells.
+        alternatives: how many children are alternatives to the head's text of a component, at most.
     """
 
     joins: bool | None = None
     head_changes: int = 0
+    alternatives: int = 0
 
 
 class Evidence:
@@ -199,7 +198,6 @@ class Credit:
     Args:
         seed: component -> text, on which changes are put.
         code: components that hold code, which is not taken apart.
-        undecided: children with changes of unknown effect, from which on no further child is asked for.
         scale: the range of scores.
         most_characters: of a candidate's texts together; None for no limit.
         most_each: of each text that is joined; None for no limit.
@@ -210,7 +208,6 @@ class Credit:
         self,
         seed: Texts,
         code: Collection[str],
-        undecided: int,
         scale: float,
         most_characters: int | None = None,
         most_each: int | None = None,
@@ -218,7 +215,7 @@ class Credit:
     ) -> None:
         self._is_edited = is_edited
         self._most_characters, self._most_each = most_characters, most_each
-        self._code, self._undecided, self.scale = frozenset(code), undecided, scale
+        self._code, self.scale = frozenset(code), scale
         self._era = -1
         self._former: list[ChangeRecord] = []
         """Changes of former bases, with their last estimates."""
@@ -227,6 +224,8 @@ class Credit:
         self._children = deque[tuple[int, bool]](maxlen=LAST_CHILDREN)
         """Step and whether its child rewrote its parent, of the last children."""
         self.outlook = Outlook()
+        self._read = set[int]()
+        """Steps whose children a text was written anew of, though none of their changes was in it."""
         self._before: tuple[Weave, dict[str, frozenset[int]], list[int]] | None = None
         """The former base's changes, the candidates made of them, of which children may still come, and the numbers of
         those that were kept. A run that goes on has forgotten them: then such a child stands for itself."""
@@ -237,8 +236,6 @@ class Credit:
         noise = FIRST_NOISE * self.scale
         self._era += 1
         self._weave, self._steps = weave, steps
-        self._born = [0] * len(steps)
-        """Rollouts that there were when each change came."""
         self._compositions: dict[str, frozenset[int]] = {hash_of(weave.base): frozenset()}
         self._evidence, self._fitted = Evidence(), 0
         self._effects = Effects(np.zeros(0), np.zeros(0), (PRIOR_MEAN * noise, PRIOR_SD * noise))
@@ -272,7 +269,10 @@ class Credit:
     def _publish(self) -> None:
         """Replace :attr:`outlook` by how the children and the head are now."""
         rewrites = [is_rewrite for _, is_rewrite in self._children]
-        self.outlook = Outlook(2 * sum(rewrites) <= len(rewrites) if rewrites else None, len(self._best()))
+        best = self._best()
+        alternatives = max(map(len, self.alternatives(best).values()), default=0)
+        joins = 2 * sum(rewrites) <= len(rewrites) if rewrites else None
+        self.outlook = Outlook(joins, len(best), alternatives)
 
     def variant(self, rng: random.Random) -> Texts:
         """Compose a candidate that tests changes: the head with and without some of those of unknown effect."""
@@ -290,19 +290,6 @@ class Credit:
     @property
     def _changes(self) -> list[Change]:
         return self._weave.changes
-
-    def may_ask(self, asking: int) -> bool:
-        """Say whether a further child may be asked for, while ``asking`` are on their way.
-
-        A change that has been tested for long, and neither helps nor harms, makes room: it does little either way.
-        """
-        rollouts = len(self._evidence)
-        unknown = {
-            step
-            for step, mean, error, born in zip(self._steps, self._means(), self._errors(), self._born, strict=True)
-            if HARMS <= mean / error <= HELPS and rollouts - born < TESTED_ROLLOUTS
-        }
-        return len(unknown) + asking < self._undecided
 
     def take(self, step: int, parent: Texts, child: Texts, split: str, scores: Mapping[Hashable, float]) -> bool:
         """Take apart into changes a child that beat its parent; False where it cannot be, and stands for itself.
@@ -329,15 +316,14 @@ class Credit:
         return True
 
     def _record_origin(self, step: int) -> None:
-        """Note of the changes that are new the step that made them, and how many rollouts there were."""
-        new = len(self._changes) - len(self._steps)
-        self._steps += [step] * new
-        self._born += [len(self._evidence)] * new
+        """Note of the changes that are new the step that made them."""
+        self._steps += [step] * (len(self._changes) - len(self._steps))
 
     def _take_late(self, step: int, parent: Texts, child: Texts) -> bool:
         """Take in a child that is edits of a text that the changes stood on before; False where it is none.
 
-        Each of its edits goes where the new base has a part most like what it replaces, or like itself.
+        Each of its edits goes where the new base has a part most like what it replaces, or like itself; those that
+        wrote the whole text anew stay together.
         """
         changed = [name for name, text in child.items() if text != parent[name]]
         if self._before is None or not all(self._is_edited(child[name]) for name in changed):
@@ -355,6 +341,8 @@ class Credit:
                 children = [(there, {**self._weave.compose(there), name: child[name]})]
             else:
                 texts = [Weave.renumbered(put_into(base, change)) for change in new if change.component == name]
+                if changes_between({name: parent[name]}, {name: child[name]}, self._code) is None:
+                    texts = [child[name]]  # edits that wrote the whole text anew: it is another way to write this one
                 children = [(frozenset[int](), {**self._weave.base, name: text}) for text in texts]
             for chosen, made in children:
                 is_taken |= self._weave.take(chosen, made, is_edited=True) is not None
@@ -378,10 +366,40 @@ class Credit:
         """
         grown: dict[str, list[tuple[str, float, float]]] = {}
         mean, error = self._means(), self._errors()
-        for number in sorted(self._compositions.get(hash_of(texts), frozenset())):
+        for number in sorted(self.changes_in(texts)):
             change = self._changes[number]
             grown.setdefault(change.component, []).append((change.part, mean[number], error[number]))
         return {name: rows for name, rows in grown.items() if len(rows) >= least}
+
+    def alternatives(self, chosen: Collection[int]) -> dict[str, dict[int, str]]:
+        """Find children that are expected to help and have nothing in a composed candidate, since it has a rival of
+        theirs: most are other ways to write the whole text. Those that a text was written anew of are left out.
+
+        Args:
+            chosen: the changes in the candidate.
+
+        Returns:
+            Component -> step that made such a child -> what it puts in, the best first.
+        """
+        there = {self._steps[number] for number in chosen}
+        claimed = {claim for number in chosen for claim in self._changes[number].claims}
+        parts_by_step: dict[str, dict[int, list[str]]] = {}
+        mean = self._means()
+        for number in sorted(range(len(mean)), key=lambda number: -mean[number]):
+            change, step = self._changes[number], self._steps[number]
+            if step in there or step in self._read or mean[number] <= 0 or not change.part:
+                continue
+            if not claimed.isdisjoint(change.claims):
+                parts_by_step.setdefault(change.component, {}).setdefault(step, []).append(change.part)
+        return {
+            name: {step: "\n".join(parts) for step, parts in children.items()}
+            for name, children in parts_by_step.items()
+        }
+
+    def mark_read(self, steps: Iterable[int]) -> None:
+        """Take note that a text is written anew of the alternatives that these steps made."""
+        self._read.update(steps)
+        self._publish()
 
     def mark_validating(self, step: int, head: Head) -> None:
         """Compare later heads with this one, which a step begins to validate."""
@@ -423,6 +441,7 @@ class Credit:
             "parent": self.parent,
             "steps": self._steps,
             "children": list(self._children),
+            "read": sorted(self._read),
             "tried": [[step, sorted(changes)] for step, changes in self._tried.items()],
             "effects": [[record.effect, record.error] for record in self._present()],
             "former": [asdict(record) for record in self._former],
@@ -442,6 +461,7 @@ class Credit:
         self.parent = kept["parent"]
         self._children.extend((step, is_rewrite) for step, is_rewrite in kept.get("children", ()))
         self._former = [ChangeRecord(**record) for record in kept.get("former", ())]
+        self._read.update(kept.get("read", ()))
         self._tried = {step: frozenset(changes) for step, changes in kept["tried"]}
         for name, texts in candidates.items():
             numbers = self._weave.numbers_in(texts) if texts.keys() == self._weave.base.keys() else None
@@ -462,6 +482,10 @@ class Credit:
                 self._steps, self._changes, self._means(), self._errors(), strict=True
             )
         ]
+
+    def changes_in(self, candidate: Texts) -> frozenset[int]:
+        """The changes of which a candidate is composed; empty where it is not."""
+        return self._compositions.get(hash_of(candidate), frozenset())
 
     def is_made_of_changes(self, candidate: Texts) -> bool:
         """Whether a candidate is the base with changes in it."""

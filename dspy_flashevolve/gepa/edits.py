@@ -36,13 +36,13 @@ Improve the instruction. Read all inputs, responses and feedback. Record what th
 input and output, rules, facts that the assistant cannot know by itself, and strategies that work beyond these examples.
 Leave out what helps only with these very inputs."""
 FORM = """\
-Reply with one to eight edits of the numbered parts. Each edit must be right on its own: it may be kept while the others
-are dropped, so two edits never depend on each other. Leave parts alone that are not wrong, and do not reword them.
-Others edit the same instruction at the same time: what is new on a subject that a part treats already, such as another
-case or another example, goes behind that part as a short part of its own. Replace a part only where it is wrong, and
-remove it where it misleads. After a mistake, write what tells the two cases apart, and not that one is never the other.
-A new part says one thing, is understood without its neighbours (it names again what it is about), and has their form:
-an item in a list, a heading where a section begins, else a sentence. Write no part numbers in a text."""
+Reply with one to twelve edits of the numbered parts. Each edit must be right on its own: it may be kept while the
+others are dropped, so two edits never depend on each other. Leave parts alone that are not wrong, and do not reword
+them. Others edit the same instruction at the same time: what is new on a subject that a part treats already, such as
+another case or another example, goes behind that part as a short part of its own. Replace a part only where it is
+wrong, and remove it where it misleads. After a mistake, write what tells the two cases apart, and not that one is never
+the other. A new part says one thing, is understood without its neighbours (it names again what it is about), and has
+their form: an item in a list, a heading where a section begins, else a sentence. Write no part numbers in a text."""
 
 
 Proposing = Generator[tuple[dspy.Predict, dict[str, Any]], Any, str]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import random
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Awaitable, Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -140,9 +140,6 @@ def scale_problem(score: float, perfect: float | None, skips_perfect: bool) -> s
 
 
 Watch = Callable[[int, Rollout], bool]
-REMEMBERED = 32
-"""Number of candidates whose scores on training examples are kept, so that an integration's base is not run again on
-what it was run on. Bases are the pool's best: older candidates are hardly asked for."""
 
 
 class Gate:
@@ -214,7 +211,6 @@ class Evaluations:
         self.set_aside = Reservation(run.budget, 0)
         """Pays for the rest of the last head's validation where the budget has no room left."""
         self.train_split = "val" if pool.trainset is pool.loader else "train"  # else equal ids are different examples
-        self._known: OrderedDict[str, dict[Any, float]] = OrderedDict()
         self._on_score = on_score or (lambda candidate, split, example, score: None)
 
     def record_score(self, score: float) -> None:
@@ -226,10 +222,6 @@ class Evaluations:
                 logger.warning("%s", problem)
         if score > self.highest:
             self.highest = math.inf
-
-    def known(self, candidate: Candidate) -> dict[Any, float]:
-        """Return a candidate's scores by training example, as far as it was run lately."""
-        return dict(self._known.get(hash_of(candidate), {}))
 
     def gate(self, requests: int, before: Callable[[], float | None]) -> Gate | None:
         """Make what gives a screen up once its sum cannot pass; None where more than the sum decides.
@@ -291,7 +283,6 @@ class Evaluations:
             stage, step, candidate, self.train_split, ids, examples, pays or step.reservation, True, watch=watch,
             needs_trace=reflected and not self._is_proposed(step),
         )  # fmt: skip
-        self._remember(candidate, ids, [rollout.score for rollout in rollouts])
         return as_batch(rollouts)
 
     async def validation(
@@ -383,12 +374,6 @@ class Evaluations:
         """Whether an interrupted run had the step's proposals already, so that nobody reflects on its traces."""
         journal = self._run.journal
         return journal is not None and journal.find_reply(step.number, "propose", "0") is not None
-
-    def _remember(self, candidate: Candidate, ids: Sequence[Any], scores: Sequence[float]) -> None:
-        self._known.setdefault(name := hash_of(candidate), {}).update(zip(ids, scores, strict=True))
-        self._known.move_to_end(name)
-        while len(self._known) > REMEMBERED:
-            self._known.popitem(last=False)
 
     async def _evaluated(
         self,

@@ -8,37 +8,30 @@ its :class:`Phase`, which moves in one place, on the loop.
 
 from __future__ import annotations
 
-import json
 import math
 from collections import deque
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from statistics import median_low, stdev
-from typing import Any
 
-from dspy_flashevolve.engine.errors import RolloutUnresolvedError
-from dspy_flashevolve.engine.replay import hash_of
 from dspy_flashevolve.engine.staleness import Texts
 from dspy_flashevolve.engine.steps import EndKind, Step, StepEnded
-from dspy_flashevolve.gepa.changes import is_too_long
+from dspy_flashevolve.gepa.consolidations import CONSOLIDATION, LEAST_ALTERNATIVES, Consolidations
 from dspy_flashevolve.gepa.credit import Credit, Head
 from dspy_flashevolve.gepa.pool import Pool
 from dspy_flashevolve.gepa.propose import ReflectionCalls
 from dspy_flashevolve.gepa.records import Child, Commit, Proposal, Screened, Validated
 from dspy_flashevolve.gepa.select import Selection
 from dspy_flashevolve.gepa.settings import GepaSettings
-from dspy_flashevolve.modules.consolidate import Consolidation
 from dspy_flashevolve.observe.statistics import REFLECTION_STAGES
-from dspy_flashevolve.programs.records import ReplyText
-from dspy_flashevolve.programs.reflection import checked_texts
 from dspy_flashevolve.programs.run import DspyRun
 
 DOUBTED, PATIENCE, ALONE_EVERY = 0.5, 8, 3
-"""Heads are doubted where half of the metric calls, and at least half of eight validations, were spent since the pool's
-best candidate became better. Then every third step validates its own child, though its changes are in the head: where
-changes do not add up, that is what dspy.GEPA does (``test_where_changes_do_not_add_up_...``)."""
-HEADS_SHARE = 0.25
+"""Heads are doubted where half of the metric calls, and at least what four steps cost that validate their child, were
+spent since the pool's best candidate became better. Then every third step validates its own child, though its changes
+are in the head: where changes do not add up, that is what dspy.GEPA does (``test_where_changes_do_not_add_up_...``)."""
+HEADS_SHARE = 0.2
 """Share of the metric calls spent that validations of heads may cost, before the last one: nobody reflects on them, so
 that most calls are for rollouts that teach."""
 LEAST_GAIN = 0.01
@@ -50,13 +43,15 @@ TIMED_VALIDATIONS = 5
 """What a validation takes is the median over so many: one answer that hangs makes none of them long."""
 LEAST_EDITS, GROWN_EDITS = 6, 20
 """So many edits in one text have it written anew before the last validation, and before another one. A text of 24
-unconsolidated reflections scored .29, the same written anew .50 (docs/benchmarks.md)."""
-FEWEST_COMPARED, SURELY_BETTER = 20, 2.0
-"""Standard errors by which the head has to beat the same text written anew to be kept: the usual five percent.
-Of five such pairs on a real task three heads were validated higher, by .02 to .10; on test heads scored .41 on average,
-clean texts .39 (docs/benchmarks.md). With fewer examples than the first number the higher score decides."""
-CONSOLIDATION = "consolidation"
-"""Tag of a proposal that is the head, written anew by the reflection LM."""
+unconsolidated reflections scored .29, the same written anew .50."""
+FEWEST_COMPARED, SURELY_BETTER = 20, 3.0
+"""Standard errors by which the head has to beat the same text written anew to be kept. Of six such pairs on a real task
+heads and clean texts score the same on test (.41, .40), so that a difference of two errors is mostly luck: one head was
+validated at .41 and its clean text at .22, and on test they have .40 and .44. A text that lost what was learnt is
+further behind. With fewer examples than the first number the higher score decides."""
+LEAST_KEPT = 0.5
+"""Share of what the head is expected to gain that the same text, written anew, has to have to become the base. Where
+one lost most of it, and was still better than the seed, all changes were lost with it."""
 
 
 class Phase(Enum):
@@ -74,11 +69,13 @@ class Given:
 
     Args:
         head: the last head; None for a candidate to begin from, and for what an interrupted run was about to validate.
+        is_last: it is the last head.
         is_timed: its validation has to end before ``max_seconds``.
     """
 
     candidate: Texts
     head: Head | None = None
+    is_last: bool = False
     is_timed: bool = False
 
 
@@ -154,15 +151,20 @@ class Heads:
         asks_for_edits: bool,
     ) -> None:
         self._run, self._pool, self._credit, self._selection, self._calls = run, pool, credit, selection, calls
-        self._settings, self._initial, self._asks_for_edits = settings, list(initial), asks_for_edits
+        self._settings, self._initial = settings, list(initial)
+        self._consolidations: Consolidations | None = None
+        if credit is not None and asks_for_edits:
+            self._consolidations = Consolidations(run, pool, credit, calls, settings)
         self.time = ValidationTime(run, len(pool.loader))
         self.phase = Phase.SEARCHING
         self._pending: Head | None = None
         """The head, as of :meth:`refresh`, where it is better than what was validated."""
+        self._joining: int | None = None
+        """Number of the step that has a validated head written anew with its alternatives; one at a time."""
         self._validation_calls = 0
         """Metric calls that validations of heads have cost at most."""
-        self._improved_at = 0
-        """Metric calls that were spent when the pool's best candidate became better last."""
+        self._improved_at = 0, 0
+        """When the pool's best candidate became better last: metric calls spent, and those for validations of heads."""
 
     # What admission reads, on the loop. Nothing here changes anything.
 
@@ -182,12 +184,15 @@ class Heads:
         if self._credit is None:
             return False
         joins = self._credit.outlook.joins
-        return joins if joins is not None else (True if self._asks_for_edits else None)
+        return joins if joins is not None else (True if self._consolidations is not None else None)
 
     @property
     def is_grown(self) -> bool:
-        """Whether the head has so many edits that it is written anew before its last validation."""
-        return self._credit is not None and self._asks_for_edits and self._credit.outlook.head_changes >= LEAST_EDITS
+        """Whether there is so much in the head, or beside it, that it is written anew before its last validation."""
+        if self._credit is None or self._consolidations is None or self._calls.are_spent:
+            return False
+        outlook = self._credit.outlook
+        return outlook.head_changes >= LEAST_EDITS or outlook.alternatives >= LEAST_ALTERNATIVES
 
     @property
     def pending(self) -> Head | None:
@@ -205,10 +210,13 @@ class Heads:
         return self._validation_calls + len(self._pool.loader) <= HEADS_SHARE * self._run.budget.spent
 
     def is_doubted(self, step: Step) -> bool:
-        """Whether a step validates its own child, though its changes are in the head: heads bring nothing of late."""
-        spent = self._run.budget.spent
-        since = spent - self._improved_at
-        doubts = since > DOUBTED * max(spent, PATIENCE * len(self._pool.loader)) and step.number % ALONE_EVERY == 0
+        """Whether a step validates its own child, though its changes are in the head: heads bring nothing of late, or
+        are worth no validation."""
+        spent, (improved_at, heads_before) = self._run.budget.spent, self._improved_at
+        calls_alone = len(self._pool.loader) + 2 * self._settings.minibatch_size
+        is_long = spent - improved_at > DOUBTED * max(spent, PATIENCE * calls_alone)
+        is_tried = self._validation_calls > heads_before or self.may_validate
+        doubts = is_long and is_tried and step.number % ALONE_EVERY == 0
         stages = self._run.scheduler.statistics().stages
         requests = sum(stages[name].waiting + stages[name].running for name in ("prefix", "validate") if name in stages)
         validations = 2 + requests / len(self._pool.loader)  # its own, the last head's, and what shares the slots
@@ -250,11 +258,30 @@ class Heads:
         if step.recorded is not None:
             return await self._pool.write(self._given_again, step)
         is_last = self.phase is Phase.CALLS_SPENT
-        is_timed = self.phase is Phase.SEARCHING and self.time.is_ending and not self._run.lockstep
-        given = await self._pool.write(self._given, step, is_last, is_timed)
+        given = await self._pool.write(self._given, step, is_last, self._is_timed)
         if given is not None and given.is_timed:
             self._move(Phase.TIME_SPENT)
         return given
+
+    async def due(self, step: Step, pays: bool) -> Given | None:
+        """Find the head, where it is worth a validation by a step that has found nothing else; else None.
+
+        Args:
+            step: that validates it.
+            pays: whether the metric calls pay one beside the last.
+        """
+        is_timed = self._is_timed
+        if self.has_ended or not (pays or is_timed):
+            return None
+        given = await self._pool.write(self._given_head, step, 0.0 if is_timed else LEAST_GAIN, False, is_timed)
+        if given is not None and is_timed:
+            self._move(Phase.TIME_SPENT)
+        return given
+
+    @property
+    def _is_timed(self) -> bool:
+        """Whether a head's validation that begins now is the last one before ``max_seconds``."""
+        return self.phase is Phase.SEARCHING and self.time.is_ending and not self._run.lockstep
 
     async def cancel_validation(self, step: Step, is_timed: bool) -> None:
         """Let a head be validated again whose validation by this step came to nothing; other steps are no matter."""
@@ -264,68 +291,81 @@ class Heads:
 
     # What a step validates. Runs in the pool's writer.
 
-    def due(self, step: Step) -> list[Screened]:
-        """Begin the validation of the head, where it is worth one now; else return nothing."""
-        head = self._due(LEAST_GAIN)
-        return [] if head is None else self._begin(step, head)
-
     def begin(self, step: Step, given: Given) -> list[Screened]:
         """Begin the validation of what a step was given."""
         if given.head is not None:
-            return self._begin(step, given.head)
+            return self._begin(step, given.head, given.is_last)
         if given.candidate in self._initial:
             self._initial.remove(given.candidate)
             return self._to_validate(step, given.candidate, 0, "initial")
         assert self._credit is not None
         self._validation_calls += len(self._pool.loader)
-        return self._to_validate(step, given.candidate, self._credit.parent, "head")
+        return self._to_validate(step, given.candidate, self._credit.parent, "head", given.is_last)
 
-    def _due(self, least: float, is_last: bool = False) -> Head | None:
-        """Compose the head; None where it is not worth a validation.
+    def _due(self, least: float, is_last: bool = False, joins: bool = True) -> Head | None:
+        """Compose the head; None where neither it nor what its alternatives know is worth a validation.
 
         Args:
             least: what it has to gain, as a share of the range of scores.
             is_last: whatever share of the metric calls validations have had.
+            joins: whether alternatives count.
         """
-        credit, pool = self._credit, self._pool
+        credit, pool, consolidations = self._credit, self._pool, self._consolidations
         if credit is None or not pool.seed_confirmed or not (is_last or self.may_validate):
             return None
         head = credit.head()
-        return None if head.gain <= least * credit.scale or head.candidate in pool.state.program_candidates else head
+        if head.candidate not in pool.state.program_candidates:
+            return head if head.gain > least * credit.scale else None
+        if consolidations is None or not joins or self._joining is not None:
+            return None
+        return head if consolidations.alternatives(head.changes) else None
+
+    def _given_head(self, step: Step, least: float, is_last: bool, is_timed: bool) -> Given | None:
+        """Find the head for a step, and mark it at once, so that no other step finds it, too."""
+        head = self._due(least, is_last=is_last or is_timed, joins=not is_timed)
+        if head is None or self._credit is None:
+            return None
+        self._credit.mark_validating(step.number, head)
+        if head.candidate in self._pool.state.program_candidates:
+            self._joining = step.number
+        return Given(head.candidate, head, is_last, is_timed)
 
     def _given(self, step: Step, is_last: bool, is_timed: bool) -> Given | None:
-        head = self._due(0.0, is_last=True) if is_last or is_timed else None
-        if head is None and is_last:
+        given = self._given_head(step, 0.0, is_last, is_timed and not is_last) if is_last or is_timed else None
+        if given is None and is_last:
             raise StepEnded(EndKind.REJECTED, "the last head is worth no validation any more")
-        left = self._initial_left()
-        if head is None and not left:
-            return None
-        self._pool.begin_step(step)
-        return Given(left[0]) if head is None else Given(head.candidate, head, is_timed)
+        if given is None and (left := self._initial_left()):
+            given = Given(left[0])
+        if given is not None:
+            self._pool.begin_step(step)
+        return given
 
     def _given_again(self, step: Step) -> Given | None:
         """Find what a step of an interrupted run was about to validate."""
         journal = self._run.journal
         kept = None if journal is None else journal.journal.get_state(_kept_head(step))
-        candidate = None if journal is None or kept is None else dict(journal.texts[kept])
+        name, is_last = kept if isinstance(kept, list) else (kept, False)  # earlier runs kept the name alone
+        candidate = None if journal is None or name is None else dict(journal.texts[name])
         if candidate is None or (self._credit is None and candidate not in self._initial_left()):
             return None
         self._selection.runs_again(step, False)
-        return Given(candidate)
+        return Given(candidate, is_last=is_last)
 
     def _initial_left(self) -> list[Texts]:
         return [texts for texts in self._initial if texts not in self._pool.state.program_candidates]
 
-    def _begin(self, step: Step, head: Head) -> list[Screened]:
+    def _begin(self, step: Step, head: Head, is_last: bool = False) -> list[Screened]:
         assert self._credit is not None
-        self._credit.mark_validating(step.number, head)
         self.keep_credit()
         self._validation_calls += len(self._pool.loader)
-        return self._to_validate(step, head.candidate, self._credit.parent, "head")
+        return self._to_validate(step, head.candidate, self._credit.parent, "head", is_last)
 
-    def _to_validate(self, step: Step, candidate: Texts, parent: int, tag: str) -> list[Screened]:
+    def _to_validate(
+        self, step: Step, candidate: Texts, parent: int, tag: str, is_last: bool = False
+    ) -> list[Screened]:
         if self._run.journal is not None:
-            self._run.journal.journal.set_state(_kept_head(step), self._run.journal.record_candidate(candidate))
+            kept = [self._run.journal.record_candidate(candidate), is_last]
+            self._run.journal.journal.set_state(_kept_head(step), kept)
         step.record_version(self._pool.version, math.inf)  # every later step builds on what it finds: it goes first
         proposal = Proposal(
             candidate=dict(candidate), parent_program_ids=[parent], subsample_indices=[], subsample_scores_before=[],
@@ -335,41 +375,37 @@ class Heads:
 
     def _cancel(self, step: Step) -> None:
         if self._credit is not None and self._credit.cancel_validation(step.number):
+            self._validation_calls -= len(self._pool.loader)
             self.keep_credit()
 
-    async def consolidated(self, step: Step, heads: list[Screened], given: Given | None = None) -> list[Screened]:
-        """Let the reflection LM write a grown head anew; returns what is to be validated.
+    async def consolidated(self, step: Step, heads: list[Screened], given: Given) -> list[Screened]:
+        """Let the reflection LM write a head anew that has grown, or has alternatives and is validated or the last.
 
-        Before the last validation the new text stands beside the head. Before, it takes the head's place where this has
-        grown long; the new text is what further edits are put on, if its validation is not worse.
+        Before the last validation the new text stands beside the head. Before, it takes the head's place; the new text
+        is what further edits are put on, if its validation is good enough.
 
         Args:
             heads: the head.
-            given: where it comes from, if no child of the step is in it.
+            given: where it comes from.
+
+        Returns:
+            What is to be validated; nothing where the head is validated already, and no new text came of it.
         """
-        credit, is_last = self._credit, given is not None and given.head is not None
-        if credit is None or not heads or not self._asks_for_edits or (is_last and self.time.is_ending):
-            return heads
-        texts = heads[0].proposal.candidate
-        grown = await self._pool.write(credit.grown, texts, LEAST_EDITS if is_last else GROWN_EDITS)
-        if not grown or self._calls.are_spent:
-            return heads
-        settings, inputs = self._settings, {"texts": {name: texts[name] for name in grown}, "effects": grown}
-        record = ReplyText(hash_of({"consolidate": json.dumps(inputs["texts"], sort_keys=True)}))
-        try:
-            asked = await self._run.call_module(
-                "integrate", step, Consolidation(), inputs, lm=settings.reflection_lm, read=_clean_texts, record=record
-            )
-        except RolloutUnresolvedError:
-            return heads
-        self._calls.record_reflections(asked.calls)
-        clean = {**texts, **(asked.answer or {})}
-        if clean == texts or is_too_long(
-            clean, settings.workflow.max_candidate_characters, settings.max_text_characters, texts
-        ):
-            return heads
-        anew = Screened(replace(heads[0].proposal, candidate=clean, tag=CONSOLIDATION))
-        return [*heads, anew] if is_last else [anew]
+        head, is_last = heads[0].proposal, given.is_last
+        is_validated = await self._pool.write(lambda: head.candidate in self._pool.state.program_candidates)
+        left = [] if is_validated else heads
+        if self._consolidations is None or given.is_timed or (is_last and self.time.is_ending):
+            return left
+        least_edits = LEAST_EDITS if is_last else GROWN_EDITS
+        anew = await self._consolidations.written(step, head, least_edits, joins=is_last or is_validated)
+        if anew is None:
+            return left
+        return [*left, anew] if is_last else [anew]
+
+    def ended(self, step: Step) -> None:
+        """Take note that a step has ended: another one may join what there is then."""
+        if self._joining == step.number:
+            self._joining = None
 
     # What validations tell. Runs in the pool's writer.
 
@@ -396,7 +432,7 @@ class Heads:
 
     def restored(self) -> None:
         """Go on with a pool that holds the candidates of earlier sessions."""
-        self._improved_at = self._run.budget.spent
+        self._improved_at = self._run.budget.spent, 0
 
     def record_children(self, step: Step, children: Sequence[Child]) -> None:
         """Take note of how a step's children were written."""
@@ -417,13 +453,13 @@ class Heads:
         for commit in sorted(commits, key=lambda commit: commit.candidate in clean):  # after the head it was made of
             texts, best = pool.state.program_candidates[commit.candidate], pool.score_of(credit.parent)
             if commit.score >= commit.best_score:
-                self._improved_at = self._run.budget.spent
+                self._improved_at = self._run.budget.spent, self._validation_calls
             if credit.is_made_of_changes(texts):
                 if commit.score >= best:
                     credit.set_parent(texts, commit.candidate)
                 continue
-            is_clean = commit.candidate in clean
-            if commit.score >= best if is_clean else commit.score > best + max(0.0, credit.head().gain):
+            gain, is_clean = max(0.0, credit.head().gain), commit.candidate in clean
+            if commit.score >= best + LEAST_KEPT * gain if is_clean else commit.score > best + gain:
                 credit.stand_on(texts, commit.candidate)
         self.keep_credit()
 
@@ -436,8 +472,3 @@ class Heads:
 def _kept_head(step: Step) -> str:
     """Name under which the journal keeps the head, or the candidate to begin from, that a step validates."""
     return f"head of step {step.number}"
-
-
-def _clean_texts(answer: Any) -> dict[str, str]:
-    """Read the texts that a consolidation wrote."""
-    return checked_texts(dict(answer.texts))

@@ -50,14 +50,14 @@ class ReflectionCalls:
         self.reflections = 0
         """Calls for proposals and consolidations."""
         self.integrations = 0
-        """Calls for integrations."""
+        """Calls for repairs."""
 
     def record_reflections(self, calls: int) -> None:
         """Count calls for proposals or consolidations."""
         self.reflections += calls
 
     def record_integrations(self, calls: int) -> None:
-        """Count calls for integrations."""
+        """Count calls for repairs."""
         self.integrations += calls
 
     @property
@@ -137,6 +137,7 @@ class Proposing:
                 raise
             _log(f"Iteration {step.number + 1}: Exception building reflective dataset: {error}", error)
             return End(EndKind.FAILED, f"no reflective dataset: {shortened(error)}")
+        components = [name for name in components if name in dataset] or components
         await pool.write(pool.reports.reflection_begins, step, task, components, dataset)
         return _Prepared(parent, components, dataset)
 

@@ -52,31 +52,57 @@ class Parent:
 
 
 @dataclass(frozen=True, slots=True)
+class Base:
+    """A candidate of the pool that a patched child stands on.
+
+    Args:
+        index: in the pool.
+        texts: of all components.
+    """
+
+    index: int
+    texts: Candidate
+
+
+@dataclass(frozen=True, slots=True)
 class Child:
     """A proposed candidate, before its screen.
 
     Args:
         parent: what it was made from, on its minibatch.
-        texts: the components that the reflection wrote.
+        texts: the components that were written anew.
         feedback: what the metric said of the parent's rollouts.
+        patched: what it stands on since it was patched; None where it stands on its parent.
     """
 
     parent: Parent
     texts: Candidate
     feedback: tuple[str, ...] = ()
+    patched: Base | None = None
+
+    @property
+    def source(self) -> Candidate:
+        """The texts in which the new ones take their place."""
+        return self.parent.task.parent_candidate if self.patched is None else self.patched.texts
 
     @property
     def candidate(self) -> Candidate:
-        """The parent's texts, with the new ones in their place."""
-        return {**self.parent.task.parent_candidate, **self.texts}
+        """All texts, with the new ones in their place."""
+        return {**self.source, **self.texts}
+
+    @property
+    def base(self) -> int | None:
+        """Handle of the speculative candidate that it stands on; see :class:`Selected`."""
+        return self.parent.base if self.patched is None else None
 
     def proposal(self, step: Step, batch: Batch | None = None) -> Proposal:
         """Make gepa's proposal of the child, with its screen where there is one."""
         task, before = self.parent.task, self.parent.evaluation
         nothing_to_show = {f"{what}:{name}": "" for name in self.texts for what in ("prompt", "raw_lm_output")}
+        bases = [] if self.patched is None else [self.patched.index]
         return CandidateProposal(
             candidate=self.candidate,
-            parent_program_ids=[task.parent_idx],
+            parent_program_ids=list(dict.fromkeys([*bases, task.parent_idx])),
             subsample_indices=task.minibatch_ids,
             subsample_scores_before=before.scores,
             subsample_scores_after=None if batch is None else batch.scores,

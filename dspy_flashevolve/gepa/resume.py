@@ -25,6 +25,7 @@ from dspy_flashevolve.gepa.options import restore_strategies
 from dspy_flashevolve.gepa.pool import Pool, write_commits
 from dspy_flashevolve.gepa.records import Crossover, Selected
 from dspy_flashevolve.programs.checkpoint import DataUnpickler
+from dspy_flashevolve.programs.fingerprints import plain_settings
 from dspy_flashevolve.programs.records import output_in
 
 logger = logging.getLogger(__name__)
@@ -55,6 +56,26 @@ def check_checkpoint(directory: str, runs_code: bool) -> None:
             f"{path} cannot be read: {why}. Put a copy of it back, give another log_dir, or move it and journal.sqlite "
             "away to begin anew."
         ) from error
+
+
+def tell_changes(journal: RunJournal, arguments: Mapping[str, Any]) -> None:
+    """Warn where a run goes on with another search or staleness policy than its last session had.
+
+    Args:
+        arguments: the optimizer's, by name.
+    """
+    rows = journal.journal.rows(
+        "SELECT settings FROM sessions WHERE id < ? ORDER BY id DESC LIMIT 1", [journal.journal.session]
+    )
+    now = plain_settings({name: arguments[name] for name in ("search", "staleness")})
+    before: dict[str, Any] = json.loads(rows[0]["settings"]) if rows else now
+    if changed := [name for name in now if before.get(name) != now[name]]:
+        logger.warning(
+            "log_dir=%r was last run with %s; it goes on with %s.",
+            str(journal.journal.directory),
+            " and ".join(f"{name}={before[name]!r}" if name in before else f"no {name}=" for name in changed),
+            " and ".join(f"{name}={now[name]!r}" for name in changed),
+        )
 
 
 # What a step has selected.

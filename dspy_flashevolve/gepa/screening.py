@@ -1,9 +1,13 @@
-"""Whether children are tested on their parent's minibatch before their edits join the prompt, and how much a reflection
-reads: both follow from how many of the last children beat their parents."""
+"""Whether children are tested on their parent's minibatch before their edits join the prompt: that follows from how
+many of the last children beat their parents."""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Generator
+from contextlib import contextmanager
+
+import anyio
 
 SCREENS = 16
 """So many of the last screens count: a reflection LM that helps at first may harm once the prompt is good."""
@@ -13,6 +17,9 @@ of 25 children passed. Under the simulated model ``plain``, which harms in a thi
 pass, three quarters where there is much to find; joining all of those without a screen halved the score."""
 CHECKED_EVERY = 4
 """Every so many steps screen their child all the same, so that a change for the worse is noticed."""
+FIRST_SCREENS, ENOUGH = 4, 3
+"""So many of the first children are screened at once, and the others wait until so many of these screens have ended.
+Three that pass are enough for the others to join without a screen, and nobody waits for the slowest of the four."""
 
 
 class Screening:
@@ -32,6 +39,9 @@ class Screening:
 
     def __init__(self) -> None:
         self._passed = deque[bool](maxlen=SCREENS)
+        self._running = 0
+        self._ended = anyio.Event()
+        """Set, and replaced, whenever a screen ends."""
 
     def record(self, passed: bool) -> None:
         """Take note of a screen."""
@@ -45,3 +55,19 @@ class Screening:
     def is_needed(self, step: int) -> bool:
         """Whether the child of a step is to be screened."""
         return not self.children_help or step % CHECKED_EVERY == 0
+
+    async def wait_for_first(self) -> None:
+        """Wait while the first screens run, where one more would only tell what they tell."""
+        while len(self._passed) < ENOUGH and len(self._passed) + self._running >= FIRST_SCREENS:
+            await self._ended.wait()
+
+    @contextmanager
+    def running(self) -> Generator[None, None, None]:
+        """Count a screen as running, however it ends."""
+        self._running += 1
+        try:
+            yield
+        finally:
+            self._running -= 1
+            self._ended.set()
+            self._ended = anyio.Event()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import random
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -47,16 +46,11 @@ class Selection:
         self._credit = credit
         self._frontier_share = frontier_share
         self._unanswerable = unanswerable
-        self._drawn = Counter[Any]()
-        """Training example -> minibatches that it was in."""
         self._crossing: set[int] = set()
         """Numbers of the steps that cross two candidates."""
 
-    def select(self, step: Step, least_examples: int) -> tuple[int, float, Selected | Crossover]:
+    def select(self, step: Step) -> tuple[int, float, Selected | Crossover]:
         """Select what a step works on.
-
-        Args:
-            least_examples: how many training examples a task is to have, though the sampler draws fewer.
 
         Returns:
             The pool's version, the best validation score among the parents, and the work."""
@@ -67,7 +61,7 @@ class Selection:
             pool.parts.rng.seed(step.rng.getrandbits(64))
             draw = step.rng.random()
             rng.seed(step.rng.getrandbits(64))
-        work = self._crossover(step) or self._sample(step, draw, rng, least_examples)
+        work = self._crossover(step) or self._sample(step, draw, rng)
         pool.keep_strategies()
         return pool.version, 0.0 if pool.shares_randomness else self.parent_score(work), work
 
@@ -110,7 +104,7 @@ class Selection:
             self._crossing.add(step.number)
         return plan
 
-    def _sample(self, step: Step, draw: float, rng: random.Random, least_examples: int) -> Selected:
+    def _sample(self, step: Step, draw: float, rng: random.Random) -> Selected:
         pool, parts = self._pool, self._pool.parts
         selector = parts.candidate_selection_strategy if pool.seed_confirmed else _Fixed(0)
         credit, variant = self._credit, None
@@ -125,10 +119,9 @@ class Selection:
             for place, task in enumerate(tasks):  # a strategy of the user's may choose parents by itself
                 if task.parent_idx == credit.parent and (bases[place] is None or not pool.seed_confirmed):
                     tasks[place] = replace(task, parent_candidate=dict(variant))
-        tasks = [self._widened(self._once(task), least_examples) for task in tasks]
+        tasks = [self._once(task) for task in tasks]
         tasks = [self._answerable(task, self._unanswerable(task.parent_candidate)) for task in tasks]
         for task in tasks:
-            self._drawn.update(task.minibatch_ids)
             pool.reports.task_selected(step, task)
         return Selected(tuple(tasks), tuple(bases))
 
@@ -138,17 +131,6 @@ class Selection:
         ids = list(dict.fromkeys(task.minibatch_ids))
         if self._pool.shares_randomness or len(ids) == len(task.minibatch_ids):
             return task
-        return replace(task, minibatch_ids=ids, minibatch=self._pool.trainset.fetch(ids))
-
-    def _widened(self, task: Task, least_examples: int) -> Task:
-        """The task with further training examples, of those that were drawn least often."""
-        missing = least_examples - len(task.minibatch_ids)
-        if missing <= 0:
-            return task
-        others = [example for example in self._pool.trainset.all_ids() if example not in task.minibatch_ids]
-        self._pool.parts.rng.shuffle(others)
-        others.sort(key=lambda example: self._drawn[example])
-        ids = [*task.minibatch_ids, *others[:missing]]
         return replace(task, minibatch_ids=ids, minibatch=self._pool.trainset.fetch(ids))
 
     def _answerable(self, task: Task, out: set[Any]) -> Task:

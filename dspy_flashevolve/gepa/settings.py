@@ -4,15 +4,65 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, cast
 
 from dspy.primitives import Module
+from dspy.teleprompt.gepa.instruction_proposal import InstructionProposer
 
 from dspy_flashevolve.engine.errors import ConfigurationError
 from dspy_flashevolve.engine.retries import OUTAGE_SECONDS
+from dspy_flashevolve.engine.stages import Workers
 from dspy_flashevolve.engine.staleness import StalenessPolicy
 from dspy_flashevolve.programs.settings import RunSettings
+
+MOST_READ, LEAST_REFLECTIONS = 12, 12
+"""Examples that a reflection reads at most, and reflections that the budget has to pay all the same. A strong model
+reads twelve examples as easily as three: with coded labels 16 reflections of twelve did as well as 34 of three to eight
+(docs/benchmarks.md, real reflections). With 250 metric calls twelve smaller reflections were better than eight larger
+ones in three of four simulated models."""
+
+
+@dataclass(frozen=True, slots=True)
+class Edits:
+    """Search by edits: take children apart into edits, test these in many prompts at once, and keep those that help.
+
+    What a child adds to its parent joins the head, the prompt of all edits that are expected to help, without an LM
+    call. Steps start from variants of the head, each with some of the edits left out, and one linear model over all
+    rollouts tells what each edit is worth. What harms leaves the head; the head is validated where it is expected to be
+    better. The alternative, ``search="pareto"``, is GEPA's own: every child stands for itself, and every step starts
+    from the Pareto frontier.
+
+    Args:
+        frontier_share: share of the steps that start from the Pareto frontier all the same, 0 to 1.
+
+    Raises:
+        ConfigurationError: a share that is none.
+    """
+
+    frontier_share: float = 0.25
+
+    def __post_init__(self) -> None:
+        share: Any = self.frontier_share
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
+            raise ConfigurationError(f"Edits: frontier_share is {share!r}, expected 0 to 1.")
+
+
+STAGES = ("rollout", "propose", "integrate", "screen", "prefix", "validate")
+"""Where a step's requests wait for their slots."""
+
+
+def edits_of(search: Any) -> Edits | None:
+    """Return the settings of the search by edits; None for GEPA's own search.
+
+    Raises:
+        ConfigurationError: no such search.
+    """
+    if isinstance(search, Edits):
+        return search
+    if isinstance(search, str) and search in ("edits", "pareto"):
+        return Edits() if search == "edits" else None
+    raise ConfigurationError(f"search is {search!r}, expected 'edits', 'pareto', or an Edits(...).")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +80,12 @@ class Workflow:
         rounds: an example of the validation set that this many candidates in a row have passed leaves the prefix.
         live_steps: steps at once, counted strictly. Default: as many as keep the slots busy, fewer where the budget of
             metric calls is small, so that steps can build on each other (:class:`~.steps.LiveSteps`).
+        workers: stage -> its worker pool: the requests that it may have in flight (FlashEvolve's K_i), or a pair, the
+            fewest and the most, between which ``median_seconds`` moves it, from the most on. Stages are rollout,
+            propose, integrate (repairs), screen, prefix and validate; one that is not named may have all slots. None
+            for no pools: each free slot goes to the request that is worth most.
         median_seconds: every so many seconds, slots move to the stages that produce less than the others
-            (:func:`~.scheduler.median_shares`). None for never: the order of the queues decides, which made the better
+            (:func:`~.stages.median_shares`). None for never: the order of the queues decides, which made the better
             programs.
         max_outage_seconds: a run whose provider answers nothing for so long, and turns away all that it is sent, is
             given up with the best program so far; no Retry-After is waited for longer. None to wait as long as it
@@ -42,14 +96,15 @@ class Workflow:
             before it costs a rollout. None for no limit.
 
     Raises:
-        ConfigurationError: a share outside (0, 1], a count that is no whole number above 0, or seconds that are no
-            number above 0.
+        ConfigurationError: a share outside (0, 1], a count that is no whole number above 0, seconds that are no
+            number above 0, or workers that are neither a count nor a pair of counts in order.
     """
 
     rollout: float = 1.0
     validate: float = 1.0
     rounds: int = 3
     live_steps: int | None = None
+    workers: Workers | None = None
     median_seconds: float | None = None
     max_outage_seconds: float | None = OUTAGE_SECONDS
     rollout_timeout_seconds: float | None = None
@@ -66,12 +121,41 @@ class Workflow:
                 continue
             if isinstance(count, bool) or not isinstance(count, int) or count < 1:
                 raise ConfigurationError(f"Workflow: {name} is {count!r}, expected a whole number of at least 1.")
+        workers: Any = {} if self.workers is None else self.workers
+        if not isinstance(workers, Mapping) or not set(cast(Mapping[Any, Any], workers)) <= set(STAGES):
+            raise ConfigurationError(
+                f"Workflow: workers is {workers!r}, expected stage -> requests in flight; stages are "
+                f"{', '.join(STAGES)}."
+            )
+        for stage, pool in cast(Mapping[str, Any], workers).items():
+            pair = cast(tuple[Any, ...], pool) if isinstance(pool, tuple) else (pool, pool)
+            are_counts = all(isinstance(count, int) and not isinstance(count, bool) and count > 0 for count in pair)
+            if len(pair) != 2 or not are_counts or pair[0] > pair[1]:
+                raise ConfigurationError(
+                    f"Workflow: workers[{stage!r}] is {pool!r}, expected a whole number of at least 1, or a pair of "
+                    "them: the fewest and the most."
+                )
+            if pair[0] < pair[1] and self.median_seconds is None:
+                raise ConfigurationError(
+                    f"Workflow: workers[{stage!r}] is {pool!r}, but nothing moves it: give median_seconds, or one "
+                    "number."
+                )
         for name in ("median_seconds", "max_outage_seconds", "rollout_timeout_seconds"):
             seconds = getattr(self, name)
             if seconds is not None and (
                 isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < math.inf
             ):
                 raise ConfigurationError(f"Workflow: {name} is {seconds!r}, expected a number above 0, or None.")
+
+
+FLASHEVOLVE: dict[str, Any] = {
+    "search": "pareto",
+    "staleness": "reflective",
+    "workflow": Workflow(validate=0.5, rounds=3, median_seconds=30.0),
+}
+"""FlashEvolve as published (arXiv 2605.08520), for ``AsyncGEPA(metric, ..., **FLASHEVOLVE)``: GEPA's own search, stale
+children repaired (section 3.2), half of a validation before a candidate may be selected and examples that three
+candidates in a row have passed moved to its end (section 3.3), slots moved by the median rule (section 3.4)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +192,8 @@ class GepaSettings(RunSettings):
     wandb_init_kwargs: dict[str, Any] | None = None
     use_mlflow: bool = False
     gepa_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    staleness: Literal["full", "guarded", "patch", "reflective"] | StalenessPolicy = "reflective"
+    staleness: Literal["full", "guarded", "reflective"] | StalenessPolicy = "full"
+    search: Literal["edits", "pareto"] | Edits = "edits"
     stale_candidate_reflection: Module | None = None
     max_reflection_calls: int | None = None
     max_cost: float | None = None
@@ -121,9 +206,33 @@ class GepaSettings(RunSettings):
         return self.schedule == "lockstep"
 
     @property
+    def edits(self) -> Edits | None:
+        """The settings of the search by edits; None where GEPA's own searches, as in lockstep."""
+        return None if self.is_lockstep else edits_of(self.search)
+
+    @property
     def minibatch_size(self) -> int:
         """Training examples of one minibatch; gepa's default where none is given."""
         return self.reflection_minibatch_size or 3
+
+    def sized_for(self, train: int, val: int) -> GepaSettings:
+        """Choose how many examples a reflection reads, where the user has not said how rollouts and reflections go.
+
+        As many as the budget pays :data:`LEAST_REFLECTIONS` reflections of, each with its child's screen, beside the
+        first and the last validation; from three to :data:`MOST_READ`, and at most half of the training set.
+
+        Args:
+            train, val: numbers of examples.
+        """
+        given = {"batch_sampler", "sampling_strategy"} & set(self.gepa_kwargs)
+        proposer = self.custom_instruction_proposer
+        own = proposer is not None and type(proposer) is not InstructionProposer
+        if self.reflection_minibatch_size is not None or self.edits is None or given or own:
+            return self
+        size = min(MOST_READ, train // 2)
+        if self.max_metric_calls is not None:
+            size = min(size, (self.max_metric_calls - 2 * val) // (2 * LEAST_REFLECTIONS))
+        return replace(self, reflection_minibatch_size=max(3, size))
 
     @property
     def frontier_type(self) -> Any:

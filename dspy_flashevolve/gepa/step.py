@@ -1,8 +1,9 @@
 """One step of GEPA, from its selection to its end: what gepa does in a row, while other steps do the same.
 
-    select -> rollout -> propose -> screen ----------> validate -> commit (version + 1)
-                                       \\                 /
-                                        +- integrate ---+   joins the changes of many steps; see integration.py
+    select -> rollout -> propose --(stale)--> repair -> screen -> validate -> commit (version + 1)
+
+A staleness policy says which children are repaired (repair.py). With the search by edits, what a child that passed its
+screen adds joins that of all others (credit.py), and what is validated is mostly a head that is composed of it.
 
 The order of callbacks, log entries, metrics and counts within a step is that of gepa 0.1.4
 (``ReflectiveMutationProposer.propose`` and ``GEPAEngine``); steps overlap.
@@ -22,23 +23,15 @@ from dspy_flashevolve.engine.batches import gather
 from dspy_flashevolve.engine.errors import ConfigurationError, NoLongerWantedError, RolloutUnresolvedError
 from dspy_flashevolve.engine.events import SeedValidated
 from dspy_flashevolve.engine.replay import BEFORE_STEPS, hash_of, id_text
-from dspy_flashevolve.engine.staleness import (
-    Discard,
-    Integrate,
-    Look,
-    Place,
-    Reflective,
-    StalenessPolicy,
-    Texts,
-)
+from dspy_flashevolve.engine.staleness import Discard, Integrate, Look, Place, StalenessPolicy, Texts
 from dspy_flashevolve.engine.steps import End, EndKind, Reservation, Step, StepEnded
 from dspy_flashevolve.gepa import resume
 from dspy_flashevolve.gepa.changes import is_too_long, never_edited
+from dspy_flashevolve.gepa.consolidations import CONSOLIDATION, JOINED
 from dspy_flashevolve.gepa.credit import Credit
 from dspy_flashevolve.gepa.edits import EditProposer
 from dspy_flashevolve.gepa.evaluate import Evaluations
-from dspy_flashevolve.gepa.heads import CONSOLIDATION, Heads
-from dspy_flashevolve.gepa.integration import Integrations
+from dspy_flashevolve.gepa.heads import Given, Heads
 from dspy_flashevolve.gepa.options import gepa_logger, has_foreign
 from dspy_flashevolve.gepa.pool import Pool
 from dspy_flashevolve.gepa.propose import Proposing, ReflectionCalls
@@ -54,18 +47,15 @@ from dspy_flashevolve.gepa.records import (
     Validated,
     task_key,
 )
+from dspy_flashevolve.gepa.repair import Repairs
 from dspy_flashevolve.gepa.screening import Screening
 from dspy_flashevolve.gepa.select import Selection
 from dspy_flashevolve.gepa.settings import GepaSettings
-from dspy_flashevolve.gepa.spending import PERFECT, AsChildrenCome, Spending, admission_of
+from dspy_flashevolve.gepa.spending import PERFECT, SearchWidth, Spending
 from dspy_flashevolve.gepa.tracker import figures
-from dspy_flashevolve.observe.statistics import ONLY_TESTED, ChangeRecord
+from dspy_flashevolve.observe.statistics import ChangeRecord
 from dspy_flashevolve.programs.program import ProgramRunner
 from dspy_flashevolve.programs.run import DspyRun
-
-READ_TOGETHER = 8
-"""Examples that one reflection reads where nearly all children help, unless ``reflection_minibatch_size`` says another
-number. On a real task 17 such reflections did as well as 52 of three examples (docs/benchmarks.md)."""
 
 
 class GepaLoop:
@@ -77,7 +67,7 @@ class GepaLoop:
         program: the program under optimization.
         settings: limits, and how steps overlap.
         policy: looks at children where it says.
-        integrating: the module that integrates.
+        repairing: the module that repairs stale children.
         initial: candidates to begin from beside the seed; each has a step that validates it.
     """
 
@@ -88,33 +78,27 @@ class GepaLoop:
         program: ProgramRunner,
         settings: GepaSettings,
         policy: StalenessPolicy,
-        integrating: Module,
+        repairing: Module,
         initial: Sequence[Texts] = (),
     ) -> None:
         self._run, self._pool, self._policy = run, pool, policy
         most = self._most_characters = settings.workflow.max_candidate_characters
         each = settings.max_text_characters
-        reflective = policy if isinstance(policy, Reflective) and not run.lockstep else None
         code: list[str] = list(program.adapter._flex_paths)  # pyright: ignore[reportPrivateUsage]
         proposer = program.adapter.custom_instruction_proposer
         edits = proposer.is_edited if isinstance(proposer, EditProposer) else None
+        search = settings.edits
         self._credit: Credit | None = None
-        if reflective is not None and reflective.changes:
+        if search is not None:
             scale = abs(pool.perfect_score or 1.0)
             is_edited = edits or never_edited
-            self._credit = Credit(pool.seed_candidate, code, reflective.undecided, scale, most, each, is_edited)
+            self._credit = Credit(pool.seed_candidate, code, scale, most, each, is_edited)
         record_score = None if self._credit is None else self._credit.record_score
         self._evaluations = Evaluations(run, program, pool, settings.workflow, record_score)
         calls = self._calls = ReflectionCalls(run, settings.max_reflection_calls)
         self._proposing = Proposing(run, pool, program, calls)
-        self._integrations: Integrations | None = None
-        if reflective is not None:
-            self._integrations = Integrations(
-                run, pool, self._evaluations, reflective, integrating, settings, code, calls
-            )
-        share = 1.0 if reflective is None else reflective.frontier_share
-        own = {"batch_sampler", "sampling_strategy"} & set(settings.gepa_kwargs)
-        self._may_read_more = self._credit is not None and settings.reflection_minibatch_size is None and not own
+        self._repairs = Repairs(run, pool, repairing, settings, code, calls, lambda: self._spending.is_used_up)
+        share = 1.0 if search is None else search.frontier_share
         self._screening = Screening()
         self._selection = Selection(pool, self._credit, share, self._unanswerable)
         has_edits = edits is not None
@@ -131,14 +115,13 @@ class GepaLoop:
         self._spending = Spending(
             run, pool, self._heads, calls, self._evaluations.set_aside, settings.max_cost, minibatch, ends_with_perfect
         )
-        joined, alone = admission_of(settings.workflow, run.slots, min(minibatch, run.slots))
-        self._admission = alone
-        if self._credit is not None:
-            self._admission = AsChildrenCome(
-                joined, alone, lambda: self._heads.joins, lambda: self._spending.calls_alone
-            )
-        self._asking = 0
-        """Steps that are about to ask for a child, or wait for one."""
+        self._admission = SearchWidth(
+            settings.workflow,
+            run.slots,
+            min(minibatch, run.slots),
+            lambda: self._heads.joins,
+            lambda: 0 if self._credit is None else self._spending.calls_alone,
+        )
         self._counts_from = 0
         """Number from which on a step is an iteration to stoppers that count those without improvement."""
         self._seeded = anyio.Event()
@@ -150,18 +133,19 @@ class GepaLoop:
 
     @property
     def reflection_calls(self) -> int:
-        """Reflections and integrations asked for."""
+        """Reflections and repairs asked for."""
         return self._calls.total
 
     @property
     def integration_calls(self) -> int:
-        """LM calls of integrations."""
+        """LM calls of repairs."""
         return self._calls.integrations
 
     @property
     def discarded_share(self) -> float:
-        """Of the children that the staleness policy looked at, the share that it discarded."""
-        return self._run.policy_decisions["discard"] / max(1, self._run.policy_decisions.total())
+        """Of the children that the staleness policy looked at, the share that it or a repair discarded."""
+        decisions = self._run.policy_decisions
+        return (decisions["discard"] + self._repairs.dropped) / max(1, decisions.total())
 
     def changes(self) -> list[ChangeRecord]:
         """List what reflections added to the head, and what it is worth."""
@@ -208,7 +192,6 @@ class GepaLoop:
             stop_reason=self._spending.may_open,
             on_end=self._ended,
             first_number=max(pool.state.i, last) + 1,
-            watchers=[] if self._integrations is None else [self._integrations.watch],
         )
         self._evaluations.set_aside.refund()
         await pool.write(self._heads.keep_credit)
@@ -218,8 +201,7 @@ class GepaLoop:
         given = await self._heads.take(step)
         if given is not None:
             self._run.begin(step, self._pool.version, math.inf, selection=[])
-            candidates = await self._pool.write(self._heads.begin, step, given)
-            return await self.validated(step, await self._heads.consolidated(step, candidates, given), given.is_timed)
+            return await self.validated(step, await self.head(step, given), given.is_timed)
         work = await self.select(step)
         if isinstance(work, Crossover):
             candidates = await self.screen_crossover(step, work)
@@ -228,13 +210,17 @@ class GepaLoop:
             try:
                 candidates = await self.children(step, parents)
             except StepEnded:
-                candidates = []
-                if self._spending.pays_beyond_validation:
-                    candidates = await self._pool.write(self._heads.due, step)
-                if not candidates:
+                pays = self._spending.pays_beyond_validation and step.reservation.cover(len(self._pool.loader))
+                given = await self._heads.due(step, pays)
+                candidates = [] if given is None else await self.head(step, given)
+                if given is None or not candidates:
+                    await self._heads.cancel_validation(step, is_timed=False)
                     raise
-                candidates = await self._heads.consolidated(step, candidates)
-        return await self.validated(step, candidates)
+        return await self.validated(step, candidates, given is not None and given.is_timed)
+
+    async def head(self, step: Step, given: Given) -> list[Screened]:
+        """Begin the validation of what a step was given, written anew where that is due."""
+        return await self._heads.consolidated(step, await self._pool.write(self._heads.begin, step, given), given)
 
     async def validated(self, step: Step, candidates: Sequence[Screened], is_timed: bool = False) -> End:
         """Take the rest of a step: validate and commit its candidates.
@@ -244,6 +230,8 @@ class GepaLoop:
         """
         try:
             self._end_if_perfect()
+            if not candidates:
+                raise StepEnded(EndKind.REJECTED, "no text came of the alternatives to the last head")
             self._run.mark_child_made(step)
             began = self._run.clock()
             done = await self._evaluations.validate(step, candidates, is_last=is_timed)
@@ -260,17 +248,21 @@ class GepaLoop:
             StepEnded: nothing is.
         """
         self._end_if_perfect()
-        credit = self._credit
-        if credit is None:
-            return await self.screen(step, await self.propose(step, parents))
-        self._asking += 1
-        try:
-            may_ask = self._screening.children_help or await self._pool.write(credit.may_ask, self._asking - 1)
-            if step.recorded is None and not may_ask:
-                raise StepEnded(EndKind.REJECTED, ONLY_TESTED)
-            return await self.screen(step, await self.propose(step, parents))
-        finally:
-            self._asking -= 1
+        self._end_if_late()
+        children = await self.propose(step, parents)
+        self._end_if_late()
+        screened = await self.screen(step, children)
+        self._end_if_late()
+        return screened
+
+    def _end_if_late(self) -> None:
+        """End a step whose child would come too late.
+
+        Raises:
+            StepEnded: the last head before ``max_seconds`` is being validated.
+        """
+        if self._heads.has_ended:
+            raise StepEnded(EndKind.DISCARDED, "max_seconds are nearly over, and the last head is being validated")
 
     def _end_if_perfect(self) -> None:
         """End a step that cannot find anything better.
@@ -283,12 +275,9 @@ class GepaLoop:
 
     async def select(self, step: Step) -> Selected | Crossover:
         """Choose parents and minibatches, or two candidates to cross; of an interrupted run, what was chosen then."""
-        run, pool, selection, least = self._run, self._pool, None, 0
+        run, pool, selection = self._run, self._pool, None
         if step.recorded is None:
-            # A wider task is one that the budget pays; the next one may have to be narrow again.
-            is_wide = self._may_read_more and self._heads.joins and self._screening.children_help
-            least = READ_TOGETHER if is_wide and step.reservation.cover(2 * READ_TOGETHER) else 0
-            version, value, work = await pool.write(self._selection.select, step, least)
+            version, value, work = await pool.write(self._selection.select, step)
             if run.journal is not None:
                 selection = resume.selection_of(run.journal, work)
         else:
@@ -300,9 +289,8 @@ class GepaLoop:
         if isinstance(work, Crossover):
             return work
         tasks = list(work.tasks)
-        if least == 0:
-            self._spending.widen(max((len(task.minibatch_ids) for task in tasks), default=0))
-        calls = max(self._spending.calls_per_task, 2 * least)
+        self._spending.widen(max((len(task.minibatch_ids) for task in tasks), default=0))
+        calls = self._spending.calls_per_task
         while step.recorded is None and tasks and not step.reservation.cover(len(tasks) * calls):
             tasks.pop()  # a sampling strategy asked for more than the budget holds
         return Selected(tuple(tasks), work.bases[: len(tasks)])
@@ -336,40 +324,44 @@ class GepaLoop:
             await self._pool.write(self._heads.record_children, step, children)
             await self._spending.release()
         await self._pool.write(self._pool.keep_strategies)
-        if self._integrations is not None:
-            children = [child for child in children if child.candidate != child.parent.task.parent_candidate]
+        if self._credit is not None:
+            children = [child for child in children if child.candidate != child.source]
             if not children:
                 raise StepEnded(EndKind.REJECTED, "the reflection changed nothing")
         if all(is_too_long(child.candidate, self._most_characters) for child in children):
             raise StepEnded(EndKind.REJECTED, f"longer than max_candidate_characters={self._most_characters}")
         children = [child for child in children if not is_too_long(child.candidate, self._most_characters)]
-        self._look(step, "after_propose", [child.parent.base for child in children])
+        is_stale = self._look(step, "after_propose", [child.base for child in children])
+        if is_stale or self._repairs.are_paid(step, children):
+            self._end_if_late()
+            children = await self._repairs.repaired(step, children)
         return children
 
     async def screen(self, step: Step, children: Sequence[Child]) -> list[Screened]:
-        """Run the children on their parents' minibatches, and let gepa's criterion decide."""
-        pool = self._pool
-        if self._credit is not None and step.recorded is None and not self._screening.is_needed(step.number):
+        """Run the children on their parents' minibatches, and let gepa's criterion decide.
+
+        A patched child is compared with what it was patched onto, which is run there as well; it is always screened.
+        """
+        pool, patched = self._pool, [child for child in children if child.patched is not None]
+        may_join = self._credit is not None and step.recorded is None and not patched
+        if may_join:
+            await self._screening.wait_for_first()
+        if may_join and not self._screening.is_needed(step.number):
+            self._look(step, "after_screen", [child.base for child in children])
             children = [child for child in children if not await pool.write(self._joins_head, step, child)]
             if not children:
                 raise StepEnded(EndKind.INTEGRATED, "its edits are in the head, as those of nearly all children before")
         calls = sum(
-            self._evaluations.unpaid(step, child.candidate, child.parent.task.minibatch_ids, train=True)
-            for child in children
-        )
+            self._evaluations.unpaid(step, candidate, child.parent.task.minibatch_ids, train=True)
+            for child, candidate in [
+                *((child, child.candidate) for child in children), *((child, child.source) for child in patched)
+            ]
+        )  # fmt: skip
         if not step.reservation.cover(calls):
             raise StepEnded(EndKind.DISCARDED, f"no budget is left for a screen of {calls}")
-        await pool.write(pool.reports.children_begin, step, children)
-        outcomes = await gather([lambda child=child: self._screened(step, child) for child in children])
-        screened = [outcome for outcome in outcomes if outcome is not None]
-        if not screened:
-            self._screening.record(passed=False)
-            await pool.write(pool.count_calls)
-            raise StepEnded(EndKind.REJECTED, "no child could pass its screen any more")
-        passed = await pool.write(pool.judge_children, step, screened)
-        self._screening.record(passed=bool(passed))
-        if not passed:
-            raise StepEnded(EndKind.REJECTED, "no child passed its screen")
+        with self._screening.running():
+            passed = await self._passed(step, children)
+        self._look(step, "after_screen", [child.base for child, _ in passed])
         if self._credit is not None:
             passed = [
                 pair
@@ -378,14 +370,32 @@ class GepaLoop:
             ]
             if not passed:
                 raise StepEnded(EndKind.INTEGRATED, "its changes are in the head")
-        if self._look(step, "after_screen", [child.parent.base for child, _ in passed]):
-            assert self._integrations is not None
-            self._run.mark_child_made(step)
-            integrated = await self._integrations.take_in(step, passed)
-            if integrated is not None:
-                return [integrated]
         step.record_version(step.version, await pool.write(pool.expected_score, [proposal for _, proposal in passed]))
-        return [Screened(proposal, child.parent.base) for child, proposal in passed]
+        return [Screened(proposal, child.base) for child, proposal in passed]
+
+    async def _passed(self, step: Step, children: Sequence[Child]) -> list[tuple[Child, Proposal]]:
+        """Run children on their parents' minibatches, and find those that gepa's criterion accepts.
+
+        Raises:
+            StepEnded: there is none.
+        """
+        pool = self._pool
+        await pool.write(pool.reports.children_begin, step, children)
+        outcomes = await gather([lambda child=child: self._screened(step, child) for child in children])
+        screened = [outcome for outcome in outcomes if outcome is not None]
+        passed = await pool.write(pool.judge_children, step, screened) if screened else []
+        if not any(child.patched for child in children):
+            self._screening.record(passed=bool(passed))
+        indices = {child.parent.index for child, _ in passed}
+        for child in children:
+            if child.patched is not None:
+                self._repairs.record_screen(passed=child.parent.index in indices)
+        if not screened:
+            await pool.write(pool.count_calls)
+            raise StepEnded(EndKind.REJECTED, "no child could pass its screen any more")
+        if not passed:
+            raise StepEnded(EndKind.REJECTED, "no child passed its screen")
+        return passed
 
     def _joins_head(self, step: Step, child: Child, proposal: Proposal | None = None) -> bool:
         """Put a child's changes into the head's, where it can be taken apart. Runs in the pool's writer."""
@@ -393,7 +403,7 @@ class GepaLoop:
         ids = [] if proposal is None else proposal.subsample_indices or []
         scores = [] if proposal is None else proposal.subsample_scores_after or []
         is_taken = self._credit.take(
-            step.number, child.parent.task.parent_candidate, child.candidate, self._evaluations.train_split,
+            step.number, child.source, child.candidate, self._evaluations.train_split,
             {id_text(example): score for example, score in zip(ids, scores, strict=True)},
         )  # fmt: skip
         if is_taken:
@@ -402,19 +412,20 @@ class GepaLoop:
 
     async def _screened(self, step: Step, child: Child) -> tuple[Child, Batch] | None:
         """Run a child on its parent's minibatch; None where it was given up, since it could not pass any more."""
-        parent, task = child.parent, child.parent.task
-        whole: Batch | None = parent.evaluation if parent.late is None else None
-        gate = self._evaluations.gate(len(task.minibatch_ids), lambda: None if whole is None else sum(whole.scores))
+        parent, task, ids = child.parent, child.parent.task, child.parent.task.minibatch_ids
+        whole: Batch | None = parent.evaluation if parent.late is None and child.patched is None else None
+        gate = self._evaluations.gate(len(ids), lambda: None if whole is None else sum(whole.scores))
 
         async def rest_of_parent() -> Batch:
             nonlocal whole
-            whole = parent.evaluation if parent.late is None else await parent.late()
+            if child.patched is not None:
+                whole = await self._evaluations.minibatch("screen", step, child.source, ids, task.minibatch)
+            elif whole is None:
+                whole = parent.evaluation if parent.late is None else await parent.late()
             return whole
 
         async def evaluated() -> Batch:
-            return await self._evaluations.minibatch(
-                "screen", step, child.candidate, task.minibatch_ids, task.minibatch, watch=gate
-            )
+            return await self._evaluations.minibatch("screen", step, child.candidate, ids, task.minibatch, watch=gate)
 
         try:
             full, batch = await gather([rest_of_parent, evaluated])
@@ -422,7 +433,7 @@ class GepaLoop:
             assert gate is not None
             assert whole is not None
             known = replace(child, parent=replace(parent, evaluation=whole))
-            await self._pool.write(self._pool.give_up, step, known.proposal(step), gate.seen, len(task.minibatch_ids))
+            await self._pool.write(self._pool.give_up, step, known.proposal(step), gate.seen, len(ids))
             return None
         return replace(child, parent=replace(parent, evaluation=full, late=None)), batch
 
@@ -440,7 +451,7 @@ class GepaLoop:
         proposal = await pool.write(pool.judge_crossover, step, plan, lookup, fresh)
         if proposal is None:
             raise StepEnded(EndKind.REJECTED, "the merge is worse than one of its parents")
-        self._look(step, "after_screen", (), integrates=False)
+        self._look(step, "after_screen", ())
         step.record_version(step.version, await pool.write(lambda: max(map(pool.score_of, plan.parents))))
         return [Screened(proposal)]
 
@@ -458,7 +469,7 @@ class GepaLoop:
         with anyio.CancelScope(shield=True):  # what enters the pool is told and counted, even if the run ends meanwhile
             commits = await self._pool.write(self._pool.commit, step, work)
             pairs = zip(commits, work, strict=True)
-            clean = [commit.candidate for commit, made in pairs if made.proposal.tag == CONSOLIDATION]
+            clean = [commit.candidate for commit, made in pairs if made.proposal.tag in (CONSOLIDATION, JOINED)]
             await self._pool.write(self._heads.learn, commits, clean)
             await self._pool.write(self._spending.record_best, self._evaluations.highest)
             for commit in commits:
@@ -467,18 +478,18 @@ class GepaLoop:
 
     # The staleness policy.
 
-    def _look(self, step: Step, place: Place, bases: Collection[int | None], *, integrates: bool = True) -> bool:
+    def _look(self, step: Step, place: Place, bases: Collection[int | None]) -> bool:
         """Ask the policy, where it wants to be asked, what becomes of a step; gaps are recorded at every place.
 
         Args:
             bases: the speculative candidates that it was made from.
-            integrates: False for crossovers, which stand on two validated candidates: they are admitted instead.
 
         Returns:
-            Whether to integrate.
+            Whether to repair its children.
 
         Raises:
             StepEnded: it is discarded.
+            ConfigurationError: it is to be repaired at another place than after its proposal.
         """
         run, pool, policy = self._run, self._pool, self._policy
         if place != "before_commit":
@@ -487,13 +498,14 @@ class GepaLoop:
             return False
         orphaned = any(base in pool.speculative.fallen for base in bases)
         look = Look(place, step.version, orphaned)
-        decision = run.ask_policy(step, policy, look, pool.version, integrates=integrates)
+        decision = run.ask_policy(step, policy, look, pool.version)
         if isinstance(decision, Discard):
             raise StepEnded(EndKind.DISCARDED, f"stale: {decision.reason}")
-        joins = isinstance(decision, Integrate) and integrates
-        if joins and (self._integrations is None or place != "after_screen"):
-            raise ConfigurationError(f"{policy!r} wants to integrate {place}, where there is no integration.")
-        return joins
+        if isinstance(decision, Integrate) and place != "after_propose":
+            raise ConfigurationError(
+                f"{policy!r} says Integrate() {place}: children are repaired after_propose, elsewhere admit or discard."
+            )
+        return isinstance(decision, Integrate)
 
     # The seed, and how steps end.
 
@@ -519,6 +531,7 @@ class GepaLoop:
     async def _ended(self, step: Step, end: End) -> None:
         pool = self._pool
         await pool.write(self._selection.ended, step)
+        await pool.write(self._heads.ended, step)
         committed = end.kind is EndKind.COMMITTED
         # Steps overlap: to who counts them, those are iterations that came one after the other, or were committed.
         counts = committed or (step.number >= self._counts_from and (self._credit is None or self._heads.may_validate))

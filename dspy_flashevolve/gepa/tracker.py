@@ -94,11 +94,11 @@ class Tracker(ExperimentTracker):
 
 
 def figures(stats: RunStats, busy: int, integrations: int) -> dict[str, float]:
-    """Sum up a run so far for trackers, beside gepa's figures: tokens, dollars, slots, integrations.
+    """Sum up a run so far for trackers, beside gepa's figures: tokens, dollars, slots, repairs.
 
     Args:
         busy: slots in use now.
-        integrations: made so far.
+        integrations: calls for repairs so far.
     """
     values: dict[str, float] = {"slots/busy": busy, "slots/limit": stats.slots, "integrations": integrations}
     for role, reflects in (("task", False), ("reflection", True)):

@@ -1,4 +1,4 @@
-"""CombeeReflection: reflects on groups of records side by side, and integrates what they propose."""
+"""CombeeReflection: reflects on groups of records side by side, and merges what they propose."""
 
 from __future__ import annotations
 
@@ -7,35 +7,44 @@ import math
 import random
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from contextvars import copy_context
 from functools import partial
 from typing import Any
 
 import dspy
 from dspy.teleprompt.gepa.instruction_proposal import ProposeInstruction
-
-from dspy_flashevolve.engine.staleness import StaleChild
-from dspy_flashevolve.modules.integrate import StaleCandidateReflection
+from dspy.utils.exceptions import AdapterParseError
 
 Records = Sequence[Mapping[str, Any]]
-MOST_CHARACTERS = 100_000
-"""Of each proposal that is integrated: a whole instruction by a strong model has 5,000 to 15,000, and what is cut is
-lost, since nothing else goes on with it."""
+
+
+class MergeProposals(dspy.Signature):
+    """Several new versions of one instruction were proposed side by side, each after reading other examples of the same
+    task. Merge them into one instruction. Keep what every version has learnt, in full detail; where two of them
+    contradict each other, keep the more specific advice."""
+
+    current_instruction: str = dspy.InputField(desc="The instruction that all of them start from.")
+    proposed_instructions: str = dspy.InputField(desc="The proposed versions.")
+    new_instruction: str = dspy.OutputField(desc="The merged instruction, and nothing else.")
 
 
 class CombeeReflection:
-    """Combee: reflects on groups of records side by side, and integrates what they propose.
+    """Combee (arXiv 2604.04247): reflects on groups of records side by side, and merges what they propose.
 
     An instruction proposer for ``dspy.GEPA`` and ``AsyncGEPA``. It is synchronous: a step reflects on one large
-    minibatch. Source: Combee's map and reduce over about sqrt(n) groups with shuffled copies of the records, as
-    FlashEvolve (arXiv 2605.08520) compares itself with.
+    minibatch. It is Combee's parallel scan over shuffled copies: each of n records is copied and all copies are
+    shuffled, floor(sqrt(n)) groups of them are reflected on side by side, and one more request merges the proposals.
+    With fewer than four records there is one group, without copies and without a merge. Combee's controller of the
+    batch size is not here: you choose n, as FlashEvolve (arXiv 2605.08520) does with K = 10 and 40.
 
     Pass it as ``instruction_proposer`` together with ``reflection_minibatch_size=n``.
 
     Args:
-        copies: how often each record is dealt, in shuffled order.
-        groups: reflections a component; None for about sqrt(n).
-        reduce: integrates the proposals; default :class:`StaleCandidateReflection`.
+        copies: how often each record is dealt.
+        groups: reflections a component; None for floor(sqrt(n)).
+        reduce: merges the proposals; takes the inputs of :class:`MergeProposals`, which is the default, and returns
+            its ``new_instruction``.
         seed: of the shuffling.
 
     Raises:
@@ -50,7 +59,7 @@ class CombeeReflection:
         self.copies = copies
         self.groups = groups
         self.map = dspy.Predict(ProposeInstruction)
-        self.reduce = reduce or StaleCandidateReflection(max_characters=MOST_CHARACTERS)
+        self.reduce = reduce or dspy.Predict(MergeProposals)
         self._rng = random.Random(seed)
 
     def __call__(
@@ -67,8 +76,10 @@ class CombeeReflection:
                 maps = [partial(self.map, current_instruction=text, examples_with_feedback=group) for group in groups]
                 jobs = [threads.submit(copy_context().run, reflect) for reflect in maps]
                 proposals = [str(job.result().new_instruction) for job in jobs]
-            answer = self.reduce(**_integration(candidate, name, proposals))
-            texts[name] = _reduced_text(answer, name, proposals)
+            texts[name] = proposals[0]
+            if len(proposals) > 1:
+                with suppress(AdapterParseError):  # the first proposal counts where the merged text cannot be read
+                    texts[name] = str(self.reduce(**_merge_inputs(text, proposals)).new_instruction)
         return texts
 
     async def acall(
@@ -83,8 +94,10 @@ class CombeeReflection:
             text, groups = candidate[name], self._deal(list(reflective_dataset[name]))
             maps = [self.map.acall(current_instruction=text, examples_with_feedback=group) for group in groups]
             proposals = [str(reply.new_instruction) for reply in await asyncio.gather(*maps)]
-            answer = await self.reduce.acall(**_integration(candidate, name, proposals))
-            texts[name] = _reduced_text(answer, name, proposals)
+            texts[name] = proposals[0]
+            if len(proposals) > 1:
+                with suppress(AdapterParseError):
+                    texts[name] = str((await self.reduce.acall(**_merge_inputs(text, proposals))).new_instruction)
         return texts
 
     @staticmethod
@@ -92,20 +105,15 @@ class CombeeReflection:
         return [name for name in components if name in candidate and dataset.get(name)]
 
     def _deal(self, records: list[Mapping[str, Any]]) -> list[list[dict[str, Any]]]:
-        """Deal the records, and shuffled copies of them, to the groups in turn."""
-        dealt = [dict(record) for _ in range(self.copies) for record in self._rng.sample(records, len(records))]
-        size = self.groups or max(1, round(math.sqrt(len(records))))
-        return [group for group in (dealt[start::size] for start in range(size)) if group]
+        """Deal the records, shuffled with their copies, to the groups in turn; a lone group gets them once."""
+        groups = self.groups or math.isqrt(len(records))
+        if groups == 1:
+            return [[dict(record) for record in records]]
+        dealt = [dict(record) for _ in range(self.copies) for record in records]
+        self._rng.shuffle(dealt)
+        return [group for group in (dealt[start::groups] for start in range(groups)) if group]
 
 
-def _integration(candidate: dict[str, str], name: str, proposals: Sequence[str]) -> dict[str, Any]:
-    children = [
-        StaleChild(number, {name: text}, {name: candidate[name]}, score_before=0.0)
-        for number, text in enumerate(proposals, start=1)
-    ]
-    return {"head": dict(candidate), "children": children}
-
-
-def _reduced_text(answer: Any, name: str, proposals: Sequence[str]) -> str:
-    """Return the reduced text; the first proposal where the reduction could not be read."""
-    return str(answer.texts.get(name) or proposals[0])
+def _merge_inputs(text: str, proposals: Sequence[str]) -> dict[str, str]:
+    shown = "\n\n".join(f"### Proposal {number}\n{proposal}" for number, proposal in enumerate(proposals, start=1))
+    return {"current_instruction": text, "proposed_instructions": shown}

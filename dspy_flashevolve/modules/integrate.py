@@ -1,4 +1,4 @@
-"""StaleCandidateReflection: a module that integrates several rewrites of a text into the newest version of it.
+"""StaleCandidateReflection: a module that takes what rewrites of a text learnt over into the newest version of it.
 
 Source: FlashEvolve (arXiv 2605.08520) section 3.2, reflective repair; several children at once are this project's.
 """
@@ -43,20 +43,6 @@ class ChildVerdict(BaseModel):
     reason: str = Field(default="", description="One sentence.")
 
 
-class Integration(BaseModel):
-    """The outcome of one integration.
-
-    Args:
-        texts: new texts of the components that changed; empty when nothing is worth a change.
-        verdicts: one a child.
-        failed: why no reply could be read: the texts are empty and the verdicts mean nothing.
-    """
-
-    texts: dict[str, str] = {}
-    verdicts: list[ChildVerdict] = []
-    failed: str = ""
-
-
 class IntegrateChildren(dspy.Signature):
     """Several rewrites of one text of an AI program were made at the same time, each from an older version of it and
     from a few examples of its own. Integrate them into the newest version, the head, so that nothing learnt is lost.
@@ -77,11 +63,40 @@ class IntegrateChildren(dspy.Signature):
     new_text: str = dspy.OutputField(desc="The whole new text, and nothing else.")
 
 
-class StaleCandidateReflection(dspy.Module):
-    """Integrates children that were begun from older versions of a program into the newest one, the head.
+class RepairVerdict(ChildVerdict):
+    """How a late child stands to the head."""
 
-    One LM call a component reads the head and what each child changed. It says of every child whether its change is
-    new, there already, or contradicts the others, and writes the new text.
+    verdict: Verdict = Field(
+        description="orthogonal: it teaches something new that fits. subsumed: the head teaches it already. "
+        "conflicting: its advice contradicts the head's."
+    )
+
+
+class RepairChild(IntegrateChildren):
+    """While one rewrite of a text of an AI program, the child, was made from an older version, other rewrites were
+    committed. Judge what the child has to add to the newest version, the head, and repair it: nothing that it learnt
+    may be lost, and nothing that the head says may be undone without evidence.
+
+    Say orthogonal where the child teaches something that the head lacks and that fits it: the new text is the head with
+    that lesson worked in. Say subsumed where the head teaches the same, perhaps in other words: leave new_text empty.
+    Say conflicting where their advice cannot be followed at once. If you can tell when each of the two holds, the new
+    text is the head with that distinction worked in; if you cannot, leave new_text empty.
+
+    Take over principles that transfer to inputs nobody has seen: ways to proceed, distinctions, checks, conventions.
+    Do not take over what fits single examples alone: their answers, their names and numbers, or formulas that solve one
+    task. Where such a detail stands for something general, write the general rule. Where the text is Python source,
+    return the whole source, working, with the same classes, methods and field names."""
+
+    verdicts: list[RepairVerdict] = dspy.OutputField(desc="One, for the child.")  # pyright: ignore[reportIncompatibleVariableOverride]  # the same, in other words
+    new_text: str = dspy.OutputField(desc="The whole new text, and nothing else; empty where nothing is taken over.")
+
+
+class StaleCandidateReflection(dspy.Module):
+    """Repairs a child that was begun from an older version of a program, for the newest one, the head.
+
+    One LM call a component reads the head, what the child changed, and what was committed meanwhile. It says whether
+    the child's change is new, there already, or contradicts the head, and writes the new text. Several children are
+    taken over at once, where ``signature`` asks for that.
 
     Replace it by any module whose ``forward`` (and ``aforward``, if it is to run on the loop) takes the same
     arguments and returns the same fields; optimize it like any other DSPy program.
@@ -90,18 +105,25 @@ class StaleCandidateReflection(dspy.Module):
         max_children: children whose changes are shown in full, the most informative first; the rest are counted.
         max_commits: commits that are shown, those that changed the score most first.
         max_characters: of each change that is shown; longer ones are cut.
+        signature: what the LM is asked; default :class:`RepairChild`.
 
     Raises:
         ValueError: a bound under 1.
     """
 
-    def __init__(self, max_children: int = 24, max_commits: int = 8, max_characters: int = 4000) -> None:
+    def __init__(
+        self,
+        max_children: int = 24,
+        max_commits: int = 8,
+        max_characters: int = 4000,
+        signature: type[IntegrateChildren] = RepairChild,
+    ) -> None:
         super().__init__()
         self.max_children, self.max_commits, self.max_characters = max_children, max_commits, max_characters
         for name in ("max_children", "max_commits", "max_characters"):
             if getattr(self, name) < 1:
                 raise ValueError(f"StaleCandidateReflection: {name} is {getattr(self, name)}, expected at least 1.")
-        self.integrate = dspy.Predict(IntegrateChildren)
+        self.integrate = dspy.Predict(signature)
 
     def forward(
         self,
@@ -110,7 +132,7 @@ class StaleCandidateReflection(dspy.Module):
         commits: Sequence[Any] = (),
         code_components: Sequence[str] = (),
     ) -> dspy.Prediction:
-        """Integrate ``children`` into ``head``.
+        """Take what ``children`` learnt over into ``head``.
 
         Args:
             head: component -> text of the candidate that the result stands on.
@@ -120,7 +142,8 @@ class StaleCandidateReflection(dspy.Module):
 
         Returns:
             ``texts``: component -> new text, for those that changed; ``verdicts``: list of :class:`ChildVerdict`, one a
-            child and component; ``failed``: component -> why no reply of two could be read.
+            child and component; ``failed``: component -> why no reply of two could be read. A reply without a text can
+            be read where it says of no child that it is orthogonal.
         """
         return _prediction_of([self._integrate(job) for job in self._jobs(head, children, commits, code_components)])
 
@@ -152,7 +175,7 @@ class StaleCandidateReflection(dspy.Module):
         return jobs
 
     def _shown_children(self, component: str, children: Sequence[Any]) -> str:
-        ranked = sorted(children, key=lambda child: (-_gain(child), child.number))
+        ranked = sorted(children, key=lambda child: (child.score_before, child.number))  # the worse, the more to gain
         shown = [self._shown_child(component, child) for child in ranked[: self.max_children]]
         rest = ranked[self.max_children :]
         if rest:
@@ -161,9 +184,9 @@ class StaleCandidateReflection(dspy.Module):
         return "\n\n".join(shown)
 
     def _shown_child(self, component: str, child: Any) -> str:
-        after = "not screened" if child.score_after is None else f"{child.score_after:.3f}"
-        lines = [f"### Child {child.number}", f"Score of its parent {child.score_before:.3f}, of the child {after}."]
-        lines += ["What it changed:", self._cut(changed_lines(child.parent_texts[component], child.texts[component]))]
+        scores = f"Score of its parent {child.score_before:.3f}, of the child not screened."
+        lines = [f"### Child {child.number}", scores, "What it changed:"]
+        lines += [self._cut(changed_lines(child.parent_texts[component], child.texts[component]))]
         if child.feedback:
             lines += ["Feedback on its parent:", self._cut("\n".join(f"- {text}" for text in child.feedback))]
         return "\n".join(lines)
@@ -222,7 +245,7 @@ class _Job:
 
 @dataclass(frozen=True)
 class _Answer:
-    """The outcome for a component: its text and verdicts, or why the last reply could not be read."""
+    """The outcome for a component: its text, empty for none, and verdicts, or why the last reply could not be read."""
 
     component: str
     text: str | None = None
@@ -243,11 +266,6 @@ def changed_lines(before: str, after: str) -> str:
         if kind != "equal":
             lines += [f"- {line}" for line in old[start:end]] + [f"+ {line}" for line in new[new_start:new_end]]
     return "\n".join(lines) or "(nothing)"
-
-
-def _gain(child: Any) -> float:
-    """How much a child is known to add to the score; an unscreened one may add all that its parent lacks."""
-    return (1 - child.score_before) if child.score_after is None else child.score_after - child.score_before
 
 
 def past_cache(attempt: int) -> dict[str, Any]:
@@ -273,6 +291,9 @@ def _read_answer(job: _Job, reply: Any) -> _Answer:
     else:
         written, verdicts = str(reply.new_text or ""), _verdicts_by_child(reply.verdicts)
     text = without_fence(written).strip()
+    told = tuple(verdict for number, verdict in verdicts.items() if number in job.numbers)
+    if not text and told and all(verdict.verdict != "orthogonal" for verdict in told):
+        return _Answer(component, "", told)
     try:
         if not text or text == "{new_text}":
             raise reply if is_error else ValueError("the new text is empty")
@@ -280,9 +301,9 @@ def _read_answer(job: _Job, reply: Any) -> _Answer:
             text = _python_source(text)
     except Exception as error:
         problem = f"{type(error).__name__}: {error}"
-        logger.info("An integration's reply could not be read: %s", problem)
+        logger.info("A reply could not be read: %s", problem)
         return _Answer(component, problem=problem[:300])
-    return _Answer(component, text, tuple(verdict for number, verdict in verdicts.items() if number in job.numbers))
+    return _Answer(component, text, told)
 
 
 def without_fence(text: str) -> str:
@@ -344,7 +365,7 @@ def _python_source(text: str) -> str:
 
 def _prediction_of(answers: Sequence[_Answer]) -> dspy.Prediction:
     return dspy.Prediction(
-        texts={answer.component: answer.text for answer in answers if answer.text is not None},
+        texts={answer.component: answer.text for answer in answers if answer.text},
         verdicts=[verdict for answer in answers for verdict in answer.verdicts],
         failed={answer.component: answer.problem for answer in answers if answer.text is None},
     )

@@ -89,7 +89,7 @@ class Request:
     Args:
         seconds: when it was answered.
         stage, step: for which it was made.
-        role: who was asked: the task LM, or one that reflects, integrates or proposes.
+        role: who was asked: the task LM, or one that reflects, repairs or proposes.
         tokens, cost_dollars: what it used.
         latency_seconds: seconds in its slot.
         score, example: those of a rollout; None for any other request.

@@ -1,6 +1,6 @@
 """The origin of each line of a prompt: the step that brought it, the examples that this step saw, its effect.
 
-GEPA's default policy keeps every change with its step, and a playbook's bullets have the version that brought them.
+The search by edits keeps every change with its step, and a playbook's bullets have the version that brought them.
 For anything else, the first candidate on the way from the seed that has the line names its step; of an integration it
 is the member whose reply has the line.
 """
@@ -35,7 +35,7 @@ class PromptLine:
         examples: id as text -> scores of each example that the step worked on: the parent's, then the child's.
         feedback: what the reflection read of these examples.
         change: the change that put it in, with its estimated effect; None where there is none.
-        verdicts: what integrations wrote about it, and how a playbook's users judged it.
+        verdicts: what repairs said of it, and how a playbook's users judged it.
     """
 
     component: str

@@ -14,12 +14,8 @@ from dspy_flashevolve.engine.run import Outcome
 from dspy_flashevolve.engine.stages import StageVisit
 
 T = TypeVar("T")
-ONLY_TESTED = "its rollouts tested the changes that there are"
-"""Why a step ended before its reflection: enough changes wait to be tested."""
 PERFECT_MINIBATCH = "all scores of its minibatch are perfect"
 """Why a step ended before its reflection: there was nothing to improve."""
-ASKED_FOR_NO_CHILD = {ONLY_TESTED: "tested known changes", PERFECT_MINIBATCH: "found nothing to improve"}
-"""Reason -> how a summary counts such steps. They asked for no child, so "rejected" would be wrong."""
 REFLECTION_STAGES = ("propose", "integrate")
 """GEPA's stages whose requests run no program."""
 
@@ -138,11 +134,11 @@ class AsyncStats(RunStats):
         proposals: children that reflections wrote.
         proposals_per_minute: ``proposals`` over the minutes of the run.
         task_tokens: prompt and completion tokens of rollouts, as the LMs report them.
-        reflection_tokens: prompt and completion tokens of reflections and integrations.
-        reflection_calls: reflections and integrations asked for.
-        integration_calls: LM calls of integrations.
+        reflection_tokens: prompt and completion tokens of reflections and repairs.
+        reflection_calls: reflections and repairs asked for.
+        integration_calls: LM calls of repairs of stale children.
         verdicts: orthogonal, subsumed or conflicting -> children judged so.
-        integrations: every integration, in order, with the verdicts and their reasons.
+        integrations: every repair, in order, with the verdicts and their reasons, and why a reply could not be used.
         changes: what reflections changed, in order, with the estimated effect of each; of the newest base.
         seed_score: validation score of the program that the run began with; None where it was not validated.
         best_score: validation score of the returned program. The best of many owes a part of it to luck.
@@ -324,12 +320,11 @@ def _change_lines(stats: AsyncStats) -> list[str]:
 
 
 def steps_by_end(stats: RunStats) -> dict[str, int]:
-    """Count steps by how they ended, with words of their own for those that asked for no child."""
+    """Count steps by how they ended; those that asked for no child are not among the rejected ones."""
     counts = dict(stats.ended)
-    for reason, words in ASKED_FOR_NO_CHILD.items():
-        if steps := stats.end_reasons.get(reason, 0):
-            counts[words] = steps
-            counts["rejected"] = max(0, counts.get("rejected", 0) - steps)
+    if steps := stats.end_reasons.get(PERFECT_MINIBATCH, 0):
+        counts["found nothing to improve"] = steps
+        counts["rejected"] = max(0, counts.get("rejected", 0) - steps)
     return counts
 
 

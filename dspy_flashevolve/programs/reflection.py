@@ -23,7 +23,7 @@ from dspy.teleprompt.gepa.instruction_proposal import InstructionProposer
 from gepa.core.adapter import EvaluationBatch
 
 from dspy_flashevolve.engine.batches import gather
-from dspy_flashevolve.engine.errors import hook_that_raised
+from dspy_flashevolve.engine.errors import FlashEvolveError, hook_that_raised
 from dspy_flashevolve.engine.loop import Threads
 from dspy_flashevolve.programs.faults import raise_provider_fault, recording_lm_calls
 from dspy_flashevolve.programs.feedback import (
@@ -97,7 +97,8 @@ class ReflectionRunner:
 
         Raises:
             FlashEvolveError: of ``ask``, where the provider of a judge gave no answer, or refuses for good.
-            Exception: what the metric raised while it gave feedback, or that there was nothing to reflect on.
+            Exception: what the metric raised while it gave feedback, in lockstep on one example and else on all of
+                them, or that there was nothing to reflect on.
         """
         adapter, trajectories = copy.copy(self._adapter), evaluation.trajectories or []
         adapter.rng = adapter.rng if rng is None else rng
@@ -109,11 +110,37 @@ class ReflectionRunner:
         records: list[dict[str, Any]] = [record for records in dataset.values() for record in records]
         name_faults(records, trajectories)
         open_records = [record for record in records if isinstance(record.get("Feedback"), Question)]
-        calls = [partial(self._feedback, record["Feedback"], ask, rng is None) for record in open_records]
-        texts = [await call() for call in calls] if rng is None else await gather(calls)
+        if rng is None:
+            for record in open_records:
+                record["Feedback"] = await self._feedback(record["Feedback"], ask, as_gepa=True)
+            return dataset
+        # One example of twelve without feedback is no reason to lose the other eleven.
+        texts = await gather([partial(self._feedback_or_error, record["Feedback"], ask) for record in open_records])
         for record, text in zip(open_records, texts, strict=True):
             record["Feedback"] = text
-        return dataset
+        kept = {
+            name: [record for record in rows if not isinstance(record.get("Feedback"), Exception)]
+            for name, rows in dataset.items()
+        }
+        if not any(kept.values()) and (failed := [text for text in texts if isinstance(text, Exception)]):
+            raise failed[0]
+        return {name: rows for name, rows in kept.items() if rows or not dataset[name]}
+
+    async def _feedback_or_error(self, question: Question, ask: Ask) -> Any:
+        """Return the feedback that a question is for, or what the metric raised on that example.
+
+        Raises:
+            FlashEvolveError: see :meth:`dataset`.
+            Exception: what the metric raises on every example.
+        """
+        try:
+            return await self._feedback(question, ask, as_gepa=False)
+        except FlashEvolveError:
+            raise
+        except Exception as error:
+            if error is self._mistakes.error:
+                raise
+            return error
 
     async def _feedback(self, question: Question, ask: Ask, as_gepa: bool) -> Any:
         """Return the feedback that a question is for: what came with the score, or the metric's answer."""

@@ -27,7 +27,8 @@ _LISTED_FIELD = re.compile(r"^\d+\. `(\w{1,200})` \((.+?)\):", re.MULTILINE)
 _SECTION = re.compile(r"^\[\[ ## (\w{1,200}) ## \]\][ \t]*$", re.MULTILINE)
 _INPUTS: tuple[tuple[PromptKind, frozenset[str]], ...] = (
     ("integration", frozenset({"head_text", "children"})),
-    ("consolidation", frozenset({"evidence", "instruction", "limit"})),
+    ("integration", frozenset({"current_instruction", "proposed_instructions"})),
+    ("consolidation", frozenset({"evidence", "instruction", "alternatives", "limit"})),
     ("reflection", frozenset({"current_instruction", "examples_with_feedback"})),
     ("sample_reflection", frozenset({"attempt", "feedback", "cited_bullets"})),
     ("curation", frozenset({"playbook", "sections", "reflection"})),
@@ -68,9 +69,9 @@ class ChatRequest:
 
     Attributes:
         kind: "task" (a dspy program's prompt), "reflection" (a proposer's), "integration" (of stale children, those of
-            `StaleCandidateReflection`), "sample_reflection" and "curation" (those of a playbook, of
-            `modules.playbook`), "harness" (a proposer's of modules, `AsyncMetaHarness`) or "other" (no dspy
-            format).
+            `StaleCandidateReflection`, or of Combee's proposals), "sample_reflection" and "curation" (those of a
+            playbook, of `modules.playbook`), "harness" (a proposer's of modules, `AsyncMetaHarness`) or "other" (no
+            dspy format).
         content: Everything that the reply may depend on, as one string: messages, temperature, seed, format.
         instruction: The instruction part of the system message; the whole system message where there is no such part.
         inputs: The sections of the last user message, name to text.

@@ -109,7 +109,8 @@ def _text(request: ChatRequest, model: ReplyModel, choices: Choices, seed: int) 
     if request.kind == "integration":
         return _integration(request, model, choices)
     if request.kind == "consolidation":
-        return _format(request, _consolidated(request.inputs["instruction"], model, choices))
+        inputs = request.inputs
+        return _format(request, _consolidated(inputs["instruction"], inputs["alternatives"], model, choices))
     if request.kind == "harness":
         fields = harness_fields(
             request,
@@ -137,11 +138,16 @@ def _reflection(request: ChatRequest, model: ReplyModel, choices: Choices) -> st
     return formed_reply(form, _format(request, formed(form, text, current)))
 
 
-def _consolidated(text: str, model: ReplyModel, choices: Choices) -> str:
-    """Write an instruction anew: without a lineage as an integration that adds nothing, and loses some of it."""
+def _consolidated(text: str, alternatives: str, model: ReplyModel, choices: Choices) -> str:
+    """Write an instruction anew, with what alternatives add: without a lineage as an integration of these children."""
+    versions = re.split(r"^Version \d+:$", alternatives, flags=re.MULTILINE)[1:]
     if model.lineage is None:
-        return integrate(text, "", model, choices)[1]
-    return consolidated(text, model.lineage, choices)
+        children = ["\n".join(f"+ {line}" for line in _listed(version).splitlines()) for version in versions]
+        shown = "\n".join(f"### Child {number}\n{child}" for number, child in enumerate(children, start=1))
+        return integrate(text, shown, model, choices)[1]
+    added = [statement for statement in statements("\n".join(versions))
+             if statement not in statements(text) and choices.uniform(f"put in {statement}") < model.keeps]  # fmt: skip
+    return consolidated(patched(text, (), added, model.lineage, choices), model.lineage, choices)
 
 
 _NUMBERED = re.compile(r"^\[\d{1,4}\] ?", re.MULTILINE)
@@ -197,6 +203,7 @@ def _ignored_rivals(instruction: str, choices: Choices) -> set[str]:
 
 
 _CHILD = re.compile(r"^### Child (\d{1,9})$", re.MULTILINE)
+_PROPOSAL = re.compile(r"### Proposal(?= \d{1,9}$)")
 
 
 def integrate(head: str, children: str, model: ReplyModel, choices: Choices) -> tuple[list[dict[str, object]], str]:
@@ -263,8 +270,15 @@ def _reworded(rule: Rule, model: ReplyModel, choices: Choices) -> Rule:
 
 
 def _integration(request: ChatRequest, model: ReplyModel, choices: Choices) -> str:
-    head = request.inputs["head_text"]
-    verdicts, text = integrate(head, request.inputs["children"], model, choices)
+    inputs = request.inputs
+    if "proposed_instructions" in inputs:  # Combee's: whole texts, of which every line is taken for a change
+        head, lines = inputs["current_instruction"], inputs["proposed_instructions"].splitlines()
+        children = "\n".join(
+            _PROPOSAL.sub("### Child", line) if _PROPOSAL.match(line) else f"+ {line}" for line in lines
+        )
+    else:
+        head, children = inputs["head_text"], inputs["children"]
+    verdicts, text = integrate(head, children, model, choices)
     form = sloppy_form(model, choices, verdicts=True) or ""
     judged, text = formed_verdicts(form, verdicts), formed(form, text, head)
     values: dict[str, object] = {}

@@ -37,14 +37,21 @@ class SimulatedModel:
         profile: rates and output lengths, or the name of a calibrated profile.
         seed: seed of the replies.
         reply_model: how well the model obeys and reflects; None for the default, "plain" of `reply_model.REPLY_MODELS`.
+        reflection_seconds: what each request that is no rollout's takes, as from another, slow model: it holds no place
+            in this one's batch and counts for no limit. 0 where this model answers all requests.
     """
 
     def __init__(
-        self, profile: Profile | str = "h100-qwen3-8b", seed: int = 0, reply_model: ReplyModel | None = None
+        self,
+        profile: Profile | str = "h100-qwen3-8b",
+        seed: int = 0,
+        reply_model: ReplyModel | None = None,
+        reflection_seconds: float = 0.0,
     ) -> None:
         self.profile = profile_named(profile) if isinstance(profile, str) else profile
         self.seed = seed
         self.reply_model = reply_model or default_reply_model()
+        self.reflection_seconds = reflection_seconds
         self.requests: dict[str, int] = {}
         """Kind of prompt -> requests answered."""
         self.tokens: dict[str, int] = {}
@@ -89,13 +96,18 @@ class SimulatedModel:
         if self._driver is None or self._loop is not loop:  # the driver of an earlier run
             self._loop = loop
             self._driver = BatchDriver(self.profile, time_scale=1.0)
-        self._refuse_excess(loop.time(), self._driver.in_flight)
+        is_elsewhere = self.reflection_seconds > 0 and chat.kind not in ("task", "other")
+        if not is_elsewhere:
+            self._refuse_excess(loop.time(), self._driver.in_flight)
         reply = reply_to(chat, self.profile, self.reply_model, self.seed, self._repeats.count(chat))
-        generation = self._driver.submit(chat.prompt_tokens, reply.completion_tokens)
-        try:
-            await generation.finished
-        finally:
-            self._driver.release(generation)
+        if is_elsewhere:
+            await asyncio.sleep(self.reflection_seconds)
+        else:
+            generation = self._driver.submit(chat.prompt_tokens, reply.completion_tokens)
+            try:
+                await generation.finished
+            finally:
+                self._driver.release(generation)
         self.requests[chat.kind] = self.requests.get(chat.kind, 0) + 1
         tokens = chat.prompt_tokens + reply.completion_tokens
         self.tokens[chat.kind] = self.tokens.get(chat.kind, 0) + tokens

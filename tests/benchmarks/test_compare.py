@@ -16,7 +16,7 @@ from benchmarks.runs import Row
 from benchmarks.tasks import TASKS, task_kind
 from benchmarks.trajectory import Point, Trajectory
 from benchmarks.virtual import Setting, VirtualRun, run_virtually
-from dspy_flashevolve import AsyncGEPA, CombeeReflection, Guarded, Reflective, Workflow
+from dspy_flashevolve import AsyncGEPA, CombeeReflection, Guarded
 from dspy_flashevolve.engine.events import Committed
 
 SMALL = Setting(train=12, val=12)
@@ -33,22 +33,18 @@ def test_every_default_method_is_one(name: str) -> None:
 
 def test_a_name_says_what_asyncgepa_is_given() -> None:
     assert async_options("async") == {}
-    assert async_options("lockstep") == async_options("async-lockstep") == {"schedule": "lockstep"}
-    assert async_options("async-full") == {"staleness": "full"}
-    assert async_options("async-patch") == {"staleness": "patch"}
-    assert async_options("async-guarded-8") == {"staleness": Guarded(8)}
-    assert async_options("async-patch-6") == {"staleness": Reflective(batch=6, changes=False)}
-    assert async_options("async-undecided-4") == {"staleness": Reflective(undecided=4)}
-    assert async_options("async-live-3") == {"workflow": Workflow(live_steps=3)}
+    assert async_options("lockstep") == {"schedule": "lockstep"}
+    assert async_options("async-full") == {"search": "pareto", "staleness": "full"}
+    assert async_options("async-reflective") == {"search": "pareto", "staleness": "reflective"}
+    assert async_options("async-reflective+search=edits") == {"search": "edits", "staleness": "reflective"}
+    assert async_options("async-guarded-8") == {"search": "pareto", "staleness": Guarded(8)}
     combee, again = async_options("combee-9"), async_options("combee-9")
     assert (combee["schedule"], combee["reflection_minibatch_size"]) == ("lockstep", 9)
     assert isinstance(combee["instruction_proposer"], CombeeReflection)
     assert combee["instruction_proposer"] is not again["instruction_proposer"], "it shuffles: a run needs its own"
 
 
-@pytest.mark.parametrize(
-    "name", ["async-train-4", "async-train", "async-guarded--1", "combee-0", "async-live-0", "x-3"]
-)
+@pytest.mark.parametrize("name", ["async-train-4", "async-train", "async-guarded--1", "combee-0", "x-3"])
 def test_what_is_no_method_is_named_in_the_error(name: str) -> None:
     with pytest.raises(ValueError, match=f"unknown method '{name}'"):
         method(name)
@@ -97,16 +93,6 @@ def test_an_error_of_a_run_stands_in_its_row(
     assert json.loads(out.read_text())["error"] == "RuntimeError: no such model"
     assert compare.main(["--report", str(out)]) == 0
     assert "async" in capsys.readouterr().out
-
-
-def test_a_report_draws_the_true_scores_over_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out, picture = tmp_path / "runs.jsonl", tmp_path / "scores.png"
-    ends = ["--tasks", "few", "--methods", "async", "--calls", "0", "--seconds", "20"]
-    size = ["--jobs", "1", "--seeds", "1", "--slots", "8", "--train", "8", "--val", "8"]
-    assert compare.main([*ends, *size, "--out", str(out)]) == 0
-    assert compare.main(["--report", str(out), *ends, "--picture", str(picture)]) == 0
-    assert "few" in capsys.readouterr().out
-    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_only_what_was_paid_within_the_limit_counts() -> None:
@@ -241,6 +227,20 @@ def test_a_run_under_a_named_model_has_its_true_score_its_cost_and_its_commit(tm
         assert row.true_score is not None
         assert row.trajectory[-1][-1] is not None
         assert row.commit == commit()
+
+
+def test_a_slow_reflection_model_delays_a_run_by_each_of_its_reflections_and_has_a_row_of_its_own(
+    tmp_path: Path,
+) -> None:
+    out = tmp_path / "runs.jsonl"
+    run = ["--jobs", "1", "--seeds", "1", "--tasks", "few", "--methods", "lockstep", "--seconds", "0", "--calls", "60"]
+    for more in ([], ["--reflection-seconds", "60"]):
+        assert compare.main([*run, "--train", "6", "--val", "6", "--out", str(out), *more]) == 0
+    quick, slow = compare.recorded(out)
+    assert (quick.reflection_seconds, slow.reflection_seconds) == (0.0, 60.0)
+    assert quick.seconds < 60 * slow.lm_calls < slow.seconds
+    assert quick.tokens == slow.tokens, "the same run, but for its time"
+    assert "60 s a reflection" in compare.report([slow])
 
 
 def test_a_command_goes_on_where_it_stopped_and_of_two_runs_the_later_counts(tmp_path: Path) -> None:

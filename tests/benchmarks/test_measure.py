@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import dspy
 import pytest
 
+from benchmarks import throughput
 from benchmarks.engine_cost import NoOp, checksum_score, run, workload
 from benchmarks.measure import Bench, CountedMetric, Figures, NoMeter
 from benchmarks.methods import UNLIMITED_CALLS, Limits, Method, PlainEvaluation, Workload, method
+from benchmarks.results import read_results
 from benchmarks.trajectory import Recorder
 from benchmarks.vllm_cpu import counter
+from benchmarks.workloads.house_rules import without_aforward
+from dspy_flashevolve.programs.placement import runs_on_loop
+from dspy_flashevolve.sim import HouseRules
 from tests.fakes import reflection_lm, task_lm
 
 BENCH = Bench("test", "fake", NoMeter())
@@ -115,3 +121,25 @@ def test_a_counter_of_prometheus_is_summed_over_its_labels() -> None:
     text = 'a_total{engine="0",reason="stop"} 2.0\na_total{engine="0",reason="length"} 1e1\na_total_x 5\n'
     assert counter(text, "a_total") == 12.0
     assert counter("", "a_total") == 0.0
+
+
+def test_throughput_spends_a_budget_with_a_program_that_runs_in_threads(tmp_path: Path) -> None:
+    out = tmp_path / "runs.jsonl"
+    run = ["--seconds", "0", "--calls", "40", "--slots", "8", "--train", "6", "--val", "6", "--time-scale", "50"]
+    assert throughput.main([*run, "--sync", "--methods", "gepa", "async", "--out", str(out)]) == 0
+    for result in read_results(out):
+        assert (result.error, result.settings, result.call_limit) == ("", "program without aforward", 40)
+        assert 0 < result.seconds <= result.total_seconds
+
+
+def test_throughput_needs_an_end(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        throughput.parse(["--seconds", "0"])
+    assert "--calls" in capsys.readouterr().err
+
+
+def test_a_program_without_aforward_runs_in_threads_and_keeps_its_predictors() -> None:
+    program = HouseRules().program(2)
+    threaded = without_aforward(HouseRules().program(2)).deepcopy()
+    assert (runs_on_loop(program), runs_on_loop(threaded)) == (True, False)
+    assert [name for name, _ in threaded.named_predictors()] == [name for name, _ in program.named_predictors()]

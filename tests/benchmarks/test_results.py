@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks import results, score, throughput
-from benchmarks.results import Result, Spread, ratio, table, write_result
+from benchmarks import results, throughput
+from benchmarks.results import Result, Spread, ratio, read_results, table, write_result
 
 
 def _result(method: str, seed: int = 0, **fields: object) -> Result:
@@ -112,15 +112,17 @@ def test_reflections_that_a_batch_has_not_announced_count_for_dspy_gepa_only() -
     assert _result("async", **cut).pace == 10.0
 
 
-def test_the_verdict_compares_medians_and_counts_the_seeds() -> None:
-    results = [
-        *(_result("gepa", seed, best_score=value) for seed, value in enumerate([0.2, 0.5, 0.3])),
-        *(_result("async", seed, best_score=value) for seed, value in enumerate([0.4, 0.4, 0.4])),
-    ]
-    assert score.verdicts(results, "at 9 s") == ["at 9 s: async 0.400 is ahead of gepa 0.300; 2 of 3 seeds"]
+def test_of_equal_runs_of_a_file_the_last_counts(tmp_path: Path) -> None:
+    path = tmp_path / "runs.jsonl"
+    for score in (0.3, 0.4):
+        write_result(path, _result("gepa", best_score=score))
+    assert [run.best_score for run in read_results(path)] == [0.4]
 
 
-def test_an_overshoot_of_async_is_a_problem_and_one_of_gepa_is_not() -> None:
-    over = {"call_limit": 100, "total_metric_calls": 130}
-    assert score.overshoots([_result("gepa", **over), _result("async", call_limit=100, total_metric_calls=100)]) == []
-    assert score.overshoots([_result("async", 3, **over)]) == ["seed 3: async spent 30 metric calls more than 100"]
+@pytest.mark.parametrize("line", ["{", "[]", "3", '{"method": "gepa"}', "null"])
+def test_a_line_that_is_no_run_is_named(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "runs.jsonl"
+    write_result(path, _result("gepa"))
+    path.write_text(path.read_text() + line + "\n")
+    with pytest.raises(ValueError, match="line 2"):
+        read_results(path)

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,16 @@ import pytest
 
 from benchmarks import file_lm
 from benchmarks.local_http import serving
+from benchmarks.methods import Limits, Method, Workload
 from benchmarks.run import chosen, main, standard_error
 from benchmarks.text_student import TextStudent
+from benchmarks.trajectory import Recorder
 from benchmarks.workloads import symptom2disease_coded
+from benchmarks.workloads.aime import metric
+from benchmarks.workloads.registry import workload_names
 from benchmarks.workloads.symptom2disease import DISEASES
+from dspy_flashevolve.sim import SimServer
+from tests.benchmarks.workloads.samples import write_samples
 
 SYMPTOMS = {
     "allergy": "sneezing eyes water pollen", "migraine": "throbbing headache bright light",
@@ -177,13 +184,17 @@ def test_the_command_writes_a_row_a_run_and_goes_on_where_it_stopped(
     assert main([*command, "--methods", "gepa", "async"]) == 0
     assert len(out.read_text().splitlines()) == 2, "what the file has is not run again"
     assert "gepa " in capsys.readouterr().out
+    assert main([*command, "--report", "--picture", str(rows / "scores.svg")]) == 0
+    drawn = (rows / "scores.svg").read_text()
+    assert "dspy.GEPA" in drawn
+    assert "AsyncGEPA" in drawn
+    assert "Combee" not in drawn, "there is no run of it"
 
 
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
         (["aime", "--reflection-model", "x", "--calls", "9"], "the text student knows"),
-        (["symptom2disease-coded", "--reflection-model", "x"], "a run needs an end"),
         (["symptom2disease-coded", "--reflection-model", "x", "--calls", "9", "--methods", "best"], "unknown method"),
     ],
 )
@@ -193,6 +204,87 @@ def test_a_wrong_command_is_refused_before_anything_is_asked(
     with pytest.raises(SystemExit):
         main(arguments)
     assert complaint in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[SimServer]:
+    with SimServer(seed=0, time_scale=1000) as running:
+        yield running
+
+
+def command(workload: str, server: SimServer, folder: Path) -> list[str]:
+    """A small run of a workload on sample rows, both models on a server; rows go to `rows.jsonl` in the folder."""
+    write_samples(folder / "data")
+    models = [part for kind in ("task", "reflection") for part in (f"--{kind}-model", "openai/simulated")]
+    bases = [part for kind in ("task", "reflection") for part in (f"--{kind}-base", server.api_base)]
+    sizes = ["--train", "6", "--val", "6", "--test", "4", "--seeds", "0", "--out", str(folder / "rows.jsonl")]
+    return [workload, *models, *bases, *sizes]
+
+
+@pytest.mark.parametrize("workload", workload_names())
+def test_every_workload_runs_by_its_name(
+    workload: str,
+    server: SimServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for package in {"hotpotqa": ["bm25s"], "ifbench": ["if_verifiable"]}.get(workload, []):
+        pytest.importorskip(package)
+    monkeypatch.setenv("FLASHEVOLVE_DATA", str(tmp_path / "data"))
+    asked = [*command(workload, server, tmp_path), "--calls", "40", "--methods"]
+    assert main([*asked, "gepa"]) == 0
+    assert main([*asked, "gepa", "combee", "async"]) == 0, "goes on with the methods that are missing"
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert [row["method"] for row in rows] == ["gepa", "combee-9", "async"]
+    for row in rows:
+        assert row["error"] == ""
+        assert 0 <= row["test"] <= 1
+        assert row["test_error"] >= 0
+        assert row["seconds"] > 0
+        for counted in (
+            "task_tokens_read",
+            "task_tokens_written",
+            "reflection_tokens_read",
+            "reflection_tokens_written",
+        ):
+            assert row[counted] > 0
+    printed = capsys.readouterr().out
+    assert f"test {rows[2]['test']:.3f} (standard error {rows[2]['test_error']:.3f})" in printed
+    assert f"{rows[2]['task_tokens_read']}/{rows[2]['task_tokens_written']}" in printed.splitlines()[-2]
+
+
+def test_a_run_without_limits_has_the_budget_of_gepas_light_mode(
+    server: SimServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLASHEVOLVE_DATA", str(tmp_path / "data"))
+    given: list[int | None] = []
+
+    def build(workload: Workload, limits: Limits, recorder: Recorder) -> Any:
+        given.append(limits.metric_calls)
+        raise RuntimeError("not run")
+
+    monkeypatch.setattr("benchmarks.run.chosen", lambda name: Method(name, build))
+    assert main([*command("aime", server, tmp_path), "--methods", "gepa", "async"]) == 1
+    light = dspy.GEPA(metric, auto="light", reflection_lm=dspy.LM("openai/x")).auto_budget(1, 6, valset_size=6)
+    assert given == [light, light]
+
+
+def test_the_search_alone_is_counted(server: SimServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHEVOLVE_DATA", str(tmp_path / "data"))
+    for test in ("1", "20"):
+        assert main([*command("aime", server, tmp_path), "--calls", "20", "--methods", "gepa", "--test", test]) == 0
+    few, many = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    read = few["task_tokens_read"]  # of 24 rollouts; the server's replies are not the same in both runs
+    assert many["task_tokens_read"] == pytest.approx(read, rel=0.2), "20 more rollouts would add 80%"
+
+
+def test_rows_without_tokens_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["symptom2disease-coded", "--reflection-model", "file:REPLIES", "--calls", "400", "--report"]
+    assert main(asked) == 0
+    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("gepa-edits")]
+    assert "0.231 (0.029)" in line
+    assert "-/-" in line
 
 
 def test_dspy_gepa_can_be_asked_for_edits() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,13 +13,12 @@ import pytest
 from benchmarks import runs, scheduling, scheduling_tables
 from benchmarks.methods import Limits, Method, async_options, method
 from benchmarks.runs import Job, Row
-from benchmarks.scheduling_tables import EXPERIMENTS, LEAD, experiment_verdicts, lead_verdicts, winner
+from benchmarks.scheduling_tables import EXPERIMENTS, experiment_verdicts
 from benchmarks.tasks import TASKS
-from benchmarks.timeline import SAMPLES
 from benchmarks.trajectory import Point, Recorder, Trajectory
 from benchmarks.variants import variant
 from benchmarks.virtual import Reading, Setting, VirtualRun, run_virtually
-from dspy_flashevolve import Workflow
+from dspy_flashevolve import FLASHEVOLVE, Workflow
 from dspy_flashevolve.engine.events import Committed
 from dspy_flashevolve.sim.batching import Load
 
@@ -33,30 +31,35 @@ def _row(name: str, gain: float = 0.0, task: str = "many", seed: int = 0, **more
     return Row(task, name, seed, "time", 120.0, "simulated", 64, **{**scores, **more})
 
 
-@pytest.mark.parametrize("name", [*LEAD, *scheduling.COMPARED])
+@pytest.mark.parametrize("name", scheduling.COMPARED)
 def test_every_variant_of_the_comparison_is_one(name: str) -> None:
     assert method(name).name == variant(name).name == name
 
 
 def test_a_change_of_a_name_is_an_argument() -> None:
-    assert async_options("async+speculation=off") == {"workflow": Workflow()}
-    assert async_options("async-full+prefix=0.5") == {"staleness": "full", "workflow": Workflow(validate=0.5)}
-    assert async_options("async+prefix=off") == {"workflow": Workflow(validate=1.0)}
+    assert async_options("async-full+prefix=0.5") == {
+        "search": "pareto",
+        "staleness": "full",
+        "workflow": Workflow(validate=0.5),
+    }
     assert async_options("async+prefix=0.1+rollout=1") == {"workflow": Workflow(rollout=1.0, validate=0.1)}
     assert async_options("async+admission=live:20") == {"workflow": Workflow(live_steps=20)}
-    assert async_options("async+controller=none") == {"workflow": Workflow()}
     assert async_options("async+controller=median") == {"workflow": Workflow(median_seconds=10.0)}
+    assert async_options("async+workers=rollout:8,propose:4") == {
+        "workflow": Workflow(workers={"rollout": 8, "propose": 4})
+    }
+    assert async_options("flashevolve") == FLASHEVOLVE
+    changed = async_options("flashevolve+staleness=guarded+prefix=1+controller=none")
+    assert changed == {"search": "pareto", "staleness": "guarded", "workflow": Workflow(rounds=3)}
     assert async_options("lockstep+slots=32") == {"schedule": "lockstep", "num_threads": 32}
     assert async_options("async+slots=adaptive") == {"num_threads": None, "max_concurrency": 256}
 
 
 def test_changes_are_made_in_one_order_however_they_are_written() -> None:
-    off = {"workflow": Workflow(rollout=1.0, validate=0.25)}
-    assert (
-        async_options("async+speculation=off+prefix=0.25") == off == async_options("async+prefix=0.25+speculation=off")
-    )
-    bounded = {"num_threads": 128, "workflow": Workflow(rollout=1.0, live_steps=8)}
-    assert async_options("async-live-8+speculation=off+slots=128") == bounded
+    both = {"workflow": Workflow(rollout=0.5, validate=0.25)}
+    assert async_options("async+rollout=0.5+prefix=0.25") == both == async_options("async+prefix=0.25+rollout=0.5")
+    bounded = {"search": "pareto", "staleness": "full", "num_threads": 128, "workflow": Workflow(live_steps=8)}
+    assert async_options("async-full+admission=live:8+slots=128") == bounded
 
 
 @pytest.mark.parametrize(
@@ -66,16 +69,17 @@ def test_changes_are_made_in_one_order_however_they_are_written() -> None:
         ("async+colour=red", "'colour=red' is no change; there are slots,"),
         ("async+prefix", "'prefix' is no change"),
         ("async+prefix=0.5+prefix=0.25", "prefix stands there twice"),
-        ("async+prefix=2", "prefix is '2', expected off or a share"),
-        ("async+prefix=half", "prefix is 'half', expected off or a share"),
+        ("async+prefix=2", "prefix is '2', expected a share"),
+        ("async+prefix=half", "prefix is 'half', expected a share"),
+        ("async+workers=rollout", "workers is 'rollout', expected STAGE:N"),
+        ("async+workers=rollout:0", "workers is 'rollout:0', expected STAGE:N"),
+        ("async+staleness=late", "staleness is 'late', expected full, guarded or reflective"),
         ("async+racing=0.1", "'racing=0.1' is no change"),
-        ("async+speculation=maybe", "speculation is 'maybe', expected on or off"),
         ("async+admission=gap:8", "admission is 'gap:8', expected live:N"),
         ("async+admission=live:0", "admission is 'live:0'"),
-        ("async+controller=fixed:4", "controller is 'fixed:4', expected none or median"),
+        ("async+controller=fixed:4", "controller is 'fixed:4', expected median"),
         ("async+slots=0", "slots is '0', expected adaptive or a number"),
         ("lockstep+prefix=0.5", "lockstep takes one step at a time, without prefix"),
-        ("async-live-3+admission=live:2", "it bounds its live steps already"),
     ],
 )
 def test_a_name_that_is_none_says_what_is_wrong(name: str, reason: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -100,9 +104,9 @@ def test_what_cannot_run_is_refused_before_anything_runs(
 
 
 def test_a_plan_has_every_profile_task_seed_and_variant_with_its_seconds() -> None:
-    options = scheduling.parse(["--lead", "--seeds", "2", "--seconds", "60", "api-gpt-4o-mini=180"])
+    options = scheduling.parse(["--tasks", *TASKS, "--seeds", "2", "--seconds", "60", "api-gpt-4o-mini=180"])
     jobs = scheduling.planned(options)
-    assert len(jobs) == 2 * len(TASKS) * 2 * len(LEAD) == len({job.row.key for job in jobs})
+    assert len(jobs) == 2 * len(TASKS) * 2 * len(scheduling.COMPARED) == len({job.row.key for job in jobs})
     assert {(job.setting.profile, job.limits.seconds) for job in jobs} == {
         ("h100-qwen3-8b", 60.0),
         ("api-gpt-4o-mini", 180.0),
@@ -140,7 +144,7 @@ def test_what_a_file_has_is_not_run_again(
 
 def test_a_command_leaves_rows_that_its_report_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "runs.jsonl"
-    names = ["async", "async+prefix=off", "async-full+speculation=off+prefix=0.5+controller=median+slots=4"]
+    names = ["async", "async+rollout=0.5", "async-full+prefix=0.5+controller=median+slots=4"]
     assert scheduling.main([*TINY, "--seconds", "20", "--methods", *names, "--out", str(out)]) == 0
     assert "others" in capsys.readouterr().out
     lines = [json.loads(line) for line in out.read_text().splitlines()]
@@ -148,9 +152,8 @@ def test_a_command_leaves_rows_that_its_report_reads(tmp_path: Path, capsys: pyt
     assert {line["benchmark"] for line in lines} == {"scheduling"}
     assert [line["error"] for line in lines] == [""] * 3
     assert all(line["validations"] >= 1 and line["span"] == 20.0 for line in lines)
-    for lead in ([], ["--lead"]):
-        assert scheduling.main([*lead, "--report", str(out)]) == 0
-        assert "the default" in capsys.readouterr().out
+    assert scheduling.main(["--report", str(out)]) == 0
+    assert "the default" in capsys.readouterr().out
 
 
 def test_an_argument_that_does_not_work_ends_its_run_and_no_other() -> None:
@@ -166,57 +169,18 @@ def test_a_table_has_the_medians_of_what_did_not_fail() -> None:
         *(_row("async", gain, seed=seed, accepted=count) for seed, (gain, count) in enumerate([(0.2, 4), (0.4, 8)])),
         _row("async", 9.0, seed=2, accepted=99, error="RuntimeError: no"),
         _row("lockstep", 0.1, validations=3),
-        _row("combee-9", 0.2),
         _row("mine", 0.1, refused=5, refused_share=0.025),
     ]
-    text = scheduling_tables.report(rows, lead=True)
+    text = scheduling_tables.report(rows)
     assert "many, at 120 virtual seconds (simulated), 64 slots, 60 + 60 examples" in text
+    assert "others" in text
     columns = ("validations a minute", "accepted a minute")
-    lines = {line[0]: line[1:] for line in scheduling_tables.cells(rows, LEAD, columns, ratios=True)}
-    assert list(lines) == ["lockstep", "combee-9", "async"]
-    assert lines["async"] == ["the default", "0.400 (0.300-0.500)", "+0.300", "3.00", "1.50", "0.00", "3.00"]
-    assert lines["lockstep"][2:] == ["+0.100", "1.00", "0.50", "1.50", "0.00"]
-    (mine,) = scheduling_tables.cells(rows, {"mine": ""}, ("429s", "refused after 10 s"), ratios=False)
-    assert mine == ["mine", "", "0.200 (0.200-0.200)", "+0.100", "5", "2.50%"]
-    assert "mine" in text
-    assert "others" in scheduling_tables.report(rows, lead=False)
-
-
-@pytest.mark.parametrize(
-    ("task", "ours", "words"),
-    [
-        (
-            "many",
-            0.5,
-            ["is 5.00 x lockstep's +0.100, at least 5 x: met", "is 2.50 x combee-25's +0.200, at least 2 x: met"],
-        ),
-        ("many", 0.3, ["at least 5 x: MISSED", "is 1.50 x combee-25's +0.200, at least 2 x: MISSED"]),
-        ("few", 0.3, ["above it: met", "above it: met"]),
-        ("rivals", 0.2, ["lockstep's +0.100, above it: met", "combee-25's +0.200, above it: MISSED"]),
-    ],
-)
-def test_the_targets_of_the_lead_figure(task: str, ours: float, words: list[str]) -> None:
-    gains = {"lockstep": 0.1, "combee-9": 0.15, "combee-25": 0.2, "async": ours}
-    lines = lead_verdicts([_row(name, gain, task) for name, gain in gains.items()])
-    assert [line.endswith(word) for line, word in zip(lines, words, strict=True)] == [True] * 2
-    assert lead_verdicts([_row("lockstep", 0.1)]) == []
-
-
-def test_a_rival_that_gains_nothing_has_no_ratio() -> None:
-    (line,) = lead_verdicts([_row("lockstep", 0.0, "few"), _row("async", 0.0, "few")])
-    assert line.endswith("async +0.000 against lockstep's +0.000, above it: MISSED")
-
-
-@pytest.mark.parametrize(("other", "word"), [(0.3, "met"), (0.31, "MISSED")])
-def test_the_default_has_to_win_on_average(other: float, word: str) -> None:
-    groups = [
-        [_row("async", 0.2), _row("async-full", 0.3), _row("async-patch", 9.0), _row("combee-9", 9.0)],
-        [_row("async", 0.4, "few"), _row("async-full", other, "few")],
-    ]
-    (line,) = winner(groups)
-    assert line.startswith("the default wins: async +0.300 on average, the best other, async-full, ")
-    assert line.endswith(word)
-    assert winner([[_row("async", 0.2)]]) == winner([]) == []
+    lines = {line[0]: line[1:] for line in scheduling_tables.cells(rows, EXPERIMENTS["mechanisms"], columns)}
+    assert list(lines) == ["lockstep", "async"]
+    assert lines["async"] == ["the default", "0.400 (0.300-0.500)", "+0.300", "3.00", "0.00", "3.00"]
+    assert lines["lockstep"][2:] == ["+0.100", "1.00", "1.50", "0.00"]
+    (mine,) = scheduling_tables.cells(rows, {"mine": ""}, ("429s", "refused after 10 s"))
+    assert mine == ["mine", "", "0.200 (0.200-0.200)", "+0.100", "1.00", "5", "2.50%"]
 
 
 @pytest.mark.parametrize(("better", "word"), [(True, "met"), (False, "MISSED")])
@@ -252,7 +216,6 @@ def test_the_targets_of_the_experiments(better: bool, word: str) -> None:
 def test_every_variant_of_a_verdict_is_in_the_comparison() -> None:
     assert {"async", "async+prefix=0.25"} <= EXPERIMENTS["prefix"].keys()
     assert next(iter(EXPERIMENTS["slots"])) == "async+slots=adaptive"
-    assert {"async", "lockstep"} <= LEAD.keys()
 
 
 def test_what_was_refused_is_counted_after_the_first_seconds() -> None:
@@ -270,18 +233,6 @@ def test_a_reading_has_the_models_counters() -> None:
         refused=[0.5, 3.0], requests={"task": 4, "reflection": 1}, prompt_tokens=40, load=lambda: load
     )
     assert Reading.of(model) == Reading(7.5, prompt_tokens=40, answered=5, refused=2, reflections=1, running_seconds=9)
-
-
-def test_the_slots_in_use_are_sampled_up_to_the_limit() -> None:
-    run = run_virtually(method("async"), TASKS["few"].task(0), Limits(4, 0, seconds=30.0), SMALL)
-    assert len(run.busy) == SAMPLES
-    assert run.busy[-1][0] == 30.0
-    assert max(running for _, running in run.busy) <= 4.0 + 1e-9
-    spans = [after - before for (before, _), (after, _) in pairwise([(0.0, 0.0), *run.busy])]
-    mean = sum(span * running for span, (_, running) in zip(spans, run.busy, strict=True)) / 30.0
-    assert mean == pytest.approx(run.reading.running_seconds / 30.0)
-    assert mean > 2.0
-    assert run_virtually(method("async"), TASKS["few"].task(0), Limits(4, 0, metric_calls=60), SMALL).busy == ()
 
 
 def test_candidates_of_the_pool_by_the_limit_have_landed() -> None:

@@ -43,30 +43,6 @@ def test_the_score_at_a_time_is_the_best_of_what_was_scored_by_then(
     assert run.at(seconds).best_score == max(scored, default=None)
 
 
-@given(steps=STEPS, calls=st.integers(0, 200))
-def test_the_score_at_a_number_of_calls_spends_no_more_than_that(
-    steps: list[tuple[float, int, float | None]], calls: int
-) -> None:
-    run = built(steps)
-    found = run.at_calls(calls)
-    assert found.metric_calls <= calls
-    assert all(point.metric_calls > calls or point.seconds <= found.seconds for point in run.points)
-
-
-@given(steps=STEPS, score=st.floats(0, 1))
-def test_the_time_to_a_score_is_the_first_moment_that_has_it(
-    steps: list[tuple[float, int, float | None]], score: float
-) -> None:
-    run = built(steps)
-    seconds = run.seconds_to(score)
-    if seconds is None:
-        assert run.end.best_score is None or run.end.best_score < score
-        return
-    assert (run.at(seconds).best_score or 0) >= score
-    before = [point for point in run.points if point.seconds < seconds]
-    assert all(point.best_score is None or point.best_score < score for point in before)
-
-
 def test_an_empty_trajectory_is_at_nothing() -> None:
     assert Trajectory().at(5.0) == Trajectory().end == Point()
     assert Trajectory().seed_score is None

@@ -1,4 +1,4 @@
-"""A run in a process of its own, to be killed and taken up again: `python -m tests.contract.child DIR SCHEDULE CALLS`.
+"""A run in a process of its own, to be killed and taken up again: `python -m tests.contract.child DIR KIND CALLS`.
 
 The language models are named fakes in the process (tests/fakes.py), a little slow; every call of the metric appends a
 line to DIR/calls.txt before it does anything else, so that what was really paid can be counted afterwards.
@@ -22,6 +22,16 @@ from tests.fakes import Chain, digits, examples, hashed, reflection_lm, task_lm
 TRAIN, VAL = examples("t", 9), examples("v", 12)
 
 
+KINDS: dict[str, dict[str, Any]] = {
+    "lockstep": {"schedule": "lockstep"},
+    "edits": {},
+    "edits reflective": {"staleness": "reflective"},
+    "pareto": {"search": "pareto"},
+    "pareto guarded": {"search": "pareto", "staleness": "guarded"},
+    "pareto reflective": {"search": "pareto", "staleness": "reflective"},
+}
+
+
 class SlowChain(Chain):
     """Each rollout takes some milliseconds, some take more."""
 
@@ -30,8 +40,8 @@ class SlowChain(Chain):
         return await super().aforward(question)
 
 
-def run(directory: Path, schedule: str, calls: int, predictors: int = 1, **options: Any) -> Any:
-    """One compile; `schedule` is "lockstep" or a policy."""
+def run(directory: Path, kind: str, calls: int, predictors: int = 1, **options: Any) -> Any:
+    """One compile of a kind in `KINDS`."""
     written = os.open(directory / "calls.txt", os.O_APPEND | os.O_CREAT | os.O_WRONLY)
 
     def metric(gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None) -> Any:
@@ -39,7 +49,7 @@ def run(directory: Path, schedule: str, calls: int, predictors: int = 1, **optio
             os.write(written, f"{gold.question}\n".encode())
         return digits(gold, pred, trace, pred_name, pred_trace)
 
-    chosen = {"schedule": "lockstep"} if schedule == "lockstep" else {"staleness": schedule, "num_threads": 8}
+    chosen = KINDS[kind] | ({} if kind == "lockstep" else {"num_threads": 8})
     with dspy.context(lm=task_lm()):
         optimizer = AsyncGEPA(
             metric,

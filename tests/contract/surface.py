@@ -17,15 +17,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import dspy
+from hypothesis import strategies as st
 
 import dspy_flashevolve
-from dspy_flashevolve import AsyncGEPA
+from dspy_flashevolve import AsyncGEPA, Edits, Guarded, Reflective
 from dspy_flashevolve.sim.virtual import run
 from tests.fakes import Chain, digits, examples, fake_lm, hashed, reflection_lm, reply_for
 
 TRAIN, VAL = examples("t", 7), examples("v", 9)
 ENDLESS = 10**6
 """A budget of metric calls that no test spends."""
+SEARCHES = st.sampled_from(["edits", "pareto", Edits(frontier_share=1.0)])
+POLICIES = st.sampled_from(["full", "guarded", "reflective", Guarded(0), Reflective(min_gap=0)])
+"""Any search goes with any policy."""
 
 
 # Runs
@@ -84,12 +88,12 @@ class Heard:
 
 
 class Sum(dspy.Module):
-    """A named fake of an integration: takes every child in."""
+    """A named fake of a repair: takes every child in."""
 
     async def aforward(self, head: Any, children: Any, **_: Any) -> Any:
         texts = {name: f"Instruction {hashed(head, [c.texts for c in children]) % 100_000}" for name in head}
         judged = [SimpleNamespace(child=c.number, verdict="orthogonal", reason="sum") for c in children]
-        return dspy.Prediction(texts={next(iter(texts)): next(iter(texts.values()))}, verdicts=judged)
+        return dspy.Prediction(texts={name: texts[name] for c in children for name in c.texts}, verdicts=judged)
 
 
 def early(rollout: float = 1.0, validate: float = 1.0, rounds: int = 3) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from dspy.primitives.local_interpreter import LocalInterpreter
 from dspy.teleprompt.gepa.gepa import DspyGEPAResult
 from gepa.strategies.proposal_sampling import IndependentSampling
 
-from dspy_flashevolve import AsyncGEPA, ConfigurationError
+from dspy_flashevolve import AsyncGEPA, ConfigurationError, Guarded
 from tests.contract.surface import TRAIN, VAL, check_ends, check_winner, compiled, optimizer, steps_of
 from tests.fakes import Chain, digits, examples, fake_lm, hashed, reflection_lm, reply_for, task_lm
 
@@ -339,6 +339,11 @@ def test_a_checkpoint_is_read_by_gepa_and_a_run_goes_on_from_it(tmp_path: Any) -
         ({"max_concurrency": True}, ConfigurationError, "max_concurrency is True"),
         ({"max_seconds": 0}, ConfigurationError, "max_seconds is 0"),
         ({"staleness": 5}, ConfigurationError, "staleness is 5, expected one of 'full'"),
+        ({"staleness": "patch"}, ConfigurationError, "staleness is 'patch', expected one of 'full', 'guarded', 'refl"),
+        ({"staleness": "edits"}, ConfigurationError, "staleness is 'edits', expected one of 'full'"),
+        ({"search": "full"}, ConfigurationError, "search is 'full', expected 'edits', 'pareto', or an Edits"),
+        ({"search": None}, ConfigurationError, "search is None, expected 'edits', 'pareto', or an Edits"),
+        ({"search": Guarded(2)}, ConfigurationError, "search is Guarded.*expected 'edits', 'pareto', or an Edits"),
         ({"stale_candidate_reflection": "x"}, ConfigurationError, "expected a dspy.Module"),
         ({"max_reflection_calls": 0}, ConfigurationError, "max_reflection_calls is 0"),
         ({"max_cost": -1.0}, ConfigurationError, "max_cost is -1.0"),

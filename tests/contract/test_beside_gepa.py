@@ -522,7 +522,7 @@ class Traces(BaseCallback):
 
 
 @pytest.mark.parametrize(
-    ("name", "more"), [(name, {}) for name in OPTIMIZERS] + [("async", {"staleness": "full"})], ids=str
+    ("name", "more"), [(name, {}) for name in OPTIMIZERS] + [("async", {"search": "pareto"})], ids=str
 )
 def test_every_full_validation_is_told_to_dspys_callbacks(name: str, more: dict[str, Any]) -> None:
     traces, heard = Traces(), Heard()
@@ -639,8 +639,11 @@ def test_feedback_that_fails_on_some_examples_ends_no_run(name: str) -> None:
     trainset = examples("t", 60)
     stats = optimized(name, Chain(), metric, trainset=trainset, max_metric_calls=300).async_stats
     assert stats.outcome == "finished"
-    assert stats.ended["failed"] > 8
     assert stats.proposals > 0
+    if name == "lockstep":
+        assert stats.ended["failed"] > 8, "one example without feedback costs the step, as in dspy.GEPA"
+    else:
+        assert stats.ended["failed"] == 0, "the reflection reads the others"
 
 
 @ours

@@ -5,16 +5,20 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import dspy
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dspy_flashevolve import AsyncGEPA, Guarded, RunAbortedError, Workflow
-from dspy_flashevolve.sim.virtual import run
+from dspy_flashevolve import AsyncGEPA, RunAbortedError, Workflow
+from dspy_flashevolve.sim import HouseRules
+from dspy_flashevolve.sim.reply_model import reply_model_named
+from dspy_flashevolve.sim.virtual import SimulatedModel, run
 from tests.contract.surface import (
+    POLICIES,
+    SEARCHES,
     TRAIN,
     VAL,
     check_ends,
@@ -31,7 +35,6 @@ from tests.contract.surface import (
 from tests.contract.worlds import Rules, World, play
 from tests.fakes import Chain, digits, examples, reflection_lm, task_lm
 
-POLICIES = st.sampled_from(["full", "guarded", "patch", "reflective", Guarded(0)])
 WORLDS = st.builds(
     World,
     seed=st.integers(0, 10**6),
@@ -49,6 +52,7 @@ WORLDS = st.builds(
     beyond_the_seed=st.integers(0, 100),
     slots=st.sampled_from([1, 3, 16, 64]),
     minibatch=st.integers(1, 5),
+    search=SEARCHES,
     staleness=POLICIES,
     workflow=st.sampled_from([None, (0.5, 1.0), (0.67, 0.3)]),
     options=st.fixed_dictionaries(
@@ -57,7 +61,14 @@ WORLDS = st.builds(
     ),
 )
 def test_whatever_the_program_the_faults_and_the_schedule_the_budget_holds_and_every_step_ends_once(
-    world: World, beyond_the_seed: int, slots: int, minibatch: int, staleness: Any, workflow: Any, options: Any
+    world: World,
+    beyond_the_seed: int,
+    slots: int,
+    minibatch: int,
+    search: Any,
+    staleness: Any,
+    workflow: Any,
+    options: Any,
 ) -> None:
     calls = world.val + beyond_the_seed
     a_step = 2 * min(minibatch, world.train) + world.val
@@ -71,6 +82,7 @@ def test_whatever_the_program_the_faults_and_the_schedule_the_budget_holds_and_e
             calls,
             num_threads=slots,
             reflection_minibatch_size=minibatch,
+            search=search,
             staleness=staleness,
             failure_score=0.05,
             **options,
@@ -192,6 +204,34 @@ def test_a_run_goes_on_until_its_budget_pays_no_further_step(calls: int, minibat
     assert steps_of(stats) >= (calls - world.val) // step
 
 
+def unspent(calls: int, model: str, predictors: Literal[1, 2] = 1, seed: int = 0) -> int:
+    """Metric calls that a run leaves, with ten training and ten validation examples and minibatches of three."""
+    task = HouseRules(rules=12, seed=seed, reply_model=reply_model_named(model))
+    lm = SimulatedModel("h100-qwen3-8b", seed=seed, reply_model=task.reply_model).lm()
+    one = optimizer(calls, metric=task.metric, reflection_lm=lm, num_threads=8, seed=seed)
+
+    async def compile_it() -> Any:
+        with dspy.context(lm=lm):
+            return await one.acompile(task.program(predictors), trainset=task.trainset(10), valset=task.valset(10))
+
+    return calls - run(compile_it).async_stats.metric_calls
+
+
+@pytest.mark.parametrize("model", ["obliging", "plain", "strong", "rewriting"])
+def test_no_head_is_validated_that_leaves_calls_for_neither_a_step_nor_the_last_heads_validation(model: str) -> None:
+    assert unspent(60, model) < 2 * 3, "two minibatches"
+
+
+@pytest.mark.parametrize(
+    ("calls", "model", "predictors", "seed"),
+    [(110, "obliging", 1, 1), (110, "plain", 2, 0), (110, "plain", 1, 2), (160, "plain", 2, 0)],
+)
+def test_calls_kept_for_a_second_validation_pay_steps_where_two_validations_do_not_fit(
+    calls: int, model: str, predictors: Literal[1, 2], seed: int
+) -> None:
+    assert unspent(calls, model, predictors, seed) < 10, "a validation"
+
+
 class NothingNew(World):
     """Its reflections change nothing, so that steps end before the late part of their minibatch does."""
 
@@ -203,7 +243,7 @@ class NothingNew(World):
 @pytest.mark.parametrize("seed", range(3))
 def test_every_metric_call_is_told_even_one_that_ends_after_the_last_step(seed: int) -> None:
     world = NothingNew(seed=seed, spread=60.0, reflection_seconds=0.1)
-    program = play(world, calls=60 + seed, staleness="reflective")
+    program = play(world, calls=60 + seed)
     assert program.async_stats.metric_calls == program.detailed_results.total_metric_calls == len(world.scored)
 
 
@@ -252,7 +292,7 @@ def test_a_screen_that_cannot_pass_is_given_up_after_its_first_example(minibatch
     world = World(train=2, val=5, score=lambda text, question: 0.8 if "seed" in text else 0.0)
     rejected: list[str] = []
     reasons = on("on_candidate_rejected", lambda event: rejected.append(event["reason"]))
-    play(world, 60, num_threads=1, reflection_minibatch_size=minibatch, staleness="full", gepa_kwargs=reasons)
+    play(world, 60, num_threads=1, reflection_minibatch_size=minibatch, search="pareto", gepa_kwargs=reasons)
     children = {text for text, _ in world.scored if "child" in text}
     assert children
     assert len([text for text, _ in world.scored if text in children]) == len(children), rejected[0]

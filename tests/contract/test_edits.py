@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -93,30 +94,35 @@ def test_children_that_help_join_without_a_screen_and_all_calls_buy_reflections(
     program = compiled(Reflection(tidy), calls=300)
     stats = program.async_stats
     unscreened = sum(n for reason, n in stats.end_reasons.items() if reason.startswith("its edits are in the head"))
-    assert unscreened > 5
+    assert unscreened > stats.proposals / 3
     assert not [reason for reason in stats.end_reasons if "tested" in reason]
 
 
-def examples_read(**options: Any) -> list[int]:
-    """How many examples each reflection was shown."""
+def examples_read(reflects_whole: bool = False, **options: Any) -> list[int]:
+    """How many examples each reflection was shown; one that is asked for the whole text adds a rule to it."""
     reflection, shown = Reflection(tidy), list[int]()
 
     def reflect(prompt: str) -> str:
-        if "`edits`" in prompt:
+        if "`edits`" in prompt or reflects_whole:
             shown.append(prompt.count("Add rules."))
+        if reflects_whole:
+            text = field(prompt, "current_instruction")
+            return reply(prompt, new_instruction=f"{text}\n- rule {len(shown)}")
         return reflection(prompt)
 
     compiled(reflect, **options)
     return shown
 
 
-def test_where_nearly_all_children_help_a_reflection_reads_eight_examples_and_else_three() -> None:
-    shown = examples_read()
-    assert shown[0] == 3
-    assert set(shown) == {3, 8}
-    assert set(examples_read(reflection_minibatch_size=4)) == {4}, "what the user says holds"
+def test_a_reflection_reads_as_many_examples_as_the_budget_pays_twelve_reflections_of() -> None:
+    """Beside two validations of ten examples each; a step costs its minibatch twice."""
+    assert max(examples_read(calls=20 + 12 * 2 * 5)) == 5  # the last minibatch of an epoch may be smaller
+    assert set(examples_read(calls=80)) == {3}, "never fewer than three"
+    assert set(examples_read(calls=900)) == {12}, "at most half of the 24 training examples"
+    assert set(examples_read(calls=900, reflection_minibatch_size=4)) == {4}, "what the user says holds"
     sampling = {"sampling_strategy": SameParentSampling(2)}
     assert set(examples_read(calls=200, gepa_kwargs=sampling)) == {3}, "so does a strategy of the user's"
+    assert set(examples_read(calls=200, schedule="lockstep", reflects_whole=True)) == {3}
 
 
 def test_children_that_do_not_help_are_screened_to_the_end() -> None:
@@ -180,3 +186,99 @@ def test_a_prompt_written_anew_that_was_cut_off_is_not_validated() -> None:
     program = compiled(lambda prompt: reflection(prompt) + (CUT_OFF if "consolidated" in prompt else ""))
     assert reflection.consolidated
     assert not any("Half of" in text_of(candidate) for candidate in program.detailed_results.candidates)
+
+
+class Rewriting(Reflection):
+    """Puts the whole text in other words with each reflection, and adds a rule of its own.
+
+    ``joins`` makes of a text and of what the alternatives say a new text.
+    """
+
+    def __init__(self, joins: Callable[[str, str], str]) -> None:
+        super().__init__(tidy)
+        self._joins, self.joined = joins, list[str]()
+
+    def __call__(self, prompt: str) -> str:
+        text = field(prompt, "current_instruction" if "`edits`" in prompt else "instruction")
+        if "`edits`" not in prompt:
+            self.joined.append(field(prompt, "alternatives"))
+            return reply(prompt, consolidated=self._joins(text, self.joined[-1]))
+        number, parts = next(self._rules), text.count("\n[") + 1
+        rules = ", ".join(sorted({*rules_in(text), f"rule {number}"}))
+        gone = [{"action": "remove", "part": part, "text": "", "reason": ""} for part in range(2, parts + 1)]
+        whole = f"Wording {number} of the task is to keep all of: {rules}"
+        return reply(prompt, edits=[{"action": "replace", "part": 1, "text": whole, "reason": ""}, *gone])
+
+
+def with_their_rules(text: str, alternatives: str) -> str:
+    rules = sorted({*rules_in(text), *rules_in(alternatives)})
+    return "Answer.\n" + "\n".join(f"- {rule}" for rule in rules)
+
+
+def test_what_rewrites_that_were_made_at_the_same_time_know_comes_together_in_one_text() -> None:
+    reflection = Rewriting(with_their_rules)
+    program = compiled(reflection, calls=200)
+    assert any(alternatives.count("Version") > 1 for alternatives in reflection.joined)
+    generations = max(commit.generation for commit in program.async_stats.commits)
+    assert len(rules_in(text_of(program))) > generations, "a rewrite adds one rule to its parent's"
+    joined = [text for text in map(text_of, program.detailed_results.candidates) if text.startswith("Answer.\n- rule")]
+    assert joined
+    assert len(set(joined)) == len(joined), "none is validated twice"
+
+
+@pytest.mark.parametrize("calls", [200, 600])
+@pytest.mark.parametrize("joins", [lambda text, others: "Answer.", lambda text, others: "", lambda text, others: text])
+def test_a_text_that_joins_nothing_is_not_returned_and_none_is_validated_twice(
+    joins: Callable[[str, str], str], calls: int
+) -> None:
+    reflection = Rewriting(joins)
+    program = compiled(reflection, calls=calls)
+    validated = list(map(text_of, program.detailed_results.candidates))
+    assert len(set(validated)) == len(validated)
+    assert reflection.joined
+    assert text_of(program).startswith("Wording")
+    assert len(rules_in(text_of(program))) > 1
+
+
+def test_a_run_that_was_left_while_its_last_head_is_written_anew_validates_that_head_when_it_goes_on(
+    tmp_path: Path,
+) -> None:
+    """The new text loses all that was learnt, so that only the head is worth anything."""
+    leaves = [True]
+
+    def rewrites(text: str) -> str:
+        if leaves.pop() if leaves else False:
+            raise SystemExit
+        return "Answer."
+
+    reflection = Reflection(rewrites)
+    with pytest.raises(SystemExit):
+        compiled(reflection, calls=79, log_dir=str(tmp_path))
+    program = compiled(reflection, calls=79, log_dir=str(tmp_path))
+    assert reflection.consolidated, "it was asked for again"
+    assert len(rules_in(text_of(program))) > 3
+
+
+def feedback_on(names: str) -> Any:
+    """A metric that raises where it is asked for feedback on other predictors than those of these names."""
+
+    def metric(gold: Any, pred: Any, trace: Any = None, pred_name: Any = None, pred_trace: Any = None) -> Any:
+        if pred_name is not None and pred_name not in names:
+            raise LookupError("no feedback on this predictor")
+        return dspy.Prediction(score=float(pred.answer.split()[-1]), feedback="Add rules.")
+
+    return metric
+
+
+def test_where_one_predictor_gets_no_feedback_the_others_are_reflected_on() -> None:
+    optimizer = AsyncGEPA(
+        feedback_on("steps[0]"), max_metric_calls=150, reflection_lm=fake_lm(Reflection(tidy)), num_threads=8,
+        component_selector="all", track_stats=True,
+    )  # fmt: skip
+
+    async def main() -> Any:
+        with dspy.context(lm=task_lm(0)):
+            return await optimizer.acompile(Chain(2), trainset=TRAIN, valset=VAL)
+
+    program = run(main)
+    assert program.async_stats.proposals > 3

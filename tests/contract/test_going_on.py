@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sqlite3
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,8 @@ import pytest
 from dspy.utils.exceptions import LMAuthError
 from pydantic import BaseModel, ConfigDict, Field
 
-from dspy_flashevolve import AsyncGEPA, RunAbortedError
-from tests.contract.surface import Sum, check_ends, facts, journal_of, problems
+from dspy_flashevolve import AsyncGEPA, Reflective, RunAbortedError
+from tests.contract.surface import Sum, check_ends, facts, journal_of, problems, sql
 from tests.fakes import Chain, digits, examples, fake_lm, hashed, reply_for
 
 TRAIN, VAL = examples("t", 7), examples("v", 8)
@@ -222,9 +223,75 @@ def test_a_reflection_that_was_paid_before_the_interruption_is_used_after_it(tmp
     assert stats.reflection_calls == len(reflected) - 1, "that of the session before is not counted again"
 
 
+@pytest.mark.parametrize("search", ["edits", "pareto"])
+def test_a_repair_that_was_paid_before_the_interruption_is_used_after_it(tmp_path: Path, search: Any) -> None:
+    """The child, what it is patched onto and the patch are those of the session before."""
+    asked: list[Any] = []
+
+    class Asked(Sum):
+        async def aforward(self, head: Any, children: Any, **more: Any) -> Any:
+            asked.append([child.texts for child in children])
+            return await super().aforward(head, children, **more)
+
+    def proposer(candidate: Any, reflective_dataset: Any, components_to_update: list[str]) -> dict[str, str]:
+        rows = sorted(record["Inputs"]["question"] for record in reflective_dataset["steps[0]"])
+        return {name: f"Instruction {hashed(rows, candidate)}" for name in components_to_update}
+
+    options: dict[str, Any] = {
+        "num_threads": 1, "predictors": 1, "instruction_proposer": proposer, "stale_candidate_reflection": Asked(),
+        "search": search, "staleness": Reflective(min_gap=0),
+    }  # fmt: skip
+    with pytest.raises(RunAbortedError):
+        run(tmp_path, task_at=8 + 3 + 2, **options)  # in the first screen
+    before = list(asked)
+    assert before
+    [told] = sql(tmp_path, "SELECT COUNT(*) FROM replies WHERE stage = 'integrate'")
+    assert told[0] == len(before)
+    details = run(tmp_path, **options)
+    assert len(asked) > len(before)
+    assert not [children for children in asked[len(before) :] if children in before], "none was asked for twice"
+    assert details.async_stats.integration_calls == len(asked) - len(before), "those before are not counted again"
+    check_ends(details.async_stats)
+    assert problems(tmp_path) == []
+
+
+def test_a_run_that_goes_on_with_another_search_or_policy_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    sessions: list[tuple[dict[str, Any], str]] = [
+        ({"search": "pareto", "staleness": "guarded"}, ""),
+        ({"search": "pareto", "staleness": "guarded"}, ""),
+        ({"search": "pareto"}, "was last run with staleness='guarded'; it goes on with staleness='full'."),
+        ({}, "was last run with search='pareto'; it goes on with search='edits'."),
+    ]
+    for number, (options, message) in enumerate(sessions):
+        caplog.clear()
+        details = run(tmp_path, 60 + 20 * number, **options)
+        assert [record.getMessage().partition(repr(str(tmp_path)))[2].strip() for record in caplog.records
+                if "was last run with" in record.getMessage()] == ([message] if message else [])  # fmt: skip
+        assert details.total_metric_calls <= 60 + 20 * number
+
+
+def test_a_run_of_an_earlier_version_with_its_names_goes_on_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    known = run(tmp_path, 60, search="pareto").total_metric_calls
+    with sqlite3.connect(journal_of(tmp_path)) as connection:  # it had search in staleness, and a name of its own
+        [(settings,)] = connection.execute("SELECT settings FROM sessions").fetchall()
+        earlier = {name: value for name, value in json.loads(settings).items() if name != "search"}
+        connection.execute("UPDATE sessions SET settings = ?", (json.dumps(earlier | {"staleness": "patch"}),))
+    details = run(tmp_path, 100)
+    assert "last run with no search= and staleness='patch'; it goes on with search='edits' and staleness='full'." in (
+        caplog.text
+    )
+    assert known < details.total_metric_calls <= 100
+    assert problems(tmp_path) == []
+
+
+@pytest.mark.parametrize("search", ["edits", "pareto"])
 @pytest.mark.parametrize("task_at", [60, 105, 150])
-def test_an_asynchronous_run_with_integrations_goes_on_and_pays_no_finished_rollout_twice(
-    tmp_path: Path, task_at: int
+def test_an_asynchronous_run_goes_on_and_pays_no_finished_rollout_twice(
+    tmp_path: Path, task_at: int, search: Any
 ) -> None:
     scored: list[str] = []
 
@@ -233,7 +300,10 @@ def test_an_asynchronous_run_with_integrations_goes_on_and_pays_no_finished_roll
             scored.append(gold.question)
         return digits(gold, pred, trace, pred_name, pred_trace)
 
-    options: dict[str, Any] = {"stale_candidate_reflection": Sum(), "num_threads": 8, "predictors": 1, "metric": metric}
+    options: dict[str, Any] = {
+        "stale_candidate_reflection": Sum(), "num_threads": 8, "predictors": 1, "metric": metric, "search": search,
+        "staleness": Reflective(min_gap=0),
+    }  # fmt: skip
     with suppress(RunAbortedError):
         run(tmp_path, 200, task_at=task_at, **options)
     known = json.loads((tmp_path / "candidates.json").read_text()) if (tmp_path / "candidates.json").exists() else []

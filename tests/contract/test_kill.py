@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.contract.child import VAL
+from tests.contract.child import KINDS, VAL
 from tests.contract.surface import problems
 from tests.killing import finished, killed_after
 
@@ -27,10 +27,10 @@ ONE_STEP = 2 * 3 + len(VAL)
 class Victim:
     """A run in processes of its own."""
 
-    def __init__(self, directory: Path, schedule: str, calls: int) -> None:
+    def __init__(self, directory: Path, kind: str, calls: int) -> None:
         self.directory = directory
         self.run = directory / "run"
-        self._module = "tests.contract.child", directory, schedule, calls
+        self._module = "tests.contract.child", directory, kind, calls
 
     def calls_made(self) -> int:
         """What the metric itself has counted, over all processes."""
@@ -48,9 +48,9 @@ class Victim:
         return json.loads(path.read_text()) if path.exists() else []
 
 
-def survives(directory: Path, schedule: str, calls: int, kills: int, seed: int) -> Iterator[str]:
+def survives(directory: Path, kind: str, calls: int, kills: int, seed: int) -> Iterator[str]:
     """Kill and go on; yields what is wrong."""
-    victim, rng = Victim(directory, schedule, calls), random.Random(seed)
+    victim, rng = Victim(directory, kind, calls), random.Random(seed)
     pool: list[dict[str, str]] = []
     done = 0
     for _ in range(kills):
@@ -66,7 +66,7 @@ def survives(directory: Path, schedule: str, calls: int, kills: int, seed: int) 
         yield "the end lost a committed candidate"
     yield from problems(victim.run)
     spent = result["calls"]
-    allowed = calls + (ONE_STEP if schedule == "lockstep" else 0)
+    allowed = calls + (ONE_STEP if kind == "lockstep" else 0)
     if not victim.calls_made() <= spent <= allowed:
         yield f"{victim.calls_made()} calls were made, {spent} are known, {allowed} were allowed"
     if spent - victim.calls_made() > done * LOST_A_KILL:
@@ -75,14 +75,12 @@ def survives(directory: Path, schedule: str, calls: int, kills: int, seed: int) 
         yield f"the run was killed {done} times only: the test says nothing"
 
 
-@pytest.mark.parametrize(("schedule", "kills"), [("reflective", 2), ("lockstep", 1)])
-def test_a_killed_run_goes_on_and_loses_no_commit_and_pays_nothing_twice(
-    tmp_path: Path, schedule: str, kills: int
-) -> None:
-    assert list(survives(tmp_path, schedule, calls=200, kills=kills, seed=1)) == []
+@pytest.mark.parametrize(("kind", "kills"), [("edits", 2), ("pareto reflective", 2), ("lockstep", 1)])
+def test_a_killed_run_goes_on_and_loses_no_commit_and_pays_nothing_twice(tmp_path: Path, kind: str, kills: int) -> None:
+    assert list(survives(tmp_path, kind, calls=200, kills=kills, seed=1)) == []
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["reflective", "full", "guarded", "patch", "lockstep"])
-def test_thirty_kills_lose_no_commit_and_pay_nothing_twice(tmp_path: Path, schedule: str) -> None:
-    assert list(survives(tmp_path, schedule, calls=900, kills=30, seed=30)) == []
+@pytest.mark.parametrize("kind", KINDS)
+def test_thirty_kills_lose_no_commit_and_pay_nothing_twice(tmp_path: Path, kind: str) -> None:
+    assert list(survives(tmp_path, kind, calls=900, kills=30, seed=30)) == []

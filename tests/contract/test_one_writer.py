@@ -20,7 +20,7 @@ from gepa.strategies.eval_policy import FullEvaluationPolicy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.contract.surface import VAL, compiled
+from tests.contract.surface import POLICIES, SEARCHES, VAL, compiled
 from tests.contract.worlds import World, play
 
 
@@ -123,15 +123,16 @@ def watched_by(alone: Alone, watch: Watch) -> dict[str, Any]:
 @given(
     world=st.builds(World, seed=st.integers(0, 10**6), faults=st.sampled_from([0.0, 0.1])),
     slots=st.sampled_from([1, 8, 64]),
-    staleness=st.sampled_from(["full", "guarded", "reflective"]),
+    search=SEARCHES,
+    staleness=POLICIES,
 )
 def test_everything_that_acts_on_the_pool_is_called_one_at_a_time_in_one_thread_in_commit_order(
-    world: World, slots: int, staleness: Any
+    world: World, slots: int, search: Any, staleness: Any
 ) -> None:
     alone = Alone()
     watch = Watch(alone)
     options = watched_by(alone, watch)
-    details = play(world, 150, num_threads=slots, staleness=staleness, **options).detailed_results
+    details = play(world, 150, num_threads=slots, search=search, staleness=staleness, **options).detailed_results
     watch.check(details)
     assert [commit.candidate for commit in details.async_stats.commits] == watch.accepted
     seconds = [commit.seconds for commit in details.async_stats.commits]

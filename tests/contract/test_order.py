@@ -12,6 +12,7 @@ import dspy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.contract.surface import POLICIES, SEARCHES
 from tests.contract.worlds import World, chance, play
 
 CHILDREN, VALIDATED = 5, 6
@@ -85,7 +86,7 @@ def order(table: list[list[float]], timing: int) -> list[str]:
         "reflection_minibatch_size": None,
         "gepa_kwargs": {"batch_sampler": Turn()},
         "skip_perfect_score": False,
-        "staleness": "full",
+        "search": "pareto",
         "use_merge": False,
     }
     program = play(Table(table, timing), 150, **options)
@@ -105,10 +106,12 @@ def test_the_same_work_does_finish_in_different_orders() -> None:
 
 
 @settings(max_examples=20)
-@given(st.integers(0, 10**6), st.sampled_from([4, 64]), st.sampled_from(["full", "reflective", "patch"]))
-def test_the_frontier_is_always_that_of_the_scores_of_what_was_committed(seed: int, slots: int, staleness: Any) -> None:
+@given(st.integers(0, 10**6), st.sampled_from([4, 64]), SEARCHES, POLICIES)
+def test_the_frontier_is_always_that_of_the_scores_of_what_was_committed(
+    seed: int, slots: int, search: Any, staleness: Any
+) -> None:
     """Whatever was decided on a part of the scores, or ahead of them, leaves nothing behind."""
-    details = play(World(seed=seed), 120, num_threads=slots, staleness=staleness).detailed_results
+    details = play(World(seed=seed), 120, num_threads=slots, search=search, staleness=staleness).detailed_results
     scores = details.val_subscores
     assert all(set(one) == set(range(12)) for one in scores)
     assert details.val_aggregate_scores == [sum(one.values()) / 12 for one in scores]

@@ -1,4 +1,4 @@
-"""Whatever a reflection LM replies, to a reflection or to an integration, the run is no worse for it than a search.
+"""Whatever a reflection LM replies, to a reflection or to a repair, the run is no worse for it than a search.
 
 The LM is a fake behind ``dspy.LM``: rules that it writes into a prompt make the task model better.
 """
@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Callable, Iterable
 from functools import cache
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import dspy
@@ -81,14 +81,14 @@ Writes = Callable[[str, int], str]
 Said = Callable[[str, str, list[int]], str]
 
 
-def reflection_lm(writes: Writes, seed: int = 0, integrates: Said | None = None, raw: Said | None = None) -> dspy.LM:
-    """Reflects by ``writes``; answers integrations by ``integrates``, and reflections by ``raw`` where it is given."""
+def reflection_lm(writes: Writes, seed: int = 0, repairs: Said | None = None, raw: Said | None = None) -> dspy.LM:
+    """Reflects by ``writes``; answers repairs by ``repairs``, and reflections by ``raw`` where it is given."""
 
     def answer(prompt: str) -> str:
         if "head_text" in prompt:
-            assert integrates is not None
+            assert repairs is not None
             numbers = [int(one) for one in re.findall(r"### Child (\d+)", prompt)]
-            return integrates(prompt, field(prompt, "head_text"), numbers)
+            return repairs(prompt, field(prompt, "head_text"), numbers)
         text = field(prompt, "current_instruction")
         if raw is not None:
             return raw(prompt, writes(text, hashed(seed, prompt)), [])
@@ -117,7 +117,7 @@ def in_forms(replies: dict[str, Said], by_form: Iterable[str]) -> list[tuple[str
     return [(name, "chat") for name in replies] + [(name, other) for name in by_form for other in ("json", "xml")]
 
 
-# Replies to integrations
+# Replies to repairs
 
 
 def joined(prompt: str) -> str:
@@ -163,7 +163,7 @@ SAID: dict[str, Said] = {
         whole := reply(p, verdicts=verdicts("orthogonal", numbers), new_text=joined(p))
     )[: len(whole) * 2 // 3],
 }  # fmt: skip
-"""What an LM replies to an integration, of the prompt, the head's text and the children's numbers."""
+"""What an LM replies to a repair, of the prompt, the head's text and the children's numbers."""
 
 
 BY_FORM = ("no verdicts", "one verdict for all", "in code fences", "cut at max_tokens")
@@ -171,42 +171,59 @@ BY_FORM = ("no verdicts", "one verdict for all", "in code fences", "cut at max_t
 
 
 def check_no_child_is_lost(stats: Any) -> None:
-    """What passed its screen is committed, in a candidate that is, or in the head; all else has a score's reason."""
+    """What is not committed, or in the head, has a score's reason."""
     check_ends(stats)
-    steps = {commit.step for commit in stats.commits}
     for reason in stats.end_reasons:
-        within = re.fullmatch(r"in the candidate of step (\d+)", reason)
-        assert (
-            (within and int(within[1]) in steps)
-            or reason.startswith(("its changes are in the head", "its edits are in the head"))
-            or any(word in reason for word in ("screen", "perfect", "its rollouts tested", "budget", "changed nothing"))
+        assert reason.startswith(("its changes are in the head", "its edits are in the head")) or any(
+            word in reason for word in ("screen", "perfect", "its rollouts tested", "budget", "changed nothing")
         ), reason
 
 
+DROPS = {
+    "all subsumed": "stale: subsumed by what was committed meanwhile",
+    "all conflicting": "stale: in conflict with what was committed meanwhile",
+}
+"""Of these replies: those that drop the child, as they are to, and the reason that its step has."""
+UNUSABLE = ("empty", "a refusal", "prose alone", "the head unchanged", "far too long")
+"""Of these replies: those that no child can be made of."""
+
+
+@pytest.mark.parametrize("search", ["edits", "pareto"])
 @pytest.mark.parametrize(("said", "adapter"), in_forms(SAID, BY_FORM))
-def test_no_reply_to_an_integration_loses_a_child(said: str, adapter: str) -> None:
-    staleness = Reflective(batch=3, min_gap=0, changes=False)
-    lm = reflection_lm(rewritten, integrates=SAID[said])
-    program = compiled(lm, adapter=adapter, staleness=staleness)
+def test_no_reply_to_a_repair_loses_a_child_but_those_that_say_so(said: str, adapter: str, search: Any) -> None:
+    lm = reflection_lm(rewritten, repairs=SAID[said])
+    program = compiled(lm, adapter=adapter, search=search, staleness=Reflective(min_gap=0))
     stats, details = program.async_stats, program.detailed_results
     assert stats.integration_calls > 0
     assert stats.metric_calls <= CALLS
-    check_no_child_is_lost(stats)
     check_winner(details, len(VAL))
-    assert max(details.val_aggregate_scores) > details.val_aggregate_scores[0], "'full' finds better than the seed"
+    if said in DROPS:
+        assert set(stats.end_reasons) & set(DROPS.values()) == {DROPS[said]}
+        return
+    check_no_child_is_lost(stats)
+    if said in UNUSABLE:
+        assert all(record.failed for record in stats.integrations), "each of them is counted"
+    if said != "a worse text":  # which costs its child, once: see test_staleness.py
+        assert max(details.val_aggregate_scores) > details.val_aggregate_scores[0], "'full' finds better than the seed"
+
+
+def test_a_run_most_of_whose_children_are_dropped_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    lm = reflection_lm(rewritten, repairs=SAID["all subsumed"])
+    compiled(lm, 200, staleness=Reflective(min_gap=0))
+    assert "discarded 100% of the children that it looked at" in caplog.text
 
 
 def test_the_run_of_full_beside_which_the_others_stand_finds_better_than_the_seed() -> None:
-    details = compiled(reflection_lm(rewritten), staleness="full").detailed_results
+    details = compiled(reflection_lm(rewritten), search="pareto").detailed_results
     assert max(details.val_aggregate_scores) > details.val_aggregate_scores[0]
 
 
 @pytest.mark.parametrize("said", ["empty", "the head unchanged", "a worse text"])
-def test_a_run_whose_integrations_come_to_nothing_asks_for_no_more(said: str, caplog: pytest.LogCaptureFixture) -> None:
-    lm = reflection_lm(rewritten, integrates=SAID[said])
-    stats = compiled(lm, 500, staleness=Reflective(batch=1, min_gap=0, changes=False)).async_stats
-    assert len(stats.integrations) < 20
-    assert "integrations in a row came to nothing" in caplog.text
+def test_a_run_whose_repairs_are_of_no_use_asks_for_no_more(said: str, caplog: pytest.LogCaptureFixture) -> None:
+    lm = reflection_lm(rewritten, repairs=SAID[said])
+    stats = compiled(lm, 500, search="pareto", staleness=Reflective(min_gap=0)).async_stats
+    assert 8 <= len(stats.integrations) < 20
+    assert "repairs of stale candidates in a row could not be used" in caplog.text
     assert stats.ended["committed"] > 3
 
 
@@ -236,14 +253,26 @@ def test_no_reply_to_a_reflection_makes_the_default_end_with_the_seed_where_full
     written: str, adapter: str
 ) -> None:
     best: dict[str, float] = {}
-    for staleness in ("full", "reflective"):
-        lm = reflection_lm(added, raw=WRITTEN[written], integrates=SAID["empty"])
-        program = compiled(lm, adapter=adapter, staleness=staleness)
+    for search in ("pareto", "edits"):
+        lm = reflection_lm(added, raw=WRITTEN[written], repairs=SAID["empty"])
+        program = compiled(lm, adapter=adapter, search=search)
         details, stats = program.detailed_results, program.async_stats
         check_ends(stats)
         check_winner(details, len(VAL))
-        best[staleness] = max(details.val_aggregate_scores) - details.val_aggregate_scores[0]
-    assert best["reflective"] > 0 or best["full"] == 0, best
+        best[search] = max(details.val_aggregate_scores) - details.val_aggregate_scores[0]
+    assert best["edits"] > 0 or best["pareto"] == 0, best
+
+
+@pytest.mark.parametrize(("search", "asked_for"), [("edits", "edits"), ("pareto", "new_instruction")])
+def test_our_search_asks_for_edits_and_gepas_for_whole_texts(search: str, asked_for: str) -> None:
+    asked: list[str] = []
+
+    def raw(prompt: str, text: str, numbers: list[int]) -> str:
+        asked.append(prompt)
+        return reply(prompt, new_instruction=text)
+
+    compiled(reflection_lm(added, raw=raw), search=search)
+    assert f"1. `{asked_for}` (" in asked[0]
 
 
 # Beside dspy.GEPA
@@ -264,6 +293,7 @@ def best(kind: type, lm: dspy.LM, seed: int, calls: int, program: dspy.Module, t
 
 @pytest.mark.parametrize("calls", [120, pytest.param(300, marks=pytest.mark.slow)])
 def test_with_an_lm_that_refuses_four_reflections_of_five_the_default_does_as_well_as_dspy_gepa(calls: int) -> None:
+    """The mean of sixteen seeds: one good reflection more or less is most of what a run of 120 calls gains."""
     scores = {
         kind: [
             best(
@@ -271,11 +301,11 @@ def test_with_an_lm_that_refuses_four_reflections_of_five_the_default_does_as_we
                 reflection_lm(added, seed, SAID["empty"], WRITTEN["one of five is good"]),
                 seed, calls, Chain(), task_lm(seed),
             )
-            for seed in range(5)
+            for seed in range(16)
         ]
         for kind in (dspy.GEPA, AsyncGEPA)
     }  # fmt: skip
-    assert median(scores[AsyncGEPA]) >= median(scores[dspy.GEPA]), scores
+    assert mean(scores[AsyncGEPA]) >= mean(scores[dspy.GEPA]), scores
 
 
 class Whole(InstructionProposer):
@@ -283,24 +313,22 @@ class Whole(InstructionProposer):
 
 
 @cache
-def best_of_rewrites(staleness: str, said: str) -> float:
-    """The median over three seeds; ``full`` asks for no integrations."""
-    more = {"instruction_proposer": Whole()} | ({"staleness": staleness} if staleness == "full" else {})
+def best_of_rewrites(search: str) -> float:
+    """The median over three seeds."""
+    more = {"instruction_proposer": Whole(), "search": search}
     return median(
-        best(AsyncGEPA, reflection_lm(rewritten, seed, SAID[said]), seed, 300, Chain(), task_lm(seed), **more)
-        for seed in range(3)
+        best(AsyncGEPA, reflection_lm(rewritten, seed), seed, 300, Chain(), task_lm(seed), **more) for seed in range(3)
     )
 
 
-@pytest.mark.parametrize("said", ["empty", "a worse text"])
-def test_where_each_reflection_rewrites_the_whole_text_a_small_budget_goes_into_depth_as_with_full(said: str) -> None:
+def test_where_each_reflection_rewrites_the_whole_text_a_small_budget_goes_into_depth_as_with_gepas_search() -> None:
     """Nothing joins the children of steps that ran at once: each of them would take a validation for itself."""
-    assert best_of_rewrites("default", said) >= best_of_rewrites("full", "empty") > 0.7
+    assert best_of_rewrites("edits") >= best_of_rewrites("pareto") > 0.7
 
 
 def test_where_children_are_rewrites_a_run_ends_when_no_validation_can_be_paid_and_says_so() -> None:
     stats = compiled(
-        reflection_lm(rewritten, integrates=SAID["empty"]), instruction_proposer=Whole()
+        reflection_lm(rewritten, repairs=SAID["empty"]), instruction_proposer=Whole()
     ).detailed_results.async_stats
     assert stats.stop_reason.endswith("calls left cannot pay a step, which may cost 16")
     assert not any("no budget is left" in reason for reason in stats.end_reasons)
@@ -341,10 +369,10 @@ def test_with_predictors_of_which_one_decides_a_small_budget_does_as_well_as_dsp
         kind: [
             best(
                 kind,
-                reflection_lm(added, seed, integrates=SAID["empty"]), seed, 120, OneDecides(predictors), noting(seed),
+                reflection_lm(added, seed, repairs=SAID["empty"]), seed, 120, OneDecides(predictors), noting(seed),
             )
-            for seed in range(5)
+            for seed in range(16)
         ]
         for kind in (dspy.GEPA, AsyncGEPA)
     }  # fmt: skip
-    assert median(scores[AsyncGEPA]) >= median(scores[dspy.GEPA]), scores
+    assert mean(scores[AsyncGEPA]) >= mean(scores[dspy.GEPA]), scores

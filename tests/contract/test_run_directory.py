@@ -46,7 +46,7 @@ def compiled(directory: Path, *, calls: int = 60, metric: Any = digits, student:
             reflection_lm=reflection_lm(),
             log_dir=str(directory),
             track_stats=True,
-            staleness="full",
+            search="pareto",
             **options,
         )
         return optimizer.compile(student or Chain(), **data)
@@ -210,11 +210,11 @@ def test_a_student_with_other_instructions_is_refused_by_the_predictors_name(dir
 
 
 def test_a_journal_of_candidates_without_their_checkpoint_is_refused(tmp_path: Path) -> None:
-    assert len(compiled(tmp_path, metric=Counted(), seed=6).detailed_results.candidates) > 1
+    assert len(compiled(tmp_path, metric=Counted(), seed=5).detailed_results.candidates) > 1
     (tmp_path / "gepa_state.bin").unlink()
     metric = Counted()
     with pytest.raises(ConfigurationError, match=r"gepa_state.bin is missing"):
-        compiled(tmp_path, metric=metric, calls=100, seed=6)
+        compiled(tmp_path, metric=metric, calls=100, seed=5)
     assert metric.calls == 0
 
 
@@ -349,7 +349,7 @@ def test_a_tracker_that_cannot_begin_leaves_the_directory_free(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, awaited: bool
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)  # not installed
-    settings = {"max_metric_calls": 60, "reflection_lm": reflection_lm(), "log_dir": str(tmp_path), "staleness": "full"}
+    settings = {"max_metric_calls": 60, "reflection_lm": reflection_lm(), "log_dir": str(tmp_path), "search": "pareto"}
     tracked, data = AsyncGEPA(digits, use_wandb=True, **settings), {"trainset": TRAIN, "valset": VAL}  # type: ignore[arg-type]
     with pytest.raises(ImportError):
         asyncio.run(tracked.acompile(Chain(), **data)) if awaited else tracked.compile(Chain(), **data)
@@ -364,7 +364,7 @@ from tests.contract.child import run
 
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), resource.RLIM_INFINITY))
 try:
-    run(Path(sys.argv[1]), "full", 300)
+    run(Path(sys.argv[1]), "pareto", 300)
 except RunAbortedError as error:
     print(type(error.best_program).__name__)
     print(error)
@@ -388,6 +388,6 @@ def test_a_full_disk_ends_the_run_with_the_best_so_far_and_nothing_is_damaged(tm
     assert problems(tmp_path / "run") == []
     before = (tmp_path / "calls.txt").read_bytes().count(b"\n")
     assert before > 20
-    done = run(tmp_path, "full", 300).detailed_results
+    done = run(tmp_path, "pareto", 300).detailed_results
     assert problems(tmp_path / "run") == []
     assert before < (tmp_path / "calls.txt").read_bytes().count(b"\n") <= done.total_metric_calls <= 300

@@ -1,4 +1,4 @@
-"""The named staleness policies, on the simulated model and in virtual time: budget, ends, winner, limits, lineage."""
+"""Searches and staleness policies, on the simulated model, in virtual time: budget, ends, winner, limits, lineage."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dspy_flashevolve import (
+    FLASHEVOLVE,
     AsyncGEPA,
     ConfigurationError,
+    Edits,
     Full,
     Guarded,
     Reflective,
@@ -28,8 +30,8 @@ from dspy_flashevolve import (
 )
 from dspy_flashevolve.sim import HouseRules, ReplyModel
 from dspy_flashevolve.sim.virtual import SimulatedModel, run
-from tests.contract.surface import check_ends, check_winner, command, facts, journal_of
-from tests.contract.worlds import Rules, World, play
+from tests.contract.surface import check_ends, check_winner, command, facts, journal_of, sql
+from tests.contract.worlds import Rules, World, play, quality
 from tests.fakes import fake_lm
 
 TRAIN, VAL = 12, 12
@@ -62,40 +64,38 @@ def compiled(
     return program
 
 
-JOINED = Reflective(batch=12, min_gap=0, changes=False)
-"""Every child that passes its screen is integrated, up to twelve at once."""
-POLICIES: list[Any] = ["full", "guarded", "patch", "reflective", Guarded(0), Reflective(batch=4), JOINED]
+EACH = Reflective(min_gap=0)
+"""Every child is read by the reflection LM before its screen."""
+POLICIES: list[Any] = ["full", "guarded", "reflective", Guarded(0), EACH]
 
 
-@pytest.mark.parametrize(
-    ("staleness", "predictors"), [*((one, 2) for one in POLICIES), ("reflective", 1), (JOINED, 1)], ids=repr
-)
-def test_the_budget_holds_every_step_ends_and_the_winner_is_fully_validated(staleness: Any, predictors: int) -> None:
-    program = compiled(110, predictors, staleness=staleness)
+@pytest.mark.parametrize("predictors", [1, 2])
+@pytest.mark.parametrize("staleness", POLICIES, ids=repr)
+@pytest.mark.parametrize("search", ["edits", "pareto"])
+def test_with_any_search_and_policy_the_budget_holds_every_step_ends_and_the_winner_is_fully_validated(
+    search: Any, staleness: Any, predictors: int
+) -> None:
+    program = compiled(110, predictors, search=search, staleness=staleness)
     details, stats = program.detailed_results, program.async_stats
     assert program.scored == stats.metric_calls <= 110
     check_ends(stats)
     assert stats.ended.get("cancelled", 0) == stats.ended.get("failed", 0) == 0
     check_winner(details, VAL)
     assert len({name for name, _ in program.named_predictors()}) == predictors
+    assert stats.integration_calls == program.model.requests.get("integration", 0)
+    assert bool(stats.integration_calls) == (staleness == EACH or bool(stats.integrations))
 
 
 def test_the_same_run_in_virtual_time_is_the_same_run() -> None:
     assert facts(compiled(150).detailed_results) == facts(compiled(150).detailed_results)
 
 
-@pytest.mark.parametrize("staleness", ["reflective", JOINED], ids=["changes", "integrations"])
-def test_one_candidate_has_what_the_children_of_many_steps_learnt(staleness: Any) -> None:
-    program = compiled(400, staleness=staleness)
+def test_one_candidate_has_what_the_children_of_many_steps_learnt() -> None:
+    program = compiled(400)
     stats, details = program.async_stats, program.detailed_results
     assert stats.ended["integrated"] > 0
-    assert stats.integration_calls == program.model.requests.get("integration", 0)
-    if staleness == JOINED:
-        assert max(len(record.members) for record in stats.integrations) > 1
-        assert not stats.changes
-    else:
-        assert len(stats.changes) > 3
-        assert not stats.integrations, "what a child adds needs no LM to be put in"
+    assert len(stats.changes) > 3
+    assert stats.integration_calls == 0, "what a child adds needs no LM to be put in"
     assert details.val_aggregate_scores[details.best_idx] > details.val_aggregate_scores[0] + 0.3
     for parents in details.parents[1:]:
         assert parents
@@ -174,6 +174,13 @@ def test_children_that_stand_for_themselves_leave_the_last_head_its_time(tmp_pat
         assert stats.seconds < most + 60, "a validation takes about forty seconds"
 
 
+def test_steps_whose_child_would_come_after_the_last_head_end_before_they_ask_for_more() -> None:
+    stats = play(Rules(train=30, val=60), None, max_seconds=60, num_threads=32).async_stats
+    check_ends(stats)
+    assert sum(n for reason, n in stats.end_reasons.items() if "the last head is being validated" in reason) > 5
+    assert stats.seconds < 75, "sixteen steps at once took up to ninety"
+
+
 @pytest.mark.parametrize("calls", [780, 860, 920, 980])
 def test_the_last_head_is_paid_where_metric_calls_and_time_end_at_once(calls: int) -> None:
     program = play(Rules(seed=1, train=30, val=200), calls, max_seconds=180)
@@ -207,25 +214,87 @@ def test_one_answer_that_hangs_in_a_validation_does_not_end_the_run_a_fifth_too_
     assert stats.seconds > 550
 
 
-class Saying(dspy.Module):
-    """A named fake of an integration: says, or raises, one and the same."""
+# Repairs
 
-    asked = 0
+
+class Saying(dspy.Module):
+    """A named fake of a repair: says, or raises, one and the same."""
 
     def __init__(self, reply: Callable[[dict[str, str], Any], Any]) -> None:
         super().__init__()
         self.reply = reply
 
     async def aforward(self, head: Any, children: Any, **_: Any) -> Any:
-        Saying.asked += 1
         reply = self.reply(head, children)
         if isinstance(reply, Exception):
             raise reply
         return reply
 
 
-def verdicts(word: str, children: Any) -> list[Any]:
-    return [SimpleNamespace(child=one.number, verdict=word, reason="so") for one in children]
+def saying(word: str, text: str | None = None) -> dspy.Module:
+    """Gives every child a verdict, and every component of it a text."""
+
+    def reply(head: dict[str, str], children: Any) -> Any:
+        verdicts = [SimpleNamespace(child=one.number, verdict=word, reason="so") for one in children]
+        return dspy.Prediction(texts={} if text is None else dict.fromkeys(children[0].texts, text), verdicts=verdicts)
+
+    return Saying(reply)
+
+
+def worse(head: dict[str, str], children: Any) -> Any:
+    """A repair that makes the best candidate much worse, and still better than the seed."""
+    texts = {
+        name: f"{max(0.0, quality(head[name]) - 0.12):.3f} patched {len(text)}"
+        for name, text in children[0].texts.items()
+    }
+    return dspy.Prediction(texts=texts, verdicts=[SimpleNamespace(child=1, verdict="orthogonal", reason="so")])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_patched_child_has_to_beat_what_it_was_patched_onto_and_repairs_that_help_nothing_end(
+    seed: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = World(seed=seed, score=lambda text, question: quality(text))
+    details = play(
+        world, 400, search="pareto", staleness=EACH, use_merge=False, stale_candidate_reflection=Saying(worse)
+    ).detailed_results
+    texts = [candidate.steps[0].signature.instructions for candidate in details.candidates]
+    assert not [text for text in texts if "patched" in text]
+    assert len([repair for repair in details.async_stats.integrations if not repair.failed]) < 30
+    assert "could not be used, or made nothing better" in caplog.text
+    assert max(details.val_aggregate_scores) > details.val_aggregate_scores[0] + 0.1
+
+
+def test_while_a_provider_does_not_answer_repairs_are_left_out_and_asked_for_again_afterwards() -> None:
+    asked: list[float] = []
+
+    class Away(dspy.Module):
+        async def aforward(self, head: Any, children: Any, **_: Any) -> Any:
+            asked.append(asyncio.get_running_loop().time())
+            if 60 < asked[-1] < 400:
+                raise LMRateLimitError("slow down", model="simulated")
+            best = min(0.85, quality(head[next(iter(children[0].texts))]) + 0.02)
+            return dspy.Prediction(
+                texts={name: f"{best:.3f} patched {len(asked)}" for name in children[0].texts}, verdicts=[]
+            )
+
+    world = World(train=30, val=30, score=lambda text, question: quality(text))
+    play(
+        world, None, max_seconds=900, num_threads=32, search="pareto", staleness=EACH,
+        stale_candidate_reflection=Away(),
+    )  # fmt: skip
+    assert [second for second in asked if second <= 60]
+    assert [second for second in asked if second >= 400]
+
+
+def test_no_repair_is_begun_once_max_cost_is_spent() -> None:
+    price = {"input_cost_per_token": 1e-6, "output_cost_per_token": 2e-6, "litellm_provider": "openai", "mode": "chat"}
+    litellm.register_model({"priced": price})
+    limits = {"max_cost": 1e-9, "model_name": "priced", "search": "pareto"}  # spent by the first rollouts
+    stats = compiled(3000, staleness=EACH, **limits).async_stats
+    assert stats.proposals > 0
+    assert stats.integration_calls == 0
+    assert compiled(300, staleness=EACH, **limits | {"max_cost": 1.0}).async_stats.integration_calls > 0
 
 
 def unread() -> dspy.Module:
@@ -235,65 +304,109 @@ def unread() -> dspy.Module:
     return module
 
 
+NOTHING = "the reply changes nothing"
 USELESS: dict[str, tuple[Any, str]] = {
     "no format": (unread, "steps[0]: AdapterParseError"),
     "it raises": (lambda: Saying(lambda head, _: ValueError("no idea")), "no idea"),
     "nothing": (lambda: Saying(lambda head, _: None), "AttributeError"),
-    "neither text nor verdict": (lambda: Saying(lambda head, _: dspy.Prediction(texts={}, verdicts=[])), "neither"),
+    "neither text nor verdict": (lambda: Saying(lambda head, _: dspy.Prediction(texts={}, verdicts=[])), NOTHING),
     "the head's text, and no verdicts": (
-        lambda: Saying(lambda head, _: dspy.Prediction(texts=dict(head), verdicts=[])), ""
+        lambda: Saying(lambda head, _: dspy.Prediction(texts=dict(head), verdicts=[])), NOTHING
     ),
-    "the head's text, and verdicts that say otherwise": (
-        lambda: Saying(lambda head, found: dspy.Prediction(texts=dict(head), verdicts=verdicts("orthogonal", found))),
-        "",
-    ),
+    "orthogonal, and no text": (lambda: saying("orthogonal"), NOTHING),
+    "an unknown verdict": (lambda: saying("excellent"), NOTHING),
+    "half a character": (lambda: saying("orthogonal", "\ud800"), "not valid Unicode"),
+    "far too long": (lambda: saying("orthogonal", "and so on " * 1000), "longer than all that it was made from"),
+    "the seed's text": (lambda: saying("orthogonal", "0.3 seed 0"), ""),
     "no answer": (lambda: Saying(lambda head, _: LMRateLimitError("slow down", model="simulated")), "slow down"),
 }  # fmt: skip
-PATCHES = ("no format", "nothing", "the head's text, and no verdicts", "no answer")
-"""Of these: what a patch treats in ways of its own."""
 
 
-@pytest.mark.parametrize(
-    ("name", "staleness"),
-    [*((name, "reflective") for name in USELESS), *((name, "patch") for name in PATCHES)],
-)
-def test_no_reply_to_an_integration_costs_more_than_itself(name: str, staleness: str) -> None:
-    """Children that are in no text, for no reason that holds, go on as in ``full``: they end by their own scores."""
+@pytest.mark.parametrize("search", ["edits", "pareto"])
+@pytest.mark.parametrize("name", USELESS)
+def test_no_reply_to_a_repair_costs_more_than_itself(name: str, search: Any) -> None:
+    """The child goes on as it was: it ends by its own scores."""
     module, failed = USELESS[name]
-    Saying.asked = 0
-    overlap = Workflow(live_steps=4) if staleness == "patch" else Workflow()
-    stats = play(World(), 280, staleness=staleness, stale_candidate_reflection=module(), workflow=overlap).async_stats
+    options = {"search": search, "staleness": EACH, "workflow": Workflow(live_steps=4)}
+    stats = play(World(), 280, stale_candidate_reflection=module(), **options).async_stats
     check_ends(stats)
-    assert all(failed in record.failed and bool(record.failed) == bool(failed) for record in stats.integrations)
     assert stats.integrations, "none was asked for: this run shows nothing"
+    assert all(record.failed and failed in record.failed for record in stats.integrations)
     assert stats.ended["committed"] > 5
-    assert stats.ended["integrated"] == stats.ended["failed"] == 0
-    assert not [reason for reason in stats.end_reasons if "integrat" in reason or "head" in reason]
+    assert stats.ended["failed"] == 0
+    assert not [reason for reason in stats.end_reasons if "stale" in reason]
 
 
-def test_a_provider_that_fails_during_an_integration_costs_no_score() -> None:
+@pytest.mark.parametrize("search", ["edits", "pareto"])
+@pytest.mark.parametrize(("word", "reason"), [("subsumed", "subsumed by"), ("conflicting", "in conflict with")])
+def test_a_child_that_is_dropped_costs_no_screen_and_its_step_says_why(word: str, reason: str, search: Any) -> None:
+    world = World()
+    stats = play(world, 150, search=search, staleness=EACH, stale_candidate_reflection=saying(word)).async_stats
+    check_ends(stats)
+    assert stats.ended["discarded"] == stats.end_reasons[f"stale: {reason} what was committed meanwhile"] > 3
+    assert {text for text, _ in world.scored} == {"0.3 seed 0"}, "no child was run"
+    assert stats.verdicts == {word: stats.ended["discarded"]}
+
+
+def patching(head: dict[str, str], children: Any) -> Any:
+    """Reconciles each child with the head: it says 0.9, and which of the two it was made from."""
+    [child] = children
+    origins = {name: (text.split()[-1], head[name].split()[-1]) for name, text in child.texts.items()}
+    texts = {name: f"0.9 patched: {mine} onto {base}" for name, (mine, base) in origins.items()}
+    return dspy.Prediction(texts=texts, verdicts=[SimpleNamespace(child=1, verdict="conflicting", reason="so")])
+
+
+@pytest.mark.parametrize("search", ["edits", "pareto"])
+def test_a_patched_child_is_what_is_screened_and_stands_on_the_pools_best_candidate(search: Any) -> None:
+    world = World()
+    program = play(world, 300, search=search, staleness="reflective", stale_candidate_reflection=Saying(patching))
+    stats, details = program.async_stats, program.detailed_results
+    check_ends(stats)
+    check_winner(details, 12)
+    assert stats.integrations, "none was stale: this run shows nothing"
+    texts = [one.steps[0].signature.instructions for one in details.candidates]
+    patched = [index for index, text in enumerate(texts) if "patched" in text]
+    assert patched
+    for index in patched:
+        base = next(record.base for record in stats.integrations if record.step == stats.commits[index - 1].step)
+        assert details.parents[index][0] == base < index
+        assert texts[index].endswith(f"onto {texts[base].split()[-1]}")
+    repaired = {record.step for record in stats.integrations}
+    assert len({text for text, _ in world.scored if "patched" in text}) <= len(repaired)
+    assert not [commit for commit in stats.commits if commit.step in repaired and commit.candidate not in patched]
+
+
+def test_repairs_count_against_the_limit_of_reflections_and_none_begins_after_it() -> None:
+    options = {"search": "pareto", "staleness": EACH, "max_reflection_calls": 10}
+    stats = compiled(2000, num_threads=1, **options).async_stats
+    assert stats.integration_calls > 0
+    assert stats.stop_reason == "max_reflection_calls=10 is spent"
+    assert 10 <= stats.reflection_calls <= 12, "what ran was finished"
+
+
+def test_a_provider_that_fails_during_a_repair_costs_no_score() -> None:
     class Limited(dspy.Module):
         async def aforward(self, **_: Any) -> Any:
             raise LMRateLimitError("slow down", model="simulated")
 
-    program = compiled(300, num_threads=32, staleness=JOINED, stale_candidate_reflection=Limited())
+    program = compiled(300, num_threads=32, staleness=EACH, stale_candidate_reflection=Limited())
     stats = program.async_stats
     check_ends(stats)
     assert program.scored == stats.metric_calls <= 300
     assert min(score for one in program.detailed_results.val_subscores for score in one.values()) >= 0
 
 
-def test_a_rejected_key_during_an_integration_ends_the_run_with_the_best_so_far() -> None:
+def test_a_rejected_key_during_a_repair_ends_the_run_with_the_best_so_far() -> None:
     class Rejected(dspy.Module):
         async def aforward(self, **_: Any) -> Any:
             raise LMAuthError("no such key", model="simulated")
 
     with pytest.raises(RunAbortedError, match="no such key") as raised:
-        compiled(400, staleness=JOINED, stale_candidate_reflection=Rejected())
+        compiled(400, staleness=EACH, stale_candidate_reflection=Rejected())
     assert raised.value.best_program is not None
 
 
-def test_without_an_lm_that_could_integrate_children_are_admitted(caplog: pytest.LogCaptureFixture) -> None:
+def test_without_an_lm_that_could_repair_children_are_admitted(caplog: pytest.LogCaptureFixture) -> None:
     task = HouseRules(rules=12, rules_per_example=4)
     model = SimulatedModel()
 
@@ -303,23 +416,44 @@ def test_without_an_lm_that_could_integrate_children_are_admitted(caplog: pytest
     async def compile_it() -> Any:
         student = task.program()
         student.set_lm(model.lm())
-        optimizer = AsyncGEPA(task.metric, max_metric_calls=100, instruction_proposer=propose, track_stats=True)
+        optimizer = AsyncGEPA(
+            task.metric, max_metric_calls=100, instruction_proposer=propose, track_stats=True, staleness=EACH
+        )
         with dspy.context(lm=None, adapter=None):
             return await optimizer.acompile(student, trainset=task.trainset(TRAIN), valset=task.valset(VAL))
 
     stats = run(compile_it).async_stats
     assert stats.ended["committed"] > 0
     assert not stats.integrations
-    assert "no LM that could integrate stale candidates" in caplog.text
+    assert "no LM that could repair stale candidates" in caplog.text
 
 
-def test_guarded_discards_what_is_behind_where_it_looks_and_full_discards_nothing() -> None:
+@pytest.mark.parametrize("place", ["after_propose", "after_screen"])
+@pytest.mark.parametrize(("search", "world"), [("edits", Rules), ("pareto", World)])
+def test_guarded_discards_what_is_behind_where_it_looks_and_full_discards_nothing(
+    search: Any, world: Any, place: Any
+) -> None:
     """Another width bounds the gap beforehand, so that there may be nothing to discard."""
-    guarded, full = (play(World(), 500, num_threads=64, staleness=one, use_merge=False) for one in (Guarded(0), "full"))
-    behind = sum(count for gap, count in guarded.async_stats.gaps["after_screen"].items() if gap > 0)
-    assert guarded.async_stats.ended.get("discarded", 0) == behind
-    assert full.async_stats.ended.get("discarded", 0) == 0
-    assert max(commit.gap for commit in full.async_stats.commits) > 1
+    guarded, full = (
+        play(world(), 900, num_threads=64, search=search, staleness=one, use_merge=False).async_stats
+        for one in (Guarded(0, looks=(place,)), "full")
+    )
+    behind = sum(count for gap, count in guarded.gaps[place].items() if gap > 0)
+    assert guarded.looks["discard"] == behind > 0
+    discarded = sum(count for reason, count in guarded.end_reasons.items() if "more than max_gap=0" in reason)
+    assert 0 < discarded <= behind, "with edits, some of these steps validate the head instead"
+    assert "discard" not in full.looks
+    assert not [reason for reason in full.end_reasons if "behind" in reason]
+    assert max(full.gaps[place]) > 0
+
+
+@pytest.mark.parametrize("place", ["after_propose", "after_screen"])
+def test_with_edits_a_child_that_guarded_discards_is_not_taken_apart(tmp_path: Path, place: Any) -> None:
+    policy = Guarded(0, looks=(place,))
+    stats = play(Rules(), 900, num_threads=32, staleness=policy, log_dir=str(tmp_path)).async_stats
+    stale = {step for (step,) in sql(tmp_path, "SELECT step FROM ends WHERE reason LIKE '%more than max_gap=0'")}
+    assert stale
+    assert not stale & {change.step for change in stats.changes}
 
 
 def test_lockstep_knows_no_staleness() -> None:
@@ -331,9 +465,9 @@ def test_lockstep_knows_no_staleness() -> None:
 # Limits on reflection and on dollars
 
 
-@pytest.mark.parametrize("staleness", ["full", "reflective"])
-def test_reflection_calls_are_limited(staleness: str) -> None:
-    stats = compiled(2000, staleness=staleness, max_reflection_calls=10, num_threads=1).async_stats
+@pytest.mark.parametrize("search", ["edits", "pareto"])
+def test_reflection_calls_are_limited(search: Any) -> None:
+    stats = compiled(2000, search=search, max_reflection_calls=10, num_threads=1).async_stats
     assert stats.stop_reason == "max_reflection_calls=10 is spent"
     assert 10 <= stats.reflection_calls <= 10 + stats.slots + 20, "what ran was finished"
     lockstep = compiled(2000, max_reflection_calls=10, schedule="lockstep").async_stats
@@ -362,7 +496,7 @@ def test_a_limit_in_dollars_without_a_price_is_refused_before_any_call() -> None
 
 def test_the_lineage_of_a_run_that_went_on_is_printed(tmp_path: Path) -> None:
     for calls in (150, 400):
-        program = compiled(calls, log_dir=str(tmp_path), staleness=JOINED)
+        program = compiled(calls, log_dir=str(tmp_path), search="pareto", staleness=EACH)
     status, printed, _ = command("lineage", str(tmp_path))
     assert status == 0
     assert "orthogonal. Adds" in printed
@@ -378,11 +512,30 @@ def test_a_lineage_without_a_journal_or_with_a_damaged_one_is_named(tmp_path: Pa
     assert (status, "is no journal" in complaint) == (3, True)
 
 
-def test_the_policies_have_names_and_the_default_is_reflective() -> None:
+def test_any_policy_goes_with_any_search_and_the_default_is_edits_of_which_none_is_too_stale() -> None:
     assert isinstance(StaleCandidateReflection().named_predictors()[0][1], dspy.Predict)
-    assert AsyncGEPA(HouseRules().metric, auto="light", reflection_lm=dspy.LM("openai/x")).staleness == "reflective"
+    options: dict[str, Any] = {"auto": "light", "reflection_lm": dspy.LM("openai/x")}
+    default = AsyncGEPA(HouseRules().metric, **options)
+    assert (default.search, default.staleness) == ("edits", "full")
     for policy in (Full(), Guarded(3), Reflective()):
-        AsyncGEPA(HouseRules().metric, auto="light", reflection_lm=dspy.LM("openai/x"), staleness=policy)
+        for search in ("edits", "pareto", Edits(frontier_share=1.0)):
+            AsyncGEPA(HouseRules().metric, search=search, staleness=policy, **options)
+
+
+def test_the_preset_of_the_paper_repairs_what_is_stale_speculates_and_has_nothing_of_ours_in_its_search() -> None:
+    program = compiled(400, **FLASHEVOLVE)
+    stats = program.detailed_results.async_stats
+    assert stats.metric_calls <= 400
+    assert stats.integrations
+    assert not stats.changes
+    assert stats.busy_seconds_by_stage["prefix"] > 0
+    assert len(program.detailed_results.candidates) > 1
+
+
+@pytest.mark.parametrize("share", [1.5, -0.1, float("nan"), "half", True, None])
+def test_a_share_of_the_frontier_that_is_none_is_refused(share: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"Edits: frontier_share is .*, expected 0 to 1"):
+        Edits(frontier_share=share)
 
 
 # Credit assignment
@@ -421,12 +574,12 @@ def test_harm_does_not_stay_in_the_best_program(seed: int) -> None:
 
 
 @settings(max_examples=12)
-@given(st.integers(30, 250), st.integers(0, 3), st.floats(0, 1), st.sampled_from([1, 4, 16]), st.integers(1, 20))
+@given(st.integers(30, 250), st.integers(0, 3), st.floats(0, 1), st.sampled_from([1, 4, 16]))
 def test_no_budget_that_pays_two_steps_is_exceeded_and_every_step_ends_once(
-    calls: int, seed: int, harmful: float, threads: int, undecided: int
+    calls: int, seed: int, harmful: float, threads: int
 ) -> None:
     world = Rules(seed=seed, harmful=harmful, train=5, val=6)
-    program = play(world, calls, num_threads=threads, staleness=Reflective(undecided=undecided))
+    program = play(world, calls, num_threads=threads)
     assert len(world.scored) == program.async_stats.metric_calls <= calls
     check_ends(program.async_stats)
     check_winner(program.detailed_results, 6)

@@ -217,7 +217,7 @@ def answer(prompt):
 
 engine = FakeEngine(answer)
 lm = dspy.LM("fake/model", engine=engine, async_engine=Paced(engine), cache=False, num_retries=0)
-options = {"staleness": "full", "workflow": Workflow(max_outage_seconds=7200)}
+options = {"search": "pareto", "workflow": Workflow(max_outage_seconds=7200)}
 one = optimizer(ENDLESS, log_dir=folder, reflection_lm=lm, gepa_kwargs={"callbacks": [Tell()]}, **options)
 student = InThread() if kind == "thread" else Chain()
 texts_of = lambda program: [one.signature.instructions for one in program.predictors()]
@@ -435,7 +435,7 @@ def test_sys_exit_in_a_handler_of_the_users_cancels_the_run_and_saves_it(tmp_pat
         sys.exit(3)
 
     signal.signal(signal.SIGTERM, mine)
-    one = optimizer(ENDLESS, log_dir=str(tmp_path), staleness="full")
+    one = optimizer(ENDLESS, log_dir=str(tmp_path), search="pareto")
     one.gepa_kwargs = on("on_candidate_accepted", press(signal.SIGTERM))
     with pytest.raises(SystemExit):
         compiled(one)
@@ -506,7 +506,7 @@ def test_max_seconds_ends_a_run_in_a_notebook_cell() -> None:
 
 def test_interrupt_kernel_ends_the_cell_with_the_best_program() -> None:
     """The button sends the kernel SIGINT; ipykernel has Python's own handler set while a cell runs."""
-    one = optimizer(ENDLESS, gepa_kwargs=on("on_candidate_accepted", press(signal.SIGINT)), staleness="full")
+    one = optimizer(ENDLESS, gepa_kwargs=on("on_candidate_accepted", press(signal.SIGINT)), search="pareto")
     program = in_a_cell(one)
     assert program.async_stats.stop_reason == "interrupted by Ctrl-C"
     assert program.async_stats.ended["cancelled"] == 0
@@ -706,7 +706,7 @@ def test_a_cancelled_acompile_leaves_the_best_so_far_and_a_warning(caplog: pytes
         one.gepa_kwargs = on("on_candidate_accepted", lambda _: loop.call_soon_threadsafe(task.cancel))
         await one.acompile(Chain(), trainset=TRAIN, valset=VAL)
 
-    one = optimizer(ENDLESS, staleness="full")
+    one = optimizer(ENDLESS, search="pareto")
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(main())
     best: Any = one.best_so_far()

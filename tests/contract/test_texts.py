@@ -128,7 +128,7 @@ def test_labels_of_examples_are_those_that_a_reflection_gave_them(seed: int) -> 
 
 
 class Union(dspy.Module):
-    """A named fake of an integration: the head with all lines of all children."""
+    """A named fake of a repair: the head with all lines of all children."""
 
     async def aforward(self, head: Any, children: Any, **_: Any) -> Any:
         texts = {name: [*text.splitlines(), *(line for child in children for line in child.texts[name].splitlines())]
@@ -139,19 +139,18 @@ class Union(dspy.Module):
         )
 
 
-@pytest.mark.parametrize("changes", [True, False])
-def test_no_text_is_longer_than_the_limit_of_the_proposer(changes: bool) -> None:
-    """The reflection LM keeps to it; what is joined of its texts, or integrated, would not."""
+@pytest.mark.parametrize("search", ["edits", "pareto"])
+def test_no_text_is_longer_than_the_limit_of_the_proposer(search: Any) -> None:
+    """The reflection LM keeps to it; what is joined of its texts, or patched, would not."""
 
     def reply(prompt: str) -> str:
         rules = list(dict.fromkeys(re.findall(r"- rule no \d+", prompt)))[-7:]
         return json.dumps({"new_instruction": "\n".join(["0.3 seed 0", *rules, f"- rule no {hashed(prompt) % 60}"])})
 
     world = Rules(helps=0.05, rules=60)
-    policy = Reflective(batch=4, min_gap=0, changes=changes)
     program = play(
         world, 600, reflection_lm=fake_lm(reply), instruction_proposer=InstructionProposer(max_chars=120),
-        staleness=policy, stale_candidate_reflection=Union(),
+        search=search, staleness=Reflective(min_gap=0), stale_candidate_reflection=Union(),
     )  # fmt: skip
     lengths = [len(text) for text, _ in world.scored]
     assert max(lengths) <= 120

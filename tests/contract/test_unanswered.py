@@ -539,9 +539,9 @@ def test_a_reflection_that_drips_is_given_up_and_asked_again(schedule: str) -> N
     assert stats.proposals > 0
 
 
-def test_an_integration_that_drips_is_given_up_and_asked_again() -> None:
+def test_a_repair_that_drips_is_given_up_and_asked_again() -> None:
     with BrokenServer(dripping_first("head_text")) as server:
-        staleness = Reflective(batch=1, min_gap=0)
+        staleness = Reflective(min_gap=0)
         stats = compiled(150, reflection_lm=server.lm("chosen", timeout=3.0), staleness=staleness).async_stats
     assert stats.retried_requests == 1
     assert stats.integration_calls > 0
@@ -668,7 +668,7 @@ def test_a_program_that_was_left_behind_in_its_thread_asks_no_more(bound: str, c
     engine = Late("first look at v 3.", 630.0, LATE[comes])
     with dspy.context(lm=engine.lm()):
         timeout = 500.0 if bound == "of the rollout" else None
-        stats = simulated(60, Twice(), workflow=Workflow(rollout_timeout_seconds=timeout)).async_stats
+        stats = simulated(90, Twice(), workflow=Workflow(rollout_timeout_seconds=timeout)).async_stats
     assert stats.timed_out_rollouts == 1
     assert stats.seconds > 650, "the thread came back in the run"
     assert (stats.outcome, stats.ended["failed"]) == ("finished", 0)

@@ -18,7 +18,7 @@ from dspy.teleprompt.gepa.gepa import AUTO_RUN_SETTINGS
 
 import dspy_flashevolve
 import dspy_flashevolve.sim as sim
-from dspy_flashevolve import AsyncACE, AsyncGEPA, AsyncMetaHarness, Reflective
+from dspy_flashevolve import AsyncACE, AsyncGEPA, AsyncMetaHarness, Edits
 from dspy_flashevolve.programs.servers import BalancedLM
 from dspy_flashevolve.sim import REPLY_MODELS, HouseRules, SimServer
 from tests.adding_an_algorithm.hill_climber import HillClimber
@@ -96,7 +96,7 @@ def main(paths: list[Path]) -> None:
             train, val = task.trainset(9), task.valset(9)
             namespace: dict[str, Any] = {
                 "__name__": "__main__", "dspy": dspy,
-                "AsyncACE": AsyncACE, "AsyncGEPA": AsyncGEPA, "HillClimber": HillClimber, "Reflective": Reflective,
+                "AsyncACE": AsyncACE, "AsyncGEPA": AsyncGEPA, "HillClimber": HillClimber, "Edits": Edits,
                 "program": task.program(), "student": task.program(), "metric": task.metric, "stream": list(train),
                 "trainset": train, "valset": val, "train": train, "val": val,
                 "lm": lm, "reflection_lm": lm, "strong_lm": lm,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from dspy_flashevolve.engine.errors import ConfigurationError
 from dspy_flashevolve.engine.steps import LiveSteps, Load
 from dspy_flashevolve.gepa.settings import Workflow
-from dspy_flashevolve.gepa.spending import AsChildrenCome, admission_of
+from dspy_flashevolve.gepa.spending import SearchWidth
 
 RULES = st.builds(LiveSteps, st.integers(1, 64), st.none() | st.integers(1, 64), st.floats(0, 30), st.integers(1, 8))
 CALLS = st.tuples(st.integers(0, 5000) | st.none(), st.integers(0, 5000), st.floats(0, 200))
@@ -59,7 +59,7 @@ def test_while_there_may_be_fewer_slots_the_bounds_shrink_with_them(
 ) -> None:
     """As many steps as a rule for half as many slots again would let in, give or take what is rounded."""
     load = Load(live, working, 0, None, 0, 1.0, slots=now)
-    rule, own = (admission_of(Workflow(), slots, 3)[1] for slots in (most, min(now, most)))
+    rule, own = (LiveSteps(slots, max(1, slots // 4), slots=slots) for slots in (most, min(now, most)))
     assert own.bound(load) <= rule.bound(load) <= rule.limit
     assert rule.bound(load) <= 1.5 * own.limit + 3
     assert rule.bound(replace(load, slots=None)) == rule.limit
@@ -67,15 +67,16 @@ def test_while_there_may_be_fewer_slots_the_bounds_shrink_with_them(
         assert rule.admits(load)
 
 
-@pytest.mark.parametrize(("joins", "alone"), [(True, 4), (None, 1), (False, 2)])
+@pytest.mark.parametrize(("joins", "alone"), [(True, 8), (None, 1), (False, 2)])
 def test_a_budget_is_spread_by_what_children_are_like(joins: bool | None, alone: int) -> None:
-    joined, single = admission_of(Workflow(), 64, 3)
-    rule = AsChildrenCome(joined, single, lambda: joins, lambda: 25)
+    rule = SearchWidth(Workflow(), 64, 3, lambda: joins, lambda: 25)
     loads = [replace(IDLE, live=live, calls_left=600, calls_per_step=25.0) for live in range(20)]
     assert sum(map(rule.admits, loads)) == alone
-    endless = [replace(one, calls_left=None) for one in loads]
+    late = [replace(load, calls_left=150, ended=18) for load in loads]
+    assert sum(map(rule.admits, late)) == (8 if joins is not False else 1), "changes: as wide as at the beginning"
+    endless = [replace(load, calls_left=None) for load in loads]
     assert all(map(rule.admits, endless)), "without a budget of calls nothing is to be spread"
-    given = AsChildrenCome(*admission_of(Workflow(live_steps=6), 64, 3), lambda: joins, lambda: 25)
+    given = SearchWidth(Workflow(live_steps=6), 64, 3, lambda: joins, lambda: 25)
     assert sum(map(given.admits, loads)) == 6
 
 

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import random
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
 
@@ -16,7 +16,6 @@ from anyio.lowlevel import checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dspy_flashevolve.engine.batcher import Batcher
 from dspy_flashevolve.engine.batches import batch, gather
 from dspy_flashevolve.engine.errors import ConfigurationError, RolloutUnresolvedError, TransientError
 from dspy_flashevolve.engine.events import Committed, Event, LimitChanged, StageVisited, StepClosed, StepOpened
@@ -572,6 +571,43 @@ def test_the_median_rule_moves_slots_except_in_lockstep(lockstep: bool) -> None:
     assert not (lockstep and changes)
 
 
+def test_a_worker_pool_bounds_the_requests_of_its_stage_and_the_median_rule_moves_it_within_its_bounds() -> None:
+    workers = {"rollout": 2, "propose": (1, 3)}
+    world = World(12, median_seconds=10.0, workers=workers, max_seconds=400.0)
+    running, most = Counter[str](), Counter[str]()
+
+    async def ask(stage: str, step: Step, seconds: float) -> None:
+        async def call() -> None:
+            running[stage] += 1
+            most[stage] = max(most[stage], running[stage])
+            await anyio.sleep(seconds)
+            running[stage] -= 1
+
+        await world.run.rollouts.request(stage, step, call)
+
+    async def step(step: Step) -> End:
+        world.run.begin(step, 0)
+        await ask("propose", step, 2.0)
+        if step.number % 4 == 0:  # so that it finishes far more than the two others
+            await gather([lambda: ask("rollout", step, 0.5)] * 4)
+            await gather([lambda: ask("validate", step, 0.1)] * 6)
+        return End(EndKind.REJECTED)
+
+    world.evolve(step, LiveSteps(12))
+    changes = [(one.before, one.after) for one in world.of(LimitChanged) if one.name == "propose"]
+    assert changes[:2] == [(3, 2), (2, 1)]
+    assert {after for _, after in changes} <= {1, 2, 3}
+    assert not [one for one in world.of(LimitChanged) if one.name == "rollout"]
+    assert most["rollout"] == 2
+    assert most["propose"] == 3
+    assert most["validate"] > 3
+
+
+def test_workers_of_a_stage_that_there_is_not_are_refused_before_anything_runs() -> None:
+    with pytest.raises(ConfigurationError, match=r"workers has screens, expected stages of .*: rollout, propose"):
+        World(4, workers={"screens": 2})
+
+
 # The budget
 
 
@@ -647,11 +683,10 @@ def test_a_budget_that_cannot_pay_a_step_ends_the_run_only_when_nothing_may_give
 class Chaos:
     """A loop whose steps do anything that a step may do; what they do follows from a seed."""
 
-    def __init__(self, seed: int, slots: int, batch: int, steps: int, **options: Any) -> None:
+    def __init__(self, seed: int, slots: int, steps: int, **options: Any) -> None:
         self.rng, self.steps = random.Random(seed), steps
         self.world = World(slots, rollout_timeout_seconds=8.0, seed=seed, **options)
         self.run = self.world.run
-        self.batcher = Batcher[int, int](self.run, batch, self.rng.randint(1, 2), self.integrate)
         self.selected = anyio.Event()
 
     async def call(self) -> Rollout:
@@ -688,12 +723,6 @@ class Chaos:
 
         await batch(count, one)
 
-    async def integrate(self, items: Sequence[tuple[Step, int]]) -> list[int]:
-        await self.run.rollouts.request("propose", items[0][0], lambda: anyio.sleep(self.rng.random() * 5))
-        if self.rng.random() < 0.1:
-            raise RolloutUnresolvedError("no answer")
-        return [item for _, item in items]
-
     async def step(self, step: Step) -> End:
         rng, run = self.rng, self.run
         await anyio.sleep(rng.choice([0.0, 0.0, 5.0]))
@@ -717,7 +746,9 @@ class Chaos:
         if rng.random() < 0.7:
             run.mark_child_made(step)
         if rng.random() < 0.6:
-            await self.batcher.submit(step, step.number)
+            await run.rollouts.request("propose", step, lambda: anyio.sleep(rng.random() * 5))
+            if rng.random() < 0.1:
+                raise RolloutUnresolvedError("no answer")
         if not step.reservation.cover(3):
             return End(EndKind.DISCARDED, "no budget is left")
         await self.evaluate("validate", step, 3, step.reservation)
@@ -729,17 +760,16 @@ class Chaos:
     seed=st.integers(0, 2**20),
     slots=st.integers(1, 6),
     live=st.integers(1, 9),
-    batch=st.integers(1, 6),
     steps=st.integers(0, 14),
     budget=st.none() | st.integers(0, 120),
     more=st.sampled_from([{}, {"lockstep": True}, {"median_seconds": 5.0}, {"max_seconds": 20.0}]),
 )
 def test_every_run_ends_whatever_its_steps_meet(
-    seed: int, slots: int, live: int, batch: int, steps: int, budget: int | None, more: dict[str, Any]
+    seed: int, slots: int, live: int, steps: int, budget: int | None, more: dict[str, Any]
 ) -> None:
     """None is left with free slots, requests that wait, and nothing in flight."""
-    chaos = Chaos(seed, slots, batch, steps, budget_calls=budget, **more)
-    chaos.world.evolve(chaos.step, LiveSteps(live), calls_per_step=8, watchers=[chaos.batcher.watch])
+    chaos = Chaos(seed, slots, steps, budget_calls=budget, **more)
+    chaos.world.evolve(chaos.step, LiveSteps(live), calls_per_step=8)
     assert budget is None or chaos.run.budget.spent <= budget
     used = chaos.run.scheduler.statistics()
     assert used.peak <= slots

@@ -28,7 +28,7 @@ from dspy_flashevolve.engine.staleness import (
 POLICIES = st.one_of(
     st.just(Full()),
     st.builds(Guarded, st.integers(0, 6)),
-    st.builds(Reflective, batch=st.integers(1, 9), min_gap=st.integers(0, 4), changes=st.booleans()),
+    st.builds(Reflective, st.integers(0, 4)),
 )
 VERSION = 20
 LOOKS = st.lists(st.builds(Look, st.sampled_from(PLACES), st.integers(0, VERSION)), max_size=6)
@@ -99,54 +99,40 @@ def test_a_fresh_item_passes_every_guard(max_gap: int, version: int) -> None:
     assert Guarded(max_gap).decide(Look("after_screen", version), History(version)) == Admit()
 
 
-@given(st.integers(1, 9), st.integers(0, 6), LOOKS)
-def test_reflective_integrates_from_min_gap_on_and_discards_nothing(
-    batch: int, min_gap: int, looks: list[Look]
-) -> None:
-    policy = Reflective(batch=batch, min_gap=min_gap)
+@given(st.integers(0, 6), LOOKS)
+def test_reflective_repairs_from_min_gap_on_and_discards_nothing(min_gap: int, looks: list[Look]) -> None:
+    policy = Reflective(min_gap)
     for look in looks:
         expected = Integrate() if VERSION - look.seen >= min_gap else Admit()
         assert policy.decide(look, History(VERSION)) == expected
 
 
-@given(st.integers(1, 9), st.integers(0, 6), st.integers(0, VERSION))
-def test_what_was_made_from_a_candidate_that_did_not_last_is_stale_whatever_its_gap(
-    batch: int, min_gap: int, seen: int
-) -> None:
-    look = Look("after_screen", seen, orphaned=True)
-    assert Reflective(batch=batch, min_gap=min_gap).decide(look, History(VERSION)) == Integrate()
+@given(st.integers(0, 6), st.integers(0, VERSION))
+def test_what_was_made_from_a_candidate_that_did_not_last_is_stale_whatever_its_gap(min_gap: int, seen: int) -> None:
+    look = Look("after_propose", seen, orphaned=True)
+    assert Reflective(min_gap).decide(look, History(VERSION)) == Integrate()
 
 
-def test_a_patch_is_reflective_without_changes() -> None:
-    patch, default = policy_named("patch"), policy_named("reflective")
-    assert (patch, default) == (Reflective(changes=False), Reflective(changes=True))
-    assert patch.looks == default.looks == ("after_screen",)
+def test_the_names_are_the_papers_and_what_acts_on_stale_items_looks_before_the_gate() -> None:
+    named = [policy_named(name) for name in ("full", "guarded", "reflective")]
+    assert named == [Full(), Guarded(max_gap=8), Reflective()]
+    assert [policy.looks for policy in named[1:]] == [("after_propose",)] * 2
+
+
+@pytest.mark.parametrize("name", ["patch", "edits", "Full", "", None, 3, Full, Reflective, object()])
+def test_a_name_or_an_object_that_is_no_policy_is_refused_with_what_is_expected(name: Any) -> None:
+    with pytest.raises(ConfigurationError, match="expected one of 'full', 'guarded', 'reflective', or a policy"):
+        policy_named(name)
 
 
 def test_a_policy_can_be_hashed_and_compared() -> None:
     assert {Guarded(1), Guarded(1), Guarded(2)} == {Guarded(1), Guarded(2)}
-    assert Reflective(batch=8) == Reflective(batch=8, min_gap=1, integrators=2)
+    assert Reflective() == Reflective(min_gap=1)
 
 
-@pytest.mark.parametrize(
-    ("bad", "message"),
-    [
-        ({"batch": 0}, "batch is 0, expected at least 1"),
-        ({"batch": -3}, "batch is -3, expected at least 1"),
-        ({"min_gap": -1}, "min_gap is -1, expected at least 0"),
-        ({"integrators": 0}, "integrators is 0, expected at least 1"),
-        ({"undecided": 0}, "undecided is 0, expected at least 1"),
-        ({"frontier_share": 1.5}, "frontier_share is 1.5, expected 0 to 1"),
-        ({"frontier_share": -0.1}, "frontier_share is -0.1, expected 0 to 1"),
-        ({"frontier_share": float("nan")}, "frontier_share is nan"),
-    ],
-)
-def test_reflective_refuses_what_cannot_work(bad: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigurationError, match=f"Reflective: {message}"):
-        Reflective(**bad)
-
-
-def test_guarded_refuses_a_negative_gap() -> None:
+def test_guarded_and_reflective_refuse_a_negative_gap() -> None:
+    with pytest.raises(ConfigurationError, match="Reflective: min_gap is -1, expected a whole number of at least 0"):
+        Reflective(-1)
     with pytest.raises(ConfigurationError, match="Guarded: max_gap is -1, expected 0 or more"):
         Guarded(-1)
 

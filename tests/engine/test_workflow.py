@@ -80,6 +80,24 @@ def test_a_window_of_the_median_rule_is_a_number_of_seconds(seconds: Any) -> Non
         Workflow(median_seconds=seconds)
 
 
+@pytest.mark.parametrize("pool", [0, -1, 1.5, True, "8", None, (4,), (4, 2), (0, 3), (1, 2, 3), [2, 4]])
+def test_workers_are_a_number_for_a_stage_or_the_fewest_and_the_most(pool: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"Workflow: workers\['propose'\] is .*, expected a whole number"):
+        Workflow(workers={"propose": pool}, median_seconds=10.0)
+
+
+@pytest.mark.parametrize("workers", [4, "rollout", [("rollout", 2)], {"screens": 2}, {1: 2}, {"rollout": 2, None: 1}])
+def test_workers_are_given_by_the_names_of_stages(workers: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"Workflow: workers is .*; stages are rollout, propose, integrate"):
+        Workflow(workers=workers)
+
+
+def test_workers_that_may_change_need_something_that_moves_them() -> None:
+    with pytest.raises(ConfigurationError, match=r"workers\['propose'\] is \(2, 4\), but nothing moves it"):
+        Workflow(workers={"propose": (2, 4)})
+    assert Workflow(workers={"propose": (2, 4), "rollout": 8}, median_seconds=10.0).workers is not None
+
+
 def test_the_ends_of_the_ranges_are_allowed_and_by_default_every_stage_waits_for_all() -> None:
     one = Workflow(rollout=1, validate=1e-9, rounds=1, live_steps=1, median_seconds=0.1)
     assert (one.rollout, one.rounds, one.live_steps) == (1, 1, 1)

@@ -34,10 +34,10 @@ def numbers_in(candidate: dict[str, str]) -> set[int]:
 class Task:
     """Scores that are a sum: an example's own level, the effects of the rules in the candidate, noise."""
 
-    def __init__(self, effects: Sequence[float], examples: int = 20, seed: int = 0, undecided: int = 100) -> None:
+    def __init__(self, effects: Sequence[float], examples: int = 20, seed: int = 0) -> None:
         self.effects, self.examples, self.rng = list(effects), examples, random.Random(seed)
         self.levels = [self.rng.gauss(0.5, 0.2) for _ in range(examples)]
-        self.credit = Credit(SEED, (), undecided, 1.0)
+        self.credit = Credit(SEED, (), 1.0)
 
     def score(self, candidate: dict[str, str], example: int) -> float:
         gain = sum(self.effects[number] for number in numbers_in(candidate))
@@ -182,22 +182,11 @@ def test_where_all_changes_are_alike_the_next_one_is_expected_to_be_like_them(ef
     assert head & set(range(10, 15)) == (set(range(10, 15)) if effect > 0 else set()), "trusted where others helped"
 
 
-def test_no_child_is_asked_for_while_many_changes_are_of_unknown_effect_and_again_when_they_are_decided() -> None:
-    task = Task([0.1] * 6 + [-0.2] * 2, undecided=8)
-    assert task.credit.may_ask(7)
-    assert not task.credit.may_ask(8), "children that are on their way count"
-    for number in range(8):
-        task.add(number)
-    assert not task.credit.may_ask(0)
-    task.steps(150)
-    assert task.credit.may_ask(0)
-
-
 # What is a child, and what stands for itself
 
 
 def test_a_rewrite_and_a_child_of_a_stranger_stand_for_themselves() -> None:
-    credit = Credit(SEED, (), 16, 1.0)
+    credit = Credit(SEED, (), 1.0)
     assert not credit.take(0, SEED, {"answer": "Something else."}, "train", {"0": 1.0})
     assert not credit.take(1, {"answer": "Unknown."}, {"answer": "Unknown.\n- rule 1"}, "train", {"0": 1.0})
     assert credit.records() == []
@@ -205,7 +194,7 @@ def test_a_rewrite_and_a_child_of_a_stranger_stand_for_themselves() -> None:
 
 
 def test_changes_are_of_no_use_where_most_of_the_last_children_are_rewrites() -> None:
-    credit, longer, other = Credit(SEED, (), 16, 1.0), {"answer": SEED["answer"] + "\n- more"}, {"answer": "Other."}
+    credit, longer, other = Credit(SEED, (), 1.0), {"answer": SEED["answer"] + "\n- more"}, {"answer": "Other."}
     assert credit.outlook.joins is None
     credit.record_children(0, [(SEED, SEED), (SEED, other)])
     assert credit.outlook.joins is False
@@ -214,7 +203,7 @@ def test_changes_are_of_no_use_where_most_of_the_last_children_are_rewrites() ->
             step, [(SEED, longer), (SEED, longer)]
         )  # a step that runs again after a kill counts once
     assert credit.kept()["children"] == [(0, True), *[(1, False)] * 2, *[(2, False)] * 2]
-    again = Credit(SEED, (), 16, 1.0)
+    again = Credit(SEED, (), 1.0)
     again.restore(json.loads(json.dumps(credit.kept())), {}, [])
     assert credit.outlook.joins is again.outlook.joins is True
     for step in range(3, 8):
@@ -223,7 +212,7 @@ def test_changes_are_of_no_use_where_most_of_the_last_children_are_rewrites() ->
 
 
 def test_the_same_change_from_many_children_is_one_change() -> None:
-    credit = Credit(SEED, (), 16, 1.0)
+    credit = Credit(SEED, (), 1.0)
     for step, text in enumerate(["- rule 1", "* Rule 1", "1. rule  1\n"]):
         assert credit.take(step, SEED, {"answer": f"{SEED['answer']}\n{text}"}, "train", {str(step): 1.0})
     [one] = credit.records()
@@ -241,14 +230,14 @@ def test_a_child_of_a_variant_joins_the_changes_that_its_parent_has() -> None:
 
 def test_standing_on_a_rewrite_forgets_the_changes_of_what_it_wrote_anew_and_keeps_the_others() -> None:
     seed = {"one": "Answer.", "two": "Check."}
-    credit = Credit(seed, (), 16, 1.0)
+    credit = Credit(seed, (), 1.0)
     assert credit.take(0, seed, {**seed, "one": "Answer.\n- rule 0"}, "train", {"0": 1.0})
     assert credit.take(1, seed, {**seed, "two": "Check.\n- rule 1"}, "train", {"0": 1.0})
     rewritten = {"one": "Everything is different.", "two": "Check."}
     credit.stand_on(rewritten, 7)
     assert [record.component for record in credit.records()] == ["one", "two"], "the record keeps what is gone"
     assert len(credit.kept()["effects"]) == 1
-    again = Credit(seed, (), 16, 1.0)
+    again = Credit(seed, (), 1.0)
     again.restore(credit.kept(), {}, [])
     assert again.records() == credit.records()
     assert credit.parent == 7
@@ -279,7 +268,7 @@ def test_edits_of_the_text_before_a_consolidation_go_to_their_places_in_the_new_
         f"{grown['answer']}\n- Rash on the legs: K20.",
         grown["answer"].replace("Answer the question.", "Answer the question with a code."),
     ]
-    credit = Credit(SEED, (), 16, 1.0, is_edited=children.__contains__)
+    credit = Credit(SEED, (), 1.0, is_edited=children.__contains__)
     credit.stand_on(grown, 1)
     credit.stand_on(clean, 2)
     for step, child in enumerate(children):
@@ -295,7 +284,7 @@ def test_a_late_edit_of_a_numbered_list_takes_its_number() -> None:
     grown = {"answer": "Answer.\n1. Coughs are K10.\n2. Broken legs are K30."}
     clean = {"answer": "Answer with a code.\n1. K10: coughs.\n2. K30: broken legs."}
     child = f"{grown['answer']}\n3. Itchy legs are K20."
-    credit = Credit(SEED, (), 16, 1.0, is_edited=child.__eq__)
+    credit = Credit(SEED, (), 1.0, is_edited=child.__eq__)
     credit.stand_on(grown, 1)
     credit.stand_on(clean, 2)
     assert credit.take(0, grown, {"answer": child}, "train", {})
@@ -306,7 +295,7 @@ def test_a_late_edit_of_a_text_that_was_not_written_anew_goes_where_it_was_made(
     base = {"answer": "Answer.", "check": "Check."}
     before = {**base, "check": "Check.\n- Colours are given in hex code always."}
     child = "Check.\n- Colours are given in RGB triples always."
-    credit = Credit(base, (), 16, 1.0, is_edited=child.__eq__)
+    credit = Credit(base, (), 1.0, is_edited=child.__eq__)
     assert credit.take(0, base, before, "train", {})
     credit.stand_on({**base, "answer": "Say the answer."}, 1)
     assert credit.take(1, before, {**base, "check": child}, "train", {})
@@ -316,7 +305,7 @@ def test_a_late_edit_of_a_text_that_was_not_written_anew_goes_where_it_was_made(
 
 def test_an_edit_with_a_heading_or_a_lead_is_one_change() -> None:
     for text in ("Answer with one of:\n- yes\n- no", "# Steps\n1. Read all.\n2. Write it."):
-        credit = Credit(SEED, (), 16, 1.0, is_edited=text.__eq__)
+        credit = Credit(SEED, (), 1.0, is_edited=text.__eq__)
         assert credit.take(0, SEED, {"answer": text}, "train", {})
         assert len(credit.records()) == 1
 
@@ -324,7 +313,7 @@ def test_an_edit_with_a_heading_or_a_lead_is_one_change() -> None:
 def test_edits_that_replace_the_same_line_keep_what_they_add_beside_it() -> None:
     """The first edits mostly replace the one line of the seed, and add facts behind it."""
     children = [f"Answer with a code, {word}.\n- K1{number}: {word}." for number, word in enumerate(("cough", "rash"))]
-    credit = Credit(SEED, (), 16, 1.0, is_edited=children.__contains__)
+    credit = Credit(SEED, (), 1.0, is_edited=children.__contains__)
     for step, child in enumerate(children):
         assert credit.take(step, SEED, {"answer": child}, "train", {})
     head = credit.head().candidate["answer"]
@@ -333,9 +322,55 @@ def test_edits_that_replace_the_same_line_keep_what_they_add_beside_it() -> None
     assert "- K11: rash." in head
 
 
+def whole(words: str) -> str:
+    """A text of one paragraph, in words that have little in common with those of another."""
+    return " ".join(f"{words}{number} {words}" for number in range(12))
+
+
+def test_rewrites_beside_the_one_in_the_head_are_alternatives_until_a_text_was_written_anew_of_them() -> None:
+    texts = [whole(words) for words in ("red", "green", "blue")]
+    credit = Credit(SEED, (), 1.0, is_edited=texts.__contains__)
+    for step, text in enumerate(texts):
+        assert credit.take(step, SEED, {"answer": text}, "train", {})
+    head = credit.head()
+    [there] = [step for step, text in enumerate(texts) if text == head.candidate["answer"]]
+    others = {step: text for step, text in enumerate(texts) if step != there}
+    assert credit.alternatives(head.changes) == {"answer": others}
+    assert credit.outlook.alternatives == 2
+    credit.mark_read([next(iter(others))])
+    assert credit.outlook.alternatives == 1
+    again = Credit(SEED, (), 1.0, is_edited=texts.__contains__)
+    again.restore(json.loads(json.dumps(credit.kept())), {}, [])
+    assert len(again.alternatives(head.changes)["answer"]) == 1, "a run that goes on knows what was read"
+
+
+def test_an_edit_that_joins_the_head_has_no_alternatives() -> None:
+    children = ["Answer the question.\n- rule 1", "Answer the question.\n- rule 2"]
+    credit = Credit(SEED, (), 1.0, is_edited=children.__contains__)
+    for step, child in enumerate(children):
+        assert credit.take(step, SEED, {"answer": child}, "train", {})
+    assert credit.alternatives(credit.head().changes) == {}
+
+
+def test_a_late_rewrite_is_an_alternative_to_the_new_text_and_not_a_part_of_it() -> None:
+    late = whole("late")
+    credit = Credit(SEED, (), 1.0, is_edited=late.__eq__)
+    clean = {"answer": "# Task\nAnswer the question.\n\n# Rules\n- rule 1"}
+    credit.stand_on(clean, 1)
+    assert credit.take(2, SEED, {"answer": late}, "train", {})
+    assert credit.head().candidate["answer"] in (late, clean["answer"])
+
+
+def test_each_of_many_edits_is_a_change() -> None:
+    child = "\n".join([SEED["answer"], *map(rule, range(12))])
+    credit = Credit(SEED, (), 1.0, is_edited=child.__eq__)
+    assert credit.take(0, SEED, {"answer": child}, "train", {})
+    assert len(credit.records()) == 12
+
+
 def test_a_score_that_comes_in_while_changes_get_another_base_is_no_evidence_on_other_changes() -> None:
     """Rollouts end on the run's loop, the writer is another thread."""
-    credit, rewritten = Credit(SEED, (), 16, 1.0), {"answer": "Everything is different."}
+    credit, rewritten = Credit(SEED, (), 1.0), {"answer": "Everything is different."}
     for number in range(3):
         credit.take(number, SEED, {"answer": f"{SEED['answer']}\n{rule(number)}"}, "train", {})
     name = Meanwhile(hash_of(credit.head().candidate))
@@ -347,7 +382,7 @@ def test_a_score_that_comes_in_while_changes_get_another_base_is_no_evidence_on_
 
 
 def test_a_validated_head_of_an_earlier_base_is_no_parent_of_what_stands_on_the_new_one() -> None:
-    credit = Credit(SEED, (), 16, 1.0)
+    credit = Credit(SEED, (), 1.0)
     credit.take(0, SEED, {"answer": f"{SEED['answer']}\n{rule(0)}"}, "train", {})
     head = credit.head()
     credit.mark_validating(0, head)
@@ -365,16 +400,16 @@ def test_what_is_kept_as_json_makes_the_same_head_again() -> None:
         candidate = task.credit.variant(task.rng)
         candidates[hash_of(candidate)] = candidate
         told += [(hash_of(candidate), "train", str(e), s) for e, s in task.runs(candidate).items()]
-    again = Credit(SEED, (), 16, 1.0)
+    again = Credit(SEED, (), 1.0)
     again.restore(json.loads(json.dumps(task.credit.kept())), candidates, told)
     assert again.head().candidate == task.credit.head().candidate
     assert [one.part for one in again.records()] == [one.part for one in task.credit.records()]
 
 
 def test_where_changes_stood_on_a_rewrite_the_seed_is_not_taken_for_it_by_a_run_that_goes_on() -> None:
-    credit, rewritten = Credit(SEED, (), 16, 1.0), {"answer": "Everything is different."}
+    credit, rewritten = Credit(SEED, (), 1.0), {"answer": "Everything is different."}
     credit.stand_on(rewritten, 4)
-    again = Credit(SEED, (), 16, 1.0)
+    again = Credit(SEED, (), 1.0)
     again.restore(json.loads(json.dumps(credit.kept())), {hash_of(SEED): SEED, hash_of(rewritten): rewritten}, [])
     assert again.is_made_of_changes(rewritten)
     assert not again.is_made_of_changes(SEED), "its rollouts say nothing of the rewrite"
@@ -411,7 +446,6 @@ def finite(credit: Credit) -> None:
         warnings.simplefilter("error")
         head, variant = credit.head(), credit.variant(random.Random(0))
         records = credit.records()
-        credit.may_ask(0)
     assert math.isfinite(head.gain)
     assert all(math.isfinite(one.effect) and math.isfinite(one.error) and one.error >= 0 for one in records)
     assert set(head.candidate) == set(variant) == set(SEED)
@@ -489,7 +523,7 @@ def test_any_evidence_has_estimates(rows: list[tuple[int, frozenset[int], float]
 @pytest.mark.parametrize("adds", [True, False])
 def test_what_a_child_takes_out_of_the_base_is_a_change_and_leaves_where_it_harms(adds: bool) -> None:
     base = {"answer": "Answer the question.\nBe polite.\nAlways answer in one word.\nCheck the facts."}
-    credit, rng = Credit(base, (), 16, 1.0), random.Random(0)
+    credit, rng = Credit(base, (), 1.0), random.Random(0)
     child = base["answer"].replace("Always answer in one word.\n", "")
     assert credit.take(0, base, {"answer": child + ("\n- rule 1" if adds else "")}, "train", {})
     for _ in range(60):
@@ -502,7 +536,7 @@ def test_what_a_child_takes_out_of_the_base_is_a_change_and_leaves_where_it_harm
 
 def test_of_changes_that_go_in_for_the_same_part_one_is_in_a_text() -> None:
     base = {"answer": "Answer the question.\nUse at most five plain short words here.\nBe polite."}
-    credit, rng = Credit(base, (), 16, 1.0), random.Random(0)
+    credit, rng = Credit(base, (), 1.0), random.Random(0)
     for number, words in enumerate(
         ("at most five plain short words here, or six", "here at most five plain short words now")
     ):
@@ -511,12 +545,3 @@ def test_of_changes_that_go_in_for_the_same_part_one_is_in_a_text() -> None:
     texts = [credit.variant(rng)["answer"] for _ in range(40)] + [credit.head().candidate["answer"]]
     assert all(sum("plain short words" in line for line in text.splitlines()) == 1 for text in texts)
     assert len(set(texts)) == 3
-
-
-def test_changes_that_were_tested_for_long_and_do_nothing_make_room_for_others() -> None:
-    task = Task([0.0] * 4, undecided=4)
-    for number in range(4):
-        task.add(number)
-    assert not task.credit.may_ask(0)
-    task.steps(140)
-    assert task.credit.may_ask(0)

@@ -125,13 +125,13 @@ def twice(monkeypatch: pytest.MonkeyPatch, **options: Any) -> list[tuple[Any, li
 @pytest.mark.parametrize(
     "options",
     [
-        {"staleness": "full"},
-        {"staleness": "full", "gepa_kwargs": {"acceptance_criterion": "improvement_or_equal"}},
-        {"staleness": "full", "gepa_kwargs": {"sampling_strategy": IndependentSampling(3)}},
-        {"staleness": "full", "reflection_minibatch_size": 6},
-        {"staleness": Reflective(batch=3, changes=False)},
+        {"search": "pareto"},
+        {"search": "pareto", "gepa_kwargs": {"acceptance_criterion": "improvement_or_equal"}},
+        {"search": "pareto", "gepa_kwargs": {"sampling_strategy": IndependentSampling(3)}},
+        {"search": "pareto", "reflection_minibatch_size": 6},
+        {"search": "pareto", "staleness": Reflective(min_gap=0)},
     ],
-    ids=["full", "equal", "several", "large minibatches", "integrated"],
+    ids=["full", "equal", "several", "large minibatches", "repaired"],
 )
 def test_the_same_candidates_are_taken_and_refused_with_fewer_calls(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -144,7 +144,7 @@ def test_the_same_candidates_are_taken_and_refused_with_fewer_calls(
 
 def test_it_says_so() -> None:
     heard = Heard()
-    program = play(World(), staleness="full", gepa_kwargs={"callbacks": [heard]})
+    program = play(World(), search="pareto", gepa_kwargs={"callbacks": [heard]})
     assert given_up(program)
     reasons = [event["reason"] for event in heard.of("on_candidate_rejected")]
     assert any("it cannot pass its screen any more, after" in reason for reason in reasons)
@@ -165,7 +165,7 @@ OFF: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", OFF)
 def test_it_is_off_where_it_is_not_exact(name: str) -> None:
-    options = {"staleness": "full", "workflow": WHOLE, "world": World(), "gepa_kwargs": {}} | OFF[name]
+    options = {"search": "pareto", "workflow": WHOLE, "world": World(), "gepa_kwargs": {}} | OFF[name]
     heard = Heard()
     options["gepa_kwargs"] = {"callbacks": [heard]} | options["gepa_kwargs"]
     assert not given_up(play(options.pop("world"), **options))
@@ -180,18 +180,15 @@ def test_a_selection_strategy_of_the_users_may_take_what_the_criterion_refuses()
         def select(self, proposals: list[Any], state: Any, acceptance_criterion: Any) -> list[Any]:
             return proposals
 
-    program = play(World(), staleness="full", workflow=WHOLE, gepa_kwargs={"selection_strategy": All()})
+    program = play(World(), search="pareto", workflow=WHOLE, gepa_kwargs={"selection_strategy": All()})
     assert not [reason for reason in program.async_stats.end_reasons if "screen" in reason]
 
 
-@pytest.mark.parametrize("batch", [1, 3])
-def test_a_criterion_of_the_users_decides_on_integrated_candidates_that_are_worse_than_their_base(
-    batch: int,
-) -> None:
+def test_a_criterion_of_the_users_decides_on_patched_candidates_that_are_worse_than_their_parent() -> None:
     criterion = Generous()
-    staleness = Reflective(batch=batch, min_gap=0, changes=False)
-    program = play(World(score=chance), staleness=staleness, gepa_kwargs={"acceptance_criterion": criterion})
-    asked = [one for one in criterion.asked if one.tag in ("integration", "patch")]
+    options = {"search": "pareto", "staleness": Reflective(min_gap=0)}
+    program = play(World(score=chance), gepa_kwargs={"acceptance_criterion": criterion}, **options)
+    asked = [one for one in criterion.asked if one.candidate["steps[0]"].startswith("Instruction")]
     worse = [one for one in asked if sum(one.subsample_scores_after) < sum(one.subsample_scores_before)]
     assert worse, "none was worse: this run shows nothing"
     assert not [reason for reason in program.async_stats.end_reasons if "its screen" in reason]
@@ -200,7 +197,7 @@ def test_a_criterion_of_the_users_decides_on_integrated_candidates_that_are_wors
 def test_nothing_of_a_child_that_was_given_up_is_kept() -> None:
     heard, world, train = Heard(), World(), examples("t", 9)
     optimizer = AsyncGEPA(
-        world.metric, max_metric_calls=400, instruction_proposer=world, staleness="full", use_merge=False,
+        world.metric, max_metric_calls=400, instruction_proposer=world, search="pareto", use_merge=False,
         gepa_kwargs={"callbacks": [heard], "cache_evaluation": True},
     )  # fmt: skip
     with dspy.context(lm=None):
@@ -224,7 +221,7 @@ def test_what_is_said_of_a_child_that_was_given_up_compares_with_its_whole_paren
             return 30.0 if question in ("t 0", "t 1", "t 2") else 1.0
 
     heard, world = Heard(), Slow(score=chance)
-    play(world, staleness="full", gepa_kwargs={"callbacks": [heard]})
+    play(world, search="pareto", gepa_kwargs={"callbacks": [heard]})
     [state] = [event["final_state"] for event in heard.of("on_optimization_end")]
     log = {entry["i"] + 1: entry for entry in state.full_program_trace}
     parents = {event["iteration"]: event["parent_candidate"]["steps[0]"] for event in heard.of("on_proposal_start")}
@@ -237,7 +234,7 @@ def test_what_is_said_of_a_child_that_was_given_up_compares_with_its_whole_paren
 
 def test_a_run_that_goes_on_knows_that_scores_were_above_the_perfect_one(tmp_path: Path) -> None:
     for calls in (60, 200):
-        program = play(World(score=above), calls, staleness="full", log_dir=str(tmp_path))
+        program = play(World(score=above), calls, search="pareto", log_dir=str(tmp_path))
     assert not given_up(program)
 
 
@@ -252,7 +249,7 @@ def test_a_metric_that_has_begun_is_counted_where_its_rollout_is_given_up() -> N
 
             return later() if pred_name is None else result
 
-    program = play(world := Judged(), staleness="full")
+    program = play(world := Judged(), search="pareto")
     assert given_up(program)
     assert len(world.scored) == program.async_stats.metric_calls <= 400
 
@@ -282,7 +279,7 @@ def test_programs_that_run_in_threads_never_hold_more_than_the_slots() -> None:
     released = threading.Event()
     optimizer = AsyncGEPA(
         world.metric, max_metric_calls=200, num_threads=3, reflection_minibatch_size=9, instruction_proposer=world,
-        staleness="full", track_stats=True, use_merge=False,
+        search="pareto", track_stats=True, use_merge=False,
     )  # fmt: skip
     with dspy.context(lm=None):
         program = optimizer.compile(Program(), trainset=examples("t", 9), valset=examples("v", 12))
@@ -302,6 +299,6 @@ def test_what_cannot_be_interrupted_is_finished_and_paid_and_what_has_not_begun_
             begun.append((text, question))
             return super().seconds(text, question)
 
-    program = play(world := Counted(), staleness="full", num_threads=2, reflection_minibatch_size=6)
+    program = play(world := Counted(), search="pareto", num_threads=2, reflection_minibatch_size=6)
     assert given_up(program)
     assert sorted(begun) == sorted(world.scored)

@@ -15,7 +15,7 @@ from gepa.core.state import ValsetEvaluation
 from dspy_flashevolve.engine.steps import Budget, Step, StepEnded
 from dspy_flashevolve.gepa.credit import Head, Outlook
 from dspy_flashevolve.gepa.heads import CONSOLIDATION, Heads, Phase
-from dspy_flashevolve.gepa.records import Proposal, Validated
+from dspy_flashevolve.gepa.records import Commit, Proposal, Validated
 from tests.gepa.pools import configured, pool_of
 
 BETTER = Head({"p": "better"}, frozenset({0}), gain=0.5)
@@ -92,6 +92,28 @@ def test_with_few_validation_examples_the_higher_score_decides() -> None:
     assert kept({0: 1.0}, {0: 1.0}) == [CONSOLIDATION]
     assert kept(scores_of(2, 2), {0: 0.0, 1: 1.0}) == [CONSOLIDATION, "head"]
     assert kept({0: 1.0, 1: 1.0}, {2: 0.0, 3: 0.0}) == [CONSOLIDATION, "head"], "they share no example"
+
+
+@pytest.mark.parametrize(("score", "becomes_base"), [(0.69, False), (0.71, True)])
+def test_a_text_written_anew_becomes_the_base_where_it_has_half_of_what_the_head_is_expected_to_gain(
+    score: float, becomes_base: bool
+) -> None:
+    """The base has .5 on validation, and the head, which was not validated, is expected to have .9."""
+    heads, _, changes = heads_of()
+    changes.now = Head({"p": "grown"}, frozenset({0}), gain=0.4)
+    bases: list[int] = []
+    more: dict[str, Any] = {
+        "is_made_of_changes": lambda texts: False,
+        "stand_on": lambda texts, index: bases.append(index),
+        "kept": dict,
+    }
+    vars(changes).update(more)
+    pool: Any = SimpleNamespace(
+        state=SimpleNamespace(program_candidates=[{"p": "base"}, {"p": "clean"}]), score_of=lambda index: 0.5
+    )
+    heads._pool = pool
+    heads.learn([Commit(candidate=1, version=1, score=score, best_score=score, generation=1)], clean=[1])
+    assert bases == [1] * becomes_base
 
 
 def step_of(number: int) -> Step:

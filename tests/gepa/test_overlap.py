@@ -8,8 +8,8 @@ import pytest
 from dspy.utils.exceptions import LMServerError
 from gepa.utils import CompositeStopper, NoImprovementStopper
 
-from dspy_flashevolve import Reflective, Workflow
-from dspy_flashevolve.engine.staleness import Admit, Discard, History, Look
+from dspy_flashevolve import ConfigurationError, Edits, Reflective, Workflow
+from dspy_flashevolve.engine.staleness import Admit, Discard, History, Integrate, Look
 from tests.contract.surface import Heard, check_ends
 from tests.contract.worlds import Rules, World, chance, play
 
@@ -52,7 +52,7 @@ def only(candidate: Any) -> str:
 
 def test_a_child_is_compared_with_the_whole_minibatch_of_its_parent_though_reflection_saw_a_part() -> None:
     world = Kept()
-    program, events = heard(world, staleness="full", workflow=Workflow(rollout=0.34))
+    program, events = heard(world, search="pareto", workflow=Workflow(rollout=0.34))
     ids = {event["iteration"]: event["minibatch_ids"] for event in events.of("on_minibatch_sampled")}
     parent = {event["iteration"]: only(event["parent_candidate"]) for event in events.of("on_proposal_start")}
     shown = {event["iteration"]: only(event["reflective_dataset"]) for event in events.of("on_proposal_start")}
@@ -68,7 +68,7 @@ def test_a_child_is_compared_with_the_whole_minibatch_of_its_parent_though_refle
 def test_the_example_of_a_late_rollout_without_an_answer_is_given_up_once_and_for_all() -> None:
     world = Kept()
     world.gone = "t 2"
-    program, _ = heard(world, 200, staleness="full", workflow=Workflow(rollout=0.34))
+    program, _ = heard(world, 200, search="pareto", workflow=Workflow(rollout=0.34))
     stats = program.async_stats
     assert stats.unanswered_examples == 1
     assert "t 2" not in {question for _, question in world.scored}
@@ -77,7 +77,7 @@ def test_the_example_of_a_late_rollout_without_an_answer_is_given_up_once_and_fo
 
 def test_late_rollouts_are_paid_once_and_counted() -> None:
     world = Kept()
-    program, _ = heard(world, 300, staleness=Reflective(batch=3), workflow=Workflow(rollout=0.34))
+    program, _ = heard(world, 300, staleness=Reflective(), workflow=Workflow(rollout=0.34))
     assert len(world.scored) == program.async_stats.metric_calls <= 300
 
 
@@ -93,7 +93,7 @@ def test_a_child_may_be_selected_before_its_validation_is_done_where_the_prefix_
 ) -> None:
     ahead = 0
     for seed in (0, 3, 7):  # not every run has one, and which do is another matter on another Python
-        _, events = heard(Kept(seed=seed), 600, staleness="full", workflow=Workflow(validate=share), **GREEDY)
+        _, events = heard(Kept(seed=seed), 600, search="pareto", workflow=Workflow(validate=share), **GREEDY)
         validated = {"0.3 seed 0"}
         for name, event in events.events:
             if name == "on_valset_evaluated":
@@ -108,7 +108,7 @@ def test_a_child_may_be_selected_before_its_validation_is_done_where_the_prefix_
 @pytest.mark.parametrize("seed", [0, 1, 3])
 def test_parents_are_true_whatever_became_of_them_meanwhile(seed: int) -> None:
     world = Kept(seed=seed)
-    program, _ = heard(world, 600, staleness="full", workflow=Workflow(validate=0.25), use_merge=False, **GREEDY)
+    program, _ = heard(world, 600, search="pareto", workflow=Workflow(validate=0.25), use_merge=False, **GREEDY)
     there = texts(program)
     index = {text: number for number, text in enumerate(there)}
     for number, parents in enumerate(program.detailed_results.parents[1:], start=1):
@@ -123,7 +123,7 @@ def test_parents_are_true_whatever_became_of_them_meanwhile(seed: int) -> None:
 
 def started(frontier_share: float) -> tuple[Any, int, int]:
     """A run's program, how many of its steps started from what was not validated, and how many from what was."""
-    program, events = heard(Rules(), 600, staleness=Reflective(frontier_share=frontier_share), use_merge=False)
+    program, events = heard(Rules(), 600, search=Edits(frontier_share=frontier_share), use_merge=False)
     validated, ahead, after = {"0.3 seed 0"}, 0, 0
     for name, event in events.events:
         if name == "on_valset_evaluated":
@@ -164,11 +164,33 @@ class Asked:
 @pytest.mark.parametrize("place", ["before_propose", "after_propose", "after_screen", "before_commit"])
 def test_a_policy_is_asked_where_it_says_and_a_discard_ends_the_step_there(place: Any) -> None:
     policy = Asked(place)
-    program, _ = heard(Kept(), 300, staleness=policy, use_merge=False)
+    program, _ = heard(Kept(), 300, search="pareto", staleness=policy, use_merge=False)
     stats = program.async_stats
     assert set(policy.seen) == {place}
     assert stats.end_reasons["stale: enough"] == stats.ended["discarded"] == -(-len(policy.seen) // 2)
     check_ends(stats)
+
+
+class Repairing:
+    """A policy of the user's own that wants a repair at a place."""
+
+    def __init__(self, place: Any) -> None:
+        self.looks: tuple[Any, ...] = (place,)
+
+    def decide(self, look: Any, history: Any) -> Any:
+        return Integrate()
+
+
+def test_a_policy_of_the_users_own_may_have_any_child_repaired() -> None:
+    stats = play(World(), 120, staleness=Repairing("after_propose")).async_stats
+    check_ends(stats)
+    assert stats.looks["integrate"] == len(stats.integrations) > 3
+
+
+@pytest.mark.parametrize("place", ["before_propose", "after_screen", "before_commit"])
+def test_a_policy_that_wants_a_repair_elsewhere_ends_the_run_by_name(place: Any) -> None:
+    with pytest.raises(ConfigurationError, match=rf"Integrate\(\) {place}: children are repaired after_propose"):
+        play(World(), 120, search="pareto", staleness=Repairing(place))
 
 
 # Stoppers that count iterations
@@ -187,15 +209,15 @@ class Counted(NoImprovementStopper):
 
 
 @pytest.mark.parametrize("composite", [False, True])
-@pytest.mark.parametrize("staleness", ["reflective", "full"])
+@pytest.mark.parametrize("search", ["edits", "pareto"])
 def test_a_stopper_that_counts_iterations_counts_those_that_came_one_after_the_other(
-    staleness: Any, composite: bool
+    search: Any, composite: bool
 ) -> None:
     """Sixteen steps that overlap are as many iterations as came after one another, and each commit is one."""
     stopper = Counted()
     asked = CompositeStopper(CompositeStopper(stopper), mode="all") if composite else stopper
     options = {"workflow": Workflow(live_steps=16), "gepa_kwargs": {"stop_callbacks": asked}}
-    stats = play(World(), 600, staleness=staleness, **options).async_stats
+    stats = play(World(), 600, search=search, **options).async_stats
     commits, steps = len(stats.commits), sum(stats.ended.values())
     assert commits <= stopper.asked < commits + (steps - commits) / 2
 
@@ -220,6 +242,12 @@ def test_a_run_does_not_end_while_work_beside_the_steps_holds_calls_that_it_may_
     calls, world = 160, Rules(seed=236, val=9, train=6)
     early = Workflow(rollout=0.4)
     stats = play(
-        world, calls, num_threads=8, reflection_minibatch_size=20, workflow=early, staleness=EveryThird()
+        world,
+        calls,
+        num_threads=8,
+        reflection_minibatch_size=20,
+        workflow=early,
+        search="pareto",
+        staleness=EveryThird(),
     ).async_stats
     assert calls - stats.metric_calls < 2 * world.train + world.val, stats.stop_reason

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import random
-from dataclasses import replace
 from typing import Any
 
 from gepa.core.state import ValsetEvaluation
@@ -13,10 +11,8 @@ from gepa.strategies.proposal_sampling import ProposalTask
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dspy_flashevolve.engine.steps import Budget, Step
 from dspy_flashevolve.gepa.pool import Pool
-from dspy_flashevolve.gepa.records import Selected
-from dspy_flashevolve.gepa.select import Selection, sample, selectable
+from dspy_flashevolve.gepa.select import sample, selectable
 from tests.gepa.pools import EXAMPLES, commit, frontier, pool_of
 
 FULL = st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0]), min_size=EXAMPLES, max_size=EXAMPLES)
@@ -201,19 +197,3 @@ def test_a_state_with_speculative_candidates_beside_it_is_read_by_gepa(tmp_path:
     assert [one["p"] for one in loaded.program_candidates] == ["seed", "child"]
     assert loaded.is_consistent()
     pool.close()
-
-
-def test_a_wider_minibatch_takes_the_examples_that_were_drawn_least_often() -> None:
-    pool = pool_of()
-    everything = list(pool.trainset.all_ids())
-    selection = Selection(pool, None, 1.0, lambda candidate: set())
-    step = Step(0, random.Random(0), Budget(None).reserve(0))  # pyright: ignore[reportArgumentType]
-    _, _, work = selection.select(step, 0)
-    assert isinstance(work, Selected)
-    narrow = replace(work.tasks[0], minibatch_ids=everything[:1])
-    for never in everything[1:] * 4:
-        selection._drawn.clear()
-        selection._drawn.update(example for example in everything if example != never)
-        assert selection._widened(narrow, 2).minibatch_ids == [everything[0], never]
-    assert sorted(selection._widened(narrow, 9).minibatch_ids) == everything, "a small training set has no more"
-    assert selection._widened(narrow, 0) == narrow

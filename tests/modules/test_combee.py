@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dspy_flashevolve.modules.combee import CombeeReflection
+from dspy_flashevolve.modules.combee import CombeeReflection, MergeProposals
 from tests.fakes import Chain, digits, examples, fake_lm, hashed, reply_for, task_lm
 
 pytestmark = pytest.mark.anyio
@@ -39,11 +39,11 @@ class Model:
         self.reduces: list[str] = []
 
     def __call__(self, prompt: str) -> str:
-        reduces = "head_text" in prompt
+        reduces = "proposed_instructions" in prompt
         with self.lock:
             (self.reduces if reduces else self.maps).append(prompt)
         if reduces:
-            return reply_for("", verdicts="[]", new_text=f"reduced {hashed(prompt) % 10**6}")
+            return reply_for(prompt, new_instruction=f"reduced {hashed(prompt) % 10**6}")
         return reply_for(prompt, new_instruction=f"mapped {hashed(prompt) % 10**6}")
 
 
@@ -66,8 +66,10 @@ def test_each_record_is_dealt_as_often_as_asked_over_groups_of_about_equal_size(
     count: int, copies: int, groups: int | None
 ) -> None:
     dealt_out = CombeeReflection(copies=copies, groups=groups)._deal(records(count))  # type: ignore[arg-type]
-    assert Counter(str(record) for group in dealt_out for record in group) == {str(r): copies for r in records(count)}
-    assert len(dealt_out) == min(count * copies, groups or round(math.sqrt(count)))
+    groups = groups or math.isqrt(count)
+    times = copies if groups > 1 else 1
+    assert Counter(str(record) for group in dealt_out for record in group) == {str(r): times for r in records(count)}
+    assert len(dealt_out) == min(count * times, groups)
     sizes = {len(group) for group in dealt_out}
     assert max(sizes) - min(sizes) <= 1
     assert min(sizes) >= 1
@@ -88,17 +90,31 @@ async def test_one_map_a_group_and_one_reduce_a_component(asynchronous: bool) ->
 async def test_the_reduce_reads_every_proposal(asynchronous: bool) -> None:
     model = Model()
     await proposed(asynchronous, model, 9, ["p"])
-    assert [f"### Child {number}" in model.reduces[0] for number in (1, 2, 3, 4)] == [True, True, True, False]
-    assert model.reduces[0].count("+ mapped") == 3
+    assert [f"### Proposal {number}\nmapped" in model.reduces[0] for number in (1, 2, 3, 4)] == [True] * 3 + [False]
+    assert "current p" in model.reduces[0]
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+async def test_three_records_are_reflected_on_once_without_a_reduce(asynchronous: bool) -> None:
+    model = Model()
+    assert (await proposed(asynchronous, model, 3, ["p"]))["p"].startswith("mapped")
+    assert (len(model.maps), len(model.reduces)) == (1, 0)
+    assert dealt(model.maps[0]) == {"0": 1, "1": 1, "2": 1}
+
+
+def test_the_reduce_is_combees_own_and_not_the_repair_of_stale_children() -> None:
+    assert set(MergeProposals.input_fields) == {"current_instruction", "proposed_instructions"}
+    assert set(MergeProposals.output_fields) == {"new_instruction"}
 
 
 async def test_long_proposals_are_read_to_their_ends() -> None:
     reduces: list[str] = []
 
     def answer(prompt: str) -> str:
-        if "head_text" in prompt:
+        if "proposed_instructions" in prompt:
             reduces.append(prompt)
-        return reply_for(prompt, new_instruction="rule " * 3000 + "the last one", verdicts="[]", new_text="reduced")
+        text = "reduced" if "proposed_instructions" in prompt else "rule " * 3000 + "the last one"
+        return reply_for(prompt, new_instruction=text)
 
     assert await proposed(True, answer, 4, ["p"]) == {"p": "reduced"}
     assert reduces[0].count("the last one") == 2
@@ -121,7 +137,7 @@ def test_the_awaited_twin_does_the_same(count: int, copies: int, seed: int) -> N
 @pytest.mark.parametrize("asynchronous", [True, False])
 async def test_the_first_proposal_counts_where_the_reduction_cannot_be_read(asynchronous: bool) -> None:
     def answer(prompt: str) -> str:
-        return "nonsense" if "head_text" in prompt else reply_for(prompt, new_instruction="mapped")
+        return "nonsense" if "proposed_instructions" in prompt else reply_for(prompt, new_instruction="mapped")
 
     assert await proposed(asynchronous, answer, 4, ["p"]) == {"p": "mapped"}
 
@@ -142,14 +158,14 @@ def test_bad_arguments_are_refused(bad: dict[str, int]) -> None:
 
 
 async def test_a_reduction_of_the_users_own_is_used() -> None:
-    class Longest(dspy.Module):
-        def forward(self, head: Any, children: Any, **rest: Any) -> dspy.Prediction:
-            assert head == CANDIDATE
-            return dspy.Prediction(texts={"p": max((child.texts["p"] for child in children), key=len) + "!"})
+    class Shouted(dspy.Module):
+        def forward(self, current_instruction: str, proposed_instructions: str) -> dspy.Prediction:
+            assert current_instruction == CANDIDATE["p"]
+            return dspy.Prediction(new_instruction=proposed_instructions + "!")
 
     model = Model()
-    texts = await proposed(False, model, 4, ["p"], reduce=Longest())
-    assert texts["p"].startswith("mapped")
+    texts = await proposed(False, model, 4, ["p"], reduce=Shouted())
+    assert texts["p"].startswith("### Proposal 1\nmapped")
     assert texts["p"].endswith("!")
     assert model.reduces == []
 

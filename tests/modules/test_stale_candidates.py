@@ -1,4 +1,4 @@
-"""The integrating module: what it asks, what it reads, and what it never raises; and the loop's side of it."""
+"""The module that repairs stale children: what it asks, what it reads, and what it never raises; the loop's side."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from dspy_flashevolve.engine.errors import RolloutUnresolvedError, RunAbortedError
 from dspy_flashevolve.engine.retries import RetryPolicy
 from dspy_flashevolve.engine.staleness import PastCommit, StaleChild
-from dspy_flashevolve.gepa.integration import read_answer
-from dspy_flashevolve.modules.integrate import Integration, StaleCandidateReflection, changed_lines
+from dspy_flashevolve.gepa.repair import Repair, read_answer
+from dspy_flashevolve.modules.integrate import IntegrateChildren, StaleCandidateReflection, changed_lines
 from dspy_flashevolve.programs.records import ModuleReply
 from dspy_flashevolve.programs.run import DspyRun
 from dspy_flashevolve.programs.settings import RunSettings
@@ -59,11 +59,9 @@ class Scripted:
         return answer(prompt) if callable(answer) else answer
 
 
-def child(
-    number: int, text: str = "new", before: float = 0.5, after: float | None = None, **options: Any
-) -> StaleChild:
+def child(number: int, text: str = "new", before: float = 0.5, **options: Any) -> StaleChild:
     texts = options.pop("texts", {"p": text})
-    return StaleChild(number, texts, {name: HEAD.get(name, "old") for name in texts}, before, after, **options)
+    return StaleChild(number, texts, {name: HEAD.get(name, "old") for name in texts}, before, **options)
 
 
 def reply(text: str, **verdicts: str) -> str:
@@ -220,30 +218,44 @@ async def test_the_bounds_are_the_callers() -> None:
 
 
 async def test_the_most_informative_children_and_commits_come_first() -> None:
-    children = [
-        child(1, before=0.5, after=0.6),
-        child(2, before=0.1),
-        child(3, before=0.0, after=0.5),
-        child(4, before=0.95),
-        child(5, before=0.5, after=0.6),
-    ]
+    children = [child(number, before=before) for number, before in enumerate((0.5, 0.1, 0.0, 0.95, 0.5), start=1)]
     commits = [PastCommit({"p": f"c{n}"}, {"p": "x"}, change) for n, change in enumerate((0.1, -0.5, 0.3))]
     script = Scripted(reply("t"))
     await integrated(script, children, commits=[*commits, PastCommit({"q": "not of p"}, {"q": "x"}, 0.9)])
     prompt = script.prompts[0]
-    shown = [prompt.index(f"### Child {number}") for number in (2, 3, 1, 5, 4)]
+    shown = [prompt.index(f"### Child {number}") for number in (3, 2, 1, 5, 4)]
     assert shown == sorted(shown)
     changed = [prompt.index(text) for text in ("Score -0.500", "Score +0.300", "Score +0.100")]
     assert changed == sorted(changed)
     assert "not of p" not in prompt
 
 
-async def test_scores_and_feedback_are_shown_and_what_was_not_screened_says_so() -> None:
+async def test_the_parents_score_and_feedback_are_shown() -> None:
     script = Scripted(reply("t"))
-    await integrated(script, [child(1, before=0.25, after=0.75, feedback=("too short",)), child(2, before=0.5)])
-    assert "Score of its parent 0.250, of the child 0.750." in script.prompts[0]
+    await integrated(script, [child(1, before=0.25, feedback=("too short",)), child(2, before=0.5)])
+    assert "Score of its parent 0.250, of the child not screened." in script.prompts[0]
     assert "- too short" in script.prompts[0]
-    assert "of the child not screened." in script.prompts[0]
+
+
+async def test_the_default_asks_for_principles_that_transfer_and_combees_signature_joins_many() -> None:
+    asked: list[str] = []
+    for bounds in ({}, {"signature": IntegrateChildren}):
+        script = Scripted(reply("t"))
+        await integrated(script, [child(1)], bounds=bounds)
+        asked += script.prompts
+    assert ["principles that transfer" in prompt for prompt in asked] == [True, False]
+    assert ["never average the two" in prompt for prompt in asked] == [False, True]
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize("word", ["subsumed", "conflicting"])
+async def test_a_verdict_by_which_nothing_is_taken_over_needs_no_text_and_is_asked_for_once(
+    word: str, asynchronous: bool
+) -> None:
+    script = Scripted(reply("", c1=word))
+    answer = await integrated(script, [child(1)], asynchronous)
+    assert (answer.texts, [verdict.verdict for verdict in answer.verdicts], answer.failed) == ({}, [word], {})
+    assert len(script.prompts) == 1
 
 
 @settings(max_examples=25, deadline=None)
@@ -277,7 +289,8 @@ def test_no_reply_makes_it_raise(text: str, code: bool, fallback: bool) -> None:
     adapter = dspy.ChatAdapter(use_json_adapter_fallback=fallback)
     with dspy.context(lm=fake_lm(lambda prompt: text), adapter=adapter):
         answer = StaleCandidateReflection()(head=HEAD, children=[child(1)], code_components=["p"] if code else [])
-    assert ("p" in answer.texts) != ("p" in answer.failed)
+    drops = [verdict.verdict for verdict in answer.verdicts if verdict.verdict != "orthogonal"]
+    assert ("p" in answer.texts) + ("p" in answer.failed) + bool(drops and "p" not in answer.texts) == 1
     assert all(verdict.child == 1 for verdict in answer.verdicts)
     assert all(value.strip() for value in answer.texts.values())
 
@@ -349,7 +362,7 @@ def reply_with(texts: dict[str, str], failed: dict[str, str] | None = None, **ve
     return dspy.Prediction(texts=texts, verdicts=listed, failed=failed or {})
 
 
-async def integration(module: dspy.Module, children: list[StaleChild], lm: Any = None) -> ModuleReply[Integration]:
+async def integration(module: dspy.Module, children: list[StaleChild], lm: Any = None) -> ModuleReply[Repair]:
     """What a run makes of a module's answer."""
     made = DspyRun(
         name="Own", stages={"integrate": [lm]}, settings=RunSettings(num_threads=1), retry=RetryPolicy(attempts=1)
@@ -357,12 +370,12 @@ async def integration(module: dspy.Module, children: list[StaleChild], lm: Any =
     inputs = {"head": dict(HEAD), "children": children, "commits": [], "code_components": []}
     return await made.run_async(
         lambda: made.call_module(
-            "integrate", Asker(0), module, inputs, lm=lm, read=lambda answer: read_answer(answer, children)
+            "integrate", Asker(0), module, inputs, lm=lm, read=lambda answer: read_answer(answer, children[0], 0)
         )
     )
 
 
-async def integrated_by(module: dspy.Module, *children: StaleChild) -> Integration:
+async def integrated_by(module: dspy.Module, *children: StaleChild) -> Repair:
     answer = (await integration(module, list(children))).answer
     assert answer is not None
     return answer

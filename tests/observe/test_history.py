@@ -105,11 +105,11 @@ def test_a_run_that_was_killed_loses_none_of_its_figures(tmp_path: Path) -> None
         path = tmp_path / "calls.txt"
         return path.read_bytes().count(b"\n") if path.exists() else 0
 
-    assert killed_after(0.3, made, "tests.contract.child", tmp_path, "reflective", 5000)
+    assert killed_after(0.3, made, "tests.contract.child", tmp_path, "edits", 5000)
     killed = read(tmp_path / "run")
     assert killed.state == "killed"
     assert made() <= killed.calls <= made() + 8, "calls that had begun count"
-    gepa.run(tmp_path, "reflective", killed.calls + 60)
+    gepa.run(tmp_path, "edits", killed.calls + 60)
     whole = read(tmp_path / "run")
     assert [session.state for session in whole.sessions] == ["killed", "finished"]
     assert whole.requests[: len(killed.requests)] == killed.requests
@@ -271,7 +271,7 @@ def test_each_line_of_the_best_prompt_comes_from_the_step_whose_reflection_wrote
 
 
 def test_without_credit_assignment_a_line_comes_from_the_ancestor_that_had_it_first(tmp_path: Path) -> None:
-    play(Rules(), 300, log_dir=str(tmp_path), staleness="full")
+    play(Rules(), 300, log_dir=str(tmp_path), search="pareto")
     history = read(tmp_path, replies=True)
     assert not history.changes
     assert history.best is not None

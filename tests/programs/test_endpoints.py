@@ -611,16 +611,18 @@ def test_rollouts_beyond_what_the_server_takes_are_all_answered(narrow: SimServe
     lm = over_http(narrow)
 
     async def body(made: Run) -> list[str]:
-        answers = await made.ask_all(lm, 12, asynchronous)
-        assert made.models.endpoints.retries.count == narrow.stats().refused > 0
+        answers = list[str]()
+        while not narrow.stats().refused:  # on a busy machine the requests of a round may come one after the other
+            answers += await made.ask_all(lm, 12, asynchronous)
+        assert made.models.endpoints.retries.count == narrow.stats().refused
         assert made.scheduler.statistics().busy == 0
         return answers
 
     policy = RetryPolicy(attempts=50, first_seconds=0.05)
     answers = in_run(body, virtually=False, slots=8, names={endpoint_of(lm)}, retry=policy)
-    assert len(answers) == 12
+    assert len(answers) >= 12
     assert all(answers)
-    assert (lm.num_retries, len(lm.history)) == (3, 12)
+    assert (lm.num_retries, len(lm.history)) == (3, len(answers))
 
 
 def test_task_and_reflection_models_of_one_server_share_its_limit(narrow: SimServer) -> None:

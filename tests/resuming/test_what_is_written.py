@@ -74,7 +74,7 @@ def test_whatever_cannot_be_written_fails_the_flush_and_does_not_hang(tmp_path: 
 
 @pytest.mark.parametrize(
     ("score", "options"),
-    [(0.5, {}), (True, {}), (1, {}), (True, {"schedule": "lockstep"}), (True, {"staleness": "full"})],
+    [(0.5, {}), (True, {}), (1, {}), (True, {"schedule": "lockstep"}), (True, {"search": "pareto"})],
 )
 def test_scores_that_json_or_sqlite_does_not_know_do_not_end_a_run(
     tmp_path: Path, score: Any, options: dict[str, Any]
@@ -155,7 +155,7 @@ def calls_at_a_commit() -> int:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Pool, "commit", noted)
-        simulated(200, staleness="full", num_threads=8, metric=metric)
+        simulated(200, search="pareto", num_threads=8, metric=metric)
     return calls[1]
 
 
@@ -174,7 +174,7 @@ def test_a_validated_child_is_committed_although_the_budget_pays_no_further_step
         return commit(pool, step, work)
 
     monkeypatch.setattr(Pool, "commit", killed)
-    options: dict[str, Any] = {"staleness": "full", "num_threads": 8, "metric": metric, "log_dir": str(tmp_path)}
+    options: dict[str, Any] = {"search": "pareto", "num_threads": 8, "metric": metric, "log_dir": str(tmp_path)}
     with pytest.raises(KeyError):
         simulated(budget, **options)
     monkeypatch.undo()
@@ -200,7 +200,7 @@ def test_no_file_of_the_run_has_a_key_that_an_error_repeats(tmp_path: Path, monk
         reflection_lm=reflection_lm(),
         instruction_proposer=Refusing(),
         log_dir=str(tmp_path),
-        staleness="full",
+        search="pareto",
         workflow=Workflow(live_steps=2),
     )
     with pytest.raises(ValueError, match="over its quota"):

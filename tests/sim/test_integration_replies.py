@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dspy_flashevolve.engine.staleness import StaleChild
+from dspy_flashevolve.modules.combee import MergeProposals
 from dspy_flashevolve.modules.integrate import StaleCandidateReflection
 from dspy_flashevolve.sim import HouseRules, ReplyModel
 from dspy_flashevolve.sim.profiles import H100_QWEN3_8B
@@ -235,3 +236,19 @@ def test_impossible_tasks_with_rivals_are_refused(bad: dict[str, Any], message: 
 def test_a_reply_model_refuses_impossible_integrations(bad: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=next(iter(bad))):
         ReplyModel(**bad)  # type: ignore[arg-type]
+
+
+def test_the_simulated_model_merges_combees_proposals() -> None:
+    def simulated(prompt: str) -> str:
+        system, _, user = prompt.rpartition("\n[[ ## current_instruction ## ]]")
+        user = f"[[ ## current_instruction ## ]]{user}"
+        messages = [{"role": "system", "content": system}, {"role": "user", "content": user}]
+        request = parse_chat_request(json.dumps({"messages": messages}).encode())
+        assert request.kind == "integration"
+        return reply_to(request, H100_QWEN3_8B, FAITHFUL, 0).text
+
+    proposals = [text_of([RULES[0], RULES[4]]), text_of([RULES[0], RULES[2]])]
+    shown = "\n\n".join(f"### Proposal {number}\n{text}" for number, text in enumerate(proposals, start=1))
+    with dspy.context(lm=fake_lm(simulated)):
+        merged = dspy.Predict(MergeProposals)(current_instruction=text_of([RULES[0]]), proposed_instructions=shown)
+    assert rules_in(merged.new_instruction) == [RULES[0], RULES[2], RULES[4]]

@@ -8,7 +8,6 @@ from typing import Any
 
 import dspy
 
-from benchmarks.workloads.finer import TAGS
 from benchmarks.workloads.symptom2disease import DISEASES
 
 NAMES = ("aime", "finer", "formula", "hotpotqa", "hover", "symptom2disease")
@@ -38,6 +37,11 @@ def _claim(number: int) -> dict[str, Any]:
     return {"claim": f"Claim {number}.", "supporting_facts": facts, "label": label, "num_hops": 2}
 
 
+def _constrained(prompt: str) -> dict[str, Any]:
+    kinds, arguments = ["keywords:existence"], [{"keywords": ["zebra"]}]
+    return {"key": prompt, "prompt": prompt, "instruction_id_list": kinds, "kwargs": arguments}
+
+
 def write_samples(folder: Path) -> None:
     """Every file that the workloads read; one question stands in two splits, as in FiNER."""
     _write(folder / "hotpotqa/dev_distractor_100.jsonl", [_hop_question(number) for number in range(30)])
@@ -45,10 +49,12 @@ def write_samples(folder: Path) -> None:
     for year in (2024, 2025):
         rows = [{"problem": f"Problem {number} of {year}.", "answer": f"{number:03d}"} for number in range(30)]
         _write(folder / f"aime/aime{year}.jsonl", rows)
+    for path, count in (("ifeval/input_data", 20), ("ifbench/test", 4)):
+        _write(folder / f"{path}.jsonl", [_constrained(f"{path} {number}") for number in range(count)])
     for start, split in ((0, "train"), (11, "val"), (24, "test")):
         numbers = range(start, start + 12)
         formula = [{"context": f"What is {n} / 4?", "target": str(n / 4)} for n in numbers]
-        finer = [{"question": f"Which tag has {n}?", "target": TAGS[n % 12], "context": ""} for n in numbers]
+        finer = [{"context": f"Tags: A,B,C,D{n}. Which has {n}?", "target": f"A,B,C,D{n}"} for n in numbers]
         symptoms = [{"question": f"Symptom {n}.", "answer": DISEASES[n % 22]} for n in numbers]
         for name, rows in (("formula", formula), ("finer", finer), ("symptom2disease", symptoms)):
             _write(folder / name / f"{split}.jsonl", rows)
@@ -66,8 +72,12 @@ def right_outputs(name: str, example: dspy.Example) -> dict[str, str]:
         return {"first_query": first, "second_query": second, "answer": example.answer}
     if name == "hover":
         return {"hops": "\n".join(f"{title}: holds" for title in example.titles), "verdict": example.label}
-    field = {"aime": "answer", "formula": "target", "finer": "tag", "symptom2disease": "disease"}[name]
-    output = "answer" if name in ("aime", "formula") else field
+    output, field = {
+        "aime": ("answer", "answer"),
+        "formula": ("answer", "target"),
+        "finer": ("tags", "target"),
+        "symptom2disease": ("disease", "disease"),
+    }[name]
     return {output: example[field]}
 
 
@@ -78,6 +88,6 @@ def wrong_outputs(name: str) -> dict[str, str]:
         "hover": {"hops": "zzz", "verdict": "zzz"},
         "aime": {"answer": "-1"},
         "formula": {"answer": "-1"},
-        "finer": {"tag": "zzz"},
+        "finer": {"tags": "zzz"},
         "symptom2disease": {"disease": "zzz"},
     }[name]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import dspy
 import pytest
 from hypothesis import given
@@ -92,8 +94,9 @@ def test_served_gives_what_the_methods_run() -> None:
 def test_the_profile_gets_the_lengths_of_the_workload() -> None:
     workload = workload_named("aime", train=1, val=1, test=0)
     profile = workload.profile("api-gpt-4o-mini")
-    assert profile.task_length == workload.reply_length
-    assert profile.reflection_length == PROFILES["api-gpt-4o-mini"].reflection_length
+    assert (profile.task_length, profile.reflection_length) == (workload.reply_length, workload.reflection_length)
+    without = replace(workload, reflection_length=None).profile("api-gpt-4o-mini")
+    assert without.reflection_length == PROFILES["api-gpt-4o-mini"].reflection_length
 
 
 def test_text_of_a_field_that_is_not_there_is_empty() -> None:

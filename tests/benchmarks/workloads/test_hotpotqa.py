@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import dspy
 import pytest
 
-from benchmarks.workloads.hotpotqa import metric
+from benchmarks.workloads.hotpotqa import metric, program
 from benchmarks.workloads.registry import workload_named
 from tests.fakes import fake_lm, reply_for
 
@@ -32,6 +34,39 @@ def test_the_second_query_looks_for_what_the_first_did_not_find() -> None:
     assert not set(prediction.first_titles) & set(prediction.second_titles)
     assert f"{place} | " not in prompts[0]
     assert f"{place} is governed by {person}." in prompts[1]
+
+
+def test_a_query_searches_the_paragraphs_of_all_rows_and_no_prompt_holds_them() -> None:
+    pytest.importorskip("bm25s")
+    workload = workload_named("hotpotqa", train=10, val=10, test=10)
+    asked, other = workload.trainset[0], workload.testset[0]
+    assert set(asked.inputs().keys()) == {"question"}
+    prompts: list[str] = []
+
+    def answer(prompt: str) -> str:
+        prompts.append(prompt)
+        return reply_for(prompt, first_query=other.titles[0], second_query="zzz", reasoning="So.", answer="x")
+
+    with dspy.context(lm=fake_lm(answer)):
+        prediction = workload.program()(**asked.inputs())
+    assert other.titles[0] in prediction.first_titles
+    assert all("Bystander" not in prompt for prompt in prompts)
+
+
+def test_programs_share_the_corpus_and_are_saved_without_it(tmp_path: Path) -> None:
+    pytest.importorskip("bm25s")
+    made = program()
+    assert len(made.corpus.paragraphs) == 300
+    assert made.deepcopy().corpus is made.corpus is program().corpus
+    made.first_query.signature = made.first_query.signature.with_instructions("Ask in French.")
+    made.save(tmp_path / "program.json")
+    assert "Bystander" not in (tmp_path / "program.json").read_text()
+    loaded = program()
+    loaded.load(tmp_path / "program.json")
+    assert loaded.first_query.signature.instructions == "Ask in French."
+    made.save(tmp_path / "whole", save_program=True)
+    whole = dspy.load(str(tmp_path / "whole"), allow_pickle=True)
+    assert [paragraph.title for paragraph in whole.corpus.search("Town7", 1)] == ["Town7"]
 
 
 def test_a_part_of_the_answer_gets_a_part_of_the_score() -> None:

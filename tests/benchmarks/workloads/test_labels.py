@@ -15,15 +15,43 @@ def test_a_diagnosis_is_one_disease(text: str, score: int) -> None:
     assert '"common cold"' in verdict.feedback
 
 
-def test_a_tag_is_not_found_inside_a_longer_one() -> None:
-    gold = dspy.Example(tag="LineOfCredit")
-    assert finer.metric(gold, dspy.Prediction(tag="`LineOfCredit`")).score == 1
-    wrong = finer.metric(gold, dspy.Prediction(tag="LineOfCreditFacilityMaximumBorrowingCapacity"))
-    assert (wrong.score, wrong.feedback.endswith("the right one is LineOfCredit.")) == (0, True)
+@pytest.mark.parametrize(
+    ("text", "score", "feedback"),
+    [
+        ("LineOfCredit, goodwill ,Revenues,SharePrice", 1, "All 4 tags are right."),
+        ("LineOfCredit,Revenues,Revenues,SharePrice,Goodwill", 0.75,
+         'Question 2: "Revenues" is wrong, the right tag is Goodwill. '
+         "The answer holds 5 parts between commas, 4 tags are asked for."),
+        ("LineOfCredit,Goodwill,Revenues,Depreciation", 0.75,
+         'Question 4: "Depreciation" is wrong, the right tag is SharePrice.'),
+        ("LineOfCredit", 0.25, 'Question 4: "" is wrong, the right tag is SharePrice. The answer holds 1 parts'),
+    ],
+)  # fmt: skip
+def test_each_of_four_tags_counts_in_its_place(text: str, score: float, feedback: str) -> None:
+    gold = dspy.Example(target="LineOfCredit,Goodwill,Revenues,SharePrice")
+    verdict = finer.metric(gold, dspy.Prediction(tags=text))
+    assert verdict.score == score
+    assert feedback in verdict.feedback
 
 
-def test_the_labels_stand_in_every_prompt_whatever_the_instruction() -> None:
-    for signature, labels in ((finer.Tag, finer.TAGS), (symptom2disease.Diagnose, symptom2disease.DISEASES)):
-        changed = signature.with_instructions("Something else.")
-        description = next(iter(changed.output_fields.values())).json_schema_extra["desc"]
-        assert all(label in description for label in labels)
+def test_four_rows_of_one_question_become_one_that_lists_the_tags_of_all() -> None:
+    rows = [{"question": f"Which tag has {n}?", "target": f"T{n % 5}", "context": ""} for n in range(10)]
+    asked = {"Which tag has 1?"}
+    first, second = finer.in_rows_of_four(rows, asked)
+    assert first["target"] == "T0,T2,T3,T4"
+    assert "T0,T1,T2,T3,T4" in first["context"]
+    assert "\n1. Which tag has 0?\n2. Which tag has 2?" in first["context"]
+    assert "Which tag has 9?" not in second["context"], "it is one of three that are too few for a row"
+    assert len(asked) == 10
+
+
+def test_rows_of_ace_stay_as_they_are() -> None:
+    rows = [{"context": "Tags: A,B. 1. Which has 5?", "target": "A"}]
+    assert finer.in_rows_of_four(rows, set()) == rows
+    assert finer.example(rows[0]).question == rows[0]["context"]
+
+
+def test_the_diseases_stand_in_every_prompt_whatever_the_instruction() -> None:
+    changed = symptom2disease.Diagnose.with_instructions("Something else.")
+    description = changed.output_fields["disease"].json_schema_extra["desc"]
+    assert all(disease in description for disease in symptom2disease.DISEASES)

@@ -47,7 +47,11 @@ def test_the_right_answer_scores_1_and_is_called_right(workload: NamedWorkload) 
 def test_a_wrong_answer_scores_0_and_the_feedback_has_the_right_one(workload: NamedWorkload) -> None:
     example = workload.trainset[0]
     verdict = workload.metric(example, _answer(workload, example, wrong_outputs(workload.name)))
-    right = {"hotpotqa": [example.get("answer")], "hover": [example.get("label")]}.get(workload.name)
+    right = {
+        "hotpotqa": [example.get("answer")],
+        "hover": [example.get("label")],
+        "finer": str(example.get("target")).split(","),
+    }.get(workload.name)
     wanted = right or list(right_outputs(workload.name, example).values())
     assert verdict.score == 0
     assert all(part.lstrip("0") in verdict.feedback for part in [*wanted, *example.get("titles", [])])

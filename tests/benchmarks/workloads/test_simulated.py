@@ -86,5 +86,5 @@ def test_a_server_takes_the_lengths_of_the_workload() -> None:
         with dspy.context(lm=workload.task_lm):
             prediction = workload.program()(**workload.valset[0].inputs())
         assert bench.meter.read().requests == 1
-        assert bench.meter.read().completion_tokens < 100
-    assert prediction.tag
+        assert bench.meter.read().completion_tokens < 200
+    assert prediction.tags

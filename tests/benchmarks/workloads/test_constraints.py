@@ -1,0 +1,256 @@
+"""Verdicts on responses: what is met, what feedback says, what cannot be judged, and what the official ones are."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.workloads import constraints, ifbench
+from benchmarks.workloads.constraints import NLTK_DATA, can_judge, kinds_without_data, verify
+from benchmarks.workloads.rows import load_rows
+from tests.benchmarks.workloads.conftest import REAL_FOLDER
+
+pytest.importorskip("if_verifiable", reason="if-verifiable judges the constraints, on Python 3.11 or newer")
+nltk = pytest.importorskip("nltk")
+
+OFFICIAL_VERDICTS = REAL_FOLDER / "ifbench/official_verdicts.jsonl"
+KEYWORDS = {"keyword1": "kite", "keyword2": "pond", "keyword3": "fern", "keyword4": "mule", "keyword5": "drum"}
+
+
+@pytest.fixture
+def fresh() -> Iterator[None]:
+    """A process that has not asked yet what nltk has."""
+    caches = (kinds_without_data, constraints._checkers)
+    for cache in caches:
+        cache.cache_clear()
+    yield
+    for cache in caches:
+        cache.cache_clear()
+
+
+@pytest.fixture
+def nltk_folder(fresh: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder, the only one in which nltk looks for its data."""
+    monkeypatch.setattr(nltk.data, "path", [str(tmp_path)])
+    monkeypatch.setattr(constraints, "_data_in_packages", list)
+    return tmp_path
+
+
+def judge(response: str, kind: str, arguments: dict[str, Any] | None = None) -> constraints.Verdict:
+    """The verdict on one constraint."""
+    return verify(response, [kind], [arguments or {}])
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "follows", "violates"),
+    [
+        ("punctuation:no_comma", {}, "No comma here.", "Well, here."),
+        ("keywords:existence", {"keywords": ["kite", "pond"]}, "A Kite over a pond", "A kite"),
+        ("keywords:forbidden_words", {"forbidden_words": ["kite"]}, "Kites fly", "A kite flies"),
+        (
+            "length_constraints:number_words",
+            {"num_words": 3, "relation": "less than"},
+            "Two words",
+            "These are three words",
+        ),
+        ("detectable_format:title", {}, "<<Spring>> It is here", "Spring. It is here"),
+        ("detectable_format:json_format", {}, '```json\n{"a": 1}\n```', "a: 1"),
+        (
+            "language:response_language",
+            {"language": "de"},
+            "Das ist ein ganz einfacher Satz.",
+            "This is a rather simple one.",
+        ),
+        ("count:numbers", {"N": 2}, "Between 3 and 4", "Only 3"),
+        ("count:keywords_multiple", KEYWORDS, "kite" + " pond" * 2 + " fern" * 3 + " mule" * 5 + " drum" * 7, "kite"),
+        ("format:no_whitespace", {}, "Together", "Not together"),
+        ("words:palindrome", {}, " ".join(["level"] * 10), "nothing of the kind"),
+        ("ratio:sentence_type", {}, "It is. It was. Is it?", "It is. Is it?"),
+        ("custom:multiples", {}, "14, 21, 28, 35, 42, 49", "7, 14"),
+    ],
+)
+def test_a_response_that_follows_is_met_and_one_that_violates_is_not(
+    kind: str, arguments: dict[str, Any], follows: str, violates: str
+) -> None:
+    assert judge(follows, kind, arguments).strict == (True,)
+    assert judge(violates, kind, arguments).strict == (False,)
+    assert judge("", kind, arguments).loose == (False,)
+
+
+def test_feedback_says_each_violated_constraint_in_words_and_no_other() -> None:
+    verdict = verify(
+        "A pond, and a kite",
+        ["punctuation:no_comma", "keywords:existence", "count:numbers"],
+        [{}, {"keywords": ["fern", "kite"]}, {"N": 0}],
+    )
+    assert verdict.feedback.splitlines() == [
+        "Not met: In your entire response, refrain from the use of any commas.",
+        "Not met: Include keywords ['fern', 'kite'] in the response.",
+        "Strictly, 1 of 3 constraints are met.",
+    ]
+    assert (verdict.strict_share, verdict.loose_share) == (pytest.approx(1 / 3), pytest.approx(1 / 3))
+    assert judge("A kite", "punctuation:no_comma").feedback == "Every constraint of the prompt is met."
+
+
+@pytest.mark.parametrize("response", ["Sure, here:\nSTART", "Sure, here:\nSTART\nbye, bye", "START\nbye, bye"])
+def test_the_loose_sense_forgives_a_first_and_a_last_line_and_feedback_says_so(response: str) -> None:
+    verdict = judge(response, "punctuation:no_comma")
+    assert (verdict.strict, verdict.loose) == ((False,), (True,))
+    assert verdict.feedback.startswith("Met only without the first or last line or the asterisks: In your entire")
+
+
+def test_thoughts_are_no_part_of_the_response() -> None:
+    assert judge("<think>one, two</think>three", "punctuation:no_comma").strict == (True,)
+    assert judge("<think>without an end", "punctuation:no_comma").loose == (False,)
+
+
+@pytest.mark.parametrize(
+    ("kind", "response"), [("format:quote_unquote", "?!"), ("detectable_format:json_format", "[" * 100_000)]
+)
+def test_a_response_that_a_checker_fails_on_does_not_meet_the_constraint(kind: str, response: str) -> None:
+    assert judge(response, kind).loose == (False,)
+
+
+def test_a_kind_without_a_checker_is_named() -> None:
+    with pytest.raises(KeyError, match="no checker for the constraint 'count:sheep'"):
+        judge("A sheep", "count:sheep")
+
+
+def test_kinds_and_arguments_must_be_as_many() -> None:
+    with pytest.raises(ValueError, match="zip"):
+        verify("text", ["punctuation:no_comma"], [])
+
+
+def test_without_the_package_the_error_says_how_to_install_it(
+    nltk_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "if_verifiable.ifeval", None)
+    with pytest.raises(ModuleNotFoundError, match=r"if-verifiable.*pip install -e '\.\[benchmarks\]'"):
+        can_judge("punctuation:no_comma", {})
+
+
+# What cannot be judged
+
+
+def test_offline_the_kinds_that_lack_nltks_data_are_named_once_with_a_remedy(nltk_folder: Path) -> None:
+    with pytest.warns(UserWarning, match="are left out") as caught:
+        judgeable = {kind: can_judge(kind, {}) for kind in [*NLTK_DATA, "punctuation:no_comma"]}
+    assert judgeable == {**dict.fromkeys(NLTK_DATA, False), "punctuation:no_comma": True}
+    (message,) = {str(warning.message) for warning in caught}
+    assert len(caught) == 1
+    assert all(kind in message for kind in NLTK_DATA)
+    assert "python -m nltk.downloader averaged_perceptron_tagger_eng punkt_tab stopwords" in message
+
+
+def test_where_the_data_is_there_every_kind_is_judged(nltk_folder: Path) -> None:
+    for path in {path for paths in NLTK_DATA.values() for path in paths}:
+        (nltk_folder / path).mkdir(parents=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert kinds_without_data() == frozenset()
+
+
+def test_data_that_an_installed_package_carries_is_used(
+    fresh: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for path in ("tokenizers/punkt_tab", "corpora/stopwords"):
+        (tmp_path / "llama_index/core/_static/nltk_cache" / path).mkdir(parents=True)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(nltk.data, "path", [])
+    with pytest.warns(UserWarning, match=r"to judge them: words:start_verb\. .*downloader averaged_perceptron"):
+        assert kinds_without_data() == {"words:start_verb"}
+
+
+def test_missing_data_is_an_error_and_no_verdict(nltk_folder: Path) -> None:
+    with pytest.raises(LookupError, match=r"punkt_tab|averaged_perceptron_tagger"):
+        judge("Run fast.", "words:start_verb")
+
+
+@pytest.mark.parametrize(
+    ("kind", "reliable", "drawn"),
+    [
+        ("repeat:repeat_span", {"n_start": 1, "n_end": 3}, {"n_start": 0, "n_end": 3}),
+        ("keywords:letter_frequency", {"letter": "q"}, {"letter": "#"}),
+    ],
+)
+def test_a_constraint_that_a_checker_draws_by_chance_is_not_judged(
+    kind: str, reliable: dict[str, Any], drawn: dict[str, Any]
+) -> None:
+    assert can_judge(kind, reliable)
+    assert not can_judge(kind, drawn)
+
+
+def test_language_is_guessed_the_same_each_time() -> None:
+    outcomes = {judge("Ja ok no si", "language:response_language", {"language": "de"}).strict for _ in range(20)}
+    assert len(outcomes) == 1
+
+
+# The real rows
+
+
+def real_constraints() -> dict[str, list[dict[str, Any]]]:
+    """The arguments of every constraint of the real rows that can be judged here, by kind."""
+    by_kind: dict[str, list[dict[str, Any]]] = {}
+    for source in ifbench.SOURCES.values():
+        for example in ifbench.examples(load_rows(source)):
+            for kind, arguments in zip(example.kinds, example.arguments, strict=True):
+                by_kind.setdefault(kind, []).append(arguments)
+    return by_kind
+
+
+def test_the_real_constraints_say_the_same_each_time(real_rows: Path) -> None:
+    for kind, all_arguments in real_constraints().items():
+        for arguments in all_arguments:
+            descriptions = set()
+            for seed in range(3):
+                random.seed(seed)
+                descriptions |= set(judge("", kind, arguments).constraints)
+            assert len(descriptions) == 1, (kind, arguments)
+
+
+def official_verdicts() -> list[dict[str, Any]]:
+    if not OFFICIAL_VERDICTS.is_file():
+        pytest.skip(f"no {OFFICIAL_VERDICTS}: set FLASHEVOLVE_DATA to the folder that holds the data")
+    return [json.loads(line) for line in OFFICIAL_VERDICTS.read_text(encoding="utf-8").splitlines()]
+
+
+def test_no_other_kind_asks_for_nltks_data(real_rows: Path, nltk_folder: Path) -> None:
+    responses = [row["response"] for row in official_verdicts()[::40]]
+    with pytest.warns(UserWarning, match="lacks data"):
+        judgeable = real_constraints()
+    assert not judgeable.keys() & NLTK_DATA.keys()
+    assert len(judgeable) > 70
+    for kind, (arguments, *_) in judgeable.items():
+        for response in responses:
+            judge(response, kind, arguments)
+
+
+def test_verdicts_are_those_of_the_official_evaluator() -> None:
+    agreed = {"strict": 0, "loose": 0}
+    different: list[tuple[str, str, str]] = []
+    unjudged: set[str] = set()
+    for row in official_verdicts():
+        for place, (kind, given) in enumerate(zip(row["instruction_id_list"], row["kwargs"], strict=True)):
+            arguments = ifbench.set_arguments(given)
+            if not can_judge(kind, arguments):
+                unjudged.add(kind)
+                continue
+            verdict = judge(row["response"], kind, arguments)
+            for sense, (met,) in (("strict", verdict.strict), ("loose", verdict.loose)):
+                if row.get(sense) is None:
+                    continue
+                if met == row[sense][place]:
+                    agreed[sense] += 1
+                else:
+                    different.append((sense, kind, row["key"]))
+    # Shown by pytest -s.
+    print(f"{agreed} verdicts agree, {len(different)} differ; not judged here: {sorted(unjudged)}")
+    assert different == []
+    assert agreed["strict"] > 500

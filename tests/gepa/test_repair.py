@@ -1,0 +1,121 @@
+"""What a repair said, and what becomes of the child for it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from gepa.strategies.proposal_sampling import ProposalTask
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dspy_flashevolve.engine.staleness import Discard, StaleChild
+from dspy_flashevolve.gepa.evaluate import as_batch
+from dspy_flashevolve.gepa.records import Base, Child, Parent
+from dspy_flashevolve.gepa.repair import SPARE_CHARACTERS, Repair, outcome_of, read_answer, stale_child, too_long
+from dspy_flashevolve.modules.integrate import VERDICTS, ChildVerdict
+
+HEAD = {"p": "head", "q": "head"}
+CHILD = StaleChild(1, {"p": "mine"}, {"p": "parent"}, 0.5)
+
+
+def child(texts: dict[str, str], base: int | None = None, index: int = 0) -> Child:
+    task: Any = ProposalTask(index, {"p": "parent", "q": "parent"}, [0, 1], ["a", "b"])
+    evaluation = as_batch([])
+    evaluation.scores.extend([0.25, 0.75])
+    return Child(Parent(0, task, evaluation, None, base), texts, ("said",))
+
+
+# Reading
+
+
+def said(texts: Any, verdicts: list[tuple[int, str, str]], **more: Any) -> Repair:
+    judged = [SimpleNamespace(child=number, verdict=verdict, reason=reason) for number, verdict, reason in verdicts]
+    return read_answer(SimpleNamespace(texts=texts, verdicts=judged, **more), CHILD, 3)
+
+
+def test_texts_and_verdicts_are_read_and_what_nobody_asked_about_is_dropped() -> None:
+    made = said(
+        {"p": "new", "q": "not changed by the child", "r": "no component"},
+        [(1, "orthogonal", "it is new"), (1, "excellent", "no verdict"), (9, "subsumed", "no child")],
+    )
+    verdicts = [ChildVerdict(child=1, verdict="orthogonal", reason="it is new")]
+    assert made == Repair(base=3, texts={"p": "new"}, verdicts=verdicts)
+
+
+def test_where_a_component_could_not_be_read_the_rest_is_not_used() -> None:
+    made = said({"p": "new"}, [(1, "orthogonal", "")], failed={"q": "no reply"})
+    assert made.failed == outcome_of(made, CHILD, HEAD) == "q: no reply"
+
+
+ANY = st.none() | st.text() | st.integers() | st.lists(st.text(), max_size=2)
+
+
+@given(
+    st.dictionaries(st.sampled_from(["p", "q", "zzz"]), ANY),
+    st.lists(st.tuples(ANY.filter(lambda one: not isinstance(one, list)), ANY, ANY), max_size=4),
+)
+def test_whatever_was_said_only_what_was_asked_about_is_read(texts: Any, verdicts: Any) -> None:
+    made = said(
+        texts, [(number, "x" if isinstance(verdict, list) else verdict, why) for number, verdict, why in verdicts]
+    )
+    assert set(made.texts) <= {"p"}
+    assert all(isinstance(text, str) and text for text in made.texts.values())
+    assert all(one.child == 1 and one.verdict in VERDICTS for one in made.verdicts)
+    assert isinstance(outcome_of(made, CHILD, HEAD), dict | Discard | str)
+
+
+# Deciding
+
+UNUSABLE = "the reply changes nothing, and does not say that there is nothing to change"
+SUBSUMED = Discard("subsumed by what was committed meanwhile")
+CONFLICT = Discard("in conflict with what was committed meanwhile")
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "text", "outcome"),
+    [
+        (["orthogonal"], "new", {"p": "new"}),
+        (["orthogonal"], "head ", UNUSABLE),
+        (["orthogonal"], None, UNUSABLE),
+        (["subsumed"], None, SUBSUMED),
+        (["subsumed"], "head", SUBSUMED),
+        (["subsumed"], "new", SUBSUMED),
+        (["conflicting"], None, CONFLICT),
+        (["conflicting"], "head", CONFLICT),
+        (["conflicting"], "reconciled", {"p": "reconciled"}),
+        ([], "new", {"p": "new"}),
+        ([], "head", UNUSABLE),
+        ([], None, UNUSABLE),
+        (["subsumed", "orthogonal"], "new", {"p": "new"}),
+        (["subsumed", "conflicting"], None, CONFLICT),
+    ],
+)
+def test_the_verdict_says_whether_a_child_is_dropped_and_the_text_what_it_is_patched_to(
+    verdicts: list[str], text: str | None, outcome: Any
+) -> None:
+    made = said({} if text is None else {"p": text}, [(1, verdict, "so") for verdict in verdicts])
+    assert outcome_of(made, CHILD, HEAD) == outcome
+
+
+def test_a_child_is_told_with_what_it_changed_its_parents_score_and_how_far_it_is_behind() -> None:
+    assert stale_child(child({"p": "mine"}), 3) == StaleChild(1, {"p": "mine"}, {"p": "parent"}, 0.5, ("said",), 3)
+
+
+@given(st.lists(st.text(max_size=2000), min_size=2, max_size=2), st.integers(0, 6000))
+def test_a_text_is_too_long_when_it_is_longer_than_what_it_was_made_from_and_some_more(
+    texts: list[str], length: int
+) -> None:
+    head, mine = {"p": texts[0]}, StaleChild(1, {"p": texts[1]}, {"p": "parent"}, 0.5)
+    assert too_long({"p": "x" * length}, head, mine) == (length > SPARE_CHARACTERS + sum(map(len, texts)))
+    assert not too_long({"p": "\n".join(texts)}, head, mine), "nothing is too long that only joins"
+
+
+def test_a_patched_child_stands_on_its_base_and_has_it_and_its_parent_for_parents() -> None:
+    step: Any = SimpleNamespace(number=4)
+    plain, stale = child({"p": "mine"}, base=7, index=2), child({"p": "mine"}, base=7, index=2)
+    patched = Child(stale.parent, {"p": "patched"}, stale.feedback, Base(5, HEAD))
+    assert (plain.candidate, plain.base) == ({"p": "mine", "q": "parent"}, 7)
+    assert (patched.candidate, patched.source, patched.base) == ({"p": "patched", "q": "head"}, HEAD, None)
+    assert (plain.proposal(step).parent_program_ids, patched.proposal(step).parent_program_ids) == ([2], [5, 2])
