@@ -8,7 +8,6 @@ from __future__ import annotations
 import pytest
 
 from dspy_flashevolve import ConfigurationError, Workflow
-from dspy_flashevolve.gepa.settings import STAGES
 from tests.contract.surface import check_ends, check_winner, early
 from tests.contract.worlds import World, play
 
@@ -42,14 +41,15 @@ def test_reflection_on_a_part_of_a_minibatch_starts_before_its_slowest_rollout()
 
 
 def test_worker_pools_bound_what_the_stages_of_a_run_have_in_flight() -> None:
-    pools = Workflow(workers=dict.fromkeys(STAGES, 1))
+    stages = "rollout", "propose", "integrate", "screen", "prefix", "validate"
+    pools = Workflow(workers=dict.fromkeys(stages, 1))
     narrow, wide = (
         play(World(), 200, num_threads=16, workflow=workflow).detailed_results for workflow in (pools, Workflow())
     )
     for details in (narrow, wide):
         check_ends(details.async_stats)
         check_winner(details, 12)
-    assert narrow.async_stats.peak_slots <= len(STAGES) < wide.async_stats.peak_slots
+    assert narrow.async_stats.peak_slots <= len(stages) < wide.async_stats.peak_slots
 
 
 @pytest.mark.parametrize("arguments", [{"rollout": 0.0}, {"rollout": 1.5}, {"validate": -1.0}, {"rounds": 0}])
