@@ -26,6 +26,8 @@ from dspy_flashevolve.engine.errors import NoLongerWantedError, RolloutUnresolve
 from dspy_flashevolve.engine.replay import BEFORE_STEPS, hash_of, id_text
 from dspy_flashevolve.engine.rollouts import Rollout, RolloutKey
 from dspy_flashevolve.engine.steps import EndKind, Reservation, Step, StepEnded, step_rng
+from dspy_flashevolve.gepa.consolidations import CONSOLIDATION, JOINED
+from dspy_flashevolve.gepa.heads import is_surely_better
 from dspy_flashevolve.gepa.options import Parts
 from dspy_flashevolve.gepa.pool import Pool
 from dspy_flashevolve.gepa.records import Batch, Candidate, Screened, Task, Validated, ValidationPlan, evaluation_of
@@ -36,6 +38,10 @@ from dspy_flashevolve.programs.records import ProgramRecord
 from dspy_flashevolve.programs.run import DspyRun
 
 logger = logging.getLogger(__name__)
+COMPARED = 0.25
+"""Share of a validation on which a head and the same text written anew are compared where both cannot be paid whole.
+Under a model that rewrites whole texts (``rewriting``) runs of 120 metric calls gain .168 that way, .096 with the head
+alone, which is one of many rewrites; runs of 250 calls .230 and .128. Elsewhere they are level."""
 K = TypeVar("K", bound=Hashable)
 
 
@@ -477,23 +483,58 @@ class Evaluations:
         def unpaid() -> int:
             return sum(self.unpaid(step, plan.candidate, plan.missing) for plan in plans)
 
-        while not self._affords(step, missing := unpaid(), is_last):
-            await self._pool.write(self._pool.reject, step, children.pop().proposal, reason="no budget is left for it")
-            plans.pop()
+        begun: dict[Any, Rollout] = {}
+        while not begun and not self._affords(step, missing := unpaid(), is_last):
+            worse = len(children) - 1
+            if len(children) == 2 and children[1].proposal.tag in (CONSOLIDATION, JOINED):
+                worse, begun = await self._compared(step, plans, is_last)
+            reason = "it is no better on the first examples" if begun else "no budget is left for it"
+            await self._pool.write(self._pool.reject, step, children.pop(worse).proposal, reason=reason)
+            plans.pop(worse)
             if not plans:
                 raise StepEnded(EndKind.DISCARDED, f"no budget is left for {missing} validation examples")
         keys: list[int] = []
         try:
             return await gather([
-                lambda pair=pair: self._validated(step, *pair, keys) for pair in zip(children, plans, strict=True)
+                lambda pair=pair: self._validated(step, *pair, keys, begun)
+                for pair in zip(children, plans, strict=True)
             ])  # fmt: skip
         except RolloutUnresolvedError:
             await self._pool.write(self._pool.withdraw, keys)
             raise
 
-    async def _validated(self, step: Step, child: Screened, plan: ValidationPlan, keys: list[int]) -> Validated:
-        """Validate one child; ``keys`` gets the handle under which it can be selected meanwhile."""
-        ids = plan.missing if self._run.lockstep else self.order.sort(plan.missing)
+    async def _compared(
+        self, step: Step, plans: Sequence[ValidationPlan], is_last: bool
+    ) -> tuple[int, dict[Any, Rollout]]:
+        """Run a head and the same text written anew on the first validation examples, since both cannot be paid whole.
+
+        Returns:
+            The place of the one to leave out, and the rollouts of the other. Without any where there is no budget for
+            that: then the head is kept.
+        """
+        shared = [i for i in self.order.sort(plans[0].missing) if i in plans[1].missing]
+        first = shared[: released_at(COMPARED, len(shared))]
+        rest = [[i for i in plan.missing if i not in first] for plan in plans]
+        calls = sum(self.unpaid(step, plan.candidate, first) for plan in plans)
+        calls += max(self.unpaid(step, plan.candidate, ids) for plan, ids in zip(plans, rest, strict=True))
+        if not first or not self._affords(step, calls, is_last):
+            return 1, {}
+        head, clean = await gather([
+            lambda plan=plan: self.validation("validate", step, plan.candidate, first) for plan in plans
+        ])  # fmt: skip
+        is_head = is_surely_better([head[i].score - clean[i].score for i in first], len(shared))
+        return (1, head) if is_head else (0, clean)
+
+    async def _validated(
+        self, step: Step, child: Screened, plan: ValidationPlan, keys: list[int], begun: Mapping[Any, Rollout]
+    ) -> Validated:
+        """Validate one child.
+
+        Args:
+            keys: gets the handle under which it can be selected meanwhile.
+            begun: what it was run on already.
+        """
+        ids = plan.missing if self._run.lockstep else self.order.sort([i for i in plan.missing if i not in begun])
         size = released_at(self._workflow.validate, len(ids)) if ids else 0
         key: int | None = None
 
@@ -514,7 +555,10 @@ class Evaluations:
             first, rest = await gather([prefix, lambda: part("validate", ids[size:])])
             return first | rest
 
-        rollouts = await self._announced(plan.candidate, plan.missing, whole)
+        async def joined() -> dict[Any, Rollout]:
+            return {**begun, **await whole()}
+
+        rollouts = await self._announced(plan.candidate, plan.missing, joined)
         evaluation = await self._pool.write(self._pool.complete_validation, plan, rollouts)
         self.order.record({i: rollout.score for i, rollout in rollouts.items()})
         return Validated(child.proposal, evaluation, len(plan.missing), child.base, key)

@@ -423,8 +423,7 @@ class Heads:
         best = self._pool.best_score()
         if len(gains) < max(len(head), len(clean)) or (best is not None and sum(clean.values()) < best * len(clean)):
             return done
-        error = stdev(gains) / math.sqrt(len(gains)) if len(gains) >= FEWEST_COMPARED else 0.0
-        if sum(gains) / len(gains) > SURELY_BETTER * error:
+        if is_surely_better(gains, len(gains)):
             return done
         self._pool.withdraw([done[1].key])
         self._pool.reject(step, done[1].proposal, reason="the same text, written anew, is as good")
@@ -467,6 +466,20 @@ class Heads:
         """Write the changes into the journal, and what they stand on."""
         if self._credit is not None and self._run.journal is not None:
             self._run.journal.journal.set_state("credit", self._credit.kept())
+
+
+def is_surely_better(gains: Sequence[float], examples: int) -> bool:
+    """Whether a head is better than the same text written anew by more than chance.
+
+    Args:
+        gains: the head's score less the other's, for each example that both were run on.
+        examples: of a whole validation, so that on a part of it the same difference is enough.
+
+    >>> is_surely_better([0.1] * 5, 20), is_surely_better([1.0, 0.0] * 15, 30), is_surely_better([0.5, -0.5] * 15, 30)
+    (True, True, False)
+    """
+    error = stdev(gains) / math.sqrt(examples) if len(gains) >= FEWEST_COMPARED else 0.0
+    return sum(gains) / len(gains) > SURELY_BETTER * error
 
 
 def _kept_head(step: Step) -> str:

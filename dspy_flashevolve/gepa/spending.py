@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from dspy_flashevolve.engine.steps import LiveSteps, Load, Reservation
+from dspy_flashevolve.gepa.evaluate import COMPARED, released_at
 from dspy_flashevolve.gepa.heads import Heads
 from dspy_flashevolve.gepa.pool import Pool
 from dspy_flashevolve.gepa.propose import ReflectionCalls
@@ -26,7 +27,7 @@ NARROW = 4
 120 seconds and 32 slots eight to twelve steps of twelve examples came to more than 24, half of which ended late."""
 ROOM_FOR_TWO = 8
 """A budget of so many validations keeps two of them for the end, a quarter of it: of the head, and of the same text
-written anew. A smaller one would have too little left to search."""
+written anew. A smaller one would have too little left to search: it compares the two on the first examples."""
 PERFECT = "the best candidate has the perfect score on every validation example"
 
 
@@ -111,10 +112,12 @@ class Spending:
 
     @property
     def _kept_aside(self) -> int:
-        """Metric calls that are kept for the end: a second validation where there is something to write anew."""
+        """Metric calls that are kept for the end: where there is something to write anew, more than one validation."""
         validation, limit = len(self._pool.loader), self._run.budget.limit
+        if not self._heads.is_grown:
+            return validation
         has_room = limit is not None and limit >= ROOM_FOR_TWO * validation
-        return validation * (2 if self._heads.is_grown and has_room else 1)
+        return validation + (validation if has_room else released_at(COMPARED, validation))
 
     @property
     def pays_beyond_validation(self) -> bool:

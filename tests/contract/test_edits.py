@@ -64,9 +64,13 @@ def tidy(text: str) -> str:
     return "Answer.\n\n## Rules\n" + "\n".join(f"- {rule}" for rule in sorted(rules_in(text)))
 
 
-def test_a_prompt_that_has_grown_is_written_anew_and_the_clean_text_is_returned_where_both_score_alike() -> None:
+@pytest.mark.parametrize("calls", [79, 130])
+def test_a_prompt_that_has_grown_is_written_anew_and_the_clean_text_is_returned_where_both_score_alike(
+    calls: int,
+) -> None:
+    """With 79 calls the budget pays one last validation, else two."""
     reflection = Reflection(tidy)
-    program = compiled(reflection)
+    program = compiled(reflection, calls)
     assert reflection.consolidated
     assert text_of(program).startswith("Answer.\n\n## Rules\n- rule")
     scores = program.detailed_results.val_aggregate_scores
@@ -215,9 +219,11 @@ def with_their_rules(text: str, alternatives: str) -> str:
     return "Answer.\n" + "\n".join(f"- {rule}" for rule in rules)
 
 
-def test_what_rewrites_that_were_made_at_the_same_time_know_comes_together_in_one_text() -> None:
+@pytest.mark.parametrize("calls", [79, 200])
+def test_what_rewrites_that_were_made_at_the_same_time_know_comes_together_in_one_text(calls: int) -> None:
+    """With 79 calls the budget pays one last validation, else two."""
     reflection = Rewriting(with_their_rules)
-    program = compiled(reflection, calls=200)
+    program = compiled(reflection, calls)
     assert any(alternatives.count("Version") > 1 for alternatives in reflection.joined)
     generations = max(commit.generation for commit in program.async_stats.commits)
     assert len(rules_in(text_of(program))) > generations, "a rewrite adds one rule to its parent's"
