@@ -1,6 +1,6 @@
-"""StaleCandidateReflection: a module that takes what rewrites of a text learnt over into the newest version of it.
+"""StaleCandidateReflection: a module that takes what a rewrite of a text learnt over into the newest version of it.
 
-Source: FlashEvolve (arXiv 2605.08520) section 3.2, reflective repair; several children at once are this project's.
+Source: FlashEvolve (arXiv 2605.08520) section 3.2, reflective repair.
 """
 
 from __future__ import annotations
@@ -21,9 +21,6 @@ from pydantic import BaseModel, Field
 
 logger = logging.getLogger(__name__)
 
-NAMED = 50
-"""How many of the children that are not shown are named, by their numbers, so that the LM leaves them out. A round
-number: a run seldom integrates more than 74 children at once, and twice as many would cost 150 tokens."""
 ATTEMPTS = 2
 """A reply that cannot be read is asked for once more, as gepa asks for a reflection that raised."""
 
@@ -33,46 +30,17 @@ VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 
 
 class ChildVerdict(BaseModel):
-    """How one child stands to the head and to the other children."""
-
-    child: int = Field(description="The child's number.")
-    verdict: Verdict = Field(
-        description="orthogonal: its change is new and fits, so it is in new_text. subsumed: the head or another child "
-        "already has it. conflicting: it contradicts the head or another child, so it is left out."
-    )
-    reason: str = Field(default="", description="One sentence.")
-
-
-class IntegrateChildren(dspy.Signature):
-    """Several rewrites of one text of an AI program were made at the same time, each from an older version of it and
-    from a few examples of its own. Integrate them into the newest version, the head, so that nothing learnt is lost.
-
-    Judge every child. A change that is new and fits is orthogonal: put what it adds into the new text, in full detail.
-    A change that the head or another child already makes is subsumed: add nothing for it. A change that contradicts
-    the head or another child is conflicting: keep the one with the better evidence in scores and feedback, and leave
-    the other out; never average the two. Keep what the head says unless a child has evidence against it. Add nothing
-    that is in none of them. Where the text is Python source, return the whole source, working, with the same classes,
-    methods and field names."""
-
-    component: str = dspy.InputField(desc="The text's name in the program.")
-    kind: str = dspy.InputField(desc="What the text is: an instruction, or Python source.")
-    head_text: str = dspy.InputField(desc="The newest version.")
-    children: str = dspy.InputField(desc="The rewrites: number, scores before and after, what changed, feedback.")
-    commits: str = dspy.InputField(desc="What was committed since the children were begun, and what it brought.")
-    verdicts: list[ChildVerdict] = dspy.OutputField(desc="One for each child.")
-    new_text: str = dspy.OutputField(desc="The whole new text, and nothing else.")
-
-
-class RepairVerdict(ChildVerdict):
     """How a late child stands to the head."""
 
+    child: int = Field(description="The child's number.")
     verdict: Verdict = Field(
         description="orthogonal: it teaches something new that fits. subsumed: the head teaches it already. "
         "conflicting: its advice contradicts the head's."
     )
+    reason: str = Field(default="", description="One sentence.")
 
 
-class RepairChild(IntegrateChildren):
+class RepairChild(dspy.Signature):
     """While one rewrite of a text of an AI program, the child, was made from an older version, other rewrites were
     committed. Judge what the child has to add to the newest version, the head, and repair it: nothing that it learnt
     may be lost, and nothing that the head says may be undone without evidence.
@@ -87,7 +55,12 @@ class RepairChild(IntegrateChildren):
     task. Where such a detail stands for something general, write the general rule. Where the text is Python source,
     return the whole source, working, with the same classes, methods and field names."""
 
-    verdicts: list[RepairVerdict] = dspy.OutputField(desc="One, for the child.")  # pyright: ignore[reportIncompatibleVariableOverride]  # the same, in other words
+    component: str = dspy.InputField(desc="The text's name in the program.")
+    kind: str = dspy.InputField(desc="What the text is: an instruction, or Python source.")
+    head_text: str = dspy.InputField(desc="The newest version.")
+    children: str = dspy.InputField(desc="The rewrite: number, score of its parent, what changed, feedback.")
+    commits: str = dspy.InputField(desc="What was committed since the child was begun, and what it brought.")
+    verdicts: list[ChildVerdict] = dspy.OutputField(desc="One, for the child.")
     new_text: str = dspy.OutputField(desc="The whole new text, and nothing else; empty where nothing is taken over.")
 
 
@@ -95,35 +68,26 @@ class StaleCandidateReflection(dspy.Module):
     """Repairs a child that was begun from an older version of a program, for the newest one, the head.
 
     One LM call a component reads the head, what the child changed, and what was committed meanwhile. It says whether
-    the child's change is new, there already, or contradicts the head, and writes the new text. Several children are
-    taken over at once, where ``signature`` asks for that.
+    the child's change is new, there already, or contradicts the head, and writes the new text.
 
     Replace it by any module whose ``forward`` (and ``aforward``, if it is to run on the loop) takes the same
     arguments and returns the same fields; optimize it like any other DSPy program.
 
     Args:
-        max_children: children whose changes are shown in full, the most informative first; the rest are counted.
         max_commits: commits that are shown, those that changed the score most first.
         max_characters: of each change that is shown; longer ones are cut.
-        signature: what the LM is asked; default :class:`RepairChild`.
 
     Raises:
         ValueError: a bound under 1.
     """
 
-    def __init__(
-        self,
-        max_children: int = 24,
-        max_commits: int = 8,
-        max_characters: int = 4000,
-        signature: type[IntegrateChildren] = RepairChild,
-    ) -> None:
+    def __init__(self, max_commits: int = 8, max_characters: int = 4000) -> None:
         super().__init__()
-        self.max_children, self.max_commits, self.max_characters = max_children, max_commits, max_characters
-        for name in ("max_children", "max_commits", "max_characters"):
+        self.max_commits, self.max_characters = max_commits, max_characters
+        for name in ("max_commits", "max_characters"):
             if getattr(self, name) < 1:
                 raise ValueError(f"StaleCandidateReflection: {name} is {getattr(self, name)}, expected at least 1.")
-        self.integrate = dspy.Predict(signature)
+        self.integrate = dspy.Predict(RepairChild)
 
     def forward(
         self,
@@ -136,7 +100,7 @@ class StaleCandidateReflection(dspy.Module):
 
         Args:
             head: component -> text of the candidate that the result stands on.
-            children: records with the fields of ``engine.staleness.StaleChild``.
+            children: records with the fields of ``engine.staleness.StaleChild``; a run gives one.
             commits: records with the fields of ``engine.staleness.PastCommit``.
             code_components: components that hold Python source (``dspy.Flex``).
 
@@ -168,20 +132,11 @@ class StaleCandidateReflection(dspy.Module):
                 "component": component,
                 "kind": "Python source" if component in code else "an instruction",
                 "head_text": head[component],
-                "children": self._shown_children(component, concerned),
+                "children": "\n\n".join(self._shown_child(component, child) for child in concerned),
                 "commits": self._shown_commits(component, commits),
             }
             jobs.append(_Job(inputs, {child.number for child in concerned}, component in code))
         return jobs
-
-    def _shown_children(self, component: str, children: Sequence[Any]) -> str:
-        ranked = sorted(children, key=lambda child: (child.score_before, child.number))  # the worse, the more to gain
-        shown = [self._shown_child(component, child) for child in ranked[: self.max_children]]
-        rest = ranked[self.max_children :]
-        if rest:
-            numbers = ", ".join(str(child.number) for child in rest[:NAMED]) + (", ..." if len(rest) > NAMED else "")
-            shown.append(f"({len(rest)} more children are not shown: {numbers}. Leave them out of the verdicts.)")
-        return "\n\n".join(shown)
 
     def _shown_child(self, component: str, child: Any) -> str:
         scores = f"Score of its parent {child.score_before:.3f}, of the child not screened."

@@ -21,7 +21,7 @@ from dspy_flashevolve.engine.errors import RolloutUnresolvedError, RunAbortedErr
 from dspy_flashevolve.engine.retries import RetryPolicy
 from dspy_flashevolve.engine.staleness import PastCommit, StaleChild
 from dspy_flashevolve.gepa.repair import Repair, read_answer
-from dspy_flashevolve.modules.integrate import IntegrateChildren, StaleCandidateReflection, changed_lines
+from dspy_flashevolve.modules.integrate import StaleCandidateReflection, changed_lines
 from dspy_flashevolve.programs.records import ModuleReply
 from dspy_flashevolve.programs.run import DspyRun
 from dspy_flashevolve.programs.settings import RunSettings
@@ -195,36 +195,29 @@ def long_text(seed: int) -> str:
 
 async def test_the_prompt_stays_bounded_however_much_there_is_to_show() -> None:
     script = Scripted(reply("t"))
-    children = [child(n, long_text(n), feedback=(long_text(n), long_text(n + 1)), behind=n) for n in range(1, 501)]
+    stale = child(1, long_text(1), feedback=(long_text(2), long_text(3)), behind=500)
     commits = [PastCommit({"p": long_text(n)}, {"p": "x"}, n / 1000) for n in range(500)]
-    assert (await integrated(script, children, commits=commits)).texts == {"p": "t"}
+    assert (await integrated(script, [stale], commits=commits)).texts == {"p": "t"}
     prompt = script.prompts[0]
-    assert len(prompt) < 24 * 2 * 4_100 + 8 * 4_100 + 24 * 100 + 10_000
-    assert "(476 more children are not shown: 25, 26," in prompt
+    assert len(prompt) < 2 * 4_100 + 8 * 4_100 + 10_000
     assert "(492 more, which changed the score less.)" in prompt
     assert "more characters.)" in prompt
 
 
 async def test_the_bounds_are_the_callers() -> None:
     script = Scripted(reply("t"))
-    children = [child(n, long_text(n)) for n in range(1, 10)]
-    bounds = {"max_children": 2, "max_commits": 1, "max_characters": 10}
+    bounds = {"max_commits": 1, "max_characters": 10}
     commits = [PastCommit({"p": long_text(n)}, {"p": "x"}, 0.1) for n in range(3)]
-    await integrated(script, children, bounds=bounds, commits=commits)
-    assert script.prompts[0].count("### Child") == 2
-    assert "(7 more children are not shown: 3, 4, 5, 6, 7, 8, 9." in script.prompts[0]
+    await integrated(script, [child(1, long_text(1))], bounds=bounds, commits=commits)
     assert "(2 more, which changed the score less.)" in script.prompts[0]
     assert len(script.prompts[0]) < 6_000
 
 
-async def test_the_most_informative_children_and_commits_come_first() -> None:
-    children = [child(number, before=before) for number, before in enumerate((0.5, 0.1, 0.0, 0.95, 0.5), start=1)]
+async def test_the_commits_that_changed_the_score_most_come_first() -> None:
     commits = [PastCommit({"p": f"c{n}"}, {"p": "x"}, change) for n, change in enumerate((0.1, -0.5, 0.3))]
     script = Scripted(reply("t"))
-    await integrated(script, children, commits=[*commits, PastCommit({"q": "not of p"}, {"q": "x"}, 0.9)])
+    await integrated(script, [child(1)], commits=[*commits, PastCommit({"q": "not of p"}, {"q": "x"}, 0.9)])
     prompt = script.prompts[0]
-    shown = [prompt.index(f"### Child {number}") for number in (3, 2, 1, 5, 4)]
-    assert shown == sorted(shown)
     changed = [prompt.index(text) for text in ("Score -0.500", "Score +0.300", "Score +0.100")]
     assert changed == sorted(changed)
     assert "not of p" not in prompt
@@ -237,14 +230,10 @@ async def test_the_parents_score_and_feedback_are_shown() -> None:
     assert "- too short" in script.prompts[0]
 
 
-async def test_the_default_asks_for_principles_that_transfer_and_combees_signature_joins_many() -> None:
-    asked: list[str] = []
-    for bounds in ({}, {"signature": IntegrateChildren}):
-        script = Scripted(reply("t"))
-        await integrated(script, [child(1)], bounds=bounds)
-        asked += script.prompts
-    assert ["principles that transfer" in prompt for prompt in asked] == [True, False]
-    assert ["never average the two" in prompt for prompt in asked] == [False, True]
+async def test_it_asks_for_principles_that_transfer() -> None:
+    script = Scripted(reply("t"))
+    await integrated(script, [child(1)])
+    assert "principles that transfer" in script.prompts[0]
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
@@ -296,7 +285,7 @@ def test_no_reply_makes_it_raise(text: str, code: bool, fallback: bool) -> None:
 
 
 def test_it_is_a_program_like_any_other_and_can_be_optimized_and_saved(tmp_path: Path) -> None:
-    module = StaleCandidateReflection(max_children=3)
+    module = StaleCandidateReflection(max_commits=3)
     assert [name for name, _ in module.named_predictors()] == ["integrate"]
     module.integrate.signature = module.integrate.signature.with_instructions("Do it better.")
     fresh = StaleCandidateReflection()
@@ -306,10 +295,10 @@ def test_it_is_a_program_like_any_other_and_can_be_optimized_and_saved(tmp_path:
     again = StaleCandidateReflection()
     again.load(tmp_path / "module.json")
     assert again.integrate.signature.instructions == "Do it better."
-    assert again.deepcopy().max_children == 24
+    assert again.deepcopy().max_commits == 8
 
 
-@pytest.mark.parametrize("name", ["max_children", "max_commits", "max_characters"])
+@pytest.mark.parametrize("name", ["max_commits", "max_characters"])
 def test_a_bound_under_one_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} is 0, expected at least 1"):
         StaleCandidateReflection(**{name: 0})
@@ -329,7 +318,7 @@ def test_what_was_taken_out_and_put_in_makes_up_the_difference(before: list[str]
 
 
 def test_long_texts_that_differ_in_every_line_are_compared_at_once() -> None:
-    """This runs on the event loop, for up to 24 children and 8 commits a component."""
+    """This runs on the event loop, for a child and up to 8 commits a component."""
     before, after = ("\n".join(f"{kind} rule {n}: say {n * n} things" for n in range(120)) for kind in ("old", "new"))
     started = time.process_time()
     changed_lines(before, after)

@@ -11,7 +11,7 @@ import pytest
 from dspy.teleprompt.gepa.instruction_proposal import ProposeInstruction
 
 from dspy_flashevolve.engine.staleness import StaleChild
-from dspy_flashevolve.modules.integrate import IntegrateChildren, StaleCandidateReflection
+from dspy_flashevolve.modules.integrate import RepairChild, StaleCandidateReflection
 from dspy_flashevolve.sim import ReplyModel
 from dspy_flashevolve.sim.profiles import H100_QWEN3_8B
 from dspy_flashevolve.sim.prompts import ChatRequest, parse_chat_request
@@ -55,7 +55,7 @@ def test_as_many_replies_are_sloppy_as_the_model_says_in_every_form() -> None:
 @pytest.mark.parametrize("form", TEXT_FORMS, indirect=True)
 @pytest.mark.parametrize("kind", ["reflection", "integration"])
 def test_a_text_comes_in_each_form(form: str, kind: str) -> None:
-    signature, inputs = (ProposeInstruction, REFLECTION) if kind == "reflection" else (IntegrateChildren, INTEGRATION)
+    signature, inputs = (ProposeInstruction, REFLECTION) if kind == "reflection" else (RepairChild, INTEGRATION)
     request = asked(signature, inputs)
     assert request.kind == kind
     text = reply_to(request, H100_QWEN3_8B, FAITHFUL, 0).text
@@ -77,7 +77,7 @@ def test_a_text_comes_in_each_form(form: str, kind: str) -> None:
 @pytest.mark.parametrize("form", VERDICT_FORMS, indirect=True)
 @pytest.mark.parametrize("adapter", [dspy.ChatAdapter(), dspy.JSONAdapter()])
 def test_verdicts_come_in_each_form_and_the_text_is_good(form: str, adapter: Any) -> None:
-    text = reply_to(asked(IntegrateChildren, INTEGRATION, adapter), H100_QWEN3_8B, FAITHFUL, 0).text
+    text = reply_to(asked(RepairChild, INTEGRATION, adapter), H100_QWEN3_8B, FAITHFUL, 0).text
     assert set(rules_in(text)) == set(RULES[:4])
     numbers = [number for number in (5, 6, 7) if f'"child": {number}' in text.replace("'", '"').replace("\\", "")]
     assert numbers == {"some verdicts": [5, 7], "unknown verdicts": [5, 6, 7], "python list": [5, 6, 7]}.get(form, [])
