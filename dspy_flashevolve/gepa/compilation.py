@@ -26,7 +26,7 @@ from dspy_flashevolve.engine.staleness import Full, Reflective, StalenessPolicy,
 from dspy_flashevolve.gepa.edits import EditProposer
 from dspy_flashevolve.gepa.options import IterationLog, adapter_of, build_parts, gepa_logger, hooks_of
 from dspy_flashevolve.gepa.pool import Pool
-from dspy_flashevolve.gepa.resume import check_checkpoint, tell_changes
+from dspy_flashevolve.gepa.resume import check_checkpoint, tell_changes, written_out
 from dspy_flashevolve.gepa.settings import GepaSettings
 from dspy_flashevolve.gepa.step import GepaLoop
 from dspy_flashevolve.gepa.unseen import expected_on_unseen
@@ -155,7 +155,7 @@ class Compilation:
             check_checkpoint(settings.log_dir, settings.use_cloudpickle)
         parts = fingerprints_of(student, self._seed, self._trainset, self._valset, settings.metric_fn)
         lms = [dspy.settings.lm, settings.reflection_lm, *(predictor.lm for predictor in student.predictors())]
-        each_once = settings.is_lockstep
+        each_once, arguments = settings.is_lockstep, written_out(arguments)
         with open_journal(settings.log_dir, optimizer, arguments, parts, lms, each_once=each_once) as journal:
             if journal is not None:
                 tell_changes(journal, arguments)

@@ -38,15 +38,16 @@ ATTEMPTS = 2
 
 
 class ReflectionCalls:
-    """Counts what was asked of the reflection LM, against ``max_reflection_calls``.
+    """Counts what was asked of the reflection LM, and says whether the run's limits allow more.
 
     Args:
-        run: its journal knows of the calls of earlier sessions.
-        limit: None for no limit.
+        run: its journal knows of the calls, and the cost, of earlier sessions.
+        limit: ``max_reflection_calls``; None for no limit.
+        max_cost: in dollars; None for no limit.
     """
 
-    def __init__(self, run: DspyRun, limit: int | None) -> None:
-        self._run, self.limit = run, limit
+    def __init__(self, run: DspyRun, limit: int | None, max_cost: float | None) -> None:
+        self._run, self._limit, self._max_cost = run, limit, max_cost
         self.reflections = 0
         """Calls for proposals and consolidations."""
         self.integrations = 0
@@ -66,15 +67,26 @@ class ReflectionCalls:
         return self.reflections + self.integrations
 
     @property
-    def share(self) -> float:
-        """Share of the limit that is used, earlier sessions included; 0 without a limit."""
-        before = 0 if self._run.journal is None else self._run.journal.requests_before
-        return 0.0 if self.limit is None else (self.total + before) / self.limit
+    def used_shares(self) -> dict[str, float]:
+        """What bounds the run beside time and metric calls -> the share that is used, earlier sessions included."""
+        journal, shares = self._run.journal, dict[str, float]()
+        if self._limit is not None:
+            before = 0 if journal is None else journal.requests_before
+            shares[f"max_reflection_calls={self._limit}"] = (self.total + before) / self._limit
+        if self._max_cost is not None:
+            cost = self._run.dollars + (0.0 if journal is None else journal.dollars_before)
+            shares[f"max_cost={self._max_cost:g} dollars"] = cost / self._max_cost
+        return shares
+
+    @property
+    def used_share(self) -> float:
+        """The largest of them; 0 without a limit."""
+        return max(self.used_shares.values(), default=0.0)
 
     @property
     def are_spent(self) -> bool:
         """Whether no further call is to be begun."""
-        return self.share >= 1
+        return self.used_share >= 1
 
 
 class Proposing:

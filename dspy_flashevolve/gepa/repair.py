@@ -11,7 +11,7 @@ Source: FlashEvolve (arXiv 2605.08520) section 3.2, the reflective policy.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -70,8 +70,7 @@ class Repairs:
         module: a dspy module with the signature of ``StaleCandidateReflection``.
         settings: the LM that it asks, unless its predictors have LMs of their own, and how long texts may be.
         code_components: components that hold Python source.
-        calls: counts the LM calls, against ``max_reflection_calls``.
-        is_spent: whether a limit of the run is used up, so that no more is asked for.
+        calls: counts the LM calls, and says whether the run's limits allow more.
     """
 
     def __init__(
@@ -82,10 +81,9 @@ class Repairs:
         settings: GepaSettings,
         code_components: Sequence[str],
         calls: ReflectionCalls,
-        is_spent: Callable[[], bool],
     ) -> None:
         self._run, self._pool, self._module, self._settings = run, pool, module, settings
-        self._code, self._calls, self._is_spent, self._misses = list(code_components), calls, is_spent, 0
+        self._code, self._calls, self._misses = list(code_components), calls, 0
         self.dropped = 0
         """Steps all of whose children were dropped."""
 
@@ -152,7 +150,7 @@ class Repairs:
     @property
     def _may_ask(self) -> bool:
         """Whether another repair may be asked for: the run's limits allow it, and repairs are of use."""
-        return self._misses < MOST_MISSES and not self._is_spent()
+        return self._misses < MOST_MISSES and not self._calls.are_spent
 
     async def _asked(
         self, step: Step, position: str, base: Base, child: StaleChild, commits: list[PastCommit]

@@ -10,6 +10,7 @@ import json
 import logging
 import sqlite3
 from collections.abc import Mapping
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,12 @@ from gepa.strategies.proposal_sampling import ProposalTask
 from dspy_flashevolve.engine.errors import RunDirectoryError
 from dspy_flashevolve.engine.redaction import REDACTED
 from dspy_flashevolve.engine.replay import BEFORE_STEPS, RunJournal, id_text
+from dspy_flashevolve.engine.staleness import POLICIES
 from dspy_flashevolve.gepa.credit import Credit
 from dspy_flashevolve.gepa.options import restore_strategies
 from dspy_flashevolve.gepa.pool import Pool, write_commits
 from dspy_flashevolve.gepa.records import Crossover, Selected
+from dspy_flashevolve.gepa.settings import Edits
 from dspy_flashevolve.programs.checkpoint import DataUnpickler
 from dspy_flashevolve.programs.fingerprints import plain_settings
 from dspy_flashevolve.programs.records import output_in
@@ -58,24 +61,35 @@ def check_checkpoint(directory: str, runs_code: bool) -> None:
         ) from error
 
 
+def written_out(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Write out the search and the staleness policy among an optimizer's arguments, with their settings."""
+    own = {name: arguments[name] for name in ("search", "staleness")}
+    return {**arguments, **{name: repr(value) for name, value in own.items() if is_dataclass(value)}}
+
+
 def tell_changes(journal: RunJournal, arguments: Mapping[str, Any]) -> None:
     """Warn where a run goes on with another search or staleness policy than its last session had.
 
     Args:
-        arguments: the optimizer's, by name.
+        arguments: the optimizer's, by name, :func:`written_out`.
     """
     rows = journal.journal.rows(
         "SELECT settings FROM sessions WHERE id < ? ORDER BY id DESC LIMIT 1", [journal.journal.session]
     )
     now = plain_settings({name: arguments[name] for name in ("search", "staleness")})
     before: dict[str, Any] = json.loads(rows[0]["settings"]) if rows else now
-    if changed := [name for name in now if before.get(name) != now[name]]:
+    if changed := [name for name in now if _meant(before.get(name)) != _meant(now[name])]:
         logger.warning(
             "log_dir=%r was last run with %s; it goes on with %s.",
             str(journal.journal.directory),
             " and ".join(f"{name}={before[name]!r}" if name in before else f"no {name}=" for name in changed),
             " and ".join(f"{name}={now[name]!r}" for name in changed),
         )
+
+
+def _meant(setting: Any) -> Any:
+    """Write a search or a policy that is named as the object that its name stands for."""
+    return repr({"edits": Edits(), **POLICIES}[setting]) if setting in ("edits", *POLICIES) else setting
 
 
 # What a step has selected.

@@ -38,9 +38,8 @@ class Spending:
         run: budget, slots, clock.
         pool: gepa's state.
         heads: whether steps' children come together, and whether the last head is still to be validated.
-        calls: reflections so far.
+        calls: reflections so far, and whether the run's limits allow more.
         set_aside: pays the last head's validation; nothing else may spend it.
-        max_cost: in dollars; None for no limit.
         minibatch: training examples of a task.
         ends_with_perfect: a candidate that cannot be beaten ends the run.
     """
@@ -52,17 +51,15 @@ class Spending:
         heads: Heads,
         calls: ReflectionCalls,
         set_aside: Reservation,
-        max_cost: float | None,
         minibatch: int,
         ends_with_perfect: bool,
     ) -> None:
         self._run, self._pool, self._heads, self._calls = run, pool, heads, calls
-        self._set_aside, self._max_cost = set_aside, max_cost
-        self._minibatch = minibatch
+        self._set_aside, self._minibatch = set_aside, minibatch
         self._ends_with_perfect = ends_with_perfect
         self.is_perfect = False
         """There is a candidate with the perfect score on every validation example."""
-        run.used_shares.append(lambda: max(self._used_shares().values(), default=0.0))
+        run.used_shares.append(lambda: calls.used_share)
 
     # Questions.
 
@@ -87,11 +84,6 @@ class Spending:
         waits = self._heads.has_changes and (self._run.live or self._heads.awaits_last)
         return None if reason is None or waits else reason
 
-    @property
-    def is_used_up(self) -> bool:
-        """Whether a limit of the run is reached: nothing more is asked for that is not under way."""
-        return max(self._used_shares().values(), default=0.0) >= 1
-
     def _spent_up(self) -> str | None:
         """The limit that is used up; None where there is none."""
         run, budget = self._run, self._run.budget
@@ -102,7 +94,7 @@ class Spending:
                 f"max_metric_calls={budget.limit}: the {budget.left} calls left cannot pay a step, which may cost "
                 f"{self.calls_alone}"
             )
-        return next((f"{limit} is spent" for limit, share in self._used_shares().items() if share >= 1), None)
+        return next((f"{limit} is spent" for limit, share in self._calls.used_shares.items() if share >= 1), None)
 
     @property
     def _pays_alone(self) -> bool:
@@ -127,16 +119,6 @@ class Spending:
         """
         left, validation = self._run.budget.left, len(self._pool.loader)
         return left is None or left + self._set_aside.open >= 2 * validation + self.calls_per_task
-
-    def _used_shares(self) -> dict[str, float]:
-        """What bounds the run beside time and metric calls -> the share of it that is used."""
-        run, shares = self._run, dict[str, float]()
-        if (most := self._calls.limit) is not None:
-            shares[f"max_reflection_calls={most}"] = self._calls.share
-        if (most := self._max_cost) is not None:
-            cost = run.dollars + (0.0 if run.journal is None else run.journal.dollars_before)
-            shares[f"max_cost={most:g} dollars"] = cost / most
-        return shares
 
     # Setting aside, and handing back. On the loop.
 

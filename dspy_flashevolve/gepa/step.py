@@ -95,9 +95,9 @@ class GepaLoop:
             self._credit = Credit(pool.seed_candidate, code, scale, most, each, is_edited)
         record_score = None if self._credit is None else self._credit.record_score
         self._evaluations = Evaluations(run, program, pool, settings.workflow, record_score)
-        calls = self._calls = ReflectionCalls(run, settings.max_reflection_calls)
+        calls = self._calls = ReflectionCalls(run, settings.max_reflection_calls, settings.max_cost)
         self._proposing = Proposing(run, pool, program, calls)
-        self._repairs = Repairs(run, pool, repairing, settings, code, calls, lambda: self._spending.is_used_up)
+        self._repairs = Repairs(run, pool, repairing, settings, code, calls)
         share = 1.0 if search is None else search.frontier_share
         self._screening = Screening()
         self._selection = Selection(pool, self._credit, share, self._unanswerable)
@@ -113,7 +113,7 @@ class GepaLoop:
             and not settings.gepa_kwargs.get("stop_callbacks")  # whoever gives stoppers says when a run ends
         )
         self._spending = Spending(
-            run, pool, self._heads, calls, self._evaluations.set_aside, settings.max_cost, minibatch, ends_with_perfect
+            run, pool, self._heads, calls, self._evaluations.set_aside, minibatch, ends_with_perfect
         )
         self._admission = SearchWidth(
             settings.workflow,
@@ -346,8 +346,10 @@ class GepaLoop:
         may_join = self._credit is not None and step.recorded is None and not patched
         if may_join:
             await self._screening.wait_for_first()
+        is_counted = False
         if may_join and not self._screening.is_needed(step.number):
             self._look(step, "after_screen", [child.base for child in children])
+            is_counted = True
             children = [child for child in children if not await pool.write(self._joins_head, step, child)]
             if not children:
                 raise StepEnded(EndKind.INTEGRATED, "its edits are in the head, as those of nearly all children before")
@@ -361,7 +363,7 @@ class GepaLoop:
             raise StepEnded(EndKind.DISCARDED, f"no budget is left for a screen of {calls}")
         with self._screening.running():
             passed = await self._passed(step, children)
-        self._look(step, "after_screen", [child.base for child, _ in passed])
+        self._look(step, "after_screen", [child.base for child, _ in passed], counts=not is_counted)
         if self._credit is not None:
             passed = [
                 pair
@@ -478,11 +480,12 @@ class GepaLoop:
 
     # The staleness policy.
 
-    def _look(self, step: Step, place: Place, bases: Collection[int | None]) -> bool:
+    def _look(self, step: Step, place: Place, bases: Collection[int | None], counts: bool = True) -> bool:
         """Ask the policy, where it wants to be asked, what becomes of a step; gaps are recorded at every place.
 
         Args:
             bases: the speculative candidates that it was made from.
+            counts: whether its gap is not counted at this place yet.
 
         Returns:
             Whether to repair its children.
@@ -492,7 +495,7 @@ class GepaLoop:
             ConfigurationError: it is to be repaired at another place than after its proposal.
         """
         run, pool, policy = self._run, self._pool, self._policy
-        if place != "before_commit":
+        if counts and place != "before_commit":
             run.gaps[place][pool.version - step.version] += 1
         if place not in policy.looks:
             return False

@@ -12,6 +12,7 @@ from typing import Any
 
 import anyio
 import dspy
+import litellm
 import pytest
 from gepa.strategies.proposal_sampling import SameParentSampling
 
@@ -42,12 +43,14 @@ class Reflection:
         return reply(prompt, edits=[{"action": "add", "part": 1, "text": self._adds(next(self._rules)), "reason": ""}])
 
 
-def compiled(reflection: Callable[[str], str], calls: int = 130, **options: Any) -> Any:
+def compiled(reflection: Callable[[str], str], calls: int = 130, model_name: str = "fake/model", **options: Any) -> Any:
     options = {"reflection_lm": fake_lm(reflection), **options}
+    answers = task_lm(0)
+    options["reflection_lm"].model = answers.model = model_name
     optimizer = AsyncGEPA(score, max_metric_calls=calls, num_threads=8, track_stats=True, **options)
 
     async def main() -> Any:
-        with dspy.context(lm=task_lm(0)):
+        with dspy.context(lm=answers):
             return await optimizer.acompile(Chain(1), trainset=TRAIN, valset=VAL)
 
     program = run(main)
@@ -190,6 +193,19 @@ def test_a_prompt_written_anew_that_was_cut_off_is_not_validated() -> None:
     program = compiled(lambda prompt: reflection(prompt) + (CUT_OFF if "consolidated" in prompt else ""))
     assert reflection.consolidated
     assert not any("Half of" in text_of(candidate) for candidate in program.detailed_results.candidates)
+
+
+def test_no_text_is_written_anew_once_max_cost_is_spent() -> None:
+    price = {"input_cost_per_token": 1e-6, "output_cost_per_token": 2e-6, "litellm_provider": "openai", "mode": "chat"}
+    litellm.register_model({"priced": price})
+    asked: dict[float, list[str]] = {}
+    for dollars in (1e-3, 1.0):
+        reflection = Reflection(tidy)
+        program = compiled(reflection, model_name="priced", max_cost=dollars)
+        assert len(rules_in(text_of(program))) > 6, "the last head has grown"
+        asked[dollars] = reflection.consolidated
+    assert not asked[1e-3]
+    assert asked[1.0]
 
 
 class Rewriting(Reflection):

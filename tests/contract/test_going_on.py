@@ -14,7 +14,7 @@ import pytest
 from dspy.utils.exceptions import LMAuthError
 from pydantic import BaseModel, ConfigDict, Field
 
-from dspy_flashevolve import AsyncGEPA, Reflective, RunAbortedError
+from dspy_flashevolve import AsyncGEPA, Edits, Full, Guarded, Reflective, RunAbortedError
 from tests.contract.surface import Sum, check_ends, facts, journal_of, problems, sql
 from tests.fakes import Chain, digits, examples, fake_lm, hashed, reply_for
 
@@ -263,7 +263,15 @@ def test_a_run_that_goes_on_with_another_search_or_policy_says_so(
         ({"search": "pareto", "staleness": "guarded"}, ""),
         ({"search": "pareto"}, "was last run with staleness='guarded'; it goes on with staleness='full'."),
         ({}, "was last run with search='pareto'; it goes on with search='edits'."),
-    ]
+        ({"search": Edits(), "staleness": Full()}, ""),
+        ({"search": Edits(0.5)},
+         "was last run with search='Edits(frontier_share=0.25)'; it goes on with search='Edits(frontier_share=0.5)'."),
+        ({"search": Edits(0.5), "staleness": Guarded(8)}, "was last run with staleness='full'; it goes on with "
+         "staleness=\"Guarded(max_gap=8, looks=('after_propose',))\"."),
+        ({"search": Edits(0.5), "staleness": "guarded"}, ""),
+        ({"search": Edits(0.5), "staleness": Guarded(2)}, "was last run with staleness='guarded'; it goes on with "
+         "staleness=\"Guarded(max_gap=2, looks=('after_propose',))\"."),
+    ]  # fmt: skip
     for number, (options, message) in enumerate(sessions):
         caplog.clear()
         details = run(tmp_path, 60 + 20 * number, **options)

@@ -7,8 +7,10 @@ from collections.abc import Awaitable, Callable
 import anyio
 import pytest
 
-from dspy_flashevolve.gepa.screening import FIRST_SCREENS, Screening
+from dspy_flashevolve.gepa.credit import Credit
+from dspy_flashevolve.gepa.screening import ENOUGH, FIRST_SCREENS, Screening
 from dspy_flashevolve.sim.virtual import run
+from tests.contract.test_edits import Reflection, compiled, tidy
 
 
 def run_ten(child: Callable[[int], Awaitable[None]]) -> None:
@@ -69,3 +71,11 @@ def test_nobody_waits_for_the_slowest_of_the_first_screens() -> None:
 
     run_ten(child)
     assert max(begun.values()) - min(begun.values()) == 5
+
+
+def test_a_child_that_is_in_no_head_is_counted_once_among_the_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a screen it does not join, so that it is screened all the same."""
+    monkeypatch.setattr(Credit, "take", lambda *_: False)
+    stats = compiled(Reflection(tidy), calls=400).async_stats
+    assert stats.proposals > ENOUGH
+    assert 0 < sum(stats.gaps["after_screen"].values()) <= stats.proposals
