@@ -23,7 +23,7 @@ from dspy_flashevolve.ace.playbook import (
     checked_sections,
 )
 from dspy_flashevolve.ace.run import AceRun
-from dspy_flashevolve.ace.settings import AceSettings, policy_of
+from dspy_flashevolve.ace.settings import AceSettings, Refinement, policy_of
 from dspy_flashevolve.ace.similarity import Embedder
 from dspy_flashevolve.engine.errors import ConfigurationError, DataError
 from dspy_flashevolve.engine.retries import OUTAGE_SECONDS
@@ -35,7 +35,7 @@ from dspy_flashevolve.programs.ray_rollouts import RayRollouts
 from dspy_flashevolve.programs.run import with_compile_events
 from dspy_flashevolve.programs.settings import RunSettings, Schedule, check_counts, check_data
 
-COUNTS = ("max_rounds", "epochs", "token_budget", "eval_every", "validations_at_once")
+COUNTS = ("max_rounds", "epochs", "curator_frequency", "token_budget", "eval_every", "validations_at_once")
 """The arguments that are whole numbers of at least 1."""
 
 
@@ -57,6 +57,12 @@ class AsyncACE(Teleprompter):
         max_rounds: most reflections on a sample. Each reflection on a wrong attempt is followed by another attempt, so
             that a sample costs up to ``1 + max_rounds`` metric calls. Default 3.
         epochs: how often each training example is taken. Default 1.
+        curator_frequency: the curator is asked about every so many samples of an epoch or stream; of the others only
+            the tags count. Default 1.
+        no_ground_truth: True keeps the examples' labels from the reflector: it has the score and the metric's
+            feedback, which should then tell what an execution showed and not the right answer. Default False.
+        refinement: when near-duplicates among the bullets are merged by the curator's LM. "lazy" (default): once the
+            playbook takes more than 0.9 of its token budget. "proactive": after every curation. None: never.
         token_budget: most tokens of the rendered playbook. Beyond it, the bullets of least worth are dropped. Default
             8,192.
         eval_every: samples between two snapshots that are validated. Default 10.
@@ -66,15 +72,16 @@ class AsyncACE(Teleprompter):
             nearly the same in words. Or a policy: `Full`, `Guarded`, or an object of your own that admits or discards.
         num_threads: most requests in flight, over all stages. Default None: found out while the run goes on.
         max_concurrency: most requests in flight when ``num_threads`` is None. Default None: 256.
-        schedule: "async" (default), or "lockstep": one sample at a time, and no sample during a validation.
+        schedule: "async" (default), or "lockstep": the calls of ACE's reference loop, in its order: one sample at a
+            time, in the order of the training set, and no sample during a validation (docs/ace.md has what differs).
         max_metric_calls: metric calls, validations included; never exceeded. Default None: no limit.
         max_seconds: no sample starts after this many seconds; samples that run are finished, and the last playbook is
             validated. Default None: no limit.
         sections: names of the sections of a new playbook.
         perfect_score: score from which an attempt counts as right. Default 1.0.
         failure_score: score of an example on which the program or the metric raises. Default 0.0.
-        deduplicate: cosine of two embeddings, above 0 and up to 1, from which two bullets say the same. Default None:
-            bullets are compared by their words only.
+        deduplicate: cosine of two embeddings, above 0 and up to 1, from which two bullets are near-duplicates.
+            Default None: bullets are compared by their words.
         embedder: a function from texts to one vector each, for ``deduplicate``. Default None: sentence-transformers,
             which ``pip install 'dspy-flashevolve[ace]'`` brings.
         reflector, curator: modules in place of `SampleReflection` and `PlaybookCuration`.
@@ -84,7 +91,7 @@ class AsyncACE(Teleprompter):
         max_outage_seconds: a provider that answers nothing for so long ends the run. Default 60; None: never.
         metric_lock: True for a metric that is not thread-safe: it is called once at a time. Default False.
         rollouts: a `RayRollouts`, to run program and metric in other processes. Default None: in this process.
-        seed: seed of the order of the samples. Default 0.
+        seed: seed of the order of the samples, unless in lockstep. Default 0.
         log_dir: directory for the run's journal, from which ``compile`` goes on after a crash or a stop, or with a
             larger budget (docs/journal.md). Default None: no journal.
 
@@ -110,6 +117,9 @@ class AsyncACE(Teleprompter):
         curator_lm: Any = None,
         max_rounds: int = 3,
         epochs: int = 1,
+        curator_frequency: int = 1,
+        no_ground_truth: bool = False,
+        refinement: Refinement | None = "lazy",
         token_budget: int = 8192,
         eval_every: int = 10,
         attach: Literal["all"] | Sequence[str] = "all",
@@ -138,7 +148,9 @@ class AsyncACE(Teleprompter):
         super().__init__()
         self.metric = metric
         self.reflector_lm, self.curator_lm = reflector_lm, curator_lm
-        self.max_rounds, self.epochs = max_rounds, epochs
+        self.max_rounds, self.epochs, self.curator_frequency = max_rounds, epochs, curator_frequency
+        self.no_ground_truth = no_ground_truth
+        self.refinement: Refinement | None = refinement
         self.token_budget, self.eval_every = token_budget, eval_every
         self.attach, self.staleness = attach, staleness
         self.num_threads, self.max_concurrency = num_threads, max_concurrency
@@ -172,8 +184,8 @@ class AsyncACE(Teleprompter):
             student: the program; it is not changed.
             trainset: the training examples, at least one.
             valset: examples that playbooks are scored on. Default None: the training set.
-            playbook: the playbook to begin with. Default None: what the student's instructions hold (its attribute
-                ``playbook``, where that is the same text), else an empty one.
+            playbook: the playbook to begin with. Default None: what the student's instructions hold, else an empty
+                one.
 
         Returns:
             A program of the student's class with the best validated playbook in the instructions of the predictors that
@@ -364,6 +376,8 @@ def _check_arguments(optimizer: Any) -> None:  # Any: a user's arguments can be 
         "curator": (isinstance(optimizer.curator, Module), "a dspy.Module"),
         "count_tokens": (callable(optimizer.count_tokens), "a function (text) -> tokens"),
         "metric_lock": (isinstance(optimizer.metric_lock, bool), "True or False"),
+        "no_ground_truth": (isinstance(optimizer.no_ground_truth, bool), "True or False"),
+        "refinement": (optimizer.refinement in ("lazy", "proactive", None), "'lazy', 'proactive' or None"),
         "deduplicate": (
             optimizer.embedder is None if threshold is None else _is_number(threshold) and 0 < threshold <= 1,
             "a cosine above 0 and up to 1, such as 0.9, or None and no embedder",

@@ -26,7 +26,7 @@ ALLOWED = {
         {"engine", "modules", "observe", "programs", "gepa"},
         {"anyio", "dspy", "gepa", "mlflow", "numpy", "pydantic"},
     ),
-    "ace": ({"engine", "modules", "observe", "programs", "ace"}, {"anyio", "dspy", "pydantic"}),
+    "ace": ({"engine", "modules", "observe", "programs", "ace"}, {"dspy", "numpy", "pydantic"}),
     "harness": (
         {"engine", "observe", "programs", "sandbox", "harness"},
         {"anyio", "dspy", "pydantic", "pydantic_core"},

@@ -10,10 +10,10 @@ from typing import Any
 import dspy
 from dspy.primitives.module import Module
 
-from dspy_flashevolve.ace.operations import Operation, parse_operations, parse_tags
-from dspy_flashevolve.ace.playbook import Bullet, Playbook, Tag, attached
+from dspy_flashevolve.ace.operations import Merge, Operation, parse_operations, parse_tags
+from dspy_flashevolve.ace.playbook import Bullet, Playbook, Tag, attached, cleaned, line_of
 from dspy_flashevolve.ace.settings import AceSettings
-from dspy_flashevolve.ace.similarity import EmbeddingDuplicates
+from dspy_flashevolve.ace.similarity import Embeddings, near_duplicates
 from dspy_flashevolve.engine.replay import hash_of
 from dspy_flashevolve.engine.rollouts import Rollout
 from dspy_flashevolve.engine.steps import EndKind, Reservation, Step, StepEnded
@@ -76,7 +76,9 @@ class Sample:
     Args:
         example: the example of the training set or stream.
         index: position of the example in the data.
-        playbook: the playbook that the program is given.
+        playbook: the playbook that the first attempt is given.
+        place: number of the sample in its epoch, or in the stream, from 1.
+        total: samples of an epoch; None for a stream.
         window: number of its window in a stream; None for a training set.
         attempts: the attempts so far, oldest first.
         reflections: the reflection on each attempt, in the same order.
@@ -85,6 +87,8 @@ class Sample:
     example: Any
     index: int
     playbook: Playbook
+    place: int = 1
+    total: int | None = None
     window: int | None = None
     attempts: tuple[Attempt, ...] = ()
     reflections: tuple[Reflection, ...] = ()
@@ -96,9 +100,13 @@ class Sample:
 
     @property
     def tags(self) -> Tags:
-        """The tags of all reflections; of several tags of one bullet, the last."""
-        tags: dict[str, Tag] = {bullet: tag for reflection in self.reflections for bullet, tag in reflection.tags}
-        return tuple(tags.items())
+        """The tags of all reflections; a bullet is counted once for each reflection that tags it."""
+        return tuple(tag for reflection in self.reflections for tag in reflection.tags)
+
+    @property
+    def current_playbook(self) -> Playbook:
+        """The playbook that the next attempt is given: the first one's, with the sample's own tags counted."""
+        return self.playbook.tagged(self.tags)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +114,8 @@ class Lesson:
     """The changes of the playbook that a sample leads to.
 
     Args:
-        operations: written by a curator.
-        seen: version of the playbook that the curator was shown.
+        operations: written by a curator, or merges of near-duplicates.
+        seen: version of the playbook that they were written for.
         problems: parts of the reply that could not be read.
     """
 
@@ -129,7 +137,7 @@ class Learner:
         student: the program; it is not changed.
         names: names of the predictors that get the playbook.
         valset: the examples that playbooks are scored on.
-        duplicates: compares texts by embeddings; None where they are compared by words only.
+        embeddings: compares texts; None where they are compared by words only.
     """
 
     def __init__(
@@ -140,7 +148,7 @@ class Learner:
         student: Module,
         names: Sequence[str],
         valset: Sequence[Any],
-        duplicates: EmbeddingDuplicates | None,
+        embeddings: Embeddings | None,
     ) -> None:
         self._run = run
         self._settings, self._modules = settings, modules
@@ -152,7 +160,9 @@ class Learner:
         self._training = self._runner(_citing(student, names, self._citations))
         self._plain = self._runner(student)
         self._valset = valset
-        self._duplicates = duplicates
+        self._embeddings = embeddings
+        self._asked_groups: set[tuple[str, ...]] = set()
+        """Texts of near-duplicates that were given to an LM to merge; what it did not merge is not asked again."""
         self._warned: set[str] = set()
 
     def _runner(self, program: Module) -> ProgramRunner:
@@ -166,7 +176,7 @@ class Learner:
         return {name: attached(own, text) for name, own in self._instructions.items()}
 
     def playbook_of(self, candidate: Mapping[str, str], version: int) -> Playbook:
-        """Return the playbook in the instructions of a candidate. Its counters, which no program sees, are 0."""
+        """Return the playbook in the instructions of a candidate."""
         sections = self._settings.sections
         playbook = Playbook.from_instructions(next(iter(candidate.values())), sections)
         return replace(playbook or Playbook(sections=sections), version=version)
@@ -177,33 +187,35 @@ class Learner:
         Raises:
             StepEnded: the budget cannot pay another attempt, because calls in flight at a crash count as spent.
         """
-        run, text, advice = self._run, sample.playbook.render(), sample.insight
-        candidate = self.candidate(text)
-        name = hash_of(candidate)  # an attempt is named after its playbook; the advice stands beside the example
+        run, text, advice = self._run, sample.current_playbook.render(), sample.insight
         if advice:
-            text_with_advice = f"{text}\n\nWhat was learnt from an earlier attempt at this task:\n{advice}".strip()
-            candidate = self.candidate(text_with_advice)
-        example = (sample.index, step.number, len(sample.attempts), hash_of({"advice": advice})[:8])
+            text = f"{text}\n\nWhat was learnt from an earlier attempt at this task:\n{advice}".strip()
+        candidate = self.candidate(text)
+        # An attempt is named after its sample's first playbook; what it was shown since stands beside the example.
+        name = hash_of(self.candidate(sample.playbook.render()))
+        example = (sample.index, step.number, len(sample.attempts), hash_of({"shown": text})[:8])
         if run.journal is not None:
             unpaid = run.journal.count_missing(step.number, name, "train", [example], needs_trace=True)
             if not step.reservation.cover(unpaid):
                 raise StepEnded(EndKind.CANCELLED, "the budget does not pay its next attempt")
         rollout = await run.rollout("rollout", step, self._training, candidate, sample.example, example, name=name)
-        return _attempt_of(rollout, sample, self._citations)
+        has_labels = isinstance(sample.example, dspy.Example) and not self._settings.no_ground_truth
+        labels = dict(sample.example.labels()) if has_labels else {}
+        return _attempt_of(rollout, sample.playbook, labels, self._citations)
 
     async def reflect(self, step: Step, sample: Sample) -> Reflection:
         """Ask the reflector about the last attempt."""
-        attempt = sample.attempts[-1]
-        cited = [sample.playbook.get(bullet_id) for bullet_id in attempt.cited]
+        attempt, playbook = sample.attempts[-1], sample.current_playbook
+        cited = [playbook.get(bullet_id) for bullet_id in attempt.cited]
         reply, _, problems = await self._ask(
             "reflect",
             step,
-            len(sample.reflections),
-            sample.playbook.version,
+            str(len(sample.reflections)),
+            playbook.version,
             task=_shown(_inputs(sample.example)),
             attempt=attempt.steps,
             feedback=attempt.feedback,
-            cited_bullets=_listed([bullet for bullet in cited if bullet is not None]),
+            cited_bullets="\n".join(line_of(bullet) for bullet in cited if bullet is not None) or EMPTY,
         )
         parts = {"What went wrong": "what_went_wrong", "Right approach": "right_approach", "Insight": "insight"}
         parts = {title: str(getattr(reply, name, "") or "").strip() for title, name in parts.items()}
@@ -221,22 +233,59 @@ class Learner:
 
     async def curate(self, step: Step, sample: Sample, playbook: Playbook) -> Lesson:
         """Ask the curator how the last reflection is to change a playbook."""
-        reflection, scores = sample.insight, [attempt.score for attempt in sample.attempts]
-        if len(scores) > 1:
-            reflection += f"\n(Score before this reflection: {scores[-2]:g}, with it: {scores[-1]:g}.)"
         reply, seen, problems = await self._ask(
             "curate",
             step,
-            0,
+            "0",
             playbook.version,
-            playbook=playbook.render(counters=True) or EMPTY,
+            playbook=playbook.render() or EMPTY,
             sections=", ".join(playbook.sections),
-            token_budget=f"{playbook.tokens(self._settings.count_tokens)} of {self._settings.token_budget}",
+            progress=self._progress(sample, playbook),
             task=_shown(_inputs(sample.example)),
-            reflection=reflection,
+            reflection=sample.insight,
         )
         operations, unread = parse_operations(getattr(reply, "operations", ""))
         return Lesson(tuple(operations), seen, (*problems, *unread))
+
+    def _progress(self, sample: Sample, playbook: Playbook) -> str:
+        """Say how far the run is, how full the playbook is, and how its bullets have done."""
+        settings, bullets = self._settings, playbook.bullets
+        harmful = sum(0 < bullet.harmful >= bullet.helpful for bullet in bullets)
+        unused = sum(not bullet.helpful + bullet.harmful for bullet in bullets)
+        return (
+            f"Sample {sample.place} of {sample.total or 'a stream'}. "
+            f"The playbook has {playbook.tokens(settings.count_tokens)} of {settings.token_budget} tokens and "
+            f"{len(bullets)} bullets: {harmful} have harmed at least as often as they helped, {unused} did neither."
+        )
+
+    async def refine(self, step: Step, playbook: Playbook) -> Lesson:
+        """Ask the curator's LM to merge the near-duplicates of a playbook, a group at a time."""
+        problems = list[Problem]()
+        groups = await self._run.threads.run(self._groups, playbook.bullets, problems)
+        merges = list[Operation]()
+        for group in groups:
+            texts = tuple(bullet.content for bullet in group)
+            if texts in self._asked_groups:
+                continue
+            self._asked_groups.add(texts)
+            lines = "\n".join(map(line_of, group))
+            position = hash_of({"bullets": lines})  # a run that goes on may find other groups
+            reply, _, unread = await self._ask("refine", step, position, playbook.version, similar_bullets=lines)
+            text = "" if unread else cleaned(str(getattr(reply, "content", "") or ""))
+            merges += [Merge(tuple(bullet.id for bullet in group), text)] if text else []
+            problems += unread or ([] if text else [Problem("empty merge", lines[:200])])
+        return Lesson(tuple(merges), playbook.version, tuple(problems))
+
+    def _groups(self, bullets: Sequence[Bullet], problems: list[Problem]) -> list[list[Bullet]]:
+        """Group near-duplicates, by embeddings where there are any. An embedder that raises is a problem."""
+        embeddings = self._embeddings
+        if embeddings is not None:
+            try:
+                embeddings.prepare([bullet.content for bullet in bullets])
+                return near_duplicates(bullets, embeddings.threshold, embeddings.cosine)
+            except Exception as error:
+                problems.append(self._problem_of("embedder", error))
+        return near_duplicates(bullets)
 
     async def validate(self, step: Step, playbook: Playbook, pays: Reservation) -> list[float]:
         """Return the scores of the program with a playbook on the validation set.
@@ -251,18 +300,8 @@ class Learner:
         rollouts = await self._run.evaluate("evaluate", step, self._plain, candidate, self._valset, pays=pays)
         return [rollout.score for rollout in rollouts]
 
-    async def prepare(self, texts: list[str]) -> list[Problem]:
-        """Embed texts for `EmbeddingDuplicates`. An embedder that raises is a problem; words are compared then."""
-        if self._duplicates is None:
-            return []
-        try:
-            await self._run.threads.run(self._duplicates.prepare, texts)
-        except Exception as error:
-            return [self._problem_of("embedder", error)]
-        return []
-
     async def _ask(
-        self, stage: str, step: Step, position: int, version: int, **inputs: str
+        self, stage: str, step: Step, position: str, version: int, **inputs: str
     ) -> tuple[Any, int, list[Problem]]:
         """Return the reply of a stage's module, the playbook's version that it was written for, and its problems.
 
@@ -271,7 +310,7 @@ class Learner:
         """
         module, lm = self._modules[stage]
         asked = await self._run.call_module(
-            stage, step, module, inputs, lm=lm, read=lambda reply: (version, reply), record=ReplyText(str(position))
+            stage, step, module, inputs, lm=lm, read=lambda reply: (version, reply), record=ReplyText(position)
         )
         if asked.answer is None:
             return dspy.Prediction(), version, [self._problem_of(stage, asked.error)]
@@ -304,8 +343,6 @@ def with_playbook(student: Module, names: Sequence[str], playbook: Playbook) -> 
 def playbook_in(student: Module, names: Sequence[str], sections: Sequence[str]) -> Playbook:
     """Return the playbook in a student's instructions; an empty one where it has none.
 
-    Where the student's attribute holds a playbook of the same text, that is returned: it has counters too.
-
     Args:
         names: names of the predictors that get the playbook.
         sections: sections to add to those of its bullets.
@@ -313,9 +350,7 @@ def playbook_in(student: Module, names: Sequence[str], sections: Sequence[str]) 
     predictors: list[tuple[str, Any]] = student.named_predictors()
     texts: list[str] = [predictor.signature.instructions for name, predictor in predictors if name in names]
     playbooks = (Playbook.from_instructions(text, sections) for text in texts)
-    playbook = next((held for held in playbooks if held is not None), Playbook(sections=tuple(sections)))
-    own: Any = getattr(student, _attribute_of(student), None)
-    return own if isinstance(own, Playbook) and own.render() == playbook.render() else playbook
+    return next((held for held in playbooks if held is not None), Playbook(sections=tuple(sections)))
 
 
 def _attribute_of(program: Any) -> str:
@@ -334,26 +369,25 @@ def _citing(student: Module, names: Sequence[str], citations: str) -> Module:
     return program
 
 
-def _attempt_of(rollout: Rollout, sample: Sample, citations: str) -> Attempt:
+def _attempt_of(rollout: Rollout, playbook: Playbook, labels: Mapping[str, Any], citations: str) -> Attempt:
     trajectory: Any = rollout.trajectory
     if trajectory is None:
         failure = rollout.error or "The program failed and gave no output."
-        return Attempt(rollout.score, _cut(failure), _feedback(rollout.score, None, sample))
+        return Attempt(rollout.score, _cut(failure), _feedback(rollout.score, None, labels))
     steps: list[str] = []
     cited: list[str] = []
     for number, (_, _, outputs) in enumerate(trajectory["trace"], start=1):
         values = dict(outputs) if isinstance(outputs, dspy.Prediction) else {"output": str(outputs)}
         cited.append(str(values.pop(citations, "")))
         steps.append(f"Step {number}\n{_shown(values)}")
-    feedback = _feedback(rollout.score, getattr(trajectory["score"], "feedback", None), sample)
-    return Attempt(rollout.score, "\n\n".join(steps), feedback, sample.playbook.cited("\n".join(cited)))
+    feedback = _feedback(rollout.score, getattr(trajectory["score"], "feedback", None), labels)
+    return Attempt(rollout.score, "\n\n".join(steps), feedback, playbook.cited("\n".join(cited)))
 
 
-def _feedback(score: float, metric_feedback: Any, sample: Sample) -> str:
+def _feedback(score: float, metric_feedback: Any, labels: Mapping[str, Any]) -> str:
     """Return the score with the metric's feedback; where it gives none, with the example's labels."""
     if metric_feedback:
         return f"Score: {score:g}. {metric_feedback}"
-    labels = dict(sample.example.labels()) if isinstance(sample.example, dspy.Example) else {}
     return f"Score: {score:g}." + (f" Expected:\n{_shown(labels)}" if labels else "")
 
 
@@ -368,7 +402,3 @@ def _shown(values: Mapping[str, Any]) -> str:
 def _cut(text: str) -> str:
     rest = len(text) - MOST_CHARACTERS
     return text if rest <= 0 else f"{text[:MOST_CHARACTERS]}\n({rest} more characters.)"
-
-
-def _listed(bullets: Sequence[Bullet]) -> str:
-    return "\n".join(f"[{bullet.id}] {bullet.content}" for bullet in bullets) or EMPTY

@@ -20,14 +20,14 @@ from typing import Any, cast
 from pydantic import TypeAdapter
 
 from dspy_flashevolve.ace.playbook import TAGS, Bullet, CountTokens, Playbook, Tag, cleaned
-from dspy_flashevolve.ace.similarity import FindDuplicate
+from dspy_flashevolve.ace.similarity import same_words
 from dspy_flashevolve.observe.statistics import Problem
 
 MOST_OPERATIONS = 200
 """Operations of one reply that are read; the rest is one problem.
 
 A bound on the work of one reply: each operation renders the playbook anew to count its tokens. A playbook of the
-default budget has room for some 300 bullets of 100 characters, and a sample has a handful of things to say about them.
+default budget has room for some 250 bullets of 100 characters, and a sample has a handful of things to say about them.
 """
 KINDS = ("ADD", "UPDATE", "MERGE", "REMOVE", "DELETE")
 """Words for an operation's type. DELETE is what many models write for REMOVE."""
@@ -281,16 +281,13 @@ class PlaybookWriter:
         playbook: the playbook to begin with.
         token_budget: most tokens of the rendered playbook.
         count_tokens: counts the tokens of a text.
-        find_duplicate: finds a bullet that says the same as a new text.
 
     Attributes:
         counts: of the samples that were applied.
     """
 
-    def __init__(
-        self, playbook: Playbook, token_budget: int, count_tokens: CountTokens, find_duplicate: FindDuplicate
-    ) -> None:
-        self.playbook, self.counts, self.find_duplicate = playbook, Counts(), find_duplicate
+    def __init__(self, playbook: Playbook, token_budget: int, count_tokens: CountTokens) -> None:
+        self.playbook, self.counts = playbook, Counts()
         self._token_budget, self._count_tokens = token_budget, count_tokens
         self._changed: dict[str, int] = {}
         """Id of a bullet -> the version that last changed its text, for bullets changed after they were created."""
@@ -379,7 +376,7 @@ class _Draft:
     """A playbook while a list of operations is applied to it.
 
     Args:
-        writer: knows the token budget, duplicates and changes since.
+        writer: knows the token budget and changes since.
         seen: version of the playbook that the curator was shown.
         problems: why operations were not applied.
         touched: id of a bullet -> the operation of this list that changed it.
@@ -411,7 +408,7 @@ class _Draft:
         section = next((s for s in self.playbook.sections if s.lower() == operation.section.lower()), None)
         if section is None:
             return Problem("unknown section", operation.section[:80])
-        same = self.writer.find_duplicate(operation.content, self.playbook.bullets)
+        same = same_words(operation.content, self.playbook.bullets)
         if same is not None:  # the sample has confirmed that bullet
             self.playbook = self.playbook.tagged([(same.id, "helpful")])
             return Problem("said already", f"{same.id}: {operation.content}"[:200])

@@ -27,7 +27,7 @@ SECTIONS = ("strategies", "formulas", "mistakes", "other")
 MOST_NUMBER = 10**9
 """Bound of the number in a bullet's id: the patterns below read nine digits."""
 _SECTION = re.compile(r"[A-Za-z](?:[A-Za-z0-9_ -]{0,58}[A-Za-z0-9_-])?")
-_LINE = re.compile(r"\[([a-z]{1,3}-[0-9]{1,9})\] (.*)")
+_LINE = re.compile(r"\[([a-z]{1,3}-[0-9]{1,9})\] helpful=([0-9]{1,9}) harmful=([0-9]{1,9}) (.*)")
 _ID = re.compile(r"\b[a-z]{1,3}-[0-9]{1,9}\b")
 
 CountTokens = Callable[[str], int]
@@ -35,7 +35,8 @@ CountTokens = Callable[[str], int]
 OPENING, CLOSING = "<playbook>", "</playbook>"
 """The marks around a rendered playbook, by which it is found in an instruction and taken out again."""
 GUIDE = (
-    "What was learnt from earlier tasks; each line has its id. Apply the lines that fit the task, ignore the others."
+    "What was learnt from earlier tasks; each line has its id, and how often it helped and harmed. Apply the lines "
+    "that fit the task, ignore the others."
 )
 _NEXT = "Next number: "
 _MARKS = re.compile(r"</?\s*playbook\s*>", re.IGNORECASE)
@@ -82,8 +83,7 @@ class Bullet:
 class Playbook:
     """Bullets in sections. A playbook is immutable: each change returns a new one.
 
-    The version counts changes of the texts. Counters do not change it, so that equal versions of one run are equal
-    texts.
+    The version counts changes of the bullets' texts. Counters do not change it.
 
     Args:
         sections: their names, in order; bullets belong to one of them.
@@ -98,7 +98,7 @@ class Playbook:
     Examples:
         >>> playbook = Playbook(sections=("strategies",)).adding("strategies", "Round at the end.")
         >>> playbook.render().splitlines()[2:]
-        ['## strategies', '[str-1] Round at the end.', '</playbook>']
+        ['## strategies', '[str-1] helpful=0 harmful=0 Round at the end.', '</playbook>']
     """
 
     sections: tuple[str, ...] = SECTIONS
@@ -182,17 +182,33 @@ class Playbook:
             for bullet in self.bullets
         )
 
-    def render(self, *, counters: bool = False) -> str:
-        """Return the text that is put into instructions; empty without bullets.
+    def render(self) -> str:
+        """Return the text that is put into instructions, with every bullet's counters; empty without bullets."""
+        if not self.bullets:
+            return ""
+        lines = [line for section, own in self._by_section() for line in (f"## {section}", *map(line_of, own))]
+        return "\n".join([OPENING, f"{GUIDE} {_NEXT}{self.next_number}.", *lines, CLOSING])
 
-        Args:
-            counters: show how often each bullet helped and harmed; for a curator, not for the program.
+    def to_markdown(self) -> str:
+        """Return the playbook as a Markdown document for people, a heading a section.
+
+        >>> print(Playbook().adding("other", "Mind units.").tagged([("oth-1", "helpful")]).to_markdown(), end="")
+        # Playbook
+        <BLANKLINE>
+        ## Other
+        <BLANKLINE>
+        - Mind units. *(oth-1: helped 1, harmed 0)*
         """
-        lines: list[str] = []
-        for section in self.sections:
-            own = [bullet for bullet in self.bullets if bullet.section == section]
-            lines += [f"## {section}"] * bool(own) + [_line(bullet, counters) for bullet in own]
-        return "\n".join([OPENING, f"{GUIDE} {_NEXT}{self.next_number}.", *lines, CLOSING]) if lines else ""
+        parts = ["# Playbook"]
+        for section, own in self._by_section():
+            items = [f"- {b.content} *({b.id}: helped {b.helpful}, harmed {b.harmful})*" for b in own]
+            parts += [f"## {section[0].upper()}{section[1:]}", "\n".join(item.replace("\n", "\n  ") for item in items)]
+        return "\n\n".join(parts) + "\n"
+
+    def _by_section(self) -> list[tuple[str, list[Bullet]]]:
+        """Return the sections that have bullets, each with its own."""
+        own = {section: [bullet for bullet in self.bullets if bullet.section == section] for section in self.sections}
+        return [(section, bullets) for section, bullets in own.items() if bullets]
 
     def tokens(self, count_tokens: CountTokens = approximate_tokens) -> int:
         """Return the number of tokens of the rendered playbook."""
@@ -226,7 +242,7 @@ class Playbook:
     def from_instructions(cls, instructions: str, sections: Sequence[str] = SECTIONS) -> Playbook | None:
         """Read the playbook that instructions hold, as `render` wrote it; None where they hold none that can be read.
 
-        Its ids are not used again. Counters and the version are lost; `save` and `load` keep them.
+        Its ids are not used again. The version is lost; `save` and `load` keep it.
 
         Args:
             sections: sections to add to those of its bullets.
@@ -243,7 +259,7 @@ class Playbook:
             if line.startswith("## "):
                 section = line[3:]
             elif match is not None:
-                bullets.append(Bullet(match[1], section, match[2]))
+                bullets.append(Bullet(match[1], section, match[4], int(match[2]), int(match[3])))
             elif line.startswith("  ") and bullets:
                 bullets[-1] = replace(bullets[-1], content=f"{bullets[-1].content}\n{line[2:]}")
         numbers = {int(bullet.id.rpartition("-")[2]): bullet for bullet in bullets}
@@ -298,9 +314,10 @@ def checked_sections(sections: Sequence[str]) -> tuple[str, ...]:
     return tuple(sections)
 
 
-def _line(bullet: Bullet, counters: bool) -> str:
-    counts = f" helpful={bullet.helpful} harmful={bullet.harmful}" if counters else ""
-    return f"[{bullet.id}]{counts} " + bullet.content.replace("\n", "\n  ")
+def line_of(bullet: Bullet) -> str:
+    """Return a bullet as an LM is shown it: id, counters, text."""
+    text = bullet.content.replace("\n", "\n  ")
+    return f"[{bullet.id}] helpful={bullet.helpful} harmful={bullet.harmful} {text}"
 
 
 _FIELDS = {"sections": list, "bullets": list, "next_number": int, "version": int}

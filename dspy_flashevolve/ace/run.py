@@ -2,7 +2,7 @@
 
 .. code-block:: text
 
-    sample -> attempt -> reflect -> curate -> apply (the one writer) -> end
+    sample -> attempt -> reflect -> curate -> apply (the one writer) -> refine -> end
                  ^          |
                  +- wrong --+
 
@@ -21,20 +21,20 @@ from dataclasses import fields, replace
 from enum import Enum
 from typing import Any
 
-import anyio
 from dspy.primitives.module import Module
 
 from dspy_flashevolve.ace.learner import Learner, Lesson, Sample, with_playbook
-from dspy_flashevolve.ace.operations import Add, Operation, PlaybookWriter, Remove
+from dspy_flashevolve.ace.operations import Add, Operation, PlaybookWriter
 from dspy_flashevolve.ace.playbook import Bullet, Playbook
 from dspy_flashevolve.ace.settings import AceSettings
-from dspy_flashevolve.ace.similarity import EmbeddingDuplicates, closest, same_words
+from dspy_flashevolve.ace.similarity import Embeddings, closest
 from dspy_flashevolve.ace.snapshots import Snapshots
 from dspy_flashevolve.engine.errors import ConfigurationError, RolloutUnresolvedError, RunAbortedError
 from dspy_flashevolve.engine.events import Committed
 from dspy_flashevolve.engine.replay import BEFORE_STEPS, RunJournal, hash_of, id_text
 from dspy_flashevolve.engine.staleness import Discard, Full, Integrate, Look
 from dspy_flashevolve.engine.steps import End, EndKind, Load, NothingToDoError, Reservation, Step
+from dspy_flashevolve.modules.playbook import BulletMerging
 from dspy_flashevolve.observe.statistics import AceStats, Problem, RunStats, SnapshotRecord, WindowRecord
 from dspy_flashevolve.programs.run import DspyRun
 
@@ -46,6 +46,13 @@ LEARNING_SHARE = 0.75
 Requests of samples go before requests of validations. Without a share kept free a validation would wait until the last
 sample has ended, and at 1 it would have nothing; the quarter that is left keeps validations beside the samples, which
 the benchmarks of docs/ace.md were run with. No other value was measured.
+"""
+
+REFINED_SHARE = 0.9
+"""Share of the token budget from which a lazy refinement merges near-duplicates.
+
+ACE refines lazily when the context is exceeded. Here bullets make room then, so that merges have to come before: the
+tenth that is left holds several deltas. Not tuned.
 """
 
 
@@ -89,6 +96,7 @@ class AceRun:
         modules: dict[str, tuple[Module, Any]] = {
             "reflect": (settings.reflector, settings.reflector_lm),
             "curate": (settings.curator, settings.curator_lm),
+            "refine": (BulletMerging(), settings.curator_lm),
         }
         lms = {
             stage: [predictor.lm or lm for predictor in module.predictors()] or [lm]
@@ -101,13 +109,14 @@ class AceRun:
             journal=journal,
         )
         threshold = settings.deduplicate
-        duplicates = None if threshold is None else EmbeddingDuplicates(settings.embedder, threshold)
-        self._writer = PlaybookWriter(playbook, settings.token_budget, settings.count_tokens, duplicates or same_words)
-        self._learner = Learner(self.run, settings, modules, student, names, valset or (), duplicates)
+        embeddings = None if threshold is None else Embeddings(settings.embedder, threshold)
+        self._writer = PlaybookWriter(playbook, settings.token_budget, settings.count_tokens)
+        self._learner = Learner(self.run, settings, modules, student, names, valset or (), embeddings)
+        in_order = settings.run.schedule == "lockstep"
         self._data = (
             Windows(as_async(stream, self.run.threads.run), window, self._wait_for_samples)
             if trainset is None
-            else Epochs(trainset, settings.epochs, settings.run.seed)
+            else Epochs(trainset, settings.epochs, None if in_order else settings.run.seed)
         )
         self.snapshots = Snapshots(
             settings.eval_every,
@@ -119,12 +128,13 @@ class AceRun:
             self.run.run_in_background,
             self._write_snapshots,
         )
-        self._first, self._policy, self._writing = playbook, settings.staleness, anyio.Lock()
+        self._first, self._policy = playbook, settings.staleness
         self._validating = Step(BEFORE_STEPS, random.Random(settings.run.seed), Reservation(self.run.budget, 0))
         self._unresolved = self._samples_before = self._commits = self._next = 0
         self._applied: dict[int, str] = {}
         """Number of a step that has been applied -> the kind of its end, until the journal has that end."""
         self._seconds_before = self._last_sample = 0.0
+        self._is_refining = False
         self._phase = _Phase.NEW
 
     @property
@@ -207,7 +217,10 @@ class AceRun:
     # The step of a sample.
 
     async def step(self, step: Step) -> End:
-        """Attempt an example, reflect and attempt it again while it is wrong, then curate and apply what was learnt."""
+        """Attempt an example, reflect and attempt it again while it is wrong, then curate and apply what was learnt.
+
+        In lockstep it makes the calls of ACE's reference loop, in its order.
+        """
         sample = await self._select(step)
         sample = await self._attempt(step, sample)
         for _ in range(self._settings.max_rounds):
@@ -219,9 +232,15 @@ class AceRun:
             if self._is_right(sample):
                 break
         lesson = Lesson((), sample.playbook.version)  # without an insight there is nothing to curate; the tags count
-        if sample.insight:
-            lesson = await self._learner.curate(step, sample, self._writer.playbook)
-        end = await self._learn(step, sample, lesson)
+        is_curated = bool(sample.insight) and sample.place % self._settings.curator_frequency == 0
+        if is_curated:
+            lesson = await self._learner.curate(step, sample, self._writer.playbook.tagged(sample.tags))
+        end = self._learn(step, sample, lesson)
+        samples = self._writer.counts.samples
+        if is_curated and self._needs_refinement():
+            await self._refine(step)
+        if self._valset is not None:
+            await self.snapshots.after_sample(self._writer.playbook, samples)
         if self._journal is not None:
             await self._journal.journal.flush()
         return end
@@ -248,15 +267,40 @@ class AceRun:
     def _is_right(self, sample: Sample) -> bool:
         return sample.attempts[-1].score >= self._settings.perfect_score
 
-    async def _learn(self, step: Step, sample: Sample, lesson: Lesson) -> End:
-        """Hand the lesson to the one writer: first the stale additions are settled, then tags and operations count."""
-        async with self._writing:
-            operations = self._without_stale(step, lesson)
-            self._writer.note(
-                [*(problem for reflection in sample.reflections for problem in reflection.problems), *lesson.problems]
-            )
-            self._writer.tag(sample.tags)
-            return await self._apply(step, sample, operations, lesson.seen)
+    def _learn(self, step: Step, sample: Sample, lesson: Lesson) -> End:
+        """Hand the lesson to the one writer: first the stale additions are settled, then tags and operations count.
+
+        Nothing is awaited until the playbook is written down, so that no other step writes to the journal in between:
+        what the journal has after the playbook's row was made with that playbook.
+        """
+        operations = self._without_stale(step, lesson)
+        self._writer.note(
+            [*(problem for reflection in sample.reflections for problem in reflection.problems), *lesson.problems]
+        )
+        self._writer.tag(sample.tags)
+        return self._apply(step, sample, operations, lesson.seen)
+
+    def _needs_refinement(self) -> bool:
+        """Return whether the playbook is to be looked through for near-duplicates, which one step does at a time."""
+        settings = self._settings
+        if self._is_refining or settings.refinement != "lazy":
+            return settings.refinement == "proactive" and not self._is_refining
+        return self._writer.playbook.tokens(settings.count_tokens) > REFINED_SHARE * settings.token_budget
+
+    async def _refine(self, step: Step) -> None:
+        """Merge near-duplicates; what others have changed while the LM wrote is left as it is.
+
+        What others add meanwhile is looked at after the next curation.
+        """
+        self._is_refining = True
+        try:
+            lesson = await self._learner.refine(step, self._writer.playbook)
+        finally:
+            self._is_refining = False
+        self._writer.note(lesson.problems)
+        if lesson.operations:
+            self._writer.apply(lesson.operations, lesson.seen)
+            self._write_playbook()
 
     def _without_stale(self, step: Step, lesson: Lesson) -> Sequence[Operation]:
         """Return the operations of a lesson without the additions that the staleness policy drops or merges."""
@@ -286,16 +330,9 @@ class AceRun:
             self._writer.tag([(bullet.id, "helpful")])
         return bullet is not None
 
-    async def _apply(self, step: Step, sample: Sample, operations: Sequence[Operation], seen: int) -> End:
-        """Change the playbook and write it down.
-
-        Nothing is awaited between the two, so that no other step writes to the journal in between: what the journal
-        has after the playbook's row was made with that playbook.
-        """
+    def _apply(self, step: Step, sample: Sample, operations: Sequence[Operation], seen: int) -> End:
+        """Change the playbook, count the sample, and write both down."""
         writer, counts = self._writer, self._writer.counts
-        if any(isinstance(operation, Add) for operation in operations):
-            texts = [operation.content for operation in operations if not isinstance(operation, Remove)]
-            writer.note(await self._learner.prepare([*texts, *(bullet.content for bullet in writer.playbook.bullets)]))
         before = writer.playbook.version
         self.run.gaps["before_commit"][before - seen] += 1
         writer.apply(operations, seen)
@@ -313,8 +350,6 @@ class AceRun:
         self._applied[step.number] = end.kind.value
         self._last_sample = self.run.clock()
         self._write_playbook()
-        if self._valset is not None:
-            await self.snapshots.after_sample(writer.playbook, counts.samples)
         return end
 
     # Snapshots.
@@ -457,7 +492,7 @@ class Epochs:
     Args:
         examples: the training set.
         epochs: how many times each example is taken.
-        seed: seed of the shuffling.
+        seed: seed of the shuffling; None takes the examples in their order, as ACE does.
     """
 
     def __init__(self, examples: Sequence[Any], epochs: int, seed: int | None) -> None:
@@ -478,10 +513,11 @@ class Epochs:
             raise NothingToDoError
         if epoch not in self._orders:
             order = list(range(len(self._examples)))
-            random.Random(f"{self._seed}/epoch {epoch}").shuffle(order)
+            if self._seed is not None:
+                random.Random(f"{self._seed}/epoch {epoch}").shuffle(order)
             self._orders = {epoch: order}
         index = self._orders[epoch][place]
-        return Sample(self._examples[index], index, newest())
+        return Sample(self._examples[index], index, newest(), place + 1, len(self._examples))
 
 
 class Windows:
@@ -521,7 +557,8 @@ class Windows:
                 raise NothingToDoError
             first, number, playbook = sum(record.examples for record in self.windows), len(self.windows), newest()
             self._upcoming = [
-                Sample(example, first + place, playbook, number) for place, example in enumerate(examples)
+                Sample(example, index, playbook, index + 1, window=number)
+                for index, example in enumerate(examples, start=first)
             ]
             self.windows.append(WindowRecord(number, playbook.version, len(examples), 0, None))
         return self._upcoming.pop(0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from dspy.primitives.module import Module
 
@@ -13,6 +13,8 @@ from dspy_flashevolve.ace.similarity import Embedder
 from dspy_flashevolve.engine.errors import ConfigurationError
 from dspy_flashevolve.engine.staleness import Full, Guarded, Reflective, StalenessPolicy
 from dspy_flashevolve.programs.settings import RunSettings
+
+Refinement = Literal["lazy", "proactive"]
 
 POLICIES: dict[str, StalenessPolicy] = {
     "full": Full(looks=("before_commit",)),
@@ -58,6 +60,9 @@ class AceSettings:
     curator_lm: Any
     max_rounds: int
     epochs: int
+    curator_frequency: int
+    no_ground_truth: bool
+    refinement: Refinement | None
     token_budget: int
     count_tokens: CountTokens
     sections: tuple[str, ...]

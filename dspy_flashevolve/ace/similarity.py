@@ -1,12 +1,14 @@
-"""Whether two bullets say the same, judged by their words or by an embedding."""
+"""Whether bullets say the same or nearly so, judged by their words or by embeddings."""
 
 from __future__ import annotations
 
 import importlib
-import math
 import re
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
+
+import numpy as np
 
 from dspy_flashevolve.ace.playbook import Bullet
 from dspy_flashevolve.engine.errors import ConfigurationError
@@ -15,12 +17,10 @@ Embedder = Callable[[list[str]], Sequence[Sequence[float]]]
 """A function from texts to one vector each, all of one length."""
 Likeness = Callable[[str, str], float]
 """A function from two texts to their similarity, at most 1."""
-FindDuplicate = Callable[[str, Sequence[Bullet]], Bullet | None]
-"""A function from a text and bullets to the bullet that says the same; None where there is none."""
 EMBEDDING_MODEL = "all-MiniLM-L6-v2"
 """The default sentence-transformers model: the library's small general one (384 numbers a text), quick on a CPU."""
 LEAST_OVERLAP = 0.7
-"""Least share of common words at which an addition repeats a newer bullet.
+"""Least share of common words at which two bullets nearly say the same.
 
 Where one of n words is replaced, (n - 1) of n + 1 words are shared. 0.7 lets that pass from six words on (5 / 7); in
 shorter texts the one word is most of the meaning. No other value was measured.
@@ -69,9 +69,14 @@ def overlap(first: str, second: str) -> float:
     >>> overlap("round at the end", "Round in the end.")
     0.6
     """
-    first_words, second_words = set(_WORD.findall(first.lower())), set(_WORD.findall(second.lower()))
+    first_words, second_words = _words(first), _words(second)
     all_words = first_words | second_words
     return len(first_words & second_words) / len(all_words) if all_words else float(first == second)
+
+
+@lru_cache(maxsize=4096)
+def _words(text: str) -> frozenset[str]:
+    return frozenset(_WORD.findall(text.lower()))
 
 
 def differs(first: str, second: str) -> bool:
@@ -101,12 +106,41 @@ def closest(
     return best[1] if best[0] >= least else None
 
 
-class EmbeddingDuplicates:
-    """Finds the bullet that says the same as a text by the cosine of their embeddings.
+def near_duplicates(
+    bullets: Sequence[Bullet], least: float = LEAST_OVERLAP, likeness: Likeness = overlap
+) -> list[list[Bullet]]:
+    """Group bullets that nearly say the same: each with all later ones that are so similar to it, and in no group yet.
+
+    Bullets that differ (`differs`) are in no group together.
+
+    >>> texts = ["Mind the units of each rate.", "Round late.", "Mind units of each rate."]
+    >>> bullets = [Bullet(f"oth-{number}", "other", text) for number, text in enumerate(texts)]
+    >>> [[bullet.id for bullet in group] for group in near_duplicates(bullets)]
+    [['oth-0', 'oth-2']]
+    """
+    groups: list[list[Bullet]] = []
+    grouped: set[str] = set()
+    for place, bullet in enumerate(bullets):
+        if bullet.id in grouped:
+            continue
+        others = (other for other in bullets[place + 1 :] if other.id not in grouped)
+        near = [
+            other
+            for other in others
+            if likeness(bullet.content, other.content) >= least and not differs(bullet.content, other.content)
+        ]
+        if near:
+            groups.append([bullet, *near])
+            grouped.update(other.id for other in near)
+    return groups
+
+
+class Embeddings:
+    """Compares texts by the cosine of their embeddings.
 
     Args:
         embedder: embeds texts, each once. None for sentence-transformers' `EMBEDDING_MODEL`.
-        threshold: cosine from which two texts say the same, above 0 and up to 1.
+        threshold: cosine from which two texts nearly say the same, above 0 and up to 1.
     """
 
     def __init__(self, embedder: Embedder | None, threshold: float) -> None:
@@ -116,35 +150,27 @@ class EmbeddingDuplicates:
             self._embedder: Embedder = lambda texts: model.encode(texts).tolist()
         else:
             self._embedder = embedder
-        self._threshold = threshold
-        self._vectors: dict[str, tuple[float, ...]] = {}
+        self.threshold = threshold
+        self._vectors: dict[str, Any] = {}
+        """Text -> its embedding, divided by its length."""
 
     def prepare(self, texts: Sequence[str]) -> None:
         """Embed the texts that have no vector yet. It may take seconds; call it from one thread at a time."""
         missing = [text for text in dict.fromkeys(texts) if text not in self._vectors]
-        if missing:
-            vectors = [tuple(float(number) for number in vector) for vector in self._embedder(missing)]
-            lengths = {len(vector) for vector in (*vectors, *list(self._vectors.values())[:1])}
-            is_finite = all(math.isfinite(number) for vector in vectors for number in vector)
-            if len(vectors) != len(missing) or len(lengths) > 1 or not is_finite:
-                raise ConfigurationError(
-                    f"embedder: {len(missing)} texts gave {len(vectors)} vectors of lengths {sorted(lengths)}, "
-                    "expected one vector a text, all of one length and of finite numbers."
-                )
-            self._vectors |= dict(zip(missing, vectors, strict=True))
+        if not missing:
+            return
+        vectors = [np.asarray(vector, dtype=float) for vector in self._embedder(missing)]
+        lengths = {len(vector) for vector in (*vectors, *list(self._vectors.values())[:1])}
+        is_finite = all(np.isfinite(vector).all() for vector in vectors)
+        if len(vectors) != len(missing) or len(lengths) > 1 or not is_finite:
+            raise ConfigurationError(
+                f"embedder: {len(missing)} texts gave {len(vectors)} vectors of lengths {sorted(lengths)}, "
+                "expected one vector a text, all of one length and of finite numbers."
+            )
+        norms = [float(np.linalg.norm(vector)) or 1.0 for vector in vectors]
+        self._vectors |= {text: vector / norm for text, vector, norm in zip(missing, vectors, norms, strict=True)}
 
-    def __call__(self, content: str, bullets: Sequence[Bullet]) -> Bullet | None:
-        """Return the most similar bullet at the threshold or above; equal words count as the same text.
-
-        Texts that were not prepared are compared by words only.
-        """
-        same = same_words(content, bullets)
-        if same is not None or content not in self._vectors:
-            return same
-        embedded = [bullet for bullet in bullets if bullet.content in self._vectors]
-        return closest(content, embedded, self._threshold, self._cosine)
-
-    def _cosine(self, first: str, second: str) -> float:
-        a, b = self._vectors[first], self._vectors[second]
-        norms = math.hypot(*a) * math.hypot(*b)
-        return sum(x * y for x, y in zip(a, b, strict=True)) / norms if norms else 0.0
+    def cosine(self, first: str, second: str) -> float:
+        """Return the cosine of the embeddings of two texts that were prepared, -1 to 1."""
+        # Of equal vectors rounding leaves a little less than 1, which a threshold of 1 would not let pass.
+        return round(float(self._vectors[first] @ self._vectors[second]), 9)

@@ -25,7 +25,9 @@ class ReflectOnSample(dspy.Signature):
     task: str = dspy.InputField(desc="What the program was given.")
     attempt: str = dspy.InputField(desc="What it did, step by step.")
     feedback: str = dspy.InputField(desc="The score, and what is known of the right result.")
-    cited_bullets: str = dspy.InputField(desc="The bullets of the playbook that it cited: id and text.")
+    cited_bullets: str = dspy.InputField(
+        desc="The bullets of the playbook that it cited: id, how often it helped and harmed, text."
+    )
     what_went_wrong: str = dspy.OutputField(desc="Empty if nothing did.", default="")
     right_approach: str = dspy.OutputField(default="")
     insight: str = dspy.OutputField(desc="What to remember for other tasks.")
@@ -44,13 +46,22 @@ class CuratePlaybook(dspy.Signature):
 
     playbook: str = dspy.InputField(desc="As it is now: id, how often it helped and harmed, text.")
     sections: str = dspy.InputField(desc="The sections that a bullet may be in.")
-    token_budget: str = dspy.InputField(desc="Tokens that the playbook has, and may have.")
+    progress: str = dspy.InputField(desc="How far learning is, and how full the playbook.")
     task: str = dspy.InputField(desc="The task.")
     reflection: str = dspy.InputField(desc="What was learnt from it.")
     operations: str = dspy.OutputField(
         desc='JSON: a list of {"type": "ADD", "section": ..., "content": ...}, {"type": "UPDATE", "id": ..., '
         '"content": ...}, {"type": "MERGE", "ids": [...], "content": ...} and {"type": "REMOVE", "id": ...}.'
     )
+
+
+class MergeBullets(dspy.Signature):
+    """These bullets of a playbook say nearly the same. Write one bullet in their place.
+
+    Keep every rule, number, condition and exception that one of them has; leave out what is repeated. Be brief."""
+
+    similar_bullets: str = dspy.InputField(desc="A bullet a line: id, how often it helped and harmed, text.")
+    content: str = dspy.OutputField(desc="The text of the one bullet, without id and counters.")
 
 
 class _RetryingPredict(dspy.Module):
@@ -106,9 +117,19 @@ class SampleReflection(_RetryingPredict):
 class PlaybookCuration(_RetryingPredict):
     """Writes the operations on the playbook that a reflection calls for.
 
-    Inputs: ``playbook``, ``sections``, ``token_budget``, ``task``, ``reflection``. Output: ``operations``, text with
+    Inputs: ``playbook``, ``sections``, ``progress``, ``task``, ``reflection``. Output: ``operations``, text with
     a JSON list, or the list itself.
     """
 
     def __init__(self) -> None:
         super().__init__(CuratePlaybook, "operations")
+
+
+class BulletMerging(_RetryingPredict):
+    """Writes one bullet in the place of several that nearly say the same.
+
+    Input: ``similar_bullets``. Output: ``content``, text.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(MergeBullets, "content")

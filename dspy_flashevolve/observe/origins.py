@@ -19,6 +19,7 @@ from dspy_flashevolve.observe.statistics import ChangeRecord
 
 _ESCAPES = re.compile(r"\\+[nrt\"]")
 _WORDS = re.compile(r"\w+")
+_COUNTERS = re.compile(r"(?<=\] )helpful=\d+ harmful=\d+ ")
 NO_STEP = StepRecord(-1, None)
 
 
@@ -141,8 +142,9 @@ def removed_seed_lines(history: History, candidate: Candidate) -> list[RemovedLi
 
 def _words(text: str) -> str:
     """Return the words of a text, or of JSON that holds it, with spaces around: lines are compared by them."""
-    # Numbering, quotes, bullets and JSON's escapes differ between a reply and the text that was made of it.
-    return f" {' '.join(_WORDS.findall(_ESCAPES.sub(' ', text).lower()))} "
+    # Numbering, quotes, bullets and JSON's escapes differ between a reply and the text that was made of it, and the
+    # counters of a playbook's bullets between its versions.
+    return f" {' '.join(_WORDS.findall(_ESCAPES.sub(' ', _COUNTERS.sub('', text)).lower()))} "
 
 
 def _change(history: History, component: str, words: str, field: str) -> ChangeRecord | None:

@@ -1,8 +1,9 @@
 """The house rules for ACE: the replies of the simulated reflector and curator of a playbook.
 
 The reflector names the rules that the feedback says were missed. The curator adds some of those that the playbook has
-not, sometimes a general sentence instead, and sometimes removes a bullet. A reply that obeys a bullet's rule cites it.
-So playbooks grow step by step towards the same optimum as instructions do.
+not, sometimes a general sentence instead, and sometimes removes a bullet. Similar bullets are merged into one that has
+the texts of all. A reply that obeys a bullet's rule cites it. So playbooks grow step by step towards the same optimum
+as instructions do.
 
 The inputs are those of `dspy_flashevolve.modules.playbook`; nothing here imports dspy.
 """
@@ -20,7 +21,7 @@ from dspy_flashevolve.sim.words import Rule, harmful_sentences, instructed_words
 
 CITATIONS = "cited_bullets"
 """The output field in which a program in training names the bullets that it used."""
-_BULLET = re.compile(r"^\[([a-z]{1,3}-\d{1,9})\] (?:helpful=\d+ harmful=\d+ )?(.*)$", re.MULTILINE)
+_BULLET = re.compile(r"^\[([a-z]{1,3}-\d{1,9})\] helpful=\d+ harmful=\d+ (.*)$", re.MULTILINE)
 
 
 def citations(instruction: str, body: str) -> str:
@@ -67,6 +68,12 @@ def curate(inputs: Mapping[str, str], model: ReplyModel, choices: Choices) -> di
     if bullets and choices.uniform("forget") < model.forgets:
         operations.append({"type": "REMOVE", "id": bullets[choices.index("forget which", len(bullets))][0]})
     return {"operations": json.dumps(operations)}
+
+
+def merge(inputs: Mapping[str, str], model: ReplyModel, choices: Choices) -> dict[str, str]:
+    """Return the texts of similar bullets, each once."""
+    del model, choices
+    return {"content": " ".join(dict.fromkeys(text for _, text in _BULLET.findall(inputs["similar_bullets"])))}
 
 
 def _contradicts(rule: Rule, bullets: list[tuple[str, Rule]], model: ReplyModel, choices: Choices) -> bool:

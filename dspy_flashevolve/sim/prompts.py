@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 PromptKind = Literal[
-    "task", "reflection", "integration", "consolidation", "sample_reflection", "curation", "harness", "other"
+    "task", "reflection", "integration", "consolidation", "sample_reflection", "curation", "merging", "harness", "other"
 ]
 
 _OBJECTIVE = "In adhering to this structure, your objective is:"
@@ -32,6 +32,7 @@ _INPUTS: tuple[tuple[PromptKind, frozenset[str]], ...] = (
     ("reflection", frozenset({"current_instruction", "examples_with_feedback"})),
     ("sample_reflection", frozenset({"attempt", "feedback", "cited_bullets"})),
     ("curation", frozenset({"playbook", "sections", "reflection"})),
+    ("merging", frozenset({"similar_bullets"})),
     ("harness", frozenset({"archive_overview", "direction"})),
     ("harness", frozenset({"stale_module", "admitted_since"})),
 )
@@ -69,9 +70,9 @@ class ChatRequest:
 
     Attributes:
         kind: "task" (a dspy program's prompt), "reflection" (a proposer's), "integration" (of stale children, those of
-            `StaleCandidateReflection`, or of Combee's proposals), "sample_reflection" and "curation" (those of a
-            playbook, of `modules.playbook`), "harness" (a proposer's of modules, `AsyncMetaHarness`) or "other" (no
-            dspy format).
+            `StaleCandidateReflection`, or of Combee's proposals), "sample_reflection", "curation" and "merging"
+            (those of a playbook, of `modules.playbook`), "harness" (a proposer's of modules, `AsyncMetaHarness`) or
+            "other" (no dspy format).
         content: Everything that the reply may depend on, as one string: messages, temperature, seed, format.
         instruction: The instruction part of the system message; the whole system message where there is no such part.
         inputs: The sections of the last user message, name to text.

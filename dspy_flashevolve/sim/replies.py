@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from dspy_flashevolve.sim.harness_replies import harness_fields, is_tool_call
-from dspy_flashevolve.sim.playbook_replies import CITATIONS, citations, curate, reflect
+from dspy_flashevolve.sim.playbook_replies import CITATIONS, citations, curate, merge, reflect
 from dspy_flashevolve.sim.profiles import Profile
 from dspy_flashevolve.sim.prompts import ChatRequest, OutputField
 from dspy_flashevolve.sim.reply_model import Choices, ReplyModel, useless_sentence
@@ -44,7 +44,7 @@ from dspy_flashevolve.sim.words import (
 CHARACTERS_A_TOKEN = 4
 _WRITTEN = ("reflection", "integration", "consolidation")
 """Kinds of prompts whose replies are texts for a prompt, as long as the model writes them where it has a lineage."""
-_PLAYBOOK_REPLIES = {"sample_reflection": reflect, "curation": curate}
+_PLAYBOOK_REPLIES = {"sample_reflection": reflect, "curation": curate, "merging": merge}
 """Kind of prompt -> the function that writes the fields of its reply."""
 
 

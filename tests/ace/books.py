@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from dspy_flashevolve.ace.operations import MOST_EXAMPLES, Add, Merge, Operation, PlaybookWriter, Remove, Update
 from dspy_flashevolve.ace.playbook import SECTIONS, CountTokens, Playbook, approximate_tokens
-from dspy_flashevolve.ace.similarity import FindDuplicate, same_words
 from dspy_flashevolve.observe.statistics import Problem
 
 TEXTS = st.text(st.characters(codec="utf-8"), max_size=30)
@@ -51,10 +50,9 @@ def writer_of(
     playbook: Playbook,
     token_budget: int = 10**9,
     count_tokens: CountTokens = approximate_tokens,
-    find_duplicate: FindDuplicate = same_words,
 ) -> PlaybookWriter:
     """A writer that has changed nothing yet."""
-    return PlaybookWriter(playbook, token_budget, count_tokens, find_duplicate)
+    return PlaybookWriter(playbook, token_budget, count_tokens)
 
 
 def apply_operations(

@@ -8,8 +8,6 @@ from hypothesis import strategies as st
 
 from dspy_flashevolve.ace.operations import Add, Merge, Operation, Remove, Update, ids_of
 from dspy_flashevolve.ace.playbook import Playbook, approximate_tokens
-from dspy_flashevolve.ace.similarity import EmbeddingDuplicates, closest, overlap
-from dspy_flashevolve.engine.errors import ConfigurationError
 from tests.ace.books import OPERATIONS, PLAYBOOKS, apply_operations, book_of, writer_of
 
 LISTS = st.lists(OPERATIONS, max_size=8)
@@ -178,60 +176,3 @@ def test_tokens_are_counted_by_the_users_counter() -> None:
     applied = apply_operations(BOOK, [Add("other", "d")], token_budget=3, count_tokens=lambda text: text.count("["))
     assert len(applied.playbook) == 3
     assert approximate_tokens("ü" * 4) == 2
-
-
-def letters(texts: list[str]) -> list[list[float]]:
-    """A stand-in for an embedder: how often each letter occurs."""
-    return [[float(text.lower().count(letter)) for letter in "abcdefghijklmnopqrstuvwxyz"] for text in texts]
-
-
-def test_embeddings_find_what_says_the_same_in_other_words() -> None:
-    book = book_of([("other", "abba abba"), ("other", "xyz")])
-    duplicates = EmbeddingDuplicates(letters, threshold=0.99)
-    duplicates.prepare(["abba abba", "xyz", "baab", "abx"])
-    applied = apply_operations(book, [Add("other", "baab"), Add("other", "abx")], find_duplicate=duplicates)
-    assert [problem.kind for problem in applied.problems] == ["said already"]
-    assert contents(applied.playbook) == {"oth-1": "abba abba", "oth-2": "xyz", "oth-3": "abx"}
-    assert applied.playbook.bullets[0].helpful == 1
-
-
-def test_each_text_is_embedded_once() -> None:
-    asked: list[str] = []
-
-    def counting(texts: list[str]) -> list[list[float]]:
-        asked.extend(texts)
-        return letters(texts)
-
-    duplicates = EmbeddingDuplicates(counting, threshold=0.9)
-    for _ in range(2):
-        duplicates.prepare(["a", "zz", "a"])
-    assert not apply_operations(BOOK, [Add("other", "zz")], find_duplicate=duplicates).problems, (
-        "what is not prepared is compared by words"
-    )
-    assert asked == ["a", "zz"]
-
-
-@pytest.mark.parametrize("vectors", [[], [[1.0], [1.0, 2.0]], [[1.0], [float("nan")]]])
-def test_vectors_that_cannot_be_compared_are_refused(vectors: list[list[float]]) -> None:
-    with pytest.raises(ConfigurationError, match="embedder"):
-        EmbeddingDuplicates(lambda texts: vectors, threshold=0.9).prepare(["a", "b"])
-
-
-@pytest.mark.parametrize(
-    ("first", "other"), [("Always round a b c.", "Never round a b c."), ("Use 2 a b c", "Use 3 a b c")]
-)
-def test_opposites_and_other_numbers_are_no_repeats(first: str, other: str) -> None:
-    book = book_of([("other", first)])
-    assert closest(other, book.bullets, 0.5) is None
-    duplicates = EmbeddingDuplicates(lambda texts: [[1.0] for _ in texts], threshold=0.9)
-    duplicates.prepare([first, other])
-    assert duplicates(other, book.bullets) is None
-
-
-def test_overlap_is_the_share_of_common_words() -> None:
-    assert overlap("", "") == 1.0
-    assert overlap("a b", "b a.") == 1.0
-    duplicate = closest("a b c", BOOK.bullets, 0.3)
-    assert duplicate is not None
-    assert duplicate.id == "oth-1"
-    assert closest("a b c", BOOK.bullets, 0.5) is None

@@ -103,8 +103,8 @@ def test_a_text_of_the_users_that_speaks_of_playbooks_is_left_alone() -> None:
     assert Playbook.from_instructions(text) is None
 
 
-@given(PLAYBOOKS)
-def test_instructions_keep_ids_texts_and_the_next_number(playbook: Playbook) -> None:
+@given(PLAYBOOKS.map(lambda book: book.tagged([("oth-2", "helpful"), ("str-1", "harmful")])))
+def test_instructions_keep_ids_counters_texts_and_the_next_number(playbook: Playbook) -> None:
     read = Playbook.from_instructions(attached("Answer.", playbook.render()))
     assert read is None or (read.next_number, read.render()) == (playbook.next_number, playbook.render())
     assert (read is None) == (not playbook.bullets)
@@ -122,7 +122,6 @@ def test_counters_commute_and_leave_the_version(playbook: Playbook, order: list[
         back = back.tagged(batches[index])  # pyright: ignore[reportArgumentType]
     assert forth == back
     assert forth.version == playbook.version
-    assert forth.render() == playbook.render()
 
 
 @pytest.mark.parametrize("word", ["great", None, ["helpful"]])
@@ -131,15 +130,35 @@ def test_a_word_that_is_no_tag_is_refused_by_name(word: Any) -> None:
         Playbook().adding("other", "x").tagged([("oth-1", word)])
 
 
-def test_a_rendered_playbook_shows_counters_only_to_those_who_ask() -> None:
-    playbook = (
-        Playbook().adding("formulas", "a = b").adding("strategies", "Think.\nTwice.").tagged([("for-1", "harmful")])
-    )
-    assert playbook.render().splitlines()[2:] == [
-        "## strategies", "[str-2] Think.", "  Twice.", "## formulas", "[for-1] a = b", CLOSING
-    ]  # fmt: skip
-    assert "[for-1] helpful=0 harmful=1 a = b" in playbook.render(counters=True)
+LEARNT = Playbook().adding("formulas", "a = b").adding("strategies", "Think.\nTwice.").tagged([("for-1", "harmful")])
+
+
+def test_a_rendered_playbook_shows_every_bullet_with_its_counters() -> None:
+    assert LEARNT.render().splitlines()[2:] == [
+        "## strategies",
+        "[str-2] helpful=0 harmful=0 Think.",
+        "  Twice.",
+        "## formulas",
+        "[for-1] helpful=0 harmful=1 a = b",
+        CLOSING,
+    ]
     assert Playbook().render() == ""
+
+
+def test_markdown_has_a_heading_a_section_and_an_item_a_bullet() -> None:
+    assert LEARNT.to_markdown().splitlines() == [
+        "# Playbook",
+        "",
+        "## Strategies",
+        "",
+        "- Think.",
+        "  Twice. *(str-2: helped 0, harmed 0)*",
+        "",
+        "## Formulas",
+        "",
+        "- a = b *(for-1: helped 0, harmed 1)*",
+    ]
+    assert Playbook().to_markdown() == "# Playbook\n"
 
 
 @given(TEXTS)

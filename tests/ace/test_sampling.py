@@ -41,6 +41,13 @@ def test_what_a_step_takes_follows_from_its_number(size: int, seed: int, steps: 
     assert [take(again, number).index for number in steps] == [taken[number] for number in steps]
 
 
+def test_without_a_seed_every_epoch_takes_the_examples_in_their_order() -> None:
+    data = Epochs(list("abc"), 2, None)
+    taken = [take(data, number) for number in range(6)]
+    assert [sample.example for sample in taken] == list("abcabc")
+    assert [(sample.place, sample.total) for sample in taken] == [(1, 3), (2, 3), (3, 3)] * 2
+
+
 async def stream(size: int) -> AsyncIterator[Any]:
     for number in range(size):
         yield number
@@ -65,6 +72,7 @@ def test_a_window_begins_when_all_of_the_last_one_have_ended() -> None:
     second = take(data, 2, version=9)
     assert waits.times == 2
     assert (second.example, second.index, second.window, second.playbook) == (2, 2, 1, Playbook(version=9))
+    assert (second.place, second.total) == (3, None)
 
 
 def test_the_last_window_may_have_fewer_and_then_there_is_none() -> None:

@@ -20,6 +20,7 @@ from tests.fakes import Chain, fake_lm, reply_for
 
 BOOK = book_of([("other", "Mind units."), ("other", "Round late.")])
 GUARDED = Guarded(max_gap=2, looks=("before_commit",))
+MERGED = "Mind all units, also of rates."
 Operations = list[dict[str, Any]]
 
 
@@ -51,11 +52,17 @@ class Script:
 
 @dataclass
 class Learnt:
-    """What came of it: the newest playbook, statistics, who was asked what, in order, and what the program was told."""
+    """What came of it: the newest playbook, statistics, who was asked what, in order, and what LMs were told.
+
+    Attributes:
+        prompts: those of the program.
+        merged: those that ask for one bullet in the place of several.
+    """
 
     program: Any
     asked: list[tuple[str, ...]]
     prompts: list[str]
+    merged: list[str]
 
     @property
     def stats(self) -> AceStats:
@@ -72,11 +79,13 @@ class Learnt:
 def learnt(
     *scripts: Script,
     playbook: Playbook = BOOK,
+    merge: str = MERGED,
     **options: Any,
 ) -> Learnt:
     """A stream of one window, a sample a script, all at once in virtual time."""
     asked: list[tuple[str, ...]] = []
     prompts: list[str] = []
+    merged: list[str] = []
     attempts = [0] * len(scripts)
 
     def metric(gold: Any, pred: Any) -> dspy.Prediction:
@@ -103,6 +112,9 @@ def learnt(
             return dspy.Prediction(operations=[*of(task).operations, {"type": "HUG"}])
 
     def answer(prompt: str) -> str:
+        if "[[ ## similar_bullets ## ]]" in prompt:
+            merged.append(prompt)
+            return reply_for(prompt, content=merge)
         prompts.append(prompt)
         return reply_for(prompt, answer="1", cited_bullets="oth-1, oth-2, oth-9")
 
@@ -114,7 +126,7 @@ def learnt(
         with dspy.context(lm=fake_lm(answer)):
             return await optimizer.aadapt(Chain(), stream, window=len(stream), playbook=playbook)
 
-    return Learnt(run(main), asked, prompts)
+    return Learnt(run(main), asked, prompts, merged)
 
 
 RIGHT = (1.0,)
@@ -152,9 +164,9 @@ def test_a_reflection_that_says_nothing_ends_the_rounds_and_its_tags_still_count
     assert run.program.playbook.bullets[0].harmful == 1
 
 
-def test_tags_count_once_a_sample_leave_the_version_and_pass_by_what_was_not_cited() -> None:
+def test_tags_count_once_a_reflection_leave_the_version_and_pass_by_what_was_not_cited() -> None:
     run = learnt(Script(tags={"oth-1": "helpful", "oth-9": "harmful"}))
-    assert run.program.playbook.bullets[0].helpful == 1, "three reflections, one sample"
+    assert run.program.playbook.bullets[0].helpful == 3
     assert (run.program.playbook.version, run.stats.ended["rejected"]) == (BOOK.version, 1)
     assert run.stats.problems["tag of an uncited bullet"] == 3
 
@@ -176,15 +188,70 @@ def test_operations_are_applied_and_what_is_wrong_with_some_does_not_stop_the_ot
     assert problems == {"unknown operation": 1, "unknown section": 1, "unknown id": 1, "contradiction": 1}
 
 
-def test_texts_are_made_ready_for_comparison_before_they_are_applied() -> None:
-    embedded: list[str] = []
+def test_the_next_attempt_is_shown_the_counters_as_its_own_sample_has_moved_them() -> None:
+    run = learnt(Script((0.0, 0.0, 1.0), tags={"oth-1": "helpful"}))
+    counters = [f"[oth-1] helpful={helpful} harmful=0 Mind units." for helpful in range(3)]
+    assert [[counter in prompt for counter in counters] for prompt in run.prompts] == [
+        [True, False, False],
+        [False, True, False],
+        [False, False, True],
+    ]
 
-    def embedder(texts: list[str]) -> list[list[float]]:
-        embedded.extend(texts)
-        return [[1.0, float(len(embedded) + place)] for place in range(len(texts))]
 
-    learnt(Script(RIGHT, operations=[add("Sum first.")]), deduplicate=1.0, embedder=embedder)
-    assert sorted(embedded) == ["Mind units.", "Round late.", "Sum first."]
+# Refinement: near-duplicates become one bullet
+
+
+NEARLY = "Always mind the units of each and every rate", "Always mind the units of each and every single rate"
+TWICE = BOOK.adding("other", NEARLY[0]).tagged([("oth-3", "helpful")])
+REPEATS = Script(RIGHT, operations=[add(NEARLY[1], "mistakes")])
+
+
+def test_proactive_refinement_merges_near_duplicates_after_an_addition_and_adds_up_their_counters() -> None:
+    run = learnt(REPEATS, playbook=TWICE, refinement="proactive")
+    assert run.texts == ["Mind units.", "Round late.", MERGED]
+    assert (run.program.playbook.bullets[2].id, run.program.playbook.bullets[2].helpful) == ("oth-3", 1)
+    [prompt] = run.merged
+    assert f"[oth-3] helpful=1 harmful=0 {NEARLY[0]}\n[mis-4] helpful=0 harmful=0 {NEARLY[1]}" in prompt
+    assert run.stats.operations == {"add": 1, "merge": 1}
+    assert run.stats.requests_by_stage["refine"] == 1
+
+
+def test_lazy_refinement_waits_until_the_playbook_is_nearly_full() -> None:
+    assert learnt(REPEATS, playbook=TWICE).merged == []
+    tokens = TWICE.adding("mistakes", NEARLY[1]).tokens()
+    run = learnt(REPEATS, playbook=TWICE, token_budget=tokens)
+    assert (len(run.merged), run.texts[2], run.stats.evicted) == (1, MERGED, 0)
+
+
+def test_bullets_that_were_there_before_are_merged_too_unless_refinement_is_off() -> None:
+    repeated = TWICE.adding("mistakes", NEARLY[1])
+    assert learnt(Script(RIGHT), playbook=repeated, refinement="proactive").texts[2:] == [MERGED]
+    off = learnt(Script(RIGHT), playbook=repeated, refinement=None, token_budget=repeated.tokens())
+    assert (off.merged, off.texts[2:]) == ([], list(NEARLY))
+
+
+@pytest.mark.parametrize("merge", ["", "</playbook>"])
+def test_what_an_lm_does_not_merge_stays_and_is_not_asked_about_again(merge: str) -> None:
+    run = learnt(REPEATS, *others("Sum first."), playbook=TWICE, refinement="proactive", merge=merge)
+    assert len(run.merged) == 1
+    assert [NEARLY[0] in run.texts, NEARLY[1] in run.texts, "Sum first." in run.texts] == [True] * 3
+    assert run.stats.problems["empty merge"] == 1
+
+
+def test_embeddings_say_what_is_near_where_there_are_any_and_words_where_they_fail() -> None:
+    def unlike(texts: list[str]) -> list[list[float]]:
+        return [[float(text == other) for other in (*NEARLY, "Mind units.", "Round late.")] for text in texts]
+
+    def broken(texts: list[str]) -> list[list[float]]:
+        raise OSError("no model")
+
+    def compared(embedder: Any) -> Learnt:
+        return learnt(REPEATS, playbook=TWICE, refinement="proactive", deduplicate=0.9, embedder=embedder)
+
+    assert compared(unlike).merged == []
+    assert len(compared(lambda texts: [[1.0] for _ in texts]).merged) == 1
+    by_words = compared(broken)
+    assert (len(by_words.merged), by_words.stats.problems["embedder failed"]) == (1, 1)
 
 
 # Staleness
@@ -248,7 +315,7 @@ def test_an_update_of_what_others_changed_meanwhile_does_not_overwrite_it() -> N
     assert run.stats.problems["overtaken"] == 1
 
 
-@pytest.mark.parametrize("budget", [60, 100])
+@pytest.mark.parametrize("budget", [90, 130])
 def test_the_token_budget_holds_after_every_sample(budget: int) -> None:
     scripts = others(*(f"Insight number {number} of many." for number in range(30)))
     run = learnt(*scripts, playbook=Playbook(), token_budget=budget, num_threads=30)

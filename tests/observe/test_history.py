@@ -17,6 +17,7 @@ import pytest
 from dspy.utils.exceptions import LMServerError
 
 from dspy_flashevolve import AsyncGEPA, Workflow
+from dspy_flashevolve.ace.playbook import Bullet, line_of
 from dspy_flashevolve.engine.events import RequestFinished, RolloutTimedOut
 from dspy_flashevolve.engine.journal import Journal
 from dspy_flashevolve.observe.analysis import open_intervals, score_course, totals_of
@@ -297,9 +298,10 @@ def test_a_line_of_a_playbook_comes_from_the_sample_that_taught_it(tmp_path: Pat
     bullets = last.more["playbook"]["bullets"]
     assert bullets
     learnt = {line.line: line for line in lines_of(history, last) if line.step is not None}
-    assert learnt.keys() == {f"[{bullet['id']}] {bullet['content']}" for bullet in bullets}
-    for bullet in bullets:
-        origin = learnt[f"[{bullet['id']}] {bullet['content']}"]
+    lines = {line_of(Bullet(**bullet)): bullet for bullet in bullets}
+    assert learnt.keys() == lines.keys()
+    for line, bullet in lines.items():
+        origin = learnt[line]
         assert origin.step is not None
         step = history.steps[origin.step]
         assert any(bullet["content"] in reply for _, reply in step.replies)

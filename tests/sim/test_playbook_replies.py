@@ -8,8 +8,8 @@ import dspy
 import pytest
 
 from dspy_flashevolve.ace.operations import Add, Remove, parse_operations, parse_tags
-from dspy_flashevolve.ace.playbook import Playbook, attached
-from dspy_flashevolve.modules.playbook import PlaybookCuration, SampleReflection
+from dspy_flashevolve.ace.playbook import Playbook, attached, line_of
+from dspy_flashevolve.modules.playbook import BulletMerging, PlaybookCuration, SampleReflection
 from dspy_flashevolve.sim import ReplyModel
 from dspy_flashevolve.sim.playbook_replies import CITATIONS
 from dspy_flashevolve.sim.virtual import SimulatedModel, run
@@ -36,7 +36,7 @@ def asked(module: dspy.Module, kind: str, adapter: dspy.Adapter | None = None, *
 
 
 def curated(reflection: str, book: Playbook = BOOK, **options: Any) -> list[Any]:
-    shown = {"playbook": book.render(counters=True), "sections": "strategies, other", "token_budget": "1 of 9"}
+    shown = {"playbook": book.render(), "sections": "strategies, other", "progress": "Sample 1 of 9."}
     inputs = {**shown, "task": "q", "reflection": reflection, **options}
     operations, problems = parse_operations(asked(PlaybookCuration(), "curation", **inputs).operations)
     assert not problems
@@ -71,6 +71,11 @@ def test_of_two_rules_that_contradict_each_other_the_second_is_not_added() -> No
     book = Playbook().adding("other", str(RULES[0]))
     assert curated(str(RULES[1]), book, model={"rivals": True}) == []
     assert len(curated(str(RULES[1]), book)) == 1
+
+
+def test_similar_bullets_are_merged_into_their_texts() -> None:
+    lines = "\n".join(map(line_of, BOOK.bullets[:2]))
+    assert asked(BulletMerging(), "merging", similar_bullets=lines).content == f"{RULES[0]} {RULES[1]}"
 
 
 @ADAPTERS
