@@ -1,8 +1,9 @@
 """FiNER as ACE has it: which XBRL tags do four numbers of financial reports have? (arXiv 2203.06482 and 2510.04618).
 
 A row of ACE's repository is one text: the list of all 139 tags, and four questions. It is the program's input as it
-stands. The data folder may hold Meta-Harness's rows in their place, which have one question each and know 12 tags. Each
-four of them are joined to a row in the same form, with these 12 tags as the list.
+stands, and what users load: 1,000, 500 (one of them twice) and 441 rows. The data folder may hold Meta-Harness's rows
+in their place, a smaller task: they have one question each and know 12 tags. Each four of them are joined to a row in
+the same form, with these 12 tags as the list; scores on them are not ACE's.
 """
 
 from __future__ import annotations

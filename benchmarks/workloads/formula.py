@@ -1,4 +1,10 @@
-"""Formula: put the numbers of a question into a financial formula, as ACE uses it (arXiv 2510.04618)."""
+"""Formula: put the numbers of a question into a financial formula, as ACE uses it (arXiv 2510.04618).
+
+A row of ACE's repository names a formula, writes it down, and asks a question. As in its reference code, the program is
+shown the question alone, with the form that the number is to have: which formula it takes is for the playbook to teach.
+The number has to be the target itself, which is rounded to two decimals in every row; but for commas nothing else will
+do.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +13,6 @@ from typing import Any
 
 import dspy
 
-from benchmarks.workloads.answers import last_number
 from benchmarks.workloads.definition import Definition, Pools, Size, text_of
 from benchmarks.workloads.rows import Row, Source, ace_file, load_rows
 from dspy_flashevolve.sim import LengthLaw
@@ -17,12 +22,16 @@ SOURCES = {
     split: Source(f"formula/{split}.jsonl", ("context", "target"), ace_file(file), "Formula, of ACE's repository")
     for split, file in _ACE_FILES.items()
 }
-_HALF_A_CENT = 0.005
+_AROUND = ' \n"\N{LEFT DOUBLE QUOTATION MARK}\N{RIGHT DOUBLE QUOTATION MARK}'
+"""What stands around the questions of rows."""
+_FORM = "Answer with a plain number, rounded to two decimals where it has more. Write 5 million as 5000000.0."
 
 
 def example(row: Row) -> dspy.Example:
-    """A row as an example: the question with its formula, and the target as text."""
-    return dspy.Example(question=row["context"], target=str(row["target"])).with_inputs("question")
+    """A row as an example: the question and the form of its answer, and the target as text."""
+    _, _, asked = row["context"].rpartition("Question: ")
+    question = asked.partition(". Answer:")[0].strip(_AROUND)
+    return dspy.Example(question=f"{question} {_FORM}", target=str(row["target"])).with_inputs("question")
 
 
 def program() -> dspy.Module:
@@ -30,14 +39,18 @@ def program() -> dspy.Module:
     return dspy.ChainOfThought(dspy.Signature("question -> answer", "Answer the question with a number."))
 
 
-def is_right(number: float, target: float) -> bool:
-    """Whether a number is the target once it is rounded to two decimals.
+def number_in(text: str) -> float | None:
+    """The number that a text is, commas aside; None where it is anything else.
 
     Example:
-        >>> is_right(8.333, 8.33), is_right(0.06, 0.05)
-        (True, False)
+        >>> number_in(" 300,000 "), number_in("$5")
+        (300000.0, None)
     """
-    return abs(number - target) <= _HALF_A_CENT + 1e-9 * abs(target)
+    try:
+        number = float(text.replace(",", ""))
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None
 
 
 def metric(
@@ -45,10 +58,10 @@ def metric(
 ) -> dspy.Prediction:
     """1 for the right number, else 0; the feedback gives the right one, and the power of ten that it is off by."""
     text, target = text_of(pred, "answer"), float(gold.target)
-    number = last_number(text)
+    number = number_in(text)
     if number is None:
-        return dspy.Prediction(score=0.0, feedback=f'"{text}" holds no number: the right answer is {gold.target}.')
-    if is_right(number, target):
+        return dspy.Prediction(score=0.0, feedback=f'"{text}" is no plain number: the right answer is {gold.target}.')
+    if number == target:
         return dspy.Prediction(score=1.0, feedback=f"The answer {gold.target} is right.")
     feedback = f"The answer {number} is wrong: the right answer is {gold.target}.{_on_scale(number, target)}"
     return dspy.Prediction(score=0.0, feedback=feedback)
