@@ -1,9 +1,9 @@
 """AsyncACE against its synchronous form: `python -m benchmarks.ace`.
 
-Both have the same slots, the same model and the same time; lockstep is ACE as published, one sample at a time, with
-validations on all slots. In virtual time by default (no server, any machine): house rules, which the reflector reads
-from the feedback and the curator writes into the playbook, alone or on the rows and the program of a named workload.
-With `--api-base` and `--model` on a real server, with the workload's own metric.
+Both have the same slots, the same model and the same time; lockstep is ACE's reference loop (docs/ace.md), one sample
+at a time, with validations on all slots. In virtual time by default (no server, any machine): house rules, which the
+reflector reads from the feedback and the curator writes into the playbook, alone or on the rows and the program of a
+named workload. With `--api-base` and `--model` on a real server, with the workload's own metric.
 
 What is read at the limit: samples that came through to the playbook, and the best score of the playbooks that were
 validated by then. What drains afterwards counts for nothing.

@@ -28,7 +28,7 @@ def citations(instruction: str, body: str) -> str:
     """Return the ids of the bullets whose words occur in a reply.
 
     Examples:
-        >>> citations('[str-1] Rule 07: mention the word "amber".', "One more point is amber.")
+        >>> citations('[str-1] helpful=0 harmful=0 Rule 07: mention the word "amber".', "One more point is amber.")
         'str-1'
     """
     bullets = _BULLET.findall(instruction)
