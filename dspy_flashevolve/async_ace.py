@@ -301,7 +301,8 @@ class AsyncACE(Teleprompter):
         texts = {name: predictor.signature.instructions for name, predictor in predictors}
         texts |= {name: attached(texts[name], first.render()) for name in names}
         parts = fingerprints_of(student, texts, list(trainset), scored_on, self.metric)
-        parts |= {"attach": repr(names), "seed": repr(self.seed)}
+        order = "as given" if self.schedule == "lockstep" else "shuffled"
+        parts |= {"attach": repr(names), "seed": repr(self.seed), "order of the samples (by schedule)": order}
         lms = [dspy.settings.lm, self.reflector_lm, self.curator_lm, *(predictor.lm for _, predictor in predictors)]
         with open_journal(self.log_dir, type(self).__qualname__, vars(self), parts, lms) as journal:
             self._run = AceRun(self._settings(), student, names, first, list(trainset), scored_on, journal=journal)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ from dspy_flashevolve.engine.check import check
 from dspy_flashevolve.engine.errors import RunDirectoryError
 from dspy_flashevolve.engine.journal import FILE
 from tests.ace.child import SLOTS, VAL, SlowChain, facts, replies, run
-from tests.fakes import digits, examples, fake_lm
+from tests.fakes import digits, examples, fake_lm, hashed, reply_for
 from tests.killing import finished, killed_after
 
 TRAIN = examples("t", 24)
@@ -63,18 +64,19 @@ def wrongs(directory: Path) -> Iterator[str]:
 class Refusing:
     """Answers, but refuses the key from a given call on; a named fake."""
 
-    def __init__(self, at: int | None, mixed: bool) -> None:
-        self.calls, self._at, self._mixed = 0, at, mixed
+    def __init__(self, at: int | None, reply: Callable[[str], str]) -> None:
+        self.calls, self._at, self._reply = 0, at, reply
 
     def __call__(self, prompt: str) -> str:
         self.calls += 1
         if self._at is not None and self.calls >= self._at:
             raise LMAuthError("the key is rejected", model="fake/model", provider="fake")
-        return replies(prompt, self._mixed)
+        return self._reply(prompt)
 
 
 def compiled(log_dir: Path | None, at: int | None = None, metric: Any = digits, **options: Any) -> tuple[Any, Refusing]:
-    answer = Refusing(at, mixed=options.get("schedule") == "lockstep")
+    reply = options.pop("reply", partial(replies, mixed=options.get("schedule") == "lockstep"))
+    answer = Refusing(at, reply)
     settings = {"max_rounds": 2, "eval_every": 5, "num_threads": 8, "token_budget": 10**6, **options}
     student, trainset = settings.pop("student", None) or SlowChain(), settings.pop("trainset", TRAIN)
     with dspy.context(lm=fake_lm(answer)):
@@ -131,6 +133,32 @@ def test_aborted_samples_run_again_with_what_was_paid_for_them(tmp_path: Path, s
     assert list(wrongs(tmp_path)) == []
 
 
+def merging_replies(prompt: str) -> str:
+    """The replies of a curator whose bullets have no digits, which would keep them apart, and of what merges them."""
+    letters = str(hashed(prompt) % 10**6).translate(str.maketrans("0123456789", "abcdefghij"))
+    if "[[ ## similar_bullets ## ]]" in prompt:
+        return reply_for("", content=f"Merged {letters}.")
+    return re.sub(r"Insight \d+\.", f"Insight {letters}.", replies(prompt))
+
+
+@pytest.mark.parametrize("schedule", ["async", "lockstep"])
+def test_merges_are_kept_and_no_sample_is_lost_or_applied_twice_for_them(tmp_path: Path, schedule: Any) -> None:
+    def topics(texts: list[str]) -> list[list[float]]:
+        return [[float(hashed(text) % 4 == topic) for topic in range(4)] for text in texts]
+
+    refining: dict[str, Any] = {"refinement": "proactive", "deduplicate": 0.9, "embedder": topics}
+    for at in (45, 50, 55):
+        with pytest.raises(RunAbortedError):
+            compiled(tmp_path / "run", at, schedule=schedule, reply=merging_replies, **refining)
+        assert list(wrongs(tmp_path)) == []
+    program, asked = compiled(tmp_path / "run", schedule=schedule, reply=merging_replies, **refining)
+    operations = program.async_stats.operations
+    assert program.async_stats.samples == operations["add"] == 24
+    assert operations["merge"] > 4
+    assert list(wrongs(tmp_path)) == []
+    assert asked.calls < 200, "what was answered before is not asked again"
+
+
 def test_a_run_that_is_over_pays_nothing_more_and_goes_on_with_more_epochs(tmp_path: Path) -> None:
     first, _ = compiled(tmp_path / "run")
     again, asked = compiled(tmp_path / "run")
@@ -176,6 +204,7 @@ class Other(SlowChain):
         ({"trainset": examples("x", 24)}, "trainset was 24 examples"),
         ({"metric": lambda gold, pred: 0.5}, "metric was digits"),
         ({"seed": 7}, "seed has changed"),
+        ({"schedule": "lockstep", "num_threads": None}, r"order of the samples \(by schedule\) has changed"),
         ({"playbook": Playbook().adding("other", "x")}, "seed text of .* has changed"),
     ],
 )
