@@ -161,8 +161,9 @@ class Learner:
         self._plain = self._runner(student)
         self._valset = valset
         self._embeddings = embeddings
-        self._asked_groups: set[tuple[str, ...]] = set()
-        """Texts of near-duplicates that were given to an LM to merge; what it did not merge is not asked again."""
+        self._compared: set[str] = set()
+        """Texts of bullets among which near-duplicates have been looked for. What was not merged then is not asked
+        about again, and a full playbook is not compared all over after each curation."""
         self._warned: set[str] = set()
 
     def _runner(self, program: Module) -> ProgramRunner:
@@ -259,21 +260,22 @@ class Learner:
         )
 
     async def refine(self, step: Step, playbook: Playbook) -> Lesson:
-        """Ask the curator's LM to merge the near-duplicates of a playbook, a group at a time."""
+        """Ask the curator's LM to merge the near-duplicates of a playbook, a group at a time.
+
+        Raises:
+            RolloutUnresolvedError: the provider gave no answer.
+        """
         problems = list[Problem]()
         groups = await self._run.threads.run(self._groups, playbook.bullets, problems)
         merges = list[Operation]()
         for group in groups:
-            texts = tuple(bullet.content for bullet in group)
-            if texts in self._asked_groups:
-                continue
-            self._asked_groups.add(texts)
             lines = "\n".join(map(line_of, group))
             position = hash_of({"bullets": lines})  # a run that goes on may find other groups
             reply, _, unread = await self._ask("refine", step, position, playbook.version, similar_bullets=lines)
             text = "" if unread else cleaned(str(getattr(reply, "content", "") or ""))
             merges += [Merge(tuple(bullet.id for bullet in group), text)] if text else []
             problems += unread or ([] if text else [Problem("empty merge", lines[:200])])
+        self._compared = {bullet.content for bullet in playbook.bullets}
         return Lesson(tuple(merges), playbook.version, tuple(problems))
 
     def _groups(self, bullets: Sequence[Bullet], problems: list[Problem]) -> list[list[Bullet]]:
@@ -282,10 +284,10 @@ class Learner:
         if embeddings is not None:
             try:
                 embeddings.prepare([bullet.content for bullet in bullets])
-                return near_duplicates(bullets, embeddings.threshold, embeddings.cosine)
+                return near_duplicates(bullets, self._compared, embeddings.threshold, embeddings.cosine)
             except Exception as error:
                 problems.append(self._problem_of("embedder", error))
-        return near_duplicates(bullets)
+        return near_duplicates(bullets, self._compared)
 
     async def validate(self, step: Step, playbook: Playbook, pays: Reservation) -> list[float]:
         """Return the scores of the program with a playbook on the validation set.

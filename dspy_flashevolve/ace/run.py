@@ -295,6 +295,8 @@ class AceRun:
         self._is_refining = True
         try:
             lesson = await self._learner.refine(step, self._writer.playbook)
+        except RolloutUnresolvedError as error:  # the sample has been applied, and its step has not failed
+            lesson = Lesson((), self._writer.playbook.version, (Problem("refine failed", str(error)[:200]),))
         finally:
             self._is_refining = False
         self._writer.note(lesson.problems)

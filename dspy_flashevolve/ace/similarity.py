@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -107,11 +107,20 @@ def closest(
 
 
 def near_duplicates(
-    bullets: Sequence[Bullet], least: float = LEAST_OVERLAP, likeness: Likeness = overlap
+    bullets: Sequence[Bullet],
+    compared: Collection[str] = (),
+    least: float = LEAST_OVERLAP,
+    likeness: Likeness = overlap,
 ) -> list[list[Bullet]]:
     """Group bullets that nearly say the same: each with all later ones that are so similar to it, and in no group yet.
 
     Bullets that differ (`differs`) are in no group together.
+
+    Args:
+        bullets: those of a playbook, in order.
+        compared: texts that were compared with each other before; two of them are not compared again.
+        least: least similarity of near-duplicates.
+        likeness: the similarity of two texts.
 
     >>> texts = ["Mind the units of each rate.", "Round late.", "Mind units of each rate."]
     >>> bullets = [Bullet(f"oth-{number}", "other", text) for number, text in enumerate(texts)]
@@ -123,7 +132,12 @@ def near_duplicates(
     for place, bullet in enumerate(bullets):
         if bullet.id in grouped:
             continue
-        others = (other for other in bullets[place + 1 :] if other.id not in grouped)
+        is_known = bullet.content in compared
+        others = (
+            other
+            for other in bullets[place + 1 :]
+            if other.id not in grouped and not (is_known and other.content in compared)
+        )
         near = [
             other
             for other in others

@@ -64,7 +64,7 @@ def groups_of(book: Playbook, embeddings: Embeddings | None = None) -> list[list
         groups = near_duplicates(book.bullets)
     else:
         embeddings.prepare([bullet.content for bullet in book.bullets])
-        groups = near_duplicates(book.bullets, embeddings.threshold, embeddings.cosine)
+        groups = near_duplicates(book.bullets, (), embeddings.threshold, embeddings.cosine)
     return [[bullet.content for bullet in group] for group in groups]
 
 
@@ -75,6 +75,21 @@ def test_bullets_that_nearly_say_the_same_are_grouped_by_words_or_by_embeddings(
     anagrams = book_of([("other", text) for text in ("abba abba", "xyz", "baab", "abx")])
     assert groups_of(anagrams) == []
     assert groups_of(anagrams, Embeddings(letters, threshold=0.99)) == [["abba abba", "baab"]]
+
+
+def test_what_was_compared_before_is_compared_with_new_texts_only() -> None:
+    texts = ["Mind the units of each rate.", "Mind units of each rate.", "Round late.", "Round it late."]
+    book, asked = book_of([("other", text) for text in texts]), list[set[str]]()
+
+    def alike(first: str, second: str) -> float:
+        asked.append({first, second})
+        return overlap(first, second)
+
+    assert len(near_duplicates(book.bullets, (), 0.6, alike)) == 2
+    asked.clear()
+    [group] = near_duplicates(book.bullets, texts[:3], 0.6, alike)
+    assert [bullet.content for bullet in group] == texts[2:]
+    assert all(texts[3] in pair for pair in asked)
 
 
 def test_equal_vectors_pass_a_threshold_of_one() -> None:
@@ -107,5 +122,5 @@ def test_vectors_that_cannot_be_compared_are_refused(vectors: list[list[float]])
 def test_opposites_and_other_numbers_are_no_near_duplicates(first: str, other: str) -> None:
     book = book_of([("other", first), ("other", other)])
     assert closest(other, book.bullets[:1], 0.5) is None
-    assert near_duplicates(book.bullets, 0.5) == []
+    assert near_duplicates(book.bullets, (), 0.5) == []
     assert groups_of(book, Embeddings(lambda texts: [[1.0] for _ in texts], threshold=0.9)) == []

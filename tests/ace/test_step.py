@@ -9,6 +9,7 @@ from typing import Any
 import anyio
 import dspy
 import pytest
+from dspy.utils.exceptions import LMServerError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -79,7 +80,7 @@ class Learnt:
 def learnt(
     *scripts: Script,
     playbook: Playbook = BOOK,
-    merge: str = MERGED,
+    merge: str | Exception = MERGED,
     **options: Any,
 ) -> Learnt:
     """A stream of one window, a sample a script, all at once in virtual time."""
@@ -114,6 +115,8 @@ def learnt(
     def answer(prompt: str) -> str:
         if "[[ ## similar_bullets ## ]]" in prompt:
             merged.append(prompt)
+            if isinstance(merge, Exception):
+                raise merge
             return reply_for(prompt, content=merge)
         prompts.append(prompt)
         return reply_for(prompt, answer="1", cited_bullets="oth-1, oth-2, oth-9")
@@ -236,6 +239,14 @@ def test_what_an_lm_does_not_merge_stays_and_is_not_asked_about_again(merge: str
     assert len(run.merged) == 1
     assert [NEARLY[0] in run.texts, NEARLY[1] in run.texts, "Sum first." in run.texts] == [True] * 3
     assert run.stats.problems["empty merge"] == 1
+
+
+def test_a_merge_that_the_provider_does_not_answer_leaves_the_sample_applied() -> None:
+    unanswered = LMServerError("down", model="fake/model", provider="fake")
+    run = learnt(REPEATS, playbook=TWICE, refinement="proactive", merge=unanswered)
+    assert (run.stats.samples, run.stats.ended["committed"], run.stats.ended["failed"]) == (1, 1, 0)
+    assert run.stats.problems["refine failed"] == 1
+    assert [NEARLY[0] in run.texts, NEARLY[1] in run.texts] == [True, True]
 
 
 def test_embeddings_say_what_is_near_where_there_are_any_and_words_where_they_fail() -> None:
