@@ -12,7 +12,7 @@ PROMISES := tests/contract/test_public_surface.py tests/contract/test_beside_gep
 # The tests start many processes: without bytecode each of them compiles the package anew.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: demo docs test test-benchmarks test-newest test-pythons test-ray test-slow notebooks lint types dist check clean
+.PHONY: demo docs test test-benchmarks test-long test-newest test-pythons test-ray test-slow notebooks lint types dist check clean
 
 $(VENV)/.installed: pyproject.toml
 	@echo "Making an environment in $(VENV): once, some minutes, about 1.4 GB."
@@ -26,6 +26,9 @@ demo: $(VENV)/.installed  ## AsyncGEPA beside dspy.GEPA on the embedded server, 
 test: $(VENV)/.installed  ## the test suite and the examples in the docstrings
 	$(BIN)/python -m pytest -n auto --dist worksteal
 	$(BIN)/python -m pytest --quiet --doctest-modules dspy_flashevolve
+
+test-long: $(VENV)/.installed  ## the long tests, of which `make test` has shorter ones: kills, many seeds
+	$(BIN)/python -m pytest -n auto --dist worksteal -m long
 
 test-benchmarks: $(VENV)/.installed  ## the tests of the benchmarks and of the notebooks
 	$(BIN)/python -m pytest -n auto --dist worksteal tests/benchmarks
@@ -70,7 +73,7 @@ lint: $(VENV)/.installed
 types: $(VENV)/.installed
 	$(BIN)/pyright
 
-check: test test-ray test-benchmarks lint types docs  ## all that CI runs
+check: test test-long test-ray test-benchmarks lint types docs  ## all that CI runs
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build dist site

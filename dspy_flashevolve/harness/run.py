@@ -261,10 +261,9 @@ class HarnessRun:
         read: Callable[[Any], T],
         position: str = "0",
     ) -> ModuleReply[T]:
-        """Ask a module with the proposer LM. A reply that cannot be parsed gets a warning and does not end the run."""
-        asked = await self.run.call_module(
-            stage, step, module, inputs, lm=self.settings.proposer_lm, read=read, record=ReplyText(position)
-        )
+        """Ask a module that was made for it with the proposer LM; a reply that cannot be parsed gets a warning only."""
+        lm, record = self.settings.proposer_lm, ReplyText(position)
+        asked = await self.run.call_module(stage, step, module, inputs, lm=lm, read=read, record=record, is_fresh=True)
         if asked.error is not None and stage not in self._warned:
             self._warned.add(stage)
             logger.warning("%s: the reply cannot be used, the run goes on: %s", stage, _error_text(asked.error))

@@ -186,22 +186,25 @@ class DspyRun(EvolutionRun):
         lm: Any = None,
         read: Callable[[Any], T],
         record: Any = None,
+        is_fresh: bool = False,
     ) -> ModuleReply[T]:
         """Call a module in a slot: on the loop where it can be awaited, else in a thread; asked again where need be.
 
         Args:
             stage, step: whose queue it waits in.
-            module: is not changed; a copy is called.
+            module: is not changed; a copy is called, unless ``is_fresh``.
             inputs: the module's keyword arguments.
             lm: what it asks, unless its predictors have LMs of their own. None for the configured LM.
             read: makes of what the module returns what is wanted. What it raises is the module's error.
             record: how the answer is written down, a :class:`ReplyRecord`; None where it is not.
+            is_fresh: the module was made for this call. It is called itself: a copy would take time in proportion to
+                all that its tools can reach.
 
         Raises:
             RolloutUnresolvedError: the provider gave no answer.
             RunAbortedError: the provider refused for good.
         """
-        copy = self.models.pace_in(isolated_copy(module))
+        copy = self.models.pace_in(module if is_fresh else isolated_copy(module))
         asks, tools = self.dspy_settings.get("lm") if lm is None else self.pace(lm), ToolCalls(self.threads)
 
         async def call() -> ModuleReply[T]:

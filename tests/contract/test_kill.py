@@ -75,7 +75,13 @@ def survives(directory: Path, kind: str, calls: int, kills: int, seed: int) -> I
         yield f"the run was killed {done} times only: the test says nothing"
 
 
-@pytest.mark.parametrize(("kind", "kills"), [("edits", 2), ("pareto reflective", 2), ("lockstep", 1)])
+@pytest.mark.parametrize(
+    ("kind", "kills"),
+    [
+        ("edits", 1),
+        *(pytest.param(kind, 2, marks=pytest.mark.long) for kind in ("edits", "pareto reflective", "lockstep")),
+    ],
+)
 def test_a_killed_run_goes_on_and_loses_no_commit_and_pays_nothing_twice(tmp_path: Path, kind: str, kills: int) -> None:
     assert list(survives(tmp_path, kind, calls=200, kills=kills, seed=1)) == []
 
